@@ -48,6 +48,7 @@ var packages = []entry{
 	{"cmd/gpu-agent", 5, "flags, options, wiring; decides nothing"},
 	{"internal/agent", 4, "the loop"},
 	{"internal/cleanup", 4, "takes away what agents have left on a node"},
+	{"internal/fleet", 4, "the placer's process: a cluster in the books, and the doors to them"},
 	{"internal/deviceplugin", 3, "the front-end for the kubelet's device-plugin API"},
 	{"internal/dra", 3, "the front-end for dynamic resource allocation"},
 	{"internal/guard", 3, "the watchdog over containers' GPU memory"},
@@ -58,6 +59,7 @@ var packages = []entry{
 	{"pkg/memcap/...", 2, "the in-process cap's files, the watchdog's reader and hand"},
 	{"internal/node", 2, "PodResources, the container runtime, /proc and cgroups"},
 	{"internal/kube", 2, "the API server"},
+	{"internal/extender", 2, "kube-scheduler's HTTP extender protocol"},
 	{"internal/nfd", 2, "the features file that Node Feature Discovery reads"},
 	{"internal/obs", 2, "metrics, probes and the status over HTTP"},
 	{"internal/state", 2, "the agent's own files, which outlive a process"},
@@ -72,6 +74,8 @@ var packages = []entry{
 	{"internal/ledger", 1, "allocations: what is given out, and how far it is"},
 	{"internal/plan", 1, "layouts, steps, and who is in the way"},
 	{"internal/status", 1, "what people and programs are told: values, text and page"},
+	{"internal/placer", 1, "the books of a fleet: whether pods fit, and on which node"},
+	{"internal/gpunode", 1, "the GPUNode object: what a node tells the cluster of its GPUs"},
 	{"internal/label", 1, "the node's labels, from inventory, links and partition"},
 	{"internal/health", 1, "which GPUs are healthy, from events and readings"},
 	{"pkg/gpu", 0, "the words for hardware"},
@@ -99,6 +103,7 @@ var doors = []struct{ prefix, owner, reason string }{
 	{"k8s.io/kubelet/pkg/apis/podresources", "internal/node", "who holds what is asked in one place"},
 	{"k8s.io/cri-api", "internal/node", "who holds what is asked in one place"},
 	{"github.com/containerd", "internal/node", "who holds what is asked in one place"},
+	{"k8s.io/kube-scheduler", "internal/extender", "the scheduler's types stop at the package that speaks its dialect"},
 	{"k8s.io/client-go", "internal/kube", "the API server is one package's business, and the typed clients cost 18 MB: the agent must not come to need them by accident"},
 }
 

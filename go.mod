@@ -20,6 +20,7 @@ require (
 	k8s.io/client-go v0.36.3
 	k8s.io/cri-api v0.36.3
 	k8s.io/dynamic-resource-allocation v0.36.3
+	k8s.io/kube-scheduler v0.36.3
 	k8s.io/kubelet v0.36.3
 	tags.cncf.io/container-device-interface v1.1.1
 	tags.cncf.io/container-device-interface/specs-go v1.1.1

@@ -3,27 +3,14 @@
 package deployments
 
 import (
-	"bytes"
 	"context"
-	"crypto/rand"
-	"crypto/rsa"
-	"crypto/tls"
-	"crypto/x509"
-	"encoding/json"
-	"encoding/pem"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
-	"net"
 	"net/http"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"regexp"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -34,169 +21,38 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
+	"example.com/gpu-agent/tests/plane"
 )
 
 // apiServer is the real one, on loopback, over an etcd of its own, with the
 // manifests' rights and admission policy in force. Nothing runs in its cluster.
-type apiServer struct {
-	url, token string
-	client     *http.Client
-}
-
-// program finds what the test node's builder put into the cache.
-func program(t *testing.T, name string) string {
-	t.Helper()
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			t.Fatal(err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
-	}
-	path := filepath.Join(cache, "bin", name)
-	if _, err := os.Stat(path); err != nil {
-		t.Skipf("there is no %s in the cache yet: the stage \"node\" builds it", name)
-	}
-	return path
-}
-
-// background runs a program until the test ends. It dies with this process,
-// too, so that a test that is killed leaves nothing.
-func background(t *testing.T, path string, args ...string) {
-	t.Helper()
-	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(path, args...)
-	cmd.Stdout, cmd.Stderr = log, log
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		cmd.Process.Kill()
-		cmd.Wait()
-		if text, err := os.ReadFile(log.Name()); err == nil && t.Failed() {
-			t.Logf("%s said last:\n%s", filepath.Base(path), text[max(0, len(text)-4000):])
-		}
-	})
-}
-
-// freePorts are n ports of loopback that nobody had a moment ago.
-func freePorts(t *testing.T, n int) []int {
-	t.Helper()
-	var ports []int
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
-	}
-	return ports
-}
+type apiServer struct{ *plane.Server }
 
 func startAPIServer(t *testing.T) *apiServer {
 	t.Helper()
-	etcd, server := program(t, "etcd"), program(t, "kube-apiserver")
-	dir, ports := t.TempDir(), freePorts(t, 3)
-	url := func(scheme string, i int) string { return fmt.Sprintf("%s://127.0.0.1:%d", scheme, ports[i]) }
-	background(t, etcd, "--data-dir", filepath.Join(dir, "etcd"), "--unsafe-no-fsync",
-		"--listen-client-urls", url("http", 0), "--advertise-client-urls", url("http", 0),
-		"--listen-peer-urls", url("http", 1), "--initial-advertise-peer-urls", url("http", 1),
-		"--initial-cluster", "default="+url("http", 1))
-
-	key, err := rsa.GenerateKey(rand.Reader, 2048)
-	if err != nil {
-		t.Fatal(err)
-	}
-	put := func(name string, text []byte) string {
-		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, text, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		return path
-	}
-	accounts := put("accounts.key", pem.EncodeToMemory(&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)}))
-	s := &apiServer{url: url("https", 2), token: rand.Text(), client: &http.Client{
-		Timeout: 20 * time.Second,
-		// The server made its certificate itself a moment ago, on loopback.
-		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
-	}}
-	t.Cleanup(s.client.CloseIdleConnections)
-	background(t, server, "--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
-		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC", "--allow-privileged",
-		"--token-auth-file", put("tokens", []byte(s.token+`,root,0,"system:masters"`+"\n")),
-		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
-		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
-		"--endpoint-reconciler-type", "none")
-	s.await(t, "the API server is ready", func() error { return s.do(t, nil, http.MethodGet, "/readyz", "", nil, nil) })
-	return s
+	return &apiServer{plane.Start(t)}
 }
 
 // await polls until the server has made something so.
 func (s *apiServer) await(t *testing.T, what string, try func() error) {
 	t.Helper()
-	deadline := time.Now().Add(4 * time.Minute) // a busy machine starts one within two
-	for {
-		err := try()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("never: %s: %v", what, err)
-		}
-		time.Sleep(100 * time.Millisecond)
-	}
+	s.Await(t, what, try)
 }
 
 // do makes one request in somebody's name, root's if as is nil; a refusal is an
 // error with the server's words.
 func (s *apiServer) do(t *testing.T, as http.Header, method, path, kind string, body, into any) error {
 	t.Helper()
-	text, err := json.Marshal(body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	request, err := http.NewRequestWithContext(t.Context(), method, s.url+path, bytes.NewReader(text))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for key, values := range as {
-		request.Header[key] = values
-	}
-	if request.Header.Get("Authorization") == "" {
-		request.Header.Set("Authorization", "Bearer "+s.token)
-	}
-	request.Header.Set("Content-Type", kind)
-	response, err := s.client.Do(request)
-	if err != nil {
-		return err
-	}
-	defer response.Body.Close()
-	answer, err := io.ReadAll(response.Body)
-	if err != nil {
-		return err
-	}
-	if response.StatusCode/100 != 2 {
-		return fmt.Errorf("%s %s: %s: %s", method, path, response.Status, answer)
-	}
-	if into != nil {
-		return json.Unmarshal(answer, into)
-	}
-	return nil
+	return s.Do(t, as, method, path, kind, body, into)
 }
 
 // agentOn is the agent's service account with a token of a pod on that node.
 func agentOn(node string) http.Header { return accountOn(name, name, node) }
 
 const (
-	asJSON    = "application/json"
-	merge     = "application/merge-patch+json"
-	strategic = "application/strategic-merge-patch+json"
+	asJSON    = plane.JSON
+	merge     = plane.Merge
+	strategic = plane.Strategic
 )
 
 type fields = map[string]any
@@ -217,6 +73,7 @@ var places = map[string]string{
 	"ClusterRoleBinding":               "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
 	"ValidatingAdmissionPolicy":        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
 	"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+	"CustomResourceDefinition":         "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 	"NetworkPolicy":                    "/apis/networking.k8s.io/v1/namespaces/%s/networkpolicies",
 }
 
@@ -239,7 +96,7 @@ func (s *apiServer) apply(t *testing.T, o object, dry bool) {
 	if err := o.node.Decode(&object); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.do(t, nil, http.MethodPatch, place, "application/apply-patch+yaml", object, nil); err != nil {
+	if err := s.do(t, nil, http.MethodPatch, place, plane.Apply, object, nil); err != nil {
 		t.Errorf("%s: %s %s: %v", o.file, o.Kind, o.Metadata.Name, err)
 	}
 }
@@ -263,7 +120,7 @@ func (s *apiServer) install(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), "the node that it runs on") {
 			return fmt.Errorf("an agent may write to another node: %v", err)
 		}
-		return nil
+		return s.do(t, nil, http.MethodGet, gpuNodes, "", nil, nil)
 	})
 }
 
@@ -317,8 +174,11 @@ func TestAtTheAPIServer(t *testing.T) {
 	}
 
 	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
+	t.Run("allocatable", func(t *testing.T) { s.tryAllocatable(t, status) })
 	t.Run("evictions", s.tryEvictions)
 	t.Run("slices", s.trySlices)
+	t.Run("GPUNodes", s.tryGPUNodes)
+	t.Run("the autoscaler that the docs show", s.tryShownAutoscaler)
 	t.Run("published slices", func(t *testing.T) { publishAtTheAPIServer(t, s) })
 	t.Run("claims", func(t *testing.T) { claimsAtTheAPIServer(t, s) })
 
@@ -347,6 +207,10 @@ func TestAtTheAPIServer(t *testing.T) {
 		{"a condition below the domain", status, strategic, condition("example.com/Other", "True"), "only conditions of its own"},
 		{"own annotation", node, merge, meta("annotations", "example.com/gpu.partition.message", "m"), ""},
 		{"own condition", status, strategic, condition("example.com/GPUHealthy", "False"), ""},
+		{"whether pods can be sent here", status, strategic, condition("example.com/GPUReady", "False"), ""},
+		{"that the node is not to be taken away", node, merge, meta("annotations", "cluster-autoscaler.kubernetes.io/scale-down-disabled", "true"), ""},
+		{"that it may be", node, merge, meta("annotations", "cluster-autoscaler.kubernetes.io/scale-down-disabled", nil), ""},
+		{"another word to Cluster Autoscaler", node, merge, meta("annotations", "cluster-autoscaler.kubernetes.io/safe-to-evict", "true"), "only annotations of its own"},
 		{"own condition away", status, strategic, removed("example.com/GPUHealthy"), ""},
 		{"nothing", status, strategic, fields{}, ""},
 		{"a label of GPU Feature Discovery's", node, merge, meta("labels", "nvidia.com/gpu.product", "X"), ""},
@@ -373,8 +237,7 @@ func TestAtTheAPIServer(t *testing.T) {
 		{"a condition that begins alike", status, strategic, condition("example.community/GPUHealthy", "True"), "only conditions of its own"},
 		{"all conditions", status, merge, fields{"status": fields{"conditions": nil}}, "only conditions of its own"},
 		{"devices that are not there", status, merge, fields{"status": fields{"capacity": fields{"example.com/gpu": "99"}}}, "only conditions of the status"},
-		{"allocatable", status, merge, fields{"status": fields{"allocatable": fields{"cpu": "99"}}}, "only conditions of the status"},
-		{"allocatable away", status, merge, fields{"status": fields{"allocatable": nil}}, "only conditions of the status"},
+		{"allocatable away", status, merge, fields{"status": fields{"allocatable": nil}}, "only lowers the allocatable of its own"},
 		{"a field that was not there", status, merge, fields{"status": fields{"volumesInUse": []string{"v"}}}, "only conditions of the status"},
 		{"the address", status, merge, fields{"status": fields{"addresses": []fields{{"type": "InternalIP", "address": "10.0.0.2"}}}}, "only conditions of the status"},
 		{"nodeInfo", status, merge, fields{"status": fields{"nodeInfo": fields{"kubeletVersion": "v9"}}}, "only conditions of the status"},
@@ -405,23 +268,16 @@ func (s *apiServer) agentClient(t *testing.T) *kube.Client {
 	return s.clientAs(t, name, name)
 }
 
+// asOn is a kubeconfig's user who has a service account's token of a pod on a node.
+func asOn(namespace, account, node string) map[string]any {
+	return fields{"as": "system:serviceaccount:" + namespace + ":" + account, "as-groups": []string{"system:authenticated"},
+		"as-user-extra": fields{"authentication.kubernetes.io/node-name": []string{node}}}
+}
+
 // clientAs is internal/kube with a service account's token of a pod on node-1.
 func (s *apiServer) clientAs(t *testing.T, namespace, account string) *kube.Client {
 	t.Helper()
-	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
-	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
-		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
-		"clusters": []fields{{"name": "c", "cluster": fields{"server": s.url, "insecure-skip-tls-verify": true}}},
-		"users": []fields{{"name": "u", "user": fields{"token": s.token, "as": "system:serviceaccount:" + namespace + ":" + account,
-			"as-groups":     []string{"system:authenticated"},
-			"as-user-extra": fields{"authentication.kubernetes.io/node-name": []string{"node-1"}}}}}})
-	if err == nil {
-		err = os.WriteFile(kubeconfig, text, 0o600)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	client, err := kube.New(kube.Options{Kubeconfig: kubeconfig, NodeName: "node-1", Domain: "example.com",
+	client, err := kube.New(kube.Options{Kubeconfig: s.Kubeconfig(t, asOn(namespace, account, "node-1")), NodeName: "node-1", Domain: "example.com",
 		Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
 	if err != nil {
 		t.Fatal(err)
@@ -580,7 +436,7 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	// Somebody applies one with the very value that it has, and one of ours.
 	theirs := fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"labels": fields{
 		"nvidia.com/gpu.family": guests["nvidia.com/gpu.family"], "example.com/gpu.count": own["example.com/gpu.count"]}}}
-	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gfd", "application/apply-patch+yaml", theirs, nil); err != nil {
+	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gfd", plane.Apply, theirs, nil); err != nil {
 		t.Fatal(err)
 	}
 	mark(kube.Marks{Labels: map[string]string{"example.com/gpu.partition.state": "failed"}, KeepLabels: true})

@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/tests/plane"
 
 	"go.yaml.in/yaml/v4"
 )
@@ -81,7 +82,7 @@ func TestNamespace(t *testing.T) {
 	if level := ns.Metadata.Labels["pod-security.kubernetes.io/enforce"]; level != "privileged" {
 		t.Errorf("Pod Security level %q: the agent's pods would be refused", level)
 	}
-	cluster := []string{"Namespace", "ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+	cluster := []string{"Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
 	for _, o := range objects {
 		want := name
 		if slices.Contains(cluster, o.Kind) {
@@ -250,7 +251,7 @@ func TestEveryRightHasItsReason(t *testing.T) {
 		}
 	}
 	// The base alone has 7 volumes, 8 mounts, 4 rules and 4 privileges; the
-	// cleanup 5 volumes, 5 mounts and 1 privilege; the component evict 1 rule, the
+	// cleanup 6 volumes, 6 mounts and 1 privilege; the component evict 1 rule, the
 	// component nfd 2 volumes and 2 mounts.
 	if found < 40 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
@@ -587,7 +588,7 @@ func TestSamplePartitions(t *testing.T) {
 // render puts a kustomization together as `kubectl apply -k` does.
 func render(t *testing.T, dir string) []object {
 	t.Helper()
-	kubectl := program(t, "kubectl")
+	kubectl := plane.Program(t, "kubectl")
 	var errs bytes.Buffer
 	cmd := exec.CommandContext(t.Context(), kubectl, "kustomize", dir)
 	cmd.Stderr = &errs
@@ -797,7 +798,7 @@ func TestRenderedNFD(t *testing.T) {
 	spec := &clean.Spec.Template.Spec
 	for _, c := range append(spec.InitContainers, spec.Containers...) {
 		sees(spec, &c)
-		if len(c.VolumeMounts) < 7 {
+		if len(c.VolumeMounts) < 8 {
 			t.Errorf("%s lost mounts: %+v", c.Name, c.VolumeMounts)
 		}
 	}
@@ -885,6 +886,7 @@ func TestCleanup(t *testing.T) {
 			delete(want, "/host/dev")
 			delete(want, "/host/sys/fs/cgroup")
 			want["/host/run"] = "/run"
+			want["/var/lib/kubelet/plugins_registry"] = "/var/lib/kubelet/plugins_registry" // of the component dra
 			if got := paths(spec, &first); !maps.Equal(got, want) || len(spec.Volumes) != len(got) {
 				t.Errorf("mounts\n%v of %d volumes, want\n%v", got, len(spec.Volumes), want)
 			}

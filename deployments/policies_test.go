@@ -217,6 +217,9 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 				try{"a pod of another node", http.MethodPost, evicting(theirs), asJSON, eviction("train", theirs, uids[theirs]), "pods of the node that it runs on"},
 				try{"an Event in another node's name", http.MethodPost, events, asJSON, anEvent("e."+theirs, "node-2"), "in its own name"},
 				try{"a slice of another node", http.MethodPost, slicesPath, asJSON, aSlice("node-2"), "ResourceSlices of the node that it runs on"},
+				try{"another node's GPUNode", http.MethodPost, gpuNodes, asJSON, aGPUNode("node-2"), "GPUNode of the node that it runs on"},
+				try{"its node's GPUNode", http.MethodPost, gpuNodes, asJSON, aGPUNode("node-1"), ""},
+				try{"its node's GPUNode away", http.MethodDelete, gpuNodes + "/node-1", asJSON, nil, ""},
 				try{"a slice of its node", http.MethodPost, slicesPath, asJSON, aSlice("node-1"), ""},
 				try{"its node's slice away", http.MethodDelete, slicesPath + "/of-node-1", asJSON, nil, ""},
 				try{"its node's label", http.MethodPatch, own, merge, state("applied"), ""},
@@ -255,6 +258,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 					s.do(t, as, http.MethodPatch, other+"?dryRun=All", merge, state("applied"), nil),
 					s.do(t, as, http.MethodPost, events+"?dryRun=All", asJSON, anEvent("e."+theirs, "node-2"), nil),
 					s.do(t, as, http.MethodPost, slicesPath+"?dryRun=All", asJSON, aSlice("node-2"), nil),
+					s.do(t, as, http.MethodPost, gpuNodes+"?dryRun=All", asJSON, aGPUNode("node-2"), nil),
 					s.do(t, as, http.MethodPost, evicting(theirs)+"?dryRun=All", asJSON, eviction("train", theirs, uids[theirs]), nil))
 			})
 			if i == 0 {
@@ -484,7 +488,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	}
 	seen := func() string {
 		var out []string
-		for _, path := range []string{"/api/v1/nodes", "/api/v1/events", pods, slicesPath} {
+		for _, path := range []string{"/api/v1/nodes", "/api/v1/events", pods, slicesPath, gpuNodes} {
 			var list any
 			if err := s.do(t, nil, http.MethodGet, path, "", nil, &list); err != nil {
 				t.Fatal(err)
@@ -497,7 +501,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var said []status.Policy
-	o := kube.PolicyOptions{Evictions: true, DRA: func() bool { return true }, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
+	o := kube.PolicyOptions{Evictions: true, DRA: func() bool { return true }, GPUNodes: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
 	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []status.Policy) {
 		said = list
 		cancel()
@@ -610,7 +614,7 @@ func policies(t *testing.T) map[string]policy {
 // kustomize can give it, and nobody's whose name only contains it.
 func TestPoliciesAreForTheAgentsAccount(t *testing.T) {
 	all := policies(t)
-	if len(all) < 5 {
+	if len(all) < 6 {
 		t.Fatalf("%d policies: this test does not look where they are", len(all))
 	}
 	quoted := regexp.MustCompile(`^request\.userInfo\.username\.matches\("([^"]+)"\)$`)
@@ -654,6 +658,11 @@ func TestPolicyListsWhatTheAgentWrites(t *testing.T) {
 			have[v.Name] = append(have[v.Name], m[1])
 		}
 		slices.Sort(have[v.Name])
+	}
+	if got := policies(t)["gpu-agent"].Spec.Variables; !slices.ContainsFunc(got, func(v struct{ Name, Expression string }) bool {
+		return v.Name == "guestAnnotations" && v.Expression == "['"+loop.HoldAnnotation+"']"
+	}) {
+		t.Errorf("the policy does not allow the annotation %s alone of other domains: %v", loop.HoldAnnotation, got)
 	}
 	for name, want := range map[string][]string{
 		"own": loop.Written.Labels, "ownAnnotations": loop.Written.Annotations, "ownConditions": loop.Written.Conditions,

@@ -104,7 +104,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 	}
 	client := s.agentClient(t)
 	want := slicesOf(t, "../tests/testdata/inventories/a100-80gb.json")
-	s.await(t, "the agent may publish", func() error { return client.PublishSlices(t.Context(), driver, want) })
+	s.await(t, "the agent may publish", func() error { _, err := client.PublishSlices(t.Context(), driver, want); return err })
 	watched := make(chan struct{}, 100)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -137,7 +137,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 	}
 	publish := func(want []kube.ResourceSlice) {
 		t.Helper()
-		if err := client.PublishSlices(t.Context(), driver, want); err != nil {
+		if _, err := client.PublishSlices(t.Context(), driver, want); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -207,7 +207,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 		return nil
 	})
 	t.Run("not of another node or driver", func(t *testing.T) {
-		if err := client.PublishSlices(t.Context(), "gpus.example.org", slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]); err == nil || !strings.Contains(err.Error(), "of its own driver") {
+		if _, err := client.PublishSlices(t.Context(), "gpus.example.org", slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]); err == nil || !strings.Contains(err.Error(), "of its own driver") {
 			t.Errorf("another driver's: %v", err)
 		}
 		for _, try := range []struct{ method, name string }{{http.MethodPost, "stolen"}, {http.MethodDelete, fewer[0].Name}} {

@@ -50,6 +50,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	metrics.Round(nil, 0)
 	metrics.APIError("list", "nodes")
 	metrics.Registered("r", errors.New("x"))
+	metrics.Lowered("list")
 	metrics.Event("sent")
 	metrics.GPUEvent(gpu.Event{GPU: "GPU-1", Kind: gpu.EventXid, Xid: 79})
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
@@ -59,7 +60,8 @@ func TestDocsNameEveryMetric(t *testing.T) {
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
 		Status: func() status.Status {
 			return status.Status{
-				Driver: "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
+				SaturationPercent: new(int),
+				Driver:            "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
 				Watchdog:   status.Watchdog{State: status.WatchdogRunning},
 				Policies:   []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
 				Resources:  []status.Resource{{Name: "r", Registered: true}},

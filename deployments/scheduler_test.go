@@ -3,12 +3,9 @@
 package deployments
 
 import (
-	"encoding/json"
 	"fmt"
 	"maps"
 	"net/http"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -19,17 +16,6 @@ import (
 // the stock scheduler makes the claims.
 func TestUnchangedPodsFillBothKindsOfNode(t *testing.T) {
 	s := startAPIServer(t)
-	path := filepath.Join(t.TempDir(), "kubeconfig")
-	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
-		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
-		"clusters": []fields{{"name": "c", "cluster": fields{"server": s.url, "insecure-skip-tls-verify": true}}},
-		"users":    []fields{{"name": "u", "user": fields{"token": s.token}}}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, text, 0o600); err != nil {
-		t.Fatal(err)
-	}
 	for _, o := range documents(t, classesFile, read(t, classesFile)) {
 		s.apply(t, o, false)
 	}
@@ -40,25 +26,10 @@ func TestUnchangedPodsFillBothKindsOfNode(t *testing.T) {
 		"node-1": {"cpu": "64", "memory": "64Gi", "pods": "110"},
 		"node-2": {"cpu": "64", "memory": "64Gi", "pods": "110", gpus: "2", replicas: "3", instances: "1"},
 	} {
-		s.create(t, "/api/v1/nodes", fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"name": node}})
-		if err := s.do(t, nil, http.MethodPatch, "/api/v1/nodes/"+node+"/status", strategic, fields{"status": fields{"capacity": status, "allocatable": status,
-			"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
-			t.Fatal(err)
-		}
+		s.node(t, node, status)
 	}
-	for _, slice := range slicesOf(t, "../tests/testdata/inventories/h100-80gb.json") {
-		for i := range slice.Devices {
-			slice.Devices[i].Taints = nil
-		}
-		slice.Pool.Generation = 1
-		object, err := slice.Object("gpus.example.com", "node-1")
-		if err != nil {
-			t.Fatal(err)
-		}
-		s.create(t, slicesPath, object.Object)
-	}
-	background(t, program(t, "kube-scheduler"), "--kubeconfig", path, "--authentication-kubeconfig", path, "--authorization-kubeconfig", path,
-		"--leader-elect=false", "--secure-port", "0")
+	s.offers(t, "node-1")
+	s.Scheduler(t, 0)
 	s.namespace(t, "train")
 
 	// Of each, as many pods as there is room for, and one more.
@@ -121,5 +92,31 @@ func TestUnchangedPodsFillBothKindsOfNode(t *testing.T) {
 	want := map[string]int{"node-1 " + gpus: 2, "node-2 " + gpus: 2, "node-1 " + replicas: 8, "node-2 " + replicas: 3, "node-1 " + instances: 2, "node-2 " + instances: 1}
 	if !maps.Equal(bound, want) {
 		t.Errorf("bound %v, want %v", bound, want)
+	}
+}
+
+// node makes a node that is ready, and has that much.
+func (s *apiServer) node(t *testing.T, name string, has fields) {
+	t.Helper()
+	s.create(t, "/api/v1/nodes", fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"name": name}})
+	if err := s.do(t, nil, http.MethodPatch, "/api/v1/nodes/"+name+"/status", strategic, fields{"status": fields{"capacity": has, "allocatable": has,
+		"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// offers publishes what a node with the recorded H100 has, none of it withdrawn.
+func (s *apiServer) offers(t *testing.T, node string) {
+	t.Helper()
+	for _, slice := range slicesOf(t, "../tests/testdata/inventories/h100-80gb.json") {
+		for i := range slice.Devices {
+			slice.Devices[i].Taints = nil
+		}
+		slice.Pool.Generation = 1
+		object, err := slice.Object("gpus.example.com", node)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.create(t, slicesPath, object.Object)
 	}
 }

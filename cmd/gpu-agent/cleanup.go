@@ -15,8 +15,8 @@ import (
 
 // cleanUp is `gpu-agent cleanup`.
 func cleanUp(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "cleanup", "", "Takes away what agents have left on this node and its Node object: labels, annotation,\n"+
-		"condition, CDI files, sockets and the state directory. It refuses while an agent runs, and\n"+
+	fs := newFlags(c, "cleanup", "", "Takes away what agents have left on this node and its Node object: labels, annotations,\n"+
+		"conditions, GPUNode, CDI files, sockets and the state directory. It refuses while an agent runs, and\n"+
 		"while pods hold devices. What operators have set stays.")
 	var n nodeFlags
 	var names nameFlags
@@ -40,7 +40,11 @@ func cleanUp(ctx context.Context, c console, args []string) error {
 			if err != nil {
 				return err
 			}
-			return errors.Join(client.Mark(ctx, kube.Marks{}), client.RemoveCondition(ctx, names.domain+"/"+agent.HealthCondition))
+			errs := []error{client.Mark(ctx, kube.Marks{}), client.RemoveGPUNode(ctx)}
+			for _, kind := range agent.Written.Conditions {
+				errs = append(errs, client.RemoveCondition(ctx, names.domain+"/"+kind))
+			}
+			return errors.Join(errs...)
 		}
 	}
 	var err error

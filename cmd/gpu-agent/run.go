@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/deviceplugin"
 	frontend "example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
@@ -52,6 +53,8 @@ type runFlags struct {
 	ignoredXids              xids
 	healthHold, healthProbe  time.Duration
 	linksEvery               time.Duration
+	faultTaint               choice
+	schedulers               schedulerFlags
 	whenBusy, foreign, reset choice
 	numaHints                choice
 	nodeLabels, nvidiaLabels choice
@@ -73,6 +76,9 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
 	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
 	fs.DurationVar(&f.linksEvery, "links-every", time.Minute, "`time` between looks at NVLinks, whose lanes fail and return without a word")
+	f.faultTaint = choice{string(kube.NoSchedule), []string{string(kube.NoSchedule), string(kube.NoExecute)}}
+	fs.Var(&f.faultTaint, "fault-taint", "what the taint of a faulty GPU that is offered through dra does: NoSchedule (it gets no new claims) or NoExecute (the pods on it are ended, too)")
+	f.schedulers.register(fs)
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
 	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
 	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
@@ -91,6 +97,19 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.logFormat, "log-format", "text or json")
 	f.logLevel = choice{"info", []string{"debug", "info", "warn", "error"}}
 	fs.Var(&f.logLevel, "log-level", "debug, info, warn or error")
+}
+
+// schedulerFlags are what schedulers and autoscalers are told beside the offer.
+type schedulerFlags struct {
+	lowerAllocatable, holdScaleDown bool
+	gpuNode                         choice
+}
+
+func (f *schedulerFlags) register(fs *flag.FlagSet) {
+	fs.BoolVar(&f.lowerAllocatable, "lower-allocatable", true, "tell the scheduler at once of devices that cannot be had any more, in the Node's status.allocatable; otherwise it hears of them up to ten seconds later, from the kubelet")
+	f.gpuNode = choice{"auto", []string{"auto", "pods", "holders", "off"}}
+	fs.Var(&f.gpuNode, "gpunode", "the node's GPUNode object: auto (it names holders where the kubelet is older than 1.36), pods (it never does; pods' own status does), holders (it always does, and is written at every change) or off")
+	fs.BoolVar(&f.holdScaleDown, "hold-scale-down", false, "keep Cluster Autoscaler from taking the node away while pods have something of its GPUs, by its annotation scale-down-disabled")
 }
 
 // complete checks what the flags say together and fills in what follows.
@@ -199,6 +218,7 @@ func run(ctx context.Context, c console, args []string) error {
 	}, metrics.DriverCall)
 
 	var cluster *kube.Client
+	var lowering *agent.Lowering
 	options := agent.Options{
 		Domain:         f.domain,
 		ResourceDomain: f.resourceDomain,
@@ -207,6 +227,9 @@ func run(ctx context.Context, c console, args []string) error {
 		KeepOffering:   f.whenBusy.value == "wait",
 		IdleTTL:        f.idleTTL,
 		LinksEvery:     f.linksEvery,
+		HoldScaleDown:  f.schedulers.holdScaleDown,
+		FaultTaint:     kube.TaintEffect(f.faultTaint.value),
+		HoldersIn:      map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}[f.schedulers.gpuNode.value],
 		Label:          f.nodeLabels.value != "none",
 		Guest:          f.nvidiaLabels.value == "absent",
 		Align:          deviceplugin.Alignment(f.numaHints.value),
@@ -225,25 +248,43 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	if f.nodeName != "" {
 		cluster, err = kube.New(kube.Options{
-			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, Logger: log,
+			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, ResourceDomain: f.resourceDomain, Logger: log,
 			Failed:    metrics.APIError,
 			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
 			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
+			Allocatable: func(amounts map[string]int64) {
+				if lowering != nil {
+					lowering.See(amounts)
+				}
+			},
 		})
 		if err != nil {
 			return err
 		}
 		worlds.Cluster = cluster
+		if f.schedulers.lowerAllocatable {
+			lowering = agent.NewLowering(cluster, metrics.Lowered, log)
+		}
+		if f.schedulers.gpuNode.value != "off" {
+			worlds.GPUNodes = cluster
+		}
 		worlds.DRA = &agent.DRA{API: cluster, Kubelet: frontend.KubeletDir(filepath.Join(f.node.hostRoot, f.node.kubeletDir)), Serve: func(front *frontend.FrontEnd) (agent.DRADriver, error) {
 			return serveDRA(front, dra.Options{Name: front.Driver, Driver: front, Dir: filepath.Join(f.node.kubeletDir, "plugins_registry"), Logger: log, Observer: metrics})
 		}}
+		if f.cap.evictAfter > 0 {
+			worlds.DRA.Evict = cluster.Evict
+		}
 	}
 	if f.nodeLabels.value == "nfd" {
 		worlds.Features = features(f.node.nfdDir)
 	}
+	var sent func(resource string, healthy int)
+	if lowering != nil {
+		sent = lowering.Sent
+	}
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
 		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: metrics,
-		Looked: func() { loop.LookAtCheckpoint() }, Changed: func() { loop.LookAtPlugins() },
+		Looked: func() { loop.LookAtCheckpoint() }, Changed: func() { loop.LookAtPlugins() }, Sent: sent,
 	})
 	worlds.Plugins = plugins
 	loop = agent.New(options, worlds)
@@ -286,9 +327,12 @@ func run(ctx context.Context, c console, args []string) error {
 			return cluster.WatchNode(ctx, loop.SetNode)
 		})
 		g.Go(func() error {
-			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
 			return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
 		})
+	}
+	if lowering != nil {
+		g.Go(func() error { return lowering.Run(ctx) })
 	}
 	if f.cap.every > 0 {
 		g.Go(func() error { return watchdog.Run(ctx) })
@@ -306,7 +350,10 @@ func run(ctx context.Context, c console, args []string) error {
 func serveDRA(front *frontend.FrontEnd, o dra.Options) (agent.DRADriver, error) {
 	var server *dra.Server
 	o.Registered = func() { front.Publisher().Registered(true) }
-	o.Changed = func() { front.Publisher().Registered(server.Status().Registered) }
+	o.Changed = func() {
+		front.Publisher().Registered(server.Status().Registered)
+		front.Wake() // it is told where the kubelet does not have the driver
+	}
 	var err error
 	server, err = dra.New(o)
 	return server, err

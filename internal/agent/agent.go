@@ -17,7 +17,9 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
@@ -92,9 +94,18 @@ type Options struct {
 	// Guest has those of GPU Feature Discovery among them, where nobody else has
 	// written them.
 	Label, Guest bool
+	// HoldersIn says where the holders of devices are told; empty has the kubelet's version
+	// decide.
+	HoldersIn gpunode.HoldersIn
 	// LinksEvery is how often NVLinks are looked at: a lane that fails, or works again,
 	// is no event. Zero is as often as all else.
 	LinksEvery time.Duration
+	// HoldScaleDown keeps Cluster Autoscaler from taking the node away while pods have
+	// something of its GPUs (--hold-scale-down).
+	HoldScaleDown bool
+	// FaultTaint is what a fault's taint does to claims (--fault-taint), empty for
+	// NoSchedule.
+	FaultTaint kube.TaintEffect
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
 	// empty is deviceplugin.AlignNone.
 	Align deviceplugin.Alignment
@@ -132,6 +143,7 @@ type Agent struct {
 	reader    *reader
 	others    *coexistence
 	slices    *timeSlices
+	object    *gpuNodeWriter
 	served    *served
 	layouts   *layouts
 	executor  *executor
@@ -167,7 +179,7 @@ func New(o Options, w Worlds) *Agent {
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
-	if w.Cluster == nil {
+	if w.DRA == nil {
 		a.partitions.on.NoDRA = "the agent runs without an API server (--node-name)"
 	}
 	a.ledger = ledger.New(a.wake, time.Now)
@@ -187,8 +199,12 @@ func New(o Options, w Worlds) *Agent {
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
 		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
-		made: map[string]string{}, removed: map[string]bool{}}
-	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, &w)
+		pages: &pageSweeper{caps: w.Caps, wake: a.wake, going: map[string]chan struct{}{}}, made: map[string]string{}, removed: map[string]bool{}}
+	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w)
+	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
+		in := a.partitions.heard()
+		return a.reporter.GPUNode(in.holdersIn(&a.opts))
+	}, a.reporter.Ready, o.Log)
 	return a
 }
 
@@ -224,9 +240,22 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.
-func (a *Agent) Run(ctx context.Context) error {
+func (a *Agent) Run(asked context.Context) error {
 	a.remember()
+	ctx, end := context.WithCancel(context.WithoutCancel(asked))
+	defer end()
 	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		select {
+		case <-asked.Done():
+			a.object.leave(ctx) // while everything still runs
+			a.claims.leave(ctx)
+			end()
+			return asked.Err()
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
 	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
 	g.Go(func() error { return a.reader.followLinks(ctx) })
 	g.Go(func() error { return a.witnesses.Follow(ctx) })
@@ -234,6 +263,9 @@ func (a *Agent) Run(ctx context.Context) error {
 	g.Go(func() error { return a.claims.run(ctx) })
 	if r := a.reporter; r.cluster != nil || r.features != nil {
 		g.Go(func() error { return r.run(ctx) })
+	}
+	if a.object.api != nil {
+		g.Go(func() error { return a.object.run(ctx) })
 	}
 	g.Go(func() error { return a.loop(ctx) })
 	return g.Wait()
@@ -297,6 +329,9 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	}
 	if slices.ContainsFunc(a.served.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
 		wait = min(wait, holdersEvery) // it is news when it has been so for a while
+	}
+	if _, _, yes := a.claims.unregistered(); yes {
+		wait = min(wait, holdersEvery)
 	}
 	if a.reader.inv == nil {
 		// A round ends behind the driver then: what is due later on would stay due.

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
@@ -37,8 +38,10 @@ import (
 // outside is everything that the loop speaks to, in memory but for the CDI
 // directory.
 type outside struct {
-	caps *pages
-	unit gpu.MiB // --memory-unit
+	// unheard says that nothing is heard of the Node when the agent starts.
+	unheard bool
+	caps    *pages
+	unit    gpu.MiB // --memory-unit
 	hardware
 	mu sync.Mutex // guards what follows
 	// The driver.
@@ -71,6 +74,7 @@ type outside struct {
 	runtimeErr    error
 	stranger      bool // the runtime does not know the agent's own pod
 	allocatable   map[string][]string
+	asks          int    // for what is allocatable
 	agent         *Agent // what the kubelet knows of ours is what this one offers,
 	forgetful     bool   // unless it is forgetful
 	fares         []plugin.Status
@@ -78,6 +82,8 @@ type outside struct {
 	sandboxes     map[string]workload.Pod // by pod UID
 	prepared      []node.Prepared
 	dra           *scheduled // nil where there is no DRA
+	gpuNodes      *gpuNodes  // nil where there are none
+	holdersIn     gpunode.HoldersIn
 	// The API server.
 	patchErr    error
 	labels      map[string]string
@@ -88,8 +94,13 @@ type outside struct {
 	offeredErr  error
 	offeredAsks int
 
-	condition kube.Condition
-	boot      string
+	condition kube.Condition // GPUHealthy
+	// readies are GPUReady, over time, as "status reason".
+	readies []string
+	// guests are the Node's annotations below other domains; hold is HoldScaleDown.
+	guests map[string]string
+	hold   bool
+	boot   string
 
 	sources   chan map[string]plugin.Source
 	event     chan gpu.Event
@@ -194,10 +205,15 @@ func (o *outside) List(context.Context) (node.Listing, error) {
 func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	o.asks++
+	return o.allocatableLocked(), nil
+}
+
+func (o *outside) allocatableLocked() map[string][]string {
 	out := map[string][]string{}
 	maps.Copy(out, o.allocatable)
 	if o.agent == nil || o.forgetful {
-		return out, nil
+		return out
 	}
 	for _, r := range o.agent.front.Offer().Resources {
 		for _, d := range r.Devices {
@@ -206,7 +222,7 @@ func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
 			}
 		}
 	}
-	return out, nil
+	return out
 }
 
 // plugins is the device plugins' side of outside.
@@ -221,11 +237,22 @@ func (o plugins) Status() []plugin.Status {
 func (o *outside) Checkpoint() (node.Checkpoint, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	cp := node.Checkpoint{Entries: slices.Clone(o.entries), Stamp: o.stampLocked()}
+	cp := node.Checkpoint{Entries: slices.Clone(o.entries), Registered: registered(o.allocatableLocked()), Stamp: o.stampLocked()}
 	for _, h := range slices.Concat(o.init, o.holdings) {
 		cp.Entries = append(cp.Entries, node.Entry{PodUID: "uid-" + h.Pod, Container: h.Container, Resource: h.Resource, IDs: h.IDs})
 	}
 	return cp, o.checkpointErr
+}
+
+// registered is what the kubelet writes of the devices that it would give out.
+func registered(allocatable map[string][]string) map[string]node.Registered {
+	out := map[string]node.Registered{}
+	for resource, ids := range allocatable {
+		sum := fnv.New64()
+		fmt.Fprint(sum, ids)
+		out[resource] = node.Registered{N: len(ids), Sum: sum.Sum64()}
+	}
+	return out
 }
 
 func (o *outside) Stamp() node.Stamp {
@@ -237,7 +264,7 @@ func (o *outside) Stamp() node.Stamp {
 // stampLocked tells one checkpoint from another by what is in it.
 func (o *outside) stampLocked() node.Stamp {
 	sum := fnv.New64()
-	fmt.Fprint(sum, o.init, o.holdings, o.entries)
+	fmt.Fprint(sum, o.init, o.holdings, o.entries, o.allocatableLocked())
 	return node.Stamp{Inode: sum.Sum64(), MTime: 1}
 }
 
@@ -301,7 +328,13 @@ func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
 	if err := unwritten(slices.Values([]string{c.Type}), Written.Conditions); err != nil {
 		panic(err)
 	}
-	o.with(func() { o.condition = c })
+	o.with(func() {
+		if word := string(c.Status) + " " + c.Reason; c.Type == "example.com/"+HealthCondition {
+			o.condition = c
+		} else if len(o.readies) == 0 || o.readies[len(o.readies)-1] != word {
+			o.readies = append(o.readies, word)
+		}
+	})
 	return nil
 }
 
@@ -328,7 +361,7 @@ func (o *outside) Mark(_ context.Context, m kube.Marks) error {
 	}
 	maps.Copy(labels, m.Guests)
 	maps.Copy(labels, m.Labels)
-	o.labels, o.annotations = labels, maps.Clone(m.Annotations)
+	o.labels, o.annotations, o.guests = labels, maps.Clone(m.Annotations), maps.Clone(m.GuestAnnotations)
 	o.marked = append(o.marked, maps.Clone(labels))
 	return nil
 }
@@ -414,9 +447,10 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
-		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
-		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
+		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
+		HoldersIn: o.holdersIn, HoldScaleDown: o.hold,
+		Log: slog.New(slog.NewTextHandler(b.log, nil)),
+	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
 	o.with(func() { o.agent = b.Agent })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -434,7 +468,9 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 			t.Error(err)
 		}
 	}
-	b.node(nil, false)
+	if !o.unheard {
+		b.node(nil, false)
+	}
 	if file != "" {
 		b.SetFile("p.yaml", []byte(file))
 	}

@@ -5,7 +5,9 @@ package agent
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"sync/atomic"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -35,7 +37,7 @@ func (k *gatekeeper) allocations() []ledger.Allocation {
 func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 	return k.fixCaps(c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
 		layout := k.layouts.now[g.GPU]
-		switch same := layout.Offers && layout.Kind == g.Kind; {
+		switch same := layout.Has(g.Kind); {
 		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
 			return memcap.Units(g.Units.Len(), layout.Unit), nil
 		case g.Kind == ledger.Units:
@@ -110,6 +112,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
 	}
+	k.pages.await(c.ID) // of the holder before
 	pages, err := k.caps.Write(c.ID, limits)
 	if err != nil {
 		return none, err
@@ -135,18 +138,75 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	return over, nil
 }
 
-// sweepCaps removes the pages of allocations that have ended.
+// pageSweeper removes the pages of allocations that have ended, beside the loop: the kernel
+// takes its time for it, and the next container waits for the loop.
+type pageSweeper struct {
+	caps Caps
+	wake func()
+	// going has a channel for each allocation whose pages are being removed, which is closed
+	// when they are gone. It is for the loop's goroutine.
+	going map[string]chan struct{}
+	// failed says that some could not be removed. They are tried again by the loop itself,
+	// which says why, and whose pauses grow.
+	failed atomic.Bool
+}
+
+// remove removes the pages of these allocations, but for those that are being removed.
+func (s *pageSweeper) remove(keys []string) error {
+	if s.failed.Load() {
+		for _, key := range keys {
+			s.await(key)
+			if err := s.caps.Remove(key); err != nil {
+				return err
+			}
+		}
+		s.failed.Store(false)
+		return nil
+	}
+	maps.DeleteFunc(s.going, func(_ string, gone chan struct{}) bool {
+		select {
+		case <-gone:
+			return true
+		default:
+			return false
+		}
+	})
+	keys = slices.DeleteFunc(keys, func(key string) bool { return s.going[key] != nil })
+	if len(keys) == 0 {
+		return nil
+	}
+	gone := make([]chan struct{}, len(keys))
+	for i, key := range keys {
+		gone[i] = make(chan struct{})
+		s.going[key] = gone[i]
+	}
+	go func() {
+		for i, key := range keys {
+			if s.caps.Remove(key) != nil {
+				s.failed.Store(true)
+				s.wake()
+			}
+			close(gone[i])
+		}
+	}()
+	return nil
+}
+
+// await waits until no pages of an allocation are being removed, so that it can get new ones.
+func (s *pageSweeper) await(key string) {
+	if gone := s.going[key]; gone != nil {
+		<-gone
+	}
+}
+
+// sweepCaps has the pages of allocations removed that have ended.
 func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
 	keys, err := k.caps.List()
 	if err != nil {
 		return err
 	}
-	for _, key := range keys {
-		if !live(key) {
-			if err := k.caps.Remove(key); err != nil {
-				return err
-			}
-		}
+	if err := k.pages.remove(slices.DeleteFunc(keys, live)); err != nil {
+		return err
 	}
 	// Libraries of earlier versions go when no allocation's file names them.
 	if slices.ContainsFunc(k.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {

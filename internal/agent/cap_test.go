@@ -49,6 +49,10 @@ type pages struct {
 	since  map[string]time.Time // what was written last of an allocation
 	spoilt map[string]bool
 	kit    *lib.Kit // that fits the driver; nil is testKit
+	// slow, if set, keeps Remove until it is closed, and removeErr has it fail.
+	slow      chan struct{}
+	removeErr error
+	fitErr    error // Fit has no libraries at all
 }
 
 func (p *pages) Sound(key string) (bool, error) {
@@ -90,9 +94,110 @@ func (p *pages) Limit(key string, u gpu.UUID) (uint64, error) {
 
 func (p *pages) Remove(key string) error {
 	p.mu.Lock()
+	slow := p.slow
+	p.mu.Unlock()
+	if slow != nil {
+		<-slow
+	}
+	p.mu.Lock()
 	defer p.mu.Unlock()
-	delete(p.limits, key)
-	return nil
+	if p.removeErr == nil {
+		delete(p.limits, key)
+	}
+	return p.removeErr
+}
+
+// TestLibrariesThatCannotBeInstalled: they are installed after the driver has been read, so
+// the agent runs already: nothing is given out without them, and the node says why.
+func TestLibrariesThatCannotBeInstalled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.caps.fitErr = errors.New("install the cap's library: no space left on device")
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		unit := string(uuid(0)) + "::0"
+		if _, err := b.source(names.Units).Allocate([]string{unit}); err == nil || !strings.Contains(err.Error(), "no space left") {
+			t.Errorf("devices are given out without the library: %v", err)
+		}
+		if b.wantState("failed"); !strings.Contains(b.message(), "no space left") {
+			t.Errorf("the node says %q", b.message())
+		}
+		b.caps.mu.Lock()
+		b.caps.fitErr = nil
+		b.caps.mu.Unlock()
+		pause(backOffMax)
+		b.wantState("applied")
+		b.hold("a", names.Units, unit)
+	})
+}
+
+// TestNobodyWaitsForPagesOfTheEnded: the loop itself unmounted the pages of allocations that
+// had ended, for which the kernel takes its time, and containers that started waited.
+func TestNobodyWaitsForPagesOfTheEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		unit := func(n int) string { return fmt.Sprintf("%s::%d", uuid(0), n) }
+		set := func(change func(*pages)) {
+			b.caps.mu.Lock()
+			defer b.caps.mu.Unlock()
+			change(b.caps)
+		}
+		// wanted are the units that have pages.
+		wanted := func(what string, units ...string) {
+			t.Helper()
+			var want []string
+			for _, u := range units {
+				want = append(want, cdi.Key(names.Units, []string{u}))
+			}
+			if keys, _ := b.caps.List(); !slices.Equal(keys, slices.Sorted(slices.Values(want))) {
+				t.Errorf("%s: pages of %v, want %v", what, keys, want)
+			}
+		}
+		ends := func(pod string) {
+			b.release(pod)
+			b.with(func() { b.entries = nil })
+			pause(time.Minute)
+		}
+		slow := make(chan struct{})
+		set(func(p *pages) { p.slow = slow })
+		b.hold("a", names.Units, unit(0))
+		ends("a")
+		b.allocate("b", names.Units, unit(1))
+		if err := b.prepare(names.Units, unit(1)); err != nil {
+			close(slow)
+			t.Fatalf("beside pages that are being removed: %v", err)
+		}
+		b.release("b")
+		b.hold("b", names.Units, unit(1))
+		b.allocate("a", names.Units, unit(0))
+		prepared := make(chan error, 1)
+		go func() { prepared <- b.prepare(names.Units, unit(0)) }()
+		pause(time.Second)
+		if len(prepared) > 0 {
+			t.Error("an allocation got the pages of the one before it that were being removed")
+		}
+		set(func(p *pages) { p.slow = nil })
+		close(slow)
+		if err := <-prepared; err != nil {
+			t.Error(err)
+		}
+		wanted("after that", unit(0), unit(1))
+
+		set(func(p *pages) { p.removeErr = errors.New("busy") })
+		ends("b")
+		wanted("they cannot be removed", unit(0), unit(1))
+		if b.wantState("failed"); !strings.Contains(b.message(), "busy") {
+			t.Errorf("the node says %q", b.message())
+		}
+		if n := b.rounds; n > 100 {
+			t.Errorf("%d rounds", n)
+		}
+		set(func(p *pages) { p.removeErr = nil })
+		pause(backOffMax)
+		b.wantState("applied")
+		wanted("they can", unit(0))
+	})
 }
 
 func (p *pages) List() ([]string, error) {
@@ -104,6 +209,9 @@ func (p *pages) List() ([]string, error) {
 func (p *pages) Fit(cdi.Parts) (lib.Kit, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.fitErr != nil {
+		return lib.Kit{}, p.fitErr
+	}
 	if p.kit != nil {
 		return *p.kit, nil
 	}

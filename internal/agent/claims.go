@@ -4,17 +4,21 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -29,6 +33,8 @@ type claims struct {
 	caps  memcap.Level
 	begin sync.Once
 	begun chan struct{} // closed when there is something to do
+	// driver is nil before it is served.
+	driver atomic.Pointer[DRADriver]
 }
 
 func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.Allocation), wake func()) *claims {
@@ -38,11 +44,19 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.All
 	}
 	if w.DRA != nil {
 		c.serve = w.DRA.Serve
-		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: "gpus." + o.Domain, Node: o.Node, Ledger: l, API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
-			Granted: granted, Wake: wake, Now: time.Now, Log: o.Log})
+		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l, API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
+			Fault: o.FaultTaint, Granted: granted, Wake: wake, Now: time.Now, Log: o.Log, Listing: w.Kubelet.List, Evict: w.DRA.Evict,
+			Tell: func(p workload.Pod, kind kube.EventType, reason, message string) {
+				if w.Cluster != nil {
+					w.Cluster.Event(p, kind, reason, message)
+				}
+			}})
 	}
 	return c
 }
+
+// start has everything run from now on.
+func (c *claims) start() { c.begin.Do(func() { close(c.begun) }) }
 
 // inUse reports whether there is, or has been, anything through DRA.
 func (c *claims) inUse() bool {
@@ -68,37 +82,55 @@ func (c *claims) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	c.driver.Store(&server)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return c.front.Run(ctx) })
 	g.Go(func() error { return server.Run(ctx) })
 	return g.Wait()
 }
 
+// leavePatience bounds what is done for claims at the end.
+const leavePatience = 3 * time.Second
+
+// leave has the scheduler send nobody here any more, and waits for the claims that were
+// allocated before that: a pod whose claim nobody prepares waits for a minute or more.
+func (c *claims) leave(ctx context.Context) {
+	if !c.inUse() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, leavePatience)
+	defer cancel()
+	if err := c.front.Leave(ctx); err != nil {
+		c.front.Log.Warn("pods with claims that start before the next agent has started may wait for a minute or more", "err", err)
+	}
+}
+
 // found takes over an allocation from its record.
 func (c *claims) found(id string, r ledger.Record, taken time.Time) error {
-	c.begin.Do(func() { close(c.begun) })
+	c.start()
 	return c.front.Found(id, r, taken)
 }
 
-// publish says what the loop says to the other front-end.
-func (c *claims) publish(in *deviceplugin.Input) {
+// publish says what the loop says to the other front-end, and of which devices that one has
+// the resource's name yet.
+func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool) {
 	if c.front == nil {
 		return
 	}
 	if !c.inUse() {
-		if !offers(in.Changes, ledger.DRA) {
+		if !offersClaims(in.Changes.Layouts) {
 			return
 		}
-		c.begin.Do(func() { close(c.begun) })
+		c.start()
 	}
 	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards, Failing: in.Failing, Drain: in.Drain,
-		Others: in.Others, Closed: in.Closed, Guarantee: string(c.caps)})
+		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Guarantee: string(c.caps)})
 }
 
-// offers reports whether a GPU is offered through a front-end.
-func offers(changes *plan.Changes, through ledger.FrontEnd) bool {
-	for _, l := range changes.Layouts {
-		if l.Through(through) {
+// offersClaims reports whether a GPU is offered through DRA.
+func offersClaims(layouts map[gpu.UUID]plan.Layout) bool {
+	for _, l := range layouts {
+		if l.Through(ledger.DRA) {
 			return true
 		}
 	}
@@ -114,22 +146,65 @@ func (c *claims) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]st
 	}
 }
 
+// unregistered says that the kubelet does not have the driver, since when, and why if that
+// is known.
+func (c *claims) unregistered() (since time.Time, why error, yes bool) {
+	if d := c.driver.Load(); d != nil {
+		s := (*d).Status()
+		return s.Since, s.Err, !s.Registered && !s.Since.IsZero()
+	}
+	return time.Time{}, nil, false
+}
+
+// conditions are what is to be said of the driver: what fails, and remarks. A kubelet that
+// starts again is no trouble: where nothing is known but that it does not have the
+// driver, that comes after silentFor.
+func (c *claims) conditions(now time.Time) (failed, noted []status.Condition) {
+	if !c.inUse() {
+		return nil, nil
+	}
+	for _, k := range c.front.Publisher().Conditions(now) {
+		if k.Type == status.Failed {
+			failed = append(failed, k)
+		} else {
+			noted = append(noted, k)
+		}
+	}
+	if since, why, yes := c.unregistered(); yes && (why != nil || now.Sub(since) >= silentFor) {
+		if why == nil {
+			why = errors.New("the kubelet has not called it")
+		}
+		k := status.Why(status.NotRegistered, "the DRA driver %s is not registered with the kubelet: %v", c.front.Driver, why).Condition(status.Failed, c.front.Driver)
+		k.Since = since
+		failed = append(failed, k)
+	}
+	return failed, noted
+}
+
+// refused are the claims that can never be prepared.
+func (c *claims) refused() []status.Condition {
+	if !c.inUse() {
+		return nil
+	}
+	return c.front.Refused()
+}
+
 // settlePatience bounds the wait for the API server before something is taken away.
 const settlePatience = 2 * time.Second
 
 // settle makes sure that whoever was promised something through DRA that is withdrawn now is
-// in the ledger.
-func (c *claims) settle(ctx context.Context) error {
+// in the ledger. It returns the GPUs of which somebody was promised what another one has yet.
+func (c *claims) settle(ctx context.Context) (promised []gpu.UUID, err error) {
 	ctx, cancel := context.WithTimeout(ctx, settlePatience)
 	defer cancel()
-	if err := c.front.Settle(ctx); err != nil {
-		return status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken away before it is known who was promised it: %w", err))
+	if promised, err = c.front.Settle(ctx); err != nil {
+		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken away before it is known who was promised it: %w", err))
 	}
-	return nil
+	return promised, nil
 }
 
 // observe says which allocations containers have.
-func (c *claims) observe(holders map[string]ledger.Holder, asked time.Time) {
+func (c *claims) observe(holders map[string][]ledger.Holder, asked time.Time) {
 	if c.inUse() {
 		c.front.Observe(holders, asked)
 	}

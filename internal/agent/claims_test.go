@@ -16,86 +16,56 @@ import (
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
+	faked "example.com/gpu-agent/tests/fakes/claims"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 )
 
 const draDriver = "gpus.example.com"
 
-// scheduled is an API server with claims and slices, and the kubelet's account of the
-// claims.
+// scheduled is a cluster whose kubelet calls a front-end.
 type scheduled struct {
-	mu       sync.Mutex
-	claims   []kube.Claim         // guarded by mu
-	slices   []kube.ResourceSlice // guarded by mu
-	writes   int                  // guarded by mu
-	away     error                // guarded by mu: why the API server does not answer
-	prepared []node.PreparedClaim // guarded by mu
-	front    *dra.FrontEnd        // guarded by mu: that the kubelet calls
+	*faked.Cluster
+	mu     sync.Mutex
+	front  *dra.FrontEnd  // guarded by mu
+	status kubelet.Status // guarded by mu
 }
 
-func (s *scheduled) with(f func()) {
+func newScheduled() *scheduled { return &scheduled{Cluster: &faked.Cluster{Driver: draDriver}} }
+
+func (s *scheduled) driver() *dra.FrontEnd {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f()
-}
-
-func (s *scheduled) Claim(_ context.Context, _, namespace, name string) (*kube.Claim, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, c := range s.claims {
-		if c.Namespace == namespace && c.Name == name && s.away == nil {
-			return &c, nil
-		}
-	}
-	if s.away != nil {
-		return nil, s.away
-	}
-	return nil, fmt.Errorf("claim %s/%s: %w", namespace, name, gpu.ErrNotFound)
-}
-
-func (s *scheduled) Claims(context.Context, string) ([]kube.Claim, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Clone(s.claims), s.away
-}
-
-func (s *scheduled) SetClaimDevices(context.Context, string, *kube.Claim, []kube.ClaimDevice) error {
-	return nil
-}
-
-func (s *scheduled) DRAState() (node.DRAState, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return node.DRAState{Claims: slices.Clone(s.prepared)}, nil
-}
-
-func (s *scheduled) PublishSlices(_ context.Context, _ string, want []kube.ResourceSlice) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.away == nil {
-		s.slices = want
-		s.writes++
-	}
-	return s.away
-}
-
-func (s *scheduled) WatchSlices(ctx context.Context, _ string, _ func()) error {
-	<-ctx.Done()
-	return ctx.Err()
+	return s.front
 }
 
 // Run is the kubelet that has the driver.
 func (s *scheduled) Run(ctx context.Context) error {
-	s.with(func() { s.front.Publisher().Registered(true) })
+	s.driver().Publisher().Registered(true)
 	<-ctx.Done()
 	return ctx.Err()
+}
+
+// Status is the driver's at the kubelet.
+func (s *scheduled) Status() kubelet.Status {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.status
+}
+
+// lose has the kubelet not have the driver any more, or have it again.
+func (s *scheduled) lose(lost bool, why error) {
+	s.mu.Lock()
+	s.status = kubelet.Status{Registered: !lost, Since: time.Now(), Err: why}
+	f := s.front
+	s.mu.Unlock()
+	f.Publisher().Registered(!lost)
+	f.Wake()
 }
 
 // worlds are those of an agent.
@@ -103,63 +73,31 @@ func (s *scheduled) worlds() *DRA {
 	if s == nil {
 		return nil
 	}
-	return &DRA{API: s, Kubelet: s, Serve: func(f *dra.FrontEnd) (DRADriver, error) {
-		s.with(func() { s.front = f })
+	return &DRA{API: s.Cluster, Kubelet: s.Cluster, Serve: func(f *dra.FrontEnd) (DRADriver, error) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.front = f
 		return s, nil
 	}}
-}
-
-// device is what the slices have of a device, by the end of its name.
-func (s *scheduled) device(suffix string) (pool string, d *kube.PoolDevice) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for i := range s.slices {
-		for j := range s.slices[i].Devices {
-			if strings.HasSuffix(s.slices[i].Devices[j].Name, suffix) {
-				return s.slices[i].Pool.Name, &s.slices[i].Devices[j]
-			}
-		}
-	}
-	return "", nil
 }
 
 // allocate makes a claim that has a device, of a memory of so many GiB if it is shared.
 func (s *scheduled) allocate(t *testing.T, name, suffix string, gib kube.Quantity) kubelet.Claim {
 	t.Helper()
-	pool, d := s.device(suffix)
-	if d == nil {
-		t.Fatalf("no slice has a device %s", suffix)
+	c, err := s.Schedule("ns", name, faked.Request{Name: "gpu", Fits: faked.Named(suffix), Memory: gib << 30})
+	if err != nil {
+		t.Fatal(err)
 	}
-	r := kube.Result{Request: "gpu", Driver: draDriver, Pool: pool, Device: d.Name}
-	if gib > 0 {
-		r.Share, r.Capacity = "share-"+name, map[string]kube.Quantity{"memory": gib << 30}
-	}
-	c := kube.Claim{Namespace: "ns", Name: name, UID: "uid-" + name, Results: []kube.Result{r}}
-	s.with(func() { s.claims = append(s.claims, c) })
-	return kubelet.Claim{Namespace: "ns", Name: name, UID: c.UID}
-}
-
-func (s *scheduled) remove(name string) {
-	s.with(func() {
-		s.claims = slices.DeleteFunc(s.claims, func(c kube.Claim) bool { return c.Name == name })
-	})
+	return c
 }
 
 func (s *scheduled) prepare(ctx context.Context, c kubelet.Claim) ([]kubelet.Device, error) {
-	s.mu.Lock()
-	f := s.front
-	s.mu.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, kubelet.Patience)
-	defer cancel()
-	return f.Prepare(ctx, c)
+	return s.Prepare(ctx, s.driver(), c)
 }
 
 func (s *scheduled) unprepare(t *testing.T, c kubelet.Claim) {
 	t.Helper()
-	s.mu.Lock()
-	f := s.front
-	s.mu.Unlock()
-	if err := f.Unprepare(t.Context(), c); err != nil {
+	if err := s.Unprepare(t.Context(), s.driver(), c); err != nil {
 		t.Error(err)
 	}
 	synctest.Wait()
@@ -203,7 +141,7 @@ func TestClaims(t *testing.T) {
 				if strings.Contains(c.entry, "mig") {
 					o = migMachine(1, 0)
 				}
-				o.dra = &scheduled{}
+				o.dra = newScheduled()
 				b := start(t, o, t.TempDir(), throughDRA(c.entry))
 				defer b.end()
 				time.Sleep(time.Minute) // a geometry is cut
@@ -260,7 +198,7 @@ func TestClaimsOutliveTheAgent(t *testing.T) {
 		t.Run(fmt.Sprintf("records: %v", records), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				o, dir := newOutside(1), t.TempDir()
-				o.dra = &scheduled{}
+				o.dra = newScheduled()
 				b := start(t, o, dir, throughDRA("mode: shared"))
 				claim := o.dra.allocate(t, "a", "-shared", 3)
 				before, err := o.dra.prepare(t.Context(), claim)
@@ -268,7 +206,6 @@ func TestClaimsOutliveTheAgent(t *testing.T) {
 					t.Fatal(err)
 				}
 				b.end()
-				o.dra.with(func() { o.dra.prepared = []node.PreparedClaim{{Namespace: "ns", Name: "a", UID: claim.UID}} })
 				if !records {
 					dir = t.TempDir()
 				}
@@ -290,12 +227,69 @@ func TestClaimsOutliveTheAgent(t *testing.T) {
 	}
 }
 
+// An agent that has started and has not heard how the GPUs are to be laid out refused claims
+// as those of an older layout, and took all devices out of the slices but those that were
+// held.
+func TestClaimBeforeThePartitionIsKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := migMachine(1), t.TempDir()
+		o.dra = newScheduled()
+		file := throughDRA("mode: mig")
+		b := start(t, o, dir, file)
+		if _, err := o.dra.prepare(t.Context(), o.dra.allocate(t, "a", "-mig-1g10gb-0", 0)); err != nil {
+			t.Fatal(err)
+		}
+		listed := func() (out string) {
+			for _, s := range o.dra.Slices() {
+				for _, d := range s.Devices {
+					out += fmt.Sprintln(d.Name, d.Taints)
+				}
+			}
+			return out
+		}
+		before := listed()
+		claim := o.dra.allocate(t, "b", "-mig-3g40gb-4", 0)
+		b.end()
+		// Who ends orderly has tainted all; who was killed has not.
+		o.dra.Meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
+			for i := range all {
+				all[i].Devices = slices.Clone(all[i].Devices)
+				for j := range all[i].Devices {
+					all[i].Devices[j].Taints = nil
+				}
+			}
+			return all
+		})
+		b = start(t, o, dir, "")
+		defer b.end()
+		var prepared error
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_, prepared = o.dra.prepare(t.Context(), claim)
+		}()
+		synctest.Wait()
+		if now := listed(); now != before {
+			t.Errorf("the slices are\n%s\nand were\n%s", now, before)
+		}
+		b.SetFile("p.yaml", []byte(file))
+		<-done
+		if prepared != nil {
+			t.Error(prepared)
+		}
+		synctest.Wait()
+		if now := listed(); now != before {
+			t.Errorf("then the slices are\n%s\nand were\n%s", now, before)
+		}
+	})
+}
+
 // What a claim has been allocated and nobody has prepared yet is held: an edit waits for
 // it, and for the word of the API server.
 func TestEditWaitsForWhoWasPromised(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)
-		o.dra = &scheduled{}
+		o.dra = newScheduled()
 		b := start(t, o, t.TempDir(), throughDRA("mode: mig, geometry: {3g.40gb: 2}"))
 		defer b.end()
 		time.Sleep(time.Minute)
@@ -303,13 +297,13 @@ func TestEditWaitsForWhoWasPromised(t *testing.T) {
 		ops := func() (n int) { o.with(func() { n = len(o.ops) }); return n }
 		cut := ops()
 		claim := o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)
-		o.dra.with(func() { o.dra.away = errors.New("no route to host") })
+		o.dra.Away(errors.New("no route to host"))
 		b.SetFile("p.yaml", []byte(throughDRA("mode: mig, geometry: {7g.80gb: 1}")))
 		time.Sleep(time.Minute)
 		if synctest.Wait(); ops() != cut {
 			t.Fatalf("nobody knows who was promised what: %v", o.ops[cut:])
 		}
-		o.dra.with(func() { o.dra.away = nil })
+		o.dra.Away(nil)
 		time.Sleep(2 * time.Minute)
 		if synctest.Wait(); slices.Contains(o.ops[cut:], "destroy 3g.40gb@4") || b.state() != "blocked" {
 			t.Fatalf("%s: %v", b.state(), o.ops[cut:])
@@ -317,17 +311,109 @@ func TestEditWaitsForWhoWasPromised(t *testing.T) {
 		if _, err := o.dra.prepare(t.Context(), claim); err != nil {
 			t.Fatal("it was promised:", err)
 		}
-		o.dra.remove("a")
+		o.dra.Remove("ns", "a")
 		o.dra.unprepare(t, claim)
 		time.Sleep(2 * time.Minute)
 		if synctest.Wait(); b.state() != "applied" {
 			t.Errorf("%s: %s", b.state(), b.message())
 		}
-		if _, d := o.dra.device("-mig-7g80gb-0"); d == nil || len(d.Taints) > 0 {
+		if _, d := o.dra.Device("-mig-7g80gb-0"); d == nil || len(d.Taints) > 0 {
 			t.Errorf("%+v", d)
 		}
-		if _, d := o.dra.device("-mig-3g40gb-4"); d != nil {
+		if _, d := o.dra.Device("-mig-3g40gb-4"); d != nil {
 			t.Errorf("nobody has it, and it stays: %+v", d)
+		}
+	})
+}
+
+// A GPU that is laid out anew without a change of the hardware waits for the API server's
+// word on claims, too.
+func TestPromisedShareWaitsForTheAPIServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.dra = newScheduled()
+		b := start(t, o, t.TempDir(), throughDRA("mode: shared"))
+		defer b.end()
+		claim := o.dra.allocate(t, "a", "00000000-shared", 3)
+		o.dra.Away(errors.New("no route to host"))
+		b.SetFile("p.yaml", []byte(throughDRA("mode: whole")))
+		time.Sleep(time.Minute)
+		if synctest.Wait(); b.state() != "failed" || !strings.Contains(b.message(), "who was promised it") {
+			t.Errorf("%s: %s", b.state(), b.message())
+		}
+		if g := b.Status().GPUs; g[0].Mode != "shared" || g[1].Mode != "shared" {
+			t.Errorf("laid out anew, and nobody knows who was promised what: %+v", g)
+		}
+		o.dra.Away(nil)
+		time.Sleep(2 * time.Minute)
+		if _, err := o.dra.prepare(t.Context(), claim); err != nil {
+			t.Fatal("it was promised:", err)
+		}
+		if g := b.Status().GPUs; g[0].Mode != "shared" || g[1].Mode != "whole" || b.state() != "blocked" {
+			t.Errorf("%s: %+v", b.state(), g)
+		}
+	})
+}
+
+// A dynamic GPU that is to be MIG alone gives up its shares, although no instance goes.
+func TestPromisedShareOfADynamicGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		o.dra = newScheduled()
+		b := start(t, o, t.TempDir(), throughDRA("mode: dynamic"))
+		defer b.end()
+		time.Sleep(time.Minute)
+		claim := o.dra.allocate(t, "a", "-shared", 3)
+		b.SetFile("p.yaml", []byte(throughDRA("mode: mig")))
+		time.Sleep(time.Minute)
+		if _, err := o.dra.prepare(t.Context(), claim); err != nil || b.state() != "blocked" {
+			t.Errorf("it was promised: %v; the partition is %s", err, b.state())
+		}
+	})
+}
+
+// A dynamic GPU keeps its shares for a claim that waits for an instance's holder, although
+// that one could stay as it is.
+func TestPromisedShareBehindAHolder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		o.dra = newScheduled()
+		b := start(t, o, t.TempDir(), throughDRA("mode: dynamic"))
+		defer b.end()
+		time.Sleep(time.Minute)
+		before := o.dra.allocate(t, "before", "-mig-3g40gb-4", 0)
+		if _, err := o.dra.prepare(t.Context(), before); err != nil {
+			t.Fatal(err)
+		}
+		o.dra.Remove("ns", "before") // by force
+		claim := o.dra.allocate(t, "a", "-shared", 3)
+		b.SetFile("p.yaml", []byte(throughDRA("mode: mig")))
+		time.Sleep(time.Minute)
+		if !strings.Contains(b.message(), "until they end") {
+			t.Errorf("%s: %s", b.state(), b.message())
+		}
+		o.dra.unprepare(t, before)
+		time.Sleep(time.Minute)
+		if _, err := o.dra.prepare(t.Context(), claim); err != nil || b.state() != "blocked" {
+			t.Errorf("it was promised: %v; the partition is %s: %s", err, b.state(), b.message())
+		}
+	})
+}
+
+// What was promised before the agent started anew is held, also where it finds another
+// partition: nothing is laid out anew before the claims are known.
+func TestPromisedIsHeldByASuccessor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(1), t.TempDir()
+		o.dra = newScheduled()
+		b := start(t, o, dir, throughDRA("mode: shared"))
+		claim := o.dra.allocate(t, "a", "00000000-shared", 3)
+		b.end()
+		b = start(t, o, dir, throughDRA("mode: whole"))
+		defer b.end()
+		time.Sleep(time.Minute)
+		if _, err := o.dra.prepare(t.Context(), claim); err != nil || b.state() != "blocked" {
+			t.Errorf("it was promised: %v; the partition is %s", err, b.state())
 		}
 	})
 }
@@ -336,13 +422,13 @@ func TestEditWaitsForWhoWasPromised(t *testing.T) {
 func TestClaimsHoldUpNobodyElse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)
-		o.dra = &scheduled{}
+		o.dra = newScheduled()
 		file := func(mode string) string {
 			return "version: v1\npartitions:\n  default:\n    - {devices: [0], api: dra, mode: shared}\n    - {devices: [1], mode: " + mode + "}\n"
 		}
 		b := start(t, o, t.TempDir(), file("shared"))
 		defer b.end()
-		o.dra.with(func() { o.dra.away = errors.New("no route to host") })
+		o.dra.Away(errors.New("no route to host"))
 		began := time.Now()
 		b.SetFile("p.yaml", []byte(file("whole")))
 		if synctest.Wait(); listed(b.front.Offer(), names.Whole) != "1" || time.Since(began) > 0 {
@@ -359,7 +445,7 @@ func TestClaimsHoldUpNobodyElse(t *testing.T) {
 func TestGPUChangesItsAPI(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)
-		o.dra = &scheduled{}
+		o.dra = newScheduled()
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		id := string(uuid(0)) + "::1"
@@ -370,7 +456,7 @@ func TestGPUChangesItsAPI(t *testing.T) {
 		if m := b.message(); !strings.Contains(m, "ns/train-3") {
 			t.Errorf("message %q does not name the holder", m)
 		}
-		if _, d := o.dra.device("00000000-shared"); d != nil {
+		if _, d := o.dra.Device("00000000-shared"); d != nil {
 			t.Errorf("the GPU speaks twice: %+v", d)
 		}
 		claim := o.dra.allocate(t, "a", "00000001-shared", 3)
@@ -386,7 +472,7 @@ func TestGPUChangesItsAPI(t *testing.T) {
 		b.with(func() { b.holdings = nil })
 		time.Sleep(2 * time.Minute)
 		b.want("applied", "", "")
-		if _, d := o.dra.device("00000000-shared"); d == nil || len(d.Taints) > 0 {
+		if _, d := o.dra.Device("00000000-shared"); d == nil || len(d.Taints) > 0 {
 			t.Errorf("%+v", d)
 		}
 
@@ -396,12 +482,261 @@ func TestGPUChangesItsAPI(t *testing.T) {
 		if m := b.message(); !strings.Contains(m, "GPU 1") {
 			t.Errorf("message %q", m)
 		}
-		o.dra.remove("a")
+		o.dra.Remove("ns", "a")
 		o.dra.unprepare(t, claim)
 		time.Sleep(2 * time.Minute)
 		b.want("applied", fourUnits, "")
-		if _, d := o.dra.device("-shared"); d != nil {
+		if _, d := o.dra.Device("-shared"); d != nil {
 			t.Errorf("nobody has it, and it stays: %+v", d)
+		}
+	})
+}
+
+// TestNobodyIsSentWhereNobodyPrepares: a pod whose claim is to be prepared while the agent is
+// away waits for a minute or more. So an agent that ends taints its devices first, and
+// prepares what was allocated before that; the next one has the taints away.
+func TestNobodyIsSentWhereNobodyPrepares(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(1), t.TempDir()
+		o.dra = newScheduled()
+		b := start(t, o, dir, throughDRA("mode: shared"))
+		first, second := o.dra.allocate(t, "a", "-shared", 1), o.dra.allocate(t, "b", "-shared", 1)
+		o.dra.Edit("ns", "b", func(c *kube.Claim) { c.Pods = nil }) // its pod is still to come
+		taints := func(want string) {
+			t.Helper()
+			_, d := o.dra.Device("-shared")
+			got := ""
+			for _, taint := range d.Taints {
+				got += taint.Key + "=" + taint.Value
+			}
+			if got != want {
+				t.Errorf("taints %q, want %q", got, want)
+			}
+		}
+		ended := make(chan struct{})
+		go func() { defer close(ended); b.end() }()
+		synctest.Wait()
+		taints("example.com/withdrawn=AgentEnds")
+		select {
+		case <-ended:
+			t.Fatal("the agent has ended, and a claim is not prepared")
+		default:
+		}
+		if _, err := o.dra.prepare(t.Context(), first); err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		<-ended
+		if time.Since(began) >= leavePatience {
+			t.Error("everything was prepared, and the agent stayed")
+		}
+		taints("example.com/withdrawn=AgentEnds")
+
+		b = start(t, o, dir, "")
+		prepared := make(chan error, 1)
+		go func() { _, err := o.dra.prepare(t.Context(), second); prepared <- err }()
+		b.SetFile("p.yaml", []byte(throughDRA("mode: shared")))
+		if err := <-prepared; err != nil {
+			t.Error(err)
+		}
+		synctest.Wait()
+		taints("")
+
+		// Without an API server it ends all the same.
+		o.dra.Away(errors.New("no API server"))
+		began = time.Now()
+		b.end()
+		if took := time.Since(began); took > leavePatience {
+			t.Errorf("it took %s to end", took)
+		}
+	})
+}
+
+// TestKubeletWaitsForTheDriverOfGPUs: the kubelet could call the driver only when an agent
+// that had started had read its GPUs, and pods waited for a minute or more.
+func TestKubeletWaitsForTheDriverOfGPUs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(1), t.TempDir()
+		o.dra = newScheduled()
+		b := start(t, o, dir, throughDRA("mode: shared"))
+		before := o.dra.driver()
+		claim := o.dra.allocate(t, "a", "-shared", 1)
+		o.dra.Edit("ns", "a", func(c *kube.Claim) { c.Pods = nil }) // its pod is still to come
+		b.end()
+
+		hang := make(chan struct{})
+		o.with(func() { o.hang = hang })
+		b = start(t, o, dir, "")
+		defer b.end()
+		if o.dra.driver() == before {
+			t.Fatal("the kubelet has no driver to call while the GPUs are read")
+		}
+		prepared := make(chan error, 1)
+		go func() { _, err := o.dra.prepare(t.Context(), claim); prepared <- err }()
+		synctest.Wait()
+		select {
+		case err := <-prepared:
+			t.Fatalf("prepared before the GPUs are known: %v", err)
+		default:
+		}
+		o.with(func() { o.hang = nil })
+		close(hang)
+		b.SetFile("p.yaml", []byte(throughDRA("mode: shared")))
+		if err := <-prepared; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestNameMovesAsAWhole: the scheduler sends pods that ask for a resource by its name to the
+// device plugin for as long as the API shows something of it there, and the kubelet refuses
+// pods that have a claim of that name for as long as the plugin lists a device. So a GPU
+// that has moved to DRA is tainted until both are over.
+func TestNameMovesAsAWhole(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.dra = newScheduled()
+		b := start(t, o, t.TempDir(), "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")
+		defer b.end()
+		shows := func(names ...string) {
+			b.SetNode(kube.Node{Allocatable: names})
+			synctest.Wait()
+		}
+		is := func(when, suffix, want string) {
+			t.Helper()
+			_, d := o.dra.Device(suffix)
+			got := "none"
+			if d != nil {
+				got = ""
+				for _, taint := range d.Taints {
+					got += taint.Key + "=" + taint.Value
+				}
+			}
+			if got != want {
+				t.Errorf("%s: device %s has the taints %q, want %q", when, suffix, got, want)
+			}
+		}
+		const inUse = "example.com/withdrawn=NameInUse"
+		shows("example.com/gpu", "example.com/other")
+		b.hold("train-3", names.Whole, string(uuid(0)))
+		time.Sleep(time.Minute)
+		b.SetFile("p.yaml", []byte(throughDRA("mode: whole")))
+		synctest.Wait()
+		time.Sleep(5 * time.Minute)
+		is("a pod holds another GPU by that name", "gpu-00000001", inUse)
+		is("a pod holds it through the device plugin", "gpu-00000000", "none")
+		b.with(func() { b.holdings = nil })
+		time.Sleep(30 * time.Second)
+		is("the kubelet lists devices of that name", "gpu-00000001", inUse)
+		shows("example.com/other")
+		is("the API shows none, the kubelet lists them", "gpu-00000001", inUse)
+		shows("example.com/gpu", "example.com/other")
+		time.Sleep(5 * time.Minute)
+		is("the API is late", "gpu-00000001", inUse)
+		is("the API is late", "gpu-00000000", inUse)
+		shows("example.com/other")
+		is("nobody has the name", "gpu-00000001", "")
+		is("nobody has the name", "gpu-00000000", "")
+	})
+}
+
+// A MIG GPU that changes its API under load hurts nobody: instances that pods or claims have
+// stay, and the GPU takes nobody by the other API before they have ended. So it is there and
+// back.
+func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(2, 0, 1)
+		o.dra = newScheduled()
+		file := func(api string) string {
+			return "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig, api: " + api + "}\n"
+		}
+		b := start(t, o, t.TempDir(), file("device-plugin"))
+		defer b.end()
+		stands := func(when string, i int, profile string, at int) (in gpu.Instance) {
+			t.Helper()
+			o.with(func() {
+				for _, s := range o.inv.GPUs[i].MIG.Instances {
+					if s.Profile == profile && s.Start == at {
+						in = s
+					}
+				}
+			})
+			if in.UUID == "" {
+				t.Errorf("%s: GPU %d has no %s@%d", when, i, profile, at)
+			}
+			return in
+		}
+		settle := func() { time.Sleep(2 * time.Minute); synctest.Wait() }
+		// prepares says whether a claim gets a device, if the scheduler gives it one.
+		prepares := func(name, suffix string) (kubelet.Claim, bool) {
+			t.Helper()
+			c, err := o.dra.Schedule("ns", name, faked.Request{Name: "gpu", Fits: faked.Named(suffix)})
+			if err != nil {
+				return c, false
+			}
+			if _, err := o.dra.prepare(t.Context(), c); err != nil {
+				t.Errorf("claim %s is allocated, and cannot be prepared: %v", name, err)
+			}
+			return c, true
+		}
+		settle()
+		b.hold("train-3", large, migID(0, "3g.40gb@4"))
+		if err := b.source(large).Prepare(t.Context(), []string{migID(0, "3g.40gb@4")}); err != nil {
+			t.Fatal(err)
+		}
+		held := stands("a pod has it", 0, "3g.40gb", 4)
+		b.SetFile("p.yaml", []byte(file("dra")))
+		for n := range 5 { // pods with claims come all the time
+			settle()
+			if _, ok := prepares(fmt.Sprint("early-", n), "00000000-mig-1g10gb-0"); ok {
+				t.Error("the GPU takes claims while a pod has an instance by the device plugin")
+			}
+		}
+		if in := stands("the change waits", 0, "3g.40gb", 4); in.GI != held.GI || b.state() != "blocked" {
+			t.Errorf("%s: %+v, was %+v", b.state(), in, held)
+		}
+		b.with(func() { b.holdings = nil })
+		settle()
+		settle()
+		first, one := prepares("first", "00000000-mig-3g40gb-4")
+		second, two := prepares("second", "00000001-mig-1g10gb-6")
+		if !one || !two || b.state() != "applied" {
+			t.Fatalf("nobody has anything by the device plugin, and claims find nothing: %s: %s", b.state(), b.message())
+		}
+
+		// And back, while claims are held.
+		was, also := stands("a claim has it", 0, "3g.40gb", 4), stands("a claim has it", 1, "1g.10gb", 6)
+		b.SetFile("p.yaml", []byte(file("device-plugin")))
+		for n := range 5 {
+			settle()
+			if _, ok := prepares(fmt.Sprint("late-", n), "-mig-1g10gb-0"); ok {
+				t.Error("a GPU takes claims that is to take none any more")
+			}
+			for _, r := range b.front.Offer().Resources {
+				for _, d := range r.Devices {
+					if d.Healthy {
+						t.Errorf("%s is on offer to the kubelet while claims have the GPUs", d.ID)
+					}
+				}
+			}
+		}
+		if stands("the change waits", 0, "3g.40gb", 4).GI != was.GI || stands("the change waits", 1, "1g.10gb", 6).GI != also.GI || b.state() != "blocked" {
+			t.Errorf("%s: the instances of claims were made anew", b.state())
+		}
+		for _, c := range []kubelet.Claim{first, second} {
+			if b.specOf(key(c)) == nil {
+				t.Errorf("the file of %s is gone", c.Name)
+			}
+			o.dra.Remove("ns", c.Name)
+			o.dra.unprepare(t, c)
+		}
+		settle()
+		if n := len(o.dra.Slices()); n > 0 || b.state() != "applied" {
+			t.Errorf("%s: %s; %d slices are left", b.state(), b.message(), n)
+		}
+		b.hold("train-4", large, migID(1, "3g.40gb@4"))
+		if err := b.source(large).Prepare(t.Context(), []string{migID(1, "3g.40gb@4")}); err != nil {
+			t.Error(err)
 		}
 	})
 }
@@ -414,23 +749,23 @@ const firstIsHeldByOne = "0.0x 0.1~ 0.2x 0.3x 1.0x 1.1x 1.2x 1.3x"
 func TestFaultIsATaint(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)
-		o.dra = &scheduled{}
+		o.dra = newScheduled()
 		b := start(t, o, t.TempDir(), throughDRA("mode: shared"))
 		defer b.end()
 		o.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79}
 		synctest.Wait()
-		if _, d := o.dra.device("00000001-shared"); d == nil || len(d.Taints) != 1 || d.Taints[0].Key != "example.com/unhealthy" {
+		if _, d := o.dra.Device("00000001-shared"); d == nil || len(d.Taints) != 1 || d.Taints[0].Key != "example.com/unhealthy" {
 			t.Errorf("%+v", d)
 		}
-		if _, d := o.dra.device("00000000-shared"); d == nil || len(d.Taints) > 0 {
+		if _, d := o.dra.Device("00000000-shared"); d == nil || len(d.Taints) > 0 {
 			t.Errorf("%+v", d)
 		}
 		time.Sleep(10 * time.Minute)
 		synctest.Wait()
-		before := o.dra.writes
+		before := o.dra.Writes()
 		time.Sleep(time.Hour)
-		if synctest.Wait(); o.dra.writes != before {
-			t.Errorf("%d writes in an idle hour", o.dra.writes-before)
+		if synctest.Wait(); o.dra.Writes() != before {
+			t.Errorf("%d writes in an idle hour", o.dra.Writes()-before)
 		}
 	})
 }

@@ -73,7 +73,8 @@
 //
 // A GPU that somebody else may give out is not offered. The kubelet knows what other
 // device plugins offer and which pods have some of it, and its checkpoint knows that even
-// after a restart. But when a plugin has gone, the entries of its ended pods stay in that
+// after a restart. It is asked every two minutes, and when its checkpoint says something
+// new of them. But when a plugin has gone, the entries of its ended pods stay in that
 // file. So an entry counts while the runtime knows the pod; for half a minute after the
 // entry was first seen, since the pod's sandbox comes later; and while the runtime does
 // not answer. Devices of other DRA drivers are in the kubelet's list by name, and the
@@ -89,6 +90,23 @@
 // withdraws the devices of that instance alone. Where the node's labels say that the
 // driver is to be replaced, the agent gives up its handles; when it may use the driver
 // again, the process ends and starts anew.
+//
+// # The GPUNode (gpunode.go, gpunode_writer.go)
+//
+// What schedulers are told is a pure function of what the status shows: the same scene, with
+// exact numbers of what is held. A goroutine of its own writes it. News, which is what is on
+// offer, health and the largest request that fits, is gathered for a second; other changes
+// wait for up to a minute; the same is never written twice. What the server has is compared,
+// not what was sent, so that others' changes are undone, and nothing is repeated where an
+// older definition keeps less. On kubelets that do not name devices in the status of pods the
+// object has the holders, and every change is news.
+//
+// # Schedulers (allocatable.go, autoscale.go)
+//
+// [Lowering] runs beside the loop and knows nothing of it: it compares the lists that the
+// kubelet has been sent with what the Node says there is, and lowers that. The condition
+// GPUReady says whether pods can be sent to the node. A new process leaves what the one
+// before it said while it starts.
 //
 // # Memory (memory.go)
 //

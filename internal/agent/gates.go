@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	goruntime "runtime"
 	"slices"
 	"strings"
 	"time"
@@ -40,6 +41,7 @@ type gatekeeper struct {
 	layouts  *layouts
 	executor *executor
 	journal  *journal
+	pages    *pageSweeper
 	// witnesses say who has what.
 	witnesses *deviceplugin.Witnesses
 
@@ -103,6 +105,12 @@ func (k *gatekeeper) takeOver(id string, r ledger.Record, taken, file time.Time)
 // by the allocation's key, where nothing is said there yet.
 func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]status.Cause) error {
 	var errs []error
+	opened := false
+	defer func() {
+		if opened {
+			goruntime.Gosched() // whoever waits for a gate answers the kubelet before the rest of the round
+		}
+	}()
 	for i := range allocations {
 		c := &allocations[i]
 		if why := k.shutBecause(c); why != (status.Cause{}) && trouble[c.ID] == (status.Cause{}) {
@@ -112,7 +120,7 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 			trouble[c.ID] = status.CauseOf(err, status.FilesFailed)
 			errs = append(errs, fmt.Errorf("the CDI file of allocation %s (%s): %w", c.ID, c.Holder, err))
 		}
-		shut := false
+		shut := k.inOtherMode(c)
 		if c.Kind() == ledger.Placement {
 			if slices.ContainsFunc(c.GPUs(), k.unread) {
 				continue // what the process before this one wrote stands
@@ -153,7 +161,7 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 				continue
 			}
 			delete(k.removed, c.ID)
-			k.ledger.SetOpen(c.ID, c.Epoch)
+			opened = k.ledger.SetOpen(c.ID, c.Epoch) || opened
 		}
 	}
 	return status.Because(status.FilesFailed, errors.Join(errs...))
@@ -267,7 +275,7 @@ func (k *gatekeeper) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID,
 // sweep removes the CDI files that no allocation and no container has, once after
 // allocations ended, and not before the witnesses have been heard.
 func (k *gatekeeper) sweep() error {
-	if k.swept || !k.witnesses.Heard() {
+	if k.swept && !k.pages.failed.Load() || !k.witnesses.Heard() {
 		return nil
 	}
 	keys, err := k.files.List()

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
@@ -30,6 +31,18 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 		out = append(out, instance{d, in})
 	}
 	return out, true
+}
+
+// inOtherMode reports whether an allocation is not of MIG devices, and a GPU of it is in
+// MIG mode or on its way: no container can use it as a whole.
+func (k *gatekeeper) inOtherMode(c *ledger.Allocation) bool {
+	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
+		if g.Kind == ledger.Placement || g.NoRoom {
+			return false
+		}
+		d := k.reader.inv.ByUUID(g.GPU)
+		return d != nil && (d.MIG.Enabled || k.executor.jobs[g.GPU].switches())
+	})
 }
 
 // instance is a MIG instance and the GPU that it is on.

@@ -73,7 +73,7 @@ func (l *layouts) linger(c *ledger.Allocation) {
 	for i := range c.Grants {
 		g := &c.Grants[i]
 		have := l.now[g.GPU]
-		same := have.Offers && have.Kind == g.Kind
+		same := have.Has(g.Kind)
 		had := plan.Layout{Known: true, Offers: true, Kind: g.Kind, N: 1}
 		switch g.Kind {
 		case ledger.Whole:

@@ -472,6 +472,10 @@ func (r *reader) learnParts(ctx context.Context, caps Caps) error {
 		return status.Because(status.DriverFilesUnknown, fmt.Errorf("learn which driver files containers need: %w", err))
 	}
 	kit, err := caps.Fit(of)
+	if kit == (lib.Kit{}) {
+		r.partsErr = err
+		return status.Because(status.FilesFailed, err)
+	}
 	r.parts, r.partsOf = &parts{of, kit}, r.epoch
 	if err != nil {
 		r.log.Warn("programs in containers will find functions that this driver does not have; they fail where they are called", "err", err)
@@ -494,6 +498,11 @@ func (r *reader) setCards() {
 		c, err := mig.NewCard(&d.MIG)
 		if err != nil { // the profiles that are understood may be had
 			r.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
+		}
+		if old := r.cards[d.UUID]; old != nil && old.Known() && !c.Known() {
+			// A driver that tells placements only with MIG on: they do not change.
+			cards[d.UUID] = old
+			continue
 		}
 		cards[d.UUID] = c
 		r.profiles[d.UUID] = d.MIG.Profiles

@@ -24,9 +24,18 @@ func (a *Agent) remember() {
 	}
 	a.health.Restore(doc.Faults, same)
 	a.reader.faults.apply()
+	a.partitions.cordons.gpus = map[gpu.UUID]bool{}
+	for _, u := range doc.Cordoned {
+		a.partitions.cordons.gpus[u] = true
+	}
 	if same {
 		a.slices.restore(doc.TimeSlices)
 		a.layouts.restore(doc.Layouts, now)
+		if offersClaims(a.layouts.now) {
+			// The kubelet may call already: what it asks then can wait, and what it
+			// cannot ask it tries again after a minute or more.
+			a.claims.start()
+		}
 		for _, m := range doc.Made {
 			a.executor.own(m.GPU, m.Placement)
 		}
@@ -46,7 +55,7 @@ func (a *Agent) remember() {
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
 func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.health.Records()}
+	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}

@@ -5,6 +5,7 @@ package agent
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -28,8 +29,8 @@ const (
 
 // coexistence finds the GPUs that somebody else gives out or lays out: other device
 // plugins, other DRA drivers, NVIDIA's MIG manager. Two agents on one GPU would each
-// promise all of it. Use newCoexistence. lookAtCheckpoint may be called by anybody, all
-// else by the loop's goroutine.
+// promise all of it. Use newCoexistence. lookAtCheckpoint may be called by anybody, and
+// newlyWritten by what that begins; all else is for the loop's goroutine.
 type coexistence struct {
 	kubelet Kubelet
 	runtime deviceplugin.Runtime
@@ -41,10 +42,14 @@ type coexistence struct {
 	// wake has a round come.
 	wake func()
 
-	// asked says that the kubelet is to be asked before due, and later that a round
-	// comes for that; stamp is the checkpoint that lookAtCheckpoint saw last.
+	// asked says that the kubelet is to be asked before due, and later that its
+	// checkpoint is about to be read; stamp is the one that lookAtCheckpoint saw last.
 	asked, later atomic.Bool
 	stamp        atomic.Pointer[node.Stamp]
+	// told is what the checkpoint said of others before the kubelet last answered, nil where
+	// it could not be read; mine are the resources of which it should have devices.
+	told atomic.Pointer[account]
+	mine atomic.Pointer[[]string]
 
 	// The rest belongs to the loop's goroutine.
 
@@ -53,8 +58,8 @@ type coexistence struct {
 	gpus map[gpu.UUID]string
 	// seen is when each was last seen to be somebody's, without a doubt.
 	seen map[gpu.UUID]time.Time
-	// at is when the kubelet last answered, due when it is to be asked again.
-	at, due time.Time
+	// due is when the kubelet is to be asked again.
+	due time.Time
 	// migManager is what the node's label said then, known the GPUs that there were.
 	migManager string
 	known      map[gpu.UUID]bool
@@ -68,21 +73,67 @@ func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func
 	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of, own: "gpus." + o.Domain, log: o.Log, wake: wake}
 }
 
-// lookAtCheckpoint has the kubelet asked again, in a while and for all who ask until
-// then, where it has written its checkpoint: it does so with every list of any plugin,
-// and another plugin's may have our GPUs in it.
+// lookAtCheckpoint has the kubelet's checkpoint read, in a while and for all who ask until
+// then, where it has been written again, and the kubelet asked where that is news.
 func (c *coexistence) lookAtCheckpoint() {
 	now := c.kubelet.Stamp()
 	if old := c.stamp.Swap(&now); old != nil && *old == now {
 		return
 	}
-	if c.asked.Store(true); c.later.CompareAndSwap(false, true) {
+	if c.later.CompareAndSwap(false, true) {
 		time.AfterFunc(othersSoon, func() {
-			if c.later.Store(false); c.asked.Load() { // nobody has asked it meanwhile
+			if c.later.Store(false); c.newlyWritten() {
+				c.asked.Store(true)
 				c.wake()
 			}
 		})
 	}
+}
+
+// account is what the kubelet's checkpoint says of other device plugins: who has what of
+// them, and what each resource's plugin offers.
+type account struct {
+	entries    []node.Entry
+	registered map[string]node.Registered
+}
+
+func (a *account) equal(b *account) bool {
+	return maps.Equal(a.registered, b.registered) && slices.EqualFunc(a.entries, b.entries, func(x, y node.Entry) bool {
+		return x.PodUID == y.PodUID && x.Container == y.Container && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+	})
+}
+
+// ofOthers is what a checkpoint says that is not about our own resources, nil where it
+// cannot be read; ok says that there is one.
+func (c *coexistence) ofOthers(cp *node.Checkpoint, ok bool, err error) *account {
+	if ok && (err != nil || cp.Registered == nil) {
+		return nil
+	}
+	a := &account{registered: map[string]node.Registered{}}
+	for _, e := range cp.Entries {
+		if !c.witness.Owns(e.Resource) {
+			a.entries = append(a.entries, e)
+		}
+	}
+	for resource, devices := range cp.Registered {
+		if devices.N > 0 && !c.witness.Owns(resource) {
+			a.registered[resource] = devices
+		}
+	}
+	return a
+}
+
+// newlyWritten reports whether the kubelet's checkpoint says anything of others that it did
+// not say when the kubelet was last asked, or lacks a resource of ours. Most writings are for
+// our own devices: the kubelet writes with every list of any plugin, and every Allocate.
+func (c *coexistence) newlyWritten() bool {
+	told, mine := c.told.Load(), c.mine.Load()
+	if told == nil || mine == nil {
+		return true
+	}
+	cp, err := c.kubelet.Checkpoint()
+	now := c.ofOthers(&cp, !errors.Is(err, gpu.ErrNotFound), err)
+	return now == nil || !now.equal(told) || slices.ContainsFunc(*mine, func(resource string) bool { return cp.Registered[resource].N == 0 })
 }
 
 // sightings is what one look has found: why GPUs are somebody else's. A GPU that is
@@ -108,15 +159,16 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 
 // look looks for others' GPUs where that is due, and returns the devices of all
 // resources that the kubelet would give out. asked is whether it was asked; it was away
-// where there are none.
-func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string) (allocatable map[string][]string, asked bool) {
+// where there are none. mine are the resources of which the kubelet should have devices.
+func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string, mine []string) (allocatable map[string][]string, asked bool) {
 	now := time.Now()
+	c.mine.Store(&mine)
 	unknown := func(d gpu.Device) bool { return !c.known[d.UUID] } // it may be others' already
-	if c.gpus != nil && migManager == c.migManager && !slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) &&
-		!(c.asked.Load() && now.Sub(c.at) >= othersSoon-time.Second) {
+	if !c.asked.Swap(false) && c.gpus != nil && migManager == c.migManager && !slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) {
 		return nil, false
 	}
-	c.asked.Store(false)
+	// First: what the kubelet says is no older than what it wrote before.
+	told := c.ofOthers(c.witness.Checkpoint())
 	c.migManager, c.known = migManager, map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
 		c.known[inv.GPUs[i].UUID] = true
@@ -133,7 +185,8 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 		c.due = now.Add(holdersEvery)
 		return nil, true
 	}
-	c.at, c.due = now, now.Add(othersEvery)
+	c.due = now.Add(othersEvery)
+	c.told.Store(told)
 	s := &sightings{inv: inv, now: now, sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}}
 	// Allocatable is short of devices that their plugin calls unhealthy, or whose
 	// plugin is starting again; who has one is in the list, and after a restart of

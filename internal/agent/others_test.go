@@ -402,3 +402,40 @@ func TestNoRoundForACheckpointThatWasRead(t *testing.T) {
 		}
 	})
 }
+
+// TestKubeletIsNotAskedAboutOurOwnLists: the kubelet writes its checkpoint with every list
+// of ours and with every Allocate, and was asked each time what others have.
+func TestKubeletIsNotAskedAboutOurOwnLists(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.allocatable = map[string][]string{"rdma/hca": {"mlx5_0"}}
+		b := start(t, o, t.TempDir(), allShared)
+		defer func() { b.end() }()
+		// written has the kubelet write its checkpoint, and wants to have been asked, or not.
+		written := func(what string, want bool, change func()) {
+			t.Helper()
+			synctest.Wait()
+			b.with(func() { o.asks, o.rounds = 0, 0; change() })
+			b.LookAtCheckpoint()
+			pause(othersSoon + time.Second)
+			if asked := o.asks > 0; asked != want || !want && o.rounds > 0 {
+				t.Errorf("%s: asked %d times, in %d rounds, want %v", what, o.asks, o.rounds, want)
+			}
+		}
+		b.LookAtCheckpoint()
+		pause(othersSoon)
+		written("nothing of others", false, func() {
+			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: names.Units, IDs: []string{"x"}}}
+		})
+		written("somebody's plugin has other devices", true, func() { o.allocatable = map[string][]string{"rdma/hca": {"mlx5_1"}} })
+		written("nothing since", false, func() { o.init = nil })
+		written("somebody's pod", true, func() { o.entries = []node.Entry{theirs("uid-1", "mlx5_1")} })
+		written("the same pod", false, func() {
+			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: names.Units, IDs: []string{"x"}}}
+		})
+		written("it lacks our devices", true, func() { o.forgetful = true })
+		b.with(func() { o.forgetful = false })
+		pause(silentFor)
+		written("it cannot be read", true, func() { o.checkpointErr, o.init = errors.New("torn"), nil })
+	})
+}

@@ -33,6 +33,11 @@ type partitions struct {
 	gen    uint64
 	active string
 	chosen string // the one that is to be in force
+	// judged says that it has been known once how the GPUs are to be laid out, or why that
+	// cannot be known.
+	judged bool
+	// cordons are of the newest annotation that was heard.
+	cordons cordons
 	// desired is the last answer of the partition file.
 	desired struct {
 		of  question
@@ -53,11 +58,18 @@ type input struct {
 	chosen string
 	// labelKnown is false until the node has been seen, where there is one.
 	labelKnown bool
+	// cordon is the value of CordonAnnotation.
+	cordon string
 	// letGo is why the driver is to be let go; "" where it is not.
 	letGo string
 	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
 	// node; "" where it has none.
 	migManager string
+	// podsTell says that pods' own status names the devices that they have.
+	podsTell bool
+	// allocatable are the extended resources of which the scheduler may give out something
+	// on this node, as the API server has it.
+	allocatable []string
 	// refused is what the API server refuses to show, by request; the map is not
 	// changed but replaced.
 	refused map[string]refusal
@@ -123,7 +135,10 @@ func (a *Agent) SetNode(n kube.Node) {
 	a.partitions.hear(func(in *input) {
 		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
 		in.letGo = letGoReason(&n, a.opts.Domain)
+		in.cordon = n.Annotations[a.opts.Domain+"/"+CordonAnnotation]
 		in.migManager = n.Labels[migManagerLabel]
+		in.allocatable = n.Allocatable
+		in.podsTell = n.PodsTellDevices
 	})
 	a.reporter.setNode(n.Labels)
 }
@@ -149,6 +164,7 @@ func (p *partitions) SetRefused(request string, err error) {
 // not in force.
 func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note status.Cause, err error) {
 	if in.file == nil {
+		p.judged = p.judged || in.heard()
 		return status.Why(status.PartitionsMissing, "no partition file yet: nothing changes"), in.fileErr
 	}
 	if !in.labelKnown {
@@ -157,6 +173,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	name := in.chosen
 	if name == "" {
 		if !slices.Contains(in.file.Names(), "default") {
+			p.judged = true
 			return status.Why(status.PartitionUnset, "the node has no partition label and the file no partition \"default\": nothing changes"), in.fileErr
 		}
 		name = "default"
@@ -167,6 +184,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 		p.desired.of, p.desired.is, p.desired.err = q, d, err
 	}
 	d, err := p.desired.is, p.desired.err
+	p.judged = p.judged || err == nil || answered
 	switch {
 	case err != nil && in.fileErr != nil:
 		return note, in.fileErr // it is what to mend first

@@ -13,10 +13,67 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
+
+// TestSlicesThatFailWereOnlyLogged: that the API server does not keep the node's
+// ResourceSlices, that somebody deletes them, and that the kubelet does not have the
+// driver, stood in the log alone.
+func TestSlicesThatFailWereOnlyLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.dra = newScheduled()
+		o.dra.Refuse(fmt.Errorf("publish: %w (consumesCounters)", kube.ErrDropped))
+		b := start(t, o, t.TempDir(), throughDRA("mode: shared"))
+		defer b.end()
+		want := func(state string, reason status.Reason) {
+			t.Helper()
+			synctest.Wait()
+			b.mu.Lock()
+			onNode, events := b.annotations["example.com/gpu.partition.reason"], strings.Join(b.events, "\n")
+			b.mu.Unlock()
+			s := b.Status()
+			known := slices.ContainsFunc(s.Conditions, func(c status.Condition) bool { return c.Reason == reason && c.Subject == draDriver })
+			if b.state() != state || s.Partition.Reason != reason || onNode != string(reason) || known != (reason != "") {
+				t.Errorf("%s for %q, on the node %q; want %s for %q: %+v", b.state(), s.Partition.Reason, onNode, state, reason, s.Conditions)
+			}
+			if !strings.Contains(events, string(reason)) {
+				t.Errorf("no Event has %s:\n%s", reason, events)
+			}
+		}
+		want("failed", status.APIServerUnfit)
+		o.dra.Refuse(nil)
+		time.Sleep(2 * time.Minute)
+		want("applied", "")
+		o.dra.Wipe()
+		want("applied", status.SlicesChanged)
+		if _, d := o.dra.Device("-shared"); d == nil {
+			t.Error("they are not written again")
+		}
+		time.Sleep(time.Minute)
+		want("applied", "")
+		o.dra.lose(true, errors.New("another process listens at …-reg.sock"))
+		want("failed", status.NotRegistered)
+		o.dra.lose(false, nil)
+		want("applied", "")
+		o.dra.lose(true, nil) // as a kubelet does that starts
+		time.Sleep(20 * time.Second)
+		want("applied", "")
+		time.Sleep(20 * time.Second)
+		want("failed", status.NotRegistered)
+		o.dra.lose(false, nil)
+		o.dra.Refuse(errors.New("no route to host"))
+		o.dra.Wipe()
+		time.Sleep(2 * time.Minute)
+		want("failed", status.SlicesFailed)
+		o.dra.Refuse(nil)
+		time.Sleep(time.Minute)
+		want("applied", "")
+	})
+}
 
 // TestReasonsWereSentences: what kept a partition from being in force was told as a
 // sentence and nothing else, so that a program could not tell a GPU that pods hold from a

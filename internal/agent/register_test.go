@@ -91,7 +91,7 @@ func TestRegistrationTroubleIsTold(t *testing.T) {
 		b.with(func() { b.forgetful = false })
 		time.Sleep(holdersEvery)
 		b.wantRegistered("applied", true, "")
-		if s := b.Status().Resources; len(s) != 1 || s[0] != (status.Resource{Name: names.Units, Devices: 8, Registered: true}) {
+		if s := b.Status().Resources; len(s) != 1 || s[0] != (status.Resource{Name: names.Units, Devices: 8, Registered: true, Free: 8, Largest: 4}) {
 			t.Errorf("status %+v", s)
 		}
 	})

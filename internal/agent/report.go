@@ -92,6 +92,9 @@ type Snapshot struct {
 	// not answer.
 	Verdicts []health.Verdict
 	Hangs    string
+	// usable is whether pods can be sent here, and inUse whether some have something.
+	usable usable
+	inUse  bool
 	// Work is what is being done to GPUs' hardware, Made the MIG instances that are
 	// the agent's; Leaving and Failing are the MIG devices that go with their
 	// holders and those that could not be made, with the reason.
@@ -107,6 +110,7 @@ const (
 	ReasonAnnotation  = "gpu.partition.reason"
 	MessageAnnotation = "gpu.partition.message"
 	HealthCondition   = "GPUHealthy"
+	ReadyCondition    = "GPUReady"
 	// PartitionLabel is set by operators and chooses the partition. ReleaseLabel
 	// is theirs too: on a cordoned node it has the agent let go of the driver.
 	PartitionLabel = "gpu.partition"
@@ -119,8 +123,11 @@ const (
 var Written = struct{ Labels, Annotations, Conditions []string }{
 	Labels:      append(slices.Clone(label.Names), StateLabel),
 	Annotations: []string{ReasonAnnotation, MessageAnnotation},
-	Conditions:  []string{HealthCondition},
+	Conditions:  []string{HealthCondition, ReadyCondition},
 }
+
+// HoldAnnotation keeps Cluster Autoscaler from taking the node away.
+const HoldAnnotation = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 
 // reasons are the Events' reasons.
 var reasons = map[State]status.Reason{
@@ -141,6 +148,7 @@ type reporter struct {
 	names    *deviceplugin.Names
 	ledger   *ledger.Ledger
 	front    *deviceplugin.FrontEnd
+	claims   *claims
 	plugins  Plugins
 	cluster  Cluster
 	features Features
@@ -153,8 +161,8 @@ type reporter struct {
 	news chan struct{}
 }
 
-func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, w *Worlds) *reporter {
-	r := &reporter{opts: o, names: names, ledger: l, front: f, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
+func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, c *claims, w *Worlds) *reporter {
+	r := &reporter{opts: o, names: names, ledger: l, front: f, claims: c, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
 	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Reason: status.Starting, Message: "starting"}})
 	r.labels.Store(new(map[string]string))
 	return r
@@ -183,6 +191,8 @@ type findings struct {
 	// work is what failed on the hardware and is tried again, and what the partition
 	// waits for there.
 	work []status.Condition
+	// besides are conditions that do not count for the partition.
+	besides []status.Condition
 }
 
 // finish makes s what people see.
@@ -191,15 +201,19 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 	s.At, s.Source, s.Leaving = now, f.in.source, f.changes.Leaving
 	// An API server that starts refuses what it permits a moment later.
 	refusals := f.in.refusals(now, silentFor)
-	f.judge(s, slices.Concat(refusals, unregistered(r.resources(s.Unknown))))
-	s.Conditions = append(s.Conditions, r.more(s)...)
+	failed, noted := r.claims.conditions(now)
+	f.work = append(f.work, noted...)
+	f.judge(s, slices.Concat(refusals, unregistered(r.resources(s.Unknown)), failed))
+	s.Conditions = slices.Concat(s.Conditions, r.more(s), f.besides)
 	status.SortConditions(s.Conditions, old.Conditions, now)
 	o := &s.Outcome
 	if old.At.IsZero() || old.Missing != "" { // once ready, it stays so
 		s.Missing = f.unready(s, now)
 	}
 	s.Heard = f.in.heard() || len(refusals) > 0
-	changed := s.Outcome != old.Outcome || s.Inventory != old.Inventory || s.Generation != old.Generation || s.Heard != old.Heard || s.Hangs != old.Hangs ||
+	s.usable.follow(old.usable, s.Missing == "" && delivered(r.plugins, r.claims), now)
+	s.inUse = len(r.ledger.Allocations()) > 0
+	changed := s.Outcome != old.Outcome || s.usable != old.usable || s.inUse != old.inUse || s.Inventory != old.Inventory || s.Generation != old.Generation || s.Heard != old.Heard || s.Hangs != old.Hangs ||
 		!slices.Equal(s.Verdicts, old.Verdicts)
 	r.snapshot.Store(s)
 	r.logHealth(old.Verdicts, s.Verdicts)
@@ -264,7 +278,7 @@ func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
 }
 
 // more are the conditions that do not count for the partition: which GPUs are unhealthy,
-// which containers wait for what, and which MIG devices are withdrawn or leave.
+// which containers and claims wait for what, and which MIG devices are withdrawn or leave.
 func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	for _, v := range s.Verdicts {
 		c := status.Cause{Reason: status.GPUUnhealthy, Message: v.Reason}.Condition(status.Unhealthy, string(v.GPU))
@@ -280,6 +294,7 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 			out = append(out, why.Condition(status.Waiting, c.ID))
 		}
 	}
+	out = append(out, r.claims.refused()...)
 	for u, placements := range s.Leaving {
 		for placement, why := range placements {
 			out = append(out, why.Condition(status.Leaving, mig.ID(u, placement)))
@@ -362,7 +377,7 @@ func (r *reporter) run(ctx context.Context) error {
 				r.tellHealth(c, snap, sick)
 				sick = snap.Verdicts
 			}
-			marks := kube.Marks{Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
+			marks := kube.Marks{GuestAnnotations: snap.holds(r.opts.HoldScaleDown), Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}, Guests: guests, KeepLabels: !known}
 			maps.Copy(marks.Labels, own)
 			if o := snap.Outcome; o.Reason != "" {
@@ -373,6 +388,9 @@ func (r *reporter) run(ctx context.Context) error {
 			if err == nil {
 				err = c.SetCondition(ctx, condition(r.opts.Domain, snap))
 			}
+			if ready, known := readyCondition(r.opts.Domain, snap, time.Now()); err == nil && known {
+				err = c.SetCondition(ctx, ready)
+			}
 			errs = append(errs, err)
 		}
 		var again <-chan time.Time
@@ -380,6 +398,9 @@ func (r *reporter) run(ctx context.Context) error {
 			again = time.After(pause.Step())
 		} else {
 			pause = backOff(backOffMax)
+			if left := silentFor - time.Since(snap.usable.began); !snap.usable.offered && left > 0 {
+				again = time.After(left)
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -526,10 +547,13 @@ func numbers(inv *gpu.Inventory, of []gpu.UUID) string {
 func podsOn(allocations []ledger.Allocation, u gpu.UUID) []workload.Pod {
 	var out []workload.Pod
 	for i := range allocations {
-		c := &allocations[i]
-		pod := c.Holder.Pod
-		if pod.Name != "" && c.On(u) && !slices.Contains(out, pod) {
-			out = append(out, pod)
+		if !allocations[i].On(u) {
+			continue
+		}
+		for _, pod := range allocations[i].Pods() {
+			if !slices.Contains(out, pod) {
+				out = append(out, pod)
+			}
 		}
 	}
 	return out

@@ -5,12 +5,15 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -18,7 +21,9 @@ import (
 type pass struct {
 	findings
 	allocations []ledger.Allocation // as of the last plan
-	unsettled   bool                // nobody knows who was promised what through DRA
+	// postponed are the GPUs that keep their layouts, withdrawn, since nobody knows who was
+	// promised what of them through DRA.
+	postponed []gpu.UUID
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
@@ -87,6 +92,9 @@ func (a *Agent) readHardware(ctx context.Context, p *pass) error {
 
 // want works out what is wanted of the GPUs.
 func (a *Agent) want(p *pass) {
+	if p.in.labelKnown { // until then the last agent's
+		a.partitions.cordons = cordonsOf(p.in.cordon, a.reader.inv)
+	}
 	note, err := a.partitions.resolve(p.in, a.reader.inv, a.reader.answered)
 	if p.configErr = err; a.reader.letGo == "" {
 		p.note = note
@@ -96,12 +104,13 @@ func (a *Agent) want(p *pass) {
 // lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, migManager string) {
-	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager)
+	expected := a.served.expected(a.front.Offer())
+	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager, expected)
 	if !asked {
 		return
 	}
 	now := time.Now()
-	if a.served.suspect(a.front.Offer(), allocatable, now); len(a.served.unknown) > 0 {
+	if a.served.suspect(expected, allocatable, now); len(a.served.unknown) > 0 {
 		a.others.soon(now.Add(holdersEvery))
 	}
 }
@@ -169,11 +178,34 @@ func (a *Agent) withdraw(ctx context.Context, p *pass) {
 	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
 	if slices.ContainsFunc(p.changes.Changing, a.claims.offered) ||
 		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) }) {
-		err := a.claims.settle(ctx)
-		p.unsettled = err != nil
-		p.fail(err)
+		promised, err := a.claims.settle(ctx)
+		if err != nil {
+			p.fail(err)
+			defer p.postpone(a.claims.offered, a.layouts.now)
+		} else if len(promised) > 0 {
+			defer func() {
+				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, a.layouts.now)
+				if len(p.postponed) > 0 {
+					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: claims were promised devices of them that others have until they end", p.postponed)))
+				}
+			}()
+		}
 	}
 	a.plan(p)
+}
+
+// postpone leaves GPUs laid out as they are now whose devices somebody may have been
+// promised through DRA.
+func (p *pass) postpone(promised func(gpu.UUID) bool, now map[gpu.UUID]plan.Layout) {
+	p.changes.Changing = slices.DeleteFunc(p.changes.Changing, func(u gpu.UUID) bool {
+		if !promised(u) {
+			return false
+		}
+		p.postponed = append(p.postponed, u)
+		p.changes.Layouts[u] = now[u]
+		return true
+	})
+	p.changes.Work = slices.DeleteFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && promised(w.GPU) })
 }
 
 // act makes the plan the one in force and begins its work, after what a successor must
@@ -189,9 +221,6 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 		a.released, a.journal.due, a.gates.swept = n, true, false
 	}
 	work := a.due(p.changes.Work)
-	if p.unsettled {
-		work = slices.DeleteFunc(work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) })
-	}
 	a.executor.ownMade(work)
 	unsaved := a.save()
 	if p.fail(unsaved); unsaved == nil {
@@ -208,7 +237,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 		// It takes a while to learn them. A fault is told before that, and so is what a
 		// new process offers: a container that comes meanwhile waits for its allocation's
 		// file.
-		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
+		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 		switch err := a.reader.learnParts(ctx, a.gates.caps); {
 		case err == nil:
 			for _, c := range a.ledger.Allocations() {
@@ -232,21 +261,44 @@ func (a *Agent) openGates(p *pass) {
 	p.fail(a.gates.sweep())
 	p.fail(a.gates.write(a.gates.allocations(), p.changes.Trouble))
 	a.gates.tellWaiting(p.changes.Trouble)
-	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
+	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 
 func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
 	in.Failing = a.executor.failingPlacements(time.Now())
 	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
+	in.Cordoned = a.partitions.cordons.gpus
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.Closed = a.reader.partsErr.Error()
 	}
-	a.claims.publish(&in)
-	return a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
+	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
 		in.Held = allocations
 		return deviceplugin.Build(in)
 	})
+	if a.partitions.judged {
+		// Before that the slices stay as the last process has left them: what is held is
+		// all that would be in them, and claims of the rest would be refused.
+		a.claims.publish(&in, a.kept(offer))
+	}
+	return offer
+}
+
+// kept reports of a device whether pods that ask for it by a resource's name would be sent
+// to the device plugin yet: by the API, of which the kubelet's word is up to ten seconds
+// old, or by the kubelet, which lists other devices of that name for a minute more.
+func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
+	names := map[string]bool{}
+	for _, name := range a.partitions.heard().allocatable {
+		names[name] = true
+	}
+	for i := range offer.Resources {
+		names[offer.Resources[i].Name] = names[offer.Resources[i].Name] || len(offer.Resources[i].Devices) > 0
+	}
+	return func(d dra.Device) bool {
+		// No claim is made for memory by its name.
+		return d.Kind != ledger.Units && names[a.names.Of(d.Kind, d.Placement.Profile)]
+	}
 }
 
 // finish hands what the round left to the reporter, and returns what failed.
@@ -257,7 +309,7 @@ func (a *Agent) finish(p *pass) error {
 	}
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
+		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs(), usable: usable{absent: a.reader.absent()}}
 	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}
@@ -271,7 +323,9 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
 	}
+	f.besides = slices.Concat(a.object.conditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory))
 	a.reporter.finish(s, f)
 	poke(a.stirred)
+	poke(a.object.news)
 	return errors.Join(f.errs...)
 }

@@ -42,18 +42,27 @@ func (s *served) set(v *deviceplugin.Offer) error {
 	return nil
 }
 
+// expected are the resources of which the kubelet should give out devices.
+func (s *served) expected(v *deviceplugin.Offer) (names []string) {
+	for _, r := range v.Resources {
+		if s.of[r.Name] != nil && slices.ContainsFunc(r.Devices, func(d deviceplugin.Device) bool { return d.Healthy }) {
+			names = append(names, r.Name)
+		}
+	}
+	return names
+}
+
 // suspect looks whether the kubelet gives out what we offer it: allocatable is what it
 // would, nil where it did not answer.
-func (s *served) suspect(v *deviceplugin.Offer, allocatable map[string][]string, now time.Time) {
+func (s *served) suspect(expected []string, allocatable map[string][]string, now time.Time) {
 	unknown := map[string]time.Time{}
-	for _, r := range v.Resources {
-		healthy := slices.ContainsFunc(r.Devices, func(d deviceplugin.Device) bool { return d.Healthy })
-		if allocatable == nil || !healthy || len(allocatable[r.Name]) > 0 || s.of[r.Name] == nil {
+	for _, name := range expected {
+		if allocatable == nil || len(allocatable[name]) > 0 {
 			continue
 		}
-		s.plugins.Suspect(r.Name)
-		if unknown[r.Name] = now; !s.unknown[r.Name].IsZero() {
-			unknown[r.Name] = s.unknown[r.Name]
+		s.plugins.Suspect(name)
+		if unknown[name] = now; !s.unknown[name].IsZero() {
+			unknown[name] = s.unknown[name]
 		}
 	}
 	s.unknown = unknown

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -28,10 +29,10 @@ type scene struct {
 	holders map[string]*ledger.Allocation
 }
 
-// Status is what people and metrics are shown: the last round's inventory and
-// outcome, and the offer and the allocations as they are now.
-func (r *reporter) Status() status.Status {
-	at := scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
+// scene looks at the node: the last round's inventory and outcome, and the offer and the
+// allocations as they are now.
+func (r *reporter) scene() *scene {
+	at := &scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -41,6 +42,26 @@ func (r *reporter) Status() status.Status {
 			at.held[c.Resource][id], at.holders[id] = true, c
 		}
 	}
+	return at
+}
+
+// Status is what people and metrics are shown.
+func (r *reporter) Status() status.Status {
+	at := r.scene()
+	s := r.show(at)
+	n := at.gpuNode(&s, gpunode.InPods, r.opts.MemoryUnit, r.claims.caps)
+	s.SaturationPercent = &n.Summary.SaturationPercent
+	for i := range s.Resources {
+		r := &s.Resources[i]
+		if j := slices.IndexFunc(n.Resources, func(o gpunode.Resource) bool { return o.Name == r.Name }); j >= 0 {
+			r.Free, r.Largest = n.Resources[j].Free, n.Resources[j].Largest
+		}
+	}
+	return s
+}
+
+// show shows a scene, but for what can be had of it.
+func (r *reporter) show(at *scene) status.Status {
 	s := status.Status{
 		Driver:  at.Inventory.Driver,
 		CUDA:    at.Inventory.CUDA,
@@ -56,7 +77,7 @@ func (r *reporter) Status() status.Status {
 		Resources:  r.resources(at.Unknown),
 	}
 	for i := range at.Inventory.GPUs {
-		s.GPUs = append(s.GPUs, r.gpu(&at.Inventory.GPUs[i], &at))
+		s.GPUs = append(s.GPUs, r.gpu(&at.Inventory.GPUs[i], at))
 	}
 	at.count(s.GPUs)
 	return s
@@ -72,7 +93,7 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 	if layout.Known {
 		g.Mode = layout.Mode()
 	}
-	if layout.Offers && layout.Kind == ledger.Units {
+	if layout.Has(ledger.Units) {
 		g.UnitMiB = uint64(r.opts.MemoryUnit)
 	}
 	switch {
@@ -112,6 +133,9 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After,
+			}
+			for _, p := range c.Beside {
+				h.Beside = append(h.Beside, p.String())
 			}
 			if c.Adopted {
 				if h.Since = &c.Holder.Since; h.Since.IsZero() {
@@ -158,9 +182,10 @@ func (at *scene) count(gpus []status.GPU) {
 	}
 }
 
-// countClaims counts what a GPU has for claims, in the pieces of its layout.
+// countClaims counts what a GPU has for claims, in the pieces of its layout; those of a
+// dynamic one are its memory units.
 func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
-	if layout.Kind == ledger.Placement {
+	if layout.Kind == ledger.Placement && !layout.Dynamic {
 		for _, dev := range at.forClaims(gpu.UUID(g.UUID)) {
 			g.Total++
 			switch {
@@ -178,33 +203,43 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 	for i := range at.allocations {
 		for j := range at.allocations[i].Grants {
 			switch of := &at.allocations[i].Grants[j]; {
-			case string(of.GPU) != g.UUID || of.Kind != layout.Kind || of.NoRoom:
+			case string(of.GPU) != g.UUID || !layout.Has(of.Kind) || of.NoRoom:
 			case of.Kind == ledger.Units:
 				g.Used += of.Units.Len()
+			case layout.Dynamic && of.Kind == ledger.Placement: // by its part of the memory slices
+				width := memorySlices(at.Inventory.ByUUID(of.GPU))
+				g.Used += (of.Placement.Size*layout.N + width - 1) / max(width, 1)
+			case layout.Dynamic:
+				g.Used = layout.N
 			default:
 				g.Used++
 			}
 		}
 	}
 	g.Used = min(g.Used, g.Total)
-	if g.Free = g.Total - g.Used; g.Health != status.Healthy {
+	if g.Free = g.Total - g.Used; g.Health != status.Healthy || at.cordoned(gpu.UUID(g.UUID)) {
 		g.Unhealthy, g.Free = g.Free, 0
 	}
 }
 
+// cordoned reports whether an operator keeps new pods off a GPU.
+func (at *scene) cordoned(u gpu.UUID) bool {
+	return slices.ContainsFunc(at.Conditions, func(c status.Condition) bool { return c.Reason == status.GPUCordoned && c.Subject == string(u) })
+}
+
 // forClaims are the MIG devices that a GPU offers through DRA, as the other front-end would
-// list them: healthy where no claim is on their memory slices.
+// list them: healthy where no claim is on their memory slices, and nobody keeps pods off.
 func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 	layout := at.Layouts[u]
 	if !layout.Through(ledger.DRA) || layout.Kind != ledger.Placement {
 		return nil
 	}
 	for _, p := range layout.Placements {
-		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: true}
+		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.cordoned(u)}
 		for i := range at.allocations {
 			for _, g := range at.allocations[i].Grants {
 				on := g.Placement
-				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size)
+				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || g.Kind == ledger.Placement && (on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size))
 			}
 		}
 		out = append(out, dev)
@@ -226,11 +261,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			out.OnDemand = w.OnDemand
 		}
 	}
-	for _, p := range d.MIG.Profiles {
-		for _, at := range p.Placements {
-			out.Size = max(out.Size, at.Start+at.Size)
-		}
-	}
+	out.Size = memorySlices(d)
 	placements := at.standing(d)
 	list := func(resource string, devices []deviceplugin.Device) {
 		for j := range devices {
@@ -266,6 +297,16 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
 	})
 	return out
+}
+
+// memorySlices is how many memory slices a GPU has.
+func memorySlices(d *gpu.Device) (n int) {
+	for _, p := range d.MIG.Profiles {
+		for _, at := range p.Placements {
+			n = max(n, at.Start+at.Size)
+		}
+	}
+	return n
 }
 
 func newPlacement(id string, s mig.Placement) *status.Placement {

@@ -71,7 +71,7 @@ func (s *storm) strike(n int) {
 	a := &s.attack
 	switch n {
 	case 0, 1:
-		if attacks("others") {
+		if attacks("others") && (s.claims.turn == 0 || s.rng.IntN(8) == 0) {
 			s.locked(s.guestLocked)
 		}
 	case 2:
@@ -222,15 +222,17 @@ func (s *storm) damage() {
 	}
 	if attacks("state") && s.rng.IntN(4) == 0 {
 		a.unit = []gpu.MiB{unit, unit / 2, 2 * unit}[s.rng.IntN(3)]
+		s.claims.doubtLocked("units have another size")
 		s.done["units changed"]++
 	}
 	// Whose the instances on a GPU are stands there too: what is nobody's is not
 	// cut away, and a storm could not end.
 	if attacks("state") && !s.mig && s.rng.IntN(4) == 0 {
 		s.doc = state.Document{}
+		s.claims.doubtLocked("what the GPUs were laid out as is lost")
 		s.done["state lost"]++
 	}
-	if attacks("many") && !s.mig && !a.crowded && s.doc.Boot != "" && s.rng.IntN(4) == 0 {
+	if attacks("many") && !s.mig && !a.crowded && s.claims.turn == 0 && s.doc.Boot != "" && s.rng.IntN(4) == 0 {
 		s.crowdLocked()
 	}
 }
@@ -273,6 +275,7 @@ func (s *storm) crowdLocked() {
 		return // they would fit
 	}
 	s.doc.Layouts, s.attack.crowded = layouts, true
+	s.claims.doubtLocked("the GPUs are said to be laid out as they never were")
 	s.done["crowds"]++
 	s.note("the state file has %d GPUs of %d replicas", free, timeslice.MaxListed)
 }
@@ -289,7 +292,7 @@ func (s *storm) offerTooMany() {
 	}
 	s.round(nil)
 	synctest.Wait()
-	if !s.agent.reader.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 {
+	if !s.agent.reader.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 || s.agent.reporter.snapshot.Load().Outcome.State != Applied {
 		return
 	}
 	before, wanted := s.healthy(), s.agent.reporter.snapshot.Load().Generation

@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -97,10 +98,10 @@ type storm struct {
 	hangs   bool
 	// foreign are the GPUs that another device plugin offers.
 	foreign map[gpu.UUID]bool
-	// plain is the second front-end; a storm with MIG has none.
-	plain *plain
-	// late is a partition that a new agent has not been told of yet.
-	late string
+	// claims are the pods of the second front-end.
+	claims *stormClaims
+	// partition is the file that the last edit left, and late is a partition that a new agent has not been told of yet.
+	partition, late string
 	// attack is what has given way once; see storm_attack_test.go.
 	attack attack
 	// done counts what has happened.
@@ -118,6 +119,8 @@ type stormPod struct {
 	wants []map[string]int
 	// at is the container that is to run, len(wants) when all have.
 	at int
+	// claim is what it has by the second front-end, nil for a pod of the first.
+	claim *claimant
 }
 
 // The driver's MIG side.
@@ -280,6 +283,10 @@ func (s *storm) freeLocked() {
 func (s *storm) Allocatable(context.Context) (map[string][]string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.allocatableLocked(), nil
+}
+
+func (s *storm) allocatableLocked() map[string][]string {
 	var theirs []string
 	for u, is := range s.foreign {
 		if is {
@@ -295,7 +302,7 @@ func (s *storm) Allocatable(context.Context) (map[string][]string, error) {
 			}
 		}
 	}
-	return out, nil
+	return out
 }
 
 func (s *storm) Checkpoint() (node.Checkpoint, error) {
@@ -306,7 +313,7 @@ func (s *storm) Checkpoint() (node.Checkpoint, error) {
 	if s.unreadable {
 		return node.Checkpoint{}, errors.New("the checkpoint cannot be read")
 	}
-	return node.Checkpoint{Entries: slices.Concat(s.file, s.attack.entries()), Stamp: node.Stamp{MTime: s.writes, Inode: 1}}, nil
+	return node.Checkpoint{Entries: slices.Concat(s.file, s.attack.entries()), Registered: registered(s.allocatableLocked()), Stamp: node.Stamp{MTime: s.writes, Inode: 1}}, nil
 }
 
 func (s *storm) Stamp() node.Stamp {
@@ -430,14 +437,13 @@ func (s *storm) start() {
 	s.quit, s.ctx = quit, ctx
 	s.locked(func() { s.sources, s.tell = nil, nil })
 	s.agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Pod: ownPod, Boot: "this",
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Node: "node-1", Pod: ownPod, Boot: "this",
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
-	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
+	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, DRA: s.claims.worlds(), Observer: s})
 	s.note("an agent starts; %d allocations in the journal", len(s.journal))
 	s.agent.remember()
-	if s.plain != nil {
-		s.plain.restart()
-	}
+	agent := s.agent
+	go func() { _ = agent.claims.run(ctx) }()
 	go func() { _ = s.agent.witnesses.Follow(ctx) }()
 	go func() {
 		running := map[string]bool{}
@@ -653,7 +659,7 @@ func (s *storm) step() {
 	var live []*stormPod
 	s.locked(func() {
 		for _, uid := range slices.Sorted(maps.Keys(s.pods)) {
-			if s.pods[uid].active {
+			if s.pods[uid].active && s.pods[uid].claim == nil {
 				live = append(live, s.pods[uid])
 			}
 		}
@@ -671,11 +677,11 @@ func (s *storm) step() {
 		s.agent.SetFile("p.yaml", []byte(s.late))
 		s.late = ""
 	}
-	if s.rng.IntN(12) == 0 {
+	if s.rng.IntN(12) < 1+s.claims.turn {
 		s.heal()
 	}
-	if s.plain != nil && s.rng.IntN(12) == 0 {
-		s.plain.step()
+	if s.rng.IntN(6) < 1+2*s.claims.turn {
+		s.claims.step()
 	}
 	switch n := s.rng.IntN(112); {
 	case n >= 106:
@@ -700,6 +706,9 @@ func (s *storm) step() {
 			}
 		})
 	case n < 25:
+		if s.claims.turn > 0 && s.rng.IntN(6) > 0 {
+			return
+		}
 		s.nextPod++
 		p := &stormPod{uid: fmt.Sprint("uid-", s.nextPod), name: fmt.Sprint("pod-", s.nextPod)}
 		want := func() map[string]int {
@@ -780,6 +789,10 @@ func (s *storm) step() {
 			}
 			file = migPartition(gpus...)
 		}
+		if s.rng.IntN(4) < 1+3*s.claims.turn {
+			file = s.throughBoth()
+		}
+		s.partition = file
 		s.note("edit: %q", file)
 		s.agent.SetFile("p.yaml", []byte(file))
 		s.locked(func() { s.done["edited"]++ })
@@ -838,23 +851,36 @@ func (s *storm) heal() {
 // once or some steps later.
 func (s *storm) restartAgent() {
 	s.quit()
+	s.claims.left()
 	if s.mig {
 		// What the driver is in the middle of comes to its end before the process does.
 		time.Sleep(2 * s.hw.took)
 	}
+	crowds := s.done["crowds"]
 	s.damage()
+	crowded := s.done["crowds"] > crowds
 	s.start()
-	file := allShared
-	if s.mig {
-		file = migPartition(demand, demand, sevenSmall)
+	file := s.partition
+	if s.claims.turn == 0 {
+		file = allShared
+		if s.mig {
+			file = migPartition(demand, demand, sevenSmall)
+		}
 	}
 	if attacks("many") && s.rng.IntN(8) == 0 {
 		file = tooMany
 	}
-	if s.rng.IntN(2) == 0 {
+	if s.rng.IntN(2) == 0 || crowded {
 		s.agent.SetFile("p.yaml", []byte(file))
 	} else {
 		s.late = file
+	}
+	if crowded { // so many devices are slow work: they leave the lists now
+		s.heal()
+		for range 4 {
+			s.round(nil)
+			time.Sleep(plan.Linger / 3)
+		}
 	}
 	s.locked(func() { s.done["agents"]++ })
 }
@@ -867,6 +893,7 @@ func (s *storm) restartKubelet() {
 		s.deaf = true
 		s.done["kubelets"]++
 	})
+	s.claims.restarted()
 }
 
 // check is what must be true at any moment.
@@ -889,6 +916,9 @@ func (s *storm) check(when string) {
 			if !capabilities[node] {
 				s.t.Errorf("%s: the instance of %s is gone under it: %s", when, c.ID, node)
 			}
+		}
+		if c.pod.claim != nil {
+			s.claims.checkRunning(when, c, layouts)
 		}
 		for resource, ids := range c.ids {
 			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.unheard
@@ -919,9 +949,7 @@ func (s *storm) check(when string) {
 		}
 	}
 	s.checkAttack(when)
-	if s.plain != nil {
-		s.plain.check(when)
-	}
+	s.claims.checkLocked(when)
 	for u, by := range layouts {
 		if len(by) > 1 {
 			s.t.Errorf("%s: %s is in use as %v", when, u, slices.Sorted(maps.Keys(by)))
@@ -969,6 +997,8 @@ func (s *storm) round(beside func()) {
 
 // calm ends everything and waits: then nothing may be left.
 func (s *storm) calm() {
+	s.heal()
+	s.claims.calm()
 	s.locked(func() {
 		for _, p := range s.pods {
 			p.active = false
@@ -977,11 +1007,6 @@ func (s *storm) calm() {
 		s.deaf, s.late, s.skip = false, "", false
 		s.attack.calmLocked()
 	})
-	if s.plain != nil {
-		for id := range s.plain.has {
-			s.plain.release(id)
-		}
-	}
 	s.heal()
 	s.telling()
 	s.agent.SetFile("p.yaml", []byte(allShared))
@@ -1013,6 +1038,7 @@ func (s *storm) calm() {
 	}
 	s.pods, s.entries, s.file = map[string]*stormPod{}, nil, nil
 	s.attack.clocks = s.rng.IntN(2) == 0
+	s.claims.turn = 1 - s.claims.turn
 }
 
 // TestStorm is rules 1 to 5 under whatever may happen: pods of every kind, ended
@@ -1035,9 +1061,7 @@ func newStorm(t *testing.T, withMIG bool) *storm {
 		figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
 		attack: attack{unit: unit, went: map[string]bool{}},
 	}
-	if !withMIG {
-		s.plain = &plain{s: s, has: map[string]gpu.UUID{}, runs: map[string]bool{}}
-	}
+	s.claims = newStormClaims(s)
 	if withMIG {
 		s.hw = migMachine(3)
 		s.hw.took, s.hw.ampere = 300*time.Microsecond, true
@@ -1051,6 +1075,7 @@ func newStorm(t *testing.T, withMIG bool) *storm {
 	}
 	s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
 	s.start()
+	s.partition = allShared
 	s.agent.SetFile("p.yaml", []byte(allShared))
 	return s
 }
@@ -1059,6 +1084,10 @@ func runStorm(t *testing.T, withMIG bool) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStorm(t, withMIG)
 		for i := range *stormSteps {
+			if i%1000 == 0 && s.claims.turn > 0 {
+				s.partition = s.throughBoth()
+				s.agent.SetFile("p.yaml", []byte(s.partition))
+			}
 			time.Sleep(time.Millisecond)
 			if s.rng.IntN(3) == 0 {
 				s.round(s.step)

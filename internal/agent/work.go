@@ -64,6 +64,11 @@ func (j *job) destroys(s mig.Placement) bool {
 	return j != nil && slices.Contains(j.Steps, mig.Step{Op: mig.Destroy, Placement: s})
 }
 
+// switches reports whether the job changes the MIG mode.
+func (j *job) switches() bool {
+	return j != nil && slices.ContainsFunc(j.Steps, func(s mig.Step) bool { return s.Op == mig.Enable || s.Op == mig.Disable })
+}
+
 // result is what became of a job.
 type result struct {
 	*job
@@ -116,7 +121,8 @@ func backOff(most time.Duration) wait.Backoff {
 	return wait.Backoff{Duration: backOffMin, Factor: 2, Cap: most, Steps: math.MaxInt}
 }
 
-// failing is a placement that could not be made.
+// failing is a placement that could not be made, or without one the MIG mode of a dynamic
+// GPU.
 type failing struct {
 	n     int
 	until time.Time
@@ -480,12 +486,21 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
 	e.ledger.SetCause(r.Allocation, status.CauseOf(r.err, status.GPUInstanceFailed))
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Placement: r.Placement})
+	had := f.n
 	f.n++
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
-	if f.n != mostFailures {
+	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
+	if r.Placement == (mig.Placement{}) { // the MIG mode of a dynamic GPU
+		reason := status.GPUChangeFailed
+		if errors.Is(r.err, errResetDue) {
+			reason, f.n = status.ResetDue, mostFailures // once tells what stands against it
+		}
+		f.why = status.Why(reason, "the MIG mode of %s could not be changed: %v", d.Name(), r.err)
+		message = fmt.Sprintf("%s; what needs the other mode is withdrawn for %s", f.why.Message, failingFor)
+	}
+	if had >= mostFailures || f.n < mostFailures {
 		return
 	}
-	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
 	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
 		if pod := c.Holder.Pod; c.ID == r.Allocation && pod.Name != "" {
@@ -524,7 +539,7 @@ func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 // input is what the plan must know of the work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Placement{},
-		Deferred: map[plan.Want]bool{}}
+		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset}
 	for u, j := range e.jobs {
 		in.Working[u] = &j.Work
 	}
@@ -535,6 +550,11 @@ func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MI
 			delete(e.rests, w)
 		case now.Before(r.until):
 			in.Deferred[w] = true
+		}
+	}
+	for at, why := range e.failingPlacements(now) {
+		if at.Placement == (mig.Placement{}) {
+			in.Stuck[at.GPU] = why
 		}
 	}
 	for at, since := range e.idle {

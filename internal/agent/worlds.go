@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
+	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
@@ -33,6 +34,8 @@ type Worlds struct {
 	Cluster Cluster
 	// DRA is nil where there is no API server.
 	DRA *DRA
+	// GPUNodes is nil where no GPUNode is to be written.
+	GPUNodes GPUNodes
 	// Features is nil where labels do not go by way of Node Feature Discovery.
 	Features Features
 	Observer Observer
@@ -96,7 +99,7 @@ type Caps interface {
 	List() ([]string, error)
 	// Fit returns the libraries that hold containers to their memory, by host
 	// paths, as they suit the driver whose parts these are. Where they cannot be
-	// fitted it returns those that serve any driver, and why.
+	// fitted it returns those that serve any driver, or none, and why.
 	Fit(cdi.Parts) (lib.Kit, error)
 	// Prune removes the libraries of other versions of the agent, and those fitted
 	// to another driver.
@@ -116,6 +119,9 @@ type DRA struct {
 	// API and Kubelet know the claims; internal/kube and internal/node have them.
 	API     dra.API
 	Kubelet dra.Kubelet
+	// Evict has a pod end whose claim can never be prepared; nil where the agent evicts
+	// nobody.
+	Evict func(context.Context, workload.Pod) error
 	// Serve returns what has the kubelet call the front-end.
 	Serve func(*dra.FrontEnd) (DRADriver, error)
 }
@@ -123,6 +129,8 @@ type DRA struct {
 // DRADriver has the kubelet call a front-end, until ctx ends. pkg/dra's Server is one.
 type DRADriver interface {
 	Run(context.Context) error
+	// Status says whether the kubelet has it.
+	Status() kubelet.Status
 }
 
 // Plugins serves resources to the kubelet. plugin.Kubelet is one.

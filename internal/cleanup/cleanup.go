@@ -14,11 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	frontend "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
@@ -96,7 +98,8 @@ func (n *Node) Run(ctx context.Context) error {
 	}
 	sockets := filepath.Join(n.KubeletDir, "device-plugins")
 	resources := append(names.Fixed(), plugin.Left(sockets, func(r string) bool { return names.Ours(r) && !slices.Contains(names.Fixed(), r) })...)
-	errs = append(errs, err, plugin.RemoveSockets(sockets, resources), nfd.Remove(n.NFDDir))
+	errs = append(errs, err, plugin.RemoveSockets(sockets, resources), nfd.Remove(n.NFDDir),
+		dra.RemoveSocket(filepath.Join(n.KubeletDir, "plugins_registry"), frontend.DriverName(n.Domain)))
 	if n.Object != nil {
 		errs = append(errs, n.Object(ctx))
 	}

@@ -14,7 +14,11 @@ import (
 // throughDRA is why a GPU cannot be offered as wanted through DRA, empty where it can or
 // is to be offered otherwise.
 func throughDRA(w *Want, on *Node) string {
-	if w.API != ledger.DRA {
+	switch {
+	case w.API == ledger.DRA:
+	case w.Mode == Dynamic:
+		return "mode dynamic needs api dra, and this entry has api " + string(w.API) + ": what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"
+	default:
 		return ""
 	}
 	if on.NoDRA != "" {
@@ -77,14 +81,17 @@ func resources(w *Want, d *gpu.Device) (names []string) {
 		return []string{"gpu.shared"}
 	case w.Mode == MIG && !w.OnDemand:
 		profiles = profilesOf(w.Geometry)
-	case w.Mode == MIG && len(w.Profiles) > 0:
+	case len(w.Profiles) > 0:
 		profiles = w.Profiles
-	case w.Mode == MIG:
+	case w.OnDemand:
 		for i := range d.MIG.Profiles {
 			if name, err := mig.Parse(d.MIG.Profiles[i].Name); err == nil {
 				profiles = append(profiles, name)
 			}
 		}
+	}
+	if w.Mode == Dynamic {
+		names = append(names, "gpu")
 	}
 	for _, p := range profiles {
 		names = append(names, p.Resource())

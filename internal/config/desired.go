@@ -24,7 +24,10 @@ const (
 	Whole  Mode = "whole"
 	Shared Mode = "shared"
 	MIG    Mode = "mig"
-	Off    Mode = "off"
+	// Dynamic offers a GPU whole, as memory and as every MIG placement at once, through
+	// DRA alone: whoever comes first decides what it is.
+	Dynamic Mode = "dynamic"
+	Off     Mode = "off"
 )
 
 // Compute is how processes share a GPU's compute units. Empty where the mode is
@@ -51,7 +54,7 @@ type Want struct {
 	// TimeSlice is empty where the mode is not Shared.
 	TimeSlice gpu.TimeSlice
 	Compute   Compute
-	// OnDemand says that instances of a MIG GPU are made when they are asked
+	// OnDemand says that instances of a MIG or Dynamic GPU are made when they are asked
 	// for; otherwise exactly those of Geometry exist, which may be none.
 	OnDemand bool
 	// Geometry is in mig.Compare order, each profile once, counts at least 1.

@@ -131,6 +131,16 @@ func TestDesireRefuses(t *testing.T) {
 			"f:5: GPU 0: the entry on line 4 matches too, and exactly one must match each GPU"}},
 		{"parts of instances through DRA", "default", head + "    - devices: [0]\n      mode: mig\n      api: dra\n      geometry: {1c.3g.40gb: 1, 1g.10gb: 1, 2c.3g.40gb: 1}\n" + rest, cards(t, "a100-80"), []string{
 			"f:6: GPU 0: api dra cannot express parts of a GPU instance (1c.3g.40gb and 2c.3g.40gb), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"}},
+		{"dynamic through the device plugin", "default", head + "    - devices: [0]\n      mode: dynamic\n      api: device-plugin\n" + rest, cards(t, "a100-80"), []string{
+			"f:6: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"}},
+		{"dynamic, and no api is said", "default", head + "    - {devices: [0], mode: dynamic}\n" + rest, cards(t, "a100-80"), []string{
+			"f:4: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"}},
+		{"dynamic without MIG", "default", head + "    - {devices: all, mode: dynamic, api: dra}\n", node("x", "x"), []string{
+			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
+		{"dynamic with a profile that is none of this GPU's", "default", head + "    - {devices: [0], mode: dynamic, api: dra, profiles: [1g.10gb, 1g.6gb]}\n" + rest, cards(t, "a100-80"), []string{
+			"f:4: GPU 0: there is no profile 1g.6gb: there are 1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb and 7g.80gb"}},
+		{"dynamic and whole through both", "default", head + "    - {devices: [0], mode: whole}\n    - {devices: [1], mode: dynamic, api: dra, profiles: [1g.10gb]}\n" + rest2, cards(t, "a100-80"), []string{
+			"f:5: gpu would be offered through device-plugin (GPU 0) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu the same api"}},
 		{"whole GPUs through both", "default", head + "    - {devices: [0, 2], mode: whole}\n    - devices: [1]\n      mode: whole\n      api: dra\n", node("x", "x", "x"), []string{
 			"f:7: gpu would be offered through device-plugin (GPUs 0 and 2) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu the same api"}},
 		{"replicas through both", "default", head + "    - {devices: [0], mode: shared, replicas: 2, api: dra}\n    - {devices: [1], mode: shared, replicas: 8}\n", node("x", "x"), []string{
@@ -183,6 +193,18 @@ func TestAPI(t *testing.T) {
 		if text := strings.Join(got, " "); text != c.want {
 			t.Errorf("%s on %+v: %s, want %s", c.partition, c.on, text, c.want)
 		}
+	}
+}
+
+// A dynamic GPU has the instances of its profiles made on demand.
+func TestDynamic(t *testing.T) {
+	f := mustParse(t, head+"    - {devices: all, mode: dynamic, profiles: [3g.40gb, 1g.10gb]}\n")
+	d, err := f.Desire("default", cards(t, "a100-80"), Node{API: ledger.DRA, Unit: 1024})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if w := d.GPUs[7]; w.Mode != Dynamic || w.API != ledger.DRA || !w.OnDemand || len(w.Profiles) != 2 || len(w.Geometry) > 0 {
+		t.Errorf("%+v", w)
 	}
 }
 

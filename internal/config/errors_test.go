@@ -51,7 +51,7 @@ func TestThirtyThousandMistakes(t *testing.T) {
 	}
 	_, err := Parse("f", []byte(b.String()))
 	lines := told(t, err)
-	if len(lines) != maxMistakes+1 || lines[0] != `f:4: mode is whole, shared, mig or off, not the text "x"` ||
+	if len(lines) != maxMistakes+1 || lines[0] != `f:4: mode is whole, shared, mig, dynamic or off, not the text "x"` ||
 		lines[maxMistakes] != fmt.Sprintf("f:%d: from here on there are %d more mistakes", 4+maxMistakes, n-maxMistakes) {
 		t.Errorf("got %q", lines)
 	}

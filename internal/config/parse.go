@@ -148,9 +148,9 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	}
 	mode, known := keys["mode"]
 	if !known {
-		p.at(n, "the entry has no mode: whole, shared, mig or off")
+		p.at(n, "the entry has no mode: whole, shared, mig, dynamic or off")
 	} else {
-		e.want.Mode, known = choice(&p.mistakes, mode, "mode", Whole, Shared, MIG, Off)
+		e.want.Mode, known = choice(&p.mistakes, mode, "mode", Whole, Shared, MIG, Dynamic, Off)
 	}
 
 	if a, ok := keys["api"]; ok {
@@ -165,40 +165,42 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if e.want.Mode == Shared {
 		e.want.TimeSlice, e.want.Compute = gpu.TimeSliceDefault, ComputeTimeSlice
 	}
-	if r, ok := p.only(keys, "replicas", Shared, e.want.Mode, known); ok {
+	if r, ok := p.only(keys, "replicas", e.want.Mode, known, Shared); ok {
 		e.want.Replicas, _ = p.number(r, "replicas", 1, timeslice.MaxDevices)
 	}
-	if t, ok := p.only(keys, "timeSlice", Shared, e.want.Mode, known); ok {
+	if t, ok := p.only(keys, "timeSlice", e.want.Mode, known, Shared); ok {
 		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
 	}
-	if c, ok := p.only(keys, "compute", Shared, e.want.Mode, known); ok {
+	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
 		if e.want.Compute == ComputeMPS {
 			e.unbuilt, e.unbuiltLine = "compute mps is not built yet in this version; timeslice works", c.Line
 		}
 	}
-	g, fixed := p.only(keys, "geometry", MIG, e.want.Mode, known)
+	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
 	if fixed {
 		e.want.Geometry = p.geometry(g, "geometry", 1, nil)
 	}
-	if pr, ok := p.only(keys, "profiles", MIG, e.want.Mode, known); ok {
+	if pr, ok := p.only(keys, "profiles", e.want.Mode, known, MIG, Dynamic); ok {
 		e.want.Profiles = p.profiles(pr)
 		if fixed {
 			p.at(pr, "profiles limits MIG on demand, and geometry is fixed: an entry has one of the two")
 		}
 	}
-	if e.want.Mode == MIG {
-		e.want.OnDemand = !fixed
-	}
+	e.want.OnDemand = e.want.Mode == MIG && !fixed || e.want.Mode == Dynamic
 	return e, true
 }
 
-// only returns a key's value, and says so where the key belongs to another
-// mode than the entry's.
-func (p *parser) only(keys map[string]*yaml.Node, key string, of, mode Mode, known bool) (*yaml.Node, bool) {
+// only returns a key's value, and says so where the key belongs to other modes than
+// the entry's.
+func (p *parser) only(keys map[string]*yaml.Node, key string, mode Mode, known bool, of ...Mode) (*yaml.Node, bool) {
 	n, ok := keys[key]
-	if ok && known && mode != of {
-		p.at(n, "%s belongs to mode %s: this entry is %s", key, of, mode)
+	if ok && known && !slices.Contains(of, mode) {
+		var words []string
+		for _, m := range of {
+			words = append(words, string(m))
+		}
+		p.at(n, "%s belongs to mode %s: this entry is %s", key, list(words, "or"), mode)
 	}
 	return n, ok
 }

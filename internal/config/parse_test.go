@@ -59,7 +59,7 @@ var broken = []struct {
 	{"a merge of itself", "version: v1\npartitions: &p\n  <<: *p\n", []string{"f:2: the anchor \"p\" holds itself"}},
 	{"a merge of a list of words", head + "    - {<<: [all], devices: all, mode: off}\n", []string{"f:4: the merge key << takes a mapping or a list of mappings"}},
 	{"a bomb", bomb(), []string{"f:3: the aliases of this file stand for more than 10000 values: write them out"}},
-	{"one mistake behind two aliases", head + "    - &e {devices: all, mode: shard}\n  other: [*e]\n", []string{"f:4: mode is whole, shared, mig or off, not the text \"shard\""}},
+	{"one mistake behind two aliases", head + "    - &e {devices: all, mode: shard}\n  other: [*e]\n", []string{"f:4: mode is whole, shared, mig, dynamic or off, not the text \"shard\""}},
 
 	// The top.
 	{"no version", "partitions:\n  a: [{devices: all, mode: off}]\n", []string{"f:1: the version is missing: this program knows `version: v1`"}},
@@ -97,11 +97,11 @@ var broken = []struct {
 	{"an entry of nothing", head + "    -\n", []string{"f:4: an entry is a mapping, not nothing"}},
 	{"an entry without devices and mode", head + "    - {}\n", []string{
 		"f:4: the entry has no devices: all, a list of indices or UUIDs, or {model: pattern}",
-		"f:4: the entry has no mode: whole, shared, mig or off"}},
-	{"an unknown mode", head + "    - devices: all\n      mode: share\n", []string{"f:5: mode is whole, shared, mig or off, not the text \"share\""}},
-	{"mode null", head + "    - devices: all\n      mode:\n", []string{"f:5: mode is whole, shared, mig or off, not nothing"}},
+		"f:4: the entry has no mode: whole, shared, mig, dynamic or off"}},
+	{"an unknown mode", head + "    - devices: all\n      mode: share\n", []string{"f:5: mode is whole, shared, mig, dynamic or off, not the text \"share\""}},
+	{"mode null", head + "    - devices: all\n      mode:\n", []string{"f:5: mode is whole, shared, mig, dynamic or off, not nothing"}},
 	{"mode in capitals", head + "    - devices: all\n      Mode: off\n", []string{
-		"f:4: the entry has no mode: whole, shared, mig or off",
+		"f:4: the entry has no mode: whole, shared, mig, dynamic or off",
 		"f:5: unknown key \"Mode\": did you mean \"mode\"?"}},
 	{"a mistyped replicas", head + "    - devices: all\n      mode: shared\n      replica: 4\n", []string{"f:6: unknown key \"replica\": did you mean \"replicas\"?"}},
 	{"a key that nothing resembles", head + "    - devices: all\n      mode: shared\n      color: red\n", []string{
@@ -146,11 +146,13 @@ var broken = []struct {
 		"f:7: timeSlice belongs to mode shared: this entry is whole",
 		"f:8: compute belongs to mode shared: this entry is whole",
 		"f:9: geometry belongs to mode mig: this entry is whole",
-		"f:10: profiles belongs to mode mig: this entry is whole",
+		"f:10: profiles belongs to mode mig or dynamic: this entry is whole",
 		"f:10: \"1g\" is not a MIG profile name: a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb",
 		"f:10: profiles limits MIG on demand, and geometry is fixed: an entry has one of the two"}},
 	{"an API that there is not", head + "    - devices: all\n      mode: whole\n      api: DRA\n", []string{`f:6: api is device-plugin or dra, not the text "DRA"`}},
 	{"no API", head + "    - devices: all\n      mode: whole\n      api:\n", []string{"f:6: api is device-plugin or dra, not nothing"}},
+	{"a geometry that is made on demand", head + "    - {devices: all, mode: dynamic, api: dra, geometry: {1g.10gb: 1}, replicas: 2}\n", []string{
+		"f:4: replicas belongs to mode shared: this entry is dynamic", "f:4: geometry belongs to mode mig: this entry is dynamic"}},
 	{"the API of nothing", head + "    - {devices: all, mode: off, api: dra}\n", []string{"f:4: api says through what a GPU is offered: this entry is off"}},
 	{"replicas of nothing", head + "    - {devices: all, mode: off, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is off"}},
 	{"replicas of MIG", head + "    - {devices: all, mode: mig, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is mig"}},
@@ -201,9 +203,9 @@ var broken = []struct {
 		"f:4: replicas is at least 1, not 0",
 		"f:5: the partition name \"b c\" has a character other than letters, digits, '-', '_' and '.': it is chosen by the value of a node label",
 		"f:6: the entry has no devices: all, a list of indices or UUIDs, or {model: pattern}",
-		"f:6: mode is whole, shared, mig or off, not the text \"half\"",
+		"f:6: mode is whole, shared, mig, dynamic or off, not the text \"half\"",
 		"f:7: unknown key \"extra\": a partition file has version, partitions and mig-configs"}},
-	{"text that would break a message", head + "    - {devices: all, mode: \"a\\nb\\e[31m\"}\n", []string{"f:4: mode is whole, shared, mig or off, not the text \"a\\nb\\x1b[31m\""}},
+	{"text that would break a message", head + "    - {devices: all, mode: \"a\\nb\\e[31m\"}\n", []string{"f:4: mode is whole, shared, mig, dynamic or off, not the text \"a\\nb\\x1b[31m\""}},
 }
 
 // bomb is nine lines that stand for 8^8 values.
@@ -269,7 +271,7 @@ func TestParseAccepts(t *testing.T) {
 			// The anchors' own entries are halves: only that they are the sole
 			// mistakes shows that the merged entry is whole.
 			_, err := Parse("f", []byte(tc.in))
-			want := "f:4: the entry has no mode: whole, shared, mig or off\n" +
+			want := "f:4: the entry has no mode: whole, shared, mig, dynamic or off\n" +
 				"f:5: the entry has no devices: all, a list of indices or UUIDs, or {model: pattern}"
 			if err == nil || err.Error() != want {
 				t.Errorf("%s: %v, want %s", tc.name, err, want)

@@ -18,7 +18,7 @@ import (
 func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
-	case w.Mode != MIG:
+	case w.Mode != MIG && w.Mode != Dynamic:
 		return false, ""
 	case d.Fault != "" && len(m.Profiles) == 0:
 		return true, "" // it must not stop the others from being configured

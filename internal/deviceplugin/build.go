@@ -3,6 +3,7 @@
 package deviceplugin
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -41,6 +42,8 @@ type Input struct {
 	OnDemand func(gpu.UUID) bool
 	// Others are the GPUs that somebody else gives out too.
 	Others map[gpu.UUID]string
+	// Cordoned are the GPUs that an operator keeps new pods off.
+	Cordoned map[gpu.UUID]bool
 	// Closed is why nothing may be given out at present, empty where it may.
 	Closed string
 }
@@ -254,10 +257,10 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
 	case slices.Contains(l.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
-	case l.layout.Kind == ledger.Placement: // each for itself, see add
-		return l.Closed, ""
-	case drains:
+	case drains && l.layout.Kind != ledger.Placement: // placements each for itself, see add
 		withdrawn = "the GPU's partition changes when its holders end"
+	case l.Cordoned[u]: // what is held stays
+		return "an operator keeps new pods off the GPU", ""
 	default:
 		return l.Closed, ""
 	}
@@ -274,8 +277,8 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	if n.kind == ledger.Placement {
 		dev.Placement = l.sized(l.gpu.UUID, l.placements[n.id])
 		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}]} {
-			if why.Message != "" && withdrawn == "" {
-				withdrawn, leaving = why.Message, why.Message
+			if why.Message != "" && leaving == "" {
+				withdrawn, leaving = cmp.Or(withdrawn, why.Message), why.Message
 			}
 		}
 	}

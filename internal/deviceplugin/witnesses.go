@@ -117,7 +117,7 @@ type Witnesses struct {
 	stale  map[string]string
 	// used are the allocations that containers have, with the first container of each,
 	// and usedAt is when the runtime was asked. unsure says that they may not be all.
-	used   map[string]ledger.Holder
+	used   map[string][]ledger.Holder
 	usedAt time.Time
 	unsure bool
 	// silent is since when one has not answered, zero while both do. err is
@@ -157,9 +157,10 @@ func (w *Witnesses) Used(id string) bool {
 	return used || w.unsure
 }
 
-// Holders are the first containers that have allocations, by the allocation's ID, whatever
-// front-end's it is, and when the runtime was asked; sure says that there are no others.
-func (w *Witnesses) Holders() (holders map[string]ledger.Holder, asked time.Time, sure bool) {
+// Holders are the containers that have allocations, the first one in front, by the
+// allocation's ID, whatever front-end's it is, and when the runtime was asked; sure says
+// that there are no others.
+func (w *Witnesses) Holders() (holders map[string][]ledger.Holder, asked time.Time, sure bool) {
 	return w.used, w.usedAt, !w.unsure
 }
 
@@ -248,11 +249,13 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 	}
 	t.Pods = w.podNames(cctx, &t, containers, full)
 	if t.Runtime {
-		w.used, w.usedAt = make(map[string]ledger.Holder, len(t.Uses)), t.Asked
+		w.used, w.usedAt = make(map[string][]ledger.Holder, len(t.Uses)), t.Asked
 		for _, u := range t.Uses {
-			if u.Since = u.Created; w.used[u.Key].Since.IsZero() || u.Created.Before(w.used[u.Key].Since) {
-				w.used[u.Key] = u.Holder
-			}
+			u.Since = u.Created
+			w.used[u.Key] = append(w.used[u.Key], u.Holder)
+		}
+		for _, all := range w.used {
+			slices.SortStableFunc(all, func(a, b ledger.Holder) int { return a.Since.Compare(b.Since) })
 		}
 		w.unsure = slices.ContainsFunc(containers, func(c node.Container) bool { return c.CDIUnknown })
 	}

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -67,24 +68,20 @@ type want struct {
 	// amount is what it has of the device's capacity, by name.
 	amount map[string]kube.Quantity
 	admin  bool
-	// pod is one of those that may use the claim, zero where there is none yet.
-	pod workload.Pod
+	// pods are those that may use the claim.
+	pods []workload.Pod
 }
 
 // wants are the results of a claim's allocation that are of a driver and a node.
 func wants(c *kube.Claim, driver, node string) (out []want) {
 	n := map[string]int{}
-	var pod workload.Pod
-	if len(c.Pods) > 0 {
-		pod = c.Pods[0]
-	}
 	for i := range c.Results {
 		r := &c.Results[i]
 		if r.Driver != driver || !strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
 		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
-			amount: r.Capacity, admin: r.Admin, pod: pod})
+			amount: r.Capacity, admin: r.Admin, pods: c.Pods})
 		n[r.Request]++
 	}
 	for i := range out {
@@ -108,14 +105,14 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 			return g, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound)
 		}
 	case g.Kind == ledger.Units || g.Kind == ledger.Replica:
-		if layout.Kind != g.Kind || !layout.Offers {
-			return g, fmt.Errorf("device %s is not what its GPU is laid out as any more: make the claim anew: %w", w.Device, gpu.ErrInvalid)
+		if !layout.Has(g.Kind) {
+			return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: make the claim anew: %w", w.Device, gpu.ErrInvalid))
 		}
 		n := 1
 		if g.Kind == ledger.Units {
 			amount, unit := w.amount[memory], bytes(layout.Unit)
 			if n = int(amount / unit); amount <= 0 || amount%unit != 0 || n > layout.N {
-				return g, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid)
+				return g, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid))
 			}
 		}
 		free, err := freeNumbers(f.Ledger, &g, layout.N, n, beside)
@@ -138,8 +135,17 @@ func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.R
 	for _, a := range l.Allocations() {
 		grants = append(grants, a.Grants...)
 	}
+	own := n
 	for i := range beside {
 		grants = append(grants, beside[i].Grants...)
+		for _, o := range beside[i].Grants {
+			if o.GPU == g.GPU && !o.NoRoom {
+				own += max(1, o.Units.Len())
+			}
+		}
+	}
+	if own > of {
+		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has %d of its %d %s: %w", own, of, names[g.Kind], gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}
 	for i := range grants {
@@ -184,7 +190,7 @@ func refuseConfig(c *kube.Claim) error {
 		Kind       string `json:"kind"`
 	}
 	_ = json.Unmarshal(c.Configs[0].Parameters, &kind) // what cannot be read has no kind
-	return fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid)
+	return never(status.ClaimRefused, fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid))
 }
 
 // same reports whether two results are of one share.

@@ -33,6 +33,9 @@
 // taint is at the server, whoever was allocated the device before is taken into the
 // ledger, although nobody has prepared it yet, and the plan waits for its end.
 //
+// [FrontEnd.Leave] is asked before the process ends: a pod whose claim nobody prepares at
+// once waits for a minute or more, since the kubelet tries again then.
+//
 // # A claim
 //
 // The kubelet's Prepare names a claim. [FrontEnd] reads at the API server what the scheduler
@@ -46,7 +49,9 @@
 // A share has no numbers in this API; it gets the lowest that are free. What is not there
 // yet is waited for, up to the kubelet's patience: room that an ending claim has, an
 // instance, and after a start of the agent the claims themselves. Only what can never be
-// had is refused.
+// had is refused: a device of an older layout, an amount, configuration. The pods of such a
+// claim are told, and ended half a minute later, by a taint or by eviction; none that has
+// a container, and none of another node.
 //
 // A claim ends with the kubelet's Unprepare, or when the kubelet's account, the container
 // runtime and the API server all know nothing of it. All containers and pods that use a
@@ -54,6 +59,6 @@
 //
 // # What it does not know
 //
-// How slices are written and claims read, which is internal/kube's business, how the kubelet
+// How slices are written, claims read and pods evicted, which is internal/kube's business, how the kubelet
 // calls, which is pkg/dra's, and how GPUs come to be laid out.
 package dra

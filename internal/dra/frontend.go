@@ -3,6 +3,7 @@
 package dra
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"maps"
@@ -16,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -51,7 +53,7 @@ type Runtime interface {
 	Containers(context.Context) ([]node.Container, error)
 }
 
-// Options are what a FrontEnd is made of. All are required.
+// Options are what a FrontEnd is made of. All are required but Fault and Evict.
 type Options struct {
 	// Domain names CDI devices and taints, Driver and Node the slices.
 	Domain, Driver, Node string
@@ -59,8 +61,17 @@ type Options struct {
 	API                  API
 	Kubelet              Kubelet
 	Runtime              Runtime
+	// Fault is what the taint of a fault does, empty for NoSchedule; NoExecute ends the
+	// pods that have the device.
+	Fault kube.TaintEffect
 	// Granted is called for each new allocation, before what it needs is made.
 	Granted func(*ledger.Allocation)
+	// Listing is the kubelet's account of its pods.
+	Listing func(context.Context) (node.Listing, error)
+	// Tell sends an Event about a pod. Evict has a pod end; nil where none is to be
+	// evicted.
+	Tell  func(p workload.Pod, kind kube.EventType, reason, message string)
+	Evict func(context.Context, workload.Pod) error
 	// Wake has the agent's loop look, and publish.
 	Wake func()
 	Now  func() time.Time
@@ -73,12 +84,14 @@ type Options struct {
 type FrontEnd struct {
 	Options
 	publisher *Publisher
+	began     time.Time
 
 	// mu guards everything below. The ledger's is locked after it.
 	mu sync.Mutex
 	// offer is what the loop said last, nil before that; published follows from it.
 	offer     *Offer
 	published *Published
+	basis     basis // what published was built from
 	// news is closed when published or listed become others.
 	news   chan struct{}
 	faults faults
@@ -86,17 +99,24 @@ type FrontEnd struct {
 	// before that nothing is published, since a device that one of them names must not
 	// be missing.
 	listed bool
+	// leaves says that the process is about to end: nothing is for anybody new.
+	leaves bool
 	// leaving are the devices that no layout has and that a claim may still name, with the
 	// number of the writing that taints them.
 	leaving map[Device]uint64
 	// claims are the allocations of each claim, by its UID.
 	claims map[string][]string
-	// uses are the allocations that containers have, with the first container of each,
-	// and usesAt is when the runtime was asked for them.
-	uses   map[string]ledger.Holder
+	// returned are the claims that the kubelet has given back, by UID. The API server has
+	// them allocated for a while yet.
+	returned map[string]returned
+	// uses are the allocations that containers have, with the containers of each, and
+	// usesAt is when the runtime was asked for them.
+	uses   map[string][]ledger.Holder
 	usesAt time.Time
-	// sweep holds a token when claims should be listed anew.
-	sweep chan struct{}
+	// sweeper lists the claims where that is due.
+	sweeper *sweeper
+	// refusals are what can never be prepared.
+	refusals *refusals
 }
 
 // faults is why GPUs are unhealthy, and why instances are on healthy GPUs.
@@ -112,11 +132,19 @@ func (f *faults) of(d Device) string {
 	return f.placements[mig.Place{GPU: d.GPU, Placement: d.Placement}]
 }
 
+// returned is a claim that was given back: the pods that it was for, and when.
+type returned struct {
+	pods []workload.Pod
+	at   time.Time
+}
+
 // New returns a front-end that publishes nothing yet.
 func New(o Options) *FrontEnd {
-	f := &FrontEnd{Options: o, publisher: NewPublisher(o.Driver, o.API, o.Log), news: make(chan struct{}),
-		leaving: map[Device]uint64{}, claims: map[string][]string{}, sweep: make(chan struct{}, 1)}
-	f.publisher.written = f.lookAgain
+	o.Fault = cmp.Or(o.Fault, kube.NoSchedule)
+	f := &FrontEnd{Options: o, began: o.Now(), publisher: NewPublisher(o.Driver, o.API, o.Log), news: make(chan struct{}),
+		leaving: map[Device]uint64{}, claims: map[string][]string{}, returned: map[string]returned{}}
+	f.refusals, f.sweeper = newRefusals(f), &sweeper{f, make(chan struct{}, 1)}
+	f.publisher.written, f.publisher.told = f.sweeper.lookAgain, o.Wake
 	return f
 }
 
@@ -136,6 +164,11 @@ type Offer struct {
 	Drain bool
 	// Others are the GPUs that somebody else gives out too.
 	Others map[gpu.UUID]string
+	// Cordoned are the GPUs that an operator keeps new pods off.
+	Cordoned map[gpu.UUID]bool
+	// Kept, if set, says of which devices the device plugin has the resource's name yet:
+	// while it has, pods that ask by name go there, or are refused by the kubelet.
+	Kept func(Device) bool
 	// Closed is why nothing may be given out at present, empty where it may.
 	Closed string
 	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
@@ -148,7 +181,7 @@ func (f *FrontEnd) Publish(o Offer) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.offer == nil {
-		f.poke() // the claims can be understood now
+		f.sweeper.poke() // the claims can be understood now
 	}
 	f.offer = &o
 	f.showLocked()
@@ -176,7 +209,7 @@ func (f *FrontEnd) showLocked() {
 	}
 	has := func(d Device) bool {
 		l := in.Layouts[d.GPU]
-		return l.Offers && l.Kind == d.Kind && (d.Kind != ledger.Placement || slices.Contains(l.Placements, d.Placement))
+		return l.Has(d.Kind) && (d.Kind != ledger.Placement || slices.Contains(l.Placements, d.Placement))
 	}
 	keep := func(d Device) {
 		if _, known := f.leaving[d]; !known && !has(d) {
@@ -198,11 +231,14 @@ func (f *FrontEnd) showLocked() {
 	}
 	maps.DeleteFunc(f.leaving, func(d Device, _ uint64) bool { return has(d) })
 	in.Departing = slices.SortedFunc(maps.Keys(f.leaving), compareDevices)
-	w := withdrawals{Offer: o, domain: f.Domain, faults: &f.faults, held: held, has: has}
+	w := withdrawals{Offer: o, domain: f.Domain, faults: &f.faults, fault: f.Fault, ending: f.refusals.endingLocked(), leaves: f.leaves, held: held, has: has}
 	in.Taints = w.taints
-	was := f.published
-	f.published = Build(in)
-	same := was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
+	same := true
+	if now := in.basis(); f.published == nil || !reflect.DeepEqual(now, f.basis) {
+		was := f.published
+		f.published, f.basis = Build(in), now
+		same = was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
+	}
 	if !same {
 		close(f.news)
 		f.news = make(chan struct{})

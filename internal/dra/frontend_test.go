@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,29 +21,29 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/tests/fakes/claims"
 )
 
 // world is everything around a front-end: an API server with claims and slices, a kubelet,
 // a runtime, and a loop that opens whatever may be opened.
 type world struct {
 	*FrontEnd
-	t  *testing.T
-	in Input
-	server
+	t          *testing.T
+	in         Input
+	cluster    *claims.Cluster
 	mu         sync.Mutex
-	claims     []kube.Claim                  // guarded by mu
-	away       error                         // guarded by mu: why the API server does not answer
-	prepared   []string                      // guarded by mu: UIDs that the kubelet knows
-	containers []node.Container              // guarded by mu
-	told       map[string][]kube.ClaimDevice // guarded by mu, by UID
+	containers []node.Container // guarded by mu
+	pods       []workload.Pod   // guarded by mu: that the kubelet has
+	events     []string         // guarded by mu: "pod reason"
 	ledger     *ledger.Ledger
 	journal    map[string]ledger.Record
-	wakes      int
+	wakes      atomic.Int64
 }
 
 func (w *world) locked(f func()) {
@@ -51,51 +52,27 @@ func (w *world) locked(f func()) {
 	f()
 }
 
-func (w *world) Claim(_ context.Context, _, namespace, name string) (*kube.Claim, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for i := range w.claims {
-		if c := w.claims[i]; c.Namespace == namespace && c.Name == name && w.away == nil {
-			return &c, nil
-		}
-	}
-	if w.away != nil {
-		return nil, w.away
-	}
-	return nil, fmt.Errorf("claim %s/%s: %w", namespace, name, gpu.ErrNotFound)
-}
-
-func (w *world) Claims(context.Context, string) ([]kube.Claim, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return slices.Clone(w.claims), w.away
-}
-
-func (w *world) SetClaimDevices(_ context.Context, _ string, c *kube.Claim, devices []kube.ClaimDevice) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.told[c.UID] = devices
-	return nil
-}
-
-func (w *world) DRAState() (s node.DRAState, err error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, uid := range w.prepared {
-		s.Claims = append(s.Claims, node.PreparedClaim{UID: uid})
-	}
-	return s, nil
-}
-
 func (w *world) Containers(context.Context) ([]node.Container, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return slices.Clone(w.containers), nil
 }
 
+func (w *world) listing(context.Context) (node.Listing, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return node.Listing{Pods: slices.Clone(w.pods)}, nil
+}
+
+func (w *world) event(p workload.Pod, _ kube.EventType, reason, _ string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.events = append(w.events, p.Name+" "+reason)
+}
+
 // newWorld begins with GPUs of one model, each laid out in a way.
 func newWorld(t *testing.T, n int, layout func(*gpu.Device, *mig.Card) plan.Layout) *world {
-	w := &world{t: t, in: input(t, several(t, "a100-80gb.json", n), layout), journal: map[string]ledger.Record{}, told: map[string][]kube.ClaimDevice{}}
+	w := &world{t: t, in: input(t, several(t, "a100-80gb.json", n), layout), journal: map[string]ledger.Record{}, cluster: &claims.Cluster{Driver: driver}}
 	w.ledger = ledger.New(w.open, time.Now)
 	w.restart()
 	return w
@@ -103,8 +80,8 @@ func newWorld(t *testing.T, n int, layout func(*gpu.Device, *mig.Card) plan.Layo
 
 // restart begins a front-end with what the ledger has.
 func (w *world) restart() {
-	w.FrontEnd = New(Options{Domain: "example.com", Driver: driver, Node: w.in.Node, Ledger: w.ledger, API: w, Kubelet: w, Runtime: w,
-		Granted: func(a *ledger.Allocation) { w.journal[a.ID] = a.Record() }, Wake: func() { w.wakes++ }, Now: time.Now, Log: slog.New(slog.DiscardHandler)})
+	w.FrontEnd = New(Options{Domain: "example.com", Driver: driver, Node: w.in.Node, Ledger: w.ledger, API: w.cluster, Kubelet: w.cluster, Runtime: w,
+		Listing: w.listing, Tell: w.event, Granted: func(a *ledger.Allocation) { w.journal[a.ID] = a.Record() }, Wake: func() { w.wakes.Add(1) }, Now: time.Now, Log: slog.New(slog.DiscardHandler)})
 }
 
 // open is the loop.
@@ -150,7 +127,7 @@ func (w *world) run(layout func(*gpu.Device, *mig.Card) plan.Layout) (stop func(
 // claim makes a claim of devices, by their names without the GPU's, and returns what the
 // kubelet knows of it.
 func (w *world) claim(name string, results ...kube.Result) dra.Claim {
-	c := kube.Claim{Namespace: "ns", Name: name, UID: "uid-" + name}
+	c := kube.Claim{Namespace: "ns", Name: name}
 	for i, r := range results {
 		if r.Request == "" {
 			r.Request = fmt.Sprintf("r%d", i)
@@ -161,40 +138,15 @@ func (w *world) claim(name string, results ...kube.Result) dra.Claim {
 		}
 		c.Results = append(c.Results, r)
 	}
-	w.mu.Lock()
-	w.claims = append(w.claims, c)
-	w.mu.Unlock()
-	return dra.Claim{Namespace: "ns", Name: name, UID: c.UID}
+	return w.cluster.Put(c)
 }
 
-func (w *world) edit(name string, change func(*kube.Claim)) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for i := range w.claims {
-		if w.claims[i].Name == name {
-			change(&w.claims[i])
-		}
-	}
-}
-
-func (w *world) remove(name string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.claims = slices.DeleteFunc(w.claims, func(c kube.Claim) bool { return c.Name == name })
-}
+func (w *world) remove(name string) { w.cluster.Remove("ns", name) }
 
 // named is what the server has of a device, by the end of its name.
 func (w *world) named(suffix string) *kube.PoolDevice {
-	w.server.mu.Lock()
-	defer w.server.mu.Unlock()
-	for _, s := range w.have {
-		for i := range s.Devices {
-			if strings.HasSuffix(s.Devices[i].Name, suffix) {
-				return &s.Devices[i]
-			}
-		}
-	}
-	return nil
+	_, d := w.cluster.Device(suffix)
+	return d
 }
 
 func memoryOf(n kube.Quantity) map[string]kube.Quantity {
@@ -255,8 +207,9 @@ func TestPrepare(t *testing.T) {
 						t.Errorf("no record: %+v", r)
 					}
 				}
+				time.Sleep(tellAfter)
 				synctest.Wait()
-				if told := w.told[claim.UID]; len(told) != len(devices) || !maps.Equal(told[0].Data, c.told) || told[0].Share != c.results[0].Share {
+				if told := w.cluster.Told(claim.UID); len(told) != len(devices) || !maps.Equal(told[0].Data, c.told) || told[0].Share != c.results[0].Share {
 					t.Errorf("the claim says %+v", told)
 				}
 				again, err := w.Prepare(t.Context(), claim)
@@ -319,78 +272,6 @@ func TestPrepareWaitsForTheHolderBefore(t *testing.T) {
 	}
 }
 
-// What can never be prepared is refused at once, with the reason, and takes nothing.
-func TestClaimsThatAreRefused(t *testing.T) {
-	for name, c := range map[string]struct {
-		result kube.Result
-		change func(*kube.Claim)
-		want   string
-	}{
-		"another node's pool":    {kube.Result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "nothing of driver gpus.example.com on this node"},
-		"no such pool":           {kube.Result{Pool: "node-1/h100", Device: shareDevice}, nil, "no device gpu-00000000-shared in pool node-1/h100"},
-		"an older layout":        {kube.Result{Device: wholeDevice}, nil, "no device gpu-00000000 in pool"},
-		"without an amount":      {kube.Result{Device: shareDevice}, nil, "0 bytes of device"},
-		"half a unit":            {kube.Result{Device: shareDevice, Capacity: map[string]kube.Quantity{memory: 1 << 29}}, nil, "an amount is 1 to 79 times 1024 MiB"},
-		"a unit and a half":      {kube.Result{Device: shareDevice, Capacity: map[string]kube.Quantity{memory: 3 << 29}}, nil, "an amount is"},
-		"less than nothing":      {kube.Result{Device: shareDevice, Capacity: memoryOf(-1)}, nil, "an amount is"},
-		"more than there is":     {kube.Result{Device: shareDevice, Capacity: memoryOf(80)}, nil, "an amount is"},
-		"replaced":               {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) { c.UID = "another" }, "is another one now"},
-		"not allocated any more": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) { c.Results = nil }, "nothing of driver"},
-		"configuration of the peer": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) {
-			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`)}}
-		}, `kind "GpuConfig"`},
-		"configuration that is none": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) {
-			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(`[1,`)}}
-		}, `kind ""`},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				w := newWorld(t, 1, shared)
-				defer w.run(shared)()
-				claim := w.claim("a", c.result)
-				if c.change != nil {
-					w.edit("a", c.change)
-				}
-				began := time.Now()
-				_, err := w.Prepare(t.Context(), claim)
-				if err == nil || !strings.Contains(err.Error(), c.want) || time.Since(began) > 0 || w.ledger.Held() {
-					t.Errorf("%v after %v; want %q", err, time.Since(began), c.want)
-				}
-			})
-		})
-	}
-	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(t, 1, shared)
-		defer w.run(shared)()
-		w.lay(onDemand)
-		if _, err := w.Prepare(t.Context(), w.claim("admin", kube.Result{Device: migDevice, Admin: true})); !errors.Is(err, gpu.ErrNotFound) {
-			t.Errorf("admin access to an instance that does not stand: %v", err)
-		}
-		w.lay(shared)
-		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
-		w.remove("a")
-		if _, err := w.Prepare(t.Context(), claim); !errors.Is(err, gpu.ErrNotFound) {
-			t.Errorf("deleted meanwhile: %v", err)
-		}
-	})
-}
-
-// A claim of which one result cannot be had has nothing.
-func TestAllOfAClaimOrNothing(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(t, 2, whole)
-		defer w.run(whole)()
-		if _, err := w.Prepare(t.Context(), w.claim("one", kube.Result{Device: "gpu-00000001"})); err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		if _, err := w.Prepare(ctx, w.claim("both", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})); err == nil || len(w.ledger.Allocations()) != 1 {
-			t.Errorf("%v, %+v", err, w.ledger.Allocations())
-		}
-	})
-}
-
 // A claim whose container runs yet is not given back.
 func TestUnprepareWhileAContainerRuns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -448,13 +329,13 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 		off := func(*gpu.Device, *mig.Card) plan.Layout { return plan.Layout{Known: true} }
 		w.lay(off)
 		time.Sleep(2 * sweepEvery)
-		if synctest.Wait(); len(w.have) > 0 {
-			t.Errorf("nothing is offered, and the last slice stays: %+v", w.have)
+		if synctest.Wait(); len(w.cluster.Slices()) > 0 {
+			t.Errorf("nothing is offered, and the last slice stays: %+v", w.cluster.Slices())
 		}
 		w.lay(shared)
 		synctest.Wait()
 		// One that the server does not hear of does not leave either.
-		w.set(func() { w.fails = errors.New("no route to host") })
+		w.cluster.Refuse(errors.New("no route to host"))
 		w.lay(whole)
 		time.Sleep(time.Hour)
 		if w.published.Devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), shareDevice}] == (Device{}) {
@@ -469,9 +350,8 @@ func TestStartKnowsTheClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, shared)
 		w.claim("old", kube.Result{Device: wholeDevice})
-		w.claim("running", kube.Result{Device: "gpu-00000001-shared", Capacity: memoryOf(5)})
-		w.prepared = []string{"uid-running"}
-		w.away = errors.New("no route to host")
+		w.cluster.Know(w.claim("running", kube.Result{Device: "gpu-00000001-shared", Capacity: memoryOf(5)}))
+		w.cluster.Away(errors.New("no route to host"))
 		defer w.run(shared)()
 		time.Sleep(10 * time.Minute)
 		waits := w.claim("new", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
@@ -480,16 +360,16 @@ func TestStartKnowsTheClaims(t *testing.T) {
 			_, err := w.Prepare(t.Context(), waits)
 			done <- err
 		}()
-		if synctest.Wait(); w.writes > 0 {
+		if synctest.Wait(); w.cluster.Writes() > 0 {
 			t.Fatal("slices, and nobody knows the claims")
 		}
-		w.locked(func() { w.away = nil })
+		w.cluster.Away(nil)
 		if err := <-done; err == nil {
 			t.Error("the API server was away")
 		}
 		time.Sleep(2 * lastPause)
 		if synctest.Wait(); w.named(wholeDevice) == nil || len(w.named(wholeDevice).Taints) == 0 {
-			t.Errorf("a claim names it: %+v", w.have)
+			t.Errorf("a claim names it: %+v", w.cluster.Slices())
 		}
 		a, ok := w.ledger.Get(cdi.Key("claim/uid-running", []string{"r0#0"}))
 		if !ok || a.Grants[0].Cap != ledger.CapOf(5<<30) {
@@ -497,6 +377,84 @@ func TestStartKnowsTheClaims(t *testing.T) {
 		}
 		if _, err := w.Prepare(t.Context(), waits); err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// A claim is in the kubelet's account before it is prepared. After a start it waits for the
+// room of the one before it, as before that, and has it not yet.
+func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, whole)
+		stop := w.run(whole)
+		before := w.claim("before", kube.Result{Device: wholeDevice})
+		if _, err := w.cluster.Prepare(t.Context(), w, before); err != nil {
+			t.Fatal(err)
+		}
+		w.remove("before") // by force: its container runs
+		next := w.claim("next", kube.Result{Device: wholeDevice})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := w.cluster.Prepare(ctx, w, next); !errors.Is(err, ledger.ErrTaken) {
+			t.Fatal(err)
+		}
+		stop()
+		w.ledger = ledger.New(w.open, time.Now)
+		w.restart()
+		for id, r := range w.journal {
+			if err := w.Found(id, r, time.Time{}); err != nil {
+				t.Error(err)
+			}
+		}
+		defer w.run(whole)()
+		if held := w.ledger.Allocations(); len(held) != 1 {
+			t.Errorf("one GPU, and these have it: %+v", held)
+		}
+	})
+}
+
+// Where records and the kubelet's account are lost, a container tells what its claim has.
+func TestContainerTellsWhatAClaimHas(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		claim := w.claim("a", kube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(7)})
+		id := cdi.Key("claim/"+claim.UID, []string{"gpu#0"})
+		w.containers = []node.Container{{Name: "main", CDI: []string{cdi.DeviceName("example.com", id)}}}
+		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
+		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod} })
+		defer w.run(shared)()
+		a, ok := w.ledger.Get(id)
+		if !ok || a.Grants[0].Cap != ledger.CapOf(7<<30) {
+			t.Errorf("%+v, %v", a, ok)
+		}
+		if pods := a.Pods(); len(pods) != 1 || pods[0] != pod { // before the runtime is asked again
+			t.Errorf("it is of %v, want %s", pods, pod)
+		}
+	})
+}
+
+// What is withdrawn is held for a claim also where another of its devices has a holder yet.
+func TestPromisedInPart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 2, whole)
+		defer w.run(whole)()
+		before := w.claim("before", kube.Result{Device: wholeDevice})
+		if _, err := w.Prepare(t.Context(), before); err != nil {
+			t.Fatal(err)
+		}
+		w.remove("before") // by force
+		both := w.claim("both", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})
+		if promised, err := w.Settle(t.Context()); err != nil || len(promised) != 1 || promised[0] != w.in.Inventory.GPUs[0].UUID {
+			t.Fatal(promised, err)
+		}
+		if held := w.ledger.Allocations(); len(held) != 2 {
+			t.Errorf("it was promised the other GPU: %+v", held)
+		}
+		if err := w.Unprepare(t.Context(), before); err != nil {
+			t.Fatal(err)
+		}
+		if devices, err := w.Prepare(t.Context(), both); err != nil || len(devices) != 2 {
+			t.Errorf("%+v, %v", devices, err)
 		}
 	})
 }
@@ -534,7 +492,7 @@ func TestFoundInRecords(t *testing.T) {
 		stop()
 		w.ledger = ledger.New(w.open, time.Now)
 		w.restart()
-		w.away = errors.New("no route to host")
+		w.cluster.Away(errors.New("no route to host"))
 		for id, r := range w.journal {
 			if err := w.Found(id, r, time.Time{}); err != nil {
 				t.Error(err)
@@ -561,15 +519,15 @@ func TestPromisedIsHeld(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
 		w.claim("promised", kube.Result{Device: migDevice})
-		w.set(func() { w.fails = errors.New("no route to host") })
+		w.cluster.Refuse(errors.New("no route to host"))
 		w.lay(whole)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if err := w.Settle(ctx); err == nil || w.ledger.Held() {
+		if _, err := w.Settle(ctx); err == nil || w.ledger.Held() {
 			t.Errorf("the server does not know of the taint: %v, %+v", err, w.ledger.Allocations())
 		}
-		w.set(func() { w.fails = nil })
-		if err := w.Settle(t.Context()); err != nil || len(w.ledger.Allocations()) != 1 {
+		w.cluster.Refuse(nil)
+		if _, err := w.Settle(t.Context()); err != nil || len(w.ledger.Allocations()) != 1 {
 			t.Fatalf("%v, %+v", err, w.ledger.Allocations())
 		}
 		if a := w.ledger.Allocations()[0]; a.Phase != ledger.Taken || a.Grants[0].Placement.Start != 4 {
@@ -577,11 +535,36 @@ func TestPromisedIsHeld(t *testing.T) {
 		}
 		w.remove("promised") // its pod never came
 		for range 3 {
-			w.Observe(map[string]ledger.Holder{}, time.Now())
+			w.Observe(map[string][]ledger.Holder{}, time.Now())
 			time.Sleep(sweepEvery)
 		}
 		if synctest.Wait(); w.ledger.Held() {
 			t.Errorf("%+v", w.ledger.Allocations())
+		}
+	})
+}
+
+// A claim that the kubelet has just given back is allocated at the API server for a while
+// yet. It counted as promised to somebody, and kept an edit waiting for a minute.
+func TestGivenBackIsNotPromised(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, onDemand)
+		defer w.run(onDemand)()
+		claim := w.claim("a", kube.Result{Device: migDevice})
+		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{{Namespace: "ns", Name: "a", UID: "1"}} })
+		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err != nil {
+			t.Fatal(err)
+		}
+		w.lay(whole)
+		if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
+			t.Errorf("given back: %v, %+v", err, w.ledger.Allocations())
+		}
+		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = append(c.Pods, workload.Pod{Namespace: "ns", Name: "a", UID: "2"}) })
+		if _, err := w.Settle(t.Context()); err != nil || !w.ledger.Held() {
+			t.Errorf("another pod is to have it: %v, %+v", err, w.ledger.Allocations())
 		}
 	})
 }
@@ -597,8 +580,8 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 			t.Fatal(err)
 		}
 		id := w.ledger.Allocations()[0].ID
-		nobody, somebody := map[string]ledger.Holder{}, map[string]ledger.Holder{id: {Container: "main"}}
-		keeps := func(what string, holders map[string]ledger.Holder) {
+		nobody, somebody := map[string][]ledger.Holder{}, map[string][]ledger.Holder{id: {{Container: "main"}}}
+		keeps := func(what string, holders map[string][]ledger.Holder) {
 			t.Helper()
 			for range 10 {
 				w.Observe(holders, time.Now())
@@ -609,20 +592,126 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 			}
 		}
 		keeps("the API server has it", nobody)
-		w.locked(func() { w.prepared = []string{claim.UID} })
+		w.cluster.Know(claim)
 		w.remove("a")
 		keeps("the kubelet has it", nobody)
-		w.locked(func() { w.prepared = nil })
+		w.cluster.Know()
 		keeps("a container has it", somebody)
-		w.locked(func() { w.away = errors.New("no route to host") })
+		w.cluster.Away(errors.New("no route to host"))
 		keeps("the API server does not answer", nobody)
-		w.locked(func() { w.away = nil })
+		w.cluster.Away(nil)
 		for range 3 {
 			w.Observe(nobody, time.Now())
 			time.Sleep(sweepEvery)
 		}
-		if synctest.Wait(); w.ledger.Held() || w.wakes == 0 {
+		if synctest.Wait(); w.ledger.Held() || w.wakes.Load() == 0 {
 			t.Errorf("nobody knows it: %+v", w.ledger.Allocations())
+		}
+	})
+}
+
+// An agent that was killed after the kubelet's Unprepare and before the end of the record
+// kept the claim for half a minute, and the next claim of the device waited for it, almost
+// for too long.
+func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
+	for name, late := range map[string]bool{"the claim is gone": false, "the API server has it for a while": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t, 1, whole)
+				stop := w.run(whole)
+				claim := w.claim("a", kube.Result{Device: wholeDevice})
+				if _, err := w.Prepare(t.Context(), claim); err != nil {
+					t.Fatal(err)
+				}
+				stop()
+				time.Sleep(time.Second)
+				w.ledger = ledger.New(w.open, time.Now)
+				w.restart()
+				for id, r := range w.journal {
+					if err := w.Found(id, r, time.Now().Add(-time.Second)); err != nil {
+						t.Error(err)
+					}
+				}
+				if !late {
+					w.remove("a")
+				}
+				defer w.run(whole)()
+				if synctest.Wait(); w.ledger.Held() != late {
+					t.Errorf("held: %v", w.ledger.Allocations())
+				}
+				w.Observe(map[string][]ledger.Holder{}, time.Now())
+				w.remove("a")
+				next := w.claim("b", kube.Result{Device: wholeDevice})
+				ctx, cancel := context.WithTimeout(t.Context(), 2*impatience)
+				defer cancel()
+				if _, err := w.Prepare(ctx, next); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+// An agent that was killed before it had said in a claim what its devices are, or whose
+// call was given up by the kubelet, never said it.
+func TestClaimIsToldAllTheSame(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, whole)
+		stop := w.run(whole)
+		claim := w.claim("a", kube.Result{Device: wholeDevice})
+		if _, err := w.Prepare(t.Context(), claim); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		untold := func() {
+			if err := w.cluster.SetClaimDevices(t.Context(), driver, &kube.Claim{UID: claim.UID}, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		untold()
+		if _, err := w.Prepare(t.Context(), claim); err != nil {
+			t.Fatal(err)
+		}
+		if synctest.Wait(); len(w.cluster.Told(claim.UID)) != 1 {
+			t.Error("prepared again, it is not told")
+		}
+		untold()
+		stop()
+		w.ledger = ledger.New(w.open, time.Now)
+		w.restart()
+		for id, r := range w.journal {
+			if err := w.Found(id, r, time.Now()); err != nil {
+				t.Error(err)
+			}
+		}
+		defer w.run(whole)()
+		if synctest.Wait(); len(w.cluster.Told(claim.UID)) != 1 {
+			t.Error("after a start it is not told")
+		}
+	})
+}
+
+// All pods of a claim are its holders, not the first alone: before a container runs those
+// that it is reserved for, and then those whose containers have it.
+func TestHoldersOfAClaimWereOnePod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		defer w.run(shared)()
+		pod := func(name string) workload.Pod {
+			return workload.Pod{Namespace: "ns", Name: name, UID: "uid-of-" + name}
+		}
+		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod("p"), pod("q")} })
+		if _, err := w.Prepare(t.Context(), claim); err != nil {
+			t.Fatal(err)
+		}
+		a := w.ledger.Allocations()[0]
+		if a.Who() != "ns/p, ns/q" {
+			t.Errorf("%q", a.Who())
+		}
+		w.Observe(map[string][]ledger.Holder{a.ID: {{Pod: pod("q"), Container: "main"}, {Pod: pod("q"), Container: "side"}, {Pod: pod("r"), Container: "main"}}}, time.Now())
+		if a = w.ledger.Allocations()[0]; a.Who() != "ns/q, ns/r" || !slices.Equal(a.Pods(), []workload.Pod{pod("q"), pod("r")}) || a.Holder.Container != "main" {
+			t.Errorf("%q, %+v", a.Who(), a.Pods())
 		}
 	})
 }
@@ -660,7 +749,7 @@ func TestFaultIsATaint(t *testing.T) {
 		w.SetFaults(nil, map[mig.Place]string{{GPU: u, Placement: of}: "Xid 94"})
 		synctest.Wait()
 		tainted := 0
-		for _, s := range w.have {
+		for _, s := range w.cluster.Slices() {
 			for _, d := range s.Devices {
 				tainted += len(d.Taints)
 			}
@@ -671,12 +760,29 @@ func TestFaultIsATaint(t *testing.T) {
 	})
 }
 
+// By a flag, a fault ends the pods that have the device; to be withdrawn still ends nobody.
+func TestFaultThatEndsPods(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, whole)
+		w.Fault = kube.NoExecute
+		defer w.run(whole)()
+		w.claim("a", kube.Result{Device: wholeDevice})
+		w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[0].UUID: "Xid 79"}, nil)
+		w.lay(shared)
+		synctest.Wait()
+		want := []kube.Taint{{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: kube.NoExecute}, {Key: "example.com/withdrawn", Value: "NotInPartition", Effect: kube.NoSchedule}}
+		if d := w.named(wholeDevice); d == nil || !slices.Equal(d.Taints, want) {
+			t.Errorf("%+v, want %+v", d, want)
+		}
+	})
+}
+
 // No claim writes a slice.
 func TestClaimsWriteNoSlices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 4, shared)
 		defer w.run(shared)()
-		before := w.writes
+		before := w.cluster.Writes()
 		for i := range 500 {
 			c := w.claim(fmt.Sprint(i), kube.Result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), Capacity: memoryOf(kube.Quantity(1 + i%16))})
 			if _, err := w.Prepare(t.Context(), c); err != nil {
@@ -690,8 +796,8 @@ func TestClaimsWriteNoSlices(t *testing.T) {
 			w.remove(c.Name)
 		}
 		time.Sleep(time.Hour)
-		if synctest.Wait(); w.writes != before {
-			t.Errorf("%d writes", w.writes-before)
+		if synctest.Wait(); w.cluster.Writes() != before {
+			t.Errorf("%d writes", w.cluster.Writes()-before)
 		}
 	})
 }

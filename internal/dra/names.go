@@ -14,6 +14,9 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
+// DriverName is the driver's, below a domain.
+func DriverName(domain string) string { return "gpus." + domain }
+
 // Device is what one device of a ResourceSlice stands for.
 type Device struct {
 	GPU  gpu.UUID

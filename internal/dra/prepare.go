@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"time"
@@ -15,6 +16,8 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -26,7 +29,11 @@ import (
 // times.
 func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error) {
 	if shares, ok := f.taken(c.UID); ok { // also while the API server is away
-		return f.open(ctx, shares)
+		devices, err := f.open(ctx, shares)
+		if err == nil { // the call before it may have ended without that
+			go f.tell(&kube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
+		}
+		return devices, err
 	}
 	claim, err := f.API.Claim(ctx, f.Driver, c.Namespace, c.Name)
 	switch {
@@ -35,12 +42,29 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 	case claim.UID != c.UID:
 		return nil, fmt.Errorf("the claim of this name is another one now (%s, not %s): make the pod anew: %w", claim.UID, c.UID, gpu.ErrNotFound)
 	}
+	devices, err := f.prepare(ctx, claim)
+	f.refusals.note(claim, err)
+	return devices, err
+}
+
+// wanted are the results of a claim that are to be prepared. The error lasts.
+func (f *refusals) wanted(claim *kube.Claim) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
 	}
-	wants := wants(claim, f.Driver, f.Node)
-	if len(wants) == 0 {
-		return nil, fmt.Errorf("the claim has nothing of driver %s on this node: %w", f.Driver, gpu.ErrInvalid)
+	out := wants(claim, f.Driver, f.Node)
+	if len(out) == 0 {
+		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has nothing of driver %s on this node: %w", f.Driver, gpu.ErrInvalid))
+	}
+	return out, nil
+}
+
+// prepare takes what a claim has been allocated, and waits until containers may be created
+// with it.
+func (f *FrontEnd) prepare(ctx context.Context, claim *kube.Claim) ([]dra.Device, error) {
+	wants, err := f.refusals.wanted(claim)
+	if err != nil {
+		return nil, err
 	}
 	if err := f.find(ctx, wants); err != nil {
 		return nil, err
@@ -56,7 +80,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 			}
 			devices, err := f.open(ctx, shares)
 			if err == nil {
-				go f.tell(claim, shares)
+				time.AfterFunc(tellAfter, func() { f.tell(claim, shares) })
 			}
 			return devices, err
 		case !errors.Is(err, ledger.ErrTaken):
@@ -65,9 +89,25 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 		select {
 		case <-ended:
 		case <-news: // another layout, or another front-end has gone
+		case <-time.After(impatience):
+			f.sweeper.poke() // nobody may have it any more
 		case <-ctx.Done():
+			f.mu.Lock()
+			late := f.refusals.lateLocked(wants)
+			f.mu.Unlock()
+			if late != nil {
+				return nil, late
+			}
 			return nil, fmt.Errorf("the holder before it has not ended yet: %w", err)
 		}
+	}
+}
+
+// nameHolder says who has an allocation until containers tell: the pods that may use its
+// claim.
+func (f *FrontEnd) nameHolder(id string, pods []workload.Pod) {
+	if len(pods) > 0 {
+		f.Ledger.SetHolder(id, ledger.Holder{Pod: pods[0]}, pods[1:]...)
 	}
 }
 
@@ -113,7 +153,7 @@ func (f *FrontEnd) findNow(wants []want) (ready bool, news <-chan struct{}, err 
 		w := &wants[i]
 		var ok bool
 		if w.device, ok = f.published.Devices[DeviceName{w.Pool, w.Device}]; !ok {
-			return true, nil, fmt.Errorf("this node has no device %s in pool %s now; its layout may have changed since: make the claim anew: %w", w.Device, w.Pool, gpu.ErrNotFound)
+			return true, nil, never(status.ClaimOutdated, fmt.Errorf("this node has no device %s in pool %s now; its layout may have changed since: make the claim anew: %w", w.Device, w.Pool, gpu.ErrNotFound))
 		}
 	}
 	return true, nil, nil
@@ -143,12 +183,13 @@ func (f *FrontEnd) take(wants []want) (news <-chan struct{}, err error) {
 	if err != nil {
 		return f.news, err
 	}
+	delete(f.returned, wants[0].UID)
 	for i := range made {
 		f.claims[wants[0].UID] = append(f.claims[wants[0].UID], made[i].ID)
 		// Whoever had the pieces before has released them, which is looked at before
 		// that: nobody is on them.
 		f.Ledger.Looked(made[i].ID, made[i].Epoch, "", "")
-		f.Ledger.SetHolder(made[i].ID, ledger.Holder{Pod: wants[0].pod})
+		f.nameHolder(made[i].ID, wants[0].pods)
 		f.Granted(&made[i])
 	}
 	return f.news, nil
@@ -170,9 +211,19 @@ func (f *FrontEnd) open(ctx context.Context, shares []share) ([]dra.Device, erro
 	return out, nil
 }
 
+// tellAfter is what the kubelet gets of the processor after an answer, before the claim is
+// written to: nobody waits for that.
+const tellAfter = 20 * time.Millisecond
+
 // tell says in a claim, for whoever reads it, what its devices are and how strong their
-// caps are. The pod does not wait for it.
+// caps are.
 func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
+	f.mu.Lock()
+	offer := f.offer
+	f.mu.Unlock()
+	if offer == nil {
+		return // it is told when the claims are known
+	}
 	var devices []kube.ClaimDevice
 	for i := range shares {
 		s := &shares[i]
@@ -188,9 +239,7 @@ func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
 		case g.Kind == ledger.Placement:
 			data["instance"] = g.Placement.String()
 		case g.Cap != ledger.NoCap:
-			f.mu.Lock()
-			data["guarantee"] = f.offer.Guarantee
-			f.mu.Unlock()
+			data["guarantee"] = offer.Guarantee
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}
 		devices = append(devices, kube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
@@ -207,6 +256,7 @@ func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
 func (f *FrontEnd) Unprepare(ctx context.Context, c dra.Claim) error {
 	f.mu.Lock()
 	held := slices.Clone(f.claims[c.UID])
+	f.refusals.forgiveLocked(c.UID) // its pod is gone
 	f.mu.Unlock()
 	if len(held) == 0 {
 		return nil
@@ -226,9 +276,15 @@ func (f *FrontEnd) Unprepare(ctx context.Context, c dra.Claim) error {
 		}
 	}
 	f.mu.Lock()
+	var pods []workload.Pod
 	for _, id := range held {
+		if a, ok := f.Ledger.Get(id); ok {
+			pods = append(pods, a.Pods()...)
+		}
 		f.endLocked(id, c.UID)
 	}
+	maps.DeleteFunc(f.returned, func(_ string, r returned) bool { return f.Now().Sub(r.at) > lingers })
+	f.returned[c.UID] = returned{pods, f.Now()}
 	f.mu.Unlock()
 	f.Wake()
 	return nil
@@ -284,6 +340,7 @@ func (f *FrontEnd) takeOver(c *kube.Claim) error {
 			w.device = d
 			if g, err = f.grantLocked(w, nil); err == nil {
 				err = f.foundLocked(w.id(), ledger.Record{Owner: ledger.DRA, Resource: f.Driver, Ref: w.ref(), Grants: []ledger.Grant{g}}, &w.share, time.Time{})
+				f.nameHolder(w.id(), w.pods)
 			}
 		}
 		if err != nil {

@@ -12,7 +12,9 @@ import (
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
 
 	"golang.org/x/time/rate"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -20,7 +22,7 @@ import (
 
 // Slices are the node's at the API server: *kube.Client.
 type Slices interface {
-	PublishSlices(ctx context.Context, driver string, want []kube.ResourceSlice) error
+	PublishSlices(ctx context.Context, driver string, want []kube.ResourceSlice) (meddled []string, err error)
 	WatchSlices(ctx context.Context, driver string, changed func()) error
 }
 
@@ -31,6 +33,7 @@ type Publisher struct {
 	driver string
 	api    Slices
 	log    *slog.Logger
+	ration *brief.Ration // the log for what somebody else can repeat
 	// bound is for somebody who changes slices again and again.
 	bound *rate.Limiter
 	// wake has room for one.
@@ -42,23 +45,41 @@ type Publisher struct {
 	want       []kube.ResourceSlice
 	registered bool
 	err        error
+	// failing is since when there has been an err. kubelets counts the registrations, and
+	// seen is how many there were at the last writing that succeeded.
+	failing        time.Time
+	kubelets, seen uint64
+	// meddled are the slices that somebody else changed last, and when.
+	meddled   []string
+	meddledAt time.Time
 	// asked counts the calls of Set, wrote is which of them the server has, and news is
 	// closed when that becomes another one.
 	asked, wrote uint64
 	news         chan struct{}
-	// written, if set, is called when the server has what it did not have.
-	written func()
+	// written, if set, is called when the server has what it did not have, and told when
+	// there may be something else to say of the slices.
+	written, told func()
 }
 
 // Pauses after a failure.
 const (
 	firstPause = 100 * time.Millisecond
 	lastPause  = 30 * time.Second
+	// unfitPause is the pause where the server cannot do it.
+	unfitPause = time.Minute
+)
+
+const (
+	// failsFor is how long slices may fail to be written before it is told: an API
+	// server that starts refuses what it permits a moment later.
+	failsFor = 30 * time.Second
+	// meddledFor is how long it is told that somebody has changed slices.
+	meddledFor = time.Minute
 )
 
 // NewPublisher makes a publisher; nothing happens before Run.
 func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
-	return &Publisher{driver: driver, api: api, log: log, bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1), news: make(chan struct{})}
+	return &Publisher{driver: driver, api: api, log: log, ration: brief.NewRation(log, time.Now, time.AfterFunc), bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1), news: make(chan struct{}), written: func() {}, told: func() {}}
 }
 
 // Set says what the slices shall be. They must not be changed afterwards. It returns the
@@ -71,6 +92,13 @@ func (p *Publisher) Set(want []kube.ResourceSlice) uint64 {
 	p.mu.Unlock()
 	p.changed()
 	return n
+}
+
+// published reports whether the server has any slices, and takes others.
+func (p *Publisher) published() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.registered && p.wrote > 0
 }
 
 // last is the number of the last call of Set, 0 before there was one.
@@ -107,7 +135,9 @@ func (p *Publisher) settled(ctx context.Context) error {
 // Registered says whether the kubelet has the driver. It is said again of each kubelet.
 func (p *Publisher) Registered(yes bool) {
 	p.mu.Lock()
-	p.registered = yes
+	if p.registered = yes; yes {
+		p.kubelets++
+	}
 	p.mu.Unlock()
 	p.changed()
 }
@@ -118,6 +148,23 @@ func (p *Publisher) Err() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.err
+}
+
+// Conditions are what is to be said of the slices at the server: why it does not have
+// them, and that somebody else has changed some.
+func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case errors.Is(p.err, kube.ErrUnfit):
+		out = append(out, status.Why(status.APIServerUnfit, "nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
+	case p.err != nil && now.Sub(p.failing) >= failsFor:
+		out = append(out, status.Why(status.SlicesFailed, "the API server does not have the node's ResourceSlices as they are: %v", p.err).Condition(status.Failed, p.driver))
+	}
+	if len(p.meddled) > 0 && now.Sub(p.meddledAt) < meddledFor {
+		out = append(out, status.Why(status.SlicesChanged, "somebody else has changed or deleted ResourceSlices of this node (%s); they are written again", brief.List(p.meddled, 3)).Condition(status.Noted, p.driver))
+	}
+	return out
 }
 
 func (p *Publisher) changed() {
@@ -139,8 +186,11 @@ func (p *Publisher) Run(ctx context.Context) error {
 		}
 		var again <-chan time.Time
 		switch err := p.publish(ctx); {
-		case err == nil, errors.Is(err, kube.ErrDropped): // until something changes
+		case err == nil: // until something changes
 			pause = newPause()
+		case errors.Is(err, kube.ErrUnfit):
+			pause = newPause()
+			again = time.After(unfitPause)
 		default:
 			again = time.After(pause.Step())
 		}
@@ -160,27 +210,47 @@ func newPause() wait.Backoff {
 // publish writes what differs, if it is time for that.
 func (p *Publisher) publish(ctx context.Context) error {
 	p.mu.Lock()
-	want, before, n := p.want, p.err, p.asked
+	want, before, n, kubelets := p.want, p.err, p.asked, p.kubelets
 	due := p.registered && n > 0
 	p.mu.Unlock()
 	if !due {
 		return nil
 	}
-	err := p.api.PublishSlices(ctx, p.driver, want)
+	meddled, err := p.api.PublishSlices(ctx, p.driver, want)
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	now := time.Now()
 	p.mu.Lock()
-	p.err = err
+	if p.err = err; err != nil && before == nil {
+		p.failing = now
+	}
 	fresh := err == nil && n > p.wrote
 	if fresh {
 		p.wrote = n
 		close(p.news)
 		p.news = make(chan struct{})
 	}
+	if kubelets != p.seen {
+		meddled = nil // a kubelet deletes them when it starts
+	}
+	if len(meddled) > 0 {
+		p.meddled, p.meddledAt = meddled, now
+	}
+	if err == nil {
+		p.seen = kubelets
+	}
 	p.mu.Unlock()
-	if fresh && p.written != nil {
+	if fresh {
 		p.written()
+	}
+	if err != nil || before != nil {
+		p.told()
+	}
+	if len(meddled) > 0 {
+		p.told()
+		time.AfterFunc(meddledFor, p.told)
+		p.ration.Log(slog.LevelWarn, "somebody else has changed or deleted ResourceSlices of this node; they are written again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
 	}
 	switch {
 	case err != nil && before == nil:

@@ -7,48 +7,19 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync"
+	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/tests/fakes/claims"
 )
 
-// server has slices, and answers as a test says.
-type server struct {
-	mu      sync.Mutex
-	have    []kube.ResourceSlice // guarded by mu
-	writes  int                  // guarded by mu
-	fails   error                // guarded by mu
-	changed func()               // guarded by mu
-}
-
-func (s *server) PublishSlices(_ context.Context, _ string, want []kube.ResourceSlice) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.writes++; s.fails == nil || errors.Is(s.fails, kube.ErrDropped) {
-		s.have = want
-	}
-	return s.fails
-}
-
-func (s *server) WatchSlices(ctx context.Context, _ string, changed func()) error {
-	s.mu.Lock()
-	s.changed = changed
-	s.mu.Unlock()
-	<-ctx.Done()
-	return ctx.Err()
-}
-
-func (s *server) set(f func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	f()
-}
-
-func publishing(t *testing.T) (*Publisher, *server) {
-	s := &server{}
+func publishing(t *testing.T) (*Publisher, *claims.Cluster) {
+	s := &claims.Cluster{Driver: driver}
 	p := NewPublisher(driver, s, slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
@@ -69,16 +40,16 @@ func TestNoSlicesBeforeRegistration(t *testing.T) {
 		p, s := publishing(t)
 		p.Set([]kube.ResourceSlice{{Name: "a"}})
 		time.Sleep(time.Hour)
-		if synctest.Wait(); s.writes > 0 {
+		if synctest.Wait(); s.Writes() > 0 {
 			t.Error("slices of a driver that the kubelet does not have")
 		}
 		p.Registered(true)
-		if synctest.Wait(); len(s.have) != 1 {
+		if synctest.Wait(); len(s.Slices()) != 1 {
 			t.Error("no slices at the registration")
 		}
 		p.Registered(false)
 		p.Set([]kube.ResourceSlice{{Name: "a"}, {Name: "b"}})
-		if synctest.Wait(); len(s.have) != 1 {
+		if synctest.Wait(); len(s.Slices()) != 1 {
 			t.Error("slices while the kubelet is away")
 		}
 	})
@@ -93,47 +64,99 @@ func TestSlicesThatVanish(t *testing.T) {
 		for range 3 {
 			time.Sleep(10 * time.Minute)
 			synctest.Wait()
-			before := s.writes
-			s.set(func() { s.have = nil })
-			s.changed()
-			if synctest.Wait(); len(s.have) != 1 || s.writes != before+1 {
-				t.Errorf("%v after %d writes", s.have, s.writes-before)
+			before := s.Writes()
+			s.Wipe()
+			if synctest.Wait(); len(s.Slices()) != 1 || s.Writes() != before+1 {
+				t.Errorf("%v after %d writes", s.Slices(), s.Writes()-before)
 			}
 		}
 		// Somebody who does it all the time gets no flood of writes.
-		before := s.writes
+		before := s.Writes()
 		for range 10_000 {
-			s.changed()
+			s.Wipe()
 			time.Sleep(time.Millisecond)
 		}
-		if synctest.Wait(); s.writes-before > 10*5+20+1 {
-			t.Errorf("%d writes in 10 s", s.writes-before)
+		if synctest.Wait(); s.Writes()-before > 10*5+20+1 {
+			t.Errorf("%d writes in 10 s", s.Writes()-before)
 		}
 	})
 }
 
-// What fails is tried again, less and less often; what the server drops is not.
+// What fails is tried again, less and less often; where the server cannot do it, each
+// minute. It is told what is wrong, and no longer when it has been mended.
 func TestFailuresOfTheServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
-		s.set(func() { s.fails = errors.New("no route to host") })
+		says := func(want ...status.Reason) {
+			t.Helper()
+			synctest.Wait()
+			var got []status.Reason
+			for _, c := range p.Conditions(time.Now()) {
+				got = append(got, c.Reason)
+			}
+			if !slices.Equal(got, want) {
+				t.Errorf("it is said %v, want %v: %+v", got, want, p.Conditions(time.Now()))
+			}
+		}
+		s.Refuse(errors.New("no route to host"))
 		p.Set([]kube.ResourceSlice{{Name: "a"}})
 		p.Registered(true)
+		says()
 		time.Sleep(10 * time.Minute)
-		if synctest.Wait(); p.Err() == nil || s.writes < 10 || s.writes > 40 {
-			t.Errorf("%v after %d tries", p.Err(), s.writes)
+		says(status.SlicesFailed)
+		if s.Writes() < 10 || s.Writes() > 40 {
+			t.Errorf("%d tries", s.Writes())
 		}
-		s.set(func() { s.fails = nil })
+		s.Refuse(nil)
 		time.Sleep(2 * lastPause)
-		if synctest.Wait(); p.Err() != nil || len(s.have) != 1 {
-			t.Errorf("%v, %v", p.Err(), s.have)
+		says()
+		if len(s.Slices()) != 1 {
+			t.Errorf("%v", s.Slices())
 		}
-		s.set(func() { s.fails = fmt.Errorf("slice a: %w", kube.ErrDropped) })
-		before := s.writes
+		s.Refuse(fmt.Errorf("slice a: %w", kube.ErrDropped))
+		before := s.Writes()
 		p.Set([]kube.ResourceSlice{{Name: "b"}})
+		says(status.APIServerUnfit)
 		time.Sleep(time.Hour)
-		if synctest.Wait(); !errors.Is(p.Err(), kube.ErrDropped) || s.writes != before+1 {
-			t.Errorf("%v after %d writes", p.Err(), s.writes-before)
+		says(status.APIServerUnfit)
+		if n := s.Writes() - before; n != 61 {
+			t.Errorf("%d tries in an hour", n)
 		}
+		s.Refuse(nil)
+		time.Sleep(unfitPause)
+		says()
+	})
+}
+
+// Slices that somebody deletes are written again, which is told for a minute; a kubelet
+// that has started is nobody.
+func TestSlicesThatSomebodyDeletesAreTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, s := publishing(t)
+		var told atomic.Int64
+		p.told = func() { told.Add(1) }
+		p.Set([]kube.ResourceSlice{{Name: "a"}})
+		p.Registered(true)
+		says := func(want int) {
+			t.Helper()
+			if synctest.Wait(); len(p.Conditions(time.Now())) != want || len(s.Slices()) != 1 {
+				t.Errorf("%+v; %v", p.Conditions(time.Now()), s.Slices())
+			}
+		}
+		says(0)
+		s.Wipe()
+		says(1)
+		if c := p.Conditions(time.Now())[0]; c.Type != status.Noted || c.Reason != status.SlicesChanged || told.Load() != 1 {
+			t.Errorf("%+v, told %d times", c, told.Load())
+		}
+		time.Sleep(meddledFor)
+		says(0)
+		if told.Load() != 2 {
+			t.Errorf("told %d times; want it to be told that it is over", told.Load())
+		}
+		p.Registered(false)
+		s.Wipe()
+		p.Registered(true)
+		says(0)
 	})
 }

@@ -18,10 +18,13 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/tests/room"
 
 	core "k8s.io/api/core/v1"
 	resource "k8s.io/api/resource/v1"
+	apiresource "k8s.io/apimachinery/pkg/api/resource"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apitypes "k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
@@ -58,22 +61,6 @@ func class(name, selector string) *resource.DeviceClass {
 	return &resource.DeviceClass{ObjectMeta: meta.ObjectMeta{Name: name}, Spec: resource.DeviceClassSpec{Selectors: []resource.DeviceSelector{{CEL: &resource.CELDeviceSelector{Expression: selector}}}}}
 }
 
-type classes map[string]*resource.DeviceClass
-
-func (c classes) List() (out []*resource.DeviceClass, err error) {
-	for _, of := range c {
-		out = append(out, of)
-	}
-	return out, nil
-}
-
-func (c classes) Get(name string) (*resource.DeviceClass, error) {
-	if of := c[name]; of != nil {
-		return of, nil
-	}
-	return nil, fmt.Errorf("no class %q", name)
-}
-
 // typed are the slices as the scheduler has them.
 func typed(t testing.TB, p *Published) (out []*resource.ResourceSlice) {
 	node := "node-1"
@@ -92,9 +79,10 @@ func typed(t testing.TB, p *Published) (out []*resource.ResourceSlice) {
 	return out
 }
 
-// The scheduler's own allocator, given our slices, never puts together what the driver's
-// tables forbid, and refuses nothing that they allow.
+// The scheduler's own allocator, given our slices of a dynamic GPU, never puts together what
+// the driver's tables forbid or what needs another mode, and refuses nothing that they allow.
 func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
+	const units = 8
 	for file, inv := range models(t) {
 		t.Run(file, func(t *testing.T) {
 			d := &inv.GPUs[0]
@@ -102,11 +90,13 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			whole := Device{GPU: d.UUID, Kind: ledger.Whole}
-			published := Build(Input{Node: "node-1", Driver: driver, Inventory: inv, Cards: map[gpu.UUID]*mig.Card{d.UUID: card}, Guarantee: "api", Departing: []Device{whole},
-				Layouts: map[gpu.UUID]plan.Layout{d.UUID: {Known: true, Offers: true, Kind: ledger.Placement, N: len(card.Placements()), Placements: card.Placements()}}})
-			known := classes{"whole": class("whole", `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "gpu"`)}
-			names := []string{"whole"}
+			published := Build(Input{Node: "node-1", Driver: driver, Inventory: inv, Cards: map[gpu.UUID]*mig.Card{d.UUID: card}, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{
+				d.UUID: {Known: true, Offers: true, Dynamic: true, Kind: ledger.Placement, N: units, Unit: 1024, Placements: card.Placements()}}})
+			ofType := func(name string) string {
+				return fmt.Sprintf(`device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == %q`, name)
+			}
+			known := room.Classes{"whole": class("whole", ofType("gpu")), "shared": class("shared", ofType("shared"))}
+			names := []string{"whole", "shared"}
 			profiles := map[string]mig.Name{}
 			for _, p := range card.Placements() {
 				name := p.Profile.Resource()
@@ -118,46 +108,48 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 			}
 			a := &allocator{t: t, slices: typed(t, published), classes: known, cache: cel.NewCache(100, cel.Features{})}
 			rng := rand.New(rand.NewPCG(7, 9))
-			held := map[Device]string{}
+			var held []given
 			granted, refused := 0, 0
 			for range *steps {
 				if len(held) > 0 && rng.IntN(3) == 0 {
-					for of := range held { // any
-						delete(held, of)
-						break
-					}
+					i := rng.IntN(len(held))
+					held = slices.Delete(held, i, i+1)
 					continue
 				}
-				name := names[rng.IntN(len(names))]
+				name, n := names[rng.IntN(len(names))], 0
+				if name == "shared" {
+					n = 1 + rng.IntN(units)
+				}
+				// What the hardware has room for.
 				var standing []mig.Placement
-				wholly := false
-				taken := sets.New[structured.DeviceID]()
-				for of, device := range held {
-					if of.Kind == ledger.Whole {
-						wholly = true
-					} else {
-						standing = append(standing, of.Placement)
+				kinds, free := map[ledger.Kind]bool{}, units
+				for i := range held {
+					kinds[held[i].of.Kind] = true
+					free -= held[i].units
+					if held[i].of.Kind == ledger.Placement {
+						standing = append(standing, held[i].of.Placement)
 					}
-					taken.Insert(structured.MakeDeviceID(driver, published.Slices[0].Pool.Name, device))
 				}
-				device := a.ask(name, taken)
-				want := !wholly && len(held) == 0 // the whole GPU
+				want := len(held) == 0 // the whole GPU
 				if p, ok := profiles[name]; ok {
-					want = !wholly && slices.ContainsFunc(card.Placements(), func(s mig.Placement) bool { return s.Profile == p && card.Fits(standing, s) })
+					want = len(held) == len(standing) && slices.ContainsFunc(card.Placements(), func(s mig.Placement) bool { return s.Profile == p && card.Fits(standing, s) })
+				} else if n > 0 {
+					want = len(held) == 0 || kinds[ledger.Units] && len(kinds) == 1 && n <= free
 				}
-				if (device != "") != want {
-					t.Fatalf("%s beside %v: the scheduler gives %q, and there is room for one: %v", name, held, device, want)
+				device, share := a.ask(name, n, held)
+				if (device.Device != "") != want {
+					t.Fatalf("%s (%d units) beside %v: the scheduler gives %q, and there is room for one: %v", name, n, held, device.Device, want)
 				}
-				if device == "" {
+				if device.Device == "" {
 					refused++
 					continue
 				}
 				granted++
-				of := published.Devices[DeviceName{published.Slices[0].Pool.Name, device}]
+				of := published.Devices[DeviceName{published.Slices[0].Pool.Name, device.Device}]
 				if of.Kind == ledger.Placement && !card.Fits(standing, of.Placement) {
 					t.Fatalf("%s beside %v: the scheduler gives %v", name, held, of)
 				}
-				held[of] = device
+				held = append(held, given{of, n, structured.MakeDeviceID(device.Driver, device.Pool, device.Device), share})
 			}
 			if granted < *steps/10 || refused < *steps/20 {
 				t.Errorf("%d granted, %d refused: this test shows little", granted, refused)
@@ -166,31 +158,67 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 	}
 }
 
+// given is a device, or units of it, that a claim has.
+type given struct {
+	of    Device
+	units int
+	id    structured.DeviceID
+	share *apitypes.UID
+}
+
 // allocator is the scheduler's.
 type allocator struct {
 	t       testing.TB
 	slices  []*resource.ResourceSlice
-	classes classes
+	classes room.Classes
 	cache   *cel.Cache
 }
 
-// ask asks for one device of a class, and returns its name, or "" where there is none.
-func (a *allocator) ask(class string, taken sets.Set[structured.DeviceID]) string {
+// ask asks for one device of a class, or so many units of it, beside what is held. The
+// device's name is empty where there is none.
+func (a *allocator) ask(class string, units int, held []given) (device resource.DeviceRequestAllocationResult, share *apitypes.UID) {
 	a.t.Helper()
-	features := structured.Features{ConsumableCapacity: true, DeviceTaints: true, PartitionableDevices: true, PrioritizedList: true}
-	of, err := structured.NewAllocator(context.Background(), features, structured.AllocatedState{AllocatedDevices: taken,
-		AllocatedSharedDeviceIDs: sets.New[structured.SharedDeviceID](), AggregatedCapacity: structured.NewConsumedCapacityCollection()}, a.classes, a.slices, a.cache)
-	if err != nil {
-		a.t.Fatal(err)
-	}
-	claim := &resource.ResourceClaim{ObjectMeta: meta.ObjectMeta{Name: "c", Namespace: "ns", UID: "uid"}, Spec: resource.ResourceClaimSpec{Devices: resource.DeviceClaim{
-		Requests: []resource.DeviceRequest{{Name: "r", Exactly: &resource.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resource.DeviceAllocationModeExactCount, Count: 1}}}}}}
-	got, err := of.Allocate(context.Background(), &core.Node{ObjectMeta: meta.ObjectMeta{Name: "node-1"}}, []*resource.ResourceClaim{claim})
+	got, err := a.allocator(held).Allocate(context.Background(), &core.Node{ObjectMeta: meta.ObjectMeta{Name: "node-1"}}, []*resource.ResourceClaim{claimOf(class, units)})
 	if err != nil {
 		a.t.Fatal(err)
 	}
 	if len(got) == 0 {
-		return ""
+		return device, nil
 	}
-	return got[0].Devices.Results[0].Device
+	device = got[0].Devices.Results[0]
+	return device, device.ShareID
+}
+
+// allocator is the scheduler's for one pod, beside what is held.
+func (a *allocator) allocator(held []given) structured.Allocator {
+	a.t.Helper()
+	state := structured.AllocatedState{AllocatedDevices: sets.New[structured.DeviceID](), AllocatedSharedDeviceIDs: sets.New[structured.SharedDeviceID](), AggregatedCapacity: structured.NewConsumedCapacityCollection()}
+	for i := range held {
+		if h := &held[i]; h.share == nil {
+			state.AllocatedDevices.Insert(h.id)
+		} else {
+			state.AllocatedSharedDeviceIDs.Insert(structured.MakeSharedDeviceID(h.id, h.share))
+			state.AggregatedCapacity.Insert(structured.NewDeviceConsumedCapacity(h.id, map[resource.QualifiedName]apiresource.Quantity{memory: amountOf(h.units)}))
+		}
+	}
+	features := structured.Features{ConsumableCapacity: true, DeviceTaints: true, PartitionableDevices: true, PrioritizedList: true}
+	of, err := structured.NewAllocator(context.Background(), features, state, a.classes, a.slices, a.cache)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return of
+}
+
+// claimOf asks for one device of a class, or so many units of it.
+func claimOf(class string, units int) *resource.ResourceClaim {
+	exactly := &resource.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resource.DeviceAllocationModeExactCount, Count: 1}
+	if units > 0 {
+		exactly.Capacity = &resource.CapacityRequirements{Requests: map[resource.QualifiedName]apiresource.Quantity{memory: amountOf(units)}}
+	}
+	return &resource.ResourceClaim{ObjectMeta: meta.ObjectMeta{Name: "c", Namespace: "ns", UID: "uid"}, Spec: resource.ResourceClaimSpec{Devices: resource.DeviceClaim{
+		Requests: []resource.DeviceRequest{{Name: "r", Exactly: exactly}}}}}
+}
+
+func amountOf(units int) apiresource.Quantity {
+	return *apiresource.NewQuantity(int64(units)<<30, apiresource.BinarySI)
 }

@@ -94,6 +94,28 @@ func Build(in Input) *Published {
 	return out
 }
 
+// basis is all that slices of one node follow from: while it is the same, so are they. It
+// is a fraction of their size, and each round of the agent asks whether they are to be
+// built anew.
+type basis struct {
+	inventory *gpu.Inventory
+	layouts   map[gpu.UUID]plan.Layout
+	cards     map[gpu.UUID]*mig.Card
+	guarantee string
+	// taints are those of every device that is listed.
+	taints map[Device][]kube.Taint
+}
+
+func (in *Input) basis() basis {
+	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, map[Device][]kube.Taint{}}
+	for i := range in.Inventory.GPUs {
+		for _, of := range in.devices(&in.Inventory.GPUs[i]) {
+			out.taints[of] = in.Taints(of)
+		}
+	}
+	return out
+}
+
 // near orders GPUs so that neighbours are beside each other.
 func near(a, b *gpu.Device) int {
 	numa := func(d *gpu.Device) int {
@@ -164,14 +186,15 @@ func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
 func (in *Input) devices(d *gpu.Device) []Device {
 	var out []Device
 	l := in.Layouts[d.UUID]
-	switch {
-	case !l.Offers:
-	case l.Kind == ledger.Placement:
+	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
+		if l.Has(kind) {
+			out = append(out, Device{GPU: d.UUID, Kind: kind})
+		}
+	}
+	if l.Has(ledger.Placement) {
 		for _, p := range l.Placements {
 			out = append(out, Device{GPU: d.UUID, Kind: ledger.Placement, Placement: p})
 		}
-	default:
-		out = append(out, Device{GPU: d.UUID, Kind: l.Kind})
 	}
 	for _, o := range in.Departing {
 		if o.GPU == d.UUID && !slices.Contains(out, o) {
@@ -196,7 +219,7 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 		}
 	case ledger.Units:
 		out.Shared = true
-		if l.Kind == ledger.Units && l.N > 0 {
+		if l.Has(ledger.Units) && l.N > 0 {
 			total, unit := bytes(l.Unit)*kube.Quantity(l.N), bytes(l.Unit)
 			// A claim that names no amount gets all: a silent share of the least size
 			// would be a surprise at the first allocation.
@@ -204,7 +227,7 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 		}
 	case ledger.Replica:
 		out.Shared = true
-		if l.Kind == ledger.Replica {
+		if l.Has(ledger.Replica) {
 			// One to a claim: two replicas of one GPU are no more than one. The device
 			// has no memory, since a claim takes of every capacity of such a device.
 			out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(l.N), Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}

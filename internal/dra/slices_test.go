@@ -16,8 +16,8 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/tests/room"
 
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
 )
@@ -56,6 +56,12 @@ func onDemand(_ *gpu.Device, c *mig.Card) plan.Layout {
 	return plan.Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(c.Placements()), Placements: c.Placements()}
 }
 
+func dynamic(d *gpu.Device, c *mig.Card) plan.Layout {
+	l := onDemand(d, c)
+	l.Dynamic, l.N, l.Unit = true, 79, 1024
+	return l
+}
+
 func shared(*gpu.Device, *mig.Card) plan.Layout {
 	return plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}
 }
@@ -71,9 +77,9 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 	object := regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$`)
 	for file := range models(t) {
 		inv := several(t, file, 17)
-		in := input(t, inv, onDemand)
+		in := input(t, inv, dynamic)
 		for i := range inv.GPUs {
-			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Whole}, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Units}, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Replica})
+			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Replica})
 		}
 		p := Build(in)
 		devices, sets := 0, map[string]bool{}
@@ -162,10 +168,11 @@ func TestHeldDeviceThatNoLayoutHas(t *testing.T) {
 	in.Layouts[u] = whole(nil, nil)
 	ask := func() string {
 		p := Build(in)
-		taken := sets.New(structured.MakeDeviceID(driver, p.Slices[0].Pool.Name, held.name(shorts([]gpu.UUID{u})[u])))
+		taken := given{of: held, id: structured.MakeDeviceID(driver, p.Slices[0].Pool.Name, held.name(shorts([]gpu.UUID{u})[u]))}
 		a := &allocator{t: t, slices: typed(t, p), cache: cel.NewCache(10, cel.Features{}),
-			classes: classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
-		return a.ask("gpu", taken)
+			classes: room.Classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
+		device, _ := a.ask("gpu", 0, []given{taken})
+		return device.Device
 	}
 	if got := ask(); got == "" {
 		t.Error("the scheduler keeps the counters of a device that has left: then this test shows nothing")
@@ -199,8 +206,25 @@ func TestTaints(t *testing.T) {
 		return nil
 	}
 	a := &allocator{t: t, slices: typed(t, Build(in)), cache: cel.NewCache(10, cel.Features{}),
-		classes: classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
-	if got := a.ask("gpu", sets.New[structured.DeviceID]()); got != "gpu-00000001" {
-		t.Errorf("the scheduler gives %q", got)
+		classes: room.Classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
+	if got, _ := a.ask("gpu", 0, nil); got.Device != "gpu-00000001" {
+		t.Errorf("the scheduler gives %q", got.Device)
+	}
+}
+
+// A round that changes nothing does not build the slices anew: those of eight A100 are
+// megabytes.
+func TestRoundsThatChangeNothingBuildNoSlices(t *testing.T) {
+	w := newWorld(t, 2, onDemand)
+	w.lay(onDemand)
+	before := w.published
+	for range 3 {
+		if w.lay(onDemand); w.published != before {
+			t.Fatal("built anew, and nothing has changed")
+		}
+	}
+	w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[1].UUID: "Xid 79"}, nil)
+	if w.published == before {
+		t.Error("a fault, and the slices are as before")
 	}
 }

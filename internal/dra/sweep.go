@@ -15,6 +15,8 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -23,13 +25,19 @@ const (
 	// while there are any, and grace how long one is kept that nobody knows.
 	sweepEvery = 30 * time.Second
 	grace      = 30 * time.Second
+	// impatience is how often a Prepare that waits for the holder before it has that done
+	// sooner.
+	impatience = 3 * time.Second
+	// lingers is for how long it is remembered that a claim was given back. The API server
+	// has it allocated until its pod is known to have ended.
+	lingers = time.Minute
 	// apiPatience bounds one question to the API server.
 	apiPatience = 10 * time.Second
 )
 
-// Observe says which allocations containers have, and who the first of each is, by the
-// runtime, which was asked at a moment.
-func (f *FrontEnd) Observe(holders map[string]ledger.Holder, asked time.Time) {
+// Observe says which containers have allocations, the first one in front, by the runtime,
+// which was asked at a moment.
+func (f *FrontEnd) Observe(holders map[string][]ledger.Holder, asked time.Time) {
 	f.mu.Lock()
 	f.uses, f.usesAt = holders, asked
 	var ours []string
@@ -38,22 +46,40 @@ func (f *FrontEnd) Observe(holders map[string]ledger.Holder, asked time.Time) {
 	}
 	f.mu.Unlock()
 	for _, id := range ours {
-		if h, ok := holders[id]; ok {
-			f.Ledger.SetHolder(id, h)
+		if all := holders[id]; len(all) > 0 {
+			f.Ledger.SetHolder(id, all[0], otherPods(all)...)
 		}
 	}
+}
+
+// otherPods are the pods of containers, each once, without that of the first.
+func otherPods(all []ledger.Holder) (out []workload.Pod) {
+	for _, h := range all[1:] {
+		if h.Pod != all[0].Pod && !slices.Contains(out, h.Pod) {
+			out = append(out, h.Pod)
+		}
+	}
+	return out
 }
 
 // Run publishes, and ends what the kubelet has forgotten, until ctx ends.
 func (f *FrontEnd) Run(ctx context.Context) error {
 	all, ctx := errgroup.WithContext(ctx)
 	all.Go(func() error { return f.publisher.Run(ctx) })
-	all.Go(func() error { return f.follow(ctx) })
+	all.Go(func() error { return f.sweeper.follow(ctx) })
+	all.Go(func() error { return f.refusals.run(ctx) })
 	return all.Wait()
 }
 
+// sweeper lists a front-end's claims, where something depends on them.
+type sweeper struct {
+	*FrontEnd
+	// again holds a token when that should be done anew.
+	again chan struct{}
+}
+
 // follow lists the claims at the start, and then where something depends on them.
-func (f *FrontEnd) follow(ctx context.Context) error {
+func (f *sweeper) follow(ctx context.Context) error {
 	pause := newPause()
 	for {
 		var again <-chan time.Time
@@ -70,14 +96,14 @@ func (f *FrontEnd) follow(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-f.sweep:
+		case <-f.again:
 		case <-again:
 		}
 	}
 }
 
 // lookAgain has the claims listed: something that waits for it was published.
-func (f *FrontEnd) lookAgain() {
+func (f *sweeper) lookAgain() {
 	f.mu.Lock()
 	waits := len(f.leaving) > 0
 	f.mu.Unlock()
@@ -86,37 +112,50 @@ func (f *FrontEnd) lookAgain() {
 	}
 }
 
-func (f *FrontEnd) poke() {
+func (f *sweeper) poke() {
 	select {
-	case f.sweep <- struct{}{}:
+	case f.again <- struct{}{}:
 	default:
 	}
 }
 
 // look lists the claims, if anything depends on them: at the start, while a device is
 // leaving, and where an allocation may have ended unheard.
-func (f *FrontEnd) look(ctx context.Context) error {
+func (f *sweeper) look(ctx context.Context) error {
 	state, err := f.Kubelet.DRAState()
 	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 		return fmt.Errorf("read what the kubelet has prepared: %w", err)
 	}
 	f.mu.Lock()
-	first, at, known := !f.listed, f.publisher.done(), f.offer != nil
-	suspects := f.suspectsLocked(&state)
+	first, known := !f.listed, f.offer != nil
+	f.mu.Unlock()
+	if !known {
+		return nil
+	}
+	actx, cancel := context.WithTimeout(ctx, apiPatience)
+	defer cancel()
+	var used map[string]bool
+	sure := !first
+	if first {
+		if used, sure, err = inContainers(actx, f.Runtime, f.Domain); err != nil {
+			return err
+		}
+	}
+	f.mu.Lock()
+	at := f.publisher.done()
+	suspects := f.suspectsLocked(&state, used, sure)
 	parting := slices.ContainsFunc(slices.Collect(maps.Values(f.leaving)), func(n uint64) bool { return n > 0 && n <= at })
 	f.mu.Unlock()
-	if !known || !first && len(suspects) == 0 && !parting {
+	if !first && len(suspects) == 0 && !parting {
 		return nil
 	}
 	asked := f.Now()
-	actx, cancel := context.WithTimeout(ctx, apiPatience)
-	defer cancel()
 	claims, err := f.API.Claims(actx, f.Driver)
 	if err != nil {
 		return fmt.Errorf("list the claims: %w", err)
 	}
 	if first {
-		f.begin(claims, &state)
+		f.begin(claims, &state, used)
 	}
 	f.end(suspects, claims, asked)
 	f.part(claims, at)
@@ -124,12 +163,21 @@ func (f *FrontEnd) look(ctx context.Context) error {
 }
 
 // suspectsLocked are the claims that the kubelet does not know, whose containers are gone,
-// and that are not new.
-func (f *FrontEnd) suspectsLocked(state *node.DRAState) (uids []string) {
+// and that are not new. At the start used says which allocations containers have, if sure
+// says so; later, what was observed. What this process has found was promised to nobody
+// since: the process before it was killed between the kubelet's Unprepare and the end of
+// the record.
+func (f *sweeper) suspectsLocked(state *node.DRAState, used map[string]bool, sure bool) (uids []string) {
 	for uid, held := range f.claims {
 		old := func(id string) bool {
 			a, ok := f.Ledger.Get(id)
-			return ok && !inUse(f.uses, id) && f.usesAt.After(a.Taken) && f.Now().Sub(a.Taken) >= grace
+			switch {
+			case !ok || !sure || used[id] || inUse(f.uses, id):
+				return false
+			case a.Taken.Before(f.began):
+				return used != nil || !f.usesAt.IsZero()
+			}
+			return f.usesAt.After(a.Taken) && f.Now().Sub(a.Taken) >= grace
 		}
 		if !prepared(state, uid) && !slices.ContainsFunc(held, func(id string) bool { return !old(id) }) {
 			uids = append(uids, uid)
@@ -139,25 +187,52 @@ func (f *FrontEnd) suspectsLocked(state *node.DRAState) (uids []string) {
 	return uids
 }
 
-func inUse(holders map[string]ledger.Holder, id string) bool {
-	_, ok := holders[id]
-	return ok
-}
+func inUse(holders map[string][]ledger.Holder, id string) bool { return len(holders[id]) > 0 }
 
 func prepared(state *node.DRAState, uid string) bool {
 	return slices.ContainsFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid })
 }
 
-// begin takes over the claims that are prepared and of which no record is left, and keeps
-// the devices that claims name in their slices.
-func (f *FrontEnd) begin(claims []kube.Claim, state *node.DRAState) {
+// inContainers are the allocations that containers have now; sure says that there are no
+// others.
+func inContainers(ctx context.Context, r Runtime, domain string) (out map[string]bool, sure bool, err error) {
+	containers, err := r.Containers(ctx)
+	if err != nil {
+		return nil, false, fmt.Errorf("ask the container runtime which claims containers have: %w", err)
+	}
+	out, sure = map[string]bool{}, true
+	for i := range containers {
+		sure = sure && !containers[i].CDIUnknown
+		for _, key := range cdi.Keys(domain, nil, containers[i].CDI) {
+			out[key] = true
+		}
+	}
+	return out, sure, nil
+}
+
+// answered reports whether the kubelet has been told that a claim is prepared. One that it
+// is having prepared is in its account, too, and may wait for the room of the one before.
+func answered(state *node.DRAState, driver, uid string) bool {
+	return slices.ContainsFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid && len(c.Devices[driver]) > 0 })
+}
+
+// begin takes over the claims that are prepared, or that containers have, and of which no
+// record is left, and keeps the devices that claims name in their slices.
+func (f *sweeper) begin(claims []kube.Claim, state *node.DRAState, used map[string]bool) {
 	for i := range claims {
 		c := &claims[i]
-		if !prepared(state, c.UID) {
+		inUse := slices.ContainsFunc(wants(c, f.Driver, f.Node), func(w want) bool { return used[w.id()] })
+		if !inUse && !answered(state, f.Driver, c.UID) {
 			continue
 		}
 		if err := f.takeOver(c); err != nil {
 			f.Log.Warn("cannot take over what a claim has; its GPU may be given to somebody else", "claim", c.Namespace+"/"+c.Name, "err", err)
+		}
+	}
+	for i := range claims {
+		// The process before this one may have ended before it had said it.
+		if shares, ok := f.taken(claims[i].UID); ok && !claims[i].Told {
+			go f.tell(&claims[i], shares)
 		}
 	}
 	f.mu.Lock()
@@ -180,30 +255,65 @@ func (f *FrontEnd) begin(claims []kube.Claim, state *node.DRAState) {
 // Settle makes sure that whoever was promised what is withdrawn now is in the ledger: it
 // waits until the server has the slices as they were published, and takes what claims have
 // been allocated since. Where it fails, nothing that this front-end offers may be taken
-// away from the hardware.
-func (f *FrontEnd) Settle(ctx context.Context) error {
+// away. Of the GPUs that it returns, somebody was promised something whose room the holder
+// before has still: they stay as they are, too.
+func (f *FrontEnd) Settle(ctx context.Context) (promised []gpu.UUID, err error) {
+	// Before the claims are known nothing is written: what a predecessor has published
+	// stands, without a taint.
+	for known := false; !known; {
+		f.mu.Lock()
+		news := f.news
+		known = f.listed
+		f.mu.Unlock()
+		if known {
+			break
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return nil, errors.New("the agent has started and does not know yet which claims there are")
+		}
+	}
 	if err := f.publisher.settled(ctx); err != nil {
-		return err
+		return nil, err
 	}
 	claims, err := f.API.Claims(ctx, f.Driver)
 	if err != nil {
-		return fmt.Errorf("list the claims: %w", err)
+		return nil, fmt.Errorf("list the claims: %w", err)
 	}
 	for i := range claims {
 		wants := wants(&claims[i], f.Driver, f.Node)
-		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 {
+		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 || f.gaveBack(&claims[i]) {
 			continue
 		}
-		if ready, _, err := f.findNow(wants); ready && err == nil {
-			// What cannot be taken cannot be prepared either, and its Prepare says why.
-			_, _ = f.take(wants)
+		ready, _, err := f.findNow(wants)
+		if !ready || err != nil {
+			continue
+		}
+		// What can never be taken cannot be prepared either, and its Prepare says why. Where
+		// the room of one result is taken still, it holds the others.
+		if _, err := f.take(wants); errors.Is(err, ledger.ErrTaken) {
+			for j := range wants {
+				if _, err := f.take(wants[j : j+1]); errors.Is(err, ledger.ErrTaken) {
+					promised = append(promised, wants[j].device.GPU)
+				}
+			}
 		}
 	}
-	return nil
+	return promised, nil
+}
+
+// gaveBack reports whether the kubelet has given a claim back, and nobody has come since who
+// may use it.
+func (f *FrontEnd) gaveBack(c *kube.Claim) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r, ok := f.returned[c.UID]
+	return ok && !slices.ContainsFunc(c.Pods, func(p workload.Pod) bool { return !slices.Contains(r.pods, p) })
 }
 
 // end ends the suspects whose claim is no more, or is allocated no more.
-func (f *FrontEnd) end(suspects []string, claims []kube.Claim, asked time.Time) {
+func (f *sweeper) end(suspects []string, claims []kube.Claim, asked time.Time) {
 	f.mu.Lock()
 	ended := false
 	for _, uid := range suspects {
@@ -227,7 +337,7 @@ func (f *FrontEnd) end(suspects []string, claims []kube.Claim, asked time.Time) 
 // part lets those devices go from their slices that were tainted at the server before the
 // claims were listed, that no claim names and that nobody has. at is the last writing
 // before the list.
-func (f *FrontEnd) part(claims []kube.Claim, at uint64) {
+func (f *sweeper) part(claims []kube.Claim, at uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	named := map[DeviceName]bool{}

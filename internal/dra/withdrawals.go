@@ -16,43 +16,73 @@ type withdrawals struct {
 	*Offer
 	domain string
 	faults *faults
+	// fault is what the taint of a fault does.
+	fault kube.TaintEffect
+	// ending are the devices by which pods of refused claims are ended.
+	ending map[Device]status.Reason
 	held   []ledger.Allocation
 	// has says whether a layout that is in force has a device.
 	has func(Device) bool
+	// leaves says that nobody will be there to prepare claims.
+	leaves bool
 }
 
-// taints are those of a device: none where it is on offer. None of them ends a pod.
+// taints are those of a device: none where it is on offer. Those of a fault and of a
+// refused claim may end pods.
 func (w *withdrawals) taints(d Device) (out []kube.Taint) {
 	if w.faults.of(d) != "" {
-		out = append(out, kube.Taint{Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: kube.NoSchedule})
+		out = append(out, kube.Taint{Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: w.fault})
 	}
 	if why := w.withdrawn(d); why != "" {
 		out = append(out, kube.Taint{Key: w.domain + "/withdrawn", Value: string(why), Effect: kube.NoSchedule})
+	}
+	if why := w.ending[d]; why != "" {
+		out = append(out, kube.Taint{Key: w.domain + "/claim-refused", Value: string(why), Effect: kube.NoExecute})
 	}
 	return out
 }
 
 // withdrawn is why a device is to be given to nobody, empty where it may be.
 func (w *withdrawals) withdrawn(d Device) status.Reason {
-	drains := w.Changes.Drains(d.GPU, w.Drain)
+	drains, on := w.Changes.Drains(d.GPU, w.Drain), w.Inventory.ByUUID(d.GPU)
+	inMIG := on != nil && on.MIG.Enabled
 	switch {
 	case !w.has(d):
 		return status.NotInPartition
-	case slices.Contains(w.Changing, d.GPU), drains && d.Kind != ledger.Placement:
+	case w.leaves:
+		return status.AgentEnds
+	case slices.Contains(w.Changing, d.GPU), drains && (d.Kind != ledger.Placement || !inMIG):
 		return status.GPUChange
 	case w.Others[d.GPU] != "":
 		return status.OtherOwner
+	case w.Cordoned[d.GPU]:
+		return status.GPUCordoned
 	case w.elsewhere(d):
 		return status.HeldByPods
+	case w.Kept != nil && w.Kept(d):
+		return status.NameInUse
 	case w.Closed != "":
 		return status.DriverFilesUnknown
+	case w.Changes.Stuck[d.GPU].Message != "" && (d.Kind == ledger.Placement) != inMIG:
+		return w.Changes.Stuck[d.GPU].Reason
 	case d.Kind != ledger.Placement:
 		return ""
+	case w.occupied(d):
+		return status.NoRoom
 	}
 	if why := w.Changes.Leaving[d.GPU][d.Placement]; why.Message != "" && (drains || !w.Changes.Blocks(d.GPU)) {
 		return why.Reason
 	}
 	return w.Failing[mig.Place{GPU: d.GPU, Placement: d.Placement}].Reason
+}
+
+// occupied reports whether a placement has no room beside an instance that stands and may
+// not go, and that no allocation has.
+func (w *withdrawals) occupied(d Device) bool {
+	on := w.Changes.MIG[d.GPU]
+	besides := func(s mig.Placement) bool { return !on.Card.Fits([]mig.Placement{s}, d.Placement) }
+	return on.Card != nil && (slices.ContainsFunc(on.Occupied, besides) ||
+		!slices.Contains(on.Kept, d.Placement) && slices.ContainsFunc(on.Kept, besides))
 }
 
 // elsewhere reports whether somebody has the GPU through the other front-end.

@@ -73,11 +73,13 @@ func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) {
 		if g.isOwn(c) {
 			continue
 		}
-		key, bytes, found := g.holds(c, u, held)
-		if !found {
+		shares := g.holds(c, u, held)
+		if len(shares) == 0 {
 			return
 		}
-		caps[key] = bytes
+		for _, s := range shares {
+			caps[s.allocation] = s.bytes
+		}
 	}
 	for key, bytes := range caps {
 		if bytes == lib.None {

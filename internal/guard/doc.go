@@ -32,8 +32,9 @@
 //
 // What was seen goes to the judge (package memcap), which is pure: it decides
 // what is over its cap, for how long, and what is not known. GPUs that nobody has a cap on
-// are looked at seldom, for intruders alone; where there is no cap at all the guard
-// sleeps in between, until the agent says that something has changed.
+// are looked at for intruders alone: every ten seconds, or every thirty where nobody on the
+// node has anything. Where there is no cap at all the guard sleeps in between, until the
+// agent says that something has changed.
 //
 // # What it does about it
 //

@@ -26,10 +26,11 @@ const (
 	// seen after half of that on average, confirmed after as much again, and
 	// ended well within a second.
 	DefaultEvery = 250 * time.Millisecond
-	// idleEvery is the same for a GPU on which there is no cap, and suspectEvery
-	// while somebody is on it who should not be: the judge forgets a doubt that
-	// no look confirms.
+	// idleEvery is the same for a GPU on which there is no cap, restEvery where nobody
+	// on the node has anything, and suspectEvery while somebody is on the GPU who should
+	// not be: the judge forgets a doubt that no look confirms.
 	idleEvery    = 10 * time.Second
+	restEvery    = 30 * time.Second
 	suspectEvery = time.Second
 	// driverPatience bounds the driver's answer, runtimePatience the runtime's,
 	// endPatience the end of a container, kubePatience an eviction.
@@ -308,7 +309,7 @@ func (g *Guard) held() allocations {
 // nothing stirs; 0 where somebody has a cap.
 func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	gpus, held := g.w.Allocations.Offered(), g.held()
-	idle = idleEvery
+	idle = g.every("", held)
 	capped := map[gpu.UUID]bool{}
 	for key, c := range held {
 		for i := range c.Grants {
@@ -322,7 +323,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	var due []gpu.UUID
 	for i := range gpus {
 		u := gpus[i].UUID
-		if wait := g.every(u) - now.Sub(g.looked[u]); !capped[u] && wait > 0 {
+		if wait := g.every(u, held) - now.Sub(g.looked[u]); !capped[u] && wait > 0 {
 			idle = min(idle, wait)
 			continue
 		}
@@ -342,7 +343,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 				break
 			}
 		}
-		idle = min(idle, g.every(d.UUID))
+		idle = min(idle, g.every(d.UUID, held))
 	}
 	if !worked && len(g.state.Load().Containers) == len(held) && g.state.Load().Off == "" {
 		return idle
@@ -367,12 +368,16 @@ func (g *Guard) memory(ctx context.Context, gpus []gpu.UUID) map[gpu.UUID]gpu.Me
 	return of
 }
 
-// every is how often a GPU is looked at on which there is no cap.
-func (g *Guard) every(u gpu.UUID) time.Duration {
-	if g.last[u].Intruders > 0 || g.last[u].Unlisted > 0 {
+// every is how often a GPU is looked at on which there is no cap; without a name, any
+// where all is in order.
+func (g *Guard) every(u gpu.UUID, held allocations) time.Duration {
+	switch {
+	case g.last[u].Intruders > 0 || g.last[u].Unlisted > 0:
 		return suspectEvery
+	case len(held) > 0:
+		return idleEvery
 	}
-	return idleEvery
+	return restEvery
 }
 
 // forget drops what is known of containers and allocations that are no more, or on GPUs

@@ -426,6 +426,31 @@ func TestIdle(t *testing.T) {
 	})
 }
 
+// TestNobodyHasAnything: a node with nothing on it asked the driver every ten seconds how
+// much memory of each GPU is used, half of what the agent took there.
+func TestNobodyHasAnything(t *testing.T) {
+	w := newWorld()
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		pass(5 * time.Minute)
+		if n := w.visits; n < 10 || n > 12 {
+			t.Errorf("the driver was asked %d times in five minutes how much is used", n)
+		}
+		w.container("stray", []int{10}, 0)
+		w.uses(10, gpu0, gib)
+		pass(restEvery + 20*time.Second)
+		if n := len(w.events); n != 1 {
+			t.Errorf("%d Events of an intruder, want one: %v", n, w.events)
+		}
+		w.container("whole", []int{30}, lib.None, gpu1)
+		w.uses(10, gpu0, 0)
+		pass(time.Minute)
+		w.visits = 0
+		if pass(5 * time.Minute); w.visits < 29 {
+			t.Errorf("somebody has a GPU: the driver was asked %d times in five minutes how much is used", w.visits)
+		}
+	})
+}
+
 // TestOver: who has twice his cap is ended within a second, with an Event that
 // says all, and his neighbours run on.
 func TestOver(t *testing.T) {

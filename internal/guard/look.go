@@ -24,8 +24,10 @@ type scene struct {
 	owners map[int]node.Owner // by PID
 	// whole says that of every process it is known whose it is.
 	whole bool
-	// together is what the containers of an allocation have, by its key.
+	// together is what the containers have that count on an allocation's page, by its key,
+	// and homes has that key for each of them.
 	together map[string]*sum
+	homes    map[string]string
 }
 
 // look takes one look at a GPU; memory was asked for before. It reports whether to look
@@ -95,7 +97,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memor
 
 // census finds the containers of the processes that the driver lists.
 func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
-	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, together: map[string]*sum{},
+	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, together: map[string]*sum{}, homes: map[string]string{},
 		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
 	add := func(id, podUID string, pid int, p *memcap.Process) {
 		if sc.sums[id] == nil {
@@ -137,7 +139,14 @@ func (sc *scene) add(key string, s *sum) {
 	sc.together[key].known = sc.together[key].known && s.known
 }
 
-// of is what the containers of an allocation have together, by the driver's figures.
+// home adds what a container has that counts on an allocation's page.
+func (sc *scene) home(key, container string, s *sum) {
+	sc.homes[container] = key
+	sc.add(key, s)
+}
+
+// of is what the containers that count on an allocation's page have together, by the
+// driver's figures.
 func (sc *scene) of(key string) *sum {
 	if t := sc.together[key]; t != nil {
 		return t
@@ -158,8 +167,8 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 		if g.seen[at] == nil {
 			g.seen[at] = &sight{}
 		}
-		key, bytes, found := g.holds(c, d.UUID, held)
-		if !found {
+		shares := g.holds(c, d.UUID, held)
+		if len(shares) == 0 {
 			for _, key := range g.keys(c) {
 				sc.add(key, s) // of an allocation that has ended, or is not known yet
 			}
@@ -168,34 +177,42 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 			}
 			continue
 		}
-		sc.add(key, s)
-		allowances = append(allowances, memcap.Allowance{Container: id, GPU: d.UUID, Cap: bytes, Allocation: key})
+		sc.home(shares[0].allocation, id, s)
+		bytes := uint64(0)
+		for _, has := range shares {
+			bytes += min(has.bytes, lib.None-bytes)
+			allowances = append(allowances, memcap.Allowance{Container: id, GPU: d.UUID, Cap: has.bytes, Allocation: has.allocation})
+			again = g.tallies.open(page{has.allocation, d.UUID}, sc.sample.At) || again
+		}
 		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
-		again = g.tallies.open(page{key, d.UUID}, sc.sample.At) || again
 	}
 	return allowances, again
 }
 
 // count fills in what the processes of containers count for themselves, where several share
-// an allocation and have more than its cap together: the judge names one of them. Where that
-// cannot be told, nobody has counted anything.
+// a cap and have more than that together: the judge names one of them. Where that cannot be
+// told, nobody has counted anything.
 func (g *Guard) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
-	sharing := map[string]int{}
-	for _, a := range allowances {
-		if a.Allocation != "" && sc.of(a.Allocation).bytes > a.Cap {
-			sharing[a.Allocation]++
+	homes := map[string]bool{}
+	for _, p := range memcap.Parties(u, allowances) {
+		used := uint64(0)
+		for _, id := range p.Containers {
+			used += sc.sums[id].bytes
+		}
+		for _, id := range p.Containers {
+			if len(p.Containers) > 1 && used > p.Cap {
+				homes[sc.homes[id]] = true
+			}
 		}
 	}
-	for key, containers := range sharing {
-		if t := g.tallies.by[page{key, u}]; containers > 1 && t != nil && t.meter != nil {
-			g.countOf(sc, t.meter, func(container string) bool {
-				return slices.ContainsFunc(allowances, func(a memcap.Allowance) bool { return a.Container == container && a.Allocation == key })
-			})
+	for key := range homes {
+		if t := g.tallies.by[page{key, u}]; t != nil && t.meter != nil {
+			g.countOf(sc, t.meter, func(container string) bool { return sc.homes[container] == key })
 		}
 	}
 }
 
-// countOf fills in what the processes of an allocation's containers count.
+// countOf fills in what the processes of containers count on a page.
 func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool) {
 	names, counted := map[int]lib.Process{}, map[lib.Process]uint64{}
 	for i := range sc.sample.Processes {

@@ -3,7 +3,9 @@
 package guard
 
 import (
+	"cmp"
 	"context"
+	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
@@ -132,14 +134,22 @@ func (r *roster) isOwn(c *node.Container) bool {
 // keys are the allocations that a container was given, in order.
 func (r *roster) keys(c *node.Container) []string { return cdi.Keys(r.domain, c.Annotations, c.CDI) }
 
-// holds says what a container may have of a GPU, and by which allocation.
-func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (key string, bytes uint64, found bool) {
-	for _, k := range r.keys(c) {
-		if has, ok := held.on(k, u); ok && (!found || has > bytes) {
-			key, bytes, found = k, has, true
+// share is what a container may have of a GPU by one allocation.
+type share struct {
+	allocation string
+	bytes      uint64
+}
+
+// holds says what a container may have of a GPU. The first share is its home, on whose page
+// its processes count all that they have: see claim_before in pkg/memcap/lib/c/claim.h.
+func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (shares []share) {
+	for _, key := range r.keys(c) {
+		if bytes, ok := held.on(key, u); ok {
+			shares = append(shares, share{key, bytes})
 		}
 	}
-	return key, bytes, found
+	slices.SortStableFunc(shares, func(a, b share) int { return cmp.Compare(b.bytes, a.bytes) })
+	return shares
 }
 
 // podHas says what all containers of a pod may have of a GPU together, in bytes,

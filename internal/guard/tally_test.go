@@ -318,3 +318,45 @@ func TestMomentsBeyondTheCapEndNobody(t *testing.T) {
 		}
 	})
 }
+
+// TestSharesOfOneGPU: a container with two allocations of one GPU has their sum, and counts
+// on the page of the larger one. One that has one of them alone is held to that.
+func TestSharesOfOneGPU(t *testing.T) {
+	for name, c := range map[string]struct {
+		both, one uint64
+		want      []string
+	}{
+		"within the sum":         {7 * gib, 0, nil},
+		"beyond the sum":         {8 * gib, 0, []string{"both"}},
+		"one within its share":   {4 * gib, 3 * gib, nil},
+		"one beyond its share":   {gib, 4 * gib, []string{"one"}},
+		"together, by the count": {5 * gib, 3 * gib, []string{"one"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld()
+			w.container("large", nil, 4*gib, gpu0)
+			w.container("small", nil, 3*gib, gpu0)
+			large, small := w.allocations[0].ID, w.allocations[1].ID
+			delete(w.containers, "large")
+			delete(w.containers, "small")
+			w.claim("both", large, 10)
+			both := w.containers["both"]
+			both.CDI = append(both.CDI, cdi.DeviceName("example.com", small))
+			w.containers["both"] = both
+			w.claim("one", small, 20)
+			home, other := &meter{w: w, quiet: true, each: map[int]uint64{10: 5 * gib}}, &meter{w: w, quiet: true}
+			w.byKey = map[string]*meter{large: home, small: other}
+			watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+				w.uses(10, gpu0, c.both)
+				w.uses(20, gpu0, c.one)
+				pass(3 * time.Second)
+				if !slices.Equal(w.ended, c.want) {
+					t.Errorf("ended %v, want %v", w.ended, c.want)
+				}
+				if c.want == nil && (home.driver != c.both || other.driver != c.one) {
+					t.Errorf("the larger one's page is held against %d MiB, the other one's against %d", home.driver>>20, other.driver>>20)
+				}
+			})
+		})
+	}
+}

@@ -38,6 +38,9 @@ type Claim struct {
 	Configs []ClaimConfig
 	// Pods are those that may use the claim.
 	Pods []workload.Pod
+	// Told says that the driver has said in the claim what its devices are: see
+	// SetClaimDevices.
+	Told bool
 }
 
 // Result is a device that the scheduler gave a claim, in the words of resource.k8s.io/v1.
@@ -92,6 +95,7 @@ type claimObject struct {
 			}
 		}
 		ReservedFor []struct{ APIGroup, Resource, Name, UID string }
+		Devices     []struct{ Driver string }
 	}
 }
 
@@ -169,6 +173,9 @@ func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 		if config.Opaque.Driver == driver {
 			claim.Configs = append(claim.Configs, ClaimConfig{Requests: config.Requests, Parameters: config.Opaque.Parameters, FromClass: config.Source == "FromClass"})
 		}
+	}
+	for _, d := range object.Status.Devices {
+		claim.Told = claim.Told || d.Driver == driver
 	}
 	for _, user := range object.Status.ReservedFor {
 		if user.APIGroup == "" && user.Resource == pods.Resource {

@@ -117,6 +117,12 @@ func TestClaim(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("- want, + got:\n%s", diff)
 	}
+	for driver, told := range map[string]bool{"gpus.example.com": true, "nics.example.com": false} {
+		s.claim("train", "told", "u-4", `{"devices": [{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1"}]}`)
+		if got, err := c.Claim(t.Context(), driver, "train", "told"); err != nil || got.Told != told {
+			t.Errorf("%s: %+v, %v", driver, got, err)
+		}
+	}
 	s.claim("train", "new", "u-2", `{}`)
 	if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "new"); err != nil || len(got.Results) > 0 || got.Deleting {
 		t.Errorf("a claim without an allocation: %+v, %v", got, err)

@@ -4,15 +4,19 @@ package kube
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math"
 	"math/rand/v2"
+	"net/http"
 	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/gpunode"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -58,7 +62,11 @@ var Rules = []Rule{
 	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
 		Why: "follow the label that chooses a partition; write the outcome"},
 	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
-		Why: "say by a condition of its own whether the node's GPUs are healthy"},
+		Why: "say by conditions of its own how the node's GPUs are; lower what the scheduler may give out of its own resources"},
+	{APIGroup: manifestDomain, Resource: gpunode.Plural, Verbs: []string{"create", "delete", "list", "patch", "watch"}, Cluster: true,
+		Why: "tell schedulers and people what the node's GPUs have left; make and follow that object, and take it away with the agent"},
+	{APIGroup: manifestDomain, Resource: gpunode.Plural + "/status", Verbs: []string{"patch"}, Cluster: true,
+		Why: "the same: all that the object says is its status"},
 	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"list"}, Cluster: true,
 		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
 	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"create", "delete", "update", "watch"}, Cluster: true, Component: "dra",
@@ -70,7 +78,7 @@ var Rules = []Rule{
 	{APIGroup: "resource.k8s.io", Resource: "resourceclaims/driver", Verbs: []string{"associated-node:patch"}, Cluster: true, Component: "dra",
 		Why: "the same, of the driver's own devices in claims of the agent's node"},
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
-		Why: "end pods that go over their memory caps again and again, where that is on"},
+		Why: "end pods that go over their memory caps again and again, or whose claims can never be prepared, where that is on"},
 }
 
 // Options configure a Client.
@@ -83,6 +91,9 @@ type Options struct {
 	// WatchNode reports annotations and conditions below it alone, and Events
 	// carry it in the name of their reporter.
 	Domain string
+	// ResourceDomain is the prefix of the agent's resources. LowerAllocatable writes
+	// those below it alone. Empty means Domain.
+	ResourceDomain string
 	// UserAgent is what the API server's audit log shows; empty means
 	// "gpu-agent".
 	UserAgent string
@@ -100,6 +111,10 @@ type Options struct {
 	// configmaps gpu-agent/gpu-partitions". Watches report nothing of the object
 	// meanwhile. It must not block.
 	Refused func(request string, err error)
+	// Allocatable, if set, is told how much the scheduler may give out of each extended
+	// resource, by every word of the server about the Node that WatchNode follows. It
+	// must not block.
+	Allocatable func(map[string]int64)
 	// EventDone, if set, is told what became of every Event. It must not block.
 	EventDone func(EventOutcome)
 }
@@ -110,6 +125,7 @@ type Client struct {
 	*apiServer
 	*ourNode
 	*ourSlices
+	*ourGPUNode
 	*eventQueue
 }
 
@@ -118,8 +134,10 @@ type apiServer struct {
 	options Options
 	log     *slog.Logger
 	api     dynamic.Interface
-	timing  timing
-	now     func() time.Time
+	// serverVersion is the server's word for its release, such as "v1.36.3".
+	serverVersion func(context.Context) (string, error)
+	timing        timing
+	now           func() time.Time
 	// ration is the log for what an unreachable server, or a storm of Events, repeats.
 	ration *brief.Ration
 
@@ -174,17 +192,25 @@ func New(o Options) (*Client, error) {
 	// full of new pods has two requests for each of their claims, which must not wait;
 	// the limit is there for a mistake of ours.
 	config.QPS, config.Burst = 20, 300
-	api, err := dynamic.NewForConfig(config)
+	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
+	}
+	api, err := dynamic.NewForConfigAndClient(config, web)
+	if err != nil {
+		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
+	}
+	if o.ResourceDomain == "" {
+		o.ResourceDomain = o.Domain
 	}
 	if o.Relist <= 0 {
 		o.Relist = 10 * time.Minute
 	}
 	up := &apiServer{
-		options: o,
-		log:     o.Logger,
-		api:     api,
+		options:       o,
+		log:           o.Logger,
+		api:           api,
+		serverVersion: func(ctx context.Context) (string, error) { return askVersion(ctx, config, web) },
 		timing: timing{
 			relist: o.Relist, recheck: time.Hour, watch: 5 * time.Minute, grace: 30 * time.Second,
 			request: 30 * time.Second, lived: 5 * time.Second,
@@ -198,9 +224,10 @@ func New(o Options) (*Client, error) {
 	up.ration = brief.NewRation(up.log, func() time.Time { return up.now() }, time.AfterFunc)
 	node := &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
 	return &Client{
-		apiServer: up,
-		ourNode:   node,
-		ourSlices: &ourSlices{ourNode: node, unkept: map[string]exchange{}},
+		apiServer:  up,
+		ourNode:    node,
+		ourSlices:  &ourSlices{ourNode: node, unkept: map[string]exchange{}},
+		ourGPUNode: &ourGPUNode{ourNode: node},
 		eventQueue: &eventQueue{
 			apiServer: up,
 			// One fault may concern every pod of a node, 110 by default.
@@ -209,6 +236,28 @@ func New(o Options) (*Client, error) {
 			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 		},
 	}, nil
+}
+
+// askVersion asks a server for its release, which it tells everybody who has a token.
+func askVersion(ctx context.Context, config *rest.Config, web *http.Client) (string, error) {
+	base, _, err := rest.DefaultServerUrlFor(config)
+	if err != nil {
+		return "", err
+	}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, base.JoinPath("version").String(), nil)
+	if err != nil {
+		return "", err
+	}
+	response, err := web.Do(request)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	var said struct{ GitVersion string }
+	if err := json.NewDecoder(io.LimitReader(response.Body, 1<<16)).Decode(&said); err != nil {
+		return "", err
+	}
+	return said.GitVersion, nil
 }
 
 func credentials(kubeconfig string) (*rest.Config, error) {

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"testing"
 
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/workload"
 )
 
@@ -71,7 +72,7 @@ func TestRulesAreUsed(t *testing.T) {
 	background(t, func(ctx context.Context) error { return c.WatchSlices(ctx, "d", func() {}) })
 	slice := ResourceSlice{Name: "a", Pool: Pool{Name: "p", Slices: 1}}
 	for _, publish := range [][]ResourceSlice{{slice}, {{Name: "a", Pool: slice.Pool, Devices: []PoolDevice{{Name: "gpu"}}}}, nil} {
-		if err := c.PublishSlices(t.Context(), "d", publish); err != nil {
+		if _, err := c.PublishSlices(t.Context(), "d", publish); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -84,6 +85,13 @@ func TestRulesAreUsed(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := c.SetClaimDevices(t.Context(), "gpus.example.com", claim, nil); err != nil {
+		t.Fatal(err)
+	}
+	background(t, func(ctx context.Context) error { return c.WatchGPUNode(ctx, func(*gpunode.Status, error) {}) })
+	if _, err := c.WriteGPUNode(t.Context(), &gpunode.Status{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.RemoveGPUNode(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	all := map[string]bool{}

@@ -4,7 +4,7 @@
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
-// annotations and conditions. Where GPUs are offered through DRA it also writes
+// annotations, conditions and, downwards alone, what there is to give out. Where GPUs are offered through DRA it also writes
 // ResourceSlices of its node, reads ResourceClaims and writes in their status what it
 // made of its devices. Where a pod has a device of another DRA driver, it
 // also reads the ResourceSlices of its node, and where an operator allows it, it
@@ -63,6 +63,15 @@
 // each round, and it is written when it changes and when a Node was created anew
 // without it.
 //
+// # Allocatable
+//
+// [Client.LowerAllocatable] lowers what the scheduler may give out of the agent's own
+// resources, which the kubelet would do up to ten seconds later. It is a JSON patch that
+// tests the amounts that it replaces, so it can never raise one. Going up is the
+// kubelet's. [Options].Allocatable is told what the Node says.
+//
+//	lowered, err := client.LowerAllocatable(ctx, map[string]int64{"example.com/gpu-mem": 39})
+//
 // # Events
 //
 // [Client.Event] never waits: it puts the Event on a short queue that
@@ -103,9 +112,10 @@
 // be. A pool whose slices are as many as before keeps its generation, so that the
 // scheduler goes on with it while one of them changes; with another number of slices
 // all of the pool is written. [Client.WatchSlices] tells when somebody else has changed
-// or deleted one. What the server did not keep, since a feature gate is off, is
-// [ErrDropped]. A slice is written as plain values ([ResourceSlice]): the API's types
-// would bring the typed client along.
+// or deleted one, and the next PublishSlices which it was. A slice that the server would
+// keep in part, since a feature gate is off, is taken back, and nothing is written to a
+// server before Kubernetes 1.36.2: [ErrUnfit]. A slice is written as plain values
+// ([ResourceSlice]): the API's types would bring the typed client along.
 //
 // # ResourceClaims
 //
@@ -116,6 +126,17 @@
 // server-side apply: what other drivers say there stays. The server allows it only in
 // claims that are allocated on this node (the verb associated-node:patch on
 // resourceclaims/driver).
+//
+// # The GPUNode
+//
+// [Client.WriteGPUNode] makes the node's GPUNode say what it shall, by server-side apply of
+// its whole status, and [Client.WatchGPUNode] tells what the server has, so that whoever
+// decides when it is written hears of others' changes. The object belongs to the Node, and
+// the garbage collector takes both. A cluster without the definition is told of once, and
+// asked again every Options.Relist: nothing else depends on it. Whether pods tell themselves
+// which devices they have is known by the kubelet's version ([Node.PodsTellDevices]): to see
+// it in a pod would take the right to read all pods, and to ask the kubelet one on its
+// configuration.
 //
 // # Admission policies
 //

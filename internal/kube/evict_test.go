@@ -69,14 +69,16 @@ func TestEvictRefusedByPolicy(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newServer(t)
-			s.fault = func(verb, resource string, w http.ResponseWriter) bool {
-				body := failed(422, "Invalid")
-				body["message"] = test.message
-				w.Header().Set("Content-Type", "application/json")
-				w.WriteHeader(422)
-				json.NewEncoder(w).Encode(body)
-				return true
-			}
+			s.set(func() {
+				s.fault = func(verb, resource string, w http.ResponseWriter) bool {
+					body := failed(422, "Invalid")
+					body["message"] = test.message
+					w.Header().Set("Content-Type", "application/json")
+					w.WriteHeader(422)
+					json.NewEncoder(w).Encode(body)
+					return true
+				}
+			})
 			c, _ := connect(t, s)
 			if err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}); !test.want(err) {
 				t.Errorf("%v", err)

@@ -52,6 +52,10 @@ type server struct {
 	dry func(resource string, w http.ResponseWriter) (handled bool)
 	// gated is a field of devices that the server drops, as it does where a feature is off.
 	gated string
+	// pruned are the fields of a GPUNode's status that its definition does not have.
+	pruned []string
+	// release is what the server says of itself; without one it does not tell.
+	release string
 	// mute watches get no events.
 	mute bool
 	// deaf watches do not end in the time that they were asked to.
@@ -154,7 +158,7 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-var kinds = map[string]string{"resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
+var kinds = map[string]string{"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -206,7 +210,18 @@ func (s *server) asked(prefix string) []string {
 }
 
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	parts := strings.Split(strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/"), "/")
+	if r.URL.Path == "/version" {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.release == "" {
+			refuse(w, 403, "Forbidden")
+			return
+		}
+		answer(w, map[string]any{"major": "1", "gitVersion": s.release})
+		return
+	}
+	path := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/")
+	parts := strings.Split(strings.TrimPrefix(path, "/apis/example.com/v1alpha1/"), "/")
 	namespace := ""
 	if len(parts) > 2 && parts[0] == "namespaces" {
 		namespace, parts = parts[1], parts[2:]
@@ -248,8 +263,16 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case fault != nil && fault(verb, resource, w):
 	case query.Get("dryRun") == "All":
 		if dry == nil || !dry(resource, w) {
-			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})
+			object := map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}}
+			if sent := map[string]any{}; resource == "resourceslices" && json.Unmarshal(body, &sent) == nil {
+				s.mu.Lock()
+				object = s.ungated(sent)
+				s.mu.Unlock()
+			}
+			answer(w, object)
 		}
+	case parts[0] == "gpunodes" && verb != "list" && verb != "watch":
+		s.writeGPUNode(w, r, verb, resource, name, body)
 	case resource == "resourceslices" && verb == "list":
 		s.listSlices(w, query.Get("fieldSelector"))
 	case resource == "resourceslices" && verb != "watch":
@@ -415,6 +438,10 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 		refuse(w, 404, "NotFound")
 		return
 	}
+	if r.Header.Get("Content-Type") == "application/json-patch+json" {
+		s.jsonPatchLocked(w, whole, namespace, name, object, body)
+		return
+	}
 	var patch, patched map[string]any
 	err := json.Unmarshal(body, &patch)
 	manager := r.URL.Query().Get("fieldManager")
@@ -455,6 +482,31 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 		s.updatedLocked(whole, name, patched, manager)
 	}
 	answer(w, s.putLocked(whole, namespace, name, patched))
+}
+
+// jsonPatchLocked tests and replaces texts of an object. As at the real server, a test
+// that fails and a path that is not there are the same refusal.
+func (s *server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, name string, object map[string]any, body []byte) {
+	var steps []struct{ Op, Path, Value string }
+	if json.Unmarshal(body, &steps) != nil {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	object = clone(object)
+	for _, step := range steps {
+		path := strings.Split(step.Path, "/")[1:]
+		at := object
+		for _, key := range path[:len(path)-1] {
+			at, _ = at[key].(map[string]any)
+		}
+		key := strings.NewReplacer("~1", "/", "~0", "~").Replace(path[len(path)-1])
+		if _, there := at[key]; !there || step.Op == "test" && at[key] != step.Value {
+			refuse(w, 422, "Invalid")
+			return
+		}
+		at[key] = step.Value
+	}
+	answer(w, s.putLocked(resource, namespace, name, object))
 }
 
 // tooLong says whether an object's annotations are more than the API takes.

@@ -30,6 +30,8 @@ type Marks struct {
 	// Guests are labels below other domains. Each is written only while nobody
 	// else has it, and left to anyone who takes it over.
 	Guests map[string]string
+	// GuestAnnotations are annotations below other domains, by the same rule.
+	GuestAnnotations map[string]string
 	// KeepLabels keeps the labels that the agent wrote before and does not name
 	// here: for when it does not know what they should be.
 	KeepLabels bool
@@ -125,6 +127,11 @@ func (n *ourNode) wanted(node *Node, m Marks) (labels, annotations map[string]st
 		}
 	}
 	maps.Copy(labels, m.Labels)
+	for key, value := range m.GuestAnnotations {
+		if node.annotations.free(key, node.Annotations) {
+			annotations[key] = value
+		}
+	}
 	for key, value := range m.Annotations {
 		annotations[key] = brief.Cut(value, brief.Text)
 	}

@@ -127,7 +127,7 @@ func TestLongMessageKeepsTheLabelBack(t *testing.T) {
 	const state, message = "example.com/gpu.partition.state", "example.com/gpu.partition.message"
 	mark(t, c, Marks{Labels: map[string]string{state: "applied"}})
 	long := Marks{Labels: map[string]string{state: "invalid"},
-		Annotations: map[string]string{message: strings.Repeat("config.yaml:7: mode is whole, shared, mig or off, not „x“\n", 150_000)}}
+		Annotations: map[string]string{message: strings.Repeat("config.yaml:7: mode is whole, shared, mig, dynamic or off, not „x“\n", 150_000)}}
 	mark(t, c, long)
 	s.expect(t, "labels", map[string]string{state: "invalid"})
 	got := s.entries("annotations")[message]
@@ -178,6 +178,27 @@ func TestGuests(t *testing.T) {
 }
 
 // Between the look and the request somebody takes a label: it is theirs.
+// An annotation of another domain is the agent's where nobody else has written it, goes
+// when it is not named any more, also after a restart, and is somebody else's otherwise.
+func TestGuestAnnotations(t *testing.T) {
+	const key = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+	s := newServer(t)
+	s.node("node-1", nil, nil)
+	c, _ := connect(t, s)
+	held := Marks{Labels: map[string]string{"example.com/a": "b"}, GuestAnnotations: map[string]string{key: "true"}}
+	free := Marks{Labels: held.Labels}
+	mark(t, c, held)
+	s.expect(t, "annotations", map[string]string{key: "true"})
+	c, _ = connect(t, s) // the next process
+	mark(t, c, free)
+	s.expect(t, "annotations", map[string]string{})
+	s.node("node-1", nil, map[string]any{key: "false"})
+	for _, m := range []Marks{held, free, {}} {
+		mark(t, c, m)
+		s.expect(t, "annotations", map[string]string{key: "false"})
+	}
+}
+
 func TestGuestsInARace(t *testing.T) {
 	s := newServer(t)
 	s.node("node-1", nil, nil)

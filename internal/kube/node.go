@@ -72,7 +72,7 @@ func (n *ourNode) patchNode(ctx context.Context, kind types.PatchType, body []by
 	object, err := n.api.Resource(nodes).Patch(bounded, n.options.NodeName, kind, body, o, subresources...)
 	resource := strings.Join(append([]string{nodes.Resource}, subresources...), "/")
 	trouble := err
-	if apierrors.IsConflict(err) {
+	if apierrors.IsConflict(err) || kind == types.JSONPatchType && apierrors.IsInvalid(err) {
 		trouble = nil // an answer, and in the nature of the request
 	}
 	n.note(ctx, "patch", resource, n.options.NodeName, trouble)

@@ -12,8 +12,10 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 )
@@ -25,6 +27,8 @@ type PolicyOptions struct {
 	// DRA reports whether DRA is used, so that the component dra should be there; nil is
 	// never. It may change.
 	DRA func() bool
+	// GPUNodes are written, where the cluster has them.
+	GPUNodes bool
 	// Pod is the agent's own, by which the policy on a pod's node is tried. It
 	// needs no UID; without a name, that policy is left out.
 	Pod workload.Pod
@@ -61,8 +65,9 @@ type attempt struct {
 //
 // A dry run changes nothing. Each is also chosen so that it would do no harm if
 // it were carried out: a label that means nothing, an Event, evictions of a
-// pod that does not exist, or by a UID that it does not have, and a ResourceSlice
-// without devices, of a driver and a node that do not exist.
+// pod that does not exist, or by a UID that it does not have, a ResourceSlice
+// without devices, of a driver and a node that do not exist, and an empty GPUNode of
+// such a node.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	most := max(c.options.Relist, c.timing.pauseMax)
 	retry := c.backOff(most)
@@ -134,6 +139,13 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			if err == nil {
 				_, err = c.api.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
 			}
+			return err
+		}, apierrors.IsAlreadyExists})
+	}
+	if o.GPUNodes && !c.lacksGPUNodes() {
+		list = append(list, attempt{"gpu-agent-gpunodes", "create", gpunode.Plural, func(ctx context.Context) error {
+			object := &unstructured.Unstructured{Object: map[string]any{"apiVersion": c.options.Domain + "/" + gpunode.Version, "kind": gpunode.Kind, "metadata": map[string]any{"name": tried}}}
+			_, err := c.api.Resource(c.gpuNodes()).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
 			return err
 		}, apierrors.IsAlreadyExists})
 	}

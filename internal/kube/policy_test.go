@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 )
@@ -55,7 +56,7 @@ func newPolicies(t *testing.T, missing ...string) (*policies, *Client, *journal)
 	s := newServer(t)
 	s.node("node-1", map[string]any{"team": "blue"}, nil)
 	p := &policies{s: s, missing: missing}
-	s.dry = p.dry
+	s.set(func() { s.dry = p.dry })
 	c, j := connect(t, s, func(o *Options) { o.Relist = 5 * time.Millisecond })
 	c.timing.recheck = time.Millisecond
 	return p, c, j
@@ -109,14 +110,16 @@ func TestPolicyThatMatchesNobodyIsSaid(t *testing.T) {
 func TestPolicyThatComesAMomentLater(t *testing.T) {
 	p, c, j := newPolicies(t, "nodes")
 	tries := 0
-	p.s.dry = func(resource string, w http.ResponseWriter) bool {
-		if resource == "nodes" {
-			if tries++; tries == 3 {
-				p.s.set(func() { p.missing = nil })
+	p.s.set(func() {
+		p.s.dry = func(resource string, w http.ResponseWriter) bool {
+			if resource == "nodes" {
+				if tries++; tries == 3 {
+					p.s.set(func() { p.missing = nil })
+				}
 			}
+			return p.dry(resource, w)
 		}
-		return p.dry(resource, w)
-	}
+	})
 	wantTold(t, follows(t, c, PolicyOptions{}), ":held -events:held")
 	if n := j.count("level=ERROR"); n != 0 {
 		t.Errorf("%d errors in the log about a policy that is in force", n)
@@ -177,4 +180,30 @@ func TestPolicyOfWhichNothingIsKnown(t *testing.T) {
 			}
 		})
 	}
+}
+
+// The policy on GPUNodes is tried where they are written, and not on a cluster that has none.
+func TestPolicyOnGPUNodes(t *testing.T) {
+	p, c, _ := newPolicies(t, "gpunodes")
+	wantTold(t, follows(t, c, PolicyOptions{GPUNodes: true}), ":held -events:held -gpunodes:missing")
+	p.s.set(func() { p.missing = nil })
+	wantTold(t, follows(t, c, PolicyOptions{GPUNodes: true}), ":held -events:held -gpunodes:held")
+	wantTold(t, follows(t, c, PolicyOptions{}), ":held -events:held")
+	p.s.set(func() {
+		p.s.fault = func(verb, resource string, w http.ResponseWriter) bool {
+			lacks := verb == "list" && resource == "gpunodes"
+			if lacks {
+				refuse(w, 404, "NotFound")
+			}
+			return lacks
+		}
+	})
+	asked := make(chan error, 1000)
+	background(t, func(ctx context.Context) error {
+		return c.WatchGPUNode(ctx, func(_ *gpunode.Status, err error) { asked <- err })
+	})
+	if err := receive(t, asked); err == nil {
+		t.Fatal("it is there")
+	}
+	wantTold(t, follows(t, c, PolicyOptions{GPUNodes: true}), ":held -events:held")
 }

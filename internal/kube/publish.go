@@ -12,30 +12,48 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/util/version"
 )
 
+// ErrUnfit says that nothing can be published at this API server as it is.
+var ErrUnfit = errors.New("the API server cannot do what the node's slices need")
+
 // ErrDropped says that the API server has taken a slice without some of its fields: a
-// feature gate is off, or the server is older than Kubernetes 1.36.
-var ErrDropped = errors.New("the API server has dropped what it does not know")
+// feature gate is off. It is an ErrUnfit.
+var ErrDropped = fmt.Errorf("%w: it has dropped what it does not know", ErrUnfit)
+
+// leastServer is the oldest server that will do. The schedulers before it give MIG
+// instances and shares of one GPU out at the same time (kubernetes#139034).
+var leastServer = version.MustParseGeneric("1.36.2")
+
+// dropsAgain is after how long a server that has dropped fields is tried again.
+const dropsAgain = time.Minute
 
 // ourSlices are the ResourceSlices that the agent publishes of its node.
 type ourSlices struct {
 	*ourNode
 
 	mu sync.Mutex
-	// unkept are the slices of which the server has not kept all: what was sent, and
-	// what it made of that, by name. Without it they would be written again and again.
-	// Guarded by mu.
+	// Guarded by mu: the slices of which the server has not kept all, by name, without
+	// which they would be written again and again; how each was left, where that is
+	// known, nil before the first publication; and whether the server is known to be new
+	// enough.
 	unkept map[string]exchange
+	kept   map[string][]byte
+	fit    bool
 }
 
-// exchange is a slice as it was sent and as the server has it.
-type exchange struct{ sent, kept []byte }
+// exchange is a slice as it was sent, what the server made of that, and when.
+type exchange struct {
+	sent, kept []byte
+	at         time.Time
+}
 
 // publishedSlice is a slice at the server.
 type publishedSlice struct {
@@ -46,20 +64,30 @@ type publishedSlice struct {
 // PublishSlices makes a driver's ResourceSlices of this node what want says. It reads
 // what there is, and writes what differs and nothing else: each slice is a change of its
 // own, unless a pool's number of slices changes, for which all of it gets a new
-// generation. The error of one slice does not keep back the others; ErrDropped is in it
-// for as long as the server does not keep what a slice says.
-func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []ResourceSlice) error {
+// generation. The error of one slice does not keep back the others.
+//
+// meddled are the slices that somebody else has made, changed or deleted since the last
+// call, sorted; of the first call it is empty.
+//
+// ErrUnfit is in the error while the server is too old, or does not keep what a slice
+// says. It has none of such a slice then: without its counters or taints the scheduler
+// would give out what cannot be had. It is tried again by calls a minute later.
+func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []ResourceSlice) (meddled []string, err error) {
 	node, err := s.lastNode(ctx)
 	if err == nil && node == nil {
 		err = errors.New("the API server has no Node of this name")
 	}
+	if err == nil {
+		err = s.checkServer(ctx)
+	}
 	if err != nil {
-		return fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
+		return nil, fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
 	}
 	have, err := s.listOwn(ctx, driver)
 	if err != nil {
-		return fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
+		return nil, fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
 	}
+	meddled = s.compare(have)
 	want = slices.Clone(want)
 	generations(want, have)
 	var errs []error
@@ -70,15 +98,90 @@ func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []Res
 		delete(have, want[i].Name)
 	}
 	for _, name := range slices.Sorted(maps.Keys(have)) {
-		version := have[name].object.GetResourceVersion()
-		err := s.request(ctx, "delete", name, func(ctx context.Context) error {
-			return s.api.Resource(resourceSlices).Delete(ctx, name, metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
-		})
-		if err != nil && !apierrors.IsNotFound(err) {
-			errs = append(errs, fmt.Errorf("delete ResourceSlice %s: %w", name, err))
+		if err := s.deleteSlice(ctx, have[name].object); err != nil {
+			errs = append(errs, err)
 		}
 	}
-	return errors.Join(errs...)
+	return meddled, errors.Join(errs...)
+}
+
+// checkServer refuses a server that is too old, as long as it is not known to be new
+// enough. Where it does not tell, what it drops will show.
+func (s *ourSlices) checkServer(ctx context.Context) error {
+	s.mu.Lock()
+	fit := s.fit
+	s.mu.Unlock()
+	if fit {
+		return nil
+	}
+	bounded, cancel := context.WithTimeout(ctx, s.timing.request)
+	defer cancel()
+	text, err := s.serverVersion(bounded)
+	if err != nil {
+		return nil
+	}
+	// Providers put words behind the number, which no rule orders.
+	if is, err := version.ParseGeneric(text); err == nil && is.LessThan(leastServer) {
+		return fmt.Errorf("%w: it is Kubernetes %s, and %s is needed", ErrUnfit, text, leastServer)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.fit = true
+	return nil
+}
+
+// compare returns the slices that are not as they were left.
+func (s *ourSlices) compare(have map[string]publishedSlice) (others []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.kept == nil {
+		s.kept = map[string][]byte{}
+		for name := range have { // a predecessor's
+			s.kept[name] = have[name].text()
+		}
+		return nil
+	}
+	for name, left := range s.kept {
+		if now, there := have[name]; left != nil && (!there || !bytes.Equal(now.text(), left)) {
+			others = append(others, name)
+		}
+	}
+	for name := range have {
+		if _, ours := s.kept[name]; !ours {
+			others = append(others, name)
+		}
+	}
+	clear(s.kept)
+	for name, now := range have {
+		s.kept[name] = now.text()
+	}
+	slices.Sort(others)
+	return others
+}
+
+// text is the slice in the API's JSON.
+func (p publishedSlice) text() []byte {
+	out, err := json.Marshal(&p.ResourceSlice)
+	if err != nil {
+		panic(err) // it was read from there
+	}
+	return out
+}
+
+// deleteSlice takes a slice back, unless somebody has changed it since.
+func (s *ourSlices) deleteSlice(ctx context.Context, object *unstructured.Unstructured) error {
+	name, version := object.GetName(), object.GetResourceVersion()
+	err := s.request(ctx, "delete", name, func(ctx context.Context) error {
+		return s.api.Resource(resourceSlices).Delete(ctx, name, metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
+	})
+	if err != nil && !apierrors.IsNotFound(err) {
+		s.leave(name, nil)
+		return fmt.Errorf("delete ResourceSlice %s: %w", name, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.kept, name)
+	return nil
 }
 
 // generations completes pools. A pool whose slices are as many as before keeps its
@@ -115,20 +218,16 @@ func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, w
 	if err != nil {
 		return err
 	}
-	if have.object != nil {
-		kept, err := json.Marshal(&have.ResourceSlice)
-		if err != nil {
-			return err
-		}
-		s.mu.Lock()
-		before := s.unkept[want.Name]
-		s.mu.Unlock()
-		switch {
-		case bytes.Equal(kept, sent):
-			return nil
-		case bytes.Equal(before.sent, sent) && bytes.Equal(before.kept, kept):
-			return lost(sent, kept)
-		}
+	if have.object != nil && bytes.Equal(have.text(), sent) {
+		return nil
+	}
+	s.mu.Lock()
+	before := s.unkept[want.Name]
+	s.mu.Unlock()
+	again := bytes.Equal(before.sent, sent)
+	partly := again && dropped(sent, before.kept) != ""
+	if partly && s.now().Sub(before.at) < dropsAgain || again && have.object != nil && bytes.Equal(before.kept, have.text()) {
+		return lost(sent, before.kept)
 	}
 	object, err := want.Object(driver, s.options.NodeName)
 	if err != nil {
@@ -136,56 +235,91 @@ func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, w
 	}
 	controls := true
 	object.SetOwnerReferences([]metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: s.options.NodeName, UID: node.uid, Controller: &controls}})
-	verb := "create"
-	if have.object != nil {
-		verb = "update"
-		object.SetResourceVersion(have.object.GetResourceVersion())
-	}
 	var back *unstructured.Unstructured
-	if err := s.request(ctx, verb, want.Name, func(ctx context.Context) (err error) {
-		if verb == "create" {
-			back, err = s.api.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{})
-		} else {
-			back, err = s.api.Resource(resourceSlices).Update(ctx, object, metav1.UpdateOptions{})
+	if partly { // nobody is to see it before the server keeps it
+		if back, err = s.send(ctx, object, have.object, true); err != nil {
+			return err
 		}
-		return err
-	}); err != nil {
-		return err
+		if _, err := s.took(want.Name, sent, back); err != nil {
+			return err
+		}
 	}
+	var kept []byte
+	if back, err = s.send(ctx, object, have.object, false); err == nil {
+		kept, err = s.took(want.Name, sent, back)
+	}
+	s.leave(want.Name, kept)
+	if errors.Is(err, ErrDropped) {
+		return errors.Join(err, s.deleteSlice(ctx, back))
+	}
+	return err
+}
+
+// send creates or updates a slice, or only asks what the server would make of that.
+func (s *ourSlices) send(ctx context.Context, object, have *unstructured.Unstructured, dry bool) (back *unstructured.Unstructured, err error) {
+	var dryRun []string
+	if dry {
+		dryRun = []string{metav1.DryRunAll}
+	}
+	if have == nil {
+		err = s.request(ctx, "create", object.GetName(), func(ctx context.Context) (err error) {
+			back, err = s.api.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{DryRun: dryRun})
+			return err
+		})
+		return back, err
+	}
+	object.SetResourceVersion(have.GetResourceVersion())
+	err = s.request(ctx, "update", object.GetName(), func(ctx context.Context) (err error) {
+		back, err = s.api.Resource(resourceSlices).Update(ctx, object, metav1.UpdateOptions{DryRun: dryRun})
+		return err
+	})
+	return back, err
+}
+
+// took is what the server has made of a slice; the error says what it has not kept.
+func (s *ourSlices) took(name string, sent []byte, back *unstructured.Unstructured) (kept []byte, err error) {
 	got, err := readSlice(back)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	kept, err := json.Marshal(&got.ResourceSlice)
-	if err != nil {
-		return err
-	}
+	kept = got.text()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if bytes.Equal(kept, sent) {
-		delete(s.unkept, want.Name)
-		return nil
+		delete(s.unkept, name)
+		return kept, nil
 	}
-	s.unkept[want.Name] = exchange{sent, kept}
-	return lost(sent, kept)
+	s.unkept[name] = exchange{sent, kept, s.now()}
+	return kept, lost(sent, kept)
+}
+
+// leave notes how a slice was left; nil is unknown, since a request failed.
+func (s *ourSlices) leave(name string, text []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.kept[name] = text
 }
 
 // gated are the fields of a slice that a feature gate can take away.
 var gated = []string{"sharedCounters", "consumesCounters", "allowMultipleAllocations", "requestPolicy", "taints"}
 
-// lost says what the server did not keep.
-func lost(sent, kept []byte) error {
+// dropped names the fields that the server did not keep.
+func dropped(sent, kept []byte) string {
 	var names []string
 	for _, name := range gated {
 		if key := []byte(`"` + name + `"`); bytes.Contains(sent, key) && !bytes.Contains(kept, key) {
 			names = append(names, name)
 		}
 	}
-	what := strings.Join(names, ", ")
-	if what == "" {
-		what = "some of it"
+	return strings.Join(names, ", ")
+}
+
+// lost says what the server did not keep.
+func lost(sent, kept []byte) error {
+	if what := dropped(sent, kept); what != "" {
+		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, as they are by default from Kubernetes 1.36 on", ErrDropped, what)
 	}
-	return fmt.Errorf("%w (%s): it needs Kubernetes 1.36.2 with DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, as they are by default", ErrDropped, what)
+	return errors.New("the API server has made something else of it")
 }
 
 // request makes one request of a ResourceSlice.

@@ -6,8 +6,10 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // writeSlice creates, updates and deletes as the real server does, but for validation.
@@ -24,46 +26,159 @@ func (s *server) writeSlice(w http.ResponseWriter, verb, name string, body []byt
 		refuse(w, 400, "BadRequest")
 		return
 	}
-	spec := object["spec"].(map[string]any)
-	devices, _ := spec["devices"].([]any)
-	for _, d := range devices {
-		delete(d.(map[string]any), s.gated)
-	}
+	s.ungated(object)
 	name = object["metadata"].(map[string]any)["name"].(string)
 	object = s.putLocked("resourceslices", "", name, object)
 	object["kind"] = "ResourceSlice"
 	answer(w, object)
 }
 
-// A server that drops what it does not know is told of, each time, and not written to
-// again and again.
+// ungated takes away what the server does not know.
+func (s *server) ungated(object map[string]any) map[string]any {
+	spec, _ := object["spec"].(map[string]any)
+	devices, _ := spec["devices"].([]any)
+	for _, d := range devices {
+		delete(d.(map[string]any), s.gated)
+	}
+	return object
+}
+
+// slicesOfTwo are slices with a device each.
+func slicesOfTwo() (out []ResourceSlice) {
+	for _, n := range []string{"0", "1"} {
+		out = append(out, ResourceSlice{Name: "0000" + n, Pool: Pool{Name: "node-1/a100", Slices: 2}, Devices: []PoolDevice{
+			{Name: "gpu-" + n, Consumes: []Consumption{{Set: "gpu-" + n, Counters: map[string]Amount{"memory": {Value: 80 << 30}}}}}}})
+	}
+	return out
+}
+
+// A server that drops what it does not know has none of such slices, is not written to
+// again and again, and has them a minute after the feature gate is on.
 func TestServerThatDropsFields(t *testing.T) {
 	s := newServer(t)
 	s.node("node-1", nil, nil)
 	c, _ := connect(t, s)
-	want := []ResourceSlice{{Name: "00000", Pool: Pool{Name: "node-1/a100", Slices: 1}, Devices: []PoolDevice{
-		{Name: "gpu-0", Consumes: []Consumption{{Set: "gpu-0", Counters: map[string]Amount{"memory": {Value: 80 << 30}}}}}}}}
-	writes := func() int { return len(s.asked("create resourceslices")) + len(s.asked("update resourceslices")) }
+	now := time.Now()
+	c.now = func() time.Time { return now }
+	writes := func() (n int) {
+		for _, r := range append(s.asked("create resourceslices"), s.asked("update resourceslices")...) {
+			if !strings.Contains(r, "All") {
+				n++
+			}
+		}
+		return n
+	}
+	publish := func() error {
+		meddled, err := c.PublishSlices(t.Context(), "gpus.example.com", slicesOfTwo())
+		if len(meddled) > 0 {
+			t.Errorf("somebody else has changed %v", meddled)
+		}
+		return err
+	}
 	s.set(func() { s.gated = "consumesCounters" })
-	for range 3 {
-		if err := c.PublishSlices(t.Context(), "gpus.example.com", want); !errors.Is(err, ErrDropped) || !strings.Contains(err.Error(), "(consumesCounters)") {
+	for range 5 {
+		if err := publish(); !errors.Is(err, ErrDropped) || !errors.Is(err, ErrUnfit) || !strings.Contains(err.Error(), "(consumesCounters)") {
 			t.Fatalf("%v", err)
 		}
+		if left := s.all("resourceslices"); len(left) > 0 {
+			t.Errorf("the scheduler sees devices without counters: %v", left)
+		}
+		now = now.Add(dropsAgain)
 	}
-	if n := writes(); n != 1 {
-		t.Errorf("%d writes of a slice of which the server drops a part", n)
+	if n := writes(); n != 2 {
+		t.Errorf("%d writes of two slices of which the server drops a part", n)
 	}
-	// After the gate is on, the next change has all of it.
 	s.set(func() { s.gated = "" })
-	want[0].Devices[0].Taints = []Taint{{Key: "example.com/unhealthy", Effect: NoSchedule}}
 	for range 2 {
-		if err := c.PublishSlices(t.Context(), "gpus.example.com", want); err != nil {
+		if err := publish(); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if n := writes(); n != 2 {
-		t.Errorf("%d writes, want one more", n)
+	if n := writes(); n != 4 || len(s.all("resourceslices")) != 2 {
+		t.Errorf("%d writes, %v", n, s.all("resourceslices"))
 	}
+	// A gate that is turned off later.
+	s.set(func() { s.gated = "taints" })
+	want := slicesOfTwo()
+	want[1].Devices[0].Taints = []Taint{{Key: "example.com/unhealthy", Effect: NoSchedule}}
+	if _, err := c.PublishSlices(t.Context(), "gpus.example.com", want); !errors.Is(err, ErrDropped) || len(s.all("resourceslices")) != 1 {
+		t.Errorf("%v; %v", err, s.all("resourceslices"))
+	}
+}
+
+// Nothing is written to a server whose scheduler does it wrong, and everything when it has
+// been replaced.
+func TestServerThatIsTooOld(t *testing.T) {
+	for release, fits := range map[string]bool{
+		"v1.33.9": false, "v1.35.4": false, "v1.36.0": false, "v1.36.1+k3s1": false, "v1.36.1-eks-2a3b4c": false,
+		"v1.36.2": true, "v1.36.2-gke.100": true, "v1.36.3": true, "v1.40.0": true, "2.0.0": true, "": true, "unknown": true,
+	} {
+		t.Run(release, func(t *testing.T) {
+			s := newServer(t)
+			s.node("node-1", nil, nil)
+			s.set(func() { s.release = release })
+			c, _ := connect(t, s)
+			_, err := c.PublishSlices(t.Context(), "gpus.example.com", slicesOfTwo())
+			if fits != (err == nil) || fits == errors.Is(err, ErrUnfit) || fits != (len(s.all("resourceslices")) == 2) {
+				t.Fatalf("%v; %v", err, s.all("resourceslices"))
+			}
+			if !fits && !strings.Contains(err.Error(), release+", and 1.36.2 is needed") {
+				t.Error(err)
+			}
+			s.set(func() { s.release = "v1.36.3" })
+			if _, err := c.PublishSlices(t.Context(), "gpus.example.com", slicesOfTwo()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// Slices that somebody else deletes, changes or makes are told by name, once, and are
+// again as they shall be.
+func TestSlicesThatSomebodyElseChanges(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", nil, nil)
+	c, _ := connect(t, s)
+	publish := func(want ...string) {
+		t.Helper()
+		for i := range 2 {
+			meddled, err := c.PublishSlices(t.Context(), "gpus.example.com", slicesOfTwo())
+			if err != nil || !slices.Equal(meddled, want) {
+				t.Errorf("%v, %v; want %v", meddled, err, want)
+			}
+			if want = nil; i > 0 {
+				continue
+			}
+			have := s.all("resourceslices")
+			for _, o := range have {
+				if d := o["spec"].(map[string]any)["devices"].([]any); len(d) != 1 {
+					t.Errorf("%v", o)
+				}
+			}
+			if len(have) != 2 {
+				t.Errorf("%v", have)
+			}
+		}
+	}
+	publish()
+	s.put("resourceslices", "", "00001", nil)
+	publish("00001")
+	edited := clone(s.all("resourceslices")[0])
+	edited["spec"].(map[string]any)["devices"] = []any{}
+	name := edited["metadata"].(map[string]any)["name"].(string)
+	s.put("resourceslices", "", name, edited)
+	publish(name)
+	another := clone(s.all("resourceslices")[0])
+	s.put("resourceslices", "", "00007", another)
+	publish("00007")
+	s.put("resourceslices", "", "00000", nil)
+	s.put("resourceslices", "", "00001", nil)
+	publish("00000", "00001")
+
+	// What a predecessor has left is nobody else's.
+	s.put("resourceslices", "", "00009", another)
+	c, _ = connect(t, s)
+	publish()
 }
 
 // One slice that cannot be written does not keep back the others.
@@ -83,7 +198,7 @@ func TestSliceThatIsRefused(t *testing.T) {
 		}
 	})
 	want := []ResourceSlice{{Name: "00000", Pool: Pool{Name: "p", Slices: 2}}, {Name: "00001", Pool: Pool{Name: "p", Slices: 2}}}
-	if err := c.PublishSlices(t.Context(), "gpus.example.com", want); err == nil || !strings.Contains(err.Error(), "00000") {
+	if _, err := c.PublishSlices(t.Context(), "gpus.example.com", want); err == nil || !strings.Contains(err.Error(), "00000") {
 		t.Errorf("%v", err)
 	}
 	if have := s.all("resourceslices"); len(have) != 1 {

@@ -12,11 +12,13 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
 )
@@ -30,9 +32,19 @@ type Node struct {
 	Unschedulable bool
 	// Conditions are those whose type is under Options.Domain, sorted by it.
 	Conditions []Condition
+	// PodsTellDevices says that by the kubelet's version the status of each pod names the
+	// devices that it has (containerStatuses[].allocatedResourcesStatus; the gate
+	// ResourceHealthStatus is on by default from 1.36 on).
+	PodsTellDevices bool
+	// Allocatable are the names of the extended resources of which the scheduler may give
+	// out something, sorted.
+	Allocatable []string
 
 	uid     types.UID
 	version string
+	// amounts are how much there is of each extended resource, also of those of which
+	// there is nothing.
+	amounts map[string]resource.Quantity
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
 }
@@ -72,8 +84,8 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first answer of the server, and
-// then whenever a label, an annotation or a condition under the domain, or the
-// scheduling of the node differs from the last call's. Changes made through Mark
+// then whenever a label, an annotation or a condition under the domain, the scheduling of
+// the node, or which extended resources it has, differs from the last call's. Changes made through Mark
 // and SetCondition are such changes. A Node that is not there is not reported: a
 // kubelet that is alive makes it again. fn must not change what it is given.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
@@ -88,13 +100,14 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 		}
 		whole := readNode(object)
 		n.see(&whole)
+		n.allocatable(&whole)
 		now := whole
 		now.Annotations = maps.Clone(whole.Annotations)
 		maps.DeleteFunc(now.Annotations, func(key, _ string) bool { return n.mayWrite(key) != nil })
 		now.Conditions = slices.DeleteFunc(slices.Clone(whole.Conditions), func(c Condition) bool { return n.mayWrite(c.Type) != nil })
 		slices.SortFunc(now.Conditions, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
-		if told && now.Unschedulable == last.Unschedulable && maps.Equal(now.Labels, last.Labels) &&
-			maps.Equal(now.Annotations, last.Annotations) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
+		if told && now.Unschedulable == last.Unschedulable && now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
+			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
 		}
 		last, told = now, true
@@ -105,16 +118,34 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 func readNode(object *unstructured.Unstructured) Node {
 	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
 	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
-		Unschedulable: unschedulable, Conditions: readConditions(object), uid: object.GetUID(), version: object.GetResourceVersion()}
+		Unschedulable: unschedulable, Conditions: readConditions(object), amounts: readAmounts(object), uid: object.GetUID(), version: object.GetResourceVersion()}
+	for name, amount := range n.amounts {
+		if !amount.IsZero() {
+			n.Allocatable = append(n.Allocatable, name)
+		}
+	}
+	slices.Sort(n.Allocatable)
 	n.labels, n.annotations = readOwners(object)
+	kubelet, _, _ := unstructured.NestedString(object.Object, "status", "nodeInfo", "kubeletVersion")
+	if is, err := version.ParseGeneric(kubelet); err == nil { // providers put words behind the number
+		n.PodsTellDevices = is.AtLeast(tellsDevices)
+	}
 	return n
 }
+
+// tellsDevices is the first kubelet that names devices in the status of pods unless it is
+// told otherwise.
+var tellsDevices = version.MustParseGeneric("1.36.0")
 
 // target names one object.
 type target struct {
 	resource        schema.GroupVersionResource
 	namespace, name string
 	chosen          fields.Set
+	// missing, if set, is told why the object cannot be followed where the server does not
+	// know the resource, or does not allow it: nothing else depends on it. It is tried again
+	// when an object would be read anew.
+	missing func(error)
 }
 
 func (t target) in(api dynamic.Interface) dynamic.ResourceInterface {
@@ -157,6 +188,12 @@ func (s *apiServer) follow(ctx context.Context, t target, see func(*unstructured
 	retry := s.backOff(s.timing.pauseMax)
 	for {
 		version, err := s.list(ctx, t, see)
+		if t.missing != nil && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err)) {
+			if t.missing(err); !sleep(ctx, around(s.timing.relist)) {
+				return ctx.Err()
+			}
+			continue
+		}
 		s.note(ctx, "list", t.resource.Resource, t.String(), err)
 		until := s.now().Add(around(s.timing.relist))
 		for err == nil {
@@ -186,7 +223,7 @@ func (s *apiServer) follow(ctx context.Context, t target, see func(*unstructured
 // request. An error of another kind says nothing about that.
 func (s *apiServer) allowed(verb string, t target, err error) {
 	refused := apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err)
-	if s.options.Refused == nil || err != nil && !refused {
+	if s.options.Refused == nil || t.missing != nil || err != nil && !refused {
 		return
 	}
 	request := verb + " " + t.resource.Resource + " " + t.String()

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -253,6 +254,23 @@ func TestWatchNode(t *testing.T) {
 		"spec": map[string]any{"unschedulable": true}})
 	if n = receive(t, told); !n.Unschedulable {
 		t.Fatalf("told %+v, want unschedulable", n)
+	}
+	// What pods may ask for by name; amounts are no news.
+	status := func(amounts map[string]any) {
+		s.put("nodes", "", "node-1", map[string]any{"metadata": map[string]any{"labels": map[string]any{"zone": "a"}},
+			"spec": map[string]any{"unschedulable": true}, "status": map[string]any{"allocatable": amounts}})
+	}
+	status(map[string]any{"cpu": "4", "example.com/gpu": "2", "example.com/gpu-mem": "80", "example.com/gpu.shared": "0"})
+	if n = receive(t, told); !slices.Equal(n.Allocatable, []string{"example.com/gpu", "example.com/gpu-mem"}) {
+		t.Fatalf("told %+v, want what there is of extended resources", n)
+	}
+	status(map[string]any{"cpu": "3", "example.com/gpu": "0", "example.com/gpu-mem": "40"})
+	if n = receive(t, told); !slices.Equal(n.Allocatable, []string{"example.com/gpu-mem"}) {
+		t.Fatalf("told %+v, want gpu-mem alone", n)
+	}
+	status(nil)
+	if n = receive(t, told); len(n.Allocatable) > 0 {
+		t.Fatalf("told %+v, want nothing allocatable", n)
 	}
 	// Gone and come again the same: nothing to tell.
 	s.put("nodes", "", "node-1", nil)

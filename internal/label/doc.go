@@ -24,7 +24,7 @@
 //	gpu.model             the model that most GPUs are of, blanks as "-"
 //	gpu.memory            MiB of one GPU of that model, all of it
 //	gpu.count             GPUs that the driver lists and can describe
-//	gpu.mode              whole, shared, mig or off, or mixed
+//	gpu.mode              whole, shared, mig, dynamic or off, or mixed
 //	gpu.partition.active  the partition in force; gpu.partition.state, which
 //	                      the agent writes beside these, says how far it is
 //	gpu.joined            the most GPUs that one pod can have and that NVLink connects;

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -71,8 +72,10 @@ type Allocation struct {
 	// Asked is when its container was first to start; zero where it has not been since
 	// Taken, or since the allocation was last open.
 	Asked time.Time
-	// Holder is who has it, where that is known.
+	// Holder is who has it, where that is known, and Beside the other pods that have it
+	// too, as those of a claim do.
 	Holder Holder
+	Beside []workload.Pod
 }
 
 // Holder is a container.
@@ -102,6 +105,23 @@ func (h Holder) Told(namespace, id string) string {
 		return h.String()
 	}
 	return "allocation " + id
+}
+
+// Who names the pods that have it.
+func (a *Allocation) Who() string {
+	names := []string{a.Holder.String()}
+	for _, p := range a.Beside {
+		names = append(names, p.String())
+	}
+	return brief.List(names, 3)
+}
+
+// Pods are those that have it, as far as they are known.
+func (a *Allocation) Pods() []workload.Pod {
+	if a.Holder.Name == "" {
+		return a.Beside
+	}
+	return append([]workload.Pod{a.Holder.Pod}, a.Beside...)
 }
 
 // Kind is what its pieces are.

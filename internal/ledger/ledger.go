@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -298,9 +299,9 @@ func (l *Ledger) SetCause(id string, why status.Cause) {
 	l.edit(id, func(a *allocation) { a.Cause = why })
 }
 
-// SetHolder says who has an allocation.
-func (l *Ledger) SetHolder(id string, h Holder) {
-	l.edit(id, func(a *allocation) { a.Holder = h })
+// SetHolder says who has an allocation, and which other pods do.
+func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
+	l.edit(id, func(a *allocation) { a.Holder, a.Beside = h, beside })
 }
 
 // Filed says that a CDI file stands for an allocation that was written at that time: one

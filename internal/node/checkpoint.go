@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"io"
 	"io/fs"
 	"os"
@@ -51,8 +52,33 @@ type Checkpoint struct {
 	// Entries is sorted by pod, container, resource and IDs. It has every
 	// plugin's devices.
 	Entries []Entry
+	// Registered is what the plugin of each resource offers: the devices that its last
+	// list called healthy. It is nil where that cannot be understood.
+	Registered map[string]Registered
 	// Stamp is that of the very file that was read.
 	Stamp Stamp
+}
+
+// Registered tells one set of device IDs from another without keeping them: there may be
+// tens of thousands.
+type Registered struct {
+	N int
+	// Sum is that of the IDs' hashes: the kubelet writes them in any order.
+	Sum uint64
+}
+
+func (r *Registered) UnmarshalJSON(data []byte) error {
+	var ids []string
+	if err := json.Unmarshal(data, &ids); err != nil {
+		return err
+	}
+	*r = Registered{N: len(ids)}
+	for _, id := range ids {
+		h := fnv.New64a()
+		io.WriteString(h, id)
+		r.Sum += h.Sum64()
+	}
+	return nil
 }
 
 func checkpointPath(kubeletDir string) string {
@@ -78,14 +104,15 @@ func ReadCheckpoint(kubeletDir string) (Checkpoint, error) {
 	case err != nil:
 		return Checkpoint{}, fmt.Errorf("read the kubelet's checkpoint: %w", err)
 	}
-	entries, err := decodeCheckpoint(data)
+	cp, err := decodeCheckpoint(data)
 	if err == nil && int64(len(data)) != stamp.Size {
 		err = errors.New("it changed while it was read")
 	}
 	if err != nil {
 		return Checkpoint{}, &failure{gpu.ErrInvalid, "understand the kubelet's checkpoint " + path, err}
 	}
-	return Checkpoint{Entries: entries, Stamp: stamp}, nil
+	cp.Stamp = stamp
+	return cp, nil
 }
 
 // CheckpointStamp tells which writing of the checkpoint is in place: another
@@ -107,32 +134,33 @@ func stampOf(info fs.FileInfo) Stamp {
 	return s
 }
 
-// decodeCheckpoint returns the entries of a checkpoint, sorted.
-func decodeCheckpoint(data []byte) ([]Entry, error) {
+// decodeCheckpoint returns a checkpoint without its stamp.
+func decodeCheckpoint(data []byte) (Checkpoint, error) {
 	var file struct {
 		Data struct {
 			// Raw, it tells an account of nothing, which is null, from a file
 			// that has no account.
-			PodDeviceEntries json.RawMessage
+			PodDeviceEntries  json.RawMessage
+			RegisteredDevices json.RawMessage
 		}
 	}
 	if err := json.Unmarshal(data, &file); err != nil {
-		return nil, err
+		return Checkpoint{}, err
 	}
 	if file.Data.PodDeviceEntries == nil {
-		return nil, errors.New("no Data.PodDeviceEntries in it")
+		return Checkpoint{}, errors.New("no Data.PodDeviceEntries in it")
 	}
 	var written []struct {
 		PodUID, ContainerName, ResourceName string
 		DeviceIDs                           deviceIDs
 	}
 	if err := json.Unmarshal(file.Data.PodDeviceEntries, &written); err != nil {
-		return nil, fmt.Errorf("Data.PodDeviceEntries: %w", err)
+		return Checkpoint{}, fmt.Errorf("Data.PodDeviceEntries: %w", err)
 	}
 	entries := make([]Entry, 0, len(written))
 	for i, w := range written {
 		if w.PodUID == "" || w.ContainerName == "" || w.ResourceName == "" || w.DeviceIDs == nil {
-			return nil, fmt.Errorf("Data.PodDeviceEntries[%d] lacks its pod's UID, its container, its resource or its devices", i)
+			return Checkpoint{}, fmt.Errorf("Data.PodDeviceEntries[%d] lacks its pod's UID, its container, its resource or its devices", i)
 		}
 		entries = append(entries, Entry{w.PodUID, w.ContainerName, w.ResourceName, w.DeviceIDs})
 	}
@@ -140,7 +168,13 @@ func decodeCheckpoint(data []byte) ([]Entry, error) {
 		return cmp.Or(cmp.Compare(a.PodUID, b.PodUID), cmp.Compare(a.Container, b.Container),
 			cmp.Compare(a.Resource, b.Resource), slices.Compare(a.IDs, b.IDs))
 	})
-	return entries, nil
+	registered := map[string]Registered{}
+	if err := json.Unmarshal(file.Data.RegisteredDevices, &registered); err != nil {
+		registered = nil // it names no holder
+	} else if registered == nil {
+		registered = map[string]Registered{} // null: no plugin has sent a list
+	}
+	return Checkpoint{Entries: entries, Registered: registered}, nil
 }
 
 // deviceIDs decodes the devices of an entry: lists by NUMA node since Kubernetes

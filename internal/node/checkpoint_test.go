@@ -105,6 +105,33 @@ func TestCheckpoint(t *testing.T) {
 	}
 }
 
+// TestRegisteredDevices: which devices a plugin's list has can be compared, in whatever order
+// the kubelet writes them, and what cannot be understood spoils nothing else.
+func TestRegisteredDevices(t *testing.T) {
+	registered := func(text string) map[string]Registered {
+		t.Helper()
+		cp, err := decodeCheckpoint([]byte(`{"Data":{"PodDeviceEntries":null` + text + `},"Checksum":1}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cp.Registered
+	}
+	of := func(ids string) Registered { return registered(`,"RegisteredDevices":{"r":` + ids + `}`)["r"] }
+	if a, b := of(`["a","b","c"]`), of(`["c","a","b"]`); a != b || a.N != 3 {
+		t.Errorf("%+v and %+v in another order", a, b)
+	}
+	for _, other := range []string{`["a","b","d"]`, `["a","b"]`, `["a","b","c","c"]`, `[]`, `null`} {
+		if of(other) == of(`["a","b","c"]`) {
+			t.Errorf("%s is taken for a, b, c", other)
+		}
+	}
+	for text, known := range map[string]bool{``: false, `,"RegisteredDevices":null`: true, `,"RegisteredDevices":{}`: true, `,"RegisteredDevices":{"r":"all"}`: false} {
+		if got := registered(text); len(got) > 0 || (got != nil) != known {
+			t.Errorf("%q: %v, want known %v", text, got, known)
+		}
+	}
+}
+
 // A file that is being written in place is never taken for a shorter account.
 func TestHalfACheckpoint(t *testing.T) {
 	for n := range len(threeHolders) {
@@ -225,14 +252,14 @@ func FuzzCheckpoint(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		got, err := decodeCheckpoint(data)
 		if err != nil {
-			if got != nil {
+			if got.Entries != nil || got.Registered != nil {
 				t.Fatalf("%+v beside %v", got, err)
 			}
 			return
 		}
 		var again strings.Builder
 		again.WriteString(`{"Data":{"PodDeviceEntries":[`)
-		for i, e := range got {
+		for i, e := range got.Entries {
 			if e.PodUID == "" || e.Container == "" || e.Resource == "" || e.IDs == nil || slices.Contains(e.IDs, "") {
 				t.Fatalf("half an entry: %+v", e)
 			}
@@ -246,7 +273,7 @@ func FuzzCheckpoint(f *testing.F) {
 				quote(t, e.PodUID), quote(t, e.Container), quote(t, e.Resource), quote(t, e.IDs))
 		}
 		again.WriteString(`]}}`)
-		if second, err := decodeCheckpoint([]byte(again.String())); err != nil || !reflect.DeepEqual(second, got) {
+		if second, err := decodeCheckpoint([]byte(again.String())); err != nil || !reflect.DeepEqual(second.Entries, got.Entries) {
 			t.Fatalf("%+v reads as %+v, %v when written again", got, second, err)
 		}
 	})

@@ -44,7 +44,11 @@
 //	gpu_healthy{gpu}                            1 or 0
 //	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
 //	driver_hangs                                1 while the driver does not answer
+//	resource_free{resource}                     devices that can be had now
+//	resource_largest_request{resource}          the largest request of one container that fits now
+//	saturation_ratio                            0 to 1: the part of the GPUs' memory that is held or cannot be had
 //	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
+//	allocatable_writes_total{cause}             times that allocatable was lowered: after a list, or the kubelet's word
 //	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
 //	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by the reason codes of docs/operations.md
 //	gpu_blocked{gpu}                            1 while the wanted partition waits for holders

@@ -30,7 +30,7 @@ type Metrics struct {
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
 	api, events, gpus, kills             *prometheus.CounterVec
-	unregistered, refusals               *prometheus.CounterVec
+	unregistered, refusals, lowered      *prometheus.CounterVec
 	evicted                              prometheus.Counter
 	breach                               prometheus.Histogram
 }
@@ -72,6 +72,8 @@ func NewMetrics(version string) *Metrics {
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
 		refusals: counter("plugin_refusals_total",
 			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for again (NotReady).", "resource", "reason"),
+		lowered: counter("allocatable_writes_total",
+			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), or because the kubelet had written more than the list says (kubelet).", "cause"),
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
@@ -103,6 +105,10 @@ func NewMetrics(version string) *Metrics {
 func (m *Metrics) Called(resource, method string, took time.Duration, err error) {
 	m.plugin.WithLabelValues(resource, method, grpcstatus.Code(err).String()).Observe(took.Seconds())
 }
+
+// Lowered counts a resource of which the Node's allocatable was lowered; cause is "list"
+// or "kubelet".
+func (m *Metrics) Lowered(cause string) { m.lowered.WithLabelValues(cause).Inc() }
 
 // Registered counts a registration at the kubelet if it failed.
 func (m *Metrics) Registered(resource string, err error) {
@@ -216,6 +222,9 @@ var (
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
 	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
+	canBeHad   = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude each other.", "resource")
+	largest    = gauge("resource_largest_request", "The largest request for a resource by one container that fits on the node now.", "resource")
+	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, 0 to 1. GPUs with mode off do not count.")
 	claims     = gauge("claims", "Allocations: sets of devices that were given together and have not ended.")
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
@@ -289,6 +298,11 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	send(hangs, truth(s.Hardware != ""))
 	for _, r := range s.Resources {
 		send(registered, truth(r.Registered), r.Name)
+		send(canBeHad, float64(r.Free), r.Name)
+		send(largest, float64(r.Largest), r.Name)
+	}
+	if s.SaturationPercent != nil {
+		send(saturation, float64(*s.SaturationPercent)/100)
 	}
 	send(generation, float64(s.Partition.Generation))
 	if s.Partition.State != "" {

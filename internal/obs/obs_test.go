@@ -112,6 +112,7 @@ func used() *Metrics {
 	m.APIError("watch", "configmaps")
 	m.Registered("example.com/gpu", errors.New("x"))
 	m.Registered("example.com/gpu", nil)
+	m.Lowered("list")
 	m.Refused("example.com/gpu-mem", status.Why(status.NotOneGPU, "24 units asked for"))
 	m.Event("sent")
 	m.GPUEvent(gpu.Event{GPU: "GPU-5e0f8c1a-0000-1111-2222-333344440001", Kind: "xid", Xid: 79})
@@ -204,6 +205,9 @@ func TestMetricsPage(t *testing.T) {
 	}
 	for _, want := range []string{
 		`gpu_agent_claims 6`,
+		`gpu_agent_resource_free{resource="example.com/gpu-mem"} 110`,
+		`gpu_agent_resource_largest_request{resource="example.com/gpu-mem"} 79`,
+		`gpu_agent_saturation_ratio 0.61`,
 		`gpu_agent_plugin_registered{resource="example.com/gpu"} 0`,
 		`gpu_agent_plugin_registered{resource="example.com/gpu-mem"} 1`,
 		`gpu_agent_plugin_registration_errors_total{resource="example.com/gpu"} 1`,

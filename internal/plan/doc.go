@@ -53,6 +53,15 @@
 // such an allocation instead, and [Blocked] names it. A process on an instance that no allocation
 // covers pins it like a holder.
 //
+// # Dynamic
+//
+// A dynamic GPU has a Layout with all placements, and is offered whole and in memory units
+// besides. Its allocations say which MIG mode it needs; without any it stays as it is:
+//
+//	a claim of the whole GPU, idle instances in MIG mode   Work: destroy 1g.10gb@1, disable MIG mode
+//	a claim of 3g.40gb@4, not in MIG mode                  Work: enable MIG mode; then: create 3g.40gb@4
+//	a reset that may not be, or a process on an instance   Stuck: the devices of the other mode are withdrawn
+//
 // The package has no clock and does not know the driver, the kubelet's lists or device
 // IDs. Why an allocation has to wait is told to its pod ([Changes].Trouble), so no other
 // tenant's pod is named there; Blocked and Conditions are for operators.

@@ -27,8 +27,13 @@ type MIGInput struct {
 	Working map[gpu.UUID]*Work
 	// Expired are instances on demand that have been idle for long enough.
 	Expired map[gpu.UUID][]mig.Placement
-	// Deferred are the instances of allocations that are not to be tried again yet.
+	// Deferred are the instances of allocations that are not to be tried again yet. Without
+	// a placement it is the MIG mode that an allocation needs.
 	Deferred map[Want]bool
+	// Stuck is why the MIG mode of a GPU could not be changed of late, and NeverReset says
+	// that no GPU may be reset for it.
+	Stuck      map[gpu.UUID]status.Cause
+	NeverReset bool
 }
 
 // Work is what is to be done to one GPU's hardware.
@@ -63,7 +68,7 @@ func (w *Work) Takes() bool {
 // concernsMIG reports whether a GPU is in MIG mode, or on its way there or back. A
 // mode that is pending and not wanted is neither.
 func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
-	return w.Mode == config.MIG || d.MIG.Enabled ||
+	return w.Mode == config.MIG || w.Mode == config.Dynamic || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Allocations, func(c ledger.Allocation) bool {
 			return c.Kind() == ledger.Placement && c.Takes(d.UUID)
@@ -90,7 +95,8 @@ type gpuWithMIG struct {
 	owner ledger.FrontEnd
 }
 
-// Want is an instance that an allocation, named by its key, waits for.
+// Want is an instance that an allocation, named by its key, waits for, or without a
+// placement the MIG mode.
 type Want struct {
 	Allocation string
 	GPU        gpu.UUID
@@ -132,7 +138,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			continue
 		}
 		if c.Kind() != ledger.Placement {
-			g.others = append(g.others, c.Holder.String())
+			g.others = append(g.others, c.Who())
 			continue
 		}
 		for j := range c.Grants {
@@ -140,7 +146,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			if has.GPU != d.UUID || has.NoRoom {
 				continue
 			}
-			if g.holders = append(g.holders, c.Holder.String()); len(g.holders) == 1 {
+			if g.holders = append(g.holders, c.Who()); len(g.holders) == 1 {
 				g.owner = c.Owner
 			}
 			placement, ok := g.card.Placement(has.Placement.Profile, has.Placement.Start, has.Placement.CI)
@@ -149,7 +155,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			}
 			g.held[placement] = c
 			if !stands[placement] {
-				g.missing = append(g.missing, mig.Standing{Placement: placement, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
+				g.missing = append(g.missing, mig.Standing{Placement: placement, Pinned: true, Holder: c.Who(), Reason: heldReason})
 				if !c.Asked.IsZero() {
 					g.wishes = append(g.wishes, wish{c, placement})
 				}
@@ -166,7 +172,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		holder, held := g.held[placement]
 		switch {
 		case held && !s.Empty:
-			s.Pinned, s.Holder, s.Reason = true, holder.Holder.String(), heldReason
+			s.Pinned, s.Holder, s.Reason = true, holder.Who(), heldReason
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
@@ -255,6 +261,10 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	if !have.Known && len(g.others) > 0 {
 		have = in.inferLayout(d, Layout{})
 	}
+	if w.Mode == config.Dynamic || w.Mode == config.Keep && have.Dynamic {
+		in.planDynamic(g, w, have, out)
+		return
+	}
 	to, leaving := in.next(g, w, have, out)
 	work := in.MIG.Working[d.UUID]
 	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
@@ -265,12 +275,15 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 			}
 		}
 	}
-	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[d.UUID] == "" {
-		// An allocation that was granted is made good, whatever the partition has
-		// become since: its holder could not end otherwise.
+	switch can := work == nil && d.Fault == "" && in.Others[d.UUID] == ""; {
+	// An allocation that was granted is made good, whatever the partition has
+	// become since: its holder could not end otherwise.
+	case can && (to.Dynamic && len(g.holders)+len(g.others) > 0 || in.otherMode(g, w)):
+		in.switchMode(g, w, leaving, out)
+	case can && d.MIG.Enabled:
 		in.grant(g, leaving, w, out)
-	} else {
-		in.postpone(g, out)
+	default:
+		in.postpone(g, nil, out)
 	}
 	in.finishMIG(g, have, to, leaving, out)
 }
@@ -278,7 +291,7 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 // unplanned leaves a GPU as it is for which there can be no plan, and says why. A GPU
 // that cannot be read is said to be faulty elsewhere.
 func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error, out *Changes) {
-	if d.Fault == "" && (w.Mode == config.MIG || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
+	if d.Fault == "" && (w.Mode == config.MIG || w.Mode == config.Dynamic || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
 		out.say(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
 	}
 	if have.Known {
@@ -368,9 +381,10 @@ func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status
 	return leaving
 }
 
-// postpone tells the allocations that wait for an instance why none is made on their GPU
-// now. A pod is told this: no other tenant's is named.
-func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
+// postpone tells the allocations that wait for an instance, and plain ones that wait for
+// the MIG mode, why nothing is done on their GPU now. A pod is told this: no other tenant's is
+// named.
+func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Changes) {
 	why := status.Why(status.MIGOff, "%s is not in MIG mode", g.Name())
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
@@ -383,6 +397,7 @@ func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 	for _, wish := range g.wishes {
 		out.Trouble[wish.allocation.ID] = why
 	}
+	await(plain, why, out)
 }
 
 // follow plans what the partition wants of a GPU that nothing else stands against,
@@ -489,7 +504,7 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 		}
 		return
 	}
-	if w.Mode != config.MIG || !w.OnDemand || len(g.wishes) > 0 || slices.ContainsFunc(out.Work, func(o Work) bool { return o.GPU == u }) {
+	if !w.OnDemand || len(g.wishes) > 0 || slices.ContainsFunc(out.Work, func(o Work) bool { return o.GPU == u }) {
 		return
 	}
 	var steps []mig.Step
@@ -561,7 +576,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) || have.speaksOther(to) {
+	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) || have.speaksOther(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Changing = append(out.Changing, u)
 		}

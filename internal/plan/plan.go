@@ -41,6 +41,10 @@ type Layout struct {
 	// Placements are the MIG devices of kind Placement, in the order of the list; N counts
 	// them.
 	Placements []mig.Placement `json:"placements,omitempty"`
+	// Dynamic says of kind Placement that the GPU is offered whole and as memory besides;
+	// N counts memory units then. It is one of these at a time: whoever comes first has
+	// the MIG mode changed.
+	Dynamic bool `json:"dynamic,omitempty"`
 	// Alone are the numbers of the only devices of kind Units or Replica, where they
 	// linger without the others; empty where the first N are meant.
 	Alone ledger.UnitSet `json:"alone,omitempty"`
@@ -48,8 +52,13 @@ type Layout struct {
 
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
+	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit && c.Dynamic == o.Dynamic &&
 		slices.Equal(c.Placements, o.Placements) && slices.Equal(c.Alone, o.Alone)
+}
+
+// Has reports whether pieces of a kind are offered.
+func (c Layout) Has(k ledger.Kind) bool {
+	return c.Offers && (c.Kind == k || c.Dynamic && (k == ledger.Whole || k == ledger.Units))
 }
 
 // Through reports whether a GPU is offered through a front-end.
@@ -78,6 +87,8 @@ func (c Layout) Mode() string {
 		return string(config.Off)
 	case c.Kind == ledger.Whole:
 		return string(config.Whole)
+	case c.Dynamic:
+		return string(config.Dynamic)
 	case c.Kind == ledger.Placement:
 		return string(config.MIG)
 	default:
@@ -157,6 +168,9 @@ type Changes struct {
 	Conditions []status.Condition
 	// Blocked is in index order.
 	Blocked []Blocked
+	// Stuck is why the MIG mode of a dynamic GPU cannot change: what needs the other mode
+	// cannot be had.
+	Stuck map[gpu.UUID]status.Cause
 	// Busy says that a process which no allocation covers is on a MIG instance, Process
 	// that a change or a container waits for the end of one.
 	Busy, Process bool
@@ -212,7 +226,7 @@ type Input struct {
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
 // have no room for now is withdrawn, and laid out when others have left them.
 func Make(in Input) Changes {
-	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{}}
+	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{}, Stuck: map[gpu.UUID]status.Cause{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -280,7 +294,7 @@ func notOffered(d *gpu.Device, why string) status.Cause {
 func holdersOf(allocations []ledger.Allocation, u gpu.UUID, except ledger.FrontEnd) (names []string, held bool) {
 	for i := range allocations {
 		if a := &allocations[i]; a.Takes(u) && api(a.Owner) != except {
-			names = append(names, a.Holder.String())
+			names = append(names, a.Who())
 		}
 	}
 	return compact(names), len(names) > 0

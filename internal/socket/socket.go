@@ -101,6 +101,31 @@ func (s *Socket) Remove() error {
 	return err
 }
 
+// ErrServed is wrapped by RemoveLeft's error where somebody listens.
+var ErrServed = errors.New("a process listens there")
+
+// RemoveLeft removes the socket that a killed process has left at path. It removes none
+// that somebody listens on, for which the error wraps ErrServed, and no other file.
+func RemoveLeft(path string) error {
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return fmt.Errorf("look at socket: %w", err)
+	case info.Mode().Type() != fs.ModeSocket:
+		return nil // not ours
+	}
+	if conn, err := net.Dial("unix", path); err == nil {
+		_ = conn.Close()
+		return fmt.Errorf("remove socket %s: %w", path, ErrServed)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove socket: %w", err)
+	}
+	return nil
+}
+
 // Keep returns a socket whose file is at path: s, or a new one, made like Listen's, where
 // there is none yet or its file is gone. Where another process listens there the error
 // says so: if both took the place back there would be no end of it. The newer process has

@@ -26,6 +26,8 @@ type Document struct {
 	GPUs []gpu.Device `json:"gpus,omitempty"`
 	// Faults is the health monitor's memory.
 	Faults []health.Record `json:"faults,omitempty"`
+	// Cordoned are the GPUs that an operator keeps new pods off.
+	Cordoned []gpu.UUID `json:"cordoned,omitempty"`
 	// Layouts are what is listed to the kubelet.
 	Layouts []Layout `json:"layouts,omitempty"`
 	// TimeSlices is what the agent last set, by GPU.
@@ -56,12 +58,13 @@ type file struct {
 	Document
 }
 
+// encodeDocument returns it in one line.
 func encodeDocument(d Document) ([]byte, error) {
 	d.GPUs = slices.Clone(d.GPUs)
 	for i := range d.GPUs {
 		d.GPUs[i].MIG.Profiles = nil
 	}
-	data, err := json.MarshalIndent(file{Version, d}, "", "  ")
+	data, err := json.Marshal(file{Version, d})
 	if err != nil {
 		return nil, fmt.Errorf("encode the state: %w", err)
 	}

@@ -10,6 +10,7 @@ import (
 	"hash/crc32"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 	"unicode/utf8"
 
@@ -36,12 +37,13 @@ func (c *Allocation) valid() bool {
 // version; the payload of version 1 is a Allocation in JSON, which has no newline and
 // of which no beginning is JSON.
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+// castagnoli is made when the first line is: a start has no time to lose.
+var castagnoli = sync.OnceValue(func() *crc32.Table { return crc32.MakeTable(crc32.Castagnoli) })
 
 const sumDigits = 8
 
 func checksum(version, payload []byte) uint32 {
-	return crc32.Update(crc32.Checksum(version, castagnoli), castagnoli, payload)
+	return crc32.Update(crc32.Checksum(version, castagnoli()), castagnoli(), payload)
 }
 
 // encodeLine refuses an allocation that would not come back as it is.

@@ -5,6 +5,7 @@ package state
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -44,6 +45,12 @@ type Store struct {
 
 	document    Document     // as found
 	allocations []Allocation // as found
+	// saved is what the document's file said when Save looked last, in one line; info is nil
+	// before that.
+	saved struct {
+		line []byte
+		info fs.FileInfo
+	}
 
 	journal *os.File
 	lines   []string // the whole lines of journal, in its order
@@ -189,18 +196,31 @@ func (s *Store) Allocations() []Allocation { return slices.Clone(s.allocations) 
 // Save makes d what the next Open finds. Where it does already, nothing is
 // written; where writing fails, the old document stands.
 func (s *Store) Save(d Document) error {
-	data, err := encodeDocument(d)
+	line, err := encodeDocument(d)
 	if err != nil {
 		return err
 	}
-	if info, err := s.lstat(documentFile); err != nil {
+	info, err := s.lstat(documentFile)
+	if err != nil {
 		return err
-	} else if info != nil && info.Size() == int64(len(data)) {
-		if old, err := s.read(documentFile); err == nil && bytes.Equal(old, data) {
-			return nil
+	}
+	if now := s.saved.info; info != nil && now != nil && bytes.Equal(line, s.saved.line) &&
+		os.SameFile(info, now) && info.Size() == now.Size() && info.ModTime().Equal(now.ModTime()) {
+		return nil // every round asks
+	}
+	var data bytes.Buffer
+	if err := json.Indent(&data, line, "", "  "); err != nil {
+		return fmt.Errorf("encode the state: %w", err)
+	}
+	s.saved.info = nil
+	if old, err := s.read(documentFile); err != nil || !bytes.Equal(old, data.Bytes()) {
+		if err := s.put(documentFile, data.String(), func() error { return nil }); err != nil {
+			return err
 		}
 	}
-	return s.put(documentFile, string(data), func() error { return nil })
+	s.saved.line = line
+	s.saved.info, err = s.lstat(documentFile)
+	return err
 }
 
 // Append adds an allocation. It is one write, with no flush. After an error the allocation may or may

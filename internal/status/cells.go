@@ -78,6 +78,9 @@ func (p *printer) placements(devices []tenant) {
 	for i, d := range devices {
 		rows[i] = []string{d.Placement.label(), d.Placement.State, d.Name, d.Age}
 		reasons[i] = d.Placement.Reason
+		if d.Beside != "" {
+			reasons[i] = join("; ", reasons[i], "shared with "+d.Beside)
+		}
 		if d.Waits != "" {
 			reasons[i] = join("; ", reasons[i], "waits for the end of "+d.Waits)
 		}

@@ -15,8 +15,8 @@ type Condition struct {
 	// Type is one of Types.
 	Type Type `json:"type"`
 	Cause
-	// Subject is a GPU's UUID, a device's ID, a resource's name or an allocation's key;
-	// empty for the node.
+	// Subject is a GPU's UUID, a device's ID, a resource's or a driver's name, an
+	// allocation's key, or a claim as "namespace/name"; empty for the node.
 	Subject string `json:"subject,omitempty"`
 	// Since is when it was first seen.
 	Since time.Time `json:"since,omitzero"`
@@ -75,7 +75,7 @@ const (
 	Blocked   Type = "Blocked"   // a change waits for holders to end
 	Pending   Type = "Pending"   // a change is under way, or waits for something else
 	Unhealthy Type = "Unhealthy" // a GPU or a MIG instance has a fault
-	Waiting   Type = "Waiting"   // a container that was given devices may not start yet
+	Waiting   Type = "Waiting"   // a container that was given devices may not start yet, or a claim never
 	Leaving   Type = "Leaving"   // a MIG device is withdrawn, or goes when its holder ends
 	Noted     Type = "Noted"     // a remark; nothing waits for it
 )

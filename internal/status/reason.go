@@ -21,6 +21,12 @@ const (
 	HoldersUnknown    Reason = "HoldersUnknown"
 	ListsFull         Reason = "ListsFull"
 	NotInPartition    Reason = "NotInPartition"
+	APIServerUnfit    Reason = "APIServerUnfit"
+	SlicesFailed      Reason = "SlicesFailed"
+	SlicesChanged     Reason = "SlicesChanged"
+	NameInUse         Reason = "NameInUse"
+	AgentEnds         Reason = "AgentEnds"
+	GPUNodeFailed     Reason = "GPUNodeFailed"
 )
 
 // Reasons about GPUs and their driver.
@@ -31,6 +37,8 @@ const (
 	DriverFilesUnknown   Reason = "DriverFilesUnknown"
 	GPUMissing           Reason = "GPUMissing"
 	OtherOwner           Reason = "OtherOwner"
+	GPUCordoned          Reason = "GPUCordoned"
+	CordonUnknown        Reason = "CordonUnknown"
 	MIGUnsupported       Reason = "MIGUnsupported"
 	MIGOff               Reason = "MIGOff"
 	InstanceUnknown      Reason = "InstanceUnknown"
@@ -53,6 +61,10 @@ const (
 	NotOneGPU  Reason = "NotOneGPU"
 	TooFewGPUs Reason = "TooFewGPUs"
 	NotReady   Reason = "NotReady"
+	// Of claims that can never be prepared as they are.
+	ClaimOutdated Reason = "ClaimOutdated"
+	ClaimRefused  Reason = "ClaimRefused"
+	ClaimEnded    Reason = "ClaimEnded"
 )
 
 // Reasons of Events, and of the node's condition. Some are those of conditions, too.
@@ -68,6 +80,7 @@ const (
 	GPUUnhealthy        Reason = "GPUUnhealthy"
 	GPURecovered        Reason = "GPURecovered"
 	GPUsHealthy         Reason = "GPUsHealthy"
+	Offered             Reason = "Offered"
 	GPUDriverHangs      Reason = "GPUDriverHangs"
 	CapExceeded         Reason = "CapExceeded"
 	CapEvicted          Reason = "CapEvicted"

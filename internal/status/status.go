@@ -28,6 +28,10 @@ type Status struct {
 	Conditions []Condition `json:"conditions,omitempty"`
 	// Resources are those that the node serves to the kubelet, by name.
 	Resources []Resource `json:"resources,omitempty"`
+	// SaturationPercent is the part of the GPUs' memory that is held or cannot be had,
+	// rounded down. GPUs with mode off do not count; a node that has no other has 100. It is
+	// nil from an agent that does not tell.
+	SaturationPercent *int `json:"saturationPercent,omitempty"`
 	// GPUs is sorted by index.
 	GPUs []GPU `json:"gpus"`
 	// Containers has the memory of each container on each GPU that it holds,
@@ -76,6 +80,10 @@ type Resource struct {
 	// Error is why it does not. It is empty for the first half minute, in which a
 	// kubelet may be restarting. After that Partition.Message has it as well.
 	Error string `json:"error,omitempty"`
+	// Free is how many of them can be had now, and Largest the largest request of one
+	// container that fits. MIG devices on demand exclude each other.
+	Free    int `json:"free,omitempty"`
+	Largest int `json:"largest,omitempty"`
 }
 
 // GPU is one GPU.
@@ -88,7 +96,7 @@ type GPU struct {
 	NUMA *int   `json:"numa,omitempty"`
 	// MemoryMiB is the size of the whole GPU's memory.
 	MemoryMiB uint64 `json:"memoryMiB"`
-	// Mode is the partition's word for the layout: whole, shared, mig or off; empty
+	// Mode is the partition's word for the layout: whole, shared, mig, dynamic or off; empty
 	// while no partition is in force.
 	Mode string `json:"mode,omitempty"`
 	// API is "dra" where the GPU is offered through dynamic resource allocation, and
@@ -217,6 +225,8 @@ type Holder struct {
 	// Waits names the pods that still use the devices, for whose end the container's start
 	// waits; empty if nobody does.
 	Waits string `json:"waits,omitempty"`
+	// Beside are the other pods that share the devices, "namespace/pod": those of a claim.
+	Beside []string `json:"beside,omitempty"`
 }
 
 // Container is a container's memory on one GPU. A container that holds two GPUs is

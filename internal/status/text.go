@@ -384,6 +384,9 @@ func (p *printer) holders(list []tenant) {
 	widths := p.columns(indent, rows)
 	for i, row := range rows {
 		p.row(indent, widths, row, "", "", faint)
+		if b := list[i].Beside; b != "" {
+			p.wrapped(indent+"  ", faint, "shared with "+b)
+		}
 		if w := list[i].Waits; w != "" {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}

@@ -43,9 +43,11 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 		}
 		real := *edits.Mounts[at]
 		real.ContainerPath = s.Real
-		for _, m := range edits.Mounts {
+		for i, m := range edits.Mounts {
 			if s.isOf(m) {
-				m.HostPath = s.HostPath
+				instead := *m // this one is the parts' own
+				instead.HostPath = s.HostPath
+				edits.Mounts[i] = &instead
 			}
 		}
 		edits.Mounts = append(edits.Mounts, &real)

@@ -17,12 +17,12 @@ import (
 // Annotations need CDI 0.6.0.
 func Record(spec *specs.Spec, domain, record string) error {
 	if len(spec.Devices) != 1 {
-		return fmt.Errorf("record a claim in a CDI spec of %d devices, want one: %w", len(spec.Devices), gpu.ErrInvalid)
+		return fmt.Errorf("record an allocation in a CDI spec of %d devices, want one: %w", len(spec.Devices), gpu.ErrInvalid)
 	}
 	spec.Annotations = map[string]string{AnnotationName(domain, spec.Devices[0].Name): record}
 	var err error
 	if spec.Version, err = specs.MinimumRequiredVersion(spec); err != nil {
-		return fmt.Errorf("record claim %s: choose a CDI version: %w", spec.Devices[0].Name, err)
+		return fmt.Errorf("record allocation %s: choose a CDI version: %w", spec.Devices[0].Name, err)
 	}
 	return nil
 }
@@ -36,7 +36,7 @@ func ReadRecord(spec *specs.Spec, domain string) (key, record string, err error)
 		record = spec.Annotations[AnnotationName(domain, key)]
 	}
 	if record == "" || !ValidKey(key) {
-		return "", "", fmt.Errorf("the CDI spec does not say which claim it is: %w", gpu.ErrInvalid)
+		return "", "", fmt.Errorf("the CDI spec does not say which allocation it is: %w", gpu.ErrInvalid)
 	}
 	return key, record, nil
 }

@@ -62,11 +62,9 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 		}
 		merge(&all, edits)
 	}
-	all, err := clone(all)
+	err := over.apply(&all)
 	if err == nil {
-		if err = over.apply(&all); err == nil {
-			all, err = clone(all)
-		}
+		all, err = clone(all)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("describe allocation %s: %w", key, err)

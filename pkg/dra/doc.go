@@ -20,6 +20,12 @@
 // and a newer process takes the place over. Thirty seconds after the last socket has gone
 // the kubelet deletes the driver's slices.
 //
+// While there is no socket, or nobody listens at it, each call of the kubelet fails at once,
+// and it tries again after a minute or more. So a server should run as soon as a process
+// begins that will have claims, and until it has none to prepare: its Driver may wait, and
+// the kubelet's call waits with it. Nothing is gained by leaving the socket's file to the
+// next process: that one's makes the kubelet register the driver anew all the same.
+//
 // # Claims
 //
 // The kubelet names claims and nothing else; what they were allocated is in the API. It

@@ -370,6 +370,29 @@ func TestTwoProcesses(t *testing.T) {
 	<-older.registered
 }
 
+// What a killed process has left goes, and nothing that somebody serves or another made.
+func TestRemoveSocket(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, name+"-reg.sock")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.SetUnlinkOnClose(false)
+	if err := RemoveSocket(dir, name); err == nil || !strings.Contains(err.Error(), "serves the DRA driver "+name) {
+		t.Errorf("somebody serves it: %v", err)
+	}
+	_ = l.Close()
+	for range 2 {
+		if err := RemoveSocket(dir, name); err != nil {
+			t.Error(err)
+		}
+		if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("left: %v", err)
+		}
+	}
+}
+
 func TestNames(t *testing.T) {
 	for _, bad := range []string{"", ".", "a.", ".a", "a..b", "-a", "a-", "a-.b", "a.-b", "A", "a_b", "a/b", strings.Repeat("a", 64)} {
 		if _, err := New(Options{Name: bad}); err == nil {

@@ -159,11 +159,25 @@ func New(o Options) (*Server, error) {
 	if !domain(o.Name) {
 		return nil, fmt.Errorf("serve the DRA driver %q: the name is not a domain of at most 63 characters", o.Name)
 	}
-	path := filepath.Join(o.Dir, o.Name+"-reg.sock")
+	path := socketPath(o.Dir, o.Name)
 	if len(path) > socket.MaxPath {
 		return nil, fmt.Errorf("serve the DRA driver %s: %s is too long for a socket's address of at most %d bytes", o.Name, path, socket.MaxPath)
 	}
 	return &Server{opts: o, path: path}, nil
+}
+
+// socketPath is where the kubelet looks for a driver.
+func socketPath(dir, name string) string { return filepath.Join(dir, name+"-reg.sock") }
+
+// RemoveSocket removes the socket that a killed process has left for a driver in the
+// kubelet's registry directory. It removes none that somebody
+// listens on; the error then says so.
+func RemoveSocket(dir, name string) error {
+	err := socket.RemoveLeft(socketPath(dir, name))
+	if errors.Is(err, socket.ErrServed) {
+		err = fmt.Errorf("%w and serves the DRA driver %s; end it first", err, name)
+	}
+	return err
 }
 
 // domain reports whether a driver may have this name: a DNS subdomain of at most 63
@@ -280,7 +294,7 @@ func (s *Server) set(change func(*Server)) {
 	if s.status.Registered = s.accepted && s.conns > 0; s.status.Registered != before.Registered {
 		s.status.Since = time.Now()
 	}
-	changed := s.status != before
+	changed := s.status.Registered != before.Registered || fmt.Sprint(s.status.Err) != fmt.Sprint(before.Err)
 	s.mu.Unlock()
 	if changed {
 		s.opts.Changed()

@@ -45,6 +45,8 @@
 //     itself, and of equals the one that came last. Where nobody counts, or the counts are
 //     false, that is the one with the most memory, as the kernel's OOM killer chooses in a
 //     cgroup. What the others have is judged anew when it is gone.
+//   - A container with several shares of a GPU may have their sum. Those who have one of
+//     these alone are judged by that one first, and all of them together by the sum ([Party]).
 //   - Only containers of which everything is known are judged. Processes of no
 //     pod never are.
 //   - An intruder, a container on a GPU of which it holds nothing, is one only

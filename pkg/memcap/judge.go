@@ -85,8 +85,7 @@ type Allowance struct {
 	GPU       gpu.UUID
 	Cap       uint64 // bytes; None: all of it
 	// Allocation is the ID of the allocation that has the cap. Containers of the same
-	// one share its cap, and have no other allowance on that GPU. Empty: the cap is the
-	// container's own.
+	// one share its cap; see Party. Empty: the cap is the container's own.
 	Allocation string
 }
 
@@ -202,20 +201,27 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 	}
 	c.at = s.At
 
-	uses := c.uses(s, shared(s.GPU, allowances), known)
+	uses := c.uses(s, Parties(s.GPU, slices.DeleteFunc(slices.Clone(allowances), func(a Allowance) bool { return !known(a.Container) })))
 	doubts := make(map[party]*doubt, len(uses))
+	suspects := map[string]bool{}
 	var verdicts []Verdict
 	for i := range uses {
 		u := &uses[i]
+		if slices.ContainsFunc(u.seen, func(container string) bool { return suspects[container] }) {
+			continue // they are over a smaller cap: when that is settled, this may be
+		}
 		d := c.doubts[u.party]
 		if d != nil && (s.At.Sub(d.seen) > j.policy.Memory || d.named != "" && !u.has(d.named)) {
 			d = nil // the one that it named is gone: what the others have is judged anew
 		}
 		if known(u.container()) {
-			d = j.doubt(d, s, u, allowances)
+			d = j.doubt(d, s, u)
 		}
 		if d == nil {
 			continue
+		}
+		for _, container := range u.seen {
+			suspects[container] = true
 		}
 		doubts[u.party] = d
 		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && (d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace) {
@@ -245,25 +251,9 @@ func (j *Judge) Excuse(v Verdict) {
 	}
 }
 
-// shared returns the allocations of the containers that may share one, by container.
-func shared(u gpu.UUID, allowances []Allowance) map[string]string {
-	out := map[string]string{}
-	for _, h := range allowances {
-		if h.GPU == u && h.Allocation != "" {
-			out[h.Container] = h.Allocation
-		}
-	}
-	return out
-}
-
 // doubt returns what to think of a party from this sample on, nil for nothing.
-func (j *Judge) doubt(d *doubt, s Sample, u *use, allowances []Allowance) *doubt {
-	limit, holds := uint64(0), false
-	for _, h := range allowances {
-		if h.GPU == s.GPU && h.Container == u.container() {
-			limit, holds = plus(limit, h.Cap), true
-		}
-	}
+func (j *Judge) doubt(d *doubt, s Sample, u *use) *doubt {
+	limit, holds := u.cap, u.holds
 	kind := Over
 	if !holds {
 		kind = Intruder
@@ -290,12 +280,14 @@ func (j *Judge) doubt(d *doubt, s Sample, u *use, allowances []Allowance) *doubt
 	return d
 }
 
-// party is who answers for what is used: a container, or all of an allocation.
+// party is who answers for what is used: a container, or all of some allocations.
 type party struct{ allocation, container string }
 
 // use is what a party has in a sample.
 type use struct {
 	party
+	cap      uint64
+	holds    bool   // it has a cap: it is no intruder
 	used     uint64 // a lower bound if unclear
 	unclear  bool
 	seen     []string  // its containers, sorted
@@ -343,9 +335,9 @@ func (u *use) offender(limit uint64) string {
 	})
 }
 
-// uses returns who has how much in a sample, sorted, and notes which PIDs are listed.
-// A container of which not everything is known answers for itself alone.
-func (c *card) uses(s Sample, allocations map[string]string, known func(string) bool) []use {
+// uses returns who has how much in a sample, in the order of the parties, and notes which
+// PIDs are listed. A container that is in no party answers for itself alone.
+func (c *card) uses(s Sample, parties []Party) []use {
 	listed := make(map[int]uint64, len(s.Processes))
 	sorted := make([]Process, 0, len(s.Processes))
 	for _, p := range s.Processes {
@@ -362,37 +354,44 @@ func (c *card) uses(s Sample, allocations map[string]string, known func(string) 
 	slices.SortStableFunc(sorted, func(a, b Process) int {
 		return cmp.Or(cmp.Compare(a.Container, b.Container), comparePlaces(a, b))
 	})
-	at := map[party]int{}
-	var uses []use
+	uses, of := make([]use, len(parties), len(parties)+1), map[string][]int{}
+	for i := range parties {
+		uses[i] = use{party: parties[i].key(), cap: parties[i].Cap, holds: true}
+		for _, container := range parties[i].Containers {
+			of[container] = append(of[container], i)
+		}
+	}
 	for _, p := range sorted {
-		who := party{container: p.Container}
-		if id := allocations[p.Container]; id != "" && known(p.Container) {
-			who = party{allocation: id}
-		}
-		i, ok := at[who]
-		if !ok {
-			i = len(uses)
-			at[who] = i
-			uses = append(uses, use{party: who})
-		}
-		u := &uses[i]
-		if !u.has(p.Container) {
-			u.seen = append(u.seen, p.Container)
+		if of[p.Container] == nil {
+			of[p.Container] = []int{len(uses)}
+			uses = append(uses, use{party: party{container: p.Container}})
 		}
 		// A PID that was listed before this process began was listed for
 		// another, whose memory it may still be.
-		if since := listed[p.PID]; p.Start == 0 || since > 0 && p.Start > since {
-			u.unclear = true
-			continue
-		}
-		u.evidence = append(u.evidence, p)
-		if p.Known {
-			u.used = plus(u.used, p.Bytes)
-		} else {
-			u.unclear = true
+		since := listed[p.PID]
+		other := p.Start == 0 || since > 0 && p.Start > since
+		for _, i := range of[p.Container] {
+			uses[i].add(p, other)
 		}
 	}
-	return uses
+	return slices.DeleteFunc(uses, func(u use) bool { return len(u.seen) == 0 })
+}
+
+// add adds a process, or what is listed under the PID of another.
+func (u *use) add(p Process, other bool) {
+	if !u.has(p.Container) {
+		u.seen = append(u.seen, p.Container)
+	}
+	if other {
+		u.unclear = true
+		return
+	}
+	u.evidence = append(u.evidence, p)
+	if p.Known {
+		u.used = plus(u.used, p.Bytes)
+	} else {
+		u.unclear = true
+	}
 }
 
 // Offences remembers for an hour who was ended for an offence. The zero value

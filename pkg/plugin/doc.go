@@ -34,6 +34,12 @@
 // streams, which does no harm, but the older one is never closed; so this
 // happens at most once in 30 seconds.
 //
+// The kubelet asks once for each registration whether it has to call before it starts a
+// container. It has to, but for a resource without devices: there the kubelet would refuse
+// every container that wants the resource, also one that has a device of that name by a
+// ResourceClaim. So a resource that loses its last device, or gets its first, is
+// registered again, and no device is sent before that.
+//
 // [Kubelet.Status] says how each resource fares: whether the kubelet receives its
 // newest list, since when it does not, and why. A kubelet that opens a stream and
 // ends it at once, again and again, does not receive it; [KubeletOptions] has a
@@ -58,7 +64,8 @@
 // open stream, which makes the kubelet write its checkpoint anew. Nothing is
 // sent, and nothing registered, before the source knows its devices: an empty
 // list would fail the pods that wait for the old ones. A list that the kubelet
-// could not receive (4 MiB) is not sent and shows in [Status].
+// could not receive (4 MiB) is not sent and shows in [Status]. [KubeletOptions].Sent is
+// told of each list that was sent, for those who count what can be had.
 //
 // # Calls
 //

@@ -45,6 +45,9 @@ type KubeletOptions struct {
 	// Changed is called when Status may say something else than before. It is
 	// optional and must not block.
 	Changed func()
+	// Sent is called when the kubelet has been sent a list of a resource's devices, so
+	// many of them healthy. It is optional and must not block.
+	Sent func(resource string, healthy int)
 	// Watch is how changes of Dir are noticed. Default: socket.Inotify. Where it fails,
 	// Dir is looked at once a second, and Watch is tried again now and then.
 	Watch socket.Watch
@@ -105,6 +108,9 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	}
 	if o.Looked == nil {
 		o.Looked = func() {}
+	}
+	if o.Sent == nil {
+		o.Sent = func(string, int) {}
 	}
 	if o.Changed == nil {
 		o.Changed = func() {}
@@ -295,7 +301,7 @@ func (k *Kubelet) identify(path string) sockID {
 
 // register tells the kubelet of a resource and its socket. The kubelet dials
 // the socket before it answers.
-func (k *Kubelet) register(ctx context.Context, resource, endpoint string) error {
+func (k *Kubelet) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, k.answer)
 	defer cancel()
 	path := filepath.Join(k.opts.Dir, kubeletSocket)
@@ -313,7 +319,7 @@ func (k *Kubelet) register(ctx context.Context, resource, endpoint string) error
 		Version:      api.Version,
 		Endpoint:     endpoint,
 		ResourceName: resource,
-		Options:      options(),
+		Options:      o,
 	})
 	if err != nil {
 		return fmt.Errorf("register with the kubelet at %s: %w", path, err)

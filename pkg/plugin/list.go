@@ -16,8 +16,8 @@ const maxListBytes = 4 << 20
 // list is a ListAndWatchResponse as it goes over the wire. It is encoded once,
 // however often the kubelet opens its stream, and never changed after that.
 type list struct {
-	devices int
-	message []byte
+	devices, healthy int
+	message          []byte
 	// of is the Source's slice: the same slice again needs no second encoding.
 	of []Device
 }
@@ -45,12 +45,15 @@ func encode(devices []Device) (*list, error) {
 		return nil, fmt.Errorf("a list of %d devices takes %d bytes, and the kubelet receives at most %d: cut the GPUs into fewer devices",
 			len(devices), size, maxListBytes)
 	}
-	b := make([]byte, 0, size)
+	b, healthy := make([]byte, 0, size), 0
 	for i := range devices {
+		if devices[i].Healthy {
+			healthy++
+		}
 		device = devices[i].appendTo(device[:0])
 		b = appendBytes(b, fieldListDevices, device)
 	}
-	return &list{devices: len(devices), message: b, of: devices}, nil
+	return &list{devices: len(devices), healthy: healthy, message: b, of: devices}, nil
 }
 
 // appendTo appends the device's message.

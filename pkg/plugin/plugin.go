@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"math"
 	"path/filepath"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -121,8 +120,8 @@ const (
 
 // Run serves the resource until ctx ends, and returns nil then. It waits for
 // the source's first list, listens, registers, and does both again whenever
-// the kubelet has started anew, its stream has ended or the socket's file is
-// gone. Everything that can pass is tried again and logged; an error means that
+// the kubelet has started anew, its stream has ended, the socket's file is gone, or the
+// resource has got its first device or lost its last. Everything that can pass is tried again and logged; an error means that
 // this resource cannot be served in this directory at all.
 func (p *Plugin) Run(ctx context.Context) error {
 	path, err := socketPath(p.kubelet.opts.Dir, p.resource)
@@ -153,6 +152,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		kubelet, looked := p.kubelet.sock.get()
 		streams, streamed := s.streams.get()
 		suspected, suspicion := p.suspected.get()
+		outdated, devices := s.outdated()
 		var wait <-chan time.Time
 		if fresh, err := socket.Keep(sock, path, "."+hash(p.resource)); err != nil {
 			p.report(err, noStream)
@@ -167,10 +167,10 @@ func (p *Plugin) Run(ctx context.Context) error {
 				sock = fresh
 				background.Go(func() { _ = server.Serve(fresh) })
 			}
-			due, in := reg.due(kubelet, streams, suspected, time.Now())
+			due, in := reg.due(kubelet, streams, suspected, time.Now(), outdated)
 			switch {
 			case due:
-				err := p.register(ctx, sock, kubelet, looked)
+				err := p.register(ctx, s, sock, kubelet, looked)
 				if ctx.Err() != nil {
 					return nil
 				}
@@ -193,6 +193,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		case <-looked:
 		case <-streamed:
 		case <-suspicion:
+		case <-devices:
 		case <-wait:
 		}
 	}
@@ -202,7 +203,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 func (p *Plugin) newService(ctx context.Context) *service {
 	s := &service{resource: p.resource, source: p.source, log: p.kubelet.opts.Logger, observer: p.kubelet.opts.Observer, stop: ctx,
 		ration:  brief.NewRation(p.kubelet.opts.Logger, time.Now, time.AfterFunc),
-		changed: p.kubelet.opts.Changed, stood: p.kubelet.stood}
+		changed: p.kubelet.opts.Changed, sent: p.kubelet.opts.Sent, stood: p.kubelet.stood}
 	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -230,11 +231,12 @@ var errOvertaken = errors.New("the kubelet or the socket has changed meanwhile")
 // register registers sock with the kubelet that was seen. It gives up at once
 // when that is no longer what is there: a kubelet that starts removes our
 // socket, and would look for it for 10 s if it were told of it just then.
-func (p *Plugin) register(ctx context.Context, sock *socket.Socket, kubelet sockID, looked <-chan struct{}) error {
+func (p *Plugin) register(ctx context.Context, s *service, sock *socket.Socket, kubelet sockID, looked <-chan struct{}) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
-	go func() { answer <- p.kubelet.register(ctx, p.resource, filepath.Base(sock.Path)) }()
+	required, _ := s.asks.get()
+	go func() { answer <- p.kubelet.register(ctx, p.resource, filepath.Base(sock.Path), options(required)) }()
 	for {
 		select {
 		case err := <-answer:
@@ -259,7 +261,7 @@ func (p *Plugin) suspect(now time.Time) {
 		return
 	}
 	l, _ := s.list.get()
-	if l != nil && slices.ContainsFunc(l.of, func(d Device) bool { return d.Healthy }) {
+	if l != nil && l.healthy > 0 {
 		p.suspected.set(now)
 	}
 }
@@ -329,8 +331,9 @@ type registration struct {
 // due says whether to register now, or else after what time to ask again; 0
 // means not before something changes. suspected is when the kubelet was last
 // found not to know the resource; a suspicion that is too early is forgotten, not
-// postponed, since the next look finds it again.
-func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) (bool, time.Duration) {
+// postponed, since the next look finds it again. outdated says that the kubelet was told
+// something else of the resource when it was registered.
+func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time, outdated bool) (bool, time.Duration) {
 	if kubelet == (sockID{}) {
 		return false, 0 // No kubelet.
 	}
@@ -340,11 +343,11 @@ func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) 
 	if suspected.Sub(r.at) >= r.suspectEvery {
 		return true, 0 // The streams that are open are not the kubelet's.
 	}
-	if now.open > 0 && (!r.failed || now.opened > r.opened) {
+	if now.open > 0 && !outdated && (!r.failed || now.opened > r.opened) {
 		return false, 0 // Where registering failed, an older stream proves nothing.
 	}
 	wait := r.backoff
-	if !r.failed && now.opened == r.opened {
+	if !outdated && !r.failed && now.opened == r.opened {
 		wait = max(wait, streamGrace) // Its stream is on the way.
 	}
 	if left := wait - t.Sub(r.at); left > 0 {

@@ -45,11 +45,9 @@ func TestListsReachTheKubelet(t *testing.T) {
 	k.await(t, "first list", lastIs(gpuMem, "a b"))
 	src.list.set([]Device{a1, b0})
 	k.await(t, "withdrawal", lastIs(gpuMem, "a !b"))
-	src.list.set([]Device{})
-	k.await(t, "no device any more", lastIs(gpuMem, ""))
 	src.list.set(nil) // Not known: the last list stands.
 	src.list.set([]Device{a1})
-	k.await(t, "devices again", lastIs(gpuMem, "a"))
+	k.await(t, "fewer devices", lastIs(gpuMem, "a"))
 
 	// The same slice again is a list again: it makes the kubelet write its
 	// checkpoint.
@@ -66,6 +64,70 @@ func TestListsReachTheKubelet(t *testing.T) {
 	}
 	if !strings.Contains(a.log.String(), `msg="sent list" resource=example.com/gpu-mem devices=2 bytes=`) {
 		t.Error("the size of lists is not logged")
+	}
+}
+
+// Who counts what can be had is told of each list once the kubelet has been sent it, and
+// of none that it has not.
+func TestSentTellsWhatCanBeHad(t *testing.T) {
+	leakCheck(t)
+	dir := pluginDir(t)
+	told := make(chan string, 16)
+	src := sourceOf(a1, b1)
+	startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) {
+		k.opts.Sent = func(resource string, healthy int) { told <- fmt.Sprint(resource, " ", healthy) }
+	})
+	if len(told) > 0 {
+		t.Errorf("%s, and there is no kubelet", <-told)
+	}
+	k := startKubelet(t, dir)
+	for _, step := range []struct {
+		list []Device
+		want string
+	}{{nil, "2"}, {[]Device{a1, b0}, "1"}, {[]Device{b0}, "0"}, {[]Device{}, "0"}, {[]Device{b1}, "1"}} {
+		if step.list != nil {
+			src.list.set(step.list)
+		}
+		// A resource that is registered again has its list sent again.
+		for got := ""; got != gpuMem+" "+step.want; {
+			select {
+			case got = <-told:
+			case <-time.After(10 * time.Second):
+				t.Fatalf("after the list %v: told %q last, want %s", step.list, got, step.want)
+			}
+		}
+	}
+	k.await(t, "the last list", lastIs(gpuMem, "b"))
+}
+
+// TestPodsByNameAfterTheLastDevice: a kubelet that has to call before each start refuses
+// every container that wants the resource and has no device of it, also one that has a
+// device by a claim ("no devices found allocated in local cache"). So it must not have to
+// where the resource has no device; where it has one, it must be told before it hears of
+// the device.
+func TestPodsByNameAfterTheLastDevice(t *testing.T) {
+	leakCheck(t)
+	dir := pluginDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1)
+	a := startAgent(t, dir, map[string]Source{gpuMem: src})
+	k.await(t, "the device", lastIs(gpuMem, "a"))
+	for range 3 {
+		src.list.set([]Device{})
+		k.await(t, "no call without devices", func(s seen) bool {
+			return lastIs(gpuMem, "")(s) && !s[gpuMem].Options.GetPreStartRequired()
+		})
+		// While the kubelet does not listen, it is not shown what it would start.
+		k.refuse(errors.New("not now"))
+		src.list.set([]Device{a1})
+		eventually(t, "the plugin says why", func() bool { return a.Status()[0].Err != nil })
+		if s := k.seen()[gpuMem]; shape(s.Devices) != "" {
+			t.Fatalf("the kubelet was shown %q before it was told to call", shape(s.Devices))
+		}
+		k.refuse(nil)
+		k.await(t, "the device, and a call", func(s seen) bool {
+			return lastIs(gpuMem, "a")(s) && s[gpuMem].Options.GetPreStartRequired()
+		})
 	}
 }
 

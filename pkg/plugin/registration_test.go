@@ -67,7 +67,7 @@ func TestRegistrationDue(t *testing.T) {
 			for _, d := range c.tried {
 				r.tried(d.with, d.before, t0.Add(d.at), d.err)
 			}
-			due, in := r.due(c.sock, c.now, suspected, t0.Add(c.at))
+			due, in := r.due(c.sock, c.now, suspected, t0.Add(c.at), false)
 			if due != (c.want == 0) || !due && in != max(c.want, 0) {
 				t.Errorf("due = %v, %v, want it in %v", due, in, c.want)
 			}
@@ -77,7 +77,7 @@ func TestRegistrationDue(t *testing.T) {
 	for range 100 {
 		r.tried(one, quiet, t0, refused)
 	}
-	if _, in := r.due(one, quiet, time.Time{}, t0); in != lastBackoff {
+	if _, in := r.due(one, quiet, time.Time{}, t0, false); in != lastBackoff {
 		t.Errorf("after 100 refusals the next try is in %v, want %v", in, lastBackoff)
 	}
 }

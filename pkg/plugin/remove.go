@@ -5,10 +5,10 @@ package plugin
 import (
 	"errors"
 	"fmt"
-	"io/fs"
-	"net"
 	"os"
 	"strings"
+
+	"example.com/gpu-agent/internal/socket"
 )
 
 // Left lists the resources whose sockets are in a kubelet's directory and of which
@@ -36,28 +36,13 @@ func RemoveSockets(dir string, resources []string) error {
 	var errs []error
 	for _, r := range resources {
 		path, err := socketPath(dir, r)
-		if err != nil {
-			errs = append(errs, err)
-			continue
+		if err == nil {
+			err = socket.RemoveLeft(path)
 		}
-		info, err := os.Lstat(path)
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			continue
-		case err != nil:
-			errs = append(errs, fmt.Errorf("look at socket: %w", err))
-			continue
-		case info.Mode().Type() != fs.ModeSocket:
-			continue // not ours
+		if errors.Is(err, socket.ErrServed) {
+			err = fmt.Errorf("%w and serves %s; end it first", err, r)
 		}
-		if conn, err := net.Dial("unix", path); err == nil {
-			_ = conn.Close()
-			errs = append(errs, fmt.Errorf("remove socket %s: a process serves %s there; end it first", path, r))
-			continue
-		}
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, fmt.Errorf("remove socket: %w", err))
-		}
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }

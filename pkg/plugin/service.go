@@ -33,13 +33,22 @@ type service struct {
 	// list is what streams send; nil until the source knows its devices.
 	list    cell[*list]
 	streams cell[streams]
+	// asks says whether the kubelet is to ask before it starts containers, and told what
+	// it was told of that, the last time that it asked.
+	asks cell[bool]
+	told cell[told]
 	// fault is why the source's newest list is not what is sent; nil if it is.
 	fault cell[fault]
 	// changed is called when any of these has changed.
 	changed func()
+	// sent is KubeletOptions.Sent.
+	sent func(resource string, healthy int)
 	// stood is streamStood.
 	stood time.Duration
 }
+
+// told is what the kubelet was told, if it has asked.
+type told struct{ asked, required bool }
 
 // fault is what is wrong, and since when; zero where nothing is.
 type fault struct {
@@ -146,6 +155,9 @@ func (s *service) take(devices []Device) {
 	}
 	s.setFault(nil)
 	s.list.set(l)
+	if was, _ := s.asks.get(); was != (l.devices > 0) {
+		s.asks.set(l.devices > 0)
+	}
 }
 
 func (s *service) setFault(err error) {
@@ -156,12 +168,26 @@ func (s *service) setFault(err error) {
 	s.changed()
 }
 
+// GetDevicePluginOptions is asked once for each registration.
 func (s *service) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
-	return options(), nil
+	required, _ := s.asks.get()
+	s.told.set(told{true, required})
+	return options(required), nil
 }
 
-func options() *api.DevicePluginOptions {
-	return &api.DevicePluginOptions{PreStartRequired: true, GetPreferredAllocationAvailable: true}
+// options says whether the kubelet is to ask before it starts a container that wants the
+// resource. It must not where the resource has no device: it would refuse every such
+// container, also one that has what it wants by a claim.
+func options(required bool) *api.DevicePluginOptions {
+	return &api.DevicePluginOptions{PreStartRequired: required, GetPreferredAllocationAvailable: true}
+}
+
+// outdated reports whether the kubelet was told something else of its calls than holds
+// now. changed is closed when that may be another answer.
+func (s *service) outdated() (yes bool, changed <-chan struct{}) {
+	now, changed := s.asks.get()
+	was, _ := s.told.get()
+	return was.asked && was.required != now, changed
 }
 
 func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
@@ -172,16 +198,20 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 	var sent *list
 	for {
 		l, changed := s.list.get()
-		if l != nil && l != sent {
+		was, asked := s.told.get()
+		// No device is shown to a kubelet that would start containers without a word.
+		if l != nil && l != sent && (l.devices == 0 || was.required || !was.asked) {
 			if err := stream.SendMsg(l); err != nil {
 				s.log.Warn("send list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message), "err", err)
 				return err
 			}
 			sent = l
+			s.sent(s.resource, l.healthy)
 			s.log.Info("sent list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message))
 		}
 		select {
 		case <-changed:
+		case <-asked:
 		case <-stream.Context().Done():
 			return nil
 		case <-s.stop.Done():

@@ -28,8 +28,12 @@ type operation struct {
 	before, after func(context.Context, *node) error
 	// do is what the world does; it waits for the agent where the world would.
 	do func(context.Context, *node) error
-	// start says that the process to be killed is one that begins with do.
+	// start says that the process to be killed is one that begins with do, and then is
+	// what the world does after that; nil is nothing.
 	start bool
+	then  func(context.Context, *node) error
+	// strike, if set, is what happens at the change in place of the agent's end.
+	strike func(*node)
 	// workers is how many nodes it is tried on at once, many where a kill is
 	// followed by half a minute of waiting: so long a claim is kept that no witness
 	// speaks of. Each agent takes three inotify instances, of which Linux gives a
@@ -244,68 +248,77 @@ func TestKilledAtEachChange(t *testing.T) {
 	t.Parallel()
 	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
 	for _, make := range operations() {
-		first := make()
-		name := first.name
-		t.Run(strings.ReplaceAll(name, " ", "_"), func(t *testing.T) {
-			t.Parallel()
-			began, ctx := time.Now(), inOrder(t)
-			var next, failures, points atomic.Int64
-			var over atomic.Bool // a k was not reached
-			var full atomic.Pointer[string]
-			var all sync.WaitGroup
-			for range first.workers {
-				all.Go(func() {
-					op := make()
-					var n *node
-					var err error
-					defer func() {
-						if n != nil {
-							err = errors.Join(err, n.close())
-						}
-						if err != nil {
-							t.Error(err)
-						}
-					}()
-					for !over.Load() && failures.Load() < maxFailures {
-						if n == nil {
-							if n, err = settled(ctx, m); err != nil {
-								return
-							}
-							if err = n.kubelet.Outlive(outlived(n.gpus)...); err != nil {
-								return
-							}
-						}
-						k := int(next.Add(1))
-						changes, killed, failed := n.try(ctx, op, k)
-						at := "not killed"
-						if killed {
-							points.Add(1)
-							at = "killed before " + n.list(changes[k-1:])
-						} else if failed == nil {
-							over.Store(true)
-							text := n.list(changes)
-							full.Store(&text)
-						}
-						if failed != nil {
-							failures.Add(1)
-							t.Errorf("k = %d, %s: %v\n%s", k, at, failed, n.said())
-							if err = n.close(); err != nil {
-								return
-							}
-							n = nil
-						}
-					}
-				})
+		killAtEach(t, make, func(ctx context.Context) (*node, error) {
+			n, err := settled(ctx, m)
+			if err == nil {
+				err = n.kubelet.Outlive(outlived(n.gpus)...)
 			}
-			all.Wait()
-			if over.Load() {
-				t.Logf("%s: killed at each of %d changes, %.1f s; those of one that was not killed: %s",
-					name, points.Load(), time.Since(began).Seconds(), *full.Load())
-			} else {
-				t.Errorf("%s: killed at %d changes, and then given up", name, points.Load())
-			}
+			return n, err
 		})
 	}
+}
+
+// killAtEach tries an operation, on new nodes, with a kill at the first change, at the
+// second, and so on.
+func killAtEach(t *testing.T, make func() operation, fresh func(context.Context) (*node, error)) {
+	first := make()
+	name := first.name
+	t.Run(strings.ReplaceAll(name, " ", "_"), func(t *testing.T) {
+		t.Parallel()
+		began, ctx := time.Now(), inOrder(t)
+		var next, failures, points atomic.Int64
+		var over atomic.Bool // a k was not reached
+		var full atomic.Pointer[string]
+		var all sync.WaitGroup
+		for range first.workers {
+			all.Go(func() {
+				op := make()
+				var n *node
+				var err error
+				defer func() {
+					if n != nil {
+						err = errors.Join(err, n.close())
+					}
+					if err != nil {
+						t.Error(err)
+					}
+				}()
+				for !over.Load() && failures.Load() < maxFailures {
+					if n == nil {
+						if n, err = fresh(ctx); err != nil {
+							return
+						}
+					}
+					k := int(next.Add(1))
+					changes, killed, failed := n.try(ctx, op, k)
+					at := "not killed"
+					if killed {
+						points.Add(1)
+						at = "killed before " + n.list(changes[k-1:])
+					} else if failed == nil {
+						over.Store(true)
+						text := n.list(changes)
+						full.Store(&text)
+					}
+					if failed != nil {
+						failures.Add(1)
+						t.Errorf("k = %d, %s: %v\n%s", k, at, failed, n.said())
+						if err = n.close(); err != nil {
+							return
+						}
+						n = nil
+					}
+				}
+			})
+		}
+		all.Wait()
+		if over.Load() {
+			t.Logf("%s: killed at each of %d changes, %.1f s; those of one that was not killed: %s",
+				name, points.Load(), time.Since(began).Seconds(), *full.Load())
+		} else {
+			t.Errorf("%s: killed at %d changes, and then given up", name, points.Load())
+		}
+	})
 }
 
 // inOrder is the test's context, which ends soon enough for the test to clean up
@@ -356,6 +369,10 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 	if err != nil {
 		return nil, false, err
 	}
+	n.strike = nil
+	if op.strike != nil {
+		n.strike = func() { op.strike(n) }
+	}
 	var armed *tracee
 	do := op.do
 	if op.start {
@@ -367,14 +384,18 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 			return nil, false, err
 		}
 		armed = n.begin(k)
-		step("after the kill", func(context.Context, *node) error { return nil })
+		then := op.then
+		if then == nil {
+			then = func(context.Context, *node) error { return nil }
+		}
+		step("after the kill", then)
 	} else {
 		armed = n.arm(k)
 		step("after the kill", do)
 	}
 	changes, killed = armed.seen()
 	if !killed {
-		armed.arm(0)
+		armed.arm(0, nil)
 	}
 	step("back", op.after)
 	if wrong := n.complaints(); len(wrong) > 0 {

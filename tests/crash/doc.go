@@ -69,6 +69,32 @@
 // is the same to the byte; no temporary file is left; what is held or free is
 // listed Healthy and what is withdrawn is not; the partition's state is right.
 //
+// # Claims
+//
+// Where a node's GPUs are offered through DRA there is a real API server besides
+// (tests/plane), and the kubelet registers the driver, has claims prepared and
+// unprepared, and keeps its account of them. The agent's way to the server leads through
+// this program, and each request by which it changes a ResourceSlice or a claim is two
+// more moments at which it is killed: before the request goes out, and when the server
+// has done it and the agent has not heard so. They are counted with the changes of files:
+//
+//	52  fsync       cdi
+//	53  patch       resourceclaims/<name>/status
+//	54  done patch  resourceclaims/<name>/status
+//
+// A call that ended with the agent is made again, as the kubelet does, and has to succeed
+// then. At the end the allocations are what the kubelet's account and the containers name,
+// with CDI devices whose names follow from the claim and the request alone; the slices
+// have each device of the layouts once, without a taint, or with one where a change waits;
+// the instances under containers are those that were, and each claim's status says what it
+// has.
+//
+// The same is done with the kubelet killed at these moments: it starts again at once,
+// deletes the node's slices, and has what it does not know to be prepared prepared again.
+// And the agent is started, and killed meanwhile, after a reboot (no containers, no
+// instances, no CDI files, another boot), after its own files were lost, after the
+// kubelet's account was, and after both were.
+//
 // # Changes of the hardware
 //
 // The agent changes the driver's state, too: it destroys and makes MIG instances
@@ -99,7 +125,7 @@
 //	go test ./tests/crash                    the agent that make build makes; about two minutes
 //	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
 //	go test ./tests/crash -seed 7            other samples of the calls
-//	go test ./tests/crash -long -timeout 4h  every call and every length
+//	go test ./tests/crash -long -timeout 4h  every call, every change around claims and every length
 //
 // # What it does not know
 //

@@ -327,8 +327,10 @@ func (n *node) instancesDiffer() error {
 			}
 		}
 		got := map[string]bool{}
-		for _, m := range capNode.FindAllStringSubmatch(c.contents, -1) {
-			got[m[1]] = true
+		for _, contents := range c.files {
+			for _, m := range capNode.FindAllStringSubmatch(contents, -1) {
+				got[m[1]] = true
+			}
 		}
 		if !maps.Equal(got, want) {
 			return fmt.Errorf("container %s has the nodes %v of instances, want %v", c.Id, slices.Sorted(maps.Keys(got)), slices.Sorted(maps.Keys(want)))
@@ -488,7 +490,7 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 	if !reached {
 		changes, _ := n.armed.seen()
 		n.changes = len(changes)
-		n.armed.arm(0)
+		n.armed.arm(0, nil)
 	}
 	if err = errors.Join(err, came); err == nil {
 		err = n.settle(ctx)
@@ -525,13 +527,7 @@ func often(ctx context.Context, what string, ok func() error) error {
 
 // spared says which instance of a resident is not the one that it was.
 func (n *migNode) spared() error {
-	now := map[string]uint64{}
-	for _, g := range n.world.State().GPUs {
-		all, _ := standing(g)
-		for _, i := range all {
-			now[i.id] = i.serial
-		}
-	}
+	now := n.standing()
 	for _, id := range slices.Sorted(maps.Keys(n.serials)) {
 		if now[id] != n.serials[id] {
 			return fmt.Errorf("%s has been made anew under its container: it is number %d, and was %d", id, now[id], n.serials[id])

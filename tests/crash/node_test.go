@@ -195,6 +195,11 @@ type node struct {
 	excess bool
 	edits  int
 	serial int // of pods
+	// claims is what the node has besides where its GPUs are offered through DRA; nil
+	// elsewhere.
+	claims *claimSide
+	// strike, if set, is what happens instead of the agent's end; see tracee.
+	strike func()
 
 	mu      sync.Mutex
 	process *tracee // guarded by mu; the newest
@@ -210,10 +215,20 @@ func startNode(m *machine, modes ...string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
-	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"), modes: modes}
-	err = errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit())
+	return newNode(m, dir, nil, modes...)
+}
+
+// newNode is startNode in a directory of the caller's.
+func newNode(m *machine, dir string, claims *claimSide, modes ...string) (*node, error) {
+	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"), modes: modes, claims: claims}
+	err := errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit())
+	options := fakes.KubeletOptions{Dir: filepath.Join(n.dir, "kubelet"), Agent: agentPod, Judge: true}
+	if claims != nil {
+		options.Wipe = claims.wipe
+		err = errors.Join(err, claims.begin(n))
+	}
 	if err == nil {
-		n.kubelet, err = fakes.StartKubelet(fakes.KubeletOptions{Dir: filepath.Join(n.dir, "kubelet"), Agent: agentPod, Judge: true})
+		n.kubelet, err = fakes.StartKubelet(options)
 	}
 	if err == nil {
 		n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi)
@@ -234,7 +249,11 @@ func (n *node) close() error {
 	if n.runtime != nil {
 		n.runtime.Stop()
 	}
-	return errors.Join(lib.Unmount(n.state), os.RemoveAll(n.dir))
+	var err error
+	if n.claims != nil {
+		err = n.claims.close()
+	}
+	return errors.Join(err, lib.Unmount(n.state), os.RemoveAll(n.dir))
 }
 
 // edit writes the partition file anew, as n.modes has it. The file differs each
@@ -254,6 +273,9 @@ func (n *node) edit() error {
 		fmt.Fprintf(&b, "    - devices: [%d]\n      mode: %s\n", i, mode)
 		if fixed {
 			fmt.Fprintf(&b, "      geometry: %s\n", geometry)
+		}
+		if n.claims != nil {
+			b.WriteString("      api: dra\n")
 		}
 	}
 	path := filepath.Join(n.dir, "partitions.yaml")
@@ -290,6 +312,9 @@ func (n *node) beginLocked(kill int) *tracee {
 			args = append(args, "--"+f.name, f.value)
 		}
 	}
+	if n.claims != nil {
+		args = append(args, n.claims.flags()...)
+	}
 	p, err := n.launch(args, kill)
 	if err != nil {
 		n.wrong = append(n.wrong, err.Error())
@@ -306,7 +331,7 @@ func (n *node) launch(args []string, kill int) (*tracee, error) {
 		return nil, err
 	}
 	defer log.Close()
-	return startTraced(args, log, kill, n.cdi, n.state)
+	return startTraced(args, log, kill, n.strike, n.cdi, n.state)
 }
 
 func (n *node) logFile(start int) string {
@@ -321,7 +346,7 @@ func (n *node) watch(p *tracee) {
 	if n.ending {
 		return
 	}
-	if _, killed := p.seen(); !killed {
+	if !p.mayEnd() {
 		n.wrong = append(n.wrong, fmt.Sprintf("the agent ended by itself: status %#x", p.status))
 	}
 	n.beginLocked(0)
@@ -343,7 +368,7 @@ func (n *node) end() {
 func (n *node) arm(k int) *tracee {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.process.arm(k)
+	n.process.arm(k, n.strike)
 	return n.process
 }
 
@@ -502,6 +527,9 @@ func (n *node) differs(ctx context.Context) error {
 	if err := n.filesDiffer(held); err != nil {
 		return err
 	}
+	if n.claims != nil {
+		return n.claims.differs(&st)
+	}
 	return n.offerDiffers(held, st.Partition.State)
 }
 
@@ -547,6 +575,9 @@ func (n *node) held() map[string]holding {
 			}
 		}
 	}
+	if n.claims != nil {
+		maps.Copy(held, n.claims.held())
+	}
 	return held
 }
 
@@ -572,12 +603,14 @@ func (n *node) filesDiffer(held map[string]holding) error {
 		return err
 	}
 	for _, c := range n.runtime.living(fakes.Pod{}) {
-		data, err := os.ReadFile(filepath.Join(n.cdi, c.file))
-		if err != nil {
-			return fmt.Errorf("container %s runs: %w", c.Id, err)
-		}
-		if string(data) != c.contents {
-			return fmt.Errorf("container %s runs and its CDI file %s has changed, from\n%s\nto\n%s", c.Id, c.file, c.contents, data)
+		for file, contents := range c.files {
+			data, err := os.ReadFile(filepath.Join(n.cdi, file))
+			if err != nil {
+				return fmt.Errorf("container %s runs: %w", c.Id, err)
+			}
+			if string(data) != contents {
+				return fmt.Errorf("container %s runs and its CDI file %s has changed, from\n%s\nto\n%s", c.Id, file, contents, data)
+			}
 		}
 	}
 	if got, err = names(n.state); err != nil {

@@ -28,13 +28,13 @@ type criRuntime struct {
 	containers map[string]*container // by ID
 }
 
-// container is one, with the CDI file that its devices came from.
+// container is one, with the CDI files that its devices came from.
 type container struct {
 	*cri.Container // its state is the runtime's
 	pod            fakes.Pod
-	ids            []string // of its devices
-	file           string
-	contents       string
+	ids            []string          // of its devices
+	devices        []string          // of CDI
+	files          map[string]string // contents by name
 }
 
 func startRuntime(socket, cdiDir string) (*criRuntime, error) {
@@ -55,7 +55,7 @@ func (r *criRuntime) create(a fakes.Allocation) (id string, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.serial++
-	c := &container{pod: a.Pod, ids: a.IDs, Container: &cri.Container{
+	c := &container{pod: a.Pod, ids: a.IDs, files: map[string]string{}, Container: &cri.Container{
 		Id:       fmt.Sprintf("%s-%s-%d", a.Pod.Name, a.Container, r.serial),
 		Metadata: &cri.ContainerMetadata{Name: a.Container}, State: cri.ContainerState_CONTAINER_CREATED,
 		Annotations: maps.Clone(a.Answer.Annotations),
@@ -65,13 +65,14 @@ func (r *criRuntime) create(a fakes.Allocation) (id string, err error) {
 		if device == nil {
 			return "", fmt.Errorf("CreateContainerError: unresolvable CDI device %s", d.Name)
 		}
-		c.file = filepath.Base(device.GetSpec().GetPath())
 		data, err := os.ReadFile(device.GetSpec().GetPath())
 		if err != nil {
 			return "", err
 		}
-		c.contents = string(data)
+		c.devices = append(c.devices, d.Name)
+		c.files[filepath.Base(device.GetSpec().GetPath())] = string(data)
 	}
+	r.SetDevices(c.Id, c.devices...)
 	r.containers[c.Id] = c
 	r.Put(a.Pod, c.Container, cri.ContainerEventType_CONTAINER_CREATED_EVENT)
 	return c.Id, nil
@@ -99,7 +100,7 @@ func (r *criRuntime) living(p fakes.Pod) (out []container) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, id := range slices.Sorted(maps.Keys(r.containers)) {
-		if c := r.containers[id]; (p == fakes.Pod{} && c.file != "" || c.pod == p) && r.State(id) != cri.ContainerState_CONTAINER_EXITED {
+		if c := r.containers[id]; (p == fakes.Pod{} && len(c.files) > 0 || c.pod == p) && r.State(id) != cri.ContainerState_CONTAINER_EXITED {
 			out = append(out, *c)
 		}
 	}

@@ -28,8 +28,10 @@ type tracee struct {
 	status syscall.WaitStatus
 }
 
-func startTraced([]string, *os.File, int, ...string) (*tracee, error) { return nil, errArch }
+func startTraced([]string, *os.File, int, func(), ...string) (*tracee, error) { return nil, errArch }
 
-func (t *tracee) arm(int)                {}
+func (t *tracee) arm(int, func())        {}
+func (t *tracee) mayEnd() bool           { return false }
+func (t *tracee) note(change) bool       { return false }
 func (t *tracee) seen() ([]change, bool) { return nil, false }
 func (t *tracee) end()                   {}

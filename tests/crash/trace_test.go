@@ -158,16 +158,19 @@ type tracee struct {
 	changes []change // since arm, the one that was prevented included
 	kill    int      // at the entry of which change to kill; 0: none
 	killed  bool     // that has happened
+	// strike, if set, is what happens at the change to kill at, instead of this program's
+	// end: somebody else's.
+	strike func()
 }
 
-// startTraced starts a program. Its output goes to a file. kill is as in arm:
-// whoever starts a program to kill it may not be late.
-func startTraced(argv []string, output *os.File, kill int, dirs ...string) (*tracee, error) {
+// startTraced starts a program. Its output goes to a file. kill is as in arm, and strike as
+// in tracee: whoever starts a program to kill it may not be late.
+func startTraced(argv []string, output *os.File, kill int, strike func(), dirs ...string) (*tracee, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find this program: %w", err)
 	}
-	t := &tracee{done: make(chan struct{}), kill: kill}
+	t := &tracee{done: make(chan struct{}), kill: kill, strike: strike}
 	for _, dir := range dirs {
 		// The kernel names open files by their real paths.
 		real, err := filepath.EvalSymlinks(dir)
@@ -272,18 +275,30 @@ func (t *tracee) meet(tid int, known map[int]bool) {
 	if !ok || !t.watched(path) {
 		return
 	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.killed {
-		return
-	}
-	t.changes = append(t.changes, change{s.name, path})
-	if len(t.changes) == t.kill {
-		t.killed = true
+	if t.note(change{s.name, path}) {
 		for other := range known {
 			_ = unix.Kill(other, unix.SIGKILL) // it may have ended
 		}
 	}
+}
+
+// note counts a change, and reports whether it is this program's last: the one to kill it
+// at. Where somebody else is to be struck instead, it does that. After the one to kill at
+// nothing is counted.
+func (t *tracee) note(c change) (last bool) {
+	t.mu.Lock()
+	if t.killed {
+		t.mu.Unlock()
+		return false
+	}
+	t.changes = append(t.changes, c)
+	t.killed = len(t.changes) == t.kill
+	hit, strike := t.killed, t.strike
+	t.mu.Unlock()
+	if hit && strike != nil {
+		strike()
+	}
+	return hit && strike == nil
 }
 
 // where works out what a call is about. ok is false where it is nothing that
@@ -344,11 +359,20 @@ func (t *tracee) watched(path string) bool {
 }
 
 // arm counts from now on, and kills at the entry of the k-th change; at none
-// with k = 0.
-func (t *tracee) arm(k int) {
+// with k = 0. strike, if it is given, happens then instead.
+func (t *tracee) arm(k int, strike func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.changes, t.kill = nil, k
+	// After its own end it is another process that counts.
+	t.killed = t.killed && t.strike == nil
+	t.changes, t.kill, t.strike = nil, k, strike
+}
+
+// mayEnd reports whether the program's end is what its kill has made of it.
+func (t *tracee) mayEnd() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.killed && t.strike == nil
 }
 
 // seen returns the changes since arm, and whether the last of them was the one

@@ -70,7 +70,7 @@ func TestTheTracerKillsBeforeTheKthChange(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p, err := startTraced([]string{"/usr/bin/env", writerEnv + "=" + dir, self}, log, k, dir)
+		p, err := startTraced([]string{"/usr/bin/env", writerEnv + "=" + dir, self}, log, k, nil, dir)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -120,7 +120,7 @@ var canTrace = sync.OnceValue(func() error {
 		return err
 	}
 	defer log.Close()
-	p, err := startTraced([]string{"/bin/true"}, log, 0)
+	p, err := startTraced([]string{"/bin/true"}, log, 0, nil)
 	if err != nil {
 		return err
 	}

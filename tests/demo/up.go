@@ -68,13 +68,14 @@ func up(ctx context.Context) (err error) {
 	}{
 		{"Start a Kubernetes node in namespaces of its own", d.startNode},
 		{fmt.Sprintf("Lay down an emulated NVIDIA driver with %d GPUs of type %s", gpuCount, gpuModel), d.layDriver},
-		{"Deploy the agent as its DaemonSet: kubectl apply -k deployments/base", d.deploy},
+		{"Deploy the agent as its DaemonSet: deployments/base with components/dra", d.deploy},
 		{"Two pods ask for 24 GiB of GPU memory each: both land on one GPU", d.twoPods},
 		{"A third pod asks for 100 GiB, more than any GPU has: it is refused", d.refusal},
 		{"Edit the partition ConfigMap: idle GPUs turn whole, one to MIG on demand", d.recut},
 		{"A pod asks for one whole GPU", d.wholePod},
 		{"Two pods ask for MIG instances, which are made when they start", d.instances},
 		{"gpu-agent status", d.status},
+		{"Dynamic resource allocation: a GPU is whole, then cut, then shared, as pods ask", d.dynamic},
 	} {
 		if err := d.step(part.title, func() error { return part.do(ctx) }); err != nil {
 			return err
@@ -107,7 +108,7 @@ func (d *demo) layDriver(ctx context.Context) (err error) {
 }
 
 func (d *demo) deploy(ctx context.Context) (err error) {
-	if d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Partitions: allShared}); err != nil {
+	if d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared}); err != nil {
 		return err
 	}
 	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpuCount * unitsPerGPU, lab.GPU: 0}); err != nil {
@@ -341,6 +342,105 @@ func (d *demo) status(ctx context.Context) error {
 		return err
 	}
 	d.say("%s", out)
+	return nil
+}
+
+// dynamic has claims of one GPU in mode dynamic, which the scheduler gives out: what does not
+// fit beside the holders waits for their end.
+func (d *demo) dynamic(ctx context.Context) error {
+	if err := d.node.DeletePods(ctx); err != nil {
+		return err
+	}
+	var others []int
+	for _, g := range d.driver.GPUs {
+		if g.Index != d.sliced {
+			others = append(others, g.Index)
+		}
+	}
+	file := fmt.Sprintf(`version: v1
+partitions:
+  default:
+    - devices: [%d]
+      mode: dynamic
+      api: dra
+    - devices: %s
+      mode: off
+`, d.sliced, list(others))
+	d.say("%s", file)
+	if err := d.agent.SetPartitions(ctx, file); err != nil {
+		return err
+	}
+	if _, err := d.agent.AwaitState(ctx, "applied"); err != nil {
+		return err
+	}
+	d.say("its devices can be had when the names that it had before have left the kubelet's lists, after a minute")
+	const whole, half, memory = "gpu.example.com", "mig-" + largeProfile + ".example.com", "gpu-memory.example.com"
+	var holders []*lab.RunningPod
+	for _, next := range []struct {
+		is     string
+		claims []lab.Claim
+	}{
+		{"whole", []lab.Claim{{Name: "all", Class: whole}}},
+		{"cut", []lab.Claim{{Name: "half-1", Class: half}, {Name: "half-2", Class: half}}},
+		{"shared", []lab.Claim{{Name: "share-1", Class: memory, GiB: 20}, {Name: "share-2", Class: memory, GiB: 20}, {Name: "share-3", Class: memory, GiB: 20}}},
+	} {
+		pods, err := d.claim(ctx, next.claims, holders)
+		if err != nil {
+			return err
+		}
+		d.say("GPU %d is %s now", d.sliced, next.is)
+		holders = pods
+	}
+	return nil
+}
+
+// claim starts a pod for each of several claims. Where others hold the GPU these have to end
+// first, and what the scheduler says meanwhile is shown.
+func (d *demo) claim(ctx context.Context, claims []lab.Claim, holders []*lab.RunningPod) (pods []*lab.RunningPod, err error) {
+	for _, c := range claims {
+		if err := d.node.CreateClaim(ctx, c); err != nil {
+			return nil, err
+		}
+		pod, err := d.node.CreatePod(ctx, lab.Pod{Name: c.Name, Containers: []lab.Container{{Claims: []string{c.Name}}}})
+		if err != nil {
+			return nil, err
+		}
+		pods = append(pods, pod)
+	}
+	if len(holders) > 0 {
+		message, err := pods[0].Unschedulable(ctx)
+		if err != nil {
+			return nil, err
+		}
+		d.say("pod %s, with a claim of class %s, waits; the scheduler says:", pods[0].Name, claims[0].Class)
+		d.say("  %s", strings.ReplaceAll(wrap(message), "\n", "\n  "))
+	}
+	for _, pod := range holders {
+		if err := pod.Delete(ctx); err != nil {
+			return nil, err
+		}
+		d.say("pod %s ends", pod.Name)
+	}
+	began := time.Now()
+	for i, pod := range pods {
+		if err := pod.InState(ctx, 3*time.Minute, "to run", runs); err != nil {
+			return nil, err
+		}
+		out, err := pod.Exec(ctx, "", "nvidia-smi", "-L")
+		if err != nil {
+			return nil, err
+		}
+		d.say("pod %s (%s) runs after %.1f s; inside its container nvidia-smi -L says:", pod.Name, claims[i].Class, time.Since(began).Seconds())
+		d.say("  %s", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n  "))
+	}
+	return pods, nil
+}
+
+// runs says what keeps a pod's container from running.
+func runs(s lab.PodState) error {
+	if s.Phase != "Running" {
+		return errors.New("it does not run yet")
+	}
 	return nil
 }
 

@@ -65,6 +65,23 @@ func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e endi
 	return e
 }
 
+// heldBack holds the runtime's hand on a process, until the function is called or the test
+// ends. A container that ignores SIGTERM is killed after a second; so it outlives its pod
+// for longer, as one does that is stuck inside a driver.
+func (b *bench) heldBack(p lab.Process) (letGo func() error) {
+	b.Helper()
+	shim, err := node.Shim(p)
+	b.must(err)
+	b.must(node.Signal(b.ctx, shim, "STOP"))
+	letGo = sync.OnceValue(func() error { return node.Signal(context.Background(), shim, "CONT") })
+	b.Cleanup(func() {
+		if err := letGo(); err != nil {
+			b.Error(err)
+		}
+	})
+	return letGo
+}
+
 // Claims end when their containers have ended, and not before: not while an
 // image is being pulled, not because their pod's object is gone, and also
 // though it stays. Everything runs beside everything else, on GPUs of its own.
@@ -148,18 +165,7 @@ partitions:
 	b.sub("a pod that was deleted by force", func(b *bench) {
 		old, err := deaf.Process(b.ctx, "")
 		b.must(err)
-		// The container ignores SIGTERM, and after a second of that the kubelet
-		// has it killed. So that it outlives its pod for longer, as one does that
-		// is stuck inside a driver, the runtime's hand on it is held.
-		shim, err := node.Shim(old)
-		b.must(err)
-		b.must(node.Signal(b.ctx, shim, "STOP"))
-		letGo := sync.OnceValue(func() error { return node.Signal(context.Background(), shim, "CONT") })
-		b.Cleanup(func() {
-			if err := letGo(); err != nil {
-				b.Error(err)
-			}
-		})
+		letGo := b.heldBack(old)
 		b.must(deaf.ForceDelete(b.ctx))
 		gone := time.Now()
 		next := b.pod("next", lab.Replicas, 2) // the same two

@@ -33,13 +33,9 @@ const demandPartitions = head + `    - devices: [0, 1, 2]
 
 // tables are the profiles of migModel, as its driver was recorded to tell them.
 var tables = sync.OnceValue(func() map[string]emulator.MIGProfile {
-	m, err := emulator.LoadModel(migModel)
+	out, err := emulator.Profiles(migModel)
 	if err != nil {
 		panic(err) // it is part of this module
-	}
-	out := map[string]emulator.MIGProfile{}
-	for _, p := range m.MIG.Profiles {
-		out[p.Name] = p
 	}
 	return out
 })
@@ -64,6 +60,8 @@ type demand struct {
 	name    string // of this crowd's pods
 	crowdOptions
 	order []string // of those that have run, by their first moments
+	// told are the pods of Jobs that were refused, of which the account tells.
+	told map[string]bool
 
 	mu    sync.Mutex // guards what follows
 	pods  map[string]*demandPod
@@ -88,6 +86,10 @@ type crowdOptions struct {
 	fails bool
 	// first is what the first pod asks for, a plain one.
 	first map[string]int
+	// byClaims says that pods ask by claims of their own, not by a resource's name.
+	byClaims bool
+	// dynamic says that they ask for whole GPUs and for memory too.
+	dynamic bool
 }
 
 type demandPod struct {
@@ -139,6 +141,9 @@ func (d *demand) breakLocked(format string, args ...any) {
 // and nobody else has them.
 func (d *demand) look(ctx context.Context) {
 	d.readCheckpoint()
+	if d.byClaims {
+		d.readClaims(ctx)
+	}
 	list, err := d.runtime.Containers(ctx)
 	if err != nil {
 		return
@@ -156,7 +161,7 @@ func (d *demand) look(ctx context.Context) {
 			continue
 		}
 		d.uids[c.PodUID] = true
-		if _, known := d.seen[c.ID]; !known && c.Running && len(c.Annotations) > 0 {
+		if _, known := d.seen[c.ID]; !known && c.Running && len(c.Annotations)+len(c.CDI) > 0 {
 			d.meetLocked(c, all)
 		}
 	}
@@ -224,8 +229,8 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 	}
 	met := &demandContainer{Container: c, process: process}
 	var want []string
-	for name := range c.Annotations {
-		claim, known := d.given[strings.TrimPrefix(name, cdi.AnnotationName(lab.Domain, ""))]
+	for _, key := range cdi.Keys(lab.Domain, c.Annotations, c.CDI) {
+		claim, known := d.given[key]
 		if !known {
 			return // the checkpoint is read again before the next look
 		}
@@ -281,6 +286,14 @@ func nvidiaNodes(p lab.Process) (nodes []string, ok bool) {
 
 // wants is what a container asks for.
 func (d *demand) wants() map[string]int {
+	if d.dynamic {
+		switch n := d.rng.IntN(8); {
+		case n < 1:
+			return map[string]int{lab.GPU: 1}
+		case n < 4:
+			return map[string]int{lab.Memory: shares[d.rng.IntN(len(shares))]}
+		}
+	}
 	one := lab.MIG("1g.10gb")
 	switch n := d.rng.IntN(20); {
 	case n < 7:
@@ -331,6 +344,9 @@ func (d *demand) make(n int) {
 		spec.Grace = 20 * time.Second
 	}
 	d.say("make %s, %s, for %v", spec.Name, p.kind, asked(spec))
+	if d.byClaims {
+		byTemplate(&spec)
+	}
 	d.mu.Lock()
 	d.pods[spec.Name] = p
 	d.done["pods"]++
@@ -431,6 +447,14 @@ func (d *demand) end(p *demandPod, how string) {
 }
 
 func (d *demand) stepJob(name string, p *demandPod, list []lab.ListedPod) {
+	for _, pod := range list {
+		if strings.HasPrefix(pod.Name, name+"-") && pod.Phase == "Failed" && pod.Reason != "" && !d.told[pod.Name] {
+			d.told[pod.Name] = true
+			d.mu.Lock()
+			d.sayLocked("%s: refused: %s %s", pod.Name, pod.Reason, pod.Message)
+			d.mu.Unlock()
+		}
+	}
 	s, err := node.JobState(d.ctx, name)
 	if err != nil || s.Ended == "" {
 		return
@@ -460,8 +484,9 @@ func (b *bench) crowd(n int, o crowdOptions) *demand {
 		name: "d" + strings.ReplaceAll(strings.ToLower(b.short()), "_", "-"),
 		runtime: witness.NewRuntime(witness.RuntimeOptions{
 			Endpoint: node.File("/run/containerd/containerd.sock"), AnnotationPrefix: cdi.AnnotationName(lab.Domain, ""),
+			DRA: func() bool { return o.byClaims },
 		}),
-		pods: map[string]*demandPod{}, seen: map[string]*demandContainer{}, given: map[string]walkClaim{}, uids: map[string]bool{}, done: map[string]int{}}
+		pods: map[string]*demandPod{}, seen: map[string]*demandContainer{}, given: map[string]walkClaim{}, uids: map[string]bool{}, done: map[string]int{}, told: map[string]bool{}}
 	ctx, quit := context.WithCancel(context.Background())
 	var others sync.WaitGroup
 	others.Go(func() {
@@ -537,7 +562,8 @@ func (b *bench) crowd(n int, o crowdOptions) *demand {
 	defer d.mu.Unlock()
 	refused, pods := d.done["refused"]+d.done["refused of Jobs"], d.done["pods"]-d.done["pods of a Job with retries"]+d.done["pods of Jobs"]
 	b.Logf("%.0f s: %d of %d pods were refused, %.1f %%; %v", time.Since(d.began).Seconds(), refused, pods, 100*float64(refused)/float64(max(1, pods)), d.done)
-	if d.done["containers"] < n/2 {
+	// Those with MIG instances, which are half of a dynamic crowd.
+	if d.done["containers"] < n/2 && !d.dynamic {
 		b.Errorf("only %d containers were looked at: %v", d.done["containers"], d.done)
 	}
 	return d
@@ -583,7 +609,12 @@ func (d *demand) empty() {
 		}
 		return nil
 	}))
-	d.offersAll(placements(demandGPUs))
+	if !d.byClaims {
+		d.offersAll(placements(demandGPUs))
+	}
+	if d.dynamic {
+		return // what stands depends on what was asked last
+	}
 	// What stands is warm, and the agent knows of each.
 	d.must(agent.AwaitStatus(d.ctx, 30*time.Second, "all instances to be warm", func(s lab.Status) error {
 		stands, err := driver.Look(d.ctx)

@@ -313,12 +313,7 @@ func checkHolders(b *bench, driver *preparer) {
 // of its memory where that is not zero.
 func (b *bench) claimPod(name, class string, gib int) *lab.RunningPod {
 	b.Helper()
-	request := map[string]any{"deviceClassName": class}
-	if gib > 0 {
-		request["capacity"] = map[string]any{"requests": map[string]any{"memory": fmt.Sprintf("%dGi", gib)}}
-	}
-	b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": map[string]any{"name": name, "namespace": lab.PodNamespace, "labels": map[string]any{"dra": "test"}},
-		"spec": map[string]any{"devices": map[string]any{"requests": []any{map[string]any{"name": "gpu", "exactly": request}}}}})
+	b.must(node.CreateClaim(b.ctx, lab.Claim{Name: name, Class: class, GiB: gib}))
 	return b.create(lab.Pod{Name: name, Containers: []lab.Container{{Claims: []string{name}}}})
 }
 
@@ -334,17 +329,16 @@ func (b *bench) comes(pod *lab.RunningPod) {
 	}))
 }
 
-// TestResourceClaims is DRA from end to end: the real scheduler places claims by what the
-// agent publishes, the real kubelet has it prepare them, and containers have what was
-// promised, whatever restarts meanwhile.
-func TestResourceClaims(t *testing.T) {
+// prepareDRA is prepare for a test with the agent's component for DRA, which goes with the
+// test.
+func prepareDRA(t *testing.T) *bench {
 	b := prepare(t)
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
 		err := node.DeletePods(ctx)
 		if err == nil {
-			_, err = node.Kubectl(ctx, nil, "delete", "resourceclaims", "-n", lab.PodNamespace, "-l", "dra=test", "--ignore-not-found")
+			err = node.DeleteClaims(ctx)
 		}
 		if err == nil {
 			agent, err = deploy(ctx, lab.DeployOptions{Partitions: allShared})
@@ -359,6 +353,14 @@ func TestResourceClaims(t *testing.T) {
 	var err error
 	agent, err = deploy(b.ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared})
 	b.must(err)
+	return b
+}
+
+// TestResourceClaims is DRA from end to end: the real scheduler places claims by what the
+// agent publishes, the real kubelet has it prepare them, and containers have what was
+// promised, whatever restarts meanwhile.
+func TestResourceClaims(t *testing.T) {
+	b := prepareDRA(t)
 	b.must(agent.Reset(b.ctx, `version: v1
 partitions:
   default:
@@ -394,7 +396,7 @@ partitions:
 
 	// One more does not fit, and runs as soon as there is room.
 	waits := b.claimPod("waits", "gpu-memory.example.com", 20)
-	_, err = waits.Unschedulable(b.ctx)
+	_, err := waits.Unschedulable(b.ctx)
 	b.must(err)
 	before := b.life(share, whole, instance)
 	b.must(agent.Kill(b.ctx))

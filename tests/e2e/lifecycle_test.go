@@ -50,7 +50,7 @@ var brokenPartitions = []broken{
 	{"a key twice", entry + "      mode: shared\n      mode: whole\n", 6, "is already on line 5"},
 	{"no devices", head + "    - mode: whole\n", 4, "the entry has no devices"},
 	{"no mode", head + "    - devices: all\n      replicas: 2\n", 4, "the entry has no mode"},
-	{"an unknown mode", entry + "      mode: exclusive\n", 5, "mode is whole, shared, mig or off"},
+	{"an unknown mode", entry + "      mode: exclusive\n", 5, "mode is whole, shared, mig, dynamic or off"},
 	{"no replica", entry + "      mode: shared\n      replicas: 0\n", 6, "replicas is at least 1, not 0"},
 	{"half a replica", entry + "      mode: shared\n      replicas: 2.5\n", 6, "replicas is a whole number"},
 	{"an octal number", entry + "      mode: shared\n      replicas: 010\n", 6, "in decimal digits"},

@@ -25,11 +25,15 @@ var built = flag.Bool("built", false, "everything that the node needs stands in 
 // The node's driver: see DESIGN.md on units. 81,559 MiB less the driver's own
 // are 79 whole units of 1 GiB.
 const (
-	nodeName = "e2e"
-	model    = "H100-80GB"
-	gpus     = 8
-	units    = 79
+	model = "H100-80GB"
+	gpus  = 8
+	units = 79
 )
+
+// nodeName is the node's: two may run at the same time.
+var nodeName string
+
+func init() { flag.StringVar(&nodeName, "node", "e2e", "what the node is called") }
 
 // The one node of all tests; set by start, once.
 var (

@@ -188,6 +188,22 @@ func LoadModel(name string) (*Model, error) {
 	return &m, nil
 }
 
+// Profiles are the MIG profiles of a model, by name, as its driver was recorded to tell
+// them. The error is LoadModel's.
+func Profiles(model string) (map[string]MIGProfile, error) {
+	m, err := LoadModel(model)
+	if err != nil {
+		return nil, err
+	}
+	out := map[string]MIGProfile{}
+	if m.MIG != nil {
+		for _, p := range m.MIG.Profiles {
+			out[p.Name] = p
+		}
+	}
+	return out, nil
+}
+
 // ParseSpec reads a world's YAML. Unknown keys are refused.
 func ParseSpec(data []byte) (Spec, error) {
 	var s Spec

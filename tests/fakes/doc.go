@@ -20,6 +20,10 @@
 //   - The checkpoint is written after each container's allocations and at each list, not
 //     when devices become free: those of ended pods do when PodResources lists or
 //     somebody else is to get some.
+//   - A DRA driver is registered when its socket is there, and again when that is another
+//     one; its health stream is open then. A claim is in the account before its driver is
+//     called. One that is prepared causes no call; after a start of the kubelet none is, and
+//     what the driver answers then is appended to what the account has.
 //   - PodResources has an entry for each device, leaves out plain init containers, and
 //     answers 100 calls a second, 10 at once.
 //

@@ -54,6 +54,9 @@ type KubeletOptions struct {
 	// Judge makes it complain of lists that break the rules of the house; see
 	// Complaints.
 	Judge bool
+	// Wipe, if set, is what it does to the node's ResourceSlices when it starts. It is
+	// called beside everything else.
+	Wipe func()
 }
 
 // Kubelet is the kubelet's device manager and PodResources; see the package's
@@ -68,6 +71,7 @@ type Kubelet struct {
 	servers []*grpc.Server
 	sockets []*net.UnixListener
 	serving sync.WaitGroup
+	end     context.CancelFunc // of what it does by itself
 
 	mu      sync.Mutex
 	changed chan struct{} // closed and replaced at every change
@@ -81,6 +85,8 @@ type Kubelet struct {
 	offered map[string]map[string]time.Time
 	forgets bool
 	wrong   []string
+	drivers map[string]*driver // of DRA, by name
+	claims  map[string]*claim  // in its account, by UID
 }
 
 // Endpoint is what a kubelet knows of a resource's plugin at one moment.
@@ -145,7 +151,8 @@ func (e *endpoint) healthy() []string {
 
 // StartKubelet starts one that knows of no pods but the agent's.
 func StartKubelet(o KubeletOptions) (*Kubelet, error) {
-	k := &Kubelet{o: o, changed: make(chan struct{}), endpoints: map[string]*endpoint{}, pods: map[string]*pod{}, offered: map[string]map[string]time.Time{}}
+	k := &Kubelet{o: o, changed: make(chan struct{}), endpoints: map[string]*endpoint{}, pods: map[string]*pod{}, offered: map[string]map[string]time.Time{},
+		drivers: map[string]*driver{}, end: func() {}}
 	if o.Agent.Name != "" {
 		k.pods[o.Agent.UID] = &pod{Pod: o.Agent, app: "gpu-agent"}
 	}
@@ -157,7 +164,8 @@ func StartKubelet(o KubeletOptions) (*Kubelet, error) {
 // checkpoint excepted.
 func (k *Kubelet) Start() error {
 	dir := filepath.Join(k.o.Dir, pluginDir)
-	if err := errors.Join(os.MkdirAll(dir, 0o750), os.MkdirAll(filepath.Join(k.o.Dir, filepath.Dir(listerSocket)), 0o750)); err != nil {
+	if err := errors.Join(os.MkdirAll(dir, 0o750), os.MkdirAll(filepath.Join(k.o.Dir, filepath.Dir(listerSocket)), 0o750),
+		os.MkdirAll(filepath.Join(k.o.Dir, registryDir), 0o750), k.readClaims()); err != nil {
 		return fmt.Errorf("start a kubelet: %w", err)
 	}
 	files, err := os.ReadDir(dir)
@@ -187,6 +195,12 @@ func (k *Kubelet) Start() error {
 		k.Stop()
 		return fmt.Errorf("start a kubelet: %w", err)
 	}
+	ctx, cancel := context.WithCancel(context.Background())
+	k.end = cancel
+	if k.o.Wipe != nil {
+		k.serving.Go(k.o.Wipe)
+	}
+	k.serving.Go(func() { k.followDrivers(ctx) })
 	return nil
 }
 
@@ -228,6 +242,7 @@ func (k *Kubelet) serve(s *grpc.Server, socket string, bound func()) error {
 
 // Stop ends it with all its connections. Its pods run on.
 func (k *Kubelet) Stop() {
+	k.end()
 	for _, s := range k.servers {
 		s.Stop()
 	}

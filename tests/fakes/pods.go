@@ -182,6 +182,14 @@ func (k *Kubelet) Allocations() (out []Allocation) {
 	return out
 }
 
+// Bind notes a pod that asks no device plugin, whose last container is app.
+func (k *Kubelet) Bind(p Pod, app string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pods[p.UID] = &pod{Pod: p, app: app}
+	k.changedLocked()
+}
+
 // Finish notes that a pod has ended or was deleted by force. Its devices are not
 // free before somebody asks.
 func (k *Kubelet) Finish(uid string) {

@@ -4,6 +4,7 @@ package fakes
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -39,13 +40,14 @@ type Runtime struct {
 	mu         sync.Mutex
 	pods       map[string]Pod            // guarded by mu; those with a sandbox, by UID
 	containers map[string]*cri.Container // guarded by mu; by ID
+	devices    map[string][]string       // guarded by mu; CDI devices of containers, by ID
 	listeners  map[chan *cri.ContainerEventResponse]bool
 }
 
 // StartRuntime serves at a socket, with the agent's own container in it: what lacks
 // that is not the runtime of the agent's node. Without a name there is none.
 func StartRuntime(socket string, agent Pod) (*Runtime, error) {
-	r := &Runtime{socket: socket, pods: map[string]Pod{}, containers: map[string]*cri.Container{}, listeners: map[chan *cri.ContainerEventResponse]bool{}}
+	r := &Runtime{socket: socket, pods: map[string]Pod{}, containers: map[string]*cri.Container{}, devices: map[string][]string{}, listeners: map[chan *cri.ContainerEventResponse]bool{}}
 	if agent.Name != "" {
 		r.Put(agent, &cri.Container{Id: "agent", Metadata: &cri.ContainerMetadata{Name: "gpu-agent"}, State: cri.ContainerState_CONTAINER_RUNNING})
 	}
@@ -98,6 +100,13 @@ func (r *Runtime) Put(p Pod, c *cri.Container, events ...cri.ContainerEventType)
 	r.tellLocked(c, events...)
 }
 
+// SetDevices says which CDI devices a container is made with, before it is there.
+func (r *Runtime) SetDevices(id string, names ...string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.devices[id] = names
+}
+
 // Set changes a container's state and tells of it. There may be none.
 func (r *Runtime) Set(id string, state cri.ContainerState, events ...cri.ContainerEventType) {
 	r.mu.Lock()
@@ -125,6 +134,7 @@ func (r *Runtime) Remove(uid string, events ...cri.ContainerEventType) {
 	for _, id := range slices.Sorted(maps.Keys(r.containers)) {
 		if c := r.containers[id]; c.PodSandboxId == uid {
 			delete(r.containers, id)
+			delete(r.devices, id)
 			r.tellLocked(c, events...)
 		}
 	}
@@ -191,6 +201,37 @@ func (r *Runtime) ListContainers(_ context.Context, in *cri.ListContainersReques
 			continue
 		}
 		out.Containers = append(out.Containers, proto.CloneOf(c)) // it is encoded after the lock
+	}
+	return out, nil
+}
+
+// ContainerStatus is CRI's, with the kubelet's request in it as containerd has that.
+func (r *Runtime) ContainerStatus(_ context.Context, in *cri.ContainerStatusRequest) (*cri.ContainerStatusResponse, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	c := r.containers[in.ContainerId]
+	if c == nil {
+		return nil, status.Errorf(codes.NotFound, "no such container: %s", in.ContainerId)
+	}
+	type device struct {
+		Name string `json:"name"`
+	}
+	var said struct {
+		Config struct {
+			Devices []device `json:"CDI_devices,omitempty"`
+		} `json:"config"`
+	}
+	for _, name := range r.devices[c.Id] {
+		said.Config.Devices = append(said.Config.Devices, device{name})
+	}
+	out := &cri.ContainerStatusResponse{Status: &cri.ContainerStatus{Id: c.Id, Metadata: proto.CloneOf(c.Metadata), State: c.State, CreatedAt: c.CreatedAt,
+		Labels: c.Labels, Annotations: c.Annotations}}
+	if in.Verbose {
+		text, err := json.Marshal(&said)
+		if err != nil {
+			return nil, err
+		}
+		out.Info = map[string]string{"info": string(text)}
 	}
 	return out, nil
 }

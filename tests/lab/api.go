@@ -142,6 +142,11 @@ func (n *Node) As(ctx context.Context, namespace, account, onNode, method, path 
 	return other.do(ctx, method, path, mergePatch, body, nil)
 }
 
+// Read reads an object, or a list, by its path at the API server.
+func (n *Node) Read(ctx context.Context, path string, into any) error {
+	return n.api.get(ctx, path, into)
+}
+
 // watch follows what becomes of a list's objects since a version of it, until ctx
 // ends: one JSON object for each change. Whoever reads it closes it.
 func (a *api) watch(ctx context.Context, path, version string, query url.Values) (io.ReadCloser, error) {

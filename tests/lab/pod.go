@@ -55,6 +55,9 @@ type Container struct {
 	Resources map[string]int
 	// Claims are ResourceClaims that it has all devices of, by name.
 	Claims []string
+	// Templates are ResourceClaimTemplates, by name: it has all devices of a claim of its
+	// own of each.
+	Templates []string
 	// Then is a shell script: what the container does when it has looked around.
 	// Where it is empty, an init container ends, and another waits for its end.
 	Then string
@@ -129,9 +132,14 @@ func (n *Node) CreateJob(ctx context.Context, p Pod) (*RunningPod, error) {
 // CreateRetried makes a Job whose pod is made anew when it fails, so many times.
 // JobDone says how it stands.
 func (n *Node) CreateRetried(ctx context.Context, p Pod, retries int) error {
+	return n.CreateParallel(ctx, p, 1, retries)
+}
+
+// CreateParallel is CreateRetried of a Job of several pods at once.
+func (n *Node) CreateParallel(ctx context.Context, p Pod, pods, retries int) error {
 	p.Once = true
 	o := object{"apiVersion": "batch/v1", "kind": "Job", "metadata": object{"name": p.Name},
-		"spec": object{"backoffLimit": retries, "template": object{"metadata": object{"labels": p.Labels}, "spec": n.podSpec(p)}}}
+		"spec": object{"parallelism": pods, "completions": pods, "backoffLimit": retries, "template": object{"metadata": object{"labels": p.Labels}, "spec": n.podSpec(p)}}}
 	if err := n.api.create(ctx, jobsPath, o); err != nil {
 		return fmt.Errorf("make job %s: %w", p.Name, err)
 	}
@@ -279,6 +287,11 @@ func (n *Node) podSpec(p Pod) object {
 				if claim := (object{"name": name, "resourceClaimName": name}); !slices.ContainsFunc(claims, func(o any) bool { return o.(object)["name"] == name }) {
 					claims = append(claims, claim)
 				}
+			}
+			for _, template := range c.Templates {
+				name := fmt.Sprintf("claim-%d", len(claims))
+				of = append(of, object{"name": name})
+				claims = append(claims, object{"name": name, "resourceClaimTemplateName": template})
 			}
 			out = append(out, object{
 				"name": c.name(), "image": image, "imagePullPolicy": pull,

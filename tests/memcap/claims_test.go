@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -112,31 +111,4 @@ func TestOneClaimSeveralContainers(t *testing.T) {
 	}
 	k.quit()
 	a.close(t)
-}
-
-// Two claims on one GPU lie side by side in a container, and every process of it
-// goes by the larger one, as the watchdog does.
-func TestTwoClaimsOnOneGPU(t *testing.T) {
-	const small, large = 1 * GiB, 3 * GiB
-	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	for _, keys := range [][2]string{{"first", "second"}, {"second", "first"}} {
-		other, err := r.pages.Write(keys[1], 250*time.Millisecond, []lib.Limit{{GPU: r.uuid(0), Bytes: small, Context: context300}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		b := r.claim(t, keys[0], []share{{gpu: 0, bytes: large}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
-			for _, m := range lib.Mounts(keys[1], other) {
-				edits.Mounts = append(edits.Mounts, &m)
-			}
-		})
-		k := b.tool(t, "probe", nil)
-		if f := k.ask("took", "take cuMemAlloc_v2 %d 1000", 16*MiB); f["result"] != "2" || f.n("count") != (large-context300)/(16*MiB) {
-			t.Errorf("%q, want all of %d MiB", k.said, (large-context300)/MiB)
-		}
-		k.quit()
-		b.close(t)
-		if err := r.pages.Remove(keys[1]); err != nil {
-			t.Error(err)
-		}
-	}
 }

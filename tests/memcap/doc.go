@@ -56,6 +56,9 @@
 // ended, nor hang, nor be told more often that there is no memory, nor be slower
 // than nine tenths. Speed is judged in the long form alone.
 //
+// [TestSharesOfOneGPUAddUp] and [TestSharesWhileTheirUsersDie] have containers with several
+// shares of one GPU, and others with one of these: by steps, and in rounds with kills.
+//
 // The other tests are one property each; their comments say which.
 //
 //	go test ./tests/memcap                short form; about five minutes on two cores

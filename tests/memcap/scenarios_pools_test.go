@@ -28,12 +28,13 @@ func withinRoom(o outcome) []string {
 	return nil
 }
 
-// workedBeside: what fits went on beside another thread's refusals, of which one that
-// holds a lock lets through one at most, and mostly none. The probe counts up to three;
-// on a busy machine the thread does not always have its turn.
+// workedBeside: what fits went on beside another thread's refusals, three times during each
+// of three of eight of them. A thread that holds a lock while it is refused lets through
+// one at most, and mostly none. The probe goes on until it has seen that: on a busy machine
+// the thread does not always have its turn.
 func workedBeside(o outcome) []string {
-	if o.n("within") <= 8 || o.n("refused") != 0 {
-		return []string{fmt.Sprintf("%d times in the time of 8 refusals; %d refused", o.n("within"), o.n("refused"))}
+	if o.n("beside") < 3 || o.n("refused") != 0 {
+		return []string{fmt.Sprintf("other work went on beside %d of 8 refusals at most, of %d; %d of it refused", o.n("beside"), o.n("refusals"), o.n("refused"))}
 	}
 	return nil
 }

@@ -27,6 +27,11 @@
 // after another, and what it writes is held, entry by entry, against what
 // internal/label makes of the same machine.
 //
+// nvidia-dra-driver is NVIDIA's driver for dynamic resource allocation, v0.4.1, which runs
+// with its gate DynamicMIG in program bench alone. Its module asks for the Kubernetes
+// libraries of the test node's release, where its own go.mod has a release candidate's. It
+// publishes nothing on a machine of more than eight GPUs.
+//
 // node-feature-discovery is what decides about a features file in the Kubernetes
 // project's Node Feature Discovery, v0.18.3: it reads the agent's file for every
 // machine that is recorded, and says which labels it would set.
@@ -43,7 +48,7 @@
 // it comes, is asked in the same turn, which is what a call costs whatever is
 // behind it.
 //
-//	make bench                         all figures, about half an hour
+//	make bench                         all figures, about forty minutes
 //	go run ./tests/peers/bench -smoke  the same with tiny counts: does it all work?
 //
 // # What is refused here

@@ -13,12 +13,12 @@
 // package shows when it is done, a test that takes longer than a few seconds
 // when it is, a failure with all that it printed.
 //
-// Stages run in two lanes at the same time. In one are those that need the test
-// node: one after the other, since there is one node, and their tests look at
-// what is left of it on the machine. They mostly wait. The others run beside
-// them, one after the other too, as there may be no more than two processors, and
-// with a lower priority; they keep to namespaces, directories and ports of their
-// own. A stage begins when those that it builds upon have ended, in either lane.
+// Stages run in three lanes at the same time, in each of them one after the other. In
+// two are those that need a test node, each lane a node of its own. They mostly wait. The
+// others run beside them with a lower priority, as there may be no more than two
+// processors; they keep to namespaces, directories and ports of their own. A stage begins
+// when those that it builds upon have ended, in any lane. The tests of the node itself look
+// at all that is on the machine, so the second node begins behind them.
 // What a stage prints stands together: that of the stage which began first is
 // shown as it comes, that of the others when it is their turn; a failure among
 // them is told of at once.

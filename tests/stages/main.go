@@ -87,11 +87,7 @@ func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
 	}
 	if list {
 		for _, s := range all {
-			lane := ""
-			if s.beside {
-				lane = "beside"
-			}
-			fmt.Printf("%-12s %-6s  %s\n", s.name, lane, s.what)
+			fmt.Printf("%-12s %-6s  %s\n", s.name, s.lane, s.what)
 		}
 		return true, nil
 	}
@@ -122,25 +118,28 @@ type runner struct {
 	env    []string // for every command, beside the environment
 }
 
-// lanes runs the stages that run beside the others in one lane and the others in
-// another, each in the order of the list, and returns what became of them in that
-// order. A stage waits for those of the list that it builds upon. They stand
-// before it, so the first stage that has not ended never waits.
+// lanes runs the stages of each lane in the order of the list, the lanes at the same time,
+// and returns what became of them in that order. A stage waits for those of the list that it
+// builds upon or comes behind. They stand before it, so the first stage that has not ended
+// never waits.
 func (r *runner) lanes(ctx context.Context, list []stage) []outcome {
 	done := make([]outcome, len(list))
 	ended := make([]chan struct{}, len(list))
 	for i := range ended {
 		ended[i] = make(chan struct{})
 	}
-	var both sync.WaitGroup
-	for _, beside := range []bool{false, true} {
-		both.Go(func() {
+	var all sync.WaitGroup
+	for _, lane := range []lane{first, second, beside} {
+		all.Go(func() {
 			for i, s := range list {
-				if s.beside != beside {
+				if s.lane != lane {
 					continue
 				}
 				var before []outcome
 				for j := range i {
+					if slices.Contains(s.behind, list[j].name) {
+						<-ended[j]
+					}
 					if slices.Contains(s.after, list[j].name) {
 						<-ended[j]
 						before = append(before, done[j])
@@ -151,7 +150,7 @@ func (r *runner) lanes(ctx context.Context, list []stage) []outcome {
 			}
 		})
 	}
-	both.Wait()
+	all.Wait()
 	return done
 }
 
@@ -219,7 +218,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 	case c.quiet:
 		var out bytes.Buffer
 		cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, log), io.MultiWriter(&out, log)
-		if err := start(cmd, o.stage.beside); err != nil {
+		if err := start(cmd, o.stage.lane == beside); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 		if err := cmd.Wait(); err != nil {
@@ -231,7 +230,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 		return nil
 	case !c.test:
 		cmd.Stdout, cmd.Stderr = both, both
-		if err := start(cmd, o.stage.beside); err != nil {
+		if err := start(cmd, o.stage.lane == beside); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 		if err := cmd.Wait(); err != nil {
@@ -245,7 +244,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 	if err != nil {
 		return err
 	}
-	if err := start(cmd, o.stage.beside); err != nil {
+	if err := start(cmd, o.stage.lane == beside); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	g := newGotest(screen)
@@ -274,8 +273,8 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 const nicer = 5
 
 // start starts a program.
-func start(cmd *exec.Cmd, beside bool) error {
-	if err := cmd.Start(); err != nil || !beside {
+func start(cmd *exec.Cmd, nicely bool) error {
+	if err := cmd.Start(); err != nil || !nicely {
 		return err
 	}
 	own, err := niceness()

@@ -28,9 +28,9 @@ func TestReport(t *testing.T) {
 	done, _ := runAll(t.Context(), t, []stage{
 		{name: "good", commands: []command{run("true")}},
 		{name: "bad", commands: []command{run("true"), run("false")}},
-		{name: "bad beside", beside: true, commands: []command{run("false")}},
-		{name: "quiet", beside: true, commands: []command{{args: []string{"echo", "a.go"}, quiet: true}}},
-		{name: "later", after: []string{"good", "bad"}, beside: true, commands: []command{run("true")}},
+		{name: "bad beside", lane: beside, commands: []command{run("false")}},
+		{name: "quiet", lane: beside, commands: []command{{args: []string{"echo", "a.go"}, quiet: true}}},
+		{name: "later", after: []string{"good", "bad"}, lane: beside, commands: []command{run("true")}},
 		{name: "later too", after: []string{"bad beside"}, commands: []command{run("true")}},
 		{name: "nowhere", lacks: func() string { return "no such machine" }},
 	})
@@ -59,7 +59,7 @@ func TestReport(t *testing.T) {
 func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	done, _ := runAll(ctx, t, []stage{{name: "any", commands: []command{run("false")}}, {name: "other", beside: true, commands: []command{run("false")}}})
+	done, _ := runAll(ctx, t, []stage{{name: "any", commands: []command{run("false")}}, {name: "other", lane: beside, commands: []command{run("false")}}})
 	for _, o := range done {
 		if o.skipped != "interrupted" || o.err != nil {
 			t.Errorf("after an interruption a stage ran: %+v", o)
@@ -79,17 +79,17 @@ func TestLanes(t *testing.T) {
 			says(w, "node down")
 			return nil
 		}}}},
-		{name: "first", beside: true, commands: []command{{call: func(w io.Writer) error {
+		{name: "first", lane: beside, commands: []command{{call: func(w io.Writer) error {
 			<-inside
 			says(w, "first says")
 			return nil
 		}}}},
-		{name: "second", beside: true, commands: []command{{call: func(w io.Writer) error {
+		{name: "second", lane: beside, commands: []command{{call: func(w io.Writer) error {
 			says(w, "second says")
 			close(told)
 			return os.ErrInvalid
 		}}}},
-		{name: "last", after: []string{"node"}, beside: true, commands: []command{{call: func(w io.Writer) error {
+		{name: "last", after: []string{"node"}, lane: beside, commands: []command{{call: func(w io.Writer) error {
 			says(w, "last says")
 			return nil
 		}}}},
@@ -107,6 +107,48 @@ func TestLanes(t *testing.T) {
 		if !strings.Contains(notice.ReplaceAllString(screenText, ""), want) {
 			t.Errorf("what %s printed does not stand together:\n%s", name, screenText)
 		}
+	}
+}
+
+// The second lane waits for what it comes behind, and runs also where that failed.
+func TestBehind(t *testing.T) {
+	over := false
+	done, _ := runAll(t.Context(), t, []stage{
+		{name: "looks at all", commands: []command{{call: func(io.Writer) error {
+			over = true
+			return os.ErrInvalid
+		}}}},
+		{name: "second node", behind: []string{"looks at all"}, lane: second, commands: []command{{call: func(io.Writer) error {
+			if !over {
+				return os.ErrExist
+			}
+			return nil
+		}}}},
+	})
+	if done[0].word() != "failed" || done[1].word() != "passed" {
+		t.Errorf("%s, %s", done[0].word(), done[1].word())
+	}
+}
+
+// The second node's tests are those of some files, and no others.
+func TestTestsInFiles(t *testing.T) {
+	t.Chdir("../..")
+	files, err := goFiles()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := testsIn(files, "tests/e2e/", "dra", "dynamic")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pattern := regexp.MustCompile(got)
+	for name, want := range map[string]bool{"TestDynamic": true, "TestResourceClaims": true, "TestCaps": false, "TestDynamicMore": false} {
+		if pattern.MatchString(name) != want {
+			t.Errorf("%s: %s", got, name)
+		}
+	}
+	if _, err := testsIn(files, "tests/e2e/", "nothing"); err == nil {
+		t.Error("a file that is not there passes")
 	}
 }
 
@@ -154,9 +196,9 @@ func TestNice(t *testing.T) {
 	if own == 19 {
 		t.Skip("needs a process that is not as nice already as one can be")
 	}
-	for _, s := range []stage{{name: "plain"}, {name: "beside", beside: true}} {
+	for _, s := range []stage{{name: "plain"}, {name: "beside", lane: beside}} {
 		want := own
-		if s.beside {
+		if s.lane == beside {
 			want = min(own+nicer, 19)
 		}
 		// The shell may begin before it is made nice.
@@ -173,13 +215,18 @@ func TestNice(t *testing.T) {
 
 // Every stage is reached: what it builds upon stands before it.
 func TestOrder(t *testing.T) {
-	list, err := stages("cache", nil, nil, true)
+	t.Chdir("../..")
+	files, err := goFiles()
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := stages("cache", nil, files, true)
 	if err != nil {
 		t.Fatal(err)
 	}
 	seen := map[string]bool{}
 	for _, s := range list {
-		for _, a := range s.after {
+		for _, a := range slices.Concat(s.after, s.behind) {
 			if !seen[a] {
 				t.Errorf("stage %q comes before %q, which it builds upon", s.name, a)
 			}

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 )
 
@@ -21,16 +22,26 @@ type stage struct {
 	what string
 	// after names the stages whose results this one uses.
 	after []string
-	// beside: it runs beside the stages that are not, at a lower priority, and
-	// with none of its own kind. It may not need the machine to itself, nor look
-	// at what others leave on it.
-	beside bool
+	// behind names the stages that have to be over, whatever became of them.
+	behind []string
+	lane   lane
 	// lacks says what this machine lacks for the stage to make sense, "" if
 	// nothing; the stage is skipped with these words.
 	lacks func() string
 	// commands run one after the other; the first that fails ends the stage.
 	commands []command
 }
+
+// lane is a number of stages that run one after the other.
+type lane string
+
+// Lanes run at the same time. What runs beside has a lower priority; it may not need the
+// machine to itself, nor look at what others leave on it.
+const (
+	first  lane = ""
+	second lane = "second"
+	beside lane = "beside"
+)
 
 // command is a program, or a function of this one.
 type command struct {
@@ -58,27 +69,35 @@ func stuttering(c command) command {
 }
 
 // stages are all there are, in the order in which each lane runs its own: what is
-// quick to find wrong comes first. The lane of the node is the longer one by far,
-// and mostly waits.
+// quick to find wrong comes first. Those of the nodes mostly wait.
 func stages(cache string, packages, files []string, soak bool) ([]stage, error) {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, long = "-timeout=20m", "-timeout=150m"
 	// The long forms have flags of their own.
-	e2e := test(".", "-count=1", long, "./tests/e2e", "-built")
+	pieces, err := testsIn(files, "tests/e2e/", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "walk")
+	if err != nil {
+		return nil, err
+	}
+	e2e := test(".", "-count=1", long, "./tests/e2e", "-built", "-skip", pieces)
+	e2eOfPieces := test(".", "-count=1", long, "./tests/e2e", "-built", "-run", pieces, "-node=pieces")
 	crash := test(".", "-count=1", long, "./tests/crash")
 	caps := test(".", "-count=1", long, "./tests/memcap")
+	crowd := test(".", "-count=1", long, "./tests/crowd")
 	peers := test(".", "-count=1", limit, "./tests/peers")
+	manifests := test(".", "-count=1", limit, "./deployments")
 	if soak {
-		e2e.args, crash.args, caps.args = append(e2e.args, "-long"), append(crash.args, "-long"), append(caps.args, "-long")
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &manifests} {
+			c.args = append(c.args, "-long")
+		}
 	}
 	all := []stage{
 		{
 			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
 		},
 		{
-			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"}, beside: true,
+			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"}, lane: beside,
 			commands: []command{
 				{args: append([]string{"gofmt", "-l", "--"}, files...), quiet: true},
 				run("go", "vet", "./..."),
@@ -89,7 +108,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			},
 		},
 		{
-			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"}, beside: true,
+			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"}, lane: beside,
 			commands: []command{test(".", append([]string{"-race", limit}, packages...)...)},
 		},
 		{
@@ -115,43 +134,52 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"}, beside: true,
-			commands: []command{test(".", "-count=1", limit, "./deployments")},
+			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"}, lane: beside,
+			commands: []command{manifests},
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
 			commands: []command{e2e},
 		},
 		{
-			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, beside: true, lacks: root,
+			// The tests of the node look at all that is on the machine.
+			name: "pieces", what: "pods on a second real node: MIG, claims and caps", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
+			commands: []command{e2eOfPieces},
+		},
+		{
+			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, lane: beside, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
 		},
 		{
-			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, beside: true,
+			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside,
 			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
 		},
 		{
-			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, beside: true, lacks: root,
+			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lane: beside, lacks: root,
 			commands: []command{peers},
 		},
 		{
-			name: "foreign", what: "the emulated driver on a machine with a real one", after: []string{"emulator"}, beside: true, lacks: root,
+			name: "foreign", what: "the emulated driver on a machine with a real one", after: []string{"emulator"}, lane: beside, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, beside: true, lacks: root,
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image"}, beside: true, lacks: root,
+			name: "crowd", what: "crowds of pods on hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
+			commands: []command{crowd},
+		},
+		{
+			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
 		{
-			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, beside: true,
+			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, lane: beside,
 			commands: []command{test(".", "-count=1", limit, "./tests/page")},
 		},
 		{
-			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, beside: true, lacks: card,
+			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lane: beside, lacks: card,
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
 	}
@@ -171,8 +199,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 					stuttering(test(".", "-count=1", long, "./tests/memcap")),
 					stuttering(test(".", append([]string{"-race", "-count=1", long}, packages...)...)),
 				}},
-			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force", after: []string{"unit"},
-				commands: []command{test(".", "-count=1", long, "./pkg/mig", "-long")}},
+			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force, and 100,000 claims of each model by the scheduler's allocator", after: []string{"unit"},
+				commands: []command{
+					test(".", "-count=1", long, "./pkg/mig", "-long"),
+					test(".", "-count=1", long, "./internal/dra", "-run=^TestSchedulerPlacesWhatTheCardAllows$", "-scheduler.steps=100000"),
+				}},
 			stage{name: "kills", what: "the library of caps killed after every instruction", after: []string{"unit"},
 				commands: []command{test(".", "-count=1", long, "./pkg/memcap/lib", "-long")}},
 			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzz})
@@ -202,6 +233,28 @@ func fuzzing(files []string) ([]command, error) {
 
 var fuzzTest = regexp.MustCompile(`(?m)^func (Fuzz\w+)\(`)
 
+// testsIn is an expression for the tests in some of a package's files, each named without
+// what all of them end with.
+func testsIn(files []string, dir string, names ...string) (string, error) {
+	var all []string
+	for _, name := range names {
+		path := dir + name + "_test.go"
+		if !slices.Contains(files, path) {
+			return "", fmt.Errorf("find the tests of a stage: there is no %s", path)
+		}
+		src, err := os.ReadFile(path)
+		if err != nil {
+			return "", fmt.Errorf("find the tests of a stage: %w", err)
+		}
+		for _, m := range oneTest.FindAllSubmatch(src, -1) {
+			all = append(all, string(m[1]))
+		}
+	}
+	return "^(" + strings.Join(all, "|") + ")$", nil
+}
+
+var oneTest = regexp.MustCompile(`(?m)^func (Test\w+)\(t \*testing\.T\)`)
+
 // goFiles are the checkout's, in lexical order. Builds of other stages, in
 // directories with a dot, come and go while they are looked for.
 func goFiles() (files []string, err error) {
@@ -225,7 +278,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/drivers", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {

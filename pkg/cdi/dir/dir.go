@@ -17,6 +17,7 @@ import (
 	"time"
 
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/pkg/parser"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/atomicfile"
@@ -81,6 +82,9 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 	if err != nil {
 		return err
 	}
+	if err := check(spec); err != nil {
+		return fmt.Errorf("write %s: a runtime would refuse it: %w: %w", d.file(name), gpu.ErrInvalid, err)
+	}
 	data, err := json.MarshalIndent(spec, "", "  ")
 	if err != nil {
 		return fmt.Errorf("encode %s: %w", d.file(name), err)
@@ -99,17 +103,49 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 	}
 	temp := temporary(name)
 	if err := atomicfile.Write(root, name, temp, mode, atomicfile.Flushed, func(f *os.File) error {
-		if _, err := f.Write(data); err != nil {
+		_, err := f.Write(data)
+		return err
+	}); err != nil {
+		return fmt.Errorf("write %s: %w; check free space, permissions, and what lies there", d.file(name), err)
+	}
+	return nil
+}
+
+// check refuses what a runtime would refuse in a file, and no more: it is what ReadSpec does
+// after it has parsed the file, which takes longer than all else that a start waits for.
+func check(spec *specs.Spec) error {
+	if err := specs.ValidateVersion(spec); err != nil {
+		return err
+	}
+	vendor, class := parser.ParseQualifier(spec.Kind)
+	if err := parser.ValidateVendorName(vendor); err != nil {
+		return err
+	}
+	if err := parser.ValidateClassName(class); err != nil {
+		return err
+	}
+	if err := (&cdilib.ContainerEdits{ContainerEdits: &spec.ContainerEdits}).Validate(); err != nil {
+		return err
+	}
+	seen := map[string]bool{}
+	for i := range spec.Devices {
+		d := &spec.Devices[i]
+		if err := parser.ValidateDeviceName(d.Name); err != nil {
 			return err
 		}
-		if _, err := cdilib.ReadSpec(filepath.Join(d.path, temp), 0); err != nil {
-			return fmt.Errorf("a runtime would refuse it: %w: %w", gpu.ErrInvalid, err)
+		if e := &d.ContainerEdits; len(e.Env)+len(e.DeviceNodes)+len(e.NetDevices)+len(e.Hooks)+len(e.Mounts)+len(e.AdditionalGIDs) == 0 && e.IntelRdt == nil {
+			return fmt.Errorf("device %q has no edits", d.Name)
 		}
-		return nil
-	}); errors.Is(err, gpu.ErrInvalid) {
-		return fmt.Errorf("write %s: %w", d.file(name), err)
-	} else if err != nil {
-		return fmt.Errorf("write %s: %w; check free space, permissions, and what lies there", d.file(name), err)
+		if err := (&cdilib.ContainerEdits{ContainerEdits: &d.ContainerEdits}).Validate(); err != nil {
+			return fmt.Errorf("device %q: %w", d.Name, err)
+		}
+		if seen[d.Name] {
+			return fmt.Errorf("there are two devices %q", d.Name)
+		}
+		seen[d.Name] = true
+	}
+	if len(seen) == 0 {
+		return errors.New("there are no devices")
 	}
 	return nil
 }
@@ -131,7 +167,7 @@ func (d *Dir) Remove(key string) error {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
-		return fmt.Errorf("remove %s: %w; remove it by hand, or its claim's container could start", d.file(name), err)
+		return fmt.Errorf("remove %s: %w; remove it by hand, or its allocation's container could start", d.file(name), err)
 	}
 	if err := atomicfile.FlushDir(root); err != nil {
 		return fmt.Errorf("remove %s: %w", d.file(name), err)
@@ -180,7 +216,7 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	case err != nil:
 		return nil, fmt.Errorf("read %s: %w", d.file(name), err)
 	case !info.Mode().IsRegular() || info.Size() > most:
-		return nil, fmt.Errorf("read %s: it is not a claim's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
+		return nil, fmt.Errorf("read %s: it is not an allocation's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
 	}
 	data, err := root.ReadFile(name)
 	if err != nil {
@@ -251,7 +287,7 @@ func (d *Dir) names(root *os.Root) ([]string, error) {
 
 func (d *Dir) name(key string) (string, error) {
 	if !cdi.ValidKey(key) {
-		return "", fmt.Errorf("claim key %q in CDI directory %s: want what cdi.Key gives: %w", key, d.path, gpu.ErrInvalid)
+		return "", fmt.Errorf("allocation key %q in CDI directory %s: want what cdi.Key gives: %w", key, d.path, gpu.ErrInvalid)
 	}
 	return cdi.FileName(d.domain, key), nil
 }

@@ -20,25 +20,25 @@ import (
 //go:embed c/*.c c/*.h
 var sources embed.FS
 
-// The names of the two libraries, which are their SONAMEs too.
+// The names of the two libraries, which are also their SONAMEs.
 const (
 	cudaName = "libcuda.so.1"
 	nvmlName = "libnvidia-ml.so.1"
 )
 
-// Of what the libraries are made, and which real library each needs.
+// The source files of each library.
 var (
-	cudaSources = []string{"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c",
+	cudaSources = []string{"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c", "loan.c",
 		"memory.c", "module.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c"}
 	nvmlSources = []string{"nvml.c", "real.c"}
 )
 
-// compileFlags leave nothing in the libraries that runs by itself, is older
-// than the oldest driver's C library lacks, or is seen from outside. A symbol
-// of our own is bound within the library, whoever else defines it. An allocation
-// goes through four of the files: optimised as one they take a sixth less time.
-// A library that was loaded stays (nodelete): one that is unloaded and loaded
-// again has forgotten what is charged, and takes another slot each time.
+// These flags make libraries that run nothing when they are loaded, need nothing of a
+// newer C library, and export nothing but the overrides. A reference to a symbol of our
+// own is bound within the library, whoever else defines that symbol. An allocation goes
+// through four of the files; link-time optimisation makes it a sixth faster. A library
+// that was loaded stays loaded (nodelete). Otherwise a program that unloads and loads it
+// again would lose what is charged, and take another slot each time.
 var (
 	compileFlags = []string{"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector",
 		"-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror"}
@@ -46,16 +46,16 @@ var (
 		"-Wl,-z,noexecstack", "-Wl,-z,nodelete", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed"}
 )
 
-// Build compiles the two libraries into the folder out, which is made if it is
-// not there: libcuda.so.1 and libnvidia-ml.so.1. It needs gcc and nothing else;
-// neither a CUDA toolkit nor a driver.
+// Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder
+// out, and makes that folder if need be. It needs gcc, but neither a CUDA toolkit nor a
+// driver.
 func Build(ctx context.Context, out string) error { return build(ctx, out, Root) }
 
-// BuildBelow is Build of libraries that look for all they need, the driver's among it,
-// below root in place of [Root]. It is for tests, as is Stamp.
+// BuildBelow is Build for tests. Its libraries look for all that they need, the driver's
+// libraries included, below root in place of [Root].
 func BuildBelow(ctx context.Context, out, root string) error { return build(ctx, out, root) }
 
-// Stamp names all that a build depends on.
+// Stamp returns a hash of all that a build by BuildBelow depends on.
 func Stamp(ctx context.Context, root string) (string, error) {
 	h := sha256.New()
 	names, err := fs.Glob(sources, "c/*")
@@ -77,8 +77,7 @@ func Stamp(ctx context.Context, root string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil))[:16], nil
 }
 
-// build makes a folder beside out and puts it, whole, in out's place; the
-// libraries look for all they need below root.
+// build builds in a folder beside out, and moves the libraries to out when both are done.
 func build(ctx context.Context, out, root string) error {
 	out, err := filepath.Abs(out)
 	if err != nil {
@@ -116,8 +115,8 @@ func build(ctx context.Context, out, root string) error {
 		name    string
 		sources []string
 	}{{cudaName, cudaSources}, {nvmlName, nvmlSources}} {
-		// An empty library that is called by the real one's path: what is linked
-		// against it asks the loader for just that path.
+		// An empty library whose SONAME is the real one's path. A library that is linked
+		// against it has the loader load that path.
 		stub := "stub-" + l.name
 		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", "-Wl,-soname,"+root+"/driver/"+l.name, "-o", stub, "stub.c"); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
@@ -141,7 +140,7 @@ func build(ctx context.Context, out, root string) error {
 
 func machineFlags() []string {
 	if runtime.GOARCH == "arm64" {
-		return []string{"-mno-outline-atomics"} // they would need libgcc
+		return []string{"-mno-outline-atomics"} // outline atomics would need libgcc
 	}
 	return nil
 }

@@ -93,13 +93,13 @@ func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 // pages. Write makes new ones of those that they cannot.
 func (p *Pages) Sound(key string) (bool, error) {
 	if !plainName(key) {
-		return false, fmt.Errorf("look at the pages of claim %q: %w", key, gpu.ErrInvalid)
+		return false, fmt.Errorf("look at the pages of allocation %q: %w", key, gpu.ErrInvalid)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	entries, err := os.ReadDir(filepath.Join(p.dir, key))
 	if err != nil {
-		return false, fmt.Errorf("look at the pages of claim %s: %w", key, notFound(err))
+		return false, fmt.Errorf("look at the pages of allocation %s: %w", key, notFound(err))
 	}
 	for _, e := range entries {
 		limit, err := mapPage(filepath.Join(p.dir, key, e.Name()))

@@ -25,7 +25,9 @@ func TestCounted(t *testing.T) {
 	slot(2, 100, 1, aGiB, 0)      // the same process, with a second copy of the library
 	slot(3, 300, 1, aGiB, 2*aGiB) // nonsense
 	slot(4, 200, 1, 5*aGiB, 0)    // of one that is dead, and had the same number
-	p.set(useHigh, 5)
+	slot(5, 100, 1, 2*aGiB, 0)    // lent to it: it counts that elsewhere
+	p.set(pageSize+5*slotSize+slotLends, 1)
+	p.set(useHigh, 6)
 	p.lock(4)
 	who := map[Process]uint64{{100, 1}: 7, {200, 1}: 7, {300, 1}: 7, {400, 1}: 7}
 	want := map[Process]uint64{{100, 1}: 3 * aGiB, {200, 1}: aGiB, {300, 1}: 0, {400, 1}: 0}

@@ -46,9 +46,16 @@
 // The key is the allocation's. So one page serves all containers and pods that share the
 // allocation, and all starts of a container. A container can have several allocations on
 // one GPU; their pairs of pages lie side by side. The names depend on the GPU's UUID, so
-// they are right whatever CUDA_VISIBLE_DEVICES does to the order of GPUs. Of several
-// limits on a GPU the largest counts, as it does for the watchdog. To add them up, a
-// process would have a slot in each page; no format would change.
+// they are right whatever CUDA_VISIBLE_DEVICES does to the order of GPUs. A container with
+// several shares of a GPU may have their sum. Its processes count what they have on one page,
+// the one with the largest limit, and borrow from the other pages what does not fit there:
+//
+//	12 GiB "a", 8 GiB "b"     the container's processes have 15 GiB
+//	page of a                 bound 15 GiB, of which its slots have borrowed 3: the ceiling is 12 + 3
+//	page of b                 bound 3 GiB, lent to these processes; 5 are left for who has b alone
+//
+// What is given back goes to the lenders first, and a process lends nothing beyond its death
+// (c/loan.h). The agent holds each page against what those containers have that count there.
 //
 // Nothing that is written to a usage page is trusted. A process that may write to a file
 // may also make it longer, so the tmpfs has room for its pages and no more. A process
@@ -116,43 +123,55 @@
 //
 // # What is charged
 //
-// cuMemAlloc and its kin: multiples of 2 MiB, and for smaller ones the blocks of
-// 2 MiB that they lie in, which their addresses show. Memory by hand (cuMemCreate):
-// as long as a handle or a mapping is left. Pools, and the memory of graphs: what
-// the driver has reserved for them, which is settled after every call that may
-// have changed it. Before an allocation all that the pool may grow by is reserved, in
-// pieces of 32 MiB, since a driver lets a pool grow before it takes what another
-// stream has freed there. Where only the pool has room, the stream is made to wait for
-// those that have freed something (c/reuse.c); if the pool grows nevertheless, that
-// is undone, and the usage page says by how much ([Counters].Undone): the one case in
-// which a container has more than its limit, for a moment. Of all processes that share
-// the page one makes such an attempt at a time (c/attempt.h), so that is one request;
-// one of more than 128 MiB is made last. A pool that has much free near the cap gives a
-// part of it back, so that it may grow and needs no attempts. The last part of a limit that is
-// smaller than a pool's piece is not to be had from a pool. A graph that is launched near
-// the cap waits, for a bounded time, until others that run leave it room; where the sum of
-// its nodes is not to be had it is uploaded first, as such an attempt (c/graph.c). Arrays by their descriptions, those below 2 MiB with a block each: nobody
-// sees in which they lie, and one keeps a block of which all else is gone. That is
-// too much until the next reading, and what is freed of it is room only after one:
-// a program that makes and ends them all the time waits for a reading whenever it
-// has freed as many blocks as it may have.
-// Contexts by the limit page, and the increase of a context's limits (stack, heap, and
-// so on) before it is asked for. A driver may take that with the first kernel only; the
-// meter tells by the figure whether it has (promise.go), and cuCtxSetLimit waits for a
-// reading then. Modules when they are loaded, by what the card has
-// less then; what is over is unloaded again and was out of memory. What was exported
-// stays charged after its process has let go of it, until a reading shows that it is
-// gone. Imports and host memory: nothing, since they are somebody else's. What an
-// allocation's properties mean is decided in c/property.h alone; a type that it does
-// not know is refused, or passes and is reported ([Counters].Uncounted) under the open
-// policy.
+// Plain memory (cuMemAlloc and the like): multiples of 2 MiB. For smaller allocations, the
+// blocks of 2 MiB in which they lie, as their addresses show. Memory by handle
+// (cuMemCreate): as long as a handle or a mapping is left.
+//
+// Pools, and the memory of graphs: what the driver has reserved for them. That is settled
+// after every call that may have changed it. CUDA has known a greatest size of a pool
+// since 12.2. Where the driver keeps to it, pools get one that fits the cap, and the
+// driver itself holds them there (c/bound.c). Without it, and where other processes
+// need a part of the cap, the library holds them. A driver lets a pool grow before it
+// takes what another stream has freed there. So before an allocation all that the pool may
+// grow by is reserved, in pieces of 32 MiB. If there is no such room, but the pool has
+// free memory, the stream waits for those that have freed something (c/reuse.c). If the
+// pool grows nevertheless, that is undone, and the usage page says by how much
+// ([Counters].Undone). Then the container has more than its limit for a moment. Of all
+// processes that share the page one makes such an attempt at a time (c/attempt.h), so the
+// excess is at most one request. Requests of more than 128 MiB are attempted last. Near
+// the cap a pool that has much free gives a part of it back, so that it may grow and needs
+// no attempts. A pool cannot have the last part of a limit if that is smaller than one of
+// its pieces.
+//
+// A graph that is launched near the cap waits, for a bounded time, until graphs that run
+// leave it room. If there is no room for the sum of its nodes, it is uploaded first, which
+// is such an attempt (c/graph.c).
+//
+// Arrays by their descriptions; each array below 2 MiB a block. Nobody can see in which
+// block an array lies, and one array keeps a whole block. That is too much until the next
+// reading, and what is freed of it is room only after one. So a program that makes and
+// destroys arrays all the time waits for a reading whenever it has freed as many blocks as
+// it may have.
+//
+// Contexts by the estimate of the limit page. An increase of a context's limits (stack,
+// heap and so on) is charged before the driver is called. A driver may take that memory
+// only with the first kernel. The meter sees in the driver's figure whether it has
+// (promise.go), and cuCtxSetLimit then waits for a reading. Modules when they are loaded,
+// by what the card then has less; a module that exceeds the cap is unloaded again, and the
+// load refused.
+//
+// Exported memory stays charged after its owner has freed it, until the owner exits or a
+// reading shows that it is gone. Imports and host memory are not charged, because they are
+// charged to another process or are no GPU memory. What an allocation's properties mean is
+// decided in c/property.h alone. A type that it does not know is refused, or under the
+// open policy passes and is reported ([Counters].Uncounted).
 //
 // # An example
 //
-//	kit, err := lib.Install("/var/lib/gpu-agent")    // what the CDI file mounts
+//	kit, err := lib.Install("/var/lib/gpu-agent")    // the libraries, for the CDI file to mount
 //	pages, err := lib.OpenPages("/var/lib/gpu-agent")
 //	paths, err := pages.Write(key, 250*time.Millisecond, []lib.Limit{{GPU: uuid, Bytes: 24 << 30}})
-//	mounts := lib.Mounts(key, paths)                 // what the CDI file mounts besides
+//	mounts := lib.Mounts(key, paths)                 // the CDI file's other mounts
 //	usage, err := pages.OpenUsage(key, uuid)
 //	meter, err := pages.Meter(key, uuid, usage)
 //	err = meter.Begin()
@@ -160,28 +179,28 @@
 //
 // # What it cannot do
 //
-// It holds accidents and honest tenants. A program that opens the real library
-// at its other path, brings a copy of its own, or speaks to the device nodes by
-// itself goes round it, and one that writes to the usage page lies to who
-// shares its claim; all of these show in the driver's figure, which is the watchdog's.
-// Where it cannot do its work (no limit page, a spoilt usage page) allocations
-// fail, or pass uncounted where [OpenMark] is. A usage page that is cut short
-// under running processes ends them by SIGBUS, as any mapped file does.
+// It stops accidents and honest programs, not attackers. A program can go round it: by
+// opening the real library at its other path, by bringing a copy of its own, or by using
+// the device nodes directly. A program that writes to the usage page deceives those that
+// share its allocation. All of this shows in the driver's figure, by which the watchdog
+// goes. If the library cannot count (no limit page, a damaged usage page), allocations
+// fail, or pass uncounted if [OpenMark] is there. A usage page that is cut short under
+// running processes ends them by SIGBUS, as any mapped file does.
 //
-// A process that loads a second copy of libcuda (dlmopen) counts a block that both
-// lie in twice; where the first to leave it does so near the cap, the container can
-// be one block over until the next reading.
+// A process that loads a second copy of libcuda (dlmopen) counts a block twice if both
+// copies have something in it. If the copy that frees its part first does so near the cap,
+// the container may be one block over until the next reading.
 //
-// Known to be counted too high until a process ends: memory mapped into sparse
-// arrays, exported managed memory, and what a context of the old cuCtxDetach had.
-// Known to be seen only by the next reading: what a green context takes beside the
-// primary one, streams and events, code that is loaded when it is first used, stacks that a
-// kernel makes larger than the limit, and a form of an allocating call that is newer
-// than this library. The list of all functions that are not counted, each with the
-// reason, is tests/drivers/classes.txt; a function of a driver that is neither counted
-// nor there fails a test. A module that is over is there for
-// the moment before it is unloaded, and where another container frees memory at that
-// moment what it takes may be seen only by the next reading. The package knows no claim,
-// no pod and no process beyond its number; it does not know what is done to
-// those who exceed a limit.
+// Counted too high until the process ends: memory mapped into sparse arrays, exported
+// managed memory, and what a context that ended by the old cuCtxDetach had. Seen only by
+// the next reading: what a green context takes beside the primary context, streams and
+// events, code that is loaded when it is first used, stacks that a kernel makes larger
+// than the limit, and a form of an allocating call that is newer than this library. All
+// functions that are not counted are in tests/drivers/classes.txt, each with the reason. A
+// driver's function that is neither counted nor there fails a test. A module that exceeds
+// the cap exists for a moment, until it is unloaded. If another container frees memory at
+// that moment, what the module takes may be seen only by the next reading.
+//
+// The package knows no claim, no pod, and of a process only its number. It does not know
+// what is done to those who exceed a limit.
 package lib

@@ -18,24 +18,26 @@ type Files struct {
 	dir   string
 	every time.Duration
 	seen  func(host string) string
-	// kit serves any driver, fitted the driver that Fit was called for last.
-	kit, fitted Kit
+	// install has the libraries that serve any driver; fitted are those that Fit returned
+	// last.
+	install func(dir string) (Kit, error)
+	fitted  Kit
 }
 
-// OpenFiles installs the libraries below the agent's state directory and opens the
-// pages there. every is the time between two readings of the driver, which new
-// limit pages name. seen returns where this process sees a file that the host has at
-// a path. The error is that of Install or of OpenPages.
+// OpenFiles opens the pages below the agent's state directory, where Fit installs the
+// libraries: nobody needs them before the driver has been read, and a start has no time to
+// lose. every is the time between two readings of the driver, which new limit pages name.
+// seen returns where this process sees a file that the host has at a path. The error is
+// that of OpenPages, or gpu.ErrNotSupported if the program was built without the libraries.
 func OpenFiles(dir string, every time.Duration, seen func(host string) string) (*Files, error) {
-	kit, err := Install(dir)
-	if err != nil {
-		return nil, err
+	if _, err := built.Open("built/" + cudaName); err != nil {
+		return nil, errNotBuilt
 	}
 	pages, err := OpenPages(dir)
 	if err != nil {
 		return nil, err
 	}
-	return &Files{Pages: pages, dir: dir, every: every, seen: seen, kit: kit, fitted: kit}, nil
+	return &Files{Pages: pages, dir: dir, every: every, seen: seen, install: Install}, nil
 }
 
 // Write is Pages.Write with the time between two readings.
@@ -44,7 +46,8 @@ func (f *Files) Write(key string, limits []Limit) (map[gpu.UUID]Page, error) {
 }
 
 // Fit returns the libraries as they suit the driver whose parts these are. Where it
-// cannot fit them it returns those that serve any driver, and the error of lib.Fit.
+// cannot fit them it returns those that serve any driver, and the error of lib.Fit, or no
+// libraries where those cannot be installed either.
 // It must not run at the same time as itself or Prune.
 func (f *Files) Fit(parts cdi.Parts) (Kit, error) {
 	library := func(name string) string {
@@ -57,7 +60,10 @@ func (f *Files) Fit(parts cdi.Parts) (Kit, error) {
 	}
 	fitted, err := Fit(f.dir, library("libcuda.so"), library("libnvidia-ml.so"))
 	if err != nil {
-		fitted = f.kit
+		var cannot error
+		if fitted, cannot = f.install(f.dir); cannot != nil {
+			return Kit{}, cannot
+		}
 	}
 	f.fitted = fitted
 	return fitted, err

@@ -12,11 +12,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Fit puts this program's version of the libraries below dir as they suit a
-// driver, whose own libraries are at cuda and nvml: a name that the driver lacks is
-// not found in ours. Programs ask dlsym what a driver can do, and one that finds a
-// function there calls it. The error is that of Install, wraps gpu.ErrDriver where
-// the driver's libraries cannot be read, or says what could not be written.
+// Fit is Install of libraries that are fitted to a driver, whose own libraries are the
+// files cuda and nvml: a function that the driver lacks cannot be found in ours.
+// Programs ask dlsym what a driver can do, and would call a function that they find. The
+// error is that of Install. It wraps gpu.ErrDriver if the driver's libraries cannot be
+// read.
 func Fit(dir, cuda, nvml string) (Kit, error) {
 	files, _, err := content()
 	if err != nil {
@@ -34,10 +34,9 @@ func Fit(dir, cuda, nvml string) (Kit, error) {
 	return kit, nil
 }
 
-// Hide returns a copy of a library of ours without the names that the driver's
-// library, in the file real, does not export. The functions stay, and are what
-// they were for the others; only their entries in the symbol table say that the
-// library does not define them.
+// Hide returns a copy of a library of ours without the names that the driver's library,
+// the file real, does not export. The functions stay, and other functions may still call
+// them. Only their entries in the symbol table are changed to undefined.
 func Hide(library []byte, real string) ([]byte, error) {
 	has, err := exported(real)
 	if err != nil {
@@ -61,17 +60,17 @@ func Hide(library []byte, real string) ([]byte, error) {
 		if s.Section == elf.SHN_UNDEF || has[s.Name] {
 			continue
 		}
-		n := uint64(i + 1) // the first entry of a table is none
+		n := uint64(i + 1) // the table's first entry is no symbol
 		if used[n] {
 			return nil, fmt.Errorf("the library refers to its own %s by name: %w", s.Name, gpu.ErrInvalid)
 		}
-		// Of Elf64_Sym: st_shndx, st_value, st_size.
+		// Clears st_shndx, st_value and st_size of the Elf64_Sym.
 		clear(out[table.Offset+n*elf.Sym64Size:][6:elf.Sym64Size])
 	}
 	return out, nil
 }
 
-// exported are the names that a library defines.
+// exported returns the names that a library defines.
 func exported(file string) (map[string]bool, error) {
 	f, err := elf.Open(file)
 	if err != nil {
@@ -91,8 +90,8 @@ func exported(file string) (map[string]bool, error) {
 	return has, nil
 }
 
-// relocated are the symbols, by their place in the table, that the library has
-// the loader fill in.
+// relocated returns the symbols, by their index in the table, whose addresses the loader
+// fills in for the library.
 func relocated(f *elf.File) (map[uint64]bool, error) {
 	used := map[uint64]bool{}
 	for _, s := range f.Sections {

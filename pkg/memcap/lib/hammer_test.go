@@ -37,12 +37,19 @@ func hammer(t *testing.T) string {
 // counter builds the counter with a program of testdata.
 func counter(t *testing.T, name string) string {
 	t.Helper()
+	return compiled(t, name, "c/count.c", "c/loan.c")
+}
+
+// compiled builds a program of testdata with some of the library's sources.
+func compiled(t *testing.T, name string, sources ...string) string {
+	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
 	}
 	program := filepath.Join(t.TempDir(), name)
-	out, err := exec.CommandContext(t.Context(), "gcc", "-std=gnu17", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread",
-		"-Ic", "-o", program, "testdata/"+name+".c", "c/count.c").CombinedOutput()
+	args := append([]string{"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread",
+		"-Ic", "-o", program, "testdata/" + name + ".c"}, sources...)
+	out, err := exec.CommandContext(t.Context(), "gcc", args...).CombinedOutput()
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -82,6 +89,25 @@ func TestPairsLeaveTheSharedWordAlone(t *testing.T) {
 	out, err := exec.CommandContext(t.Context(), counter(t, "idle"), limit, usage).CombinedOutput()
 	if want := "all is well\n"; err != nil || string(out) != want {
 		t.Errorf("%v: %s", err, out)
+	}
+}
+
+// TestTableGoesToAllThreads: the thread that uses the table of what is held first takes no
+// locks until another thread uses it. From then on no change is lost, whatever the kernel
+// lets the program do.
+func TestTableGoesToAllThreads(t *testing.T) {
+	program := compiled(t, "table", "c/table.c")
+	for name, args := range map[string][]string{
+		"with barriers":                       {tell(500, 20000)},
+		"without barriers":                    {tell(100, 1000), "never"},
+		"barriers forbidden once it is owned": {"1", "later"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput()
+			if want := "all is well\n"; err != nil || string(out) != want {
+				t.Errorf("%v: %s", err, out)
+			}
+		})
 	}
 }
 
@@ -278,10 +304,10 @@ func TestLayout(t *testing.T) {
 		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf},
 		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
-		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.attempt", useAttempt}, {"usage_page.slots", pageSize},
+		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.attempt", useAttempt}, {"usage_page.borrows", useBorrows}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
 		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs}, {"slot.others_reserved", slotOthersReserved}, {"slot.others_committed", slotOthersCommitted},
-		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle},
+		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle}, {"slot.borrowed", slotBorrowed}, {"slot.lends", slotLends},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
 		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
 	} {
@@ -307,5 +333,26 @@ func TestSourcesAreBuilt(t *testing.T) {
 	}
 	if runtime.GOARCH == "arm64" && len(machineFlags()) == 0 {
 		t.Error("outlined atomics need libgcc")
+	}
+}
+
+// TestStepOfALoan kills a process after each instruction in which it borrows room of
+// another page, and repays it.
+func TestStepOfALoan(t *testing.T) {
+	program := counter(t, "loans")
+	both, pages := somePages(t), make([]string, 0, 4)
+	for i, key := range []string{"0123456789abcdef", "fedcba9876543210"} {
+		page, err := both.Write(key, 0, []Limit{{GPU: aGPU, Bytes: 16 << 20 >> i}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pages = append(pages, page[aGPU].Limit, page[aGPU].Usage)
+	}
+	out, err := exec.CommandContext(t.Context(), program, append(pages, tell(211, 1))...).CombinedOutput()
+	if strings.Contains(string(out), "does not stop") {
+		t.Skip("a process cannot be traced here")
+	}
+	if err != nil || !strings.HasPrefix(string(out), "steps ") {
+		t.Errorf("%v\n%s", err, out)
 	}
 }

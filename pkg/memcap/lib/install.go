@@ -12,17 +12,19 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"sync"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// built has what `go run ./pkg/memcap/lib/build` made, or a README.
+// built has the libraries that `go run ./pkg/memcap/lib/build` makes, or just a README if
+// they were not built.
 //
 //go:embed built/*
 var built embed.FS
 
-// Kit is what an allocation's CDI file mounts of an installed version, as paths below
-// the directory that was given to Install.
+// Kit has the paths of what an allocation's CDI file mounts of an installed version. They
+// are below the directory that was given to Install.
 type Kit struct {
 	CUDA, NVML string // the libraries, to be mounted over the driver's
 	Empty      string // a directory with nothing in it, for CompatDir
@@ -34,22 +36,32 @@ type file struct {
 	data []byte
 }
 
-// Version is what the kit's folder is called, for Prune.
+// Version returns the name of the kit's folder, for Prune.
 func (k Kit) Version() string { return filepath.Base(filepath.Dir(k.CUDA)) }
 
-// content returns the libraries, CUDA's first, and the name of their content.
+// errNotBuilt says that a program has no libraries.
+var errNotBuilt = fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
+
+// content returns the libraries, CUDA's first, and the hash of their content.
 func content() (files []file, hash string, err error) {
 	for _, name := range []string{cudaName, nvmlName} {
 		data, err := built.ReadFile("built/" + name)
 		if err != nil {
-			return nil, "", fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
+			return nil, "", errNotBuilt
 		}
 		files = append(files, file{name, data})
 	}
 	return files, hashOf(files), nil
 }
 
-// hashOf is the first 16 hex digits of a SHA-256 over the libraries.
+// ownHash is content's hash, worked out once: whenever allocations have ended it tells
+// which libraries are this program's own. It is empty where the program has none.
+var ownHash = sync.OnceValue(func() string {
+	_, hash, _ := content()
+	return hash
+})
+
+// hashOf returns the first 16 hex digits of a SHA-256 over the libraries.
 func hashOf(files []file) string {
 	h := sha256.New()
 	for _, f := range files {
@@ -59,10 +71,9 @@ func hashOf(files []file) string {
 	return hex.EncodeToString(h.Sum(nil))[:16]
 }
 
-// Install puts this program's version of the libraries below dir, at
-// dir/cap/<hash>, unless it is there. Another version's folder is never
-// touched: processes have its files mapped. The error is gpu.ErrNotSupported
-// where the program was built without them.
+// Install puts this program's version of the libraries at dir/cap/<hash>, unless it is
+// there. It never touches another version's folder, because processes have its files
+// mapped. The error is gpu.ErrNotSupported if the program was built without the libraries.
 func Install(dir string) (Kit, error) {
 	files, hash, err := content()
 	if err != nil {
@@ -111,8 +122,8 @@ func install(top, hash string, files []file) (Kit, error) {
 	}
 	err = os.Rename(tmp, home)
 	if errors.Is(err, fs.ErrExist) {
-		// The folder is not whole, for example after a loss of power. What is wrong in
-		// it gets another inode, so that what a process has mapped stays as it is.
+		// The folder is incomplete, for example after a loss of power. Its files are
+		// replaced, not rewritten, so that what a process has mapped does not change.
 		err = mend(home, tmp, files)
 	}
 	if err != nil {
@@ -140,7 +151,7 @@ func mend(home, tmp string, files []file) error {
 	return nil
 }
 
-// whole reports whether a version's folder has all that it should.
+// whole reports whether a version's folder is complete and unchanged.
 func whole(home string, files []file) bool {
 	for _, f := range append(files, file{name: markName}) {
 		data, err := os.ReadFile(filepath.Join(home, f.name))
@@ -152,14 +163,10 @@ func whole(home string, files []file) bool {
 	return err == nil && len(inside) == 0
 }
 
-// Prune removes the versions below dir that are not this program's and for
-// which used says no: no allocation's CDI file names them. Of this program's, those
-// that were fitted to a driver (Fit) are others, for which used is asked.
+// Prune removes versions of the libraries below dir that no allocation's CDI file names, as
+// used says. It keeps the version of this program that Install installs. Versions that were
+// fitted to a driver (Fit) have hashes of their own, so used is asked about them.
 func Prune(dir string, used func(hash string) bool) error {
-	_, own, err := content()
-	if err != nil && !errors.Is(err, gpu.ErrNotSupported) {
-		return err
-	}
 	top := filepath.Join(dir, "cap")
 	entries, err := os.ReadDir(top)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -169,7 +176,7 @@ func Prune(dir string, used func(hash string) bool) error {
 	}
 	var errs []error
 	for _, e := range entries {
-		old := isHash(e.Name()) && e.Name() != own && !used(e.Name())
+		old := isHash(e.Name()) && e.Name() != ownHash() && !used(e.Name())
 		half := len(e.Name()) > 5 && e.Name()[:5] == ".new-"
 		if e.IsDir() && (old || half) {
 			if err := os.RemoveAll(filepath.Join(top, e.Name())); err != nil {

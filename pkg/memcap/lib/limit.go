@@ -16,11 +16,11 @@ import (
 // a page.
 func (p *Pages) Limit(key string, u gpu.UUID) (uint64, error) {
 	if !plainName(key) || !plainName(string(u)) {
-		return 0, fmt.Errorf("read the limit page of claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
+		return 0, fmt.Errorf("read the limit page of allocation %q on GPU %q: %w", key, u, gpu.ErrInvalid)
 	}
 	page, err := mapPage(filepath.Join(p.dir, key, string(u)))
 	if errors.Is(err, fs.ErrNotExist) {
-		return 0, fmt.Errorf("claim %s has no limit page for %s: %w", key, u, gpu.ErrNotFound)
+		return 0, fmt.Errorf("allocation %s has no limit page for %s: %w", key, u, gpu.ErrNotFound)
 	} else if err != nil {
 		return 0, err
 	}

@@ -38,7 +38,8 @@ type Meter struct {
 type Reading struct {
 	Counters
 	// Used is what counts against the limit, in bytes: the driver's figure plus managed
-	// memory; where the driver has no figure, what is bound plus the last correction.
+	// memory; where the driver has no figure, what is bound plus the last correction. What
+	// was borrowed elsewhere does not count, and what is lent does.
 	Used uint64
 	// Correction is what the container has more than is bound, in bytes; less is negative.
 	Correction int64
@@ -50,14 +51,14 @@ type Reading struct {
 // usage page stays the caller's to close, after the meter.
 func (p *Pages) Meter(key string, u gpu.UUID, usage *Usage) (*Meter, error) {
 	if !plainName(key) || !plainName(string(u)) {
-		return nil, fmt.Errorf("meter claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
+		return nil, fmt.Errorf("meter allocation %q on GPU %q: %w", key, u, gpu.ErrInvalid)
 	}
 	if usage == nil {
-		return nil, fmt.Errorf("meter claim %s on %s: no usage page: %w", key, u, gpu.ErrInvalid)
+		return nil, fmt.Errorf("meter allocation %s on %s: no usage page: %w", key, u, gpu.ErrInvalid)
 	}
 	page, err := mapPage(filepath.Join(p.dir, key, string(u)))
 	if err != nil {
-		return nil, fmt.Errorf("meter claim %s on %s: %w", key, u, notFound(err))
+		return nil, fmt.Errorf("meter allocation %s on %s: %w", key, u, notFound(err))
 	}
 	return &Meter{pages: p, page: page, usage: usage}, nil
 }
@@ -81,7 +82,7 @@ func (m *Meter) Begin() error {
 		return err
 	}
 	if c.Nonce != m.page.load(atUsage) || !m.page.stands() {
-		return fmt.Errorf("read usage page: it is not the claim's, or not any more: %w", gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: it is not the allocation's, or not any more: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true
 	// Processes that ask wait until a reading is finished.
@@ -143,15 +144,16 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	var each uint64 // what a context takes, by this reading
 	next, r.Quiet, each = m.conclude(was, next, c, driver, known, still)
 	r.Correction = next.correction
-	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
+	figure := uint64(max(0, int64(c.Bound)+next.correction)) // of those who count here
 	if known {
-		r.Used = driver + c.Managed + m.taken.open(c)
+		figure = driver + c.Managed + m.taken.open(c)
 	}
+	r.Used = figure + c.Lent - min(figure, c.Borrowed)
 	// Views show the figure itself plus what was counted since. That needs a reading with
 	// no large allocation or context under way, which the figure may have or not.
 	switch {
 	case known && still && max(underWay(m.first), underWay(c)) <= shownSlack:
-		next.shown, next.shownAt, next.dead = int64(r.Used)-int64(c.Bound), c.Settled, c.Dead
+		next.shown, next.shownAt, next.dead = int64(figure)-int64(c.Bound), c.Settled, c.Dead
 	case was.nonce != c.Nonce || !known:
 		next.shown, next.shownAt, next.dead = next.correction, next.settled, 0
 	}

@@ -21,10 +21,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// The pages, as c/page.h has them; a test holds the two together.
+// The layout of the pages. c/page.h has it too; a test checks that both are the same.
 const (
 	limitMagic = "GPUCAP02"
-	usageMagic = "GPUUSE04"
+	usageMagic = "GPUUSE05"
 
 	pageSize  = 4096
 	slotSize  = 128
@@ -34,7 +34,7 @@ const (
 	unit       = 512
 	amountBits = 40
 	amounts    = 1<<amountBits - 1
-	most       = 1 << 48 // bytes; more is nonsense
+	most       = 1 << 48 // bytes; no GPU has so much
 	writing    = ^uint64(0)
 
 	atLimit   = 8
@@ -68,6 +68,7 @@ const (
 	useUncounted = 176
 	useGuesses   = 184
 	useAttempt   = 192
+	useBorrows   = 200
 
 	slotReserved  = 0
 	slotCommitted = 8
@@ -77,28 +78,31 @@ const (
 	slotPID       = 40
 	slotPIDs      = 48
 	slotExported  = 56
-	// What all threads but the first have added to the first two.
+	// What all threads but the first have added to reserved and committed.
 	slotOthersReserved  = 64
 	slotOthersCommitted = 72
 	slotPromised        = 80
 	slotIdle            = 88
+	slotBorrowed        = 96
+	slotLends           = 104
 )
 
 // A Limit is what one allocation may have of one GPU.
 type Limit struct {
 	GPU gpu.UUID
-	// Bytes is the cap, contexts included; None for a GPU without one, whose
-	// calls are then not counted.
+	// Bytes is the cap, contexts included. None: the GPU has no cap, and nothing is
+	// counted.
 	Bytes uint64
-	// Context is what a context is charged with until the driver has been read, in
-	// bytes; 0 means DefaultContext. An existing page keeps what was learnt since.
+	// Context is what a context is charged until the driver has been read, in bytes;
+	// 0 means DefaultContext. An existing page keeps the value that was learnt since.
 	Context uint64
-	// Since is when the allocation was made or renewed. A usage page of an earlier
-	// holder is not used again. Zero: that is not known, and the page is kept.
+	// Since is when the allocation was made or renewed. A usage page that is older
+	// belongs to an earlier holder and is not used again. Zero: that time is not known,
+	// and the page is kept.
 	Since time.Time
 }
 
-// since is Since as the page has it.
+// since returns Since in the page's form.
 func (l Limit) since() uint64 {
 	if l.Since.IsZero() {
 		return 0
@@ -106,21 +110,21 @@ func (l Limit) since() uint64 {
 	return uint64(l.Since.UnixNano())
 }
 
-// A Page is where the two pages of an allocation's GPU are on the host.
+// A Page has the paths on the host of the two pages of an allocation's GPU.
 type Page struct {
 	Limit string
 	Usage string // empty for a GPU without a limit
 }
 
 // Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID> and
-// dir/cap/usage/<key>/<UUID>; see claim.go for the second. Limit pages are files
-// that containers have mounted and mapped, so a page keeps its inode as long as
-// its allocation lives and every change of it is an atomic store.
-// The methods may be called from several goroutines; one process alone may have
-// a directory open at a time.
+// dir/cap/usage/<key>/<UUID>; see claim.go for the second. Containers have limit pages
+// mounted and mapped. So a limit page keeps its inode as long as its allocation lives, and
+// is changed by atomic stores only.
+// The methods are safe for concurrent use. Only one process at a time may use a
+// directory.
 type Pages struct {
 	dir, usage string
-	// mu orders what is stored in pages, since a change of the limit moves the
+	// mu guards what is stored in pages, because a change of the limit also moves the
 	// ceiling that a Meter has written.
 	mu sync.Mutex
 }
@@ -129,28 +133,27 @@ type Pages struct {
 // folders.
 func OpenPages(dir string) (*Pages, error) {
 	p := &Pages{dir: filepath.Join(dir, "cap", limitsName), usage: filepath.Join(dir, "cap", usageName)}
-	// Nobody but root comes by the usage pages on the host: any user of a container
-	// may write to them.
+	// On the host nobody but root may reach the usage pages, because any user of a
+	// container may write to them.
 	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700)); err != nil {
-		return nil, fmt.Errorf("make folders of claims' pages: %w", err)
+		return nil, fmt.Errorf("make folders of allocations' pages: %w", err)
 	}
 	return p, nil
 }
 
-// Write makes the limit pages of an allocation say just these limits, sees to it that
-// each limited GPU has a usage page, and returns where they are. every is how
-// often the agent reads the driver for them; 0 means that nobody does. A limit
-// page that is there already keeps its inode, and the correction that it holds;
-// a usage page stays as long as processes can count on it and the allocation is the
-// same holder's. If not, all of the allocation's usage pages are made anew. Pages of
-// GPUs that are not named are removed.
-// It may be repeated, and does nothing then.
+// Write makes the limit pages of an allocation, makes a usage page for each GPU with a
+// limit, and returns the paths of both. every is how often the agent reads the driver for
+// them; 0 means that nobody does. A limit page that exists keeps its inode and its
+// correction. The usage pages are kept as long as processes can count on them and the
+// holder is the same; otherwise all of the allocation's usage pages are made anew. Pages
+// of GPUs that limits does not name are removed. To call Write again with the same
+// arguments changes nothing.
 //
-// The error wraps gpu.ErrNoPermission where this process may not mount the file
-// system of the usage pages.
+// The error wraps gpu.ErrNoPermission if this process may not mount the file system of
+// the usage pages.
 func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.UUID]Page, error) {
 	if !plainName(key) {
-		return nil, fmt.Errorf("write limit pages: claim key %q: %w", key, gpu.ErrInvalid)
+		return nil, fmt.Errorf("write limit pages: allocation key %q: %w", key, gpu.ErrInvalid)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -160,18 +163,18 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 	}
 	for i := range limits {
 		if err := limits[i].check(); err != nil {
-			return nil, fmt.Errorf("write limit page of claim %s: %w", key, err)
+			return nil, fmt.Errorf("write limit page of allocation %s: %w", key, err)
 		}
 	}
 	nonces, err := p.usageLocked(key, limits)
 	if err != nil {
-		return nil, fmt.Errorf("make usage pages of claim %s: %w", key, err)
+		return nil, fmt.Errorf("make usage pages of allocation %s: %w", key, err)
 	}
 	pages := make(map[gpu.UUID]Page)
 	for _, l := range limits {
 		page := Page{Limit: filepath.Join(dir, string(l.GPU))}
 		if err := writeLimit(page.Limit, every, l, nonces[l.GPU]); err != nil {
-			return nil, fmt.Errorf("write limit page of %s for claim %s: %w", l.GPU, key, err)
+			return nil, fmt.Errorf("write limit page of %s for allocation %s: %w", l.GPU, key, err)
 		}
 		if l.Bytes != None {
 			page.Usage = filepath.Join(p.usage, key, string(l.GPU))
@@ -180,12 +183,12 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 	}
 	old, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, fmt.Errorf("list limit pages of claim %s: %w", key, err)
+		return nil, fmt.Errorf("list limit pages of allocation %s: %w", key, err)
 	}
 	for _, e := range old {
 		if _, named := pages[gpu.UUID(e.Name())]; !named {
 			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return nil, fmt.Errorf("remove old limit page of claim %s: %w", key, err)
+				return nil, fmt.Errorf("remove old limit page of allocation %s: %w", key, err)
 			}
 		}
 	}
@@ -202,8 +205,8 @@ func (l Limit) check() error {
 	return nil
 }
 
-// writeLimit writes one limit page; usage is the nonce of the usage page that
-// belongs to it; 0 if that has not changed or there is none.
+// writeLimit writes one limit page. usage is the nonce of the usage page that belongs to
+// it, or 0 if that has not changed or there is none.
 func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
@@ -214,8 +217,8 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	}
 	page, err := mapPage(path)
 	if err != nil {
-		// None, or one that an agent of another time left behind: nothing that
-		// a container could go on with.
+		// There is none, or one of another version of the agent, which no container
+		// could go on using.
 		return makePage(path, everyMS, l, usage)
 	}
 	defer page.unmap()
@@ -223,13 +226,13 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		return makePage(path, everyMS, l, usage)
 	}
 	if usage != 0 {
-		// What was learnt of contexts was learnt from who had the old one.
+		// What was learnt about contexts was learnt from the old page's holder.
 		page.store(atContext, l.Context)
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
 	}
 	if context := page.load(atContext); context < LeastContext || context > DefaultContext {
-		page.store(atContext, l.Context) // by another version of the agent
+		page.store(atContext, l.Context) // another version of the agent has written it
 	}
 	if page.load(atEvery) != everyMS {
 		page.store(atEvery, everyMS)
@@ -239,20 +242,20 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		if was == None {
 			c.correction, c.leastOf = 0, 0
 		}
-		page.store(atNonce, writing) // nobody goes above the new limit by the old ceiling
+		page.store(atNonce, writing) // so that nobody exceeds the new limit by the old ceiling
 		page.store(atLimit, l.Bytes)
 		c.stamp = 0
 		page.publish(c)
 	}
 	if everyMS == 0 && page.load(atNonce) != 0 {
-		// What somebody read once gets older and is never made good: processes
-		// would go by less and less. They go by the limit.
+		// There will be no more readings, and an old one would never be corrected:
+		// processes would have less and less room. Without one they go by the limit.
 		page.publish(reading{})
 	}
 	return nil
 }
 
-// makePage makes a page and puts it in place whole.
+// makePage writes a new page and moves it into place.
 func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	b := make([]byte, pageSize)
 	copy(b, limitMagic)
@@ -263,7 +266,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
-	// Written beside the folder of the allocation, in which each file is a GPU's.
+	// It is written beside the allocation's folder, in which each file is a GPU's page.
 	folder, name := filepath.Split(path)
 	key := filepath.Base(folder)
 	root, err := os.OpenRoot(filepath.Dir(filepath.Clean(folder)))
@@ -271,34 +274,36 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 		return err
 	}
 	defer root.Close()
-	// Whatever user a container has reads it.
+	// Any user in a container may read it.
 	return atomicfile.Write(root, filepath.Join(key, name), ".new-"+key, 0o644, atomicfile.Unflushed, func(f *os.File) error {
 		_, err := f.Write(b)
 		return err
 	})
 }
 
-// Remove ends an allocation's pages. A container that has them mounted keeps them; a
-// allocation without pages is fine.
+// Remove removes an allocation's pages, if it has any. A container that has them mounted
+// keeps them. It can take some hundredths of a second, in which the pages of other
+// allocations may be written, and must not run beside a Write of the same key.
 func (p *Pages) Remove(key string) error {
 	if !plainName(key) {
-		return fmt.Errorf("remove pages: claim key %q: %w", key, gpu.ErrInvalid)
+		return fmt.Errorf("remove pages: allocation key %q: %w", key, gpu.ErrInvalid)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	// In this order: as long as one of them is left the allocation is listed.
+	// As long as one of the two is left, List has the allocation, so a failure is tried again.
+	// The kernel's unmount waits for all processors: nobody is to wait for it with us.
 	err := removeRoom(filepath.Join(p.usage, key))
 	if err == nil {
+		p.mu.Lock()
+		defer p.mu.Unlock()
 		err = os.RemoveAll(filepath.Join(p.dir, key))
 	}
 	if err != nil {
-		return fmt.Errorf("remove pages of claim %s: %w", key, err)
+		return fmt.Errorf("remove pages of allocation %s: %w", key, err)
 	}
 	return nil
 }
 
-// List returns the keys of the allocations that have pages, in order, and clears
-// what a writer that was killed left half done.
+// List returns the keys of the allocations that have pages, in order. It removes files that
+// a killed writer left unfinished.
 func (p *Pages) List() ([]string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -306,7 +311,7 @@ func (p *Pages) List() ([]string, error) {
 	for _, dir := range []string{p.dir, p.usage} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
-			return nil, fmt.Errorf("list claims' pages: %w", err)
+			return nil, fmt.Errorf("list allocations' pages: %w", err)
 		}
 		for _, e := range entries {
 			switch {
@@ -321,8 +326,8 @@ func (p *Pages) List() ([]string, error) {
 	return slices.Compact(keys), nil
 }
 
-// plainName reports whether s can be a file's name here: no separator, no dot
-// in front, nothing unusual.
+// plainName reports whether s may be the name of a file or folder of ours: letters, digits
+// and a few marks, no separator, and no dot at its beginning.
 func plainName(s string) bool {
 	if s == "" || len(s) > 128 || s[0] == '.' {
 		return false
@@ -341,8 +346,8 @@ func plainName(s string) bool {
 type mappedPage struct {
 	b    []byte
 	path string
-	// dev and ino tell the file from another in its place: as long as it is mapped
-	// no other file of the device has its number.
+	// dev and ino identify the file. No other file of the device gets its number as long
+	// as it is mapped.
 	dev, ino uint64
 }
 
@@ -372,8 +377,8 @@ func mapPage(path string) (mappedPage, error) {
 
 func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
 
-// stands reports whether the page is still the one in its place. An allocation that has
-// ended and is given out again has new pages.
+// stands reports whether the page still is the file at its path. An allocation that has
+// ended and was made again has new pages.
 func (p mappedPage) stands() bool {
 	var st unix.Stat_t
 	return unix.Lstat(p.path, &st) == nil && uint64(st.Dev) == p.dev && st.Ino == p.ino
@@ -383,8 +388,8 @@ func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
 func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
 
-// wake wakes those who wait for a word to change. There may be any
-// number of them: those that are left out wake up by themselves a few milliseconds later.
+// wake wakes processes that wait for a word to change, up to a number that bounds the work.
+// The others wake up by themselves a few milliseconds later.
 func (p mappedPage) wake(at int) {
 	const futexWake, wakeMost = 1, 64
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
@@ -401,23 +406,23 @@ func (p mappedPage) limitLess(c int64) uint64 {
 	return min(limit-uint64(c), most)
 }
 
-// A reading is what a limit page says about a usage page. If nonce is 0 there was none.
+// A reading is what a limit page says about a usage page. Nonce 0: there was no reading.
 type reading struct {
 	nonce, stamp, settled uint64
 	correction            int64
-	// shown is for views: the figure less what was bound, when shownAt was
-	// settled and of what was bound so much was dead processes'.
+	// shown is for what programs are shown: the driver's figure less bound, at a time when
+	// shownAt had been settled and dead processes had dead bytes of bound.
 	shown         int64
 	shownAt, dead uint64
-	// least is how small the correction may be, as long as the guesses are one less
-	// than leastOf; 0 is never.
+	// least is a lower bound of the correction, as long as the usage page's guesses are
+	// leastOf - 1. leastOf 0: none is known.
 	least   int64
 	leastOf uint64
 }
 
 func (p mappedPage) reading() reading {
 	if p.load(atNonce) == writing {
-		return reading{} // by an agent that was killed there
+		return reading{} // an agent was killed while it wrote
 	}
 	r := reading{
 		nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled),
@@ -429,8 +434,8 @@ func (p mappedPage) reading() reading {
 	return r
 }
 
-// publish puts a reading into the page. While it is half done processes see
-// that, and go by the lower of the limit and the ceiling.
+// publish stores a reading in the page. While it does so, processes see that in the nonce,
+// and go by the lower of the limit and the ceiling.
 func (p mappedPage) publish(r reading) {
 	p.store(atNonce, writing)
 	p.store(atCeiling, p.limitLess(r.correction))

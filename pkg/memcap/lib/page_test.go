@@ -627,3 +627,34 @@ func TestPrune(t *testing.T) {
 		t.Errorf("nothing installed: %v", err)
 	}
 }
+
+// TestReadingsOfALoan: what is lent is not held against the figure of those who count on
+// the lender's page, and counts against its limit; what was borrowed is in the figure of
+// those who count at the borrower's home, and does not count against that one's limit.
+func TestReadingsOfALoan(t *testing.T) {
+	for name, test := range map[string]struct {
+		lends, borrowed uint64
+		driver          uint64 // MiB
+		bound, used     uint64 // MiB
+	}{
+		"lent":     {1, 0, 0, 0, 100},
+		"borrowed": {0, 30 << 20, 110, 100, 80},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.lives()
+			_, m := aMeter(t, p, time.Second)
+			p.has(1, 100<<20, 0, 0)
+			p.set(useBound, 100<<20/unit)
+			p.set(pageSize+slotLends, test.lends)
+			p.set(pageSize+slotBorrowed, test.borrowed)
+			if err := m.Begin(); err != nil {
+				t.Fatal(err)
+			}
+			r, err := m.End(test.driver<<20, true)
+			if err != nil || !r.Quiet || r.Bound != test.bound<<20 || r.Used != test.used<<20 || r.Correction != int64(test.driver-test.bound)<<20 {
+				t.Errorf("%+v, %v: want %d MiB bound and %d used", r, err, test.bound, test.used)
+			}
+		})
+	}
+}

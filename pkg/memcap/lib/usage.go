@@ -16,35 +16,35 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// headSize is as much of the header as says anything.
+// headSize is the size of the header's used part, in bytes.
 const headSize = useAttempt + 8
 
-// Usage is an allocation's usage page of one GPU. The processes of its containers write
-// to it, so it is read as data, never mapped, and may say anything. It is not for
-// concurrent use.
+// Usage is an allocation's usage page of one GPU. The processes of its containers write to
+// the page, so it is read and never mapped, and nothing in it is trusted. It is not safe
+// for concurrent use.
 type Usage struct {
 	fd int
-	// The watchdog reads hundreds of pages a second, and leaves no garbage.
+	// The watchdog reads hundreds of pages a second, and should not allocate for that.
 	head [headSize]byte
-	some [pageSize]byte // of the slots
+	some [pageSize]byte // some of the slots
 	took time.Duration  // CPU time of the last Read
 }
 
 // OpenUsage opens the usage page of an allocation on a GPU. The error is gpu.ErrNotFound
-// where there is none, as on a GPU without a limit, and gpu.ErrInvalid where the
-// page is not one any more.
+// if there is none, as for a GPU without a limit, and gpu.ErrInvalid if the file is no
+// usage page any more.
 func (p *Pages) OpenUsage(key string, u gpu.UUID) (*Usage, error) {
 	if !plainName(key) || !plainName(string(u)) {
-		return nil, fmt.Errorf("open usage page of claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
+		return nil, fmt.Errorf("open usage page of allocation %q on GPU %q: %w", key, u, gpu.ErrInvalid)
 	}
 	fd, err := openUsage(filepath.Join(p.usage, key, string(u)))
 	if err != nil {
-		return nil, fmt.Errorf("open usage page of claim %s on %s: %w", key, u, notFound(err))
+		return nil, fmt.Errorf("open usage page of allocation %s on %s: %w", key, u, notFound(err))
 	}
 	return &Usage{fd: fd}, nil
 }
 
-// openUsage opens a file that has a usage page's size.
+// openUsage opens a usage page, and checks that it is a file of the right size.
 func openUsage(path string) (fd int, err error) {
 	fd, err = unix.Open(path, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -68,7 +68,7 @@ func notFound(err error) error {
 	return err
 }
 
-// Close lets go of the page.
+// Close closes the page.
 func (u *Usage) Close() error {
 	if u.fd < 0 {
 		return nil
@@ -78,43 +78,46 @@ func (u *Usage) Close() error {
 	return err
 }
 
-// Counters are what a usage page says: bytes, but for Nonce, Word, Steady, Contexts,
-// Asks, Refusals, Uncounted, Guesses, Attempt and Processes. The sums are over the living processes.
+// Counters are what a usage page says. All are in bytes, except for Nonce, Word, Steady,
+// Contexts, Asks, Refusals, Uncounted, Guesses, Attempt and Processes. Sums are over the
+// living processes.
 type Counters struct {
-	Nonce uint64 // of this page; another page has another
-	Bound uint64 // what the container's processes may have, without what is idle
-	Word  uint64 // bound with its version: equal words, nothing changed between
+	Nonce uint64 // differs between any two pages
+	Bound uint64 // what the container's processes may have, without what is idle or lent
+	Word  uint64 // Bound's word with its version: if two are equal, Bound did not change between
 	// moves is the sum of all slots' words of what is idle, with their versions.
 	moves uint64
-	// Steady: the word was that still when all else had been read. A page is read
-	// in its own time, more of it where the reader is held up, and what comes of
-	// processes (Reserved to Contexts, Dead) may be of a later word than Bound.
+	// Steady says that the word had not changed after all else had been read. Reading a
+	// page takes time, so what is read from the slots (Reserved to Contexts, Dead) may be
+	// newer than Bound otherwise.
 	Steady bool
-	// Committed <= what the driver gave <= Reserved, Bound being their shares and
-	// what dead processes left; see c/count.h.
+	// Committed <= what the driver gave <= Reserved. Bound is the sum of the processes'
+	// shares and of what dead processes left; see c/count.h.
 	Reserved, Committed uint64
-	Managed             uint64 // of Bound, what the driver's figures lack
+	Managed             uint64 // part of Bound that the driver's figures lack
 	promises            [promisers]promise
-	Exported            uint64 // of Committed, what was let go of and may live on elsewhere
-	Expected            uint64 // of Bound, what contexts were charged with
+	Exported            uint64 // part of Committed that its owner freed and others may still have open
+	Expected            uint64 // part of Bound that contexts were charged
 	Contexts            uint64
-	Asks                uint64 // times that a process near the cap asked for a reading
+	Asks                uint64 // how often a process near the cap asked for a reading
 	Refusals            uint64
-	Peak                uint64 // of Bound
-	Settled             uint64 // taken off Bound after it was gone already, ever
+	Peak                uint64 // the highest Bound so far
+	Settled             uint64 // sum of what was taken off Bound after the driver already had it back
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
 	Uncounted           uint64 // allocations of an unknown type that passed under the open policy
-	Guesses             uint64 // times that something came or went of which the driver may have more or less than Bound
-	Attempt             uint64 // allocations without a reservation, so far; in the lower half the slot of the one under way
-	Dead                uint64 // of Bound, at most, what dead processes have left there
-	Processes           int    // living ones that have used the GPU
+	Guesses             uint64 // how often something came or went for which Bound may differ from the driver's figure
+	Attempt             uint64 // upper half: allocations made without a reservation so far; lower half: 1 + slot of the one under way, or 0
+	Dead                uint64 // part of Bound that dead processes have left there, at most
+	Lent                uint64 // lent to processes that count what they have on another page (c/loan.h)
+	Borrowed            uint64 // part of Bound that living processes have borrowed from other pages
+	Processes           int    // living processes that have used the GPU
 }
 
-// readPatience bounds the search for the living. A container may put any number
-// of locks on the file, and for each slot that is asked for the kernel goes through
-// all of them: minutes for what any program can do. A thousand processes take
-// some milliseconds. It is CPU time: on a busy node, or at the agent's own CPU limit,
-// the reader itself is held up, which says nothing about the container.
+// readPatience bounds how long Read looks for living processes. A container may put any
+// number of locks on the file, and for each slot that we ask about the kernel goes through
+// all of them, so any program could make a read take minutes. A thousand processes take
+// some milliseconds. It is CPU time, because on a busy node, or at the agent's CPU limit,
+// the reader may be held up through no fault of the container.
 const readPatience = 50 * time.Millisecond
 
 // threadTime is the CPU time of the calling thread, the kernel's part included.
@@ -126,8 +129,7 @@ func threadTime() time.Duration {
 	return time.Duration(now.Nano())
 }
 
-// Read reads the page. The error is gpu.ErrInvalid for a page that says
-// nonsense.
+// Read reads the page. The error is gpu.ErrInvalid if what the page says is impossible.
 func (u *Usage) Read() (Counters, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -146,7 +148,7 @@ func (u *Usage) Read() (Counters, error) {
 	}
 	high := binary.LittleEndian.Uint32(head[useHigh:])
 	if slot := uint32(c.Attempt); slot > slots || slot != 0 && !u.alive(int(slot)-1) {
-		c.Attempt -= uint64(slot) // of one that is dead, or of nobody
+		c.Attempt -= uint64(slot) // a dead process's attempt, or a slot that does not exist
 	}
 	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {
 		return Counters{}, fmt.Errorf("read usage page: its header is nonsense: %w", gpu.ErrInvalid)
@@ -155,7 +157,8 @@ func (u *Usage) Read() (Counters, error) {
 	if c.Peak >= most || c.Bound >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
-	// After the header: what is settled there is no longer committed here.
+	// The slots are read after the header, so that what Settled includes is no longer in
+	// Committed.
 	var idle uint64
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -169,6 +172,14 @@ func (u *Usage) Read() (Counters, error) {
 		reserved, committed := slotSums(s)
 		c.moves += slot(slotIdle)
 		idle += slot(slotIdle) & amounts * unit
+		lends := slot(slotLends) != 0
+		if lends {
+			// What is committed is in no figure of those who count here, whether its
+			// owner lives or not; nor is he one of them.
+			lent := min(committed, reserved)
+			c.Lent += lent
+			reserved, committed = reserved-lent, 0
+		}
 		if slot(slotPID) == 0 && reserved == 0 {
 			continue
 		}
@@ -176,17 +187,13 @@ func (u *Usage) Read() (Counters, error) {
 		if threadTime()-began > readPatience {
 			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
 		}
-		if alive {
-			c.Processes++
-			c.Reserved += reserved
-			c.Committed += committed
-			c.Managed += slot(slotManaged)
-			c.promise(i, slot(slotPID), slot(slotPromised))
-			c.Expected += slot(slotExpected)
-			c.Exported += min(slot(slotExported), committed)
-			c.Contexts += min(slot(slotContexts), 1<<20)
-		} else {
+		switch {
+		case !alive:
 			c.Dead += reserved
+		case lends:
+			c.Reserved += reserved
+		default:
+			c.living(i, slot, reserved, committed)
 		}
 	}
 	if err := u.readAt(head[:8], useBound); err != nil {
@@ -196,20 +203,34 @@ func (u *Usage) Read() (Counters, error) {
 	if idle >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
 	}
-	c.Bound -= min(c.Bound, idle)
-	if c.Reserved >= most || c.Committed >= most || c.Dead >= most {
+	c.Bound -= min(c.Bound, idle+c.Lent)
+	if c.Reserved >= most || c.Committed >= most || c.Dead >= most || c.Lent >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
 	return c, nil
 }
 
-// Process names a process as it names itself in a usage page: by its PID namespace's number
-// and its PID there.
+// living adds what the slot of a living process says.
+func (c *Counters) living(i int, slot func(int) uint64, reserved, committed uint64) {
+	c.Processes++
+	c.Borrowed += min(slot(slotBorrowed), reserved)
+	c.Reserved += reserved
+	c.Committed += committed
+	c.Managed += slot(slotManaged)
+	c.promise(i, slot(slotPID), slot(slotPromised))
+	c.Expected += slot(slotExpected)
+	c.Exported += min(slot(slotExported), committed)
+	c.Contexts += min(slot(slotContexts), 1<<20)
+}
+
+// Process names a process as a usage page does: by the number of its PID namespace and its
+// PID in that namespace.
 type Process struct{ Namespace, PID uint64 }
 
-// Counted fills in what processes count for themselves, in bytes, without managed memory,
-// which the driver's figures lack; of those that do not count it is 0. With an allocation
-// under way it has that, too. The error is gpu.ErrInvalid for a page that says nonsense.
+// Counted fills in how many bytes each process in of has counted, without managed memory,
+// which the driver's figures lack, and with allocations that are under way. It is 0 for
+// processes that do not count. The error is gpu.ErrInvalid if what the page says is
+// impossible; then all are 0.
 func (u *Usage) Counted(of map[Process]uint64) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -235,7 +256,8 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		}
 		s := u.some[i%some*slotSize:][:slotSize]
 		who := Process{binary.LittleEndian.Uint64(s[slotPIDs:]), binary.LittleEndian.Uint64(s[slotPID:])}
-		if sum, asked := of[who]; asked && u.alive(i) {
+		lends := binary.LittleEndian.Uint64(s[slotLends:]) != 0 // it counts that elsewhere
+		if sum, asked := of[who]; asked && !lends && u.alive(i) {
 			reserved, _ := slotSums(s)
 			of[who] = sum + reserved - min(reserved, binary.LittleEndian.Uint64(s[slotManaged:]))
 		}
@@ -247,14 +269,14 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 	return nil
 }
 
-// slotSums are the sums of a slot's two pairs of words.
+// slotSums returns the sums of a slot's two pairs of words, in bytes.
 func slotSums(s []byte) (reserved, committed uint64) {
 	at := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
 	return at(slotReserved) + at(slotOthersReserved), at(slotCommitted) + at(slotOthersCommitted)
 }
 
-// readSome reads n slots from one on, into u.some. Between the two words of a sum
-// one thread may have added what another one takes, and the sum be below zero: then
+// readSome reads n slots, from the given one on, into u.some. A sum of two words may come
+// out below zero, if one thread adds to it and another takes off while they are read. Then
 // they are read again.
 func (u *Usage) readSome(from, n int) error {
 	const tries = 10
@@ -270,7 +292,7 @@ func (u *Usage) readSome(from, n int) error {
 	return err
 }
 
-// check reports whether what was read of slots is possible.
+// check returns gpu.ErrInvalid if what was read of slots is impossible.
 func (u *Usage) check(from, n int) error {
 	for i := range n {
 		s := u.some[i*slotSize:][:slotSize]

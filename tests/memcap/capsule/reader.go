@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -19,7 +20,8 @@ type Reader struct {
 	Machine   *Machine
 	Container *Container
 	Pages     *lib.Pages
-	Key       string // the claim's
+	Also      []*Container // others that count on the same page
+	Key       string       // the claim's
 	GPU       gpu.UUID
 	Every     time.Duration
 
@@ -78,7 +80,7 @@ func (r *Reader) round(m *lib.Meter) error {
 	if err := m.Begin(); err != nil {
 		return err
 	}
-	used := r.Machine.Used(r.Container, r.GPU)
+	used := r.Machine.Used(r.GPU, append(slices.Clone(r.Also), r.Container)...)
 	r.mu.Lock()
 	known := !r.blind
 	r.mu.Unlock()
@@ -119,13 +121,13 @@ func (r *Reader) Err() error {
 	return r.err
 }
 
-// Used is what a container's processes have on a GPU by the driver's account,
-// in bytes.
-func (m *Machine) Used(c *Container, u gpu.UUID) uint64 {
+// Used is what the processes of containers have on a GPU by the driver's account, at one
+// moment, in bytes.
+func (m *Machine) Used(u gpu.UUID, containers ...*Container) uint64 {
 	st := m.World.State()
 	var used uint64
 	for _, p := range st.Processes {
-		if p.GPU < len(st.GPUs) && st.GPUs[p.GPU].UUID == string(u) && c.Has(p.PID) {
+		if p.GPU < len(st.GPUs) && st.GPUs[p.GPU].UUID == string(u) && slices.ContainsFunc(containers, func(c *Container) bool { return c != nil && c.Has(p.PID) }) {
 			used += p.Bytes
 		}
 	}

@@ -146,6 +146,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"mig: changes", b.migChanges},
 		{"mig: calls that fail", b.migFailures},
 		{"mig: on demand", b.migStarts},
+		{"claims", b.claims},
 	} {
 		if !strings.Contains(phase.what, only) {
 			continue

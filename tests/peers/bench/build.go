@@ -29,5 +29,12 @@ func build(ctx context.Context, k *lab.Kit) error {
 	if err := k.Run(ctx, "gcc", "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-o", k.Bin(timingName), "tests/peers/bench/c/timing.c", "-ldl"); err != nil {
 		return fmt.Errorf("build the program that times calls: %w", err)
 	}
-	return errors.Join(peers.DevicePlugin.Build(ctx, k), peers.MIGParted.Build(ctx, k))
+	// The real API server, for claims.
+	if err := k.Run(ctx, "go", "-C", "tests/cluster", "build", "-buildvcs=false", "-o", k.Bin("cluster"), "."); err != nil {
+		return fmt.Errorf("build the program that builds Kubernetes: %w", err)
+	}
+	if err := k.Run(ctx, k.Bin("cluster"), "build"); err != nil {
+		return fmt.Errorf("build Kubernetes: %w", err)
+	}
+	return errors.Join(peers.DevicePlugin.Build(ctx, k), peers.MIGParted.Build(ctx, k), peers.DRADriver.Build(ctx, k))
 }

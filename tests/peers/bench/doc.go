@@ -37,6 +37,7 @@
 //	nvidia-device-plugin  v0.19.0, time slicing where replicas are asked for
 //	empty                 a device plugin on gRPC's defaults that answers nothing
 //	gpu-agent-watch-on    as gpu-agent-file; beside gpu-agent-watch-off, which has no watchdog
+//	nvidia-dra-driver     v0.4.1, with MIG on demand
 //
 // The devices are gpu-mem units of the agent and replicas of the peer, as many
 // of each on every GPU: 10, 80 and 320.
@@ -151,6 +152,24 @@
 // mig-parted leaves the places to the driver and tries orders until one works. The
 // emulated driver takes the last place that is free; which one a real driver takes
 // is not documented, so how much is made in vain is of that rule as well.
+//
+// # What claims cost
+//
+// NVIDIA's DRA driver (v0.4.1, gate DynamicMIG) and the agent, which offers the same in
+// mode dynamic, prepare claims that the bench allocates at a real API server (1.36.3 over
+// etcd), called as the kubelet calls them. The agent has its manifests' rights and
+// policies. Each has GPUs of its own on one driver; for eight at once, first the one has
+// all of them, then the other. A handler that reads the claim and does nothing is asked in
+// the same turn.
+//
+//	claim_whole, claim_share              of NodePrepareResources, as the kubelet sees it
+//	claim_warm_instance                   of a MIG instance that stands already; the peer keeps none
+//	claim_new_instance_above_hardware     of one that is made, in the place of another, less the hardware's time
+//	claim_eight_instances                 on eight GPUs, asked for at once, until the last is there
+//	claim_start_to_slices                 from the program's start until all its slices are at the server
+//	claim_resident, claim_idle_cpu_30s    of the agent with both front-ends in use, after work and at rest
+//
+// The peer's client makes five requests a second, so there is a pause between its claims.
 //
 // What the figures cannot say: the driver's own time, since the emulated one
 // answers in microseconds what hardware takes milliseconds for; and the cost of

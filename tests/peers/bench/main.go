@@ -42,6 +42,9 @@ func run(ctx context.Context, args []string) error {
 	if len(args) == 2 && args[0] == emptyArg {
 		return serveEmpty(ctx, args[1])
 	}
+	if len(args) == 3 && args[0] == emptyClaimsArg {
+		return serveEmptyClaims(ctx, args[1], args[2])
+	}
 	inside := isInside(args)
 	if inside {
 		args = args[1:]

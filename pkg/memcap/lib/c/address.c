@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* cuGetProcAddress, by which the CUDA runtime finds nearly every function: it
- * asks for a name without its suffix, the CUDA version whose form of it is
- * meant, and whether the per-thread default stream is. The driver answers
- * first; where its answer is a function that we stand in front of, ours is
- * given instead. So what a driver does not have, or has in a form newer than we
- * know, stays as the driver says. */
+/* cuGetProcAddress, by which the CUDA runtime finds nearly every function. It asks for a
+ * name without its suffix, for the CUDA version whose form of the function it wants, and
+ * for the form with the per-thread default stream or without. The driver answers first.
+ * If its answer is a function that we override, the program gets ours instead. So the
+ * driver's answer stands for a function that it lacks, or has in a newer form than we
+ * know. */
 
 #include "process.h"
 
@@ -15,7 +15,7 @@ struct door {
     bool per_thread;
     const char *name;
     void *ours;
-    size_t real; /* where in struct driver */
+    size_t real; /* offset in struct driver */
 };
 
 #define DOOR(base, since, name) {#base, since, false, #name, (void *)name, offsetof(struct driver, name)},
@@ -27,8 +27,8 @@ enum { DOORS = sizeof doors / sizeof *doors };
 
 static void *behind(const struct door *d) { return *(void *const *)((const char *)&real + d->real); }
 
-/* plain says whether the driver's answers are the functions that it exports. If
- * they are, an answer that is none of those that we know is a newer form. */
+/* plain says whether the driver answers with the functions that it exports. If so, an
+ * answer that is none of those that we know is a newer form. */
 static bool plain(void)
 {
     void *f = NULL;
@@ -44,9 +44,9 @@ static void *ours(const char *symbol, void *f, int version, uint64_t flags)
     for (int i = 0; i < DOORS; i++) {
         const struct door *d = &doors[i];
         if (d->ours == f)
-            return f; /* a driver that finds its own functions by their names has found ours */
+            return f; /* a driver that looks its own functions up by name has found ours */
         if (!behind(d))
-            continue; /* it lacks this form */
+            continue; /* the driver lacks this form */
         bool base = text_equal(d->base, symbol), whole = text_equal(d->name, symbol);
         if (behind(d) == f && (base || whole || !same))
             same = d;

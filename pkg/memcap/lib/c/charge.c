@@ -198,7 +198,7 @@ COLD bool charge_again(struct charge *c)
 
 static void take(struct process *p, struct taken *t);
 
-static void release(struct process *p, const struct entry *e)
+COLD static void release(struct process *p, const struct entry *e)
 {
     struct taken t = {.e = *e};
     take(p, &t);
@@ -239,7 +239,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
             return false;
         }
     }
-    if (old.how)
+    if (__builtin_expect(old.how, 0))
         release(p, &old); /* it was freed without our seeing it */
     return true;
 }
@@ -269,6 +269,17 @@ bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space sp
     return true;
 }
 
+/* export_gone is charge_gone for memory that was exported. False: this was not. */
+COLD static bool export_gone(struct process *p, const struct taken *t)
+{
+    struct account *a = &p->accounts[t->e.device];
+    if (t->e.space != SPACE_ADDRESS || !range_was_exported(p, t->e.key))
+        return false;
+    account_commit(a, t->held);
+    account_exported(a, t->held);
+    return true;
+}
+
 void charge_gone(struct process *p, const struct taken *t)
 {
     struct account *a = &p->accounts[t->e.device];
@@ -276,14 +287,11 @@ void charge_gone(struct process *p, const struct taken *t)
         count_sub(&a->slot->managed, t->e.bytes);
     if (t->e.how == HOW_PROMISED)
         count_sub(&a->slot->promised, t->e.bytes);
+    if (__builtin_expect(count_read(&p->exports), 0) && export_gone(p, t))
+        return;
     /* The driver may have kept the block for something hidden, or the hidden thing was in
      * a block that stays. Then the driver had less than bound before, and the ceiling may
      * have risen for that: this free must not give the room a second time. */
-    if (__builtin_expect(count_read(&p->exports), 0) && t->e.space == SPACE_ADDRESS && range_was_exported(p, t->e.key)) {
-        account_commit(a, t->held);
-        account_exported(a, t->held);
-        return;
-    }
     bool no_room = t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device));
     if (no_room)
         count_add(&a->usage->settled, t->held);

@@ -55,10 +55,17 @@ static inline bool claim_read(struct claim *c)
     return ours;
 }
 
-/* claim_find finds the container's pages of a GPU. Of several pairs it chooses the one
- * with the largest limit, and of equal ones the first by name. So every process of the
- * container chooses the same pair, and the watchdog goes by the same limit. */
-static inline bool claim_find(struct claim *best, const char *gpu)
+/* claim_before says whether a comes before b: the larger limit, and of equal ones the first
+ * by name. So all processes of a container have its pages in the same order, and the
+ * watchdog has the same. */
+static inline bool claim_before(const struct claim *a, const struct claim *b)
+{
+    return a->bytes > b->bytes || (a->bytes == b->bytes && text_before(a->limit, b->limit));
+}
+
+/* claim_find finds the container's first pair of pages of a GPU, or the first after
+ * another pair. */
+static inline bool claim_find(struct claim *best, const char *gpu, const struct claim *after)
 {
     struct entry {
         uint64_t ino, off;
@@ -81,7 +88,7 @@ static inline bool claim_find(struct claim *best, const char *gpu)
             if (e->name[0] == '.' || !text_join(c.limit, sizeof c.limit, dir, e->name) || !text_join(c.usage, sizeof c.usage, c.limit, "/usage") ||
                 !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
                 continue;
-            if (found && (c.bytes < best->bytes || (c.bytes == best->bytes && text_before(best->limit, c.limit))))
+            if ((after && !claim_before(after, &c)) || (found && claim_before(best, &c)))
                 continue;
             found = text_join(best->limit, sizeof best->limit, c.limit, "") && text_join(best->usage, sizeof best->usage, c.usage, "");
             best->bytes = c.bytes;

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Contexts. A context costs memory before anything is allocated in it, how much
- * depends on the GPU, the driver and the program: it is charged with what the
- * limit page says, and the agent's reading of the driver corrects that later.
- * With a context goes all that was allocated in it. */
+/* Contexts. A context takes memory before anything is allocated in it. How much depends
+ * on the GPU, the driver and the program. So it is charged the estimate of the limit
+ * page, and the agent's reading of the driver corrects that later. When a context ends,
+ * so does all that was allocated in it. */
 
 #include "pool.h"
 
-/* A context's charge is an entry under the context's number. */
+/* A context's charge is an entry in the table under the context's number. */
 
 static enum verdict context_begin(struct process *p, struct charge *c, CUdevice device)
 {
     bool refuse;
     *c = (struct charge){.at.device = device, .a = account_of(p, device, &refuse)};
     if (!c->a)
-        return PASS; /* a context alone is not refused for want of a count */
+        return PASS; /* what cannot be counted is refused when the program allocates in the context */
     uint64_t bytes = __atomic_load_n(&c->a->page->context, __ATOMIC_RELAXED);
     c->bytes = bytes < MOST ? round_up(bytes, UNIT) : 0;
     return !c->bytes || account_reserve(c->a, c->bytes) ? COUNT : REFUSE;
@@ -29,7 +29,7 @@ static void context_done(struct process *p, struct charge *c, CUcontext context)
     count_add(&s->contexts, 1);
     account_commit(c->a, c->bytes);
     account_guessed(c->a);
-    table_put(&p->table, &e, &old); /* without memory for it: charged for good */
+    table_put(&p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
 }
 
 static void context_cancel(struct charge *c)
@@ -38,9 +38,9 @@ static void context_cancel(struct charge *c)
         account_cancel(c->a, c->bytes);
 }
 
-/* A context that ends: context_take before, context_gone or context_back after.
- * What it was charged with above what is known of contexts by now was never
- * there. */
+/* For a context that ends: context_take before the call, then context_gone or, if it did
+ * not end, context_back. If the context was charged more than the limit page says by now,
+ * the difference was never taken, so it is no room (settled). */
 static bool context_take(struct process *p, struct entry *e, uint64_t number)
 {
     if (!table_take(&p->table, number, SPACE_CONTEXT, e))
@@ -94,8 +94,7 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *out, void *params, unsigned int flags,
     CREATE(cuCtxCreate_v4, out, params, flags, device)
 }
 
-/* Contexts for programs that draw with OpenGL or show video with VDPAU. They end as all
- * others do. */
+/* Contexts for programs that use OpenGL or VDPAU. They end as all others do. */
 EXPORT CUresult cuGLCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuGLCtxCreate, out, flags, device) }
 EXPORT CUresult cuGLCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuGLCtxCreate_v2, out, flags, device) }
 EXPORT CUresult cuVDPAUCtxCreate(CUcontext *out, unsigned int flags, CUdevice device, uint32_t vdpau, void *find)
@@ -107,8 +106,8 @@ EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice
     CREATE(cuVDPAUCtxCreate_v2, out, flags, device, vdpau, find)
 }
 
-/* What ends with a context is taken before the call that may end it, and then is
- * gone or comes back. */
+/* What ends with a context is taken out of the table before the call that may end it, and
+ * then given back or, if the context lives on, put back. */
 struct ending {
     bool known, charged;
     struct where w;
@@ -163,8 +162,8 @@ EXPORT CUresult cuCtxDestroy(CUcontext context)
     return p && real.cuCtxDestroy ? destroy(p, context, real.cuCtxDestroy) : CALL(cuCtxDestroy, context);
 }
 
-/* The primary context is counted from the first retain that we see to the
- * release or reset after which the driver says that it is not active. */
+/* The primary context is counted from the first retain that we see until the release or
+ * reset after which the driver says that it is not active. */
 
 static bool known_device(CUdevice device) { return device >= 0 && device < MAX_DEVICES; }
 
@@ -176,7 +175,7 @@ static CUresult retain(struct process *p, CUcontext *out, CUdevice device)
     return r;
 }
 
-/* retain_primary counts the context where this is the first retain. */
+/* retain_primary counts the context if this is the first retain. */
 static CUresult retain_primary(struct process *p, CUcontext *out, CUdevice device)
 {
     struct charge c;
@@ -192,7 +191,7 @@ static CUresult retain_primary(struct process *p, CUcontext *out, CUdevice devic
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&p->primary[device], &none, (uintptr_t)*out, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         context_done(p, &c, *out);
     else
-        context_cancel(&c); /* it failed, or another thread was first */
+        context_cancel(&c); /* the call failed, or another thread has counted the context */
     return r;
 }
 
@@ -209,7 +208,8 @@ static bool is_active(CUdevice device)
     return CALL(cuDevicePrimaryCtxGetState, device, &flags, &active) != CUDA_SUCCESS || active;
 }
 
-/* end_primary ends the primary context if call does. */
+/* end_primary makes a call that may end the primary context. With surely it does, if it
+ * succeeds; otherwise the driver is asked. */
 static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle, CUresult (*call)(CUdevice), bool surely)
 {
     struct ending x;
@@ -226,7 +226,9 @@ static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle,
     return r;
 }
 
-/* primary_gone is for a primary context that has ended, though we did not see it coming. */
+/* primary_gone is for a primary context that has ended without our expecting it. Its
+ * memory was gone before it was taken off, so it gives no room before the next reading
+ * (settled). */
 static void primary_gone(struct process *p, CUdevice device)
 {
     uint64_t handle = __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL);
@@ -247,7 +249,7 @@ static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUd
     uint64_t handle = known_device(device) ? __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE) : 0;
     if (!handle)
         return call(device);
-    /* By the retains that we have seen, is it the last? */
+    /* Is this the last release, as far as we have seen the retains? */
     if (__atomic_load_n(&p->primary_refs[device], __ATOMIC_ACQUIRE) <= 1 &&
         __atomic_compare_exchange_n(&p->primary[device], &handle, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         return end_primary(p, device, handle, call, false);
@@ -290,10 +292,10 @@ EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
     return p && real.cuDevicePrimaryCtxReset_v2 ? reset(p, device, real.cuDevicePrimaryCtxReset_v2) : CALL(cuDevicePrimaryCtxReset_v2, device);
 }
 
-/* A green context retains the primary one, whose memory it uses, and releases it when it
- * is destroyed; what it takes by itself is small, and in the next reading. Here it is
- * retained first, so that it is counted, and released again when the green context has
- * it. */
+/* A green context retains the primary context, whose memory it uses, and releases it when
+ * it is destroyed. We retain the primary context before, so that it is counted, and
+ * release it after the green context has retained it. What the green context takes by
+ * itself is small, and the next reading includes it. */
 EXPORT CUresult cuGreenCtxCreate(void **out, void *desc, CUdevice device, unsigned int flags)
 {
     struct process *p = ENTER();

@@ -140,6 +140,10 @@ static bool empty_idle(struct slot *s)
 /* blank says whether a slot has no part of bound. */
 static bool blank(const struct slot *s) { return !slot_reserved(s) && !slot_committed(s) && AMOUNT(count_read(&s->idle)) == 0; }
 
+/* end_loans is called as soon as a dead process's lock is held: it looks alive from then on, and
+ * a reading may give all that it had as room, so none of it may be the lender's too. */
+static void end_loans(struct slot *s) { __atomic_store_n(&s->borrowed, 0, __ATOMIC_SEQ_CST); }
+
 /* clear reaps a slot; the caller holds its lock. If the caller dies between the two words
  * of committed, the next one finds the rest. That is no more than the slot's share, as
  * long as the word that is below zero is cleared last. */
@@ -165,6 +169,7 @@ static void clear(struct account *a, struct slot *s)
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
     empty_idle(s);
+    __atomic_store_n(&s->lends, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->others_reserved, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
 }
@@ -186,6 +191,7 @@ static bool reap(struct account *a)
         int fd = take_lock(a, i);
         if (fd < 0)
             continue;
+        end_loans(s);
         await_death(s, &waited);
         clear(a, s);
         sys_close(fd);
@@ -292,6 +298,7 @@ static int take_slot(struct account *a)
                     continue;
                 }
                 bool waited = false;
+                end_loans(s);
                 await_death(s, &waited);
                 clear(a, s);
             }
@@ -306,10 +313,13 @@ static int take_slot(struct account *a)
             while (old < i + 1)
                 if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
                     break;
+            end_loans(s);
+            __atomic_store_n(&s->lends, 0, __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pids, own_pids(), __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
             a->slot = s;
             a->first = __builtin_thread_pointer();
+            a->keeps_far = IDLE_MOST;
             return 0;
         }
     return -28;
@@ -378,16 +388,17 @@ static bool look(struct patience *p)
 }
 
 /* try_below adds n to bound only where it fits, so that processes that wait do not see
- * amounts of each other that are taken back at once. */
-static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const struct account *))
+ * amounts of each other that are taken back at once. more is what the caller has borrowed
+ * for it and not written down yet. */
+static bool try_below(struct account *a, uint64_t n, uint64_t more, uint64_t (*ceiling)(const struct account *))
 {
     uint64_t b = count_read(&a->usage->bound);
-    if (n >= MOST || AMOUNT(b) + n > ceiling(a))
+    if (n >= MOST || AMOUNT(b) + n > more_than(ceiling(a), more))
         return false;
     reserved_add(a, n);
     b = count_read(&a->usage->bound);
     /* Read the ceiling after bound: memory lost before then has lowered it. */
-    while (AMOUNT(b) + n <= ceiling(a)) {
+    while (AMOUNT(b) + n <= more_than(ceiling(a), more)) {
         uint64_t next = b + STEP + n / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
             account_peak(a, AMOUNT(next));
@@ -400,7 +411,9 @@ static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const s
 
 static uint64_t ceiling_now(const struct account *a) { return account_ceiling(a); }
 
-static bool try(struct account *a, uint64_t n) { return try_below(a, n, ceiling_now); }
+bool account_try(struct account *a, uint64_t n, uint64_t more) { return try_below(a, n, more, ceiling_now); }
+
+static bool try(struct account *a, uint64_t n) { return account_try(a, n, 0) || (a->others && account_borrow(a, n, false)); }
 
 /* ceiling_alone returns the ceiling while the agent does not read. No reading then
  * corrects what was lost, and a container whose processes come and go would end with no
@@ -410,14 +423,14 @@ static uint64_t ceiling_alone(const struct account *a)
 {
     const struct limit_page *p = a->page;
     uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-    return account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit;
+    return more_than(account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit, account_borrowed(a));
 }
 
 /* account_reserve_of_idle tries again, after n did not fit, with what is idle. */
 bool account_reserve_of_idle(struct account *a, uint64_t n)
 {
     __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
-    return reclaim(a, NULL) && try(a, n);
+    return (reclaim(a, NULL) && account_try(a, n, 0)) || (a->others && account_borrow(a, n, false));
 }
 
 bool account_reserve_carefully(struct account *a, uint64_t n)
@@ -432,7 +445,7 @@ bool account_reserve_carefully(struct account *a, uint64_t n)
 
 void account_exports_gone(struct account *a)
 {
-    uint64_t had = count_read(&a->slot->exported), ceiling = account_ceiling(a), limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    uint64_t had = count_read(&a->slot->exported), ceiling = account_own_ceiling(a), limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (!had || ceiling == NO_LIMIT || ceiling <= limit)
         return;
     uint64_t gone = (had < ceiling - limit ? had : ceiling - limit) / UNIT * UNIT;
@@ -485,7 +498,7 @@ static bool beyond(const struct account *a, uint64_t n)
 {
     const struct limit_page *p = a->page;
     uint64_t stamp = __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE), roof = __atomic_load_n(&p->roof, __ATOMIC_ACQUIRE);
-    return stamp && stamp == count_read(&a->usage->guesses) + 1 && AMOUNT(count_read(&a->usage->bound)) + n > roof &&
+    return stamp && stamp == count_read(&a->usage->guesses) + 1 && AMOUNT(count_read(&a->usage->bound)) + n > roof + account_borrowed(a) &&
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
@@ -645,19 +658,36 @@ uint64_t account_exactly(struct account *a, bool waits)
     return fresh(a) ? ceiling : 0;
 }
 
+uint64_t account_limit(const struct account *a)
+{
+    uint64_t sum = 0;
+    for (const struct account *b = a; b; b = b == a ? a->others : b->next)
+        sum = more_than(sum, __atomic_load_n(&b->page->limit, __ATOMIC_ACQUIRE));
+    return sum;
+}
+
 bool account_reserve_slowly(struct account *a, uint64_t n)
 {
-    uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    uint64_t limit = account_limit(a);
     if (n < MOST && limit && !account_nonsense(a)) {
         __atomic_store_n(&a->careful, 1, __ATOMIC_RELAXED);
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
-        if (contend(a, n, limit))
+        if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
-        if (n <= limit && unheard(a) && try_below(a, n, ceiling_alone))
+        if (n <= limit && unheard(a) && try_below(a, n, 0, ceiling_alone))
             return true;
     }
     count_add(&a->usage->refusals, 1);
     return false;
+}
+
+bool account_contend(struct account *a, uint64_t n) { return contend(a, n, __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE)); }
+
+uint64_t account_room(struct account *a)
+{
+    reclaim(a, NULL);
+    uint64_t ceiling = account_ceiling(a), amount = AMOUNT(count_read(&a->usage->bound));
+    return amount < ceiling ? (ceiling - amount) / UNIT * UNIT : 0;
 }
 
 /* left_dead returns how many bytes of bound belong to slots whose owner is dead. It looks
@@ -696,7 +726,7 @@ uint64_t account_used(struct account *a)
     if (limit == NO_LIMIT)
         return 0;
     int64_t used = 0;
-    uint64_t dead = left_dead(a), bound = AMOUNT(count_read(&a->usage->bound)), idle = idle_in(a->usage->slots, high(a));
+    uint64_t dead = left_dead(a), bound = AMOUNT(count_read(&a->usage->bound)), idle = idle_in(a->usage->slots, high(a)) + account_borrowed(a);
     bound -= idle < bound ? idle : bound;
     bool read = false;
     if (__atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce) {

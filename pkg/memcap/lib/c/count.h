@@ -92,6 +92,7 @@
 #define CAP_COUNT_H
 
 #include "claim.h"
+#include "loan.h"
 #include "page.h"
 #include "sys.h"
 
@@ -105,6 +106,11 @@ struct picture {
 enum { ANSWERS = 4 };
 
 struct account {
+    /* Other pages of the same GPU of which this process may borrow; see loan.h. */
+    struct account *others;
+    struct account *next; /* the next of these */
+    uint64_t lent;        /* of one of these: so much is lent, in bytes */
+    uint32_t lending;     /* a lock: something is borrowed or given back */
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
@@ -113,7 +119,8 @@ struct account {
     uint64_t waited; /* 1 + page->done when a reading was awaited in vain; 0: never */
     uint32_t careful; /* the ceiling was reached a short time ago; see account_reserve_quickly */
     uint32_t shared; /* other threads than the first have kept idle memory too */
-    uint64_t keeps; /* how many bytes may be idle */
+    uint64_t keeps; /* how many bytes may be idle, and when far from the ceiling */
+    uint64_t keeps_far;
     uint32_t lock;    /* guards answers; held for moments only */
     /* Requests that were refused after everything was tried. */
     struct answer {
@@ -146,31 +153,44 @@ bool account_nonsense(const struct account *a);
  * this usage page, or are just being written. */
 static inline bool account_told(const struct account *a, uint64_t nonce) { return nonce == a->nonce || nonce == WRITING; }
 
-/* account_ceiling returns how far bound may go, in bytes, or NO_LIMIT. While the agent
- * writes the page, some of its words are old and some new; that may last, if the agent is
+/* account_ceiling_with returns how far bound may go where so many bytes were borrowed, or
+ * NO_LIMIT. While the agent writes the page, some of its words are old and some new; that may last, if the agent is
  * held up. The ceiling that they give counts all the same, up to the limit. */
-static inline uint64_t account_ceiling(const struct account *a)
+static inline uint64_t more_than(uint64_t ceiling, uint64_t n) { return ceiling > NO_LIMIT - n ? NO_LIMIT : ceiling + n; }
+
+static inline uint64_t account_ceiling_with(const struct account *a, uint64_t borrowed)
 {
     const struct limit_page *p = a->page;
     uint64_t nonce = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE);
     if (!account_told(a, nonce))
-        return __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+        return more_than(__atomic_load_n(&p->limit, __ATOMIC_RELAXED), borrowed);
     uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
     uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
     /* The agent may have published a reading meanwhile. It writes the ceiling first. An
      * old ceiling with the new settled is noticed by reading the ceiling again; a new one
      * with the old settled is too low, which does no harm. */
     uint64_t again = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-    if (again < ceiling)
-        ceiling = again;
+    ceiling = more_than(again < ceiling ? again : ceiling, borrowed);
     if (lost && ceiling != NO_LIMIT)
         ceiling = lost < ceiling ? ceiling - lost : 0;
     uint64_t now = __atomic_load_n(&p->nonce, __ATOMIC_RELAXED);
     if (nonce == a->nonce && now == nonce)
         return ceiling;
-    uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+    uint64_t limit = more_than(__atomic_load_n(&p->limit, __ATOMIC_RELAXED), borrowed);
     return account_told(a, now) && ceiling < limit ? ceiling : limit;
 }
+
+/* account_own_ceiling returns how far bound may go without what was borrowed. */
+static inline uint64_t account_own_ceiling(const struct account *a) { return account_ceiling_with(a, 0); }
+
+/* account_borrowed returns what living processes have borrowed for a page. */
+static inline uint64_t account_borrowed(const struct account *a)
+{
+    return __builtin_expect(__atomic_load_n(&a->usage->borrows, __ATOMIC_SEQ_CST) != 0, 0) ? account_loans(a) : 0;
+}
+
+/* account_ceiling returns how far bound may go, in bytes, or NO_LIMIT. */
+static inline uint64_t account_ceiling(const struct account *a) { return account_ceiling_with(a, account_borrowed(a)); }
 
 /* account_told_ceiling returns the ceiling of the last reading. It changes when a reading
  * finds that the driver has more or less than was bound. */
@@ -232,6 +252,10 @@ static inline void account_peak(struct account *a, uint64_t amount)
 /* account_return gives n back to bound at once. */
 static inline void account_return(struct account *a, uint64_t n)
 {
+    if (__builtin_expect(a->others != NULL, 0)) {
+        account_repay(a, n);
+        return;
+    }
     bound_sub(a, n);
     reserved_sub(a, n);
 }
@@ -298,14 +322,15 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
         reserved_add(a, n);
     uint64_t amount = AMOUNT(idle ? count_read(&a->usage->bound) : bound_add(a, n));
     /* Read the ceiling now: memory lost meanwhile has left bound and lowered it. */
-    uint64_t ceiling = account_ceiling(a);
-    if (__builtin_expect(amount > ceiling, 0)) {
-        account_return(a, n);
+    uint64_t ceiling = account_own_ceiling(a);
+    if (__builtin_expect(amount > ceiling, 0) && amount > (ceiling = account_ceiling(a))) {
+        bound_sub(a, n);
+        reserved_sub(a, n);
         return account_reserve_of_idle(a, n);
     }
     if (!idle)
         account_peak(a, amount);
-    uint64_t keeps = amount <= ceiling - ceiling / 8 ? IDLE_MOST : 0;
+    uint64_t keeps = amount <= ceiling - ceiling / 8 ? a->keeps_far : 0;
     if (__builtin_expect(keeps != __atomic_load_n(&a->keeps, __ATOMIC_RELAXED), 0))
         __atomic_store_n(&a->keeps, keeps, __ATOMIC_RELAXED);
     return true;
@@ -383,5 +408,15 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
 /* account_used returns what counts against the limit, in bytes: bound with the agent's
  * correction, without what dead processes left in it, and at most the limit. */
 uint64_t account_used(struct account *a);
+
+/* account_limit returns what the container may have: the sum of its shares, or NO_LIMIT. */
+uint64_t account_limit(const struct account *a);
+
+/* For loans. account_try reserves n where it fits at once, with more that the caller has
+ * borrowed for it. account_contend reserves n, or waits for it as account_reserve does.
+ * account_room returns what fits now. */
+bool account_try(struct account *a, uint64_t n, uint64_t more);
+bool account_contend(struct account *a, uint64_t n);
+uint64_t account_room(struct account *a);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The CUDA driver's ABI on 64-bit Linux, as far as the cap touches it: names,
- * numbers and layouts as published, in declarations of its own. */
+/* The CUDA driver's ABI on 64-bit Linux, as far as the cap uses it. The names, numbers and
+ * layouts are the published ones, declared here so that no CUDA toolkit is needed. */
 #ifndef CAP_DRIVER_H
 #define CAP_DRIVER_H
 
@@ -144,9 +144,9 @@ LAYOUT(CUinstantiate, 32);
 LAYOUT(CUmapinfo, 96);
 #undef LAYOUT
 
-/* OVERRIDES are the functions that this library exports, by their names in the
- * driver, each with its result's and arguments' types. The exports are written
- * out in memory.c and the files beside it; a test holds the two together. */
+/* OVERRIDES lists the driver's functions that this library overrides and exports, with the
+ * types of their arguments. They are defined in memory.c and the files beside it; a test
+ * checks that none is missing on either side. */
 #define OVERRIDES(X)                                                                          \
     X(cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
     X(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \
@@ -247,7 +247,7 @@ LAYOUT(CUmapinfo, 96);
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
     X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
 
-/* HELPERS are called, not exported. */
+/* HELPERS lists the driver's functions that this library only calls. */
 #define HELPERS(X)                                                \
     X(cuCtxPushCurrent_v2, (CUcontext))                           \
     X(cuCtxPopCurrent_v2, (CUcontext *))                          \

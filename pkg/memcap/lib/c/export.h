@@ -23,6 +23,6 @@ void let_go_of_theirs(struct process *p);
 
 /* uncounted_freed is called with the driver's answer after memory was freed that is not
  * charged here: it may come from an imported pool. */
-CUresult uncounted_freed(struct process *p, CUresult r);
+COLD CUresult uncounted_freed(struct process *p, CUresult r);
 
 #endif

@@ -1,26 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Graphs that allocate. A graph's allocation nodes, by hand or by a stream's
- * capture, take memory when it is launched or uploaded, out of a reservation
- * that the driver keeps for the graphs of a device. What the nodes ask for is
- * summed when a graph is instantiated; before a launch we reserve that, or near
- * the cap what the device's graph memory lacks for it, and settle afterwards.
+/* Graphs that allocate. A graph's allocation nodes, whether the program added them or a
+ * stream capture did, take memory when the graph is launched or uploaded, from memory
+ * that the driver keeps for all graphs of a device. When a graph is instantiated we sum
+ * up what its nodes ask for. Before a launch we reserve that sum, or near the cap what
+ * the device's graph memory lacks of it, and settle after the launch.
  *
- * That sum is the most that a launch can take. It takes less where one node has what
- * another has freed, and nobody tells how much. So where the sum is not to be had the
- * graph is uploaded first, which takes what it needs and runs nothing: what is over is
- * given back again, and the launch was out of memory (try_upload). A driver without
- * room for two graphs side by side runs one after the other; here it has that room, only
- * the cap has not, and so the launch waits for those that run (await_runs).
+ * The sum is the most that a launch can take. It takes less if a node reuses what another
+ * has freed, and no call tells how much less. So if there is no room for the sum, we
+ * upload the graph first, which takes the memory that it needs but runs nothing. If that
+ * is too much, it is given back and the launch is refused (try_upload). A driver that has
+ * no room for two graphs at the same time runs one after the other. Here the card has
+ * that room, and only the cap is reached. So the launch waits for the graphs that run
+ * (await_runs).
  *
- * A launch of a process in which no graph allocates costs one load. */
+ * In a process without graphs that allocate, a launch costs one load. */
 
 #include "pool.h"
 #include "property.h"
 
-/* An executable graph that allocates has an entry for each device it does so
- * on: bytes is what its nodes ask for together, owner what it takes at least, and one
- * more (TRIED) if that was found out by an upload. */
+/* An executable graph has an entry in the table for each device on which it allocates.
+ * Its bytes are the sum of what its nodes ask for. Its owner is the least that the graph
+ * takes, in bytes, plus one (TRIED) if an upload has shown that. */
 enum { TRIED = 1 };
 static uint64_t exec_key(CUexec e, CUdevice device) { return (uintptr_t)e * MAX_DEVICES + (uint64_t)device; }
 
@@ -70,8 +71,9 @@ static bool figures(CUdevice device, uint64_t *reserved, uint64_t *used)
            CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-/* settle_graphs returns what of it is used. What nobody who is under way will pay for
- * is there all the same; me is whether the caller is one of those. */
+/* settle_graphs settles a device's graph memory and returns how many bytes of it are used.
+ * If no launch under way will pay for what is not paid, that is charged by force. me says
+ * whether the caller is one of the launches under way. */
 static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held, bool me)
 {
     uint64_t reserved, used;
@@ -85,11 +87,11 @@ static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice 
     return used;
 }
 
-/* A run is a launch, on the devices where its graph allocates. Mostly it has reserved
- * all that its nodes ask for. A tight one has reserved less, since the graphs' memory
- * has room for the rest; then whoever ends beside it may have taken that room, and
- * leaves it what it had reserved itself. There is one tight run for a device at a
- * time, and the memory is not trimmed beside it. */
+/* A run is a launch or an upload, on the devices on which its graph allocates. Mostly it
+ * has reserved all that its nodes ask for. A tight run has reserved less, because the
+ * device's graph memory has room for the rest. Another run may take that room; when it
+ * ends, it leaves its own reservation to the tight run instead (credit). A device has one
+ * tight run at a time, and its graph memory is not trimmed meanwhile. */
 struct run {
     CUexec exec;
     CUstream stream;
@@ -98,7 +100,7 @@ struct run {
     uint64_t held[MAX_DEVICES];
 };
 
-/* No launch waits that long for another; if one does, that has not come back. */
+/* A launch that waits longer than this for another takes it that the other is stuck. */
 enum { TIGHT_US = 10 * 1000 * 1000 };
 
 static bool take_tight(struct graph_pool *g)
@@ -128,12 +130,12 @@ static void learn(struct entry *e, void *arg)
         e->owner = *(const uint64_t *)arg;
 }
 
-/* empty has the driver give back what graphs do not use; the caller is the one tight run,
- * or nobody is. */
+/* empty has the driver give back the graph memory that is not used. No tight run may be
+ * under way but the caller's. */
 static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
 {
     spin_lock(&g->lock);
-    loosen(a, &g->r, settle_graphs(a, g, device, 0, false)); /* what has gone by itself goes first */
+    loosen(a, &g->r, settle_graphs(a, g, device, 0, false)); /* takes off first what is gone already */
     g->r.trims++;
     spin_unlock(&g->lock);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
@@ -145,16 +147,16 @@ static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
     return r;
 }
 
-/* try_upload has the driver take what a graph needs, of which less than all that its nodes
- * ask for is reserved. False: there is no room for it, and it was given back. least, what
- * the graph takes at least, is then known: what others use at this moment it may have
- * shared. Any error is for the launch to meet. */
+/* try_upload has the driver take what a graph needs, with less reserved than its nodes ask
+ * for. False: there is no room for it, and it was given back. *least is then raised to
+ * what the graph takes at least, which does not include what other graphs use now, since
+ * they may share that. An error of the upload is ignored; the launch gets it too. */
 static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t used, uint64_t *least)
 {
     uint64_t reserved, now;
     if (!r->upload || !attempt_begin(a))
         return false;
-    reserved_add(a, want); /* more than we have of bound: something is under way */
+    reserved_add(a, want); /* reserved exceeds our part of bound, so a reading sees that something is under way */
     r->upload(r->exec, r->stream);
     spin_lock(&g->lock);
     uint64_t had = g->r.charge, rest = figures(d, &reserved, &now) ? settle(a, &g->r, reserved, r->held[d]) : 0;
@@ -174,9 +176,9 @@ static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, stru
     return fits;
 }
 
-/* await_runs waits until graphs use less of a device than they did, for as long as a
- * launch may be kept for that. Where it did so in vain, and none was launched since, it
- * does not wait again. */
+/* await_runs waits, for a bounded time, until graphs use less of a device's memory than
+ * used. If it has waited in vain before, and no graph was launched since, it does not wait
+ * again. */
 enum { RUNS_US = 200 * 1000, LONGEST_NAP_US = 5000 };
 
 static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t *until)
@@ -198,14 +200,16 @@ static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t
     return false;
 }
 
-/* A tight run: want is what its nodes ask for, least what it takes at least; tried: to
- * try is all that is left, or was done before. */
+/* The state of a tight run that is about to begin, in bytes: what its nodes ask for
+ * (want), the least that it takes (least), what graphs use now (used), and what it lacks
+ * to begin (lacks). tried: use try_upload, because nothing else is left or because it was
+ * used before. */
 struct tight {
     uint64_t want, least, used, lacks;
     bool tried;
 };
 
-/* begin_tight begins a tight run if there is room for it now. */
+/* begin_tight begins a tight run. False: there is no room for it now. */
 static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, struct tight *t)
 {
     struct graph_pool *g = &p->graphs[d];
@@ -238,8 +242,8 @@ static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct
     return false;
 }
 
-/* run_tight begins a tight run. It waits for room, or others' runs, without the right
- * of being the one tight run. */
+/* run_tight begins a tight run, and waits for room or for other runs if need be. While it
+ * waits, another run can be the tight one. */
 static bool run_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t least)
 {
     struct tight t = {.want = want, .least = least & ~(uint64_t)TRIED, .tried = least & TRIED};
@@ -258,7 +262,7 @@ static bool run_tight(struct process *p, struct account *a, CUdevice d, struct r
         } else if (t.tried) {
             break;
         } else {
-            t.tried = true; /* all that can be done was done */
+            t.tried = true; /* nothing but an upload is left */
         }
     }
     if (r->held[d])
@@ -372,8 +376,9 @@ static CUresult destroy(struct process *p, CUexec e)
 
 EXPORT CUresult cuGraphExecDestroy(CUexec e) { return destroy(ENTER(), e); }
 
-/* instantiated writes down what a graph may take, and uploads it if it was to be: the
- * driver was not told to, since what it would take then is not known before. */
+/* instantiated records what a graph may take. It also uploads the graph if the program has
+ * asked for that. The driver was not told to, because only after it has instantiated a
+ * graph do we know what to reserve for the upload. */
 static CUresult instantiated(struct process *p, CUexec *out, CUgraph graph, bool upload, CUstream s, CUresult (*uploader)(CUexec, CUstream))
 {
     struct needs n = {.any = false};
@@ -445,7 +450,8 @@ EXPORT CUresult cuGraphLaunch_ptsz(CUexec e, CUstream s) { RUN(cuGraphLaunch_pts
 EXPORT CUresult cuGraphUpload(CUexec e, CUstream s) { RUN(cuGraphUpload, cuGraphUpload, e, s) }
 EXPORT CUresult cuGraphUpload_ptsz(CUexec e, CUstream s) { RUN(cuGraphUpload_ptsz, cuGraphUpload_ptsz, e, s) }
 
-/* trim empties a device's graph memory, when no tight run counts on what is there. */
+/* trim empties a device's graph memory, after any tight run has ended, since that needs
+ * what is free there. */
 static CUresult trim(struct process *p, CUdevice device)
 {
     struct account *a = &p->accounts[device];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Plain memory: cuMemAlloc and its kin, cuMemFree. */
+/* Plain memory: cuMemAlloc, its managed and pitched forms, and cuMemFree. */
 
 #include "export.h"
 #include "pool.h"
@@ -12,7 +12,8 @@
     case COUNT: break;                                       \
     }
 
-/* The driver's call, then done, which counts what it gave; undo where that fails. */
+/* Makes the driver's call, then done, which charges what it gave. If done fails, undo
+ * frees it again. */
 #define RETURN_COUNTED(c, call, done, undo)  \
     do {                                     \
         CUresult r = call;                   \
@@ -36,8 +37,8 @@ HOT EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
     RETURN_COUNTED(&c, CALL(cuMemAlloc_v2, at, bytes), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree_v2, *at))
 }
 
-/* The old calls' addresses are below 4 GiB, so what they give may lie apart from
- * all else: small ones are counted as what has no address. */
+/* The old calls return addresses below 4 GiB, so what they give may lie in blocks of its
+ * own. Small allocations are counted like those without an address (HOW_HIDDEN). */
 EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
 {
     struct process *p = ENTER();
@@ -58,9 +59,10 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int fl
     RETURN_COUNTED(&c, CALL(cuMemAllocManaged, at, bytes, flags), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree_v2, *at))
 }
 
-/* A pitched allocation is as large as the driver's pitch makes it, which is
- * known afterwards. Every GPU's pitches are multiples of 512 so far; where one
- * is more, the difference is counted as a thing that is there. */
+/* The size of a pitched allocation depends on the driver's pitch, which is known only
+ * after the call. Pitches have been multiples of 512 bytes so far, so we reserve for the
+ * least such pitch. If the driver's is another one, we reserve or cancel the difference
+ * after the call. */
 enum { PITCH = 512 };
 
 static bool predict(uint64_t width, uint64_t height, uint64_t *bytes)
@@ -120,15 +122,21 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
     RETURN_COUNTED(&c, CALL(cuMemAllocPitch, at, pitch, width, height, element), pitched_done(p, &c, *at, (uint64_t)*pitch * height), CALL(cuMemFree, *at))
 }
 
+/* free_other frees what is not plain memory of ours. */
+COLD static CUresult free_other(struct process *p, CUdeviceptr at)
+{
+    CUresult r;
+    return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : uncounted_freed(p, CALL(cuMemFree_v2, at));
+}
+
 HOT EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
 {
     struct process *p = ENTER();
     struct taken t;
-    CUresult r;
     if (!p)
         return CALL(cuMemFree_v2, at);
-    if (!charge_take(p, &t, at, SPACE_ADDRESS))
-        return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : uncounted_freed(p, CALL(cuMemFree_v2, at));
+    if (__builtin_expect(!charge_take(p, &t, at, SPACE_ADDRESS), 0))
+        return free_other(p, at);
     return charge_end(p, &t, CALL(cuMemFree_v2, at));
 }
 

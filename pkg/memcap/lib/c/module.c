@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Modules. What a module takes, its code and its variables, cannot be known before it is
- * loaded. So it is loaded, and what the card has less of free memory then is charged.
- * What others of the container have got or given back meanwhile is known, and left out.
- * On a card that other containers use too that is no more than a hint: where by it the
- * container would be over its cap, the agent's reading decides, and what is over is
- * unloaded again and was out of memory. Code that a driver loads later, when it is first used,
- * is seen by the next reading. */
+/* Modules. Nobody knows before a module is loaded how much memory its code and variables
+ * take. So we load it, and charge what the card then has less of free memory. We know what
+ * other processes of the container have got or freed meanwhile, and leave that out. On a
+ * card that other containers use too, the difference is no more than a hint. So if the
+ * container would be over its cap by it, the agent's reading decides. If it really is
+ * over, the module is unloaded again and the load refused. Code that a driver loads only
+ * when it is first used is seen by the next reading. */
 
 #include "charge.h"
 
@@ -14,12 +14,13 @@ struct load {
     struct process *p;
     struct account *a; /* NULL: nothing is counted */
     struct where at;
-    uint64_t beside; /* bytes: free and the container's together */
+    uint64_t beside; /* bytes; see below */
 };
 
-/* beside is what the card has free and what the driver has given to the container, which
- * is known to the byte while nothing is under way. */
-enum { LOOKS = 30, LONGEST_NAP = 8 }; /* a tenth of a second in all */
+/* beside returns the sum of what the card has free and what the driver has given to the
+ * container, in bytes. The second is known exactly while nothing is under way, so it waits
+ * for such a moment, for about a tenth of a second in all. */
+enum { LOOKS = 30, LONGEST_NAP = 8 };
 static bool beside(struct account *a, uint64_t *bytes)
 {
     size_t left, total;
@@ -48,7 +49,7 @@ static struct load begin(struct process *p)
     return l;
 }
 
-/* fits charges what was loaded, or says that there is no room for it. */
+/* fits charges a module that was loaded. False: there is no room for it. */
 static bool fits(struct load *l, uint64_t key)
 {
     uint64_t left;
@@ -62,13 +63,13 @@ static bool fits(struct load *l, uint64_t key)
         return true;
     if (!account_reserve_quickly(l->a, e.bytes)) {
         if (account_within(l->a, e.bytes))
-            return true; /* and counted, as the reading has it */
+            return true; /* that reading counts the module */
         account_undone(l->a, e.bytes);
         count_add(&l->a->usage->refusals, 1);
         return false;
     }
     account_commit(l->a, e.bytes);
-    table_put(&l->p->table, &e, &old); /* without memory for it: charged for good */
+    table_put(&l->p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
     return true;
 }
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* libnvidia-ml.so.1: what nvidia-smi and its kin are told of a GPU's memory.
- * Everything but two functions is the real library's. It keeps nothing between
- * two calls, so threads and forked children need no thought: a call opens the
- * limit of the GPU by the UUID that the real library gives, and reads. */
+/* libnvidia-ml.so.1: what nvidia-smi and other programs are told about a GPU's memory. All
+ * functions but two are the real library's. Each call opens and reads the limit page of
+ * the GPU, whose UUID the real library gives, and keeps nothing. So threads and forked
+ * children need no care. */
 
 #include "claim.h"
 #include "real.h"
@@ -47,8 +47,8 @@ static void find(void)
     __atomic_store_n(&real.ready, 1, __ATOMIC_RELEASE);
 }
 
-/* left_dead returns what slots without a living owner have in bound, and what is idle
- * in all. */
+/* left_dead returns how many bytes of bound belong to slots without a living owner. It
+ * adds to *idle what is idle in all slots, and what living processes have borrowed. */
 static uint64_t left_dead(int fd, uint64_t high, uint64_t *idle)
 {
     struct slot slots[16];
@@ -59,8 +59,12 @@ static uint64_t left_dead(int fd, uint64_t high, uint64_t *idle)
         *idle += idle_in(slots, high - i < 16 ? high - i : 16);
         for (uint64_t k = 0; k < 16 && i + k < high; k++) {
             uint64_t c = slot_committed(&slots[k]);
-            if (c && c < MOST && slot_free(fd, i + k))
+            if (!c || c >= MOST)
+                continue;
+            if (slot_free(fd, i + k))
                 sum += c;
+            else
+                *idle += borrowed_for(&slots[k]);
         }
     }
     return sum;
@@ -79,32 +83,24 @@ struct view {
     uint64_t limit, used;
 };
 
-/* look returns false where the real figures are to stand. */
-static bool look(nvmlDevice_t device, struct view *v)
+/* look_at adds a pair of pages to a view, or returns false where the real figures are to
+ * stand. */
+static bool look_at(const struct claim *claim, struct view *sum)
 {
-    char uuid[96];
-    struct claim claim;
     struct limit_page page;
     struct usage_page head;
-    if (!real.uuid || real.uuid(device, uuid, sizeof uuid) != NVML_SUCCESS)
-        return false;
-    for (const char *p = uuid; *p; p++)
-        if (*p == '/')
-            return false; /* an old MIG name: no file is called that */
-    if (!claim_find(&claim, uuid))
-        return false;
-    int fd = open_page(claim.limit, PAGE, &page, sizeof page);
+    int fd = open_page(claim->limit, PAGE, &page, sizeof page);
     if (fd < 0)
         return false;
     sys_close(fd);
     if (page.limit >= MOST)
         return false;
-    *v = (struct view){.limit = page.limit};
-    fd = open_page(claim.usage, USAGE_SIZE, &head, sizeof head);
+    fd = open_page(claim->usage, USAGE_SIZE, &head, sizeof head);
     if (fd < 0 || !begins(head.magic, USAGE_MAGIC) || head.nonce != page.usage || head.high > SLOTS) {
         if (fd >= 0)
             sys_close(fd);
-        v->used = v->limit; /* nobody can allocate, or it is not counted */
+        sum->limit += page.limit;
+        sum->used += page.limit; /* nobody can allocate, or it is not counted */
         return !is_open();
     }
     uint64_t idle = 0, dead = left_dead(fd, head.high, &idle), bound = AMOUNT(head.bound);
@@ -113,8 +109,28 @@ static bool look(nvmlDevice_t device, struct view *v)
     int64_t used = (int64_t)(bound - dead);
     if (page.nonce == head.nonce)
         used = shown_used(page.shown, page.shown_settled, page.shown_dead, bound, head.settled, dead);
-    v->used = used < 0 ? 0 : (uint64_t)used < v->limit ? (uint64_t)used : v->limit;
+    sum->limit += page.limit;
+    sum->used += used < 0 ? 0 : (uint64_t)used < page.limit ? (uint64_t)used : page.limit;
     return true;
+}
+
+/* look returns false where the real figures are to stand. Of several shares of a GPU it
+ * shows the sum. */
+static bool look(nvmlDevice_t device, struct view *v)
+{
+    char uuid[96];
+    struct claim claim, last;
+    *v = (struct view){0};
+    if (!real.uuid || real.uuid(device, uuid, sizeof uuid) != NVML_SUCCESS)
+        return false;
+    for (const char *p = uuid; *p; p++)
+        if (*p == '/')
+            return false; /* the old form of a MIG instance's name, by which no page is called */
+    bool any = false;
+    for (; claim_find(&claim, uuid, any ? &last : NULL); last = claim, any = true)
+        if (!look_at(&claim, v))
+            return false;
+    return any;
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *m)
@@ -142,6 +158,6 @@ EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v
     m->total = v.limit < m->total ? v.limit : m->total;
     m->free = left < m->free ? left : m->free;
     m->used = v.used < m->total ? v.used : m->total;
-    m->reserved = 0; /* the driver's own is outside of every cap */
+    m->reserved = 0; /* what the driver reserves for itself is no part of a cap */
     return r;
 }

@@ -21,7 +21,7 @@
 #define CAP_OPEN_MARK CAP_ROOT "/open"
 
 #define LIMIT_MAGIC "GPUCAP02"
-#define USAGE_MAGIC "GPUUSE04"
+#define USAGE_MAGIC "GPUUSE05"
 
 #define NO_LIMIT (~(uint64_t)0)
 /* MOST is 2^48 bytes, more than any GPU has. An amount that is not below it is invalid. */
@@ -93,7 +93,9 @@ struct slot {
     uint64_t others_committed;
     uint64_t promised; /* the part of committed that the driver may take later; see limit.c */
     uint64_t idle;     /* kept in bound beside the share, free for whoever takes it first */
-    uint64_t gap[4];
+    uint64_t borrowed; /* at most the share: so much of it is charged to other pages too; see loan.h */
+    uint64_t lends;    /* 1: all of the share is lent to a page on which the owner counts what it has */
+    uint64_t gap[2];
 };
 
 struct usage_page {
@@ -114,7 +116,8 @@ struct usage_page {
      * charged. Until the next reading the ceiling may be too low by the difference. */
     uint64_t guesses;
     uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
-    uint64_t gap3[PAGE / 8 - 25];
+    uint64_t borrows; /* 1 once a process has borrowed for this page */
+    uint64_t gap3[PAGE / 8 - 26];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -149,6 +152,13 @@ static inline uint64_t idle_in(const struct slot *s, uint64_t n)
     for (uint64_t i = 0; i < n; i++)
         sum += AMOUNT(__atomic_load_n(&s[i].idle, __ATOMIC_SEQ_CST));
     return sum;
+}
+
+/* borrowed_for returns how many bytes a slot says that were borrowed for it. */
+static inline uint64_t borrowed_for(const struct slot *s)
+{
+    uint64_t n = __atomic_load_n(&s->borrowed, __ATOMIC_SEQ_CST);
+    return n < MOST ? n : 0;
 }
 
 /* shown_used returns the bytes that views show as used, by a reading of the same nonce.
@@ -194,7 +204,10 @@ AT(usage_page, attempt, 192);
 AT(usage_page, slots, PAGE);
 AT(slot, others_reserved, 64);
 AT(slot, promised, 80);
+AT(usage_page, borrows, 200);
 AT(slot, idle, 88);
+AT(slot, borrowed, 96);
+AT(slot, lends, 104);
 _Static_assert(sizeof(struct slot) == 128, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
 #undef AT

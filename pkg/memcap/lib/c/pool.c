@@ -1,34 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Memory pools: cuMemAllocAsync and its kin. What counts is what a pool has
- * reserved of the GPU, in pieces that the driver chooses, not what is allocated
- * from it. Where that is enough for a request the driver may let the pool grow all
- * the same: it does so before it takes what another stream has freed. So before
- * every allocation we reserve all that the pool may grow by, whatever it has free;
- * afterwards the driver is asked what the pool has, and what was not needed is
- * cancelled.
+/* Memory pools: cuMemAllocAsync and the like. What counts is the GPU memory that the
+ * driver has reserved for a pool, in pieces that the driver chooses, not what is allocated
+ * from the pool. A pool may grow even if it has enough free memory for a request, because
+ * the driver lets it grow before it takes what another stream has freed. So before every
+ * allocation we reserve all that the pool may grow by. After it we ask the driver how
+ * large the pool is, and cancel what was not needed.
  *
- * Several allocations may be under way. Each pays for what the pool has grown by,
- * by any of them, up to what it has reserved itself, and leaves the
- * rest to the others: together they have reserved it all. So none waits for
- * another, and nothing is locked while one waits for room.
+ * Several allocations may be under way. Each pays for what the pool has grown by, up to
+ * its own reservation, no matter which of them made it grow. Their reservations together
+ * are enough for all of them. So none waits for another, and no lock is held while one
+ * waits for room.
  *
- * Where the limit has no room for the pool to grow, but the pool has room, see
- * reuse.c: what streams have freed there is made such that the driver can take it
- * without growing, and then one allocation is made without a reservation, an attempt
- * (attempt.h). Should the pool grow all the same, by what no other thread at it has
- * reserved, that is undone, and written to the usage page (undone). Only then do the others
- * at that pool wait, for those few calls.
+ * If the limit has no room for the pool to grow, but the pool has free memory, reuse.c
+ * makes sure that the driver can take what streams have freed without growing. Then one
+ * allocation is made without a reservation, an attempt (attempt.h). If the pool grows all
+ * the same, by more than other threads at it have reserved, we undo that and note it in
+ * the usage page (undone). Other threads at that pool wait during these few calls only.
  *
- * Attempts are made one after the other, and one that is undone costs several calls of the
- * driver, which maps memory and unmaps it. Most pools are spared them: the driver itself
- * does not let them grow by more than the cap (see bound.c).
+ * Attempts are made one after the other, and to undo one takes several calls, in which
+ * the driver maps and unmaps memory. Most pools do not need them, because the driver
+ * itself keeps the pool within the cap (bound.c).
  *
- * A pool shrinks by itself when a stream is synchronised; that is found at the
- * next call that has to do with it, and before a refusal. By then a reading may have found it
- * too and raised the ceiling for it. So where the ceiling is another than when the driver was
- * last asked about the pool, it is asked first: what is gone goes by account_lost, and is no
- * room a second time. */
+ * A pool shrinks by itself when a stream is synchronised. We notice that at the next call
+ * that concerns the pool, and before a refusal. By then a reading may have noticed it too,
+ * and have raised the ceiling. So if the ceiling has changed since we last asked the
+ * driver about a pool, we ask again first, and take off with account_lost what is gone.
+ * Otherwise the same memory would give room twice. */
 
 #include "export.h"
 #include "pool.h"
@@ -117,20 +115,21 @@ static bool reserved_now(const struct pool *pool, uint64_t *there)
     return CALL(cuMemPoolGetAttribute, (CUmempool)(uintptr_t)pool->handle, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, there) == CUDA_SUCCESS;
 }
 
-/* settle_pool asks the driver, under the lock: an attribute is had in no time, and
- * an answer that another thread has overtaken would be wrong. */
+/* settle_pool asks the driver while it holds the lock, because an answer that another
+ * thread has overtaken would be wrong. Reading an attribute is quick. */
 static uint64_t settle_pool(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
     uint64_t there, had = pool->r.charge, told = account_told_ceiling(a);
     if (!pool->handle || !reserved_now(pool, &there))
         there = had + held;
-    /* It may have shrunk, and grown again, about a reading: then this is no room until the next. */
+    /* It may have shrunk before a reading and grown again after it. So what is cancelled here is
+     * no room before the next reading. */
     uint64_t pays = there > had ? there - had : 0;
     if (had && held > pays && told != pool->r.told)
         count_add(&a->usage->settled, held - pays / UNIT * UNIT);
     if (!pool->r.trims)
         pool->r.told = told;
-    if (pool->most && there > pool->most) /* by what it is rounded up to; or it does not hold */
+    if (pool->most && there > pool->most) /* the driver rounds it up, or does not keep to it */
         __atomic_store_n(&pool->most, there <= pool->most + PIECE ? there : 0, __ATOMIC_RELAXED);
     uint64_t rest = settle(a, &pool->r, there, held);
     if (!had && (pool->r.charge || rest)) {
@@ -162,11 +161,9 @@ void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64
 
 /* --- allocating ----------------------------------------------------------- */
 
-bool capturing(const struct process *p, CUstream s, bool per_thread)
+bool capturing_now(CUstream s, bool per_thread)
 {
     int status = 0;
-    if (!__atomic_load_n(&p->captures, __ATOMIC_RELAXED))
-        return false;
     CUresult r = per_thread && !s ? CALL(cuStreamIsCapturing_ptsz, s, &status) : CALL(cuStreamIsCapturing, s, &status);
     return r == CUDA_SUCCESS && status != 0;
 }
@@ -178,36 +175,41 @@ static CUresult pass(const struct request *q)
                      : CUDA_ERROR_NOT_FOUND;
 }
 
-/* A pool is closed while an attempt is undone, for a few calls of the driver none of
- * which waits for the GPU, and opened by those who have waited for that in vain. */
+/* A pool is closed while an attempt is undone. That takes a few calls of the driver, none
+ * of which waits for the GPU. A thread that has waited too long opens it. */
 static bool waits(struct wait *w) { return wait_more(w) < PATIENCE_US; }
 
-/* flight_sub is seen by others some time later, where it is the first thread's. */
-static void flight_sub(const struct process *p, struct pool *pool, uint64_t n)
+/* Other threads may see what the first thread takes off a moment later. */
+static void flight_sub(const struct account *a, struct pool *pool, uint64_t n)
 {
-    slot_add(&p->accounts[pool->device], &pool->flight, &pool->others_flight, 0 - n);
+    slot_add(a, &pool->flight, &pool->others_flight, 0 - n);
 }
 
-/* A pool is entered before one looks whether it is closed, and closed before one looks
- * whether somebody is in it. The first is done far more often, so the second has the fence
- * for both. */
-static void enter_pool(const struct process *p, struct pool *pool, uint64_t n)
+COLD static void await_open(struct pool *pool)
 {
-    const struct account *a = &p->accounts[pool->device];
-    for (struct wait w = {0};;) {
+    for (struct wait w = {0}; __atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST);)
+        if (!waits(&w))
+            __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
+}
+
+/* enter_pool enters a pool and then looks whether it is closed; close_pool closes it and
+ * then looks whether anybody is in it. Each needs a fence between its two steps. Pools
+ * are entered far more often, so close_pool does the fence for both. */
+static void enter_pool(const struct process *p, const struct account *a, struct pool *pool, uint64_t n)
+{
+    for (;;) {
         if (__atomic_load_n(&p->fences, __ATOMIC_RELAXED) == FENCES_GOOD)
             slot_add(a, &pool->flight, &pool->others_flight, FLIGHT + n / UNIT);
         else
             count_add(first_thread(a) ? &pool->flight : &pool->others_flight, FLIGHT + n / UNIT);
-        if (!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST))
+        if (__builtin_expect(!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST), 1))
             return;
-        flight_sub(p, pool, FLIGHT + n / UNIT);
-        if (!waits(&w))
-            __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
+        flight_sub(a, pool, FLIGHT + n / UNIT);
+        await_open(pool);
     }
 }
 
-/* close_pool keeps other threads out of a pool, and waits for those that are at it. */
+/* close_pool keeps other threads out of a pool, and waits for those that are in it. */
 static void close_pool(const struct process *p, struct pool *pool)
 {
     __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
@@ -219,27 +221,32 @@ static void close_pool(const struct process *p, struct pool *pool)
 
 static void open_pool(struct pool *pool) { __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST); }
 
-static void leave_pool(struct process *p, struct pool *pool, uint64_t n)
+/* leave_destroyed is leave_pool's part for a pool that was destroyed meanwhile. */
+COLD static void leave_destroyed(struct process *p, struct pool *pool)
 {
-    flight_sub(p, pool, n / UNIT + FLIGHT);
-    if (n)
-        pool_hope(pool);
-    if (__atomic_load_n(&pool->handle, __ATOMIC_RELAXED))
-        return;
     spin_lock(&pool->lock);
     pool_leave(p, pool);
     spin_unlock(&pool->lock);
 }
 
-/* remember writes down what an allocation has, and returns what it adds to what
- * lives: a place that we did not see freed is no more. */
+static void leave_pool(struct process *p, const struct account *a, struct pool *pool, uint64_t n)
+{
+    flight_sub(a, pool, n / UNIT + FLIGHT);
+    if (n)
+        pool_hope(pool);
+    if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
+        leave_destroyed(p, pool);
+}
+
+/* remember records an allocation. False: no memory for that. If there is an older record
+ * of the same address, it was freed without our knowledge and does not live any more. */
 static bool remember(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n)
 {
     struct entry e = {.key = at, .bytes = n, .owner = (uint64_t)(pool - p->pools), .space = SPACE_POOLED, .how = HOW_NOTE, .device = pool->device}, old;
     if (!table_put(&p->table, &e, &old))
         return false;
-    if (old.how)
-        flight_sub(p, &p->pools[old.owner], old.bytes / UNIT);
+    if (__builtin_expect(old.how, 0))
+        flight_sub(&p->accounts[p->pools[old.owner].device], &p->pools[old.owner], old.bytes / UNIT);
     return true;
 }
 
@@ -249,11 +256,11 @@ static uint64_t piece_of(const struct process *p)
     return piece > PIECE ? piece : PIECE;
 }
 
-/* Of how pools grow we see by which pieces, and whether a request makes a pool grow by
- * whole ones (coarse) or by just its own size (fine): a bit for requests of up to a
- * piece, and one for larger ones. What grows by more than a piece that is not known yet
- * may be smaller than one. A pool that was trimmed meanwhile seems to grow by less or
- * by more, and tells nothing; what an attempt shows is sure. */
+/* We watch how pools grow: the size of a piece, and whether a request makes a pool grow by
+ * whole pieces (coarse) or by just the request's size (fine). Both have one bit for
+ * requests of up to a piece and one for larger ones. As long as we do not know the size of
+ * a piece, growth by more than a larger request tells nothing. Neither does the growth of
+ * a pool that was trimmed meanwhile. What an attempt shows is certain. */
 static uint32_t growth_bit(const struct process *p, uint64_t n) { return n > piece_of(p) ? 2 : 1; }
 
 static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sure)
@@ -275,23 +282,23 @@ static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sur
 
 static uint64_t growth_of(const struct process *p, const struct pool *pool, uint64_t n)
 {
-    uint64_t piece = piece_of(p), grows = (n + piece - 1) / piece * piece;
+    uint64_t piece = piece_of(p), grows = n <= piece ? piece : (n + piece - 1) / piece * piece; /* a division is slow */
     uint64_t most = __atomic_load_n(&pool->most, __ATOMIC_RELAXED), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
     if (!most || charge + grows <= most)
         return grows;
     return charge + round_up(n, BLOCK) <= most ? most - charge : 0;
 }
 
-/* undo ends an allocation for which a pool has grown by more than what was held, and
- * charges what the driver has kept. There is no room for what is over; what was held is a
- * part of the same piece, and goes with it. Nobody has used it, so it need not be freed on
- * its stream. */
-static CUresult undo(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t held, uint64_t over)
+/* undo ends an allocation for which a pool has grown by over bytes more than held, and
+ * charges what the driver keeps nevertheless. There is no room for over; held is a part of
+ * the same piece and goes with it. Nobody has used the allocation yet, so it need not be
+ * freed in the order of its stream. */
+COLD static CUresult undo(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t held, uint64_t over)
 {
     account_undone(a, count_add(&a->undoing, over)); /* with those of other threads */
     if (r == CUDA_SUCCESS && CALL(cuMemFree_v2, *q->out) != CUDA_SUCCESS)
         CALL(cuMemFreeAsync, *q->out, q->stream);
-    spin_lock(&pool->lock); /* others may have paid for a part of what goes */
+    spin_lock(&pool->lock); /* others may have paid for some of it */
     uint64_t charge = pool->r.charge;
     pool_loosen(p, a, pool, pool_live(pool));
     spin_unlock(&pool->lock);
@@ -307,11 +314,12 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;
 }
 
-/* settle_alone settles after an allocation, and pays for what no other thread at the
- * pool has reserved; false: there is no room for that. rest is what is not paid, its own
- * or, where it returns true, others'. trims is how often the pool had been trimmed
- * before the allocation: how it grows is learnt if it has not been since. ALONE: it cannot
- * have been. MAYBE: nothing is learnt. */
+/* settle_alone settles a pool after an allocation. If no other thread is at the pool, it
+ * also pays for growth that was not reserved. False: there is no room for that. *rest is
+ * what is not paid: this allocation's if it returns false, other threads' if it returns
+ * true. trims is how often the pool had been trimmed before the allocation. If that is
+ * unchanged, it learns how the pool grows. ALONE: the pool cannot have been trimmed.
+ * MAYBE: nothing is learnt. */
 #define ALONE (~(uint64_t)0)
 #define MAYBE (ALONE - 1)
 static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t trims, uint64_t *rest)
@@ -331,44 +339,54 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
     return fits;
 }
 
+COLD static void look(struct process *p, struct account *a, struct pool *pool)
+{
+    spin_lock(&pool->lock);
+    pool_looked(p, a, pool);
+    spin_unlock(&pool->lock);
+}
+
+/* settle_ordinary ends an allocation where the pool's size has changed. */
+COLD static CUresult settle_ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t n, uint64_t held, uint64_t trims)
+{
+    uint64_t over;
+    spin_lock(&pool->lock);
+    bool fits = settle_alone(p, pool, a, n, held, trims, &over);
+    spin_unlock(&pool->lock);
+    return fits ? r : undo(p, q, pool, a, r, held, over);
+}
+
 /* ordinary allocates n bytes, for which held was reserved. */
 static CUresult ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
-    uint64_t there, over;
-    enter_pool(p, pool, n);
+    uint64_t there;
+    enter_pool(p, a, pool, n);
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
-    if (__builtin_expect(told_more(a, pool), 0)) {
-        spin_lock(&pool->lock);
-        pool_looked(p, a, pool);
-        spin_unlock(&pool->lock);
-    }
+    if (__builtin_expect(told_more(a, pool), 0))
+        look(p, a, pool);
     CUresult r = pass(q);
-    /* First the charge: what it has, and we with it, is in the driver's figure. */
+    /* The charge is read first, so that the driver's figure has at least what it has. */
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
-    if (reserved_now(pool, &there) && there == charge && !told_more(a, pool))
+    if (__builtin_expect(reserved_now(pool, &there) && there == charge && !told_more(a, pool), 1))
         account_cancel(a, held);
-    else {
-        spin_lock(&pool->lock);
-        bool fits = settle_alone(p, pool, a, n, held, trims, &over);
-        spin_unlock(&pool->lock);
-        if (!fits)
-            r = undo(p, q, pool, a, r, held, over);
-    }
-    leave_pool(p, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
+    else
+        r = settle_ordinary(p, q, pool, a, r, n, held, trims);
+    leave_pool(p, a, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     return r;
 }
 
-/* has_room says whether a pool has room for all that is taken of it, with held. */
+/* has_room says whether a pool, with held bytes more, has room for all that is allocated
+ * from it. */
 static bool has_room(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
-    spin_lock(&pool->lock); /* who has trimmed it has settled it by then */
+    spin_lock(&pool->lock); /* a thread that has trimmed the pool has settled it under this lock */
     pool_looked(p, a, pool);
     bool has = pool_live(pool) <= pool->r.charge + held;
     spin_unlock(&pool->lock);
     return has;
 }
 
-/* begin_alone keeps a pool from being trimmed; false: that is going on. */
+/* begin_alone keeps other threads from trimming a pool. False: one is still trimming it. */
 static bool begin_alone(struct pool *pool)
 {
     __atomic_store_n(&pool->alone, 1, __ATOMIC_SEQ_CST);
@@ -382,18 +400,18 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
 {
     uint64_t there, over = 0, most = growth_of(p, pool, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
-    enter_pool(p, pool, n);
+    enter_pool(p, a, pool, n);
     if (pool->exportable)
         close_pool(p, pool);
     if (!begin_alone(pool) || !has_room(p, a, pool, held) || (pool->exportable && !place_for(p, pool, n))) {
         open_pool(pool);
         __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
-        leave_pool(p, pool, n);
+        leave_pool(p, a, pool, n);
         if (held)
             account_cancel(a, held);
         return NOT_ATTEMPTED;
     }
-    reserved_add(a, most); /* more than we have of bound: something is under way */
+    reserved_add(a, most); /* reserved exceeds our part of bound, so a reading sees that something is under way */
     *r = pass(q);
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE); /* first, as in ordinary */
     bool fits = !held && reserved_now(pool, &there) && there == charge && !told_more(a, pool);
@@ -402,7 +420,7 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
         fits = settle_alone(p, pool, a, n, held, ALONE, &over);
         spin_unlock(&pool->lock);
     }
-    if (over && fits) { /* or it is another's growth, who has yet to pay */
+    if (over && fits) { /* perhaps another thread's, which has yet to pay for it */
         close_pool(p, pool);
         spin_lock(&pool->lock);
         fits = settle_alone(p, pool, a, n, 0, MAYBE, &over);
@@ -415,16 +433,16 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
     open_pool(pool);
     __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
     reserved_sub(a, most);
-    leave_pool(p, pool, *r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
+    leave_pool(p, a, pool, *r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     return *r == CUDA_ERROR_OUT_OF_MEMORY ? WOULD_GROW : ATTEMPTED;
 }
 
-/* Of a large request an attempt may be over by a lot, so it comes last: first the pool
- * gives back what it can, and grows anew by what is reserved. */
+/* An attempt of more than LARGE comes last, because it may exceed the cap by that much.
+ * Before it the pool gives back what it can, and grows again by what is reserved. */
 #define LARGE ((uint64_t)128 << 20)
 
-/* near allocates where there is no room for all that the pool may grow by. Whether the
- * driver would make do with less is found out by an attempt. */
+/* near allocates when there is no room for all that the pool may grow by. An attempt shows
+ * whether the driver needs less. */
 COLD static CUresult near(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t exact = round_up(n, BLOCK);
@@ -435,14 +453,12 @@ COLD static CUresult near(struct process *p, const struct request *q, struct poo
     if (wants < held && account_reserve_quickly(a, wants))
         r = ordinary(p, q, pool, a, n, wants);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && n <= LARGE)
-        r = reuse(p, q, pool, a, n, true);
-    if (r == CUDA_ERROR_OUT_OF_MEMORY && n <= LARGE)
-        r = reuse(p, q, pool, a, n, false);
+        r = reuse(p, q, pool, a, n);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && pool_makes_room(p, pool, a, wants))
         r = ordinary(p, q, pool, a, n, wants);
     if (r != CUDA_ERROR_OUT_OF_MEMORY)
         return r;
-    r = account_reserve_slowly(a, wants) ? ordinary(p, q, pool, a, n, wants) : reuse(p, q, pool, a, n, false); /* others may have freed something meanwhile */
+    r = account_reserve_slowly(a, wants) ? ordinary(p, q, pool, a, n, wants) : reuse(p, q, pool, a, n); /* others may have freed something meanwhile */
     if (r != CUDA_ERROR_OUT_OF_MEMORY || exact >= wants || coarse || !attempt_begin(a))
         return r;
     if (account_reserve_quickly(a, exact))
@@ -456,7 +472,7 @@ static CUresult allocate(struct process *p, struct request *q)
     bool refuse;
     struct pool *pool;
     if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(p, q->stream, q->per_thread))
-        return pass(q); /* a captured one becomes a node of a graph: see graph.c */
+        return pass(q); /* a captured allocation becomes a node of a graph; see graph.c */
     uint32_t changes = __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE);
     if (!pool_find(p, q, changes, &pool))
         return pass(q);
@@ -470,9 +486,9 @@ static CUresult allocate(struct process *p, struct request *q)
     uint64_t n = round_up(q->bytes, UNIT), held = growth_of(p, pool, n);
     CUresult r = !held || account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && !held)
-        r = reuse(p, q, pool, a, n, false); /* it may not have made a stream wait for another */
+        r = reuse(p, q, pool, a, n); /* the driver may not have made the stream wait for others */
     if (__builtin_expect(changes != __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE), 0))
-        pools_settle(p, pool->device); /* it may have been another pool's */
+        pools_settle(p, pool->device); /* the allocation may have come from another pool */
     return r;
 }
 
@@ -525,25 +541,28 @@ EXPORT CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream s, CUgraph g, const CU
 
 /* --- freeing -------------------------------------------------------------- */
 
-static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
+/* not_freed records an allocation again that the driver did not free. */
+COLD static void not_freed(struct process *p, const struct entry *e)
 {
     struct entry old;
+    table_put(&p->table, e, &old);
+}
+
+static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
+{
     if (!table_take(&p->table, at, SPACE_POOLED, e))
         return false;
     struct pool *pool = &p->pools[e->owner];
     *r = call ? call(at) : async(at, s);
-    if (*r != CUDA_SUCCESS) {
-        table_put(&p->table, e, &old);
+    if (__builtin_expect(*r != CUDA_SUCCESS, 0)) {
+        not_freed(p, e);
         return true;
     }
-    flight_sub(p, pool, e->bytes / UNIT);
+    flight_sub(&p->accounts[pool->device], pool, e->bytes / UNIT);
     if (__builtin_expect(pool->exportable, 0))
         place_freed(p, pool, e);
-    if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0)) {
-        spin_lock(&pool->lock);
-        pool_leave(p, pool);
-        spin_unlock(&pool->lock);
-    }
+    if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
+        leave_destroyed(p, pool);
     return true;
 }
 
@@ -557,19 +576,24 @@ bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(
     return true;
 }
 
-static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool per_thread, CUresult (*call)(CUdeviceptr, CUstream))
+/* free_other frees what is not of a pool that we count. */
+COLD static CUresult free_other(struct process *p, CUdeviceptr at, CUstream s, CUresult (*call)(CUdeviceptr, CUstream))
 {
-    struct entry e;
     struct taken t;
-    CUresult r;
-    if (give_back(p, at, &e, &r, NULL, call, s)) {
-        if (r == CUDA_SUCCESS)
-            freed_on(p, &p->pools[e.owner], s, per_thread);
-        return r;
-    }
     if (!charge_take(p, &t, at, SPACE_ADDRESS))
         return uncounted_freed(p, call(at, s));
     return charge_end(p, &t, call(at, s));
+}
+
+static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool per_thread, CUresult (*call)(CUdeviceptr, CUstream))
+{
+    struct entry e;
+    CUresult r;
+    if (__builtin_expect(!give_back(p, at, &e, &r, NULL, call, s), 0))
+        return free_other(p, at, s, call);
+    if (__builtin_expect(r == CUDA_SUCCESS, 1))
+        freed_on(p, &p->pools[e.owner], s, per_thread);
+    return r;
 }
 
 HOT EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Which pools there are: each is learnt when the program makes it or first takes
- * memory of it, and forgotten when it was destroyed and nothing of it is left. And
- * what concerns a pool as a whole: trimming it, asking the driver what it has
- * after something that may have emptied it, giving back what it does not use. */
+/* Which pools there are. A pool is recorded when the program makes it or first allocates
+ * from it, and forgotten when it was destroyed and nothing of it is left. This file also has
+ * what concerns a pool as a whole: trimming it, settling it after something that may have
+ * emptied it, and giving back what it does not use. */
 
 #include "export.h"
 #include "pool.h"
@@ -25,7 +25,7 @@ static struct pool *known(struct process *p, CUmempool handle)
     return NULL;
 }
 
-/* learn writes down a pool; NULL: there are more than anybody has. */
+/* learn records a pool. NULL: no place is left. */
 static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
 {
     struct pool *pool;
@@ -53,15 +53,15 @@ struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUd
 {
     struct pool *pool = known(p, handle);
     if (pool)
-        __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE); /* it ended where we did not see it */
+        __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE); /* an old pool of that handle, whose end we did not see */
     pool = learn(p, handle, means, device);
     if (pool)
         pool->most = most;
     return pool;
 }
 
-/* home says of which device a pool is that we have not seen made: a default one
- * mostly. */
+/* home returns the device of a pool that we have not seen made. Such a pool mostly is a
+ * device's default one; otherwise the current device is the best guess. */
 static int home(CUmempool handle, int current)
 {
     int n = 0;
@@ -73,9 +73,9 @@ static int home(CUmempool handle, int current)
     return current;
 }
 
-/* A pool that was destroyed lives on in its allocations; the last of them takes what
- * is left of its charge along. Memory of a pool that can be exported may be open in
- * another process, and live on there. */
+/* A pool that was destroyed lives on as long as one of its allocations does. What is
+ * charged for it ends with the last of them, except for a pool that can be exported: its
+ * memory may be open in another process and live on there. */
 void pool_leave(struct process *p, struct pool *pool)
 {
     if (pool->handle || !pool->used || pool_flight(pool) || pool->r.loosers)
@@ -92,7 +92,8 @@ void pool_leave(struct process *p, struct pool *pool)
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
-/* next_charged is the first pool from an index on that has, or had, a charge. */
+/* next_charged returns the index of the first pool from i on that has, or had, a charge,
+ * or -1. */
 static int next_charged(const struct process *p, int i)
 {
     for (int w = i / 64; w < MAX_POOLS / 64; i = ++w * 64) {
@@ -112,7 +113,7 @@ static int next_charged(const struct process *p, int i)
     return -1;
 }
 
-/* device_of is the device that a stream is of. */
+/* device_of finds the device of a stream. With one device there is nothing to ask. */
 static bool device_of(struct process *p, CUstream s, CUdevice *device)
 {
     struct where at;
@@ -128,17 +129,16 @@ static bool device_of(struct process *p, CUstream s, CUdevice *device)
     return true;
 }
 
-bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
+/* pool_find_slowly is pool_find for a pool that was not seen yet, and for the current pool
+ * of one of several devices. */
+COLD static bool pool_find_slowly(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
 {
     CUdevice device = 0;
-    *pool = q->plain ? NULL : known(p, q->pool);
-    if (*pool && (*pool)->device >= 0)
-        return true;
     if (*pool && (*pool)->passed)
         return false;
     if (!device_of(p, q->stream, &device) || device < 0 || device >= MAX_DEVICES)
         return false;
-    if (*pool) { /* it counts on the first device that has used it */
+    if (*pool) { /* a managed pool of no device counts on the device that uses it first */
         int32_t nowhere = DEVICE_CURRENT;
         __atomic_compare_exchange_n(&(*pool)->device, &nowhere, device, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
         return true;
@@ -161,11 +161,25 @@ bool pool_find(struct process *p, struct request *q, uint32_t changes, struct po
     return true;
 }
 
+bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
+{
+    if (q->plain && __atomic_load_n(&p->devices, __ATOMIC_RELAXED) == 1) {
+        uint64_t now = __atomic_load_n(&p->current[0], __ATOMIC_ACQUIRE);
+        if (__builtin_expect((uint32_t)now && now >> 32 == changes, 1)) {
+            *pool = &p->pools[(uint32_t)now - 1];
+            return true;
+        }
+    }
+    *pool = q->plain ? NULL : known(p, q->pool);
+    return (*pool && (*pool)->device >= 0) || pool_find_slowly(p, q, changes, pool);
+}
+
 /* --- giving back ---------------------------------------------------------- */
 
-/* trim has a pool give back what it does not use, beyond keep: no more than is loose, also
- * where others free something meanwhile. What is gone without having been loose lowers the
- * ceiling until a reading. */
+/* trim has a pool give back what it does not use, except for keep bytes. It keeps what
+ * lives now, so it gives back no more than is loose, even if other threads free something
+ * meanwhile. If more is gone than was loose, that lowers the ceiling until the next
+ * reading. */
 static CUresult trim(struct process *p, struct pool *pool, size_t keep)
 {
     struct account *a = &p->accounts[pool->device];
@@ -174,10 +188,10 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     keep = live > keep ? live : keep;
     pool_loosen(p, a, pool, keep);
     spin_unlock(&pool->lock);
-    for (struct wait w = {0};;) { /* an attempt goes by what would be trimmed */
+    for (struct wait w = {0};;) { /* an attempt needs what is free in the pool: do not trim beside one */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
         if (!__atomic_load_n(&pool->alone, __ATOMIC_SEQ_CST) || w.napped >= PATIENCE_US)
-            break; /* the attempt's thread does not come back */
+            break; /* the attempt's thread is stuck */
         __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
         wait_more(&w);
     }
@@ -213,11 +227,11 @@ EXPORT CUresult cuMemPoolCreate(CUmempool *out, const CUpoolprops *props)
         pool->exportable = props->handle_types;
     if (pool || means == MEANS_NOTHING)
         return r;
-    CALL(cuMemPoolDestroy, *out); /* more pools than anybody has */
+    CALL(cuMemPoolDestroy, *out); /* it could not be recorded, so it would not be counted */
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* What is in an imported pool is its exporter's. */
+/* The memory of an imported pool is charged to its exporter. */
 EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle, int type, unsigned long long flags)
 {
     struct process *p = ENTER();
@@ -229,7 +243,7 @@ EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle,
     return r;
 }
 
-/* The driver has a pool of its own for each type of memory at each place. */
+/* The driver has a default pool for each type of memory at each location. */
 static void learn_default(struct process *p, CUmempool handle, const CUlocation *at, int type)
 {
     CUdevice device;
@@ -263,8 +277,7 @@ EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
     return r;
 }
 
-/* changed says that a device may have another current pool, before and after the
- * call by which it has. */
+/* changed is called before and after a call that may change a device's current pool. */
 static void changed(struct process *p)
 {
     if (p)
@@ -294,10 +307,10 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
     struct process *p = ENTER();
     struct pool *pool = p ? known(p, handle) : NULL;
     if (pool && pool->device >= 0 && p->stands_in[pool->device] == (uintptr_t)handle)
-        return CUDA_ERROR_INVALID_VALUE; /* as of the default pool */
-    changed(p); /* the device whose current one it was has its default one again */
+        return CUDA_ERROR_INVALID_VALUE; /* the driver's answer for a default pool */
+    changed(p); /* if it is a device's current pool, the default one becomes that */
     if (pool && pool->r.charge)
-        trim(p, pool, 0); /* it goes now, and we see how much stays */
+        trim(p, pool, 0); /* what is free goes now, so that we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
     if (pool && r == CUDA_SUCCESS)
         bound_again(p, pool->device);
@@ -318,8 +331,8 @@ EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
     return pool && pool->r.charge ? trim(p, pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
 }
 
-/* What a pool keeps at a synchronisation is known from here; a threshold that was set
- * elsewhere is found out by what is there later. */
+/* The release threshold says how much a pool keeps at a synchronisation. If it was set
+ * without our knowledge, we notice its effect when we next settle the pool. */
 EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *value)
 {
     struct process *p = ENTER();
@@ -327,7 +340,7 @@ EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *val
     if (!pool) {
         CUresult r = CALL(cuMemPoolSetAttribute, handle, attribute, value);
         if (p && (pool = known(p, handle)))
-            pool_hope(pool); /* it may reuse in more ways now */
+            pool_hope(pool); /* it may have been allowed more ways to reuse memory */
         return r;
     }
     uint64_t before = pool->keeps, after = *(const uint64_t *)value;
@@ -351,21 +364,21 @@ void pools_settle(struct process *p, CUdevice device)
         if (pool->handle)
             pool_looked(p, &p->accounts[device], pool);
         else
-            pool_leave(p, pool); /* whoever freed the last of it may not have seen that it was destroyed */
+            pool_leave(p, pool); /* the thread that freed the last of it may not have seen that it was destroyed */
         spin_unlock(&pool->lock);
     }
     graphs_settle(p, device);
 }
 
-/* Synchronising is where a pool gives back what its threshold does not keep.
- * That is uncommitted for as long as it takes, and afterwards the driver is asked
- * once. A pool without anything free has nothing to give back, nor has one that is not
- * beyond its threshold; and a process without pools pays a few loads for all this. */
-enum { SYNCED = 32 }; /* pools beyond these are found at the next call to do with them */
+/* At a synchronisation a pool gives back what exceeds its release threshold. So what it
+ * has free is uncommitted during the call, and after the call the driver is asked once.
+ * That is left out for a pool that has nothing free or does not exceed its threshold. A
+ * process without pools pays a few loads for all this. */
+enum { SYNCED = 32 }; /* pools beyond that number are settled at the next call that concerns them */
 struct sync {
     struct process *p;
     int n;
-    uint16_t at[SYNCED]; /* these are loosened */
+    uint16_t at[SYNCED]; /* indices of the pools that were loosened */
 };
 
 static void sync_begin(struct sync *s, struct process *p)
@@ -428,16 +441,16 @@ EXPORT CUresult cuCtxSynchronize(void)
 
 /* --- making room ---------------------------------------------------------- */
 
-/* lacks is by how much n is more than what is left. */
+/* lacks returns by how many bytes n exceeds the room that is left. */
 static uint64_t lacks(const struct account *a, uint64_t n)
 {
     uint64_t amount = AMOUNT(count_read(&a->usage->bound)) + n, ceiling = account_ceiling(a);
     return amount > ceiling ? amount - ceiling : 0;
 }
 
-/* relieve_pools trims pools of what they do not use: by whole pieces of what n lacks,
- * or of everything where that was not enough. It returns whether they may have
- * more: a pool that has kept some of what was asked of it has no more that it can give. */
+/* relieve_pools trims pools until there is room for n: each by whole pieces of what n
+ * still lacks, or with all of everything that it does not use. It returns whether they
+ * may have more to give. A pool that did not give all that it was asked for has no more. */
 static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool all)
 {
     CUdevice device = (CUdevice)(a - p->accounts);
@@ -469,8 +482,8 @@ void unrelax(CUresult r, int *mode)
         CALL(cuThreadExchangeStreamCaptureMode, mode);
 }
 
-/* Where none could be made it is tried again only after some requests without, twice as
- * many each time; but before a refusal it is tried in any case (relieve). */
+/* A pool that could not make room is asked again only after some more requests, twice as
+ * many each time. Before a refusal it is asked in any case (relieve). */
 enum { LONGEST_PAUSE = 16 };
 
 bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n)

@@ -8,11 +8,11 @@ struct process *the_process;
 uint32_t the_driver;
 bool cannot_wipe;
 
-/* Where the kernel has no memory for us, so that even then nothing
+/* For a process in which the kernel has no memory for us, so that even there nothing
  * passes uncounted. */
 static struct process spare;
 
-/* find_driver may be run by several threads at once: each writes the same. */
+/* Several threads may run find_driver at once; all of them write the same. */
 static void find_driver(void)
 {
     if (__atomic_load_n(&the_driver, __ATOMIC_ACQUIRE))
@@ -33,7 +33,7 @@ static struct process *make(void)
     size_t size = sizeof(struct process);
     struct process *p = sys_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1), *old = NULL;
     if (!p || SYS3(SYS_madvise, p, size, MADV_WIPEONFORK) < 0)
-        cannot_wipe = true; /* before Linux 4.14: the process's number is asked instead */
+        cannot_wipe = true; /* Linux before 4.14: enter_slowly compares PIDs instead */
     if (!p)
         p = &spare;
     if (__atomic_compare_exchange_n(&the_process, &old, p, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
@@ -51,7 +51,7 @@ struct process *enter_slowly(const void *back)
         p = make();
     uint32_t pid = cannot_wipe ? (uint32_t)SYS1(SYS_getpid, 0) : 1;
     if (__atomic_load_n(&p->pid, __ATOMIC_ACQUIRE) != pid && __atomic_load_n(&p->ready, __ATOMIC_ACQUIRE)) {
-        /* A child with its parent's memory. It has one thread as yet. */
+        /* A forked child that has its parent's memory. It has one thread so far. */
         char *bytes = (char *)p;
         for (size_t i = 0; i < sizeof *p; i++)
             bytes[i] = 0;
@@ -63,8 +63,7 @@ struct process *enter_slowly(const void *back)
 
 /* --- accounts ------------------------------------------------------------- */
 
-/* uuid_text writes the name that the agent's files have: the driver's, in the
- * form that NVML gives it. */
+/* uuid_text writes a UUID as NVML does, which is how the agent names its files. */
 static void uuid_text(char *out, const char *prefix, const CUuuid *u)
 {
     while (*prefix)
@@ -80,18 +79,34 @@ static void uuid_text(char *out, const char *prefix, const CUuuid *u)
 
 static CUresult device_uuid(CUdevice device, CUuuid *u)
 {
-    /* The second version names the MIG instance where there is one. */
+    /* On a MIG instance the second version returns the instance's UUID. */
     return CALL(cuDeviceGetUuid_v2, u, device) == CUDA_SUCCESS ? CUDA_SUCCESS : CALL(cuDeviceGetUuid, u, device);
 }
 
-/* nothing_there says of a driver's answer that there is no such device, so none of
- * its calls gives memory of it. */
+/* nothing_there says whether a driver's answer means that there is no such device. Then
+ * no call can give memory of it. */
 static bool nothing_there(CUresult r)
 {
     return r == CUDA_ERROR_NOT_INITIALIZED || r == CUDA_ERROR_DEINITIALIZED || r == CUDA_ERROR_NO_DEVICE || r == CUDA_ERROR_INVALID_DEVICE;
 }
 
-/* open_account opens what can be opened and says how things stand. */
+/* open_others opens the other pages of a GPU, of which this process may borrow. One that cannot
+ * be opened lends nothing. */
+static void open_others(struct account *a, const char *gpu, struct claim *claim)
+{
+    struct claim last = *claim;
+    struct account **end = &a->others;
+    for (; claim_find(claim, gpu, &last); last = *claim) {
+        struct account *b = account_other(claim->limit, claim->usage);
+        if (!b)
+            continue;
+        __atomic_store_n(end, b, __ATOMIC_RELEASE);
+        end = &b->next;
+        a->keeps_far = a->keeps = 0;
+    }
+}
+
+/* open_account opens a device's account and returns its standing. */
 COLD static enum standing open_account(struct account *a, CUdevice device)
 {
     CUuuid uuid;
@@ -103,11 +118,14 @@ COLD static enum standing open_account(struct account *a, CUdevice device)
         return nothing_there(r) ? STANDING_UNKNOWN : STANDING_CLOSED;
     for (int mig = 0; mig <= 1; mig++) {
         uuid_text(name, mig ? "MIG-" : "GPU-", &uuid);
-        if (!claim_find(&claim, name) || (!a->page && account_find(a, claim.limit) != 0))
+        if (!claim_find(&claim, name, NULL) || (!a->page && account_find(a, claim.limit) != 0))
             continue;
         if (account_unlimited(a))
             return STANDING_UNLIMITED;
-        return account_open(a, claim.usage) == 0 ? STANDING_GOOD : STANDING_CLOSED;
+        if (account_open(a, claim.usage) != 0)
+            return STANDING_CLOSED;
+        open_others(a, name, &claim);
+        return STANDING_GOOD;
     }
     return STANDING_CLOSED;
 }
@@ -121,20 +139,17 @@ bool is_open(void)
     return true;
 }
 
-struct account *account_of(struct process *p, CUdevice device, bool *refuse)
+COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse)
 {
-    *refuse = false;
     if (device < 0 || device >= MAX_DEVICES)
         return NULL;
     struct account *a = &p->accounts[device];
     uint32_t now = __atomic_load_n(&p->standing[device], __ATOMIC_ACQUIRE);
-    if (__builtin_expect(now == STANDING_GOOD, 1))
-        return account_unlimited(a) ? NULL : a;
     if (now == STANDING_OPEN || (now == STANDING_UNLIMITED && account_unlimited(a)))
         return NULL;
     spin_lock(&p->lock);
-    /* Where the cap is open one failure is the last word; where it is closed,
-     * what was missing (a descriptor, say) may come to be there. */
+    /* Under the open policy a failure is final. Under the closed one we try again each
+     * time, because what was missing (a descriptor, for example) may be there now. */
     now = p->standing[device];
     if (now != STANDING_GOOD && now != STANDING_OPEN) {
         now = open_account(a, device);
@@ -167,8 +182,8 @@ bool property_unknown(struct process *p, CUdevice device)
 
 static uint64_t context_home(uint64_t handle) { return (handle * 0x9E3779B97F4A7C15u) >> 57; }
 
-/* look finds a context without a lock. An entry's handle is written last and
- * taken away first, and its number is used once only. */
+/* look finds a context without a lock, and returns its info or 0. That is safe because an
+ * entry's handle is written last and cleared first, and no number is used twice. */
 static uint64_t look(const struct process *p, uint64_t handle)
 {
     for (uint64_t i = context_home(handle), n = 0; n < 8; i = (i + 1) % MAX_CONTEXTS, n++) {
@@ -195,8 +210,8 @@ COLD uint64_t context_number(struct process *p, CUcontext context, CUdevice devi
                 __atomic_store_n(&p->contexts[i].handle, handle, __ATOMIC_RELEASE);
                 break;
             }
-        /* With no place its allocations outlive it in the count: too much
-         * counted, by a program with a hundred contexts. */
+        /* Without a free place, which takes about a hundred contexts, its allocations stay
+         * charged after it has ended: too much is counted, never too little. */
     }
     spin_unlock(&p->lock);
     return info >> 8;
@@ -241,19 +256,24 @@ bool where_stream(struct process *p, struct where *w, CUstream stream)
     return true;
 }
 
+/* where_unseen is where for a context that was not seen before. */
+COLD static bool where_unseen(struct process *p, struct where *w, CUcontext now)
+{
+    if (CALL(cuCtxGetDevice, &w->device) != CUDA_SUCCESS)
+        return false;
+    w->context = context_number(p, now, w->device);
+    return true;
+}
+
 bool where(struct process *p, struct where *w)
 {
     CUcontext now = NULL;
     if (CALL(cuCtxGetCurrent, &now) != CUDA_SUCCESS || !now)
         return false;
     uint64_t info = look(p, (uintptr_t)now);
-    if (info) {
-        w->device = (CUdevice)(info & 0xFF);
-        w->context = info >> 8;
-        return true;
-    }
-    if (CALL(cuCtxGetDevice, &w->device) != CUDA_SUCCESS)
-        return false;
-    w->context = context_number(p, now, w->device);
+    if (__builtin_expect(!info, 0))
+        return where_unseen(p, w, now);
+    w->device = (CUdevice)(info & 0xFF);
+    w->context = info >> 8;
     return true;
 }

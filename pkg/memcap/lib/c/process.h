@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* What this library knows in this process: the driver behind it, an account
- * for each device that was used, the contexts, and what is charged for what.
+/* What this library knows in this process: the driver behind it, an account for each
+ * device that was used, the contexts, and what is charged for what.
  *
- * Nothing happens before the first call of an overridden function; then the
- * driver's functions are looked up, and a device's account is opened when
- * something is first wanted of it. All of it lies in memory that the kernel
- * wipes in a forked child: the child has no CUDA of its own yet, so it begins
- * with nothing, and with a slot of its own once it allocates. */
+ * Nothing happens before the first call of an overridden function. Then the driver's
+ * functions are looked up. A device's account is opened when the program first uses that
+ * device. All of this lies in memory that the kernel wipes in a forked child. CUDA does
+ * not survive a fork, so the child begins with nothing, and takes its own slot when it
+ * allocates. */
 #ifndef CAP_PROCESS_H
 #define CAP_PROCESS_H
 
@@ -18,64 +18,60 @@
 
 enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 16384 };
 
-/* A device's account, or why there is none: no limit, or something that is
+/* Whether a device has an account, or why it has none: it has no limit, or something is
  * missing or broken, under the open or the closed policy. */
 enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OPEN, STANDING_CLOSED };
 
 struct context {
-    uint64_t handle; /* the driver's; 0: free */
+    uint64_t handle; /* the driver's; 0: this place is free */
     uint64_t info;   /* number << 8 | device */
 };
 
-/* A reservation of the driver's own, which it fills and empties: we know its size
- * by asking, and charge that. */
+/* Memory that the driver reserves by its own rules, as for a pool. We ask the driver for
+ * its size and charge that. */
 struct reserve {
     uint64_t charge;
-    uint64_t loose; /* of the charge, uncommitted at the moment */
-    uint32_t loosers;
-    uint32_t trims; /* under way */
+    uint64_t loose; /* part of the charge that is uncommitted at the moment */
+    uint32_t loosers; /* calls under way that may free some of it */
+    uint32_t trims; /* of these, calls under way that trim it */
     uint64_t told;  /* the limit page's ceiling when the driver was last asked */
-    bool managed; /* memory that the driver's figures lack */
+    bool managed; /* managed memory, which the driver's figures lack */
 };
 
 /* A memory pool; see pool.c. */
 enum { LAST_FREERS = 4 };
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
-    uint32_t used;   /* this place is taken */
-    uint32_t lock;   /* for moments: guards r */
-    int32_t device;  /* -1: a managed one of nowhere, that has not been used */
-    bool passed;     /* the host's, or another process's: not counted */
-    bool near;       /* an allocation has not had the room to let it grow */
+    uint32_t used;   /* 1: this place is taken */
+    uint32_t lock;   /* guards r; held for moments only */
+    int32_t device;  /* DEVICE_CURRENT: a managed pool of no device that was not used yet */
+    bool passed;     /* not counted: of the host, or another process's */
+    bool near;       /* an allocation had no room to let it grow */
     bool exportable; /* other processes can open it */
-    uint32_t places; /* written down since they were last looked through; see export.c */
-    uint32_t alone;  /* an attempt is under way, and nothing trims it */
-    uint32_t closed; /* an attempt is being undone, and no other allocation made */
-    uint64_t flight, others_flight; /* [allocations under way:16 | live units of 512 bytes:48], a sum of two as a slot has them */
-    uint64_t hopeless; /* bytes: what it has free cannot serve these; see reuse.c */
-    uint32_t hopes;    /* times that this was ended */
-    struct ease {      /* which requests no stream has to wait for; see reuse.c */
-        uint64_t size;
-        uint32_t good, trust;
-    } ease;
-    struct spare {     /* what it gives back to have room; see pools.c */
-        uint32_t wait, pause; /* how many requests go without */
+    uint32_t places; /* recorded since they were last looked through; see export.c */
+    uint32_t alone;  /* 1: an attempt is under way, so it must not be trimmed */
+    uint32_t closed; /* 1: an attempt is being undone, so nothing else may be allocated */
+    uint64_t flight, others_flight; /* [allocations under way:16 | live units of 512 bytes:48], a sum of two words as in a slot */
+    uint64_t hopeless; /* bytes: what is free cannot serve requests from this size on; see reuse.c */
+    uint32_t hopes;    /* how often hopeless was ended */
+    struct spare {     /* giving back to make room; see pools.c */
+        uint32_t wait, pause; /* how many requests to wait after a failure, and how many of them are left */
     } spare;
-    uint64_t freer[LAST_FREERS]; /* streams of the last frees, each in a word */
+    uint64_t freer[LAST_FREERS]; /* a word for each of the streams that freed last */
     uint64_t keeps;    /* bytes: its release threshold */
-    uint64_t most;     /* bytes: the driver lets it have no more; 0: it may. See bound.c */
-    uint64_t trimmed;  /* times */
+    uint64_t most;     /* bytes: its greatest size, which the driver enforces; 0: it has none. See bound.c */
+    uint64_t trimmed;  /* how often it was trimmed */
     struct freers *freers;
     struct reserve r;
 };
 
-struct graph_pool { /* what graphs have of a device */
-    uint32_t lock;  /* for moments */
-    uint32_t tight; /* a launch is under way that has reserved less than it may take */
+struct graph_pool { /* a device's graph memory; see graph.c */
+    uint32_t lock;  /* guards r and credit; held for moments only */
+    uint32_t tight; /* 1: a launch is under way that has reserved less than it may take */
     uint64_t flying;   /* launches under way */
-    uint64_t credit;   /* what others leave to that one: reserved, and not committed */
-    uint64_t launched; /* so many, ever */
-    uint64_t in_vain, in_vain_used; /* 1 + that, when a launch waited in vain for others; they used so much */
+    uint64_t credit;   /* what others leave to the tight one, in bytes: reserved and not committed */
+    uint64_t launched; /* how many launches there were */
+    uint64_t in_vain, in_vain_used; /* 1 + launched when one last waited for others in vain, and what they used then */
     struct reserve r;
 };
 
@@ -85,36 +81,36 @@ enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 enum fences { FENCES_UNKNOWN, FENCES_GOOD, FENCES_NONE }; /* see fence_all_threads */
 
 struct process {
-    uint32_t ready; /* 0 in a child */
-    uint32_t lock;  /* guards what opens accounts and changes contexts */
-    uint32_t pid;   /* where the kernel cannot wipe: whose memory this is */
+    uint32_t ready; /* 0 in a forked child before its first call */
+    uint32_t lock;  /* guards standing, contexts and the recording of pools */
+    uint32_t pid;   /* whose memory this is, if the kernel cannot wipe it; else 1 */
     uint64_t contexts_made;
     uint32_t standing[MAX_DEVICES];
     struct account accounts[MAX_DEVICES];
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     uint32_t primary_refs[MAX_DEVICES];
-    uint64_t hidden[MAX_DEVICES]; /* small things without an address; see charge.h */
+    uint64_t hidden[MAX_DEVICES]; /* small allocations without an address; see charge.h */
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
-    uint32_t limiting; /* a lock: a context's limit is being changed */
-    uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
+    uint32_t limiting; /* a lock, held while a context's limit is changed */
+    uint64_t exports; /* how many addresses were exported (entries of SPACE_EXPORT) */
     uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
-    uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each with a charge */
-    uint32_t fences; /* enum fences, known before the first pool is */
-    uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of these that is not 0 */
-    uint32_t pools_probe;                   /* how far from its home one has had to be put */
-    uint32_t devices;                       /* as the driver counts them; 0: not asked yet */
+    uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
+    uint32_t fences; /* enum fences, set before the first pool is recorded */
+    uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of pools_charged that is, or was, not 0 */
+    uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
+    uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
     uint64_t current[MAX_DEVICES];          /* a device's current pool: [pool_changes:32 | 1 + index:32] */
-    uint32_t pool_changes;                  /* grows whenever that may have changed */
+    uint32_t pool_changes;                  /* grows whenever a current pool may have changed */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
-    uint64_t exacted;                       /* a bit for each device of which an exact reading was waited for */
-    uint32_t standing_in;                   /* a lock: that is being decided */
-    uint32_t obeys;                         /* whether the driver keeps pools to a greatest size */
+    uint64_t exacted;                       /* a bit for each device for which we have waited for an exact reading */
+    uint32_t standing_in;                   /* a lock, held while stands_in is decided */
+    uint32_t obeys;                         /* whether the driver keeps pools to a greatest size: OBEYS and so on */
     uint32_t contexts_ended;
-    uint32_t captures; /* 1 once a stream was captured */
-    uint64_t piece;    /* bytes by which pools grow, where that is more than PIECE */
-    uint32_t coarse, fine; /* what growing was seen to do; see pool.c */
+    uint32_t captures; /* 1: the program has captured a stream */
+    uint64_t piece;    /* bytes by which pools were seen to grow, if that is more than PIECE */
+    uint32_t coarse, fine; /* how pools were seen to grow; see pool.c */
     struct graph_pool graphs[MAX_DEVICES];
     uint64_t graph_devices; /* a bit for each with a graph that allocates */
     struct table table;
@@ -123,8 +119,8 @@ struct process {
 extern struct driver real;
 extern struct real_library real_library;
 
-/* enter is called first by every override, with the address that it returns
- * to. NULL: the call is none of ours to count, pass it on. */
+/* enter is what every override calls first, with the address that it returns to. NULL: the
+ * call comes from the driver or from us, so pass it on uncounted. */
 COLD struct process *enter_slowly(const void *back);
 extern struct process *the_process;
 extern uint32_t the_driver; /* 1 once it has been looked up */
@@ -139,27 +135,33 @@ static inline struct process *enter(const void *back)
 }
 #define ENTER() enter(__builtin_extract_return_addr(__builtin_return_address(0)))
 
-/* relieve gives back what this process's pools have and do not use, until there is
- * room for n bytes. */
+/* relieve has this process's pools and graphs give back what they do not use, until there
+ * is room for n bytes. */
 void relieve(struct account *a, uint64_t n);
 
-/* context_lives says whether the context of a handle still is the one of that
- * number. */
+/* context_lives says whether a handle still belongs to the context of that number. */
 bool context_lives(const struct process *p, CUcontext handle, uint64_t number);
 
-/* CALL passes a call on. An older driver may not have the function. */
+/* CALL calls the driver. An older driver may lack the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)
 
-/* account_of returns a device's account. NULL: see *refuse, which says whether
- * allocations are to fail (closed) or to pass uncounted. */
-struct account *account_of(struct process *p, CUdevice device, bool *refuse);
+/* account_of returns a device's account. NULL: it has none, and *refuse says whether
+ * allocations must fail (the closed policy) or pass uncounted. */
+COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse);
+static inline struct account *account_of(struct process *p, CUdevice device, bool *refuse)
+{
+    *refuse = false;
+    if (__builtin_expect((uint32_t)device < MAX_DEVICES && __atomic_load_n(&p->standing[device], __ATOMIC_ACQUIRE) == STANDING_GOOD, 1))
+        return account_unlimited(&p->accounts[device]) ? NULL : &p->accounts[device];
+    return account_of_slowly(p, device, refuse);
+}
 
-/* is_open says whether what cannot be counted passes (the open policy) or is
+/* is_open says whether what cannot be counted passes (the open policy). Otherwise it is
  * refused. */
 bool is_open(void);
 
-/* where finds the device and the number of the current context. False: there
- * is none, and the driver is the one to say so. */
+/* where finds the device and the number of the current context. False: there is none, so
+ * pass the call on, which the driver then refuses. */
 struct where {
     CUdevice device;
     uint64_t context;
@@ -168,10 +170,9 @@ bool where(struct process *p, struct where *w);
 /* where_stream does so for the context of a stream. */
 bool where_stream(struct process *p, struct where *w, CUstream stream);
 
-/* context_number returns the number of a context of that device, a new one
- * where the handle was not seen before. context_forget takes the handle away
- * from its number, since a later context may have the same handle; false:
- * nothing is known of it. */
+/* context_number returns the number of a context of that device, and gives it one if the
+ * handle was not seen before. context_forget separates the handle from its number, since
+ * a later context may have the same handle. False: the handle is not known. */
 uint64_t context_number(struct process *p, CUcontext handle, CUdevice device);
 bool context_forget(struct process *p, CUcontext handle, struct where *w);
 

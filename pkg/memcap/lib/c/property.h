@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* What the properties of an allocation or a pool mean for the count. This is the
- * one place that decides it, for cuMemCreate, pools and graphs alike. It goes by
- * what a property means, never by one value of it:
+/* How memory is counted, by the properties of an allocation or a pool. This is decided
+ * here alone, for cuMemCreate, pools and graphs alike, and by what the properties mean:
  *
- *     managed, wherever        counts as managed: the driver's figures lack it, and
- *                              it moves to the GPU that touches it
- *     pinned, on the host      does not count: it is no GPU's memory
- *     pinned, not on the host  counts
- *     pinned, where no header that we know has a name for, or an allocation type
- *     without a name           unknown: refused, or under the open policy passed
- *                              and reported (property_unknown)
+ *     managed memory           is counted as managed: the driver's figures do not include
+ *                              it, and it moves to the GPU that touches it
+ *     pinned, on the host      is not counted: it is not GPU memory
+ *     pinned, not on the host  is counted
+ *     anything else            is unknown: a location or an allocation type that none of
+ *                              the headers we know has a name for. It is refused, or
+ *                              under the open policy passed and reported
+ *                              (property_unknown)
  *
- * INVALID (a type of 0) is the driver's to refuse, and counts should it not.
- * INVISIBLE (CUDA 13.2) is where an imported pool lies of a GPU that this process
- * does not see: its exporter's, so it does not count. */
+ * An allocation type of 0 (INVALID) should be refused by the driver. If it is not, the
+ * memory is counted. A pool that was imported from a process whose GPU this process does
+ * not see has the location INVISIBLE (CUDA 13.2). Its memory is counted for its exporter,
+ * so it is not counted here. */
 #ifndef CAP_PROPERTY_H
 #define CAP_PROPERTY_H
 
@@ -22,17 +23,17 @@
 
 enum means { MEANS_NOTHING, MEANS_COUNTED, MEANS_MANAGED, MEANS_UNKNOWN };
 
-/* A location with this as its device does not say which: the current context's, or
- * where there is none the first. */
+/* The location names no device. Then it is the current context's device, or the first
+ * device if there is no context. */
 enum { DEVICE_CURRENT = -1 };
 
-/* property_means says what an allocation type at a location means, and sets
- * *device to where it counts, or to DEVICE_CURRENT. The device is as the program
- * gave it: whether there is such a one the driver says. */
+/* property_means says how memory of that type at that location is counted. *device becomes
+ * the device that it is counted on, or DEVICE_CURRENT. That is the program's own number;
+ * whether there is such a device is for the driver to say. */
 static inline enum means property_means(int type, const CUlocation *l, CUdevice *device)
 {
-    /* Since CUDA 13.4 the id is a union: of a locality domain, the device's number
-     * and then the domain's, a byte each. */
+    /* Since CUDA 13.4 the id is a union. For a locality domain it has the device's number
+     * in its first byte and the domain's in its second. */
     *device = l->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? l->id
               : l->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? l->id & 0xFF
                                                                        : DEVICE_CURRENT;
@@ -52,7 +53,8 @@ static inline enum means property_means(int type, const CUlocation *l, CUdevice 
     }
 }
 
-/* property_place finds where something counts that names this device. */
+/* property_place finds the device and context that memory is counted on, where device is
+ * what property_means returned. */
 static inline void property_place(struct process *p, CUdevice device, struct where *w)
 {
     *w = (struct where){.device = device};
@@ -60,9 +62,8 @@ static inline void property_place(struct process *p, CUdevice device, struct whe
         *w = (struct where){.device = 0};
 }
 
-/* property_unknown is to be asked before a call with properties of which nobody
- * knows what they mean, once for each. True: refuse it, out of memory. False: it
- * passes uncounted, and the usage page says so (uncounted). */
+/* Call property_unknown once before each call with MEANS_UNKNOWN. True: refuse the call
+ * with out of memory. False: pass it on uncounted; the usage page says so (uncounted). */
 bool property_unknown(struct process *p, CUdevice device);
 
 #endif

@@ -8,12 +8,12 @@
 struct search {
     struct real_library *found;
     const char *path, *witness;
-    bool exact; /* by path only */
+    bool exact; /* search by path only */
     bool done;
 };
 
-/* in_place returns the address that a pointer of a dynamic section stands for:
- * ld.so has added the base to it already, or left it as it is in the file. */
+/* in_place returns the address that a pointer of the dynamic section stands for. Some
+ * loaders have added the base to it already, others leave it as it is in the file. */
 static const void *in_place(uintptr_t base, ElfW(Addr) value)
 {
     return (const void *)(value < base ? base + value : value);
@@ -68,13 +68,13 @@ static int visit(struct dl_phdr_info *info, size_t size, void *arg)
     r.own_end = s->found->own_end;
     *s->found = r;
     s->done = true;
-    return 0; /* ours may be behind it */
+    return 0; /* go on: our own library may come later in the list */
 }
 
 bool real_find(struct real_library *r, const char *path, const char *witness)
 {
-    /* This lists the objects of the namespace that the caller is in, which is
-     * ours also where somebody loaded us with dlmopen. */
+    /* dl_iterate_phdr lists the objects of its caller's namespace. That is ours, even if
+     * a program has loaded us with dlmopen. */
     struct search s = {.found = r, .path = path, .witness = witness, .exact = true};
     dl_iterate_phdr(visit, &s);
     if (!s.done) {

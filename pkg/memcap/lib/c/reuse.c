@@ -1,44 +1,45 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* What streams have freed in a pool, for those who come when the pool must not
- * grow. A driver gives memory that one stream has freed to another without growing
- * only where it knows an order between them: where the other waits for an event
- * that came after the free. A pool that cannot grow would make such an order by
- * itself ("the driver may effectively perform a cudaStreamWaitEvent in the
- * allocating stream"). But here the card has room, only the cap has not. So we do
- * it: we record an event on a stream that has freed something, let the allocating
- * stream wait for it, and then ask the driver. Where a pool is not to go by events
- * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES) we wait for the streams
- * ourselves: what a synchronisation has found complete is open to all.
+/* Serving a request from what streams have freed in a pool, when the pool must not grow.
+ * The driver takes memory that another stream has freed, without growing the pool, only
+ * if it knows an order between the two streams: if the allocating stream waits for an
+ * event that was recorded after the free. On a full card the driver would make that order
+ * itself ("the driver may effectively perform a cudaStreamWaitEvent in the allocating
+ * stream"). Here the card has room, and only the cap is reached. So we do it: we record
+ * an event on each stream that has freed something, have the allocating stream wait for
+ * it, and then call the driver. If the pool is not allowed to reuse memory by events
+ * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES), we wait for the streams ourselves,
+ * because all streams may take what was complete at a synchronisation.
  *
- * A stream waits for all that have freed something since it waited for them last.
- * Which of them the driver then takes memory of is not told; so to wait for fewer
- * would be to guess, and a wrong guess lets the pool grow. What does not help then is
- * not tried again before something is freed (hopeless). */
+ * A stream waits for all streams that have freed something since it last waited for them.
+ * Nothing tells of which of them the driver will take memory, and if we waited for the
+ * wrong ones the pool would grow. If even that does not help, requests of that size are
+ * not tried again until something is freed (hopeless). */
 
 #include "pool.h"
 
-/* A freer is a stream that has freed something of the pool, or an event on one that
- * is no more. */
+/* A freer is a stream that has freed something of the pool, or, after that stream was
+ * destroyed, the last event on it. */
 struct freer {
-    uint64_t key; /* the stream's handle, or its thread; see key_of. 0: the event is all there is */
-    uint64_t number; /* its context's; 0: this place is free */
+    uint64_t key; /* the stream; see key_of. 0: it was destroyed, and only the event is left */
+    uint64_t number; /* of its context; 0: this place is free */
     CUcontext context;
-    CUevent event;  /* to be recorded on it, or NULL */
+    CUevent event;  /* for recording on it; NULL: none yet */
     uint32_t turn;  /* of its last free; 0: it has freed nothing */
-    uint32_t busy;  /* somebody is in a call of the driver with the stream */
+    uint32_t busy;  /* threads that use the stream in a call of the driver */
 };
 
 enum { FREERS = 64 };
 struct freers {
     uint32_t lock; /* for moments */
     uint32_t turn;
-    int high; /* places ever used; those above are free */
+    int high; /* places from here on were never used */
     struct freer list[FREERS];
-    uint32_t followed[FREERS][FREERS]; /* the turn up to which the one has waited for the other */
+    uint32_t followed[FREERS][FREERS]; /* [waiter][other]: the other's turn when the waiter last waited for it */
 };
 
-/* The default stream of each thread has one handle for all of them. */
+/* key_of names a stream. The per-thread default streams of all threads have the same
+ * handle, so the thread's address takes its place. */
 static uint64_t key_of(CUstream s, bool per_thread)
 {
     if (s == CU_STREAM_PER_THREAD || (per_thread && !s))
@@ -48,8 +49,8 @@ static uint64_t key_of(CUstream s, bool per_thread)
 
 static bool of_thread(uint64_t key) { return key & 2; }
 
-/* stream_of is the handle by which this thread can reach the stream of a freer. That
- * of another thread it cannot; but the legacy default stream waits for all of them. */
+/* stream_of returns a handle by which this thread can wait for a freer. It has none for
+ * another thread's default stream, but the legacy default stream waits for that. */
 static CUstream stream_of(uint64_t key)
 {
     if (!of_thread(key))
@@ -67,7 +68,7 @@ void freers_end(struct pool *pool)
     sys_unmap(f, sizeof *f);
 }
 
-/* --- writing down --------------------------------------------------------- */
+/* --- recording ------------------------------------------------------------ */
 
 static struct freers *freers_of(struct pool *pool)
 {
@@ -84,11 +85,11 @@ static struct freers *freers_of(struct pool *pool)
     return none;
 }
 
-/* A default stream's handle is that of one in each context. */
+/* A default stream's handle names one stream in each context. */
 static bool of_context(uint64_t key) { return of_thread(key) || key == (uintptr_t)CU_STREAM_LEGACY; }
 
-/* place_of returns a freer's index, or -1; the lock is held. number is its context's,
- * or 0 where the key is enough. */
+/* place_of returns a freer's index, or -1. It needs the lock. number is its context's
+ * number, or 0 if the key alone tells which stream it is. */
 static int place_of(const struct process *p, const struct freers *f, uint64_t key, uint64_t number)
 {
     for (int i = 0; i < f->high; i++) {
@@ -99,8 +100,8 @@ static int place_of(const struct process *p, const struct freers *f, uint64_t ke
     return -1;
 }
 
-/* free_place finds room for one more, where need be by asking whether the event of a
- * stream that is no more is over. */
+/* free_place finds a place for one more freer. If none is free, it takes that of a
+ * destroyed stream whose event is complete. */
 static int free_place(const struct process *p, struct freers *f)
 {
     for (int i = 0; i < FREERS; i++) {
@@ -108,7 +109,7 @@ static int free_place(const struct process *p, struct freers *f)
         if (is->busy)
             continue;
         if (is->number && !context_lives(p, is->context, is->number))
-            is->number = 0; /* its event has gone with it */
+            is->number = 0; /* its event has ended with the context */
         if (!is->number)
             return i;
     }
@@ -123,9 +124,9 @@ static int free_place(const struct process *p, struct freers *f)
     return -1;
 }
 
-/* enlist returns the place of a stream among the freers, or -1 where there are more
- * than there is room for: what those have freed they alone can have again. frees says
- * that it has freed something now. */
+/* enlist returns the place of a stream among the freers, and finds one for it if need be.
+ * With frees it notes that the stream has freed something now. -1: no place is left; then
+ * only the stream itself can use again what it has freed. */
 static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key, bool frees)
 {
     struct where w = {.context = 0};
@@ -158,17 +159,22 @@ static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key,
     return i;
 }
 
+/* record_freer records that a stream has freed something. It returns whether its key is
+ * enough to know it again. */
+COLD static bool record_freer(struct process *p, struct pool *pool, CUstream s, uint64_t key)
+{
+    struct freers *f = freers_of(pool);
+    return f && enlist(p, f, s, key, true) >= 0 && !(of_context(key) && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1);
+}
+
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
 {
     uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
     uint64_t *last = &pool->freer[(key >> 4 ^ key >> 8 ^ key >> 12) % LAST_FREERS];
-    /* That it is one of the freers is enough as long as no stream has to wait for it. */
-    if (word != __atomic_load_n(last, __ATOMIC_RELAXED) || __atomic_load_n(&pool->near, __ATOMIC_RELAXED)) {
-        struct freers *f = freers_of(pool);
-        if (f && enlist(p, f, s, key, true) >= 0 && !(of_context(key) && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1))
-            __atomic_store_n(last, word, __ATOMIC_RELAXED);
-    }
-    pool_hope(pool); /* now that it can be waited for */
+    /* As long as no stream has had to wait, it is enough to know that it is one of the freers. */
+    if (__builtin_expect(word != __atomic_load_n(last, __ATOMIC_RELAXED) || __atomic_load_n(&pool->near, __ATOMIC_RELAXED), 0) && record_freer(p, pool, s, key))
+        __atomic_store_n(last, word, __ATOMIC_RELAXED);
+    pool_hope(pool); /* last, when other streams can wait for this one */
 }
 
 void pool_is_near(struct pool *pool)
@@ -178,7 +184,7 @@ void pool_is_near(struct pool *pool)
         return;
     spin_lock(&f->lock);
     f->turn++;
-    for (int i = 0; i < f->high; i++) /* each may have freed something meanwhile */
+    for (int i = 0; i < f->high; i++) /* each may have freed something that was not recorded */
         if (f->list[i].turn)
             f->list[i].turn = f->turn;
     spin_unlock(&f->lock);
@@ -186,13 +192,13 @@ void pool_is_near(struct pool *pool)
 
 /* --- following ------------------------------------------------------------- */
 
-/* record_on records a freer's event on its stream; false: it cannot be. The event is
- * made where there is none, and is the freer's from then on. */
+/* record_on records a freer's event on its stream, and makes the event if there is none.
+ * False: that was not possible. */
 static bool record_on(const struct process *p, struct freer *is)
 {
     CUcontext popped;
     CUstream s = stream_of(is->key);
-    bool named = s != CU_STREAM_LEGACY && s != CU_STREAM_PER_THREAD; /* else it is the current context's */
+    bool named = s != CU_STREAM_LEGACY && s != CU_STREAM_PER_THREAD; /* otherwise the handle means the current context's stream */
     if (!context_lives(p, is->context, is->number) || capturing(p, s, false))
         return false;
     if (is->event && named)
@@ -205,7 +211,8 @@ static bool record_on(const struct process *p, struct freer *is)
     return recorded;
 }
 
-/* hold_freer takes a freer out of the way of cuStreamDestroy. */
+/* hold_freer copies a freer to *is, and has cuStreamDestroy wait until let_freer. False:
+ * there is none any more. */
 static bool hold_freer(struct process *p, struct freers *f, int i, struct freer *is)
 {
     spin_lock(&f->lock);
@@ -224,7 +231,7 @@ static void let_freer(struct freers *f, int i, const struct freer *is)
     if (!f->list[i].event)
         f->list[i].event = is->event;
     else if (f->list[i].event != is->event)
-        spare = is->event; /* another thread has made one too */
+        spare = is->event; /* another thread has made an event at the same time */
     spin_unlock(&f->lock);
     if (spare)
         CALL(cuEventDestroy_v2, spare);
@@ -235,7 +242,7 @@ static CUstream explicitly(const struct request *q)
     return q->stream ? q->stream : q->per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
 }
 
-/* follow has the allocating stream, in place own, wait for a freer. */
+/* follow has the allocating stream, which is freer own, wait for freer i. */
 static void follow(struct process *p, struct freers *f, int i, int own, const struct request *q)
 {
     struct freer is;
@@ -248,9 +255,9 @@ static void follow(struct process *p, struct freers *f, int i, int own, const st
     let_freer(f, i, &is);
 }
 
-/* complete waits until a freer's stream has come to its end of now, or for as long
- * as a program may be kept here: the end may be for this thread to bring about. The
- * driver is told by a synchronisation, which then has nothing to wait for. */
+/* complete waits until all that is on a freer's stream now has run, but for a bounded
+ * time, since it may depend on what this thread does next. Then it synchronises, which
+ * does not wait any more, so that the driver takes note of it. */
 enum { COMPLETE_US = 10 * 1000 * 1000 };
 
 static void complete(struct process *p, struct freers *f, int i)
@@ -270,8 +277,8 @@ static void complete(struct process *p, struct freers *f, int i)
 
 /* --- serving ---------------------------------------------------------------- */
 
-/* to_follow returns a bit for each freer that a stream, in place own, has yet to wait
- * for. */
+/* to_follow returns a bit for each freer that the allocating stream, which is freer own,
+ * has yet to wait for. */
 static uint64_t to_follow(struct freers *f, int own)
 {
     uint64_t bits = 0;
@@ -293,58 +300,20 @@ static bool goes_by_events(const struct pool *pool)
     return r != CUDA_SUCCESS || flag;
 }
 
-/* TRYING in the place of a size: somebody finds out. */
+/* In hopeless, TRYING means that a thread is finding out. */
 #define TRYING (~(uint64_t)0)
 
-/* What a driver has at hand it gives without that a stream waits: what its own stream
- * has freed, and what is over. So a size that was had in that way lately (easy) is tried
- * so first: where streams wait for one another without need, they do their work one
- * after the other. Each time that fails it takes twice as many successes until a larger
- * size is tried so. */
-enum { EASY = 1 << 20, TRUST = 16, MISTRUST = 1 << 10 };
-
-static void was_easy(struct pool *pool, uint64_t n, bool easy)
+static enum attempted serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, CUresult *r)
 {
-    struct ease *e = &pool->ease;
-    if (!easy) {
-        e->size = n / 2;
-        e->good = 0;
-        e->trust = e->trust < TRUST ? 2 * TRUST : e->trust < MISTRUST ? 2 * e->trust : MISTRUST;
-    } else if (++e->good > (e->trust ? e->trust : TRUST)) {
-        e->size = e->size < EASY ? EASY : e->size < MOST ? e->size + e->size / 2 : MOST;
-        e->good = 0;
-    }
-}
-
-/* serve_easily is an attempt for which no stream waits. */
-static enum attempted serve_easily(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, CUresult *r)
-{
-    if (!attempt_begin(a))
-        return NOT_ATTEMPTED;
-    enum attempted how = pool_attempt(p, q, pool, a, n, 0, r);
-    if (how != NOT_ATTEMPTED)
-        was_easy(pool, n, how == ATTEMPTED);
-    attempt_end(a);
-    return how;
-}
-
-static enum attempted serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily, CUresult *r)
-{
-    if (easily && n <= __atomic_load_n(&pool->ease.size, __ATOMIC_RELAXED))
-        return serve_easily(p, q, pool, a, n, r);
     struct freers *f = freers_of(pool);
     int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread), false) : -1;
     uint64_t others = f ? to_follow(f, own) : 0;
-    if (easily && pool->exportable)
-        return NOT_ATTEMPTED; /* what another stream has freed is not to be missed for want of waiting */
-    if (easily)
-        return others ? NOT_ATTEMPTED : serve_easily(p, q, pool, a, n, r);
     bool events = goes_by_events(pool);
     for (; !events && others; others &= others - 1)
         complete(p, f, __builtin_ctzll(others));
     if (!attempt_begin(a))
         return NOT_ATTEMPTED;
-    /* With the turn: what was freed while one waited for it serves too. */
+    /* After attempt_begin, so that it includes what was freed while this thread waited. */
     for (others = events ? to_follow(f, own) : 0; others; others &= others - 1)
         follow(p, f, __builtin_ctzll(others), own, q);
     enum attempted how = pool_attempt(p, q, pool, a, n, 0, r);
@@ -352,28 +321,29 @@ static enum attempted serve(struct process *p, const struct request *q, struct p
     return how;
 }
 
-CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily)
+CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
 {
     uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), hopeless = __atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST);
     if (live + n > charge || (hopeless && n >= hopeless) || capturing(p, q->stream, q->per_thread))
         return CUDA_ERROR_OUT_OF_MEMORY;
     uint32_t hopes = __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
     __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
-    int mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* a capture is not to fail for it */
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* so that another stream's capture does not fail */
     CUresult exchanged = __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, &mode) : CUDA_ERROR_NOT_FOUND;
     CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
-    enum attempted how = serve(p, q, pool, a, n, easily, &r);
+    enum attempted how = serve(p, q, pool, a, n, &r);
     if (exchanged == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
     uint64_t trying = TRYING;
-    bool sure = how == WOULD_GROW && !easily && hopes == __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
+    bool sure = how == WOULD_GROW && hopes == __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
     __atomic_compare_exchange_n(&pool->hopeless, &trying, sure ? n : 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return r;
 }
 
 /* --- streams that end -------------------------------------------------------- */
 
-/* part keeps an event of what a stream has freed, before the stream goes. */
+/* part records an event on a stream that is about to be destroyed, which stands for what
+ * the stream has freed. */
 static void part(struct process *p, struct pool *pool, uint64_t key)
 {
     struct freers *f = __atomic_load_n(&pool->freers, __ATOMIC_ACQUIRE);
@@ -388,7 +358,7 @@ static void part(struct process *p, struct pool *pool, uint64_t key)
     if (i < 0 || !hold_freer(p, f, i, &is))
         return;
     bool recorded = record_on(p, &is);
-    for (bool others = true; others;) { /* who records an event on it */
+    for (bool others = true; others;) { /* wait for threads that record an event on it */
         spin_lock(&f->lock);
         others = f->list[i].busy > 1;
         if (!others) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* System calls without a C library between, for two reasons: errno belongs to
- * the program that we stand in and is never touched, and the names that a new C
- * library would bind us to (fstat, fcntl64, pthread_*) are never needed. Each
- * answers as the kernel does: a negative number is an error number. */
+/* System calls without the C library, for two reasons. errno belongs to the program that
+ * has loaded us, so we must not change it. And functions such as fstat, fcntl64 and
+ * pthread_* would bind us to the C library's version that we were built with. Each call
+ * returns what the kernel does: a negative result is an error number. */
 #ifndef CAP_SYS_H
 #define CAP_SYS_H
 
@@ -19,13 +19,15 @@
 #error "the cap is for 64-bit little-endian machines"
 #endif
 
-/* HOT is for what programs call a million times a second: all that it calls becomes a
- * part of it, but for what is COLD, which is called once, or near the cap, or where
- * the driver has failed. That halves the time that an allocation spends here. */
+/* HOT is for functions that programs call a million times a second: the compiler inlines
+ * all that they call, except for what is COLD. That is called only once, or near the cap,
+ * or after the driver has failed. This halves the time that an allocation spends here.
+ * So whatever such a function seldom needs has to be COLD: inlined, it takes the registers
+ * that the rest needs. */
 #define HOT __attribute__((flatten))
 #define COLD __attribute__((noinline, cold))
 
-/* What old headers lack. */
+/* Old headers lack these. */
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
 #endif
@@ -48,8 +50,8 @@ static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
     return ret;
 }
 static inline void cpu_relax(void) { __asm__ volatile("pause" ::: "memory"); }
-/* ticks is a clock without a system call, of no certain unit: TICKS of it take
- * some milliseconds. */
+/* ticks reads a clock without a system call. Its unit depends on the processor; TICKS of
+ * it are some milliseconds. */
 enum { TICKS = 1 << 24 }; /* of 2 to 5 GHz */
 static inline uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
 #elif defined(__aarch64__)
@@ -93,7 +95,7 @@ static inline int sys_open(const char *path, int flags, int mode)
 
 static inline void sys_close(int fd) { SYS1(SYS_close, fd); }
 
-/* sys_map returns NULL where there is no memory. */
+/* sys_map returns NULL if there is no memory. */
 static inline void *sys_map(size_t size, int prot, int flags, int fd)
 {
     long at = sys(SYS_mmap, 0, (long)size, prot, flags, fd, 0);
@@ -106,11 +108,17 @@ static inline void sys_unmap(void *at, size_t size)
         SYS2(SYS_munmap, at, size);
 }
 
-/* fence_all_threads is a full barrier in every thread of this process, which the caller
- * alone pays for: where one side of a handshake is taken a thousand times as often as the
- * other, it needs no locked instruction. fence_begin, which comes first, says whether
- * there is such a thing. */
+/* fence_all_threads is a full memory barrier in every thread of this process, for which
+ * only the caller pays. If one side of a handshake between threads runs a thousand times
+ * as often as the other, the frequent side then needs no locked instruction. fence_begin
+ * must be called before it; it says whether the kernel supports this. fence_possible says
+ * so without the registration, which may take milliseconds. */
 enum { FENCE = 1 << 3, FENCE_BEGIN = 1 << 4 }; /* MEMBARRIER_CMD_[REGISTER_]PRIVATE_EXPEDITED */
+static inline bool fence_possible(void)
+{
+    long can = SYS2(SYS_membarrier, 0, 0); /* MEMBARRIER_CMD_QUERY */
+    return can > 0 && (can & FENCE) && (can & FENCE_BEGIN);
+}
 static inline bool fence_begin(void) { return SYS2(SYS_membarrier, FENCE_BEGIN, 0) == 0; }
 static inline void fence_all_threads(void) { SYS2(SYS_membarrier, FENCE, 0); }
 
@@ -127,11 +135,12 @@ static inline void nap_us(uint64_t us)
     SYS2(SYS_nanosleep, &t, 0);
 }
 
-/* A wait is for what takes microseconds, unless a thread has lost its processor or waits for
- * the driver: so it spins first and then naps, twice as long each time, since a nap costs the
- * processor as much as fifty allocations. wait_more returns for how many microseconds it
- * has napped in all. Patience is counted in those, not by the clock: where this thread is held
- * up, so is the one that it waits for. */
+/* A wait is for something that takes microseconds, or longer if a thread has lost its
+ * processor or waits for the driver. So it spins first and then naps, twice as long each
+ * time up to a limit, because a nap costs the processor as much as fifty allocations.
+ * wait_more returns for how many microseconds it has napped in all. Callers count their
+ * patience in these and not by the clock, because what holds this thread up may also hold
+ * up the thread that it waits for. */
 struct wait {
     uint32_t spins;
     uint64_t nap, napped;
@@ -148,8 +157,8 @@ static inline uint64_t wait_more(struct wait *w)
     return w->napped += w->nap;
 }
 
-/* A lock between the threads of one process, for moments. It lies in memory
- * that a forked child finds blank, so no child inherits one that is held. */
+/* A lock between the threads of one process, which is held for moments only. It lies in
+ * memory that the kernel wipes in a forked child, so no child inherits a held lock. */
 static inline void spin_lock(uint32_t *lock)
 {
     for (struct wait w = {0}; __atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE);)
@@ -158,7 +167,7 @@ static inline void spin_lock(uint32_t *lock)
 
 static inline void spin_unlock(uint32_t *lock) { __atomic_store_n(lock, 0, __ATOMIC_RELEASE); }
 
-/* Text: as much of it as is needed here. */
+/* The few functions on text that we need, in place of the C library's. */
 static inline size_t text_length(const char *s)
 {
     size_t n = 0;
@@ -181,7 +190,7 @@ static inline bool text_before(const char *a, const char *b)
     return (unsigned char)*a < (unsigned char)*b;
 }
 
-/* text_join writes a and b to out, which may be a; false where they do not fit. */
+/* text_join writes a and then b to out, which may be a. False: they do not fit. */
 static inline bool text_join(char *out, size_t room, const char *a, const char *b)
 {
     size_t n = 0;

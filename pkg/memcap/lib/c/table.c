@@ -4,7 +4,8 @@
 
 enum { FIRST_BITS = 5 };
 
-/* spread's first bits say which shard: an address is in its block's. */
+/* spread is the table's hash. Its highest bits choose the shard, and are the same for an
+ * address and its block. */
 static inline uint64_t spread(uint64_t key, enum space space)
 {
     const uint64_t odd = 0x9E3779B97F4A7C15u;
@@ -24,7 +25,7 @@ static inline uint64_t spread(uint64_t key, enum space space)
 
 static uint64_t place(uint64_t hash, const struct shard *s) { return hash >> (64 - SHARD_BITS - s->bits) & (((uint64_t)1 << s->bits) - 1); }
 
-/* find returns the entry, or the free place where it would stand. */
+/* find returns the entry, or the free place for it. */
 static struct entry *find(struct shard *s, uint64_t hash, uint64_t key, enum space space)
 {
     uint64_t mask = ((uint64_t)1 << s->bits) - 1;
@@ -43,9 +44,9 @@ static struct entry *map_entries(size_t size)
     return entries;
 }
 
-/* first_room returns the room that a shard begins with. It is a part of one mapping
- * for all shards: most programs never fill it, and to map memory takes a hundred times
- * as long as anything else here. */
+/* first_room returns the room that a shard begins with. All shards begin in one mapping,
+ * because to map memory takes a hundred times as long as anything else here, and most
+ * programs never need more. */
 static struct entry *first_room(struct table *t, const struct shard *s)
 {
     size_t size = sizeof(struct entry) * SHARDS << FIRST_BITS;
@@ -60,8 +61,8 @@ static struct entry *first_room(struct table *t, const struct shard *s)
     return all ? all + ((size_t)(s - t->shards) << FIRST_BITS) : NULL;
 }
 
-/* grow doubles a shard's room. Above a half it is slow, not wrong, so
- * without memory it goes on until the last place is to be taken. */
+/* grow doubles a shard's room, which is wanted when it is half full. A fuller shard is
+ * slower but still right, so without memory it is used until it is all but full. */
 COLD static bool grow(struct table *t, struct shard *s)
 {
     uint32_t bits = s->bits ? s->bits + 1 : FIRST_BITS;
@@ -83,8 +84,8 @@ COLD static bool grow(struct table *t, struct shard *s)
     return true;
 }
 
-/* drop empties a place and moves up those behind it that it kept from their
- * own, so that no mark of the removed one stays and look-ups stay short. */
+/* drop empties a place. It moves entries behind it closer to their own places, so that
+ * removed entries leave no marks and look-ups stay short. */
 static void drop(struct shard *s, struct entry *e)
 {
     uint64_t mask = ((uint64_t)1 << s->bits) - 1;
@@ -100,11 +101,79 @@ static void drop(struct shard *s, struct entry *e)
     s->used--;
 }
 
+/* --- locks ---------------------------------------------------------------- */
+
+/* If a program has forbidden itself the call meanwhile, all threads have still passed a
+ * barrier long before this time is over. */
+enum { FENCE_NAP_US = 10000 };
+
+/* share takes the table from its owner, and waits until the owner is outside. */
+static void share(struct table *t)
+{
+    uint64_t owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
+    if (owner == OWNED_BY_ALL)
+        return;
+    if (owner != OWNED_NO_MORE)
+        __atomic_compare_exchange_n(&t->owner, &owner, OWNED_NO_MORE, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (fence_begin())
+        fence_all_threads();
+    else
+        nap_us(FENCE_NAP_US);
+    for (struct wait w = {0}; __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);)
+        wait_more(&w);
+    __atomic_store_n(&t->owner, OWNED_BY_ALL, __ATOMIC_RELEASE);
+}
+
+/* meet is called by a thread that is not the owner. It returns whether the thread has
+ * become the owner; otherwise the table belongs to all threads then. */
+COLD static bool meet(struct table *t)
+{
+    uint64_t nobody = OWNED_BY_NOBODY, self = (uintptr_t)__builtin_thread_pointer();
+    if (__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == OWNED_BY_NOBODY &&
+        __atomic_compare_exchange_n(&t->owner, &nobody, fence_possible() ? self : OWNED_BY_ALL, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == self;
+    share(t);
+    return false;
+}
+
+static inline bool enter_owned(struct table *t)
+{
+    uint64_t self = (uintptr_t)__builtin_thread_pointer();
+    if (__builtin_expect(__atomic_load_n(&t->owner, __ATOMIC_RELAXED) != self, 0))
+        return false;
+    __atomic_store_n(&t->inside, 1, __ATOMIC_RELAXED);
+    __asm__ volatile("" ::: "memory"); /* the barrier that belongs here is in share */
+    if (__builtin_expect(__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == self, 1))
+        return true;
+    __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
+    return false;
+}
+
+/* lock_shard returns whether the thread is inside as the owner. unlock_shard needs that
+ * answer. */
+static inline bool lock_shard(struct table *t, struct shard *s)
+{
+    while (!enter_owned(t))
+        if (__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == OWNED_BY_ALL || !meet(t)) {
+            spin_lock(&s->lock);
+            return false;
+        }
+    return true;
+}
+
+static inline void unlock_shard(struct table *t, struct shard *s, bool inside)
+{
+    if (inside)
+        __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
+    else
+        spin_unlock(&s->lock);
+}
+
 /* lock_for locks the shard of a key, with room for two more if there is memory. */
-static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
+static struct shard *lock_for(struct table *t, uint64_t hash, bool *room, bool *inside)
 {
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
-    spin_lock(&s->lock);
+    *inside = lock_shard(t, s);
     *room = (s->bits && s->used < ((uint64_t)1 << s->bits) / 2) || grow(t, s);
     return s;
 }
@@ -112,8 +181,8 @@ static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
 bool table_put(struct table *t, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(e->key, e->space);
-    bool ok;
-    struct shard *s = lock_for(t, hash, &ok);
+    bool ok, inside;
+    struct shard *s = lock_for(t, hash, &ok, &inside);
     old->how = 0;
     if (ok) {
         struct entry *at = find(s, hash, e->key, e->space);
@@ -123,7 +192,7 @@ bool table_put(struct table *t, const struct entry *e, struct entry *old)
             s->used++;
         *at = *e;
     }
-    spin_unlock(&s->lock);
+    unlock_shard(t, s, inside);
     return ok;
 }
 
@@ -146,7 +215,7 @@ bool table_take_then(struct table *t, uint64_t key, enum space space, struct ent
     uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     bool found = false;
-    spin_lock(&s->lock);
+    bool inside = lock_shard(t, s);
     if (s->bits) {
         struct entry *at = find(s, hash, key, space);
         if (at->how) {
@@ -157,7 +226,7 @@ bool table_take_then(struct table *t, uint64_t key, enum space space, struct ent
                 edit_locked(s, key2, space2, edit, arg);
         }
     }
-    spin_unlock(&s->lock);
+    unlock_shard(t, s, inside);
     return found;
 }
 
@@ -166,8 +235,8 @@ bool table_take(struct table *t, uint64_t key, enum space space, struct entry *o
 bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(key, space);
-    bool ok;
-    struct shard *s = lock_for(t, hash, &ok);
+    bool ok, inside;
+    struct shard *s = lock_for(t, hash, &ok, &inside);
     old->how = 0;
     if (ok) {
         struct entry *at = find(s, hash, key, space);
@@ -188,17 +257,17 @@ bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (
             *at = *e;
         }
     }
-    spin_unlock(&s->lock);
+    unlock_shard(t, s, inside);
     return ok;
 }
 
 bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
 {
-    bool ok;
-    struct shard *s = lock_for(t, spread(key, space), &ok);
+    bool ok, inside;
+    struct shard *s = lock_for(t, spread(key, space), &ok, &inside);
     if (ok)
         edit_locked(s, key, space, edit, arg);
-    spin_unlock(&s->lock);
+    unlock_shard(t, s, inside);
     return ok;
 }
 
@@ -207,7 +276,7 @@ bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(
     uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     bool found = false;
-    spin_lock(&s->lock);
+    bool inside = lock_shard(t, s);
     if (s->bits) {
         struct entry *at = find(s, hash, key, space);
         found = at->how;
@@ -216,7 +285,7 @@ bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(
         if (found && !at->how)
             drop(s, at);
     }
-    spin_unlock(&s->lock);
+    unlock_shard(t, s, inside);
     return found;
 }
 
@@ -225,15 +294,15 @@ int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void
     int got = 0;
     for (int n = 0; n < SHARDS && got < room; n++) {
         struct shard *s = &t->shards[n];
-        spin_lock(&s->lock);
+        bool inside = lock_shard(t, s);
         for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && got < room;)
             if (s->entries[i].how && pick(&s->entries[i], arg)) {
                 out[got++] = s->entries[i];
-                drop(s, &s->entries[i]); /* another may stand there now */
+                drop(s, &s->entries[i]); /* another entry may have moved there, so i stays */
             } else {
                 i++;
             }
-        spin_unlock(&s->lock);
+        unlock_shard(t, s, inside);
     }
     return got;
 }
@@ -243,10 +312,10 @@ bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void
     bool any = false;
     for (int n = 0; n < SHARDS && !any; n++) {
         struct shard *s = &t->shards[n];
-        spin_lock(&s->lock);
+        bool inside = lock_shard(t, s);
         for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && !any; i++)
             any = s->entries[i].how && pick(&s->entries[i], arg);
-        spin_unlock(&s->lock);
+        unlock_shard(t, s, inside);
     }
     return any;
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* What a program is told of its GPU's memory: the limit as the total, and as
- * free what is left of it, at most what the card has free. */
+/* What a program is told about its GPU's memory. The total is the limit. Free is what is
+ * left of the limit, but no more than the card has free. */
 
 #include "charge.h"
 
-static uint64_t limit_of(const struct account *a) { return __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE); }
+static uint64_t limit_of(const struct account *a) { return account_limit(a); }
 
 /* info turns the driver's figures into the container's. */
 static void info(struct account *a, uint64_t *free, uint64_t *total)
@@ -13,6 +13,8 @@ static void info(struct account *a, uint64_t *free, uint64_t *total)
     uint64_t limit = limit_of(a), used = account_used(a);
     if (limit == NO_LIMIT)
         return;
+    for (struct account *b = a->others; b; b = b->next)
+        used += account_used(b);
     if (limit < *total)
         *total = limit;
     uint64_t left = limit > used ? limit - used : 0;

@@ -155,15 +155,18 @@ static void streams_destroyed_with_frees(struct scene *s)
 
 /* --- beside a refusal ------------------------------------------------------- */
 
-/* One thread asks for more than there is, a few times, while the other goes about what
+/* One thread asks for more than there is, over and over, while the other goes about what
  * fits. Each time it has had an array, of whose size nobody but the driver knows: so
- * a refusal waits for a reading. */
-enum { REFUSALS = 8 };
+ * a refusal waits for a reading. It goes on until the other one has been seen at work
+ * during ENOUGH refusals of the same IN_TURN: on a busy machine that one does not have its
+ * turn in each. */
+enum { REFUSALS = 200, IN_TURN = 8, ENOUGH = 3, WORKS = 3 };
 
 struct beside {
     struct scene *s;
     uint64_t bytes;
     atomic_int phase; /* odd: it is being refused */
+    atomic_int stop, ended;
     CUresult result;
 };
 
@@ -183,7 +186,7 @@ static void *refused(void *arg)
     b->result = b->s->cu->cuCtxSetCurrent(b->s->seat.context);
     if (b->result == CUDA_SUCCESS)
         b->result = b->s->cu->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
-    for (int i = 0; i < REFUSALS; i++) {
+    for (int i = 0; i < REFUSALS && !atomic_load(&b->stop); i++) {
         if (b->result == CUDA_SUCCESS)
             b->result = have_an_array(b->s);
         atomic_fetch_add(&b->phase, 1);
@@ -191,32 +194,36 @@ static void *refused(void *arg)
             b->result = -1;
         atomic_fetch_add(&b->phase, 1);
     }
+    atomic_store(&b->ended, 1);
     return NULL;
 }
 
-/* beside_refused notes how often work was done from beginning to end while another
- * thread was being refused; up to three times a refusal count. */
+/* beside_refused notes during how many refusals of another thread work was done from
+ * beginning to end WORKS times, at most of all IN_TURN of them. */
 static void beside_refused(struct scene *s, int (*work)(struct scene *, CUstream))
 {
     CUstream stream;
     CUdeviceptr p;
     pthread_t thread;
     struct beside b = {.s = s, .bytes = s->room / 2};
-    uint64_t within = 0;
+    uint64_t most = 0;
     if (!streams_of(s, &stream, 1) || !keeping(s) || !ASK(s, s->room * 5 / 8, s->cu->cuMemAllocAsync(&p, s->room * 5 / 8, stream)))
         return;
     if (!work(s, stream))
         return;
     pthread_create(&thread, NULL, refused, &b);
-    for (int before = 0, now, times = 0; before < 2 * REFUSALS; before = now) {
-        if (!work(s, stream))
-            break;
+    for (int before = 0, now, times = 0, beside = 0; most < ENOUGH && !atomic_load(&b.ended) && work(s, stream); before = now) {
         now = atomic_load(&b.phase);
+        if (now / (2 * IN_TURN) != before / (2 * IN_TURN))
+            beside = 0;
         times = now == before ? times + (before % 2) : 0;
-        within += now == before && before % 2 && times <= 3;
+        beside += times == WORKS;
+        most = (uint64_t)beside > most ? (uint64_t)beside : most;
     }
-    note(s, "within", within);
+    atomic_store(&b.stop, 1);
     pthread_join(thread, NULL);
+    note(s, "beside", most);
+    note(s, "refusals", (uint64_t)b.phase / 2);
     if (b.result != CUDA_SUCCESS)
         fail_scene(s, "what does not fit: %d", b.result);
 }

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// usable is whether pods that ask for GPUs can be sent to the node.
+type usable struct {
+	// absent is why the driver is not to be had, zero where it is.
+	absent status.Cause
+	// began is when this process first came to an end of a round, and offered says that
+	// the kubelet has had its offer since then.
+	began   time.Time
+	offered bool
+}
+
+// follow takes over what stays so.
+func (u *usable) follow(old usable, delivered bool, now time.Time) {
+	if u.began = old.began; u.began.IsZero() {
+		u.began = now
+	}
+	u.offered = old.offered || delivered
+}
+
+// delivered reports whether the kubelet has all that is on offer.
+func delivered(plugins Plugins, c *claims) bool {
+	for _, s := range plugins.Status() {
+		if !s.Registered {
+			return false
+		}
+	}
+	_, _, missing := c.unregistered()
+	return !missing
+}
+
+// readyCondition says whether pods that ask for GPUs can be sent to the node: for
+// controllers that turn conditions into taints. A node whose GPUs are all in use is ready.
+//
+// known is false while this process starts: what the one before it said stays for
+// silentFor, or a taint would come and go with every update of the agent.
+func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condition, known bool) {
+	c = kube.Condition{Type: domain + "/" + ReadyCondition, Status: kube.False}
+	say := func(why status.Reason, format string, args ...any) {
+		c.Reason, c.Message = string(why), fmt.Sprintf(format, args...)
+	}
+	well := 0
+	for i := range snap.Inventory.GPUs {
+		if !snap.sick(snap.Inventory.GPUs[i].UUID) {
+			well++
+		}
+	}
+	switch all := len(snap.Inventory.GPUs); {
+	case snap.usable.absent != (status.Cause{}) && snap.Hangs == "":
+		say(snap.usable.absent.Reason, "%s", snap.usable.absent.Message)
+	case !snap.usable.offered:
+		say(status.Starting, "%s", cmp.Or(snap.Missing, "the kubelet does not have the node's devices yet"))
+		return c, now.Sub(snap.usable.began) >= silentFor
+	case all == 0:
+		say(status.GPUMissing, "the driver has no GPUs")
+	case well == 0:
+		say(status.GPUUnhealthy, "all %d GPUs are unhealthy", all)
+	default:
+		c.Status = kube.True
+		say(status.Offered, "%d of %d GPUs can be given out", well, all)
+	}
+	return c, true
+}
+
+// sick reports whether nothing of a GPU can be had for its faults.
+func (s *Snapshot) sick(u gpu.UUID) bool {
+	for _, v := range s.Verdicts {
+		if v.GPU == u && v.GI < 0 {
+			return true
+		}
+	}
+	d := s.Inventory.ByUUID(u)
+	return d == nil || d.Gone
+}
+
+// holds is the annotation by which Cluster Autoscaler leaves the node alone, while pods
+// have something of its GPUs: it does not count them, and would take a full node for an
+// idle one.
+func (s *Snapshot) holds(asked bool) map[string]string {
+	if !asked || !s.inUse {
+		return nil
+	}
+	return map[string]string{HoldAnnotation: "true"}
+}

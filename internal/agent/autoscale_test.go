@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// wantReadies checks all that GPUReady has been so far.
+func (b *bench) wantReadies(when string, want ...string) {
+	b.t.Helper()
+	synctest.Wait()
+	b.with(func() {
+		if got := strings.Join(b.readies, ", "); got != strings.Join(want, ", ") {
+			b.t.Errorf("%s: GPUReady was %s, want %s", when, got, strings.Join(want, ", "))
+		}
+	})
+}
+
+// Pods are sent to a node once the kubelet has its devices, and not while none of its GPUs
+// can be had. A new process does not take back what the one before it said, unless it
+// does not come to it itself.
+func TestGPUReadyOverTheLifeOfANode(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(2), t.TempDir()
+		o.fares = []plugin.Status{{Resource: names.Units, Since: time.Now()}}
+		b := start(t, o, dir, allShared)
+		b.want("applied", fourUnits, "")
+		b.wantReadies("the kubelet does not have the list yet")
+		b.with(func() { b.fares[0] = plugin.Status{Resource: names.Units, Registered: true} })
+		b.LookAtPlugins()
+		const is = "True Offered"
+		b.wantReadies("it has the list", is)
+		b.with(func() { b.fares[0].Registered = false })
+		b.LookAtPlugins()
+		time.Sleep(time.Hour)
+		b.wantReadies("the kubelet is away, which is for the kubelet to say", is)
+
+		sick := func(index int) {
+			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(index), Xid: 79, GI: -1, CI: -1}
+			synctest.Wait()
+		}
+		b.with(func() { b.outside.inv.GPUs[0].Fault = "GPU is lost" })
+		sick(0)
+		b.wantReadies("one of two is lost", is)
+		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
+		sick(1)
+		b.wantReadies("both are", is, "False GPUUnhealthy")
+		b.with(func() { b.outside.inv = machine(2) })
+		time.Sleep(inventoryEvery + testHold)
+		b.wantReadies("both are back", is, "False GPUUnhealthy", is)
+		b.SetNode(kube.Node{Labels: map[string]string{"example.com/gpu.driver-release": "true"}, Unschedulable: true})
+		b.wantReadies("the driver is let go", is, "False GPUUnhealthy", is, "False DriverLetGo")
+		b.end()
+
+		// The next one has a driver, and a kubelet that comes a little later.
+		o.with(func() { o.readies, o.fares = nil, []plugin.Status{{Resource: names.Units, Since: time.Now()}} })
+		b = start(t, o, dir, allShared)
+		time.Sleep(silentFor / 2)
+		b.wantReadies("a new process that is not ready yet")
+		time.Sleep(silentFor)
+		b.wantReadies("one that does not become it", "False Starting")
+		b.with(func() { b.fares[0].Registered = true })
+		b.LookAtPlugins()
+		b.wantReadies("one that does", "False Starting", is)
+		b.end()
+	})
+}
+
+// Cluster Autoscaler counts none of our resources, so a full node is idle to it. It is told
+// while pods have something, where that is asked for, and a new process knows it too.
+func TestScaleDownIsHeldWhilePiecesAreInUse(t *testing.T) {
+	for _, hold := range []bool{true, false} {
+		t.Run(fmt.Sprint(hold), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o, dir := newOutside(2), t.TempDir()
+				o.hold = hold
+				is := func(when string, held bool) {
+					t.Helper()
+					synctest.Wait()
+					o.with(func() {
+						if got := o.guests[HoldAnnotation] == "true"; got != (held && hold) || len(o.guests) > 1 {
+							t.Errorf("%s: annotations %v", when, o.guests)
+						}
+					})
+				}
+				b := start(t, o, dir, allShared)
+				b.want("applied", fourUnits, "")
+				is("nobody has anything", false)
+				b.hold("train-3", names.Units, string(uuid(0))+"::1")
+				time.Sleep(holdersEvery)
+				is("a pod has a unit", true)
+				b.end()
+				o.with(func() { o.guests = nil })
+				b = start(t, o, dir, allShared)
+				defer b.end()
+				b.want("applied", fourUnits, "")
+				is("a new process", true)
+				o.with(func() { o.holdings = nil })
+				time.Sleep(2*holdersEvery + deviceplugin.LookSoon)
+				is("it has ended", false)
+			})
+		})
+	}
+}

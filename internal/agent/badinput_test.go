@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	kubelet "example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// givenWrong has an agent that offers two GPUs through DRA, in a way, one of which has a
+// claim. It reports whether anything has changed since.
+func givenWrong(t *testing.T, o *outside, entry, device string, gib kube.Quantity) (b *bench, unchanged func(what string)) {
+	o.dra = newScheduled()
+	b = start(t, o, t.TempDir(), throughDRA(entry))
+	time.Sleep(time.Minute) // a geometry is cut
+	synctest.Wait()
+	if _, err := o.dra.prepare(t.Context(), o.dra.allocate(t, "before", device, gib)); err != nil {
+		t.Fatal(err)
+	}
+	synctest.Wait()
+	held, ops, published := b.ledger.Allocations(), len(o.ops), o.dra.Slices()
+	return b, func(what string) {
+		t.Helper()
+		for i, a := range b.ledger.Allocations() {
+			if i >= len(held) || !reflect.DeepEqual(a.Grants, held[i].Grants) || !a.IsOpen() {
+				t.Errorf("%s changes what is held: %+v", what, a)
+			}
+		}
+		if len(b.ledger.Allocations()) != len(held) || len(o.ops) != ops {
+			t.Errorf("%s changes something: %+v, %v", what, b.ledger.Allocations(), o.ops[ops:])
+		}
+		if !reflect.DeepEqual(o.dra.Slices(), published) {
+			t.Errorf("%s changes slices:\n%+v\nwere\n%+v", what, o.dra.Slices(), published)
+		}
+	}
+}
+
+// A claim that cannot be prepared is refused with the reason, which the kubelet puts into
+// an Event of its pod; one that never can be has an Event of ours and a condition, too.
+// Nothing else changes by it.
+func TestBadClaims(t *testing.T) {
+	of := func(r kube.Result) func(*kube.Claim) { return func(c *kube.Claim) { c.Results = []kube.Result{r} } }
+	amount := func(bytes kube.Quantity) func(*kube.Claim) {
+		return func(c *kube.Claim) { c.Results[0].Capacity = map[string]kube.Quantity{"memory": bytes} }
+	}
+	config := func(text string, class bool) func(*kube.Claim) {
+		return func(c *kube.Claim) {
+			c.Configs = []kube.ClaimConfig{{Requests: []string{"gpu"}, Parameters: json.RawMessage(text), FromClass: class}}
+		}
+	}
+	for name, c := range map[string]struct {
+		change func(*kube.Claim)
+		want   string
+		lasts  status.Reason // empty where it may pass
+	}{
+		"of another node's pool":              {of(kube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "nothing of driver", status.ClaimRefused},
+		"of a pool that is not there":         {func(c *kube.Claim) { c.Results[0].Pool = "NODE/h100" }, "this node has no device", status.ClaimOutdated},
+		"of a pool by the node's bare name":   {func(c *kube.Claim) { c.Results[0].Pool = "NODE" }, "nothing of driver", status.ClaimRefused},
+		"of a GPU that is not there":          {func(c *kube.Claim) { c.Results[0].Device = "gpu-0000000f-shared" }, "this node has no device", status.ClaimOutdated},
+		"of an older layout":                  {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001" }, "this node has no device", status.ClaimOutdated},
+		"of an older layout, a MIG device":    {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001-mig-1g10gb-0" }, "this node has no device", status.ClaimOutdated},
+		"without capacity":                    {func(c *kube.Claim) { c.Results[0].Capacity = nil }, "0 bytes", status.ClaimRefused},
+		"with a capacity of another name":     {func(c *kube.Claim) { c.Results[0].Capacity = map[string]kube.Quantity{"gpus": 1 << 30} }, "0 bytes", status.ClaimRefused},
+		"with half a unit":                    {amount(1 << 29), "an amount is 1 to 4 times 1024 MiB", status.ClaimRefused},
+		"with a unit and a byte":              {amount(1<<30 + 1), "an amount is", status.ClaimRefused},
+		"with nothing":                        {amount(0), "an amount is", status.ClaimRefused},
+		"with less than nothing":              {amount(-1 << 30), "an amount is", status.ClaimRefused},
+		"with more than there is":             {amount(5 << 30), "an amount is", status.ClaimRefused},
+		"with the largest number there is":    {amount(1<<63 - 1), "an amount is", status.ClaimRefused},
+		"of 32 devices, one of them outdated": {func(c *kube.Claim) { c.Results = thirtyTwo(c.Results[0]) }, "this node has no device", status.ClaimOutdated},
+		"of another driver":                   {func(c *kube.Claim) { c.Results[0].Driver = "gpu.nvidia.com" }, "nothing of driver", status.ClaimRefused},
+		"not allocated any more":              {func(c *kube.Claim) { c.Results = nil }, "nothing of driver", status.ClaimRefused},
+		"configuration of unknown kind":       {config(`{"apiVersion":"v7","kind":"Wonder"}`, false), `kind "Wonder", "v7"`, status.ClaimRefused},
+		"configuration with unknown fields":   {config(`{"apiVersion":"gpus.example.com/v1","kind":"GpuConfig","color":"red"}`, false), `kind "GpuConfig"`, status.ClaimRefused},
+		"configuration with MPS":              {config(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`, false), `kind "GpuConfig", "resource.nvidia.com/v1beta1"`, status.ClaimRefused},
+		"configuration of the class":          {config(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"}`, true), `kind "MigDeviceConfig"`, status.ClaimRefused},
+		"configuration that is no object":     {config(`["GpuConfig"]`, false), `kind ""`, status.ClaimRefused},
+		"configuration that is no JSON":       {config(`{"kind":`, false), `kind ""`, status.ClaimRefused},
+		"replaced under its name":             {func(c *kube.Claim) { c.UID = "another" }, "is another one now", ""},
+		"deleted meanwhile":                   {func(c *kube.Claim) { c.Name = "renamed" }, gpu.ErrNotFound.Error(), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := newOutside(2)
+				b, unchanged := givenWrong(t, o, "mode: shared", "00000000-shared", 1)
+				defer b.end()
+				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
+				at, _ := o.dra.Device("00000001-shared")
+				bad := kube.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad", Pods: []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}}, Results: []kube.Result{
+					{Request: "gpu", Driver: draDriver, Pool: at, Device: "gpu-00000001-shared", Share: "s", Capacity: map[string]kube.Quantity{"memory": 1 << 30}}}}
+				c.change(&bad)
+				for i := range bad.Results { // the node's name is the bench's
+					node, _, _ := strings.Cut(at, "/")
+					bad.Results[i].Pool = strings.Replace(bad.Results[i].Pool, "NODE", node, 1)
+				}
+				o.dra.Put(bad)
+				events := func() (out []string) {
+					b.with(func() { out = slices.Clone(b.events) })
+					return out
+				}
+				began, before := time.Now(), len(events())
+				_, err := o.dra.prepare(t.Context(), kubelet.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad"})
+				if synctest.Wait(); err == nil || !strings.Contains(err.Error(), c.want) || time.Since(began) > time.Second {
+					t.Errorf("%v after %v; want %q", err, time.Since(began), c.want)
+				}
+				time.Sleep(time.Second - time.Since(began))
+				synctest.Wait()
+				said, conditions := strings.Join(events()[before:], "\n"), b.Status().Conditions
+				told := slices.ContainsFunc(conditions, func(k status.Condition) bool { return k.Subject == "ns/"+bad.Name && k.Reason == c.lasts })
+				if c.lasts != "" && (!told || !strings.HasPrefix(said, "p Warning "+string(c.lasts)+": ")) || c.lasts == "" && (said != "" || len(conditions) > 0) {
+					t.Errorf("within a second the pod is told %q, and the conditions are %+v; want %s", said, conditions, c.lasts)
+				}
+				if b.state() != "applied" {
+					t.Errorf("a tenant's claim makes the node %s: %s", b.state(), b.message())
+				}
+				unchanged("a claim " + name)
+			})
+		})
+	}
+}
+
+// thirtyTwo are as many results as a claim may have; the last is of an older layout.
+func thirtyTwo(r kube.Result) (out []kube.Result) {
+	for range 31 {
+		out = append(out, r)
+	}
+	r.Device = "gpu-00000001"
+	return append(out, r)
+}
+
+// What an operator, somebody else on the cluster or the cluster itself does wrong stands on
+// the node within a second, and nobody who has something is touched.
+func TestBadNodes(t *testing.T) {
+	file := func(text string) func(*bench, *outside) {
+		return func(b *bench, _ *outside) { b.SetFile("p.yaml", []byte(text)) }
+	}
+	server := func(err error) func(*bench, *outside) {
+		return func(_ *bench, o *outside) {
+			o.dra.Refuse(err)
+			o.dra.Wipe()
+		}
+	}
+	meddle := func(change func([]kube.ResourceSlice) []kube.ResourceSlice) func(*bench, *outside) {
+		return func(_ *bench, o *outside) { o.dra.Meddle(change) }
+	}
+	for name, c := range map[string]struct {
+		do     func(*bench, *outside)
+		state  string
+		reason status.Reason
+		want   string
+		none   bool // there are no slices then
+	}{
+		"an unknown field beside it":      {file(throughDRA("mode: shared, unit: x")), "invalid", status.PartitionsInvalid, "p.yaml:4", false},
+		"an unknown api":                  {file("version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, api: csi}\n"), "invalid", status.PartitionsInvalid, "p.yaml:4", false},
+		"an api where nothing is offered": {file(throughDRA("mode: off")), "invalid", status.PartitionsInvalid, "p.yaml:4", false},
+		"splits":                          {file(throughDRA("mode: mig, geometry: {1c.3g.40gb: 2}")), "invalid", status.PartitionUnfit, "cannot express parts of a GPU instance", false},
+		"a name through both": {file("version: v1\npartitions:\n  default:\n    - {devices: [0], mode: whole, api: dra}\n    - {devices: [1], mode: whole}\n"), "invalid", status.PartitionUnfit,
+			"gpu would be offered through", false},
+		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", kube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},
+		"a gate off":                   {server(fmt.Errorf("%w (taints)", kube.ErrDropped)), "failed", status.APIServerUnfit, "(taints)", true},
+		"slices that somebody deletes": {func(_ *bench, o *outside) { o.dra.Wipe() }, "applied", status.SlicesChanged, "written again", false},
+		"slices that somebody edits": {meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
+			all[len(all)-1].Devices = nil
+			return all
+		}), "applied", status.SlicesChanged, "written again", false},
+		"slices of two agents": {meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
+			return append(all, kube.ResourceSlice{Name: "00009-theirs", Pool: kube.Pool{Name: "node-1/theirs", Slices: 1}})
+		}), "applied", status.SlicesChanged, "00009-theirs", false},
+		"two agents on one node": {func(_ *bench, o *outside) {
+			o.dra.lose(true, errors.New("another process listens at gpus.example.com-reg.sock"))
+		}, "failed", status.NotRegistered,
+			"another process listens", false},
+		"a kubelet that refuses the driver": {func(_ *bench, o *outside) {
+			o.dra.lose(true, errors.New("the kubelet refuses it: a plugin of this name"))
+		}, "failed", status.NotRegistered,
+			"the kubelet refuses it", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := newOutside(2)
+				b, unchanged := givenWrong(t, o, "mode: shared", "00000000-shared", 1)
+				defer b.end()
+				c.do(b, o)
+				time.Sleep(time.Second)
+				synctest.Wait()
+				var onNode, events string
+				b.with(func() {
+					onNode, events = b.annotations["example.com/gpu.partition.reason"], strings.Join(b.events, "\n")
+				})
+				if s := b.Status(); b.state() != c.state || onNode != string(c.reason) || s.Partition.Reason != c.reason || !strings.Contains(b.message(), c.want) || !strings.Contains(events, c.want) {
+					t.Errorf("the node is %s for %q (%s); want %s for %s with %q. Events:\n%s", b.state(), onNode, b.message(), c.state, c.reason, c.want, events)
+				}
+				if c.none {
+					if len(o.dra.Slices()) > 0 {
+						t.Errorf("slices that the server cannot hold: %+v", o.dra.Slices())
+					}
+					o.dra.Refuse(nil)
+					time.Sleep(time.Minute)
+					synctest.Wait()
+				}
+				unchanged(name)
+			})
+		})
+	}
+}

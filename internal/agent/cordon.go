@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// CordonAnnotation is the Node's annotation, below Options.Domain, by which an operator
+// keeps new pods off GPUs: indices and UUIDs with commas between, or "all". The agent reads
+// it and never writes it.
+const CordonAnnotation = "gpu.cordon"
+
+// cordons are the GPUs that new pods are kept off.
+type cordons struct {
+	gpus map[gpu.UUID]bool
+	// unknown are the words of the annotation that name no GPU of this node.
+	unknown []string
+}
+
+// cordonsOf reads the annotation's value. Empty words count for nothing.
+func cordonsOf(said string, inv *gpu.Inventory) cordons {
+	c := cordons{gpus: map[gpu.UUID]bool{}}
+	for word := range strings.SplitSeq(said, ",") {
+		if word = strings.TrimSpace(word); word == "" {
+			continue
+		}
+		known := false
+		for i := range inv.GPUs {
+			if d := &inv.GPUs[i]; word == "all" || word == string(d.UUID) || word == strconv.Itoa(d.Index) {
+				c.gpus[d.UUID], known = true, true
+			}
+		}
+		if !known {
+			c.unknown = append(c.unknown, word)
+		}
+	}
+	return c
+}
+
+// conditions are remarks: cordons are no fault, and nothing that the partition waits for.
+func (c *cordons) conditions(domain string, inv *gpu.Inventory) (out []status.Condition) {
+	key := domain + "/" + CordonAnnotation
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; c.gpus[d.UUID] {
+			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: pods that have something of it go on, and no other gets any", d.Name(), key).
+				Condition(status.Noted, string(d.UUID)))
+		}
+	}
+	if len(c.unknown) > 0 {
+		slices.Sort(c.unknown)
+		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s names %s, and there is no such GPU here: it takes indices and UUIDs, with commas between, or all", key,
+			brief.Cut(strings.Join(c.unknown, ", "), brief.Text)).Condition(status.Noted, ""))
+	}
+	return out
+}

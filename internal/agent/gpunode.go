@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// gpuNode is what the GPUNode object says of the node: the same as s, which was shown from
+// the scene, for programs that place pods.
+func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, unit gpu.MiB, caps memcap.Level) *gpunode.Status {
+	out := &gpunode.Status{MemoryUnitMiB: int(unit), HoldersIn: in}
+	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
+	if at.Missing != "" || at.At.IsZero() {
+		ready.Status, ready.Reason, ready.Message = gpunode.False, status.Starting, cmp.Or(at.Missing, "the first round has not ended")
+	}
+	out.Conditions = []gpunode.Condition{ready}
+	for i := range s.GPUs {
+		g, d := &s.GPUs[i], at.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
+		layout := at.Layouts[d.UUID]
+		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: g.Mode, Resource: g.Resource, Cordoned: at.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
+		if layout.Offers {
+			to.API, to.Kind = string(cmp.Or(layout.API, ledger.DevicePlugin)), layout.Kind
+			switch {
+			case layout.Kind == ledger.Placement && !layout.Dynamic:
+				to.Guarantee = string(memcap.Hardware)
+			case layout.Kind != ledger.Whole:
+				to.Guarantee = string(caps)
+			}
+			if layout.Kind != ledger.Placement || layout.Dynamic {
+				to.Total = layout.N
+			}
+		}
+		if g.MIG != nil {
+			to.MIG = at.gpuNodeMIG(g, d, &out.Cards)
+		}
+		if gpunode.Is(to.Conditions, gpunode.Available) && to.Total > 0 {
+			to.Free = min(g.Free, to.Total)
+			if to.Largest = to.Free; to.Kind == ledger.Whole || to.Kind == ledger.Replica {
+				to.Largest = min(1, to.Free)
+			}
+		}
+		if g.Resource != "" {
+			to.Used = at.used(d.UUID, layout.Kind)
+		}
+		if in == gpunode.InObject {
+			to.Holders = at.gpuNodeHolders(d.UUID)
+		}
+		out.GPUs = append(out.GPUs, to)
+	}
+	slices.SortFunc(out.Cards, func(a, b gpunode.Card) int { return cmp.Compare(a.Name, b.Name) })
+	out.Sum()
+	return out
+}
+
+// used are the numbers of the devices of a GPU that are held; a whole GPU's is 0.
+func (at *scene) used(u gpu.UUID, kind ledger.Kind) ledger.UnitSet {
+	var numbers []int
+	for i := range at.allocations {
+		for j := range at.allocations[i].Grants {
+			switch g := &at.allocations[i].Grants[j]; {
+			case g.GPU != u || g.Kind != kind || g.NoRoom:
+			case kind == ledger.Units:
+				numbers = slices.AppendSeq(numbers, g.Units.All())
+			default:
+				numbers = append(numbers, g.Replica)
+			}
+		}
+	}
+	slices.Sort(numbers)
+	return ledger.SetOf(slices.Compact(numbers))
+}
+
+// gpuConditions say whether a GPU is healthy, and whether what is free of it can be had.
+func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Condition {
+	healthy := gpunode.Condition{Type: gpunode.Healthy, Status: gpunode.True, Reason: status.GPUsHealthy}
+	if g.Health != status.Healthy {
+		healthy.Status, healthy.Reason, healthy.Message = gpunode.False, status.GPUUnhealthy, brief.Cut(g.Reason, brief.Text)
+	}
+	available := gpunode.Condition{Type: gpunode.Available, Status: gpunode.True, Reason: status.Offered}
+	if why := at.withdrawn(g, layout); why != (status.Cause{}) {
+		available.Status, available.Reason, available.Message = gpunode.False, why.Reason, brief.Cut(why.Message, brief.Text)
+	}
+	return []gpunode.Condition{available, healthy}
+}
+
+// withdrawn is why nobody new can have anything of a GPU; empty where one can, or could if
+// the GPU were not full.
+func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
+	u := gpu.UUID(g.UUID)
+	for _, v := range at.Verdicts {
+		if v.GPU == u && v.GI < 0 { // of one instance, the rest goes on
+			return status.Why(status.GPUUnhealthy, "%s", v.Reason)
+		}
+	}
+	switch {
+	case !layout.Known:
+		return status.Why(status.PartitionUnset, "no partition is in force")
+	case at.Others[u] != "":
+		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", at.Others[u])
+	case at.cordoned(u):
+		return status.Why(status.GPUCordoned, "an operator keeps new pods off the GPU")
+	case !layout.Offers:
+		return status.Why(status.NotOffered, "the node's partition does not offer it")
+	case g.Resource == "":
+		return status.Cause{}
+	}
+	for i := range at.view.Resources {
+		r := &at.view.Resources[i]
+		if r.Name != g.Resource {
+			continue
+		}
+		for j := range r.Devices {
+			dev := &r.Devices[j]
+			if dev.GPU != u || !dev.Leaving && (dev.Healthy || at.held[r.Name][dev.ID]) {
+				continue
+			}
+			if _, n, err := timeslice.ParseID(dev.ID); err == nil && n >= layout.N {
+				continue // of the layout before, which lingers
+			}
+			if g.Blocked != "" {
+				return status.Why(at.blockedBy(g.UUID), "%s", g.Blocked)
+			}
+			return status.Why(status.NotOffered, "%s", dev.Reason)
+		}
+	}
+	return status.Cause{}
+}
+
+// blockedBy is the reason why a GPU's change waits.
+func (at *scene) blockedBy(uuid string) status.Reason {
+	i := slices.IndexFunc(at.Conditions, func(c status.Condition) bool { return c.Type == status.Blocked && c.Subject == uuid })
+	return at.Conditions[i].Reason
+}
+
+// gpuNodeMIG is what a GPU has of MIG devices. Its card is added to cards.
+func (at *scene) gpuNodeMIG(g *status.GPU, d *gpu.Device, cards *[]gpunode.Card) *gpunode.MIG {
+	m := &gpunode.MIG{OnDemand: g.MIG.OnDemand, Card: nameCard(gpunode.CardOf(d), cards)}
+	leaving := map[string]bool{}
+	for _, c := range at.Conditions {
+		if c.Type == status.Leaving {
+			leaving[c.Subject] = true
+		}
+	}
+	for i := range g.MIG.Placements {
+		p := &g.MIG.Placements[i]
+		_, place, _ := strings.Cut(p.Device, "::")
+		switch p.State {
+		case status.PlacementHeld, status.PlacementMaking:
+			m.Used = append(m.Used, place)
+		case status.PlacementWarm:
+			m.Warm = append(m.Warm, place)
+		case status.PlacementForeign, status.PlacementLeaving:
+			if p.UUID != "" {
+				m.Blocked = append(m.Blocked, place)
+			}
+			continue
+		case status.PlacementCovered:
+			if p.UUID != "" && p.Resource == "" {
+				continue // stands, and nobody is offered it
+			}
+		}
+		if leaving[p.Device] && p.State != status.PlacementFailed {
+			continue
+		}
+		j := slices.IndexFunc(m.Offers, func(o gpunode.Offer) bool { return o.Profile == p.Profile })
+		if j < 0 {
+			j, m.Offers = len(m.Offers), append(m.Offers, gpunode.Offer{Profile: p.Profile, Resource: p.Resource})
+		}
+		o, start := &m.Offers[j], strings.TrimPrefix(place, p.Profile+"@")
+		o.Placements = append(o.Placements, start)
+		if p.State == status.PlacementFree || p.State == status.PlacementWarm {
+			o.Free = append(o.Free, start)
+		}
+	}
+	slices.SortFunc(m.Offers, func(a, b gpunode.Offer) int { return cmp.Compare(a.Profile, b.Profile) })
+	return m
+}
+
+// nameCard finds a GPU's kind among cards, or adds it, and returns its name there; nil has
+// none.
+func nameCard(c *gpunode.Card, cards *[]gpunode.Card) string {
+	if c == nil {
+		return ""
+	}
+	model := c.Name
+	for n := 2; ; n++ {
+		i := slices.IndexFunc(*cards, func(o gpunode.Card) bool { return o.Name == c.Name })
+		if i < 0 {
+			*cards = append(*cards, *c)
+			return c.Name
+		}
+		if reflect.DeepEqual((*cards)[i], *c) {
+			return c.Name
+		}
+		c.Name = fmt.Sprintf("%s (%d)", model, n)
+	}
+}
+
+// gpuNodeHolders are those who have something of a GPU.
+func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
+	var out []gpunode.Holder
+	for i := range at.allocations {
+		a := &at.allocations[i]
+		if !a.On(u) {
+			continue
+		}
+		of := scene{allocations: at.allocations[i : i+1]}
+		h := gpunode.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, Container: a.Holder.Container, Resource: a.Resource}
+		if a.Owner == ledger.DevicePlugin && a.Kind() != ledger.Placement {
+			h.Devices = of.used(u, a.Kind())
+		}
+		for j := range a.Grants {
+			if g := &a.Grants[j]; g.GPU == u && g.Kind == ledger.Placement {
+				h.Placements = append(h.Placements, g.Placement.String())
+			}
+		}
+		out = append(out, h)
+	}
+	slices.SortStableFunc(out, func(a, b gpunode.Holder) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod), cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource))
+	})
+	return out
+}
+
+// GPUNode is what the GPUNode object is to say, but for when its conditions changed.
+func (r *reporter) GPUNode(in gpunode.HoldersIn) *gpunode.Status {
+	at := r.scene()
+	s := r.show(at)
+	return at.gpuNode(&s, in, r.opts.MemoryUnit, r.claims.caps)
+}
+
+// holdersIn says where the holders of devices are told on a node from which in came.
+func (in *input) holdersIn(o *Options) gpunode.HoldersIn {
+	switch {
+	case o.HoldersIn != "":
+		return o.HoldersIn
+	case in.podsTell:
+		return gpunode.InPods
+	}
+	return gpunode.InObject
+}

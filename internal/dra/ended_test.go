@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+)
+
+// refusedWorld is one in which pod p has a claim that can never be prepared.
+type refusedWorld struct {
+	*world
+	evicted []string // guarded by mu
+	fails   error    // guarded by mu: why nobody is evicted
+}
+
+func (w *refusedWorld) evict(_ context.Context, p workload.Pod) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.evicted = append(w.evicted, p.Name+" "+p.UID); w.fails != nil {
+		return w.fails
+	}
+	return nil
+}
+
+// says is what has come of the claim: Events, evictions, and whether a taint ends pods.
+func (w *refusedWorld) says() string {
+	synctest.Wait()
+	out := []string{}
+	for _, s := range w.cluster.Slices() {
+		for _, d := range s.Devices {
+			if i := slices.IndexFunc(d.Taints, func(t kube.Taint) bool { return t.Effect == kube.NoExecute }); i >= 0 {
+				out = append(out, d.Name+" "+d.Taints[i].Key+"="+d.Taints[i].Value)
+			}
+		}
+	}
+	w.locked(func() {
+		slices.Sort(w.events)
+		out = append(out, slices.Compact(slices.Clone(w.events))...)
+		for _, e := range slices.Compact(slices.Clone(w.evicted)) {
+			out = append(out, "evicted "+e)
+		}
+	})
+	return strings.Join(out, ", ")
+}
+
+var peersConfig = []kube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`)}}
+
+// A claim that can never be prepared is told at once and ended half a minute later: by a
+// taint where its device has nobody else, else by eviction; and nobody who runs is.
+func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
+	ours := workload.Pod{Namespace: "ns", Name: "p", UID: "uid-of-p"}
+	whole1 := kube.Result{Device: wholeDevice}
+	share := kube.Result{Device: shareDevice, Capacity: memoryOf(1)}
+	for name, c := range map[string]struct {
+		layout  string
+		result  kube.Result
+		noEvict bool
+		before  func(*refusedWorld)
+		half    string // after half a minute
+		after   string // another one later
+	}{
+		"a whole GPU": {"whole", whole1, false, nil, "gpu-00000000 example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused",
+			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
+		"without component evict": {"whole", whole1, true, nil, "gpu-00000000 example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused", "p ClaimEnded, p ClaimRefused"},
+		"a device that another claim names": {"whole", whole1, false, func(w *refusedWorld) { w.claim("b", whole1) }, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
+			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
+		"a share, which others may get":   {"shared", share, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p", "p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
+		"a share without component evict": {"shared", share, true, nil, "p ClaimRefused", "p ClaimRefused"},
+		"no device of this node": {"whole", kube.Result{Pool: "node-2/a100", Device: "gpu-1"}, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
+			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
+		"a budget forbids it": {"shared", share, false, func(w *refusedWorld) { w.fails = kube.ErrBudget }, "p ClaimRefused, evicted p uid-of-p", "p ClaimRefused, evicted p uid-of-p"},
+		"a pod that runs": {"whole", whole1, false, func(w *refusedWorld) {
+			w.containers = []node.Container{{ID: "c", Name: "main", Namespace: "ns", Pod: "p", PodUID: ours.UID, Running: true}}
+		}, "", ""},
+		"a pod of another node":       {"whole", whole1, false, func(w *refusedWorld) { w.pods = nil }, "", ""},
+		"what runs is not to be told": {"whole", whole1, false, func(w *refusedWorld) { w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = nil }) }, "", ""},
+		"the API server is away": {"whole", whole1, false, func(w *refusedWorld) {
+			time.AfterFunc(time.Second, func() { w.cluster.Away(errors.New("no route to host")) })
+		}, "p ClaimRefused", "p ClaimRefused"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				layout := whole
+				if c.layout == "shared" {
+					layout = shared
+				}
+				w := &refusedWorld{world: newWorld(t, 1, layout)}
+				if w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}; !c.noEvict {
+					w.Evict = w.evict
+				}
+				defer w.run(layout)()
+				claim := w.claim("a", c.result)
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods, o.Configs = []workload.Pod{ours}, peersConfig })
+				if c.before != nil {
+					c.before(w)
+				}
+				if _, err := w.Prepare(t.Context(), claim); err == nil {
+					t.Fatal("prepared")
+				}
+				synctest.Wait()
+				if said := w.Refused(); len(said) != 1 || said[0].Reason != status.ClaimRefused || said[0].Subject != "ns/a" {
+					t.Errorf("the status says %+v", said)
+				}
+				time.Sleep(endAfter)
+				if got := w.says(); got != c.half {
+					t.Errorf("after half a minute: %s\nwant %s", got, c.half)
+				}
+				time.Sleep(endAfter + taintLook)
+				if got := w.says(); got != c.after {
+					t.Errorf("after a minute: %s\nwant %s", got, c.after)
+				}
+				w.cluster.Away(nil)
+				w.remove("a")
+				time.Sleep(2 * endAfter)
+				if synctest.Wait(); len(w.Refused()) > 0 || strings.Contains(w.says(), "claim-refused") {
+					t.Errorf("the claim is gone: %+v; %s", w.Refused(), w.says())
+				}
+			})
+		})
+	}
+}
+
+// What was refused and has become possible ends nobody, and is not told any more.
+func TestRefusedThatBecomesPossible(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &refusedWorld{world: newWorld(t, 1, whole)}
+		w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+		defer w.run(whole)()
+		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		if _, err := w.Prepare(t.Context(), claim); err == nil {
+			t.Fatal("prepared")
+		}
+		if got := w.says(); got != "p ClaimOutdated" {
+			t.Errorf("it is said: %s", got)
+		}
+		w.lay(shared)
+		time.Sleep(2 * endAfter)
+		if got := w.says(); got != "p ClaimOutdated" || len(w.Refused()) > 0 {
+			t.Errorf("it is said: %s; %+v", got, w.Refused())
+		}
+		if _, err := w.Prepare(t.Context(), claim); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A claim of an older layout whose room others have is not waited for without end.
+func TestClaimThatComesTooLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &refusedWorld{world: newWorld(t, 1, whole)}
+		w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+		defer w.run(whole)()
+		late := w.claim("late", kube.Result{Device: wholeDevice})
+		w.cluster.Edit("ns", "late", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		w.lay(shared)
+		synctest.Wait()
+		if _, err := w.Prepare(t.Context(), w.claim("other", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 40*time.Second)
+		defer cancel()
+		if _, err := w.Prepare(ctx, late); err == nil || !strings.Contains(err.Error(), "others have its room") {
+			t.Errorf("%v", err)
+		}
+		time.Sleep(endAfter)
+		if got := w.says(); got != "gpu-00000000 example.com/claim-refused=ClaimOutdated, p ClaimEnded, p ClaimOutdated" {
+			t.Errorf("it is said: %s", got)
+		}
+		// The cluster ends the pod, and its kubelet gives the claim back.
+		w.remove("late")
+		if err := w.Unprepare(t.Context(), late); err != nil {
+			t.Error(err)
+		}
+		if got := w.says(); strings.Contains(got, "example.com") || len(w.Refused()) > 0 {
+			t.Errorf("it is said: %s; %+v", got, w.Refused())
+		}
+	})
+}
+
+// Pods that are made again and again with the same mistake are not ended in a hurry.
+func TestEndingIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &refusedWorld{world: newWorld(t, 1, shared)}
+		w.Evict = w.evict
+		defer w.run(shared)()
+		for i := range 3 * mostRefused {
+			name := fmt.Sprintf("p-%03d", i)
+			w.locked(func() { w.pods = append(w.pods, workload.Pod{Namespace: "ns", Name: name}) })
+			claim := w.claim(name, kube.Result{Device: shareDevice})
+			w.cluster.Edit("ns", name, func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}} })
+			if _, err := w.Prepare(t.Context(), claim); err == nil {
+				t.Fatal("prepared")
+			}
+		}
+		time.Sleep(endAfter)
+		synctest.Wait()
+		if len(w.Refused()) != mostRefused || len(w.evicted) > 15 {
+			t.Errorf("%d refused, %d evicted", len(w.Refused()), len(w.evicted))
+		}
+	})
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// What can never be prepared is refused at once, with the reason, and takes nothing.
+func TestClaimsThatAreRefused(t *testing.T) {
+	for name, c := range map[string]struct {
+		result kube.Result
+		change func(*kube.Claim)
+		want   string
+	}{
+		"another node's pool":    {kube.Result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "nothing of driver gpus.example.com on this node"},
+		"no such pool":           {kube.Result{Pool: "node-1/h100", Device: shareDevice}, nil, "no device gpu-00000000-shared in pool node-1/h100"},
+		"an older layout":        {kube.Result{Device: wholeDevice}, nil, "no device gpu-00000000 in pool"},
+		"without an amount":      {kube.Result{Device: shareDevice}, nil, "0 bytes of device"},
+		"half a unit":            {kube.Result{Device: shareDevice, Capacity: map[string]kube.Quantity{memory: 1 << 29}}, nil, "an amount is 1 to 79 times 1024 MiB"},
+		"a unit and a half":      {kube.Result{Device: shareDevice, Capacity: map[string]kube.Quantity{memory: 3 << 29}}, nil, "an amount is"},
+		"less than nothing":      {kube.Result{Device: shareDevice, Capacity: memoryOf(-1)}, nil, "an amount is"},
+		"more than there is":     {kube.Result{Device: shareDevice, Capacity: memoryOf(80)}, nil, "an amount is"},
+		"replaced":               {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) { c.UID = "another" }, "is another one now"},
+		"not allocated any more": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) { c.Results = nil }, "nothing of driver"},
+		"configuration of the peer": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) {
+			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`)}}
+		}, `kind "GpuConfig"`},
+		"configuration that is none": {kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *kube.Claim) {
+			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(`[1,`)}}
+		}, `kind ""`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t, 1, shared)
+				defer w.run(shared)()
+				claim := w.claim("a", c.result)
+				if c.change != nil {
+					w.cluster.Edit("ns", "a", c.change)
+				}
+				began := time.Now()
+				_, err := w.Prepare(t.Context(), claim)
+				if err == nil || !strings.Contains(err.Error(), c.want) || time.Since(began) > 0 || w.ledger.Held() {
+					t.Errorf("%v after %v; want %q", err, time.Since(began), c.want)
+				}
+			})
+		})
+	}
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		defer w.run(shared)()
+		w.lay(onDemand)
+		if _, err := w.Prepare(t.Context(), w.claim("admin", kube.Result{Device: migDevice, Admin: true})); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("admin access to an instance that does not stand: %v", err)
+		}
+		w.lay(shared)
+		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.remove("a")
+		if _, err := w.Prepare(t.Context(), claim); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("deleted meanwhile: %v", err)
+		}
+	})
+}
+
+// A claim of which one result cannot be had has nothing.
+func TestAllOfAClaimOrNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 2, whole)
+		defer w.run(whole)()
+		if _, err := w.Prepare(t.Context(), w.claim("one", kube.Result{Device: "gpu-00000001"})); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := w.Prepare(ctx, w.claim("both", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})); err == nil || len(w.ledger.Allocations()) != 1 {
+			t.Errorf("%v, %+v", err, w.ledger.Allocations())
+		}
+	})
+}
+
+// A claim of as many devices as the API allows is prepared as a whole and given back as one.
+func TestClaimOf32Devices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		defer w.run(shared)()
+		var results []kube.Result
+		for range 32 {
+			results = append(results, kube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(2)})
+		}
+		claim := w.claim("a", results...)
+		devices, err := w.Prepare(t.Context(), claim)
+		cdi := map[string]bool{}
+		for _, d := range devices {
+			cdi[d.CDI[0]] = true
+		}
+		if err != nil || len(devices) != 32 || len(cdi) != 32 || len(w.ledger.Allocations()) != 32 {
+			t.Errorf("%d devices, %d of them with a name of their own: %v", len(devices), len(cdi), err)
+		}
+		if err := w.Unprepare(t.Context(), claim); err != nil || w.ledger.Held() {
+			t.Errorf("%v, %+v", err, w.ledger.Allocations())
+		}
+		more := w.claim("more", append(results, results[:8]...)...)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := w.Prepare(ctx, more); !errors.Is(err, gpu.ErrInvalid) || w.ledger.Held() {
+			t.Errorf("80 GiB of 79: %v, %+v", err, w.ledger.Allocations())
+		}
+	})
+}

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package extender
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"mime"
+	"net/http"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	extender "k8s.io/kube-scheduler/extender/v1"
+)
+
+// Books know what fits where. Their methods are called by one request at a time, and may
+// be under way still when their request has been answered.
+type Books interface {
+	// Place picks one of some nodes for a pod, and reserves there. Where none can take it,
+	// node is empty and refused has each one's reason. An error says that the books cannot
+	// tell, for example since they have not been filled yet.
+	Place(ctx context.Context, pod *corev1.Pod, among []string) (node string, refused map[string]string, err error)
+	// Fits says whether a node could take a pod without some others, named by their UIDs.
+	Fits(ctx context.Context, pod *corev1.Pod, node string, without []string) (bool, error)
+}
+
+// Verb is what the scheduler asks for.
+type Verb string
+
+// Verbs, as in the paths.
+const (
+	Filter  Verb = "filter"
+	Preempt Verb = "preempt"
+)
+
+// Outcome is how a request ended.
+type Outcome string
+
+// Outcomes.
+const (
+	// Placed: filter named a node, or preempt kept one.
+	Placed Outcome = "placed"
+	// Refused: no node can take the pod.
+	Refused Outcome = "refused"
+	// Broken: the request could not be read.
+	Broken Outcome = "broken"
+	// Late: there was no answer in time.
+	Late Outcome = "late"
+	// Failed: the books could not tell.
+	Failed Outcome = "failed"
+)
+
+// Options may be zero.
+type Options struct {
+	// Deadline is when a request is answered at the latest, counted from its header; 200 ms
+	// if zero. The scheduler's httpTimeout is to be longer.
+	Deadline time.Duration
+	// Answered, if set, is called at the end of each request.
+	Answered func(v Verb, how Outcome, took time.Duration)
+}
+
+const (
+	deadline = 200 * time.Millisecond
+	// most is how long a request may be. A pod has at most 1.5 MB in the API, and 5,000 nodes
+	// have names of at most 253 bytes.
+	most = 4 << 20
+)
+
+// New returns the handler of the scheduler's requests.
+func New(b Books, o Options) http.Handler {
+	s := &service{books: b, opts: o, turn: make(chan struct{}, 1)}
+	s.opts.Deadline = cmp.Or(o.Deadline, deadline)
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /"+string(Filter), func(w http.ResponseWriter, r *http.Request) { s.serve(w, r, Filter) })
+	mux.HandleFunc("POST /"+string(Preempt), func(w http.ResponseWriter, r *http.Request) { s.serve(w, r, Preempt) })
+	return mux
+}
+
+// Server serves a handler with bounds on what a client can keep busy.
+func Server(h http.Handler) *http.Server {
+	return &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      10 * time.Second,
+		IdleTimeout:       5 * time.Minute, // the scheduler keeps its connections
+		MaxHeaderBytes:    16 << 10,
+	}
+}
+
+type service struct {
+	books Books
+	opts  Options
+	turn  chan struct{} // holds a value while a request is at the books
+}
+
+// failure is an answer that the scheduler takes for an error of the extender.
+type failure struct {
+	code int
+	how  Outcome
+	err  error
+}
+
+func (s *service) serve(w http.ResponseWriter, r *http.Request, v Verb) {
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(r.Context(), s.opts.Deadline)
+	defer cancel()
+	answer, how, fail := s.answer(ctx, w, r, v, began)
+	if fail != nil {
+		how = fail.how
+	}
+	defer func() {
+		if s.opts.Answered != nil {
+			s.opts.Answered(v, how, time.Since(began))
+		}
+	}()
+	if fail != nil {
+		http.Error(w, fail.err.Error(), fail.code)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(answer) // who has gone needs no answer
+}
+
+// answer reads the request and asks the books.
+func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Request, v Verb, began time.Time) (any, Outcome, *failure) {
+	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+		return nil, "", &failure{http.StatusUnsupportedMediaType, Broken, fmt.Errorf("a request is application/json, and this is %q", r.Header.Get("Content-Type"))}
+	}
+	// A body that comes slowly takes the time of its own request only.
+	control := http.NewResponseController(w)
+	_ = control.SetReadDeadline(began.Add(s.opts.Deadline)) // a writer that cannot has no slow clients
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	switch {
+	case err != nil && (ctx.Err() != nil || !time.Now().Before(began.Add(s.opts.Deadline))):
+		return nil, "", s.late()
+	case err != nil:
+		return nil, "", &failure{http.StatusBadRequest, Broken, fmt.Errorf("read the request: %w", err)}
+	}
+	_ = control.SetReadDeadline(time.Time{})
+	ask, err := read(v, body)
+	if err != nil {
+		return nil, "", &failure{http.StatusBadRequest, Broken, err}
+	}
+	return s.ask(ctx, ask)
+}
+
+// question is a request that makes sense.
+type question func(context.Context, Books) (answer any, how Outcome, err error)
+
+// read makes sense of a request.
+func read(v Verb, body []byte) (question, error) {
+	if v == Preempt {
+		var args extender.ExtenderPreemptionArgs
+		if err := decode(body, &args, &args.Pod); err != nil {
+			return nil, err
+		}
+		if args.NodeNameToMetaVictims == nil && args.NodeNameToVictims != nil {
+			return nil, errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+		}
+		return func(ctx context.Context, b Books) (any, Outcome, error) { return preempt(ctx, b, &args) }, nil
+	}
+	var args extender.ExtenderArgs
+	if err := decode(body, &args, &args.Pod); err != nil {
+		return nil, err
+	}
+	if args.NodeNames == nil {
+		return nil, errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+	}
+	return func(ctx context.Context, b Books) (any, Outcome, error) { return filter(ctx, b, &args) }, nil
+}
+
+// decode reads arguments, of which pod is a part.
+func decode(body []byte, args any, pod **corev1.Pod) error {
+	if err := json.Unmarshal(body, args); err != nil {
+		return fmt.Errorf("read the request: %w", err)
+	}
+	if *pod == nil || (*pod).UID == "" {
+		return errors.New("the request has no pod with a UID")
+	}
+	return nil
+}
+
+func (s *service) late() *failure {
+	return &failure{http.StatusServiceUnavailable, Late, fmt.Errorf("there was no answer within %s", s.opts.Deadline)}
+}
+
+// ask waits for a turn and asks the books, both until the deadline.
+func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) {
+	select {
+	case s.turn <- struct{}{}:
+	case <-ctx.Done():
+		return nil, "", s.late()
+	}
+	type result struct {
+		answer any
+		how    Outcome
+		err    error
+	}
+	done := make(chan result, 1)
+	go func() {
+		defer func() { <-s.turn }()
+		answer, how, err := q(ctx, s.books)
+		done <- result{answer, how, err}
+	}()
+	select {
+	case <-ctx.Done():
+		return nil, "", s.late()
+	case r := <-done:
+		if r.err != nil {
+			return nil, "", &failure{http.StatusServiceUnavailable, Failed, r.err}
+		}
+		return r.answer, r.how, nil
+	}
+}
+
+// filter answers with the one best node.
+func filter(ctx context.Context, b Books, args *extender.ExtenderArgs) (any, Outcome, error) {
+	node, refused, err := b.Place(ctx, args.Pod, *args.NodeNames)
+	if err != nil {
+		return nil, "", fmt.Errorf("place %s/%s: %w", args.Pod.Namespace, args.Pod.Name, err)
+	}
+	if node == "" {
+		return &extender.ExtenderFilterResult{NodeNames: &[]string{}, FailedNodes: refused}, Refused, nil
+	}
+	return &extender.ExtenderFilterResult{NodeNames: &[]string{node}}, Placed, nil
+}
+
+// preempt keeps the nodes on which the eviction of pods opens room.
+func preempt(ctx context.Context, b Books, args *extender.ExtenderPreemptionArgs) (any, Outcome, error) {
+	out := &extender.ExtenderPreemptionResult{NodeNameToMetaVictims: map[string]*extender.MetaVictims{}}
+	how := Refused
+	for node, victims := range args.NodeNameToMetaVictims {
+		var uids []string
+		if victims != nil {
+			for _, p := range victims.Pods {
+				if p != nil {
+					uids = append(uids, p.UID)
+				}
+			}
+		}
+		fits, err := b.Fits(ctx, args.Pod, node, uids)
+		if err != nil {
+			return nil, "", fmt.Errorf("look for room for %s/%s on %s: %w", args.Pod.Namespace, args.Pod.Name, node, err)
+		}
+		if fits {
+			out.NodeNameToMetaVictims[node], how = victims, Placed
+		}
+	}
+	return out, how, nil
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package fleet is what the placer's process knows of a cluster. It turns the API's Nodes,
+// Pods and GPUNodes into entries of the books (internal/placer), and answers the doors'
+// questions from them; [Fleet] is the extender's Books.
+//
+//	f := fleet.New("example.com", time.Now)
+//	f.SetNode(node)
+//	f.SetGPUNode("node-1", status)
+//	f.SetPod(pod)
+//	f.Listed(fleet.Nodes) // and the others, when each has been listed once
+//	node, refused, err := f.Place(ctx, pod, []string{"node-1"})
+//
+// # Until all has been listed
+//
+// Books in which something is missing would call room free that is not. So questions are
+// answered with an error until nodes, pods and GPUNodes have each been listed once; the
+// scheduler then goes on without the placer, and counts it. Reservations need no file:
+// a pod that is bound or nominated says so in the API, and who is asked for again is placed
+// anew.
+//
+// # What a pod has
+//
+// A pod asks for what its containers request below the resource domain. It has the devices
+// that its status names (containerStatuses[].allocatedResourcesStatus, Kubernetes 1.36), and
+// has them until its object is deleted or all of its containers have ended.
+//
+// What a node offers through DRA is left to the scheduler, which has found room for it before
+// it asks, also where a pod asks for it under the name of an extended resource.
+//
+// The package makes no requests. Whoever watches the API tells it what there is.
+package fleet

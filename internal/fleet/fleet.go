@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/placer"
+)
+
+// Kind is a kind of object that is followed.
+type Kind string
+
+// Kinds, in the API's words.
+const (
+	Nodes    Kind = "nodes"
+	Pods     Kind = "pods"
+	GPUNodes Kind = gpunode.Plural
+)
+
+// Fleet is a cluster's nodes and pods as the books have them. Its methods may be called from
+// several goroutines.
+type Fleet struct {
+	prefix string
+	now    func() time.Time
+
+	mu    sync.Mutex // guards what follows
+	books *placer.Books
+	// says and ready are what is known of nodes.
+	says  map[string]*gpunode.Status
+	ready map[string]bool
+	// missing are the kinds of which no list has come yet.
+	missing []Kind
+}
+
+// New returns a fleet of which nothing is known. The resource domain is the prefix of the
+// agent's resources, for example "example.com".
+func New(resourceDomain string, now func() time.Time) *Fleet {
+	return &Fleet{
+		prefix: resourceDomain + "/", now: now, books: placer.New(),
+		says: map[string]*gpunode.Status{}, ready: map[string]bool{},
+		missing: []Kind{GPUNodes, Nodes, Pods},
+	}
+}
+
+// Listed notes that all objects of a kind have been told.
+func (f *Fleet) Listed(k Kind) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.missing = slices.DeleteFunc(f.missing, func(m Kind) bool { return m == k })
+}
+
+// SetNode notes a Node. Whether pods may be put there at all is the scheduler's business;
+// here it counts whether its kubelet is ready to start them.
+func (f *Fleet) SetNode(n *corev1.Node) {
+	ready := slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if was, known := f.ready[n.Name]; known && was == ready {
+		return // a Node is written every few minutes, and says nothing else here
+	}
+	f.ready[n.Name] = ready
+	f.told(n.Name)
+}
+
+// DeleteNode notes that there is no such Node any more.
+func (f *Fleet) DeleteNode(name string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.ready, name)
+	f.told(name)
+}
+
+// SetGPUNode notes what a GPUNode says, which the caller may not change any more. Nil says
+// that there is no such object any more, or none that can be read.
+func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if says == nil {
+		delete(f.says, name)
+	} else {
+		f.says[name] = says
+	}
+	f.told(name)
+}
+
+// told writes in the books what is known of a node.
+func (f *Fleet) told(name string) {
+	if says := f.says[name]; says != nil {
+		f.books.SetNode(name, says, f.ready[name])
+	} else {
+		f.books.DeleteNode(name)
+	}
+}
+
+// SetPod notes a pod. One that asks for none of the agent's resources and has none is
+// nothing to the books.
+func (f *Fleet) SetPod(p *corev1.Pod) {
+	entry := f.read(p)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(entry.Containers) == 0 && len(entry.Devices) == 0 {
+		return
+	}
+	f.books.SetPod(entry)
+}
+
+// DeletePod notes that there is no pod with this UID any more.
+func (f *Fleet) DeletePod(uid string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.books.DeletePod(uid)
+}
+
+// Place picks one of some nodes for a pod, and reserves there. Where none can take it by the
+// books, it picks the first that offers the rest through DRA. Otherwise node is empty, and
+// refused has the reason of each.
+func (f *Fleet) Place(ctx context.Context, p *corev1.Pod, among []string) (node string, refused map[string]string, err error) {
+	entry := f.read(p)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err := f.listed(ctx); err != nil {
+		return "", nil, err
+	}
+	node, err = f.books.Place(entry, among, f.now())
+	no := new(placer.Refusal)
+	if !errors.As(err, &no) {
+		return node, nil, err
+	}
+	for _, name := range among {
+		rest, less := f.withoutDRA(entry, name)
+		if !less {
+			continue
+		}
+		if len(rest.Containers) == 0 {
+			return name, nil, nil
+		}
+		if node, err := f.books.Place(rest, []string{name}, f.now()); err == nil {
+			return node, nil, nil
+		}
+	}
+	return "", no.Nodes, nil
+}
+
+// Fits says whether a node could take a pod without some others, named by their UIDs.
+func (f *Fleet) Fits(ctx context.Context, p *corev1.Pod, node string, without []string) (bool, error) {
+	entry := f.read(p)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err := f.listed(ctx); err != nil {
+		return false, err
+	}
+	if entry, _ = f.withoutDRA(entry, node); len(entry.Containers) == 0 {
+		return true, nil
+	}
+	err := f.books.Fits(entry, node, without, f.now())
+	if no := new(placer.Refusal); errors.As(err, &no) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// withoutDRA leaves out of a pod what a node offers through DRA, also under the names of
+// extended resources. The scheduler has found room for that by itself, and the books know
+// nothing of it. Less says that there was something. Of a node that is not ready nobody
+// knows what it will offer how.
+func (f *Fleet) withoutDRA(p placer.Pod, name string) (rest placer.Pod, less bool) {
+	says := f.says[name]
+	if says == nil || !f.ready[name] || !gpunode.Is(says.Conditions, gpunode.Ready) ||
+		!slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(ledger.DRA) }) {
+		return p, false
+	}
+	rest = p
+	rest.Containers = nil
+	for _, c := range p.Containers {
+		requests := maps.Clone(c.Requests)
+		maps.DeleteFunc(requests, func(of string, _ int) bool {
+			return !slices.ContainsFunc(says.Resources, func(r gpunode.Resource) bool { return r.Name == of })
+		})
+		less = less || len(requests) < len(c.Requests)
+		if c.Requests = requests; len(requests) > 0 {
+			rest.Containers = append(rest.Containers, c)
+		}
+	}
+	return rest, less
+}
+
+// listed is an error while something is missing, or when nobody waits for the answer any
+// more: then nothing is to be reserved.
+func (f *Fleet) listed(ctx context.Context) error {
+	if len(f.missing) > 0 {
+		return fmt.Errorf("the API server has not listed %v yet", f.missing)
+	}
+	return context.Cause(ctx)
+}
+
+// read makes an entry of the books from a pod.
+func (f *Fleet) read(p *corev1.Pod) placer.Pod {
+	out := placer.Pod{
+		UID: string(p.UID), Namespace: p.Namespace, Name: p.Name,
+		Node: p.Spec.NodeName, Nominated: p.Status.NominatedNodeName,
+		Done: p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
+	}
+	for i := range p.Spec.InitContainers {
+		c := &p.Spec.InitContainers[i]
+		sidecar := c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways
+		f.container(&out, c, placer.Container{Init: !sidecar, Sidecar: sidecar})
+	}
+	for i := range p.Spec.Containers {
+		f.container(&out, &p.Spec.Containers[i], placer.Container{})
+	}
+	for _, statuses := range [][]corev1.ContainerStatus{p.Status.InitContainerStatuses, p.Status.ContainerStatuses} {
+		for i := range statuses {
+			for _, r := range statuses[i].AllocatedResourcesStatus {
+				if !strings.HasPrefix(string(r.Name), f.prefix) {
+					continue // "claim:…" is a device of DRA's
+				}
+				for _, device := range r.Resources {
+					out.Devices = append(out.Devices, string(device.ResourceID))
+				}
+			}
+		}
+	}
+	slices.Sort(out.Devices)
+	out.Devices = slices.Compact(out.Devices) // an init container's go to another one
+	return out
+}
+
+// container adds a container that asks for something of the agent's.
+func (f *Fleet) container(to *placer.Pod, from *corev1.Container, c placer.Container) {
+	for name, amount := range from.Resources.Requests { // the server fills it from limits
+		if n := amount.Value(); strings.HasPrefix(string(name), f.prefix) && n > 0 {
+			if c.Requests == nil {
+				c.Requests = map[string]int{}
+			}
+			c.Requests[string(name)] = int(n)
+		}
+	}
+	if c.Requests != nil {
+		to.Containers = append(to.Containers, c)
+	}
+}

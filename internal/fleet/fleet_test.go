@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"net/http/httptest"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/extender"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/placer"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+var _ extender.Books = (*Fleet)(nil)
+
+const (
+	memory = "example.com/gpu-mem"
+	first  = "GPU-00000000-0000-0000-0000-000000000001"
+	second = "GPU-00000000-0000-0000-0000-000000000002"
+)
+
+var start = time.Unix(1e9, 0)
+
+// says is a node with GPUs of 79 memory units, of which nothing is held.
+func says(uuids ...string) *gpunode.Status {
+	out := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
+	for i, uuid := range uuids {
+		out.GPUs = append(out.GPUs, gpunode.GPU{
+			UUID: uuid, Index: i, Mode: "shared", API: "device-plugin",
+			Resource: memory, Kind: ledger.Units, Total: 79, Free: 79, Largest: 79,
+			Conditions: []gpunode.Condition{{Type: gpunode.Healthy, Status: gpunode.True}, {Type: gpunode.Available, Status: gpunode.True}},
+		})
+	}
+	return out
+}
+
+func node(name string, ready corev1.ConditionStatus) *corev1.Node {
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready}}
+	return n
+}
+
+// asks is a pod with one container that asks for memory units.
+func asks(name, units string) *corev1.Pod {
+	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "x", Name: name, UID: types.UID(name)}}
+	p.Spec.Containers = []corev1.Container{container(memory, units)}
+	return p
+}
+
+func container(of, n string) corev1.Container {
+	return corev1.Container{Resources: corev1.ResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceName(of): resource.MustParse(n)}}}
+}
+
+// bound is the pod on a node, with n units of a GPU once it has reported.
+func bound(p *corev1.Pod, on, uuid string, n int) *corev1.Pod {
+	p = p.DeepCopy()
+	p.Spec.NodeName = on
+	has := corev1.ResourceStatus{Name: memory}
+	for i := range n {
+		has.Resources = append(has.Resources, corev1.ResourceHealth{ResourceID: corev1.ResourceID(timeslice.ID(gpu.UUID(uuid), i))})
+	}
+	p.Status.ContainerStatuses = []corev1.ContainerStatus{{AllocatedResourcesStatus: []corev1.ResourceStatus{has}}}
+	return p
+}
+
+// known is a fleet of which all is listed.
+func known(nodes ...string) *Fleet {
+	f := New("example.com", func() time.Time { return start })
+	for _, name := range nodes {
+		f.SetNode(node(name, corev1.ConditionTrue))
+		f.SetGPUNode(name, says(first, second))
+	}
+	for _, k := range []Kind{Nodes, Pods, GPUNodes} {
+		f.Listed(k)
+	}
+	return f
+}
+
+// wantPlaced wants a pod on a node; where that is empty, a refusal with a part in its reason
+// for node a.
+func wantPlaced(t *testing.T, f *Fleet, p *corev1.Pod, on, part string) {
+	t.Helper()
+	got, refused, err := f.Place(context.Background(), p, []string{"a"})
+	if err != nil || got != on || !strings.Contains(refused["a"], part) {
+		t.Fatalf("%s was placed on %q, refused %q, error %v; want %q and a reason with %q", p.Name, got, refused, err, on, part)
+	}
+}
+
+func TestNothingIsAnsweredBeforeAllIsListed(t *testing.T) {
+	f := New("example.com", func() time.Time { return start })
+	f.SetNode(node("a", corev1.ConditionTrue))
+	f.SetGPUNode("a", says(first))
+	for _, k := range []Kind{Nodes, GPUNodes, Pods} {
+		if on, _, err := f.Place(context.Background(), asks("1", "8"), []string{"a"}); err == nil || !strings.Contains(err.Error(), string(k)) {
+			t.Errorf("before %s are listed: %q, error %v", k, on, err)
+		}
+		if _, err := f.Fits(context.Background(), asks("1", "8"), "a", nil); err == nil {
+			t.Errorf("before %s are listed Fits answers", k)
+		}
+		f.Listed(k)
+	}
+	wantPlaced(t, f, asks("1", "8"), "a", "")
+}
+
+func TestNothingIsReservedForARequestThatIsOver(t *testing.T) {
+	f := known("a")
+	over, cancel := context.WithCancel(context.Background())
+	cancel()
+	if on, _, err := f.Place(over, asks("1", "50"), []string{"a"}); err == nil {
+		t.Errorf("placed on %q", on)
+	}
+	wantPlaced(t, f, asks("2", "79"), "a", "")
+	wantPlaced(t, f, asks("3", "79"), "a", "")
+}
+
+// TestThirdPodWaitsForTheEndOfOne goes through the extender's protocol.
+func TestThirdPodWaitsForTheEndOfOne(t *testing.T) {
+	f := known("a")
+	handler := extender.New(f, extender.Options{Deadline: time.Minute})
+	filter := func(p *corev1.Pod) (nodes []string, failed map[string]string) {
+		t.Helper()
+		body, err := json.Marshal(map[string]any{"pod": p, "nodenames": []string{"a"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := httptest.NewRequest("POST", "/filter", bytes.NewReader(body))
+		r.Header.Set("Content-Type", "application/json")
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		var said struct {
+			NodeNames   []string
+			FailedNodes map[string]string
+		}
+		if err := json.Unmarshal(w.Body.Bytes(), &said); err != nil || w.Code != 200 {
+			t.Fatalf("answered %d %s: %v", w.Code, w.Body, err)
+		}
+		return said.NodeNames, said.FailedNodes
+	}
+	one, two, three := asks("1", "50"), asks("2", "50"), asks("3", "50")
+	for i, p := range []*corev1.Pod{one, two} {
+		if nodes, failed := filter(p); !reflect.DeepEqual(nodes, []string{"a"}) {
+			t.Fatalf("pod %s: %v, %v", p.Name, nodes, failed)
+		}
+		f.SetPod(bound(p, "a", []string{first, second}[i], 50))
+	}
+	if nodes, failed := filter(three); len(nodes) != 0 || !strings.Contains(failed["a"], "largest free block is 29") {
+		t.Fatalf("the third pod: %v, %v", nodes, failed)
+	}
+	if fits, err := f.Fits(context.Background(), three, "a", []string{"2"}); !fits || err != nil {
+		t.Errorf("with one evicted: %v, %v", fits, err)
+	}
+	if fits, err := f.Fits(context.Background(), three, "a", nil); fits || err != nil {
+		t.Errorf("with nobody evicted: %v, %v", fits, err)
+	}
+	ended := bound(two, "a", second, 50)
+	ended.Status.Phase = corev1.PodSucceeded
+	f.SetPod(ended)
+	if nodes, failed := filter(three); len(nodes) != 1 {
+		t.Fatalf("after an end: %v, %v", nodes, failed)
+	}
+}
+
+// TestNodesInAnyOrder tells a Node and its GPUNode in both orders, and takes each away.
+func TestNodesInAnyOrder(t *testing.T) {
+	ready := func(f *Fleet) { f.SetNode(node("a", corev1.ConditionTrue)) }
+	reports := func(f *Fleet) { f.SetGPUNode("a", says(first)) }
+	for name, c := range map[string]struct {
+		news []func(*Fleet)
+		on   string
+	}{
+		"the Node first":        {[]func(*Fleet){ready, reports}, "a"},
+		"the GPUNode first":     {[]func(*Fleet){reports, ready}, "a"},
+		"no GPUNode":            {[]func(*Fleet){ready}, ""},
+		"no Node":               {[]func(*Fleet){reports}, ""},
+		"the Node goes":         {[]func(*Fleet){ready, reports, func(f *Fleet) { f.DeleteNode("a") }}, ""},
+		"the GPUNode goes":      {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetGPUNode("a", nil) }}, ""},
+		"the kubelet is silent": {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) }}, ""},
+		"and comes back": {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) },
+			ready}, "a"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := known()
+			for _, tell := range c.news {
+				tell(f)
+			}
+			part := ""
+			if c.on == "" {
+				part = "does not offer"
+			}
+			wantPlaced(t, f, asks("1", "8"), c.on, part)
+		})
+	}
+}
+
+// TestWhatGoesThroughDRAIsTheSchedulers has a node with one GPU through each API, where whole
+// GPUs are extended resources of DRA.
+func TestWhatGoesThroughDRAIsTheSchedulers(t *testing.T) {
+	mixed := says(first, second)
+	mixed.GPUs[1].API, mixed.GPUs[1].Resource, mixed.GPUs[1].Kind = "dra", "", ""
+	mixed.Resources = []gpunode.Resource{{Name: memory, Total: 79, Free: 79, Largest: 79}}
+	whole := asks("whole", "79")
+	whole.Spec.Containers = []corev1.Container{container("example.com/gpu", "1")}
+	both := asks("both", "79")
+	both.Spec.Containers = append(both.Spec.Containers, container("example.com/gpu", "1"))
+	f := known("a")
+	wantPlaced(t, f, whole, "", "does not offer")
+	f.SetGPUNode("a", mixed)
+	wantPlaced(t, f, whole, "a", "")
+	wantPlaced(t, f, both, "a", "")
+	wantPlaced(t, f, asks("late", "1"), "", "is not known yet")
+	both = bound(both, "a", first, 79)
+	f.SetPod(both)
+	wantPlaced(t, f, asks("late", "1"), "", "none is free")
+	other := both.DeepCopy()
+	other.UID = "other"
+	other.Spec.NodeName = ""
+	wantPlaced(t, f, other, "", "")
+	for p, want := range map[*corev1.Pod]bool{whole: true, other: false, asks("late", "1"): false} {
+		if fits, err := f.Fits(context.Background(), p, "a", nil); fits != want || err != nil {
+			t.Errorf("%s fits: %v, %v", p.UID, fits, err)
+		}
+	}
+	wantPlaced(t, f, whole, "a", "")
+	f.SetNode(node("a", corev1.ConditionUnknown))
+	wantPlaced(t, f, whole, "", "not ready")
+	f.SetNode(node("a", corev1.ConditionTrue))
+	unready := *mixed
+	unready.Conditions = nil
+	f.SetGPUNode("a", &unready)
+	wantPlaced(t, f, whole, "", "not ready")
+}
+
+// TestSuccessorKnowsWhatTheAPIKnows has a pod bound, a pod nominated and a pod that has
+// ended. A fleet that is made anew refuses and takes the same.
+func TestSuccessorKnowsWhatTheAPIKnows(t *testing.T) {
+	starting, nominated, ended := asks("1", "79"), asks("2", "79"), bound(asks("3", "79"), "a", first, 79)
+	starting.Spec.NodeName = "a"
+	nominated.Status.NominatedNodeName = "a"
+	ended.Status.Phase = corev1.PodFailed
+	for _, pods := range [][]*corev1.Pod{{starting, nominated, ended}, {ended, nominated, starting}} {
+		f := known("a")
+		for _, p := range pods {
+			f.SetPod(p)
+		}
+		wantPlaced(t, f, asks("4", "1"), "", "is not known yet")
+		f.DeletePod("2")
+		wantPlaced(t, f, asks("4", "1"), "a", "")
+	}
+}
+
+func TestReadPod(t *testing.T) {
+	always := corev1.ContainerRestartPolicyAlways
+	p := bound(asks("1", "2"), "a", first, 2)
+	sidecar := container("example.com/gpu", "1")
+	sidecar.RestartPolicy = &always
+	p.Spec.InitContainers = []corev1.Container{container(memory, "3"), sidecar, container("nvidia.com/gpu", "1")}
+	p.Spec.Containers = append(p.Spec.Containers, container("cpu", "2"), container(memory, "0"))
+	p.Status.NominatedNodeName = "b"
+	p.Status.InitContainerStatuses = []corev1.ContainerStatus{{AllocatedResourcesStatus: []corev1.ResourceStatus{
+		{Name: memory, Resources: []corev1.ResourceHealth{{ResourceID: first + "::1"}, {ResourceID: first + "::2"}}},
+		{Name: "claim:x/y", Resources: []corev1.ResourceHealth{{ResourceID: "gpus.example.com/a/gpu-0"}}},
+		{Name: "nvidia.com/gpu", Resources: []corev1.ResourceHealth{{ResourceID: "0"}}},
+	}}}
+	want := placer.Pod{
+		UID: "1", Namespace: "x", Name: "1", Node: "a", Nominated: "b",
+		Containers: []placer.Container{
+			{Init: true, Requests: map[string]int{memory: 3}},
+			{Sidecar: true, Requests: map[string]int{"example.com/gpu": 1}},
+			{Requests: map[string]int{memory: 2}},
+		},
+		Devices: []string{first + "::0", first + "::1", first + "::2"},
+	}
+	if got := known().read(p); !reflect.DeepEqual(got, want) {
+		t.Errorf("read %+v\nwant %+v", got, want)
+	}
+	for phase, done := range map[corev1.PodPhase]bool{corev1.PodPending: false, corev1.PodRunning: false, corev1.PodSucceeded: true, corev1.PodFailed: true} {
+		p.Status.Phase = phase
+		if got := known().read(p); got.Done != done {
+			t.Errorf("a pod that is %s: done is %v", phase, got.Done)
+		}
+	}
+}

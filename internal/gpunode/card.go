@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Card is what MIG GPUs of one kind can hold, by their driver's word.
+type Card struct {
+	// Name is the GPUs' model; a second table of the same model is "… (2)".
+	Name string `json:"name"`
+	// MemorySlices is how many memory slices the GPU has.
+	MemorySlices int `json:"memorySlices"`
+	// Profiles are sorted by name.
+	Profiles []Profile `json:"profiles"`
+}
+
+// Profile is a kind of GPU instance.
+type Profile struct {
+	// Name is the driver's, for example "1g.10gb+me".
+	Name string `json:"name"`
+	// ComputeSlices and MemorySlices are what an instance takes of the GPU.
+	ComputeSlices int `json:"computeSlices"`
+	MemorySlices  int `json:"memorySlices"`
+	// Starts are the memory slices at which an instance can begin.
+	Starts []int `json:"starts"`
+	// Max is how many can stand at a time; 0 where only room limits that.
+	Max int `json:"max,omitempty"`
+	// Engines are the media engines of an instance: their sum may not be more than the GPU
+	// has. Nil where the driver has not told.
+	Engines *Engines `json:"engines,omitempty"`
+}
+
+// Engines counts media engines: decoders, encoders, JPEG units and optical-flow
+// accelerators.
+type Engines struct {
+	Decode int `json:"decode,omitempty"`
+	Encode int `json:"encode,omitempty"`
+	JPEG   int `json:"jpeg,omitempty"`
+	OFA    int `json:"ofa,omitempty"`
+}
+
+// CardOf is the table of a GPU, nil where its driver tells no placement. Of a profile whose
+// instances are of several sizes, which no driver is known to have, those of the first
+// size are told.
+func CardOf(d *gpu.Device) *Card {
+	c := &Card{Name: d.Model}
+	for i := range d.MIG.Profiles {
+		from := &d.MIG.Profiles[i]
+		if len(from.Placements) == 0 {
+			continue
+		}
+		p := Profile{Name: from.Name, ComputeSlices: from.Slices, MemorySlices: from.Placements[0].Size, Max: from.Max}
+		for _, at := range from.Placements {
+			if at.Size == p.MemorySlices {
+				p.Starts = append(p.Starts, at.Start)
+				c.MemorySlices = max(c.MemorySlices, at.Start+at.Size)
+			}
+		}
+		slices.Sort(p.Starts)
+		if e := from.Engines; e != nil {
+			p.Engines = &Engines{Decode: e.Decode, Encode: e.Encode, JPEG: e.JPEG, OFA: e.OFA}
+		}
+		c.Profiles = append(c.Profiles, p)
+	}
+	if c.Profiles == nil {
+		return nil
+	}
+	slices.SortFunc(c.Profiles, func(a, b Profile) int { return cmp.Compare(a.Name, b.Name) })
+	return c
+}
+
+// Read gives the card's rules, by which the agent itself places instances. The error, which
+// wraps gpu.ErrInvalid, names profiles that make no sense; the card has the others.
+func (c *Card) Read() (*mig.Card, error) {
+	m := gpu.MIG{Capable: true}
+	for i := range c.Profiles {
+		p := &c.Profiles[i]
+		to := gpu.Profile{Name: p.Name, Slices: p.ComputeSlices, Max: p.Max}
+		for _, start := range p.Starts {
+			to.Placements = append(to.Placements, gpu.Placement{Start: start, Size: p.MemorySlices})
+		}
+		if e := p.Engines; e != nil {
+			to.Engines = &gpu.Engines{Decode: e.Decode, Encode: e.Encode, JPEG: e.JPEG, OFA: e.OFA}
+		}
+		m.Profiles = append(m.Profiles, to)
+	}
+	card, err := mig.NewCard(&m)
+	if err != nil {
+		return card, fmt.Errorf("read the MIG profiles of %s: %w", c.Name, err)
+	}
+	return card, nil
+}
+
+// Placement reads a placement as it is written in [MIG], "3g.40gb@4". The error wraps
+// gpu.ErrInvalid: it is not written so, or the card has no such placement.
+func Placement(of *mig.Card, text string) (mig.Placement, error) {
+	_, profile, start, ci, err := mig.ParseID("GPU-0::" + text)
+	if err != nil {
+		return mig.Placement{}, fmt.Errorf("%q is not a placement: %w", text, gpu.ErrInvalid)
+	}
+	p, ok := of.Placement(profile, start, ci)
+	if !ok {
+		return mig.Placement{}, fmt.Errorf("the card has no placement %s: %w", text, gpu.ErrInvalid)
+	}
+	return p, nil
+}

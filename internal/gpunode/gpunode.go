@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+)
+
+// How the API calls a GPUNode; its group is the agent's domain (--domain).
+const (
+	Version = "v1alpha1"
+	Kind    = "GPUNode"
+	Plural  = "gpunodes"
+)
+
+// Status is what a GPUNode says.
+type Status struct {
+	// Summary is for people who list many nodes.
+	Summary Summary `json:"summary"`
+	// Conditions has the condition Ready.
+	Conditions []Condition `json:"conditions,omitempty"`
+	// MemoryUnitMiB is the size of one device of gpu-mem.
+	MemoryUnitMiB int `json:"memoryUnitMiB,omitempty"`
+	// HoldersIn says where the holders of devices are told.
+	HoldersIn HoldersIn `json:"holdersIn,omitempty"`
+	// Resources are those that the node offers through the device plugin, sorted by name.
+	Resources []Resource `json:"resources,omitempty"`
+	// Cards are the kinds of MIG GPUs that the node has, sorted by name.
+	Cards []Card `json:"cards,omitempty"`
+	// GPUs is sorted by index.
+	GPUs []GPU `json:"gpus,omitempty"`
+}
+
+// Summary is a node in a line.
+type Summary struct {
+	// GPUs is how many there are, Unhealthy how many of them have a fault.
+	GPUs      int `json:"gpus"`
+	Unhealthy int `json:"unhealthy"`
+	// Modes counts GPUs by mode: "2 whole, 6 mig".
+	Modes string `json:"modes,omitempty"`
+	// Free is what can be had of all that is on offer, through either front-end:
+	// "gpu 2/4, gpu-mem 40/158, mig 5/16 memory slices".
+	Free string `json:"free,omitempty"`
+	// Largest is the largest request for each that fits: "gpu 2, gpu-mem 33, mig 3g.40gb".
+	Largest string `json:"largest,omitempty"`
+	// SaturationPercent is the part of the GPUs' memory that is held or cannot be had,
+	// rounded down. GPUs with mode off do not count; a node that has no other has 100.
+	SaturationPercent int `json:"saturationPercent"`
+}
+
+// HoldersIn says where the holders of devices are told.
+type HoldersIn string
+
+// Where holders are told.
+const (
+	// InPods: the status of each pod names its devices
+	// (containerStatuses[].allocatedResourcesStatus, Kubernetes 1.36 and later).
+	InPods HoldersIn = "Pods"
+	// InObject: GPU.Holders has them, and the object is written at every change.
+	InObject HoldersIn = "GPUNode"
+)
+
+// Resource is what a node has of a resource that the kubelet offers.
+type Resource struct {
+	// Name is the full name, for example "example.com/gpu-mem".
+	Name string `json:"name"`
+	// Total is how many devices are on offer or held, and Free how many can be had now.
+	// MIG devices on demand exclude each other, so not all that are free can be had.
+	Total int `json:"total"`
+	Free  int `json:"free"`
+	// Largest is the largest number that one container can have now.
+	Largest int `json:"largest"`
+}
+
+// GPU is one GPU of a node.
+type GPU struct {
+	UUID string `json:"uuid"`
+	// Index is the driver's number of the GPU.
+	Index int    `json:"index"`
+	Model string `json:"model,omitempty"`
+	// MemoryMiB is all of its memory.
+	MemoryMiB int `json:"memoryMiB"`
+	// Mode is the partition's word for the layout: "whole", "shared", "mig", "dynamic" or
+	// "off"; empty while no partition is in force.
+	Mode string `json:"mode,omitempty"`
+	// API is the front-end through which the GPU is offered: "device-plugin" or "dra";
+	// empty where it offers nothing. What goes through DRA is in ResourceSlices too, from
+	// which the scheduler places it.
+	API string `json:"api,omitempty"`
+	// Guarantee is how strongly a cap on memory holds on the GPU: "hardware", "driver",
+	// "api" or "watchdog"; empty where nothing is shared.
+	Guarantee string `json:"guarantee,omitempty"`
+	// Cordoned says that an operator keeps new pods off the GPU.
+	Cordoned bool `json:"cordoned,omitempty"`
+	// Conditions has the conditions Healthy and Available.
+	Conditions []Condition `json:"conditions,omitempty"`
+	// Resource is the full name of the resource that the GPU's devices are of; empty for
+	// mig, dynamic and off, and through DRA.
+	Resource string `json:"resource,omitempty"`
+	// Kind says what one device is: the "whole" GPU, one of its memory "units" (a request
+	// is for units of one GPU) or a "replica" (a request is for replicas of different
+	// GPUs); "placement" for mig, and for dynamic, whose Total counts memory units.
+	Kind ledger.Kind `json:"kind,omitempty"`
+	// Total is how many devices the GPU has: 1, its memory units or its replicas; 0 for mig
+	// and off, and where nothing is known. A device's number is below Total, and a whole
+	// GPU's is 0.
+	Total int `json:"total"`
+	// Used has the numbers of the devices that are held.
+	Used ledger.UnitSet `json:"used,omitempty"`
+	// Free is how many devices can be had now: 0 where the GPU is not Available.
+	Free int `json:"free"`
+	// Largest is how many of them one container can have: all memory units that are free,
+	// and one replica.
+	Largest int `json:"largest"`
+	// MIG is nil for a GPU that offers no MIG devices and has none.
+	MIG *MIG `json:"mig,omitempty"`
+	// Holders are those who have something of the GPU, sorted, where HoldersIn is InObject.
+	Holders []Holder `json:"holders,omitempty"`
+}
+
+// MIG is what a GPU has of MIG devices. A placement is written as in a device ID,
+// "3g.40gb@4", or within an [Offer] without the profile, "4"; of a compute instance that
+// shares its GPU instance "1c.3g.40gb@4.1" and "4.1".
+type MIG struct {
+	// Card is the name of the GPU's kind in Status.Cards; empty while it is unknown.
+	Card string `json:"card,omitempty"`
+	// OnDemand says that instances are made for the pods that ask for them, so that
+	// placements on offer can overlap.
+	OnDemand bool `json:"onDemand,omitempty"`
+	// Largest is the profile with the most memory slices that can be had now; empty where
+	// none can.
+	Largest string `json:"largest,omitempty"`
+	// Offers are the profiles on offer, sorted by name.
+	Offers []Offer `json:"offers,omitempty"`
+	// Used are the placements that are held, and Blocked other instances that take up
+	// memory slices and stay: those that somebody else made, and those that are leaving.
+	// Warm exist, are idle, and go if their room is wanted. All are sorted by place.
+	Used    []string `json:"used,omitempty"`
+	Blocked []string `json:"blocked,omitempty"`
+	Warm    []string `json:"warm,omitempty"`
+}
+
+// Offer is what a GPU offers of a MIG profile.
+type Offer struct {
+	Profile string `json:"profile"`
+	// Resource is the full name of its resource; empty through DRA.
+	Resource string `json:"resource,omitempty"`
+	// Placements are all that the GPU offers, and Free those that can be had now; of those
+	// that overlap only one can. They are sorted by place.
+	Placements []string `json:"placements"`
+	Free       []string `json:"free,omitempty"`
+	// Largest is how many can be had together.
+	Largest int `json:"largest"`
+}
+
+// Holder is a container that has something of a GPU.
+type Holder struct {
+	// Namespace, Pod and Container are empty where the kubelet has not named the holder yet.
+	Namespace string `json:"namespace,omitempty"`
+	Pod       string `json:"pod,omitempty"`
+	Container string `json:"container,omitempty"`
+	// Resource is what it was asked for as.
+	Resource string `json:"resource,omitempty"`
+	// Devices are the numbers of its devices, as in GPU.Used, and Placements its MIG
+	// devices.
+	Devices    ledger.UnitSet `json:"devices,omitempty"`
+	Placements []string       `json:"placements,omitempty"`
+}
+
+// Condition has the JSON form of a condition of the API's (metav1.Condition).
+type Condition struct {
+	Type    string          `json:"type"`
+	Status  ConditionStatus `json:"status"`
+	Reason  status.Reason   `json:"reason"`
+	Message string          `json:"message"`
+	// LastTransitionTime is when Status last changed.
+	LastTransitionTime time.Time `json:"lastTransitionTime"`
+}
+
+// ConditionStatus is what a condition says of its type.
+type ConditionStatus string
+
+// The API's words.
+const (
+	True  ConditionStatus = "True"
+	False ConditionStatus = "False"
+)
+
+// Types of conditions.
+const (
+	// Ready is the node's: the agent runs, and what the object says is its offer.
+	Ready = "Ready"
+	// Healthy is a GPU's: it has no fault.
+	Healthy = "Healthy"
+	// Available is a GPU's: what is free of it can be had. It is False where the GPU is off,
+	// unhealthy, cordoned or about to change. A GPU that is full is Available.
+	Available = "Available"
+)
+
+// Is reports whether a condition is there and True.
+func Is(conditions []Condition, kind string) bool {
+	return slices.ContainsFunc(conditions, func(c Condition) bool { return c.Type == kind && c.Status == True })
+}

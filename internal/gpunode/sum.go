@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Sum fills in what follows from the GPUs: what is Largest of their MIG devices, Resources
+// and Summary. Placements are sorted, and read by the GPU's card in Cards.
+func (s *Status) Sum() {
+	cards := map[string]*mig.Card{}
+	for i := range s.Cards {
+		cards[s.Cards[i].Name], _ = s.Cards[i].Read() // what makes no sense is in no placement
+	}
+	s.Resources = nil
+	left := tally{free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{}}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		if g.Resource != "" {
+			r := s.resource(g.Resource)
+			r.Total, r.Free = r.Total+g.Total, r.Free+g.Free
+			if g.Kind == ledger.Units {
+				r.Largest = max(r.Largest, g.Largest)
+			} else {
+				r.Largest += g.Largest
+			}
+		}
+		var card *mig.Card
+		if g.MIG != nil {
+			card = cards[g.MIG.Card]
+			g.MIG.sum(card)
+			for _, o := range g.MIG.Offers {
+				if o.Resource != "" {
+					r := s.resource(o.Resource)
+					r.Total, r.Free, r.Largest = r.Total+len(o.Placements), r.Free+len(o.Free), r.Largest+o.Largest
+				}
+			}
+		}
+		left.add(g, card)
+	}
+	slices.SortFunc(s.Resources, func(a, b Resource) int { return cmp.Compare(a.Name, b.Name) })
+	s.Summary = left.summary()
+}
+
+// resource is the node's entry of a name.
+func (s *Status) resource(name string) *Resource {
+	i := slices.IndexFunc(s.Resources, func(r Resource) bool { return r.Name == name })
+	if i < 0 {
+		i, s.Resources = len(s.Resources), append(s.Resources, Resource{Name: name})
+	}
+	return &s.Resources[i]
+}
+
+// sum fills in how many of each profile can be had, and the largest profile.
+func (m *MIG) sum(card *mig.Card) {
+	m.Largest = ""
+	most := 0
+	for i := range m.Offers {
+		o := &m.Offers[i]
+		o.Largest = m.room(card, o)
+		if o.Largest == 0 || card == nil {
+			continue
+		}
+		p, err := Placement(card, o.Profile+"@"+o.Free[0])
+		if size := p.Size; err == nil && size > most {
+			m.Largest, most = o.Profile, size
+		}
+	}
+}
+
+// room is how many of the free placements of a profile can be had together. Each run of
+// memory slices that one takes is as long as the others', so to take them from left to
+// right finds the most.
+func (m *MIG) room(card *mig.Card, o *Offer) (n int) {
+	if !m.OnDemand || card == nil { // devices that exist exclude nobody
+		return len(o.Free)
+	}
+	var standing []mig.Placement
+	for _, text := range slices.Concat(m.Used, m.Blocked) {
+		if p, err := Placement(card, text); err == nil {
+			standing = append(standing, p)
+		}
+	}
+	for _, at := range o.Free {
+		if p, err := Placement(card, o.Profile+"@"+at); err == nil && card.Fits(standing, p) {
+			standing = append(standing, p)
+			n++
+		}
+	}
+	return n
+}
+
+// free is how many memory slices free placements cover, and how many there are.
+func (m *MIG) free(card *mig.Card) (free, total int) {
+	if card == nil {
+		return 0, 0
+	}
+	var covered uint64
+	for _, o := range m.Offers {
+		for _, at := range o.Free {
+			if p, err := Placement(card, o.Profile+"@"+at); err == nil {
+				covered |= (1<<p.Size - 1) << p.Start
+			}
+		}
+	}
+	for _, p := range card.Placements() {
+		total = max(total, p.Start+p.Size)
+	}
+	return bits.OnesCount64(covered), total
+}
+
+// tally adds up what a summary says.
+type tally struct {
+	gpus, sick                  int
+	free, total, largest, modes map[string]int
+	// profile is the largest that can be had, and size its memory in MiB.
+	profile string
+	size    int
+	// memory of the GPUs that count, and what of it can be had, in MiB.
+	memory, idle int
+}
+
+// words are what summaries call devices, by kind.
+var words = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Units: "gpu-mem", ledger.Replica: "gpu.shared"}
+
+func (t *tally) add(g *GPU, card *mig.Card) {
+	t.gpus++
+	if !Is(g.Conditions, Healthy) {
+		t.sick++
+	}
+	t.modes[cmp.Or(g.Mode, "unset")]++
+	if g.Mode == "off" {
+		return
+	}
+	free, total := g.Free, g.Total
+	switch word := cmp.Or(words[g.Kind], words[ledger.Units]); {
+	case g.MIG != nil && g.Mode == "mig":
+		free, total = g.MIG.free(card)
+		t.free["mig"], t.total["mig"] = t.free["mig"]+free, t.total["mig"]+total
+		if size := g.MemoryMiB / max(total, 1) * sizeOf(card, g.MIG.Largest); size > t.size {
+			t.profile, t.size = g.MIG.Largest, size
+		}
+	case g.Kind == ledger.Units || g.Kind == ledger.Placement:
+		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, max(t.largest[word], g.Largest)
+	case total > 0:
+		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, t.largest[word]+g.Largest
+	}
+	t.memory += g.MemoryMiB
+	t.idle += g.MemoryMiB * free / max(total, 1)
+}
+
+// sizeOf is how many memory slices a profile takes.
+func sizeOf(card *mig.Card, profile string) int {
+	if name, err := mig.Parse(profile); err == nil && card != nil {
+		for _, p := range card.Placements() {
+			if p.Profile == name.GPUInstance() {
+				return p.Size
+			}
+		}
+	}
+	return 0
+}
+
+func (t *tally) summary() Summary {
+	s := Summary{GPUs: t.gpus, Unhealthy: t.sick, SaturationPercent: 100}
+	if t.memory > 0 {
+		s.SaturationPercent = (t.memory - t.idle) * 100 / t.memory
+	}
+	var modes, free, largest []string
+	for _, mode := range []string{"whole", "shared", "mig", "dynamic", "off", "unset"} {
+		if n := t.modes[mode]; n > 0 {
+			modes = append(modes, fmt.Sprintf("%d %s", n, mode))
+		}
+	}
+	for _, word := range []string{"gpu", "gpu-mem", "gpu.shared"} {
+		if total := t.total[word]; total > 0 {
+			free = append(free, fmt.Sprintf("%s %d/%d", word, t.free[word], total))
+			largest = append(largest, fmt.Sprintf("%s %d", word, t.largest[word]))
+		}
+	}
+	if total := t.total["mig"]; total > 0 {
+		free = append(free, fmt.Sprintf("mig %d/%d memory slices", t.free["mig"], total))
+		largest = append(largest, "mig "+cmp.Or(t.profile, "0"))
+	}
+	s.Modes, s.Free, s.Largest = strings.Join(modes, ", "), strings.Join(free, ", "), strings.Join(largest, ", ")
+	return s
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"fmt"
+	"reflect"
+	"time"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// ReservedFor is how long a reservation lasts for which nobody speaks.
+const ReservedFor = 30 * time.Second
+
+// Pod is a pod that asks for GPUs.
+type Pod struct {
+	UID, Namespace, Name string
+	// Node is where the pod is bound, and Nominated where the API says that it will be;
+	// empty where it says nothing.
+	Node, Nominated string
+	// Containers are the init containers and then the others, in the order of the spec.
+	Containers []Container
+	// Devices are the IDs of the devices that the pod's status names.
+	Devices []string
+	// Done says that all of its containers have ended, and none will start again.
+	Done bool
+}
+
+// Container is what a container asks for.
+type Container struct {
+	// Init says that it ends before the next one starts. Sidecar is an init container that
+	// goes on; then Init is false.
+	Init, Sidecar bool
+	// Requests are numbers of devices by full resource name, of the agent's resources alone.
+	Requests map[string]int
+}
+
+// Books are what is known of a fleet: its nodes, the pods on them, and what is reserved.
+type Books struct {
+	nodes map[string]*node
+	pods  map[string]*entry
+	cards []*cardOf
+}
+
+// node is what is known of a node.
+type node struct {
+	known, ready bool
+	status       gpunode.Status
+	// here are the pods that have or will have devices of the node, by UID.
+	here map[string]*entry
+	// room is what follows from that; nil where it must be found anew.
+	room *room
+}
+
+// entry is what is known of a pod.
+type entry struct {
+	Pod
+	// needs, names and pinned follow from what its containers ask for: how many devices it
+	// has at least, by resource, their names in order, and whether that is not all that
+	// counts.
+	needs  map[string]int
+	names  []string
+	pinned bool
+	// shape is the same for pods that ask for the same.
+	shape string
+	// reserved is a node, until a time.
+	reserved string
+	until    time.Time
+	// asking says that the pod is being placed, and so is nowhere; told that SetPod had it.
+	asking, told bool
+	// at is the node among whose pods it is.
+	at string
+}
+
+// cardOf is a kind of GPU with its rules.
+type cardOf struct {
+	told gpunode.Card
+	card *mig.Card
+	// profiles are its placements by profile, and texts those that have been read.
+	profiles map[string][]mig.Placement
+	texts    map[string]mig.Placement
+}
+
+// New returns books in which nothing is written.
+func New() *Books {
+	return &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
+}
+
+// SetNode notes what a GPUNode says, which the caller may not change any more. Ready is what
+// the Node's own conditions say; the GPUNode's are looked at besides.
+func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
+	n := b.node(name)
+	n.status, n.known, n.ready, n.room = *says, true, ready, nil
+}
+
+// DeleteNode forgets a GPUNode. The node's pods are kept: it may come back.
+func (b *Books) DeleteNode(name string) {
+	n := b.node(name)
+	n.status, n.known, n.ready, n.room = gpunode.Status{}, false, false, nil
+	b.prune(name)
+}
+
+// SetPod notes a pod as the API has it. A pod that is bound or done has no reservation.
+func (b *Books) SetPod(p Pod) {
+	e := b.pods[p.UID]
+	if e == nil {
+		e = &entry{}
+		b.pods[p.UID] = e
+	}
+	e.told = true
+	if e.set(p); p.Node != "" || p.Done {
+		e.reserved = ""
+	}
+	b.settle(e)
+}
+
+// set notes what a pod is.
+func (e *entry) set(p Pod) {
+	e.Pod, e.needs, e.pinned = p, p.needs(), p.pinned()
+	e.names, e.shape = sorted(e.needs), fmt.Sprint(p.Containers)
+}
+
+// DeletePod forgets a pod.
+func (b *Books) DeletePod(uid string) {
+	e := b.pods[uid]
+	if e == nil {
+		return
+	}
+	delete(b.pods, uid)
+	e.asking = true
+	b.settle(e)
+}
+
+// Reserved are the nodes where pods have reservations or are nominated, by the pods' UIDs.
+func (b *Books) Reserved(now time.Time) map[string]string {
+	b.expire(now)
+	out := map[string]string{}
+	for uid, e := range b.pods {
+		if e.Node == "" && e.at != "" {
+			out[uid] = e.at
+		}
+	}
+	return out
+}
+
+// node is the entry of a node, which is made where there is none.
+func (b *Books) node(name string) *node {
+	n := b.nodes[name]
+	if n == nil {
+		n = &node{here: map[string]*entry{}}
+		b.nodes[name] = n
+	}
+	return n
+}
+
+// prune forgets a node of which nothing is known.
+func (b *Books) prune(name string) {
+	if n := b.nodes[name]; n != nil && !n.known && len(n.here) == 0 {
+		delete(b.nodes, name)
+	}
+}
+
+// settle puts a pod among those of the node where it is or will be.
+func (b *Books) settle(e *entry) {
+	at := ""
+	switch {
+	case e.asking, e.Done:
+	case e.Node != "":
+		at = e.Node
+	case e.reserved != "":
+		at = e.reserved
+	default:
+		at = e.Nominated
+	}
+	if e.at != "" {
+		n := b.node(e.at)
+		delete(n.here, e.UID)
+		n.room = nil
+		if e.at != at {
+			b.prune(e.at)
+		}
+	}
+	if e.at = at; at != "" {
+		n := b.node(at)
+		n.here[e.UID] = e
+		n.room = nil
+	}
+}
+
+// expire ends the reservations whose time has come.
+func (b *Books) expire(now time.Time) {
+	for _, e := range b.pods {
+		if e.reserved != "" && !now.Before(e.until) {
+			e.reserved = ""
+			b.settle(e)
+			if !e.told {
+				delete(b.pods, e.UID)
+			}
+		}
+	}
+}
+
+// card reads a GPU's rules, each kind's once.
+func (b *Books) card(told *gpunode.Card) *cardOf {
+	for _, c := range b.cards {
+		if reflect.DeepEqual(&c.told, told) {
+			return c
+		}
+	}
+	c := &cardOf{told: *told, profiles: map[string][]mig.Placement{}, texts: map[string]mig.Placement{}}
+	c.card, _ = told.Read() // a profile that makes no sense is on no offer
+	for _, p := range c.card.Placements() {
+		name := p.Profile.String()
+		c.profiles[name] = append(c.profiles[name], p)
+	}
+	b.cards = append(b.cards, c)
+	return c
+}
+
+// read reads a placement; false where the card has none such.
+func (c *cardOf) read(text string) (mig.Placement, bool) {
+	p, known := c.texts[text]
+	if !known {
+		var err error
+		if p, err = gpunode.Placement(c.card, text); err != nil {
+			return mig.Placement{}, false
+		}
+		c.texts[text] = p
+	}
+	return p, true
+}

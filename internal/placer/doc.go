@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package placer keeps the books of a fleet's GPUs, and answers whether a pod fits and on
+// which node. It is for schedulers that add up a node's devices and so cannot see whether
+// one GPU has enough of them, or hear of an allocation too late.
+//
+// [Books] are told what the API says: each node's GPUNode, and each pod that asks for GPUs
+// with where it is and which devices its status names. [Books.Place] picks a node and
+// reserves there. [Books.Fits] says whether a node would have room without some pods.
+//
+//	books := placer.New()
+//	books.SetNode("node-1", status, true)
+//	books.SetPod(placer.Pod{UID: "a", Node: "node-1", Containers: …})
+//	node, err := books.Place(pod, []string{"node-1", "node-2"}, now)
+//
+// # What is taken
+//
+// A device is taken where the GPUNode says that it is held, or a pod's status names it.
+// Either may come late, and in any order: the books take the union. Nothing is placed
+// where the agent or the Node is not ready, and a GPU counts only while it is offered
+// through the device plugin and is Available; what goes through DRA the scheduler places.
+//
+// # What is not known yet
+//
+// Of a pod that has a reservation, or is bound and has not reported its devices, nobody
+// knows which ones it will have. The node's agent chooses them when the kubelet asks, in
+// the order in which the kubelet happens to take the pods, and perhaps with room that an
+// ended pod has left and of which the API says nothing yet. So the books do not guess. A pod
+// is placed beside such pods only where each of them, and the new one, gets its room
+// whatever the agent chooses for the others, in whatever order. Otherwise the node is passed
+// over until the others have reported, which takes a second or two.
+//
+// That is decided with a bound: for every request, how much the other requests would have
+// to take to leave no room for it. Memory units: to keep r units from a GPU with f free
+// ones takes f-r+1 of them. GPUs of which nothing is held are worth more, since the
+// agent turns to one only for what fits on none of the fuller ones. Replicas: others
+// must use up GPUs, on which each request takes one replica. MIG placements on demand:
+// others must cover each of a profile's free placements, or use up what the card allows of
+// its kind.
+//
+// Where all have reported, the books ask the agent's own packing (pkg/timeslice, pkg/mig)
+// for each of the pod's containers in turn, as the kubelet would. So what is refused then
+// is what the agent would refuse. A pod with init containers that ask for GPUs, or with
+// split compute instances, is placed only in this way, and holds the node for itself until
+// it has reported. Between requests of one such pod the packing can choose otherwise than
+// the books if another pod ends in the same second; a pod with one request is not concerned.
+//
+// # Reservations
+//
+// A reservation ends when the pod is bound, gone, or asked for again, and after
+// [ReservedFor]. While the API says that a pod is nominated to a node, it has its room
+// there. So books that are made anew from the API's pods know the same as before, but for
+// pods that were placed in the last moments and whose binding the API does not know.
+//
+// # Packing
+//
+// Of nodes that can take a pod, the one is best on which least is spoilt: the GPU with
+// the fewest units left over; the placement after which the most can still be made; and
+// then the node with the least room.
+//
+// The package is pure. It knows no API and no clock, and Books are not safe for
+// concurrent use.
+package placer

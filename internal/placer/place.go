@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Refusal says why a pod has no place. Its text is for the person whose pod waits.
+type Refusal struct {
+	// Nodes has the reason of each node that was asked.
+	Nodes map[string]string
+	// Largest are the largest requests that would fit on one of these nodes, by resource; of
+	// a MIG profile how many placements are free.
+	Largest map[string]Block
+	// Waits says that there may be room as soon as pods that are starting have reported
+	// their devices.
+	Waits bool
+}
+
+// Block is how much there is at one place.
+type Block struct {
+	N    int
+	Node string
+}
+
+func (r *Refusal) Error() string {
+	var parts []string
+	for _, name := range slices.Sorted(maps.Keys(r.Largest)) {
+		if b := r.Largest[name]; b.N > 0 {
+			parts = append(parts, fmt.Sprintf("the largest free block of %s is %d, on %s", name, b.N, b.Node))
+		} else {
+			parts = append(parts, fmt.Sprintf("no %s is free", name))
+		}
+	}
+	if parts == nil {
+		parts = []string{"no node was asked"}
+	}
+	if r.Waits {
+		parts = append(parts, "and pods that are starting have not reported their devices yet")
+	}
+	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
+}
+
+// Place picks the best of some nodes for a pod and reserves there. A reservation that it
+// had is given up first. A pod that is bound stays where it is. The error is a [Refusal]
+// where no node can take the pod.
+func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
+	b.expire(now)
+	e := b.pods[p.UID]
+	if e == nil {
+		e = &entry{}
+		b.pods[p.UID] = e
+	}
+	if e.Node != "" {
+		return e.Node, nil
+	}
+	e.reserved, e.asking = "", true
+	b.settle(e)
+	e.set(p)
+	best, why := b.best(e, among)
+	if e.asking = false; why == nil {
+		e.reserved, e.until = best, now.Add(ReservedFor)
+	}
+	b.settle(e)
+	if why != nil {
+		if !e.told {
+			delete(b.pods, p.UID)
+		}
+		return "", why
+	}
+	return best, nil
+}
+
+// best is the best of some nodes.
+func (b *Books) best(p *entry, among []string) (string, *Refusal) {
+	type choice struct {
+		node         string
+		spoilt, left int
+	}
+	var best *choice
+	no := &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
+	for _, name := range among {
+		r := b.room(name)
+		v := r.judge(p)
+		if v.why != "" {
+			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
+			for _, resource := range p.names {
+				if n := r.largest(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
+					no.Largest[resource] = Block{n, name}
+				}
+			}
+			continue
+		}
+		if c := (choice{name, v.spoilt, v.left}); best == nil ||
+			cmp.Or(cmp.Compare(c.spoilt, best.spoilt), cmp.Compare(c.left, best.left), cmp.Compare(c.node, best.node)) < 0 {
+			best = &c
+		}
+	}
+	if best == nil {
+		return "", no
+	}
+	return best.node, nil
+}
+
+// room is that of a node, empty where nothing is known of it.
+func (b *Books) room(name string) *room {
+	n := b.nodes[name]
+	if n == nil {
+		return &room{}
+	}
+	if n.room == nil {
+		n.room = b.roomOf(n, nil)
+	}
+	return n.room
+}
+
+// Fits says whether a node would have room for a pod if others, named by their UIDs, were
+// gone from it; nil if so. The error is a [Refusal]. Nothing is reserved.
+func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error {
+	b.expire(now)
+	n := b.nodes[name]
+	if n == nil {
+		n = &node{}
+	}
+	gone := map[string]bool{p.UID: true}
+	for _, uid := range without {
+		gone[uid] = true
+	}
+	r := b.roomOf(n, gone)
+	e := &entry{}
+	e.set(p)
+	why, waits := r.refuse(e)
+	if why == "" {
+		return nil
+	}
+	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits}
+	for _, resource := range e.names {
+		no.Largest[resource] = Block{r.largest(resource), name}
+	}
+	return no
+}
+
+// refuse is why a pod may not be placed in the room, empty where it may. Waits says that
+// pods which have not reported their devices are the reason.
+func (r *room) refuse(p *entry) (why string, waits bool) {
+	families := map[string]bool{}
+	for _, name := range p.names {
+		if _, ours := r.kinds[name]; !ours {
+			return fmt.Sprintf("the node does not offer %s through the device plugin, or its agent is not ready", name), false
+		}
+		if n := p.needs[name]; r.largest(name) == 0 {
+			return fmt.Sprintf("%d of %s asked for and none is free", n, name), false
+		}
+		families[r.family(name)] = true
+	}
+	var beside []*entry
+	for _, e := range r.pending {
+		if e.UID != p.UID && r.competes(e, families) {
+			beside = append(beside, e)
+		}
+	}
+	if r.bounded(p, families, beside) {
+		return "", false
+	}
+	if r.fits(&p.Pod) {
+		if len(beside) == 0 {
+			return "", false
+		}
+		return fmt.Sprintf("which devices %s/%s has, and %d others, is not known yet", beside[0].Namespace, beside[0].Name, len(beside)-1), true
+	}
+	var largest []string
+	for _, name := range p.names {
+		largest = append(largest, fmt.Sprintf("%d of %s asked for and the largest free block is %d", p.needs[name], name, r.largest(name)))
+	}
+	return strings.Join(largest, "; "), false
+}
+
+// competes reports whether a pod asks for something of the families.
+func (r *room) competes(p *entry, families map[string]bool) bool {
+	for _, name := range p.names {
+		if _, ours := r.kinds[name]; ours && families[r.family(name)] {
+			return true
+		}
+	}
+	return false
+}
+
+// bounded reports whether the pod and those beside it are sure to have their room.
+func (r *room) bounded(p *entry, families map[string]bool, beside []*entry) bool {
+	if p.pinned || slices.ContainsFunc(beside, func(e *entry) bool { return e.pinned }) {
+		return false
+	}
+	for family := range families {
+		var items []item
+		for _, e := range beside {
+			items = append(items, r.items(&e.Pod, family)...)
+		}
+		fixed := len(items)
+		if !r.safe(family, append(items, r.items(&p.Pod, family)...), fixed) {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"maps"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// room is what can be had on a node, and who is about to have some of it.
+type room struct {
+	gpus []space
+	// kinds has the resources that the node offers.
+	kinds map[string]ledger.Kind
+	// pending are the pods whose devices are not all known, by UID.
+	pending []*entry
+	// expected is what is left once they have theirs, as far as one can tell; nil until
+	// somebody asks. It ranks nodes; nothing is promised on it.
+	expected *trial
+	// verdicts are the answers so far, by the shape of the pod that was asked for.
+	verdicts map[string]verdict
+}
+
+// verdict is what a room says to a pod: why it refuses, or how bad a choice it is.
+type verdict struct {
+	why          string
+	waits        bool
+	spoilt, left int
+}
+
+// maxVerdicts bounds what a room remembers.
+const maxVerdicts = 200
+
+// judge gives the room's verdict on a pod that is not among those pending.
+func (r *room) judge(p *entry) verdict {
+	v, known := r.verdicts[p.shape]
+	if known {
+		return v
+	}
+	if v.why, v.waits = r.refuse(p); v.why == "" {
+		v.spoilt, v.left = r.expect().score(&p.Pod)
+	}
+	if r.verdicts == nil || len(r.verdicts) >= maxVerdicts {
+		r.verdicts = map[string]verdict{}
+	}
+	r.verdicts[p.shape] = v
+	return v
+}
+
+// space is what can be had of a GPU.
+type space struct {
+	uuid     gpu.UUID
+	rank     int
+	kind     ledger.Kind
+	resource string
+	// total is how many devices the GPU has, held tells which of them are held, and free
+	// counts the others; of a GPU of which nothing new can be had, all are held.
+	total, free int
+	held        []bool
+	// MIG: standing may not be destroyed, warm exists and nobody has it, places are the
+	// placements that can be had, by resource, and all are those that the card has.
+	card           *mig.Card
+	onDemand       bool
+	standing, warm []mig.Placement
+	places, all    map[string][]mig.Placement
+}
+
+// roomOf is the room of a node as if the pods named by without were gone.
+func (b *Books) roomOf(n *node, without map[string]bool) *room {
+	r := &room{kinds: map[string]ledger.Kind{}}
+	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
+		return r
+	}
+	gone := map[string]bool{} // devices
+	for uid := range without {
+		if e := n.here[uid]; e != nil {
+			for _, id := range n.devices(&e.Pod) {
+				gone[id] = true
+			}
+		}
+	}
+	for i := range n.status.GPUs {
+		g := &n.status.GPUs[i]
+		if g.API != string(ledger.DevicePlugin) {
+			continue
+		}
+		s := space{uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
+		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
+		if g.Kind == ledger.Placement {
+			b.placements(&s, n, g, open, gone)
+		} else {
+			s.numbers(g, open, gone)
+			r.kinds[g.Resource] = g.Kind
+		}
+		for name := range s.places {
+			r.kinds[name] = ledger.Placement
+		}
+		r.gpus = append(r.gpus, s)
+	}
+	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
+		e := n.here[uid]
+		if without[uid] {
+			continue
+		}
+		ids := n.devices(&e.Pod)
+		for _, id := range ids {
+			r.hold(id)
+		}
+		if !r.reported(e, ids) {
+			r.pending = append(r.pending, e)
+		}
+	}
+	return r
+}
+
+// devices are those of a pod, by its own status or by the node's word.
+func (n *node) devices(p *Pod) []string {
+	if n.status.HoldersIn != gpunode.InObject {
+		return p.Devices
+	}
+	out := slices.Clone(p.Devices)
+	for i := range n.status.GPUs {
+		g := &n.status.GPUs[i]
+		for j := range g.Holders {
+			h := &g.Holders[j]
+			if h.Namespace != p.Namespace || h.Pod != p.Name {
+				continue
+			}
+			for number := range h.Devices.All() {
+				if g.Kind == ledger.Whole {
+					out = append(out, g.UUID)
+				} else {
+					out = append(out, timeslice.ID(gpu.UUID(g.UUID), number))
+				}
+			}
+			for _, place := range h.Placements {
+				out = append(out, g.UUID+"::"+place)
+			}
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// numbers fills in the devices of a GPU that have numbers.
+func (s *space) numbers(g *gpunode.GPU, open bool, gone map[string]bool) {
+	s.total = g.Total
+	s.held = make([]bool, g.Total)
+	if open {
+		s.free = g.Total
+	} else {
+		for i := range s.held {
+			s.held[i] = true
+		}
+	}
+	for number := range g.Used.All() {
+		if number < s.total && !s.held[number] && !gone[s.id(number)] {
+			s.held[number] = true
+			s.free--
+		}
+	}
+}
+
+// id is the ID of a device that has a number.
+func (s *space) id(number int) string {
+	if s.kind == ledger.Whole {
+		return string(s.uuid)
+	}
+	return timeslice.ID(s.uuid, number)
+}
+
+// placements fills in what a GPU with MIG has.
+func (b *Books) placements(s *space, n *node, g *gpunode.GPU, open bool, gone map[string]bool) {
+	s.places = map[string][]mig.Placement{}
+	if g.MIG == nil {
+		return
+	}
+	s.onDemand = g.MIG.OnDemand
+	var kind *cardOf
+	for i := range n.status.Cards {
+		if n.status.Cards[i].Name == g.MIG.Card {
+			kind = b.card(&n.status.Cards[i])
+		}
+	}
+	for _, o := range g.MIG.Offers {
+		if o.Resource != "" {
+			s.places[o.Resource] = nil
+		}
+	}
+	if kind == nil {
+		return
+	}
+	s.card, s.all = kind.card, map[string][]mig.Placement{}
+	for _, o := range g.MIG.Offers {
+		s.all[o.Resource] = kind.profiles[o.Profile]
+	}
+	read := kind.read
+	freed := map[mig.Placement]bool{}
+	for _, text := range g.MIG.Used {
+		if p, ok := read(text); ok {
+			if freed[p] = gone[mig.ID(s.uuid, p)]; !freed[p] {
+				s.standing = append(s.standing, p)
+			}
+		}
+	}
+	for _, text := range g.MIG.Blocked {
+		if p, ok := read(text); ok {
+			s.standing = append(s.standing, p)
+		}
+	}
+	for _, text := range g.MIG.Warm {
+		if p, ok := read(text); ok {
+			s.warm = append(s.warm, p)
+		}
+	}
+	if !open {
+		return
+	}
+	for _, o := range g.MIG.Offers {
+		for _, at := range o.Placements {
+			p, ok := read(o.Profile + "@" + at)
+			// What is not free now may be so once others have gone.
+			if ok && o.Resource != "" && (slices.Contains(o.Free, at) || len(gone) > 0 && s.opens(g, p, freed)) {
+				s.places[o.Resource] = append(s.places[o.Resource], p)
+			}
+		}
+	}
+	s.narrow()
+}
+
+// opens reports whether a placement that is not free has its room from what is freed.
+func (s *space) opens(g *gpunode.GPU, p mig.Placement, freed map[mig.Placement]bool) bool {
+	if !s.onDemand {
+		return freed[p]
+	}
+	before := slices.Clone(s.standing)
+	for q, yes := range freed {
+		if yes {
+			before = append(before, q)
+		}
+	}
+	return !s.card.Fits(before, p) && s.card.Fits(s.standing, p)
+}
+
+// narrow takes out placements that cannot stand beside what does.
+func (s *space) narrow() {
+	for name, of := range s.places {
+		s.places[name] = slices.DeleteFunc(slices.Clone(of), func(p mig.Placement) bool {
+			return s.onDemand && !s.card.Fits(s.standing, p) || !s.onDemand && slices.Contains(s.standing, p)
+		})
+	}
+}
+
+// hold notes that a device is held. A device that its GPU cannot have now is of a layout
+// before this one, which is going.
+func (r *room) hold(id string) {
+	uuid, rest, pieced := strings.Cut(id, "::")
+	i := slices.IndexFunc(r.gpus, func(s space) bool { return string(s.uuid) == uuid })
+	if i < 0 {
+		return
+	}
+	s := &r.gpus[i]
+	if s.kind == ledger.Placement {
+		if s.card == nil {
+			return
+		}
+		if p, err := gpunode.Placement(s.card, rest); err == nil && !slices.Contains(s.standing, p) {
+			s.standing = append(s.standing, p)
+			s.narrow()
+		}
+		return
+	}
+	number := 0
+	if pieced {
+		var err error
+		if _, number, err = timeslice.ParseID(id); err != nil {
+			return
+		}
+	}
+	if number < s.total && !s.held[number] {
+		s.held[number] = true
+		s.free--
+	}
+}
+
+// reported tells whether all that a pod has asked for of the node is among its devices.
+func (r *room) reported(p *entry, ids []string) bool {
+	for name, need := range p.needs {
+		if _, ours := r.kinds[name]; ours && r.count(name, ids) < need {
+			return false
+		}
+	}
+	return true
+}
+
+// count is how many of the devices are of a resource.
+func (r *room) count(resource string, ids []string) (n int) {
+	_, short, _ := strings.Cut(resource, "/")
+	profile, err := mig.ParseResource(short)
+	for _, id := range ids {
+		uuid, rest, _ := strings.Cut(id, "::")
+		if err == nil {
+			if _, p, _, _, bad := mig.ParseID(id); bad == nil && p == profile {
+				n++
+			}
+			continue
+		}
+		i := slices.IndexFunc(r.gpus, func(s space) bool { return string(s.uuid) == uuid })
+		if i >= 0 && r.gpus[i].resource == resource && !strings.Contains(rest, "@") {
+			n++
+		}
+	}
+	return n
+}
+
+// needs are the numbers of devices that a pod has at least, by resource: app containers are
+// given again what init containers had.
+func (p *Pod) needs() map[string]int {
+	most, sum := map[string]int{}, map[string]int{}
+	for i := range p.Containers {
+		c := &p.Containers[i]
+		for name, n := range c.Requests {
+			if c.Init {
+				most[name] = max(most[name], n+sum[name]) // sidecars before it go on
+			} else {
+				sum[name] += n
+			}
+		}
+	}
+	for name, n := range most {
+		sum[name] = max(sum[name], n)
+	}
+	maps.DeleteFunc(sum, func(_ string, n int) bool { return n <= 0 })
+	return sum
+}
+
+// pinned reports whether it is not enough to know what a pod's containers ask for one by
+// one: init containers' devices come again, and split compute instances share.
+func (p *Pod) pinned() bool {
+	for i := range p.Containers {
+		c := &p.Containers[i]
+		for name, n := range c.Requests {
+			_, short, _ := strings.Cut(name, "/")
+			profile, err := mig.ParseResource(short)
+			if n > 0 && (c.Init || err == nil && profile.Compute != 0) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// family is the resources that compete with one: MIG profiles all with each other.
+func (r *room) family(resource string) string {
+	if r.kinds[resource] == ledger.Placement {
+		return "mig"
+	}
+	return resource
+}
+
+// sorted are the names of resources in order.
+func sorted(requests map[string]int) []string { return slices.Sorted(maps.Keys(requests)) }
+
+// largest is the largest request for a resource that one container could have, and of a
+// MIG profile how many free placements there are.
+func (r *room) largest(resource string) (n int) {
+	for i := range r.gpus {
+		s := &r.gpus[i]
+		switch {
+		case s.kind == ledger.Placement:
+			n += len(s.places[resource])
+		case s.resource != resource:
+		case s.kind == ledger.Units:
+			n = max(n, s.free)
+		default:
+			n += min(s.free, 1)
+		}
+	}
+	return n
+}

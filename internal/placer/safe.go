@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"cmp"
+	"math"
+	"slices"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// item is a request of one container: n devices of a resource, of a MIG profile always one.
+type item struct {
+	resource string
+	n        int
+}
+
+// items are the requests of a pod for what competes in a family, as they are if no device
+// is used twice.
+func (r *room) items(p *Pod, family string) (out []item) {
+	for i := range p.Containers {
+		requests := p.Containers[i].Requests
+		for _, name := range sorted(requests) {
+			n := requests[name]
+			switch {
+			case n <= 0 || r.family(name) != family:
+			case r.kinds[name] == ledger.Placement:
+				for range n {
+					out = append(out, item{name, 1})
+				}
+			default:
+				out = append(out, item{name, n})
+			}
+		}
+	}
+	return out
+}
+
+// safe reports whether each request gets its room, whatever the agent chooses for the
+// others and in whatever order. The first fixed of them are of pods that are on the node
+// already. One of these that has no room even alone is left out of account: it has got
+// its devices, of which the pod's status does not tell yet, or it is lost in any case.
+func (r *room) safe(family string, items []item, fixed int) bool {
+	for i, it := range items {
+		others := slices.Concat(items[:i], items[i+1:])
+		take := r.total(family, others)
+		most, alone := r.spare(family, it, others, take)
+		if !alone && i < fixed {
+			continue
+		}
+		if !alone || take > most {
+			return false
+		}
+	}
+	return true
+}
+
+// spare is how much others may take, all together, with none of them able to keep a request
+// from its room. Alone is false where there is no room without them. Nobody asks for more
+// than take, so that the search for it may end there.
+func (r *room) spare(family string, it item, others []item, take int) (most int, alone bool) {
+	if family == "mig" {
+		return r.sparePlacements(it.resource, others, take)
+	}
+	switch r.kinds[it.resource] {
+	case ledger.Units:
+		return r.spareUnits(it, others)
+	case ledger.Replica:
+		return r.spareReplicas(it, others)
+	}
+	free := 0
+	for i := range r.gpus {
+		if r.gpus[i].resource == it.resource {
+			free += r.gpus[i].free
+		}
+	}
+	return free - it.n, free >= it.n
+}
+
+// total is what requests take, in the measure of spare.
+func (r *room) total(family string, items []item) (sum int) {
+	for _, it := range items {
+		if family == "mig" {
+			sum += r.size(it.resource)
+		} else {
+			sum += it.n
+		}
+	}
+	return sum
+}
+
+// spareUnits is one less than what keeps r units off every GPU. A GPU on which they fit
+// must lose all its free units but r-1.
+//
+// Where nothing of a GPU is held, that is not all. Think of the GPU to which the agent
+// turned last, with a request for x units. Since the agent takes the fullest GPU that fits,
+// x did not fit on the others that were less full before: each had fewer than x free. (Or
+// it was turned to with more than the last one had.) What is held of a GPU can become free
+// at any moment, which changes that order; so only GPUs count of which nothing is.
+func (r *room) spareUnits(it item, others []item) (most int, alone bool) {
+	var fit []*space
+	for i := range r.gpus {
+		if s := &r.gpus[i]; s.resource == it.resource && s.free >= it.n {
+			fit = append(fit, s)
+		}
+	}
+	if len(fit) == 0 {
+		return 0, false
+	}
+	least := func(last *space, x int) (sum int) {
+		for _, s := range fit {
+			need := s.free - it.n + 1
+			switch {
+			case s == last:
+				need = max(need, x)
+			case s.free == s.total:
+				need = max(need, min(s.free-x+1, last.free+1))
+			}
+			sum += need
+		}
+		return sum
+	}
+	block := math.MaxInt
+	for _, last := range fit {
+		for _, x := range others {
+			block = min(block, least(last, x.n))
+		}
+	}
+	return block - 1, true
+}
+
+// spareReplicas is how much others may take if they use up the GPUs with the fewest free
+// replicas first. Each takes at most one of a GPU.
+func (r *room) spareReplicas(it item, others []item) (most int, alone bool) {
+	var free []int
+	for i := range r.gpus {
+		if s := &r.gpus[i]; s.resource == it.resource && s.free > 0 {
+			free = append(free, s.free)
+		}
+	}
+	slices.Sort(free)
+	if len(free) < it.n {
+		return 0, false
+	}
+	block := 0
+	for _, f := range free[:len(free)-it.n+1] {
+		if f > len(others) {
+			return math.MaxInt, true
+		}
+		block += f
+	}
+	return block - 1, true
+}
+
+// size is how many memory slices a MIG device takes at most.
+func (r *room) size(resource string) (n int) {
+	for i := range r.gpus {
+		for _, p := range r.gpus[i].all[resource] {
+			n = max(n, p.Size)
+		}
+	}
+	return n
+}
+
+// sparePlacements is one less than the memory slices that others must take to keep a MIG
+// device off every GPU, as far as that is not more than take.
+func (r *room) sparePlacements(resource string, others []item, take int) (most int, alone bool) {
+	counts := map[string]int{}
+	for _, o := range others {
+		counts[o.resource]++
+	}
+	block := 0
+	for i := range r.gpus {
+		s := &r.gpus[i]
+		if len(s.places[resource]) == 0 {
+			continue
+		}
+		if alone = true; block > take {
+			break
+		}
+		block += s.block(resource, counts, take-block+1)
+	}
+	return block - 1, alone
+}
+
+// block is the fewest memory slices that others, so many of each resource, must take of the
+// GPU until none of a resource's placements can be had; most where it is not fewer.
+func (s *space) block(resource string, others map[string]int, most int) int {
+	wanted := s.places[resource]
+	if !s.onDemand { // devices that exist exclude nobody
+		if others[resource] < len(wanted) {
+			return most
+		}
+		return min(len(wanted)*wanted[0].Size, most)
+	}
+	c := cover{space: s, best: most}
+	for _, name := range sorted(others) {
+		if of := s.all[name]; len(of) > 0 {
+			c.pieces = append(c.pieces, of...)
+			// One that is nowhere takes no room and counts for what the card allows.
+			c.kinds = append(c.kinds, kind{mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
+		}
+	}
+	slices.SortFunc(c.pieces, func(a, b mig.Placement) int { return cmp.Compare(a.Size, b.Size) })
+	c.places(wanted, slices.Clone(s.standing), 0)
+	c.counts(wanted, slices.Clone(s.standing), 0, 0)
+	return c.best
+}
+
+// maxCount is more MIG devices than a card has room for.
+const maxCount = 16
+
+// cover looks for the cheapest way to keep placements from being had. What others take may
+// be anywhere on the card: what stands there can go at any time.
+type cover struct {
+	*space
+	pieces []mig.Placement
+	kinds  []kind
+	best   int
+}
+
+type kind struct {
+	piece     mig.Placement
+	cost, max int
+}
+
+// places covers the first placement that can still be had in each way that there is.
+func (c *cover) places(wanted, standing []mig.Placement, cost int) {
+	for len(wanted) > 0 && !c.card.Fits(standing, wanted[0]) {
+		wanted = wanted[1:]
+	}
+	if len(wanted) == 0 {
+		c.best = min(c.best, cost)
+		return
+	}
+	w := wanted[0]
+	for _, p := range c.pieces {
+		if cost+p.Size >= c.best {
+			return // they are sorted
+		}
+		if p.Start < w.Start+w.Size && w.Start < p.Start+p.Size {
+			c.places(wanted[1:], append(standing, p), cost+p.Size)
+		}
+	}
+}
+
+// counts uses up what the card allows besides room: how many of a profile, and engines.
+func (c *cover) counts(wanted, standing []mig.Placement, from, cost int) {
+	if cost >= c.best {
+		return
+	}
+	if !slices.ContainsFunc(wanted, func(p mig.Placement) bool { return c.card.Fits(standing, p) }) {
+		c.best = cost
+		return
+	}
+	for i := from; i < len(c.kinds); i++ {
+		k := &c.kinds[i]
+		if k.max > 0 {
+			k.max--
+			c.counts(wanted, append(standing, k.piece), i, cost+k.cost)
+			k.max++
+		}
+	}
+}

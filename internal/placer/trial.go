@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"maps"
+	"slices"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// trial is a node on which pods are tried out, with the agent's own packing.
+type trial struct {
+	gpus  []space
+	kinds map[string]ledger.Kind
+	rank  map[gpu.UUID]int
+	// value remembers what else could be made on a GPU, and least what a device of a
+	// resource spoils.
+	least map[string]int
+}
+
+// trial copies the room.
+func (r *room) trial() *trial {
+	t := &trial{gpus: slices.Clone(r.gpus), kinds: r.kinds, rank: map[gpu.UUID]int{}}
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		s.held, s.standing, s.warm, s.places = slices.Clone(s.held), slices.Clone(s.standing), slices.Clone(s.warm), maps.Clone(s.places)
+		t.rank[s.uuid] = s.rank
+	}
+	return t
+}
+
+// fits reports whether a pod that is alone gets all that it asks for. The kubelet asks
+// container by container, and for the resources of one in any order.
+func (r *room) fits(p *Pod) bool {
+	tries := maxTries
+	return r.try(p, 0, r.trial(), map[string][]string{}, &tries)
+}
+
+// maxTries bounds the orders that are tried. A container that asks for one resource has
+// one order.
+const maxTries = 64
+
+// try tries the containers from one on, in each order of their resources.
+func (r *room) try(p *Pod, from int, t *trial, again map[string][]string, tries *int) bool {
+	if from == len(p.Containers) {
+		*tries--
+		return true
+	}
+	c := &p.Containers[from]
+	var numbered, placed []string
+	for _, name := range sorted(c.Requests) {
+		switch kind, ours := t.kinds[name]; {
+		case !ours || c.Requests[name] <= 0:
+		case kind == ledger.Placement:
+			placed = append(placed, name)
+		default:
+			numbered = append(numbered, name) // they do not compete with each other
+		}
+	}
+	ok := true
+	permute(placed, func(order []string) bool {
+		next, reuse := t.clone(), maps.Clone(again)
+		for _, name := range slices.Concat(numbered, order) {
+			if ok = next.container(c, name, reuse); !ok {
+				return false
+			}
+		}
+		ok = r.try(p, from+1, next, reuse, tries)
+		return ok && *tries > 0
+	})
+	return ok
+}
+
+func (t *trial) clone() *trial {
+	r := room{gpus: t.gpus, kinds: t.kinds}
+	return r.trial()
+}
+
+// permute calls yield with each order of names until it returns false.
+func permute(names []string, yield func([]string) bool) bool {
+	if len(names) < 2 {
+		return yield(names)
+	}
+	for i := range names {
+		rest := slices.Concat(names[:i], names[i+1:])
+		if !permute(rest, func(order []string) bool { return yield(slices.Concat(names[i:i+1], order)) }) {
+			return false
+		}
+	}
+	return true
+}
+
+// container gives a container its devices of a resource: first those that init containers
+// before it had, as the kubelet does.
+func (t *trial) container(c *Container, resource string, again map[string][]string) bool {
+	n := c.Requests[resource]
+	had := again[resource]
+	must := had[:min(n, len(had))]
+	got := must
+	if n > len(must) {
+		var ok bool
+		if got, ok = t.take(resource, n, must); !ok {
+			return false
+		}
+	}
+	if c.Init {
+		again[resource] = slices.Compact(slices.Sorted(slices.Values(slices.Concat(had, got))))
+	} else {
+		again[resource] = slices.DeleteFunc(slices.Clone(had), func(id string) bool { return slices.Contains(got, id) })
+	}
+	return true
+}
+
+// take chooses devices as the agent would, and takes them.
+func (t *trial) take(resource string, n int, must []string) (ids []string, ok bool) {
+	if t.kinds[resource] == ledger.Placement {
+		return t.takePlacements(resource, n, must)
+	}
+	var free []string
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		for number := range s.held {
+			if s.resource == resource && !s.held[number] {
+				free = append(free, s.id(number))
+			}
+		}
+	}
+	var err error
+	switch t.kinds[resource] {
+	case ledger.Units:
+		ids, err = timeslice.PreferUnits(free, must, n, t.rank)
+	case ledger.Replica:
+		ids, err = timeslice.PreferReplicas(free, must, n, t.rank)
+	default: // which GPUs they are makes no difference to the number that is left
+		if len(must)+len(free) < n {
+			return nil, false
+		}
+		ids = slices.Concat(must, free)[:n]
+	}
+	if err != nil {
+		return nil, false
+	}
+	r := room{gpus: t.gpus}
+	for _, id := range ids {
+		r.hold(id)
+	}
+	return ids, true
+}
+
+// takePlacements chooses MIG devices.
+func (t *trial) takePlacements(resource string, n int, must []string) (ids []string, ok bool) {
+	var offers []mig.Offer
+	var free, given []mig.Place
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		if s.card == nil {
+			continue
+		}
+		o := mig.Offer{GPU: s.uuid, Card: s.card, Taken: s.standing, Warm: s.warm, Rank: s.rank}
+		if !s.onDemand {
+			for _, of := range s.places {
+				o.Taken = slices.Concat(o.Taken, of)
+				o.Warm = slices.Concat(o.Warm, of)
+			}
+		}
+		offers = append(offers, o)
+		for _, p := range s.places[resource] {
+			free = append(free, mig.Place{GPU: s.uuid, Placement: p})
+		}
+		for _, p := range s.standing {
+			if slices.Contains(must, mig.ID(s.uuid, p)) {
+				given = append(given, mig.Place{GPU: s.uuid, Placement: p})
+			}
+		}
+	}
+	chosen, err := mig.Prefer(offers, free, given, n)
+	if err != nil {
+		return nil, false
+	}
+	r := room{gpus: t.gpus}
+	for _, p := range chosen {
+		id := mig.ID(p.GPU, p.Placement)
+		r.hold(id)
+		ids = append(ids, id)
+	}
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		s.warm = slices.DeleteFunc(s.warm, func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
+	}
+	return ids, true
+}
+
+// expect is what is left of the room once those who are about to have some of it do.
+func (r *room) expect() *trial {
+	if r.expected == nil {
+		t := r.trial()
+		for _, e := range r.pending {
+			again := map[string][]string{}
+			for i := range e.Containers {
+				c := &e.Containers[i]
+				for _, name := range sorted(c.Requests) {
+					if _, ours := t.kinds[name]; ours && c.Requests[name] > 0 {
+						t.container(c, name, again) // what has no room now is not expected
+					}
+				}
+			}
+		}
+		t.least = map[string]int{}
+		r.expected = t
+	}
+	return r.expected
+}
+
+// score is how bad a choice a node is: what a pod spoils there beyond what it takes, and
+// then how much room there is of what it asks for.
+func (t *trial) score(p *Pod) (spoilt, left int) {
+	for i := range p.Containers {
+		for name, n := range p.Containers[i].Requests {
+			kind, ours := t.kinds[name]
+			if !ours || n <= 0 {
+				continue
+			}
+			for j := range t.gpus {
+				if s := &t.gpus[j]; s.resource == name {
+					left += s.free
+				} else if _, has := s.places[name]; has {
+					for _, of := range s.places {
+						left += len(of)
+					}
+				}
+			}
+			switch kind {
+			case ledger.Units:
+				spoilt += t.remnant(name, n)
+			case ledger.Placement:
+				spoilt += n * t.loss(name)
+			}
+		}
+	}
+	return spoilt, left
+}
+
+// remnant is what is left of the fullest GPU that has n free units.
+func (t *trial) remnant(resource string, n int) int {
+	least := -1
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		if s.resource == resource && s.free >= n && (least < 0 || s.free-n < least) {
+			least = s.free - n
+		}
+	}
+	if least < 0 { // those who are about to have it may leave some yet
+		return 1 << 20
+	}
+	return least
+}
+
+// loss is how many memory slices of placements that could be had cannot any more, if a
+// device of a resource is put where that is least.
+func (t *trial) loss(resource string) int {
+	if least, known := t.least[resource]; known {
+		return least
+	}
+	least := 1 << 20
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		for _, p := range s.places[resource] {
+			if !s.onDemand {
+				least = min(least, p.Size)
+				continue
+			}
+			lost := 0
+			beside := append(slices.Clone(s.standing), p)
+			for _, q := range s.card.Placements() {
+				if s.card.Fits(s.standing, q) && !s.card.Fits(beside, q) {
+					lost += q.Size
+				}
+			}
+			least = min(least, lost)
+		}
+	}
+	t.least[resource] = least
+	return least
+}

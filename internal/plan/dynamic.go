@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// planDynamic decides for a GPU that is to be what is asked of it first: whole, memory or
+// MIG instances. The scheduler gives it out as one of these at a time, so its holders agree
+// about the MIG mode. An idle GPU keeps the mode that it has.
+func (in *Input) planDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Changes) {
+	to, leaving := in.nextDynamic(g, w, have, out)
+	if in.MIG.Working[g.UUID] != nil || g.Fault != "" || in.Others[g.UUID] != "" {
+		plain, _ := in.kinds(g.UUID)
+		in.postpone(g, plain, out)
+	} else if to.Dynamic {
+		in.switchMode(g, w, leaving, out)
+	}
+	in.finishMIG(g, have, to, leaving, out)
+}
+
+// kinds are the allocations that take something of a GPU: those that need it outside of MIG
+// mode, and those of instances.
+func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
+	for i := range in.Allocations {
+		switch a := &in.Allocations[i]; {
+		case !a.Takes(u):
+		case a.Kind() == ledger.Placement:
+			placed = append(placed, a)
+		default:
+			plain = append(plain, a)
+		}
+	}
+	return plain, placed
+}
+
+// nextDynamic is the layout that a dynamic GPU gets now, and the devices that are withdrawn.
+func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
+	leaving = map[mig.Placement]status.Cause{}
+	others, elsewhere := holdersOf(in.Allocations, g.UUID, api(w.API))
+	_, held := holdersOf(in.Allocations, g.UUID, "")
+	switch work := in.MIG.Working[g.UUID]; {
+	case work != nil:
+		return have, work.Leaving
+	case in.Others[g.UUID] != "":
+		out.say(status.Refused, g.UUID, notOffered(g.Device, in.Others[g.UUID]))
+		if !held {
+			return Layout{Known: true}, leaving
+		}
+		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
+	case g.Fault != "", w.Mode == config.Keep:
+		return have, leaving // what cannot be read, or is not spoken of, is left as it is
+	case elsewhere:
+		b := Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: status.HeldByPods, Holders: others}
+		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: true, API: w.API}))
+		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API)))
+	}
+	to = placementsThrough(w.API, in.onDemand(g, w))
+	to.Dynamic, to.N, to.Unit = true, timeslice.Units(g.Device, in.Unit), in.Unit
+	inUnits := slices.ContainsFunc(in.Allocations, func(a ledger.Allocation) bool { return a.Takes(g.UUID) && a.Kind() == ledger.Units })
+	if have.Has(ledger.Units) && (have.Unit == to.Unit || inUnits) {
+		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameUnits
+	}
+	return to, leaving
+}
+
+// stuck says why a dynamic GPU cannot leave the MIG mode that it is in: it needs a reset
+// that may not be, or somebody unknown is on an instance.
+func (in *Input) stuck(g *gpuWithMIG, out *Changes) {
+	switch why := in.MIG.Stuck[g.UUID]; {
+	case in.neverChanges(g):
+		out.Stuck[g.UUID] = status.Why(status.ResetDue, "%s changes its MIG mode with a reset, and --reset is never", g.Name())
+	case why.Message != "":
+		out.Stuck[g.UUID] = why
+	}
+	for i := range g.standing {
+		if s := &g.standing[i]; s.Pinned && s.Reason != heldReason {
+			out.Stuck[g.UUID] = status.Why(status.Reason(s.Reason), "%s stays in MIG mode: %s is on %s", g.Name(), s.Holder, s.Placement)
+		}
+	}
+}
+
+// switchMode brings a dynamic GPU into the MIG mode that its holders need, and makes their
+// instances. What cannot be done now is said in Trouble.
+func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placement]status.Cause, out *Changes) {
+	in.stuck(g, out)
+	plain, placed := in.kinds(g.UUID)
+	if g.MIG.Enabled {
+		in.adopt(g, nil, out)
+	}
+	switch {
+	case len(plain)+len(placed) == 0 && g.MIG.Pending != nil && *g.MIG.Pending != g.MIG.Enabled:
+		// Nobody wants the other mode any more. To take that back touches nothing that is
+		// in force.
+		back := mig.Disable
+		if g.MIG.Enabled {
+			back = mig.Enable
+		}
+		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: []mig.Step{{Op: back}}})
+	case len(plain)+len(placed) == 0 && !g.MIG.Enabled && !g.card.Known() && out.Stuck[g.UUID].Message == "":
+		// Its driver tells only in MIG mode where instances can stand.
+		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: []mig.Step{{Op: mig.Enable}}})
+	case g.MIG.Enabled && (len(placed) > 0 || len(plain) == 0):
+		in.grant(g, leaving, w, out)
+		await(plain, status.Why(status.HeldByPods, "%s is in MIG mode, and instances of it are held", g.Name()), out)
+	case g.MIG.Enabled:
+		plan, err := mig.Change(&g.MIG, g.card, g.standing, mig.Target{})
+		switch {
+		case err != nil:
+			await(plain, status.CauseOf(err, status.MIGUnsupported), out)
+		case len(plan.Blocked) > 0:
+			b := plan.Blocked[0]
+			out.Process = out.Process || b.Reason == busyReason
+			await(plain, status.Why(status.Reason(b.Reason), "%s leaves MIG mode after the end of %s (%s)", g.Name(), b.Holder, b.Placement), out)
+		default:
+			in.setMode(g, plain, plan.Steps, out)
+		}
+	case len(placed) > 0 && len(plain) == 0:
+		in.setMode(g, placed, []mig.Step{{Op: mig.Enable}}, out)
+	default:
+		await(placed, status.Why(status.HeldByPods, "%s is not in MIG mode, and is held as it is", g.Name()), out)
+	}
+}
+
+// neverChanges reports whether a GPU's MIG mode cannot change under this agent: Ampere needs
+// a reset for it, Hopper and later GPUs do not (NVIDIA's MIG user guide, "Enable MIG Mode").
+func (in *Input) neverChanges(g *gpuWithMIG) bool {
+	return in.MIG.NeverReset && strings.HasPrefix(g.ComputeCapability, "8.")
+}
+
+// otherMode reports whether those who have a GPU need the MIG mode that it is not in, and no
+// plan for what is wanted brings it there. It was dynamic: after a restart no layout says so.
+func (in *Input) otherMode(g *gpuWithMIG, w config.Want) bool {
+	if to, ok := target(w); ok && to.MIG != g.MIG.Enabled {
+		return false
+	}
+	plain, placed := in.kinds(g.UUID)
+	if !g.MIG.Enabled {
+		return len(placed) > 0 && len(plain) == 0
+	}
+	return len(placed) == 0 && slices.ContainsFunc(plain, func(a *ledger.Allocation) bool { return a.Owner == ledger.DRA && !a.IsOpen() })
+}
+
+// setMode plans the MIG mode that allocations need, for the first of them that does not rest.
+func (in *Input) setMode(g *gpuWithMIG, of []*ledger.Allocation, steps []mig.Step, out *Changes) {
+	if in.neverChanges(g) {
+		await(of, out.Stuck[g.UUID], out)
+		return
+	}
+	for _, a := range of {
+		if in.MIG.Deferred[Want{Allocation: a.ID, GPU: g.UUID}] {
+			continue
+		}
+		work := Work{GPU: g.UUID, Steps: steps, Allocation: a.ID}
+		out.Work = append(out.Work, work)
+		await(of, status.Why(status.GPUChange, "its GPU is being prepared: %s", &work), out)
+		return
+	}
+}
+
+// await tells allocations that do not have what they need yet what they wait for.
+func await(of []*ledger.Allocation, why status.Cause, out *Changes) {
+	for _, a := range of {
+		if !a.IsOpen() {
+			out.Trouble[a.ID] = why
+		}
+	}
+}

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Cluster is an API server, a scheduler and a kubelet, as far as claims go. The zero value
+// with a Driver has nothing. Its methods may be called from several goroutines.
+type Cluster struct {
+	// Driver is the one whose slices there are.
+	Driver string
+	// Called, if set, is called at the beginning and at the end of each question of the
+	// driver's.
+	Called func()
+
+	mu sync.Mutex
+	// Guarded by mu:
+	claims   []kube.Claim
+	slices   []kube.ResourceSlice
+	meddled  []string
+	told     map[string][]kube.ClaimDevice
+	prepared map[string]*node.PreparedClaim
+	watchers map[*watcher]bool
+	// writes counts the publications; away and refuses are why the server does not answer,
+	// and why it takes no slices.
+	writes        int
+	away, refuses error
+	made          int
+}
+
+type watcher struct{ changed func() }
+
+// called is the beginning of a question; what it returns is its end.
+func (c *Cluster) called() (end func()) {
+	if c.Called == nil {
+		return func() {}
+	}
+	c.Called()
+	return c.Called
+}
+
+// Away has the API server answer nothing but err; nil has it back.
+func (c *Cluster) Away(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.away = err
+}
+
+// Refuse has the API server refuse slices with err, or take them again. With an error that
+// wraps kube.ErrUnfit it has none.
+func (c *Cluster) Refuse(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.refuses = err
+}
+
+// Claim is the API server's.
+func (c *Cluster) Claim(_ context.Context, driver, namespace, name string) (*kube.Claim, error) {
+	defer c.called()()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.away != nil {
+		return nil, c.away
+	}
+	for i := range c.claims {
+		if o := c.ofLocked(&c.claims[i], driver); o.Namespace == namespace && o.Name == name {
+			return &o, nil
+		}
+	}
+	return nil, fmt.Errorf("claim %s/%s: %w", namespace, name, gpu.ErrNotFound)
+}
+
+// Claims is the API server's: those with a device of the driver.
+func (c *Cluster) Claims(_ context.Context, driver string) (out []kube.Claim, err error) {
+	defer c.called()()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.away != nil {
+		return nil, c.away
+	}
+	for i := range c.claims {
+		if o := c.ofLocked(&c.claims[i], driver); len(o.Results) > 0 {
+			out = append(out, o)
+		}
+	}
+	return out, nil
+}
+
+// ofLocked is what a claim says to a driver.
+func (c *Cluster) ofLocked(claim *kube.Claim, driver string) kube.Claim {
+	out := *claim
+	out.Told = len(c.told[claim.UID]) > 0
+	out.Results = slices.DeleteFunc(slices.Clone(claim.Results), func(r kube.Result) bool { return r.Driver != driver })
+	return out
+}
+
+// SetClaimDevices is the API server's.
+func (c *Cluster) SetClaimDevices(_ context.Context, _ string, claim *kube.Claim, devices []kube.ClaimDevice) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.told == nil {
+		c.told = map[string][]kube.ClaimDevice{}
+	}
+	c.told[claim.UID] = devices
+	return c.away
+}
+
+// PublishSlices is the API server's.
+func (c *Cluster) PublishSlices(_ context.Context, _ string, want []kube.ResourceSlice) (meddled []string, err error) {
+	defer c.called()()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.writes++
+	if c.away != nil {
+		return nil, c.away
+	}
+	switch meddled, c.meddled = c.meddled, nil; {
+	case errors.Is(c.refuses, kube.ErrUnfit):
+		c.slices = nil
+	case c.refuses == nil:
+		c.slices = slices.Clone(want)
+	}
+	return meddled, c.refuses
+}
+
+// WatchSlices is the API server's.
+func (c *Cluster) WatchSlices(ctx context.Context, _ string, changed func()) error {
+	w := &watcher{changed}
+	c.mu.Lock()
+	if c.watchers == nil {
+		c.watchers = map[*watcher]bool{}
+	}
+	c.watchers[w] = true
+	c.mu.Unlock()
+	<-ctx.Done()
+	c.mu.Lock()
+	delete(c.watchers, w)
+	c.mu.Unlock()
+	return ctx.Err()
+}
+
+// Wipe deletes all slices, as a kubelet does that starts, and has the watches tell of it.
+func (c *Cluster) Wipe() {
+	c.Meddle(func([]kube.ResourceSlice) []kube.ResourceSlice { return nil })
+}
+
+// Meddle is somebody who changes, deletes or adds slices; the watches tell of it. The
+// slices that are handed in must not be changed in place.
+func (c *Cluster) Meddle(change func([]kube.ResourceSlice) []kube.ResourceSlice) {
+	c.mu.Lock()
+	was := map[string]*kube.ResourceSlice{}
+	for i := range c.slices {
+		was[c.slices[i].Name] = &c.slices[i]
+	}
+	c.slices = change(slices.Clone(c.slices))
+	for i := range c.slices {
+		if old := was[c.slices[i].Name]; old == nil || !reflect.DeepEqual(*old, c.slices[i]) {
+			c.meddled = append(c.meddled, c.slices[i].Name)
+		}
+		delete(was, c.slices[i].Name)
+	}
+	c.meddled = append(c.meddled, slices.Collect(maps.Keys(was))...)
+	all := slices.Collect(maps.Keys(c.watchers))
+	c.mu.Unlock()
+	for _, w := range all {
+		w.changed()
+	}
+}
+
+// Slices are those at the API server.
+func (c *Cluster) Slices() []kube.ResourceSlice {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.slices)
+}
+
+// Writes is how often slices have been published.
+func (c *Cluster) Writes() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.writes
+}
+
+// Device is what the slices have of a device, by the end of its name; nil where there is
+// none.
+func (c *Cluster) Device(suffix string) (pool string, d *kube.PoolDevice) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range c.slices {
+		for j := range c.slices[i].Devices {
+			if d := &c.slices[i].Devices[j]; strings.HasSuffix(d.Name, suffix) {
+				return c.slices[i].Pool.Name, d
+			}
+		}
+	}
+	return "", nil
+}
+
+// Told is what the driver has said of a claim's devices.
+func (c *Cluster) Told(uid string) []kube.ClaimDevice {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.told[uid]
+}
+
+// Put makes a claim, as somebody has allocated it. Without a UID it gets "uid-" and its name.
+func (c *Cluster) Put(claim kube.Claim) dra.Claim {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.putLocked(claim)
+}
+
+func (c *Cluster) putLocked(claim kube.Claim) dra.Claim {
+	if claim.UID == "" {
+		claim.UID = "uid-" + claim.Name
+	}
+	c.claims = append(c.claims, claim)
+	return dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}
+}
+
+// Edit changes a claim, if there is one of that name.
+func (c *Cluster) Edit(namespace, name string, change func(*kube.Claim)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range c.claims {
+		if o := &c.claims[i]; o.Namespace == namespace && o.Name == name {
+			change(o)
+		}
+	}
+}
+
+// Remove deletes a claim, whoever uses it.
+func (c *Cluster) Remove(namespace, name string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.claims = slices.DeleteFunc(c.claims, func(o kube.Claim) bool { return o.Namespace == namespace && o.Name == name })
+}
+
+// DRAState is the kubelet's account.
+func (c *Cluster) DRAState() (s node.DRAState, err error) {
+	defer c.called()()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, uid := range slices.Sorted(maps.Keys(c.prepared)) {
+		s.Claims = append(s.Claims, *c.prepared[uid])
+	}
+	return s, nil
+}
+
+// Know has the kubelet's account say that these claims are prepared, and no others.
+func (c *Cluster) Know(all ...dra.Claim) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.prepared = nil
+	for i := range all {
+		c.knowLocked(all[i]).Devices[c.Driver] = []node.PreparedDevice{{}}
+	}
+}
+
+func (c *Cluster) knowLocked(claim dra.Claim) *node.PreparedClaim {
+	if c.prepared == nil {
+		c.prepared = map[string]*node.PreparedClaim{}
+	}
+	p := c.prepared[claim.UID]
+	if p == nil {
+		p = &node.PreparedClaim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID, Devices: map[string][]node.PreparedDevice{c.Driver: nil}}
+		c.prepared[claim.UID] = p
+	}
+	return p
+}
+
+// Prepare is the kubelet's call to a driver for a pod. The claim is in the account from
+// then on, also where the call fails.
+func (c *Cluster) Prepare(ctx context.Context, driver dra.Driver, claim dra.Claim) ([]dra.Device, error) {
+	c.mu.Lock()
+	c.knowLocked(claim)
+	c.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, dra.Patience)
+	defer cancel()
+	devices, err := driver.Prepare(ctx, claim)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	// The account is replaced, not changed: others read it.
+	known := *c.knowLocked(claim)
+	known.Devices = map[string][]node.PreparedDevice{}
+	for _, d := range devices {
+		known.Devices[c.Driver] = append(known.Devices[c.Driver], node.PreparedDevice{Requests: d.Requests, Pool: d.Pool, Device: d.Name, Share: d.Share, CDI: d.CDI})
+	}
+	c.prepared[claim.UID] = &known
+	return devices, nil
+}
+
+// Unprepare is the kubelet's call to a driver when no pod has a claim any more.
+func (c *Cluster) Unprepare(ctx context.Context, driver dra.Driver, claim dra.Claim) error {
+	if err := driver.Unprepare(ctx, claim); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.prepared, claim.UID)
+	return nil
+}
