@@ -260,6 +260,7 @@ func TestAtTheAPIServer(t *testing.T) {
 		t.Errorf("somebody else's write: %v", err)
 	}
 	t.Run("labels", func(t *testing.T) { s.tryLabels(t, node) })
+	t.Run("startup taint", s.tryStartupTaint)
 }
 
 // agentClient is internal/kube, in the name of the agent on node-1.

@@ -55,7 +55,9 @@ func TestEveryFileIsUsed(t *testing.T) {
 			}
 		}
 		for _, p := range k.Patches {
-			used = append(used, p.Path)
+			if p.Path != "" {
+				used = append(used, p.Path)
+			}
 		}
 		files, err := filepath.Glob(filepath.Join(dir, "*"))
 		if err != nil {
@@ -702,6 +704,35 @@ func TestRenderedEvict(t *testing.T) {
 			one(t, objects, kind, name)
 			one(t, objects, kind+"Binding", name)
 		}
+	}
+}
+
+// The component names one taint, to the agent and in its policy, and leaves the rest of
+// both as they are.
+func TestRenderedStartupTaint(t *testing.T) {
+	objects := render(t, withComponent(t, "base", "components/startup-taint"))
+	d, b := agentSet(t, objects), agentSet(t, base(t))
+	key := agent(t, &d).env()["GPU_AGENT_STARTUP_TAINT"]
+	if got, without := len(agent(t, &d).Env), len(agent(t, &b).Env); key == "" || got != without+1 {
+		t.Errorf("the taint %q, %d variables, and %d in the base", key, got, without)
+	}
+	with, before := policyOf(t, one(t, objects, "ValidatingAdmissionPolicy", name)).Spec.Variables, policies(t)[name].Spec.Variables
+	changed := 0
+	for i := range before {
+		if len(with) != len(before) || with[i].Name != before[i].Name {
+			t.Fatalf("the policy has the variables\n%v, the base's has\n%v", with, before)
+		}
+		if before[i].Name == "startupTaint" && before[i].Expression == "''" && with[i].Expression == "'"+key+"'" {
+			changed++
+		} else if with[i] != before[i] {
+			t.Errorf("%s is %s, and in the base %s", with[i].Name, with[i].Expression, before[i].Expression)
+		}
+	}
+	if changed != 1 {
+		t.Errorf("the policy does not know the taint: %v", with)
+	}
+	if got, want := len(objects), len(base(t)); got != want {
+		t.Errorf("%d objects, the base has %d", got, want)
 	}
 }
 

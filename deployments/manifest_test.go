@@ -242,7 +242,8 @@ type kustomization struct {
 	Resources  []string
 	Components []string
 	Patches    []struct {
-		Path string
+		// One of the two: a file, or the patch itself.
+		Path, Patch string
 		// Target chooses what a patch is for; none that it fits is no error.
 		Target struct{ Kind, Name string }
 	}

@@ -103,6 +103,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 type schedulerFlags struct {
 	lowerAllocatable, holdScaleDown bool
 	gpuNode                         choice
+	startupTaint                    string
 }
 
 func (f *schedulerFlags) register(fs *flag.FlagSet) {
@@ -110,6 +111,7 @@ func (f *schedulerFlags) register(fs *flag.FlagSet) {
 	f.gpuNode = choice{"auto", []string{"auto", "pods", "holders", "off"}}
 	fs.Var(&f.gpuNode, "gpunode", "the node's GPUNode object: auto (it names holders where the kubelet is older than 1.36), pods (it never does; pods' own status does), holders (it always does, and is written at every change) or off")
 	fs.BoolVar(&f.holdScaleDown, "hold-scale-down", false, "keep Cluster Autoscaler from taking the node away while pods have something of its GPUs, by its annotation scale-down-disabled")
+	fs.StringVar(&f.startupTaint, "startup-taint", "", "`key` of a taint that the node is registered with: the agent takes it away once pods that ask for GPUs can be sent to the node")
 }
 
 // complete checks what the flags say together and fills in what follows.
@@ -139,6 +141,8 @@ func (f *runFlags) complete() error {
 		return errors.New("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
 	case f.api.value == string(ledger.DRA) && f.nodeName == "":
 		return errors.New("--api dra needs an API server, and so --node-name (in a pod: NODE_NAME from spec.nodeName)")
+	case f.schedulers.startupTaint != "" && f.nodeName == "":
+		return errors.New("--startup-taint needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.configMap != "" && f.nodeName == "":
 		return errors.New("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
@@ -248,7 +252,7 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	if f.nodeName != "" {
 		cluster, err = kube.New(kube.Options{
-			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, ResourceDomain: f.resourceDomain, Logger: log,
+			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, ResourceDomain: f.resourceDomain, StartupTaint: f.schedulers.startupTaint, Logger: log,
 			Failed:    metrics.APIError,
 			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
 			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },

@@ -100,7 +100,10 @@ type outside struct {
 	// guests are the Node's annotations below other domains; hold is HoldScaleDown.
 	guests map[string]string
 	hold   bool
-	boot   string
+	// untaints counts requests to take the startup taint away, and untaintErr refuses them.
+	untaints   int
+	untaintErr error
+	boot       string
 
 	sources   chan map[string]plugin.Source
 	event     chan gpu.Event
@@ -336,6 +339,13 @@ func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
 		}
 	})
 	return nil
+}
+
+func (o *outside) RemoveStartupTaint(context.Context) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.untaints++
+	return o.untaintErr
 }
 
 func (o *outside) Devices(_ context.Context, drivers ...string) ([]kube.Device, error) {

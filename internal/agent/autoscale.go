@@ -4,9 +4,12 @@ package agent
 
 import (
 	"cmp"
+	"context"
 	"fmt"
+	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -83,6 +86,47 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 	}
 	d := s.Inventory.ByUUID(u)
 	return d == nil || d.Gone
+}
+
+// admit takes away the taint that the node was registered with, once pods that ask for
+// GPUs can be sent to it and its Node says what they can ask for. The kubelet writes that
+// some seconds after it has the devices. Without the taint and without the devices the node
+// would look to autoscalers like one that pods which wait for GPUs do not fit.
+func (r *reporter) admit(ctx context.Context, ready kube.Condition) error {
+	node := r.node.Load()
+	var err error
+	if node.StartupTaint {
+		if ready.Status != kube.True || !shown(r.front.Offer(), node.Allocatable) {
+			return nil
+		}
+		err = r.cluster.RemoveStartupTaint(ctx)
+	}
+	var why *status.Cause
+	if err != nil {
+		c := status.Why(status.StartupTaintKept, "%v", err)
+		why = &c
+	}
+	if was := r.kept.Swap(why); was == nil && err != nil {
+		r.log.Error("the node keeps the taint that it was registered with", "err", err)
+	}
+	return err
+}
+
+// shown reports whether the scheduler has been told of every resource of which the kubelet
+// has something to give out.
+func shown(offer *deviceplugin.Offer, allocatable []string) bool {
+	return !slices.ContainsFunc(offer.Resources, func(of deviceplugin.Resource) bool {
+		return !slices.Contains(allocatable, of.Name) &&
+			slices.ContainsFunc(of.Devices, func(d deviceplugin.Device) bool { return d.Healthy && !d.Leaving })
+	})
+}
+
+// taintConditions say that the startup taint could not be taken away.
+func (r *reporter) taintConditions() []status.Condition {
+	if why := r.kept.Load(); why != nil {
+		return []status.Condition{why.Condition(status.Noted, "")}
+	}
+	return nil
 }
 
 // holds is the annotation by which Cluster Autoscaler leaves the node alone, while pods

@@ -3,7 +3,9 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -11,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
 )
@@ -111,4 +114,67 @@ func TestScaleDownIsHeldWhilePiecesAreInUse(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The taint that a node was registered with goes once the kubelet has the devices and the
+// Node shows them, and not before. A refusal is told, and tried again.
+func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.unheard = true
+		o.fares = []plugin.Status{{Resource: names.Units, Since: time.Now()}}
+		o.untaintErr = errors.New("the admission policy says no")
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		asked := 0
+		want := func(when string, more bool, conditions ...status.Reason) {
+			t.Helper()
+			synctest.Wait()
+			var got []status.Reason
+			for _, c := range b.Status().Conditions {
+				if c.Reason == status.StartupTaintKept {
+					got = append(got, c.Reason)
+				}
+			}
+			o.with(func() {
+				if (o.untaints > asked) != more || !slices.Equal(got, conditions) {
+					t.Errorf("%s: asked %d times and then %d times, conditions %v, want more: %v and %v", when, asked, o.untaints, got, more, conditions)
+				}
+				asked = o.untaints
+			})
+		}
+		node := kube.Node{StartupTaint: true, Allocatable: []string{names.Units}}
+		b.SetNode(node)
+		want("the kubelet has no devices", false)
+		b.with(func() { b.fares[0] = plugin.Status{Resource: names.Units, Registered: true} })
+		node.Allocatable = []string{"example.com/other"}
+		b.SetNode(node)
+		b.LookAtPlugins()
+		want("the Node does not show them", false)
+		b.wantReadies("it is ready all the same", "True Offered")
+		node.Allocatable = append(node.Allocatable, names.Units)
+		b.SetNode(node)
+		want("it shows them, and that is refused", true, status.StartupTaintKept)
+		time.Sleep(time.Minute)
+		want("it is tried again", true, status.StartupTaintKept)
+		o.with(func() { o.untaintErr = nil })
+		time.Sleep(time.Minute)
+		want("it is not refused any more", true)
+		node.StartupTaint = false
+		b.SetNode(node)
+		want("it is gone", false)
+
+		// The Node is made anew while no GPU can be had.
+		for i := range 2 {
+			b.with(func() { b.outside.inv.GPUs[i].Fault = "GPU is lost" })
+			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(i), Xid: 79, GI: -1, CI: -1}
+		}
+		synctest.Wait()
+		node.StartupTaint = true
+		b.SetNode(node)
+		want("no GPU can be had", false)
+		b.with(func() { b.outside.inv = machine(2) })
+		time.Sleep(inventoryEvery + testHold)
+		want("they are back", true)
+	})
 }

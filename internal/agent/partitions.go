@@ -140,7 +140,7 @@ func (a *Agent) SetNode(n kube.Node) {
 		in.allocatable = n.Allocatable
 		in.podsTell = n.PodsTellDevices
 	})
-	a.reporter.setNode(n.Labels)
+	a.reporter.setNode(n)
 }
 
 // SetRefused says that the API server refuses a request without which partitions or

@@ -155,8 +155,10 @@ type reporter struct {
 	log      *slog.Logger
 	// snapshot is what the last round left.
 	snapshot atomic.Pointer[Snapshot]
-	// labels are the Node's, as far as they are known.
-	labels atomic.Pointer[map[string]string]
+	// node is the Node as it was last heard of.
+	node atomic.Pointer[kube.Node]
+	// kept is why the startup taint could not be taken away.
+	kept atomic.Pointer[status.Cause]
 	// news wakes run; it holds at most one token.
 	news chan struct{}
 }
@@ -164,14 +166,13 @@ type reporter struct {
 func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, c *claims, w *Worlds) *reporter {
 	r := &reporter{opts: o, names: names, ledger: l, front: f, claims: c, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
 	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Reason: status.Starting, Message: "starting"}})
-	r.labels.Store(new(map[string]string))
+	r.node.Store(new(kube.Node))
 	return r
 }
 
-// setNode takes in the Node's labels. One that was made anew has lost what was written
-// on it.
-func (r *reporter) setNode(labels map[string]string) {
-	r.labels.Store(&labels)
+// setNode takes in the Node. One that was made anew has lost what was written on it.
+func (r *reporter) setNode(n kube.Node) {
+	r.node.Store(&n)
 	poke(r.news)
 }
 
@@ -360,7 +361,7 @@ func (r *reporter) run(ctx context.Context) error {
 		own, guests, known := r.nodeLabels(snap)
 		var errs []error
 		if r.features != nil {
-			err := r.features.Write(nfd.Features{Labels: own, Guests: guests, Node: *r.labels.Load(), Keep: !known})
+			err := r.features.Write(nfd.Features{Labels: own, Guests: guests, Node: r.node.Load().Labels, Keep: !known})
 			if err != nil && !failing {
 				r.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
 			}
@@ -389,7 +390,9 @@ func (r *reporter) run(ctx context.Context) error {
 				err = c.SetCondition(ctx, condition(r.opts.Domain, snap))
 			}
 			if ready, known := readyCondition(r.opts.Domain, snap, time.Now()); err == nil && known {
-				err = c.SetCondition(ctx, ready)
+				if err = c.SetCondition(ctx, ready); err == nil {
+					err = r.admit(ctx, ready)
+				}
 			}
 			errs = append(errs, err)
 		}

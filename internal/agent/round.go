@@ -323,7 +323,7 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory))
+	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory))
 	a.reporter.finish(s, f)
 	poke(a.stirred)
 	poke(a.object.news)

@@ -166,6 +166,9 @@ type Cluster interface {
 	// agent's.
 	Mark(context.Context, kube.Marks) error
 	SetCondition(ctx context.Context, c kube.Condition) error
+	// RemoveStartupTaint takes away the taint that the node was registered with, if there
+	// is to be one and it is there.
+	RemoveStartupTaint(context.Context) error
 	// Devices is what these DRA drivers say of their devices in ResourceSlices.
 	Devices(ctx context.Context, drivers ...string) ([]kube.Device, error)
 	Event(regarding workload.Pod, kind kube.EventType, reason, message string)

@@ -12,6 +12,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
@@ -19,6 +20,7 @@ import (
 	"example.com/gpu-agent/internal/gpunode"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/rest"
@@ -94,6 +96,9 @@ type Options struct {
 	// ResourceDomain is the prefix of the agent's resources. LowerAllocatable writes
 	// those below it alone. Empty means Domain.
 	ResourceDomain string
+	// StartupTaint is the key of the taint that RemoveStartupTaint takes off the Node.
+	// Empty is none.
+	StartupTaint string
 	// UserAgent is what the API server's audit log shows; empty means
 	// "gpu-agent".
 	UserAgent string
@@ -178,6 +183,9 @@ func New(o Options) (*Client, error) {
 		return nil, errors.New("the domain is empty: set --domain")
 	case o.Logger == nil:
 		return nil, errors.New("kube: no logger")
+	}
+	if wrong := validation.IsQualifiedName(o.StartupTaint); o.StartupTaint != "" && wrong != nil {
+		return nil, fmt.Errorf("%q is not the key of a taint: %s", o.StartupTaint, strings.Join(wrong, "; "))
 	}
 	config, err := credentials(o.Kubeconfig)
 	if err != nil {

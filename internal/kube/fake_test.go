@@ -484,8 +484,8 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 	answer(w, s.putLocked(whole, namespace, name, patched))
 }
 
-// jsonPatchLocked tests and replaces texts of an object. As at the real server, a test
-// that fails and a path that is not there are the same refusal.
+// jsonPatchLocked tests and replaces texts of an object, and removes elements of lists. As
+// at the real server, a test that fails and a path that is not there are the same refusal.
 func (s *server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, name string, object map[string]any, body []byte) {
 	var steps []struct{ Op, Path, Value string }
 	if json.Unmarshal(body, &steps) != nil {
@@ -495,16 +495,33 @@ func (s *server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, nam
 	object = clone(object)
 	for _, step := range steps {
 		path := strings.Split(step.Path, "/")[1:]
-		at := object
+		var at any = object
+		var parent map[string]any
 		for _, key := range path[:len(path)-1] {
-			at, _ = at[key].(map[string]any)
+			if list, ok := at.([]any); ok {
+				if i, err := strconv.Atoi(key); err == nil && i < len(list) {
+					at = list[i]
+				} else {
+					at = nil
+				}
+				continue
+			}
+			parent, _ = at.(map[string]any)
+			at = parent[key]
 		}
 		key := strings.NewReplacer("~1", "/", "~0", "~").Replace(path[len(path)-1])
-		if _, there := at[key]; !there || step.Op == "test" && at[key] != step.Value {
+		if list, ok := at.([]any); ok && step.Op == "remove" {
+			if i, err := strconv.Atoi(key); err == nil && i < len(list) {
+				parent[path[len(path)-2]] = slices.Delete(list, i, i+1)
+				continue
+			}
+		}
+		in, _ := at.(map[string]any)
+		if _, there := in[key]; !there || step.Op == "test" && in[key] != step.Value {
 			refuse(w, 422, "Invalid")
 			return
 		}
-		at[key] = step.Value
+		in[key] = step.Value
 	}
 	answer(w, s.putLocked(resource, namespace, name, object))
 }

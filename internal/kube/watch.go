@@ -30,6 +30,8 @@ type Node struct {
 	Annotations map[string]string
 	// Unschedulable says that the node is cordoned.
 	Unschedulable bool
+	// StartupTaint says that it has the taint Options.StartupTaint.
+	StartupTaint bool
 	// Conditions are those whose type is under Options.Domain, sorted by it.
 	Conditions []Condition
 	// PodsTellDevices says that by the kubelet's version the status of each pod names the
@@ -47,6 +49,7 @@ type Node struct {
 	amounts map[string]resource.Quantity
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
+	taints              []taint
 }
 
 // WatchKey follows one key of a ConfigMap until ctx ends, which is the only error it
@@ -85,7 +88,7 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first answer of the server, and
 // then whenever a label, an annotation or a condition under the domain, the scheduling of
-// the node, or which extended resources it has, differs from the last call's. Changes made through Mark
+// the node, its startup taint, or which extended resources it has, differs from the last call's. Changes made through Mark
 // and SetCondition are such changes. A Node that is not there is not reported: a
 // kubelet that is alive makes it again. fn must not change what it is given.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
@@ -102,11 +105,12 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 		n.see(&whole)
 		n.allocatable(&whole)
 		now := whole
+		now.StartupTaint = n.tainted(&whole)
 		now.Annotations = maps.Clone(whole.Annotations)
 		maps.DeleteFunc(now.Annotations, func(key, _ string) bool { return n.mayWrite(key) != nil })
 		now.Conditions = slices.DeleteFunc(slices.Clone(whole.Conditions), func(c Condition) bool { return n.mayWrite(c.Type) != nil })
 		slices.SortFunc(now.Conditions, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
-		if told && now.Unschedulable == last.Unschedulable && now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
+		if told && now.Unschedulable == last.Unschedulable && now.StartupTaint == last.StartupTaint && now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
 			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
 		}
@@ -118,7 +122,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 func readNode(object *unstructured.Unstructured) Node {
 	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
 	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
-		Unschedulable: unschedulable, Conditions: readConditions(object), amounts: readAmounts(object), uid: object.GetUID(), version: object.GetResourceVersion()}
+		Unschedulable: unschedulable, Conditions: readConditions(object), amounts: readAmounts(object), taints: readTaints(object), uid: object.GetUID(), version: object.GetResourceVersion()}
 	for name, amount := range n.amounts {
 		if !amount.IsZero() {
 			n.Allocatable = append(n.Allocatable, name)

@@ -27,6 +27,7 @@ const (
 	NameInUse         Reason = "NameInUse"
 	AgentEnds         Reason = "AgentEnds"
 	GPUNodeFailed     Reason = "GPUNodeFailed"
+	StartupTaintKept  Reason = "StartupTaintKept"
 )
 
 // Reasons about GPUs and their driver.

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"testing"
+)
+
+const startupKey = "startup-taint.cluster-autoscaler.kubernetes.io/gpu-agent"
+
+func startup(o *Options) { o.StartupTaint = startupKey }
+
+// taints puts the Node with taints, each "key effect".
+func (s *server) taints(all ...string) {
+	list := []any{}
+	for _, text := range all {
+		key, effect, _ := strings.Cut(text, " ")
+		list = append(list, map[string]any{"key": key, "effect": effect})
+	}
+	s.put("nodes", "", "node-1", map[string]any{"spec": map[string]any{"taints": list}})
+}
+
+// tainted are the Node's taints.
+func (s *server) tainted() string {
+	var out []string
+	spec, _ := s.all("nodes")[0]["spec"].(map[string]any)
+	list, _ := spec["taints"].([]any)
+	for _, element := range list {
+		t := element.(map[string]any)
+		out = append(out, fmt.Sprint(t["key"], " ", t["effect"]))
+	}
+	return strings.Join(out, ", ")
+}
+
+// Only the taint of that key goes, wherever it stands, and nothing is asked where it is
+// not, or where none is to go.
+func TestRemoveStartupTaint(t *testing.T) {
+	const other, older = "node.kubernetes.io/unreachable NoExecute", "ignore-taint.cluster-autoscaler.kubernetes.io/gpu-agent NoSchedule"
+	for _, test := range []struct {
+		name string
+		has  []string
+		is   string
+	}{
+		{"none", nil, ""},
+		{"alone", []string{startupKey + " NoSchedule"}, ""},
+		{"with both effects, among others", []string{startupKey + " NoExecute", other, startupKey + " NoSchedule", older}, other + ", " + older},
+		{"others", []string{other, older, startupKey + "2 NoSchedule", startupKey + " PreferNoSchedule"},
+			other + ", " + older + ", " + startupKey + "2 NoSchedule, " + startupKey + " PreferNoSchedule"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := newServer(t)
+			s.taints(test.has...)
+			c, _ := connect(t, s, startup)
+			if err := c.RemoveStartupTaint(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if got := s.tainted(); got != test.is {
+				t.Errorf("taints %q, want %q", got, test.is)
+			}
+			want := 1
+			if test.is == strings.Join(test.has, ", ") {
+				want = 0
+			}
+			if got := len(s.asked("patch")); got != want {
+				t.Errorf("%d requests, want %d", got, want)
+			}
+			without, _ := connect(t, s)
+			s.taints(startupKey + " NoSchedule")
+			if err := without.RemoveStartupTaint(t.Context()); err != nil || s.tainted() == "" {
+				t.Errorf("a client that is to take none away left %q (%v)", s.tainted(), err)
+			}
+		})
+	}
+	if _, err := New(Options{NodeName: "node-1", Domain: "example.com", StartupTaint: "no key", Logger: slog.New(slog.DiscardHandler)}); err == nil || !strings.Contains(err.Error(), "not the key of a taint") {
+		t.Errorf("a key that is none: %v", err)
+	}
+}
+
+// The taints may have changed since they were last seen. What has come meanwhile stays.
+func TestRemoveStartupTaintOfANodeThatHasChanged(t *testing.T) {
+	s := newServer(t)
+	s.taints(startupKey + " NoSchedule")
+	c, _ := connect(t, s, startup)
+	told := make(chan Node, 16)
+	s.set(func() { s.mute = true })
+	background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(n Node) { told <- n }) })
+	if n := <-told; !n.StartupTaint {
+		t.Fatal("the watch does not see the taint")
+	}
+	const other = "node.kubernetes.io/unreachable NoExecute"
+	s.taints(other, startupKey+" NoSchedule") // the mute watch does not say so
+	if err := c.RemoveStartupTaint(t.Context()); err != nil || s.tainted() != other {
+		t.Errorf("taints %q (%v), want %q", s.tainted(), err, other)
+	}
+	if got := len(s.asked("patch")); got != 2 {
+		t.Errorf("%d requests, want one that is refused and one that is not", got)
+	}
+}
+
+// What a policy refuses is not tried again at once, and the words say what is missing.
+func TestRemoveStartupTaintThatAPolicyKeeps(t *testing.T) {
+	s := newServer(t)
+	s.taints(startupKey + " NoSchedule")
+	s.fault = func(verb, resource string, w http.ResponseWriter) bool {
+		if verb == "patch" {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(422)
+			answer(w, map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure", "code": 422, "reason": "Invalid",
+				"message": "nodes \"node-1\" is forbidden: ValidatingAdmissionPolicy 'gpu-agent' with binding 'gpu-agent' denied request: no"})
+		}
+		return verb == "patch"
+	}
+	c, _ := connect(t, s, startup)
+	if err := c.RemoveStartupTaint(t.Context()); err == nil || !strings.Contains(err.Error(), "component startup-taint") || len(s.asked("patch")) != 1 {
+		t.Errorf("%v after %d requests", err, len(s.asked("patch")))
+	}
+}
