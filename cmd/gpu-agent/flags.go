@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"log/slog"
 	"os"
 	"slices"
 	"strconv"
@@ -120,4 +121,44 @@ func (c *choice) Set(s string) error {
 	}
 	c.value = s
 	return nil
+}
+
+// list is a flag with several values, of few.
+type list struct {
+	values, choices []string
+}
+
+func (l *list) String() string { return strings.Join(l.values, ",") }
+
+func (l *list) Set(s string) error {
+	l.values = nil
+	for word := range strings.SplitSeq(s, ",") {
+		if word = strings.TrimSpace(word); !slices.Contains(l.choices, word) {
+			return fmt.Errorf("there is no %q: want some of %s", word, strings.Join(l.choices, ", "))
+		}
+		l.values = append(l.values, word)
+	}
+	return nil
+}
+
+// logFlags are how a program that runs on tells what it does.
+type logFlags struct {
+	format, level choice
+}
+
+func (f *logFlags) register(fs *flag.FlagSet) {
+	f.format = choice{"text", []string{"text", "json"}}
+	fs.Var(&f.format, "log-format", "text or json")
+	f.level = choice{"info", []string{"debug", "info", "warn", "error"}}
+	fs.Var(&f.level, "log-level", "debug, info, warn or error")
+}
+
+func (f *logFlags) logger(c console) *slog.Logger {
+	var level slog.Level
+	_ = level.UnmarshalText([]byte(f.level.value)) // one of four known words
+	opts := &slog.HandlerOptions{Level: level}
+	if f.format.value == "json" {
+		return slog.New(slog.NewJSONHandler(c.err, opts))
+	}
+	return slog.New(slog.NewTextHandler(c.err, opts))
 }

@@ -66,7 +66,7 @@ func TestCheck(t *testing.T) {
 }
 
 func TestWrongUsage(t *testing.T) {
-	for _, args := range [][]string{{}, {"fly"}, {"check"}, {"run", "--no-such-flag"}, {"status", "-o", "xml"}} {
+	for _, args := range [][]string{{}, {"fly"}, {"check"}, {"run", "--no-such-flag"}, {"status", "-o", "xml"}, {"placer", "--doors", "extender,barn"}} {
 		if _, e, err := command(t, args...); !errors.Is(err, errUsage) || e == "" {
 			t.Errorf("%q: %v, and %q on standard error", args, err, e)
 		}
@@ -79,6 +79,9 @@ func TestWrongUsage(t *testing.T) {
 		"NAMESPACE/NAME": {"run", "--configmap", "b", "--node-name", "n"},
 		"--domain":       {"run", "--config", "a", "--domain", "Example_com"},
 		"NVIDIA's own":   {"run", "--config", "a", "--domain", "nvidia.com"},
+		"--lease":        {"placer", "--lease", "x"},
+		"go together":    {"placer", "--tls-cert-file", "x"},
+		"shows a cert":   {"placer", "--client-ca-file", "x"},
 		"unexpected":     {"run", "--config", "a", "extra"},
 		"GPU_AGENT_":     {"inventory"},
 	} {

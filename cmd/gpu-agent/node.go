@@ -54,8 +54,13 @@ type nameFlags struct {
 }
 
 func (n *nameFlags) register(fs *flag.FlagSet) {
-	fs.StringVar(&n.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
+	n.registerCluster(fs)
 	fs.StringVar(&n.nodeName, "node-name", "", "`name` of the Node this agent runs on; without it the agent does not speak to the API server")
+}
+
+// registerCluster leaves out what is about one node.
+func (n *nameFlags) registerCluster(fs *flag.FlagSet) {
+	fs.StringVar(&n.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
 	fs.StringVar(&n.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
 	fs.StringVar(&n.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
 }

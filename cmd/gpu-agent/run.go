@@ -7,7 +7,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"log/slog"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -59,7 +58,7 @@ type runFlags struct {
 	numaHints                choice
 	nodeLabels, nvidiaLabels choice
 	idleTTL                  time.Duration
-	logFormat, logLevel      choice
+	log                      logFlags
 }
 
 func (f *runFlags) register(fs *flag.FlagSet) {
@@ -93,10 +92,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	f.numaHints = choice{string(deviceplugin.AlignFixed), []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
-	f.logFormat = choice{"text", []string{"text", "json"}}
-	fs.Var(&f.logFormat, "log-format", "text or json")
-	f.logLevel = choice{"info", []string{"debug", "info", "warn", "error"}}
-	fs.Var(&f.logLevel, "log-level", "debug, info, warn or error")
+	f.log.register(fs)
 }
 
 // schedulerFlags are what schedulers and autoscalers are told beside the offer.
@@ -159,16 +155,6 @@ func splitName(s string) (namespace, name string, ok bool) {
 	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")
 }
 
-func (f *runFlags) logger(c console) *slog.Logger {
-	var level slog.Level
-	_ = level.UnmarshalText([]byte(f.logLevel.value)) // one of four known words
-	opts := &slog.HandlerOptions{Level: level}
-	if f.logFormat.value == "json" {
-		return slog.New(slog.NewJSONHandler(c.err, opts))
-	}
-	return slog.New(slog.NewTextHandler(c.err, opts))
-}
-
 // run is `gpu-agent run`: it opens the worlds and ties them to the loop.
 func run(ctx context.Context, c console, args []string) error {
 	fs := newFlags(c, "run", "", "Owns this node's GPUs until it is told to end.")
@@ -181,7 +167,7 @@ func run(ctx context.Context, c console, args []string) error {
 		return fmt.Errorf("gpu-agent run: %w", err)
 	}
 	agent.LimitHeap()
-	log := f.logger(c)
+	log := f.log.logger(c)
 	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
 
 	files, err := dir.Open(f.node.cdiDir, f.domain)

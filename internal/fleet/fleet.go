@@ -20,7 +20,7 @@ import (
 )
 
 // Kind is a kind of object that is followed.
-type Kind string
+type Kind = string
 
 // Kinds, in the API's words.
 const (
@@ -42,6 +42,8 @@ type Fleet struct {
 	ready map[string]bool
 	// missing are the kinds of which no list has come yet.
 	missing []Kind
+	// leads is an error while another process answers.
+	leads func() error
 }
 
 // New returns a fleet of which nothing is known. The resource domain is the prefix of the
@@ -51,7 +53,23 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
 		says: map[string]*gpunode.Status{}, ready: map[string]bool{},
 		missing: []Kind{GPUNodes, Nodes, Pods},
+		leads:   func() error { return nil },
 	}
+}
+
+// LeadBy has questions answered only while leads returns nil. It is called under a lock and
+// must return at once.
+func (f *Fleet) LeadBy(leads func() error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.leads = leads
+}
+
+// Ready is nil while questions are answered.
+func (f *Fleet) Ready() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.listed(context.Background())
 }
 
 // Listed notes that all objects of a kind have been told.
@@ -198,11 +216,14 @@ func (f *Fleet) withoutDRA(p placer.Pod, name string) (rest placer.Pod, less boo
 	return rest, less
 }
 
-// listed is an error while something is missing, or when nobody waits for the answer any
+// listed is an error while something is missing or another process leads, or when nobody waits for the answer any
 // more: then nothing is to be reserved.
 func (f *Fleet) listed(ctx context.Context) error {
 	if len(f.missing) > 0 {
 		return fmt.Errorf("the API server has not listed %v yet", f.missing)
+	}
+	if err := f.leads(); err != nil {
+		return err
 	}
 	return context.Cause(ctx)
 }

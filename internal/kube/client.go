@@ -52,7 +52,7 @@ type Rule struct {
 	Component string
 }
 
-// Rules is every permission that the package uses. A manifest may narrow the
+// Rules is every permission that a Client uses. A manifest may narrow the
 // rule for ConfigMaps by resource name, since each list and watch selects one
 // object by name, and the one for resourceclaims/driver, where the name is a DRA
 // driver's; it cannot narrow the one for Nodes, which differs per node.
@@ -83,11 +83,23 @@ var Rules = []Rule{
 		Why: "end pods that go over their memory caps again and again, or whose claims can never be prepared, where that is on"},
 }
 
+// PlacerRules is every permission that a [Cluster] uses. They are another account's than the
+// agents', and a manifest grants them in a part of its own. It may narrow the first rule for
+// leases by the Lease's name.
+var PlacerRules = []Rule{
+	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
+		Why: "know which nodes are ready; make the scheduler look again at one where room has appeared, by an annotation"},
+	{Resource: "pods", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know which devices pods have, and which pods are still to get some"},
+	{APIGroup: manifestDomain, Resource: gpunode.Plural, Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know what each node's GPUs have left"},
+}
+
 // Options configure a Client.
 type Options struct {
 	// Kubeconfig is a file's path. Empty means the pod's own service account.
 	Kubeconfig string
-	// NodeName is the Node that the agent runs on. Required.
+	// NodeName is the Node that the agent runs on. Required, but for a Cluster.
 	NodeName string
 	// Domain is the agent's label prefix, for example "example.com". Required.
 	// WatchNode reports annotations and conditions below it alone, and Events
@@ -176,9 +188,32 @@ type timing struct {
 // New prepares a client. It reads the credentials but makes no request, so it
 // succeeds while the API server is unreachable.
 func New(o Options) (*Client, error) {
-	switch {
-	case o.NodeName == "":
+	if o.NodeName == "" {
 		return nil, errors.New("the node's name is empty: set --node-name, or NODE_NAME from spec.nodeName")
+	}
+	up, err := prepare(o)
+	if err != nil {
+		return nil, err
+	}
+	node := &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
+	return &Client{
+		apiServer:  up,
+		ourNode:    node,
+		ourSlices:  &ourSlices{ourNode: node, unkept: map[string]exchange{}},
+		ourGPUNode: &ourGPUNode{ourNode: node},
+		eventQueue: &eventQueue{
+			apiServer: up,
+			// One fault may concern every pod of a node, 110 by default.
+			queue:  make(chan event, 256),
+			onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
+		},
+	}, nil
+}
+
+// prepare is what clients of all kinds begin with.
+func prepare(o Options) (*apiServer, error) {
+	switch {
 	case o.Domain == "":
 		return nil, errors.New("the domain is empty: set --domain")
 	case o.Logger == nil:
@@ -230,20 +265,7 @@ func New(o Options) (*Client, error) {
 		refused: map[string]bool{},
 	}
 	up.ration = brief.NewRation(up.log, func() time.Time { return up.now() }, time.AfterFunc)
-	node := &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
-	return &Client{
-		apiServer:  up,
-		ourNode:    node,
-		ourSlices:  &ourSlices{ourNode: node, unkept: map[string]exchange{}},
-		ourGPUNode: &ourGPUNode{ourNode: node},
-		eventQueue: &eventQueue{
-			apiServer: up,
-			// One fault may concern every pod of a node, 110 by default.
-			queue:  make(chan event, 256),
-			onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
-			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
-		},
-	}, nil
+	return up, nil
 }
 
 // askVersion asks a server for its release, which it tells everybody who has a token.

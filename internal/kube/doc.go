@@ -30,6 +30,12 @@
 // stays in force, and the log has one line when the outage begins and one when it is
 // over. Only the end of the context ends a watch.
 //
+// # All nodes
+//
+// [NewCluster] is for the placer, which is one process for a cluster. [Cluster.Watch] follows
+// the cluster's nodes, pods and GPUNodes in the same way, and lists them in pages.
+// [Cluster.Wake] writes an annotation of a Node. [PlacerRules] lists what that takes.
+//
 // # Memory
 //
 // The agent runs on every node and must stay small, so there is no typed

@@ -247,7 +247,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
 	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), query.Get("dryRun"), body))
-	allowed := slices.ContainsFunc(Rules, func(rule Rule) bool {
+	allowed := slices.ContainsFunc(slices.Concat(Rules, PlacerRules), func(rule Rule) bool {
 		return rule.Resource == resource && slices.Contains(rule.Verbs, verb)
 	})
 	s.used[verb+" "+resource] = true
@@ -279,6 +279,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.writeSlice(w, verb, name, body)
 	case parts[0] == "resourceclaims":
 		s.serveClaims(w, r, verb, namespace, name, body)
+	case verb == "list" && name == "":
+		s.listAll(w, r, resource)
 	case verb == "list":
 		s.list(w, resource, namespace, name)
 	case verb == "watch":
@@ -355,7 +357,9 @@ func (s *server) watch(w http.ResponseWriter, r *http.Request, resource, namespa
 			if mute {
 				continue
 			}
-			if c.key == resource+"/"+namespace+"/"+name || c.kind == "ERROR" {
+			if all := name == "" && strings.HasPrefix(c.key, resource+"/"); all && ended(c.object) {
+				out.Encode(map[string]any{"type": "DELETED", "object": c.object})
+			} else if all && resource != "resourceslices" || c.key == resource+"/"+namespace+"/"+name || c.kind == "ERROR" {
 				out.Encode(map[string]any{"type": c.kind, "object": c.object})
 			} else {
 				out.Encode(map[string]any{"type": "BOOKMARK", "object": map[string]any{"apiVersion": "v1",

@@ -146,6 +146,8 @@ type target struct {
 	resource        schema.GroupVersionResource
 	namespace, name string
 	chosen          fields.Set
+	// all, if set, is told of each object instead: then the target is a whole resource.
+	all *census
 	// missing, if set, is told why the object cannot be followed where the server does not
 	// know the resource, or does not allow it: nothing else depends on it. It is tried again
 	// when an object would be read anew.
@@ -160,6 +162,9 @@ func (t target) in(api dynamic.Interface) dynamic.ResourceInterface {
 }
 
 func (t target) String() string {
+	if t.all != nil {
+		return "of the cluster"
+	}
 	if t.chosen != nil {
 		return t.selector()
 	}
@@ -170,6 +175,9 @@ func (t target) String() string {
 }
 
 func (t target) selector() string {
+	if t.all != nil {
+		return t.all.chosen
+	}
 	if t.chosen != nil {
 		return fields.SelectorFromSet(t.chosen).String()
 	}
@@ -187,7 +195,7 @@ var (
 
 // follow calls see with the object after every list and every event, and with
 // nil when it is not there. Of several objects it tells each event, and with nil each
-// list.
+// list; of a census, that is told instead.
 func (s *apiServer) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
 	retry := s.backOff(s.timing.pauseMax)
 	for {
@@ -250,6 +258,9 @@ func failure(err error) error {
 
 // list reads the object and returns the version to watch from.
 func (s *apiServer) list(ctx context.Context, t target, see func(*unstructured.Unstructured)) (string, error) {
+	if t.all != nil {
+		return s.listAll(ctx, t)
+	}
 	ctx, cancel := context.WithTimeout(ctx, s.timing.request)
 	defer cancel()
 	list, err := t.in(s.api).List(ctx, metav1.ListOptions{FieldSelector: t.selector()})
@@ -308,6 +319,10 @@ func (s *apiServer) watch(ctx context.Context, t target, version string, until t
 				version = v
 			}
 			count++
+			if t.all != nil {
+				t.all.saw(e.Type, object)
+				continue
+			}
 			if e.Type == watch.Bookmark || t.chosen == nil && object.GetName() != t.name {
 				continue
 			}

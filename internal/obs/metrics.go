@@ -189,8 +189,14 @@ func (m *Metrics) Wish(profile string, took time.Duration) {
 
 // registry returns all that /metrics shows.
 func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
+	return registryOf(m.own, view{version: m.version, status: read})
+}
+
+// registryOf has what a program counts, and what is known of every process.
+func registryOf(own ...prometheus.Collector) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.own, view{version: m.version, status: read},
+	r.MustRegister(own...)
+	r.MustRegister(
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// By default this collector has some forty series for every node. These are
 		// the ones that people look at.

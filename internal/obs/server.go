@@ -33,11 +33,16 @@ type Options struct {
 	// and may be called from several goroutines.
 	Healthy, Ready func() error
 	// Status returns the current status, under the same terms. The server does not
-	// change the value.
+	// change the value. A placer has none.
 	Status  func() status.Status
-	Metrics *Metrics
+	Metrics Source
 	// Now is the clock for the ages on the page; nil means time.Now.
 	Now func() time.Time
+}
+
+// Source is a program's metrics: [Metrics] for an agent, [Placer] for a placer.
+type Source interface {
+	registry(read func() status.Status) *prometheus.Registry
 }
 
 // Server serves the pages that the package comment lists.
@@ -112,10 +117,12 @@ func (s *Server) Handler() http.Handler {
 	})))
 	mux.Handle("GET /healthz", probe(s.options.Healthy))
 	mux.Handle("GET /readyz", probe(s.options.Ready))
-	mux.Handle("GET /statusz", onlyFromHere(inTurn(http.HandlerFunc(s.status))))
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
-		io.WriteString(w, "gpu-agent\n\n/metrics\n/healthz\n/readyz\n/statusz\n")
-	})
+	pages := "gpu-agent\n\n/metrics\n/healthz\n/readyz\n"
+	if s.options.Status != nil {
+		pages += "/statusz\n"
+		mux.Handle("GET /statusz", onlyFromHere(inTurn(http.HandlerFunc(s.status))))
+	}
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, pages) })
 	return mux
 }
 

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"example.com/gpu-agent/internal/extender"
+	"example.com/gpu-agent/internal/fleet"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/obs"
+)
+
+type placerFlags struct {
+	names        nameFlags
+	doors        list
+	listen, http string
+	tls          extender.Files
+	lease        string
+	log          logFlags
+}
+
+func (f *placerFlags) register(fs *flag.FlagSet) {
+	f.names.registerCluster(fs)
+	f.doors = list{[]string{"extender"}, []string{"extender"}}
+	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender)")
+	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
+	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
+	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the door's certificate (PEM); without one it speaks plain HTTP")
+	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
+	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM); with it the door refuses everybody else")
+	fs.StringVar(&f.lease, "lease", "gpu-agent/gpu-placer", "`NAMESPACE/NAME` of the Lease by which one of several processes leads; empty where there is one process")
+	f.log.register(fs)
+}
+
+func (f *placerFlags) complete() error {
+	if err := f.names.complete(); err != nil {
+		return err
+	}
+	if _, _, ok := splitName(f.lease); f.lease != "" && !ok {
+		return fmt.Errorf("--lease: %q is not NAMESPACE/NAME", f.lease)
+	}
+	switch {
+	case (f.tls.Cert == "") != (f.tls.Key == ""):
+		return errors.New("--tls-cert-file and --tls-key-file go together")
+	case f.tls.ClientCA != "" && f.tls.Cert == "":
+		return errors.New("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
+	}
+	return nil
+}
+
+// place is `gpu-agent placer`.
+func place(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "placer", "", "Tells schedulers which node has room for a pod, by the GPUNodes of the cluster. One process\n"+
+		"serves a cluster; of several, one leads.")
+	var f placerFlags
+	f.register(fs)
+	if err := parseFlags(fs, args); err != nil {
+		return err
+	}
+	if err := f.complete(); err != nil {
+		return fmt.Errorf("gpu-agent placer: %w", err)
+	}
+	log := f.log.logger(c)
+	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
+
+	books := fleet.New(f.names.resourceDomain, time.Now)
+	metrics := obs.NewPlacer(version(), func() obs.PlacerState { return obs.PlacerState{Leads: books.Ready() == nil} },
+		[]string{string(extender.Filter), string(extender.Preempt)},
+		[]string{string(extender.Placed), string(extender.Refused), string(extender.Broken), string(extender.Late), string(extender.Failed)})
+	cluster, err := kube.NewCluster(kube.Options{
+		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
+		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
+	})
+	if err != nil {
+		return err
+	}
+	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: func() error { return nil }, Ready: books.Ready})
+	door := extender.New(books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
+		metrics.Answered(string(v), string(how), took)
+	}})
+
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return page.Run(ctx) })
+	g.Go(func() error { return serveExtender(ctx, &f, door, log) })
+	g.Go(func() error { return cluster.Watch(ctx, books) })
+	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	log.Info("ended")
+	return nil
+}
+
+// serveExtender answers schedulers until ctx ends.
+func serveExtender(ctx context.Context, f *placerFlags, door http.Handler, log *slog.Logger) error {
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", f.listen)
+	if err != nil {
+		return fmt.Errorf("serve schedulers on %q (--listen): %w", f.listen, err)
+	}
+	secured := f.tls.Cert != ""
+	if secured {
+		config, err := f.tls.Config(log)
+		if err != nil {
+			return errors.Join(err, listener.Close())
+		}
+		listener = tls.NewListener(listener, config)
+	}
+	server := extender.Server(door)
+	server.ErrorLog = slog.NewLogLogger(log.Handler(), slog.LevelDebug)
+	log.Info("serving schedulers", "addr", listener.Addr().String(), "tls", secured, "client_certificates", f.tls.ClientCA != "")
+	failed := make(chan error, 1)
+	go func() { failed <- server.Serve(listener) }()
+	select {
+	case err := <-failed:
+		return fmt.Errorf("serve schedulers on %s: %w", listener.Addr(), err)
+	case <-ctx.Done():
+	}
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer cancel()
+	if err := server.Shutdown(grace); err != nil {
+		server.Close()
+	}
+	<-failed
+	return ctx.Err()
+}

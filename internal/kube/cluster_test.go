@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/internal/gpunode"
+)
+
+// listAll answers with all objects of a resource, page by page. It keeps no snapshots: where
+// something has changed between two pages, the next one has expired.
+func (s *server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
+	query := r.URL.Query()
+	if want := map[string]string{"pods": running}[resource]; query.Get("fieldSelector") != want {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	s.mu.Lock()
+	version := strconv.Itoa(s.version)
+	s.mu.Unlock()
+	items := slices.DeleteFunc(s.all(resource), ended)
+	metadata := map[string]any{"resourceVersion": version}
+	first, at, more := strings.Cut(query.Get("continue"), "@")
+	if more && at != version {
+		refuse(w, 410, "Expired")
+		return
+	}
+	from, _ := strconv.Atoi(first)
+	to := len(items)
+	if limit, _ := strconv.Atoi(query.Get("limit")); limit > 0 && from+limit < to {
+		to = from + limit
+		metadata["continue"] = strconv.Itoa(to) + "@" + version
+	}
+	answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata, "items": items[from:to]})
+}
+
+// ended says whether an object is a pod that has ended.
+func ended(object map[string]any) bool {
+	status, _ := object["status"].(map[string]any)
+	return object["kind"] == "Pod" && (status["phase"] == "Succeeded" || status["phase"] == "Failed")
+}
+
+// connectCluster returns a client of s, for all nodes, whose waits are short.
+func connectCluster(t *testing.T, s *server, change ...func(*Options)) (*Cluster, *journal) {
+	t.Helper()
+	client, j := connect(t, s, change...)
+	c, err := NewCluster(client.apiServer.options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.timing.pauseMin, c.timing.pauseMax = time.Millisecond, 5*time.Millisecond
+	return c, j
+}
+
+// register has what a Fleet was told.
+type register struct {
+	mu                    sync.Mutex
+	nodes, pods, gpuNodes map[string]string
+	lists                 map[string]int
+}
+
+func newRegister() *register {
+	return &register{nodes: map[string]string{}, pods: map[string]string{}, gpuNodes: map[string]string{}, lists: map[string]int{}}
+}
+
+func (r *register) note(in map[string]string, key, value string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if in[key] = value; value == "" {
+		delete(in, key)
+	}
+}
+
+func (r *register) SetNode(n *corev1.Node) { r.note(r.nodes, n.Name, "at "+n.ResourceVersion) }
+func (r *register) DeleteNode(name string) { r.note(r.nodes, name, "") }
+func (r *register) DeletePod(uid string)   { r.note(r.pods, uid, "") }
+func (r *register) SetPod(p *corev1.Pod) {
+	r.note(r.pods, string(p.UID), p.Namespace+"/"+p.Name+" on "+p.Spec.NodeName)
+}
+func (r *register) SetGPUNode(name string, says *gpunode.Status) {
+	if says == nil {
+		r.note(r.gpuNodes, name, "")
+	} else {
+		r.note(r.gpuNodes, name, fmt.Sprint(says.MemoryUnitMiB))
+	}
+}
+
+func (r *register) Listed(kind string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lists[kind]++
+}
+
+// is compares what is known, as sorted names with values.
+func (r *register) is(kind map[string]string, want ...string) func() bool {
+	return func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		var have []string
+		for name, value := range kind {
+			have = append(have, name+" "+value)
+		}
+		slices.Sort(have)
+		return slices.Equal(have, want)
+	}
+}
+
+func (r *register) listed(kind string, times int) func() bool {
+	return func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return r.lists[kind] >= times
+	}
+}
+
+func podOn(uid, node, phase string) map[string]any {
+	return map[string]any{"metadata": map[string]any{"uid": uid}, "spec": map[string]any{"nodeName": node}, "status": map[string]any{"phase": phase}}
+}
+
+func units(n int) map[string]any {
+	return map[string]any{"status": map[string]any{"memoryUnitMiB": n}}
+}
+
+// What is there, comes, changes and goes is told of all three kinds; pods that have ended are
+// as good as gone.
+func TestWatchCluster(t *testing.T) {
+	s := newServer(t)
+	s.put("pods", "a", "one", podOn("u-1", "node-1", "Running"))
+	s.put("pods", "a", "old", podOn("u-0", "node-1", "Succeeded"))
+	s.put("gpunodes", "", "node-1", units(1024))
+	s.put("gpunodes", "", "broken", map[string]any{"status": "?"})
+	s.node("node-1", nil, nil)
+	c, j := connectCluster(t, s)
+	r := newRegister()
+	background(t, func(ctx context.Context) error { return c.Watch(ctx, r) })
+	await(t, "pods are listed", r.is(r.pods, "u-1 a/one on node-1"))
+	await(t, "GPUNodes are listed", r.is(r.gpuNodes, "node-1 1024"))
+	await(t, "all is listed", func() bool { return r.listed("nodes", 1)() && r.listed("pods", 1)() && r.listed("gpunodes", 1)() })
+	if j.count("malformed GPUNode") != 1 {
+		t.Error("nothing in the log about a GPUNode that makes no sense")
+	}
+	s.put("pods", "b", "two", podOn("u-2", "", "Pending"))
+	s.put("gpunodes", "", "node-1", units(512))
+	s.put("gpunodes", "", "broken", units(256))
+	await(t, "another pod", r.is(r.pods, "u-1 a/one on node-1", "u-2 b/two on "))
+	await(t, "the GPUNodes anew", r.is(r.gpuNodes, "broken 256", "node-1 512"))
+	s.put("pods", "b", "two", podOn("u-2", "node-2", "Pending"))
+	s.put("pods", "a", "one", podOn("u-1", "node-1", "Failed"))
+	s.put("gpunodes", "", "broken", map[string]any{"status": "?"})
+	await(t, "one bound, one ended", r.is(r.pods, "u-2 b/two on node-2"))
+	await(t, "a GPUNode that cannot be read is none", r.is(r.gpuNodes, "node-1 512"))
+	s.put("nodes", "", "node-1", nil)
+	s.put("gpunodes", "", "node-1", nil)
+	s.put("pods", "b", "two", nil)
+	await(t, "no pod", r.is(r.pods))
+	await(t, "no GPUNode", r.is(r.gpuNodes))
+	await(t, "no Node", r.is(r.nodes))
+}
+
+// A cluster is listed in pages, and what has gone while nobody watched is told after the next
+// list: also a pod in whose place another of the same name is.
+func TestWatchClusterListsInPages(t *testing.T) {
+	s := newServer(t)
+	for i := range 2*page + 1 {
+		s.put("pods", "a", fmt.Sprintf("p-%d", i), podOn(fmt.Sprintf("u-%d", i), "", "Pending"))
+	}
+	c, _ := connectCluster(t, s)
+	r := newRegister()
+	background(t, func(ctx context.Context) error { return c.Watch(ctx, r) })
+	await(t, "pods are listed", r.listed("pods", 1))
+	if n := len(s.asked("list pods")); n != 3 || len(r.pods) != 2*page+1 {
+		t.Fatalf("%d requests told of %d pods, want 3 and %d", n, len(r.pods), 2*page+1)
+	}
+	s.stop()
+	for i := range 2*page + 1 {
+		s.put("pods", "a", fmt.Sprintf("p-%d", i), nil)
+	}
+	s.put("pods", "a", "p-0", podOn("u-new", "node-1", "Running"))
+	s.set(func() { s.oldest = s.version })
+	s.back()
+	await(t, "only the new pod is left", r.is(r.pods, "u-new a/p-0 on node-1"))
+}
+
+// A list that breaks off tells of pods; those that are gone by the next one are told too, and
+// until it has come nobody is told that all was listed.
+func TestWatchClusterListBreaksOff(t *testing.T) {
+	s := newServer(t)
+	for i := range page + 1 {
+		s.put("pods", "a", fmt.Sprintf("p-%d", i), podOn(fmt.Sprintf("u-%d", i), "", "Pending"))
+	}
+	asked, fail := 0, true
+	s.set(func() {
+		s.fault = func(verb, resource string, w http.ResponseWriter) bool {
+			if verb != "list" || resource != "pods" {
+				return false
+			}
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if asked++; asked%2 == 1 || !fail {
+				return false
+			}
+			refuse(w, 410, "Expired")
+			return true
+		}
+	})
+	c, j := connectCluster(t, s)
+	r := newRegister()
+	background(t, func(ctx context.Context) error { return c.Watch(ctx, r) })
+	await(t, "two lists break off", func() (yes bool) { s.set(func() { yes = asked >= 4 }); return yes })
+	if r.listed("pods", 1)() {
+		t.Error("half a list counts as one")
+	}
+	for i := range page {
+		s.put("pods", "a", fmt.Sprintf("p-%d", i+1), nil)
+	}
+	s.set(func() { fail = false })
+	await(t, "what is gone is told", r.is(r.pods, "u-0 a/p-0 on "))
+	if j.count("request fails") != 1 {
+		t.Error("an outage is not one line in the log")
+	}
+}
+
+// A cluster without GPUNodes is asked again, and the log has it once.
+func TestWatchClusterWithoutGPUNodes(t *testing.T) {
+	s := newServer(t)
+	lacks := true
+	s.set(func() {
+		s.fault = func(_, resource string, w http.ResponseWriter) bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if resource != "gpunodes" || !lacks {
+				return false
+			}
+			refuse(w, 404, "NotFound")
+			return true
+		}
+	})
+	s.put("gpunodes", "", "node-1", units(1024))
+	c, j := connectCluster(t, s)
+	r := newRegister()
+	background(t, func(ctx context.Context) error { return c.Watch(ctx, r) })
+	await(t, "they are asked for again", func() bool { return len(s.asked("list gpunodes")) > 3 && r.listed("pods", 1)() })
+	if r.listed("gpunodes", 1)() || j.count("level=WARN") != 1 {
+		t.Errorf("told of a list that there is not, or %d warnings", j.count("level=WARN"))
+	}
+	s.set(func() { lacks = false })
+	await(t, "they are there", r.is(r.gpuNodes, "node-1 1024"))
+}
+
+func TestWake(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", map[string]any{"a": "b"}, map[string]any{"c": "d"})
+	c, _ := connectCluster(t, s)
+	c.now = func() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 6_700_000, time.FixedZone("x", 3600)) }
+	if err := c.Wake(t.Context(), "node-1"); err != nil {
+		t.Fatal(err)
+	}
+	metadata := s.all("nodes")[0]["metadata"].(map[string]any)
+	if got := fmt.Sprint(metadata["labels"], metadata["annotations"]); got != "map[a:b] map[c:d example.com/gpu.room:2026-01-02T02:04:05.006Z]" {
+		t.Error(got)
+	}
+	if err := c.Wake(t.Context(), "gone"); err != nil {
+		t.Errorf("a Node that was deleted: %v", err)
+	}
+	s.set(func() {
+		s.fault = func(_, _ string, w http.ResponseWriter) bool { refuse(w, 403, "Forbidden"); return true }
+	})
+	if err := c.Wake(t.Context(), "node-1"); err == nil || !strings.Contains(err.Error(), "node-1") {
+		t.Errorf("refused: %v", err)
+	}
+}

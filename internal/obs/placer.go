@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
+
+	"example.com/gpu-agent/internal/status"
+)
+
+// Placer counts what a placer does. Its methods may be called from several goroutines and
+// never block.
+type Placer struct {
+	own       *prometheus.Registry
+	answers   *prometheus.CounterVec
+	took      *prometheus.HistogramVec
+	api       *prometheus.CounterVec
+	unguarded prometheus.Counter
+	wakes     *prometheus.CounterVec
+}
+
+// PlacerState is what a placer is at, when it is asked.
+type PlacerState struct {
+	// Waiting are pods that were refused and have no place yet. Reservations are pods that
+	// have one, by the placer's word or as the API's nominees, and are not bound.
+	Waiting, Reservations int
+	// Leads says that this process is the one that answers.
+	Leads bool
+}
+
+// NewPlacer returns metrics in which all counters are 0. Read is asked at each scrape;
+// answers are the verbs of a door's requests with the outcomes that they can have.
+func NewPlacer(version string, read func() PlacerState, verbs, outcomes []string) *Placer {
+	own := prometheus.NewRegistry()
+	auto := promauto.With(own)
+	m := &Placer{
+		own: own,
+		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + "placer_answers_total",
+			Help: "Requests of schedulers, by how they ended. Where that is neither placed nor refused, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
+		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: prefix + "placer_answer_seconds",
+			Help:    "Time from a scheduler's request to the answer.",
+			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
+		api: auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + "api_errors_total",
+			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
+		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: prefix + "placer_unguarded_pods_total",
+			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
+		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + "placer_wakes_total",
+			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."}, []string{"result"}),
+	}
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_waiting_pods",
+		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_reservations",
+		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_leader",
+		Help: "1 while this process is the one that answers."}, func() float64 { return truth(read().Leads) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "build_info", Help: "1; the version is in the labels.",
+		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}}, func() float64 { return 1 })
+	for _, verb := range verbs { // rate() needs a 0 to start from
+		for _, outcome := range outcomes {
+			m.answers.WithLabelValues(verb, outcome)
+		}
+		m.took.WithLabelValues(verb)
+	}
+	for _, result := range []string{"ok", "error"} {
+		m.wakes.WithLabelValues(result)
+	}
+	return m
+}
+
+// Answered counts a scheduler's request.
+func (m *Placer) Answered(verb, outcome string, took time.Duration) {
+	m.answers.WithLabelValues(verb, outcome).Inc()
+	m.took.WithLabelValues(verb).Observe(took.Seconds())
+}
+
+// APIError counts a request to the API server that failed.
+func (m *Placer) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
+
+// Unguarded counts a pod that was bound without the placer.
+func (m *Placer) Unguarded() { m.unguarded.Inc() }
+
+// Woke counts an annotation that was to make the scheduler look again.
+func (m *Placer) Woke(err error) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.wakes.WithLabelValues(result).Inc()
+}
+
+func (m *Placer) registry(func() status.Status) *prometheus.Registry { return registryOf(m.own) }
