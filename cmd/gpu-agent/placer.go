@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"crypto/rand"
 	"crypto/tls"
 	"errors"
 	"flag"
@@ -11,6 +12,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -75,9 +77,15 @@ func place(ctx context.Context, c console, args []string) error {
 	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
 
 	books := fleet.New(f.names.resourceDomain, time.Now)
-	metrics := obs.NewPlacer(version(), func() obs.PlacerState { return obs.PlacerState{Leads: books.Ready() == nil} },
-		[]string{string(extender.Filter), string(extender.Preempt)},
-		[]string{string(extender.Placed), string(extender.Refused), string(extender.Broken), string(extender.Late), string(extender.Failed)})
+	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
+		s.Waiting, s.Reservations = books.State()
+		s.Leads = books.Ready() == nil
+		return s
+	}, words(extender.Verbs), words(extender.Outcomes))
+	books.TellUnguarded(func(p fleet.Unguarded) {
+		metrics.Unguarded()
+		log.Warn("a pod was bound without the placer's word", "namespace", p.Namespace, "pod", p.Name, "node", p.Node)
+	})
 	cluster, err := kube.NewCluster(kube.Options{
 		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
 		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
@@ -91,14 +99,48 @@ func place(ctx context.Context, c console, args []string) error {
 	}})
 
 	g, ctx := errgroup.WithContext(ctx)
+	if ns, name, elected := splitName(f.lease); elected {
+		lease := cluster.NewLease(ns, name, identity(), books.Lead)
+		books.LeadBy(lease.Leads)
+		g.Go(func() error {
+			// Who knows nothing yet would only take the lease from who could answer.
+			if err := books.WaitListed(ctx); err != nil {
+				return err
+			}
+			return lease.Run(ctx)
+		})
+	}
 	g.Go(func() error { return page.Run(ctx) })
 	g.Go(func() error { return serveExtender(ctx, &f, door, log) })
 	g.Go(func() error { return cluster.Watch(ctx, books) })
+	g.Go(func() error {
+		return books.Run(ctx, func(ctx context.Context, node string) error {
+			err := cluster.Wake(ctx, node)
+			metrics.Woke(err)
+			return err
+		})
+	})
 	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
 	log.Info("ended")
 	return nil
+}
+
+// identity is this process's alone, also where its pod's name is given to another one.
+func identity() string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown"
+	}
+	return host + "_" + rand.Text()
+}
+
+func words[T ~string](list []T) (out []string) {
+	for _, word := range list {
+		out = append(out, string(word))
+	}
+	return out
 }
 
 // serveExtender answers schedulers until ctx ends.

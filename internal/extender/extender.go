@@ -54,6 +54,12 @@ const (
 	Failed Outcome = "failed"
 )
 
+// Verbs and Outcomes are all that there are.
+var (
+	Verbs    = []Verb{Filter, Preempt}
+	Outcomes = []Outcome{Placed, Refused, Broken, Late, Failed}
+)
+
 // Options may be zero.
 type Options struct {
 	// Deadline is when a request is answered at the latest, counted from its header; 200 ms

@@ -19,6 +19,21 @@
 // a pod that is bound or nominated says so in the API, and who is asked for again is placed
 // anew.
 //
+// # Who waits
+//
+// A scheduler does not look at GPUNodes, nor at reservations. So [Fleet.Run] remembers pods
+// that were refused, and by which nodes. When there is news of such a node it asks the books
+// again, once for all pods that ask for the same, and has the scheduler woken for the node
+// where one of them fits. Who begins to lead takes pods of which the API says that no node
+// has room for them.
+//
+// # Unguarded pods
+//
+// A scheduler that gets no answer goes on without one. A pod that is bound with devices of an
+// agent's, and was not placed there by this process, is told of once
+// ([Fleet.TellUnguarded]). While another process leads ([Fleet.LeadBy]) none is; who leads
+// next looks at the pods that were bound after that one's last word.
+//
 // # What a pod has
 //
 // A pod asks for what its containers request below the resource domain. It has the devices

@@ -42,8 +42,10 @@ type Fleet struct {
 	ready map[string]bool
 	// missing are the kinds of which no list has come yet.
 	missing []Kind
-	// leads is an error while another process answers.
-	leads func() error
+	// complete is closed when there are none.
+	complete chan struct{}
+	leading
+	waiting
 }
 
 // New returns a fleet of which nothing is known. The resource domain is the prefix of the
@@ -52,17 +54,8 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
 		says: map[string]*gpunode.Status{}, ready: map[string]bool{},
-		missing: []Kind{GPUNodes, Nodes, Pods},
-		leads:   func() error { return nil },
+		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(),
 	}
-}
-
-// LeadBy has questions answered only while leads returns nil. It is called under a lock and
-// must return at once.
-func (f *Fleet) LeadBy(leads func() error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.leads = leads
 }
 
 // Ready is nil while questions are answered.
@@ -76,7 +69,24 @@ func (f *Fleet) Ready() error {
 func (f *Fleet) Listed(k Kind) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	before := len(f.missing)
 	f.missing = slices.DeleteFunc(f.missing, func(m Kind) bool { return m == k })
+	if before == 0 || len(f.missing) > 0 {
+		return
+	}
+	if close(f.complete); f.leads == nil {
+		f.lead(time.Time{})
+	}
+}
+
+// WaitListed waits until each kind has been listed once; its error is that of ctx.
+func (f *Fleet) WaitListed(ctx context.Context) error {
+	select {
+	case <-f.complete:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // SetNode notes a Node. Whether pods may be put there at all is the scheduler's business;
@@ -117,6 +127,7 @@ func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
 
 // told writes in the books what is known of a node.
 func (f *Fleet) told(name string) {
+	f.touch(name)
 	if says := f.says[name]; says != nil {
 		f.books.SetNode(name, says, f.ready[name])
 	} else {
@@ -133,14 +144,23 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	if len(entry.Containers) == 0 && len(entry.Devices) == 0 {
 		return
 	}
+	was, at := f.books.Pod(entry.UID)
 	f.books.SetPod(entry)
+	if at != entry.Node || entry.Done || len(was.Devices) != len(entry.Devices) {
+		f.touch(at)
+		f.touch(entry.Node)
+	}
+	f.bind(&entry, p)
 }
 
 // DeletePod notes that there is no pod with this UID any more.
 func (f *Fleet) DeletePod(uid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	_, at := f.books.Pod(uid)
 	f.books.DeletePod(uid)
+	f.touch(at)
+	f.forget(uid)
 }
 
 // Place picks one of some nodes for a pod, and reserves there. Where none can take it by the
@@ -153,6 +173,26 @@ func (f *Fleet) Place(ctx context.Context, p *corev1.Pod, among []string) (node 
 	if err := f.listed(ctx); err != nil {
 		return "", nil, err
 	}
+	_, at := f.books.Pod(entry.UID)
+	node, refused, err = f.place(entry, among)
+	switch {
+	case err != nil:
+		return "", nil, err
+	case node == "":
+		f.refused(entry, among, f.now())
+		delete(f.answers, entry.UID)
+	default:
+		f.satisfied(entry.UID)
+		f.answers[entry.UID] = answer{node, f.now()}
+	}
+	if at != node {
+		f.touch(at) // it had a reservation there
+	}
+	return node, refused, nil
+}
+
+// place asks the books, and then looks at what goes through DRA.
+func (f *Fleet) place(entry placer.Pod, among []string) (node string, refused map[string]string, err error) {
 	node, err = f.books.Place(entry, among, f.now())
 	no := new(placer.Refusal)
 	if !errors.As(err, &no) {
@@ -222,8 +262,10 @@ func (f *Fleet) listed(ctx context.Context) error {
 	if len(f.missing) > 0 {
 		return fmt.Errorf("the API server has not listed %v yet", f.missing)
 	}
-	if err := f.leads(); err != nil {
-		return err
+	if f.leads != nil {
+		if err := f.leads(); err != nil {
+			return err
+		}
 	}
 	return context.Cause(ctx)
 }

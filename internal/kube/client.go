@@ -33,6 +33,7 @@ var (
 	nodes      = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
 	events     = schema.GroupVersionResource{Version: "v1", Resource: "events"}
 	pods       = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
+	leases     = schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
 
 	resourceSlices = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceslices"}
 	resourceClaims = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceclaims"}
@@ -93,6 +94,10 @@ var PlacerRules = []Rule{
 		Why: "know which devices pods have, and which pods are still to get some"},
 	{APIGroup: manifestDomain, Resource: gpunode.Plural, Verbs: []string{"list", "watch"}, Cluster: true,
 		Why: "know what each node's GPUs have left"},
+	{APIGroup: "coordination.k8s.io", Resource: leases.Resource, Verbs: []string{"get", "update"},
+		Why: "agree on one of several processes that answers"},
+	{APIGroup: "coordination.k8s.io", Resource: leases.Resource, Verbs: []string{"create"},
+		Why: "the same: make that Lease; RBAC cannot narrow this by its name"},
 }
 
 // Options configure a Client.
@@ -191,7 +196,10 @@ func New(o Options) (*Client, error) {
 	if o.NodeName == "" {
 		return nil, errors.New("the node's name is empty: set --node-name, or NODE_NAME from spec.nodeName")
 	}
-	up, err := prepare(o)
+	// Requests are few, but when a GPU fails each of its pods gets an Event, and a node
+	// full of new pods has two requests for each of their claims, which must not wait;
+	// the limit is there for a mistake of ours.
+	up, err := prepare(o, 20)
 	if err != nil {
 		return nil, err
 	}
@@ -211,8 +219,9 @@ func New(o Options) (*Client, error) {
 	}, nil
 }
 
-// prepare is what clients of all kinds begin with.
-func prepare(o Options) (*apiServer, error) {
+// prepare is what clients of all kinds begin with. So many requests a second are sent, after
+// the first 300.
+func prepare(o Options, perSecond float32) (*apiServer, error) {
 	switch {
 	case o.Domain == "":
 		return nil, errors.New("the domain is empty: set --domain")
@@ -231,10 +240,7 @@ func prepare(o Options) (*apiServer, error) {
 		config.UserAgent = "gpu-agent"
 	}
 	config.WarningHandler = rest.NoWarnings{}
-	// Requests are few, but when a GPU fails each of its pods gets an Event, and a node
-	// full of new pods has two requests for each of their claims, which must not wait;
-	// the limit is there for a mistake of ours.
-	config.QPS, config.Burst = 20, 300
+	config.QPS, config.Burst = perSecond, 300
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/workload"
@@ -94,8 +95,19 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := c.RemoveGPUNode(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	cluster, _ := connectCluster(t, s)
+	background(t, func(ctx context.Context) error { return cluster.Watch(ctx, newRegister()) })
+	if err := cluster.Wake(t.Context(), "node-1"); err != nil {
+		t.Fatal(err)
+	}
+	lease := cluster.NewLease("gpu", "placer", "me", func(time.Time) {})
+	for range 2 {
+		if err := lease.try(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
 	all := map[string]bool{}
-	for _, rule := range Rules {
+	for _, rule := range slices.Concat(Rules, PlacerRules) {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {
 			t.Errorf("rule for %s: verbs unsorted or no reason", rule.Resource)
 		}

@@ -42,12 +42,12 @@ type Cluster struct {
 // NewCluster prepares a client; Options.NodeName is not used. It reads the credentials but
 // makes no request, so it succeeds while the API server is unreachable.
 func NewCluster(o Options) (*Cluster, error) {
-	up, err := prepare(o)
+	up, err := prepare(o, 100)
 	if err != nil {
 		return nil, err
 	}
 	// Half of what the client may send, so that a lease is renewed in time.
-	return &Cluster{apiServer: up, wakes: flowcontrol.NewTokenBucketRateLimiter(10, 10)}, nil
+	return &Cluster{apiServer: up, wakes: flowcontrol.NewTokenBucketRateLimiter(50, 50)}, nil
 }
 
 // Fleet is told what there is in a cluster. Its methods are called from several goroutines;
@@ -112,7 +112,7 @@ func (c *Cluster) convert(from *unstructured.Unstructured, into any) bool {
 }
 
 // Wake makes the scheduler look at a Node again, by an annotation with the time: to it a
-// Node that is written is news, and a GPUNode is not. Ten of these a second are sent; the
+// Node that is written is news, and a GPUNode is not. Fifty of these a second are sent; the
 // others wait.
 func (c *Cluster) Wake(ctx context.Context, node string) error {
 	if err := c.wakes.Wait(ctx); err != nil {

@@ -34,7 +34,8 @@
 //
 // [NewCluster] is for the placer, which is one process for a cluster. [Cluster.Watch] follows
 // the cluster's nodes, pods and GPUNodes in the same way, and lists them in pages.
-// [Cluster.Wake] writes an annotation of a Node. [PlacerRules] lists what that takes.
+// [Cluster.Wake] writes an annotation of a Node, so that schedulers look at it again. By a
+// [Lease] one of several such processes leads. [PlacerRules] lists what all this takes.
 //
 // # Memory
 //

@@ -158,7 +158,7 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-var kinds = map[string]string{"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
+var kinds = map[string]string{"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -221,6 +221,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	path := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/")
+	path = strings.TrimPrefix(path, "/apis/coordination.k8s.io/v1/")
 	parts := strings.Split(strings.TrimPrefix(path, "/apis/example.com/v1alpha1/"), "/")
 	namespace := ""
 	if len(parts) > 2 && parts[0] == "namespaces" {
@@ -277,6 +278,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.listSlices(w, query.Get("fieldSelector"))
 	case resource == "resourceslices" && verb != "watch":
 		s.writeSlice(w, verb, name, body)
+	case parts[0] == "leases":
+		s.serveLease(w, verb, namespace, name, body)
 	case parts[0] == "resourceclaims":
 		s.serveClaims(w, r, verb, namespace, name, body)
 	case verb == "list" && name == "":

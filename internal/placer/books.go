@@ -42,6 +42,8 @@ type Books struct {
 	nodes map[string]*node
 	pods  map[string]*entry
 	cards []*cardOf
+	// lapsed are nodes where reservations have ended by themselves.
+	lapsed []string
 }
 
 // node is what is known of a node.
@@ -193,6 +195,7 @@ func (b *Books) settle(e *entry) {
 func (b *Books) expire(now time.Time) {
 	for _, e := range b.pods {
 		if e.reserved != "" && !now.Before(e.until) {
+			b.lapsed = append(b.lapsed, e.reserved)
 			e.reserved = ""
 			b.settle(e)
 			if !e.told {

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/internal/placer"
+)
+
+// leading is what follows from being the one process that answers: pods that get to a node
+// without its word are told of. A Fleet's lock guards it.
+type leading struct {
+	// leads is an error while another process answers; nil where there is none.
+	leads func() error
+	// led says that this process has led, and before is the last word of who led before
+	// it, zero where nobody knows.
+	led    bool
+	before time.Time
+	// answers are pods that were placed and are not bound yet, and bound those that are.
+	answers map[string]answer
+	bound   map[string]*boundPod
+	// stuck are pods of which the API says that no node has room.
+	stuck map[string]placer.Pod
+	// unguarded, if set, is told of each pod that got to a node without an answer.
+	unguarded func(Unguarded)
+}
+
+// Unguarded is a pod that is bound to a node without the placer's word.
+type Unguarded struct {
+	Namespace, Name, Node string
+}
+
+// answer is where a pod was placed, and when.
+type answer struct {
+	node string
+	at   time.Time
+}
+
+// boundPod is a pod on a node.
+type boundPod struct {
+	Unguarded
+	// scheduled is when, by the API server's clock in seconds; zero where nobody says.
+	scheduled time.Time
+	// settled says that it is guarded, or was told of, or is none of this process's.
+	settled bool
+}
+
+func newLeading() leading {
+	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}, stuck: map[string]placer.Pod{}}
+}
+
+// LeadBy has questions answered only while leads returns nil. It is called under a lock and
+// must return at once. Without it, this process leads as soon as all is listed.
+func (f *Fleet) LeadBy(leads func() error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.leads = leads
+}
+
+// TellUnguarded has each pod told of, once, that is bound to a node with devices of an
+// agent's without an answer of this process. It is called under a lock and must return at
+// once.
+func (f *Fleet) TellUnguarded(tell func(Unguarded)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.unguarded = tell
+}
+
+// Lead notes that this process leads from now on, and when who led before it was last heard
+// of. All must have been listed. Pods that were bound later than that are unguarded. The two
+// times are of different clocks, and the pods' is in seconds, so that this is an estimate:
+// what was answered in the last moments before may be told of, too.
+func (f *Fleet) Lead(before time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.lead(before)
+}
+
+func (f *Fleet) lead(before time.Time) {
+	f.led, f.before = true, before
+	for _, b := range f.bound {
+		if !b.settled && !before.IsZero() && b.scheduled.After(before) {
+			f.tell(b)
+		}
+		b.settled = true
+	}
+	// Those who wait were refused by somebody else, who has forgotten it by now.
+	var all []string
+	for name := range f.says {
+		all = append(all, name)
+	}
+	for uid, p := range f.stuck {
+		if f.refusedPods[uid] == nil {
+			f.refused(p, all, f.now())
+		}
+	}
+	for _, name := range all {
+		f.touch(name)
+	}
+}
+
+// tell tells of an unguarded pod.
+func (f *Fleet) tell(b *boundPod) {
+	if b.settled = true; f.unguarded != nil {
+		f.unguarded(b.Unguarded)
+	}
+}
+
+// bind notes where a pod is, or that it is nowhere.
+func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
+	scheduled, stuck := scheduledOf(from)
+	if delete(f.stuck, p.UID); p.Node == "" {
+		if stuck && !p.Done {
+			f.stuck[p.UID] = *p
+		}
+		return
+	}
+	f.satisfied(p.UID)
+	if f.bound[p.UID] != nil {
+		return
+	}
+	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduled}
+	f.bound[p.UID] = b
+	rest, _ := f.withoutDRA(*p, p.Node)
+	b.settled = f.answers[p.UID].node == p.Node || len(rest.Containers) == 0
+	delete(f.answers, p.UID)
+	if !f.led || f.leads != nil && f.leads() != nil || b.settled {
+		return // whoever leads next looks at it
+	}
+	if b.settled = true; f.before.IsZero() || b.scheduled.IsZero() || b.scheduled.After(f.before) {
+		f.tell(b)
+	}
+}
+
+// forget notes that a pod is gone.
+func (f *Fleet) forget(uid string) {
+	delete(f.answers, uid)
+	delete(f.bound, uid)
+	delete(f.stuck, uid)
+	f.satisfied(uid)
+}
+
+// scheduledOf is when a pod was bound, and whether the scheduler has found no node for it.
+func scheduledOf(p *corev1.Pod) (at time.Time, stuck bool) {
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodScheduled {
+			if c.Status == corev1.ConditionTrue {
+				return c.LastTransitionTime.Time, false
+			}
+			return time.Time{}, c.Reason == corev1.PodReasonUnschedulable
+		}
+	}
+	return time.Time{}, false
+}

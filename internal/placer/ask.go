@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"slices"
+	"time"
+)
+
+// Pod is what is known of a pod, and at is the node where it is, has a reservation, or is
+// nominated; empty where there is none.
+func (b *Books) Pod(uid string) (p Pod, at string) {
+	if e := b.pods[uid]; e != nil {
+		return e.Pod, e.at
+	}
+	return Pod{}, ""
+}
+
+// Lapsed are the nodes where reservations have ended by themselves since the last call.
+func (b *Books) Lapsed(now time.Time) []string {
+	b.expire(now)
+	out := b.lapsed
+	b.lapsed = nil
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// HasRoom reports whether Place would find room on a node for a pod that is nowhere yet. It
+// costs less than Fits where much is asked of one node, and leaves reservations as they are,
+// also those whose time has come.
+func (b *Books) HasRoom(p Pod, name string) bool {
+	e := &entry{}
+	e.set(p)
+	why, _ := b.room(name).refuse(e)
+	return why == ""
+}
