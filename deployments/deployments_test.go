@@ -49,6 +49,9 @@ func TestEveryFileIsUsed(t *testing.T) {
 	for _, dir := range append(kustomizations(t), components(t)...) {
 		k := readKustomization(t, dir)
 		used := []string{"kustomization.yaml"}
+		if dir == "placer" {
+			used = append(used, filepath.Base(schedulerConfig)) // for kube-scheduler, not for the cluster
+		}
 		for _, r := range k.Resources {
 			if !strings.HasPrefix(r, "../") {
 				used = append(used, r)
@@ -102,9 +105,9 @@ type rule struct {
 	cluster         bool
 }
 
-// grants are the rights that objects give to the agent. All bindings are for it
-// and refer to roles of their own name.
-func grants(t *testing.T, objects []object, name string) []rule {
+// grants are the rights that objects give to an account, which has the name of its
+// namespace. All bindings are for it and refer to roles of their own name.
+func grants(t *testing.T, objects []object, name, account string) []rule {
 	t.Helper()
 	var have []rule
 	for _, o := range objects {
@@ -128,6 +131,10 @@ func grants(t *testing.T, objects []object, name string) []rule {
 				want = []string{one(t, objects, "ConfigMap", "gpu-partitions").Metadata.Name}
 			case "resourceclaims/driver.resource.k8s.io":
 				want = []string{"gpus." + programFlags(t)["domain"]}
+			case "leases.coordination.k8s.io":
+				if !slices.Equal(rr.Verbs, []string{"create"}) {
+					want = []string{account}
+				}
 			}
 			if !slices.Equal(rr.ResourceNames, want) {
 				t.Errorf("%s: %s is narrowed to %q, want %q", kind, resource, rr.ResourceNames, want)
@@ -137,7 +144,7 @@ func grants(t *testing.T, objects []object, name string) []rule {
 		if o.Metadata.Name != name || b.RoleRef.Kind != kind || b.RoleRef.Name != name || b.RoleRef.APIGroup != "rbac.authorization.k8s.io" {
 			t.Errorf("%sBinding of %s refers to %+v, want %s", kind, o.Metadata.Name, b.RoleRef, name)
 		}
-		if len(b.Subjects) != 1 || b.Subjects[0].Kind != "ServiceAccount" || b.Subjects[0].Name != "gpu-agent" || b.Subjects[0].Namespace != "gpu-agent" {
+		if len(b.Subjects) != 1 || b.Subjects[0].Kind != "ServiceAccount" || b.Subjects[0].Name != account || b.Subjects[0].Namespace != account {
 			t.Errorf("%sBinding is for %+v", kind, b.Subjects)
 		}
 	}
@@ -146,10 +153,10 @@ func grants(t *testing.T, objects []object, name string) []rule {
 
 func TestRBACIsWhatTheAgentUses(t *testing.T) {
 	objects := base(t)
-	have := map[string][]rule{"": grants(t, objects, name)} // by component
+	have := map[string][]rule{"": grants(t, objects, name, name)} // by component
 	for _, dir := range components(t) {
 		part := filepath.Base(dir)
-		have[part] = grants(t, resources(t, dir), name+"-"+part)
+		have[part] = grants(t, resources(t, dir), name+"-"+part, name)
 	}
 	want := map[string][]rule{}
 	for _, r := range kube.Rules {
@@ -344,7 +351,7 @@ func TestEnvironmentIsFlags(t *testing.T) {
 		}
 		return c
 	}
-	run, cleanup := knows("run"), knows("cleanup")
+	run, cleanup, placer := knows("run"), knows("cleanup"), knows("placer")
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
 		t.Fatal(err)
@@ -360,8 +367,11 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	found := 0
 	for _, f := range slices.Concat(files, more, parts) {
 		text, c := read(t, f), run
-		if filepath.Dir(f) == "cleanup" {
+		switch filepath.Dir(f) {
+		case "cleanup":
 			c = cleanup
+		case "placer":
+			c = placer
 		}
 		for _, v := range regexp.MustCompile(`GPU_AGENT_[A-Z_]+`).FindAllString(string(text), -1) {
 			found++
@@ -449,7 +459,7 @@ func commandFlags(t *testing.T, command string) map[string]string {
 			flags[last] = m[1]
 		}
 	}
-	if flags["state-dir"] == "" {
+	if flags["domain"] == "" {
 		t.Fatalf("gpu-agent %s -h printed no flags:\n%s", command, help(command))
 	}
 	return flags

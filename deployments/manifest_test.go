@@ -286,7 +286,7 @@ func one(t *testing.T, objects []object, kind, name string) object {
 // kustomizations are the directories of all that can be applied.
 func kustomizations(t *testing.T) []string {
 	t.Helper()
-	return append(overlays(t), "base", "cleanup")
+	return append(overlays(t), "base", "cleanup", "placer")
 }
 
 // components are the directories of all parts that the base does without.

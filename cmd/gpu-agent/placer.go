@@ -41,7 +41,7 @@ func (f *placerFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the door's certificate (PEM); without one it speaks plain HTTP")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
 	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM); with it the door refuses everybody else")
-	fs.StringVar(&f.lease, "lease", "gpu-agent/gpu-placer", "`NAMESPACE/NAME` of the Lease by which one of several processes leads; empty where there is one process")
+	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer", "`NAMESPACE/NAME` of the Lease by which one of several processes leads; empty where there is one process")
 	f.log.register(fs)
 }
 
