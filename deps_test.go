@@ -76,6 +76,7 @@ var packages = []entry{
 	{"internal/status", 1, "what people and programs are told: values, text and page"},
 	{"internal/placer", 1, "the books of a fleet: whether pods fit, and on which node"},
 	{"internal/gpunode", 1, "the GPUNode object: what a node tells the cluster of its GPUs"},
+	{"internal/export", 1, "what other schedulers and autoscalers are told of a cluster's GPUs, as YAML"},
 	{"internal/label", 1, "the node's labels, from inventory, links and partition"},
 	{"internal/health", 1, "which GPUs are healthy, from events and readings"},
 	{"pkg/gpu", 0, "the words for hardware"},
@@ -111,6 +112,7 @@ var doors = []struct{ prefix, owner, reason string }{
 var pureAllowed = map[string][]string{
 	"pkg/cdi":         {"tags.cncf.io/container-device-interface/specs-go"},
 	"internal/config": {"go.yaml.in/yaml/v4"},
+	"internal/export": {"go.yaml.in/yaml/v4"},
 }
 
 // impure is what a pure package would need for a file system, a network or a

@@ -77,6 +77,11 @@ var places = map[string]string{
 	"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
 	"CustomResourceDefinition":         "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 	"NetworkPolicy":                    "/apis/networking.k8s.io/v1/namespaces/%s/networkpolicies",
+	"Topology":                         "/apis/kueue.x-k8s.io/v1beta2/topologies",
+	"ResourceFlavor":                   "/apis/kueue.x-k8s.io/v1beta2/resourceflavors",
+	"ClusterQueue":                     "/apis/kueue.x-k8s.io/v1beta2/clusterqueues",
+	"LocalQueue":                       "/apis/kueue.x-k8s.io/v1beta2/namespaces/%s/localqueues",
+	"NodeOverlay":                      "/apis/karpenter.sh/v1alpha1/nodeoverlays",
 }
 
 // apply is `kubectl apply --server-side`, which refuses unknown fields; with

@@ -25,6 +25,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   status      print what the agent on this node offers and who holds it
   placer      answer schedulers which node has room for a pod (a Deployment's program)
   cleanup     remove what agents have left on this node and its Node object
+  export      print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler
   version     print the version
 
 gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
@@ -33,7 +34,7 @@ gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
 
 // commands are those with flags.
 var commands = map[string]func(ctx context.Context, c console, args []string) error{
-	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "placer": place, "cleanup": cleanUp,
+	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "placer": place, "cleanup": cleanUp, "export": exportTo,
 }
 
 // errUsage says that the command line was wrong, which has been reported already.

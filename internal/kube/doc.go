@@ -36,6 +36,7 @@
 // the cluster's nodes, pods and GPUNodes in the same way, and lists them in pages.
 // [Cluster.Wake] writes an annotation of a Node, so that schedulers look at it again. By a
 // [Lease] one of several such processes leads. [PlacerRules] lists what all this takes.
+// [Cluster.List] reads nodes and GPUNodes once, for an export.
 //
 // # Memory
 //

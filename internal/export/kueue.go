@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package export
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Kueue is an export to Kueue 0.19: quotas of on-prem sites, which come first, and of clouds.
+type Kueue struct {
+	// Domain is that of labels and DeviceClasses, ResourceDomain that of resources.
+	Domain, ResourceDomain string
+	Nodes                  []Node
+	// Clouds are the sites that cost money, in the order in which they are tried. All other
+	// sites are on-prem.
+	Clouds []Cloud
+	Teams  []Team
+	// Topology lets Kueue look at what single nodes have left. It is left out, and the text
+	// says why, where that cannot work.
+	Topology bool
+	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
+	// by the names of extended resources. Kueue takes one or the other.
+	Claims bool
+}
+
+// Cloud is how much of a cloud may be used at a time.
+type Cloud struct {
+	Site string
+	// Model and Mode are the values of the nodes' labels; both may be empty where the site
+	// has nodes of one kind only, or none yet.
+	Model, Mode string
+	// Limit is the most GPU memory that all teams may have there together.
+	Limit gpu.MiB
+}
+
+// Team is who gets a ClusterQueue, and a LocalQueue in the namespace of its name.
+type Team struct {
+	Name string
+	// Share is its part of every quota, against the others'.
+	Share int
+	// OnPrem keeps the team's work off the clouds.
+	OnPrem bool
+}
+
+// Names of objects.
+const (
+	cohort     = "gpus"
+	topology   = "gpus"
+	localQueue = "gpus"
+	hostname   = "kubernetes.io/hostname"
+	currency   = "gpu-memory"
+	kueueAPI   = "kueue.x-k8s.io/v1beta2"
+)
+
+func (k *Kueue) siteLabel() string { return k.Domain + "/" + Site }
+
+// Site is the label that says where a node is, without the domain. Operators write it.
+const Site = "gpu.site"
+
+// resource is a resource's full name.
+func (k *Kueue) resource(name string) string { return k.ResourceDomain + "/" + name }
+
+const kueueHead = `GPU quotas for Kueue 0.19 (objects of kueue.x-k8s.io/v1beta2), by "gpu-agent export kueue".
+Kueue counts GPUs like this only with what "gpu-agent export kueue --configuration" says in
+its configuration: apply that first. Export again when nodes or partitions change.
+Format: sigs.k8s.io/kueue v0.19.0, config/components/crd/bases.`
+
+// Objects are the ResourceFlavors, the Topology, ClusterQueues and LocalQueues, to be
+// applied. The error has all that cannot be said.
+func (k *Kueue) Objects() ([]byte, error) {
+	b, err := k.book()
+	if err != nil {
+		return nil, err
+	}
+	var out []any
+	tas := k.Topology && b.apart == ""
+	if tas {
+		out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "Topology", ""}, {"metadata", object{{"name", topology, ""}}, ""},
+			{"spec", object{{"levels", []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}},
+				"Down to the hostname, so that Kueue compares a pod with what one node has\nallocatable. Of gpu-mem that is still a sum over the node's GPUs."}}, ""}})
+	}
+	for i := range b.flavors {
+		out = append(out, k.flavor(&b.flavors[i], tas, b.apart))
+	}
+	for i := range k.Teams {
+		out = append(out, k.queue(b, i), object{{"apiVersion", kueueAPI, ""}, {"kind", "LocalQueue", ""},
+			{"metadata", object{{"namespace", k.Teams[i].Name, ""}, {"name", localQueue, "Jobs name it in the label kueue.x-k8s.io/queue-name."}}, ""},
+			{"spec", object{{"clusterQueue", k.Teams[i].Name, ""}}, ""}})
+	}
+	return write(kueueHead, out...)
+}
+
+// flavor is a ResourceFlavor.
+func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
+	labels := object{{k.siteLabel(), f.site, ""}}
+	if f.model != "" {
+		labels = append(labels, field{k.Domain + "/gpu.model", f.model, ""}, field{k.Domain + "/gpu.mode", f.mode, ""})
+	}
+	says := fmt.Sprintf("%d nodes: %s", len(f.nodes), names(f.nodes))
+	switch len(f.nodes) {
+	case 0:
+		says = "No node yet: the nodes that an autoscaler makes need these labels from the start."
+	case 1:
+		says = "One node: " + f.nodes[0]
+	}
+	spec := object{{"nodeLabels", labels, says}}
+	switch {
+	case tas:
+		spec = append(spec, field{"topologyName", topology, ""})
+	case k.Topology:
+		spec[0].says += "\nNo topology, since all flavors of a queue have one, or none:\n" + apart + "."
+	}
+	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ResourceFlavor", ""}, {"metadata", object{{"name", f.name, ""}}, ""}, {"spec", spec, ""}}
+}
+
+// queue is the ClusterQueue of a team.
+func (k *Kueue) queue(b *book, team int) object {
+	t := k.Teams[team]
+	resources := []string{k.resource(currency)}
+	for _, name := range b.covered {
+		resources = append(resources, k.resource(name))
+	}
+	var flavors []object
+	for i := range b.flavors {
+		f := &b.flavors[i]
+		if f.cloud && t.OnPrem {
+			continue
+		}
+		shares := make([]int, len(k.Teams))
+		for j, o := range k.Teams {
+			if !f.cloud || !o.OnPrem {
+				shares[j] = o.Share
+			}
+		}
+		step := gpu.MiB(1)
+		if f.memory%1024 == 0 {
+			step = 1024
+		}
+		quotas := []object{{{"name", k.resource(currency), ""}, {"nominalQuota", split(f.memory, step, shares)[team], ""}}}
+		for _, name := range b.covered {
+			quotas = append(quotas, object{{"name", k.resource(name), ""}, {"nominalQuota", fmt.Sprint(split(f.counts[name], 1, shares)[team]), ""}})
+		}
+		says := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
+		if f.cloud {
+			says = fmt.Sprintf("Cloud: all teams together have %s at most, which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
+		}
+		flavors = append(flavors, object{{"name", f.name, says}, {"resources", inlined(quotas), ""}})
+	}
+	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", t.Name, ""}}, ""},
+		{"spec", object{
+			{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from jobs\nthat run (spec.preemption)."},
+			{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
+			{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
+			{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}}, "On-prem first, also what other teams leave idle there; then the cloud."},
+			{"resourceGroups", []object{{{"coveredResources", resources, ""},
+				{"flavors", flavors, ""}}}, "Each pod counts by what it asks for and by its GPU memory. A team can borrow beyond its 0\nof a resource, unless all teams have 0: then these nodes do not offer it."},
+		}, ""}}
+}
+
+// inlined puts each on a line.
+func inlined(list []object) []any {
+	out := make([]any, len(list))
+	for i, o := range list {
+		out[i] = inline{o}
+	}
+	return out
+}
+
+const configurationHead = `For Kueue's Configuration (the ConfigMap kueue-manager-config, key
+controller_manager_config.yaml), by "gpu-agent export kueue --configuration": merge it into
+yours, and restart Kueue. It holds for all queues of the cluster.
+Format: sigs.k8s.io/kueue v0.19.0, apis/config/v1beta2/configuration_types.go.`
+
+// Configuration is what Kueue's own configuration needs, by which Objects make sense. The
+// error has all that cannot be said.
+func (k *Kueue) Configuration() ([]byte, error) {
+	b, err := k.book()
+	if err != nil {
+		return nil, err
+	}
+	var sizes []object
+	for _, name := range b.covered {
+		if size := b.sizes[name]; size > 0 {
+			sizes = append(sizes, object{{"input", k.resource(name), ""}, {"strategy", "Retain", ""}, {"outputs", inline{object{{k.resource(currency), size, ""}}}, ""}})
+		}
+	}
+	resources := object{{"quotaCheckStrategy", "IgnoreUndeclared", "A queue counts what it has a quota of. Otherwise every queue would need one of cpu,\nmemory and all else that pods ask for."}}
+	if len(sizes) > 0 {
+		resources = append(resources, field{"transformations", sizes, "What a request counts as in GPU memory, beside itself."})
+	}
+	var mappings []object
+	driver := "gpus." + k.Domain
+	source := func(kind, name string) []object {
+		return []object{{{kind, object{{"name", name, ""}, {"driver", driver, ""},
+			{"deviceSelector", object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}, ""}}, ""}}}
+	}
+	if len(b.classes) > 0 {
+		var classes []string
+		for _, name := range b.classes {
+			classes = append(classes, name+"."+k.Domain)
+		}
+		mappings = append(mappings, object{{"name", k.resource(currency), "Claims count as the GPU memory that their device takes. Pods that ask for these classes by\nthe name of an extended resource are refused by Kueue then."},
+			{"deviceClassNames", classes, ""}, {"sources", source("counter", "memory"), ""}})
+	}
+	if b.shares {
+		mappings = append(mappings, object{{"name", k.resource(currency), "Claims of GPU memory count as what they ask for."},
+			{"deviceClassNames", []string{currency + "." + k.Domain}, ""}, {"sources", source("capacity", "memory"), ""}})
+	}
+	if mappings != nil {
+		resources = append(resources, field{"deviceClassMappings", mappings, ""})
+	}
+	out := object{{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""}, {"resources", resources, ""}}
+	if b.shares {
+		out = append(out, field{"featureGates", object{{"KueueDRAIntegrationConsumableCapacity", true, ""}},
+			"Alpha in Kueue 0.19: without it Kueue does not start with the mapping above. Gates are named\neither here or in Kueue's --feature-gates, not in both."})
+	}
+	return write(configurationHead, out)
+}
+
+// ParseCloud reads SITE or SITE/MODEL/MODE.
+func ParseCloud(s string, limit gpu.MiB) (Cloud, error) {
+	words := strings.Split(s, "/")
+	if n := len(words); n != 1 && n != 3 || slices.Contains(words, "") {
+		return Cloud{}, fmt.Errorf("%q is neither SITE nor SITE/MODEL/MODE", s)
+	}
+	words = append(words, "", "")
+	return Cloud{Site: words[0], Model: words[1], Mode: words[2], Limit: limit}, nil
+}

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package export
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// Node is a node as exports see it.
+type Node struct {
+	Name   string
+	Labels map[string]string
+	// Unit is the size of a unit of GPU memory.
+	Unit gpu.MiB
+	GPUs []GPU
+}
+
+// GPU is what a GPU is offered as.
+type GPU struct {
+	Index  int
+	Model  string
+	Memory gpu.MiB
+	// Mode is empty where no partition is in force.
+	Mode config.Mode
+	API  ledger.FrontEnd
+	// Units are its memory units where it is offered in them, which a dynamic GPU is too, and
+	// Replicas its shares.
+	Units, Replicas int
+	// Slices are its memory slices, and Profiles the MIG instances that it can have. What the
+	// partition does not offer has neither Most nor Devices.
+	Slices   int
+	Profiles []Profile
+	// exact says that memory counts by the MiB, as the counters of ResourceSlices do.
+	exact bool
+}
+
+// Profile is a kind of MIG instance.
+type Profile struct {
+	Name mig.Name
+	// Slices are the memory slices of the GPU instance.
+	Slices int
+	// Most is how many there can be at a time, and Devices how many devices the kubelet counts
+	// while the GPU is idle: on demand each placement is one.
+	Most, Devices int
+}
+
+// FromInventory is a node of which an inventory was recorded, laid out as wanted. Its labels
+// are those that the agent would write, and more. The error says what the inventory lacks.
+func FromInventory(name, domain string, inv *gpu.Inventory, wanted config.Desired, unit gpu.MiB, more map[string]string) (Node, error) {
+	n := Node{Name: name, Unit: unit, Labels: maps.Clone(more)}
+	if n.Labels == nil {
+		n.Labels = map[string]string{}
+	}
+	maps.Copy(n.Labels, label.Own(domain, label.Node{Inventory: inv, Partition: wanted.Partition, Wanted: wanted.GPUs}))
+	for i, w := range wanted.GPUs {
+		d := &inv.GPUs[i]
+		g := GPU{Index: d.Index, Model: d.Model, Memory: d.Memory, Mode: w.Mode, API: w.API}
+		switch w.Mode {
+		case config.Shared:
+			if g.Replicas = w.Replicas; w.Replicas == 0 {
+				g.Units = timeslice.Units(d, unit)
+			}
+		case config.MIG, config.Dynamic:
+			card := gpunode.CardOf(d)
+			if card == nil {
+				return Node{}, fmt.Errorf("%s: the driver of GPU %d tells no MIG placements, which some do only with MIG on: turn MIG on there and record the inventory again", name, d.Index)
+			}
+			if w.Mode == config.Dynamic {
+				g.Units = timeslice.Units(d, unit)
+			}
+			g.Slices, g.Profiles = card.MemorySlices, wantedProfiles(card, &w)
+		default:
+		}
+		n.GPUs = append(n.GPUs, g)
+	}
+	return n, nil
+}
+
+// wantedProfiles are what a partition makes of a card.
+func wantedProfiles(card *gpunode.Card, w *config.Want) (out []Profile) {
+	for _, c := range w.Geometry {
+		if p := of(card, c.Profile); p != nil {
+			out = append(out, Profile{Name: c.Profile, Slices: p.MemorySlices, Most: c.N, Devices: c.N})
+		}
+	}
+	for _, name := range w.Profiles {
+		if p := of(card, name); p != nil && w.OnDemand {
+			out = append(out, Profile{Name: name, Slices: p.MemorySlices, Most: beside(p) * parts(name), Devices: len(p.Starts) * parts(name)})
+		}
+	}
+	return others(out, card, w.OnDemand && len(w.Profiles) == 0)
+}
+
+// others adds the rest of a card's profiles, which are offered or are not.
+func others(out []Profile, card *gpunode.Card, offered bool) []Profile {
+	for i := range card.Profiles {
+		from := &card.Profiles[i]
+		name, err := mig.Parse(from.Name)
+		if err != nil || slices.ContainsFunc(out, func(p Profile) bool { return p.Name == name }) {
+			continue
+		}
+		p := Profile{Name: name, Slices: from.MemorySlices}
+		if offered {
+			p.Most, p.Devices = beside(from), len(from.Starts)
+		}
+		out = append(out, p)
+	}
+	return out
+}
+
+// parts are how many instances of a name share a GPU instance.
+func parts(name mig.Name) int {
+	if name.Compute == 0 {
+		return 1
+	}
+	return name.Slices / name.Compute
+}
+
+// of is a profile's GPU instance on a card, nil where it has none.
+func of(card *gpunode.Card, name mig.Name) *gpunode.Profile {
+	i := slices.IndexFunc(card.Profiles, func(p gpunode.Profile) bool { return p.Name == name.GPUInstance().String() })
+	if i < 0 {
+		return nil
+	}
+	return &card.Profiles[i]
+}
+
+// beside is how many instances of one profile have room beside each other: from left to
+// right, as all are of one length.
+func beside(p *gpunode.Profile) (n int) {
+	end := 0
+	for _, start := range p.Starts {
+		if start >= end {
+			n, end = n+1, start+p.MemorySlices
+		}
+	}
+	if p.Max > 0 {
+		n = min(n, p.Max)
+	}
+	return n
+}
+
+// FromStatus is a node of a cluster, by its labels and its GPUNode.
+func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
+	n := Node{Name: name, Labels: labels, Unit: gpu.MiB(s.MemoryUnitMiB)}
+	for i := range s.GPUs {
+		from := &s.GPUs[i]
+		g := GPU{Index: from.Index, Model: from.Model, Memory: gpu.MiB(from.MemoryMiB), Mode: config.Mode(from.Mode), API: ledger.FrontEnd(from.API)}
+		switch {
+		case from.Kind == ledger.Units || g.Mode == config.Dynamic:
+			g.Units = from.Total
+		case from.Kind == ledger.Replica:
+			g.Replicas = from.Total
+		}
+		if m := from.MIG; m != nil && (g.Mode == config.MIG || g.Mode == config.Dynamic) {
+			if c := slices.IndexFunc(s.Cards, func(c gpunode.Card) bool { return c.Name == m.Card }); c >= 0 {
+				g.Slices, g.Profiles = s.Cards[c].MemorySlices, offeredProfiles(&s.Cards[c], m)
+			}
+		}
+		n.GPUs = append(n.GPUs, g)
+	}
+	return n
+}
+
+// offeredProfiles are what a GPUNode says that a GPU offers.
+func offeredProfiles(card *gpunode.Card, m *gpunode.MIG) (out []Profile) {
+	for _, o := range m.Offers {
+		name, err := mig.Parse(o.Profile)
+		p := of(card, name)
+		if err != nil || p == nil {
+			continue
+		}
+		n := len(o.Placements)
+		most := n
+		if m.OnDemand {
+			most = min(n, beside(p)*parts(name))
+		}
+		out = append(out, Profile{Name: name, Slices: p.MemorySlices, Most: most, Devices: n})
+	}
+	return others(out, card, false)
+}
+
+// offers reports whether the GPU offers anything.
+func (g *GPU) offers() bool { return g.Mode != config.Keep && g.Mode != config.Off }
+
+// resources are the short names of what the GPU offers by name, and how many devices of each
+// there can be at a time and are listed.
+func (g *GPU) resources() map[string]Profile {
+	out := map[string]Profile{}
+	one := func(name string, n int) { out[name] = Profile{Most: n, Devices: n} }
+	if g.Mode == config.Whole || g.Mode == config.Dynamic {
+		one("gpu", 1)
+	}
+	if g.Units > 0 && g.API != ledger.DRA {
+		one("gpu-mem", g.Units)
+	}
+	if g.Replicas > 0 {
+		one("gpu.shared", g.Replicas)
+	}
+	for _, p := range g.Profiles {
+		out[p.Name.Resource()] = p
+	}
+	return out
+}
+
+// whole is what the GPU's memory counts as: 81559 MiB are 80 GiB.
+func (g *GPU) whole() gpu.MiB {
+	if g.exact {
+		return g.Memory
+	}
+	return (g.Memory + 1023) / 1024 * 1024
+}
+
+// memory is how much GPU memory the GPU adds to a quota.
+func (g *GPU) memory(unit gpu.MiB) gpu.MiB {
+	switch {
+	case !g.offers():
+		return 0
+	case g.Mode == config.Shared && g.Replicas > 0:
+		return g.whole() / gpu.MiB(g.Replicas) * gpu.MiB(g.Replicas)
+	case g.Mode == config.Shared:
+		return gpu.MiB(g.Units) * unit
+	default:
+		return g.whole()
+	}
+}
+
+// size is how much GPU memory one device of a resource counts as.
+func (g *GPU) size(name string, p Profile, unit gpu.MiB) gpu.MiB {
+	switch name {
+	case "gpu":
+		return g.whole()
+	case "gpu-mem":
+		return unit
+	case "gpu.shared":
+		return g.whole() / gpu.MiB(g.Replicas)
+	}
+	size := g.whole() * gpu.MiB(p.Slices) / gpu.MiB(max(g.Slices, 1))
+	if p.Name.Compute > 0 { // its neighbours have the rest of the GPU instance
+		size = size * gpu.MiB(p.Name.Compute) / gpu.MiB(p.Name.Slices)
+	}
+	return size
+}
+
+// sorted are nodes by name.
+func sorted(nodes []Node) []Node {
+	return slices.SortedStableFunc(slices.Values(nodes), func(a, b Node) int { return cmp.Compare(a.Name, b.Name) })
+}

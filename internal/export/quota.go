@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package export
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// What Kueue 0.19.0 takes: apis/kueue/v1beta2/clusterqueue_types.go (64 resources in a group),
+// pkg/webhooks/clusterqueue_webhook.go (16 flavors with ConcurrentAdmission) and
+// pkg/config/validation.go (8 classes in a mapping).
+const (
+	maxResources = 64
+	maxFlavors   = 16
+	maxClasses   = 8
+)
+
+// flavor is a kind of nodes that Kueue gives out quota of.
+type flavor struct {
+	name              string
+	site, model, mode string
+	cloud             bool
+	nodes             []string
+	// memory is the quota of GPU memory, and counts are those of resources, by short name.
+	memory gpu.MiB
+	counts map[string]int
+}
+
+// book is what an export to Kueue says.
+type book struct {
+	// flavors has those on-prem first, then the clouds in the order of their limits.
+	flavors []flavor
+	// sizes are how much memory a resource counts as, by short name, and covered is all that
+	// queues have quotas of beside memory.
+	sizes   map[string]gpu.MiB
+	covered []string
+	// shares says that there are GPUs of which claims have memory.
+	shares bool
+	// classes are the DeviceClasses that are counted by counters, without the domain.
+	classes []string
+	// apart says why Kueue cannot go by topology; empty where it can.
+	apart string
+	errs  []error
+}
+
+func (b *book) refuse(format string, args ...any) {
+	b.errs = append(b.errs, fmt.Errorf(format, args...))
+}
+
+// names lists nodes in a message.
+func names(list []string) string {
+	slices.Sort(list)
+	return brief.List(slices.Compact(list), 5)
+}
+
+// book works out what is to be said; the error names all that cannot be.
+func (k *Kueue) book() (*book, error) {
+	b := &book{sizes: map[string]gpu.MiB{}}
+	nodes := sorted(k.Nodes)
+	for i := range nodes {
+		nodes[i].GPUs = slices.Clone(nodes[i].GPUs)
+		for j := range nodes[i].GPUs {
+			nodes[i].GPUs[j].exact = k.Claims
+		}
+	}
+	b.measure(nodes)
+	if k.Claims {
+		b.claims(nodes)
+	}
+	b.group(k, nodes)
+	b.limit(k.Clouds)
+	b.check(k)
+	return b, errors.Join(b.errs...)
+}
+
+// measure finds how much memory each name stands for.
+func (b *book) measure(nodes []Node) {
+	by := map[string]map[gpu.MiB][]string{} // name, size, nodes
+	for i := range nodes {
+		n := &nodes[i]
+		for j := range n.GPUs {
+			g := &n.GPUs[j]
+			if !g.offers() {
+				continue
+			}
+			for name, p := range g.resources() {
+				if by[name] == nil {
+					by[name] = map[gpu.MiB][]string{}
+				}
+				size := g.size(name, p, n.Unit)
+				by[name][size] = append(by[name][size], n.Name)
+			}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(by)) {
+		sizes := slices.Sorted(maps.Keys(by[name]))
+		b.sizes[name] = sizes[0]
+		if len(sizes) == 1 || strings.HasPrefix(name, "mig-") {
+			continue
+		}
+		var have []string
+		for _, size := range sizes {
+			have = append(have, quantity(size)+" on "+names(by[name][size]))
+		}
+		todo := "give the GPUs of one size the mode shared or mig, so that pods ask for them by size, or keep those nodes out of the export (--selector)"
+		if name == "gpu-mem" {
+			todo = "start all agents with the same --memory-unit"
+		}
+		b.refuse("%s is of %s, and Kueue counts a name as one size in the whole cluster: %s", name, strings.Join(have, " and "), todo)
+	}
+}
+
+// claims has what is different where pods ask by claims: devices count by the counters of
+// their GPU, and by name only replicas do.
+func (b *book) claims(nodes []Node) {
+	var plugin, shared []string
+	modes := map[string][]string{}
+	for i := range nodes {
+		for j := range nodes[i].GPUs {
+			switch g := &nodes[i].GPUs[j]; {
+			case !g.offers():
+			case g.API != ledger.DRA:
+				plugin = append(plugin, nodes[i].Name)
+			case g.Units > 0:
+				shared = append(shared, nodes[i].Name)
+			default:
+				modes[string(g.Mode)] = append(modes[string(g.Mode)], nodes[i].Name)
+			}
+		}
+	}
+	if len(plugin) > 0 {
+		b.refuse("--dra claims: %s have GPUs with api device-plugin, to which Kueue could admit a claim, since it counts claims as memory and nothing else: give all GPUs api dra, or export with --dra names", names(plugin))
+	}
+	if len(shared) > 0 {
+		b.refuse("--dra claims: %s offer memory by claims, and Kueue 0.19 cannot count that (a capacity) together with whole GPUs and MIG (counters): export with --dra names, where those are asked for by name", names(shared))
+	}
+	if len(modes) > 1 {
+		var have []string
+		for _, mode := range slices.Sorted(maps.Keys(modes)) {
+			have = append(have, mode+" on "+names(modes[mode]))
+		}
+		b.refuse("--dra claims: GPUs have the modes %s, and Kueue could admit a claim to nodes that do not offer it, since it counts claims as memory and nothing else: export nodes of one mode, with --selector, or export with --dra names", strings.Join(have, " and "))
+	}
+	for _, name := range slices.Sorted(maps.Keys(b.sizes)) {
+		if name != "gpu.shared" {
+			b.classes = append(b.classes, name)
+			delete(b.sizes, name)
+		}
+	}
+	if len(b.classes) > maxClasses {
+		b.refuse("--dra claims: Kueue 0.19 counts %d DeviceClasses as one resource at most, and these GPUs have %d (%s): name fewer in profiles of the partition and keep other cards out of the export, or export with --dra names", maxClasses, len(b.classes), strings.Join(b.classes, ", "))
+	}
+}
+
+// group makes flavors of nodes with the same labels.
+func (b *book) group(k *Kueue, nodes []Node) {
+	keys := []string{k.siteLabel(), k.Domain + "/gpu.model", k.Domain + "/gpu.mode"}
+	lacks := map[string][]string{}
+	by := map[[3]string]*flavor{}
+	for i := range nodes {
+		n := &nodes[i]
+		if !slices.ContainsFunc(n.GPUs, func(g GPU) bool { return g.offers() }) {
+			continue // switched off, or not laid out yet
+		}
+		var of [3]string
+		complete := true
+		for i, key := range keys {
+			if of[i] = n.Labels[key]; of[i] == "" {
+				lacks[key], complete = append(lacks[key], n.Name), false
+			}
+		}
+		if !complete {
+			continue
+		}
+		f := by[of]
+		if f == nil {
+			f = &flavor{name: flavorName(of[:]...), site: of[0], model: of[1], mode: of[2], counts: map[string]int{}}
+			by[of] = f
+		}
+		f.nodes = append(f.nodes, n.Name)
+		for j := range n.GPUs {
+			b.add(f, n, &n.GPUs[j])
+		}
+	}
+	if some := lacks[keys[0]]; len(some) > 0 {
+		b.refuse("%s have no label %s, which says where they are: kubectl label node NODE %[2]s=on-prem", names(some), keys[0])
+	}
+	for _, key := range keys[1:] {
+		if some := lacks[key]; len(some) > 0 {
+			b.refuse("%s have no label %s: the agent writes it unless it runs with --node-labels none", names(some), key)
+		}
+	}
+	for _, f := range by {
+		b.flavors = append(b.flavors, *f)
+	}
+	slices.SortFunc(b.flavors, func(a, b flavor) int {
+		return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.model, b.model), cmp.Compare(a.site, b.site))
+	})
+}
+
+// add counts a GPU in.
+func (b *book) add(f *flavor, n *Node, g *GPU) {
+	if !g.offers() {
+		return
+	}
+	f.memory += g.memory(n.Unit)
+	for name, p := range g.resources() {
+		f.counts[name] += p.Most
+	}
+	if g.API == ledger.DRA {
+		b.shares = b.shares || g.Units > 0
+		b.apart = "it goes by what nodes have allocatable, and GPUs with api dra are not in there"
+	}
+}
+
+// limit says how much of a cloud may be used.
+func (b *book) limit(clouds []Cloud) {
+	given := map[string]bool{}
+	var inCloud []flavor
+	for _, c := range clouds {
+		var at []int
+		for i, f := range b.flavors {
+			if f.site == c.Site && (c.Model == "" || c.Model == f.model && c.Mode == f.mode) {
+				at = append(at, i)
+			}
+		}
+		f := flavor{name: flavorName(c.Site, c.Model, c.Mode), site: c.Site, model: c.Model, mode: c.Mode}
+		switch len(at) {
+		case 0:
+			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has those that are there", f.name))
+		case 1:
+			f = b.flavors[at[0]]
+		default:
+			var each []string
+			for _, i := range at {
+				each = append(each, fmt.Sprintf("--cloud %s/%s/%s=LIMIT", c.Site, b.flavors[i].model, b.flavors[i].mode))
+			}
+			b.refuse("site %s has nodes of %d kinds, and Kueue limits each by itself: %s", c.Site, len(at), strings.Join(each, " "))
+			continue
+		}
+		if given[f.name] {
+			b.refuse("two limits are for %s", f.name)
+			continue
+		}
+		given[f.name] = true
+		f.cloud, f.memory = true, c.Limit
+		offered := f.counts
+		f.counts = map[string]int{}
+		for name, size := range b.sizes {
+			if offered[name] > 0 || f.nodes == nil && may(f.mode, name) {
+				f.counts[name] = int(c.Limit / max(size, 1))
+			}
+		}
+		inCloud = append(inCloud, f)
+	}
+	b.flavors = slices.DeleteFunc(b.flavors, func(f flavor) bool { return given[f.name] })
+	for _, f := range b.flavors {
+		if len(b.errs) == 0 && slices.ContainsFunc(clouds, func(c Cloud) bool { return c.Site == f.site }) {
+			b.refuse("site %s has nodes of model %s and mode %s, too: limit them with --cloud %[1]s/%[2]s/%[3]s=LIMIT", f.site, f.model, f.mode)
+		}
+	}
+	b.flavors = append(b.flavors, inCloud...)
+}
+
+// may reports whether nodes of a mode could offer a resource; with no or another mode they
+// could offer anything.
+func may(mode, name string) bool {
+	switch config.Mode(mode) {
+	case config.Whole:
+		return name == "gpu"
+	case config.Shared:
+		return name == "gpu-mem" || name == "gpu.shared"
+	case config.MIG:
+		return strings.HasPrefix(name, "mig-")
+	default:
+		return true
+	}
+}
+
+// check has the limits of Kueue and of the arguments.
+func (b *book) check(k *Kueue) {
+	b.covered = slices.Sorted(maps.Keys(b.sizes))
+	if !k.Claims {
+		for _, name := range []string{"gpu", "gpu-mem", "gpu.shared"} {
+			if !slices.Contains(b.covered, name) {
+				b.covered = append(b.covered, name) // with no quota: else it would not be counted
+			}
+		}
+		slices.Sort(b.covered)
+	}
+	seen := map[string]bool{}
+	for _, f := range b.flavors {
+		if seen[f.name] {
+			b.refuse("two kinds of nodes would both be called %s: change the label %s of one", f.name, k.siteLabel())
+		}
+		seen[f.name] = true
+	}
+	if len(b.flavors) == 0 && len(b.errs) == 0 {
+		b.refuse("no node offers a GPU: is a partition in force?")
+	}
+	if n := len(b.flavors); n > maxFlavors {
+		b.refuse("%d kinds of nodes (%s and others) are more than the %d flavors that Kueue tries for a job at a time: lay nodes of a model out alike, or export a part of them with --selector", n, b.flavors[0].name, maxFlavors)
+	}
+	if n := len(b.covered) + 1; n > maxResources {
+		b.refuse("%d resources are more than the %d that Kueue counts in a group: export cards of fewer kinds, with --selector", n, maxResources)
+	}
+	if len(k.Teams) == 0 {
+		b.refuse("no team is named: each gets a ClusterQueue")
+	}
+	teams := map[string]bool{}
+	for _, t := range k.Teams {
+		if teams[t.Name] || t.Name != flavorName(t.Name) || t.Share < 1 {
+			b.refuse("team %q with share %d: a name is the team's namespace, named once, and a share is at least 1", t.Name, t.Share)
+		}
+		teams[t.Name] = true
+	}
+	if !slices.ContainsFunc(k.Teams, func(t Team) bool { return !t.OnPrem }) && len(k.Clouds) > 0 && len(k.Teams) > 0 {
+		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: let one go there, or say --cloud none")
+	}
+}
+
+// flavorName makes a name of labels' values: "on-prem-a100-sxm4-80gb-mig".
+func flavorName(values ...string) string {
+	var words []string
+	for _, v := range values {
+		words = append(words, strings.FieldsFunc(strings.ToLower(strings.TrimPrefix(v, "NVIDIA-")), func(r rune) bool {
+			return (r < 'a' || r > 'z') && (r < '0' || r > '9')
+		})...)
+	}
+	return strings.Join(words, "-")
+}
+
+// split divides a quota by shares. What is left over goes to the first, a step each.
+func split[N ~int | ~uint64](total, step N, shares []int) []N {
+	sum := 0
+	for _, s := range shares {
+		sum += s
+	}
+	out := make([]N, len(shares))
+	left := total / step
+	for i, s := range shares {
+		out[i] = total / step * N(s) / N(sum)
+		left -= out[i]
+	}
+	for i, s := range shares {
+		if left > 0 && s > 0 {
+			out[i], left = out[i]+1, left-1
+		}
+		out[i] *= step
+	}
+	return out
+}
