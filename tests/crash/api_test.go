@@ -55,14 +55,20 @@ type door struct {
 	url    string
 }
 
-// counted says which requests change what other programs go by.
-func counted(r *http.Request) bool {
-	return r.Method != http.MethodGet && r.URL.Query().Get("dryRun") == "" && (strings.HasPrefix(r.URL.Path, slicesPath) || strings.Contains(r.URL.Path, "/resourceclaims/"))
+// changes says which requests change what other programs go by, of those to paths that
+// count.
+func changes(r *http.Request, counts func(path string) bool) bool {
+	return r.Method != http.MethodGet && r.URL.Query().Get("dryRun") == "" && counts(r.URL.Path)
 }
 
-// openDoor serves on a port of loopback. meets is told of each change, and says whether
-// whoever made it is no more.
-func openDoor(s *plane.Server, meets func(change) bool) (*door, error) {
+// ofClaims are the paths of ResourceSlices and claims.
+func ofClaims(path string) bool {
+	return strings.HasPrefix(path, slicesPath) || strings.Contains(path, "/resourceclaims/")
+}
+
+// openDoor serves on a port of loopback. meets is told of each change at a path that
+// counts, and says whether whoever made it is no more; sees, if set, is told before.
+func openDoor(s *plane.Server, counts func(path string) bool, sees func(*http.Request), meets func(change) bool) (*door, error) {
 	to, err := url.Parse(s.URL)
 	if err != nil {
 		return nil, err
@@ -82,7 +88,7 @@ func openDoor(s *plane.Server, meets func(change) bool) (*door, error) {
 		// A killed agent's requests end in the middle.
 		ErrorLog: log.New(io.Discard, "", 0),
 		ModifyResponse: func(r *http.Response) error {
-			if counted(r.Request) && meets(change{"done " + strings.ToLower(r.Request.Method), r.Request.URL.Path}) {
+			if changes(r.Request, counts) && meets(change{"done " + strings.ToLower(r.Request.Method), r.Request.URL.Path}) {
 				return errors.New("nobody hears it")
 			}
 			return nil
@@ -90,8 +96,13 @@ func openDoor(s *plane.Server, meets func(change) bool) (*door, error) {
 	}
 	d := &door{url: "http://" + l.Addr().String(), served: make(chan error, 1)}
 	d.server = &http.Server{ErrorLog: proxy.ErrorLog, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if counted(r) && meets(change{strings.ToLower(r.Method), r.URL.Path}) {
-			panic(http.ErrAbortHandler)
+		if changes(r, counts) {
+			if sees != nil {
+				sees(r)
+			}
+			if meets(change{strings.ToLower(r.Method), r.URL.Path}) {
+				panic(http.ErrAbortHandler)
+			}
 		}
 		proxy.ServeHTTP(w, r)
 	})}

@@ -348,10 +348,15 @@ func TestClaimsKilledAtEachChange(t *testing.T) {
 type claimWorker struct {
 	fresh func() (*node, error)
 	node  *node
+	// ended, if set, is told of each node before it is closed.
+	ended func(*node)
 }
 
 func (w *claimWorker) end() (err error) {
 	if w.node != nil {
+		if w.ended != nil {
+			w.ended(w.node)
+		}
 		err = w.node.close()
 	}
 	w.node = nil

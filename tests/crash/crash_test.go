@@ -32,6 +32,8 @@ type operation struct {
 	// what the world does after that; nil is nothing.
 	start bool
 	then  func(context.Context, *node) error
+	// begin, if set, starts that process in place of an agent.
+	begin func(n *node, k int) *tracee
 	// strike, if set, is what happens at the change in place of the agent's end.
 	strike func(*node)
 	// workers is how many nodes it is tried on at once, many where a kill is
@@ -383,7 +385,11 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 		if err := do(ctx, n); err != nil {
 			return nil, false, err
 		}
-		armed = n.begin(k)
+		begin := op.begin
+		if begin == nil {
+			begin = (*node).begin
+		}
+		armed = begin(n, k)
 		then := op.then
 		if then == nil {
 			then = func(context.Context, *node) error { return nil }

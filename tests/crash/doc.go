@@ -95,6 +95,19 @@
 // instances, no CDI files, another boot), after its own files were lost, after the
 // kubelet's account was, and after both were.
 //
+// # The Node
+//
+// On other nodes what counts is the Node and the GPUNode, at a real API server too: each
+// request by which the agent changes one of them is two moments more. Such a node lives
+// through what nodes meet: it boots and is registered with a taint, pods come and fill it
+// and end, all its GPUs fail and recover, its driver is let go and comes back, its GPUs are
+// cordoned and given back, its agent is updated, it is registered anew, and it is cleaned.
+// After each of these, and each kill in it, the condition GPUReady, the startup taint, the
+// annotation for Cluster Autoscaler and the cordon are what they should be; a watch records
+// every version of the Node on the way. GPUReady is said to be True only while the kubelet
+// has the devices; the taint goes only while GPUReady is True and the Node shows the devices,
+// and does not come back; after the cleanup nothing is left of what agents write.
+//
 // # Changes of the hardware
 //
 // The agent changes the driver's state, too: it destroys and makes MIG instances
@@ -125,7 +138,7 @@
 //	go test ./tests/crash                    the agent that make build makes; about two minutes
 //	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
 //	go test ./tests/crash -seed 7            other samples of the calls
-//	go test ./tests/crash -long -timeout 4h  every call, every change around claims and every length
+//	go test ./tests/crash -long -timeout 4h  every call, every change around claims and Nodes, and every length
 //
 // # What it does not know
 //

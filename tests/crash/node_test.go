@@ -198,6 +198,8 @@ type node struct {
 	// claims is what the node has besides where its GPUs are offered through DRA; nil
 	// elsewhere.
 	claims *claimSide
+	// object is what it has besides where its Node is written; nil elsewhere.
+	object *objectSide
 	// strike, if set, is what happens instead of the agent's end; see tracee.
 	strike func()
 
@@ -221,11 +223,16 @@ func startNode(m *machine, modes ...string) (*node, error) {
 // newNode is startNode in a directory of the caller's.
 func newNode(m *machine, dir string, claims *claimSide, modes ...string) (*node, error) {
 	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"), modes: modes, claims: claims}
+	return n, n.open()
+}
+
+// open starts everything of the node. Where that fails it is closed again.
+func (n *node) open() error {
 	err := errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit())
 	options := fakes.KubeletOptions{Dir: filepath.Join(n.dir, "kubelet"), Agent: agentPod, Judge: true}
-	if claims != nil {
-		options.Wipe = claims.wipe
-		err = errors.Join(err, claims.begin(n))
+	if n.claims != nil {
+		options.Wipe = n.claims.wipe
+		err = errors.Join(err, n.claims.begin(n))
 	}
 	if err == nil {
 		n.kubelet, err = fakes.StartKubelet(options)
@@ -233,11 +240,14 @@ func newNode(m *machine, dir string, claims *claimSide, modes ...string) (*node,
 	if err == nil {
 		n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi)
 	}
+	if err == nil && n.object != nil {
+		err = n.object.begin(n)
+	}
 	if err != nil {
-		return nil, errors.Join(err, n.close())
+		return errors.Join(err, n.close())
 	}
 	n.begin(0)
-	return n, nil
+	return nil
 }
 
 // close ends everything of the node and removes its files.
@@ -252,6 +262,9 @@ func (n *node) close() error {
 	var err error
 	if n.claims != nil {
 		err = n.claims.close()
+	}
+	if n.object != nil {
+		err = n.object.close()
 	}
 	return errors.Join(err, lib.Unmount(n.state), os.RemoveAll(n.dir))
 }
@@ -315,6 +328,9 @@ func (n *node) beginLocked(kill int) *tracee {
 	if n.claims != nil {
 		args = append(args, n.claims.flags()...)
 	}
+	if n.object != nil {
+		args = append(args, n.object.flags()...)
+	}
 	p, err := n.launch(args, kill)
 	if err != nil {
 		n.wrong = append(n.wrong, err.Error())
@@ -331,6 +347,9 @@ func (n *node) launch(args []string, kill int) (*tracee, error) {
 		return nil, err
 	}
 	defer log.Close()
+	if n.object != nil { // of which writes to the API server are counted alone
+		return startTraced(args, log, kill, n.strike)
+	}
 	return startTraced(args, log, kill, n.strike, n.cdi, n.state)
 }
 
@@ -387,7 +406,8 @@ func (n *node) said() string {
 	return b.String()
 }
 
-// address is where the newest process serves its pages.
+// address is where the newest process serves its pages, at its last start: for another
+// driver it becomes another program.
 func (n *node) address() (string, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -404,10 +424,12 @@ func (n *node) address() (string, error) {
 		var line struct{ Addr string }
 		if json.Unmarshal(lines.Bytes(), &line) == nil && line.Addr != "" {
 			n.serves = line.Addr
-			return line.Addr, nil
 		}
 	}
-	return "", errors.New("the agent serves no status yet")
+	if n.serves == "" {
+		return "", errors.New("the agent serves no status yet")
+	}
+	return n.serves, nil
 }
 
 func (n *node) status(ctx context.Context) (status.Status, error) {
@@ -415,7 +437,13 @@ func (n *node) status(ctx context.Context) (status.Status, error) {
 	if err != nil {
 		return status.Status{}, err
 	}
-	return obs.Fetch(ctx, addr)
+	st, err := obs.Fetch(ctx, addr)
+	if err != nil {
+		n.mu.Lock()
+		n.serves = ""
+		n.mu.Unlock()
+	}
+	return st, err
 }
 
 // rounds is how many rounds of its loop the present process has finished.
@@ -529,6 +557,9 @@ func (n *node) differs(ctx context.Context) error {
 	}
 	if n.claims != nil {
 		return n.claims.differs(&st)
+	}
+	if n.object != nil {
+		return n.object.differs(held)
 	}
 	return n.offerDiffers(held, st.Partition.State)
 }
