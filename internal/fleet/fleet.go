@@ -37,9 +37,11 @@ type Fleet struct {
 
 	mu    sync.Mutex // guards what follows
 	books *placer.Books
-	// says and ready are what is known of nodes.
-	says  map[string]*gpunode.Status
-	ready map[string]bool
+	// says and ready are what is known of nodes; counts has of each of the agent's
+	// resources in a Node's allocatable whether there is any.
+	says   map[string]*gpunode.Status
+	ready  map[string]bool
+	counts map[string]map[string]bool
 	// missing are the kinds of which no list has come yet.
 	missing []Kind
 	// complete is closed when there are none.
@@ -53,7 +55,7 @@ type Fleet struct {
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
-		says: map[string]*gpunode.Status{}, ready: map[string]bool{},
+		says: map[string]*gpunode.Status{}, ready: map[string]bool{}, counts: map[string]map[string]bool{},
 		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(),
 	}
 }
@@ -90,18 +92,39 @@ func (f *Fleet) WaitListed(ctx context.Context) error {
 }
 
 // SetNode notes a Node. Whether pods may be put there at all is the scheduler's business;
-// here it counts whether its kubelet is ready to start them.
+// here it counts whether its kubelet is ready to start them, and has devices of the agent's.
 func (f *Fleet) SetNode(n *corev1.Node) {
 	ready := slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})
+	counts := map[string]bool{}
+	for name, amount := range n.Status.Allocatable {
+		if strings.HasPrefix(string(name), f.prefix) {
+			counts[string(name)] = !amount.IsZero()
+		}
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if was, known := f.ready[n.Name]; known && was == ready {
+	if was, known := f.ready[n.Name]; known && was == ready && maps.Equal(f.counts[n.Name], counts) {
 		return // a Node is written every few minutes, and says nothing else here
 	}
-	f.ready[n.Name] = ready
+	f.ready[n.Name], f.counts[n.Name] = ready, counts
 	f.told(n.Name)
+}
+
+// silent reports whether a node's kubelet has lost the agent, whose GPUNode cannot say so:
+// then all that it offers through the kubelet is unhealthy, devices that are held
+// included, and so counts nothing. A Node that has never had these resources says nothing.
+func (f *Fleet) silent(name string) bool {
+	known := false
+	for _, r := range f.says[name].Resources {
+		if any, counted := f.counts[name][r.Name]; any {
+			return false
+		} else if counted && r.Total > 0 {
+			known = true
+		}
+	}
+	return known
 }
 
 // DeleteNode notes that there is no such Node any more.
@@ -109,6 +132,7 @@ func (f *Fleet) DeleteNode(name string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	delete(f.ready, name)
+	delete(f.counts, name)
 	f.told(name)
 }
 
@@ -129,7 +153,7 @@ func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
 func (f *Fleet) told(name string) {
 	f.touch(name)
 	if says := f.says[name]; says != nil {
-		f.books.SetNode(name, says, f.ready[name])
+		f.books.SetNode(name, says, f.ready[name] && !f.silent(name))
 	} else {
 		f.books.DeleteNode(name)
 	}

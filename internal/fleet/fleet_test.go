@@ -294,3 +294,38 @@ func TestReadPod(t *testing.T) {
 		}
 	}
 }
+
+// An agent that was killed leaves its GPUNode as it was. Its kubelet has lost the devices,
+// and a Node shows that.
+func TestNothingIsPlacedWhereTheKubeletHasLostTheAgent(t *testing.T) {
+	f := known("a")
+	object := says(first, second)
+	object.Resources = []gpunode.Resource{{Name: memory, Total: 158, Free: 158, Largest: 79}}
+	f.SetGPUNode("a", object)
+	counts := func(amounts map[string]string) {
+		n := node("a", corev1.ConditionTrue)
+		n.Status.Allocatable = corev1.ResourceList{"cpu": resource.MustParse("64")}
+		for name, amount := range amounts {
+			n.Status.Allocatable[corev1.ResourceName(name)] = resource.MustParse(amount)
+		}
+		f.SetNode(n)
+	}
+	wantPlaced(t, f, asks("1", "8"), "a", "")
+	counts(map[string]string{memory: "158"})
+	wantPlaced(t, f, asks("2", "8"), "a", "")
+	counts(map[string]string{memory: "0", "nvidia.com/gpu": "4"})
+	wantPlaced(t, f, asks("3", "8"), "", "not ready")
+	counts(map[string]string{memory: "0", "example.com/gpu": "1"}) // of another resource, which the object does not name
+	wantPlaced(t, f, asks("3", "8"), "", "not ready")
+	counts(map[string]string{memory: "1"}) // it is back, and nearly all of its devices are withdrawn
+	wantPlaced(t, f, asks("3", "8"), "a", "")
+	counts(nil)
+	wantPlaced(t, f, asks("4", "8"), "a", "")
+
+	// What is left of an API that nothing is offered by any more says nothing.
+	object = says(first)
+	object.Resources = nil
+	f.SetGPUNode("a", object)
+	counts(map[string]string{memory: "0"})
+	wantPlaced(t, f, asks("5", "8"), "a", "")
+}
