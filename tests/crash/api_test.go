@@ -66,9 +66,20 @@ func ofClaims(path string) bool {
 	return strings.HasPrefix(path, slicesPath) || strings.Contains(path, "/resourceclaims/")
 }
 
-// openDoor serves on a port of loopback. meets is told of each change at a path that
-// counts, and says whether whoever made it is no more; sees, if set, is told before.
-func openDoor(s *plane.Server, counts func(path string) bool, sees func(*http.Request), meets func(change) bool) (*door, error) {
+// doorway is what a door does with requests.
+type doorway struct {
+	// as is in whose name they go on; empty is root's.
+	as http.Header
+	// counts says which paths do. meets is told of each change there, and says whether
+	// whoever made it is no more; sees, if set, is told before.
+	counts func(path string) bool
+	sees   func(*http.Request)
+	meets  func(change) bool
+}
+
+// openDoor serves on a port of loopback.
+func openDoor(s *plane.Server, w doorway) (*door, error) {
+	counts, sees, meets := w.counts, w.sees, w.meets
 	to, err := url.Parse(s.URL)
 	if err != nil {
 		return nil, err
@@ -81,6 +92,9 @@ func openDoor(s *plane.Server, counts func(path string) bool, sees func(*http.Re
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(to)
 			r.Out.Header.Set("Authorization", "Bearer "+s.Token)
+			for key, values := range w.as {
+				r.Out.Header[key] = values
+			}
 		},
 		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}, // see plane
 		// Watches are told at once.
@@ -95,7 +109,7 @@ func openDoor(s *plane.Server, counts func(path string) bool, sees func(*http.Re
 		},
 	}
 	d := &door{url: "http://" + l.Addr().String(), served: make(chan error, 1)}
-	d.server = &http.Server{ErrorLog: proxy.ErrorLog, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	d.server = &http.Server{ErrorLog: proxy.ErrorLog, Handler: http.HandlerFunc(func(to http.ResponseWriter, r *http.Request) {
 		if changes(r, counts) {
 			if sees != nil {
 				sees(r)
@@ -104,7 +118,7 @@ func openDoor(s *plane.Server, counts func(path string) bool, sees func(*http.Re
 				panic(http.ErrAbortHandler)
 			}
 		}
-		proxy.ServeHTTP(w, r)
+		proxy.ServeHTTP(to, r)
 	})}
 	go func() { d.served <- d.server.Serve(l) }()
 	return d, nil

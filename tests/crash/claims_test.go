@@ -134,7 +134,7 @@ func startClaims(t *testing.T, s *plane.Server, modes ...string) (*node, error) 
 // begin connects the node with the API server.
 func (c *claimSide) begin(n *node) (err error) {
 	c.node = n
-	if c.door, err = openDoor(c.Server, ofClaims, nil, n.meets); err != nil {
+	if c.door, err = openDoor(c.Server, doorway{counts: ofClaims, meets: n.meets}); err != nil {
 		return err
 	}
 	if c.kubeconfig, err = c.door.kubeconfig(n.dir); err != nil {

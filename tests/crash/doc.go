@@ -97,8 +97,9 @@
 //
 // # The Node
 //
-// On other nodes what counts is the Node and the GPUNode, at a real API server too: each
-// request by which the agent changes one of them is two moments more. Such a node lives
+// On other nodes what counts is the Node and the GPUNode, at a real API server too, where the
+// agent has the manifests' rights and is held to their policies: each request by which it
+// changes one of them is two moments more. Such a node lives
 // through what nodes meet: it boots and is registered with a taint, pods come and fill it
 // and end, all its GPUs fail and recover, its driver is let go and comes back, its GPUs are
 // cordoned and given back, its agent is updated, it is registered anew, and it is cleaned.

@@ -27,7 +27,8 @@ const lifeWorkers = 4
 
 // TestLifeOfANode follows a Node, as a watch of a real API server shows it, through what a
 // node meets, and kills the agent around each of its writes to the Node and to the GPUNode,
-// or around some: before the request goes out, and when the server has done it.
+// or around some: before the request goes out, and when the server has done it. The agent
+// has the rights of the manifests, and is held to their policies.
 //
 // After each step and each kill, the condition GPUReady, the startup taint, the annotation
 // for Cluster Autoscaler and the cordon are what they should be. GPUReady becomes True only
@@ -39,7 +40,7 @@ func TestLifeOfANode(t *testing.T) {
 		t.Fatal(err)
 	}
 	began, ctx, s := time.Now(), inOrder(t), startPlane(t)
-	installGPUNodes(t, s)
+	installManifests(t, s)
 	steps := lifeSteps()
 	var next, ran, tried atomic.Int64
 	var workers sync.WaitGroup

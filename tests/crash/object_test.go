@@ -12,6 +12,7 @@ import (
 	"maps"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -20,8 +21,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-
-	"go.yaml.in/yaml/v4"
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/gpunode"
@@ -126,21 +125,45 @@ func startObject(t *testing.T, s *plane.Server) (*node, error) {
 	return n, n.open()
 }
 
-// installGPUNodes makes the definition.
-func installGPUNodes(t *testing.T, s *plane.Server) {
-	t.Helper()
-	text, err := os.ReadFile("../../deployments/base/crd.yaml")
-	var object fields
-	if err == nil {
-		err = yaml.Unmarshal(text, &object)
+// agentOn is the agent's service account with a token of a pod on that node.
+func agentOn(node string) http.Header {
+	return http.Header{
+		"Impersonate-User":  {"system:serviceaccount:gpu-agent:gpu-agent"},
+		"Impersonate-Group": {"system:serviceaccounts", "system:serviceaccounts:gpu-agent", "system:authenticated"},
+		"Impersonate-Extra-Authentication.kubernetes.io%2fnode-Name": {node},
 	}
+}
+
+// installManifests applies the base with the component startup-taint, and waits until the
+// rights and the policies are in force. Nothing runs in the cluster.
+func installManifests(t *testing.T, s *plane.Server) {
+	t.Helper()
+	dir := t.TempDir()
+	up, err := filepath.Abs("../../deployments")
 	if err == nil {
-		err = s.Do(t, nil, http.MethodPost, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", plane.JSON, object, nil)
+		up, err = filepath.Rel(dir, up) // kubectl takes no absolute path
+	}
+	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, "base"), filepath.Join(up, "components/startup-taint"))
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.Await(t, "GPUNodes are known", func() error { return s.Do(t, nil, http.MethodGet, gpuNodesPath, "", nil, nil) })
+	apply := exec.CommandContext(t.Context(), plane.Program(t, "kubectl"), "--kubeconfig", s.Kubeconfig(t, nil), "apply", "--server-side", "-k", dir)
+	if out, err := apply.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %v\n%s", apply.Args, err, out)
+	}
+	if err := s.Do(t, nil, http.MethodPost, nodesPath, plane.JSON, fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"name": "elsewhere"}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	s.Await(t, "rights and policies are in force", func() error {
+		err := s.Do(t, agentOn("here"), http.MethodPatch, nodesPath+"/elsewhere", plane.Merge, fields{"metadata": fields{"labels": fields{domain + "/a": "b"}}}, nil)
+		if err == nil || !strings.Contains(err.Error(), "the node that it runs on") {
+			return fmt.Errorf("an agent may write to another node: %v", err)
+		}
+		return s.Do(t, agentOn("here"), http.MethodGet, gpuNodesPath, "", nil, nil)
+	})
 }
 
 // begin connects the node with the API server, and registers it.
@@ -148,7 +171,7 @@ func (o *objectSide) begin(n *node) (err error) {
 	counts := func(path string) bool {
 		return strings.HasPrefix(path, nodesPath+"/"+o.name) || strings.HasPrefix(path, gpuNodesPath)
 	}
-	if o.door, err = openDoor(o.Server, counts, o.judgeReady, n.meets); err != nil {
+	if o.door, err = openDoor(o.Server, doorway{as: agentOn(o.name), counts: counts, sees: o.judgeReady, meets: n.meets}); err != nil {
 		return err
 	}
 	if o.kubeconfig, err = o.door.kubeconfig(n.dir); err != nil {
