@@ -60,7 +60,7 @@ func TestRights(t *testing.T) {
 		"a label taken away":      {nodeName, meta("labels", "team", nil), "only labels of its own"},
 		"what an operator sets":   {nodeName, meta("labels", lab.PartitionLabel, "whole"), "only labels of its own"},
 		"an annotation of others": {nodeName, meta("annotations", "team", "red"), "only annotations of its own"},
-		"a taint":                 {nodeName, object{"spec": object{"taints": []object{{"key": "a", "effect": "NoSchedule"}}}}, "only labels and annotations"},
+		"a taint":                 {nodeName, object{"spec": object{"taints": []object{{"key": "a", "effect": "NoSchedule"}}}}, "adds none"},
 		"unschedulable":           {nodeName, object{"spec": object{"unschedulable": true}}, "only labels and annotations"},
 	} {
 		if err := as(c.onNode, http.MethodPatch, path, c.body); err == nil || !strings.Contains(err.Error(), c.why) {
