@@ -155,7 +155,7 @@ func (r *room) refuse(p *entry) (why string, waits bool) {
 			return fmt.Sprintf("the node does not offer %s through the device plugin, or its agent is not ready", name), false
 		}
 		if n := p.needs[name]; r.largest(name) == 0 {
-			return fmt.Sprintf("%d of %s asked for and none is free", n, name), false
+			return fmt.Sprintf("no room for %d of %s: none is free", n, name), false
 		}
 		families[r.family(name)] = true
 	}
@@ -176,7 +176,7 @@ func (r *room) refuse(p *entry) (why string, waits bool) {
 	}
 	var largest []string
 	for _, name := range p.names {
-		largest = append(largest, fmt.Sprintf("%d of %s asked for and the largest free block is %d", p.needs[name], name, r.largest(name)))
+		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.largest(name)))
 	}
 	return strings.Join(largest, "; "), false
 }

@@ -266,7 +266,7 @@ func TestRefusalsNameEachNode(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := map[string]string{
-		"a": "9 of example.com/gpu-mem asked for and the largest free block is 8",
+		"a": "no room for 9 of example.com/gpu-mem: the largest free block is 8",
 		"b": "the node does not offer example.com/gpu-mem through the device plugin, or its agent is not ready",
 		"c": "the node does not offer example.com/gpu-mem through the device plugin, or its agent is not ready",
 	}
