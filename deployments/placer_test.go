@@ -410,3 +410,45 @@ func tryLeases(t *testing.T, cluster *kube.Cluster) {
 		t.Errorf("%v; and others led besides: %d", err, len(first)+len(second))
 	}
 }
+
+// The patch that gives the door a certificate fits the Deployment, and sets flags that there
+// are.
+func TestShownDoorWithTLS(t *testing.T) {
+	shown := regexp.MustCompile("(?s)```yaml\n(# your kustomization.yaml\n[^`]*TLS_CERT[^`]*)```").FindStringSubmatch(string(read(t, "../docs/schedulers.md")))
+	if shown == nil {
+		t.Fatal("docs/schedulers.md does not show it")
+	}
+	dir := t.TempDir()
+	here, err := filepath.Abs("placer")
+	if err != nil {
+		t.Fatal(err)
+	}
+	up, err := filepath.Rel(dir, here) // kubectl takes no absolute path
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := strings.ReplaceAll(shown[1], "gpu-agent/deployments/placer", up)
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d := as[deployment](t, one(t, render(t, dir), "Deployment", placer))
+	var spec struct{ Containers []container }
+	if err := d.Spec.Template.Spec.Decode(&spec); err != nil {
+		t.Fatal(err)
+	}
+	flags, set := commandFlags(t, "placer"), 0
+	for name, value := range spec.Containers[0].env() {
+		flag := strings.ReplaceAll(strings.ToLower(strings.TrimPrefix(name, "GPU_AGENT_")), "_", "-")
+		if _, ok := flags[flag]; !ok {
+			t.Errorf("%s is the twin of no flag", name)
+		}
+		if strings.HasSuffix(flag, "-file") {
+			if set++; !strings.HasPrefix(value, spec.Containers[0].VolumeMounts[1].MountPath+"/") {
+				t.Errorf("%s is %s, where nothing is mounted", name, value)
+			}
+		}
+	}
+	if set != 3 {
+		t.Errorf("%d files are named, want 3", set)
+	}
+}

@@ -27,5 +27,12 @@
 // counted by verb and [Outcome]; all but [Placed] and [Refused] are pods that were scheduled
 // unguarded.
 //
+// Nothing is asked of the books for a client that has gone.
+//
+// # Who may ask
+//
+// Whoever reaches the door can make reservations. [Files] gives it TLS with clients'
+// certificates.
+//
 // The package knows the protocol, and nothing of GPUs: what fits where is [Books]' word.
 package extender

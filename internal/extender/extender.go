@@ -5,12 +5,15 @@ package extender
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"mime"
+	"net"
 	"net/http"
+	"syscall"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -95,7 +98,37 @@ func Server(h http.Handler) *http.Server {
 		WriteTimeout:      10 * time.Second,
 		IdleTimeout:       5 * time.Minute, // the scheduler keeps its connections
 		MaxHeaderBytes:    16 << 10,
+		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connOf{}, c) },
 	}
+}
+
+// connOf is the key of a request's connection.
+type connOf struct{}
+
+// left reports whether the client of a request has closed its connection. net/http notices
+// that by itself, but not at once; and where this process was stopped for a while, it meets
+// the requests of clients that have long gone on without it, and must reserve nothing for them.
+func left(ctx context.Context) bool {
+	conn, _ := ctx.Value(connOf{}).(net.Conn)
+	if secured, ok := conn.(*tls.Conn); ok {
+		conn = secured.NetConn()
+	}
+	socket, ok := conn.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return false
+	}
+	gone := false
+	if err := raw.Control(func(fd uintptr) {
+		n, _, err := syscall.Recvfrom(int(fd), make([]byte, 1), syscall.MSG_PEEK|syscall.MSG_DONTWAIT)
+		gone = n == 0 && err == nil || errors.Is(err, syscall.ECONNRESET)
+	}); err != nil {
+		return true // it is closed here
+	}
+	return gone
 }
 
 type service struct {
@@ -200,6 +233,10 @@ func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) 
 	select {
 	case s.turn <- struct{}{}:
 	case <-ctx.Done():
+		return nil, "", s.late()
+	}
+	if left(ctx) {
+		<-s.turn
 		return nil, "", s.late()
 	}
 	type result struct {
