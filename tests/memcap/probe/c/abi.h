@@ -161,6 +161,7 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuCtxCreate_v2, "cuCtxCreate", 3020, 0, (CUcontext *, unsigned flags, CUdevice)) \
     F(cuCtxDestroy_v2, "cuCtxDestroy", 4000, 0, (CUcontext)) \
     F(cuCtxSetCurrent, "cuCtxSetCurrent", 4000, 0, (CUcontext)) \
+    F(cuCtxPopCurrent_v2, "cuCtxPopCurrent", 4000, 0, (CUcontext *)) \
     F(cuDeviceGetDevResource, "cuDeviceGetDevResource", 12040, 0, (CUdevice, CUdevResource *, int type)) \
     F(cuDevResourceGenerateDesc, "cuDevResourceGenerateDesc", 12040, 0, (void **, CUdevResource *, unsigned count)) \
     F(cuGreenCtxCreate, "cuGreenCtxCreate", 12040, 0, (void **, void *desc, CUdevice, unsigned flags)) \

@@ -226,9 +226,11 @@ static CUresult give_graph(struct seat *s, struct item *i)
 static CUresult take_context(struct seat *s, struct item *i, uint64_t n)
 {
     (void)n; /* the driver decides */
+    CUcontext made;
     CUresult r = s->cu->cuCtxCreate_v2((CUcontext *)&i->a, 0, s->device);
-    s->cu->cuCtxSetCurrent(s->context);
-    return r;
+    /* What was current is so again. To set it instead would leave a place of the stack taken
+     * each time, and the stack has an end. */
+    return r != CUDA_SUCCESS ? r : s->cu->cuCtxPopCurrent_v2(&made);
 }
 static CUresult give_context(struct seat *s, struct item *i) { return s->cu->cuCtxDestroy_v2((CUcontext)i->a); }
 
@@ -281,7 +283,7 @@ const struct call calls[] = {
     {"cuGraphAddMemAllocNode", take_graph, give_graph, NULL, {AT(cuGraphCreate), AT(cuGraphAddMemAllocNode), LAUNCH, -1}},
     {"cuMemAllocAsync/captured", take_captured, give_graph, NULL,
      {AT(cuStreamBeginCapture_v2), AT(cuStreamEndCapture), AT(cuMemAllocAsync), LAUNCH, -1}},
-    {"cuCtxCreate_v2", take_context, give_context, NULL, {AT(cuCtxCreate_v2), AT(cuCtxDestroy_v2), AT(cuCtxSetCurrent), -1}},
+    {"cuCtxCreate_v2", take_context, give_context, NULL, {AT(cuCtxCreate_v2), AT(cuCtxDestroy_v2), AT(cuCtxPopCurrent_v2), -1}},
     {"cuModuleLoadData", take_module, give_module, NULL, {AT(cuModuleLoadData), AT(cuModuleUnload), -1}},
     {"cuMemHostAlloc", take_host, give_host, NULL, {AT(cuMemHostAlloc), AT(cuMemFreeHost), -1}},
     {0},
