@@ -93,7 +93,10 @@ func place(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: func() error { return nil }, Ready: books.Ready})
+	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Ready: books.Ready,
+		// Who cannot even say this hangs.
+		Healthy: func() error { books.State(); return nil },
+	})
 	door := extender.New(books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
 		metrics.Answered(string(v), string(how), took)
 	}})
@@ -149,6 +152,7 @@ func serveExtender(ctx context.Context, f *placerFlags, door http.Handler, log *
 	if err != nil {
 		return fmt.Errorf("serve schedulers on %q (--listen): %w", f.listen, err)
 	}
+	listener = obs.Bound(listener)
 	secured := f.tls.Cert != ""
 	if secured {
 		config, err := f.tls.Config(log)
@@ -158,6 +162,7 @@ func serveExtender(ctx context.Context, f *placerFlags, door http.Handler, log *
 		listener = tls.NewListener(listener, config)
 	}
 	server := extender.Server(door)
+	server.ConnState = obs.Asks
 	server.ErrorLog = slog.NewLogLogger(log.Handler(), slog.LevelDebug)
 	log.Info("serving schedulers", "addr", listener.Addr().String(), "tls", secured, "client_certificates", f.tls.ClientCA != "")
 	failed := make(chan error, 1)

@@ -4,10 +4,13 @@ package obs
 
 import (
 	"container/list"
+	"crypto/tls"
+	"errors"
 	"net"
 	"net/http"
 	"net/netip"
 	"sync"
+	"syscall"
 )
 
 // Limits on connections. An idle one takes some 20 KiB. One whose client does not read
@@ -47,6 +50,12 @@ type boundedConn struct {
 	from     netip.Addr
 	place    *list.Element // nil once the connection has been ended or closed
 	closed   bool
+}
+
+// Bound makes a listener accept as many connections as a Server does, for a server of
+// another protocol; its ConnState is to be [Asks].
+func Bound(l net.Listener) net.Listener {
+	return bound(l, maxConnections, maxPerAddress, maxEnding)
 }
 
 func bound(l net.Listener, total, perAddress, ending int) *boundedListener {
@@ -136,9 +145,21 @@ func (c *boundedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// asks is an http.Server's ConnState: a connection with a request becomes the last to
+// SyscallConn gives access to the socket, for those who look whether the client has gone.
+func (c *boundedConn) SyscallConn() (syscall.RawConn, error) {
+	socket, ok := c.Conn.(syscall.Conn)
+	if !ok {
+		return nil, errors.ErrUnsupported
+	}
+	return socket.SyscallConn()
+}
+
+// Asks is an http.Server's ConnState: a connection with a request becomes the last to
 // be replaced.
-func asks(conn net.Conn, state http.ConnState) {
+func Asks(conn net.Conn, state http.ConnState) {
+	if secured, ok := conn.(*tls.Conn); ok {
+		conn = secured.NetConn()
+	}
 	c, ok := conn.(*boundedConn)
 	if !ok || state != http.StateActive {
 		return

@@ -5,6 +5,7 @@ package obs
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -378,5 +379,53 @@ func TestPagesAreMadeInTurn(t *testing.T) {
 				t.Errorf("%d were made at a time, want 1", got)
 			}
 		})
+	}
+}
+
+// A door with TLS is bounded too: a connection that asks is kept, and one that does not goes,
+// and whether a client has gone can still be seen at its socket.
+func TestBoundedDoor(t *testing.T) {
+	plain, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.RemoteAddr) }))
+	server.Listener.Close()
+	server.Listener = Bound(plain)
+	server.Config.ConnState = Asks
+	server.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
+	sockets := make(chan error, 2*maxPerAddress)
+	server.Config.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
+		_, err := c.(*tls.Conn).NetConn().(syscall.Conn).SyscallConn()
+		sockets <- err
+		return ctx
+	}
+	server.StartTLS()
+	t.Cleanup(server.Close)
+	client := server.Client()
+	ask := func() string {
+		t.Helper()
+		response, err := client.Get(server.URL)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		body, err := io.ReadAll(response.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(body)
+	}
+	first := ask()
+	for i := range 2 * maxPerAddress {
+		dial(t, "127.0.0.1", plain.Addr().String(), "")
+		if i%4 == 0 {
+			if again := ask(); again != first {
+				t.Fatalf("the connection that asks was replaced: %s after %s", again, first)
+			}
+		}
+	}
+	if err := <-sockets; err != nil {
+		t.Errorf("the socket cannot be reached: %v", err)
 	}
 }

@@ -77,7 +77,7 @@ func (s *Server) Run(ctx context.Context) error {
 func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 	// Every pod of the cluster can reach the port: a connection must cost little, and
 	// not for long.
-	listener = bound(listener, maxConnections, maxPerAddress, maxEnding)
+	listener = Bound(listener)
 	server := &http.Server{
 		Handler:           s.Handler(),
 		ReadHeaderTimeout: 5 * time.Second,
@@ -85,7 +85,7 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 		WriteTimeout:      30 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    8 << 10,
-		ConnState:         asks,
+		ConnState:         Asks,
 		ErrorLog:          slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelDebug),
 	}
 	failed := make(chan error, 1)
