@@ -90,6 +90,8 @@ type crowdOptions struct {
 	byClaims bool
 	// dynamic says that they ask for whole GPUs and for memory too.
 	dynamic bool
+	// seed is this crowd's, whatever that of the test is; none where it is 0.
+	seed uint64
 }
 
 type demandPod struct {
@@ -480,7 +482,11 @@ func (d *demand) stepJob(name string, p *demandPod, list []lab.ListedPod) {
 // crowd lets so many pods come and go. When all are gone nothing may be left.
 func (b *bench) crowd(n int, o crowdOptions) *demand {
 	b.Helper()
-	d := &demand{bench: b, rng: rand.New(rand.NewPCG(seedOf(b), 5)), began: time.Now(), crowdOptions: o,
+	seed := o.seed
+	if seed == 0 {
+		seed = seedOf(b)
+	}
+	d := &demand{bench: b, rng: rand.New(rand.NewPCG(seed, 5)), began: time.Now(), crowdOptions: o,
 		name: "d" + strings.ReplaceAll(strings.ToLower(b.short()), "_", "-"),
 		runtime: witness.NewRuntime(witness.RuntimeOptions{
 			Endpoint: node.File("/run/containerd/containerd.sock"), AnnotationPrefix: cdi.AnnotationName(lab.Domain, ""),
@@ -560,7 +566,7 @@ func (b *bench) crowd(n int, o crowdOptions) *demand {
 	d.empty()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	refused, pods := d.done["refused"]+d.done["refused of Jobs"], d.done["pods"]-d.done["pods of a Job with retries"]+d.done["pods of Jobs"]
+	refused, pods := d.refused(), d.sent()
 	b.Logf("%.0f s: %d of %d pods were refused, %.1f %%; %v", time.Since(d.began).Seconds(), refused, pods, 100*float64(refused)/float64(max(1, pods)), d.done)
 	// Those with MIG instances, which are half of a dynamic crowd.
 	if d.done["containers"] < n/2 && !d.dynamic {
@@ -568,6 +574,14 @@ func (b *bench) crowd(n int, o crowdOptions) *demand {
 	}
 	return d
 }
+
+// sent is how many pods there were, those of Jobs one by one, and refused how many of them
+// the kubelet did not take.
+func (d *demand) sent() int {
+	return d.done["pods"] - d.done["pods of a Job with retries"] + d.done["pods of Jobs"]
+}
+
+func (d *demand) refused() int { return d.done["refused"] + d.done["refused of Jobs"] }
 
 // seedOf is the seed of a crowd: of make test's always the same.
 func seedOf(b *bench) uint64 {

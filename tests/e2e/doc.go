@@ -34,8 +34,8 @@
 // Most tests wait for what the node offers, and its kubelet looks at the node every
 // second for them. A figure that depends on when the scheduler hears of a change, such
 // as how many pods are refused, is taken with the settings of users' kubelets, which
-// look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, the edits of
-// TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
+// look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, TestWindow and
+// TestAllocatableAtOnce, the edits of TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
 // TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
 // What a container has is always looked at from its inside: its device nodes,

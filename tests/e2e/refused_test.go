@@ -77,6 +77,19 @@ func (b *bench) templates(wants ...map[string]int) {
 	})
 }
 
+// demandWants are what containers of a crowd ask for, and what those of atOnce do.
+func demandWants() []map[string]int {
+	one := lab.MIG("1g.10gb")
+	wants := []map[string]int{{lab.GPU: 1}, {one: 2}, {one: 1, lab.MIG("2g.20gb"): 1}, {one: 1, lab.MIG("3g.40gb"): 1}}
+	for _, name := range slices.Sorted(maps.Keys(tables())) {
+		wants = append(wants, map[string]int{lab.MIG(name): 1})
+	}
+	for _, gib := range shares {
+		wants = append(wants, map[string]int{lab.Memory: gib})
+	}
+	return wants
+}
+
 // readClaims says what claims have, in the words of the device plugin: so what containers
 // see is held against either in the same way.
 func (d *demand) readClaims(ctx context.Context) {
@@ -336,7 +349,7 @@ func (r *refusals) crowd(name string, pods int, o crowdOptions) {
 		w := newWaits(o.byClaims)
 		o.fails, o.disturb = true, w.follow
 		d := b.crowd(pods, o)
-		refused := d.done["refused"] + d.done["refused of Jobs"]
+		refused := d.refused()
 		r.said[name] = fmt.Sprintf("%d of %d pods refused, %s", refused, d.done["pods"], w)
 		if o.byClaims && refused > 0 {
 			b.Errorf("%d pods were refused", refused)
@@ -377,15 +390,7 @@ func TestNobodyIsRefused(t *testing.T) {
 	}
 	b.swap(world)
 	b.usersStatus()
-	one := lab.MIG("1g.10gb")
-	wants := []map[string]int{{lab.GPU: 1}, {one: 2}, {one: 1, lab.MIG("2g.20gb"): 1}, {one: 1, lab.MIG("3g.40gb"): 1}}
-	for _, name := range slices.Sorted(maps.Keys(tables())) {
-		wants = append(wants, map[string]int{lab.MIG(name): 1})
-	}
-	for _, gib := range shares {
-		wants = append(wants, map[string]int{lab.Memory: gib})
-	}
-	b.templates(wants...)
+	b.templates(demandWants()...)
 
 	r := refusals{b, map[string]string{}}
 	if *long {

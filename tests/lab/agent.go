@@ -768,14 +768,20 @@ func (a *Agent) AwaitWord(ctx context.Context, state, word string) (message stri
 	return message, err
 }
 
-// Metric is one sample of /metrics: name and labels as they are written there.
+// Metrics are the samples of the agent's /metrics: by name and labels, as they are written
+// there.
 func (a *Agent) Metrics(ctx context.Context) (map[string]float64, error) {
 	data, err := a.HTTP(ctx, "metrics")
 	if err != nil {
 		return nil, err
 	}
+	return metrics(data)
+}
+
+// metrics reads a page of metrics.
+func metrics(page []byte) (map[string]float64, error) {
 	out := map[string]float64{}
-	for line := range strings.Lines(string(data)) {
+	for line := range strings.Lines(string(page)) {
 		line = strings.TrimSpace(line)
 		if line == "" || line[0] == '#' {
 			continue

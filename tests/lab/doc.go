@@ -63,6 +63,9 @@
 // changed no sooner. A node with [NodeOptions].PromptStatus has one that looks every
 // second, for tests that merely wait for it; [Node.UsersStatus] gives it users'
 // settings for what is measured. [Node.SetKubelet] gives it any others.
+// [Node.RecordNode] has every version of the Node and who wrote it, and [Node.SchedulerLog]
+// when the scheduler took it in, where [Node.SetScheduler] has started it with
+// SchedulerVerbose. [Node.StartPlacer] starts what the scheduler's extender is.
 //
 // # Other hardware, and a new boot
 //

@@ -24,6 +24,7 @@ const (
 	Kubelet    = "kubelet"
 	Containerd = "containerd"
 	APIServer  = "kube-apiserver"
+	Scheduler  = "kube-scheduler"
 )
 
 // Node is a one-node Kubernetes that runs now.
@@ -196,7 +197,7 @@ func (n *Node) StartAPI(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	for _, client := range []string{"kube-controller-manager", "kube-scheduler"} {
+	for _, client := range []string{"kube-controller-manager", Scheduler} {
 		if _, err := n.cluster(ctx, nil, "restart", client); err != nil {
 			return err
 		}

@@ -27,6 +27,35 @@ type NodeWord struct {
 	At time.Time
 	// Allocatable is what the scheduler may give out of extended resources.
 	Allocatable map[string]int
+	// By is who wrote it, as far as the version tells.
+	By NodeWriter
+	// heartbeat is the kubelet's, in whole seconds.
+	heartbeat time.Time
+}
+
+// NodeWriter is who wrote a version of a Node.
+type NodeWriter string
+
+// Writers of a Node, by what differs from the version before: the kubelet sets its
+// heartbeat whenever it writes its status, and whoever else lowers an extended resource is
+// the agent. The rest writes labels, annotations and conditions of others.
+const (
+	ByTheKubelet NodeWriter = "kubelet"
+	ByLowering   NodeWriter = "agent, lowering allocatable"
+	ByOthers     NodeWriter = "others"
+)
+
+// writer tells who has made a version out of another.
+func (w *NodeWord) writer(before *NodeWord) NodeWriter {
+	if !w.heartbeat.Equal(before.heartbeat) {
+		return ByTheKubelet
+	}
+	for name, was := range before.Allocatable {
+		if w.Allocatable[name] < was {
+			return ByLowering
+		}
+	}
+	return ByOthers
 }
 
 // RecordNode begins a recording of the Node, until ctx ends.
@@ -76,10 +105,21 @@ func (r *NodeRecording) follow(events io.Reader) error {
 
 func (r *NodeRecording) take(data []byte) error {
 	var o struct {
-		Status struct{ Allocatable map[string]string }
+		Status struct {
+			Allocatable map[string]string
+			Conditions  []struct {
+				Type              string
+				LastHeartbeatTime time.Time
+			}
+		}
 	}
 	err := json.Unmarshal(data, &o)
-	word := NodeWord{At: time.Now()}
+	word := NodeWord{At: time.Now(), By: ByOthers}
+	for _, c := range o.Status.Conditions {
+		if c.Type == "Ready" {
+			word.heartbeat = c.LastHeartbeatTime
+		}
+	}
 	if err == nil {
 		word.Allocatable, err = extended(o.Status.Allocatable)
 	}
@@ -88,6 +128,9 @@ func (r *NodeRecording) take(data []byte) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if n := len(r.words); n > 0 {
+		word.By = word.writer(&r.words[n-1])
+	}
 	r.words = append(r.words, word)
 	return nil
 }
