@@ -28,19 +28,38 @@ func (n *Node) Dial(ctx context.Context, p Process, address string) (net.Conn, e
 		err  error
 	}
 	done := make(chan result, 1)
-	go func() {
-		// A socket belongs to the network that its thread is in when it is made.
-		// The thread is in another one from here on, and ends with this goroutine.
-		runtime.LockOSThread()
+	// A socket belongs to the network that its thread is in when it is made.
+	onThread(func() {
 		if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNET); err != nil {
 			done <- result{nil, fmt.Errorf("enter the network of process %d: %w", p.PID, err)}
 			return
 		}
 		conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
 		done <- result{conn, err}
-	}()
+	})
 	r := <-done
 	return r.conn, r.err
+}
+
+// onThread has f called on a thread that ends afterwards, and so may enter other
+// namespaces. It does not wait for it. The main thread, which Go keeps when its goroutine
+// has ended, is none: it would hold a node's network for as long as this process lives.
+func onThread(f func()) {
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			f()
+			return // locked: the thread ends with the goroutine
+		}
+		called := make(chan struct{})
+		go func() { // not on this thread, which is taken
+			defer close(called)
+			runtime.LockOSThread()
+			f()
+		}()
+		<-called
+		runtime.UnlockOSThread()
+	}()
 }
 
 // Get reads a page as a process of the node sees it.
