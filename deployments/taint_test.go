@@ -61,20 +61,36 @@ func (s *apiServer) tryStartupTaint(t *testing.T) {
 	defer cancel()
 	s.setTaints(t, other, ours)
 	before := s.taints(t)
-	if err := client.RemoveStartupTaint(ctx); err == nil || !strings.Contains(err.Error(), "component startup-taint") || s.taints(t) != before {
+	if err := client.RemoveStartupTaint(ctx, nil); err == nil || !strings.Contains(err.Error(), "component startup-taint") || s.taints(t) != before {
 		t.Fatalf("with the base alone: %v, and the taints are %s", err, s.taints(t))
 	}
 	s.apply(t, one(t, render(t, withComponent(t, "base", "components/startup-taint")), "ValidatingAdmissionPolicy", name), false)
-	s.await(t, "the component's policy is in force", func() error { return client.RemoveStartupTaint(ctx) })
+	s.await(t, "the component's policy is in force", func() error { return client.RemoveStartupTaint(ctx, nil) })
 	if got, want := s.taints(t), "team.example.com/theirs NoSchedule"; got != want {
 		t.Errorf("taints %s, want %s", got, want)
 	}
 	s.setTaints(t, runs, other, ours, soft)
-	if err := client.RemoveStartupTaint(ctx); err != nil {
+	if err := client.RemoveStartupTaint(ctx, nil); err != nil {
 		t.Error(err)
 	}
 	if got, want := s.taints(t), "team.example.com/theirs NoSchedule, "+startupKey+" PreferNoSchedule"; got != want {
 		t.Errorf("taints %s, want %s", got, want)
+	}
+
+	// The server goes by what the Node has then, not by what was last seen of it.
+	const memory = "example.com/gpu-mem"
+	for _, c := range []struct {
+		amount any
+		is     string
+	}{{nil, startupKey + " NoSchedule"}, {"0", startupKey + " NoSchedule"}, {"2k", ""}} {
+		s.setTaints(t, ours)
+		if err := s.do(t, nil, http.MethodPatch, "/api/v1/nodes/node-1/status", merge,
+			fields{"status": fields{"capacity": fields{memory: c.amount}, "allocatable": fields{memory: c.amount}}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := client.RemoveStartupTaint(ctx, []string{memory}); err != nil || s.taints(t) != c.is {
+			t.Errorf("with %v of %s the taints are %s (%v), want %q", c.amount, memory, s.taints(t), err, c.is)
+		}
 	}
 
 	s.setTaints(t, other, ours)

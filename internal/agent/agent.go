@@ -200,7 +200,7 @@ func New(o Options, w Worlds) *Agent {
 	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
 		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
 		pages: &pageSweeper{caps: w.Caps, wake: a.wake, going: map[string]chan struct{}{}}, made: map[string]string{}, removed: map[string]bool{}}
-	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w)
+	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
 	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := a.partitions.heard()
 		return a.reporter.GPUNode(in.holdersIn(&a.opts))

@@ -100,8 +100,9 @@ type outside struct {
 	// guests are the Node's annotations below other domains; hold is HoldScaleDown.
 	guests map[string]string
 	hold   bool
-	// untaints counts requests to take the startup taint away, and untaintErr refuses them.
-	untaints   int
+	// untaints are requests to take the startup taint away, for these resources, and
+	// untaintErr refuses them.
+	untaints   []string
 	untaintErr error
 	boot       string
 
@@ -341,10 +342,10 @@ func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
 	return nil
 }
 
-func (o *outside) RemoveStartupTaint(context.Context) error {
+func (o *outside) RemoveStartupTaint(_ context.Context, resources []string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.untaints++
+	o.untaints = append(o.untaints, strings.Join(resources, " "))
 	return o.untaintErr
 }
 

@@ -88,7 +88,7 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 	return d == nil || d.Gone
 }
 
-// admit takes away the taint that the node was registered with, once pods that ask for
+// admit has the taint taken away that the node was registered with, once pods that ask for
 // GPUs can be sent to it and its Node says what they can ask for. The kubelet writes that
 // some seconds after it has the devices. Without the taint and without the devices the node
 // would look to autoscalers like one that pods which wait for GPUs do not fit.
@@ -96,29 +96,33 @@ func (r *reporter) admit(ctx context.Context, ready kube.Condition) error {
 	node := r.node.Load()
 	var err error
 	if node.StartupTaint {
-		if ready.Status != kube.True || !shown(r.front.Offer(), node.Allocatable) {
+		if ready.Status != kube.True {
 			return nil
 		}
-		err = r.cluster.RemoveStartupTaint(ctx)
+		err = r.cluster.RemoveStartupTaint(ctx, givenOut(r.front.Offer()))
 	}
 	var why *status.Cause
 	if err != nil {
 		c := status.Why(status.StartupTaintKept, "%v", err)
 		why = &c
 	}
-	if was := r.kept.Swap(why); was == nil && err != nil {
-		r.log.Error("the node keeps the taint that it was registered with", "err", err)
+	if was := r.kept.Swap(why); (was == nil) != (why == nil) {
+		if err != nil {
+			r.log.Error("the node keeps the taint that it was registered with", "err", err)
+		}
+		r.wake()
 	}
 	return err
 }
 
-// shown reports whether the scheduler has been told of every resource of which the kubelet
-// has something to give out.
-func shown(offer *deviceplugin.Offer, allocatable []string) bool {
-	return !slices.ContainsFunc(offer.Resources, func(of deviceplugin.Resource) bool {
-		return !slices.Contains(allocatable, of.Name) &&
-			slices.ContainsFunc(of.Devices, func(d deviceplugin.Device) bool { return d.Healthy && !d.Leaving })
-	})
+// givenOut are the resources of which the kubelet has something to give out.
+func givenOut(offer *deviceplugin.Offer) (names []string) {
+	for _, of := range offer.Resources {
+		if slices.ContainsFunc(of.Devices, func(d deviceplugin.Device) bool { return d.Healthy && !d.Leaving }) {
+			names = append(names, of.Name)
+		}
+	}
+	return names
 }
 
 // taintConditions say that the startup taint could not be taken away.

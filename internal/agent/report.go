@@ -157,14 +157,16 @@ type reporter struct {
 	snapshot atomic.Pointer[Snapshot]
 	// node is the Node as it was last heard of.
 	node atomic.Pointer[kube.Node]
-	// kept is why the startup taint could not be taken away.
+	// kept is why the startup taint could not be taken away, and wake asks for a round,
+	// which tells it.
 	kept atomic.Pointer[status.Cause]
+	wake func()
 	// news wakes run; it holds at most one token.
 	news chan struct{}
 }
 
-func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, c *claims, w *Worlds) *reporter {
-	r := &reporter{opts: o, names: names, ledger: l, front: f, claims: c, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
+func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, c *claims, w *Worlds, wake func()) *reporter {
+	r := &reporter{wake: wake, opts: o, names: names, ledger: l, front: f, claims: c, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
 	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Reason: status.Starting, Message: "starting"}})
 	r.node.Store(new(kube.Node))
 	return r
@@ -403,6 +405,8 @@ func (r *reporter) run(ctx context.Context) error {
 			pause = backOff(backOffMax)
 			if left := silentFor - time.Since(snap.usable.began); !snap.usable.offered && left > 0 {
 				again = time.After(left)
+			} else if r.node.Load().StartupTaint {
+				again = time.After(backOffMax) // a list may pass over what it waits for
 			}
 		}
 		select {

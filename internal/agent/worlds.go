@@ -167,8 +167,8 @@ type Cluster interface {
 	Mark(context.Context, kube.Marks) error
 	SetCondition(ctx context.Context, c kube.Condition) error
 	// RemoveStartupTaint takes away the taint that the node was registered with, if there
-	// is to be one and it is there.
-	RemoveStartupTaint(context.Context) error
+	// is to be one, it is there, and the Node shows something of each of these resources.
+	RemoveStartupTaint(ctx context.Context, resources []string) error
 	// Devices is what these DRA drivers say of their devices in ResourceSlices.
 	Devices(ctx context.Context, drivers ...string) ([]kube.Device, error)
 	Event(regarding workload.Pod, kind kube.EventType, reason, message string)

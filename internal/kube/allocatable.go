@@ -79,14 +79,13 @@ func lowering(have map[string]resource.Quantity, want map[string]int64) (names [
 		Value string `json:"value"`
 	}
 	var steps []step
-	escape := strings.NewReplacer("~", "~0", "/", "~1")
 	for _, name := range slices.Sorted(maps.Keys(want)) {
 		now, there := have[name]
 		if !there || now.Value() <= want[name] {
 			continue
 		}
 		names = append(names, name)
-		path := "/status/allocatable/" + escape.Replace(name)
+		path := allocatablePath(name)
 		// As the kubelet writes it, so that it finds nothing to change.
 		steps = append(steps, step{"test", path, now.String()}, step{"replace", path, resource.NewQuantity(want[name], resource.DecimalSI).String()})
 	}
@@ -97,6 +96,11 @@ func lowering(have map[string]resource.Quantity, want map[string]int64) (names [
 		return nil, nil, fmt.Errorf("encode the patch: %w", err)
 	}
 	return names, patch, nil
+}
+
+// allocatablePath is where a JSON patch of a Node finds a resource.
+func allocatablePath(name string) string {
+	return "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(name)
 }
 
 // readAmounts returns how much the scheduler may give out of each extended resource. A

@@ -45,34 +45,35 @@ func (n *ourNode) tainted(node *Node) bool {
 }
 
 // RemoveStartupTaint takes the taint Options.StartupTaint off the agent's Node, with the
-// effects NoSchedule and NoExecute. All other taints stay, also those that come
-// meanwhile: the request names what it removes at which place, and where that has changed
-// the server refuses it, and the Node is read anew. Where the Node, as it was last seen,
-// has no such taint, no request is made. After 50 requests in a row it waits 3 s before
-// each, together with Mark.
+// effects NoSchedule and NoExecute, if the scheduler may give out something of each of these
+// resources by then. All other taints stay, also those that come meanwhile: the request
+// names what it removes at which place, and how much there is of each resource, and where
+// one of these has changed the server refuses it, and the Node is read anew. Where the Node,
+// as it was last seen, has no such taint or nothing of a resource, no request is made. After
+// 50 requests in a row it waits 3 s before each, together with Mark.
 //
 // It returns an error where the server refuses or does not answer, and where there is no
 // Node; the caller tries again when it next has reason to.
-func (n *ourNode) RemoveStartupTaint(ctx context.Context) error {
+func (n *ourNode) RemoveStartupTaint(ctx context.Context, resources []string) error {
 	if n.options.StartupTaint == "" {
 		return nil
 	}
-	if err := n.removeTaint(ctx); err != nil {
+	if err := n.removeTaint(ctx, resources); err != nil {
 		return fmt.Errorf("remove taint %s of node %s: %w", n.options.StartupTaint, n.options.NodeName, err)
 	}
 	return nil
 }
 
-func (n *ourNode) removeTaint(ctx context.Context) error {
+func (n *ourNode) removeTaint(ctx context.Context, resources []string) error {
 	node, err := n.lastNode(ctx)
 	for try := 1; ; try++ {
 		if err == nil && node == nil {
 			err = errors.New("the API server has no Node of this name")
 		}
-		if err != nil || !n.tainted(node) {
+		if err != nil || !n.tainted(node) || slices.ContainsFunc(resources, func(name string) bool { return !slices.Contains(node.Allocatable, name) }) {
 			return err
 		}
-		body, err := untaint(node.taints, n.options.StartupTaint)
+		body, err := untaint(node, n.options.StartupTaint, resources)
 		if err == nil {
 			err = n.marks.Wait(ctx)
 		}
@@ -94,15 +95,20 @@ func (n *ourNode) removeTaint(ctx context.Context) error {
 	}
 }
 
-// untaint is the JSON patch that takes the taints with a key away.
-func untaint(have []taint, key string) ([]byte, error) {
+// untaint is the JSON patch that takes the taints with a key away, while there is as much of
+// these resources as now: a kubelet that has lost the agent says that there is nothing.
+func untaint(node *Node, key string, resources []string) ([]byte, error) {
 	type step struct {
 		Op    string `json:"op"`
 		Path  string `json:"path"`
 		Value string `json:"value,omitempty"`
 	}
 	var steps []step
-	for i, t := range slices.Backward(have) { // what comes before keeps its place
+	for _, name := range resources {
+		amount := node.amounts[name]
+		steps = append(steps, step{"test", allocatablePath(name), amount.String()})
+	}
+	for i, t := range slices.Backward(node.taints) { // what comes before keeps its place
 		if t.startup(key) {
 			path := fmt.Sprintf("/spec/taints/%d", i)
 			steps = append(steps, step{"test", path + "/key", t.key}, step{"test", path + "/effect", t.effect}, step{Op: "remove", Path: path})

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 )
 
 const startupKey = "startup-taint.cluster-autoscaler.kubernetes.io/gpu-agent"
@@ -56,7 +57,7 @@ func TestRemoveStartupTaint(t *testing.T) {
 			s := newServer(t)
 			s.taints(test.has...)
 			c, _ := connect(t, s, startup)
-			if err := c.RemoveStartupTaint(t.Context()); err != nil {
+			if err := c.RemoveStartupTaint(t.Context(), nil); err != nil {
 				t.Fatal(err)
 			}
 			if got := s.tainted(); got != test.is {
@@ -71,7 +72,7 @@ func TestRemoveStartupTaint(t *testing.T) {
 			}
 			without, _ := connect(t, s)
 			s.taints(startupKey + " NoSchedule")
-			if err := without.RemoveStartupTaint(t.Context()); err != nil || s.tainted() == "" {
+			if err := without.RemoveStartupTaint(t.Context(), nil); err != nil || s.tainted() == "" {
 				t.Errorf("a client that is to take none away left %q (%v)", s.tainted(), err)
 			}
 		})
@@ -94,12 +95,62 @@ func TestRemoveStartupTaintOfANodeThatHasChanged(t *testing.T) {
 	}
 	const other = "node.kubernetes.io/unreachable NoExecute"
 	s.taints(other, startupKey+" NoSchedule") // the mute watch does not say so
-	if err := c.RemoveStartupTaint(t.Context()); err != nil || s.tainted() != other {
+	if err := c.RemoveStartupTaint(t.Context(), nil); err != nil || s.tainted() != other {
 		t.Errorf("taints %q (%v), want %q", s.tainted(), err, other)
 	}
 	if got := len(s.asked("patch")); got != 2 {
 		t.Errorf("%d requests, want one that is refused and one that is not", got)
 	}
+}
+
+// A kubelet that has lost the agent says that there is nothing. The taint stays until it says
+// otherwise, also where that was not seen yet.
+func TestRemoveStartupTaintOnceTheNodeShowsTheResources(t *testing.T) {
+	s := newServer(t)
+	put := func(amounts map[string]any) {
+		s.put("nodes", "", "node-1", map[string]any{"spec": map[string]any{"taints": []any{map[string]any{"key": startupKey, "effect": "NoSchedule"}}},
+			"status": map[string]any{"allocatable": amounts}})
+	}
+	const one, other = "example.com/gpu-mem", "example.com/mig-1g.10gb"
+	put(map[string]any{"cpu": "4"})
+	c, _ := connect(t, s, startup)
+	told := make(chan Node, 16)
+	background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(n Node) { told <- n }) })
+	<-told
+	try := func(when string, gone bool, requests int) {
+		t.Helper()
+		before := len(s.asked("patch"))
+		if err := c.RemoveStartupTaint(t.Context(), []string{one, other}); err != nil {
+			t.Errorf("%s: %v", when, err)
+		}
+		if got := s.tainted(); (got == "") != gone {
+			t.Errorf("%s: taints %q", when, got)
+		}
+		if got := len(s.asked("patch")) - before; got != requests {
+			t.Errorf("%s: %d requests, want %d", when, got, requests)
+		}
+	}
+	try("the Node has never had them", false, 0)
+	put(map[string]any{one: "79", other: "0"})
+	<-told
+	try("of one there is nothing", false, 0)
+	put(map[string]any{one: "79", other: "7"})
+	<-told
+	s.set(func() { s.mute = true })
+	put(map[string]any{one: "79", other: "0"}) // the mute watch does not say so
+	try("there was something, and is nothing", false, 1)
+	put(map[string]any{one: "2k", other: "7"})
+	s.set(func() { s.mute = false })
+	s.cutStreams()
+	for seen := ""; seen != "2k"; time.Sleep(time.Millisecond) {
+		node, err := c.lastNode(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		amount := node.amounts[one]
+		seen = amount.String()
+	}
+	try("there is something of both", true, 1)
 }
 
 // What a policy refuses is not tried again at once, and the words say what is missing.
@@ -116,7 +167,7 @@ func TestRemoveStartupTaintThatAPolicyKeeps(t *testing.T) {
 		return verb == "patch"
 	}
 	c, _ := connect(t, s, startup)
-	if err := c.RemoveStartupTaint(t.Context()); err == nil || !strings.Contains(err.Error(), "component startup-taint") || len(s.asked("patch")) != 1 {
+	if err := c.RemoveStartupTaint(t.Context(), nil); err == nil || !strings.Contains(err.Error(), "component startup-taint") || len(s.asked("patch")) != 1 {
 		t.Errorf("%v after %d requests", err, len(s.asked("patch")))
 	}
 }
