@@ -263,13 +263,35 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	p = s.startPlacer(t, program, p.door)
 	s.ask(t, "six", 10)
 	s.awaitPlaced(t, "six", "gpu-1")
-	s.await(t, "the unguarded pods are counted", func() error {
-		if n := p.metric(t, "gpu_agent_placer_unguarded_pods_total"); n != "2" {
+	s.report(t, "six", 2, 60) // with the 50 before
+	s.awaitUnguarded(t, p, "2")
+
+	// It hangs, so shortly that it keeps the lease, and then until it has lost it.
+	for i, hangs := range []time.Duration{0, 12 * time.Second} {
+		if err := p.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		name := fmt.Sprintf("hung-%d", i)
+		s.ask(t, name, 5)
+		s.awaitPlaced(t, name, "gpu-1")
+		time.Sleep(hangs)
+		if err := p.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		s.awaitUnguarded(t, p, fmt.Sprint(3+i))
+	}
+	if n := p.metric(t, `gpu_agent_placer_answers_total{outcome="placed",verb="filter"}`); n != "1" {
+		t.Errorf("%s pods were placed since the kill, want 1", n)
+	}
+}
+
+// awaitUnguarded waits until the placer has counted so many pods.
+func (s *apiServer) awaitUnguarded(t *testing.T, p *placerProcess, want string) {
+	t.Helper()
+	s.await(t, want+" pods are unguarded", func() error {
+		if n := p.metric(t, "gpu_agent_placer_unguarded_pods_total"); n != want {
 			return fmt.Errorf("there are %s", n)
 		}
 		return nil
 	})
-	if n := p.metric(t, `gpu_agent_placer_answers_total{outcome="placed",verb="filter"}`); n != "1" {
-		t.Errorf("%s pods were placed since", n)
-	}
 }

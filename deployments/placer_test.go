@@ -377,7 +377,7 @@ func (s *apiServer) tryPlacersPods(t *testing.T, ctx context.Context, books *fle
 func tryLeases(t *testing.T, cluster *kube.Cluster) {
 	run := func(identity string) (led chan time.Time, lease *kube.Lease, end func()) {
 		led = make(chan time.Time, 10)
-		lease = cluster.NewLease(placer, placer, identity, func(before time.Time) { led <- before })
+		lease = cluster.NewLease(placer, placer, identity, func(before time.Time, _ bool) { led <- before })
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
 		go func() { defer close(done); lease.Run(ctx) }()

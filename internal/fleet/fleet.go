@@ -77,7 +77,7 @@ func (f *Fleet) Listed(k Kind) {
 		return
 	}
 	if close(f.complete); f.leads == nil {
-		f.lead(time.Time{})
+		f.lead(time.Time{}, false)
 	}
 }
 

@@ -72,17 +72,20 @@ func (f *Fleet) TellUnguarded(tell func(Unguarded)) {
 // Lead notes that this process leads from now on, and when who led before it was last heard
 // of. All must have been listed. Pods that were bound later than that are unguarded. The two
 // times are of different clocks, and the pods' is in seconds, so that this is an estimate:
-// what was answered in the last moments before may be told of, too.
-func (f *Fleet) Lead(before time.Time) {
+// what was answered in the last moments before may be told of, too. Own says that it was this
+// process, which has hung, say, and nobody else since: then nobody has answered meanwhile.
+func (f *Fleet) Lead(before time.Time, own bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.lead(before)
+	f.lead(before, own && f.led)
 }
 
-func (f *Fleet) lead(before time.Time) {
-	f.led, f.before = true, before
+func (f *Fleet) lead(before time.Time, still bool) {
+	if !still {
+		f.led, f.before = true, before
+	}
 	for _, b := range f.bound {
-		if !b.settled && !before.IsZero() && b.scheduled.After(before) {
+		if !b.settled && (still || !before.IsZero() && b.scheduled.After(before)) {
 			f.tell(b)
 		}
 		b.settled = true

@@ -313,7 +313,7 @@ func TestUnguardedPodsOfASuccessor(t *testing.T) {
 	if got := names(); got != nil {
 		t.Errorf("told of %q and does not lead", got)
 	}
-	f.Lead(before)
+	f.Lead(before, false)
 	follows = nil
 	f.SetPod(scheduled(asks("late", "1"), "a", before.Add(-time.Second))) // the watch was slow
 	f.SetPod(scheduled(asks("wild", "1"), "a", before.Add(2*time.Second)))
@@ -324,8 +324,8 @@ func TestUnguardedPodsOfASuccessor(t *testing.T) {
 	// It hangs, and has its own lease again.
 	follows = errors.New("hung")
 	f.SetPod(scheduled(asks("own", "1"), "a", before.Add(20*time.Second)))
-	f.SetPod(scheduled(asks("hung", "1"), "b", before.Add(20*time.Second)))
-	f.Lead(before.Add(5 * time.Second))
+	f.SetPod(scheduled(asks("hung", "1"), "b", before.Add(5*time.Second)))
+	f.Lead(before.Add(5500*time.Millisecond), true)
 	follows = nil
 	if got := names(); !slices.Equal(got, []string{"x/between on a", "x/hung on b", "x/wild on a"}) {
 		t.Errorf("told of %q", got)
@@ -349,7 +349,7 @@ func TestSuccessorWakesForThoseWhoWait(t *testing.T) {
 	gone := stuck("3", "79")
 	w.SetPod(gone)
 	w.SetPod(scheduled(gone, "a", start))
-	w.Lead(start)
+	w.Lead(start, false)
 	follows = nil
 	if waits, _ := w.State(); waits != 2 {
 		t.Errorf("%d wait, want 2", waits)

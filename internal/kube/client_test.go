@@ -100,7 +100,7 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := cluster.Wake(t.Context(), "node-1"); err != nil {
 		t.Fatal(err)
 	}
-	lease := cluster.NewLease("gpu", "placer", "me", func(time.Time) {})
+	lease := cluster.NewLease("gpu", "placer", "me", func(time.Time, bool) {})
 	for range 2 {
 		if err := lease.try(t.Context()); err != nil {
 			t.Fatal(err)

@@ -36,8 +36,9 @@ type Lease struct {
 	namespace, name string
 	identity        string
 	timing          leaseTiming
-	// took is told, before Leads says so, of the last word of who held the lease before.
-	took func(before time.Time)
+	// took is told, before Leads says so, of the last word of who held the lease before, and
+	// whether that was this process.
+	took func(before time.Time, own bool)
 
 	// What the server said last, and when by our clock it was first seen so. Run's alone.
 	object *unstructured.Unstructured
@@ -66,7 +67,8 @@ func (r leaseRecord) equal(o leaseRecord) bool {
 // NewLease prepares a lease, which [Lease.Run] then tries to get and keep. The identity is
 // this process's alone. Took is called each time that it has been got, before Leads says so,
 // with the last word of who held it before, by that one's clock; zero where there was none.
-func (c *Cluster) NewLease(namespace, name, identity string, took func(before time.Time)) *Lease {
+// Own says that it was this process, and nobody else since.
+func (c *Cluster) NewLease(namespace, name, identity string, took func(before time.Time, own bool)) *Lease {
 	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, took: took,
 		timing: leaseTiming{leaseFor, renewWithin, leaseRetries}}
 }
@@ -135,7 +137,7 @@ func (l *Lease) try(ctx context.Context) error {
 	}
 	if l.Leads() != nil {
 		l.cluster.log.Info("leading", "lease", l.namespace+"/"+l.name, "identity", l.identity, "before", before)
-		l.took(before)
+		l.took(before, own)
 	}
 	l.set(now.Add(l.timing.renew))
 	return nil

@@ -47,13 +47,15 @@ type candidate struct {
 	now time.Time
 	// before is what it was told when it got the lease, by times.
 	before []time.Time
+	own    bool
 }
 
 func newCandidate(t *testing.T, s *server, name string, now time.Time) *candidate {
 	cluster, _ := connectCluster(t, s)
 	c := &candidate{t: t, now: now}
 	cluster.now = func() time.Time { return c.now }
-	c.Lease = cluster.NewLease("gpu", "placer", name, func(before time.Time) {
+	c.Lease = cluster.NewLease("gpu", "placer", name, func(before time.Time, own bool) {
+		c.own = own
 		if c.Leads() == nil {
 			t.Errorf("%s leads before it was told so", name)
 		}
@@ -157,6 +159,25 @@ func TestLeaseSurvivesALostAnswer(t *testing.T) {
 	}
 }
 
+// Who hangs and finds that nobody has taken the lease knows that it was its own all along.
+func TestLeaseIsStillOnesOwn(t *testing.T) {
+	s := newServer(t)
+	a, b := newCandidate(t, s, "a", aDay), newCandidate(t, s, "b", aDay)
+	a.after(0, true)
+	b.after(0, false)
+	a.now = a.now.Add(12 * time.Second)
+	a.want(false)
+	a.after(0, true)
+	if len(a.before) != 2 || !a.before[1].Equal(aDay) || !a.own {
+		t.Errorf("told %v, own %v; want its own last word", a.before, a.own)
+	}
+	b.after(leaseFor-time.Millisecond, false)
+	b.after(leaseFor, true)
+	if b.own || len(b.before) != 1 {
+		t.Errorf("told %v, own %v; want another one's last word", b.before, b.own)
+	}
+}
+
 // Who leads and finds that somebody has taken the lease, does not lead.
 func TestLeaseIsTakenAway(t *testing.T) {
 	s := newServer(t)
@@ -177,7 +198,7 @@ func TestLeaseIsGivenUp(t *testing.T) {
 	a := newCandidate(t, s, "a", aDay)
 	a.timing.retry = time.Millisecond
 	led := make(chan struct{})
-	a.took = func(time.Time) { close(led) }
+	a.took = func(time.Time, bool) { close(led) }
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- a.Run(ctx) }()
