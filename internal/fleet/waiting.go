@@ -39,7 +39,7 @@ type waiting struct {
 
 // shape are pods that ask for the same.
 type shape struct {
-	// pod is one of them, and since is when each was refused last.
+	// pod asks for that and is none of them, and since is when each was refused last.
 	pod   placer.Pod
 	since map[string]time.Time
 	// nodes are those that had no room for one of them, and for which the scheduler has not
@@ -69,7 +69,7 @@ func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
 	key := fmt.Sprint(p.Containers)
 	s := w.shapes[key]
 	if s == nil {
-		s = &shape{pod: p, since: map[string]time.Time{}, nodes: map[string]bool{}}
+		s = &shape{pod: placer.Pod{Containers: p.Containers}, since: map[string]time.Time{}, nodes: map[string]bool{}}
 		w.shapes[key] = s
 	}
 	s.since[p.UID] = now

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"net"
+	"strings"
+	"testing"
+	"time"
+)
+
+// A placer that cannot serve ends with the flag to change; one that cannot reach the API
+// server goes on, answers nobody, and ends when it is told to.
+func TestPlacer(t *testing.T) {
+	kubeconfig := write(t, "kubeconfig", `{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}],
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u, user: {}}]}`)
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	common := []string{"placer", "--kubeconfig", kubeconfig, "--lease", "", "--http"}
+	for want, args := range map[string][]string{
+		"--listen":             {"127.0.0.1:0", "--listen", taken.Addr().String()},
+		"--http":               {taken.Addr().String(), "--listen", "127.0.0.1:0"},
+		"read the certificate": {"127.0.0.1:0", "--listen", "127.0.0.1:0", "--tls-cert-file", kubeconfig, "--tls-key-file", kubeconfig},
+	} {
+		if _, _, err := command(t, append(common[:len(common):len(common)], args...)...); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want an error with %q", args, err, want)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	said := &lines{to: make(chan string, 100)}
+	done := make(chan error, 1)
+	go func() {
+		done <- dispatch(ctx, console{said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
+	}()
+	for _, want := range []string{"serving schedulers", "request fails"} {
+		said.until(t, want)
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("told to end, it ended with %v", err)
+	}
+}
+
+// lines is a log of which a test waits for lines.
+type lines struct {
+	to   chan string
+	seen strings.Builder
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.to <- string(p)
+	return len(p), nil
+}
+
+// until waits for a line with some words; those before it count too.
+func (l *lines) until(t *testing.T, words string) {
+	t.Helper()
+	for !strings.Contains(l.seen.String(), words) {
+		select {
+		case line := <-l.to:
+			l.seen.WriteString(line)
+		case <-time.After(20 * time.Second):
+			t.Fatalf("it never says %q:\n%s", words, l.seen.String())
+		}
+	}
+}
