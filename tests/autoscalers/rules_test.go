@@ -40,7 +40,7 @@ func read(t *testing.T, name string) *source {
 		t.Fatalf("%s: %v: %+v", name, err, s)
 	}
 	for key, r := range s.Rules {
-		if !regexp.MustCompile(`^[a-z_/]+\.go:[0-9]+$`).MatchString(r.At) || r.Says == "" {
+		if !regexp.MustCompile(`^[a-z0-9_/]+\.go:[0-9]+$`).MatchString(r.At) || r.Says == "" {
 			t.Errorf("%s: %s is said at %q, %q: want file, line and words", name, key, r.At, r.Says)
 		}
 		// What it is about stands in the words, where it is one thing.
@@ -321,15 +321,72 @@ func TestKarpenter(t *testing.T) {
 	}
 }
 
-// The documentation names what was read.
-func TestDocsNameWhatWasRead(t *testing.T) {
+// docs are what operators read.
+func docs(t *testing.T) string {
+	t.Helper()
 	text, err := os.ReadFile("../../docs/schedulers.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{"cluster-autoscaler", "karpenter"} {
+	return string(text)
+}
+
+// The rule that the documentation shows is one for the Node Readiness Controller, about the
+// condition that the agent writes. Its taint is no startup taint to Cluster Autoscaler by its
+// name, which the documentation says.
+func TestShownNodeReadinessRule(t *testing.T) {
+	s := read(t, "node-readiness")
+	var shown struct {
+		APIVersion string `yaml:"apiVersion"`
+		Kind       string
+		Metadata   struct{ Name string }
+		Spec       struct {
+			NodeSelector struct {
+				MatchLabels map[string]string `yaml:"matchLabels"`
+			} `yaml:"nodeSelector"`
+			Conditions []struct {
+				Type           string
+				RequiredStatus string `yaml:"requiredStatus"`
+			}
+			Taint           struct{ Key, Effect, Value string }
+			EnforcementMode string `yaml:"enforcementMode"`
+		}
+	}
+	m := regexp.MustCompile("(?s)```yaml\n([^`]*kind: NodeReadinessRule\n.*?)```").FindStringSubmatch(docs(t))
+	if m == nil {
+		t.Fatal("docs/schedulers.md shows no NodeReadinessRule")
+	}
+	d := yaml.NewDecoder(strings.NewReader(m[1]))
+	d.KnownFields(true)
+	if err := d.Decode(&shown); err != nil {
+		t.Fatal(err)
+	}
+	spec := &shown.Spec
+	if shown.APIVersion != strings.Join(s.of(t, "group").Values, "/") || shown.Metadata.Name == "" || len(spec.NodeSelector.MatchLabels) == 0 {
+		t.Errorf("it is %s %q, for %v", shown.APIVersion, shown.Metadata.Name, spec.NodeSelector)
+	}
+	if len(spec.Conditions) != 1 || spec.Conditions[0].Type != "example.com/"+agent.ReadyCondition || spec.Conditions[0].RequiredStatus != "True" ||
+		!slices.Contains(s.of(t, "requiredStatus").Values, "True") {
+		t.Errorf("it is about %+v", spec.Conditions)
+	}
+	name, ok := strings.CutPrefix(spec.Taint.Key, s.one(t, "taintKey"))
+	if !ok || !regexp.MustCompile(s.one(t, "taintName")).MatchString(name) || !slices.Contains(s.of(t, "effects").Values, spec.Taint.Effect) {
+		t.Errorf("its taint is %+v", spec.Taint)
+	}
+	if !slices.Contains(s.of(t, "modes").Values, spec.EnforcementMode) {
+		t.Errorf("its mode is %q", spec.EnforcementMode)
+	}
+	c := clusterAutoscaler{t, read(t, "cluster-autoscaler")}
+	if c.ready(node{taints: []string{spec.Taint.Key + " " + spec.Taint.Effect}, allocatable: with(nil)}) != strings.Contains(docs(t), "`--startup-taint "+spec.Taint.Key+"`") {
+		t.Errorf("the documentation does not say how Cluster Autoscaler comes to know the taint %s", spec.Taint.Key)
+	}
+}
+
+// The documentation names what was read.
+func TestDocsNameWhatWasRead(t *testing.T) {
+	for _, name := range []string{"cluster-autoscaler", "karpenter", "node-readiness"} {
 		s := read(t, name)
-		if want := fmt.Sprintf("%.8s", s.Version); !strings.Contains(string(text), want) {
+		if want := fmt.Sprintf("%.8s", s.Version); !strings.Contains(docs(t), want) {
 			t.Errorf("docs/schedulers.md does not say that %s %s was read", s.Repository, want)
 		}
 	}
