@@ -89,6 +89,7 @@ func place(ctx context.Context, c console, args []string) error {
 	cluster, err := kube.NewCluster(kube.Options{
 		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
 		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
+		Relist: time.Hour, // all pods of a cluster are much to read again
 	})
 	if err != nil {
 		return err
