@@ -31,6 +31,7 @@ func (b *Books) Lapsed(now time.Time) []string {
 func (b *Books) HasRoom(p Pod, name string) bool {
 	e := &entry{}
 	e.set(p)
+	b.quotas.balance()
 	why, _ := b.room(name).refuse(e)
 	return why == ""
 }

@@ -26,6 +26,8 @@ type Pod struct {
 	Devices []string
 	// Done says that all of its containers have ended, and none will start again.
 	Done bool
+	// Quota is the ID of what is kept for the pod and others ([Books.Keep]); empty for none.
+	Quota string
 }
 
 // Container is what a container asks for.
@@ -44,6 +46,8 @@ type Books struct {
 	cards []*cardOf
 	// lapsed are nodes where reservations have ended by themselves.
 	lapsed []string
+	// quotas are what is kept for pods of which nobody knows yet.
+	quotas quotas
 }
 
 // node is what is known of a node.
@@ -52,6 +56,8 @@ type node struct {
 	status       gpunode.Status
 	// here are the pods that have or will have devices of the node, by UID.
 	here map[string]*entry
+	// kept is what quotas have there, in the order in which it is placed.
+	kept []Part
 	// room is what follows from that; nil where it must be found anew.
 	room *room
 }
@@ -72,8 +78,9 @@ type entry struct {
 	until    time.Time
 	// asking says that the pod is being placed, and so is nowhere; told that SetPod had it.
 	asking, told bool
-	// at is the node among whose pods it is.
+	// at is the node among whose pods it is, and of the quota of which it is a member.
 	at string
+	of *quota
 }
 
 // cardOf is a kind of GPU with its rules.
@@ -87,20 +94,22 @@ type cardOf struct {
 
 // New returns books in which nothing is written.
 func New() *Books {
-	return &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
+	b := &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
+	b.quotas = quotas{b: b, by: map[string]*quota{}}
+	return b
 }
 
 // SetNode notes what a GPUNode says, which the caller may not change any more. Ready is what
 // the Node's own conditions say; the GPUNode's are looked at besides.
 func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 	n := b.node(name)
-	n.status, n.known, n.ready, n.room = *says, true, ready, nil
+	n.status, n.known, n.ready, n.room, b.quotas.moved = *says, true, ready, nil, true
 }
 
 // DeleteNode forgets a GPUNode. The node's pods are kept: it may come back.
 func (b *Books) DeleteNode(name string) {
 	n := b.node(name)
-	n.status, n.known, n.ready, n.room = gpunode.Status{}, false, false, nil
+	n.status, n.known, n.ready, n.room, b.quotas.moved = gpunode.Status{}, false, false, nil, true
 	b.prune(name)
 }
 
@@ -159,7 +168,7 @@ func (b *Books) node(name string) *node {
 
 // prune forgets a node of which nothing is known.
 func (b *Books) prune(name string) {
-	if n := b.nodes[name]; n != nil && !n.known && len(n.here) == 0 {
+	if n := b.nodes[name]; n != nil && !n.known && len(n.here) == 0 && len(n.kept) == 0 {
 		delete(b.nodes, name)
 	}
 }
@@ -189,6 +198,8 @@ func (b *Books) settle(e *entry) {
 		n.here[e.UID] = e
 		n.room = nil
 	}
+	b.quotas.join(e)
+	b.quotas.moved = true
 }
 
 // expire ends the reservations whose time has come.

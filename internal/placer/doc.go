@@ -52,6 +52,19 @@
 // there. So books that are made anew from the API's pods know the same as before, but for
 // pods that were placed in the last moments and whose binding the API does not know.
 //
+// # Quotas
+//
+// Room can be kept for pods of which nobody knows yet, such as those of another cluster:
+// [Books.Keep] is told how much of each resource, and finds nodes for it, in as few parts as
+// there is room for. What is kept is for pods of that quota ([Pod].Quota) alone, in whatever
+// pieces they come, and what they have is part of it. It lasts until [Books.Release]. Room that
+// goes is missed, [Books.Kept] says so, and it is looked for again with each piece of news,
+// before anybody else is placed.
+//
+// Here the books do guess: a part is kept on a node where it fits once all pods have the
+// devices that the agent's packing would give them. A quota that is kept for weeks could not
+// be sure of its room whatever the agent chooses, unless nobody else got near it.
+//
 // # Packing
 //
 // Of nodes that can take a pod, the one is best on which least is spoilt: the GPU with

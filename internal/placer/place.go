@@ -63,11 +63,14 @@ func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
 	e.reserved, e.asking = "", true
 	b.settle(e)
 	e.set(p)
+	b.quotas.balance()
 	best, why := b.best(e, among)
 	if e.asking = false; why == nil {
 		e.reserved, e.until = best, now.Add(ReservedFor)
 	}
-	b.settle(e)
+	if b.settle(e); e.of != nil {
+		b.quotas.regain(e.of) // before others do
+	}
 	if why != nil {
 		if !e.told {
 			delete(b.pods, p.UID)
@@ -79,6 +82,12 @@ func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
 
 // best is the best of some nodes.
 func (b *Books) best(p *entry, among []string) (string, *Refusal) {
+	if q := b.quotas.by[p.Quota]; q != nil {
+		if node, parts := b.quotas.bestOf(q, p, among); node != "" {
+			b.quotas.put(q, parts)
+			return node, nil
+		}
+	}
 	type choice struct {
 		node         string
 		spoilt, left int
@@ -132,6 +141,7 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	for _, uid := range without {
 		gone[uid] = true
 	}
+	b.quotas.balance()
 	r := b.roomOf(n, gone)
 	e := &entry{}
 	e.set(p)
@@ -149,6 +159,14 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 // refuse is why a pod may not be placed in the room, empty where it may. Waits says that
 // pods which have not reported their devices are the reason.
 func (r *room) refuse(p *entry) (why string, waits bool) {
+	if why, waits = r.refuseAlone(p); why == "" && len(r.kept) > 0 && !r.holdsBeside(&p.Pod, r.kept) {
+		why = "the rest of it is kept for another cluster"
+	}
+	return why, waits
+}
+
+// refuseAlone is that where nothing is kept for anybody.
+func (r *room) refuseAlone(p *entry) (why string, waits bool) {
 	families := map[string]bool{}
 	for _, name := range p.names {
 		if _, ours := r.kinds[name]; !ours {

@@ -24,6 +24,11 @@ type room struct {
 	// expected is what is left once they have theirs, as far as one can tell; nil until
 	// somebody asks. It ranks nodes; nothing is promised on it.
 	expected *trial
+	// kept is what quotas have here, checked says that there is room for it, and chunks are
+	// the largest parts that more can be kept in, by resource.
+	kept    []Part
+	checked bool
+	chunks  map[string]int
 	// verdicts are the answers so far, by the shape of the pod that was asked for.
 	verdicts map[string]verdict
 }
@@ -74,7 +79,7 @@ type space struct {
 
 // roomOf is the room of a node as if the pods named by without were gone.
 func (b *Books) roomOf(n *node, without map[string]bool) *room {
-	r := &room{kinds: map[string]ledger.Kind{}}
+	r := &room{kinds: map[string]ledger.Kind{}, kept: n.kept}
 	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
 		return r
 	}
