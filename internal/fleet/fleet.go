@@ -48,6 +48,7 @@ type Fleet struct {
 	complete chan struct{}
 	leading
 	waiting
+	lending
 }
 
 // New returns a fleet of which nothing is known. The resource domain is the prefix of the
@@ -56,7 +57,7 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
 		says: map[string]*gpunode.Status{}, ready: map[string]bool{}, counts: map[string]map[string]bool{},
-		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(),
+		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), lending: newLending(),
 	}
 }
 
@@ -103,11 +104,13 @@ func (f *Fleet) SetNode(n *corev1.Node) {
 			counts[string(name)] = !amount.IsZero()
 		}
 	}
+	a := aboutNode(n)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if was, known := f.ready[n.Name]; known && was == ready && maps.Equal(f.counts[n.Name], counts) {
+	if was, known := f.ready[n.Name]; known && was == ready && maps.Equal(f.counts[n.Name], counts) && a.equal(f.about[n.Name]) {
 		return // a Node is written every few minutes, and says nothing else here
 	}
+	f.about[n.Name] = a
 	f.ready[n.Name], f.counts[n.Name] = ready, counts
 	f.told(n.Name)
 }
@@ -133,6 +136,7 @@ func (f *Fleet) DeleteNode(name string) {
 	defer f.mu.Unlock()
 	delete(f.ready, name)
 	delete(f.counts, name)
+	delete(f.about, name)
 	f.told(name)
 }
 
@@ -300,6 +304,9 @@ func (f *Fleet) read(p *corev1.Pod) placer.Pod {
 		UID: string(p.UID), Namespace: p.Namespace, Name: p.Name,
 		Node: p.Spec.NodeName, Nominated: p.Status.NominatedNodeName,
 		Done: p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
+	}
+	if f.quotaOf != nil {
+		out.Quota = f.quotaOf(p)
 	}
 	for i := range p.Spec.InitContainers {
 		c := &p.Spec.InitContainers[i]

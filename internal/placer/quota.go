@@ -22,8 +22,9 @@ type Part struct {
 
 // quota is room for pods of which nobody knows yet.
 type quota struct {
-	want  map[string]int
-	nodes []string
+	want map[string]int
+	// where, if set, says on which nodes.
+	where func(node string) bool
 	// parts are what no member uses, in order.
 	parts []Part
 	// members are the pods of the quota that have or will have devices of a node.
@@ -40,8 +41,9 @@ type quotas struct {
 	moved     bool
 }
 
-// Keep keeps room on some nodes for so much of each resource, under an ID, until it is
-// called again or [Books.Release] is. It is for pods whose Quota is that ID and nobody else;
+// Keep keeps room for so much of each resource, under an ID, until it is called again or
+// [Books.Release] is: on the nodes of which where is true, on any where that is nil. Where may
+// change its mind with news of a node. It is for pods whose Quota is that ID and nobody else;
 // what they have is part of it. Short is what there is no room for, nil where there is room
 // for all. It is looked for again whenever there is news.
 //
@@ -49,7 +51,7 @@ type quotas struct {
 // pods that have not reported their devices are taken to get those that the agent's packing
 // gives them. Where it comes out otherwise, or the room goes, short says so. Of quotas that
 // have not all room any more, those that have been there for longer keep theirs.
-func (b *Books) Keep(id string, want map[string]int, nodes []string) (short map[string]int) {
+func (b *Books) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
 	q := b.quotas.by[id]
 	if q == nil {
 		q = &quota{members: map[string]*entry{}}
@@ -59,12 +61,7 @@ func (b *Books) Keep(id string, want map[string]int, nodes []string) (short map[
 			b.quotas.join(e)
 		}
 	}
-	q.want, q.nodes = maps.Clone(want), slices.Clone(nodes)
-	slices.Sort(q.nodes)
-	b.quotas.put(q, slices.DeleteFunc(slices.Clone(q.parts), func(p Part) bool {
-		_, stays := slices.BinarySearch(q.nodes, p.Node)
-		return !stays
-	}))
+	q.want, q.where = maps.Clone(want), where
 	b.quotas.moved = true
 	_, short = b.Kept(id)
 	return short
@@ -104,6 +101,17 @@ func (b *Books) Kept(id string) (parts []Part, short map[string]int) {
 	return slices.Clone(q.parts), short
 }
 
+// MembersOn are the nodes with pods of a quota.
+func (b *Books) MembersOn(id string) (nodes []string) {
+	if q := b.quotas.by[id]; q != nil {
+		for _, e := range q.members {
+			nodes = append(nodes, e.at)
+		}
+	}
+	slices.Sort(nodes)
+	return slices.Compact(nodes)
+}
+
 // join puts a pod among the members of its quota, or takes it out.
 func (qs *quotas) join(e *entry) {
 	if e.of != nil {
@@ -133,18 +141,23 @@ func (q *quota) missing() map[string]int {
 	return out
 }
 
+// on reports whether the quota is to have something of a node.
+func (q *quota) on(node string) bool { return q.where == nil || q.where(node) }
+
 // balance makes what is kept what there is room for, after news.
 func (qs *quotas) balance() {
 	if !qs.moved || len(qs.seniority) == 0 {
 		return
 	}
 	qs.moved = false
+	names := slices.Sorted(maps.Keys(qs.b.nodes))
 	for _, q := range qs.seniority {
-		parts := q.parts
+		parts := slices.DeleteFunc(slices.Clone(q.parts), func(p Part) bool { return !q.on(p.Node) })
 		members := map[string]bool{} // nodes
 		for _, e := range q.members {
 			members[e.at] = true
 		}
+		qs.put(q, parts)
 		for name, n := range q.missing() {
 			if n < 0 {
 				parts = less(parts, name, -n, members)
@@ -152,8 +165,8 @@ func (qs *quotas) balance() {
 		}
 		qs.put(q, parts)
 	}
-	for _, name := range slices.Sorted(maps.Keys(qs.b.nodes)) {
-		if n := qs.b.nodes[name]; len(n.kept) > 0 && !qs.b.room(name).checked {
+	for _, name := range names {
+		if n := qs.b.nodes[name]; n != nil && len(n.kept) > 0 && !qs.b.room(name).checked {
 			qs.check(name)
 		}
 	}
@@ -299,7 +312,10 @@ func (r *room) holdsBeside(p *Pod, parts []Part) bool {
 func (qs *quotas) extend(q *quota, resource string, n int) {
 	for n > 0 {
 		best, most, tight := "", 0, 0
-		for _, name := range q.nodes {
+		for _, name := range slices.Sorted(maps.Keys(qs.b.nodes)) {
+			if !q.on(name) {
+				continue
+			}
 			all := qs.b.room(name).chunk(resource)
 			if c := min(all, n); c > most || c == most && c > 0 && all < tight {
 				best, most, tight = name, c, all
@@ -313,17 +329,18 @@ func (qs *quotas) extend(q *quota, resource string, n int) {
 			return
 		}
 		n -= most
-		parts := append(slices.Clone(q.parts), Part{best, resource, most})
-		if kind := r.kinds[resource]; kind == ledger.Whole || kind == ledger.Placement {
-			parts = joined(parts, best, resource)
+		apart := append(slices.Clone(q.parts), Part{best, resource, most})
+		qs.put(q, joined(apart, best, resource))
+		if r = qs.b.room(best); !r.holds(r.kept) {
+			qs.put(q, apart)
+			r = qs.b.room(best)
 		}
-		qs.put(q, parts)
-		qs.b.room(best).checked = true
+		r.checked = true
 	}
 }
 
-// joined makes one of the parts of a resource on a node: how many of them go to one pod makes
-// no difference there.
+// joined makes one of the parts of a resource on a node, which is worth more where there is
+// room for it.
 func joined(parts []Part, node, resource string) (out []Part) {
 	all := Part{Node: node, Resource: resource}
 	for _, p := range parts {
@@ -372,26 +389,31 @@ func (r *room) with(resource string, n int, node string) []Part {
 }
 
 // bestOf is the best of some nodes for a member, among those where room is kept for it, and
-// what is kept then; empty where there is none.
+// what is kept then; empty where there is none. Where the agent's packing would leave no room
+// for the rest of the quota on any of them, the quota loses what competes, and is to look
+// for it anew.
 func (qs *quotas) bestOf(q *quota, e *entry, among []string) (best string, parts []Part) {
-	var spoilt, left int
-	for _, name := range among {
-		if !slices.ContainsFunc(q.parts, func(p Part) bool { return p.Node == name && e.needs[p.Resource] > 0 }) {
-			continue
+	for _, lose := range []bool{false, true} {
+		var spoilt, left int
+		for _, name := range among {
+			if !slices.ContainsFunc(q.parts, func(p Part) bool { return p.Node == name && e.needs[p.Resource] > 0 }) {
+				continue
+			}
+			v, rest := qs.judgeMember(q, e, name, lose)
+			if v.why == "" && (best == "" || cmp.Or(cmp.Compare(v.spoilt, spoilt), cmp.Compare(v.left, left), cmp.Compare(name, best)) < 0) {
+				best, parts, spoilt, left = name, rest, v.spoilt, v.left
+			}
 		}
-		v, rest := qs.judgeMember(q, e, name)
-		if v.why == "" && (best == "" || cmp.Or(cmp.Compare(v.spoilt, spoilt), cmp.Compare(v.left, left), cmp.Compare(name, best)) < 0) {
-			best, parts, spoilt, left = name, rest, v.spoilt, v.left
+		if best != "" {
+			return best, parts
 		}
 	}
-	return best, parts
+	return "", nil
 }
 
 // judgeMember gives a node's verdict on a member, with what its quota has left beside it.
-// That is taken from the part that it fits into best, or from the smallest ones. Where the
-// agent's packing leaves no room for either, the quota loses what competes there, and is to
-// look for it anew.
-func (qs *quotas) judgeMember(q *quota, e *entry, name string) (v verdict, rest []Part) {
+// That is taken from the part that it fits into best, or else from the smallest ones.
+func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose bool) (v verdict, rest []Part) {
 	before, here := q.parts, map[string]bool{name: true}
 	defer qs.put(q, before)
 	for _, whole := range []bool{true, false} {
@@ -403,17 +425,18 @@ func (qs *quotas) judgeMember(q *quota, e *entry, name string) (v verdict, rest 
 			}
 			rest = less(rest, resource, n, here)
 		}
+		if lose {
+			r := qs.b.room(name)
+			rest = slices.DeleteFunc(slices.Clone(rest), func(p Part) bool {
+				return p.Node == name && slices.ContainsFunc(e.names, func(of string) bool { return r.family(of) == r.family(p.Resource) })
+			})
+		}
 		qs.put(q, slices.Clone(rest))
 		if v = qs.b.room(name).judge(e); v.why == "" {
-			return v, rest
+			break
 		}
 	}
-	r := qs.b.room(name)
-	rest = slices.DeleteFunc(slices.Clone(rest), func(p Part) bool {
-		return p.Node == name && slices.ContainsFunc(e.names, func(of string) bool { return r.family(of) == r.family(p.Resource) })
-	})
-	qs.put(q, slices.Clone(rest))
-	return qs.b.room(name).judge(e), rest
+	return v, rest
 }
 
 // fit takes n of a resource out of the smallest part on a node that has as much; more is

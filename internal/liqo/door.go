@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package liqo
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+)
+
+// API is the API server.
+type API interface {
+	// Objects reads all objects of a resource as they are now, not as they were when some
+	// cache saw them.
+	Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error
+	// Write writes an object's status, if the object is still in its version. The error says
+	// whether it is not.
+	Write(ctx context.Context, o *unstructured.Unstructured) (now *unstructured.Unstructured, changed bool, err error)
+}
+
+// Options are what a Door needs beside the books.
+type Options struct {
+	API API
+	// Domain is that of labels, ResourceDomain that of the agent's resources.
+	Domain, ResourceDomain string
+	// Leads is an error while another process decides. Listed is called once all that was
+	// granted is in the books.
+	Leads  func() error
+	Listed func()
+	// Wrote, if set, is told of each attempt to write a status.
+	Wrote  func(err error)
+	Logger *slog.Logger
+	Now    func() time.Time
+}
+
+// Door is told of ResourceSlices and Tenants, and writes what slices are granted. Its methods
+// may be called from several goroutines.
+type Door struct {
+	o      Options
+	grants *Grants
+	news   chan struct{}
+	// asked has the version of each slice for which tenants were read anew. Run alone uses it.
+	asked map[string]string
+
+	mu      sync.Mutex // guards what follows
+	slices  map[string]*Slice
+	tenants map[string]*Tenant
+	// listed has whether slices and tenants have been told once.
+	listed map[bool]bool
+	counts map[string]int
+}
+
+// New returns a door to some books.
+func New(books Books, o Options) *Door {
+	return &Door{o: o, grants: NewGrants(o.Domain, o.ResourceDomain, books), news: make(chan struct{}, 1),
+		slices: map[string]*Slice{}, tenants: map[string]*Tenant{}, listed: map[bool]bool{}, counts: map[string]int{}, asked: map[string]string{}}
+}
+
+// Set notes an object: a ResourceSlice where slice is true, a Tenant where not. One that
+// cannot be read is as if it were not there, but for what it was granted.
+func (d *Door) Set(slice bool, o *unstructured.Unstructured) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	uid := string(o.GetUID())
+	if !slice {
+		t, err := ReadTenant(o)
+		if d.tenants[uid] = t; err != nil {
+			delete(d.tenants, uid)
+			d.o.Logger.Error("taking a malformed Tenant for none", "namespace", o.GetNamespace(), "tenant", o.GetName(), "err", err)
+		}
+		d.wake()
+		return
+	}
+	if was := d.slices[uid]; was != nil && older(o.GetResourceVersion(), was.version) {
+		return // what Write has answered is newer
+	}
+	s, err := ReadSlice(o)
+	if err != nil {
+		d.o.Logger.Error("ignoring a malformed ResourceSlice", "namespace", s.Namespace, "slice", s.Name, "err", err)
+		return
+	}
+	d.slices[uid] = s
+	d.wake()
+}
+
+// older compares two versions of an object, which are numbers that grow.
+func older(x, y string) bool {
+	a, errA := strconv.ParseUint(x, 10, 64)
+	b, errB := strconv.ParseUint(y, 10, 64)
+	return errA == nil && errB == nil && a < b
+}
+
+// Delete notes that there is no object with this UID any more.
+func (d *Door) Delete(slice bool, uid string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if slice {
+		delete(d.slices, uid)
+	} else {
+		delete(d.tenants, uid)
+	}
+	d.wake()
+}
+
+// Listed notes that all ResourceSlices, or all Tenants, have been told.
+func (d *Door) Listed(slice bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.listed[slice] = true
+	d.wake()
+}
+
+func (d *Door) wake() {
+	select {
+	case d.news <- struct{}{}:
+	default:
+	}
+}
+
+// State is how many ResourceSlices there are that ask for what the agents offer, by what they
+// were told: "accepted", "denied", "waiting", or "bypassing" for those of Liqo's own class.
+func (d *Door) State() map[string]int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return maps.Clone(d.counts)
+}
+
+// view is what is known now, in some order; ok is false while something is missing.
+func (d *Door) view() (s []*Slice, t []*Tenant, ok bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Collect(maps.Values(d.slices)), slices.Collect(maps.Values(d.tenants)), d.listed[true] && d.listed[false]
+}
+
+// Run decides, at news and every second, until ctx ends, whose error it returns.
+func (d *Door) Run(ctx context.Context) error {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	led, restored, told := false, false, map[string]bool{}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-d.news:
+		case <-tick.C:
+		}
+		all, _, ok := d.view()
+		if !ok {
+			continue
+		}
+		if !restored {
+			d.grants.Follow(all)
+			d.o.Listed()
+			restored = true
+		}
+		if d.o.Leads() != nil {
+			led = false
+			d.grants.Follow(all)
+			continue
+		}
+		if !led {
+			// Who led before may have written what no watch has told yet.
+			if err := errors.Join(d.refresh(ctx, false), d.refresh(ctx, true)); err != nil {
+				d.o.Logger.Error("what clusters have been granted is not known", "err", err)
+				continue
+			}
+			led = true
+		}
+		d.decide(ctx, told)
+	}
+}
+
+// refresh reads all objects of a resource anew.
+func (d *Door) refresh(ctx context.Context, slice bool) error {
+	known, there := map[string]bool{}, map[string]bool{}
+	d.mu.Lock()
+	for uid := range d.slices {
+		known[uid] = true
+	}
+	for uid := range d.tenants {
+		known[uid] = true
+	}
+	d.mu.Unlock()
+	if err := d.o.API.Objects(ctx, slice, func(o *unstructured.Unstructured) {
+		there[string(o.GetUID())] = true
+		d.Set(slice, o)
+	}); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if slice {
+		maps.DeleteFunc(d.slices, func(uid string, _ *Slice) bool { return known[uid] && !there[uid] })
+	} else {
+		maps.DeleteFunc(d.tenants, func(uid string, _ *Tenant) bool { return known[uid] && !there[uid] })
+	}
+	return nil
+}
+
+// disputed reports whether Liqo denies a slice, as it does for drained tenants, which
+// Liqo may have heard of first. Then tenants are read anew, once for a version of the slice, and
+// it is decided again. Err is that of reading.
+func (d *Door) disputed(ctx context.Context, s *Slice) (yes bool, err error) {
+	if s.Resources.Status != denied || s.Resources.Reason == NoRoom || s.Resources.Reason == NotOffered || d.asked[s.UID] == s.version {
+		return false, nil
+	}
+	if err := d.refresh(ctx, false); err != nil {
+		return true, err
+	}
+	d.asked[s.UID] = s.version
+	d.wake()
+	return true, nil
+}
+
+// decide decides once, and writes. Told are the slices that have been warned about.
+func (d *Door) decide(ctx context.Context, told map[string]bool) {
+	all, tenants, _ := d.view()
+	decisions := d.grants.Decide(all, tenants, d.o.Now())
+	d.count(all, decisions)
+	bypass := map[string]bool{}
+	for _, c := range decisions {
+		s := c.Slice
+		if c.Bypass {
+			if bypass[s.UID] = true; !told[s.UID] {
+				d.o.Logger.Warn("a cluster asks Liqo's class for GPUs, which grants anything", "consumer", s.Consumer, "namespace", s.Namespace, "slice", s.Name, "class", s.Class)
+			}
+			continue
+		}
+		if d.o.Leads() != nil {
+			return
+		}
+		if yes, err := d.disputed(ctx, s); err != nil {
+			d.o.Logger.Error("whether a tenant is drained is not known", "consumer", s.Consumer, "err", err)
+		} else if !yes {
+			d.write(ctx, s, c.Status)
+		}
+	}
+	maps.DeleteFunc(d.asked, func(uid, _ string) bool {
+		return !slices.ContainsFunc(all, func(s *Slice) bool { return s.UID == uid })
+	})
+	clear(told)
+	maps.Copy(told, bypass)
+}
+
+func (d *Door) write(ctx context.Context, s *Slice, w *Status) {
+	now, changed, err := d.o.API.Write(ctx, s.with(w, d.o.Now()))
+	if changed {
+		return // it will be told, and decided on again
+	}
+	if d.o.Wrote != nil {
+		d.o.Wrote(err)
+	}
+	if err != nil {
+		d.o.Logger.Error("a cluster was not told what it is granted", "namespace", s.Namespace, "slice", s.Name, "err", err)
+		return
+	}
+	if s.Resources.Status != w.Resources.Status || s.Resources.Message != w.Resources.Message {
+		d.o.Logger.Info("a cluster was answered", "consumer", s.Consumer, "namespace", s.Namespace, "slice", s.Name,
+			"resources", w.Resources.Status, "reason", w.Resources.Reason, "message", w.Resources.Message)
+	}
+	d.Set(true, now)
+}
+
+// count counts slices for State.
+func (d *Door) count(all []*Slice, decisions []Decision) {
+	counts := map[string]int{"accepted": 0, "denied": 0, "waiting": 0, "bypassing": 0}
+	for _, s := range d.grants.sorted(all) {
+		switch s.Resources.Status {
+		case accepted:
+			counts["accepted"]++
+		case denied:
+			counts["denied"]++
+		default:
+			counts["waiting"]++
+		}
+	}
+	for _, c := range decisions {
+		if c.Bypass {
+			counts["bypassing"]++
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.counts = counts
+}
