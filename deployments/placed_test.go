@@ -4,13 +4,9 @@ package deployments
 
 import (
 	"fmt"
-	"io"
-	"net"
 	"net/http"
-	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"syscall"
 	"testing"
@@ -23,85 +19,10 @@ import (
 	"example.com/gpu-agent/tests/plane"
 )
 
-// placerProcess is `gpu-agent placer`, which can be killed.
-type placerProcess struct {
-	cmd *exec.Cmd
-	// door and page are addresses.
-	door, page string
-}
-
-// startPlacer starts the program with the placer's rights, and waits until it answers.
-func (s *apiServer) startPlacer(t *testing.T, program, door string) *placerProcess {
+// startPlacer starts the program with the placer's rights.
+func (s *apiServer) startPlacer(t *testing.T, program, door string) *plane.Placer {
 	t.Helper()
-	p := &placerProcess{door: door, page: freeAddress(t)}
-	p.cmd = exec.Command(program, "placer", "--kubeconfig", s.Kubeconfig(t, asPlacer()), "--listen", p.door, "--http", p.page)
-	p.cmd.Stderr = t.Output()
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := p.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(p.kill)
-	s.await(t, "the placer answers", func() error {
-		_, err := p.get("/readyz")
-		return err
-	})
-	return p
-}
-
-func (p *placerProcess) kill() {
-	p.cmd.Process.Kill()
-	p.cmd.Wait()
-}
-
-func (p *placerProcess) get(path string) (string, error) {
-	response, err := http.Get("http://" + p.page + path)
-	if err != nil {
-		return "", err
-	}
-	defer response.Body.Close()
-	body, err := io.ReadAll(response.Body)
-	if err == nil && response.StatusCode != http.StatusOK {
-		err = fmt.Errorf("%s: %s", response.Status, body)
-	}
-	return string(body), err
-}
-
-// metric is one series of the placer's.
-func (p *placerProcess) metric(t *testing.T, name string) string {
-	t.Helper()
-	text, err := p.get("/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := regexp.MustCompile("(?m)^" + regexp.QuoteMeta(name) + ` (\S+)$`).FindStringSubmatch(text)
-	if m == nil {
-		t.Fatalf("there is no %s in\n%s", name, text)
-	}
-	return m[1]
-}
-
-// freeAddress is one of loopback that nobody had a moment ago.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
-// schedulerWith starts kube-scheduler as it is shown, but for the addresses.
-func (s *apiServer) schedulerWith(t *testing.T, door string) {
-	t.Helper()
-	kubeconfig := s.Kubeconfig(t, nil)
-	text := regexp.MustCompile(`urlPrefix: \S+`).ReplaceAllString(string(read(t, schedulerConfig)), "urlPrefix: http://"+door)
-	text += fmt.Sprintf("\nleaderElection: {leaderElect: false}\nclientConnection: {kubeconfig: %q}\n", kubeconfig)
-	config := filepath.Join(t.TempDir(), "config.yaml")
-	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	plane.Background(t, plane.Program(t, "kube-scheduler"), "--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig, "--secure-port", "0", "--config", config)
+	return s.StartPlacer(t, program, s.Kubeconfig(t, asPlacer()), door)
 }
 
 const unitsName = "example.com/gpu-mem"
@@ -201,8 +122,8 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "110", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))
 	s.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.True), sharedGPU(1, gpunode.True), sharedGPU(2, gpunode.False))
-	p := s.startPlacer(t, program, freeAddress(t))
-	s.schedulerWith(t, p.door)
+	p := s.startPlacer(t, program, plane.FreeAddress(t))
+	s.SchedulerAsking(t, schedulerConfig, p.Door, 0)
 
 	s.ask(t, "one", 50)
 	s.awaitPlaced(t, "one", "gpu-1")
@@ -222,19 +143,19 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 		t.Log(why)
 		return nil
 	})
-	if n := p.metric(t, "gpu_agent_placer_waiting_pods"); n != "1" {
-		t.Errorf("%s pods wait", n)
+	if n := p.Metric(t, "gpu_agent_placer_waiting_pods"); n != 1 {
+		t.Errorf("%v pods wait", n)
 	}
 	s.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.True), sharedGPU(1, gpunode.True), sharedGPU(2, gpunode.True))
 	began := time.Now()
 	s.awaitPlaced(t, "three", "gpu-1")
 	t.Logf("bound %s after the GPUNode had room", time.Since(began).Round(time.Millisecond))
 	s.report(t, "three", 2, 50)
-	if n := p.metric(t, `gpu_agent_placer_wakes_total{result="ok"}`); n != "1" {
-		t.Errorf("the scheduler was woken %s times", n)
+	if n := p.Metric(t, `gpu_agent_placer_wakes_total{result="ok"}`); n != 1 {
+		t.Errorf("the scheduler was woken %v times", n)
 	}
-	if n := p.metric(t, "gpu_agent_placer_unguarded_pods_total"); n != "0" {
-		t.Errorf("%s pods are unguarded", n)
+	if n := p.Metric(t, "gpu_agent_placer_unguarded_pods_total"); n != 0 {
+		t.Errorf("%v pods are unguarded", n)
 	}
 
 	// The API server writes in whole seconds when a pod was bound. What was bound before the
@@ -253,44 +174,40 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 		}
 		return nil
 	})
-	p.kill()
+	p.Kill()
 	time.Sleep(time.Until(renewed().Truncate(time.Second).Add(1100 * time.Millisecond)))
 	for i, name := range []string{"four", "five"} {
 		s.ask(t, name, 10)
 		s.awaitPlaced(t, name, "gpu-1")
 		s.report(t, name, i, 10)
 	}
-	p = s.startPlacer(t, program, p.door)
+	p = s.startPlacer(t, program, p.Door)
 	s.ask(t, "six", 10)
 	s.awaitPlaced(t, "six", "gpu-1")
 	s.report(t, "six", 2, 60) // with the 50 before
-	s.awaitUnguarded(t, p, "2")
+	s.awaitUnguarded(t, p, 2)
 
 	// It hangs, so shortly that it keeps the lease, and then until it has lost it.
 	for i, hangs := range []time.Duration{0, 12 * time.Second} {
-		if err := p.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		p.Signal(t, syscall.SIGSTOP)
 		name := fmt.Sprintf("hung-%d", i)
 		s.ask(t, name, 5)
 		s.awaitPlaced(t, name, "gpu-1")
 		time.Sleep(hangs)
-		if err := p.cmd.Process.Signal(syscall.SIGCONT); err != nil {
-			t.Fatal(err)
-		}
-		s.awaitUnguarded(t, p, fmt.Sprint(3+i))
+		p.Signal(t, syscall.SIGCONT)
+		s.awaitUnguarded(t, p, float64(3+i))
 	}
-	if n := p.metric(t, `gpu_agent_placer_answers_total{outcome="placed",verb="filter"}`); n != "1" {
-		t.Errorf("%s pods were placed since the kill, want 1", n)
+	if n := p.Metric(t, `gpu_agent_placer_answers_total{outcome="placed",verb="filter"}`); n != 1 {
+		t.Errorf("%v pods were placed since the kill, want 1", n)
 	}
 }
 
 // awaitUnguarded waits until the placer has counted so many pods.
-func (s *apiServer) awaitUnguarded(t *testing.T, p *placerProcess, want string) {
+func (s *apiServer) awaitUnguarded(t *testing.T, p *plane.Placer, want float64) {
 	t.Helper()
-	s.await(t, want+" pods are unguarded", func() error {
-		if n := p.metric(t, "gpu_agent_placer_unguarded_pods_total"); n != want {
-			return fmt.Errorf("there are %s", n)
+	s.await(t, fmt.Sprintf("%v pods are unguarded", want), func() error {
+		if n := p.Metric(t, "gpu_agent_placer_unguarded_pods_total"); n != want {
+			return fmt.Errorf("there are %v", n)
 		}
 		return nil
 	})

@@ -25,9 +25,10 @@ import (
 // page is how many objects of a cluster are asked for at a time.
 const page = 500
 
-// running chooses pods that have not ended, as kube-scheduler does. The server says of one
-// that ends that it is deleted.
-const running = "status.phase!=Succeeded,status.phase!=Failed"
+// lasting chooses pods that have not succeeded. The server says of one that succeeds that it
+// is deleted. Those that have failed are few, and a pod that a kubelet has refused is one of
+// them: who begins to look then is to know of it, too.
+const lasting = "status.phase!=Succeeded"
 
 // RoomAnnotation is the annotation of a Node that Wake writes, without the domain.
 const RoomAnnotation = "gpu.room"
@@ -55,7 +56,7 @@ func NewCluster(o Options) (*Cluster, error) {
 type Fleet interface {
 	SetNode(*corev1.Node)
 	DeleteNode(name string)
-	// SetPod is called for pods that have not ended, DeletePod for those that have, too.
+	// SetPod is called for pods that have not succeeded, DeletePod for those that have, too.
 	SetPod(*corev1.Pod)
 	DeletePod(uid string)
 	// SetGPUNode is called with nil where there is no such object, or none that can be read.
@@ -65,7 +66,7 @@ type Fleet interface {
 	Listed(kind string)
 }
 
-// Watch tells of a cluster's nodes, of the pods that have not ended, and of GPUNodes, until
+// Watch tells of a cluster's nodes, of the pods that have not succeeded, and of GPUNodes, until
 // ctx ends, which is the only error that it returns. Each kind is listed in pages and watched
 // from there, and listed again every Options.Relist; what is gone by then is told. A cluster
 // without the definition of GPUNodes is asked again like a server that does not answer.
@@ -78,7 +79,7 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 				into.SetNode(node)
 			}
 		}},
-		pods: {chosen: running, id: func(object *unstructured.Unstructured) string { return string(object.GetUID()) }, gone: into.DeletePod, set: func(object *unstructured.Unstructured) {
+		pods: {chosen: lasting, id: func(object *unstructured.Unstructured) string { return string(object.GetUID()) }, gone: into.DeletePod, set: func(object *unstructured.Unstructured) {
 			pod := new(corev1.Pod)
 			if c.convert(object, pod) {
 				into.SetPod(pod)

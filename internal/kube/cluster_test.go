@@ -22,7 +22,7 @@ import (
 // something has changed between two pages, the next one has expired.
 func (s *server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
 	query := r.URL.Query()
-	if want := map[string]string{"pods": running}[resource]; query.Get("fieldSelector") != want {
+	if want := map[string]string{"pods": lasting}[resource]; query.Get("fieldSelector") != want {
 		refuse(w, 400, "BadRequest")
 		return
 	}
@@ -45,10 +45,10 @@ func (s *server) listAll(w http.ResponseWriter, r *http.Request, resource string
 	answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata, "items": items[from:to]})
 }
 
-// ended says whether an object is a pod that has ended.
+// ended says whether an object is a pod that has succeeded.
 func ended(object map[string]any) bool {
 	status, _ := object["status"].(map[string]any)
-	return object["kind"] == "Pod" && (status["phase"] == "Succeeded" || status["phase"] == "Failed")
+	return object["kind"] == "Pod" && status["phase"] == "Succeeded"
 }
 
 // connectCluster returns a client of s, for all nodes, whose waits are short.
@@ -132,19 +132,20 @@ func units(n int) map[string]any {
 	return map[string]any{"status": map[string]any{"memoryUnitMiB": n}}
 }
 
-// What is there, comes, changes and goes is told of all three kinds; pods that have ended are
-// as good as gone.
+// What is there, comes, changes and goes is told of all three kinds. Pods that have succeeded are
+// as good as gone, and those that have failed are not: a kubelet may have refused one.
 func TestWatchCluster(t *testing.T) {
 	s := newServer(t)
 	s.put("pods", "a", "one", podOn("u-1", "node-1", "Running"))
 	s.put("pods", "a", "old", podOn("u-0", "node-1", "Succeeded"))
+	s.put("pods", "a", "refused", podOn("u-3", "node-1", "Failed"))
 	s.put("gpunodes", "", "node-1", units(1024))
 	s.put("gpunodes", "", "broken", map[string]any{"status": "?"})
 	s.node("node-1", nil, nil)
 	c, j := connectCluster(t, s)
 	r := newRegister()
 	background(t, func(ctx context.Context) error { return c.Watch(ctx, r) })
-	await(t, "pods are listed", r.is(r.pods, "u-1 a/one on node-1"))
+	await(t, "pods are listed", r.is(r.pods, "u-1 a/one on node-1", "u-3 a/refused on node-1"))
 	await(t, "GPUNodes are listed", r.is(r.gpuNodes, "node-1 1024"))
 	await(t, "all is listed", func() bool { return r.listed("nodes", 1)() && r.listed("pods", 1)() && r.listed("gpunodes", 1)() })
 	if j.count("malformed GPUNode") != 1 {
@@ -153,10 +154,11 @@ func TestWatchCluster(t *testing.T) {
 	s.put("pods", "b", "two", podOn("u-2", "", "Pending"))
 	s.put("gpunodes", "", "node-1", units(512))
 	s.put("gpunodes", "", "broken", units(256))
-	await(t, "another pod", r.is(r.pods, "u-1 a/one on node-1", "u-2 b/two on "))
+	await(t, "another pod", r.is(r.pods, "u-1 a/one on node-1", "u-2 b/two on ", "u-3 a/refused on node-1"))
 	await(t, "the GPUNodes anew", r.is(r.gpuNodes, "broken 256", "node-1 512"))
 	s.put("pods", "b", "two", podOn("u-2", "node-2", "Pending"))
-	s.put("pods", "a", "one", podOn("u-1", "node-1", "Failed"))
+	s.put("pods", "a", "one", podOn("u-1", "node-1", "Succeeded"))
+	s.put("pods", "a", "refused", nil)
 	s.put("gpunodes", "", "broken", map[string]any{"status": "?"})
 	await(t, "one bound, one ended", r.is(r.pods, "u-2 b/two on node-2"))
 	await(t, "a GPUNode that cannot be read is none", r.is(r.gpuNodes, "node-1 512"))

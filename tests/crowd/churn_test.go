@@ -270,13 +270,15 @@ func TestComeAndGo(t *testing.T) {
 					}
 				}
 				n := c.nodes[fmt.Sprintf("node-%d", i+1)]
-				c.Await(t, n.name+" offers what its partition says", func() error {
-					if got := n.offered(); !maps.Equal(got, want) {
+				c.Await(t, n.Name+" offers what its partition says", func() error {
+					if got := n.Offered(); !maps.Equal(got, want) {
 						return fmt.Errorf("%v, want %v", got, want)
 					}
 					return nil
 				})
-				n.says(t, c.Server, want)
+				if err := n.Says(t, want); err != nil {
+					t.Fatal(err)
+				}
 			}
 			runs, starts := c.churn(*first, span, mean)
 			c.endAll()

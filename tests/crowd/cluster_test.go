@@ -22,6 +22,7 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
 	"example.com/gpu-agent/tests/fakes"
+	"example.com/gpu-agent/tests/hollow"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/plane"
 	"example.com/gpu-agent/tests/room"
@@ -32,6 +33,15 @@ const (
 	pods      = "/api/v1/namespaces/" + namespace + "/pods"
 	claims    = "/apis/resource.k8s.io/v1/namespaces/" + namespace + "/resourceclaims"
 	slicesAt  = "/apis/resource.k8s.io/v1/resourceslices"
+	gpuNodes  = "/apis/example.com/v1alpha1/gpunodes"
+
+	model = "A100-SXM4-80GB"
+	// gpus are those of a node.
+	gpus = 2
+	// units is how many GiB of a GPU's memory can be had.
+	units = 79
+	// kubeletVersion is that of a kubelet that names a pod's devices in its status.
+	kubeletVersion = "v1.36.3"
 )
 
 // cluster is a control plane with hollow nodes. Its kubelets' work is done beside the
@@ -39,7 +49,8 @@ const (
 type cluster struct {
 	*plane.Server
 	t     *testing.T
-	nodes map[string]*hollow
+	root  string // of the checkout
+	nodes map[string]*hollow.Node
 	// byClaim says that pods ask by claims, not by resources of the device plugin.
 	byClaim bool
 
@@ -59,7 +70,7 @@ type sent struct {
 	*request
 	fakes.Pod
 	claim   *drapb.Claim
-	node    *hollow // once it is bound
+	node    *hollow.Node // once it is bound
 	devices []device
 	running bool
 	refused string // by the scheduler, last
@@ -80,6 +91,12 @@ type device struct {
 // startCluster starts a cluster of nodes that are laid out as entries say, one list a node.
 func startCluster(t *testing.T, layout [][]string, byClaim bool) *cluster {
 	t.Helper()
+	return startClusterWith(t, layout, byClaim, func(c *cluster) { c.Scheduler(t, 300) })
+}
+
+// startClusterWith has the scheduler started by somebody else, once the API server is there.
+func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler func(*cluster)) *cluster {
+	t.Helper()
 	if missing := lab.Missing(); missing != "" {
 		t.Skipf("skipped: this needs %s", missing)
 	}
@@ -87,26 +104,18 @@ func startCluster(t *testing.T, layout [][]string, byClaim bool) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{Server: plane.Start(t), t: t, byClaim: byClaim, nodes: map[string]*hollow{}, pods: map[string]*sent{}, done: map[string]int{}}
-	classes, err := os.ReadFile(filepath.Join(kit.Root, "deployments", "components", "dra", "classes.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, text := range strings.Split(string(classes), "\n---\n") {
-		var object map[string]any
-		if err := yaml.Unmarshal([]byte(text), &object); err != nil {
-			t.Fatal(err)
-		}
-		create(t, c.Server, "/apis/resource.k8s.io/v1/deviceclasses", object)
-	}
+	c := &cluster{Server: plane.Start(t), t: t, root: kit.Root, byClaim: byClaim, nodes: map[string]*hollow.Node{}, pods: map[string]*sent{}, done: map[string]int{}}
+	c.apply("/apis/resource.k8s.io/v1/deviceclasses", "components/dra/classes.yaml")
+	c.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", "base/crd.yaml")
+	c.Await(t, "GPUNodes are served", func() error { return c.get(gpuNodes, nil) })
 	create(t, c.Server, "/api/v1/namespaces", map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": namespace}})
 	create(t, c.Server, "/api/v1/namespaces/"+namespace+"/serviceaccounts", map[string]any{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": map[string]any{"name": "default"}})
 	c.Controllers(t, "resourceclaim-controller,device-taint-eviction-controller")
 	for i, entries := range layout {
 		name := fmt.Sprintf("node-%d", i+1)
-		c.nodes[name] = startNode(t, c.Server, plane.Program(t, "gpu-agent"), name, entries)
+		c.nodes[name] = hollow.Start(t, c.Server, hollow.Options{Name: name, Model: model, GPUs: gpus, Entries: entries, Agent: plane.Program(t, "gpu-agent"), Kubelet: kubeletVersion})
 	}
-	c.Scheduler(t, 300)
+	scheduler(c)
 	c.Await(t, "each GPU is in the slices", func() error {
 		if !byClaim {
 			return nil
@@ -143,12 +152,28 @@ func startCluster(t *testing.T, layout [][]string, byClaim bool) *cluster {
 	return c
 }
 
+// apply makes the objects of a manifest that is shipped.
+func (c *cluster) apply(path, manifest string) {
+	c.t.Helper()
+	all, err := os.ReadFile(filepath.Join(c.root, "deployments", filepath.FromSlash(manifest)))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	for _, text := range strings.Split(string(all), "\n---\n") {
+		var object map[string]any
+		if err := yaml.Unmarshal([]byte(text), &object); err != nil {
+			c.t.Fatal(err)
+		}
+		create(c.t, c.Server, path, object)
+	}
+}
+
 func (c *cluster) get(path string, into any) error {
 	return c.Do(c.t, nil, http.MethodGet, path, "", nil, into)
 }
 
 func attribute(d *resource.Device, name string) string {
-	if a := d.Attributes[resource.QualifiedName(driver+"/"+name)]; a.StringValue != nil {
+	if a := d.Attributes[resource.QualifiedName(hollow.Driver+"/"+name)]; a.StringValue != nil {
 		return *a.StringValue
 	}
 	if a := d.Attributes[resource.QualifiedName(name)]; a.StringValue != nil {
@@ -230,7 +255,7 @@ func (c *cluster) start(ctx context.Context, p *sent) {
 		return
 	}
 	for {
-		err := p.node.start(ctx, p.Pod, p.claim)
+		err := p.node.Prepare(ctx, p.Pod, p.claim)
 		if err == nil || ctx.Err() != nil {
 			break
 		}
@@ -242,9 +267,9 @@ func (c *cluster) start(ctx context.Context, p *sent) {
 		case over:
 			return
 		case !edits:
-			c.breaks("%s, of %s, is refused on %s: %v", p.name, p.request, p.node.name, err)
+			c.breaks("%s, of %s, is refused on %s: %v", p.name, p.request, p.node.Name, err)
 		case time.Since(p.bound) > patience:
-			c.breaks("%s, of %s, hangs on %s: %v", p.name, p.request, p.node.name, err)
+			c.breaks("%s, of %s, hangs on %s: %v", p.name, p.request, p.node.Name, err)
 		}
 		select {
 		case <-ctx.Done():
@@ -286,12 +311,13 @@ func (c *cluster) evicted(p *sent) {
 }
 
 func (c *cluster) admit(ctx context.Context, p *sent) {
-	refused := p.node.admit(ctx, p.Pod, p.resources())
-	phase := "Running"
-	if refused != nil {
-		phase = "Failed"
+	refused := p.node.Admit(ctx, p.Pod, p.resources())
+	is := map[string]any{"phase": "Failed"}
+	if refused == nil {
+		is = p.node.Status(p.Pod)
 	}
-	if err := c.phase(p, phase); err != nil && ctx.Err() == nil {
+	err := c.status(p, is)
+	if err != nil && ctx.Err() == nil {
 		c.breaks("%s: %v", p.name, err)
 	}
 	c.mu.Lock()
@@ -304,7 +330,11 @@ func (c *cluster) admit(ctx context.Context, p *sent) {
 }
 
 func (c *cluster) phase(p *sent, phase string) error {
-	return c.Do(c.t, nil, http.MethodPatch, pods+"/"+p.name+"/status", plane.Strategic, map[string]any{"status": map[string]any{"phase": phase}}, nil)
+	return c.status(p, map[string]any{"phase": phase})
+}
+
+func (c *cluster) status(p *sent, is map[string]any) error {
+	return c.Do(c.t, nil, http.MethodPatch, pods+"/"+p.name+"/status", plane.Strategic, map[string]any{"status": is}, nil)
 }
 
 // devices are what a claim has been given, by the attributes of the slices that have it.
@@ -368,7 +398,7 @@ func (c *cluster) check(p *sent) {
 		if len(uses) > 1 || uses["gpu"] > 1 || gib > units || len(over) > 0 {
 			c.breaks("GPU %s is used as %v at once, with %d GiB; %v", d.gpu, uses, gib, over)
 		}
-		g, ok := p.node.gpu(d.gpu)
+		g, ok := p.node.GPU(d.gpu)
 		if on := g.MIG != nil && g.MIG.Enabled; stands && (!ok || on != (d.use == "mig")) {
 			c.breaks("%s has %+v, and its GPU has MIG on: %v", p.name, d, on)
 			continue
@@ -522,7 +552,7 @@ func (c *cluster) endOne(p *sent) error {
 	p.running = false
 	c.mu.Unlock()
 	if bound {
-		if err := p.node.end(c.t.Context(), p.Pod, p.claim); err != nil {
+		if err := p.node.End(c.t.Context(), p.Pod, p.claim); err != nil {
 			return err
 		}
 	}
@@ -543,4 +573,11 @@ func (c *cluster) endOne(p *sent) error {
 	delete(c.pods, p.name)
 	c.mu.Unlock()
 	return nil
+}
+
+func create(t *testing.T, s *plane.Server, path string, object map[string]any) {
+	t.Helper()
+	if err := s.Do(t, nil, http.MethodPost, path, plane.JSON, object, nil); err != nil {
+		t.Fatal(err)
+	}
 }

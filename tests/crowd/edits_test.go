@@ -92,7 +92,7 @@ func TestEditsUnderChurn(t *testing.T) {
 
 // edit lays a node out in another way.
 func (c *cluster) edit(name string, entries []string) {
-	if err := c.nodes[name].partition(entries); err != nil {
+	if err := c.nodes[name].Partition(entries); err != nil {
 		c.breaks("edit %s: %v", name, err)
 	}
 	c.mu.Lock()

@@ -11,6 +11,7 @@ import (
 	"sync"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/hollow"
 )
 
 // request is what a pod asks for: a whole GPU, so many GiB of one, or MIG instances, all
@@ -98,7 +99,7 @@ func (r *request) claim() map[string]any {
 		}
 		devices = object{"requests": all}
 		if len(all) > 1 {
-			devices["constraints"] = []any{object{"matchAttribute": driver + "/parentUUID"}}
+			devices["constraints"] = []any{object{"matchAttribute": hollow.Driver + "/parentUUID"}}
 		}
 	}
 	return object{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": object{"name": r.name, "namespace": namespace}, "spec": object{"devices": devices}}

@@ -60,7 +60,7 @@ func Program(t testing.TB, name string) string {
 
 // Background runs a program until the test ends. It dies with this process,
 // too, so that a test that is killed leaves nothing.
-func Background(t testing.TB, path string, args ...string) {
+func Background(t testing.TB, path string, args ...string) (pid int) {
 	t.Helper()
 	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
 	if err != nil {
@@ -80,6 +80,7 @@ func Background(t testing.TB, path string, args ...string) {
 			t.Logf("%s said last:\n%s", filepath.Base(path), text[max(0, len(text)-4000):])
 		}
 	})
+	return cmd.Process.Pid
 }
 
 // freePorts are n ports of loopback that nobody had a moment ago.

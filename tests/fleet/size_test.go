@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	core "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	extender "k8s.io/kube-scheduler/extender/v1"
+
+	"example.com/gpu-agent/tests/hollow"
+	"example.com/gpu-agent/tests/plane"
+)
+
+// podsPerNode have devices of each node that TestSize writes.
+const podsPerNode = 5
+
+// world is what the API server has of nodes that nobody runs.
+type world struct {
+	*fleet
+	names []string
+	// says is what the GPUNode of each says.
+	says map[string]map[string]any
+}
+
+// template is what an agent writes of a node with eight GPUs, four of them shared.
+func (f *fleet) template() map[string]any {
+	f.t.Helper()
+	const name = "template"
+	n := hollow.Start(f.t, f.Server, hollow.Options{
+		Name: name, Model: "A100-SXM4-80GB", GPUs: 8, Kubelet: "v1.36.3", Agent: plane.Program(f.t, "gpu-agent"),
+		Entries: []string{"{devices: [4, 5, 6, 7], mode: mig}", "{devices: [0, 1, 2, 3], mode: shared}"},
+	})
+	var is struct{ Status map[string]any }
+	f.Await(f.t, "an agent writes its GPUNode", func() error {
+		is.Status = nil
+		if err := f.get(gpuNodes+"/"+name, &is); err != nil {
+			return err
+		}
+		if gpus, _ := is.Status["gpus"].([]any); len(gpus) != 8 || len(n.Offered()) < 2 {
+			return fmt.Errorf("it has %d GPUs", len(gpus))
+		}
+		return nil
+	})
+	return is.Status
+}
+
+// write is a request to the API server.
+type write struct {
+	method, path, kind string
+	body               map[string]any
+}
+
+// uuid is that of a GPU.
+func uuid(node, gpu int) string { return fmt.Sprintf("GPU-00000000-0000-0000-%04d-%012d", gpu, node) }
+
+// populate writes nodes, what their agents would say, and pods that have a part of them.
+func (f *fleet) populate(count int) *world {
+	f.t.Helper()
+	w := &world{fleet: f, says: map[string]map[string]any{}}
+	text, err := json.Marshal(f.template())
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	for i := range count {
+		name := fmt.Sprintf("size-%05d", i)
+		var says map[string]any
+		if err := json.Unmarshal(text, &says); err != nil {
+			f.t.Fatal(err)
+		}
+		for g, gpu := range says["gpus"].([]any) {
+			gpu.(map[string]any)["uuid"] = uuid(i, g)
+		}
+		w.names, w.says[name] = append(w.names, name), says
+	}
+	began := time.Now()
+	w.each(func(i int) error {
+		name := w.names[i]
+		has := map[string]any{"cpu": "64", "memory": "64Gi", "pods": "110"}
+		for _, r := range w.says[name]["resources"].([]any) {
+			has[r.(map[string]any)["name"].(string)] = fmt.Sprint(r.(map[string]any)["total"])
+		}
+		ready := []any{map[string]any{"type": "Ready", "status": "True"}}
+		steps := []write{
+			{http.MethodPost, allNodes, plane.JSON, map[string]any{"metadata": map[string]any{"name": name}}},
+			{http.MethodPatch, allNodes + "/" + name + "/status", plane.Merge, map[string]any{"status": map[string]any{"capacity": has, "allocatable": has, "conditions": ready}}},
+			{http.MethodPost, gpuNodes, plane.JSON, map[string]any{"apiVersion": "example.com/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": name}}},
+			{http.MethodPatch, gpuNodes + "/" + name + "/status", plane.Merge, map[string]any{"status": w.says[name]}},
+		}
+		for p := range podsPerNode {
+			of, ids := w.devices(i, p)
+			pod := fmt.Sprintf("%s-%d", name, p)
+			steps = append(steps, write{http.MethodPost, pods, plane.JSON, map[string]any{"metadata": map[string]any{"name": pod}, "spec": spec(map[string]int{of: len(ids)}, name)}},
+				write{http.MethodPatch, pods + "/" + pod + "/status", plane.Strategic, map[string]any{"status": running(of, ids)}})
+		}
+		for _, s := range steps {
+			if err := f.Do(f.t, nil, s.method, s.path, s.kind, s.body, nil); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	f.t.Logf("%d nodes and %d pods written in %.0f s", count, count*podsPerNode, time.Since(began).Seconds())
+	return w
+}
+
+// each calls do for each node, some at a time.
+func (w *world) each(do func(i int) error) {
+	w.t.Helper()
+	var group sync.WaitGroup
+	next := make(chan int)
+	for range 8 {
+		group.Go(func() {
+			for i := range next {
+				if err := do(i); err != nil {
+					w.t.Errorf("%s: %v", w.names[i], err)
+				}
+			}
+		})
+	}
+	for i := range w.names {
+		next <- i
+	}
+	close(next)
+	group.Wait()
+	if w.t.Failed() {
+		w.t.FailNow()
+	}
+}
+
+// devices are what a pod of a node has: some of it memory, some of it instances.
+func (w *world) devices(node, pod int) (of string, ids []string) {
+	rng := rand.New(rand.NewPCG(uint64(node), uint64(pod)))
+	if pod%2 == 1 {
+		profile := []string{"1g.10gb@0", "2g.20gb@2", "3g.40gb@4"}[rng.IntN(3)]
+		name, _, _ := strings.Cut(profile, "@")
+		return "example.com/mig-" + name, []string{uuid(node, 4+pod/2) + "::" + profile}
+	}
+	for i := range 8 + rng.IntN(40) {
+		ids = append(ids, fmt.Sprintf("%s::%d", uuid(node, pod/2), i))
+	}
+	return "example.com/gpu-mem", ids
+}
+
+func running(of string, ids []string) map[string]any {
+	var has []any
+	for _, id := range ids {
+		has = append(has, map[string]any{"resourceID": id, "health": "Healthy"})
+	}
+	return map[string]any{"phase": "Running", "containerStatuses": []any{map[string]any{"name": "main", "image": "none", "imageID": "", "ready": true, "started": true, "restartCount": 0,
+		"allocatedResourcesStatus": []any{map[string]any{"name": of, "resources": has}}}}}
+}
+
+// change has GPUNodes written as often as agents may in the mean, until over is closed.
+func (w *world) change(over <-chan struct{}) (writes int) {
+	rng := rand.New(rand.NewPCG(1, 1))
+	tick := time.NewTicker(time.Hour / mostWrites / time.Duration(len(w.names)))
+	defer tick.Stop()
+	for ; ; writes++ {
+		select {
+		case <-over:
+			return writes
+		case <-w.t.Context().Done():
+			return writes
+		case <-tick.C:
+		}
+		name := w.names[rng.IntN(len(w.names))]
+		gpus := w.says[name]["gpus"].([]any)
+		gpus[0].(map[string]any)["used"] = fmt.Sprintf("0-%d", 8+rng.IntN(60))
+		if err := w.Do(w.t, nil, http.MethodPatch, gpuNodes+"/"+name+"/status", plane.Merge, map[string]any{"status": map[string]any{"gpus": gpus}}, nil); err != nil {
+			w.t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// question is one that kube-scheduler asks, of a pod with these requests.
+func (w *world) question(n int, asks map[string]int) ([]byte, error) {
+	requests := core.ResourceList{}
+	for name, count := range asks {
+		requests[core.ResourceName(name)] = *resource.NewQuantity(int64(count), resource.DecimalSI)
+	}
+	return json.Marshal(extender.ExtenderArgs{
+		Pod: &core.Pod{ObjectMeta: meta.ObjectMeta{Name: fmt.Sprint("asks-", n), Namespace: namespace, UID: types.UID(fmt.Sprint("asks-", n))},
+			Spec: core.PodSpec{Containers: []core.Container{{Name: "main", Resources: core.ResourceRequirements{Requests: requests, Limits: requests}}}}},
+		NodeNames: &w.names,
+	})
+}
+
+// TestSize asks the placer's door about many nodes, one question after the other, as
+// kube-scheduler does, while GPUNodes change.
+func TestSize(t *testing.T) {
+	count, questions := 100, 200
+	if *long {
+		count, questions = 1000, 3000
+	}
+	if *nodes > 0 {
+		count = *nodes
+	}
+	f := start(t)
+	empty := resident(t, f.placer.PID())
+	w := f.populate(count)
+	over := make(chan struct{})
+	var writes int
+	f.work.Go(func() { writes = w.change(over) })
+	kinds := map[string]map[string]int{
+		"24 units":     {"example.com/gpu-mem": 24},
+		"an instance":  {"example.com/mig-2g.20gb": 1},
+		"no such room": {"example.com/gpu-mem": 79 + 1},
+	}
+	took, outcomes := map[string][]time.Duration{}, map[string]map[bool]int{}
+	rng := rand.New(rand.NewPCG(17, 17))
+	names := []string{"24 units", "an instance", "no such room"}
+	for n := range questions {
+		kind := names[rng.IntN(len(names))]
+		body, err := w.question(n, kinds[kind])
+		if err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		placed, err := ask(f.placer.Door, body)
+		took[kind] = append(took[kind], time.Since(began))
+		if err != nil {
+			t.Fatalf("question %d, %s: %v", n, kind, err)
+		}
+		if outcomes[kind] == nil {
+			outcomes[kind] = map[bool]int{}
+		}
+		outcomes[kind][placed]++
+	}
+	close(over)
+	f.work.Wait()
+	var all []time.Duration
+	for _, kind := range names {
+		all = append(all, took[kind]...)
+		t.Logf("%d nodes, %d pods, %s: %d questions, p50 %.1f ms, p99 %.1f ms, most %.1f ms; placed %d",
+			count, count*podsPerNode, kind, len(took[kind]), at(took[kind], 0.5), at(took[kind], 0.99), at(took[kind], 1), outcomes[kind][true])
+		if wrong := outcomes[kind][kind == "no such room"]; wrong > 0 {
+			t.Errorf("%s: %d answers of %d say the opposite", kind, wrong, len(took[kind]))
+		}
+	}
+	t.Logf("%d nodes, all: p50 %.1f ms, p99 %.1f ms; %d GPUNodes were written meanwhile; the placer has %.1f MB resident, with no node %.1f MB",
+		count, at(all, 0.5), at(all, 0.99), writes, resident(t, f.placer.PID()), empty)
+}
+
+// ask asks the door, and returns whether a node was named.
+func ask(door string, body []byte) (placed bool, err error) {
+	response, err := http.Post("http://"+door+"/filter", "application/json", bytes.NewReader(body))
+	if err != nil {
+		return false, err
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return false, err
+	}
+	var answer extender.ExtenderFilterResult
+	if err := json.Unmarshal(text, &answer); err != nil {
+		return false, fmt.Errorf("%s: %w", response.Status, err)
+	}
+	if answer.Error != "" {
+		return false, fmt.Errorf("%s: %s", response.Status, answer.Error)
+	}
+	return answer.NodeNames != nil && len(*answer.NodeNames) > 0, nil
+}
+
+// at is a quantile in milliseconds.
+func at(of []time.Duration, q float64) float64 {
+	if len(of) == 0 {
+		return 0
+	}
+	slices.Sort(of)
+	return float64(of[min(len(of)-1, int(q*float64(len(of))))].Microseconds()) / 1000
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plane
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"syscall"
+	"testing"
+)
+
+// Placer is `gpu-agent placer`, a process that can be stopped and killed.
+type Placer struct {
+	// Door and Page are the addresses of kube-scheduler's door, and of metrics and probes.
+	Door, Page string
+	cmd        *exec.Cmd
+}
+
+// StartPlacer starts the program, whose door is at an address, and waits until it leads. It
+// ends with the test.
+func (s *Server) StartPlacer(t testing.TB, program, kubeconfig, door string, args ...string) *Placer {
+	t.Helper()
+	p := &Placer{Door: door, Page: FreeAddress(t)}
+	p.cmd = exec.Command(program, append([]string{"placer", "--kubeconfig", kubeconfig, "--listen", p.Door, "--http", p.Page}, args...)...)
+	p.cmd.Stderr = t.Output()
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := p.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Kill)
+	s.Await(t, "the placer answers", func() error {
+		_, err := p.Get("/readyz")
+		return err
+	})
+	return p
+}
+
+// Kill ends it at once, without a word.
+func (p *Placer) Kill() {
+	p.cmd.Process.Kill()
+	p.cmd.Wait()
+}
+
+// Signal sends it a signal, such as SIGSTOP.
+func (p *Placer) Signal(t testing.TB, is syscall.Signal) {
+	t.Helper()
+	if err := p.cmd.Process.Signal(is); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// PID is its process.
+func (p *Placer) PID() int { return p.cmd.Process.Pid }
+
+// Get reads one of its pages; an answer other than 200 is an error.
+func (p *Placer) Get(path string) (string, error) {
+	response, err := http.Get("http://" + p.Page + path)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", response.Status, body)
+	}
+	return string(body), err
+}
+
+// Metric is one of its series, by name and labels, which has to be there.
+func (p *Placer) Metric(t testing.TB, name string) float64 {
+	t.Helper()
+	text, err := p.Get("/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := regexp.MustCompile("(?m)^" + regexp.QuoteMeta(name) + ` (\S+)$`).FindStringSubmatch(text)
+	if m == nil {
+		t.Fatalf("there is no %s in\n%s", name, text)
+	}
+	value, err := strconv.ParseFloat(m[1], 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return value
+}
+
+// FreeAddress is one of loopback that nobody had a moment ago.
+func FreeAddress(t testing.TB) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// SchedulerAsking starts the scheduler as a configuration file says that is shown to users,
+// but for the placer's address; perSecond is as in Scheduler.
+func (s *Server) SchedulerAsking(t testing.TB, shown, door string, perSecond int) {
+	t.Helper()
+	kubeconfig := s.Kubeconfig(t, nil)
+	text, err := os.ReadFile(shown)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = regexp.MustCompile(`urlPrefix: \S+`).ReplaceAll(text, []byte("urlPrefix: http://"+door))
+	text = fmt.Appendf(text, "\nleaderElection: {leaderElect: false}\nclientConnection: {kubeconfig: %q%s}\n", kubeconfig, rate(perSecond))
+	config := filepath.Join(t.TempDir(), "scheduler.yaml")
+	if err := os.WriteFile(config, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	Background(t, Program(t, "kube-scheduler"), "--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig, "--secure-port", "0", "--config", config)
+}
+
+func rate(perSecond int) string {
+	if perSecond == 0 {
+		return ""
+	}
+	return fmt.Sprintf(", qps: %d, burst: %[1]d", perSecond)
+}
