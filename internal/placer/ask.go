@@ -33,5 +33,9 @@ func (b *Books) HasRoom(p Pod, name string) bool {
 	e.set(p)
 	b.quotas.balance()
 	why, _ := b.room(name).refuse(e)
+	if h := b.holds.by[p.Hold]; h != nil && why != "" {
+		v, _ := b.holds.judgeSeat(h, e, name, verdict{why: why})
+		why = v.why
+	}
 	return why == ""
 }

@@ -28,6 +28,9 @@ type Pod struct {
 	Done bool
 	// Quota is the ID of what is kept for the pod and others ([Books.Keep]); empty for none.
 	Quota string
+	// Hold is the ID of the room that was found for the pod and others before there were
+	// any ([Books.Hold]); empty for none.
+	Hold string
 }
 
 // Container is what a container asks for.
@@ -48,6 +51,8 @@ type Books struct {
 	lapsed []string
 	// quotas are what is kept for pods of which nobody knows yet.
 	quotas quotas
+	// holds are what is kept for pods that are to come.
+	holds holds
 }
 
 // node is what is known of a node.
@@ -81,6 +86,9 @@ type entry struct {
 	// at is the node among whose pods it is, and of the quota of which it is a member.
 	at string
 	of *quota
+	// in is the hold of which it is a member, and seat what it is itself if it is no pod.
+	in   *hold
+	seat *seat
 }
 
 // cardOf is a kind of GPU with its rules.
@@ -96,6 +104,7 @@ type cardOf struct {
 func New() *Books {
 	b := &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
 	b.quotas = quotas{b: b, by: map[string]*quota{}}
+	b.holds = holds{b: b, by: map[string]*hold{}}
 	return b
 }
 
@@ -199,6 +208,7 @@ func (b *Books) settle(e *entry) {
 		n.room = nil
 	}
 	b.quotas.join(e)
+	b.holds.sit(e)
 	b.quotas.moved = true
 }
 

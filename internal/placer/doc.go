@@ -52,6 +52,21 @@
 // there. So books that are made anew from the API's pods know the same as before, but for
 // pods that were placed in the last moments and whose binding the API does not know.
 //
+// # Holds
+//
+// [Books.Hold] finds room for the pods of a group before there are any, for all of them or
+// for none, and has no end of its own. Each pod has a seat: as long as no pod of the hold
+// ([Pod].Hold) uses it, it counts like a pod that is bound and has not reported its devices, so
+// whoever is placed beside it leaves it its room whatever the agents choose. When a pod of the
+// hold has gone, its seat waits for the next one, until [Books.Drop]. Pods are held one after
+// the other, the hardest to place first, each on the best node; where they ask for the same, a
+// hold is refused only if there is no room for so many.
+//
+// Seats of one hold may be more on a node than are safe beside each other, as many as the
+// agents' packing has room for, where nobody else is about to get devices there: otherwise
+// four pods could never be held that just fill two GPUs. Room that goes is lost
+// ([Books.Lost]), and looked for again when Hold is called again.
+//
 // # Quotas
 //
 // Room can be kept for pods of which nobody knows yet, such as those of another cluster:

@@ -21,6 +21,8 @@ type Refusal struct {
 	// Waits says that there may be room as soon as pods that are starting have reported
 	// their devices.
 	Waits bool
+	// Found is for how many pods of a hold there is room, of so many; both 0 for a pod.
+	Found, Of int
 }
 
 // Block is how much there is at one place.
@@ -43,6 +45,9 @@ func (r *Refusal) Error() string {
 	}
 	if r.Waits {
 		parts = append(parts, "and pods that are starting have not reported their devices yet")
+	}
+	if r.Of > 1 {
+		return fmt.Sprintf("room for %d of %d pods, and for the next one on none of %d nodes: %s", r.Found, r.Of, len(r.Nodes), strings.Join(parts, "; "))
 	}
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
 }
@@ -91,12 +96,20 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 	type choice struct {
 		node         string
 		spoilt, left int
+		seat         int // 0 where it has one
 	}
 	var best *choice
+	h, waits := b.holds.by[p.Hold], false
 	no := &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
 	for _, name := range among {
 		r := b.room(name)
-		v := r.judge(p)
+		v, own := r.judge(p), 1
+		if h != nil {
+			var at bool
+			if v, at = b.holds.judgeSeat(h, p, name, v); at {
+				own, waits = 0, waits || v.waits
+			}
+		}
 		if v.why != "" {
 			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
 			for _, resource := range p.names {
@@ -106,12 +119,16 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 			}
 			continue
 		}
-		if c := (choice{name, v.spoilt, v.left}); best == nil ||
-			cmp.Or(cmp.Compare(c.spoilt, best.spoilt), cmp.Compare(c.left, best.left), cmp.Compare(c.node, best.node)) < 0 {
+		if c := (choice{name, v.spoilt, v.left, own}); best == nil ||
+			cmp.Or(cmp.Compare(c.seat, best.seat), cmp.Compare(c.spoilt, best.spoilt), cmp.Compare(c.left, best.left), cmp.Compare(c.node, best.node)) < 0 {
 			best = &c
 		}
 	}
 	if best == nil {
+		return "", no
+	}
+	if best.seat > 0 && waits { // for its own room, and then it need not take another's
+		no.Nodes[best.node], no.Waits = "room is held for it elsewhere", true
 		return "", no
 	}
 	return best.node, nil
@@ -142,9 +159,12 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 		gone[uid] = true
 	}
 	b.quotas.balance()
-	r := b.roomOf(n, gone)
 	e := &entry{}
 	e.set(p)
+	if s := n.seatOf(b.holds.by[p.Hold], e); s != nil {
+		gone[s.UID] = true
+	}
+	r := b.roomOf(n, gone)
 	why, waits := r.refuse(e)
 	if why == "" {
 		return nil
@@ -190,7 +210,7 @@ func (r *room) refuseAlone(p *entry) (why string, waits bool) {
 		if len(beside) == 0 {
 			return "", false
 		}
-		return fmt.Sprintf("which devices %s/%s has, and %d others, is not known yet", beside[0].Namespace, beside[0].Name, len(beside)-1), true
+		return fmt.Sprintf("which devices %s has, and %d others, is not known yet", beside[0].who(), len(beside)-1), true
 	}
 	var largest []string
 	for _, name := range p.names {

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -37,11 +38,15 @@ type fleet struct {
 	quiet bool
 	// left tells on which machines pods have ended since all was known.
 	left map[string]bool
+	// holds are what is held, and members to which hold and group pods belong.
+	holds   map[string][]Group
+	members map[string]string
 }
 
 func newFleet(t *testing.T, seed uint64, machines ...func(*rand.Rand) *machine) *fleet {
 	f := &fleet{t: t, r: rand.New(rand.NewPCG(seed, 17)), books: New(), machines: map[string]*machine{}, now: time.Unix(1e9, 0), pods: map[string]*Pod{}, placed: map[string]string{},
-		admitted: map[string]bool{}, ended: map[string]bool{}, devices: map[string][]string{}, news: map[string][]func(*Books){}, count: map[string]int{}, left: map[string]bool{}}
+		admitted: map[string]bool{}, ended: map[string]bool{}, devices: map[string][]string{}, news: map[string][]func(*Books){}, count: map[string]int{}, left: map[string]bool{},
+		holds: map[string][]Group{}, members: map[string]string{}}
 	for _, make := range machines {
 		m := make(f.r)
 		f.machines[m.name] = m
@@ -257,6 +262,9 @@ func (f *fleet) restart() {
 		}
 	}
 	fresh := New()
+	for id, groups := range f.holds {
+		fresh.SetHold(id, id, groups, f.books.holds.by[id].at(len(groups)))
+	}
 	keys := slices.Collect(maps.Keys(f.pods))
 	f.r.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] })
 	for i, uid := range keys {
@@ -291,10 +299,12 @@ func sketch(r *room) (out string) {
 		s := &r.gpus[i]
 		out += fmt.Sprintf("%s %v %v %v %v\n", s.uuid, s.held, s.standing, s.warm, s.places)
 	}
+	var pending []string
 	for _, e := range r.pending {
-		out += e.UID + "\n"
+		pending = append(pending, e.who()+e.shape)
 	}
-	return out
+	slices.Sort(pending)
+	return out + strings.Join(pending, "\n")
 }
 
 // preempt compares what would fit without some pods with what the machine does without them.
@@ -376,7 +386,7 @@ func TestRandomWalks(t *testing.T) {
 		f := newFleet(t, seed, mixed("a", gpunode.InPods), mixed("b", gpunode.InPods), mixed("c", gpunode.InObject))
 		for range 1500 {
 			f.now = f.now.Add(time.Millisecond)
-			switch f.r.IntN(14) {
+			switch f.r.IntN(17) {
 			case 0, 1:
 				_, _ = f.new(f.containers()...)
 			case 2, 3:
@@ -394,13 +404,21 @@ func TestRandomWalks(t *testing.T) {
 			case 10:
 				f.nominate()
 			case 11:
+				f.hold()
+			case 12:
+				f.member()
+			case 13:
+				f.drop()
+			case 14:
 				if f.r.IntN(6) == 0 {
-					f.settle()
+					f.come()
 					if !f.quiet {
 						t.Fatalf("seed %d: news are left", seed)
 					}
 					f.preempt(Pod{UID: "preemptor", Containers: f.containers()})
 					_, _ = f.new(f.containers()...)
+					f.come()
+					f.hold()
 				} else if f.r.IntN(8) == 0 {
 					f.restart()
 				}
@@ -417,7 +435,7 @@ func TestRandomWalks(t *testing.T) {
 	if total["misled"] > total["placed"]/200 {
 		t.Errorf("%d of %d pods with several requests were refused where they were placed", total["misled"], total["placed"])
 	}
-	for _, k := range []string{"placed", "refused", "refused in quiet", "victims"} {
+	for _, k := range []string{"placed", "refused", "refused in quiet", "victims", "held", "not held", "not held in quiet", "members", "seats filled"} {
 		if total[k] < 50 {
 			t.Errorf("the walks have %d of %q: they look at nothing", total[k], k)
 		}

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/ledger"
+)
+
+// group is n pods with one container that asks for something.
+func (f *fleet) group(n int, resource string, amount int) Group {
+	return Group{N: n, Containers: asks("", resource, amount).Containers, Among: f.names}
+}
+
+// of makes a pod one of a hold's.
+func (p Pod) of(hold string) Pod {
+	p.Hold = hold
+	return p
+}
+
+func (f *fleet) wantHeld(id, nodes string, groups ...Group) {
+	f.t.Helper()
+	at, err := f.books.Hold(id, "x/"+id, groups, f.now)
+	if got := fmt.Sprint(at); err != nil || got != nodes {
+		f.t.Fatalf("%s is held on %s, want %s: %v", id, got, nodes, err)
+	}
+}
+
+func (f *fleet) wantNotHeld(id, part string, groups ...Group) *Refusal {
+	f.t.Helper()
+	at, err := f.books.Hold(id, "x/"+id, groups, f.now)
+	var no *Refusal
+	if !errors.As(err, &no) || !strings.Contains(err.Error(), part) {
+		f.t.Fatalf("%s is held on %v: %v, want %q", id, at, err, part)
+	}
+	return no
+}
+
+// give lets a pod come to a node and have its devices, and tells the books.
+func (f *fleet) give(p Pod, node string) {
+	f.t.Helper()
+	m := f.machines[node]
+	p.Node = node
+	ids, err := m.admit(f.r, &p)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	p.Devices = ids
+	f.books.SetPod(p)
+	f.books.SetNode(node, m.says(), true)
+}
+
+func TestAGroupIsHeldAsAWhole(t *testing.T) {
+	f := of(ledger.Units, 2, 79, "a", "b")(t)
+	no := f.wantNotHeld("g", "room for 4 of 5 pods", f.group(5, memName, 50))
+	if no.Found != 4 || no.Of != 5 || no.Largest[memName].N != 79 {
+		t.Errorf("%+v", no)
+	}
+	if len(f.books.Holds()) != 0 {
+		t.Fatal("something of a hold that was refused is left")
+	}
+	for _, n := range f.books.nodes {
+		if len(n.here) != 0 {
+			t.Fatalf("something of a hold that was refused is left: %v", n.here)
+		}
+	}
+	f.wantHeld("g", "[[a a b b]]", f.group(4, memName, 50))
+	f.wantHeld("g", "[[a a b b]]", f.group(4, memName, 50)) // asked for again
+	f.wantRefused(units("other", 50), "have not reported")
+	var refusal *Refusal
+	if _, err := f.books.Place(units("other", 50), f.names, f.now); !errors.As(err, &refusal) || !strings.Contains(refusal.Nodes["a"], "a pod to come of x/g") {
+		t.Errorf("%v: %+v", err, refusal)
+	}
+	f.wantPlaced(units("small", 29), "a")
+	f.books.Drop("g")
+	f.books.Drop("g")
+	f.wantPlaced(units("other", 50), "a")
+}
+
+// TestMembersUseWhatIsHeld goes through the lives of a hold and its pods.
+func TestMembersUseWhatIsHeld(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b", "c")(t)
+	f.wantHeld("g", "[[a b]]", f.group(2, memName, 79))
+	if !f.books.HasRoom(units("", 79).of("g"), "a") || f.books.HasRoom(units("", 79), "a") {
+		t.Error("what is held is for members alone")
+	}
+	if err := f.books.Fits(units("m", 79).of("g"), "a", nil, f.now); err != nil {
+		t.Error(err)
+	}
+	if f.books.Fits(units("x", 79), "a", nil, f.now) == nil {
+		t.Error("Fits gives away what is held")
+	}
+	f.wantPlaced(units("m1", 79).of("g"), "a")
+	f.wantPlaced(units("m1", 79).of("g"), "a") // asked again
+	f.give(units("m1", 79).of("g"), "a")
+	f.wantPlaced(units("x", 79), "c")
+	f.wantRefused(units("y", 79).of("another"), "none of 3 nodes")
+	f.wantPlaced(units("m2", 79).of("g"), "b")
+	f.wantRefused(units("m3", 79).of("g"), "none of 3 nodes") // there are two seats
+	f.now = f.now.Add(ReservedFor)
+	f.books.Lapsed(f.now) // m2 has not been bound, nor has x
+	f.wantPlaced(units("z", 79), "c")
+	f.wantRefused(units("y", 79), "none of 3 nodes")
+	f.books.Drop("g")
+	f.wantPlaced(units("y", 79), "b")
+}
+
+func (f *fleet) wantRoom(node string, free bool) {
+	f.t.Helper()
+	if got := f.books.HasRoom(units("", 79), node); got != free {
+		f.t.Fatalf("there is room on %s: %v", node, got)
+	}
+}
+
+// TestASeatIsKeptForTheNextPod: a Job's pod that has failed is made anew.
+func TestASeatIsKeptForTheNextPod(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 79))
+	f.give(units("m1", 79).of("g"), "a")
+	f.books.DeletePod("m1")
+	f.machines["a"].end(f.r, "m1")
+	f.books.SetNode("a", f.machines["a"].says(), true)
+	f.wantRoom("a", false)
+	f.wantPlaced(units("m2", 79).of("g"), "a")
+	// It comes to another node without a word: the seat goes with it.
+	f.give(units("m2", 79).of("g"), "b")
+	f.wantRoom("a", true)
+	f.books.DeletePod("m2")
+	f.machines["b"].end(f.r, "m2")
+	f.books.SetNode("b", f.machines["b"].says(), true)
+	f.wantRoom("a", true)
+	f.wantRoom("b", false)
+	// Fewer are wanted.
+	f.wantHeld("g", "[[]]", f.group(0, memName, 79))
+	f.wantRoom("b", true)
+}
+
+// TestMoreThanIsSafeInOneHold: four pods of 39 fit on two GPUs of 79 by the agent's packing,
+// and two strangers might be in their way.
+func TestMoreThanIsSafeInOneHold(t *testing.T) {
+	f := of(ledger.Units, 2, 79, "a")(t)
+	f.wantPlaced(units("stranger", 1), "a")
+	if no := f.wantNotHeld("g", "room for 3 of 4", f.group(4, memName, 39)); !no.Waits {
+		t.Error("it does not wait for a pod that has not reported")
+	}
+	f.books.DeletePod("stranger")
+	f.wantHeld("g", "[[a a a a]]", f.group(4, memName, 39))
+	f.wantNotHeld("h", "", f.group(1, memName, 1))
+	for i := range 4 {
+		p := units(fmt.Sprint("m", i), 39).of("g")
+		node, err := f.books.Place(p, f.names, f.now)
+		if i == 3 && err != nil && !errors.As(err, new(*Refusal)) {
+			t.Fatal(node, err)
+		}
+		f.give(p, "a")
+	}
+	f.wantHeld("h", "[[a]]", f.group(1, memName, 1))
+}
+
+func TestAHoldLosesItsRoom(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 79))
+	if lost := f.books.Lost("g"); len(lost) != 0 {
+		t.Fatal(lost)
+	}
+	f.books.DeleteNode("a")
+	if lost := f.books.Lost("g"); fmt.Sprint(lost) != "[a]" {
+		t.Fatal(lost)
+	}
+	f.give(units("x", 1), "b")
+	f.wantNotHeld("g", "none of 2 nodes", f.group(1, memName, 79))
+	if fmt.Sprint(f.books.Holds(), f.books.Lost("g")) != "[g] [a]" {
+		t.Error("a hold that cannot be had anew is gone")
+	}
+	f.books.DeletePod("x")
+	f.machines["b"].end(f.r, "x")
+	f.books.SetNode("b", f.machines["b"].says(), true)
+	f.wantHeld("g", "[[b]]", f.group(1, memName, 79))
+	if lost := f.books.Lost("g"); len(lost) != 0 {
+		t.Fatal(lost)
+	}
+}
+
+// TestAHoldFromPodsThatAreThere has pods that came before their hold did.
+func TestAHoldFromPodsThatAreThere(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b", "c")(t)
+	f.give(units("m1", 79).of("g"), "b")
+	f.wantHeld("g", "[[a b]]", f.group(2, memName, 79))
+	// And as somebody has written it down.
+	fresh := New()
+	fresh.SetHold("g", "x/g", []Group{f.group(2, memName, 79)}, [][]string{{"a", "b"}})
+	f.copyNodes(fresh)
+	p, _ := f.books.Pod("m1")
+	fresh.SetPod(p)
+	for _, name := range f.names {
+		if was, is := sketch(f.books.room(name)), sketch(fresh.room(name)); was != is {
+			t.Fatalf("%s had\n%s\nand after a restart\n%s", name, was, is)
+		}
+	}
+}
+
+// TestQuotasAndHoldsKeepOffEachOther has one GPU.
+func TestQuotasAndHoldsKeepOffEachOther(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a")(t)
+	f.books.Keep("q", map[string]int{memName: 40}, nil)
+	f.wantNotHeld("g", "", f.group(1, memName, 40))
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 39))
+	if short := f.books.Keep("q", map[string]int{memName: 41}, nil); short[memName] != 1 {
+		t.Errorf("the quota lacks %v", short)
+	}
+	f.wantPlaced(units("m", 39).of("g"), "a")
+	f.wantPlaced(member("q", "m2", memName, 40), "a")
+}
+
+// hold asks for room for a random group.
+func (f *fleet) hold() {
+	f.seq++
+	id := fmt.Sprintf("h%d", f.seq)
+	groups := []Group{{Containers: f.containers(), N: 1 + f.r.IntN(4), Among: f.names}}
+	if f.r.IntN(4) == 0 {
+		groups = append(groups, Group{Containers: f.containers(), N: 1, Among: f.names})
+	}
+	if len(f.holds) > 4 {
+		return
+	}
+	at, err := f.books.Hold(id, id, groups, f.now)
+	quiet := f.quiet
+	f.quiet = false
+	if err == nil {
+		f.count["held"]++
+		f.holds[id] = groups
+		for g := range groups {
+			if len(at[g]) != groups[g].N {
+				f.t.Fatalf("%d pods are held on %v", groups[g].N, at[g])
+			}
+		}
+		return
+	}
+	if f.count["not held"]++; !quiet || len(groups) > 1 || len(groups[0].Containers) > 1 || len(groups[0].Containers[0].Requests) > 1 {
+		return
+	}
+	f.count["not held in quiet"]++
+	n := 0
+	for _, m := range f.machines {
+		m = m.clone()
+		for i := range 4 {
+			if _, err := m.admit(f.r, &Pod{UID: fmt.Sprint("try", i), Containers: groups[0].Containers}); err != nil {
+				break
+			}
+			n++
+		}
+	}
+	if n >= groups[0].N {
+		f.t.Fatalf("%d of %+v were refused, and there is room for %d: %v", groups[0].N, groups[0].Containers, n, err)
+	}
+}
+
+// lacking are the groups of a hold that have fewer pods than seats.
+func (f *fleet) lacking(id string) (out []int) {
+	has := map[string]int{}
+	for uid, of := range f.members {
+		if p := f.pods[uid]; p != nil && !p.Done {
+			has[of]++
+		}
+	}
+	for g, group := range f.holds[id] {
+		for range group.N - has[fmt.Sprint(id, " ", g)] {
+			out = append(out, g)
+		}
+	}
+	return out
+}
+
+// member makes a pod of some hold.
+func (f *fleet) member() {
+	ids := slices.Sorted(maps.Keys(f.holds))
+	if len(ids) == 0 {
+		return
+	}
+	id := ids[f.r.IntN(len(ids))]
+	if groups := f.lacking(id); len(groups) > 0 {
+		_ = f.sit(id, groups[f.r.IntN(len(groups))])
+	}
+}
+
+func (f *fleet) sit(id string, g int) error {
+	f.seq++
+	p := &Pod{UID: fmt.Sprintf("p%d", f.seq), Namespace: "x", Name: fmt.Sprintf("p%d", f.seq), Hold: id, Containers: f.holds[id][g].Containers}
+	node, err := f.books.Place(*p, f.names, f.now)
+	f.quiet = false
+	if err == nil {
+		f.pods[p.UID], f.placed[p.UID], f.members[p.UID] = p, node, fmt.Sprint(id, " ", g)
+		f.count["members"]++
+	}
+	return err
+}
+
+func (f *fleet) drop() {
+	if ids := slices.Sorted(maps.Keys(f.holds)); len(ids) > 0 {
+		id := ids[f.r.IntN(len(ids))]
+		f.books.Drop(id)
+		delete(f.holds, id)
+		f.quiet = false
+	}
+}
+
+// come lets the pods of all holds come, one after the other, each when all is known of those
+// before: what is held must be there for them, whatever has happened meanwhile.
+func (f *fleet) come() {
+	f.settle()
+	for _, id := range slices.Sorted(maps.Keys(f.holds)) {
+		one := len(f.holds[id]) == 1 && len(f.holds[id][0].Containers) == 1 && len(f.holds[id][0].Containers[0].Requests) == 1
+		for tries := 0; ; tries++ {
+			groups := f.lacking(id)
+			if len(groups) == 0 {
+				break
+			}
+			g := groups[f.r.IntN(len(groups))]
+			var err error
+			for _, g = range groups { // their order may matter
+				if err = f.sit(id, g); err == nil {
+					break
+				}
+			}
+			if err != nil && one {
+				f.t.Fatalf("%s is held, and a pod of it was refused: %v\nlost are %v", id, err, f.books.Lost(id))
+			}
+			if err != nil || tries > 20 {
+				// It came out otherwise than the packing had it.
+				f.count["seats lost"]++
+				f.books.Drop(id)
+				delete(f.holds, id)
+				break
+			}
+			f.count["seats filled"]++
+			f.settle()
+		}
+	}
+	f.settle()
+}
