@@ -321,9 +321,8 @@ func (f *fleet) come() {
 			if len(groups) == 0 {
 				break
 			}
-			g := groups[f.r.IntN(len(groups))]
 			var err error
-			for _, g = range groups { // their order may matter
+			for _, g := range groups { // their order may matter
 				if err = f.sit(id, g); err == nil {
 					break
 				}

@@ -391,9 +391,10 @@ func (r *room) with(resource string, n int, node string) []Part {
 // bestOf is the best of some nodes for a member, among those where room is kept for it, and
 // what is kept then; empty where there is none. Where the agent's packing would leave no room
 // for the rest of the quota on any of them, the quota loses what competes, and is to look
-// for it anew.
+// for it anew. Where that is not enough, other quotas do: a pod that has come has its room
+// before pods that may.
 func (qs *quotas) bestOf(q *quota, e *entry, among []string) (best string, parts []Part) {
-	for _, lose := range []bool{false, true} {
+	for _, lose := range []loss{loseNothing, loseOwn, loseAll} {
 		var spoilt, left int
 		for _, name := range among {
 			if !slices.ContainsFunc(q.parts, func(p Part) bool { return p.Node == name && e.needs[p.Resource] > 0 }) {
@@ -411,10 +412,23 @@ func (qs *quotas) bestOf(q *quota, e *entry, among []string) (best string, parts
 	return "", nil
 }
 
+// loss says whose parts that compete with a member are given up for it.
+type loss int
+
+const (
+	loseNothing loss = iota
+	loseOwn
+	loseAll
+)
+
 // judgeMember gives a node's verdict on a member, with what its quota has left beside it.
 // That is taken from the part that it fits into best, or else from the smallest ones.
-func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose bool) (v verdict, rest []Part) {
+func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose loss) (v verdict, rest []Part) {
 	before, here := q.parts, map[string]bool{name: true}
+	competes := func(p Part) bool {
+		r := qs.b.room(name)
+		return p.Node == name && slices.ContainsFunc(e.names, func(of string) bool { return r.family(of) == r.family(p.Resource) })
+	}
 	defer qs.put(q, before)
 	for _, whole := range []bool{true, false} {
 		rest = before
@@ -425,14 +439,16 @@ func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose bool) (v ver
 			}
 			rest = less(rest, resource, n, here)
 		}
-		if lose {
-			r := qs.b.room(name)
-			rest = slices.DeleteFunc(slices.Clone(rest), func(p Part) bool {
-				return p.Node == name && slices.ContainsFunc(e.names, func(of string) bool { return r.family(of) == r.family(p.Resource) })
-			})
+		if lose != loseNothing {
+			rest = slices.DeleteFunc(slices.Clone(rest), competes)
 		}
 		qs.put(q, slices.Clone(rest))
-		if v = qs.b.room(name).judge(e); v.why == "" {
+		r := qs.b.room(name)
+		if lose == loseAll { // put has them back in place; those without room go at the next look
+			r = qs.b.roomOf(qs.b.nodes[name], nil)
+			r.kept = slices.DeleteFunc(slices.Clone(r.kept), competes)
+		}
+		if v = r.judge(e); v.why == "" {
 			break
 		}
 	}
