@@ -85,10 +85,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	crash := test(".", "-count=1", long, "./tests/crash")
 	caps := test(".", "-count=1", long, "./tests/memcap")
 	crowd := test(".", "-count=1", long, "./tests/crowd")
+	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	manifests := test(".", "-count=1", limit, "./deployments")
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &manifests} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &fleet, &manifests} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -167,8 +168,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{crash},
 		},
 		{
-			name: "crowd", what: "crowds of pods on hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
-			commands: []command{crowd},
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
+			commands: []command{crowd, fleet},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
@@ -278,7 +279,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
