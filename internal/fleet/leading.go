@@ -103,6 +103,7 @@ func (f *Fleet) lead(before time.Time, still bool) {
 	for _, name := range all {
 		f.touch(name)
 	}
+	f.books.Refresh(len(all))
 }
 
 // tell tells of an unguarded pod.

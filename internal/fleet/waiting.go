@@ -110,6 +110,7 @@ func (f *Fleet) Run(ctx context.Context, wake func(ctx context.Context, node str
 			return ctx.Err()
 		case <-tick.C:
 			f.lapse()
+			f.refresh()
 		case <-f.news:
 			select {
 			case <-ctx.Done():
@@ -155,6 +156,16 @@ func (f *Fleet) lapse() {
 		if now.Sub(a.at) > stale {
 			delete(f.answers, uid)
 		}
+	}
+}
+
+// refresh has the books look at what has changed before somebody asks, with questions
+// answered in between.
+func (f *Fleet) refresh() {
+	for more := true; more; {
+		f.mu.Lock()
+		more = len(f.missing) == 0 && f.books.Refresh(20)
+		f.mu.Unlock()
 	}
 }
 

@@ -25,6 +25,21 @@ func (b *Books) Lapsed(now time.Time) []string {
 	return slices.Compact(out)
 }
 
+// Refresh finds anew what has changed on up to most nodes, which the next question would do
+// otherwise. More says that there are others. Of books in which all is new a question about
+// 1,000 nodes takes 100 to 200 ms, and then less than one.
+func (b *Books) Refresh(most int) (more bool) {
+	for name, n := range b.nodes {
+		if n.room == nil && most == 0 {
+			return true
+		} else if n.room == nil {
+			b.room(name).expect()
+			most--
+		}
+	}
+	return false
+}
+
 // HasRoom reports whether Place would find room on a node for a pod that is nowhere yet. It
 // costs less than Fits where much is asked of one node, and leaves reservations as they are,
 // also those whose time has come.

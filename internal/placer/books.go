@@ -98,6 +98,8 @@ type cardOf struct {
 	// profiles are its placements by profile, and texts those that have been read.
 	profiles map[string][]mig.Placement
 	texts    map[string]mig.Placement
+	// losses remember what a placement spoils beside others.
+	losses map[loss]int
 }
 
 // New returns books in which nothing is written.
@@ -233,7 +235,7 @@ func (b *Books) card(told *gpunode.Card) *cardOf {
 			return c
 		}
 	}
-	c := &cardOf{told: *told, profiles: map[string][]mig.Placement{}, texts: map[string]mig.Placement{}}
+	c := &cardOf{told: *told, profiles: map[string][]mig.Placement{}, texts: map[string]mig.Placement{}, losses: map[loss]int{}}
 	c.card, _ = told.Read() // a profile that makes no sense is on no offer
 	for _, p := range c.card.Placements() {
 		name := p.Profile.String()

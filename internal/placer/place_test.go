@@ -306,11 +306,29 @@ func BenchmarkPlace(b *testing.B) {
 				p = asks("new", "example.com/mig-3g.40gb", 1)
 			}
 			_, _ = books.Place(p, names, start)
-			b.ReportAllocs()
-			for b.Loop() {
-				if _, err := books.Place(p, names, start); err != nil {
-					b.Fatal(err)
-				}
+			forget := map[string]func(*node){
+				"asked before": func(*node) {},
+				"never asked": func(n *node) {
+					if n.room != nil && n.room.expected != nil {
+						n.room.verdicts, n.room.expected.least = nil, map[string]int{}
+					}
+				},
+				"at the start": func(n *node) { n.room = nil },
+			}
+			for _, name := range slices.Sorted(maps.Keys(forget)) {
+				b.Run(name, func(b *testing.B) {
+					b.ReportAllocs()
+					for b.Loop() {
+						b.StopTimer()
+						for _, n := range books.nodes {
+							forget[name](n)
+						}
+						b.StartTimer()
+						if _, err := books.Place(p, names, start); err != nil {
+							b.Fatal(err)
+						}
+					}
+				})
 			}
 		})
 	}

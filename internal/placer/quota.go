@@ -394,7 +394,7 @@ func (r *room) with(resource string, n int, node string) []Part {
 // for it anew. Where that is not enough, other quotas do: a pod that has come has its room
 // before pods that may.
 func (qs *quotas) bestOf(q *quota, e *entry, among []string) (best string, parts []Part) {
-	for _, lose := range []loss{loseNothing, loseOwn, loseAll} {
+	for _, lose := range []losing{loseNothing, loseOwn, loseAll} {
 		var spoilt, left int
 		for _, name := range among {
 			if !slices.ContainsFunc(q.parts, func(p Part) bool { return p.Node == name && e.needs[p.Resource] > 0 }) {
@@ -412,18 +412,18 @@ func (qs *quotas) bestOf(q *quota, e *entry, among []string) (best string, parts
 	return "", nil
 }
 
-// loss says whose parts that compete with a member are given up for it.
-type loss int
+// losing says whose parts that compete with a member are given up for it.
+type losing int
 
 const (
-	loseNothing loss = iota
+	loseNothing losing = iota
 	loseOwn
 	loseAll
 )
 
 // judgeMember gives a node's verdict on a member, with what its quota has left beside it.
 // That is taken from the part that it fits into best, or else from the smallest ones.
-func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose loss) (v verdict, rest []Part) {
+func (qs *quotas) judgeMember(q *quota, e *entry, name string, lose losing) (v verdict, rest []Part) {
 	before, here := q.parts, map[string]bool{name: true}
 	competes := func(p Part) bool {
 		r := qs.b.room(name)

@@ -71,6 +71,7 @@ type space struct {
 	held        []bool
 	// MIG: standing may not be destroyed, warm exists and nobody has it, places are the
 	// placements that can be had, by resource, and all are those that the card has.
+	of             *cardOf
 	card           *mig.Card
 	onDemand       bool
 	standing, warm []mig.Placement
@@ -202,7 +203,7 @@ func (b *Books) placements(s *space, n *node, g *gpunode.GPU, open bool, gone ma
 	if kind == nil {
 		return
 	}
-	s.card, s.all = kind.card, map[string][]mig.Placement{}
+	s.of, s.card, s.all = kind, kind.card, map[string][]mig.Placement{}
 	for _, o := range g.MIG.Offers {
 		s.all[o.Resource] = kind.profiles[o.Profile]
 	}

@@ -273,16 +273,46 @@ func (t *trial) loss(resource string) int {
 				least = min(least, p.Size)
 				continue
 			}
-			lost := 0
-			beside := append(slices.Clone(s.standing), p)
-			for _, q := range s.card.Placements() {
-				if s.card.Fits(s.standing, q) && !s.card.Fits(beside, q) {
-					lost += q.Size
-				}
-			}
-			least = min(least, lost)
+			least = min(least, s.of.loss(s.standing, p))
 		}
 	}
 	t.least[resource] = least
 	return least
+}
+
+// loss is a placement beside what stands on a card.
+type loss struct {
+	standing uint64 // by number
+	place    mig.Placement
+}
+
+// maxLosses bounds what is remembered of a card.
+const maxLosses = 100_000
+
+// loss is how many memory slices of placements cannot be had any more once one of them is.
+// Cards of a kind are in few states, and one of a fleet of 1,000 nodes is asked for each of
+// them.
+func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost int) {
+	key, named := loss{place: p}, true
+	for _, o := range standing {
+		i := slices.Index(c.card.Placements(), o)
+		named = named && i >= 0 && i < 64 // split compute instances have no number
+		key.standing |= 1 << max(i, 0)
+	}
+	if lost, known := c.losses[key]; known && named {
+		return lost
+	}
+	beside := append(slices.Clone(standing), p)
+	for _, q := range c.card.Placements() {
+		if c.card.Fits(standing, q) && !c.card.Fits(beside, q) {
+			lost += q.Size
+		}
+	}
+	if len(c.losses) >= maxLosses {
+		clear(c.losses)
+	}
+	if named {
+		c.losses[key] = lost
+	}
+	return lost
 }

@@ -119,7 +119,8 @@ func (f *fleet) judge(p *Pod, err error) {
 	if no.Waits {
 		f.t.Fatalf("%+v waits for pods, and all have reported: %v", p, no.Nodes)
 	}
-	for name, m := range f.machines {
+	for _, name := range f.names {
+		m := f.machines[name]
 		if len(p.Containers) == 1 && len(p.Containers[0].Requests) == 1 {
 			for resource, n := range p.Containers[0].Requests {
 				if m.canPlace(resource, n) {
@@ -187,7 +188,7 @@ func (f *fleet) admit() {
 
 func (f *fleet) report() {
 	if p := f.some(func(p *Pod) bool {
-		return f.admitted[p.UID] && p.Devices == nil && f.machines[p.Node].holders == gpunode.InPods
+		return f.devices[p.UID] != nil && p.Devices == nil && f.machines[p.Node].holders == gpunode.InPods
 	}); p != nil {
 		p.Devices = f.devices[p.UID]
 		f.tell(p)
@@ -265,7 +266,7 @@ func (f *fleet) restart() {
 	for id, groups := range f.holds {
 		fresh.SetHold(id, id, groups, f.books.holds.by[id].at(len(groups)))
 	}
-	keys := slices.Collect(maps.Keys(f.pods))
+	keys := slices.Sorted(maps.Keys(f.pods))
 	f.r.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] })
 	for i, uid := range keys {
 		if i == len(keys)/2 {
@@ -312,8 +313,8 @@ func (f *fleet) preempt(p Pod) {
 	name := f.names[f.r.IntN(len(f.names))]
 	m := f.machines[name].clone()
 	var victims []string
-	for uid, q := range f.pods {
-		if q.Node == name && f.r.IntN(2) == 0 {
+	for _, uid := range slices.Sorted(maps.Keys(f.pods)) {
+		if f.pods[uid].Node == name && f.r.IntN(2) == 0 {
 			victims = append(victims, uid)
 			m.end(f.r, uid)
 		}
@@ -354,7 +355,7 @@ func (f *fleet) containers() (out []Container) {
 	case 1:
 		requests := one(4)
 		more := maps.Clone(requests)
-		for name := range more {
+		for _, name := range sorted(more) {
 			more[name] = 1 + f.r.IntN(4)
 		}
 		return []Container{{Init: f.r.IntN(3) > 0, Requests: requests}, {Requests: more}}

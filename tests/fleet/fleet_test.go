@@ -71,6 +71,7 @@ func (c *counter) take() (events, bytes int) {
 type fleet struct {
 	*plane.Server
 	t      *testing.T
+	root   string // of the checkout
 	placer *plane.Placer
 	nodes  map[string]*hollow.Node
 
@@ -90,7 +91,7 @@ type pod struct {
 	begun bool
 }
 
-// start starts the control plane, and the placer and the scheduler that asks it.
+// start starts the control plane, with GPUNodes.
 func start(t *testing.T) *fleet {
 	t.Helper()
 	if missing := lab.Missing(); missing != "" {
@@ -100,7 +101,7 @@ func start(t *testing.T) *fleet {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := &fleet{Server: plane.Start(t), t: t, nodes: map[string]*hollow.Node{}, pods: map[string]*pod{}}
+	f := &fleet{Server: plane.Start(t), t: t, root: kit.Root, nodes: map[string]*hollow.Node{}, pods: map[string]*pod{}}
 	crd, err := os.ReadFile(filepath.Join(kit.Root, "deployments", "base", "crd.yaml"))
 	var object map[string]any
 	if err == nil {
@@ -113,9 +114,14 @@ func start(t *testing.T) *fleet {
 	f.create("/api/v1/namespaces", map[string]any{"metadata": map[string]any{"name": namespace}})
 	f.create("/api/v1/namespaces/"+namespace+"/serviceaccounts", map[string]any{"metadata": map[string]any{"name": "default"}})
 	f.Await(t, "GPUNodes are served", func() error { return f.get(gpuNodes, nil) })
-	f.placer = f.StartPlacer(t, plane.Program(t, "gpu-agent"), f.Kubeconfig(t, nil), plane.FreeAddress(t), "--lease", namespace+"/gpu-placer")
-	f.SchedulerAsking(t, filepath.Join(kit.Root, "deployments", "placer", "scheduler-config.yaml"), f.placer.Door, 0)
 	return f
+}
+
+// schedule starts the placer, and the scheduler that asks it.
+func (f *fleet) schedule() {
+	f.t.Helper()
+	f.placer = f.StartPlacer(f.t, plane.Program(f.t, "gpu-agent"), f.Kubeconfig(f.t, nil), plane.FreeAddress(f.t), "--lease", namespace+"/gpu-placer")
+	f.SchedulerAsking(f.t, filepath.Join(f.root, "deployments", "placer", "scheduler-config.yaml"), f.placer.Door, 0)
 }
 
 func (f *fleet) create(path string, object map[string]any) {
@@ -303,6 +309,7 @@ func TestFleet(t *testing.T) {
 		count = *nodes
 	}
 	f := start(t)
+	f.schedule()
 	f.startNodes(count)
 	f.follow(gpuNodes, func(event []byte) { f.gpuNodes.add(len(event)) })
 	f.follow(allNodes, func(event []byte) { f.allNodes.add(len(event)) })
