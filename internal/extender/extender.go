@@ -3,13 +3,13 @@
 package extender
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"mime"
 	"net"
 	"net/http"
@@ -77,6 +77,8 @@ const (
 	// most is how long a request may be. A pod has at most 1.5 MB in the API, and 5,000 nodes
 	// have names of at most 253 bytes.
 	most = 4 << 20
+	// believed is how much of that is set aside before it has come.
+	believed = 128 << 10
 )
 
 // New returns the handler of the scheduler's requests.
@@ -173,7 +175,9 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 	// A body that comes slowly takes the time of its own request only.
 	control := http.NewResponseController(w)
 	_ = control.SetReadDeadline(began.Add(s.opts.Deadline)) // a writer that cannot has no slow clients
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	var body bytes.Buffer
+	body.Grow(int(min(max(r.ContentLength, 0), believed)) + bytes.MinRead)
+	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, most))
 	switch {
 	case err != nil && (ctx.Err() != nil || !time.Now().Before(began.Add(s.opts.Deadline))):
 		return nil, "", s.late()
@@ -181,7 +185,7 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 		return nil, "", &failure{http.StatusBadRequest, Broken, fmt.Errorf("read the request: %w", err)}
 	}
 	_ = control.SetReadDeadline(time.Time{})
-	ask, err := read(v, body)
+	ask, err := read(v, body.Bytes())
 	if err != nil {
 		return nil, "", &failure{http.StatusBadRequest, Broken, err}
 	}

@@ -42,6 +42,8 @@ type Fleet struct {
 	says   map[string]*gpunode.Status
 	ready  map[string]bool
 	counts map[string]map[string]bool
+	// dra are the nodes that offer something through DRA.
+	dra map[string]bool
 	// missing are the kinds of which no list has come yet.
 	missing []Kind
 	// complete is closed when there are none.
@@ -56,7 +58,7 @@ type Fleet struct {
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
-		says: map[string]*gpunode.Status{}, ready: map[string]bool{}, counts: map[string]map[string]bool{},
+		says: map[string]*gpunode.Status{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{},
 		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), lending: newLending(),
 	}
 }
@@ -156,7 +158,12 @@ func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
 // told writes in the books what is known of a node.
 func (f *Fleet) told(name string) {
 	f.touch(name)
+	delete(f.dra, name)
 	if says := f.says[name]; says != nil {
+		if f.ready[name] && gpunode.Is(says.Conditions, gpunode.Ready) &&
+			slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(ledger.DRA) }) {
+			f.dra[name] = true
+		}
 		f.books.SetNode(name, says, f.ready[name] && !f.silent(name))
 	} else {
 		f.books.DeleteNode(name)
@@ -264,11 +271,10 @@ func (f *Fleet) Fits(ctx context.Context, p *corev1.Pod, node string, without []
 // nothing of it. Less says that there was something. Of a node that is not ready nobody
 // knows what it will offer how.
 func (f *Fleet) withoutDRA(p placer.Pod, name string) (rest placer.Pod, less bool) {
-	says := f.says[name]
-	if says == nil || !f.ready[name] || !gpunode.Is(says.Conditions, gpunode.Ready) ||
-		!slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(ledger.DRA) }) {
+	if !f.dra[name] {
 		return p, false
 	}
+	says := f.says[name]
 	rest = p
 	rest.Containers = nil
 	for _, c := range p.Containers {

@@ -65,9 +65,11 @@ func (w *waiting) touch(node string) {
 
 // refused notes that nodes had no room for a pod.
 func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
-	w.satisfied(p.UID)
 	key := fmt.Sprint(p.Containers)
 	s := w.shapes[key]
+	if s == nil || w.refusedPods[p.UID] != s {
+		w.satisfied(p.UID)
+	}
 	if s == nil {
 		s = &shape{pod: placer.Pod{Containers: p.Containers}, since: map[string]time.Time{}, nodes: map[string]bool{}}
 		w.shapes[key] = s
@@ -164,7 +166,7 @@ func (f *Fleet) lapse() {
 func (f *Fleet) refresh() {
 	for more := true; more; {
 		f.mu.Lock()
-		more = len(f.missing) == 0 && f.books.Refresh(20)
+		more = len(f.missing) == 0 && f.books.Refresh(2)
 		f.mu.Unlock()
 	}
 }

@@ -47,6 +47,8 @@ type Books struct {
 	nodes map[string]*node
 	pods  map[string]*entry
 	cards []*cardOf
+	// due is when the first reservation ends at the earliest, zero while there is none.
+	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
 	lapsed []string
 	// quotas are what is kept for pods of which nobody knows yet.
@@ -216,8 +218,16 @@ func (b *Books) settle(e *entry) {
 
 // expire ends the reservations whose time has come.
 func (b *Books) expire(now time.Time) {
+	if b.due.IsZero() || now.Before(b.due) {
+		return
+	}
+	b.due = time.Time{}
 	for _, e := range b.pods {
-		if e.reserved != "" && !now.Before(e.until) {
+		if e.reserved != "" && now.Before(e.until) {
+			if b.due.IsZero() || e.until.Before(b.due) {
+				b.due = e.until
+			}
+		} else if e.reserved != "" {
 			b.lapsed = append(b.lapsed, e.reserved)
 			e.reserved = ""
 			b.settle(e)

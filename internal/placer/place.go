@@ -72,6 +72,9 @@ func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
 	best, why := b.best(e, among)
 	if e.asking = false; why == nil {
 		e.reserved, e.until = best, now.Add(ReservedFor)
+		if b.due.IsZero() || e.until.Before(b.due) {
+			b.due = e.until
+		}
 	}
 	if b.settle(e); e.of != nil {
 		b.quotas.regain(e.of) // before others do
@@ -100,8 +103,9 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 	}
 	var best *choice
 	h, waits := b.holds.by[p.Hold], false
-	no := &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
-	for _, name := range among {
+	no := &Refusal{Largest: map[string]Block{}}
+	whys := make([]string, len(among))
+	for i, name := range among {
 		r := b.room(name)
 		v, own := r.judge(p), 1
 		if h != nil {
@@ -111,7 +115,7 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 			}
 		}
 		if v.why != "" {
-			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
+			whys[i], no.Waits = v.why, no.Waits || v.waits
 			for _, resource := range p.names {
 				if n := r.largest(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
 					no.Largest[resource] = Block{n, name}
@@ -124,14 +128,17 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 			best = &c
 		}
 	}
-	if best == nil {
-		return "", no
+	if best != nil && (best.seat == 0 || !waits) {
+		return best.node, nil
 	}
-	if best.seat > 0 && waits { // for its own room, and then it need not take another's
-		no.Nodes[best.node], no.Waits = "room is held for it elsewhere", true
-		return "", no
+	no.Nodes = make(map[string]string, len(among))
+	for i, name := range among {
+		// Where there is room and another node is about to have its own for it again, it
+		// need not take somebody else's.
+		no.Nodes[name] = cmp.Or(whys[i], "room is held for it elsewhere")
+		no.Waits = no.Waits || best != nil
 	}
-	return best.node, nil
+	return "", no
 }
 
 // room is that of a node, empty where nothing is known of it.

@@ -29,8 +29,10 @@ type room struct {
 	kept    []Part
 	checked bool
 	chunks  map[string]int
-	// verdicts are the answers so far, by the shape of the pod that was asked for.
+	// verdicts are the answers so far, by the shape of the pod that was asked for, and blocks
+	// the largest requests, by resource.
 	verdicts map[string]verdict
+	blocks   map[string]int
 }
 
 // verdict is what a room says to a pod: why it refuses, or how bad a choice it is.
@@ -377,6 +379,15 @@ func sorted(requests map[string]int) []string { return slices.Sorted(maps.Keys(r
 // largest is the largest request for a resource that one container could have, and of a
 // MIG profile how many free placements there are.
 func (r *room) largest(resource string) (n int) {
+	if n, known := r.blocks[resource]; known {
+		return n
+	}
+	defer func() {
+		if r.blocks == nil {
+			r.blocks = map[string]int{}
+		}
+		r.blocks[resource] = n
+	}()
 	for i := range r.gpus {
 		s := &r.gpus[i]
 		switch {

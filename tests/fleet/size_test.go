@@ -5,6 +5,7 @@ package fleet
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -235,16 +236,15 @@ func TestSize(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		began := time.Now()
-		placed, err := ask(f.placer.Door, body)
-		took[kind] = append(took[kind], time.Since(began))
+		answer, in, err := ask(f.placer.Door, body)
+		took[kind] = append(took[kind], in)
 		if err != nil {
 			t.Fatalf("question %d, %s: %v", n, kind, err)
 		}
 		if outcomes[kind] == nil {
 			outcomes[kind] = map[bool]int{}
 		}
-		outcomes[kind][placed]++
+		outcomes[kind][answer.NodeNames != nil && len(*answer.NodeNames) > 0]++
 	}
 	close(over)
 	f.work.Wait()
@@ -261,25 +261,28 @@ func TestSize(t *testing.T) {
 		count, at(all, 0.5), at(all, 0.99), writes, knows.Seconds(), resident(t, f.placer.PID()))
 }
 
-// ask asks the door, and returns whether a node was named.
-func ask(door string, body []byte) (placed bool, err error) {
+// ask asks the door, and returns the answer and how long it took to come.
+func ask(door string, body []byte) (answer extender.ExtenderFilterResult, took time.Duration, err error) {
+	began := time.Now()
 	response, err := http.Post("http://"+door+"/filter", "application/json", bytes.NewReader(body))
 	if err != nil {
-		return false, err
+		return answer, 0, err
 	}
 	defer response.Body.Close()
 	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		return false, err
+	if took = time.Since(began); err != nil {
+		return answer, took, err
 	}
-	var answer extender.ExtenderFilterResult
+	if response.StatusCode != http.StatusOK {
+		return answer, took, fmt.Errorf("%s: %s", response.Status, text)
+	}
 	if err := json.Unmarshal(text, &answer); err != nil {
-		return false, fmt.Errorf("%s: %w", response.Status, err)
+		return answer, took, err
 	}
 	if answer.Error != "" {
-		return false, fmt.Errorf("%s: %s", response.Status, answer.Error)
+		return answer, took, errors.New(answer.Error)
 	}
-	return answer.NodeNames != nil && len(*answer.NodeNames) > 0, nil
+	return answer, took, nil
 }
 
 // at is a quantile in milliseconds.
