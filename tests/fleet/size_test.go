@@ -228,6 +228,7 @@ func TestSize(t *testing.T) {
 	}
 	took, outcomes := map[string][]time.Duration{}, map[string]map[bool]int{}
 	rng := rand.New(rand.NewPCG(17, 17))
+	late := 0
 	names := []string{"24 units", "an instance", "no such room"}
 	for n := range questions {
 		kind := names[rng.IntN(len(names))]
@@ -238,7 +239,10 @@ func TestSize(t *testing.T) {
 		}
 		answer, in, err := ask(f.placer.Door, body)
 		took[kind] = append(took[kind], in)
-		if err != nil {
+		if errors.Is(err, errLate) {
+			late++
+			continue
+		} else if err != nil {
 			t.Fatalf("question %d, %s: %v", n, kind, err)
 		}
 		if outcomes[kind] == nil {
@@ -248,6 +252,9 @@ func TestSize(t *testing.T) {
 	}
 	close(over)
 	f.work.Wait()
+	if late > questions/2 {
+		t.Errorf("%d of %d questions were not answered in time", late, questions)
+	}
 	var all []time.Duration
 	for _, kind := range names {
 		all = append(all, took[kind]...)
@@ -257,9 +264,12 @@ func TestSize(t *testing.T) {
 			t.Errorf("%s: %d answers of %d say the opposite", kind, wrong, len(took[kind]))
 		}
 	}
-	t.Logf("%d nodes, all: p50 %.1f ms, p99 %.1f ms; %d GPUNodes were written meanwhile; the placer knew them after %.1f s, and has %.1f MB resident",
-		count, at(all, 0.5), at(all, 0.99), writes, knows.Seconds(), resident(t, f.placer.PID()))
+	t.Logf("%d nodes, all: p50 %.1f ms, p99 %.1f ms, %d not in time; %d GPUNodes were written meanwhile; the placer knew them after %.1f s, and has %.1f MB resident",
+		count, at(all, 0.5), at(all, 0.99), late, writes, knows.Seconds(), resident(t, f.placer.PID()))
 }
+
+// errLate says that the door had no answer in its time; then kube-scheduler goes on without.
+var errLate = errors.New("no answer in time")
 
 // ask asks the door, and returns the answer and how long it took to come.
 func ask(door string, body []byte) (answer extender.ExtenderFilterResult, took time.Duration, err error) {
@@ -273,7 +283,9 @@ func ask(door string, body []byte) (answer extender.ExtenderFilterResult, took t
 	if took = time.Since(began); err != nil {
 		return answer, took, err
 	}
-	if response.StatusCode != http.StatusOK {
+	if response.StatusCode == http.StatusServiceUnavailable {
+		return answer, took, errLate
+	} else if response.StatusCode != http.StatusOK {
 		return answer, took, fmt.Errorf("%s: %s", response.Status, text)
 	}
 	if err := json.Unmarshal(text, &answer); err != nil {
