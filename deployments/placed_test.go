@@ -20,9 +20,19 @@ import (
 )
 
 // startPlacer starts the program with the placer's rights.
-func (s *apiServer) startPlacer(t *testing.T, program, door string) *plane.Placer {
+func (s *apiServer) startPlacer(t *testing.T, program, door string, args ...string) *plane.Placer {
 	t.Helper()
-	return s.StartPlacer(t, program, s.Kubeconfig(t, asPlacer()), door)
+	return s.StartPlacer(t, program, s.Kubeconfig(t, asPlacer()), door, args...)
+}
+
+// buildProgram builds gpu-agent.
+func buildProgram(t *testing.T) string {
+	t.Helper()
+	program := filepath.Join(t.TempDir(), "gpu-agent")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
+		t.Fatalf("build the program: %v\n%s", err, out)
+	}
+	return program
 }
 
 const unitsName = "example.com/gpu-mem"
@@ -114,10 +124,7 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	for _, o := range render(t, "placer") {
 		s.apply(t, o, false)
 	}
-	program := filepath.Join(t.TempDir(), "gpu-agent")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
-		t.Fatalf("build the program: %v\n%s", err, out)
-	}
+	program := buildProgram(t)
 	s.namespace(t, "train")
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "110", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))

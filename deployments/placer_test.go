@@ -25,6 +25,7 @@ import (
 
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/tests/plane"
 )
@@ -35,17 +36,25 @@ const (
 )
 
 func TestPlacersRBACIsWhatItUses(t *testing.T) {
-	have := grants(t, resources(t, "placer"), placer, placer)
-	var want []rule
-	for _, r := range kube.PlacerRules {
-		resource := r.Resource
-		if r.APIGroup != "" {
-			resource += "." + r.APIGroup
+	for _, test := range []struct {
+		dir, name string
+		uses      []kube.Rule
+	}{
+		{"placer", placer, kube.PlacerRules},
+		{"placer/liqo", placer + "-liqo", kube.LiqoRules},
+	} {
+		have := grants(t, resources(t, test.dir), test.name, placer)
+		var want []rule
+		for _, r := range test.uses {
+			resource := r.Resource
+			if r.APIGroup != "" {
+				resource += "." + r.APIGroup
+			}
+			want = append(want, rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
 		}
-		want = append(want, rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
-	}
-	if !slices.Equal(have, want) {
-		t.Errorf("the manifests grant\n%+v\ninternal/kube uses\n%+v", have, want)
+		if !slices.Equal(have, want) {
+			t.Errorf("%s grants\n%+v\ninternal/kube uses\n%+v", test.dir, have, want)
+		}
 	}
 }
 
@@ -110,7 +119,7 @@ func TestPlacersDeployment(t *testing.T) {
 		t.Errorf("the lease is %s, want %s", c.env()["GPU_AGENT_LEASE"], want)
 	}
 	good := func() error { return nil }
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil)
+	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil, nil)
 	pages := obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics}).Handler()
 	for path, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
 		answer := httptest.NewRecorder()
@@ -204,7 +213,7 @@ func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
 	if have, want := names("(?m)^\\| `--([a-z-]+)", text), slices.Sorted(maps.Keys(commandFlags(t, "placer"))); !slices.Equal(have, want) {
 		t.Errorf("the docs have the flags\n%q, the program\n%q", have, want)
 	}
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"})
+	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States)
 	metrics.APIError("list", "pods")
 	answer := httptest.NewRecorder()
 	obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics}).Handler().

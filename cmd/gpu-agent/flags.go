@@ -130,6 +130,8 @@ type list struct {
 
 func (l *list) String() string { return strings.Join(l.values, ",") }
 
+func (l *list) has(word string) bool { return slices.Contains(l.values, word) }
+
 func (l *list) Set(s string) error {
 	l.values = nil
 	for word := range strings.SplitSeq(s, ",") {

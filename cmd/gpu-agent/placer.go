@@ -16,11 +16,19 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
+)
+
+// Doors, by what --doors calls them.
+const (
+	extenderDoor = "extender"
+	liqoDoor     = "liqo"
 )
 
 type placerFlags struct {
@@ -34,8 +42,8 @@ type placerFlags struct {
 
 func (f *placerFlags) register(fs *flag.FlagSet) {
 	f.names.registerCluster(fs)
-	f.doors = list{[]string{"extender"}, []string{"extender"}}
-	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender)")
+	f.doors = list{[]string{extenderDoor}, []string{extenderDoor, liqoDoor}}
+	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the door's certificate (PEM); without one it speaks plain HTTP")
@@ -77,15 +85,15 @@ func place(ctx context.Context, c console, args []string) error {
 	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
 
 	books := fleet.New(f.names.resourceDomain, time.Now)
+	var lent *liqo.Door
 	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
 		s.Waiting, s.Reservations = books.State()
 		s.Leads = books.Ready() == nil
+		if lent != nil {
+			s.Slices = lent.State()
+		}
 		return s
-	}, words(extender.Verbs), words(extender.Outcomes))
-	books.TellUnguarded(func(p fleet.Unguarded) {
-		metrics.Unguarded()
-		log.Warn("a pod was bound without the placer's word", "namespace", p.Namespace, "pod", p.Name, "node", p.Node)
-	})
+	}, words(extender.Verbs), words(extender.Outcomes), liqo.States)
 	cluster, err := kube.NewCluster(kube.Options{
 		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
 		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
@@ -94,13 +102,13 @@ func place(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
+	if f.doors.has(liqoDoor) {
+		lent = openToLiqo(books, cluster, &f, log)
+	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Ready: books.Ready,
 		// Who cannot even say this hangs.
 		Healthy: func() error { books.State(); return nil },
 	})
-	door := extender.New(books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
-		metrics.Answered(string(v), string(how), took)
-	}})
 
 	g, ctx := errgroup.WithContext(ctx)
 	if ns, name, elected := splitName(f.lease); elected {
@@ -115,7 +123,21 @@ func place(ctx context.Context, c console, args []string) error {
 		})
 	}
 	g.Go(func() error { return page.Run(ctx) })
-	g.Go(func() error { return serveExtender(ctx, &f, door, log) })
+	if lent != nil {
+		g.Go(func() error { return lent.Run(ctx) })
+		g.Go(func() error { return cluster.Follow(ctx, liqo.Slices, liqoObjects{lent, true}) })
+		g.Go(func() error { return cluster.Follow(ctx, liqo.Tenants, liqoObjects{lent, false}) })
+	}
+	if f.doors.has(extenderDoor) {
+		books.TellUnguarded(func(p fleet.Unguarded) {
+			metrics.Unguarded()
+			log.Warn("a pod was bound without the placer's word", "namespace", p.Namespace, "pod", p.Name, "node", p.Node)
+		})
+		door := extender.New(books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
+			metrics.Answered(string(v), string(how), took)
+		}})
+		g.Go(func() error { return serveExtender(ctx, &f, door, log) })
+	}
 	g.Go(func() error { return cluster.Watch(ctx, books) })
 	g.Go(func() error {
 		return books.Run(ctx, func(ctx context.Context, node string) error {
@@ -130,6 +152,40 @@ func place(ctx context.Context, c console, args []string) error {
 	log.Info("ended")
 	return nil
 }
+
+// openToLiqo has the books keep what other clusters are granted through Liqo.
+func openToLiqo(books *fleet.Fleet, cluster *kube.Cluster, f *placerFlags, log *slog.Logger) *liqo.Door {
+	lender := fleet.Lend(books, liqo.QuotaOf)
+	return liqo.New(lender, liqo.Options{
+		API: liqoAPI{cluster}, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
+		Leads: books.Ready, Listed: lender.Listed, Logger: log, Now: time.Now,
+	})
+}
+
+// liqoAPI is the API server as the door for Liqo asks it.
+type liqoAPI struct{ *kube.Cluster }
+
+func (a liqoAPI) Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error {
+	of := liqo.Tenants
+	if slices {
+		of = liqo.Slices
+	}
+	return a.Read(ctx, of, see)
+}
+
+func (a liqoAPI) Write(ctx context.Context, o *unstructured.Unstructured) (*unstructured.Unstructured, bool, error) {
+	return a.WriteStatus(ctx, liqo.Slices, o)
+}
+
+// liqoObjects tells the door of one of the two kinds of objects.
+type liqoObjects struct {
+	*liqo.Door
+	slices bool
+}
+
+func (o liqoObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.slices, of) }
+func (o liqoObjects) Delete(uid string)                 { o.Door.Delete(o.slices, uid) }
+func (o liqoObjects) Listed()                           { o.Door.Listed(o.slices) }
 
 // identity is this process's alone, also where its pod's name is given to another one.
 func identity() string {

@@ -100,6 +100,16 @@ var PlacerRules = []Rule{
 		Why: "the same: make that Lease; RBAC cannot narrow this by its name"},
 }
 
+// LiqoRules is what a [Cluster] needs besides for the placer's door for Liqo.
+var LiqoRules = []Rule{
+	{APIGroup: "authentication.liqo.io", Resource: "resourceslices", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know what other clusters ask for, and what they have been granted"},
+	{APIGroup: "authentication.liqo.io", Resource: "resourceslices/status", Verbs: []string{"update"}, Cluster: true,
+		Why: "say what they are granted"},
+	{APIGroup: "authentication.liqo.io", Resource: "tenants", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know which clusters are drained or cordoned"},
+}
+
 // Options configure a Client.
 type Options struct {
 	// Kubeconfig is a file's path. Empty means the pod's own service account.

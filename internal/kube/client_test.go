@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/workload"
 )
@@ -106,13 +108,24 @@ func TestRulesAreUsed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	for _, resource := range []string{"resourceslices", "tenants"} {
+		background(t, func(ctx context.Context) error { return cluster.Follow(ctx, liqoResource(resource), &shelf{}) })
+	}
+	s.put("resourceslices"+liqoGroup, "a", "one", map[string]any{})
+	if err := cluster.Read(t.Context(), liqoResource("resourceslices"), func(o *unstructured.Unstructured) {
+		if _, changed, err := cluster.WriteStatus(t.Context(), liqoResource("resourceslices"), o); changed || err != nil {
+			t.Errorf("changed %t, %v", changed, err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
-	for _, rule := range slices.Concat(Rules, PlacerRules) {
+	for _, rule := range slices.Concat(Rules, PlacerRules, LiqoRules) {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {
 			t.Errorf("rule for %s: verbs unsorted or no reason", rule.Resource)
 		}
 		for _, verb := range rule.Verbs {
-			all[verb+" "+rule.Resource] = true
+			all[verb+" "+rule.stored()] = true
 		}
 	}
 	await(t, "all rules are used", func() (same bool) {

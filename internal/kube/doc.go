@@ -36,7 +36,9 @@
 // the cluster's nodes, pods and GPUNodes in the same way, and lists them in pages.
 // [Cluster.Wake] writes an annotation of a Node, so that schedulers look at it again. By a
 // [Lease] one of several such processes leads. [PlacerRules] lists what all this takes.
-// [Cluster.List] reads nodes and GPUNodes once, for an export.
+// [Cluster.List] reads nodes and GPUNodes once, for an export. [Cluster.Follow], [Cluster.Read]
+// and [Cluster.WriteStatus] are for objects of other projects, of which this package knows
+// nothing; [LiqoRules] lists what Liqo's take.
 //
 // # Memory
 //

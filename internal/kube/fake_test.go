@@ -158,7 +158,44 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-var kinds = map[string]string{"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
+// liqoGroup follows the names of Liqo's resources.
+const liqoGroup = ".authentication.liqo.io"
+
+// stored is the resource's name in the server, with a subresource.
+func (r Rule) stored() string {
+	name, sub, _ := strings.Cut(r.Resource, "/")
+	if "."+r.APIGroup == liqoGroup {
+		name += liqoGroup
+	}
+	return strings.TrimSuffix(name+"/"+sub, "/")
+}
+
+// updateStatus puts an object's status in its place, if the object is in that version.
+func (s *server) updateStatus(w http.ResponseWriter, resource, namespace, name string, body []byte) {
+	var sent struct {
+		Metadata struct{ ResourceVersion string }
+		Status   map[string]any
+	}
+	if err := json.Unmarshal(body, &sent); err != nil {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	object := s.objects[resource+"/"+namespace+"/"+name]
+	switch {
+	case object == nil:
+		refuse(w, 404, "NotFound")
+	case object["metadata"].(map[string]any)["resourceVersion"] != sent.Metadata.ResourceVersion:
+		refuse(w, 409, "Conflict")
+	default:
+		object = clone(object)
+		object["status"] = sent.Status
+		answer(w, s.putLocked(resource, namespace, name, object))
+	}
+}
+
+var kinds = map[string]string{"resourceslices" + liqoGroup: "ResourceSlice", "tenants" + liqoGroup: "Tenant", "gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -222,10 +259,14 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	path := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/")
 	path = strings.TrimPrefix(path, "/apis/coordination.k8s.io/v1/")
+	path, liqo := strings.CutPrefix(path, "/apis/authentication.liqo.io/v1beta1/")
 	parts := strings.Split(strings.TrimPrefix(path, "/apis/example.com/v1alpha1/"), "/")
 	namespace := ""
 	if len(parts) > 2 && parts[0] == "namespaces" {
 		namespace, parts = parts[1], parts[2:]
+	}
+	if liqo {
+		parts[0] += liqoGroup // two projects have ResourceSlices
 	}
 	resource, name := parts[0], ""
 	if len(parts) > 1 {
@@ -248,8 +289,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
 	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), query.Get("dryRun"), body))
-	allowed := slices.ContainsFunc(slices.Concat(Rules, PlacerRules), func(rule Rule) bool {
-		return rule.Resource == resource && slices.Contains(rule.Verbs, verb)
+	allowed := slices.ContainsFunc(slices.Concat(Rules, PlacerRules, LiqoRules), func(rule Rule) bool {
+		return rule.stored() == resource && slices.Contains(rule.Verbs, verb)
 	})
 	s.used[verb+" "+resource] = true
 	if verb == "patch" && resource == "resourceclaims/status" {
@@ -290,6 +331,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.watch(w, r, resource, namespace, name)
 	case resource == "pods/eviction":
 		s.evict(w, namespace, name, body)
+	case verb == "update" && liqo:
+		s.updateStatus(w, parts[0], namespace, name, body)
 	case verb == "create":
 		s.create(w, resource, namespace, body)
 	case verb == "patch":

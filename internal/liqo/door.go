@@ -34,8 +34,6 @@ type Options struct {
 	// granted is in the books.
 	Leads  func() error
 	Listed func()
-	// Wrote, if set, is told of each attempt to write a status.
-	Wrote  func(err error)
 	Logger *slog.Logger
 	Now    func() time.Time
 }
@@ -123,6 +121,9 @@ func (d *Door) wake() {
 	default:
 	}
 }
+
+// States are what State counts.
+var States = []string{"accepted", "denied", "waiting", "bypassing"}
 
 // State is how many ResourceSlices there are that ask for what the agents offer, by what they
 // were told: "accepted", "denied", "waiting", or "bypassing" for those of Liqo's own class.
@@ -253,9 +254,6 @@ func (d *Door) write(ctx context.Context, s *Slice, w *Status) {
 	now, changed, err := d.o.API.Write(ctx, s.with(w, d.o.Now()))
 	if changed {
 		return // it will be told, and decided on again
-	}
-	if d.o.Wrote != nil {
-		d.o.Wrote(err)
 	}
 	if err != nil {
 		d.o.Logger.Error("a cluster was not told what it is granted", "namespace", s.Namespace, "slice", s.Name, "err", err)

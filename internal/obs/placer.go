@@ -28,13 +28,16 @@ type PlacerState struct {
 	// Waiting are pods that were refused and have no place yet. Reservations are pods that
 	// have one, by the placer's word or as the API's nominees, and are not bound.
 	Waiting, Reservations int
+	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
+	Slices map[string]int
 	// Leads says that this process is the one that answers.
 	Leads bool
 }
 
 // NewPlacer returns metrics in which all counters are 0. Read is asked at each scrape;
-// answers are the verbs of a door's requests with the outcomes that they can have.
-func NewPlacer(version string, read func() PlacerState, verbs, outcomes []string) *Placer {
+// verbs are those of the extender's requests, outcomes what these can have, and slices what a
+// ResourceSlice can have been told.
+func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices []string) *Placer {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
 	m := &Placer{
@@ -55,6 +58,11 @@ func NewPlacer(version string, read func() PlacerState, verbs, outcomes []string
 		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_reservations",
 		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+	for _, state := range slices {
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_liqo_slices", ConstLabels: prometheus.Labels{"state": state},
+			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
+			func() float64 { return float64(read().Slices[state]) })
+	}
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_leader",
 		Help: "1 while this process is the one that answers."}, func() float64 { return truth(read().Leads) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "build_info", Help: "1; the version is in the labels.",

@@ -3,6 +3,7 @@ module example.com/gpu-agent/deployments/testdata/crds
 go 1.26
 
 require (
+	github.com/liqotech/liqo v1.2.0
 	sigs.k8s.io/karpenter v1.8.0
 	sigs.k8s.io/kueue v0.19.0
 )

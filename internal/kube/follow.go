@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+)
+
+// Objects is told of the objects of a resource. Calls do not overlap.
+type Objects interface {
+	Set(*unstructured.Unstructured)
+	Delete(uid string)
+	// Listed is called each time that all of them have been told.
+	Listed()
+}
+
+// Follow tells of all objects of a resource until ctx ends, which is the only error that it
+// returns, as Watch does of pods. Where the server does not know the resource, it is asked
+// again.
+func (c *Cluster) Follow(ctx context.Context, of schema.GroupVersionResource, into Objects) error {
+	all := &census{id: func(o *unstructured.Unstructured) string { return string(o.GetUID()) }, set: into.Set, gone: into.Delete, listed: into.Listed}
+	return c.follow(ctx, target{resource: of, all: all}, nil)
+}
+
+// Read calls see with each object of a resource as they are now, not as they were when a
+// watch told of them.
+func (c *Cluster) Read(ctx context.Context, of schema.GroupVersionResource, see func(*unstructured.Unstructured)) error {
+	return c.pages(ctx, of, "", func(o *unstructured.Unstructured) error { see(o); return nil })
+}
+
+// WriteStatus writes an object's status, and returns the object as it is then. Changed says that
+// it is gone or not in this version any more, and that nothing was written.
+func (c *Cluster) WriteStatus(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (now *unstructured.Unstructured, changed bool, err error) {
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	now, err = c.api.Resource(of).Namespace(o.GetNamespace()).UpdateStatus(bounded, o, metav1.UpdateOptions{FieldManager: placerManager})
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		c.note(ctx, "update", of.Resource, "", nil)
+		return nil, true, nil
+	}
+	if c.note(ctx, "update", of.Resource, "", err); err != nil {
+		return nil, false, fmt.Errorf("write the status of %s %s/%s: %w", of.Resource, o.GetNamespace(), o.GetName(), err)
+	}
+	return now, false, nil
+}

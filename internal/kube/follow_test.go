@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+)
+
+func liqoResource(name string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: strings.TrimPrefix(liqoGroup, "."), Version: "v1beta1", Resource: name}
+}
+
+// shelf keeps what Follow tells.
+type shelf struct {
+	mu      sync.Mutex
+	there   map[string]*unstructured.Unstructured // by UID
+	listing int
+}
+
+func (o *shelf) Set(of *unstructured.Unstructured) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.there == nil {
+		o.there = map[string]*unstructured.Unstructured{}
+	}
+	o.there[string(of.GetUID())] = of
+}
+
+func (o *shelf) Delete(uid string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	delete(o.there, uid)
+}
+
+func (o *shelf) Listed() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.listing++
+}
+
+// are reports whether these are there, once all have been listed.
+func (o *shelf) are(uids ...string) func() bool {
+	return func() bool {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		return o.listing > 0 && slices.Equal(slices.Sorted(maps.Keys(o.there)), uids)
+	}
+}
+
+// Objects are told of by UID: one that was made anew is another one. A status is written only
+// in the version that was read.
+func TestFollow(t *testing.T) {
+	s := newServer(t)
+	slice := func(uid, says string) map[string]any {
+		return map[string]any{"metadata": map[string]any{"uid": uid}, "spec": map[string]any{"class": "c"}, "status": map[string]any{"is": says}}
+	}
+	const of = "resourceslices" + liqoGroup
+	s.put(of, "a", "one", slice("u-1", "new"))
+	c, _ := connectCluster(t, s)
+	var o shelf
+	background(t, func(ctx context.Context) error { return c.Follow(ctx, liqoResource("resourceslices"), &o) })
+	await(t, "it is told of", o.are("u-1"))
+	s.put(of, "b", "two", slice("u-2", "new"))
+	await(t, "another one", o.are("u-1", "u-2"))
+	s.put(of, "a", "one", nil)
+	s.put(of, "a", "one", slice("u-3", "new"))
+	await(t, "one in its place", o.are("u-2", "u-3"))
+
+	read := map[string]*unstructured.Unstructured{}
+	if err := c.Read(t.Context(), liqoResource("resourceslices"), func(o *unstructured.Unstructured) { read[string(o.GetUID())] = o }); err != nil {
+		t.Fatal(err)
+	}
+	one := read["u-3"]
+	if len(read) != 2 || one == nil {
+		t.Fatalf("read %v", read)
+	}
+	write := func(says string) (is string, changed bool) {
+		t.Helper()
+		next := one.DeepCopy()
+		if err := unstructured.SetNestedField(next.Object, says, "status", "is"); err != nil {
+			t.Fatal(err)
+		}
+		now, changed, err := c.WriteStatus(t.Context(), liqoResource("resourceslices"), next)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if changed {
+			return "", true
+		}
+		is, _, _ = unstructured.NestedString(now.Object, "status", "is")
+		return is, false
+	}
+	if is, changed := write("granted"); is != "granted" || changed {
+		t.Errorf("it says %q, changed: %t", is, changed)
+	}
+	if is, changed := write("again"); is != "" || !changed {
+		t.Errorf("in an old version it was written %q", is)
+	}
+	s.put(of, "a", "one", nil)
+	if _, changed := write("again"); !changed {
+		t.Error("it is gone, and was written")
+	}
+}
