@@ -4,12 +4,16 @@ package memcap
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
+	"os"
 	"strconv"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 )
 
@@ -127,6 +131,48 @@ func TestKill(t *testing.T) {
 		return n.Bound-n.Expected == used-context300 && n.Reserved == n.Bound && n.Committed == n.Bound && n.Processes == 1 &&
 			int64(n.Bound)+last.Correction == int64(used)
 	}, func() any { n, err := u.Read(); return []any{n, err, r.used(0), b.last(0)} })
+	k.quit()
+}
+
+// A process dies in an attempt, and the next one takes its slot. The turn ends with that, so that
+// others make attempts and readings come to rest.
+func TestKillInAnAttempt(t *testing.T) {
+	const limit, at = 2 * GiB, 192 // where the page says whose turn it is
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	b := r.claim(t, "turn", []share{{gpu: 0, bytes: limit}}, false, nil)
+	first := b.tool(t, "probe", nil)
+	first.ask("took", "take cuMemAlloc_v2 %d 1", 32*MiB)
+	if err := first.p.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := first.wait(); err != nil {
+		t.Fatal(err)
+	}
+	first.shut()
+	second := b.tool(t, "probe", nil) // takes another slot, and clears the first one when it needs room
+	second.ask("took", "take cuMemAlloc_v2 %d 1000", 32*MiB)
+	second.quit()
+	u, err := r.pages.OpenUsage(b.key, r.uuid(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	turn := make([]byte, 8)
+	binary.LittleEndian.PutUint64(turn, 7<<32|1)
+	page, err := os.OpenFile(b.Path(lib.UsagePath(r.uuid(0), "turn")), os.O_WRONLY, 0)
+	if err == nil {
+		_, err = page.WriteAt(turn, at)
+		err = errors.Join(err, page.Close())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := b.tool(t, "probe", nil)
+	k.ask("took", "take cuMemAlloc_v2 %d 1", 32*MiB)
+	n, err := u.Read()
+	if err != nil || n.Processes != 1 || n.Attempt != 7<<32 {
+		t.Errorf("%d processes, and the turn is %#x, want %#x, of nobody: %v", n.Processes, n.Attempt, uint64(7<<32), err)
+	}
 	k.quit()
 }
 

@@ -8,7 +8,7 @@
  *
  * The page says whose turn it is: [turns:32 | 1 + slot:32], with 0 in the lower half where
  * nobody makes an attempt. The slot's lock tells whether its owner lives. The turn of a
- * dead owner ends once its memory is back. An owner that lives and does not finish (a
+ * dead owner ends once its memory is back, or when another process takes its slot. An owner that lives and does not finish (a
  * stopped process, or something that a tenant wrote there) is waited for once; after that
  * no attempts are made until the word changes. */
 #ifndef CAP_ATTEMPT_H

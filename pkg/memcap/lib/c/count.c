@@ -277,6 +277,18 @@ static bool reclaim(struct account *a, struct sums *t)
     return any;
 }
 
+/* end_turn ends the attempt (attempt.h) in which the owner of a slot died. Nobody else can tell
+ * from now on: the slot's lock is held again, so the turn looks like one of the new owner's, who
+ * never ends it. Then no process would make attempts, and no reading would be at rest. */
+static void end_turn(struct account *a, uint64_t slot, bool *waited)
+{
+    uint64_t *at = &a->usage->attempt, word = count_read(at);
+    if ((uint32_t)word != 1 + slot)
+        return;
+    await_death(&a->usage->slots[slot], waited);
+    __atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
 /* take_slot takes the first slot that is free and blank. It clears one that a dead process
  * left only where there is no other, since that may have to wait. */
 static int take_slot(struct account *a)
@@ -292,16 +304,17 @@ static int take_slot(struct account *a)
             if (fd < 0)
                 return fd;
             /* With the lock held this does not change any more. */
+            bool waited = false;
             if (!blank(s)) {
                 if (clean) {
                     sys_close(fd);
                     continue;
                 }
-                bool waited = false;
                 end_loans(s);
                 await_death(s, &waited);
                 clear(a, s);
             }
+            end_turn(a, i, &waited);
             a->hold = sys_map(PAGE, PROT_READ, MAP_SHARED, fd);
             if (a->hold)
                 SYS3(SYS_madvise, a->hold, PAGE, MADV_DONTFORK);
