@@ -112,7 +112,6 @@ func (f *Fleet) Run(ctx context.Context, wake func(ctx context.Context, node str
 			return ctx.Err()
 		case <-tick.C:
 			f.lapse()
-			f.refresh()
 		case <-f.news:
 			select {
 			case <-ctx.Done():
@@ -136,10 +135,15 @@ func (f *Fleet) Run(ctx context.Context, wake func(ctx context.Context, node str
 	}
 }
 
-// lapse ends what has been there for too long.
+// lapse ends what has been there for too long, and has the books look at what has changed
+// before somebody asks, with questions answered in between.
 func (f *Fleet) lapse() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	for len(f.missing) == 0 && f.books.Refresh(2) {
+		f.mu.Unlock()
+		f.mu.Lock()
+	}
 	now := f.now()
 	for _, node := range f.books.Lapsed(now) {
 		f.touch(node)
@@ -158,16 +162,6 @@ func (f *Fleet) lapse() {
 		if now.Sub(a.at) > stale {
 			delete(f.answers, uid)
 		}
-	}
-}
-
-// refresh has the books look at what has changed before somebody asks, with questions
-// answered in between.
-func (f *Fleet) refresh() {
-	for more := true; more; {
-		f.mu.Lock()
-		more = len(f.missing) == 0 && f.books.Refresh(2)
-		f.mu.Unlock()
 	}
 }
 
