@@ -41,6 +41,7 @@ func TestAllocatableAtOnce(t *testing.T) {
 			switch draw.IntN(4) {
 			case 0:
 				b.must(agent.Crash(b.ctx))
+				b.must(agent.Ready(b.ctx)) // until then the kubelet refuses pods, and there is nobody to say so
 			case 1:
 				b.must(node.CrashKubelet(b.ctx))
 				kubelet = true
