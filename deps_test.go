@@ -60,6 +60,7 @@ var packages = []entry{
 	{"internal/node", 2, "PodResources, the container runtime, /proc and cgroups"},
 	{"internal/kube", 2, "the API server"},
 	{"internal/extender", 2, "kube-scheduler's HTTP extender protocol"},
+	{"internal/kueue", 2, "Kueue's admission checks: whether a workload has room for all of its pods"},
 	{"internal/liqo", 2, "Liqo's ResourceSlices: what other clusters are granted"},
 	{"internal/nfd", 2, "the features file that Node Feature Discovery reads"},
 	{"internal/obs", 2, "metrics, probes and the status over HTTP"},

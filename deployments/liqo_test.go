@@ -95,18 +95,13 @@ func (l lent) await(t *testing.T, units int, condition, message string) {
 	})
 }
 
-// question asks the placer's door for a node for a pod of so many units; of is the slice for which
-// Liqo made it, empty for a pod of this cluster's own.
-func question(t *testing.T, p *plane.Placer, uid string, units int64, of string) (placed bool) {
+// question asks the placer's door for a node for a pod of so many units, of which of tells more.
+func question(t *testing.T, p *plane.Placer, uid string, units int64, of func(*corev1.Pod)) (placed bool) {
 	t.Helper()
 	amount := corev1.ResourceList{unitsName: *resource.NewQuantity(units, resource.DecimalSI)}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: uid, Namespace: "train", UID: types.UID(uid)},
 		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Resources: corev1.ResourceRequirements{Requests: amount, Limits: amount}}}}}
-	if of != "" {
-		yes := true
-		pod.Labels = map[string]string{"liqo.io/managed-by": "shadowpod", "liqo.io/creator-user": of}
-		pod.OwnerReferences = []metav1.OwnerReference{{APIVersion: "offloading.liqo.io/v1beta1", Kind: "ShadowPod", Name: uid, UID: "u", Controller: &yes}}
-	}
+	of(pod)
 	body, err := json.Marshal(extender.ExtenderArgs{Pod: pod, NodeNames: &[]string{"gpu-1"}})
 	if err != nil {
 		t.Fatal(err)
@@ -127,6 +122,15 @@ func question(t *testing.T, p *plane.Placer, uid string, units int64, of string)
 // userOf is what Liqo calls the user of a cluster's slice.
 func userOf(consumer string) string {
 	return fmt.Sprintf("gpus-%x", sha256.Sum256([]byte(consumer)))[:len("gpus-")+12]
+}
+
+// shadowOf makes a pod one that Liqo has made for a consumer's slice.
+func shadowOf(consumer string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		yes := true
+		p.Labels = map[string]string{"liqo.io/managed-by": "shadowpod", "liqo.io/creator-user": userOf(consumer)}
+		p.OwnerReferences = []metav1.OwnerReference{{APIVersion: "offloading.liqo.io/v1beta1", Kind: "ShadowPod", Name: p.Name, UID: "u", Controller: &yes}}
+	}
 }
 
 // TestLiqoDoor has the program, with the rights that are shipped, answer clusters at the real API
@@ -166,16 +170,17 @@ func TestLiqoDoor(t *testing.T) {
 		t.Errorf("a slice of another class was told %q, and has %d", is, n)
 	}
 
+	local := func(*corev1.Pod) {}
 	for i, test := range []struct {
 		units int64
-		of    string
+		of    func(*corev1.Pod)
 		want  bool
 	}{
-		{40, "", false}, {39, "", true}, // of this cluster
-		{40, userOf("milan"), true}, {71, userOf("paris"), true},
+		{40, local, false}, {39, local, true},
+		{40, shadowOf("milan"), true}, {71, shadowOf("paris"), true},
 	} {
 		if got := question(t, p, fmt.Sprint("pod-", i), test.units, test.of); got != test.want {
-			t.Errorf("a pod of %d units of %q is placed: %t, want %t", test.units, test.of, got, test.want)
+			t.Errorf("pod %d, of %d units, is placed: %t, want %t", i, test.units, got, test.want)
 		}
 	}
 
@@ -183,7 +188,7 @@ func TestLiqoDoor(t *testing.T) {
 	// gone with it.
 	p.Kill()
 	p = s.startPlacer(t, program, p.Door, "--doors=extender,liqo")
-	if question(t, p, "again", 40, "") || !question(t, p, "again", 39, "") {
+	if question(t, p, "again", 40, local) || !question(t, p, "again", 39, local) {
 		t.Error("after a kill this cluster's own pods do not have what is left, or have more")
 	}
 	milan.await(t, 40, "Accepted Granted", "")

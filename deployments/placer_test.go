@@ -25,6 +25,7 @@ import (
 
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kueue"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/tests/plane"
@@ -42,6 +43,7 @@ func TestPlacersRBACIsWhatItUses(t *testing.T) {
 	}{
 		{"placer", placer, kube.PlacerRules},
 		{"placer/liqo", placer + "-liqo", kube.LiqoRules},
+		{"placer/kueue", placer + "-kueue", kube.KueueRules},
 	} {
 		have := grants(t, resources(t, test.dir), test.name, placer)
 		var want []rule
@@ -119,7 +121,7 @@ func TestPlacersDeployment(t *testing.T) {
 		t.Errorf("the lease is %s, want %s", c.env()["GPU_AGENT_LEASE"], want)
 	}
 	good := func() error { return nil }
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil, nil)
+	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil, nil, nil)
 	pages := obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics}).Handler()
 	for path, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
 		answer := httptest.NewRecorder()
@@ -213,7 +215,7 @@ func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
 	if have, want := names("(?m)^\\| `--([a-z-]+)", text), slices.Sorted(maps.Keys(commandFlags(t, "placer"))); !slices.Equal(have, want) {
 		t.Errorf("the docs have the flags\n%q, the program\n%q", have, want)
 	}
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States)
+	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
 	metrics.APIError("list", "pods")
 	answer := httptest.NewRecorder()
 	obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics}).Handler().

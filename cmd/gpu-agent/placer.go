@@ -17,10 +17,12 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kueue"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
 )
@@ -29,6 +31,7 @@ import (
 const (
 	extenderDoor = "extender"
 	liqoDoor     = "liqo"
+	kueueDoor    = "kueue"
 )
 
 type placerFlags struct {
@@ -42,8 +45,8 @@ type placerFlags struct {
 
 func (f *placerFlags) register(fs *flag.FlagSet) {
 	f.names.registerCluster(fs)
-	f.doors = list{[]string{extenderDoor}, []string{extenderDoor, liqoDoor}}
-	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), liqo (GPU ResourceSlices of other clusters)")
+	f.doors = list{[]string{extenderDoor}, []string{extenderDoor, kueueDoor, liqoDoor}}
+	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the door's certificate (PEM); without one it speaks plain HTTP")
@@ -86,14 +89,18 @@ func place(ctx context.Context, c console, args []string) error {
 
 	books := fleet.New(f.names.resourceDomain, time.Now)
 	var lent *liqo.Door
+	var admitted *kueue.Door
 	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
 		s.Waiting, s.Reservations = books.State()
 		s.Leads = books.Ready() == nil
 		if lent != nil {
 			s.Slices = lent.State()
 		}
+		if admitted != nil {
+			s.Checks = admitted.State()
+		}
 		return s
-	}, words(extender.Verbs), words(extender.Outcomes), liqo.States)
+	}, words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
 	cluster, err := kube.NewCluster(kube.Options{
 		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
 		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
@@ -104,6 +111,10 @@ func place(ctx context.Context, c console, args []string) error {
 	}
 	if f.doors.has(liqoDoor) {
 		lent = openToLiqo(books, cluster, &f, log)
+	}
+	if f.doors.has(kueueDoor) {
+		holder := fleet.HoldFor(books, kueue.HoldOf(f.names.domain))
+		admitted = kueue.New(holder, kueue.Options{API: cluster, Domain: f.names.domain, Leads: books.Ready, Listed: holder.Listed, Logger: log, Now: time.Now})
 	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Ready: books.Ready,
 		// Who cannot even say this hangs.
@@ -127,6 +138,12 @@ func place(ctx context.Context, c console, args []string) error {
 		g.Go(func() error { return lent.Run(ctx) })
 		g.Go(func() error { return cluster.Follow(ctx, liqo.Slices, liqoObjects{lent, true}) })
 		g.Go(func() error { return cluster.Follow(ctx, liqo.Tenants, liqoObjects{lent, false}) })
+	}
+	if admitted != nil {
+		g.Go(func() error { return admitted.Run(ctx) })
+		for _, of := range []schema.GroupVersionResource{kueue.Workloads, kueue.ResourceFlavors, kueue.AdmissionChecks} {
+			g.Go(func() error { return cluster.Follow(ctx, of, kueueObjects{admitted, of}) })
+		}
 	}
 	if f.doors.has(extenderDoor) {
 		books.TellUnguarded(func(p fleet.Unguarded) {
@@ -186,6 +203,15 @@ type liqoObjects struct {
 func (o liqoObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.slices, of) }
 func (o liqoObjects) Delete(uid string)                 { o.Door.Delete(o.slices, uid) }
 func (o liqoObjects) Listed()                           { o.Door.Listed(o.slices) }
+
+// kueueObjects tells the door of one kind of objects.
+type kueueObjects struct {
+	*kueue.Door
+	of schema.GroupVersionResource
+}
+
+func (o kueueObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.of, of) }
+func (o kueueObjects) Listed()                           { o.Door.Listed(o.of) }
 
 // identity is this process's alone, also where its pod's name is given to another one.
 func identity() string {

@@ -43,5 +43,10 @@
 // What a node offers through DRA is left to the scheduler, which has found room for it before
 // it asks, also where a pod asks for it under the name of an extended resource.
 //
+// # Other doors
+//
+// A [Lender] keeps room for other clusters, and a [Holder] for workloads that have no pods yet.
+// No question is answered until each has said what it had before ([Lend], [HoldFor]).
+//
 // The package makes no requests. Whoever watches the API tells it what there is.
 package fleet

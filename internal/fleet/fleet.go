@@ -314,6 +314,9 @@ func (f *Fleet) read(p *corev1.Pod) placer.Pod {
 	if f.quotaOf != nil {
 		out.Quota = f.quotaOf(p)
 	}
+	if f.holdOf != nil {
+		out.Hold = f.holdOf(p)
+	}
 	for i := range p.Spec.InitContainers {
 		c := &p.Spec.InitContainers[i]
 		sidecar := c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways
@@ -341,7 +344,10 @@ func (f *Fleet) read(p *corev1.Pod) placer.Pod {
 
 // container adds a container that asks for something of the agent's.
 func (f *Fleet) container(to *placer.Pod, from *corev1.Container, c placer.Container) {
-	for name, amount := range from.Resources.Requests { // the server fills it from limits
+	requests := corev1.ResourceList{}
+	maps.Copy(requests, from.Resources.Limits) // a template need not say both
+	maps.Copy(requests, from.Resources.Requests)
+	for name, amount := range requests {
 		if n := amount.Value(); strings.HasPrefix(string(name), f.prefix) && n > 0 {
 			if c.Requests == nil {
 				c.Requests = map[string]int{}

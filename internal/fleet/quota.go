@@ -15,8 +15,8 @@ import (
 
 // lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
 type lending struct {
-	// quotaOf, if set, says of which quota a pod is.
-	quotaOf func(*corev1.Pod) string
+	// quotaOf, if set, says of which quota a pod is, and holdOf of which hold.
+	quotaOf, holdOf func(*corev1.Pod) string
 	// about are Nodes, as far as it matters.
 	about map[string]about
 }

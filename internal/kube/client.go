@@ -110,6 +110,20 @@ var LiqoRules = []Rule{
 		Why: "know which clusters are drained or cordoned"},
 }
 
+// KueueRules is what a [Cluster] needs besides for the placer's door for Kueue.
+var KueueRules = []Rule{
+	{APIGroup: "kueue.x-k8s.io", Resource: "workloads", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know which workloads wait for an answer, and for which room is held"},
+	{APIGroup: "kueue.x-k8s.io", Resource: "workloads/status", Verbs: []string{"update"}, Cluster: true,
+		Why: "answer them"},
+	{APIGroup: "kueue.x-k8s.io", Resource: "resourceflavors", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know on which nodes a workload may run"},
+	{APIGroup: "kueue.x-k8s.io", Resource: "admissionchecks", Verbs: []string{"list", "watch"}, Cluster: true,
+		Why: "know which checks are its own"},
+	{APIGroup: "kueue.x-k8s.io", Resource: "admissionchecks/status", Verbs: []string{"update"}, Cluster: true,
+		Why: "say that they are answered"},
+}
+
 // Options configure a Client.
 type Options struct {
 	// Kubeconfig is a file's path. Empty means the pod's own service account.

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/workload"
@@ -108,19 +109,22 @@ func TestRulesAreUsed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, resource := range []string{"resourceslices", "tenants"} {
-		background(t, func(ctx context.Context) error { return cluster.Follow(ctx, liqoResource(resource), &shelf{}) })
+	for _, of := range []schema.GroupVersionResource{liqoSlices, {Group: liqoSlices.Group, Version: "v1beta1", Resource: "tenants"},
+		kueueObject("workloads"), kueueObject("resourceflavors"), kueueObject("admissionchecks")} {
+		background(t, func(ctx context.Context) error { return cluster.Follow(ctx, of, &shelf{}) })
 	}
-	s.put("resourceslices"+liqoGroup, "a", "one", map[string]any{})
-	if err := cluster.Read(t.Context(), liqoResource("resourceslices"), func(o *unstructured.Unstructured) {
-		if _, changed, err := cluster.WriteStatus(t.Context(), liqoResource("resourceslices"), o); changed || err != nil {
-			t.Errorf("changed %t, %v", changed, err)
+	for _, of := range []schema.GroupVersionResource{liqoSlices, kueueObject("workloads"), kueueObject("admissionchecks")} {
+		s.put(of.Resource+"."+of.Group, "a", "one", map[string]any{})
+		if err := cluster.Read(t.Context(), of, func(o *unstructured.Unstructured) {
+			if _, changed, err := cluster.WriteStatus(t.Context(), of, o); changed || err != nil {
+				t.Errorf("%s: changed %t, %v", of.Resource, changed, err)
+			}
+		}); err != nil {
+			t.Fatal(err)
 		}
-	}); err != nil {
-		t.Fatal(err)
 	}
 	all := map[string]bool{}
-	for _, rule := range slices.Concat(Rules, PlacerRules, LiqoRules) {
+	for _, rule := range slices.Concat(Rules, PlacerRules, LiqoRules, KueueRules) {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {
 			t.Errorf("rule for %s: verbs unsorted or no reason", rule.Resource)
 		}

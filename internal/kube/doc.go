@@ -38,7 +38,7 @@
 // [Lease] one of several such processes leads. [PlacerRules] lists what all this takes.
 // [Cluster.List] reads nodes and GPUNodes once, for an export. [Cluster.Follow], [Cluster.Read]
 // and [Cluster.WriteStatus] are for objects of other projects, of which this package knows
-// nothing; [LiqoRules] lists what Liqo's take.
+// nothing; [LiqoRules] and [KueueRules] list what these take.
 //
 // # Memory
 //

@@ -158,14 +158,14 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-// liqoGroup follows the names of Liqo's resources.
-const liqoGroup = ".authentication.liqo.io"
+// foreignGroups are other projects', and follow the names of their resources.
+var foreignGroups = []string{"authentication.liqo.io", "kueue.x-k8s.io"}
 
 // stored is the resource's name in the server, with a subresource.
 func (r Rule) stored() string {
 	name, sub, _ := strings.Cut(r.Resource, "/")
-	if "."+r.APIGroup == liqoGroup {
-		name += liqoGroup
+	if slices.Contains(foreignGroups, r.APIGroup) {
+		name += "." + r.APIGroup
 	}
 	return strings.TrimSuffix(name+"/"+sub, "/")
 }
@@ -195,7 +195,9 @@ func (s *server) updateStatus(w http.ResponseWriter, resource, namespace, name s
 	}
 }
 
-var kinds = map[string]string{"resourceslices" + liqoGroup: "ResourceSlice", "tenants" + liqoGroup: "Tenant", "gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
+var kinds = map[string]string{"resourceslices.authentication.liqo.io": "ResourceSlice", "tenants.authentication.liqo.io": "Tenant",
+	"workloads.kueue.x-k8s.io": "Workload", "resourceflavors.kueue.x-k8s.io": "ResourceFlavor", "admissionchecks.kueue.x-k8s.io": "AdmissionCheck",
+	"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -259,15 +261,19 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	path := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/")
 	path = strings.TrimPrefix(path, "/apis/coordination.k8s.io/v1/")
-	path, liqo := strings.CutPrefix(path, "/apis/authentication.liqo.io/v1beta1/")
+	foreign := ""
+	for _, group := range foreignGroups {
+		if rest, is := strings.CutPrefix(path, "/apis/"+group+"/"); is {
+			_, path, _ = strings.Cut(rest, "/") // after the version
+			foreign = "." + group
+		}
+	}
 	parts := strings.Split(strings.TrimPrefix(path, "/apis/example.com/v1alpha1/"), "/")
 	namespace := ""
 	if len(parts) > 2 && parts[0] == "namespaces" {
 		namespace, parts = parts[1], parts[2:]
 	}
-	if liqo {
-		parts[0] += liqoGroup // two projects have ResourceSlices
-	}
+	parts[0] += foreign // two projects have ResourceSlices
 	resource, name := parts[0], ""
 	if len(parts) > 1 {
 		name = parts[1]
@@ -289,7 +295,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
 	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), query.Get("dryRun"), body))
-	allowed := slices.ContainsFunc(slices.Concat(Rules, PlacerRules, LiqoRules), func(rule Rule) bool {
+	allowed := slices.ContainsFunc(slices.Concat(Rules, PlacerRules, LiqoRules, KueueRules), func(rule Rule) bool {
 		return rule.stored() == resource && slices.Contains(rule.Verbs, verb)
 	})
 	s.used[verb+" "+resource] = true
@@ -331,7 +337,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.watch(w, r, resource, namespace, name)
 	case resource == "pods/eviction":
 		s.evict(w, namespace, name, body)
-	case verb == "update" && liqo:
+	case verb == "update" && foreign != "":
 		s.updateStatus(w, parts[0], namespace, name, body)
 	case verb == "create":
 		s.create(w, resource, namespace, body)

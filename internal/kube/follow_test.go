@@ -6,7 +6,6 @@ import (
 	"context"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 
@@ -14,8 +13,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-func liqoResource(name string) schema.GroupVersionResource {
-	return schema.GroupVersionResource{Group: strings.TrimPrefix(liqoGroup, "."), Version: "v1beta1", Resource: name}
+// Objects of other projects.
+var liqoSlices = schema.GroupVersionResource{Group: "authentication.liqo.io", Version: "v1beta1", Resource: "resourceslices"}
+
+func kueueObject(resource string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: "kueue.x-k8s.io", Version: "v1beta2", Resource: resource}
 }
 
 // shelf keeps what Follow tells.
@@ -62,11 +64,11 @@ func TestFollow(t *testing.T) {
 	slice := func(uid, says string) map[string]any {
 		return map[string]any{"metadata": map[string]any{"uid": uid}, "spec": map[string]any{"class": "c"}, "status": map[string]any{"is": says}}
 	}
-	const of = "resourceslices" + liqoGroup
+	const of = "resourceslices.authentication.liqo.io"
 	s.put(of, "a", "one", slice("u-1", "new"))
 	c, _ := connectCluster(t, s)
 	var o shelf
-	background(t, func(ctx context.Context) error { return c.Follow(ctx, liqoResource("resourceslices"), &o) })
+	background(t, func(ctx context.Context) error { return c.Follow(ctx, liqoSlices, &o) })
 	await(t, "it is told of", o.are("u-1"))
 	s.put(of, "b", "two", slice("u-2", "new"))
 	await(t, "another one", o.are("u-1", "u-2"))
@@ -75,7 +77,7 @@ func TestFollow(t *testing.T) {
 	await(t, "one in its place", o.are("u-2", "u-3"))
 
 	read := map[string]*unstructured.Unstructured{}
-	if err := c.Read(t.Context(), liqoResource("resourceslices"), func(o *unstructured.Unstructured) { read[string(o.GetUID())] = o }); err != nil {
+	if err := c.Read(t.Context(), liqoSlices, func(o *unstructured.Unstructured) { read[string(o.GetUID())] = o }); err != nil {
 		t.Fatal(err)
 	}
 	one := read["u-3"]
@@ -88,7 +90,7 @@ func TestFollow(t *testing.T) {
 		if err := unstructured.SetNestedField(next.Object, says, "status", "is"); err != nil {
 			t.Fatal(err)
 		}
-		now, changed, err := c.WriteStatus(t.Context(), liqoResource("resourceslices"), next)
+		now, changed, err := c.WriteStatus(t.Context(), liqoSlices, next)
 		if err != nil {
 			t.Fatal(err)
 		}

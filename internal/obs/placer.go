@@ -30,14 +30,16 @@ type PlacerState struct {
 	Waiting, Reservations int
 	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
 	Slices map[string]int
+	// Checks are the admission checks of workloads that have quota, by their state.
+	Checks map[string]int
 	// Leads says that this process is the one that answers.
 	Leads bool
 }
 
 // NewPlacer returns metrics in which all counters are 0. Read is asked at each scrape;
-// verbs are those of the extender's requests, outcomes what these can have, and slices what a
-// ResourceSlice can have been told.
-func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices []string) *Placer {
+// verbs are those of the extender's requests, outcomes what these can have, slices what a
+// ResourceSlice can have been told, and checks the states of an admission check.
+func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices, checks []string) *Placer {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
 	m := &Placer{
@@ -58,6 +60,11 @@ func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices 
 		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_reservations",
 		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+	for _, state := range checks {
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_kueue_checks", ConstLabels: prometheus.Labels{"state": state},
+			Help: "Admission checks that the placer answers, of workloads that have quota, by their state."},
+			func() float64 { return float64(read().Checks[state]) })
+	}
 	for _, state := range slices {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_liqo_slices", ConstLabels: prometheus.Labels{"state": state},
 			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},

@@ -59,7 +59,7 @@ func (f *fleet) give(p Pod, node string) {
 func TestAGroupIsHeldAsAWhole(t *testing.T) {
 	f := of(ledger.Units, 2, 79, "a", "b")(t)
 	no := f.wantNotHeld("g", "room for 4 of 5 pods", f.group(5, memName, 50))
-	if no.Found != 4 || no.Of != 5 || no.Largest[memName].N != 79 {
+	if no.Found != 4 || no.Of != 5 || no.Largest[memName].N != 29 {
 		t.Errorf("%+v", no)
 	}
 	if len(f.books.Holds()) != 0 {

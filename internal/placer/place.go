@@ -15,8 +15,9 @@ import (
 type Refusal struct {
 	// Nodes has the reason of each node that was asked.
 	Nodes map[string]string
-	// Largest are the largest requests that would fit on one of these nodes, by resource; of
-	// a MIG profile how many placements are free.
+	// Largest are the largest requests that would fit on one of these nodes, by resource, once
+	// pods that have not reported their devices have those that the agent's packing would give
+	// them; of a MIG profile how many placements are free.
 	Largest map[string]Block
 	// Waits says that there may be room as soon as pods that are starting have reported
 	// their devices.
@@ -117,7 +118,7 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 		if v.why != "" {
 			whys[i], no.Waits = v.why, no.Waits || v.waits
 			for _, resource := range p.names {
-				if n := r.largest(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
+				if n := r.foreseen(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
 					no.Largest[resource] = Block{n, name}
 				}
 			}
@@ -178,7 +179,7 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	}
 	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits}
 	for _, resource := range e.names {
-		no.Largest[resource] = Block{r.largest(resource), name}
+		no.Largest[resource] = Block{r.foreseen(resource), name}
 	}
 	return no
 }
@@ -221,7 +222,7 @@ func (r *room) refuseAlone(p *entry) (why string, waits bool) {
 	}
 	var largest []string
 	for _, name := range p.names {
-		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.largest(name)))
+		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.foreseen(name)))
 	}
 	return strings.Join(largest, "; "), false
 }

@@ -73,8 +73,8 @@ func TestOthersDoNotGetWhatIsKept(t *testing.T) {
 	f.wantKept("q", "a:30 ", none())
 	f.wantPlaced(member("q", "m2", memName, 30), "a")
 	f.wantKept("q", "", none())
-	f.wantRefused(member("q", "m3", memName, 1), "largest")
-	f.wantRefused(member("other", "m4", memName, 1), "largest")
+	f.wantRefused(member("q", "m3", memName, 1), "is free")
+	f.wantRefused(member("other", "m4", memName, 1), "is free")
 	f.books.DeletePod("m2")
 	f.now = f.now.Add(ReservedFor)
 	f.books.Lapsed(f.now) // m1's and small's reservations end

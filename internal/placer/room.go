@@ -376,6 +376,14 @@ func (r *room) family(resource string) string {
 // sorted are the names of resources in order.
 func sorted(requests map[string]int) []string { return slices.Sorted(maps.Keys(requests)) }
 
+// foreseen is what largest would be once those who are about to have devices have them.
+func (r *room) foreseen(resource string) int {
+	if len(r.pending) == 0 {
+		return r.largest(resource)
+	}
+	return (&room{gpus: r.expect().gpus}).largest(resource)
+}
+
 // largest is the largest request for a resource that one container could have, and of a
 // MIG profile how many free placements there are.
 func (r *room) largest(resource string) (n int) {

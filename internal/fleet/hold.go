@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/internal/placer"
+)
+
+// Held is the kind of what is held for pods that are to come, of which Holder.Listed tells.
+const Held Kind = "what is held for workloads"
+
+// Holder holds room for groups of pods. Its methods may be called from several goroutines.
+type Holder struct{ f *Fleet }
+
+// HoldFor has room of a fleet held, and no question answered until the Holder has been told what
+// was held before. Of says for which hold a pod is, empty for none. It is called before the
+// fleet is told of anything.
+func HoldFor(f *Fleet, of func(*corev1.Pod) string) *Holder {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.holdOf = of
+	f.missing = append(f.missing, Held)
+	return &Holder{f}
+}
+
+// Listed notes that all is held that was before.
+func (h *Holder) Listed() { h.f.Listed(Held) }
+
+// Hold finds room for groups ([placer.Books.Hold]) on nodes that take new pods, and returns the
+// nodes of each group's pods. No is why there is none; nothing is held then that was not before.
+func (h *Holder) Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	at, err := h.f.books.Hold(id, name, groups, h.f.now())
+	errors.As(err, &no)
+	h.touch(at)
+	return at, no
+}
+
+// SetHold notes a hold as it was written down ([placer.Books.SetHold]).
+func (h *Holder) SetHold(id, name string, groups []placer.Group, at [][]string) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	h.f.books.SetHold(id, name, groups, at)
+}
+
+// Room looks for room as Hold does, and holds nothing.
+func (h *Holder) Room(groups []placer.Group) *placer.Refusal {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	const trial = "a trial" // no hold has a name without a slash
+	_, err := h.f.books.Hold(trial, trial, groups, h.f.now())
+	h.f.books.Drop(trial)
+	no := new(placer.Refusal)
+	if errors.As(err, &no) {
+		return no
+	}
+	return nil
+}
+
+// Drop gives a hold up. Pods that have got some of it keep that.
+func (h *Holder) Drop(id string) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	h.f.books.Drop(id)
+	for name := range h.f.says {
+		h.f.touch(name) // who waits may have room now
+	}
+}
+
+// Holds are the IDs of all holds, in order, and Lost the nodes on which pods of one have no
+// room any more.
+func (h *Holder) Holds() []string {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	return h.f.books.Holds()
+}
+
+func (h *Holder) Lost(id string) []string {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	return h.f.books.Lost(id)
+}
+
+func (h *Holder) touch(at [][]string) {
+	for _, of := range at {
+		for _, name := range of {
+			h.f.touch(name)
+		}
+	}
+}
+
+// Nodes are the labels of the Nodes that take new pods, by name. The caller may not change them.
+func (h *Holder) Nodes() map[string]map[string]string {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	out := map[string]map[string]string{}
+	for name, a := range h.f.about {
+		if a.open {
+			out[name] = a.labels
+		}
+	}
+	return out
+}
+
+// Asks is what a pod would ask for of the agents' resources, nil for nothing.
+func (h *Holder) Asks(p *corev1.PodSpec) []placer.Container {
+	return h.f.read(&corev1.Pod{Spec: *p}).Containers
+}

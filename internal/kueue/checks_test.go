@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kueue
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/placer"
+)
+
+const memory = "example.com/gpu-mem"
+
+var start = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+// cluster is a cluster's nodes, with the real books.
+type cluster struct {
+	*placer.Books
+	t      *testing.T
+	labels map[string]map[string]string
+	// view is what Kueue's objects say.
+	view View
+	*Checks
+}
+
+// newCluster has nodes with GPUs of so many units on-prem, and one in the cloud.
+func newCluster(t *testing.T, nodes map[string][]int) *cluster {
+	c := &cluster{Books: placer.New(), t: t, labels: map[string]map[string]string{}}
+	c.Checks = NewChecks("example.com", c)
+	for name, gpus := range nodes {
+		site := "on-prem"
+		if strings.HasPrefix(name, "cloud") {
+			site = "cloud"
+		}
+		c.labels[name] = map[string]string{"site": site, corev1.LabelHostname: name}
+		s := &gpunode.Status{HoldersIn: gpunode.InPods, Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
+		for i, n := range gpus {
+			s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%s-%d", name, i), Index: i, API: string(ledger.DevicePlugin), Kind: ledger.Units, Resource: memory, Total: n,
+				Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}})
+		}
+		s.Sum()
+		c.SetNode(name, s, true)
+	}
+	c.view = View{
+		Flavors: map[string]*Flavor{"here": {"here", map[string]string{"site": "on-prem"}}, "there": {"there", map[string]string{"site": "cloud"}}},
+		Checks:  map[string]*Check{"room": {Name: "room", Controller: "example.com/gpu-placer"}, "full": {Name: "full", Controller: "example.com/gpu-placer-cloud"}, "other": {Name: "other", Controller: "somebody"}},
+	}
+	return c
+}
+
+func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container) {
+	for _, one := range p.Containers {
+		if n, asks := one.Resources.Requests[memory]; asks {
+			out = append(out, placer.Container{Requests: map[string]int{memory: int(n.Value())}})
+		}
+	}
+	return out
+}
+
+func (c *cluster) Nodes() map[string]map[string]string { return c.labels }
+
+func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *placer.Refusal) {
+	at, err := c.Books.Hold(id, name, groups, start)
+	no := new(placer.Refusal)
+	if errors.As(err, &no) {
+		return nil, no
+	}
+	return at, nil
+}
+
+func (c *cluster) Room(groups []placer.Group) *placer.Refusal {
+	_, no := c.Hold("trial", "trial", groups)
+	c.Books.Drop("trial")
+	return no
+}
+
+// job adds a workload with quota of a flavor and a check, whose sets have so many pods of so many
+// units each.
+func (c *cluster) job(name, owner, flavor, check string, sets ...[2]int) *Workload {
+	w := &Workload{UID: "u-" + name, Namespace: "train", Name: name, Created: start.Add(time.Duration(len(c.view.Workloads)) * time.Second), Owner: owner, Reserved: true,
+		Checks: []CheckState{{Name: check, State: Pending}, {Name: "other", State: Pending}}}
+	for i, s := range sets {
+		pod := corev1.PodSpec{Containers: []corev1.Container{{Name: "main"}}}
+		if s[1] > 0 {
+			pod.Containers[0].Resources.Requests = corev1.ResourceList{memory: *resource.NewQuantity(int64(s[1]), resource.DecimalSI)}
+		}
+		w.Sets = append(w.Sets, Set{Name: fmt.Sprint("set-", i), N: s[0], Pod: pod, Flavors: []string{flavor}})
+	}
+	c.view.Workloads = append(c.view.Workloads, w)
+	return w
+}
+
+// decide has all checks answered, as the API server would note it.
+func (c *cluster) decide() {
+	for _, a := range c.Decide(&c.view, start) {
+		for i := range a.Workload.Checks {
+			if a.Workload.Checks[i].Name == a.State.Name {
+				a.Workload.Checks[i] = a.State
+			}
+		}
+	}
+}
+
+func (c *cluster) want(w *Workload, state, message string) {
+	c.t.Helper()
+	if s := w.Checks[0]; s.State != state || !strings.Contains(s.Message, message) {
+		c.t.Fatalf("%s is %s: %q, want %s: %q", w.Name, s.State, s.Message, state, message)
+	}
+	if s := w.Checks[1]; s.State != Pending || s.Message != "" {
+		c.t.Fatalf("somebody else's check of %s was answered: %+v", w.Name, s)
+	}
+}
+
+// requeue is what Kueue does with a workload that is to be tried again.
+func requeue(w *Workload) {
+	retries := int32(1)
+	if w.Checks[0].RetryCount != nil {
+		retries += *w.Checks[0].RetryCount
+	}
+	w.Checks[0] = CheckState{Name: w.Checks[0].Name, State: Pending, RetryCount: &retries}
+}
+
+func TestAdmittedMeansPlaceable(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79, 79}, "b": {79}, "cloud-1": {79, 79}})
+	one := c.job("one", "job-1", "here", "room", [2]int{2, 50})
+	two := c.job("two", "job-2", "here", "room", [2]int{1, 50}, [2]int{2, 20})
+	three := c.job("three", "job-3", "here", "room", [2]int{1, 50})
+	none := c.job("none", "job-4", "here", "room", [2]int{3, 0})
+	c.decide()
+	c.want(one, Ready, "there is room: ")
+	c.want(two, Ready, "there is room: ")
+	c.want(three, Retry, "the largest free block of example.com/gpu-mem is 29")
+	c.want(none, Ready, "asks for nothing")
+	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 15 {
+		t.Errorf("tried again after %v s", after)
+	}
+	requeue(three)
+	c.decide()
+	c.want(three, Retry, "none of 2 nodes")
+	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 30 {
+		t.Errorf("tried again after %v s", after)
+	}
+	c.decide() // nothing changes
+	if answers := c.Decide(&c.view, start); len(answers) > 0 {
+		t.Errorf("answered again: %+v", answers)
+	}
+	one.Over = true
+	requeue(three)
+	c.decide()
+	c.want(three, Ready, "there is room: ")
+	one.Over, one.Checks[0].State = false, Pending
+	c.decide()
+	c.want(one, Retry, "room for 1 of 2 pods")
+}
+
+// A set of pods has its room or no other one has, and pods use what is held for their
+// workload alone.
+func TestPodsOfAHold(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
+	one := c.job("one", "job-1", "here", "room", [2]int{1, 60}, [2]int{1, 60})
+	c.decide()
+	c.want(one, Ready, "a × 1, b × 1")
+	u := one.Checks[0].PodSetUpdates
+	if len(u) != 2 || u[0].Annotations["example.com/gpu.hold"] != "job-1" || u[0].NodeSelector[corev1.LabelHostname] == u[1].NodeSelector[corev1.LabelHostname] {
+		t.Errorf("pods get %+v", u)
+	}
+	of := HoldOf("example.com")
+	place := func(uid string, meta metav1.ObjectMeta) string {
+		p := placer.Pod{UID: uid, Hold: of(&corev1.Pod{ObjectMeta: meta}), Containers: []placer.Container{{Requests: map[string]int{memory: 60}}}}
+		at, _ := c.Place(p, []string{"a", "b"}, start)
+		return at
+	}
+	yes := true
+	owner := []metav1.OwnerReference{{UID: "job-1", Controller: &yes}}
+	if at := place("p-1", metav1.ObjectMeta{Namespace: "train"}); at != "" {
+		t.Errorf("a pod of nobody has room on %s", at)
+	}
+	if at := place("p-2", metav1.ObjectMeta{Namespace: "web", OwnerReferences: owner, Annotations: map[string]string{"example.com/gpu.hold": "job-1"}}); at != "" {
+		t.Errorf("a pod of another namespace has room on %s", at)
+	}
+	first := place("p-3", metav1.ObjectMeta{Namespace: "train", OwnerReferences: owner})
+	second := place("p-4", metav1.ObjectMeta{Namespace: "train", Annotations: map[string]string{"example.com/gpu.hold": "job-1"}})
+	if first == "" || second == "" || first == second {
+		t.Errorf("its own pods are on %q and %q", first, second)
+	}
+}
+
+// A process that begins anew holds what workloads say, before anything is answered.
+func TestHoldsOutliveTheProcess(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
+	one := c.job("one", "job-1", "here", "room", [2]int{2, 50})
+	c.decide()
+	c.want(one, Ready, "there is room")
+	before := c.view
+	next := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
+	next.view = before
+	two := next.job("two", "job-2", "here", "room", [2]int{1, 50})
+	next.Follow(&next.view)
+	if ids := next.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/job-1"}) || next.Books.Lost(ids[0]) != nil {
+		t.Errorf("held are %v", ids)
+	}
+	next.decide()
+	next.want(two, Retry, "the largest free block")
+	next.want(one, Ready, "there is room")
+	one.Reserved = false
+	requeue(two)
+	next.decide()
+	next.want(two, Ready, "there is room")
+}
+
+// A cloud is for what has no room on-prem.
+func TestCloud(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
+	alone := c.job("alone", "job-1", "there", "full", [2]int{1, 50})
+	large := c.job("large", "job-2", "there", "full", [2]int{2, 50})
+	c.decide()
+	c.want(alone, Retry, "begins again with the first one")
+	c.want(large, Ready, "room for 1 of 2 pods")
+
+	// Variants of one workload: the parent has the job's UID, the variants the parent's.
+	c = newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
+	variants := func(name string, units int) (here, there *Workload) {
+		parent := c.job(name, "job-"+name, "", "", [2]int{1, units})
+		parent.Reserved, parent.Checks = false, nil
+		return c.job(name+"-here", parent.UID, "here", "room", [2]int{1, units}), c.job(name+"-there", parent.UID, "there", "full", [2]int{1, units})
+	}
+	here, there := variants("x", 50)
+	c.decide()
+	c.want(here, Ready, "there is room: a × 1")
+	c.want(there, Pending, "held for x-here")
+	if ids := c.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/job-x"}) {
+		t.Errorf("held are %v: the pods are the job's", ids)
+	}
+	here2, there2 := variants("y", 50)
+	c.decide()
+	c.want(here2, Retry, "the largest free block")
+	c.want(there2, Ready, "on-prem, none of 1 nodes has room")
+	here3, there3 := variants("z", 20)
+	here3.Reserved = false // no quota yet
+	c.decide()
+	c.want(there3, Pending, "there is room on-prem")
+	_ = here3
+}
+
+// Nodes are those of the flavors, and of the pods' own word.
+func TestNodesOfAWorkload(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
+	w := c.job("one", "job-1", "here", "room", [2]int{1, 50})
+	w.Sets[0].Pod.NodeSelector = map[string]string{corev1.LabelHostname: "b"}
+	c.decide()
+	c.want(w, Ready, "there is room: b × 1")
+	v := c.job("two", "job-2", "here", "room", [2]int{1, 50})
+	v.Sets[0].Pod.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: corev1.LabelHostname, Operator: corev1.NodeSelectorOpNotIn, Values: []string{"a"}}}}}}}}
+	c.decide()
+	c.want(v, Retry, "none of 1 nodes")
+}
+
+// What is read of objects, and what is written, leaves the rest as it is.
+func TestObjects(t *testing.T) {
+	object := func(of map[string]any) *unstructured.Unstructured { return &unstructured.Unstructured{Object: of} }
+	o := object(map[string]any{
+		"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload",
+		"metadata": map[string]any{"namespace": "train", "name": "w", "uid": "u", "resourceVersion": "7", "creationTimestamp": "2026-01-02T03:04:05Z",
+			"ownerReferences": []any{map[string]any{"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "job", "controller": true}}},
+		"spec": map[string]any{"active": true, "podSets": []any{map[string]any{"name": "main", "count": int64(5), "template": map[string]any{"spec": map[string]any{
+			"containers": []any{map[string]any{"name": "main", "resources": map[string]any{"requests": map[string]any{memory: "40"}}}}}}}}},
+		"status": map[string]any{
+			"conditions": []any{map[string]any{"type": "QuotaReserved", "status": "True", "reason": "R", "message": "", "lastTransitionTime": "2026-01-02T03:04:05Z"}},
+			"admission": map[string]any{"clusterQueue": "q", "podSetAssignments": []any{map[string]any{"name": "main", "count": int64(4),
+				"flavors": map[string]any{memory: "here", "cpu": "here"}}}},
+			"reclaimablePods": []any{map[string]any{"name": "main", "count": int64(1)}},
+			"admissionChecks": []any{map[string]any{"name": "other", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"},
+				map[string]any{"name": "room", "state": "Pending", "message": "", "lastTransitionTime": "2026-01-02T03:04:05Z"}}}})
+	w, err := ReadWorkload(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s := w.Sets[0]; !w.Reserved || w.Admitted || w.Over || w.Owner != "job" || s.N != 3 || !slices.Equal(s.Flavors, []string{"here"}) || len(w.Checks) != 2 {
+		t.Errorf("read %+v", w)
+	}
+	seconds := int32(15)
+	next, err := w.with(CheckState{Name: "room", State: Retry, Message: "no", LastTransitionTime: metav1.NewTime(start), RequeueAfterSeconds: &seconds})
+	if err != nil {
+		t.Fatal(err)
+	}
+	checks, _, _ := unstructured.NestedSlice(next.Object, "status", "admissionChecks")
+	if len(checks) != 2 || checks[0].(map[string]any)["state"] != "Ready" || checks[1].(map[string]any)["state"] != "Retry" || fmt.Sprint(checks[1].(map[string]any)["requeueAfterSeconds"]) != "15" {
+		t.Errorf("written are %v", checks)
+	}
+	unstructured.RemoveNestedField(next.Object, "status", "admissionChecks")
+	before := o.DeepCopy()
+	unstructured.RemoveNestedField(before.Object, "status", "admissionChecks")
+	if !maps.EqualFunc(next.Object, before.Object, func(x, y any) bool { return fmt.Sprint(x) == fmt.Sprint(y) }) || next.GetResourceVersion() != "7" {
+		t.Errorf("the rest became %v", next.Object)
+	}
+	c, err := ReadCheck(object(map[string]any{"kind": "AdmissionCheck", "metadata": map[string]any{"name": "room"}, "spec": map[string]any{"controllerName": "example.com/gpu-placer"}}))
+	if err != nil || c.Active {
+		t.Fatalf("%+v, %v", c, err)
+	}
+	if now, err := c.active(start); err != nil {
+		t.Error(err)
+	} else if c, err = ReadCheck(now); err != nil || !c.Active {
+		t.Errorf("%+v, %v", c, err)
+	}
+	if _, err := ReadWorkload(object(map[string]any{"kind": "Workload", "metadata": map[string]any{"namespace": "a", "name": "b"}, "spec": "?"})); err == nil || !strings.Contains(err.Error(), "Workload a/b") {
+		t.Errorf("nonsense was read: %v", err)
+	}
+}

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package kueue answers admission checks of Kueue (v0.19, objects kueue.x-k8s.io/v1beta2): a
+// workload that a queue admits to GPUs of this cluster has room for every one of its pods.
+// Without that, a quota admits by sums, and a job that no GPU can hold waits beside an empty
+// cloud.
+//
+//	door := kueue.New(books, kueue.Options{API: api, Domain: "example.com", …})
+//	door.Set(kueue.Workloads, workload)   // and ResourceFlavors, AdmissionChecks
+//	door.Listed(kueue.Workloads)
+//	err := door.Run(ctx)
+//
+// [Checks] decides, and is pure but for the books, which it asks to hold room; [Door] hears of
+// objects, and writes.
+//
+// # Two kinds of checks
+//
+// An AdmissionCheck says by its controllerName which question it asks. A queue has the first on
+// its flavors of this cluster's own nodes, and the second on those of a cloud.
+//
+//   - "example.com/gpu-placer": is there room? It is Ready once every pod of the workload has its
+//     room, on nodes of the flavors that Kueue chose, and Retry with the reason otherwise.
+//   - "example.com/gpu-placer-cloud": is on-prem full? It is Ready where the workload has no room
+//     on the other nodes, and says why. While there is room it is Pending where a sibling can still
+//     be admitted there (Kueue's ConcurrentAdmission makes a variant of the workload for each
+//     flavor), and else Retry, so that the workload begins again with the first flavor.
+//
+// A workload that asks for nothing of the agents' passes both.
+//
+// # What is held
+//
+// What makes a check Ready is a hold in the books: a seat for each pod, found before there is one.
+// Nobody else is placed in that room. It lasts until the workload gives its quota back. Where the
+// pods are to go is written into the check's podSetUpdates, as an annotation that the pods get, and
+// as a node selector where all pods of a set go to one node. A process that begins reads the
+// holds from there, so that nothing is given out twice.
+//
+// A pod uses a seat of the hold of its namespace and its controller: that of the workload's
+// owner, or what the annotation says, where another controller stands in between. Both a tenant
+// can write, but not the namespace: who lies takes the room of a workload beside its own.
+//
+// # What it does not do
+//
+// It does not look at taints, and at what pods ask for beside GPUs: Kueue has quotas for that,
+// and the scheduler the last word. A hold whose room goes after the workload was admitted is
+// looked for elsewhere; where there is none, the workload stays as it is.
+//
+// The package knows Kueue's objects as plain values: its Go module is not needed.
+package kueue
