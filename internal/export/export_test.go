@@ -87,6 +87,8 @@ func TestGolden(t *testing.T) {
 		recorded(t, "c-1", "h100-80gb", "fixed", cloud))
 	two.Clouds = []Cloud{{Site: "cloud", Limit: 320 * 1024}}
 	two.Teams = []Team{{Name: "research", Share: 2}, {Name: "web", Share: 1}, {Name: "records", Share: 1, OnPrem: true}}
+	checked := *two
+	checked.Checks = true
 	zero := quotas(recorded(t, "a-1", "a100-80gb", "mixed", onPrem))
 	zero.Clouds = []Cloud{{Site: "cloud", Model: "NVIDIA-A100-SXM4-80GB", Mode: "whole", Limit: 640 * 1024}}
 	names := quotas(recorded(t, "d-1", "a100-80gb", "mig-dra", onPrem), recorded(t, "d-2", "a100-80gb", "shared-dra", onPrem), recorded(t, "d-3", "h100-80gb", "dynamic", onPrem))
@@ -103,6 +105,7 @@ func TestGolden(t *testing.T) {
 	}{
 		"kueue":                   {two.Nodes, two.Objects},
 		"kueue-configuration":     {two.Nodes, two.Configuration},
+		"kueue-checks":            {checked.Nodes, checked.Objects},
 		"kueue-zero":              {zero.Nodes, zero.Objects},
 		"kueue-dra":               {names.Nodes, names.Objects},
 		"kueue-dra-configuration": {names.Nodes, names.Configuration},

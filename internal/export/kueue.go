@@ -22,6 +22,9 @@ type Kueue struct {
 	// Topology lets Kueue look at what single nodes have left. It is left out, and the text
 	// says why, where that cannot work.
 	Topology bool
+	// Checks has the placer asked whether a workload has room. There is no topology then: both
+	// would choose nodes.
+	Checks bool
 	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
 	// by the names of extended resources. Kueue takes one or the other.
 	Claims bool
@@ -77,7 +80,7 @@ func (k *Kueue) Objects() ([]byte, error) {
 		return nil, err
 	}
 	var out []any
-	tas := k.Topology && b.apart == ""
+	tas := k.Topology && !k.Checks && b.apart == ""
 	if tas {
 		out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "Topology", ""}, {"metadata", object{{"name", topology, ""}}, ""},
 			{"spec", object{{"levels", []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}},
@@ -111,7 +114,7 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	switch {
 	case tas:
 		spec = append(spec, field{"topologyName", topology, ""})
-	case k.Topology:
+	case k.Topology && !k.Checks:
 		spec[0].says += "\nNo topology, since all flavors of a queue have one, or none:\n" + apart + "."
 	}
 	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ResourceFlavor", ""}, {"metadata", object{{"name", f.name, ""}}, ""}, {"spec", spec, ""}}
@@ -125,6 +128,7 @@ func (k *Kueue) queue(b *book, team int) object {
 		resources = append(resources, k.resource(name))
 	}
 	var flavors []object
+	on := map[bool][]string{} // the names of flavors, of those of clouds where true
 	for i := range b.flavors {
 		f := &b.flavors[i]
 		if f.cloud && t.OnPrem {
@@ -149,8 +153,9 @@ func (k *Kueue) queue(b *book, team int) object {
 			says = fmt.Sprintf("Cloud: all teams together have %s at most, which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
 		}
 		flavors = append(flavors, object{{"name", f.name, says}, {"resources", inlined(quotas), ""}})
+		on[f.cloud] = append(on[f.cloud], f.name)
 	}
-	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", t.Name, ""}}, ""},
+	queue := object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", t.Name, ""}}, ""},
 		{"spec", object{
 			{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from jobs\nthat run (spec.preemption)."},
 			{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
@@ -159,6 +164,22 @@ func (k *Kueue) queue(b *book, team int) object {
 			{"resourceGroups", []object{{{"coveredResources", resources, ""},
 				{"flavors", flavors, ""}}}, "Each pod counts by what it asks for and by its GPU memory. A team can borrow beyond its 0\nof a resource, unless all teams have 0: then these nodes do not offer it."},
 		}, ""}}
+	if checks := checks(on); k.Checks && len(checks) > 0 {
+		spec := queue[len(queue)-1].value.(object)
+		queue[len(queue)-1].value = append(spec, field{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
+			"Answered by the placer (deployments/placer/kueue): on-prem has room for every pod of a\nworkload, and a cloud is used where on-prem has none."})
+	}
+	return queue
+}
+
+// checks are the placer's, each with its flavors.
+func checks(on map[bool][]string) (out []object) {
+	for _, cloud := range []bool{false, true} {
+		if name := map[bool]string{false: "gpu-placer", true: "gpu-placer-cloud"}[cloud]; len(on[cloud]) > 0 {
+			out = append(out, object{{"name", name, ""}, {"onFlavors", on[cloud], ""}})
+		}
+	}
+	return out
 }
 
 // inlined puts each on a line.
