@@ -164,11 +164,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crowd, fleet},
 		},
 		{
