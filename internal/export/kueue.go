@@ -25,6 +25,10 @@ type Kueue struct {
 	// Checks has the placer asked whether a workload has room. There is no topology then: both
 	// would choose nodes.
 	Checks bool
+	// Variants, with Checks, has Kueue look for room with all flavors of a queue at a time
+	// (ConcurrentAdmission, which is alpha), so that a workload without room on-prem goes to
+	// a cloud at once. Without checks it would start there while on-prem is still judged.
+	Variants bool
 	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
 	// by the names of extended resources. Kueue takes one or the other.
 	Claims bool
@@ -168,6 +172,11 @@ func (k *Kueue) queue(b *book, team int) object {
 		spec := queue[len(queue)-1].value.(object)
 		queue[len(queue)-1].value = append(spec, field{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
 			"Answered by the placer (deployments/placer/kueue): on-prem has room for every pod of a\nworkload, and a cloud is used where on-prem has none."})
+		if k.Variants {
+			spec = queue[len(queue)-1].value.(object)
+			queue[len(queue)-1].value = append(spec, field{"concurrentAdmissionPolicy", object{{"migration", object{{"mode", "RetainFirstAdmission", ""}}, ""}},
+				"Alpha in Kueue 0.19: each flavor is tried by a variant of the workload, all at the same\ntime. It stays where it is admitted first; the other mode moves running jobs by quota alone,\nbefore the checks are asked."})
+		}
 	}
 	return queue
 }
@@ -235,9 +244,15 @@ func (k *Kueue) Configuration() ([]byte, error) {
 		resources = append(resources, field{"deviceClassMappings", mappings, ""})
 	}
 	out := object{{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""}, {"resources", resources, ""}}
+	var gates object
 	if b.shares {
-		out = append(out, field{"featureGates", object{{"KueueDRAIntegrationConsumableCapacity", true, ""}},
-			"Alpha in Kueue 0.19: without it Kueue does not start with the mapping above. Gates are named\neither here or in Kueue's --feature-gates, not in both."})
+		gates = append(gates, field{"KueueDRAIntegrationConsumableCapacity", true, "Without it Kueue does not start with the mapping above."})
+	}
+	if k.Variants {
+		gates = append(gates, field{"ConcurrentAdmission", true, "Without it queues with variants try one flavor after the other."})
+	}
+	if gates != nil {
+		out = append(out, field{"featureGates", gates, "Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both."})
 	}
 	return write(configurationHead, out)
 }
