@@ -9,10 +9,12 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sort"
 	"strings"
 
@@ -25,6 +27,7 @@ const (
 	kubernetesVersion = "v1.36.3"
 	etcdVersion       = "v3.6.6"
 	containerdVersion = "v2.3.7"
+	kueueVersion      = "v0.19.0"
 )
 
 const (
@@ -54,6 +57,8 @@ func buildCommand(ctx context.Context, l Layout, args []string) error {
 	fs := newFlagSet("build", "")
 	_, self, _, _ := runtime.Caller(0)
 	source := fs.String("source", filepath.Dir(self), "directory with this program's source")
+	var with list
+	fs.Var(&with, "with", "build a `PART` too that no node is made from: "+strings.Join(slices.Sorted(maps.Keys(l.optional("", ""))), ", ")+"; may be repeated")
 	if _, err := fs.parse(args, 0, 0); err != nil {
 		return err
 	}
@@ -65,10 +70,10 @@ func buildCommand(ctx context.Context, l Layout, args []string) error {
 		return err
 	}
 	defer unlock()
-	return build(ctx, l, *source)
+	return build(ctx, l, *source, with)
 }
 
-func build(ctx context.Context, l Layout, source string) error {
+func build(ctx context.Context, l Layout, source string, with []string) error {
 	for _, dir := range []string{"bin/.stamps", "images", "apt/lists/partial", "apt/cache/archives/partial"} {
 		if err := os.MkdirAll(l.path(dir), 0o755); err != nil {
 			return fmt.Errorf("make the cache: %w", err)
@@ -82,7 +87,10 @@ func build(ctx context.Context, l Layout, source string) error {
 	if len(goEnv) != 3 {
 		return fmt.Errorf("ask for Go's version: unexpected answer %q", goVersion)
 	}
-	parts := l.parts(source, goEnv[0])
+	parts, err := l.partsWith(source, goEnv[0], with)
+	if err != nil {
+		return err
+	}
 	stamps := map[string]string{}
 	var cold []part
 	for _, p := range parts {
@@ -126,23 +134,50 @@ func build(ctx context.Context, l Layout, source string) error {
 	return nil
 }
 
+// optional are the parts that no node is made from, by the name that --with takes: what
+// some tests run on one.
+func (l Layout) optional(source, goVersion string) map[string]part {
+	return map[string]part{
+		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes a few minutes on 2 cores", []string{"kueue"},
+			"-ldflags=-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion="+kueueVersion, "sigs.k8s.io/kueue/cmd/kueue"),
+	}
+}
+
+// partsWith returns everything a node is made from, and optional parts.
+func (l Layout) partsWith(source, goVersion string, with []string) ([]part, error) {
+	parts, optional := l.parts(source, goVersion), l.optional(source, goVersion)
+	for _, name := range with {
+		p, ok := optional[name]
+		if !ok {
+			return nil, fmt.Errorf("there is no part %q to build beside a node's; there are: %s", name, strings.Join(slices.Sorted(maps.Keys(optional)), ", "))
+		}
+		parts = append(parts, p)
+	}
+	return parts, nil
+}
+
+// goPart is a part that Go builds from a module of its own below source.
+func (l Layout) goPart(source, goVersion, name, module string, gib uint64, slow string, outputs []string, flags ...string) part {
+	const static = "CGO_ENABLED=0"
+	dir := filepath.Join(source, module)
+	args := append([]string{goVersion, runtime.GOARCH, static}, flags...)
+	var outs []string
+	for _, o := range outputs {
+		outs = append(outs, "bin/"+o)
+	}
+	return part{
+		name: name, needs: []string{"go"}, inputs: []string{dir}, args: args, gib: gib, slow: slow, outputs: outs,
+		build: func(ctx context.Context, p *part) error {
+			return l.goBuild(ctx, dir, static, flags, outputs)
+		},
+	}
+}
+
 // parts returns everything a node is made from, in an order in which each finds
 // what it needs.
 func (l Layout) parts(source, goVersion string) []part {
-	const static = "CGO_ENABLED=0"
 	goPart := func(name, module string, gib uint64, slow string, outputs []string, flags ...string) part {
-		dir := filepath.Join(source, module)
-		args := append([]string{goVersion, runtime.GOARCH, static}, flags...)
-		var outs []string
-		for _, o := range outputs {
-			outs = append(outs, "bin/"+o)
-		}
-		return part{
-			name: name, needs: []string{"go"}, inputs: []string{dir}, args: args, gib: gib, slow: slow, outputs: outs,
-			build: func(ctx context.Context, p *part) error {
-				return l.goBuild(ctx, dir, static, flags, outputs)
-			},
-		}
+		return l.goPart(source, goVersion, name, module, gib, slow, outputs, flags...)
 	}
 	const version = "k8s.io/component-base/version."
 	const containerd = "github.com/containerd/containerd/v2"

@@ -17,6 +17,7 @@ func TestVersions(t *testing.T) {
 		"kubernetes": "\tk8s.io/kubernetes " + kubernetesVersion + "\n",
 		"etcd":       "\tgo.etcd.io/etcd/server/v3 " + etcdVersion + " ",
 		"containerd": "\tgithub.com/containerd/containerd/v2 " + containerdVersion + " ",
+		"kueue":      "require sigs.k8s.io/kueue " + kueueVersion + "\n",
 	} {
 		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
 		if err != nil {
@@ -103,6 +104,28 @@ func TestBuildSaysWhatItLacks(t *testing.T) {
 	if err := checkBuilt(l); err == nil || !strings.Contains(err.Error(), "'cluster build' makes it") {
 		t.Errorf("an empty cache: got %v", err)
 	}
+}
+
+func TestPartsThatANodeDoesWithout(t *testing.T) {
+	l := Layout{cache: t.TempDir()}
+	node, err := l.partsWith("", "", nil)
+	if err != nil || !reflect.DeepEqual(names(node), names(l.parts("", ""))) {
+		t.Errorf("a plain build makes %q, %v", names(node), err)
+	}
+	more, err := l.partsWith("", "", []string{"kueue"})
+	if want := append(names(node), "Kueue "+kueueVersion); err != nil || !reflect.DeepEqual(names(more), want) {
+		t.Errorf("with Kueue it makes %q, %v, want %q", names(more), err, want)
+	}
+	if _, err := l.partsWith("", "", []string{"x"}); err == nil || !strings.Contains(err.Error(), `no part "x"`) {
+		t.Errorf("with an unknown part: %v", err)
+	}
+}
+
+func names(parts []part) (out []string) {
+	for _, p := range parts {
+		out = append(out, p.name)
+	}
+	return out
 }
 
 func TestCacheThatMountOptionsCannotCarry(t *testing.T) {
