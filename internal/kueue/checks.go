@@ -34,6 +34,10 @@ const (
 	// at most: each time twice as long.
 	first = 15 * time.Second
 	last  = 2 * time.Minute
+	// stay is how long a workload is left in a cloud before it may come back, and apart what
+	// lies between one that comes back and the next: only then it shows how much room is left.
+	stay  = time.Minute
+	apart = 15 * time.Second
 
 	// Names of controllers and annotations, after the domain.
 	onPremName = "gpu-placer"
@@ -41,6 +45,9 @@ const (
 	// holdName is the key of the hold, and nodesName where its pods have their room.
 	holdName  = "gpu.hold"
 	nodesName = "gpu.hold-nodes"
+	// checkpoints is the label of pods that may be ended at any time, as others go on where
+	// they were.
+	checkpoints = "gpu.checkpoints"
 )
 
 // View is what is known of Kueue's objects, flavors and checks by name.
@@ -56,6 +63,8 @@ type Checks struct {
 	domain string
 	books  Books
 	held   map[string]*held // by ID
+	// moved is when a workload was last told to come back from a cloud.
+	moved time.Time
 }
 
 // held is what a hold is for.
@@ -172,7 +181,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 				if question == cloudName {
 					answer = c.cloud
 				}
-				if next := answer(w, s, v); next != nil && (next.State != s.State || next.Message != s.Message) {
+				if next := answer(w, s, v, now); next != nil && (next.State != s.State || next.Message != s.Message) {
 					if next.LastTransitionTime = s.LastTransitionTime; next.State != s.State {
 						next.LastTransitionTime = metav1.NewTime(now)
 					}
@@ -186,7 +195,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 }
 
 // onPrem answers whether there is room; nil where the check stays as it is.
-func (c *Checks) onPrem(w *Workload, s *CheckState, v *View) *CheckState {
+func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *CheckState {
 	groups, asks := c.groups(w, v)
 	hold := id(w.Namespace, v.key(w))
 	shape := fmt.Sprint(groups)
@@ -219,9 +228,16 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View) *CheckState {
 }
 
 // cloud answers whether on-prem is full.
-func (c *Checks) cloud(w *Workload, s *CheckState, v *View) *CheckState {
+func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *CheckState {
 	groups, asks := c.groups(w, v)
-	if s.State != Pending {
+	switch {
+	case s.State == Ready && asks && c.mayReturn(w, s, v, now):
+		if c.elsewhere(w, v, groups) != nil {
+			return nil
+		}
+		c.moved = now
+		return &CheckState{State: Retry, Message: "there is room on-prem, and it checkpoints: it comes back"}
+	case s.State != Pending:
 		return nil
 	}
 	if !asks {
@@ -238,19 +254,43 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View) *CheckState {
 			return &CheckState{State: Pending, Message: "there is room on-prem, held for " + o.Name}
 		}
 	}
-	for i := range groups {
-		groups[i].Among = c.among(&w.Sets[i], func(labels map[string]string) bool {
-			of := v.labels(&w.Sets[i])
-			return len(of) == 0 || !has(labels, of)
-		})
-	}
-	if no := c.books.Room(groups); no != nil {
+	if no := c.elsewhere(w, v, groups); no != nil {
 		return &CheckState{State: Ready, Message: clip("on-prem, " + no.Error())}
 	}
 	if variant {
 		return &CheckState{State: Pending, Message: "there is room on-prem"}
 	}
 	return again(s, "there is room on-prem, and another flavor was chosen: it begins again with the first one")
+}
+
+// elsewhere is why there is no room for a workload on other nodes than those of its flavors; nil
+// where there is some.
+func (c *Checks) elsewhere(w *Workload, v *View, groups []placer.Group) *placer.Refusal {
+	for i := range groups {
+		groups[i].Among = c.among(&w.Sets[i], func(labels map[string]string) bool {
+			of := v.labels(&w.Sets[i])
+			return len(of) == 0 || !has(labels, of)
+		})
+	}
+	return c.books.Room(groups)
+}
+
+// mayReturn reports whether a workload in a cloud may be moved now: its pods say that they
+// checkpoint, it has been there for a while, and nobody else is about to take the room.
+func (c *Checks) mayReturn(w *Workload, s *CheckState, v *View, now time.Time) bool {
+	label := c.domain + "/" + checkpoints
+	if !w.Admitted || now.Sub(s.LastTransitionTime.Time) < stay || now.Sub(c.moved) < apart ||
+		slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" }) {
+		return false
+	}
+	for _, o := range v.Workloads {
+		for _, s := range o.Checks {
+			if c.is(v, s.Name, onPremName) && s.State == Pending && o.Reserved && !o.Over {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // again has a workload give its quota back, and tried later.

@@ -319,3 +319,53 @@ func TestObjects(t *testing.T) {
 		t.Errorf("nonsense was read: %v", err)
 	}
 }
+
+// A workload that runs in the cloud comes back when there is room, if its pods say that they
+// checkpoint, and no other does.
+func TestCheckpointingWorkloadComesBack(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
+	local := c.job("local", "job-1", "here", "room", [2]int{1, 60})
+	movable := c.job("movable", "job-2", "there", "full", [2]int{1, 50})
+	second := c.job("second", "job-3", "there", "full", [2]int{1, 20})
+	fixed := c.job("fixed", "job-4", "there", "full", [2]int{1, 40})
+	for _, w := range []*Workload{movable, second} {
+		w.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
+	}
+	c.decide()
+	c.want(local, Ready, "a × 1")
+	for _, w := range []*Workload{movable, second, fixed} {
+		c.want(w, Ready, "on-prem, none of 1 nodes has room")
+		w.Admitted = true
+	}
+	at := func(after time.Duration) (told []string) {
+		for _, a := range c.Decide(&c.view, start.Add(after)) {
+			told = append(told, a.Workload.Name+" "+a.State.State)
+			for i := range a.Workload.Checks {
+				if a.Workload.Checks[i].Name == a.State.Name {
+					a.Workload.Checks[i] = a.State
+				}
+			}
+		}
+		return told
+	}
+	for _, step := range []struct {
+		what  string
+		after time.Duration
+		do    func()
+		want  []string
+	}{
+		{"on-prem is full for the one, and the other has not been away for long", stay - time.Second, func() {}, nil},
+		{"there is room for both, and still too soon", stay - time.Second, func() { local.Over = true }, nil},
+		{"somebody else is about to have the room", stay, func() { c.job("next", "job-5", "here", "room", [2]int{1, 60}) }, []string{"next Ready"}},
+		{"it has ended, and one comes back at a time", stay, func() { c.view.Workloads[4].Over = true }, []string{"movable Retry"}},
+		{"the other waits until that has shown how much is left", stay + apart - time.Second, func() { movable.Reserved, movable.Admitted = false, false }, nil},
+		{"then it comes back too", stay + apart, func() {}, []string{"second Retry"}},
+		{"who does not checkpoint stays", time.Hour, func() { second.Over = true }, nil},
+	} {
+		step.do()
+		if told := at(step.after); !slices.Equal(told, step.want) {
+			t.Fatalf("%s: told %q, want %q", step.what, told, step.want)
+		}
+	}
+	c.want(fixed, Ready, "on-prem, none of 1 nodes has room")
+}

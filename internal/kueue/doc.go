@@ -24,6 +24,9 @@
 //     on the other nodes, and says why. While there is room it is Pending where a sibling can still
 //     be admitted there (Kueue's ConcurrentAdmission makes a variant of the workload for each
 //     flavor), and else Retry, so that the workload begins again with the first flavor.
+//     A workload that runs in a cloud, and whose pods all have the label
+//     "example.com/gpu.checkpoints: true", comes back: once it has been there for a minute and
+//     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
 //
 // A workload that asks for nothing of the agents' passes both.
 //

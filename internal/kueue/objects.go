@@ -104,10 +104,12 @@ type Workload struct {
 	object *unstructured.Unstructured
 }
 
-// Set is so many pods of one kind. Flavors are those that Kueue chose for it.
+// Set is so many pods of one kind. Labels are what pods get from their template, and Flavors
+// those that Kueue chose for them.
 type Set struct {
 	Name    string
 	N       int
+	Labels  map[string]string
 	Pod     corev1.PodSpec
 	Flavors []string
 }
@@ -131,7 +133,7 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		w.Owner = string(by.UID)
 	}
 	for _, s := range from.Spec.PodSets {
-		set := Set{Name: s.Name, N: s.Count, Pod: s.Template.Spec}
+		set := Set{Name: s.Name, N: s.Count, Labels: s.Template.Labels, Pod: s.Template.Spec}
 		if from.Status.Admission != nil {
 			for _, a := range from.Status.Admission.PodSetAssignments {
 				if a.Name != s.Name {
