@@ -47,6 +47,17 @@
 // kube-proxy; other Services have no working address, and there is no DNS. Pods
 // are on a bridge; they and the node reach one another.
 //
+// # A cluster of two nodes
+//
+// `cluster up --join NODE` starts a node without a control plane that is of the cluster of
+// NODE, in namespaces of its own like any other. A veth pair leads from its network
+// namespace into that of NODE, which is its gateway: to the API server, also at the
+// Service's address, and to the pods of NODE and of others that have joined it. NODE has a
+// route to its pods in turn, and reaches its kubelet for logs and exec. Its kubelet shows
+// the API server a certificate of NODE's authority. It ends with NODE, however that does,
+// or by `down`; the Node object stays in the cluster, as that of any machine that went
+// away, and comes back to life when the name joins again.
+//
 // # What it is built from
 //
 // kubernetes, etcd and containerd below this directory are modules of their own,
@@ -76,10 +87,11 @@
 //	cluster start --name demo --restart driver -- $PWD/bin/driver-daemon
 //	cluster kubectl --name demo -- apply -k deployments/base
 //	cluster kill --name demo kubelet && cluster start --name demo kubelet
+//	cluster up --name demo-2 --join demo --label example.com/gpu.site=cloud
 //	cluster down --name demo
 //
 // # What it refuses to know
 //
 // GPUs, the agent, and what a test wants: it is a machine with Kubernetes on it.
-// It has one node, no kube-proxy, no name server and no way out.
+// It has no kube-proxy, no name server and no way out.
 package main

@@ -30,18 +30,19 @@ func initMain(args []string) error {
 	if err != nil {
 		return fmt.Errorf("read what to start: %w", err)
 	}
-	api, err := net.FileListener(os.NewFile(3, "api"))
-	if err != nil {
-		return fmt.Errorf("take over the listener: %w", err)
-	}
-	_ = os.NewFile(3, "api").Close()
+	door := os.NewFile(3, "door")
 	if err := joinCgroups(spec.cgroup()); err != nil {
 		return err
 	}
 	if err := makeRoot(n, spec); err != nil {
 		return fmt.Errorf("make the node's root: %w", err)
 	}
-	if err := makeNetwork(spec); err != nil {
+	if spec.Join != nil {
+		err = joinNetwork(spec, door)
+	} else {
+		err = makeNetwork(spec)
+	}
+	if err != nil {
 		return fmt.Errorf("make the node's network: %w", err)
 	}
 	if err := syscall.Sethostname([]byte(spec.Name)); err != nil {
@@ -54,7 +55,17 @@ func initMain(args []string) error {
 	}
 	s := &supervisor{node: n, env: env, processes: map[string]*process{}}
 	go s.reap()
-	go forward(api, "127.0.0.1:443")
+	if spec.Join == nil {
+		api, err := net.FileListener(door)
+		if err != nil {
+			return fmt.Errorf("take over the listener: %w", err)
+		}
+		go forward(api, "127.0.0.1:443")
+	}
+	// The processes of the node get no file of the host's.
+	if err := door.Close(); err != nil {
+		return fmt.Errorf("close what the keeper has opened: %w", err)
+	}
 	return s.serve()
 }
 

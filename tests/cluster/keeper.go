@@ -59,12 +59,12 @@ func keeperMain(args []string) error {
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, syscall.SIGTERM, syscall.SIGINT)
 
-	parentGone := make(chan struct{})
-	if spec.ParentPID != 0 {
+	gone := make(chan identity, len(spec.EndsWith))
+	for _, other := range spec.EndsWith {
 		go func() {
-			for !waitGone(identity{spec.ParentPID, spec.ParentStart}, time.Hour) {
+			for !waitGone(other, time.Hour) {
 			}
-			close(parentGone)
+			gone <- other
 		}()
 	}
 	if err := makeCgroups(spec.cgroup()); err != nil {
@@ -73,7 +73,7 @@ func keeperMain(args []string) error {
 	defer func() {
 		_ = os.Remove(n.path("state.json"))
 	}()
-	first, port, err := startInit(n)
+	first, port, err := startInit(n, spec)
 	if err != nil {
 		return errors.Join(err, endCgroups(spec))
 	}
@@ -84,8 +84,8 @@ func keeperMain(args []string) error {
 	if err == nil {
 		select {
 		case <-stop:
-		case <-parentGone:
-			fmt.Fprintf(os.Stderr, "process %d, which the node is bound to, has ended\n", spec.ParentPID)
+		case other := <-gone:
+			fmt.Fprintf(os.Stderr, "process %d, which the node is bound to, has ended\n", other.PID)
 		case err = <-ended:
 			ended <- err
 			err = fmt.Errorf("the node's first process ended: %w", errors.Join(err, errors.New("nobody asked it to")))
@@ -106,18 +106,12 @@ func endCgroups(spec Spec) error {
 	return err
 }
 
-// startInit starts the first process of new namespaces, with a listener on the
-// host's loopback that leads to the node's API server: a socket belongs to the
-// network namespace that it was made in, so no interface of the host is needed.
-func startInit(n Node) (*exec.Cmd, int, error) {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+// startInit starts the first process of new namespaces. It gets one file of the host's:
+// see openDoor.
+func startInit(n Node, spec Spec) (*exec.Cmd, int, error) {
+	file, port, err := openDoor(spec)
 	if err != nil {
-		return nil, 0, fmt.Errorf("listen for the API server's clients: %w", err)
-	}
-	defer listener.Close()
-	file, err := listener.(*net.TCPListener).File()
-	if err != nil {
-		return nil, 0, fmt.Errorf("pass the listener on: %w", err)
+		return nil, 0, err
 	}
 	defer file.Close()
 
@@ -140,7 +134,30 @@ func startInit(n Node) (*exec.Cmd, int, error) {
 	if err := <-started; err != nil {
 		return nil, 0, fmt.Errorf("start the node's first process: %w", err)
 	}
-	return cmd, listener.Addr().(*net.TCPAddr).Port, nil
+	return cmd, port, nil
+}
+
+// openDoor is what joins a node to the world outside: a listener on the host's loopback
+// that leads to the node's API server, or, for a node that joins another, the other's
+// network namespace. A socket belongs to the network namespace that it was made in, so no
+// interface of the host is needed.
+func openDoor(spec Spec) (file *os.File, port int, err error) {
+	if spec.Join != nil {
+		file, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", spec.Join.Init.PID))
+		if err != nil {
+			return nil, 0, fmt.Errorf("open the network of node %s: %w", spec.Join.Name, err)
+		}
+		return file, 0, nil
+	}
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, 0, fmt.Errorf("listen for the API server's clients: %w", err)
+	}
+	defer listener.Close()
+	if file, err = listener.(*net.TCPListener).File(); err != nil {
+		return nil, 0, fmt.Errorf("pass the listener on: %w", err)
+	}
+	return file, listener.Addr().(*net.TCPAddr).Port, nil
 }
 
 var namespaceKinds = []string{"ipc", "mnt", "net", "pid", "uts"}
@@ -250,6 +267,15 @@ func leftovers(n Node, spec Spec, others []State) ([]string, error) {
 	for _, i := range interfaces {
 		if i.Name == spec.link() || i.Name == spec.linkPeer() {
 			out = append(out, "interface "+i.Name)
+		}
+	}
+	if spec.Join != nil {
+		there, err := spec.peerThere()
+		if err != nil {
+			return nil, err
+		}
+		if there {
+			out = append(out, "interface "+spec.linkPeer()+" of node "+spec.Join.Name)
 		}
 	}
 	return out, nil

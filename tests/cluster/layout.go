@@ -139,13 +139,28 @@ type Spec struct {
 	MaxPods int
 	// PromptStatus has the kubelet look at its node every second, not every ten.
 	PromptStatus bool
-	// ParentPID and ParentStart name the process with which the node ends; 0
-	// for none.
-	ParentPID   int
-	ParentStart uint64
+	// EndsWith are processes with whose end, of the first of them, the node ends.
+	EndsWith []identity
+	// Join is the node whose control plane this one has; nil for one of its own.
+	Join *Joined
 	// Links maps paths in the node to what they point to: libraries of
 	// programs in the cache that the host has not installed.
 	Links map[string]string
+}
+
+// Joined is a node with a control plane, as one that joins it needs to know it.
+type Joined struct {
+	Name, NodeIP string
+	Init         identity
+	APIPort      int // as in State
+}
+
+// apiIP is the API server's address for the node.
+func (s Spec) apiIP() string {
+	if s.Join != nil {
+		return s.Join.NodeIP
+	}
+	return s.nodeIP()
 }
 
 func (s Spec) nodeIP() string     { return fmt.Sprintf("10.200.%d.2", s.Slot) }
@@ -215,7 +230,7 @@ type State struct {
 	Keeper, Init identity
 	// Namespaces holds the links of /proc/<init>/ns by kind: "pid:[4026532201]".
 	Namespaces map[string]string
-	APIPort    int // on the host's loopback
+	APIPort    int // on the host's loopback; 0 for a node that has joined another
 	// Ended is when Init was first seen to have ended, in clock ticks since
 	// boot; 0 while it runs. The kernel may give its namespaces' numbers to
 	// others from then on.

@@ -18,8 +18,9 @@ const usage = `cluster builds, starts and stops a one-node Kubernetes in namespa
 usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; what follows -- is passed on untouched)
 
   build                              fetch and build every part that the cache lacks
-  up      [--name N] [--label k=v,...] [--bind DIR]... [--max-pods COUNT] [--with-parent] [--timeout D]
+  up      [--name N] [--join NODE] [--label k=v,...] [--bind DIR]... [--max-pods COUNT] [--with-parent] [--timeout D]
                                      start a node; returns when it is Ready
+                                       --join NODE     no control plane: it is of the cluster of NODE, which runs, and ends with it
                                        --bind DIR      the host's directory DIR is also there inside, writable, at the same path
                                        --with-parent   the node ends when the calling process ends, however it ends
   down    [--name N]                 end everything, then prove that nothing is left; nothing to end is no error

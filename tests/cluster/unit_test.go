@@ -39,7 +39,7 @@ func TestKubeletIsPromptOnlyWhereAsked(t *testing.T) {
 	}
 	for _, prompt := range []bool{false, true} {
 		n := Node{name: "n", dir: t.TempDir()}
-		if _, _, err := writeConfig(n, Layout{cache: t.TempDir()}, Spec{Name: "n", PromptStatus: prompt}); err != nil {
+		if _, err := writeConfig(n, Layout{cache: t.TempDir()}, Spec{Name: "n", PromptStatus: prompt}); err != nil {
 			t.Fatal(err)
 		}
 		b, err := os.ReadFile(n.path("etc", promptFile))

@@ -16,6 +16,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -27,6 +28,7 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 	maxPods := fs.Int("max-pods", 110, "how many pods the Node takes")
 	prompt := fs.Bool("prompt-status", false, "have the kubelet look at its node every second, not every ten as by default: "+
 		"who waits for a change of what the node offers then waits for a second, and sees what no user does")
+	join := fs.String("join", "", "the node whose cluster this one is to be of: it has no control plane of its own then, and ends with the other")
 	withParent := fs.Bool("with-parent", false, "end the node when the calling process ends")
 	timeout := fs.Duration("timeout", 3*time.Minute, "how long the node may take to be Ready")
 	var binds list
@@ -53,7 +55,12 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 		if err != nil {
 			return fmt.Errorf("find the calling process: %w", err)
 		}
-		spec.ParentPID, spec.ParentStart = parent.PID, parent.Start
+		spec.EndsWith = append(spec.EndsWith, parent)
+	}
+	if *join != "" {
+		if err := joinTo(l, *join, &spec); err != nil {
+			return fmt.Errorf("join: %w", err)
+		}
 	}
 	if err := checkRights(); err != nil {
 		return err
@@ -64,6 +71,28 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 	ctx, cancel := context.WithTimeout(ctx, *timeout)
 	defer cancel()
 	return up(ctx, l, spec)
+}
+
+// joinTo makes spec one that joins a node that runs.
+func joinTo(l Layout, name string, spec *Spec) error {
+	n, err := l.running(name)
+	if err != nil {
+		return err
+	}
+	other, err := n.spec()
+	if err != nil {
+		return err
+	}
+	state, err := n.state()
+	if err != nil {
+		return err
+	}
+	if other.Join != nil {
+		return fmt.Errorf("node %s has no control plane of its own; join %s, as it has", name, other.Join.Name)
+	}
+	spec.Join = &Joined{Name: name, NodeIP: other.nodeIP(), Init: state.Init, APIPort: state.APIPort}
+	spec.EndsWith = append(spec.EndsWith, state.Init)
+	return nil
 }
 
 // up starts a node and returns when it is Ready. Whatever it started is gone
@@ -96,7 +125,7 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 	if err := claimSlot(l, n, &spec); err != nil {
 		return err
 	}
-	token, ca, err := writeConfig(n, l, spec)
+	admin, err := writeConfig(n, l, spec)
 	if err != nil {
 		return fmt.Errorf("write the node's configuration: %w", err)
 	}
@@ -119,7 +148,7 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 		}
 	}()
 	b := &bringUp{n: n, l: l, spec: spec, progress: p, keeperEnded: keeperEnded}
-	if err := b.run(ctx, token, ca); err != nil {
+	if err := b.run(ctx, admin); err != nil {
 		return fmt.Errorf("start node %s: %w", n.name, err)
 	}
 	return nil
@@ -163,7 +192,7 @@ type bringUp struct {
 	api         *apiClient
 }
 
-func (b *bringUp) run(ctx context.Context, token string, ca []byte) error {
+func (b *bringUp) run(ctx context.Context, a admin) error {
 	if err := b.await(ctx, "the node's first process", func() error {
 		_, err := b.n.ask(request{Op: "ps"})
 		return err
@@ -174,22 +203,27 @@ func (b *bringUp) run(ctx context.Context, token string, ca []byte) error {
 	if b.state, err = b.n.state(); err != nil {
 		return err
 	}
-	server := fmt.Sprintf("https://127.0.0.1:%d", b.state.APIPort)
-	if err := os.WriteFile(b.n.path("kubeconfig"), kubeconfig(b.spec.Name, server, ca, token), 0o600); err != nil {
+	port := b.state.APIPort
+	if b.spec.Join != nil {
+		port = b.spec.Join.APIPort
+	}
+	server := fmt.Sprintf("https://127.0.0.1:%d", port)
+	if err := b.n.writeKubeconfig(server, a); err != nil {
 		return err
 	}
-	if b.api, err = newAPIClient(server, token, ca); err != nil {
+	if b.api, err = newAPIClient(server, a); err != nil {
 		return err
 	}
 	b.progress.step("namespaces, root and network stand")
 
-	commands := map[string]Process{}
-	for _, c := range nodeProcesses(b.spec) {
-		commands[c.Name] = c
-	}
+	commands := nodeProcesses(b.spec)
+	// start starts those of these names that the node has.
 	start := func(names ...string) error {
-		for _, name := range names {
-			if _, err := b.n.ask(request{Op: "start", Process: commands[name]}); err != nil {
+		for _, c := range commands {
+			if !slices.Contains(names, c.Name) {
+				continue
+			}
+			if _, err := b.n.ask(request{Op: "start", Process: c}); err != nil {
 				return err
 			}
 		}
@@ -243,24 +277,31 @@ func (b *bringUp) loadImages(ctx context.Context) error {
 	return nil
 }
 
-// nodeReady returns nil when the Node is Ready and takes pods.
+// nodeReady returns nil when the Node is Ready and takes pods, by the word of the kubelet
+// that was started: a cluster that the node was of before remembers an older one's.
 func (b *bringUp) nodeReady(ctx context.Context) error {
 	var node struct {
 		Spec struct {
 			Taints []struct{ Key, Effect string }
 		}
 		Status struct {
-			Conditions []struct{ Type, Status, Message string }
+			Conditions []struct {
+				Type, Status, Message string
+				LastHeartbeatTime     time.Time
+			}
 		}
 	}
 	if err := b.api.get(ctx, "/api/v1/nodes/"+b.spec.Name, &node); err != nil {
 		return err
 	}
 	for _, c := range node.Status.Conditions {
-		if c.Type != "Ready" || c.Status == "True" {
-			continue
+		switch {
+		case c.Type != "Ready":
+		case c.Status != "True":
+			return fmt.Errorf("the Node is not Ready: %s", c.Message)
+		case c.LastHeartbeatTime.Before(b.progress.start.Truncate(time.Second)):
+			return fmt.Errorf("the Node is Ready by the word of another kubelet, of %s", c.LastHeartbeatTime.Format(time.TimeOnly))
 		}
-		return fmt.Errorf("the Node is not Ready: %s", c.Message)
 	}
 	if len(node.Status.Conditions) == 0 || len(node.Spec.Taints) > 0 {
 		return fmt.Errorf("the Node is not open to pods yet: taints %v", node.Spec.Taints)
@@ -328,12 +369,12 @@ type apiClient struct {
 	http          http.Client
 }
 
-func newAPIClient(server, token string, ca []byte) (*apiClient, error) {
+func newAPIClient(server string, a admin) (*apiClient, error) {
 	pool := x509.NewCertPool()
-	if !pool.AppendCertsFromPEM(ca) {
+	if !pool.AppendCertsFromPEM(a.ca) {
 		return nil, errors.New("read the node's authority: no certificate in it")
 	}
-	return &apiClient{server: server, token: token, http: http.Client{
+	return &apiClient{server: server, token: a.token, http: http.Client{
 		Timeout:   5 * time.Second,
 		Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true},
 	}}, nil
@@ -400,6 +441,18 @@ func end(l Layout, n Node) error {
 	if s, err := n.spec(); err == nil {
 		spec = s
 	}
+	nodes, err := l.nodes()
+	if err != nil {
+		return err
+	}
+	// Those that have joined it end with it; what they leave is looked for all the same.
+	for _, other := range nodes {
+		if s, err := other.spec(); err == nil && s.Join != nil && s.Join.Name == n.name {
+			if err := end(l, other); err != nil {
+				return err
+			}
+		}
+	}
 	state, err := n.lastState()
 	if err != nil {
 		return fmt.Errorf("end node %s: %w", n.name, err)
@@ -420,10 +473,6 @@ func end(l Layout, n Node) error {
 	}
 	if err := endCgroups(spec); err != nil {
 		return fmt.Errorf("end node %s: %w", n.name, err)
-	}
-	nodes, err := l.nodes()
-	if err != nil {
-		return err
 	}
 	// What was entered from outside may take a moment to notice.
 	var left []string

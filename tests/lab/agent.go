@@ -47,7 +47,8 @@ const (
 // MIG is the resource of a MIG profile, such as 1g.10gb or 1g.10gb+me.
 func MIG(profile string) string { return Domain + "/mig-" + strings.ReplaceAll(profile, "+", ".") }
 
-// Agent is the product on a node, as its DaemonSet.
+// Agent is the product on a node, as its DaemonSet, which a cluster has one of: partitions
+// and what [DeployOptions] says are for all nodes, the rest is about the one.
 type Agent struct {
 	node *Node
 	// pod is the agent's pod that was seen last, address its own.
@@ -75,7 +76,8 @@ type DeployOptions struct {
 // Deploy applies the manifests that users apply, changed in three things only:
 // the image is never pulled, as there is no registry, /proc is looked at where
 // the emulated driver has its files, and what o says is the caller's. It labels the node for the agent, and waits until the agent
-// that has these options is ready. It may be called again with others.
+// that has these options is ready. It may be called again with others. Of a cluster of
+// several nodes it is called for each that is to have the agent, with the same options.
 func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	dir, err := n.Dir("deploy")
 	if err != nil {
@@ -183,7 +185,7 @@ func (n *Node) RemoveComponent(ctx context.Context, name string) error {
 
 const agentPods = "/api/v1/namespaces/" + AgentNamespace + "/pods"
 
-// Ready waits until the one pod of the DaemonSet's newest form is ready.
+// Ready waits until the node's one pod, of the DaemonSet's newest form, is ready.
 func (a *Agent) Ready(ctx context.Context) error {
 	return Await(ctx, 90*time.Second, "the agent to be ready", func(ctx context.Context) error {
 		var set struct {
@@ -205,7 +207,7 @@ func (a *Agent) Ready(ctx context.Context) error {
 			seen = append(seen, p.String())
 		}
 		s := set.Status
-		if s.ObservedGeneration != set.Metadata.Generation || s.DesiredNumberScheduled != 1 || s.UpdatedNumberScheduled != 1 ||
+		if s.ObservedGeneration != set.Metadata.Generation || s.DesiredNumberScheduled == 0 || s.UpdatedNumberScheduled != s.DesiredNumberScheduled ||
 			len(pods) != 1 || pods[0].deleted || !pods[0].ready {
 			return fmt.Errorf("the DaemonSet wants %d pods, %d are up to date, %d are ready: %s",
 				s.DesiredNumberScheduled, s.UpdatedNumberScheduled, s.NumberReady, strings.Join(seen, "; "))
@@ -225,6 +227,7 @@ func (p agentPod) String() string {
 	return fmt.Sprintf("%s %s, ready %v, %d restarts %s", p.name, p.phase, p.ready, p.restarts, p.waiting)
 }
 
+// pods are the agent's on this node.
 func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 	var list struct {
 		Items []struct {
@@ -249,7 +252,7 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 			}
 		}
 	}
-	if err := a.node.api.get(ctx, agentPods, &list); err != nil {
+	if err := a.node.api.get(ctx, agentPods+"?fieldSelector=spec.nodeName%3D"+a.node.Name, &list); err != nil {
 		return nil, err
 	}
 	var out []agentPod

@@ -7,8 +7,8 @@
 //
 // A [Kit] is what stands on this machine: the checkout, the cache, and the
 // programs built from the one into the other. [Kit.Steps] are the builds, each
-// of which does only what is missing. From a kit comes a [Node]: a one-node
-// Kubernetes in namespaces of its own, run by the program `cluster` of
+// of which does only what is missing. From a kit comes a [Node]: a
+// Kubernetes of one node in namespaces of its own, run by the program `cluster` of
 // tests/cluster. Into the node goes a [Driver], the emulated NVIDIA driver of
 // tests/emulator, laid at `/` as a distribution's packages would lay it or
 // below another root, and an [Agent], the product as its own DaemonSet, from
@@ -22,6 +22,13 @@
 //	err = agent.SetPartitions(ctx, "version: v1 …")
 //	pod, err := node.CreatePod(ctx, lab.Pod{Name: "a", Containers: []lab.Container{{Resources: map[string]int{"example.com/gpu-mem": 24}}}})
 //	err = pod.Running(ctx)
+//
+// A second node joins the cluster of the first, and has a driver and an agent of its own.
+// What is about the cluster, such as partitions, pods and the scheduler, goes by either;
+// files, processes and what the kubelet says are the node's own:
+//
+//	cloud, err := kit.Up(ctx, lab.NodeOptions{Name: "demo-2", Join: "demo"})
+//	agent, err := cloud.Deploy(ctx, lab.DeployOptions{}) // the same options for both
 //
 // # Waiting
 //

@@ -27,7 +27,7 @@ const (
 	Scheduler  = "kube-scheduler"
 )
 
-// Node is a one-node Kubernetes that runs now.
+// Node is a node of Kubernetes that runs now, with a control plane or joined to one that has.
 type Node struct {
 	// Name is the node's, for `cluster` and in Kubernetes.
 	Name string
@@ -41,6 +41,9 @@ type Node struct {
 // NodeOptions say how a node is started.
 type NodeOptions struct {
 	Name string
+	// Join is the name of a node that runs: the new one is of its cluster and ends with
+	// it. Without it the node has a control plane of its own.
+	Join string
 	// WithParent ends the node when this process ends, however it ends.
 	WithParent bool
 	// PromptStatus has the kubelet look at its node every second. Without it the
@@ -53,6 +56,9 @@ type NodeOptions struct {
 // Up starts a node and returns when it is Ready.
 func (k *Kit) Up(ctx context.Context, o NodeOptions) (*Node, error) {
 	args := []string{"up", "--name", o.Name}
+	if o.Join != "" {
+		args = append(args, "--join", o.Join)
+	}
 	if o.WithParent {
 		args = append(args, "--with-parent")
 	}

@@ -123,10 +123,14 @@ const (
 	PlacerDoor = "127.0.0.1:9890"
 )
 
-// StartPlacer starts the placer with an administrator's rights, and waits until it answers.
-func (n *Node) StartPlacer(ctx context.Context) (*Placer, error) {
+// StartPlacer starts the placer with an administrator's rights and with these doors, the
+// extender's where none is named, and waits until it answers.
+func (n *Node) StartPlacer(ctx context.Context, doors ...string) (*Placer, error) {
+	if len(doors) == 0 {
+		doors = []string{"extender"}
+	}
 	err := n.Start(ctx, placerProcess, n.kit.Bin("gpu-agent"), "placer", "--kubeconfig", "/etc/kubernetes/admin.conf", "--domain", Domain,
-		"--lease", "", "--listen", PlacerDoor, "--http", placerPage)
+		"--lease", "", "--listen", PlacerDoor, "--http", placerPage, "--doors", strings.Join(doors, ","))
 	if err != nil {
 		return nil, fmt.Errorf("start the placer: %w", err)
 	}
