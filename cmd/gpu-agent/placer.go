@@ -114,7 +114,7 @@ func place(ctx context.Context, c console, args []string) error {
 	}
 	if f.doors.has(kueueDoor) {
 		holder := fleet.HoldFor(books, kueue.HoldOf(f.names.domain))
-		admitted = kueue.New(holder, kueue.Options{API: cluster, Domain: f.names.domain, Leads: books.Ready, Listed: holder.Listed, Logger: log, Now: time.Now})
+		admitted = kueue.New(holder, kueue.Options{API: cluster, Domain: f.names.domain, Leads: holder.Ready, Listed: holder.Listed, Logger: log, Now: time.Now})
 	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Ready: books.Ready,
 		// Who cannot even say this hangs.
@@ -175,7 +175,7 @@ func openToLiqo(books *fleet.Fleet, cluster *kube.Cluster, f *placerFlags, log *
 	lender := fleet.Lend(books, liqo.QuotaOf)
 	return liqo.New(lender, liqo.Options{
 		API: liqoAPI{cluster}, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
-		Leads: books.Ready, Listed: lender.Listed, Logger: log, Now: time.Now,
+		Leads: lender.Ready, Listed: lender.Listed, Logger: log, Now: time.Now,
 	})
 }
 

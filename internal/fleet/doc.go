@@ -46,7 +46,8 @@
 // # Other doors
 //
 // A [Lender] keeps room for other clusters, and a [Holder] for workloads that have no pods yet.
-// No question is answered until each has said what it had before ([Lend], [HoldFor]).
+// No question is answered until each has said what it had before ([Lend], [HoldFor]). They give
+// nothing new while a pod may be bound where an earlier process has placed it ([Lender.Ready]).
 //
 // The package makes no requests. Whoever watches the API tells it what there is.
 package fleet

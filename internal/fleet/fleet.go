@@ -208,6 +208,7 @@ func (f *Fleet) Place(ctx context.Context, p *corev1.Pod, among []string) (node 
 	if err := f.listed(ctx); err != nil {
 		return "", nil, err
 	}
+	delete(f.doubtful, entry.UID) // what it was told before is void
 	_, at := f.books.Pod(entry.UID)
 	node, refused, err = f.place(entry, among)
 	switch {

@@ -30,6 +30,9 @@ func HoldFor(f *Fleet, of func(*corev1.Pod) string) *Holder {
 // Listed notes that all is held that was before.
 func (h *Holder) Listed() { h.f.Listed(Held) }
 
+// Ready is nil while room may be given to workloads that had none before.
+func (h *Holder) Ready() error { return settled(h.f) }
+
 // Hold finds room for groups ([placer.Books.Hold]) on nodes that take new pods, and returns the
 // nodes of each group's pods. No is why there is none; nothing is held then that was not before.
 func (h *Holder) Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal) {

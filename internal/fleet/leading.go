@@ -3,6 +3,9 @@
 package fleet
 
 import (
+	"context"
+	"fmt"
+	"maps"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -24,6 +27,10 @@ type leading struct {
 	bound   map[string]*boundPod
 	// stuck are pods of which the API says that no node has room.
 	stuck map[string]placer.Pod
+	// open are pods that have no node and that a scheduler may look at. Doubtful are those of them
+	// that whoever led before may have placed, until a time.
+	open, doubtful map[string]bool
+	until          time.Time
 	// unguarded, if set, is told of each pod that got to a node without an answer.
 	unguarded func(Unguarded)
 }
@@ -49,7 +56,7 @@ type boundPod struct {
 }
 
 func newLeading() leading {
-	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}, stuck: map[string]placer.Pod{}}
+	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}, stuck: map[string]placer.Pod{}, open: map[string]bool{}}
 }
 
 // LeadBy has questions answered only while leads returns nil. It is called under a lock and
@@ -83,6 +90,7 @@ func (f *Fleet) Lead(before time.Time, own bool) {
 func (f *Fleet) lead(before time.Time, still bool) {
 	if !still {
 		f.led, f.before = true, before
+		f.doubtful, f.until = maps.Clone(f.open), f.now().Add(placer.ReservedFor)
 	}
 	for _, b := range f.bound {
 		if !b.settled && (still || !before.IsZero() && b.scheduled.After(before)) {
@@ -106,6 +114,23 @@ func (f *Fleet) lead(before time.Time, still bool) {
 	f.books.Refresh(len(all))
 }
 
+// settled is nil while questions are answered and no pod may be bound of which nobody knows where.
+// Whoever led before may have placed a pod in its last moments, and its reservations are gone. Such
+// a pod is waited for until it is bound, gone or asked for again, and as long as a reservation
+// lasts. A scheduler places its pods one after the other, and knows itself what it has placed; it
+// need not wait. Whoever else gives room away must.
+func settled(f *Fleet) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err := f.listed(context.Background()); err != nil {
+		return err
+	}
+	if n := len(f.doubtful); n > 0 && f.now().Before(f.until) {
+		return fmt.Errorf("%d pods may still be bound where they were placed before this process began to answer", n)
+	}
+	return nil
+}
+
 // tell tells of an unguarded pod.
 func (f *Fleet) tell(b *boundPod) {
 	if b.settled = true; f.unguarded != nil {
@@ -116,10 +141,19 @@ func (f *Fleet) tell(b *boundPod) {
 // bind notes where a pod is, or that it is nowhere.
 func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	scheduled, stuck := scheduledOf(from)
-	if delete(f.stuck, p.UID); p.Node == "" {
-		if stuck && !p.Done {
+	delete(f.stuck, p.UID)
+	if p.Node == "" && !p.Done {
+		if stuck {
 			f.stuck[p.UID] = *p
 		}
+		if len(from.Spec.SchedulingGates) == 0 {
+			f.open[p.UID] = true
+		}
+		return
+	}
+	delete(f.open, p.UID)
+	delete(f.doubtful, p.UID)
+	if p.Node == "" {
 		return
 	}
 	f.satisfied(p.UID)
@@ -144,6 +178,8 @@ func (f *Fleet) forget(uid string) {
 	delete(f.answers, uid)
 	delete(f.bound, uid)
 	delete(f.stuck, uid)
+	delete(f.open, uid)
+	delete(f.doubtful, uid)
 	f.satisfied(uid)
 }
 

@@ -76,6 +76,9 @@ func Lend(f *Fleet, of func(*corev1.Pod) string) *Lender {
 // Listed notes that all is kept that was before.
 func (l *Lender) Listed() { l.f.Listed(Lent) }
 
+// Ready is nil while other clusters may be granted what they had not before.
+func (l *Lender) Ready() error { return settled(l.f) }
+
 // Keep keeps room for a quota ([placer.Books.Keep]) on nodes that take new pods. It does so
 // also while questions are not answered.
 func (l *Lender) Keep(id string, want map[string]int) (short map[string]int) {

@@ -71,6 +71,9 @@ type Checks struct {
 type held struct {
 	by    string // UID of a workload
 	shape string // of its groups
+	// version is that of the workload to which Ready was sent and that has not said so yet. Whether
+	// a request that failed was carried out shows when the workload has another version.
+	version string
 }
 
 // Answer is another state of a workload's check.
@@ -135,14 +138,19 @@ func (c *Checks) Follow(v *View) {
 	there := map[string]bool{}
 	for _, w := range sorted(v.Workloads) {
 		for _, s := range w.Checks {
-			if !c.is(v, s.Name, onPremName) || s.State != Ready || !w.Reserved || w.Over {
+			if !c.is(v, s.Name, onPremName) || s.State != Ready && s.State != Pending || !w.Reserved || w.Over {
 				continue
 			}
 			hold := id(w.Namespace, v.key(w))
+			if s.State == Pending {
+				h := c.held[hold]
+				there[hold] = there[hold] || h != nil && h.by == w.UID && h.version != "" && h.version == w.version()
+				continue
+			}
 			if h := c.held[hold]; h == nil && len(s.PodSetUpdates) > 0 {
 				groups, _ := c.groups(w, v)
 				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.nodes(w, s.PodSetUpdates))
-				c.held[hold] = &held{w.UID, fmt.Sprint(groups)}
+				c.held[hold] = &held{by: w.UID, shape: fmt.Sprint(groups)}
 			}
 			there[hold] = there[hold] || c.held[hold] != nil && c.held[hold].by == w.UID
 		}
@@ -215,7 +223,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Check
 	at, no := c.books.Hold(hold, w.Namespace+"/"+w.Name, groups)
 	switch {
 	case no == nil:
-		c.held[hold] = &held{w.UID, shape}
+		c.held[hold] = &held{by: w.UID, shape: shape, version: w.version()}
 		if s.State == Ready {
 			return nil // its pods have been told
 		}

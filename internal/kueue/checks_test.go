@@ -369,3 +369,47 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	}
 	c.want(fixed, Ready, "on-prem, none of 1 nodes has room")
 }
+
+// dropping counts holds that are given up.
+type dropping struct {
+	*cluster
+	n int
+}
+
+func (d *dropping) Drop(id string) {
+	d.n++
+	d.cluster.Drop(id)
+}
+
+// TestUnknownOutcome has an answer sent of which nobody knows whether the server took it. Until the
+// workload is told of in another version its room is not given up, not even for a moment: others
+// could have it, and the workload turn out to have been told that it has.
+func TestUnknownOutcome(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}})
+	books := &dropping{cluster: c}
+	checks := NewChecks("example.com", books)
+	tell := func(version, state string) []Answer {
+		o := queued("one", 79)
+		o.SetResourceVersion(version)
+		w, err := ReadWorkload(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.Checks[0].State = state
+		return checks.Decide(&View{Workloads: []*Workload{w}, Flavors: c.view.Flavors, Checks: c.view.Checks}, start)
+	}
+	for range 2 {
+		if out := tell("1", Pending); len(out) != 1 || out[0].State.State != Ready {
+			t.Fatalf("it is answered %+v", out)
+		}
+	}
+	if out := tell("2", Ready); len(out) != 0 || books.n != 0 {
+		t.Errorf("it was carried out, and the answer is %+v; given up %d times", out, books.n)
+	}
+	// It was not, and somebody else has written the workload.
+	checks = NewChecks("example.com", books)
+	tell("1", Pending)
+	if tell("2", Pending); books.n != 1 {
+		t.Errorf("given up %d times, want once", books.n)
+	}
+}

@@ -30,8 +30,8 @@ type Options struct {
 	API API
 	// Domain is that of controllers and annotations.
 	Domain string
-	// Leads is an error while another process decides. Listed is called once all that was held
-	// is in the books.
+	// Leads is an error while another process decides, or nothing new is to be given. Listed is
+	// called once all that was held is in the books.
 	Leads  func() error
 	Listed func()
 	Logger *slog.Logger

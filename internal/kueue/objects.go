@@ -114,6 +114,14 @@ type Set struct {
 	Flavors []string
 }
 
+// version is that of the object, empty where there is none.
+func (w *Workload) version() string {
+	if w.object == nil {
+		return ""
+	}
+	return w.object.GetResourceVersion()
+}
+
 // ReadWorkload reads a Workload, which the caller may not change any more.
 func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	var from workload

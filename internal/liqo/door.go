@@ -30,8 +30,8 @@ type Options struct {
 	API API
 	// Domain is that of labels, ResourceDomain that of the agent's resources.
 	Domain, ResourceDomain string
-	// Leads is an error while another process decides. Listed is called once all that was
-	// granted is in the books.
+	// Leads is an error while another process decides, or nothing new is to be given. Listed is
+	// called once all that was granted is in the books.
 	Leads  func() error
 	Listed func()
 	Logger *slog.Logger

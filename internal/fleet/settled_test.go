@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// TestSettled has a process begin where another one may have placed pods that are not bound yet. It
+// gives room to nobody but pods that ask until it is known what has become of each.
+func TestSettled(t *testing.T) {
+	gated := asks("gated", "79")
+	gated.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "queue"}}
+	succeeded := asks("p", "79")
+	succeeded.Status.Phase = corev1.PodSucceeded
+	for name, test := range map[string]struct {
+		pod *corev1.Pod
+		// then is what happens, and unsettled says that it is waited for before that.
+		then      func(f *Fleet, now *time.Time)
+		unsettled bool
+	}{
+		"nothing waits":      {},
+		"it is bound":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(bound(asks("p", "79"), "a", first, 0)) }, true},
+		"it has gone":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.DeletePod("p") }, true},
+		"it has ended":       {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(succeeded) }, true},
+		"it asks again":      {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.Place(t.Context(), asks("p", "79"), []string{"a"}) }, true},
+		"nothing comes":      {asks("p", "79"), func(_ *Fleet, now *time.Time) { *now = now.Add(30 * time.Second) }, true},
+		"it is gated":        {pod: gated},
+		"it asks for no GPU": {pod: &corev1.Pod{}},
+		"it was bound":       {pod: bound(asks("p", "79"), "a", first, 0)},
+	} {
+		now := start
+		f := New("example.com", func() time.Time { return now })
+		f.SetNode(node("a", corev1.ConditionTrue))
+		f.SetGPUNode("a", says(first))
+		if test.pod != nil {
+			f.SetPod(test.pod)
+		}
+		if settled(f) == nil {
+			t.Errorf("%s: it gives room before all is listed", name)
+		}
+		for _, k := range []Kind{Nodes, Pods, GPUNodes} {
+			f.Listed(k)
+		}
+		if err := settled(f); (err != nil) != test.unsettled {
+			t.Errorf("%s: at first it says %v", name, err)
+		}
+		if test.then != nil {
+			test.then(f, &now)
+		}
+		if err := settled(f); err != nil {
+			t.Errorf("%s: in the end it says %v", name, err)
+		}
+		// What comes later was placed by this process or not at all.
+		f.SetPod(asks("later", "1"))
+		if err := settled(f); err != nil {
+			t.Errorf("%s: after another pod has come it says %v", name, err)
+		}
+	}
+}
+
+// TestSettledAgain has a process lose the lead and get it back.
+func TestSettledAgain(t *testing.T) {
+	f := known("a")
+	f.SetPod(asks("p", "79"))
+	if f.Lead(start, true); settled(f) != nil {
+		t.Error("it waits though nobody else has led")
+	}
+	if f.Lead(start, false); settled(f) == nil {
+		t.Error("it does not wait for what another one may have placed")
+	}
+}
