@@ -689,7 +689,7 @@ func TestRenderedRuntimeClass(t *testing.T) {
 
 // withComponent is an overlay of one's own: the base, or the cleanup, and a
 // component.
-func withComponent(t *testing.T, on, component string) string {
+func withComponent(t *testing.T, on string, components ...string) string {
 	t.Helper()
 	dir := t.TempDir()
 	here, err := filepath.Abs(".")
@@ -701,7 +701,10 @@ func withComponent(t *testing.T, on, component string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, on), filepath.Join(up, component))
+	for i := range components {
+		components[i] = filepath.Join(up, components[i])
+	}
+	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, on), strings.Join(components, ", "))
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}

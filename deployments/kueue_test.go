@@ -24,18 +24,55 @@ const (
 // does: its check waits for an answer.
 func (s *apiServer) workload(t *testing.T, name, flavor, check string, pods, units int) {
 	t.Helper()
+	s.queue(t, name, pods, units)
+	if err := s.giveQuota(t, name, flavor, check, pods); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// queue makes a workload that waits for quota.
+func (s *apiServer) queue(t *testing.T, name string, pods, units int) {
+	t.Helper()
 	s.create(t, workloads, fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload",
 		"metadata": fields{"name": name, "ownerReferences": []fields{{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "job-" + name, "controller": true}}},
 		"spec": fields{"podSets": []fields{{"name": "main", "count": pods, "template": fields{"metadata": fields{}, "spec": fields{"restartPolicy": "Never",
 			"containers": []fields{{"name": "main", "image": "none", "resources": fields{"requests": fields{unitsName: fmt.Sprint(units)}}}}}}}}}})
+}
+
+// giveQuota gives it quota of a flavor.
+func (s *apiServer) giveQuota(t *testing.T, name, flavor, check string, pods int) error {
 	const now = "2026-01-01T00:00:00Z"
 	status := fields{"status": fields{
 		"conditions":      []fields{{"type": "QuotaReserved", "status": "True", "reason": "R", "message": "", "lastTransitionTime": now}},
 		"admission":       fields{"clusterQueue": "q", "podSetAssignments": []fields{{"name": "main", "count": pods, "flavors": fields{unitsName: flavor}}}},
 		"admissionChecks": []fields{{"name": check, "state": "Pending", "message": "", "lastTransitionTime": now}, {"name": "other", "state": "Pending", "message": "", "lastTransitionTime": now}}}}
-	if err := s.do(t, nil, http.MethodPatch, workloads+"/"+name+"/status", merge, status, nil); err != nil {
-		t.Fatal(err)
+	return s.do(t, nil, http.MethodPatch, workloads+"/"+name+"/status", merge, status, nil)
+}
+
+// serveKueue has the API server serve what the placer reads and writes of Kueue's.
+func (s *apiServer) serveKueue(t *testing.T) {
+	t.Helper()
+	source := sourceOf(t, "sigs.k8s.io/kueue") + "/config/components/crd/bases/kueue.x-k8s.io_"
+	kinds := []string{"workloads", "resourceflavors", "admissionchecks"}
+	for _, kind := range kinds {
+		for _, o := range documents(t, kind, read(t, source+kind+".yaml")) {
+			s.apply(t, o, false)
+		}
 	}
+	s.await(t, "checks are served", func() error {
+		for _, kind := range kinds {
+			if err := s.do(t, nil, http.MethodGet, queueing+"/"+kind, "", nil, nil); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// flavor is one of the nodes with a site's label.
+func (s *apiServer) flavor(t *testing.T, site string) {
+	t.Helper()
+	s.create(t, queueing+"/resourceflavors", fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": fields{"name": site}, "spec": fields{"nodeLabels": fields{"example.com/gpu.site": site}}})
 }
 
 // awaitCheck waits for an answer.
@@ -73,20 +110,7 @@ func (s *apiServer) awaitCheck(t *testing.T, name, state, message string) (annot
 func TestKueueDoor(t *testing.T) {
 	s := startAPIServer(t)
 	s.install(t)
-	source := sourceOf(t, "sigs.k8s.io/kueue") + "/config/components/crd/bases/kueue.x-k8s.io_"
-	for _, kind := range []string{"workloads", "resourceflavors", "admissionchecks"} {
-		for _, o := range documents(t, kind, read(t, source+kind+".yaml")) {
-			s.apply(t, o, false)
-		}
-	}
-	s.await(t, "checks are served", func() error {
-		for _, kind := range []string{"workloads", "resourceflavors", "admissionchecks"} {
-			if err := s.do(t, nil, http.MethodGet, queueing+"/"+kind, "", nil, nil); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
+	s.serveKueue(t)
 	for _, o := range render(t, withComponent(t, "placer", "placer/kueue")) {
 		s.apply(t, o, false)
 	}
@@ -99,7 +123,7 @@ func TestKueueDoor(t *testing.T) {
 		}
 		s.create(t, gpuNodes, aGPUNode(name))
 		s.setGPUs(t, name, sharedGPU(2*i, gpunode.True), sharedGPU(2*i+1, gpunode.True))
-		s.create(t, queueing+"/resourceflavors", fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": fields{"name": site}, "spec": fields{"nodeLabels": fields{"example.com/gpu.site": site}}})
+		s.flavor(t, site)
 	}
 	program := buildProgram(t)
 	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue")

@@ -4,6 +4,7 @@ package deployments
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
@@ -48,15 +49,46 @@ func (s *apiServer) consumer(t *testing.T, name string) {
 func (s *apiServer) slice(t *testing.T, consumer, class string, units int) lent {
 	t.Helper()
 	l := lent{s, consumer, "gpus"}
-	s.create(t, strings.TrimSuffix(l.path(), "/"+l.name), fields{"apiVersion": "authentication.liqo.io/v1beta1", "kind": "ResourceSlice",
-		"metadata": fields{"name": l.name, "labels": fields{"liqo.io/replicated": "true", "liqo.io/originID": consumer, "liqo.io/remoteID": consumer}},
-		"spec":     fields{"class": class, "consumerClusterID": consumer, "providerClusterID": "here", "resources": fields{unitsName: fmt.Sprint(units), "cpu": "2", "memory": "4Gi"}}})
-	status := fields{"status": fields{"authParams": fields{"apiServer": "https://here", "signedCRT": "eA=="},
-		"conditions": []fields{{"type": "Authentication", "status": "Accepted", "reason": "R", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}}}}
-	if err := s.do(t, nil, http.MethodPatch, l.path()+"/status", merge, status, nil); err != nil {
+	l.request(t, class, units)
+	if err := l.authenticate(t); err != nil {
 		t.Fatal(err)
 	}
 	return l
+}
+
+// request makes a slice that Liqo has not looked at yet.
+func (l lent) request(t *testing.T, class string, units int) {
+	t.Helper()
+	l.create(t, strings.TrimSuffix(l.path(), "/"+l.name), fields{"apiVersion": "authentication.liqo.io/v1beta1", "kind": "ResourceSlice",
+		"metadata": fields{"name": l.name, "labels": fields{"liqo.io/replicated": "true", "liqo.io/originID": l.consumer, "liqo.io/remoteID": l.consumer}},
+		"spec":     fields{"class": class, "consumerClusterID": l.consumer, "providerClusterID": "here", "resources": fields{unitsName: fmt.Sprint(units), "cpu": "2", "memory": "4Gi"}}})
+}
+
+// authenticate says of a slice, as Liqo does, that it is who it says.
+func (l lent) authenticate(t *testing.T) error {
+	status := fields{"status": fields{"authParams": fields{"apiServer": "https://here", "signedCRT": "eA=="},
+		"conditions": []fields{{"type": "Authentication", "status": "Accepted", "reason": "R", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}}}}
+	return l.do(t, nil, http.MethodPatch, l.path()+"/status", merge, status, nil)
+}
+
+// serveLiqo has the API server serve what the placer reads and writes of Liqo's.
+func (s *apiServer) serveLiqo(t *testing.T) {
+	t.Helper()
+	source := sourceOf(t, "github.com/liqotech/liqo") + "/deployments/liqo/charts/liqo-crds/crds/authentication.liqo.io_"
+	kinds := []string{"resourceslices", "tenants"}
+	for _, kind := range kinds {
+		for _, o := range documents(t, kind, read(t, source+kind+".yaml")) {
+			s.apply(t, o, false)
+		}
+	}
+	s.await(t, "slices are served", func() error {
+		for _, kind := range kinds {
+			if err := s.do(t, nil, http.MethodGet, authentication+"/"+kind, "", nil, nil); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }
 
 // says is what the slice was told: how many units it is granted, and why.
@@ -98,25 +130,57 @@ func (l lent) await(t *testing.T, units int, condition, message string) {
 // question asks the placer's door for a node for a pod of so many units, of which of tells more.
 func question(t *testing.T, p *plane.Placer, uid string, units int64, of func(*corev1.Pod)) (placed bool) {
 	t.Helper()
-	amount := corev1.ResourceList{unitsName: *resource.NewQuantity(units, resource.DecimalSI)}
-	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: uid, Namespace: "train", UID: types.UID(uid)},
-		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Resources: corev1.ResourceRequirements{Requests: amount, Limits: amount}}}}}
+	pod := podOf(uid, uid, units)
 	of(pod)
-	body, err := json.Marshal(extender.ExtenderArgs{Pod: pod, NodeNames: &[]string{"gpu-1"}})
+	placed, err := filter(t.Context(), p.Door, pod)
 	if err != nil {
 		t.Fatal(err)
 	}
-	response, err := http.Post("http://"+p.Door+"/filter", "application/json", bytes.NewReader(body))
+	return placed
+}
+
+// podOf is a pod of so many units, as kube-scheduler shows it to the placer.
+func podOf(name, uid string, units int64) *corev1.Pod {
+	amount := corev1.ResourceList{unitsName: *resource.NewQuantity(units, resource.DecimalSI)}
+	return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "train", UID: types.UID(uid)},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Resources: corev1.ResourceRequirements{Requests: amount, Limits: amount}}}}}
+}
+
+// filter asks as kube-scheduler does; an error is no answer.
+func filter(ctx context.Context, door string, pod *corev1.Pod) (placed bool, err error) {
+	var answer extender.ExtenderFilterResult
+	if err := askDoor(ctx, door, "filter", extender.ExtenderArgs{Pod: pod, NodeNames: &[]string{"gpu-1"}}, &answer); err != nil {
+		return false, err
+	}
+	if answer.Error != "" {
+		return false, errors.New(answer.Error)
+	}
+	return answer.NodeNames != nil && len(*answer.NodeNames) > 0, nil
+}
+
+func askDoor(ctx context.Context, door, verb string, args, answer any) error {
+	body, err := json.Marshal(args)
 	if err != nil {
-		t.Fatal(err)
+		return err
+	}
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+door+"/"+verb, bytes.NewReader(body))
+	if err != nil {
+		return err
+	}
+	request.Header.Set("Content-Type", "application/json")
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return err
 	}
 	defer response.Body.Close()
-	var answer extender.ExtenderFilterResult
 	text, err := io.ReadAll(response.Body)
-	if err := errors.Join(err, json.Unmarshal(text, &answer)); err != nil || answer.Error != "" {
-		t.Fatalf("%v: %s", err, text)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", response.Status, text)
 	}
-	return answer.NodeNames != nil && len(*answer.NodeNames) > 0
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(text, answer)
 }
 
 // userOf is what Liqo calls the user of a cluster's slice.
@@ -139,16 +203,10 @@ func shadowOf(consumer string) func(*corev1.Pod) {
 func TestLiqoDoor(t *testing.T) {
 	s := startAPIServer(t)
 	s.install(t)
-	source := sourceOf(t, "github.com/liqotech/liqo") + "/deployments/liqo/charts/liqo-crds/crds/authentication.liqo.io_"
-	for _, file := range []string{source + "resourceslices.yaml", source + "tenants.yaml"} {
-		for _, o := range documents(t, file, read(t, file)) {
-			s.apply(t, o, false)
-		}
-	}
+	s.serveLiqo(t)
 	for _, o := range render(t, withComponent(t, "placer", "placer/liqo")) {
 		s.apply(t, o, false)
 	}
-	s.await(t, "slices are served", func() error { return s.do(t, nil, http.MethodGet, authentication+"/resourceslices", "", nil, nil) })
 	s.namespace(t, "train")
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "1000", "ephemeral-storage": "1Ti", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))

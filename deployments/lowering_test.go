@@ -19,7 +19,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-var long = flag.Bool("long", false, "1,000 interleavings of kubelet and agent, not a sample")
+var long = flag.Bool("long", false, "1,000 interleavings of kubelet and agent, and 1,000 rounds of all doors, not a sample")
 
 // kubeletPeriod stands for the ten seconds between two statuses of a kubelet.
 const kubeletPeriod = 150 * time.Millisecond

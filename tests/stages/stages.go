@@ -87,7 +87,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	crowd := test(".", "-count=1", long, "./tests/crowd")
 	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
-	manifests := test(".", "-count=1", limit, "./deployments")
+	manifests := test(".", "-count=1", long, "./deployments")
 	if soak {
 		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &fleet, &manifests} {
 			c.args = append(c.args, "-long")
