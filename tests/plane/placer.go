@@ -48,6 +48,15 @@ func (p *Placer) Kill() {
 	p.cmd.Wait()
 }
 
+// End has it end as a pod does, so that it gives its lease up.
+func (p *Placer) End(t testing.TB) {
+	t.Helper()
+	p.Signal(t, syscall.SIGTERM)
+	if err := p.cmd.Wait(); err != nil {
+		t.Errorf("the placer ended with %v", err)
+	}
+}
+
 // Signal sends it a signal, such as SIGSTOP.
 func (p *Placer) Signal(t testing.TB, is syscall.Signal) {
 	t.Helper()

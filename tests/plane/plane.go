@@ -98,8 +98,9 @@ func freePorts(t testing.TB, n int) []int {
 	return ports
 }
 
-// Start starts etcd and an API server over it, and returns when that is ready.
-func Start(t testing.TB) *Server {
+// Start starts etcd and an API server over it, with arguments besides, and returns when that is
+// ready.
+func Start(t testing.TB, args ...string) *Server {
 	t.Helper()
 	etcd, server := Program(t, "etcd"), Program(t, "kube-apiserver")
 	dir, ports := t.TempDir(), freePorts(t, 3)
@@ -127,12 +128,12 @@ func Start(t testing.TB) *Server {
 		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
 	}}
 	t.Cleanup(s.client.CloseIdleConnections)
-	Background(t, server, "--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
+	Background(t, server, append([]string{"--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
 		"--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC", "--allow-privileged",
 		"--token-auth-file", put("tokens", []byte(s.Token+`,root,0,"system:masters"`+"\n")),
 		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
 		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
-		"--endpoint-reconciler-type", "none")
+		"--endpoint-reconciler-type", "none"}, args...)...)
 	s.Await(t, "the API server is ready", func() error { return s.Do(t, nil, http.MethodGet, "/readyz", "", nil, nil) })
 	return s
 }
