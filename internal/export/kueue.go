@@ -244,16 +244,14 @@ func (k *Kueue) Configuration() ([]byte, error) {
 		resources = append(resources, field{"deviceClassMappings", mappings, ""})
 	}
 	out := object{{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""}, {"resources", resources, ""}}
-	var gates object
+	gates := object{{"QuotaCheckStrategy", true, "Without it quotaCheckStrategy is not looked at."}}
 	if b.shares {
 		gates = append(gates, field{"KueueDRAIntegrationConsumableCapacity", true, "Without it Kueue does not start with the mapping above."})
 	}
 	if k.Variants {
 		gates = append(gates, field{"ConcurrentAdmission", true, "Without it queues with variants try one flavor after the other."})
 	}
-	if gates != nil {
-		out = append(out, field{"featureGates", gates, "Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both."})
-	}
+	out = append(out, field{"featureGates", gates, "Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both."})
 	return write(configurationHead, out)
 }
 

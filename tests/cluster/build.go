@@ -138,7 +138,7 @@ func build(ctx context.Context, l Layout, source string, with []string) error {
 // some tests run on one.
 func (l Layout) optional(source, goVersion string) map[string]part {
 	return map[string]part{
-		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes a few minutes on 2 cores", []string{"kueue"},
+		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes about 5 minutes on 2 cores", []string{"kueue"},
 			"-ldflags=-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion="+kueueVersion, "sigs.k8s.io/kueue/cmd/kueue"),
 	}
 }

@@ -72,7 +72,8 @@
 // settings for what is measured. [Node.SetKubelet] gives it any others.
 // [Node.RecordNode] has every version of the Node and who wrote it, and [Node.SchedulerLog]
 // when the scheduler took it in, where [Node.SetScheduler] has started it with
-// SchedulerVerbose. [Node.StartPlacer] starts what the scheduler's extender is.
+// SchedulerVerbose. [Node.StartPlacer] starts what the scheduler's extender is, and
+// [Node.StartKueue] the real Kueue.
 //
 // # Other hardware, and a new boot
 //

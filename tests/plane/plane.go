@@ -53,7 +53,7 @@ func Program(t testing.TB, name string) string {
 	}
 	path := filepath.Join(cache, "bin", name)
 	if _, err := os.Stat(path); err != nil {
-		t.Skipf("there is no %s in the cache yet: the stage \"node\" builds it", name)
+		t.Skipf("there is no %s in the cache yet: the stage \"node\", or one after it, builds it", name)
 	}
 	return path
 }

@@ -131,6 +131,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			},
 		},
 		{
+			name: "kueue", what: "Kueue's manager", after: []string{"node"}, lane: beside,
+			commands: []command{run(bin("cluster"), "build", "--with", "kueue")},
+		},
+		{
 			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, lacks: root,
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
@@ -170,6 +174,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 		{
 			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crowd, fleet},
+		},
+		{
+			name: "queues", what: "Jobs through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/queues")},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
@@ -279,7 +287,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
