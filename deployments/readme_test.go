@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -58,6 +59,10 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	good := func() error { return nil }
 	pages := obs.New(obs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
+		Account: &obs.Account{Usage: func() usage.Shown {
+			k := usage.Key{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1"}
+			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k}}}
+		}},
 		Status: func() status.Status {
 			return status.Status{
 				SaturationPercent: new(int),

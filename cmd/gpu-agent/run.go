@@ -58,6 +58,7 @@ type runFlags struct {
 	numaHints                choice
 	nodeLabels, nvidiaLabels choice
 	idleTTL                  time.Duration
+	usage                    usageFlags
 	log                      logFlags
 }
 
@@ -92,6 +93,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	f.numaHints = choice{string(deviceplugin.AlignFixed), []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
+	f.usage.register(fs)
 	f.log.register(fs)
 }
 
@@ -128,6 +130,9 @@ func (f *runFlags) complete() error {
 		return errors.New("--links-every must be positive")
 	}
 	if err := f.cap.complete(); err != nil {
+		return err
+	}
+	if err := f.usage.complete(); err != nil {
 		return err
 	}
 	switch {
@@ -207,6 +212,7 @@ func run(ctx context.Context, c console, args []string) error {
 		return nvml.Open(ctx, o)
 	}, metrics.DriverCall)
 
+	var watchdog *guard.Guard
 	var cluster *kube.Client
 	var lowering *agent.Lowering
 	options := agent.Options{
@@ -232,7 +238,8 @@ func run(ctx context.Context, c console, args []string) error {
 		Log:            log,
 	}
 	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
-		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }}}
+		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }},
+		Account:  f.usage.account(f.node.stateDir, runtime, func() []status.Container { return watchdog.State().Containers })}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = workload.Pod{Namespace: ns, Name: name}
 	}
@@ -282,30 +289,26 @@ func run(ctx context.Context, c console, args []string) error {
 	defer proc.Close()
 	watch := guard.Worlds{
 		Driver: driver, Allocations: loop, Proc: guard.Processes{Proc: proc, Runtime: runtime}, Runtime: runtime,
-		Pages: guard.Counters{Pages: caps.Pages}, Observer: metrics, Limiter: guard.ByCgroup{Driver: driver, Runtime: runtime},
+		Pages: guard.Counters{Pages: caps.Pages}, Observer: agent.Offences{Metrics: metrics, Account: worlds.Account}, Limiter: guard.ByCgroup{Driver: driver, Runtime: runtime},
 	}
 	if cluster != nil {
 		watch.Cluster = cluster
 	}
-	watchdog := guard.New(guard.Options{
+	watchdog = guard.New(guard.Options{
 		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.value == "end", EvictAfter: f.cap.evictAfter,
 		Own: options.Pod, Log: log,
 	}, watch)
 	var policies atomic.Pointer[[]status.Policy]
-	page := obs.New(obs.Options{
-		Addr: f.http, Logger: log, Metrics: metrics,
-		Healthy: loop.Healthy,
-		Ready:   loop.Ready,
-		Status: func() status.Status {
-			s := loop.Status()
-			s.Node, s.Version = f.nodeName, version()
-			watchdog.State().Show(&s)
-			if p := policies.Load(); p != nil {
-				s.Policies = *p
-			}
-			return s
-		},
-	})
+	show := func() status.Status {
+		s := loop.Status()
+		s.Node, s.Version = f.nodeName, version()
+		watchdog.State().Show(&s)
+		if p := policies.Load(); p != nil {
+			s.Policies = *p
+		}
+		return s
+	}
+	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
 
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return plugins.Run(ctx) })

@@ -149,6 +149,7 @@ type Agent struct {
 	executor  *executor
 	journal   *journal
 	gates     *gatekeeper
+	account   *Account // nil where none is kept
 	log       *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
@@ -160,8 +161,6 @@ type Agent struct {
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
-	// released is how many allocations had ended when the last round looked.
-	released uint64
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -171,11 +170,12 @@ func New(o Options, w Worlds) *Agent {
 		opts:     o,
 		names:    deviceplugin.ResourceNames(o.ResourceDomain),
 		observer: w.Observer,
+		account:  w.Account,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
 		stirred:  make(chan struct{}, 1),
-		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log},
+		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log, told: w.Account.laidOut},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
@@ -185,7 +185,7 @@ func New(o Options, w Worlds) *Agent {
 	a.ledger = ledger.New(a.wake, time.Now)
 	a.front = deviceplugin.New(a.ledger, time.Now)
 	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
-	a.claims = newClaims(&o, &w, a.ledger, a.granted, a.wake)
+	a.claims = newClaims(&o, &w, a.ledger, a)
 	a.reader = newReader(&o, &w, a.health, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 		a.front.SetFaults(gpus, placements)
 		a.claims.setFaults(gpus, placements)
@@ -193,9 +193,9 @@ func New(o Options, w Worlds) *Agent {
 	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
 	a.slices = newTimeSlices(&o, &w)
 	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
-		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted}
+		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
 	}}
-	a.executor = newExecutor(&o, &w, a.ledger, a.wake)
+	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
 		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
@@ -205,6 +205,7 @@ func New(o Options, w Worlds) *Agent {
 		in := a.partitions.heard()
 		return a.reporter.GPUNode(in.holdersIn(&a.opts))
 	}, a.reporter.Ready, o.Log)
+	a.account.begin(a, &w)
 	return a
 }
 
@@ -266,6 +267,9 @@ func (a *Agent) Run(asked context.Context) error {
 	}
 	if a.object.api != nil {
 		g.Go(func() error { return a.object.run(ctx) })
+	}
+	if a.account != nil {
+		g.Go(func() error { return a.account.meter.Run(ctx) })
 	}
 	g.Go(func() error { return a.loop(ctx) })
 	return g.Wait()

@@ -37,7 +37,7 @@ type claims struct {
 	driver atomic.Pointer[DRADriver]
 }
 
-func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.Allocation), wake func()) *claims {
+func newClaims(o *Options, w *Worlds, l *ledger.Ledger, a *Agent) *claims {
 	c := &claims{caps: memcap.API, begun: make(chan struct{})}
 	if o.OpenCaps {
 		c.caps = memcap.Watchdog
@@ -45,7 +45,7 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.All
 	if w.DRA != nil {
 		c.serve = w.DRA.Serve
 		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l, API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
-			Fault: o.FaultTaint, Granted: granted, Wake: wake, Now: time.Now, Log: o.Log, Listing: w.Kubelet.List, Evict: w.DRA.Evict,
+			Fault: o.FaultTaint, Granted: a.granted, RefusedClaim: a.account.refusedClaim, Wake: a.wake, Now: time.Now, Log: o.Log, Listing: w.Kubelet.List, Evict: a.account.evicting(w.DRA.Evict),
 			Tell: func(p workload.Pod, kind kube.EventType, reason, message string) {
 				if w.Cluster != nil {
 					w.Cluster.Event(p, kind, reason, message)

@@ -94,7 +94,23 @@ func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Cond
 	if why := at.withdrawn(g, layout); why != (status.Cause{}) {
 		available.Status, available.Reason, available.Message = gpunode.False, why.Reason, brief.Cut(why.Message, brief.Text)
 	}
-	return []gpunode.Condition{available, healthy}
+	out := []gpunode.Condition{available, healthy}
+	if n := at.idle(gpu.UUID(g.UUID)); n > 0 {
+		// Pods are not named: the object is for everybody.
+		out = append(out, gpunode.Condition{Type: gpunode.Idle, Status: gpunode.True, Reason: status.GrantIdle, Message: fmt.Sprintf("allocations that nobody has used for a while: %d", n)})
+	}
+	return out
+}
+
+// idle is how many allocations have something of a GPU that nobody uses.
+func (at *scene) idle(u gpu.UUID) (n int) {
+	for i := range at.allocations {
+		a := &at.allocations[i]
+		if a.On(u) && slices.ContainsFunc(at.Conditions, func(c status.Condition) bool { return c.Reason == status.GrantIdle && c.Subject == a.ID }) {
+			n++
+		}
+	}
+	return n
 }
 
 // withdrawn is why nobody new can have anything of a GPU; empty where one can, or could if

@@ -24,7 +24,9 @@ type journal struct {
 	mu    sync.Mutex
 	noted []state.Allocation // guarded by mu; not yet written down
 
-	written int // lines since the journal was last replaced
+	// released is how many allocations had ended when the last round looked.
+	released uint64
+	written  int // lines since the journal was last replaced
 	// due says that it lacks an allocation, or has one that has ended, which a successor would
 	// take for a holder.
 	due bool

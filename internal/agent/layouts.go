@@ -21,6 +21,8 @@ type layouts struct {
 	now  map[gpu.UUID]plan.Layout // replaced by settle, not changed
 	past map[gpu.UUID][]plan.Past
 	log  *slog.Logger
+	// told is told of each GPU that is laid out anew.
+	told func(gpu.UUID, plan.Layout)
 }
 
 // offerAny reports whether any of these GPUs has devices to withdraw.
@@ -45,6 +47,7 @@ func (l *layouts) settle(changes *plan.Changes) {
 		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
 			l.keep(u, old)
 			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Placements), "to", plan.Names(to.Placements))
+			l.told(u, to)
 		}
 	}
 	for _, u := range changes.Changing {
@@ -53,6 +56,7 @@ func (l *layouts) settle(changes *plan.Changes) {
 			l.keep(u, old)
 		}
 		l.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
+		l.told(u, changes.Layouts[u])
 	}
 	l.now = changes.Layouts
 }

@@ -217,8 +217,8 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
 		a.reader.stale.Store(true)
 	}
-	if n, _ := a.ledger.Ended(); n != a.released {
-		a.released, a.journal.due, a.gates.swept = n, true, false
+	if n, _ := a.ledger.Ended(); n != a.journal.released {
+		a.journal.released, a.journal.due, a.gates.swept = n, true, false
 	}
 	work := a.due(p.changes.Work)
 	a.executor.ownMade(work)
@@ -323,9 +323,10 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory))
+	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.account.conditions())
 	a.reporter.finish(s, f)
 	poke(a.stirred)
 	poke(a.object.news)
+	a.account.round(a.witnesses.Heard())
 	return errors.Join(f.errs...)
 }

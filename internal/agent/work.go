@@ -137,6 +137,8 @@ type executor struct {
 	observer Observer
 	ledger   *ledger.Ledger
 	log      *slog.Logger
+	// cut is told of each step that was tried.
+	cut func(gpu.UUID, mig.Step, error)
 	// event sends an Event, and wake has a round come when a job has ended.
 	event func(workload.Pod, kube.EventType, string, string)
 	wake  func()
@@ -166,9 +168,9 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, wake func()) *executor {
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error), wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, kube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
@@ -404,6 +406,7 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 		profile = s.Placement.Profile.String()
 	}
 	e.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
+	e.cut(d.UUID, s, err)
 	if err != nil {
 		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}

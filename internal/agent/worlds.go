@@ -39,6 +39,8 @@ type Worlds struct {
 	// Features is nil where labels do not go by way of Node Feature Discovery.
 	Features Features
 	Observer Observer
+	// Account is nil where no account of what is granted and used is kept.
+	Account *Account
 }
 
 // Driver is what the loop needs of the hardware. pkg/gpu/nvml has it.

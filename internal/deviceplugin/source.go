@@ -21,6 +21,9 @@ type Source struct {
 	// Granted is called after every grant, before the kubelet has its answer: it
 	// must not take long.
 	Granted func(*ledger.Allocation)
+	// Refused is told of each request for n devices that is refused, with those that were
+	// named; nil where nobody wants to know.
+	Refused func(resource string, n int, ids []string, err error)
 
 	// The plugin has one goroutine that lists. It knows a list that it has sent
 	// before by the slice.
@@ -47,14 +50,22 @@ func (s *Source) List() ([]plugin.Device, <-chan struct{}) {
 // Prefer is plugin.Source's.
 func (s *Source) Prefer(available, must []string, n int) ([]string, error) {
 	ids, err := s.Front.Prefer(s.Resource, available, must, n)
-	return ids, withReason(err)
+	return ids, s.refused(n, must, err)
+}
+
+// refused gives an error a reason, and tells of it; nil stays nil.
+func (s *Source) refused(n int, ids []string, err error) error {
+	if err = withReason(err); err != nil && s.Refused != nil {
+		s.Refused(s.Resource, n, ids, err)
+	}
+	return err
 }
 
 // Allocate is plugin.Source's.
 func (s *Source) Allocate(ids []string) (plugin.Grant, error) {
 	a, err := s.Front.Allocate(s.Resource, ids)
 	if err != nil {
-		return plugin.Grant{}, withReason(err)
+		return plugin.Grant{}, s.refused(len(ids), ids, err)
 	}
 	record, err := json.Marshal(a.Record())
 	if err != nil {

@@ -66,6 +66,9 @@ type Options struct {
 	Fault kube.TaintEffect
 	// Granted is called for each new allocation, before what it needs is made.
 	Granted func(*ledger.Allocation)
+	// RefusedClaim is called once for each claim that can never be prepared; nil where nobody
+	// wants to know.
+	RefusedClaim func(*kube.Claim, status.Cause)
 	// Listing is the kubelet's account of its pods.
 	Listing func(context.Context) (node.Listing, error)
 	// Tell sends an Event about a pod. Evict has a pod end; nil where none is to be

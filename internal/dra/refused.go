@@ -96,6 +96,9 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 		default:
 		}
 		f.Wake() // for the condition
+		if f.RefusedClaim != nil {
+			f.RefusedClaim(claim, cause)
+		}
 		// Beside this call, since the kubelet waits for that, and is asked for its pods.
 		go f.tellRefused(claim, cause)
 	}

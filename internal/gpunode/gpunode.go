@@ -96,7 +96,7 @@ type GPU struct {
 	Guarantee string `json:"guarantee,omitempty"`
 	// Cordoned says that an operator keeps new pods off the GPU.
 	Cordoned bool `json:"cordoned,omitempty"`
-	// Conditions has the conditions Healthy and Available.
+	// Conditions has the conditions Healthy and Available, and Idle while it is True.
 	Conditions []Condition `json:"conditions,omitempty"`
 	// Resource is the full name of the resource that the GPU's devices are of; empty for
 	// mig, dynamic and off, and through DRA.
@@ -199,6 +199,9 @@ const (
 	// Available is a GPU's: what is free of it can be had. It is False where the GPU is off,
 	// unhealthy, cordoned or about to change. A GPU that is full is Available.
 	Available = "Available"
+	// Idle is a GPU's, and there while it is True: somebody holds something of it and has had
+	// no process on it for --idle-after.
+	Idle = "Idle"
 )
 
 // Is reports whether a condition is there and True.

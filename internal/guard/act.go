@@ -152,7 +152,7 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return
 	}
 	after := time.Since(v.First)
-	h.observer.Ended(v.Kind, after)
+	h.observer.Ended(End{Kind: v.Kind, Pod: c.InPod(), Container: c.Name, GPU: v.GPU, Used: v.Used, Cap: v.Cap, After: after})
 	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name, "for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
 	h.kills.Add(1)
 	h.mu.Lock()
@@ -172,7 +172,7 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 		h.voice.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
 		return
 	}
-	h.observer.Evicted()
+	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, kube.Warning, evictedReason, message)

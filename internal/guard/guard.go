@@ -160,10 +160,21 @@ type Cluster interface {
 
 // Observer is told of what happens; it must not block.
 type Observer interface {
-	// Ended is called when a container has been ended, with what for and how long
-	// after the breach began.
-	Ended(kind memcap.Kind, after time.Duration)
-	Evicted()
+	// Ended is called when a container has been ended, Evicted when a pod has been.
+	Ended(End)
+	Evicted(pod workload.Pod, offences int)
+}
+
+// End is that of a container which the watchdog has ended.
+type End struct {
+	Kind      memcap.Kind
+	Pod       workload.Pod
+	Container string
+	GPU       gpu.UUID
+	// Used is what it was found with there, and Cap what it could have, in bytes.
+	Used, Cap uint64
+	// After is the time since the breach began.
+	After time.Duration
 }
 
 // Guard is the watchdog. Use [New].

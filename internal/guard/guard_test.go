@@ -350,10 +350,11 @@ func (w *world) Evict(_ context.Context, p workload.Pod) error {
 	return nil
 }
 
-func (w *world) Ended(kind memcap.Kind, _ time.Duration) {
+func (w *world) Ended(e End) {
+	kind := e.Kind
 	w.with(func() { w.kinds = append(w.kinds, kind) })
 }
-func (w *world) Evicted() {}
+func (w *world) Evicted(workload.Pod, int) {}
 
 // watch runs a guard on w while f does its work, which has the world to itself
 // but while it lets time pass.

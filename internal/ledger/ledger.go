@@ -24,6 +24,9 @@ type Ledger struct {
 	// now is the clock, an argument because this floor has none.
 	now func() time.Time
 
+	// Ends is what has ended.
+	Ends Ends
+
 	// mu guards everything below.
 	mu          sync.Mutex
 	allocations map[string]*allocation
@@ -119,6 +122,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	if err := l.freeLocked(&r); err != nil {
 		return Allocation{}, err
 	}
+	l.Ends.add(a.Allocation, now)
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
@@ -337,6 +341,7 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	if a == nil || a.Owner != owner {
 		return Allocation{}, false
 	}
+	l.Ends.add(a.Allocation, l.now())
 	l.moveLocked(a, Released)
 	delete(l.allocations, id)
 	l.version++

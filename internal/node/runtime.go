@@ -252,6 +252,26 @@ func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 	return pods, nil
 }
 
+// Labels returns the labels of the pods whose sandbox is ready, by UID: all that the kubelet
+// has told the runtime, which are the pod's as they were when it came to the node. Their
+// authors write them.
+func (r *Runtime) Labels(ctx context.Context) (map[string]map[string]string, error) {
+	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
+	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
+		return c.ListPodSandbox(ctx, &cri.ListPodSandboxRequest{Filter: ready})
+	})
+	if err != nil {
+		return nil, r.wrap("list pod sandboxes", err)
+	}
+	labels := make(map[string]map[string]string, len(answer.GetItems()))
+	for _, s := range answer.GetItems() {
+		if uid := cmp.Or(s.GetMetadata().GetUid(), s.GetLabels()[labelPodUID]); uid != "" {
+			labels[uid] = s.GetLabels()
+		}
+	}
+	return labels, nil
+}
+
 // wrap says what was asked of whom, and what it means that the runtime does not
 // know the question.
 func (r *Runtime) wrap(what string, err error) error {

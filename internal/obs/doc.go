@@ -79,12 +79,22 @@
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
 //	watchdog_up                                 1 while the watchdog runs
 //	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
+//	container_granted_gpu_seconds_total{namespace,pod,container,gpu}          parts of a GPU that were granted, times seconds
+//	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
+//	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
+//	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
+//	container_sm_seconds_total{namespace,pod,container,gpu}                   time of all streaming multiprocessors, where the driver tells it
+//	container_idle_seconds{namespace,pod,container,gpu}                       since when no process has been there; 0 while one is
+//	usage_journal_up                            1 while the usage journal can be written
+//	usage_records_lost_total                    records of it that could not be
 //	unclaimed_processes{gpu,kind}               processes on a GPU without an allocation, kind intruder, no-pod or unlisted
 //
 // Beside them are the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,
 // resources, methods and codes, and by that of the containers that hold a GPU now:
-// a container's series end with it. A container can write anything into its own
+// a container's series end with it, but for its totals ([Account]), which two scrapes more
+// show. container_gpu_allocation has OpenCost's name, and DCGM_FI_DEV_FB_USED, which is off
+// by default, dcgm-exporter's. A container can write anything into its own
 // counters: refusals, and managed memory in what is used, are its own figures.
 //
 // # Joining dcgm-exporter

@@ -188,8 +188,12 @@ func (m *Metrics) Wish(profile string, took time.Duration) {
 }
 
 // registry returns all that /metrics shows.
-func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
-	return registryOf(m.own, view{version: m.version, status: read})
+func (m *Metrics) registry(o *Options) *prometheus.Registry {
+	all := []prometheus.Collector{m.own, view{version: m.version, status: o.Status}}
+	if o.Account != nil {
+		all = append(all, o.Account)
+	}
+	return registryOf(all...)
 }
 
 // registryOf has what a program counts, and what is known of every process.

@@ -93,7 +93,7 @@ func TestMetricsOfOddPlacements(t *testing.T) {
 		}
 		s := status.Status{GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Resource: pick("", "example.com/gpu"), MIG: m,
 			Holders: []status.Holder{{Pod: "pod", Resource: "example.com/gpu"}, {Pod: "pod", Resource: "example.com/gpu"}, {Resource: "example.com/mig-1g.10gb"}}}}}
-		if _, err := NewMetrics("v").registry(func() status.Status { return s }).Gather(); err != nil {
+		if _, err := NewMetrics("v").registry(&Options{Status: func() status.Status { return s }}).Gather(); err != nil {
 			t.Fatalf("%+v: %v", m.Placements, err)
 		}
 	}

@@ -128,11 +128,11 @@ func used() *Metrics {
 // Every metric has a help text, follows Prometheus' naming, and stands in the
 // package comment's table, which has no other.
 func TestMetricNames(t *testing.T) {
-	families, err := used().registry(func() status.Status {
+	families, err := used().registry(&Options{Account: sampleAccount(), Status: func() status.Status {
 		s := sample()
 		s.GPUs = append(s.GPUs, cards().GPUs...)
 		return s
-	}).Gather()
+	}}).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -287,7 +287,7 @@ func TestMetricsOfOddStatus(t *testing.T) {
 		}},
 	} {
 		// The page goes on without what cannot be gathered: here everything can.
-		if _, err := NewMetrics("v").registry(func() status.Status { return s }).Gather(); err != nil {
+		if _, err := NewMetrics("v").registry(&Options{Status: func() status.Status { return s }}).Gather(); err != nil {
 			t.Errorf("%+v: %v", s, err)
 		}
 		addr := serve(t, Options{Status: func() status.Status { return s }})

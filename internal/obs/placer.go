@@ -8,8 +8,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
-
-	"example.com/gpu-agent/internal/status"
 )
 
 // Placer counts what a placer does. Its methods may be called from several goroutines and
@@ -107,4 +105,4 @@ func (m *Placer) Woke(err error) {
 	m.wakes.WithLabelValues(result).Inc()
 }
 
-func (m *Placer) registry(func() status.Status) *prometheus.Registry { return registryOf(m.own) }
+func (m *Placer) registry(*Options) *prometheus.Registry { return registryOf(m.own) }

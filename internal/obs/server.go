@@ -36,13 +36,15 @@ type Options struct {
 	// change the value. A placer has none.
 	Status  func() status.Status
 	Metrics Source
+	// Account is what is granted and used, for one scrape; nil where no account is kept.
+	Account *Account
 	// Now is the clock for the ages on the page; nil means time.Now.
 	Now func() time.Time
 }
 
 // Source is a program's metrics: [Metrics] for an agent, [Placer] for a placer.
 type Source interface {
-	registry(read func() status.Status) *prometheus.Registry
+	registry(*Options) *prometheus.Registry
 }
 
 // Server serves the pages that the package comment lists.
@@ -56,7 +58,7 @@ func New(o Options) *Server {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Server{options: o, registry: o.Metrics.registry(o.Status)}
+	return &Server{options: o, registry: o.Metrics.registry(&o)}
 }
 
 // Run listens and serves until ctx ends, and returns the error of ctx. It fails if it

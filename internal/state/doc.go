@@ -15,6 +15,8 @@
 //	state.json.bad   a state.json that could not be read, kept for inspection
 //	claims.journal   one line an allocation, added in the round after its Allocate
 //	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
+//	usage/           the usage journal; internal/usage/segments writes it, and only Remove
+//	                 looks at it here
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
 //	                 installs them, and only Remove looks at them here
 //

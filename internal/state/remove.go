@@ -23,6 +23,9 @@ const hooksDir = "hooks"
 // content, and keeps the limit pages of allocations.
 const capDir = "cap"
 
+// usageDir is where internal/usage/segments keeps the usage journal.
+const usageDir = "usage"
+
 var (
 	hookDir  = regexp.MustCompile(`^[0-9a-f]{16}$`)
 	hookFile = regexp.MustCompile(`^(nvidia-cdi-hook|\.nvidia-cdi-hook\.[A-Z2-7]+\.tmp)$`)
@@ -74,6 +77,7 @@ func Remove(dir string) error {
 	}
 	r.empty(hooksDir)
 	r.tree(capDir)
+	r.tree(usageDir)
 	// In a container dir is a mount, and what it is mounted on is read-only.
 	if err := os.Remove(dir); err != nil && !stays(err) && !errors.Is(err, unix.EROFS) {
 		r.failed(err)

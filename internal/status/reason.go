@@ -28,6 +28,7 @@ const (
 	AgentEnds         Reason = "AgentEnds"
 	GPUNodeFailed     Reason = "GPUNodeFailed"
 	StartupTaintKept  Reason = "StartupTaintKept"
+	UsageUnwritten    Reason = "UsageUnwritten"
 )
 
 // Reasons about GPUs and their driver.
@@ -52,6 +53,7 @@ const (
 const (
 	HeldByPods  Reason = "HeldByPods"
 	BusyProcess Reason = "BusyProcess"
+	GrantIdle   Reason = "GrantIdle"
 	NoRoom      Reason = "NoRoom"
 )
 

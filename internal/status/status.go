@@ -265,6 +265,9 @@ type Container struct {
 	// taken beyond the cap for a moment; both by the container's own word.
 	Uncounted uint64 `json:"uncounted,omitempty"`
 	UndoneMiB uint64 `json:"undoneMiB,omitempty"`
+	// SMPercent is how much of the GPU's streaming multiprocessors its processes keep busy,
+	// as the driver last said; nil where it does not tell that per process (MIG).
+	SMPercent *float64 `json:"smPercent,omitempty"`
 }
 
 // HasPeak reports whether the container's memory was ever seen.

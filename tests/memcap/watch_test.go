@@ -15,7 +15,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/ledger"
@@ -23,7 +22,6 @@ import (
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 )
@@ -118,7 +116,7 @@ func (p *post) Check() error                     { return nil }
 func (p *post) owner(start uint64) node.Owner {
 	return node.Owner{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Start: start}
 }
-func (p *post) Evicted() {}
+func (p *post) Evicted(workload.Pod, int) {}
 
 func (p *post) Container(pid int) (node.Owner, error) {
 	start, err := startTime(pid)
@@ -154,7 +152,8 @@ func (p *post) Containers(context.Context) ([]node.Container, error) {
 
 func (p *post) End(context.Context, node.Owner) (string, error) { return "told the test", nil }
 
-func (p *post) Ended(kind memcap.Kind, _ time.Duration) {
+func (p *post) Ended(e guard.End) {
+	kind := e.Kind
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	st := p.r.m.World.State()

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/csv"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/meter"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
+	account "example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/internal/usage/segments"
+)
+
+// usageDir is the usage journal's directory, below the agent's own.
+const usageDir = "usage"
+
+// mostLabels bounds what is written of each pod.
+const mostLabels = 8
+
+// usageFlags say what account is kept of what is granted and used.
+type usageFlags struct {
+	size   boundFlag
+	idle   time.Duration
+	labels string
+	dcgm   bool
+	keys   []string
+}
+
+// boundFlag is an amount of memory, or 0 for none.
+type boundFlag memoryFlag
+
+func (b *boundFlag) String() string {
+	if *b == 0 {
+		return "0"
+	}
+	return (*memoryFlag)(b).String()
+}
+
+func (b *boundFlag) Set(s string) error {
+	if s == "0" {
+		*b = 0
+		return nil
+	}
+	return (*memoryFlag)(b).Set(s)
+}
+
+func (f *usageFlags) register(fs *flag.FlagSet) {
+	f.size = segments.DefaultMax >> 20
+	fs.Var(&f.size, "usage-size", "the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
+	fs.StringVar(&f.labels, "usage-labels", "", "`keys` of pods' labels that the usage journal has, with commas between them")
+	fs.DurationVar(&f.idle, "idle-after", meter.DefaultIdle, "`time` after which a grant that no process has used is told of; 0 is never")
+	fs.BoolVar(&f.dcgm, "dcgm-names", false, "serve what containers use under dcgm-exporter's names, too; not beside a dcgm-exporter")
+}
+
+func (f *usageFlags) complete() error {
+	if f.idle < 0 {
+		return errors.New("--idle-after must not be negative")
+	}
+	for key := range strings.SplitSeq(f.labels, ",") {
+		if key = strings.TrimSpace(key); key == "" {
+			continue
+		}
+		if problems := validation.IsQualifiedName(key); len(problems) > 0 {
+			return fmt.Errorf("--usage-labels: %q is not the key of a label: %s", key, strings.Join(problems, "; "))
+		}
+		f.keys = append(f.keys, key)
+	}
+	if len(f.keys) > mostLabels {
+		return fmt.Errorf("--usage-labels: %d keys, and at most %d are kept", len(f.keys), mostLabels)
+	}
+	return nil
+}
+
+// account opens the journal below the agent's directory; nil where none is kept. One that
+// cannot be opened stops nobody: the node says so.
+func (f *usageFlags) account(stateDir string, runtime *node.Runtime, used func() []status.Container) *agent.Account {
+	if f.size == 0 {
+		return nil
+	}
+	a := &agent.Account{Used: used, Keys: f.keys, IdleAfter: f.idle, Version: version(),
+		Journal: &segments.Late{Dir: filepath.Join(stateDir, usageDir), Options: segments.Options{Max: int64(f.size) << 20}}}
+	if len(f.keys) > 0 {
+		a.Labels = runtime.Labels
+	}
+	return a
+}
+
+// metrics are those of the account; nil where none is kept.
+func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.Status) *obs.Account {
+	if of == nil {
+		return nil
+	}
+	a := &obs.Account{Node: node, Usage: of.Usage}
+	if f.dcgm {
+		a.Status = show
+	}
+	return a
+}
+
+// usageReport is what `gpu-agent usage` is asked for.
+type usageReport struct {
+	by, since, until, at, gpu, format string
+	dir                               string
+	now                               time.Time
+}
+
+// showUsage is `gpu-agent usage`: it reads the journal, also where no agent runs.
+func showUsage(_ context.Context, c console, args []string) error {
+	fs := newFlags(c, "usage", "", "Prints who was granted how much of this node's GPUs and used it, or with --at who had them\nthen. It reads the agent's journal. Times are durations before now (24h), or in UTC:\n2026-03-01, 2026-03-01T12:00, 2026-03-01T12:00:00Z, or 12:00 of today.")
+	r := usageReport{now: time.Now()}
+	fs.StringVar(&r.by, "by", "namespace", "what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
+	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the journal's beginning)")
+	fs.StringVar(&r.until, "until", "", "`time` to end at (default: now)")
+	fs.StringVar(&r.at, "at", "", "print who had something at this `time`")
+	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
+	stateDir := fs.String("state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files")
+	format := choice{"table", []string{"table", "csv", "json"}}
+	fs.Var(&format, "o", "output `format`: table, csv or json")
+	if err := parseFlags(fs, args); err != nil {
+		return err
+	}
+	r.dir, r.format = filepath.Join(*stateDir, usageDir), format.value
+	if r.at != "" {
+		return r.presence(c.out)
+	}
+	if r.gpu != "" {
+		return errors.New("gpu-agent usage: --gpu goes with --at")
+	}
+	return r.sums(c.out)
+}
+
+// moment reads a time.
+func (r *usageReport) moment(text string, otherwise time.Time) (time.Time, error) {
+	if text == "" {
+		return otherwise, nil
+	}
+	if d, err := time.ParseDuration(text); err == nil {
+		return r.now.Add(-d), nil
+	}
+	for _, layout := range []string{time.RFC3339, "2006-01-02T15:04", "2006-01-02 15:04", "2006-01-02"} {
+		if t, err := time.ParseInLocation(layout, text, time.UTC); err == nil {
+			return t, nil
+		}
+	}
+	if t, err := time.Parse("15:04", text); err == nil {
+		y, m, d := r.now.UTC().Date()
+		return time.Date(y, m, d, t.Hour(), t.Minute(), 0, 0, time.UTC), nil
+	}
+	return time.Time{}, fmt.Errorf("gpu-agent usage: %q is not a time: want 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", text)
+}
+
+// naming returns what makes the name of a line.
+func (r *usageReport) naming() (func(*account.Grant) string, error) {
+	key, isLabel := strings.CutPrefix(r.by, "label=")
+	switch {
+	case r.by == "namespace":
+		return func(g *account.Grant) string { return g.Namespace }, nil
+	case r.by == "pod":
+		return func(g *account.Grant) string {
+			if g.Pod == "" {
+				return ""
+			}
+			return g.Namespace + "/" + g.Pod
+		}, nil
+	case isLabel && key != "":
+		return func(g *account.Grant) string { return g.Labels[key] }, nil
+	}
+	return nil, fmt.Errorf("gpu-agent usage: --by %q is not namespace, pod or label=KEY", r.by)
+}
+
+// sums prints what was granted and used.
+func (r *usageReport) sums(out io.Writer) error {
+	by, err := r.naming()
+	if err != nil {
+		return err
+	}
+	from, err := r.moment(r.since, time.Time{})
+	if err != nil {
+		return err
+	}
+	to, err := r.moment(r.until, r.now)
+	if err != nil {
+		return err
+	}
+	if !to.After(from) {
+		return errors.New("gpu-agent usage: --until is not after --since")
+	}
+	report := account.NewReport(from, to, by)
+	book := account.NewBook(report)
+	if err := segments.Read(r.dir, from, book.Apply); err != nil {
+		return err
+	}
+	sums := report.Sum(book)
+	heads := []string{strings.ToUpper(r.by), "GRANTS", "GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS"}
+	if r.format == "csv" {
+		heads = []string{"name", "grants", "granted_gpu_hours", "used_gpu_hours", "granted_gib_hours", "used_gib_hours", "sm_hours"}
+	}
+	var rows [][]string
+	for i := range sums {
+		s := &sums[i]
+		rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours), r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours)})
+	}
+	return r.print(out, sums, heads, rows)
+}
+
+// hours is a figure, in a table with as much of it as people read.
+func (r *usageReport) hours(h *float64) string {
+	switch {
+	case h == nil && r.format == "table":
+		return "-"
+	case h == nil:
+		return ""
+	case r.format == "table":
+		return strconv.FormatFloat(*h, 'f', 2, 64)
+	}
+	return strconv.FormatFloat(*h, 'f', -1, 64)
+}
+
+// presence prints who had something at a time.
+func (r *usageReport) presence(out io.Writer) error {
+	at, err := r.moment(r.at, r.now)
+	if err != nil {
+		return err
+	}
+	who := account.NewPresence(at, r.gpu)
+	book := account.NewBook(who)
+	if err := segments.Read(r.dir, at, book.Apply); err != nil {
+		return err
+	}
+	had := who.Who(book)
+	stamp := func(t time.Time) string {
+		if t.IsZero() {
+			return ""
+		}
+		return t.UTC().Format(time.RFC3339)
+	}
+	heads := []string{"GPU", "UUID", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE", "UNTIL"}
+	if r.format == "csv" {
+		heads = []string{"gpu", "uuid", "piece", "share", "namespace", "pod", "container", "since", "until"}
+	}
+	var rows [][]string
+	for i := range had {
+		h := &had[i]
+		rows = append(rows, []string{strconv.Itoa(h.Index), string(h.GPU), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64), h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until)})
+	}
+	return r.print(out, had, heads, rows)
+}
+
+// print prints rows, or as JSON what they are made of.
+func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]string) error {
+	switch r.format {
+	case "json":
+		return printJSON(out, values)
+	case "csv":
+		w := csv.NewWriter(out)
+		_ = w.WriteAll(append([][]string{heads}, rows...))
+		return w.Error()
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	for _, row := range append([][]string{heads}, rows...) {
+		row = slices.Clone(row)
+		for i := range row {
+			row[i] = cmp.Or(printable(row[i]), "-")
+		}
+		fmt.Fprintln(w, strings.TrimRight(strings.Join(row, "\t"), "\t"))
+	}
+	return w.Flush()
+}
+
+// printable keeps what a tenant has named from moving a terminal's cursor.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if !strconv.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, s)
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/meter"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Account is what the usage journal is kept with, and by: the agent that it is given to tells
+// it what happens. A nil one hears everything and keeps nothing.
+type Account struct {
+	Journal meter.Journal
+	// Used is what the watchdog last saw, Labels the labels of the node's pods by UID, of
+	// which Keys are wanted; nil where none are.
+	Used   func() []status.Container
+	Labels func(context.Context) (map[string]map[string]string, error)
+	Keys   []string
+	// IdleAfter is the time after which a grant that nobody uses is told of; zero is never.
+	IdleAfter time.Duration
+	Version   string
+
+	meter *meter.Meter
+	// heard says that kubelet and runtime have both said who has what.
+	heard atomic.Bool
+}
+
+// begin has the account be that of an agent.
+func (c *Account) begin(a *Agent, w *Worlds) {
+	if c == nil {
+		return
+	}
+	o := meter.Options{Ledger: a.ledger, Journal: c.Journal, Used: c.Used, Labels: c.Labels, Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
+		Inventory: func() *gpu.Inventory {
+			if s := a.reporter.snapshot.Load(); s.Answered {
+				return s.Inventory
+			}
+			return &gpu.Inventory{} // what is remembered of one lacks what a MIG instance comes to
+		},
+		Heard: c.heard.Load, Changed: a.wake, Now: time.Now, Log: a.log}
+	if w.Cluster != nil {
+		o.Tell = func(p workload.Pod, reason, message string) { w.Cluster.Event(p, kube.Normal, reason, message) }
+	}
+	c.meter = meter.New(o)
+}
+
+// Usage is what the account comes to, for one scrape of the metrics.
+func (c *Account) Usage() usage.Shown { return c.meter.Scraped() }
+
+// note leaves a record.
+func (c *Account) note(r usage.Record) {
+	if c != nil {
+		c.meter.Note(r)
+	}
+}
+
+// round is called at the end of each round.
+func (c *Account) round(heard bool) {
+	if c != nil {
+		c.heard.Store(heard)
+		c.meter.Poke()
+	}
+}
+
+func (c *Account) conditions() []status.Condition {
+	if c == nil {
+		return nil
+	}
+	return c.meter.Conditions()
+}
+
+// refused notes a request of the kubelet's that was refused.
+func (c *Account) refused(resource string, n int, ids []string, err error) {
+	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: resource, Count: n, Reason: status.CauseOf(err, status.NotOffered).Reason, Message: err.Error()}
+	if len(ids) > 0 {
+		u, placement, isPlacement := strings.Cut(ids[0], "::")
+		if r.GPU = gpu.UUID(u); isPlacement && strings.Contains(placement, "@") {
+			r.Placement = placement
+		}
+	}
+	c.note(r)
+}
+
+// refusedClaim notes a claim that can never be prepared.
+func (c *Account) refusedClaim(claim *kube.Claim, why status.Cause) {
+	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DRA, Reason: why.Reason, Message: "claim " + claim.Name + ": " + why.Message}
+	if r.Namespace = claim.Namespace; len(claim.Pods) > 0 {
+		r.Pod, r.UID = claim.Pods[0].Name, claim.Pods[0].UID
+	}
+	c.note(r)
+}
+
+// evicting notes the pods that evict has evicted.
+func (c *Account) evicting(evict func(context.Context, workload.Pod) error) func(context.Context, workload.Pod) error {
+	if evict == nil {
+		return nil
+	}
+	return func(ctx context.Context, p workload.Pod) error {
+		err := evict(ctx, p)
+		if err == nil {
+			c.evicted(p, status.ClaimEnded, "its claim can never be prepared")
+		}
+		return err
+	}
+}
+
+func (c *Account) evicted(p workload.Pod, why status.Reason, message string) {
+	c.note(usage.Record{Event: usage.Evicted, Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}, Reason: why, Message: message})
+}
+
+// cut notes a step of a change to a GPU's MIG mode or instances.
+func (c *Account) cut(u gpu.UUID, s mig.Step, err error) {
+	r := usage.Record{Event: usage.Cut, GPU: u, Op: string(s.Op)}
+	if s.Placement != (mig.Placement{}) {
+		r.Placement = s.Placement.String()
+	}
+	if err != nil {
+		r.Reason, r.Message = status.CauseOf(err, status.GPUChangeFailed).Reason, err.Error()
+	}
+	c.note(r)
+}
+
+// laidOut notes what a GPU is laid out as from now on.
+func (c *Account) laidOut(u gpu.UUID, to plan.Layout) {
+	as := to.Mode()
+	if to.Kind == ledger.Placement && !to.Dynamic {
+		as = plan.Names(to.Placements)
+	}
+	c.note(usage.Record{Event: usage.Cut, GPU: u, Op: "layout", Placement: as})
+}
+
+// Offences passes on what the watchdog has done about offences: to metrics, and to the
+// account.
+type Offences struct {
+	Metrics interface {
+		Ended(kind memcap.Kind, after time.Duration)
+		Evicted()
+	}
+	Account *Account
+}
+
+// Ended is guard.Observer's.
+func (o Offences) Ended(e guard.End) {
+	o.Metrics.Ended(e.Kind, e.After)
+	why := status.CapExceeded
+	if e.Kind == memcap.Intruder {
+		why = status.Intruder
+	}
+	o.Account.note(usage.Record{Event: usage.Killed, GPU: e.GPU, Reason: why, Holder: usage.Holder{Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: e.Pod.UID, Container: e.Container},
+		Message: status.Why(why, "it used %d MiB and could have %d", e.Used>>20, e.Cap>>20).Message})
+}
+
+// Evicted is guard.Observer's.
+func (o Offences) Evicted(p workload.Pod, offences int) {
+	o.Metrics.Evicted()
+	o.Account.evicted(p, status.CapEvicted, status.Why(status.CapEvicted, "after %d offences within an hour", offences).Message)
+}

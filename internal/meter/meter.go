@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package meter
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const (
+	// DefaultEvery is the time between samples, and DefaultIdle that after which a grant that
+	// nobody uses is told of. Programs load their data before they come to the GPU, and a
+	// large model takes half an hour.
+	DefaultEvery = time.Minute
+	DefaultIdle  = time.Hour
+	// leastGap is the least time between writes: what comes in between is written together.
+	leastGap = 100 * time.Millisecond
+	// mostPending and mostNoted bound the records that wait to be written, and those that
+	// others have left.
+	mostPending, mostNoted = 1000, 1000
+	// flushEvery is how often the journal is flushed to the disk.
+	flushEvery = time.Minute
+	// fades is for how many scrapes the totals of an ended container are shown.
+	fades = 2
+	// labelPatience bounds the question for pods' labels.
+	labelPatience = 4 * time.Second
+	// mostText bounds a record's message.
+	mostText = 500
+)
+
+// Journal is where the account is written. segments.Store is one.
+type Journal interface {
+	// Last calls apply with the records that make the book of now.
+	Last(apply func(*usage.Record)) error
+	// Append returns how many bytes of the lines are there.
+	Append(lines []byte) (int, error)
+	// Full says that the next segment is due, and Fresh that the last one has no line yet.
+	Full() bool
+	Fresh() bool
+	Next(first []byte) error
+	Tidy() error
+	Flush() error
+}
+
+// Options are those of a Meter.
+type Options struct {
+	Ledger  *ledger.Ledger
+	Journal Journal
+	// Inventory is the node's GPUs as they were last read.
+	Inventory func() *gpu.Inventory
+	// Heard reports whether kubelet and runtime have both said who holds what.
+	Heard func() bool
+	// Used is what the watchdog last saw.
+	Used func() []status.Container
+	// Labels has the labels of the node's pods, by UID; nil where none are wanted. Keys are
+	// those that are.
+	Labels func(context.Context) (map[string]map[string]string, error)
+	Keys   []string
+	// Tell sends an Event about a pod; nil where there is no API server.
+	Tell func(pod workload.Pod, reason, message string)
+	// Changed is called when a grant has become idle, or is no more, and when the journal
+	// cannot be written, or can again.
+	Changed func()
+	// Every is the time between samples, zero for the default. IdleAfter is after how long a
+	// grant is idle; zero is never.
+	Every, IdleAfter time.Duration
+	Version          string
+	Now              func() time.Time
+	Log              *slog.Logger
+}
+
+// Meter keeps the account. Use [New].
+type Meter struct {
+	Options
+	ration *brief.Ration
+	news   chan struct{} // holds at most one token
+
+	mu sync.Mutex
+	// Guarded by mu:
+	noted    []usage.Record // by others, not taken yet
+	unnoted  int            // those that did not fit
+	shown    usage.Shown
+	fading   map[usage.Key]int // scrapes left of containers that have ended
+	idle     []status.Condition
+	trouble  status.Cause
+	lostEver uint64
+
+	// The rest belongs to Run's goroutine.
+
+	// book is what the records come to; started says that those of before have been read.
+	book    *usage.Book
+	started bool
+	// Grants whose numbers are below before are older than this process, which began at began.
+	before uint64
+	began  time.Time
+	// vouched is the last time that a predecessor has written something.
+	vouched time.Time
+	// uses are the totals that grow.
+	uses map[place]*use
+	// sampled is when the last sample was taken, or the process began.
+	sampled time.Time
+	pending []byte
+	waiting int // records in pending
+	lost    int // since the last write that succeeded
+	flushed time.Time
+	ended   []usage.Key // since the last write that succeeded
+	told    map[uint64]bool
+}
+
+// place is a grant on a GPU, by its number and the GPU's index.
+type place struct {
+	grant uint64
+	gpu   int
+}
+
+// use is what was used, and what the last sample saw.
+type use struct {
+	usage.Use
+	mib     uint64
+	busy    bool
+	written usage.Use
+}
+
+// New returns a meter that has not read its journal yet.
+func New(o Options) *Meter {
+	if o.Every <= 0 {
+		o.Every = DefaultEvery
+	}
+	o.Ledger.Ends.Keep()
+	now := o.Now()
+	return &Meter{Options: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1), fading: map[usage.Key]int{},
+		shown: usage.Shown{Written: true}, book: usage.NewBook(nil), uses: map[place]*use{}, began: now, sampled: now, flushed: now, told: map[uint64]bool{}}
+}
+
+// Poke has the meter look at the ledger soon. It does not block.
+func (m *Meter) Poke() {
+	select {
+	case m.news <- struct{}{}:
+	default:
+	}
+}
+
+// Note leaves a record that others know of: what was refused, cut, killed or evicted. It does
+// not block. A GPU's index is filled in.
+func (m *Meter) Note(r usage.Record) {
+	if r.Time.IsZero() {
+		r.Time = m.Now()
+	}
+	if r.GPU != "" && r.Index == nil {
+		if d := m.Inventory().ByUUID(r.GPU); d != nil {
+			r.Index = &d.Index
+		}
+	}
+	r.Message = brief.Cut(r.Message, mostText)
+	m.mu.Lock()
+	if len(m.noted) < mostNoted {
+		m.noted = append(m.noted, r)
+	} else {
+		m.unnoted++
+	}
+	m.mu.Unlock()
+	m.Poke()
+}
+
+// Run keeps the account until ctx ends, and returns its error.
+func (m *Meter) Run(ctx context.Context) error {
+	ticker := time.NewTicker(m.Every)
+	defer ticker.Stop()
+	for {
+		m.turn(ctx, false)
+		select {
+		case <-ctx.Done():
+		case <-time.After(leastGap):
+		}
+		select {
+		case <-ctx.Done():
+			m.turn(context.WithoutCancel(ctx), true)
+			return ctx.Err()
+		case <-m.news:
+		case <-ticker.C:
+			m.turn(ctx, true)
+		}
+	}
+}
+
+// start takes over what the process before has written.
+func (m *Meter) start() error {
+	book := usage.NewBook(nil)
+	if err := m.Journal.Last(book.Apply); err != nil {
+		return err
+	}
+	m.book, m.started = book, true
+	m.before, m.vouched = m.book.Next(), m.book.Last()
+	for _, g := range m.book.Open() {
+		for i := range g.Held {
+			if u := g.Held[i].Use; u != nil {
+				m.uses[place{g.Number, u.GPU}] = &use{Use: *u, written: *u, busy: u.Idle.IsZero()}
+			}
+		}
+	}
+	now := m.Now()
+	if m.Journal.Fresh() {
+		m.add(&usage.Record{Time: now, Event: usage.Began, Book: m.book.State(now)})
+	}
+	m.add(&usage.Record{Time: now, Event: usage.Started, Message: m.Version})
+	return nil
+}
+
+// turn looks at the ledger and at what others have noted, takes a sample where one is due,
+// writes all that, and shows it.
+func (m *Meter) turn(ctx context.Context, sample bool) {
+	if !m.started {
+		if err := m.start(); err != nil {
+			_ = m.Ledger.Ends.Take() // what ends until then is missing at the end of that
+			m.fail(err)
+			return
+		}
+	}
+	at := m.Now() // before the ledger is asked: what ends after that, ends later
+	m.look(ctx, at)
+	if sample {
+		m.sample(at)
+	}
+	m.write(at)
+	m.show(at)
+}
+
+// look writes down what the ledger and others tell.
+func (m *Meter) look(ctx context.Context, at time.Time) {
+	if inv := m.Inventory(); len(inv.GPUs) > 0 { // else nobody knows yet what a grant comes to
+		past, held, seen := m.Ledger.Ends.Take(), m.Ledger.Allocations(), m.Used()
+		for i := range past {
+			m.meet(&past[i].Allocation, inv, at, seen)
+			has := seen
+			if slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == past[i].ID }) {
+				has = nil // what is seen now is the next holder's
+			}
+			m.end(past[i].ID, past[i].At, "", has)
+		}
+		for i := range held {
+			m.meet(&held[i], inv, at, seen)
+		}
+		m.orphans(held)
+	}
+	m.mu.Lock()
+	noted, unnoted := m.noted, m.unnoted
+	m.noted, m.unnoted = nil, 0
+	m.mu.Unlock()
+	for i := range noted {
+		m.add(&noted[i])
+	}
+	m.lost += unnoted
+	m.label(ctx)
+}
+
+// orphans ends what a predecessor has given out and the ledger does not have.
+func (m *Meter) orphans(held []ledger.Allocation) {
+	if m.before <= 1 || !m.Heard() {
+		return
+	}
+	for _, g := range m.book.Open() {
+		if g.Number < m.before && !slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == g.Allocation }) {
+			m.end(g.Allocation, m.vouched, "it ended while the agent was away", nil)
+		}
+	}
+}
+
+// meet compares an allocation with its grant in the book.
+func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, seen []status.Container) {
+	g := m.book.Of(a.ID)
+	if g != nil && !a.Adopted && a.Taken.After(g.Since) && g.Number < m.before {
+		if a.Taken.Before(m.began) { // by a predecessor, which had no time to write that down
+			m.end(a.ID, a.Taken, "it was given to the next holder", nil)
+		} else {
+			m.end(a.ID, m.vouched, "it ended while the agent was away", nil)
+		}
+		g = nil
+	}
+	h := usage.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, UID: a.Holder.UID, Container: a.Holder.Container}
+	since := a.Taken
+	if g != nil && g.Pod != "" && h.Pod != "" && !sameContainer(&g.Holder, &h) {
+		m.end(a.ID, at, "its next holder is "+h.Namespace+"/"+h.Pod, seen)
+		g, since = nil, at
+	}
+	if g == nil {
+		r := usage.Record{Time: since, Event: usage.Allocated, Grant: m.book.Next(), Allocation: a.ID, FrontEnd: a.Owner, Resource: a.Resource, Adopted: a.Adopted, Pieces: usage.PiecesOf(a.Grants, inv)}
+		for i := range a.Grants {
+			r.Count += max(1, a.Grants[i].Units.Len())
+		}
+		m.add(&r)
+		g = m.book.Of(a.ID)
+	}
+	if h.Pod != "" && !g.Same(&h) && (h.Container != "" || g.Container == "") {
+		h.Labels = g.Labels
+		m.add(&usage.Record{Time: at, Event: usage.Named, Grant: g.Number, Holder: h})
+	}
+}
+
+// sameContainer reports whether two names may be of one container: what is empty is not known
+// yet.
+func sameContainer(a, b *usage.Holder) bool {
+	maybe := func(x, y string) bool { return x == y || x == "" || y == "" }
+	return a.Namespace == b.Namespace && a.Pod == b.Pod && maybe(a.UID, b.UID) && maybe(a.Container, b.Container)
+}
+
+// end ends a grant, with what was used of it since the last sample.
+func (m *Meter) end(id string, at time.Time, why string, seen []status.Container) {
+	g := m.book.Of(id)
+	if g == nil {
+		return
+	}
+	if at.Before(g.Since) { // the clock was put back
+		at = g.Since
+	}
+	r := usage.Record{Time: at, Event: usage.Released, Grant: g.Number, Message: why}
+	for i := range g.Held {
+		h := &g.Held[i]
+		p := place{g.Number, h.Index}
+		m.grow(g, i, seen, at)
+		if u := m.uses[p]; u != nil {
+			r.Used = append(r.Used, u.Use)
+			delete(m.uses, p)
+		}
+	}
+	m.ended = append(m.ended, g.Keys()...)
+	delete(m.told, g.Number)
+	m.add(&r)
+}
+
+// sample counts what is used for the time since the last sample.
+func (m *Meter) sample(at time.Time) {
+	seen := m.Used()
+	r := usage.Record{Time: at, Event: usage.Used}
+	for _, g := range m.book.Open() {
+		for i := range g.Held {
+			m.grow(g, i, seen, at)
+			if u := m.uses[place{g.Number, g.Held[i].Index}]; u != nil && !equal(&u.Use, &u.written) {
+				u.written = u.Use
+				r.Used = append(r.Used, u.Use)
+			}
+		}
+	}
+	m.sampled = at
+	m.add(&r) // also where nothing has changed: it vouches for what is granted
+}
+
+func equal(a, b *usage.Use) bool {
+	return a.MiBMs == b.MiBMs && a.BusyMs == b.BusyMs && a.Idle.Equal(b.Idle) && (a.SMMs == nil) == (b.SMMs == nil) && (a.SMMs == nil || *a.SMMs == *b.SMMs)
+}
+
+// grow adds to a piece's totals what it was seen to use, for the time since the last sample.
+func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time.Time) {
+	h := &g.Held[piece]
+	if g.First(piece) != piece {
+		return // the first piece of a GPU has all that is used there
+	}
+	p := place{g.Number, h.Index}
+	u := m.uses[p]
+	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Claim == g.Allocation && c.GPU == string(h.GPU) })
+	switch {
+	case i >= 0 && seen[i].UsedMiB == nil, i < 0 && u == nil:
+		return // not known: nothing is added
+	case u == nil:
+		u = &use{Use: usage.Use{Grant: g.Number, GPU: h.Index}}
+		m.uses[p] = u
+	}
+	from := m.sampled
+	if g.Since.After(from) {
+		from = g.Since
+	}
+	ms := uint64(max(0, at.Sub(from)).Milliseconds())
+	if i >= 0 { // else it has gone, and what was seen last counts
+		u.mib, u.busy = *seen[i].UsedMiB, *seen[i].UsedMiB > 0 || seen[i].Processes > 0
+	}
+	u.MiBMs += u.mib * ms
+	if u.busy {
+		u.BusyMs, u.Idle = u.BusyMs+ms, time.Time{}
+	} else if u.Idle.IsZero() {
+		u.Idle = from.UTC().Truncate(time.Second)
+	}
+	if i < 0 {
+		return
+	}
+	if sm := seen[i].SMPercent; sm != nil {
+		total := uint64(*sm * float64(ms) / 100)
+		if u.SMMs != nil {
+			total += *u.SMMs
+		}
+		u.SMMs = &total
+	}
+}
+
+// add takes a record into the book, and has it written.
+func (m *Meter) add(r *usage.Record) {
+	r.Round()
+	m.book.Apply(r)
+	if m.waiting >= mostPending {
+		m.lost++
+		return
+	}
+	out, err := r.Append(m.pending)
+	if err != nil {
+		m.lost++
+		m.ration.Log(slog.LevelError, "cannot write a usage record", nil, "err", err)
+		return
+	}
+	m.pending = out
+	m.waiting++
+}
+
+// write writes what waits.
+func (m *Meter) write(at time.Time) {
+	if m.waiting > 0 || m.lost > 0 {
+		if err := m.writePending(at); err != nil {
+			m.fail(err)
+			return
+		}
+	}
+	m.fail(nil)
+	if m.Journal.Full() {
+		line, err := (&usage.Record{Time: at, Event: usage.Began, Book: m.book.State(at)}).Append(nil)
+		if err == nil {
+			err = m.Journal.Next(line)
+		}
+		if err == nil {
+			err = m.Journal.Tidy()
+		}
+		m.fail(err)
+	}
+	if at.Sub(m.flushed) >= flushEvery {
+		m.flushed = at
+		m.fail(m.Journal.Flush())
+	}
+}
+
+func (m *Meter) writePending(at time.Time) error {
+	out := m.pending
+	if m.lost > 0 {
+		// Whoever reads has missed something: the book tells what it came to.
+		var err error
+		for _, r := range []usage.Record{{Time: at, Event: usage.Lost, Count: m.lost}, {Time: at, Event: usage.Began, Book: m.book.State(at)}} {
+			if out, err = r.Append(out); err != nil {
+				return err
+			}
+		}
+	}
+	if n, err := m.Journal.Append(out); err != nil {
+		// What is whole there need not be written again.
+		whole := bytes.LastIndexByte(out[:min(n, len(m.pending))], '\n') + 1
+		m.waiting -= bytes.Count(out[:whole], []byte("\n"))
+		m.pending = m.pending[whole:]
+		return err
+	}
+	m.mu.Lock()
+	m.lostEver += uint64(m.lost)
+	m.mu.Unlock()
+	m.pending, m.waiting, m.lost = m.pending[:0], 0, 0
+	if cap(m.pending) > 64<<10 {
+		m.pending = nil
+	}
+	return nil
+}
+
+// fail notes that the journal could not be written, or that it could.
+func (m *Meter) fail(err error) {
+	why := status.Cause{}
+	if err != nil {
+		why = status.Why(status.UsageUnwritten, "%s", brief.Cut(err.Error(), brief.Text))
+		m.ration.Log(slog.LevelError, "cannot write the usage journal; containers are served all the same", nil, "err", err)
+	}
+	m.mu.Lock()
+	news := (m.trouble == status.Cause{}) != (err == nil)
+	m.trouble = why
+	m.mu.Unlock()
+	if news {
+		m.changed()
+	}
+}
+
+func (m *Meter) changed() {
+	if m.Changed != nil {
+		m.Changed()
+	}
+}
+
+// label asks for the labels of pods that lack theirs.
+func (m *Meter) label(ctx context.Context) {
+	if m.Labels == nil || !slices.ContainsFunc(m.book.Open(), unlabelled) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, labelPatience)
+	defer cancel()
+	of, err := m.Labels(ctx)
+	if err != nil {
+		m.ration.Log(slog.LevelWarn, "cannot learn the labels of pods for the usage journal", nil, "err", err)
+		return
+	}
+	for _, g := range m.book.Open() {
+		if !unlabelled(g) {
+			continue
+		}
+		h := g.Holder
+		h.Labels = map[string]string{}
+		for _, key := range m.Keys {
+			if v, ok := of[g.UID][key]; ok {
+				h.Labels[key] = v
+			}
+		}
+		if len(h.Labels) == 0 {
+			g.Labels = h.Labels // asked, and not asked again
+			continue
+		}
+		m.add(&usage.Record{Time: m.Now(), Event: usage.Named, Grant: g.Number, Holder: h})
+	}
+}
+
+func unlabelled(g *usage.Grant) bool { return g.UID != "" && g.Labels == nil }
+
+// String names a holder for people.
+func who(h *usage.Holder) string {
+	return fmt.Sprintf("%s/%s/%s", h.Namespace, h.Pod, h.Container)
+}

@@ -1,0 +1,501 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package meter
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+
+var long = flag.Bool("long", false, "kill the meter in 100 histories instead of 10")
+
+var errFull = errors.New("no space left on device")
+
+// paper is a journal in memory, which outlives a meter.
+type paper struct {
+	text  []byte
+	full  bool // the disk is, but for so many bytes
+	left  int
+	cut   int // how many bytes the next write puts down before its process is killed; -1 for all
+	began int // where the last segment does
+	most  int // size at which the next one begins
+}
+
+func (p *paper) Last(apply func(*usage.Record)) error {
+	for line := range bytes.Lines(p.text[p.began:]) {
+		if r := usage.Parse(line); r != nil {
+			apply(r)
+		}
+	}
+	return nil
+}
+
+func (p *paper) Append(lines []byte) (int, error) {
+	if p.full {
+		n := min(len(lines)/2, p.left) // a part of it finds room
+		p.left -= n
+		p.put(lines[:n])
+		return n, errFull
+	}
+	if p.cut >= 0 && p.cut < len(lines) {
+		lines = lines[:p.cut]
+	}
+	p.put(lines)
+	return len(lines), nil
+}
+
+func (p *paper) put(lines []byte) {
+	if n := len(p.text); n > 0 && p.text[n-1] != '\n' && len(lines) > 0 {
+		p.text = append(p.text, '\n')
+	}
+	p.text = append(p.text, lines...)
+}
+
+func (p *paper) Full() bool  { return len(p.text)-p.began > p.most }
+func (p *paper) Fresh() bool { return len(p.text) == p.began }
+func (p *paper) Tidy() error { return nil }
+
+func (p *paper) Flush() error {
+	if p.full {
+		return errFull
+	}
+	return nil
+}
+
+func (p *paper) Next(first []byte) error {
+	if p.full {
+		return errFull
+	}
+	p.put(nil)
+	if n := len(p.text); n > 0 && p.text[n-1] != '\n' {
+		p.text = append(p.text, '\n')
+	}
+	p.began = len(p.text)
+	p.text = append(p.text, first...)
+	return nil
+}
+
+// node is a node in memory: what the ledger has, what containers use, and a meter that may be
+// killed.
+type node struct {
+	*testing.T
+	now    time.Time
+	ledger *ledger.Ledger
+	meter  *Meter
+	paper  *paper
+	seen   []status.Container
+	events []string
+	heard  bool
+}
+
+func newNode(t *testing.T) *node {
+	n := &node{T: t, now: noon, paper: &paper{cut: -1, most: 1 << 30}, heard: true}
+	n.start()
+	return n
+}
+
+func (n *node) clock() time.Time { return n.now }
+
+// start starts a process: a ledger without anything, and a meter on the journal.
+func (n *node) start() {
+	n.ledger = ledger.New(func() {}, n.clock)
+	inv := &gpu.Inventory{GPUs: []gpu.Device{{Index: 0, UUID: "GPU-0", Memory: 80 << 10}, {Index: 1, UUID: "GPU-1", Memory: 80 << 10}}}
+	n.meter = New(Options{Ledger: n.ledger, Journal: n.paper, Inventory: func() *gpu.Inventory { return inv }, Heard: func() bool { return n.heard },
+		Used: func() []status.Container { return n.seen }, Tell: func(p workload.Pod, reason, message string) {
+			n.events = append(n.events, p.String()+" "+reason)
+		}, IdleAfter: time.Hour, Version: "test", Now: n.clock, Log: slog.New(slog.DiscardHandler)})
+	if err := n.meter.start(); err != nil {
+		n.Fatal(err)
+	}
+}
+
+func (n *node) pass(d time.Duration) { n.now = n.now.Add(d) }
+
+func (n *node) turn(sample bool) {
+	n.Helper()
+	n.meter.turn(context.Background(), sample)
+}
+
+func record(u gpu.UUID, first, last int) ledger.Record {
+	return ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem", Grants: []ledger.Grant{{GPU: u,
+		Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: last}}, Unit: 1024}, Cap: ledger.CapOf(uint64(last-first+1) << 30)}}}
+}
+
+func (n *node) take(id string, r ledger.Record, pod string) {
+	n.Helper()
+	if _, err := n.ledger.Take(ledger.Request{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: r.Grants, Overlap: true}); err != nil {
+		n.Fatal(err)
+	}
+	if pod != "" {
+		n.hold(id, pod)
+	}
+}
+
+func (n *node) hold(id, pod string) {
+	n.ledger.SetHolder(id, ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: pod, UID: "uid-" + pod}, Container: "main"})
+}
+
+func (n *node) uses(id string, u gpu.UUID, mib uint64) {
+	n.seen = slices.DeleteFunc(n.seen, func(c status.Container) bool { return c.Claim == id && c.GPU == string(u) })
+	n.seen = append(n.seen, status.Container{Claim: id, GPU: string(u), UsedMiB: &mib})
+}
+
+func (n *node) series(pod string) (out usage.Series, ok bool) {
+	for _, s := range n.meter.shown.Series {
+		if s.Pod == pod {
+			return s, true
+		}
+	}
+	return out, false
+}
+
+// lines are the events of a journal, in order.
+func (n *node) lines() (out []string) {
+	for line := range bytes.Lines(n.paper.text) {
+		if r := usage.Parse(line); r != nil {
+			out = append(out, string(r.Event))
+		}
+	}
+	return out
+}
+
+// The life of a pod: a line for each thing that happens, totals that are right, and series
+// that go two scrapes after its end.
+func TestLife(t *testing.T) {
+	n := newNode(t)
+	n.turn(false)
+	n.take("a", record("GPU-0", 0, 19), "")
+	n.turn(false)
+	if len(n.meter.Scraped().Series) != 0 {
+		t.Error("a container that nobody has named has a series")
+	}
+	n.pass(time.Second)
+	n.hold("a", "web")
+	n.uses("a", "GPU-0", 1024)
+	n.turn(false)
+	for range 60 {
+		n.pass(time.Minute)
+		n.turn(true)
+	}
+	s, _ := n.series("web")
+	if want := .25 * 3601; s.GrantedGPU != want || s.GrantedMiB != 20<<10*3601 || s.UsedMiB != 1024*3601 || s.UsedGPU != want {
+		t.Errorf("after an hour: %+v", s)
+	}
+	n.pass(17*time.Second + 5)
+	if _, ok := n.ledger.Release(ledger.DevicePlugin, "a"); !ok {
+		t.Fatal("not released")
+	}
+	n.pass(3 * time.Second)
+	n.turn(false)
+	if s, _ := n.series("web"); s.GrantedGPU != .25*(3618*time.Second+5).Seconds() || math.Abs(s.UsedMiB-1024*3618) > 1 {
+		t.Errorf("at its end: %+v", s)
+	}
+	if got := fmt.Sprint(n.lines()[:3]) + fmt.Sprint(n.lines()[len(n.lines())-1]); got != "[began started allocated]released" {
+		t.Errorf("the journal has %s", n.lines())
+	}
+	if len(n.meter.shown.Now) != 0 {
+		t.Errorf("ended, and holds %+v", n.meter.shown.Now)
+	}
+	for i, want := range []int{1, 1, 0, 0} {
+		n.turn(false)
+		if got := len(n.meter.Scraped().Series); got != want {
+			t.Errorf("scrape %d after the end has %d series, want %d", i+1, got, want)
+		}
+	}
+}
+
+// A disk that is full stops nothing: the node says so, counters stand still and do not fall,
+// and all is written when there is room again.
+func TestFullDisk(t *testing.T) {
+	n := newNode(t)
+	n.take("a", record("GPU-0", 0, 19), "web")
+	n.uses("a", "GPU-0", 1024)
+	n.turn(true)
+	n.pass(time.Minute)
+	n.turn(true)
+	before, _ := n.series("web")
+	n.paper.full, n.paper.left = true, 300
+	for range 5 {
+		n.pass(time.Minute)
+		n.turn(true)
+	}
+	n.take("b", record("GPU-1", 0, 9), "new")
+	n.turn(false)
+	if s, _ := n.series("web"); s != before {
+		t.Errorf("unwritten totals are shown: %+v, want %+v", s, before)
+	}
+	if c := n.meter.Conditions(); len(c) != 1 || c[0].Reason != status.UsageUnwritten || n.meter.Scraped().Written {
+		t.Errorf("the node says %+v", c)
+	}
+	if len(n.meter.shown.Now) != 2 {
+		t.Errorf("what is held now: %+v", n.meter.shown.Now)
+	}
+	n.ledger.Release(ledger.DevicePlugin, "b")
+	n.paper.full = false
+	n.pass(time.Minute)
+	n.turn(true)
+	if s, _ := n.series("web"); s.UsedMiB != 1024*7*60 || s.GrantedGPU != .25*7*60 {
+		t.Errorf("with room again: %+v", s)
+	}
+	if c := n.meter.Conditions(); len(c) != 0 || !n.meter.Scraped().Written {
+		t.Errorf("the node says %+v", c)
+	}
+	if got := strings.Count(fmt.Sprint(n.lines()), "allocated"); got != 2 {
+		t.Errorf("%d allocations are in the journal, of 2: %s", got, n.lines())
+	}
+
+	// So long that records are lost: the book makes up for them.
+	n.paper.full = true
+	for i := range mostPending + 50 {
+		n.meter.Note(usage.Record{Event: usage.Refused, Count: i})
+		n.turn(false)
+	}
+	n.take("c", record("GPU-1", 20, 29), "late")
+	n.pass(time.Minute)
+	n.turn(true)
+	n.paper.full = false
+	n.turn(false)
+	if lost := n.meter.Scraped().Lost; lost == 0 {
+		t.Error("nothing is said to be lost")
+	}
+	n.kill()
+	n.heard = false
+	n.start()
+	if g := n.meter.book.Of("c"); g == nil || !g.Since.Equal(noon.Add(7*time.Minute)) {
+		t.Errorf("after records were lost, the journal has %+v", g)
+	}
+}
+
+func (n *node) kill() { n.meter = nil }
+
+// A kill -9 at random under load, also in the middle of a write: nothing is counted twice, at
+// most one sample interval of use is lost for each kill, what is granted is what the ledger's
+// times say to the nanosecond, and no counter falls while it is shown.
+func TestKilledAtRandom(t *testing.T) {
+	seeds := uint64(10)
+	if *long {
+		seeds = 100
+	}
+	for seed := range seeds {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) { killAtRandom(t, rand.New(rand.NewPCG(seed, 3))) })
+	}
+}
+
+// held is an allocation as the test knows it.
+type held struct {
+	id, pod      string
+	record       ledger.Record
+	since, until time.Time
+	mib          uint64
+	used         float64 // MiB seconds
+	slack        float64 // what may be lost of that
+	kills        int
+}
+
+func killAtRandom(t *testing.T, r *rand.Rand) {
+	n := newNode(t)
+	n.paper.most = 6000
+	var open, all []*held
+	next, slot := 0, make([]bool, 16)
+	shown := map[usage.Key]usage.Series{}
+	check := func() {
+		t.Helper()
+		now := map[usage.Key]usage.Series{}
+		for _, s := range n.meter.shown.Series {
+			now[s.Key] = s
+			if o, ok := shown[s.Key]; ok && (s.GrantedGPU < o.GrantedGPU || s.GrantedMiB < o.GrantedMiB || s.UsedMiB < o.UsedMiB || s.UsedGPU < o.UsedGPU) {
+				t.Fatalf("a counter has fallen: %+v\nfrom %+v", s, o)
+			}
+		}
+		shown = now
+	}
+	pass := func(d time.Duration) {
+		n.pass(d)
+		for _, h := range open {
+			h.used += float64(h.mib) * d.Seconds()
+		}
+	}
+	sampleEvery := 0 * time.Second
+	for range 300 {
+		d := time.Duration(r.Int64N(int64(5*time.Second))) + 1
+		pass(d)
+		sampleEvery += d
+		switch k := r.IntN(20); {
+		case k < 5:
+			i := slices.Index(slot, false)
+			if i < 0 {
+				break
+			}
+			next++
+			h := &held{id: fmt.Sprintf("id-%d", i), pod: fmt.Sprintf("pod-%d", next), record: record(gpu.UUID(fmt.Sprintf("GPU-%d", i/8)), i%8*10, i%8*10+9), since: n.now, mib: uint64(r.IntN(10 << 10))}
+			slot[i] = true
+			n.take(h.id, h.record, h.pod)
+			n.uses(h.id, h.record.Grants[0].GPU, h.mib)
+			// Before its first sample nobody knows what it uses.
+			h.slack = float64(h.mib) * 61
+			open, all = append(open, h), append(all, h)
+		case k < 8 && len(open) > 0:
+			i := r.IntN(len(open))
+			h := open[i]
+			n.ledger.Release(ledger.DevicePlugin, h.id)
+			h.until, open = n.now, slices.Delete(open, i, i+1)
+			var at int
+			fmt.Sscanf(h.id, "id-%d", &at)
+			slot[at] = false
+		case k < 9:
+			killed(t, n, r, open, all)
+			check()
+		default:
+			n.turn(sampleEvery >= DefaultEvery)
+			if sampleEvery >= DefaultEvery {
+				sampleEvery = 0
+			}
+			check()
+		}
+	}
+	n.turn(true)
+	check()
+	judge(t, n, all)
+}
+
+// killed ends the process, perhaps in the middle of its write, and starts the next one on what
+// there is.
+func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
+	t.Helper()
+	if r.IntN(2) == 0 {
+		n.meter.look(context.Background(), n.now)
+		if r.IntN(2) == 0 {
+			n.meter.sample(n.now)
+		}
+		if n.meter.waiting > 0 {
+			n.paper.cut = r.IntN(len(n.meter.pending) + 1)
+			if err := n.meter.writePending(n.now); err != nil {
+				t.Fatal(err)
+			}
+			n.paper.cut = -1
+		}
+	}
+	down := time.Duration(r.IntN(int(time.Second)))
+	n.pass(down)
+	n.start()
+	taken := map[string]time.Time{}
+	for _, h := range open {
+		h.used += float64(h.mib) * down.Seconds()
+		// The state's journal knows when it was taken, as long as its container has not
+		// started.
+		if r.IntN(2) == 0 {
+			taken[h.id] = h.since
+		}
+		if _, err := n.ledger.Found(h.id, h.record, taken[h.id]); err != nil {
+			t.Fatal(err)
+		}
+		n.hold(h.id, h.pod)
+	}
+	written := n.written()
+	for _, h := range all {
+		g := n.meter.book.Of(h.id)
+		known := g != nil && g.Since.Equal(h.since)
+		at := taken[h.id]
+		if h.until.IsZero() {
+			h.kills++
+			h.slack += float64(h.mib) * 62
+			if !known && at.IsZero() { // nobody had written it down: it begins when the ledger takes it over
+				h.used -= float64(h.mib) * n.now.Sub(h.since).Seconds()
+				h.since = n.now
+			}
+			continue
+		}
+		// Its end may be known to nobody.
+		i := slices.IndexFunc(open, func(o *held) bool { return o.id == h.id })
+		until := h.until
+		switch {
+		case known && i < 0:
+			until = n.meter.vouched
+		case known && at.IsZero():
+			until = n.now
+		case known:
+			until = at
+		case !written[fmt.Sprint(h.id, h.since.UnixNano())]:
+			until = h.since // nor its beginning
+		}
+		h.used -= float64(h.mib) * h.until.Sub(until).Seconds()
+		h.slack += float64(h.mib) * 62 * truth(known)
+		h.until = until
+	}
+	n.turn(false)
+}
+
+func truth(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// written are the allocations that the journal has, with their times.
+func (n *node) written() map[string]bool {
+	out := map[string]bool{}
+	for line := range bytes.Lines(n.paper.text) {
+		if r := usage.Parse(line); r != nil && r.Event == usage.Allocated {
+			out[fmt.Sprint(r.Allocation, r.Time.UnixNano())] = true
+		}
+	}
+	return out
+}
+
+// judge compares the journal's account with what was.
+func judge(t *testing.T, n *node, all []*held) {
+	t.Helper()
+	b := usage.NewBook(nil)
+	totals := map[string]usage.Amounts{}
+	for line := range bytes.Lines(n.paper.text) {
+		if r := usage.Parse(line); r != nil {
+			b.Apply(r)
+		}
+	}
+	for _, h := range all {
+		k := usage.Key{Namespace: "work", Pod: h.pod, Container: "main", GPU: h.record.Grants[0].GPU}
+		if h.until.IsZero() {
+			for _, s := range b.Series(n.now) {
+				if s.Key == k {
+					totals[h.pod] = s.Amounts
+				}
+			}
+		} else if s, ok := b.Ended(k); ok {
+			totals[h.pod] = s.Amounts
+		}
+	}
+	for _, h := range all {
+		got, end := totals[h.pod], h.until
+		if end.IsZero() {
+			end = n.now
+		}
+		if want := 10. / 80 * end.Sub(h.since).Seconds(); math.Abs(got.GrantedGPU-want) > 1e-9 {
+			t.Errorf("%s was granted %v GPU seconds, want %v (%d kills)", h.pod, got.GrantedGPU, want, h.kills)
+		}
+		if got.UsedMiB > h.used+float64(h.mib)/1000+1 {
+			t.Errorf("%s used %v MiB seconds, and %v are counted: something is counted twice", h.pod, h.used, got.UsedMiB)
+		}
+		if got.UsedMiB < h.used-h.slack-1 {
+			t.Errorf("%s used %v MiB seconds, and %v are counted: more than an interval for each of %d kills is lost", h.pod, h.used, got.UsedMiB, h.kills)
+		}
+	}
+}

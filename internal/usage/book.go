@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package usage
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// kept is how long a container's ended grants count on in the totals of one that comes under
+// the same names: a pod of a StatefulSet that is made anew. A counter must not fall while it
+// is shown, or Prometheus takes all of it for new.
+const kept = time.Hour
+
+// Book is the account that records lead to. The zero value is not one: use [NewBook].
+type Book struct {
+	next uint64
+	open map[uint64]*Grant
+	// ids are the numbers of the open grants, by the allocation's ID.
+	ids  map[string]uint64
+	past map[Key]Past
+	// last is the latest time of a record: a book that is older tells nothing.
+	last time.Time
+	tell Teller
+}
+
+// Teller hears of each stretch of a grant as it ends, if it is not nil.
+type Teller interface {
+	// Granted is told that a piece was charged with so much of what it is, 0 to 1, and Used
+	// what more was used of it from one time to another.
+	Granted(g *Grant, h *Held, from, to time.Time, part float64)
+	Used(g *Grant, h *Held, from, to time.Time, more Use)
+	Ended(g *Grant)
+}
+
+// Grant is an allocation from its taking to its release.
+type Grant struct {
+	Number     uint64          `json:"grant"`
+	Allocation string          `json:"allocation"`
+	FrontEnd   ledger.FrontEnd `json:"frontEnd,omitempty"`
+	Resource   string          `json:"resource,omitempty"`
+	Count      int             `json:"count,omitempty"`
+	Adopted    bool            `json:"adopted,omitempty"`
+	Holder
+	Since time.Time `json:"since"`
+	// Until is when it was released; zero before that.
+	Until time.Time `json:"until,omitzero"`
+	Held  []Held    `json:"pieces"`
+	// Seen is when its use was last written down.
+	Seen time.Time `json:"seen,omitzero"`
+}
+
+// Held is a piece with what it has come to.
+type Held struct {
+	Piece
+	// Gone is the part of it that was given to somebody else since, From the time since when
+	// that is so, zero for the grant's beginning, and Seconds the seconds times share before.
+	Gone    float64   `json:"gone,omitempty"`
+	From    time.Time `json:"from,omitzero"`
+	Seconds float64   `json:"seconds,omitempty"`
+	// Use is nil before anything is known.
+	Use *Use `json:"use,omitempty"`
+}
+
+// Key names a container on a GPU, as series of metrics do.
+type Key struct {
+	Namespace string   `json:"namespace"`
+	Pod       string   `json:"pod"`
+	Container string   `json:"container"`
+	GPU       gpu.UUID `json:"gpu"`
+}
+
+// Amounts is what a container comes to on a GPU: GPUs are parts of one times seconds,
+// MiB are times seconds.
+type Amounts struct {
+	GrantedGPU float64 `json:"grantedGPU"`
+	GrantedMiB float64 `json:"grantedMiB"`
+	UsedGPU    float64 `json:"usedGPU,omitempty"`
+	UsedMiB    float64 `json:"usedMiB,omitempty"`
+	SM         float64 `json:"sm,omitempty"`
+	// Known says that what was used is known, at least of a part, and SMKnown the same of SM.
+	Known   bool `json:"known,omitempty"`
+	SMKnown bool `json:"smKnown,omitempty"`
+}
+
+// Add adds others to them.
+func (a *Amounts) Add(o Amounts) {
+	a.GrantedGPU += o.GrantedGPU
+	a.GrantedMiB += o.GrantedMiB
+	a.UsedGPU += o.UsedGPU
+	a.UsedMiB += o.UsedMiB
+	a.SM += o.SM
+	a.Known, a.SMKnown = a.Known || o.Known, a.SMKnown || o.SMKnown
+}
+
+// Past is what the ended grants of a container come to.
+type Past struct {
+	Key
+	Amounts
+	Ended time.Time `json:"ended"`
+}
+
+// Series is what a container comes to on a GPU, and its share of it now.
+type Series struct {
+	Key
+	Amounts
+	Index int
+	Share float64
+}
+
+// NewBook returns a book without a grant. Whoever reads records to tell of them may give it a
+// teller.
+func NewBook(tell Teller) *Book {
+	return &Book{next: 1, open: map[uint64]*Grant{}, ids: map[string]uint64{}, past: map[Key]Past{}, tell: tell}
+}
+
+// Next is the number of the next grant.
+func (b *Book) Next() uint64 { return b.next }
+
+// Of returns the open grant of an allocation, or nil. It is the book's: do not change it.
+func (b *Book) Of(allocation string) *Grant { return b.open[b.ids[allocation]] }
+
+// Open returns the open grants by their numbers. They are the book's.
+func (b *Book) Open() []*Grant {
+	return slices.SortedFunc(maps.Values(b.open), func(x, y *Grant) int { return cmp.Compare(x.Number, y.Number) })
+}
+
+// Apply takes a record into the book. One that it has already changes nothing.
+func (b *Book) Apply(r *Record) {
+	defer func() {
+		if r.Time.After(b.last) {
+			b.last = r.Time
+		}
+	}()
+	switch r.Event {
+	case Began:
+		b.adopt(r)
+	case Allocated:
+		if r.Grant >= b.next {
+			b.next = r.Grant + 1
+			b.begin(r)
+		}
+	case Named:
+		if g := b.open[r.Grant]; g != nil {
+			g.Holder = r.Holder
+			b.forget(g, r.Time)
+		}
+	case Used:
+		b.use(r)
+	case Released:
+		if g := b.open[r.Grant]; g != nil {
+			b.use(r)
+			b.end(g, r.Time)
+		}
+	}
+}
+
+func (b *Book) begin(r *Record) {
+	g := &Grant{Number: r.Grant, Allocation: r.Allocation, FrontEnd: r.FrontEnd, Resource: r.Resource, Count: r.Count, Adopted: r.Adopted, Holder: r.Holder, Since: r.Time}
+	for _, p := range r.Pieces {
+		g.Held = append(g.Held, Held{Piece: p})
+	}
+	for _, o := range b.Open() {
+		for i := range o.Held {
+			h := &o.Held[i]
+			gone := h.Gone
+			for j := range r.Pieces {
+				gone = min(1, gone+h.taken(&r.Pieces[j]))
+			}
+			if gone != h.Gone {
+				b.settle(o, h, r.Time)
+				h.Gone = gone
+			}
+		}
+	}
+	if old := b.Of(g.Allocation); old != nil { // its release was lost
+		b.end(old, r.Time)
+	}
+	b.open[g.Number], b.ids[g.Allocation] = g, g.Number
+	if g.Pod != "" {
+		b.forget(g, r.Time)
+	}
+}
+
+// settle puts down what a piece has come to until at, and begins anew.
+func (b *Book) settle(g *Grant, h *Held, at time.Time) {
+	from := h.from(g)
+	if b.tell != nil && at.After(from) {
+		b.tell.Granted(g, h, from, at, 1-h.Gone)
+	}
+	if h.Seconds = h.seconds(g, at); at.After(from) {
+		h.From = at
+	}
+}
+
+func (h *Held) from(g *Grant) time.Time {
+	if h.From.IsZero() {
+		return g.Since
+	}
+	return h.From
+}
+
+// seconds is for how long the piece was charged until at, in seconds; one of which a half is
+// gone to somebody else counts half.
+func (h *Held) seconds(g *Grant, at time.Time) float64 {
+	return h.Seconds + max(0, at.Sub(h.from(g)).Seconds())*(1-h.Gone)
+}
+
+// use takes in what was used. Totals never fall.
+func (b *Book) use(r *Record) {
+	for i := range r.Used {
+		u := r.Used[i]
+		g := b.open[u.Grant]
+		if g == nil {
+			continue
+		}
+		for j := range g.Held {
+			h := &g.Held[j]
+			if h.Index != u.GPU {
+				continue
+			}
+			more := u
+			if h.Use != nil {
+				more.MiBMs, more.BusyMs = u.MiBMs-min(u.MiBMs, h.Use.MiBMs), u.BusyMs-min(u.BusyMs, h.Use.BusyMs)
+				if u.SMMs != nil && h.Use.SMMs != nil {
+					more.SMMs = new(*u.SMMs - min(*u.SMMs, *h.Use.SMMs))
+				}
+			}
+			if b.tell != nil {
+				b.tell.Used(g, h, cmpTime(g.Seen, g.Since), r.Time, more)
+			}
+			h.Use = &u
+			break // one of several pieces of the GPU has all
+		}
+	}
+	for i := range r.Used {
+		if g := b.open[r.Used[i].Grant]; g != nil && r.Time.After(g.Seen) {
+			g.Seen = r.Time
+		}
+	}
+}
+
+func cmpTime(t, other time.Time) time.Time {
+	if t.IsZero() {
+		return other
+	}
+	return t
+}
+
+// end ends a grant.
+func (b *Book) end(g *Grant, at time.Time) {
+	for i := range g.Held {
+		b.settle(g, &g.Held[i], at)
+	}
+	if g.Pod != "" {
+		for i := range g.Held {
+			k := g.key(i)
+			p := b.past[k]
+			p.Key, p.Ended = k, at
+			p.Add(g.Held[i].amounts(g, at))
+			b.past[k] = p
+		}
+	}
+	g.Until = at
+	delete(b.open, g.Number)
+	if b.ids[g.Allocation] == g.Number {
+		delete(b.ids, g.Allocation)
+	}
+	if b.tell != nil {
+		b.tell.Ended(g)
+	}
+}
+
+func (g *Grant) key(i int) Key { return Key{g.Namespace, g.Pod, g.Container, g.Held[i].GPU} }
+
+// amounts is what a piece has come to until at.
+func (h *Held) amounts(g *Grant, at time.Time) Amounts {
+	s := h.seconds(g, at)
+	a := Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB)}
+	if u := h.Use; u != nil {
+		a.Known, a.UsedMiB, a.UsedGPU = true, float64(u.MiBMs)/1000, g.shareOf(h)*float64(u.BusyMs)/1000
+		if u.SMMs != nil {
+			a.SMKnown, a.SM = true, float64(*u.SMMs)/1000
+		}
+	}
+	return a
+}
+
+// forget drops what containers of the same names came to, where that is long past.
+func (b *Book) forget(g *Grant, at time.Time) {
+	for i := range g.Held {
+		k := g.key(i)
+		if p, ok := b.past[k]; ok && at.Sub(p.Ended) > kept && !b.inUse(k, g) {
+			delete(b.past, k)
+		}
+	}
+}
+
+// inUse reports whether another open grant has that name.
+func (b *Book) inUse(k Key, but *Grant) bool {
+	for _, g := range b.open {
+		for i := range g.Held {
+			if g != but && g.key(i) == k {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// adopt takes over the book that a segment begins with. What it knows better than the records
+// before, some of which may be lost, counts.
+func (b *Book) adopt(r *Record) {
+	if r.Book == nil || r.Time.Before(b.last) {
+		return
+	}
+	known := map[uint64]bool{}
+	for _, g := range r.Book.Open {
+		known[g.Number] = true
+		old := b.open[g.Number]
+		if old == nil {
+			b.open[g.Number], b.ids[g.Allocation] = g, g.Number
+			continue
+		}
+		old.Holder = g.Holder
+		var used []Use
+		for i := range g.Held {
+			if u := g.Held[i].Use; u != nil {
+				used = append(used, *u)
+			}
+		}
+		b.use(&Record{Time: r.Time, Used: used})
+	}
+	for _, g := range b.Open() {
+		if !known[g.Number] {
+			b.end(g, r.Time) // its release was lost
+		}
+	}
+	b.next = max(b.next, r.Book.Next)
+	if len(b.past) == 0 {
+		for _, p := range r.Book.Series {
+			b.past[p.Key] = p
+		}
+	}
+}
+
+// State is the book as a segment begins with it. What is long past is left out, in the book
+// too.
+func (b *Book) State(at time.Time) *State {
+	s := &State{Version: Version, Next: b.next, Open: b.Open()}
+	maps.DeleteFunc(b.past, func(k Key, p Past) bool { return at.Sub(p.Ended) > kept && !b.inUse(k, nil) })
+	s.Series = slices.SortedFunc(maps.Values(b.past), func(x, y Past) int { return x.Compare(y.Key) })
+	return s
+}
+
+// Compare orders keys.
+func (k Key) Compare(o Key) int {
+	return cmp.Or(cmp.Compare(k.Namespace, o.Namespace), cmp.Compare(k.Pod, o.Pod), cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU))
+}
+
+// Series is what the containers come to that have something now, by name, at a moment.
+func (b *Book) Series(at time.Time) []Series {
+	by := map[Key]*Series{}
+	for _, g := range b.Open() {
+		if g.Pod == "" {
+			continue // nobody has named it yet
+		}
+		for i := range g.Held {
+			h, k := &g.Held[i], g.key(i)
+			if by[k] == nil {
+				by[k] = &Series{Key: k, Amounts: b.past[k].Amounts, Index: h.Index}
+			}
+			by[k].Add(h.amounts(g, at))
+			by[k].Share += h.Share * (1 - h.Gone)
+		}
+	}
+	return sorted(by)
+}
+
+// Ended is what a container came to that has nothing any more, if that is known yet.
+func (b *Book) Ended(k Key) (s Series, known bool) {
+	p, known := b.past[k]
+	return Series{Key: k, Amounts: p.Amounts, Index: -1}, known
+}
+
+// First is the first piece of a grant that is of the same GPU as another one: it has what is
+// used there.
+func (g *Grant) First(piece int) int {
+	return slices.IndexFunc(g.Held, func(h Held) bool { return h.GPU == g.Held[piece].GPU })
+}
+
+// shareOf is what a grant has of a piece's GPU.
+func (g *Grant) shareOf(h *Held) (share float64) {
+	for i := range g.Held {
+		if g.Held[i].GPU == h.GPU {
+			share += g.Held[i].Share
+		}
+	}
+	return share
+}
+
+// Keys are the names under which a grant is counted; none while nobody has named its holder.
+func (g *Grant) Keys() []Key {
+	if g.Pod == "" {
+		return nil
+	}
+	var out []Key
+	for i := range g.Held {
+		if k := g.key(i); !slices.Contains(out, k) {
+			out = append(out, k)
+		}
+	}
+	return out
+}
+
+func sorted(by map[Key]*Series) []Series {
+	out := make([]Series, 0, len(by))
+	for _, s := range by {
+		out = append(out, *s)
+	}
+	slices.SortFunc(out, func(x, y Series) int { return x.Compare(y.Key) })
+	return out
+}
+
+// Last is the latest time that a record has told of.
+func (b *Book) Last() time.Time { return b.last }
+
+// Shown is what metrics tell of the account.
+type Shown struct {
+	// Series are the containers' totals, each GPU for itself; those of containers that have
+	// ended are there for two readers more.
+	Series []Series
+	// Now are the grants of this moment, and Idle those that nobody has used for a while.
+	Now  []Part
+	Idle []Idle
+	// Written says that the journal could be written last, and Lost counts the records that
+	// could not be.
+	Written bool
+	Lost    uint64
+}
+
+// Part is what a container has of a GPU now.
+type Part struct {
+	Key
+	Index int
+	Share float64
+}
+
+// Idle is how long a container has not had a process on a GPU that it holds; zero while it
+// has one.
+type Idle struct {
+	Key
+	For time.Duration
+}

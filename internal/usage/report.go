@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package usage
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Report adds up what records tell of a stretch of time. Give it to a [Book] as its teller,
+// apply the records, and call Sum.
+type Report struct {
+	from, to time.Time
+	by       func(*Grant) string
+	sums     map[string]*Sum
+}
+
+// Sum is a line of a report, in hours.
+type Sum struct {
+	// Name is the namespace, the pod as "namespace/pod", or the value of the label; empty
+	// where nobody has it.
+	Name string `json:"name"`
+	// Grants is how many there were.
+	Grants int `json:"grants"`
+	// GrantedGPUHours are parts of physical GPUs times hours, UsedGPUHours the same while a
+	// process was on the GPU, and SMHours the hours of all streaming multiprocessors of a
+	// GPU. What is nil is not known.
+	GrantedGPUHours float64  `json:"grantedGPUHours"`
+	UsedGPUHours    *float64 `json:"usedGPUHours"`
+	GrantedGiBHours float64  `json:"grantedGiBHours"`
+	UsedGiBHours    *float64 `json:"usedGiBHours"`
+	SMHours         *float64 `json:"smHours"`
+
+	amounts Amounts
+}
+
+// NewReport returns a report of what was between two times, with a line for each name that by
+// makes of a grant.
+func NewReport(from, to time.Time, by func(*Grant) string) *Report {
+	return &Report{from: from, to: to, by: by, sums: map[string]*Sum{}}
+}
+
+// sum is the line of a grant.
+func (r *Report) sum(g *Grant) *Sum {
+	name := r.by(g)
+	if r.sums[name] == nil {
+		r.sums[name] = &Sum{Name: name}
+	}
+	return r.sums[name]
+}
+
+// within is how long a stretch is, and how much of it is of the report's.
+func (r *Report) within(from, to time.Time) (of, all time.Duration) {
+	all = to.Sub(from)
+	if from.Before(r.from) {
+		from = r.from
+	}
+	if to.After(r.to) {
+		to = r.to
+	}
+	return max(0, to.Sub(from)), all
+}
+
+// Granted is Teller's.
+func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
+	if of, _ := r.within(from, to); of > 0 {
+		s := of.Seconds() * part
+		r.sum(g).amounts.Add(Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB)})
+	}
+}
+
+// Used is Teller's. Of a stretch that began before the report, or ends after it, what was used
+// is divided evenly.
+func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
+	of, all := r.within(from, to)
+	if of <= 0 || all <= 0 {
+		return
+	}
+	part := of.Seconds() / all.Seconds() / 1000
+	a := Amounts{Known: true, UsedMiB: float64(more.MiBMs) * part, UsedGPU: g.shareOf(h) * float64(more.BusyMs) * part}
+	if more.SMMs != nil {
+		a.SMKnown, a.SM = true, float64(*more.SMMs)*part
+	}
+	r.sum(g).amounts.Add(a)
+}
+
+// Ended is Teller's.
+func (r *Report) Ended(g *Grant) { r.count(g, g.Until) }
+
+func (r *Report) count(g *Grant, until time.Time) {
+	if g.Since.Before(r.to) && until.After(r.from) {
+		r.sum(g).Grants++
+	}
+}
+
+// Sum returns the lines, those with most GPU hours first; b is the book that the records went
+// to.
+func (r *Report) Sum(b *Book) []Sum {
+	for _, g := range b.Open() {
+		for i := range g.Held {
+			if h := &g.Held[i]; r.to.After(h.from(g)) {
+				r.Granted(g, h, h.from(g), r.to, 1-h.Gone)
+			}
+		}
+		r.count(g, r.to)
+	}
+	out := make([]Sum, 0, len(r.sums))
+	for _, s := range r.sums {
+		a := s.amounts
+		s.GrantedGPUHours, s.GrantedGiBHours = a.GrantedGPU/3600, a.GrantedMiB/3600/1024
+		if a.Known {
+			s.UsedGPUHours, s.UsedGiBHours = new(a.UsedGPU/3600), new(a.UsedMiB/3600/1024)
+		}
+		if a.SMKnown {
+			s.SMHours = new(a.SM / 3600)
+		}
+		out = append(out, *s)
+	}
+	slices.SortFunc(out, func(x, y Sum) int {
+		return cmp.Or(cmp.Compare(y.GrantedGPUHours, x.GrantedGPUHours), cmp.Compare(x.Name, y.Name))
+	})
+	return out
+}
+
+// Presence finds who had something of a GPU at a moment. Give it to a [Book] as its teller,
+// apply the records, those after the moment too, and call Who.
+type Presence struct {
+	at  time.Time
+	gpu string
+	had map[uint64]*Grant
+}
+
+// NewPresence returns a search; which is a GPU's index, its UUID or a part of that with which
+// it begins, and empty for all.
+func NewPresence(at time.Time, which string) *Presence {
+	return &Presence{at: at, gpu: which, had: map[uint64]*Grant{}}
+}
+
+// Granted is Teller's.
+func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64) {}
+
+// Used is Teller's.
+func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
+
+// Ended is Teller's.
+func (p *Presence) Ended(g *Grant) {
+	if !g.Since.After(p.at) && g.Until.After(p.at) && slices.ContainsFunc(g.Held, func(h Held) bool { return p.on(&h) }) {
+		p.had[g.Number] = g
+	}
+}
+
+func (p *Presence) on(h *Held) bool {
+	return p.gpu == "" || p.gpu == strconv.Itoa(h.Index) || h.GPU == gpu.UUID(p.gpu)
+}
+
+// Had is a piece of a GPU that somebody had.
+type Had struct {
+	Index      int       `json:"index"`
+	GPU        gpu.UUID  `json:"gpu"`
+	Piece      string    `json:"piece"`
+	Share      float64   `json:"share"`
+	Resource   string    `json:"resource"`
+	Allocation string    `json:"allocation"`
+	Since      time.Time `json:"since"`
+	Until      time.Time `json:"until,omitzero"`
+	Holder
+}
+
+// Who returns what was had, by GPU and time; b is the book that the records went to.
+func (p *Presence) Who(b *Book) []Had {
+	for _, g := range b.Open() {
+		if !g.Since.After(p.at) {
+			p.had[g.Number] = g
+		}
+	}
+	var out []Had
+	for _, n := range slices.Sorted(maps.Keys(p.had)) {
+		g := p.had[n]
+		for i := range g.Held {
+			if h := &g.Held[i]; p.on(h) {
+				out = append(out, Had{Index: h.Index, GPU: h.GPU, Piece: h.String(), Share: h.Share, Resource: g.Resource, Allocation: g.Allocation, Since: g.Since, Until: g.Until, Holder: g.Holder})
+			}
+		}
+	}
+	slices.SortStableFunc(out, func(x, y Had) int { return cmp.Or(cmp.Compare(x.Index, y.Index), x.Since.Compare(y.Since)) })
+	return out
+}

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package segments
+
+import (
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/internal/usage"
+)
+
+const (
+	// DefaultMax is the bound on all segments together, and DefaultSegment the size at which
+	// the next one begins: what a starting agent reads.
+	DefaultMax     = 64 << 20
+	DefaultSegment = 2 << 20
+
+	plainSuffix, packedSuffix, tempSuffix = ".jsonl", ".jsonl.gz", ".tmp"
+
+	fileMode, dirMode = 0o600, 0o700
+)
+
+// Options are those of a Store; zero stands for the default.
+type Options struct {
+	Max, Segment int64
+}
+
+// Store writes the journal of a directory. It is for one goroutine of one process: the agent's
+// state directory, which it lies in, is locked.
+type Store struct {
+	dir  string
+	o    Options
+	root *os.Root
+
+	last *os.File
+	n    uint64
+	size int64
+	// torn says that the last segment does not end in a newline.
+	torn bool
+}
+
+// Open makes the directory if it is missing, finishes what a killed predecessor had begun and
+// opens the last segment.
+func Open(dir string, o Options) (*Store, error) {
+	if o.Max <= 0 {
+		o.Max = DefaultMax
+	}
+	if o.Segment <= 0 {
+		o.Segment = min(DefaultSegment, o.Max/4)
+	}
+	s := &Store{dir: dir, o: o}
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, fmt.Errorf("make the usage journal's directory: %w", err)
+	}
+	var err error
+	if s.root, err = os.OpenRoot(dir); err != nil {
+		return nil, fmt.Errorf("open the usage journal: %w", err)
+	}
+	if err := s.open(); err != nil {
+		return nil, errors.Join(s.hint("open", err), s.Close())
+	}
+	return s, nil
+}
+
+func (s *Store) open() error {
+	all, err := list(s.root.FS())
+	if err != nil {
+		return err
+	}
+	for _, name := range all.temporary {
+		if err := s.root.Remove(name); err != nil {
+			return err
+		}
+	}
+	if s.n = 1; len(all.segments) > 0 {
+		// A packed one that is the last has lost its successor: that comes anew.
+		if last := all.segments[len(all.segments)-1]; last.packed {
+			s.n = last.n + 1
+		} else {
+			s.n = last.n
+		}
+	}
+	return s.begin()
+}
+
+// begin opens the segment with number n to be written to.
+func (s *Store) begin() error {
+	f, err := s.root.OpenFile(name(s.n, plainSuffix), os.O_RDWR|os.O_APPEND|os.O_CREATE, fileMode)
+	if err != nil {
+		return err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file", f.Name())
+	}
+	end := make([]byte, 1)
+	if err == nil && info.Size() > 0 {
+		_, err = f.ReadAt(end, info.Size()-1)
+	}
+	if err != nil {
+		return errors.Join(err, f.Close())
+	}
+	s.last, s.size, s.torn = f, info.Size(), info.Size() > 0 && end[0] != '\n'
+	return nil
+}
+
+// Last calls apply for the records that make the book of now.
+func (s *Store) Last(apply func(*usage.Record)) error { return ReadLast(s.dir, apply) }
+
+// Append adds lines, each with its newline, by one write, and returns how many bytes of them
+// are there. After an error that may be some, and the last line torn.
+func (s *Store) Append(lines []byte) (int, error) {
+	out := lines
+	if s.torn {
+		out = append([]byte{'\n'}, lines...)
+	}
+	n, err := s.last.Write(out)
+	if s.size += int64(n); n > 0 {
+		s.torn = out[n-1] != '\n'
+	}
+	n = max(0, n-len(out)+len(lines))
+	if err != nil {
+		return n, s.hint("write to", err)
+	}
+	return n, nil
+}
+
+// Full reports whether the next segment is due.
+func (s *Store) Full() bool { return s.size >= s.o.Segment }
+
+// Fresh reports whether nothing is in the last segment: it lacks its first line.
+func (s *Store) Fresh() bool { return s.size == 0 }
+
+// Flush makes what was written survive a power failure.
+func (s *Store) Flush() error {
+	if err := unix.Fdatasync(int(s.last.Fd())); err != nil {
+		return s.hint("flush", err)
+	}
+	return nil
+}
+
+// Next begins the next segment with a line. Tidy is due then.
+func (s *Store) Next(first []byte) error {
+	if err := s.Flush(); err != nil {
+		return err
+	}
+	old := *s
+	if s.n++; s.begin() != nil {
+		*s = old
+		return s.hint("begin a segment of", s.begin())
+	}
+	if _, err := s.Append(first); err != nil {
+		// The old one goes on. What was begun holds no record.
+		err = errors.Join(err, s.last.Close(), s.root.Remove(name(s.n, plainSuffix)))
+		*s = old
+		return err
+	}
+	return old.last.Close()
+}
+
+// Tidy packs the segments that are over, and removes the oldest beyond the bound.
+func (s *Store) Tidy() error {
+	all, err := list(s.root.FS())
+	if err != nil {
+		return s.hint("list", err)
+	}
+	var errs []error
+	for _, g := range all.segments {
+		if g.n != s.n && !g.packed {
+			errs = append(errs, s.pack(g.n))
+		}
+	}
+	if all, err = list(s.root.FS()); err != nil {
+		return s.hint("list", err)
+	}
+	// The last one may grow until it is full, and once more as long until it is packed.
+	room := s.o.Max - 2*s.o.Segment
+	for _, g := range slices.Backward(all.segments) {
+		if g.n == s.n {
+			continue
+		}
+		info, err := s.root.Lstat(g.name)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if room -= info.Size(); room < 0 {
+			errs = append(errs, s.root.Remove(g.name))
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return s.hint("tidy", err)
+	}
+	return nil
+}
+
+// pack compresses a segment that is over.
+func (s *Store) pack(n uint64) (err error) {
+	from, err := s.root.Open(name(n, plainSuffix))
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	temp := "." + name(n, tempSuffix)
+	to, err := s.root.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, fileMode)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = s.root.Remove(temp)
+		}
+	}()
+	z, err := gzip.NewWriterLevel(to, gzip.BestCompression)
+	if err != nil {
+		return errors.Join(err, to.Close())
+	}
+	if err := errors.Join(usage.Thin(from, z), z.Close(), to.Sync(), to.Close()); err != nil {
+		return err
+	}
+	if err := s.root.Rename(temp, name(n, packedSuffix)); err != nil {
+		return err
+	}
+	return s.root.Remove(name(n, plainSuffix))
+}
+
+// Close closes the files.
+func (s *Store) Close() error {
+	var errs []error
+	if s.last != nil {
+		errs = append(errs, s.last.Close())
+	}
+	return errors.Join(append(errs, s.root.Close())...)
+}
+
+func (s *Store) hint(verb string, err error) error {
+	return fmt.Errorf("%s the usage journal in %s: %w; check free space and permissions there", verb, s.dir, err)
+}
+
+func name(n uint64, suffix string) string { return fmt.Sprintf("%010d%s", n, suffix) }
+
+// segment is one file; where both forms of one stand, that is the packed one.
+type segment struct {
+	n      uint64
+	name   string
+	packed bool
+}
+
+type listing struct {
+	segments  []segment // by their numbers
+	temporary []string
+}
+
+func list(dir fs.FS) (listing, error) {
+	entries, err := fs.ReadDir(dir, ".")
+	if err != nil {
+		return listing{}, err
+	}
+	var l listing
+	for _, e := range entries {
+		base, packed := strings.CutSuffix(e.Name(), packedSuffix)
+		plain := false
+		if !packed {
+			base, plain = strings.CutSuffix(e.Name(), plainSuffix)
+		}
+		n, err := strconv.ParseUint(base, 10, 64)
+		switch {
+		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), tempSuffix):
+			l.temporary = append(l.temporary, e.Name())
+		case err != nil || !packed && !plain || !e.Type().IsRegular() || n == 0:
+		default:
+			l.segments = append(l.segments, segment{n, e.Name(), packed})
+		}
+	}
+	slices.SortFunc(l.segments, func(a, b segment) int {
+		if a.n != b.n {
+			return int(int64(a.n) - int64(b.n))
+		}
+		return strings.Compare(b.name, a.name) // the packed one first
+	})
+	l.segments = slices.CompactFunc(l.segments, func(a, b segment) bool { return a.n == b.n })
+	return l, nil
+}
+
+// open opens a segment to be read, in the form in which it stands now.
+func open(dir string, g segment) (io.ReadCloser, error) {
+	f, err := os.Open(filepath.Join(dir, g.name))
+	if errors.Is(err, fs.ErrNotExist) && !g.packed { // it was packed meanwhile
+		g.packed = true
+		f, err = os.Open(filepath.Join(dir, name(g.n, packedSuffix)))
+	}
+	if err != nil || !g.packed {
+		return f, err
+	}
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("read %s: %w", f.Name(), err), f.Close())
+	}
+	return struct {
+		io.Reader
+		io.Closer
+	}{z, f}, nil
+}
