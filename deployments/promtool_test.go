@@ -3,9 +3,6 @@
 package deployments
 
 import (
-	"context"
-	"errors"
-	"fmt"
 	"net/http"
 	"os"
 	"os/exec"
@@ -15,52 +12,8 @@ import (
 	"strings"
 	"testing"
 
-	emulib "example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/prometheus"
 )
-
-// promtool is Prometheus's checker of rules: the one that is installed, or else of Debian's
-// package, which is downloaded once and not installed.
-func promtool(ctx context.Context) (string, error) {
-	if path, err := exec.LookPath("promtool"); err == nil {
-		return path, nil
-	}
-	cache, err := emulib.Cache()
-	if err != nil {
-		return "", err
-	}
-	root := filepath.Join(cache, "prometheus")
-	path := filepath.Join(root, "usr/bin/promtool")
-	if _, err := os.Stat(path); err == nil {
-		return path, nil
-	}
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return "", err
-	}
-	work, err := os.MkdirTemp(cache, "prometheus-")
-	if err != nil {
-		return "", err
-	}
-	defer os.RemoveAll(work)
-	get := exec.CommandContext(ctx, "apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", "prometheus")
-	get.Dir = work
-	if out, err := get.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("download Debian's prometheus: %w: %.2000s", err, out)
-	}
-	debs, err := filepath.Glob(filepath.Join(work, "*.deb"))
-	if err != nil || len(debs) != 1 {
-		return "", fmt.Errorf("apt-get left %q: %w", debs, err)
-	}
-	tree := filepath.Join(work, "tree")
-	if out, err := exec.CommandContext(ctx, "dpkg", "-x", debs[0], tree).CombinedOutput(); err != nil {
-		return "", fmt.Errorf("unpack Debian's prometheus: %w: %.2000s", err, out)
-	}
-	if err := os.Rename(tree, root); err != nil && !errors.Is(err, os.ErrExist) {
-		if _, there := os.Stat(path); there != nil { // of another test
-			return "", err
-		}
-	}
-	return path, nil
-}
 
 // shownYAML are the YAML texts of docs/schedulers.md.
 func shownYAML(t *testing.T) []string {
@@ -130,7 +83,7 @@ func TestShownRules(t *testing.T) {
 	if query == nil || !strings.Contains(rules, "record: "+query[1]+"\n") {
 		t.Errorf("KEDA asks %q, which no rule records", query)
 	}
-	tool, err := promtool(t.Context())
+	tool, err := prometheus.Program(t.Context(), "promtool")
 	if err != nil {
 		t.Skipf("no promtool, and Debian's archive has none for us: %v", err)
 	}
