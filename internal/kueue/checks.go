@@ -74,6 +74,8 @@ type held struct {
 	// version is that of the workload to which Ready was sent and that has not said so yet. Whether
 	// a request that failed was carried out shows when the workload has another version.
 	version string
+	// waits says that another variant has quota yet, see alone.
+	waits bool
 }
 
 // Answer is another state of a workload's check.
@@ -144,7 +146,7 @@ func (c *Checks) Follow(v *View) {
 			hold := id(w.Namespace, v.key(w))
 			if s.State == Pending {
 				h := c.held[hold]
-				there[hold] = there[hold] || h != nil && h.by == w.UID && h.version != "" && h.version == w.version()
+				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.waits || h.version != "" && h.version == w.version())
 				continue
 			}
 			if h := c.held[hold]; h == nil && len(s.PodSetUpdates) > 0 {
@@ -189,7 +191,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 				if question == cloudName {
 					answer = c.cloud
 				}
-				if next := answer(w, s, v, now); next != nil && (next.State != s.State || next.Message != s.Message) {
+				if next := c.alone(w, s, answer(w, s, v, now), v); next != nil && (next.State != s.State || next.Message != s.Message) {
 					if next.LastTransitionTime = s.LastTransitionTime; next.State != s.State {
 						next.LastTransitionTime = metav1.NewTime(now)
 					}
@@ -200,6 +202,31 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		}
 	}
 	return out
+}
+
+// alone has variants of a workload admitted one at a time: Ready waits until no other one has
+// quota, and those give it back for which there is no use while the first has room. Kueue 0.19
+// ends a workload that it has just admitted where another variant has quota at that moment.
+func (c *Checks) alone(w *Workload, s, next *CheckState, v *View) *CheckState {
+	if next == nil || next.State == Retry || s.State != Pending {
+		return next
+	}
+	h := c.held[id(w.Namespace, v.key(w))]
+	for _, o := range sorted(v.Workloads) {
+		if o.UID == w.UID || o.UID == w.Owner || o.Namespace != w.Namespace || v.key(o) != v.key(w) || !o.Reserved || o.Over {
+			continue
+		}
+		switch {
+		case h != nil && h.by == o.UID:
+			return again(s, "there is room on-prem, held for "+o.Name)
+		case next.State == Ready:
+			if h != nil && h.by == w.UID {
+				h.waits = true
+			}
+			return &CheckState{State: Pending, Message: clip(o.Name + " still has quota: then " + next.Message)}
+		}
+	}
+	return next
 }
 
 // onPrem answers whether there is room; nil where the check stays as it is.
