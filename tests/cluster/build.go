@@ -28,6 +28,7 @@ const (
 	etcdVersion       = "v3.6.6"
 	containerdVersion = "v2.3.7"
 	kueueVersion      = "v0.19.0"
+	liqoVersion       = "v1.2.0"
 )
 
 const (
@@ -137,9 +138,13 @@ func build(ctx context.Context, l Layout, source string, with []string) error {
 // optional are the parts that no node is made from, by the name that --with takes: what
 // some tests run on one.
 func (l Layout) optional(source, goVersion string) map[string]part {
+	const liqo = "github.com/liqotech/liqo/cmd/"
 	return map[string]part{
 		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes about 5 minutes on 2 cores", []string{"kueue"},
 			"-ldflags=-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion="+kueueVersion, "sigs.k8s.io/kueue/cmd/kueue"),
+		"liqo": l.goPart(source, goVersion, "Liqo "+liqoVersion, "liqo", 5, "takes about 10 minutes on 2 cores: its libraries are of another Kubernetes",
+			[]string{"liqo/liqo-controller-manager", "liqo/webhook", "liqo/crd-replicator", "liqo/virtual-kubelet", "liqo/liqoctl"},
+			"-ldflags=-s -w", liqo+"liqo-controller-manager", liqo+"webhook", liqo+"crd-replicator", liqo+"virtual-kubelet", liqo+"liqoctl"),
 	}
 }
 
@@ -262,7 +267,8 @@ func (l Layout) missing(p part) string {
 }
 
 // goBuild builds packages of the module in dir into bin/. One package with
-// several outputs is one program under several names.
+// several outputs is one program under several names. Of several, each makes the output of its
+// own name, which may be in a directory.
 func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []string) error {
 	temporary, err := os.MkdirTemp(l.path("bin"), ".build-")
 	if err != nil {
@@ -290,8 +296,11 @@ func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []s
 			}
 			continue
 		}
+		if err := os.MkdirAll(filepath.Dir(l.bin(o)), 0o755); err != nil {
+			return err
+		}
 		// Replaced, not written over: a node may be running the old one.
-		if err := os.Rename(filepath.Join(temporary, o), l.bin(o)); err != nil {
+		if err := os.Rename(filepath.Join(temporary, filepath.Base(o)), l.bin(o)); err != nil {
 			return err
 		}
 	}

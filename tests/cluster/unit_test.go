@@ -18,6 +18,7 @@ func TestVersions(t *testing.T) {
 		"etcd":       "\tgo.etcd.io/etcd/server/v3 " + etcdVersion + " ",
 		"containerd": "\tgithub.com/containerd/containerd/v2 " + containerdVersion + " ",
 		"kueue":      "require sigs.k8s.io/kueue " + kueueVersion + "\n",
+		"liqo":       "require github.com/liqotech/liqo " + liqoVersion + "\n",
 	} {
 		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
 		if err != nil {
