@@ -60,7 +60,9 @@ func controlPlane(spec Spec) [][]string {
 			"--service-account-signing-key-file=" + etc + "serviceaccount.key",
 			"--kubelet-preferred-address-types=InternalIP", "--allow-privileged=true"},
 		{procController, "--kubeconfig=" + etc + "admin.conf", "--leader-elect=false", "--bind-address=127.0.0.1",
-			"--root-ca-file=" + etc + "ca.crt", "--service-account-private-key-file=" + etc + "serviceaccount.key"},
+			"--root-ca-file=" + etc + "ca.crt", "--service-account-private-key-file=" + etc + "serviceaccount.key",
+			// As kubeadm has it: the API server's authority signs its clients.
+			"--cluster-signing-cert-file=" + etc + authorityFile, "--cluster-signing-key-file=" + etc + authorityKey},
 		{procScheduler, "--kubeconfig=" + etc + "admin.conf", "--leader-elect=false", "--bind-address=127.0.0.1"},
 	}
 }

@@ -6,20 +6,25 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/rsa"
 	"crypto/tls"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
+	"math/big"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -38,6 +43,9 @@ type Server struct {
 	// URL is where it serves, and Token is root's.
 	URL, Token string
 	client     *http.Client
+	// authority is the path of the certificate whose clients are believed, without its ending;
+	// Controllers sign with its key.
+	authority string
 }
 
 // Program finds what the test node's builder put into the cache.
@@ -122,20 +130,48 @@ func Start(t testing.TB, args ...string) *Server {
 		return path
 	}
 	accounts := put("accounts.key", pem.EncodeToMemory(&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)}))
-	s := &Server{URL: url("https", 2), Token: rand.Text(), client: &http.Client{
-		Timeout: 20 * time.Second,
-		// The server made its certificate itself a moment ago, on loopback.
-		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
-	}}
-	t.Cleanup(s.client.CloseIdleConnections)
+	certificate, signs, err := authority()
+	if err != nil {
+		t.Fatal(err)
+	}
+	put("clients.key", signs)
+	s := Attach(t, url("https", 2), rand.Text())
+	s.authority = strings.TrimSuffix(put("clients.crt", certificate), ".crt")
 	Background(t, server, append([]string{"--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
 		"--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC", "--allow-privileged",
-		"--token-auth-file", put("tokens", []byte(s.Token+`,root,0,"system:masters"`+"\n")),
+		"--client-ca-file", s.authority+".crt", "--token-auth-file", put("tokens", []byte(s.Token+`,root,0,"system:masters"`+"\n")),
 		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
 		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
 		"--endpoint-reconciler-type", "none"}, args...)...)
 	s.Await(t, "the API server is ready", func() error { return s.Do(t, nil, http.MethodGet, "/readyz", "", nil, nil) })
 	return s
+}
+
+// Attach returns a server that runs already, on loopback, of which somebody else is in charge.
+func Attach(t testing.TB, url, token string) *Server {
+	s := &Server{URL: url, Token: token, client: &http.Client{
+		Timeout: 20 * time.Second,
+		// Whoever started it knows where it is.
+		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
+	}}
+	t.Cleanup(s.client.CloseIdleConnections)
+	return s
+}
+
+// authority makes a certificate that signs others, and its key.
+func authority() (certificate, key []byte, err error) {
+	signs, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, nil, err
+	}
+	ca := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "plane"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().AddDate(2, 0, 0),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature}
+	der, err := x509.CreateCertificate(rand.Reader, ca, ca, signs.Public(), signs)
+	if err != nil {
+		return nil, nil, err
+	}
+	private, err := x509.MarshalECPrivateKey(signs)
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private}), err
 }
 
 // Kubeconfig writes a file by which a program is root at the server, and returns its
@@ -186,6 +222,7 @@ func (s *Server) Controllers(t testing.TB, names string) {
 	t.Helper()
 	kubeconfig := s.Kubeconfig(t, nil)
 	Background(t, Program(t, "kube-controller-manager"), "--kubeconfig", kubeconfig, "--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig,
+		"--cluster-signing-cert-file", s.authority+".crt", "--cluster-signing-key-file", s.authority+".key",
 		"--leader-elect=false", "--secure-port", "0", "--kube-api-qps", "500", "--kube-api-burst", "500", "--controllers", names)
 }
 
