@@ -52,6 +52,9 @@ type quotas struct {
 // gives them. Where it comes out otherwise, or the room goes, short says so. Of quotas that
 // have not all room any more, those that have been there for longer keep theirs.
 func (b *Books) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
+	// With news comes first what is kept already: one that wants more, and has been there for
+	// longer, would get the room that another one is to have back.
+	b.quotas.balance()
 	q := b.quotas.by[id]
 	if q == nil {
 		q = &quota{members: map[string]*entry{}}

@@ -133,6 +133,22 @@ func TestKeptRoomFollowsTheInventory(t *testing.T) {
 	f.wantPlaced(asks("p", gpuName, 2), "a")
 }
 
+// TestWhoWantsMoreComesAfterWhatIsKept: a process that begins is told of quotas before it knows of
+// nodes. When it does, one that wants more then gets nothing of what the other one had.
+func TestWhoWantsMoreComesAfterWhatIsKept(t *testing.T) {
+	f := of(ledger.Units, 2, 79, "a")(t)
+	f.books.DeleteNode("a")
+	f.books.Keep("old", map[string]int{memName: 40}, nil)
+	f.books.Keep("young", map[string]int{memName: 118}, nil)
+	f.books.SetNode("a", f.machines["a"].says(), true)
+	if short := f.books.Keep("old", map[string]int{memName: 118}, nil); short[memName] != 78 {
+		t.Errorf("of 78 more that there is no room for it lacks %v", short)
+	}
+	if _, short := f.books.Kept("young"); short != nil {
+		t.Errorf("the other one lacks %v of what it had", short)
+	}
+}
+
 // TestMIGOnDemandExcludes keeps profiles of one card, of which each is free as long as none
 // of the others is wanted.
 func TestMIGOnDemandExcludes(t *testing.T) {
