@@ -310,7 +310,8 @@ func (g *Grants) grant(s *Slice, m *grant, ask, give map[string]int, plain corev
 }
 
 // message is for people of the other cluster. It says in which blocks memory was found, which
-// is as it was then.
+// is as it was then. While more is kept than is granted, or pods have some of it, the parts
+// that are kept free are not those blocks, and it says nothing of them.
 func message(ask, give map[string]int, parts []placer.Part, reason string) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(give)) {
@@ -319,12 +320,14 @@ func message(ask, give map[string]int, parts []placer.Part, reason string) strin
 			text += fmt.Sprintf(" (asked for %d)", n)
 		}
 		var blocks []string
+		sum := 0
 		for _, p := range parts {
 			if p.Resource == name {
 				blocks = append(blocks, fmt.Sprint(p.N))
+				sum += p.N
 			}
 		}
-		if len(blocks) > 1 {
+		if len(blocks) > 1 && sum == give[name] {
 			text += " in blocks of " + strings.Join(blocks, " and ")
 		}
 		words = append(words, text)

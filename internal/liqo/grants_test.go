@@ -60,6 +60,23 @@ func TestAFirstRequest(t *testing.T) {
 	}
 }
 
+// TestBlocksAreThoseOfTheGrant: what is given back is kept until the status says so, in
+// blocks that are not those of what is left.
+func TestBlocksAreThoseOfTheGrant(t *testing.T) {
+	p := newPeers(t)
+	p.cluster.units("a", 79, 79)
+	p.ask("one", one(memory, 118))
+	p.rest()
+	if says := p.read("one").Resources.Message; !strings.Contains(says, "118 of example.com/gpu-mem in blocks of 79 and 39") {
+		t.Errorf("the message is %q", says)
+	}
+	p.ask("one", one(memory, 40))
+	p.rest()
+	if says := p.read("one").Resources.Message; !strings.HasSuffix(says, "40 of example.com/gpu-mem") {
+		t.Errorf("the message is %q", says)
+	}
+}
+
 // TestWhatIsGrantedToOneIsNotGrantedToTheOther has one GPU of 79 units.
 func TestWhatIsGrantedToOneIsNotGrantedToTheOther(t *testing.T) {
 	p := newPeers(t)
