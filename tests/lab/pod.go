@@ -99,12 +99,16 @@ echo seen
 
 // CreatePod makes a pod and does not wait for anything.
 func (n *Node) CreatePod(ctx context.Context, p Pod) (*RunningPod, error) {
-	o := object{"apiVersion": "v1", "kind": "Pod",
-		"metadata": object{"name": p.Name, "labels": p.Labels}, "spec": n.podSpec(p)}
-	if err := n.api.create(ctx, podsPath, o); err != nil {
+	if err := n.api.create(ctx, podsPath, n.PodObject(p)); err != nil {
 		return nil, fmt.Errorf("make pod %s: %w", p.Name, err)
 	}
 	return &RunningPod{Name: p.Name, node: n, spec: p}, nil
+}
+
+// PodObject is the pod that CreatePod makes, for another cluster to send here.
+func (n *Node) PodObject(p Pod) map[string]any {
+	return object{"apiVersion": "v1", "kind": "Pod",
+		"metadata": object{"name": p.Name, "labels": p.Labels}, "spec": n.podSpec(p)}
 }
 
 // CreateJob makes a Job of one pod and returns that pod, which stays when the

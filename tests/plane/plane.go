@@ -139,7 +139,7 @@ func Start(t testing.TB, args ...string) *Server {
 	s.authority = strings.TrimSuffix(put("clients.crt", certificate), ".crt")
 	Background(t, server, append([]string{"--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
 		"--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC", "--allow-privileged",
-		"--client-ca-file", s.authority+".crt", "--token-auth-file", put("tokens", []byte(s.Token+`,root,0,"system:masters"`+"\n")),
+		"--client-ca-file", s.authority + ".crt", "--token-auth-file", put("tokens", []byte(s.Token+`,root,0,"system:masters"`+"\n")),
 		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
 		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
 		"--endpoint-reconciler-type", "none"}, args...)...)

@@ -88,8 +88,9 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	manifests := test(".", "-count=1", long, "./deployments")
+	lending := test(".", "-count=1", long, "./tests/liqo")
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &fleet, &manifests} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &fleet, &manifests, &lending} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -135,6 +136,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{run(bin("cluster"), "build", "--with", "kueue")},
 		},
 		{
+			name: "liqo", what: "Liqo's controllers, webhooks and virtual kubelet", after: []string{"node"}, lane: beside,
+			commands: []command{run(bin("cluster"), "build", "--with", "liqo")},
+		},
+		{
 			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, lacks: root,
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
@@ -178,6 +183,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 		{
 			name: "queues", what: "Jobs through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/queues")},
+		},
+		{
+			// A real node is among them, see pieces.
+			name: "lending", what: "GPUs lent to other clusters through the real Liqo, to pods on a real node too", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
+			commands: []command{lending},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
@@ -287,7 +297,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
