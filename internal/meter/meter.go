@@ -233,8 +233,11 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 	if sample {
 		m.sample(at)
 	}
+	news := sample || m.waiting > 0 || m.lost > 0
 	m.write(at)
-	m.show(at)
+	if news { // else all is as it was shown
+		m.show(at)
+	}
 }
 
 // look writes down what the ledger and others tell.

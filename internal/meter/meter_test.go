@@ -499,3 +499,107 @@ func judge(t *testing.T, n *node, all []*held) {
 		}
 	}
 }
+
+// A grant that nobody uses for an hour is told of, once, until somebody does; where it is not
+// known what is used, nobody is idle.
+func TestIdleGrants(t *testing.T) {
+	n := newNode(t)
+	n.take("a", record("GPU-0", 0, 19), "lazy")
+	n.take("b", record("GPU-0", 20, 29), "busy")
+	n.take("c", record("GPU-1", 0, 9), "unknown")
+	n.uses("a", "GPU-0", 0)
+	n.uses("b", "GPU-0", 100)
+	n.seen = append(n.seen, status.Container{Claim: "c", GPU: "GPU-1"})
+	step := func(minutes int) {
+		t.Helper()
+		for range minutes {
+			n.pass(time.Minute)
+			n.turn(true)
+		}
+	}
+	step(59)
+	if c := n.meter.Conditions(); len(c) != 0 || len(n.events) != 0 {
+		t.Errorf("after less than an hour: %+v, %q", c, n.events)
+	}
+	step(2)
+	c := n.meter.Conditions()
+	if len(c) != 1 || c[0].Reason != status.GrantIdle || c[0].Subject != "a" || c[0].Type != status.Noted || !c[0].Since.Equal(noon) {
+		t.Errorf("after an hour: %+v", c)
+	}
+	idle := map[string]time.Duration{}
+	for _, i := range n.meter.Scraped().Idle {
+		idle[i.Pod] = i.For
+	}
+	if len(idle) != 2 || idle["lazy"] != 61*time.Minute || idle["busy"] != 0 {
+		t.Errorf("idle are %v", idle)
+	}
+	// A restart does not begin the hour anew.
+	n.kill()
+	n.start()
+	for id, first := range map[string]int{"a": 0, "b": 20} {
+		last := first + 19
+		if id == "b" {
+			last = 29
+		}
+		if _, err := n.ledger.Found(id, record("GPU-0", first, last), time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.hold("a", "lazy")
+	n.hold("b", "busy")
+	step(1)
+	if c := n.meter.Conditions(); len(c) != 1 || !c[0].Since.Equal(noon) {
+		t.Errorf("after a restart: %+v", c)
+	}
+	if len(n.events) == 0 || n.events[0] != "work/lazy GrantIdle" {
+		t.Errorf("told: %q", n.events)
+	}
+	n.uses("a", "GPU-0", 5)
+	step(1)
+	if c := n.meter.Conditions(); len(c) != 0 {
+		t.Errorf("it is used again: %+v", c)
+	}
+}
+
+// Labels are asked for once for each pod, and only the keys that are wanted are written.
+func TestLabels(t *testing.T) {
+	n := newNode(t)
+	asked := 0
+	n.meter.Keys = []string{"team"}
+	n.meter.Labels = func(context.Context) (map[string]map[string]string, error) {
+		asked++
+		return map[string]map[string]string{"uid-web": {"team": "x", "secret": "y"}}, nil
+	}
+	n.take("a", record("GPU-0", 0, 19), "web")
+	n.take("b", record("GPU-0", 20, 29), "bare")
+	for range 5 {
+		n.pass(time.Second)
+		n.turn(false)
+	}
+	if asked != 1 {
+		t.Errorf("asked %d times", asked)
+	}
+	if g := n.meter.book.Of("a"); len(g.Labels) != 1 || g.Labels["team"] != "x" {
+		t.Errorf("labels are %v", g.Labels)
+	}
+	if bytes.Contains(n.paper.text, []byte("secret")) {
+		t.Error("a label that nobody wants is in the journal")
+	}
+}
+
+// The next holder of a claim is charged from when it has it, the first one until then.
+func TestHandedOn(t *testing.T) {
+	n := newNode(t)
+	n.take("a", record("GPU-0", 0, 19), "first")
+	n.turn(true)
+	n.pass(10 * time.Minute)
+	n.hold("a", "second")
+	n.turn(true)
+	n.pass(5 * time.Minute)
+	n.turn(true)
+	first, _ := n.series("first")
+	second, _ := n.series("second")
+	if first.GrantedGPU != .25*600 || second.GrantedGPU != .25*300 {
+		t.Errorf("charged are %v and %v GPU seconds", first.GrantedGPU, second.GrantedGPU)
+	}
+}
