@@ -4,7 +4,6 @@ package crash
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -202,6 +201,8 @@ type node struct {
 	object *objectSide
 	// strike, if set, is what happens instead of the agent's end; see tracee.
 	strike func()
+	// fullJournal says that there is no room for the usage journal.
+	fullJournal bool
 
 	mu      sync.Mutex
 	process *tracee // guarded by mu; the newest
@@ -446,28 +447,34 @@ func (n *node) status(ctx context.Context) (status.Status, error) {
 	return st, err
 }
 
-// rounds is how many rounds of its loop the present process has finished.
-func (n *node) rounds(ctx context.Context) (float64, error) {
+// metrics are those of the present process.
+func (n *node) metrics(ctx context.Context) (string, error) {
 	addr, err := n.address()
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/metrics", nil)
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
+	return string(text), err
+}
+
+// rounds is how many rounds of its loop the present process has finished.
+func (n *node) rounds(ctx context.Context) (float64, error) {
+	text, err := n.metrics(ctx)
 	if err != nil {
 		return 0, err
 	}
 	sum, found := 0.0, false
-	for line := range bytes.Lines(text) {
-		name, value, _ := strings.Cut(strings.TrimSpace(string(line)), " ")
+	for line := range strings.Lines(text) {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), " ")
 		if strings.Contains(name, "round_duration_seconds_count") {
 			v, err := strconv.ParseFloat(value, 64)
 			if err != nil {
@@ -554,6 +561,11 @@ func (n *node) differs(ctx context.Context) error {
 	}
 	if err := n.filesDiffer(held); err != nil {
 		return err
+	}
+	if !n.fullJournal {
+		if err := n.journalDiffers(held); err != nil {
+			return err
+		}
 	}
 	if n.claims != nil {
 		return n.claims.differs(&st)
