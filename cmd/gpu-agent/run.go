@@ -239,7 +239,7 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
 		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }},
-		Account:  f.usage.account(f.node.stateDir, runtime, func() []status.Container { return watchdog.State().Containers })}
+		Account:  f.usage.account(f.node.stateDir, runtime, func() *guard.Guard { return watchdog })}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = workload.Pod{Namespace: ns, Name: name}
 	}

@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
@@ -90,12 +91,13 @@ func (f *usageFlags) complete() error {
 
 // account opens the journal below the agent's directory; nil where none is kept. One that
 // cannot be opened stops nobody: the node says so.
-func (f *usageFlags) account(stateDir string, runtime *node.Runtime, used func() []status.Container) *agent.Account {
+func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog func() *guard.Guard) *agent.Account {
 	if f.size == 0 {
 		return nil
 	}
-	a := &agent.Account{Used: used, Keys: f.keys, IdleAfter: f.idle, Version: version(),
+	a := &agent.Account{Used: func() []status.Container { return watchdog().State().Containers }, Keys: f.keys, IdleAfter: f.idle, Version: version(),
 		Journal: &segments.Late{Dir: filepath.Join(stateDir, usageDir), Options: segments.Options{Max: int64(f.size) << 20}}}
+	a.Sampled = func(ctx context.Context) []status.Container { return watchdog().Sampled(ctx) }
 	if len(f.keys) > 0 {
 		a.Labels = runtime.Labels
 	}

@@ -25,11 +25,13 @@ import (
 // it what happens. A nil one hears everything and keeps nothing.
 type Account struct {
 	Journal meter.Journal
-	// Used is what the watchdog last saw, Labels the labels of the node's pods by UID, of
+	// Used is what the watchdog last saw, Sampled the same with what the driver says of
+	// processes at the moment, Labels the labels of the node's pods by UID, of
 	// which Keys are wanted; nil where none are.
-	Used   func() []status.Container
-	Labels func(context.Context) (map[string]map[string]string, error)
-	Keys   []string
+	Used    func() []status.Container
+	Sampled func(context.Context) []status.Container
+	Labels  func(context.Context) (map[string]map[string]string, error)
+	Keys    []string
 	// IdleAfter is the time after which a grant that nobody uses is told of; zero is never.
 	IdleAfter time.Duration
 	Version   string
@@ -44,7 +46,7 @@ func (c *Account) begin(a *Agent, w *Worlds) {
 	if c == nil {
 		return
 	}
-	o := meter.Options{Ledger: a.ledger, Journal: c.Journal, Used: c.Used, Labels: c.Labels, Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
+	o := meter.Options{Ledger: a.ledger, Journal: c.Journal, Used: c.Used, Sampled: c.Sampled, Labels: c.Labels, Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
 		Inventory: func() *gpu.Inventory {
 			if s := a.reporter.snapshot.Load(); s.Answered {
 				return s.Inventory

@@ -103,6 +103,13 @@ type Driver interface {
 	Memory(context.Context, ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error)
 }
 
+// Utilizer is a Driver that tells how busy processes keep the streaming multiprocessors of
+// GPUs, in percent and by PID; those that are idle are left out. It leaves out the GPUs of which
+// the driver does not tell.
+type Utilizer interface {
+	Utilization(context.Context, ...gpu.UUID) (map[gpu.UUID]map[int]float64, error)
+}
+
 // Allocations says what the node gives out, and to whom. agent.Agent is one.
 type Allocations interface {
 	// Offered is the GPUs that are given out, in index order.
@@ -196,6 +203,8 @@ type Guard struct {
 	last map[gpu.UUID]Uninvited
 	// calm has the GPUs on which all was in order.
 	calm map[gpu.UUID]calm
+	// users is State.users.
+	users map[gpu.UUID]map[int]string
 	// unable is since when it is known that the driver cannot limit anybody on a GPU.
 	unable map[gpu.UUID]time.Time
 }
@@ -242,7 +251,7 @@ func New(o Options, w Worlds) *Guard {
 			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
 		roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
 		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
-		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{},
+		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{}, users: map[gpu.UUID]map[int]string{},
 		unable: map[gpu.UUID]time.Time{},
 	}
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
@@ -395,6 +404,7 @@ func (g *Guard) every(u gpu.UUID, held allocations) time.Duration {
 // that are not given out.
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
 	maps.DeleteFunc(g.seen, func(p place, _ *sight) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
+	maps.DeleteFunc(g.users, func(u gpu.UUID, _ map[int]string) bool { return !offered(u) })
 	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
 	for p, t := range g.tallies.by {
 		if len(g.of[p.allocation]) == 0 || !offered(p.gpu) {

@@ -75,6 +75,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memor
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
+	g.users[d.UUID] = sc.users()
 	g.count(d.UUID, sc, allowances)
 	verdicts := g.judge.Judge(sc.sample, allowances, func(id string) bool {
 		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool { return h.Container == id })
@@ -143,6 +144,18 @@ func (sc *scene) add(key string, s *sum) {
 func (sc *scene) home(key, container string, s *sum) {
 	sc.homes[container] = key
 	sc.add(key, s)
+}
+
+// users are the allocations that processes count for, by PID.
+func (sc *scene) users() map[int]string {
+	out := map[int]string{}
+	for i := range sc.sample.Processes {
+		p := &sc.sample.Processes[i]
+		if key := sc.homes[p.Container]; p.Container != "" && key != "" {
+			out[p.PID] = key
+		}
+	}
+	return out
 }
 
 // of is what the containers that count on an allocation's page have together, by the

@@ -4,6 +4,8 @@ package guard
 
 import (
 	"cmp"
+	"context"
+	"maps"
 	"slices"
 	"strings"
 
@@ -25,6 +27,10 @@ type State struct {
 	// Kills is how many containers were ended since the start, and Found how many
 	// intruders were found.
 	Kills, Found uint64
+
+	// users are the allocations that processes count for, by GPU and PID, as of each GPU's
+	// last look. The inner maps are not changed but replaced.
+	users map[gpu.UUID]map[int]string
 }
 
 // Uninvited is how many processes are on a GPU now that are of containers without an
@@ -40,6 +46,7 @@ func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 		st.On[gpus[i].UUID] = g.last[gpus[i].UUID]
 	}
 	st.Containers = containers(gpus, held, g.describe)
+	st.users = maps.Clone(g.users)
 	g.state.Store(st)
 }
 
@@ -126,4 +133,43 @@ func (st *State) Show(s *status.Status) {
 		g.Intruders, g.NoPod, g.Unlisted = on.Intruders, on.NoPod, on.Unlisted
 	}
 	s.Containers = st.Containers
+}
+
+// Sampled is what was last seen of containers, with how busy their processes keep the GPUs now,
+// where the driver tells that of processes.
+func (g *Guard) Sampled(ctx context.Context) []status.Container {
+	st := g.State()
+	driver, tells := g.w.Driver.(Utilizer)
+	if !tells || st.Off != "" {
+		return st.Containers
+	}
+	var asked []gpu.UUID
+	for u, on := range st.users {
+		if len(on) > 0 {
+			asked = append(asked, u)
+		}
+	}
+	if len(asked) == 0 {
+		return st.Containers
+	}
+	slices.Sort(asked)
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	busy, _ := driver.Utilization(ctx, asked...) // of a GPU that is not in it, nothing is known
+	out := slices.Clone(st.Containers)
+	for i := range out {
+		c := &out[i]
+		of, known := busy[gpu.UUID(c.GPU)]
+		if !known {
+			continue
+		}
+		sum := 0.0
+		for pid, key := range st.users[gpu.UUID(c.GPU)] {
+			if key == c.Claim {
+				sum += of[pid]
+			}
+		}
+		c.SMPercent = new(min(sum, 100))
+	}
+	return out
 }

@@ -64,6 +64,9 @@ type Options struct {
 	Heard func() bool
 	// Used is what the watchdog last saw.
 	Used func() []status.Container
+	// Sampled is the same, with how busy the driver says that containers keep the GPUs; nil
+	// where there is no such figure. It is called for each sample.
+	Sampled func(context.Context) []status.Container
 	// Labels has the labels of the node's pods, by UID; nil where none are wanted. Keys are
 	// those that are.
 	Labels func(context.Context) (map[string]map[string]string, error)
@@ -231,7 +234,7 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 	at := m.Now() // before the ledger is asked: what ends after that, ends later
 	m.look(ctx, at)
 	if sample {
-		m.sample(at)
+		m.sample(ctx, at)
 	}
 	news := sample || m.waiting > 0 || m.lost > 0
 	m.write(at)
@@ -343,8 +346,11 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 }
 
 // sample counts what is used for the time since the last sample.
-func (m *Meter) sample(at time.Time) {
+func (m *Meter) sample(ctx context.Context, at time.Time) {
 	seen := m.Used()
+	if m.Sampled != nil {
+		seen = m.Sampled(ctx)
+	}
 	r := usage.Record{Time: at, Event: usage.Used}
 	for _, g := range m.book.Open() {
 		for i := range g.Held {

@@ -383,7 +383,7 @@ func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
 	if r.IntN(2) == 0 {
 		n.meter.look(context.Background(), n.now)
 		if r.IntN(2) == 0 {
-			n.meter.sample(n.now)
+			n.meter.sample(context.Background(), n.now)
 		}
 		if n.meter.waiting > 0 {
 			n.paper.cut = r.IntN(len(n.meter.pending) + 1)
@@ -584,6 +584,31 @@ func TestLabels(t *testing.T) {
 	}
 	if bytes.Contains(n.paper.text, []byte("secret")) {
 		t.Error("a label that nobody wants is in the journal")
+	}
+}
+
+// What the driver says of streaming multiprocessors counts for the time since the sample
+// before, and nothing does where it says nothing.
+func TestSMTime(t *testing.T) {
+	n := newNode(t)
+	n.take("a", record("GPU-0", 0, 19), "web")
+	n.take("b", record("GPU-1", 0, 19), "mig")
+	n.uses("a", "GPU-0", 10)
+	n.uses("b", "GPU-1", 10)
+	n.meter.Sampled = func(context.Context) []status.Container {
+		out := slices.Clone(n.seen)
+		out[0].SMPercent = new(float64(25))
+		return out
+	}
+	for range 4 {
+		n.pass(time.Minute)
+		n.turn(true)
+	}
+	if s, _ := n.series("web"); !s.SMKnown || s.SM != 60 {
+		t.Errorf("web has %v seconds of all multiprocessors, want 60", s.SM)
+	}
+	if s, _ := n.series("mig"); s.SMKnown {
+		t.Errorf("mig has %v, and nobody knows", s.SM)
 	}
 }
 

@@ -178,6 +178,10 @@ func (l *Late) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.M
 	return timed(ctx, l, "memory", func(d *Driver) (map[gpu.UUID]gpu.Memory, error) { return d.Memory(ctx, gpus...) })
 }
 
+func (l *Late) Utilization(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+	return timed(ctx, l, "utilization", func(d *Driver) (map[gpu.UUID]map[int]float64, error) { return d.Utilization(ctx, gpus...) })
+}
+
 // Events is not timed: waiting is its business.
 func (l *Late) Events(ctx context.Context, fn func(gpu.Event)) error {
 	d, err := l.get(ctx)

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// lately is how far back Utilization looks.
+const lately = 10 * time.Second
+
+// Utilization is how busy processes have kept the streaming multiprocessors of GPUs in the
+// last seconds, in percent and by PID: the mean of the driver's samples. Processes that were
+// idle are left out, and so are GPUs of which the driver does not tell: in MIG mode, and
+// others that do not support it. PIDs are as Processes has them.
+func (r *readings) Utilization(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+	return call(ctx, r.session, "read how busy processes keep GPUs", func() (map[gpu.UUID]map[int]float64, error) {
+		out, errs := map[gpu.UUID]map[int]float64{}, []error(nil)
+		if !r.has("nvmlDeviceGetProcessUtilization") {
+			return out, nil
+		}
+		since := uint64(time.Now().Add(-lately).UnixMicro())
+		for _, u := range gpus {
+			if ctx.Err() != nil {
+				break
+			}
+			h, err := r.handle(u)
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			samples, ret := h.GetProcessUtilization(since)
+			switch ret {
+			case nvml.SUCCESS, nvml.ERROR_NOT_FOUND: // the latter says that nobody was busy
+				out[u] = busy(samples, since)
+			case nvml.ERROR_NOT_SUPPORTED:
+			default:
+				errs = append(errs, in(string(u), refused(ret)))
+			}
+		}
+		return out, errors.Join(errs...)
+	})
+}
+
+// busy is the mean of each process's samples. What is older, or more than all of a GPU, is no
+// sample: drivers leave such in the list.
+func busy(samples []nvml.ProcessUtilizationSample, since uint64) map[int]float64 {
+	out, n := map[int]float64{}, map[int]int{}
+	for _, s := range samples {
+		if s.Pid == 0 || s.TimeStamp < since || s.SmUtil > 100 {
+			continue
+		}
+		out[int(s.Pid)] += float64(s.SmUtil)
+		n[int(s.Pid)]++
+	}
+	for pid := range out {
+		out[pid] /= float64(n[pid])
+	}
+	return out
+}
