@@ -229,6 +229,9 @@ func (g *Grants) standing(s *Slice, m *grant, ask, standing map[string]int, more
 	if g.unknown(s, ask) != "" || raised && !more {
 		reason, full, raised = NotMore, standing, false
 	}
+	if raised && s.Resources.Reason == Reduced && g.othersLack(s, all) {
+		full, raised = standing, false // room that comes back is theirs
+	}
 	fresh := m.version != s.version || now.Sub(m.tried) >= again
 	var short map[string]int
 	switch {
@@ -271,6 +274,23 @@ func (g *Grants) standing(s *Slice, m *grant, ask, standing map[string]int, more
 		reason = NotMore
 	}
 	return g.grant(s, m, ask, give, plain, reason)
+}
+
+// othersLack reports whether another slice lacks some of what its status says that it has.
+func (g *Grants) othersLack(s *Slice, all []*Slice) bool {
+	for _, o := range g.sorted(all) {
+		m := g.of[o.UID]
+		if o.UID == s.UID || m == nil {
+			continue
+		}
+		_, short, _ := g.books.Kept(m.quota)
+		for name, n := range g.ours(o.Granted) {
+			if m.want[name]-short[name] < n {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // gone are the resources of which the nodes have less than is granted, whoever has it now.

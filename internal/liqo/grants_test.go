@@ -156,6 +156,31 @@ func TestAGrantFollowsTheInventory(t *testing.T) {
 
 // TestAPodOfThisClustersThatTakesGrantedRoom is what can happen where kube-scheduler does not
 // ask the placer.
+// TestRoomThatComesBackIsFirstWhoseStatusSaysSo: of two GPUs that went one is back. Who was reduced
+// has been there for longer, and does not get what the other one is said to have.
+func TestRoomThatComesBackIsFirstWhoseStatusSaysSo(t *testing.T) {
+	p := newPeers(t)
+	for _, node := range []string{"a", "b", "c"} {
+		p.cluster.units(node, 79)
+	}
+	p.ask("one", one(memory, 158))
+	p.rest()
+	p.ask("two", one(memory, 79))
+	p.rest()
+	p.cluster.gone("b")
+	p.rest()
+	p.wants("one", "Accepted Reduced gpu-mem=79")
+	p.cluster.gone("c")
+	p.cluster.units("b", 79)
+	p.rest()
+	p.wants("one", "Accepted Reduced gpu-mem=79")
+	p.wants("two", "Accepted Granted gpu-mem=79")
+	p.cluster.units("c", 79)
+	p.rest()
+	p.wants("one", "Accepted Granted gpu-mem=158")
+	p.wants("two", "Accepted Granted gpu-mem=79")
+}
+
 func TestAPodOfThisClustersThatTakesGrantedRoom(t *testing.T) {
 	p := newPeers(t)
 	p.cluster.units("a", 79)
