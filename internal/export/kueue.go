@@ -218,7 +218,10 @@ func (k *Kueue) Configuration() ([]byte, error) {
 			sizes = append(sizes, object{{"input", k.resource(name), ""}, {"strategy", "Retain", ""}, {"outputs", inline{object{{k.resource(currency), size, ""}}}, ""}})
 		}
 	}
-	resources := object{{"quotaCheckStrategy", "IgnoreUndeclared", "A queue counts what it has a quota of. Otherwise every queue would need one of cpu,\nmemory and all else that pods ask for."}}
+	// Not quotaCheckStrategy: IgnoreUndeclared. With it Kueue 0.19 admits no workload whose first
+	// pods ask for nothing that the queue covers, such as the head of a Ray cluster: its scheduler
+	// leaves the others out of the admission, which the API server refuses, again and again.
+	resources := object{{"excludeResourcePrefixes", inline{[]string{"cpu", "memory", "ephemeral-storage", "hugepages-"}}, "What queues have no quota of. Add other devices that your pods ask for: a queue admits\nnothing that asks for what it does not know."}}
 	if len(sizes) > 0 {
 		resources = append(resources, field{"transformations", sizes, "What a request counts as in GPU memory, beside itself."})
 	}
@@ -244,12 +247,15 @@ func (k *Kueue) Configuration() ([]byte, error) {
 		resources = append(resources, field{"deviceClassMappings", mappings, ""})
 	}
 	out := object{{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""}, {"resources", resources, ""}}
-	gates := object{{"QuotaCheckStrategy", true, "Without it quotaCheckStrategy is not looked at."}}
+	var gates object
 	if b.shares {
 		gates = append(gates, field{"KueueDRAIntegrationConsumableCapacity", true, "Without it Kueue does not start with the mapping above."})
 	}
 	if k.Variants {
 		gates = append(gates, field{"ConcurrentAdmission", true, "Without it queues with variants try one flavor after the other."})
+	}
+	if gates == nil {
+		return write(configurationHead, out)
 	}
 	out = append(out, field{"featureGates", gates, "Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both."})
 	return write(configurationHead, out)
