@@ -29,6 +29,7 @@ const (
 	containerdVersion = "v2.3.7"
 	kueueVersion      = "v0.19.0"
 	liqoVersion       = "v1.2.0"
+	kuberayVersion    = "v1.4.2"
 )
 
 const (
@@ -145,6 +146,8 @@ func (l Layout) optional(source, goVersion string) map[string]part {
 		"liqo": l.goPart(source, goVersion, "Liqo "+liqoVersion, "liqo", 5, "takes about 10 minutes on 2 cores: its libraries are of another Kubernetes",
 			[]string{"liqo/liqo-controller-manager", "liqo/webhook", "liqo/crd-replicator", "liqo/virtual-kubelet", "liqo/liqoctl"},
 			"-ldflags=-s -w", liqo+"liqo-controller-manager", liqo+"webhook", liqo+"crd-replicator", liqo+"virtual-kubelet", liqo+"liqoctl"),
+		"kuberay": l.goPart(source, goVersion, "KubeRay "+kuberayVersion, "kuberay", 2, "takes a few minutes on 2 cores", []string{"kuberay"},
+			"-ldflags=-s -w", "github.com/ray-project/kuberay/ray-operator"),
 	}
 }
 

@@ -19,6 +19,7 @@ func TestVersions(t *testing.T) {
 		"containerd": "\tgithub.com/containerd/containerd/v2 " + containerdVersion + " ",
 		"kueue":      "require sigs.k8s.io/kueue " + kueueVersion + "\n",
 		"liqo":       "require github.com/liqotech/liqo " + liqoVersion + "\n",
+		"kuberay":    "require github.com/ray-project/kuberay/ray-operator " + kuberayVersion + "\n",
 	} {
 		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
 		if err != nil {
