@@ -63,6 +63,7 @@ var places = map[string]string{
 	"ServiceAccount":                   "/api/v1/namespaces/%s/serviceaccounts",
 	"ConfigMap":                        "/api/v1/namespaces/%s/configmaps",
 	"DaemonSet":                        "/apis/apps/v1/namespaces/%s/daemonsets",
+	"StatefulSet":                      "/apis/apps/v1/namespaces/%s/statefulsets",
 	"Deployment":                       "/apis/apps/v1/namespaces/%s/deployments",
 	"Service":                          "/api/v1/namespaces/%s/services",
 	"Job":                              "/apis/batch/v1/namespaces/%s/jobs",
@@ -83,6 +84,10 @@ var places = map[string]string{
 	"LocalQueue":                       "/apis/kueue.x-k8s.io/v1beta2/namespaces/%s/localqueues",
 	"AdmissionCheck":                   "/apis/kueue.x-k8s.io/v1beta2/admissionchecks",
 	"NodeOverlay":                      "/apis/karpenter.sh/v1alpha1/nodeoverlays",
+	"PersistentVolumeClaim":            "/api/v1/namespaces/%s/persistentvolumeclaims",
+	"HorizontalPodAutoscaler":          "/apis/autoscaling/v2/namespaces/%s/horizontalpodautoscalers",
+	"RayCluster":                       "/apis/ray.io/v1/namespaces/%s/rayclusters",
+	"RayJob":                           "/apis/ray.io/v1/namespaces/%s/rayjobs",
 }
 
 // apply is `kubectl apply --server-side`, which refuses unknown fields; with

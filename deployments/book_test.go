@@ -355,7 +355,10 @@ func (b *book) clear(name string, l lent) {
 		var answer extender.ExtenderPreemptionResult
 		err := askDoor(b.t.Context(), b.door, "preempt", extender.ExtenderPreemptionArgs{Pod: podOf("probe", "probe", all), NodeNameToMetaVictims: map[string]*extender.MetaVictims{"gpu-1": {}}}, &answer)
 		if err == nil && len(answer.NodeNameToMetaVictims) == 0 {
-			err = errors.New("it is not")
+			// Nobody has room for more than all, and is told why.
+			var why extender.ExtenderFilterResult
+			err = errors.Join(errors.New("it is not"), askDoor(b.t.Context(), b.door, "filter", extender.ExtenderArgs{Pod: podOf("more", "more", all+1), NodeNames: &[]string{"gpu-1"}}, &why),
+				fmt.Errorf("%v", why.FailedNodes))
 		}
 		return err
 	})

@@ -10,6 +10,8 @@
 //	components/evict/           for any of these: pods that offend again and again are evicted
 //	components/network-policy/   for any of these: only monitoring connects to the agent's port
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery
+//	placer/                     the placer, one for a cluster, with a directory for each of its other doors
+//	examples/                   what pods of Jobs, notebooks, inference and Ray ask for (docs/frameworks.md)
 //	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built
 //

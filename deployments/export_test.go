@@ -26,9 +26,9 @@ import (
 	"example.com/gpu-agent/tests/plane"
 )
 
-// foreign are the modules whose objects are written. Their directory has the checksums, and
+// foreign are the modules whose objects are written or shown. Their directory has the checksums, and
 // nothing but files is taken from them.
-var foreign = []string{"sigs.k8s.io/kueue@v0.19.0", "sigs.k8s.io/karpenter@v1.8.0", "github.com/liqotech/liqo@v1.2.0"}
+var foreign = []string{"sigs.k8s.io/kueue@v0.19.0", "sigs.k8s.io/karpenter@v1.8.0", "github.com/liqotech/liqo@v1.2.0", "github.com/ray-project/kuberay/ray-operator@v1.4.2"}
 
 // sourceOf is the directory of one of them in the module cache.
 func sourceOf(t *testing.T, module string) string {

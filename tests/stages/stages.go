@@ -132,8 +132,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			},
 		},
 		{
-			name: "kueue", what: "Kueue's manager", after: []string{"node"}, lane: beside,
-			commands: []command{run(bin("cluster"), "build", "--with", "kueue")},
+			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside,
+			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
 		},
 		{
 			name: "liqo", what: "Liqo's controllers, webhooks and virtual kubelet", after: []string{"node"}, lane: beside,
@@ -181,7 +181,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{crowd, fleet},
 		},
 		{
-			name: "queues", what: "Jobs through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
+			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/queues")},
 		},
 		{
