@@ -50,6 +50,7 @@ type Door struct {
 	flavors   map[string]*Flavor // by UID
 	known     map[string]*Check  // by UID
 	versions  map[string]string  // of workloads and checks
+	gone      map[string]bool    // UIDs, which never come back
 	listed    map[schema.GroupVersionResource]bool
 	counts    map[string]int
 }
@@ -57,7 +58,7 @@ type Door struct {
 // New returns a door to some books.
 func New(books Books, o Options) *Door {
 	return &Door{o: o, checks: NewChecks(o.Domain, books), news: make(chan struct{}, 1),
-		workloads: map[string]*Workload{}, flavors: map[string]*Flavor{}, known: map[string]*Check{}, versions: map[string]string{},
+		workloads: map[string]*Workload{}, flavors: map[string]*Flavor{}, known: map[string]*Check{}, versions: map[string]string{}, gone: map[string]bool{},
 		listed: map[schema.GroupVersionResource]bool{}, counts: map[string]int{}}
 }
 
@@ -66,8 +67,8 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	uid := string(o.GetUID())
-	if older(o.GetResourceVersion(), d.versions[uid]) {
-		return // what WriteStatus has answered is newer
+	if d.gone[uid] || older(o.GetResourceVersion(), d.versions[uid]) {
+		return // an answer of WriteStatus may come after the object's end, or be newer
 	}
 	d.versions[uid] = o.GetResourceVersion()
 	var err error
@@ -91,6 +92,9 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 	d.wake()
 }
 
+// mostGone bounds what is remembered of objects that are gone.
+const mostGone = 10_000
+
 // older compares two versions of an object, which are numbers that grow.
 func older(x, y string) bool {
 	a, errA := strconv.ParseUint(x, 10, 64)
@@ -106,6 +110,10 @@ func (d *Door) Delete(uid string) {
 	delete(d.flavors, uid)
 	delete(d.known, uid)
 	delete(d.versions, uid)
+	if len(d.gone) > mostGone {
+		clear(d.gone) // no answer takes that long
+	}
+	d.gone[uid] = true
 	d.wake()
 }
 

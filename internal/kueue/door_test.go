@@ -166,3 +166,16 @@ func TestDoor(t *testing.T) {
 	}
 	d.Delete("two")
 }
+
+// TestAnswerAfterTheEnd has the answer to a write come after the object is gone: it is not taken for
+// one that is there, and holds no room.
+func TestAnswerAfterTheEnd(t *testing.T) {
+	d := New(newCluster(t, map[string][]int{"a": {79}}), Options{Domain: "example.com", Logger: slog.New(slog.DiscardHandler)})
+	w := queued("one", 50)
+	d.Set(Workloads, w)
+	d.Delete("one")
+	d.Set(Workloads, w)
+	if v, _ := d.view(); len(v.Workloads) != 0 {
+		t.Errorf("there is %s again", v.Workloads[0].Name)
+	}
+}

@@ -53,12 +53,14 @@ type Door struct {
 	// listed has whether slices and tenants have been told once.
 	listed map[bool]bool
 	counts map[string]int
+	// gone are UIDs of objects that were deleted, which never come back.
+	gone map[string]bool
 }
 
 // New returns a door to some books.
 func New(books Books, o Options) *Door {
 	return &Door{o: o, grants: NewGrants(o.Domain, o.ResourceDomain, books), news: make(chan struct{}, 1),
-		slices: map[string]*Slice{}, tenants: map[string]*Tenant{}, listed: map[bool]bool{}, counts: map[string]int{}, asked: map[string]string{}}
+		slices: map[string]*Slice{}, tenants: map[string]*Tenant{}, listed: map[bool]bool{}, counts: map[string]int{}, asked: map[string]string{}, gone: map[string]bool{}}
 }
 
 // Set notes an object: a ResourceSlice where slice is true, a Tenant where not. One that
@@ -67,6 +69,9 @@ func (d *Door) Set(slice bool, o *unstructured.Unstructured) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	uid := string(o.GetUID())
+	if d.gone[uid] {
+		return // an answer of Write may come after the object's end
+	}
 	if !slice {
 		t, err := ReadTenant(o)
 		if d.tenants[uid] = t; err != nil {
@@ -88,6 +93,9 @@ func (d *Door) Set(slice bool, o *unstructured.Unstructured) {
 	d.wake()
 }
 
+// mostGone bounds what is remembered of objects that are gone.
+const mostGone = 10_000
+
 // older compares two versions of an object, which are numbers that grow.
 func older(x, y string) bool {
 	a, errA := strconv.ParseUint(x, 10, 64)
@@ -104,6 +112,10 @@ func (d *Door) Delete(slice bool, uid string) {
 	} else {
 		delete(d.tenants, uid)
 	}
+	if len(d.gone) > mostGone {
+		clear(d.gone) // no answer takes that long
+	}
+	d.gone[uid] = true
 	d.wake()
 }
 
