@@ -25,6 +25,8 @@ help:
 	@echo 'make demo       a real one-node Kubernetes with 8 emulated GPUs, the agent on it,'
 	@echo '                and pods that ask for shares; needs root, takes about 10 minutes at first'
 	@echo 'make demo-down  end it; nothing stays but the cache'
+	@echo 'make burst      two such nodes, on-prem and a cloud: jobs go on-prem first, then to the cloud, and back'
+	@echo 'make burst-down end those'
 	@echo 'make test       all tests, those on the real node included; needs root for these'
 	@echo 'make soak       the same with the full counts, and two hours of fuzzing'
 	@echo 'make unit       the tests that need no node'
@@ -43,6 +45,12 @@ demo:
 	$(GO) run ./tests/demo up
 demo-down:
 	$(GO) run ./tests/demo down
+
+.PHONY: burst burst-down
+burst:
+	$(GO) run ./tests/demo burst
+burst-down:
+	$(GO) run ./tests/demo burst-down
 
 .PHONY: test soak unit lint
 test:

@@ -10,13 +10,16 @@ import (
 	"os/signal"
 	"syscall"
 
+	"example.com/gpu-agent/tests/burst"
 	"example.com/gpu-agent/tests/lab"
 )
 
-const usage = `usage: demo up | demo down
+const usage = `usage: demo up | down | burst | burst-down
 
-  up     show the agent on a real Kubernetes node with 8 emulated GPUs; the node stays up
-  down   end that node; nothing of it is left but files in the cache
+  up           show the agent on a real Kubernetes node with 8 emulated GPUs; the node stays up
+  down         end that node; nothing of it is left but files in the cache
+  burst        show Jobs on two such nodes, on-prem and a cloud, with Kueue and the placer; they stay up
+  burst-down   end those
 `
 
 // nodeName is what the node of the demo is called.
@@ -38,18 +41,28 @@ func run(ctx context.Context, args []string) error {
 		return errors.New("one argument is needed")
 	}
 	switch args[0] {
-	case "up":
+	case "up", "burst":
 		if missing := lab.Missing(); missing != "" {
 			return fmt.Errorf("this machine lacks %s", missing)
 		}
+		if args[0] == "burst" {
+			return showBurst(ctx)
+		}
 		return up(ctx)
 	case "down":
-		kit, err := lab.NewKit(os.Stdout)
-		if err != nil {
-			return err
-		}
-		return kit.Down(ctx, nodeName)
+		return down(ctx, nodeName)
+	case "burst-down":
+		return down(ctx, burst.NodeNames(burstName)[burst.OnPrem])
 	}
 	fmt.Fprint(os.Stderr, usage)
 	return fmt.Errorf("there is no command %q", args[0])
+}
+
+// down ends a node, and those that have joined it.
+func down(ctx context.Context, name string) error {
+	kit, err := lab.NewKit(os.Stdout)
+	if err != nil {
+		return err
+	}
+	return kit.Down(ctx, name)
 }

@@ -85,12 +85,13 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	crash := test(".", "-count=1", long, "./tests/crash")
 	caps := test(".", "-count=1", long, "./tests/memcap")
 	crowd := test(".", "-count=1", long, "./tests/crowd")
+	burst := test(".", "-count=1", long, "./tests/burst", "-built")
 	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	manifests := test(".", "-count=1", long, "./deployments")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &fleet, &manifests, &lending} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &lending} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -188,6 +189,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			// A real node is among them, see pieces.
 			name: "lending", what: "GPUs lent to other clusters through the real Liqo, to pods on a real node too", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
 			commands: []command{lending},
+		},
+		{
+			// The tests of the node look at all that is on the machine.
+			name: "burst", what: "jobs on two real nodes, on-prem and a cloud, by the real Kueue", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: second, lacks: root,
+			commands: []command{burst},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
@@ -297,7 +303,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
+var apart = []string{"/deployments", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package burst shows Jobs on two sites, on-prem and a cloud: on-prem first, then the cloud,
+// and back. The sites are two real nodes of one Kubernetes with the agent on both (tests/lab),
+// queues are those that `gpu-agent export kueue` writes from that cluster, and the real Kueue
+// decides. Only the driver is emulated.
+//
+//	c := &burst.Cluster{}
+//	for _, s := range c.Steps(kit, "burst", true) { err = s.Run(ctx) }
+//	err = c.Set(ctx, burst.Checks)
+//	record, err := c.Run(ctx, burst.Full.Draw(), 6*time.Minute, nil)
+//	counts := record.Count()
+//	picture := record.Plot("…", burst.Has)
+//
+// # Arms
+//
+// An [Arm] is a way to have Kueue decide: [Quota] by sums alone, [Topology] by what single nodes
+// have allocatable, [Checks] with the placer's admission checks and Kueue's ConcurrentAdmission,
+// and [Claims] by quota alone with GPUs that go through dynamic resource allocation. A [Load] is
+// drawn from a seed, so each arm has the same Jobs.
+//
+// # What is measured
+//
+// A [Record] is made of what the API server says of workloads and pods, and of which GPUs of the
+// cloud somebody has a part of, by the word of the agent there, twice a second. [Record.Count] is
+// pure: Jobs that were admitted to on-prem and whose pod did not run there within a minute, pods
+// that the kubelet refused, GPU memory held on-prem over time, and for how long cloud GPUs were
+// paid for, which a GPU is while any part of it is held.
+//
+// # What it is measured against
+//
+// A planner that knows all Jobs and run times beforehand, and may let each wait for a minute, as
+// arms may. How little it has to pay for is too hard to say exactly. [Bound] is what no plan is
+// below, by a greatest flow, and [Planned] what the best of many plans comes to. In small cases,
+// where everything can be tried, the optimum is between them, and mostly Planned.
+package burst

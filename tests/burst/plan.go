@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package burst
+
+import (
+	"cmp"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// Planned is how long cloud GPUs are paid for by the best of many plans that are made
+// with all knowledge that Bound has. Each gives Jobs their place in another order:
+// on-prem where there is room in time, and else where the cloud costs least more. What a
+// planner needs at best lies between Bound and this. Of MIG instances it looks at slices
+// and not at places.
+func Planned(jobs []Demand, onPrem map[*Kind]int, wait time.Duration) (paid time.Duration) {
+	byKind := map[*Kind][]Demand{}
+	for _, j := range jobs {
+		byKind[j.Kind] = append(byKind[j.Kind], j)
+	}
+	for kind, of := range byKind {
+		paid += planKind(of, onPrem[kind], wait)
+	}
+	return paid
+}
+
+func planKind(jobs []Demand, onPrem int, wait time.Duration) time.Duration {
+	orders := []func(a, b Demand) int{
+		func(a, b Demand) int { return cmp.Compare(a.Arrives, b.Arrives) },
+		func(a, b Demand) int { return cmp.Compare(b.work(), a.work()) },
+		func(a, b Demand) int { return cmp.Compare(b.Runs, a.Runs) },
+	}
+	best := time.Duration(1<<63 - 1)
+	random := rand.New(rand.NewPCG(1, 1))
+	for round := range 3000 {
+		order := slices.Clone(jobs)
+		if round < len(orders) {
+			slices.SortStableFunc(order, orders[round])
+		} else {
+			random.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
+		}
+		best = min(best, planInOrder(order, onPrem, wait))
+	}
+	return best
+}
+
+// work is what a Job takes, over time, of the dimension of which it takes the largest part.
+func (d Demand) work() time.Duration {
+	part := 0.0
+	for i, holds := range d.Kind.Holds {
+		part = max(part, float64(d.Takes[i])/float64(holds))
+	}
+	return time.Duration(part * float64(d.Runs))
+}
+
+// spot is a Job in a plan.
+type spot struct {
+	Demand
+	start time.Duration
+}
+
+func (s spot) end() time.Duration { return s.start + s.Runs }
+
+func planInOrder(jobs []Demand, onPrem int, wait time.Duration) time.Duration {
+	own, cloud := make([][]spot, onPrem), [][]spot{}
+next:
+	for _, j := range jobs {
+		for g := range own {
+			for _, start := range starts(j, own[g], wait) {
+				if s := (spot{j, start}); room(own[g], s) {
+					own[g] = append(own[g], s)
+					continue next
+				}
+			}
+		}
+		cloud = append(cloud, nil) // one more than is in use
+		var to int
+		var at spot
+		least := time.Duration(1<<63 - 1)
+		for g := range cloud {
+			for _, start := range starts(j, cloud[g], wait) {
+				s := spot{j, start}
+				if more := busy(append(slices.Clone(cloud[g]), s)) - busy(cloud[g]); room(cloud[g], s) && more < least {
+					to, at, least = g, s, more
+				}
+			}
+		}
+		cloud[to] = append(cloud[to], at)
+		cloud = slices.DeleteFunc(cloud, func(g []spot) bool { return len(g) == 0 })
+	}
+	var paid time.Duration
+	for _, g := range cloud {
+		paid += busy(g)
+	}
+	return paid
+}
+
+// starts are the moments at which a Job could well start beside others, in order: when it
+// comes, as late as may be, and so that it begins or ends when another does.
+func starts(j Demand, beside []spot, wait time.Duration) []time.Duration {
+	out := []time.Duration{j.Arrives, j.Arrives + wait}
+	for _, s := range beside {
+		out = append(out, s.start, s.end(), s.start-j.Runs, s.end()-j.Runs)
+	}
+	out = slices.DeleteFunc(out, func(at time.Duration) bool { return at < j.Arrives || at > j.Arrives+wait })
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// room reports whether a GPU that others have parts of has room for one more. What is
+// taken is most when one of them starts.
+func room(others []spot, next spot) bool {
+	for _, at := range append([]spot{next}, others...) {
+		if at.start < next.start || at.start >= next.end() {
+			continue
+		}
+		for d, holds := range next.Kind.Holds {
+			sum := next.Takes[d]
+			for _, s := range others {
+				if s.start <= at.start && at.start < s.end() {
+					sum += s.Takes[d]
+				}
+			}
+			if sum > holds {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// busy is for how long some Job or other is on a GPU.
+func busy(gpu []spot) (sum time.Duration) {
+	slices.SortFunc(gpu, func(a, b spot) int { return cmp.Compare(a.start, b.start) })
+	until := time.Duration(-1 << 62)
+	for _, s := range gpu {
+		if from := max(s.start, until); s.end() > from {
+			sum += s.end() - from
+		}
+		until = max(until, s.end())
+	}
+	return sum
+}
