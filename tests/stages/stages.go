@@ -214,10 +214,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			return nil, err
 		}
 		all = append(all,
-			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector", after: []string{"unit"},
+			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"},
 				commands: []command{
 					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
 					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
+					test(".", "-count=1", long, "./internal/meter", "./internal/usage/segments", "-long"),
 				}},
 			stage{name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, lacks: root,
 				commands: []command{
