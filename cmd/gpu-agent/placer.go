@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"example.com/gpu-agent/internal/export"
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
@@ -88,11 +89,16 @@ func place(ctx context.Context, c console, args []string) error {
 	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
 
 	books := fleet.New(f.names.resourceDomain, time.Now)
+	sites := fleet.CountSites(books, f.names.domain+"/"+export.Site)
 	var lent *liqo.Door
 	var admitted *kueue.Door
 	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
 		s.Waiting, s.Reservations = books.State()
 		s.Leads = books.Ready() == nil
+		s.Sites = map[string]obs.SiteUse{}
+		for site, use := range sites.Use() {
+			s.Sites[site] = obs.SiteUse{GPUs: use.GPUs, Seconds: use.Time.Seconds()}
+		}
 		if lent != nil {
 			s.Slices = lent.State()
 		}

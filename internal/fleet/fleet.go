@@ -51,6 +51,7 @@ type Fleet struct {
 	leading
 	waiting
 	lending
+	sites *Sites // nil where nobody counts
 }
 
 // New returns a fleet of which nothing is known. The resource domain is the prefix of the
@@ -157,6 +158,7 @@ func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
 
 // told writes in the books what is known of a node.
 func (f *Fleet) told(name string) {
+	f.sites.count(name)
 	f.touch(name)
 	delete(f.dra, name)
 	if says := f.says[name]; says != nil {

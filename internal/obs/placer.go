@@ -30,8 +30,36 @@ type PlacerState struct {
 	Slices map[string]int
 	// Checks are the admission checks of workloads that have quota, by their state.
 	Checks map[string]int
+	// Sites are the GPUs in use by site.
+	Sites map[string]SiteUse
 	// Leads says that this process is the one that answers.
 	Leads bool
+}
+
+// SiteUse is how many GPUs of a site are in use, in whole or in part, and for how many seconds
+// all of them together have been.
+type SiteUse struct {
+	GPUs    int
+	Seconds float64
+}
+
+// siteMetrics are those of sites, of which nobody knows before which there are.
+type siteMetrics struct {
+	read          func() PlacerState
+	gpus, seconds *prometheus.Desc
+}
+
+func (m *siteMetrics) Describe(to chan<- *prometheus.Desc) { to <- m.gpus; to <- m.seconds }
+
+func (m *siteMetrics) Collect(to chan<- prometheus.Metric) {
+	sites := m.read().Sites
+	if len(sites) == 0 {
+		sites = map[string]SiteUse{"": {}} // rate() needs a 0 to start from
+	}
+	for site, u := range sites {
+		to <- prometheus.MustNewConstMetric(m.gpus, prometheus.GaugeValue, float64(u.GPUs), site)
+		to <- prometheus.MustNewConstMetric(m.seconds, prometheus.CounterValue, u.Seconds, site)
+	}
 }
 
 // NewPlacer returns metrics in which all counters are 0. Read is asked at each scrape;
@@ -68,6 +96,9 @@ func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices,
 			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
 			func() float64 { return float64(read().Slices[state]) })
 	}
+	own.MustRegister(&siteMetrics{read,
+		prometheus.NewDesc(prefix+"placer_site_gpus", "GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
+		prometheus.NewDesc(prefix+"placer_site_gpu_seconds_total", "Time for which anybody has held a piece of a GPU, of all GPUs of a site together.", []string{"site"}, nil)})
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_leader",
 		Help: "1 while this process is the one that answers."}, func() float64 { return truth(read().Leads) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "build_info", Help: "1; the version is in the labels.",
