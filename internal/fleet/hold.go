@@ -97,17 +97,20 @@ func (h *Holder) touch(at [][]string) {
 	}
 }
 
-// Nodes are the labels of the Nodes that take new pods, by name. The caller may not change them.
-func (h *Holder) Nodes() map[string]map[string]string {
+// Nodes are the labels of the Nodes, by name: of those that take new pods, and of the others. The
+// caller may not change them.
+func (h *Holder) Nodes() (open, closed map[string]map[string]string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	out := map[string]map[string]string{}
+	open, closed = map[string]map[string]string{}, map[string]map[string]string{}
 	for name, a := range h.f.about {
 		if a.open {
-			out[name] = a.labels
+			open[name] = a.labels
+		} else {
+			closed[name] = a.labels
 		}
 	}
-	return out
+	return open, closed
 }
 
 // Asks is what a pod would ask for of the agents' resources, nil for nothing.

@@ -32,7 +32,7 @@ func TestHolder(t *testing.T) {
 	if _, _, err := f.Place(t.Context(), asks("p", "1"), []string{"a"}); err == nil {
 		t.Error("a pod was placed before it was known what is held")
 	}
-	if nodes := h.Nodes(); len(nodes) != 1 || nodes["a"] == nil && len(nodes["a"]) > 0 {
+	if nodes, _ := h.Nodes(); len(nodes) != 1 || nodes["a"] == nil && len(nodes["a"]) > 0 {
 		t.Errorf("pods may be on %v, and b is cordoned", nodes)
 	}
 	// A template may name limits alone.

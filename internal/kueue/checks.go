@@ -21,7 +21,8 @@ import (
 // Books hold room, and know the nodes.
 type Books interface {
 	Asks(*corev1.PodSpec) []placer.Container
-	Nodes() map[string]map[string]string
+	// Nodes are the labels of nodes by name: of those that take new pods, and of the others.
+	Nodes() (open, closed map[string]map[string]string)
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
 	SetHold(id, name string, groups []placer.Group, at [][]string)
 	Room(groups []placer.Group) *placer.Refusal
@@ -30,10 +31,14 @@ type Books interface {
 }
 
 const (
-	// first is after how long a workload without room is tried again, and last after how long
-	// at most: each time twice as long.
-	first = 15 * time.Second
-	last  = 2 * time.Minute
+	// later is after how long a workload without room is tried again.
+	later = 15 * time.Second
+	// patience is how often a workload begins again for which there is room on-prem and, as
+	// Kueue chooses the cloud each time, no quota.
+	patience = 3
+	// settled is how long a variant waits for quota on-prem where there is room. It may be used
+	// by others for which there is no room, and who give it back.
+	settled = 30 * time.Second
 	// stay is how long a workload is left in a cloud before it may come back, and apart what
 	// lies between one that comes back and the next: only then it shows how much room is left.
 	stay  = time.Minute
@@ -218,7 +223,7 @@ func (c *Checks) alone(w *Workload, s, next *CheckState, v *View) *CheckState {
 		}
 		switch {
 		case h != nil && h.by == o.UID:
-			return again(s, "there is room on-prem, held for "+o.Name)
+			return again("there is room on-prem, held for " + o.Name)
 		case next.State == Ready:
 			if h != nil && h.by == w.UID {
 				h.waits = true
@@ -259,7 +264,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Check
 		return nil // the scheduler has the last word
 	}
 	c.drop(hold)
-	return again(s, no.Error())
+	return again(no.Error())
 }
 
 // cloud answers whether on-prem is full.
@@ -278,31 +283,39 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Chec
 	if !asks {
 		return &CheckState{State: Ready, Message: "it asks for nothing that the GPU agents offer"}
 	}
-	variant := false
+	// Variants of the same workload, for other flavors, may still have room on-prem.
+	variants, untried := 0, ""
 	for _, o := range v.Workloads {
-		if o.UID == w.UID || o.Namespace != w.Namespace || v.key(o) != v.key(w) || o.Over ||
-			!slices.ContainsFunc(o.Checks, func(s CheckState) bool { return c.is(v, s.Name, onPremName) }) {
+		if o.UID == w.UID || o.Namespace != w.Namespace || o.Owner != w.Owner || o.Over ||
+			slices.ContainsFunc(o.Checks, func(s CheckState) bool { return c.is(v, s.Name, cloudName) }) {
 			continue
 		}
-		variant = true
 		if h := c.held[id(o.Namespace, v.key(o))]; h != nil && h.by == o.UID {
 			return &CheckState{State: Pending, Message: "there is room on-prem, held for " + o.Name}
+		}
+		if variants++; o.Refused == "" {
+			untried = o.Name
 		}
 	}
 	if no := c.elsewhere(w, v, groups); no != nil {
 		return &CheckState{State: Ready, Message: clip("on-prem, " + no.Error())}
 	}
-	if variant {
-		return &CheckState{State: Pending, Message: "there is room on-prem"}
+	switch {
+	case untried != "":
+		return &CheckState{State: Pending, Message: "there is room on-prem, and " + untried + " may have it"}
+	case variants > 0 && now.Sub(s.LastTransitionTime.Time) < settled:
+		return &CheckState{State: Pending, Message: "there is room on-prem, and no quota yet"}
+	case variants > 0, w.Retries >= patience:
+		return &CheckState{State: Ready, Message: "on-prem, there is room and no quota"}
 	}
-	return again(s, "there is room on-prem, and another flavor was chosen: it begins again with the first one")
+	return again("there is room on-prem, and another flavor was chosen: it begins again with the first one")
 }
 
 // elsewhere is why there is no room for a workload on other nodes than those of its flavors; nil
 // where there is some.
 func (c *Checks) elsewhere(w *Workload, v *View, groups []placer.Group) *placer.Refusal {
 	for i := range groups {
-		groups[i].Among = c.among(&w.Sets[i], func(labels map[string]string) bool {
+		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], func(labels map[string]string) bool {
 			of := v.labels(&w.Sets[i])
 			return len(of) == 0 || !has(labels, of)
 		})
@@ -328,15 +341,10 @@ func (c *Checks) mayReturn(w *Workload, s *CheckState, v *View, now time.Time) b
 	return true
 }
 
-// again has a workload give its quota back, and tried later.
-func again(s *CheckState, why string) *CheckState {
-	after := first
-	if s.RetryCount != nil {
-		for range min(*s.RetryCount, 8) {
-			after = min(2*after, last)
-		}
-	}
-	seconds := int32(after.Seconds())
+// again has a workload give its quota back, and tried later. Kueue 0.19 takes the quota only when
+// that time is over, so it is not made longer with each try.
+func again(why string) *CheckState {
+	seconds := int32(later.Seconds())
 	return &CheckState{State: Retry, Message: clip(why), RequeueAfterSeconds: &seconds}
 }
 
@@ -361,7 +369,7 @@ func (c *Checks) groups(w *Workload, v *View) (out []placer.Group, asks bool) {
 			asks = true
 		}
 		of := v.labels(s)
-		g.Among = c.among(s, func(labels map[string]string) bool { return has(labels, of) })
+		g.Among, g.Closed = c.among(s, func(labels map[string]string) bool { return has(labels, of) })
 		out = append(out, g)
 	}
 	return out, asks
@@ -387,18 +395,22 @@ func has(labels, want map[string]string) bool {
 	return true
 }
 
-// among are the nodes that pods of a set may be on, and of which a condition holds.
-func (c *Checks) among(s *Set, of func(labels map[string]string) bool) (out []string) {
+// among are the nodes that pods of a set may be on, and of which a condition holds: those that
+// take new pods, and the others.
+func (c *Checks) among(s *Set, of func(labels map[string]string) bool) (open, closed []string) {
 	required := nodeaffinity.GetRequiredNodeAffinity(&corev1.Pod{Spec: s.Pod})
-	for name, labels := range c.books.Nodes() {
-		node := &corev1.Node{}
-		node.Name, node.Labels = name, labels
-		if ok, err := required.Match(node); ok && err == nil && of(labels) {
-			out = append(out, name)
+	those := func(nodes map[string]map[string]string) (out []string) {
+		for _, name := range slices.Sorted(maps.Keys(nodes)) {
+			node := &corev1.Node{}
+			node.Name, node.Labels = name, nodes[name]
+			if ok, err := required.Match(node); ok && err == nil && of(nodes[name]) {
+				out = append(out, name)
+			}
 		}
+		return out
 	}
-	slices.Sort(out)
-	return out
+	yes, no := c.books.Nodes()
+	return those(yes), those(no)
 }
 
 // count counts nodes, in order, as "a:2,b:1".
@@ -434,12 +446,13 @@ func places(at [][]string) string {
 
 // updates are what pods are told of their room.
 func (c *Checks) updates(w *Workload, v *View, at [][]string) (out []Update) {
+	nodes, _ := c.books.Nodes()
 	for i, of := range at {
 		if len(of) == 0 {
 			continue
 		}
 		u := Update{Name: w.Sets[i].Name, Annotations: map[string]string{c.domain + "/" + holdName: v.key(w), c.domain + "/" + nodesName: count(of)}}
-		if host := c.books.Nodes()[of[0]][corev1.LabelHostname]; host != "" && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
+		if host := nodes[of[0]][corev1.LabelHostname]; host != "" && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
 			u.NodeSelector = map[string]string{corev1.LabelHostname: host}
 		}
 		out = append(out, u)

@@ -69,7 +69,7 @@ func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container) {
 	return out
 }
 
-func (c *cluster) Nodes() map[string]map[string]string { return c.labels }
+func (c *cluster) Nodes() (open, closed map[string]map[string]string) { return c.labels, nil }
 
 func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *placer.Refusal) {
 	at, err := c.Books.Hold(id, name, groups, start)
@@ -123,13 +123,11 @@ func (c *cluster) want(w *Workload, state, message string) {
 	}
 }
 
-// requeue is what Kueue does with a workload that is to be tried again.
+// requeue is what Kueue does with a workload that is to be tried again. Its checks are gone with
+// its quota, and come back with the next.
 func requeue(w *Workload) {
-	retries := int32(1)
-	if w.Checks[0].RetryCount != nil {
-		retries += *w.Checks[0].RetryCount
-	}
-	w.Checks[0] = CheckState{Name: w.Checks[0].Name, State: Pending, RetryCount: &retries}
+	w.Retries++
+	w.Checks[0] = CheckState{Name: w.Checks[0].Name, State: Pending}
 }
 
 func TestAdmittedMeansPlaceable(t *testing.T) {
@@ -149,7 +147,7 @@ func TestAdmittedMeansPlaceable(t *testing.T) {
 	requeue(three)
 	c.decide()
 	c.want(three, Retry, "none of 2 nodes")
-	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 30 {
+	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 15 {
 		t.Errorf("tried again after %v s", after)
 	}
 	c.decide() // nothing changes
@@ -227,6 +225,11 @@ func TestCloud(t *testing.T) {
 	large := c.job("large", "job-2", "there", "full", [2]int{2, 50})
 	c.decide()
 	c.want(alone, Retry, "begins again with the first one")
+	for range patience {
+		requeue(alone)
+		c.decide()
+	}
+	c.want(alone, Ready, "there is room and no quota")
 	c.want(large, Ready, "room for 1 of 2 pods")
 
 	// Variants of one workload: the parent has the job's UID, the variants the parent's.
@@ -257,10 +260,16 @@ func TestCloud(t *testing.T) {
 	c.decide()
 	c.want(there2, Ready, "on-prem, none of 1 nodes has room")
 	here3, there3 := variants("z", 20)
-	here3.Reserved = false // no quota yet
+	here3.Reserved, here3.Checks = false, nil // Kueue has not looked at it
 	c.decide()
-	c.want(there3, Pending, "there is room on-prem")
-	_ = here3
+	c.want(there3, Pending, "there is room on-prem, and z-here may have it")
+	here3.Refused = "no quota"
+	there3.Checks[0].LastTransitionTime = metav1.NewTime(start.Add(time.Second - settled))
+	c.decide()
+	c.want(there3, Pending, "there is room on-prem, and no quota yet")
+	there3.Checks[0].LastTransitionTime = metav1.NewTime(start.Add(-settled))
+	c.decide()
+	c.want(there3, Ready, "there is room and no quota")
 }
 
 // Nodes are those of the flavors, and of the pods' own word.

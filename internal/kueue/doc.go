@@ -23,12 +23,17 @@
 //   - "example.com/gpu-placer-cloud": is on-prem full? It is Ready where the workload has no room
 //     on the other nodes, and says why. While there is room it is Pending where a sibling can still
 //     be admitted there (Kueue's ConcurrentAdmission makes a variant of the workload for each
-//     flavor), and else Retry, so that the workload begins again with the first flavor.
+//     flavor), and else Retry, so that the workload begins again with the first flavor. Where
+//     Kueue goes on having no quota on-prem for what has room there, it is Ready after a while.
 //     A workload that runs in a cloud, and whose pods all have the label
 //     "example.com/gpu.checkpoints: true", comes back: once it has been there for a minute and
 //     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
 //
 // A workload that asks for nothing of the agents' passes both.
+//
+// Kueue takes the checks of a flavor away with the quota. So a sibling that waits for quota has
+// none, and how often a workload was tried is in its status, not in its check. The workload whose
+// variants there are has no checks at all.
 //
 // # What is held
 //

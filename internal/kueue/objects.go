@@ -47,6 +47,12 @@ type workload struct {
 		Admission       *admission         `json:"admission"`
 		ReclaimablePods []reclaimable      `json:"reclaimablePods"`
 		AdmissionChecks []CheckState       `json:"admissionChecks"`
+		SchedulingStats struct {
+			Evictions []struct {
+				Reason string `json:"reason"`
+				Count  int    `json:"count"`
+			} `json:"evictions"`
+		} `json:"schedulingStats"`
 	} `json:"status"`
 }
 
@@ -98,8 +104,14 @@ type Workload struct {
 	// Reserved says that it has quota, Admitted that its pods may begin, and Over that they have
 	// ended or shall end.
 	Reserved, Admitted, Over bool
-	Sets                     []Set
-	Checks                   []CheckState
+	// Refused is why Kueue has found no quota for it, the last time that it looked; empty while
+	// it has quota, or is to be looked at.
+	Refused string
+	// Retries is how often it has given its quota back because of a check. Kueue forgets a
+	// check's own count with the check.
+	Retries int
+	Sets    []Set
+	Checks  []CheckState
 
 	object *unstructured.Unstructured
 }
@@ -140,6 +152,12 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	if by := metav1.GetControllerOf(&from.ObjectMeta); by != nil {
 		w.Owner = string(by.UID)
 	}
+	w.Refused = refused(from.Status.Conditions)
+	for _, e := range from.Status.SchedulingStats.Evictions {
+		if e.Reason == evictedByCheck {
+			w.Retries += e.Count
+		}
+	}
 	for _, s := range from.Spec.PodSets {
 		set := Set{Name: s.Name, N: s.Count, Labels: s.Template.Labels, Pod: s.Template.Spec}
 		if from.Status.Admission != nil {
@@ -161,6 +179,27 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		w.Sets = append(w.Sets, set)
 	}
 	return w, nil
+}
+
+// evictedByCheck is Kueue's reason where a check is Retry.
+const evictedByCheck = "AdmissionCheck"
+
+// refused is the reason for which there is no quota. When a workload has given its quota back,
+// Kueue repeats there why, until it has looked again.
+func refused(conditions []metav1.Condition) string {
+	find := func(kind string) metav1.Condition {
+		for _, c := range conditions {
+			if c.Type == kind {
+				return c
+			}
+		}
+		return metav1.Condition{}
+	}
+	quota := find("QuotaReserved")
+	if quota.Status != metav1.ConditionFalse || quota.Message == find("Evicted").Message {
+		return ""
+	}
+	return quota.Message
 }
 
 // read makes a typed value of an object.

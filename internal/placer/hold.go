@@ -14,14 +14,18 @@ import (
 type Group struct {
 	Containers []Container
 	N          int
-	Among      []string
+	// Among are the nodes on which there may be room. Closed are those that take no new pods,
+	// where pods of the group may be all the same.
+	Among, Closed []string
 }
 
 // hold is room for pods that are to come.
 type hold struct {
 	id, name string
 	seats    []*seat
-	// members are the pods of the hold that have or will have devices of a node.
+	// among are all nodes of its groups, nil while they are not known, and members the pods of
+	// the hold that have or will have devices of one of them.
+	among   map[string]bool
 	members map[string]*entry
 	seq     int
 }
@@ -49,9 +53,12 @@ type seat struct {
 //
 // A hold that there is already becomes what is asked for now: what has its room stays
 // where it is, and the rest is looked for. Where that is not found, the hold stays as it was.
+// Pods of it on other nodes than those of the groups have nothing to do with it: those of a
+// job that comes back from elsewhere may not have ended there yet.
 func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
 	b.expire(now)
 	h := b.holds.holdOf(id, name)
+	b.holds.narrow(h, groups)
 	before := h.seats
 	b.holds.seat(h, h.remaining(groups, b.holds.lost(h)))
 	b.holds.seat(h, append(slices.Clone(h.seats), h.ofMembers(groups)...))
@@ -124,13 +131,32 @@ func (hs *holds) holdOf(id, name string) *hold {
 		h = &hold{id: id, members: map[string]*entry{}}
 		hs.by[id] = h
 		for _, e := range hs.b.pods {
-			if e.Hold == id && e.at != "" {
-				e.in, h.members[e.UID] = h, e
+			if e.Hold == id {
+				hs.sit(e)
 			}
 		}
 	}
 	h.name = name
 	return h
+}
+
+// narrow makes pods members that are on nodes of some groups, and no others.
+func (hs *holds) narrow(h *hold, groups []Group) {
+	among := map[string]bool{}
+	for _, g := range groups {
+		for _, node := range slices.Concat(g.Among, g.Closed) {
+			among[node] = true
+		}
+	}
+	if h.among != nil && maps.Equal(among, h.among) {
+		return
+	}
+	h.among = among
+	for _, e := range hs.b.pods {
+		if e.Hold == h.id {
+			hs.sit(e)
+		}
+	}
 }
 
 // seat makes a seat that is nowhere yet.
@@ -283,7 +309,7 @@ func (hs *holds) open(s *seat, open bool) {
 // sit puts a pod among the members of its hold, or takes it out.
 func (hs *holds) sit(e *entry) {
 	was, is := e.in, hs.by[e.Hold]
-	if e.at == "" {
+	if e.at == "" || is != nil && is.among != nil && !is.among[e.at] {
 		is = nil
 	}
 	if e.in = is; was != nil && was != is {

@@ -194,7 +194,9 @@ func TestAHoldFromPodsThatAreThere(t *testing.T) {
 	f.wantHeld("g", "[[a b]]", f.group(2, memName, 79))
 	// And as somebody has written it down.
 	fresh := New()
-	fresh.SetHold("g", "x/g", []Group{f.group(2, memName, 79)}, [][]string{{"a", "b"}})
+	group := f.group(2, memName, 79)
+	group.Among = nil // no node is known yet
+	fresh.SetHold("g", "x/g", []Group{group}, [][]string{{"a", "b"}})
 	f.copyNodes(fresh)
 	p, _ := f.books.Pod("m1")
 	fresh.SetPod(p)
@@ -203,6 +205,23 @@ func TestAHoldFromPodsThatAreThere(t *testing.T) {
 			t.Fatalf("%s had\n%s\nand after a restart\n%s", name, was, is)
 		}
 	}
+}
+
+// Pods of a hold on nodes that its groups are not for have nothing to do with it: they may be those
+// of a job that comes back from there. On a node that takes no new pods they keep their seats.
+func TestPodsElsewhereHaveNoSeat(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b", "cloud")(t)
+	f.give(units("m1", 79).of("g"), "cloud")
+	here := Group{Containers: units("", 79).Containers, N: 1, Among: []string{"a"}}
+	f.wantHeld("g", "[[a]]", here)
+	if lost := f.books.Lost("g"); lost != nil {
+		t.Errorf("it has lost its room on %v", lost)
+	}
+	f.give(units("m2", 79).of("g"), "a")
+	f.books.DeletePod("m1")
+	here.Among, here.Closed = []string{"b"}, []string{"a"}
+	f.wantHeld("g", "[[a]]", here)
+	f.wantHeld("other", "[[b]]", Group{Containers: here.Containers, N: 1, Among: []string{"b"}})
 }
 
 // TestQuotasAndHoldsKeepOffEachOther has one GPU.
