@@ -16,7 +16,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -184,8 +183,11 @@ func liqoctl(t *testing.T, args ...string) {
 	var out bytes.Buffer
 	cmd := exec.CommandContext(t.Context(), program(t, "liqoctl"), args...)
 	cmd.Stdout, cmd.Stderr = &out, &out
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // it waits for minutes where it has to
-	if err := cmd.Run(); err != nil {
+	err := plane.StartTied(cmd) // it waits for minutes where it has to
+	if err == nil {
+		err = cmd.Wait()
+	}
+	if err != nil {
 		t.Fatalf("liqoctl %s: %v\n%s", strings.Join(args, " "), err, out.Bytes())
 	}
 }

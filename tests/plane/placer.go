@@ -30,8 +30,7 @@ func (s *Server) StartPlacer(t testing.TB, program, kubeconfig, door string, arg
 	p := &Placer{Door: door, Page: FreeAddress(t)}
 	p.cmd = exec.Command(program, append([]string{"placer", "--kubeconfig", kubeconfig, "--listen", p.Door, "--http", p.Page}, args...)...)
 	p.cmd.Stderr = t.Output()
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := p.cmd.Start(); err != nil {
+	if err := StartTied(p.cmd); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.Kill)
