@@ -186,8 +186,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test(".", "-count=1", limit, "./tests/queues")},
 		},
 		{
-			// A real node is among them, see pieces.
-			name: "lending", what: "GPUs lent to other clusters through the real Liqo, to pods on a real node too", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
+			// With -long a real node is among them, see pieces.
+			name: "lending", what: "GPUs lent to other clusters through the real Liqo", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
 			commands: []command{lending},
 		},
 		{
