@@ -38,6 +38,14 @@ func begin(t *testing.T, partitions string, offers map[string]int) *bench {
 	if _, err := agent.AwaitState(b.ctx, "applied"); err != nil {
 		t.Fatal(err)
 	}
+	// The kubelet may still name pods of an earlier test, and an agent without records goes by
+	// that: their room would be missing.
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "nobody to hold anything", func(s lab.Status) error {
+		if s.Claims > 0 {
+			return fmt.Errorf("there are %d claims", s.Claims)
+		}
+		return nil
+	}))
 	return b
 }
 
