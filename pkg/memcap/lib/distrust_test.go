@@ -5,11 +5,13 @@ package lib
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -326,6 +328,9 @@ func TestHeldUp(t *testing.T) {
 			if c, err := u.Read(); err != nil || c.Processes != some {
 				t.Fatalf("reading %d: %d processes, %v", n, c.Processes, err)
 			}
+			if n == 0 {
+				fmt.Println("reading")
+			}
 		}
 	}
 
@@ -337,7 +342,7 @@ func TestHeldUp(t *testing.T) {
 	p.lock(some)
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestHeldUp$")
 	cmd.Env = append(os.Environ(), page+"="+p.f.Name())
-	var out strings.Builder
+	out := told{first: make(chan struct{})}
 	cmd.Stdout, cmd.Stderr = &out, &out
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -346,6 +351,7 @@ func TestHeldUp(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	<-out.first // it reads, or has failed
 	for range 10 {
 		time.Sleep(10 * time.Millisecond)
 		if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
@@ -358,8 +364,20 @@ func TestHeldUp(t *testing.T) {
 	}
 	in.Close()
 	if err := cmd.Wait(); err != nil {
-		t.Errorf("%v\n%s", err, &out)
+		t.Errorf("%v\n%s", err, &out.text)
 	}
+}
+
+// told is what a process has said, and when it has begun to.
+type told struct {
+	text  strings.Builder
+	once  sync.Once
+	first chan struct{}
+}
+
+func (t *told) Write(b []byte) (int, error) {
+	t.once.Do(func() { close(t.first) })
+	return t.text.Write(b)
 }
 
 // TestReadingLeavesNothing: a container may claim as many slots as there are, and
