@@ -9,11 +9,7 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"regexp"
-	"strings"
 	"testing"
 	"time"
 
@@ -64,29 +60,7 @@ func TestUsageRules(t *testing.T) {
 	if m == nil {
 		t.Fatal("docs/usage.md shows no rules")
 	}
-	served := string(read(t, "../docs/operations.md"))
-	for _, name := range regexp.MustCompile(`[^:]\b(gpu_agent_\w+)`).FindAllStringSubmatch(m[1], -1) {
-		if !strings.Contains(served, "`"+name[1]+"`") {
-			t.Errorf("the rules name %s, which the agent does not serve", name[1])
-		}
-	}
-	tool, err := prometheus.Program(t.Context(), "promtool")
-	if err != nil {
-		t.Skipf("no promtool, and Debian's archive has none for us: %v", err)
-	}
-	dir := t.TempDir()
-	for name, text := range map[string]string{"rules.yaml": m[1], "test.yaml": usageRulesTest} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, args := range [][]string{{"check", "rules", "rules.yaml"}, {"test", "rules", "test.yaml"}} {
-		cmd := exec.CommandContext(t.Context(), tool, args...)
-		cmd.Dir = dir
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Errorf("promtool %s: %v\n%s", strings.Join(args, " "), err, out)
-		}
-	}
+	judgeRules(t, m[1], usageRulesTest)
 }
 
 // A Prometheus that scrapes as docs/usage.md says gives OpenCost the share of each container:

@@ -154,8 +154,6 @@ func TestAGrantFollowsTheInventory(t *testing.T) {
 	p.wants("one", "Accepted Granted gpu-mem=100 mig-1g.10gb=0")
 }
 
-// TestAPodOfThisClustersThatTakesGrantedRoom is what can happen where kube-scheduler does not
-// ask the placer.
 // TestRoomThatComesBackIsFirstWhoseStatusSaysSo: of two GPUs that went one is back. Who was reduced
 // has been there for longer, and does not get what the other one is said to have.
 func TestRoomThatComesBackIsFirstWhoseStatusSaysSo(t *testing.T) {
@@ -181,6 +179,8 @@ func TestRoomThatComesBackIsFirstWhoseStatusSaysSo(t *testing.T) {
 	p.wants("two", "Accepted Granted gpu-mem=79")
 }
 
+// TestAPodOfThisClustersThatTakesGrantedRoom is what can happen where kube-scheduler does not
+// ask the placer.
 func TestAPodOfThisClustersThatTakesGrantedRoom(t *testing.T) {
 	p := newPeers(t)
 	p.cluster.units("a", 79)
