@@ -47,6 +47,7 @@ type entry struct {
 var packages = []entry{
 	{"cmd/gpu-agent", 5, "flags, options, wiring; decides nothing"},
 	{"internal/agent", 4, "the loop"},
+	{"internal/advise", 4, "which partition would have served a node's past demand best"},
 	{"internal/cleanup", 4, "takes away what agents have left on a node"},
 	{"internal/fleet", 4, "the placer's process: a cluster in the books, and the doors to them"},
 	{"internal/deviceplugin", 3, "the front-end for the kubelet's device-plugin API"},

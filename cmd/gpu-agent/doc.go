@@ -10,6 +10,7 @@
 //	gpu-agent plan        what a partition would do to MIG instances, here or there
 //	gpu-agent status      what the agent on this node offers, and who holds it
 //	gpu-agent usage       who was granted what, and used it
+//	gpu-agent advise      which partition would have served it better
 //	gpu-agent placer      tells schedulers which node has room for a pod
 //	gpu-agent cleanup     take away what agents have left on the node
 //	gpu-agent version

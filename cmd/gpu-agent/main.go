@@ -24,6 +24,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   topology    print how close GPUs, CPUs and network cards are to each other
   status      print what the agent on this node offers and who holds it
   usage       print who was granted how much of this node's GPUs, who used it, and who had them when
+  advise      replay what was asked of this node on other partitions, and print the best
   placer      answer schedulers which node has room for a pod (a Deployment's program)
   cleanup     remove what agents have left on this node and its Node object
   export      print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler
@@ -35,7 +36,7 @@ gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
 
 // commands are those with flags.
 var commands = map[string]func(ctx context.Context, c console, args []string) error{
-	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "usage": showUsage, "placer": place, "cleanup": cleanUp, "export": exportTo,
+	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "usage": showUsage, "advise": showAdvice, "placer": place, "cleanup": cleanUp, "export": exportTo,
 }
 
 // errUsage says that the command line was wrong, which has been reported already.

@@ -125,7 +125,7 @@ type usageReport struct {
 
 // showUsage is `gpu-agent usage`: it reads the journal, also where no agent runs.
 func showUsage(_ context.Context, c console, args []string) error {
-	fs := newFlags(c, "usage", "", "Prints who was granted how much of this node's GPUs and used it, or with --at who had them\nthen. It reads the agent's journal. Times are durations before now (24h), or in UTC:\n2026-03-01, 2026-03-01T12:00, 2026-03-01T12:00:00Z, or 12:00 of today.")
+	fs := newFlags(c, "usage", "", "Prints who was granted how much of this node's GPUs and used it, or with --at who had them\nthen. It reads the agent's journal. "+timesUsage)
 	r := usageReport{now: time.Now()}
 	fs.StringVar(&r.by, "by", "namespace", "what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
 	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the journal's beginning)")
@@ -150,11 +150,23 @@ func showUsage(_ context.Context, c console, args []string) error {
 
 // moment reads a time.
 func (r *usageReport) moment(text string, otherwise time.Time) (time.Time, error) {
+	t, err := moment(text, otherwise, r.now)
+	if err != nil {
+		err = fmt.Errorf("gpu-agent usage: %w", err)
+	}
+	return t, err
+}
+
+// timesUsage says how people write times.
+const timesUsage = "Times are durations before now (24h), or in UTC:\n2026-03-01, 2026-03-01T12:00, 2026-03-01T12:00:00Z, or 12:00 of today."
+
+// moment reads a time as people write it.
+func moment(text string, otherwise, now time.Time) (time.Time, error) {
 	if text == "" {
 		return otherwise, nil
 	}
 	if d, err := time.ParseDuration(text); err == nil {
-		return r.now.Add(-d), nil
+		return now.Add(-d), nil
 	}
 	for _, layout := range []string{time.RFC3339, "2006-01-02T15:04", "2006-01-02 15:04", "2006-01-02"} {
 		if t, err := time.ParseInLocation(layout, text, time.UTC); err == nil {
@@ -162,10 +174,10 @@ func (r *usageReport) moment(text string, otherwise time.Time) (time.Time, error
 		}
 	}
 	if t, err := time.Parse("15:04", text); err == nil {
-		y, m, d := r.now.UTC().Date()
+		y, m, d := now.UTC().Date()
 		return time.Date(y, m, d, t.Hour(), t.Minute(), 0, 0, time.UTC), nil
 	}
-	return time.Time{}, fmt.Errorf("gpu-agent usage: %q is not a time: want 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", text)
+	return time.Time{}, fmt.Errorf("%q is not a time: want 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", text)
 }
 
 // naming returns what makes the name of a line.

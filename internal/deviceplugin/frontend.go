@@ -210,6 +210,16 @@ func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	}
 }
 
+// Release ends an allocation whose end is certain. On a node nobody tells of it, and
+// [FrontEnd.Reconcile] finds it out; whoever replays what a node was asked for knows.
+func (f *FrontEnd) Release(id string) ledger.Allocation {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	a := f.endLocked(id)
+	f.lists.showMoved()
+	return a
+}
+
 func (f *FrontEnd) endLocked(id string) ledger.Allocation {
 	a, _ := f.ledger.Release(ledger.DevicePlugin, id)
 	if a.Kind() == ledger.Placement {

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"example.com/gpu-agent/internal/advise"
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/usage/segments"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// adviceRequest is what `gpu-agent advise` is asked for.
+type adviceRequest struct {
+	journal, trace, inventory, config, partition string
+	since, until, node, domain                   string
+	unit                                         memoryFlag
+	placer                                       bool
+	refused, format                              choice
+	tries, top                                   int
+	driver                                       driverFlags
+}
+
+const adviseUsage = `Replays what was asked of this node on partitions that it could have, and prints what
+would have come of each, and the best one as a partition file. It changes nothing.
+
+What was asked for is in the agent's usage journal. With --trace the cluster's pods count
+too, those that never came to the node among them:
+
+  kubectl get pods,events -A -o json > pods.json
+  gpu-agent advise --journal /var/lib/gpu-agent/usage --trace pods.json --config partitions.yaml
+  gpu-agent advise --since 168h -o partition > better.yaml && gpu-agent check better.yaml
+
+` + timesUsage
+
+func (r *adviceRequest) register(c console, args []string) error {
+	fs := newFlags(c, "advise", "", adviseUsage)
+	r.driver.register(fs)
+	fs.StringVar(&r.journal, "journal", "/var/lib/gpu-agent/"+usageDir, "`directory` of the usage journal")
+	fs.StringVar(&r.trace, "trace", "", "`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
+	fs.StringVar(&r.inventory, "inventory", "", inventoryUsage)
+	fs.StringVar(&r.config, "config", "", "partition `file` that has the present partition (default: as the journal says it)")
+	fs.StringVar(&r.partition, "partition", partitionDefault, "`name` of the present partition, and of the one that is printed")
+	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the beginning of journal and trace)")
+	fs.StringVar(&r.until, "until", "", "`time` to end at (default: their end)")
+	fs.StringVar(&r.node, "node", "", "this node's `name` in the trace (default: that of the pods that the journal has)")
+	fs.StringVar(&r.domain, "resource-domain", "example.com", "`domain` of the node's resources in the trace")
+	r.unit = 1024
+	fs.Var(&r.unit, "memory-unit", "`size` of one gpu-mem unit")
+	fs.BoolVar(&r.placer, "placer", false, "pods are placed through gpu-agent placer: what does not fit waits and is not refused")
+	r.refused = choice{"gone", []string{"gone", "back"}}
+	fs.Var(&r.refused, "refused", "what becomes of a refused `pod`: it is gone, or it comes back as a Job's does")
+	fs.IntVar(&r.tries, "tries", 500, "`number` of partitions to try at most, apart from those in which all GPUs are alike")
+	fs.IntVar(&r.top, "top", 10, "`number` of partitions to print")
+	r.format = choice{"table", []string{"table", "json", "partition"}}
+	fs.Var(&r.format, "o", "output `format`: table with the partition below it, json, or partition, which is the file alone")
+	if err := parseFlags(fs, args); err != nil {
+		return err
+	}
+	if r.tries < 1 || r.top < 0 {
+		return errors.New("gpu-agent advise: --tries is at least 1, and --top not negative")
+	}
+	return nil
+}
+
+// showAdvice is `gpu-agent advise`.
+func showAdvice(ctx context.Context, c console, args []string) error {
+	var r adviceRequest
+	if err := r.register(c, args); err != nil {
+		return err
+	}
+	out, err := r.advise(ctx, c)
+	if err != nil && !errors.Is(err, errUsage) {
+		return fmt.Errorf("gpu-agent advise: %w", err)
+	}
+	switch {
+	case err != nil:
+		return err
+	case r.format.value == "json":
+		return printJSON(c.out, out)
+	case r.format.value == "partition":
+		_, err := io.WriteString(c.out, out.Partition)
+		return err
+	}
+	return out.print(c.out)
+}
+
+// adviceJSON is an advice, for programs.
+type adviceJSON struct {
+	Demand demandJSON `json:"demand"`
+	// Alternatives are those that are shown, the best first, and Tried is how many there were
+	// of so many Possible; All says that no other was possible.
+	Alternatives []alternativeJSON `json:"alternatives"`
+	Tried        int               `json:"tried"`
+	Possible     int               `json:"possible"`
+	All          bool              `json:"all"`
+	// Partition is the best one as a partition file, and Assumes what that assumes.
+	Partition string   `json:"partition"`
+	Assumes   []string `json:"assumes"`
+	Notes     []string `json:"notes"`
+
+	told string
+}
+
+type demandJSON struct {
+	Begin    time.Time `json:"begin"`
+	End      time.Time `json:"end"`
+	Requests int       `json:"requests"`
+	// Granted, Refused and Pending are as they were recorded.
+	Granted int `json:"granted"`
+	Refused int `json:"refused"`
+	Pending int `json:"pending"`
+}
+
+type alternativeJSON struct {
+	Name    string `json:"name"`
+	Present bool   `json:"present,omitempty"`
+	Served  int    `json:"served"`
+	Refused int    `json:"refused"`
+	Never   int    `json:"never"`
+	Waited  int    `json:"waited"`
+	// Waiting are those of Waited that waited to the end.
+	Waiting int `json:"waiting"`
+	// Wait is that of all together, Longest that of one.
+	Wait    float64           `json:"waitSeconds"`
+	Longest float64           `json:"longestWaitSeconds"`
+	Packed  float64           `json:"packed"`
+	Idle    float64           `json:"idle"`
+	Renamed int               `json:"renamed"`
+	Names   []advise.Renaming `json:"names,omitempty"`
+}
+
+// demand reads what was asked for, and the journal that has it.
+func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
+	now := time.Now()
+	o := advise.Options{Back: r.refused.value == "back", Domain: r.domain, Unit: gpu.MiB(r.unit), Node: r.node}
+	var err error
+	if o.Since, err = moment(r.since, time.Time{}, now); err != nil {
+		return nil, nil, err
+	}
+	if o.Until, err = moment(r.until, time.Time{}, now); err != nil {
+		return nil, nil, err
+	}
+	j := &advise.Journal{}
+	if err := segments.Read(r.journal, o.Since, j.Apply); err != nil {
+		return nil, nil, err
+	}
+	var t *advise.Trace
+	if r.trace != "" {
+		f, err := os.Open(r.trace)
+		if err != nil {
+			return nil, nil, err
+		}
+		defer f.Close()
+		if t, err = advise.ReadTrace(f); err != nil {
+			return nil, nil, fmt.Errorf("%s: %w", r.trace, err)
+		}
+	}
+	d, err := j.Demand(t, o)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", r.journal, err)
+	}
+	return d, j, nil
+}
+
+// present is the partition that the node has, nil where nobody says it.
+func (r *adviceRequest) present(j *advise.Journal, inv *gpu.Inventory) ([]config.Want, error) {
+	if r.config == "" {
+		wants, _ := j.Present(inv)
+		return wants, nil
+	}
+	f, err := readPartitions(r.config)
+	if err != nil {
+		return nil, err
+	}
+	want, err := f.Desire(r.partition, inv, config.Node{Unit: gpu.MiB(r.unit)})
+	return want.GPUs, err
+}
+
+// advise tries the partitions.
+func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, error) {
+	d, j, err := r.demand()
+	if err != nil {
+		return nil, err
+	}
+	inv, err := inventoryFrom(ctx, c, &r.driver, r.inventory)
+	if err != nil {
+		return nil, err
+	}
+	present, err := r.present(j, inv)
+	if err != nil {
+		return nil, err
+	}
+	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.value == "back"}
+	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries})
+	if err != nil {
+		return nil, err
+	}
+	best := &a.Tried[0]
+	out := &adviceJSON{Demand: demandJSON{d.Begin, d.End, len(d.Requests), d.Granted, d.Refused, d.Pending}, Alternatives: []alternativeJSON{},
+		Tried: len(a.Tried), Possible: a.Possible, All: a.All, Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told()}
+	if present == nil {
+		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have it whole. Name it with --config and --partition.")
+	}
+	for i := range a.Tried {
+		if t := &a.Tried[i]; i < max(1, r.top) || t.Present || t.Plain {
+			out.Alternatives = append(out.Alternatives, alternativeJSON{t.Name, t.Present, t.Served, t.Refused, t.Never, t.Waited, t.Waiting, t.Wait.Seconds(), t.Longest.Seconds(), t.Packed, t.Idle, t.Renamed, t.Names})
+		}
+	}
+	comments := append([]string{out.headline(), out.Alternatives[0].told() + ".", "This assumes:"}, out.Assumes...)
+	for i := 3; i < len(comments); i++ {
+		comments[i] = "- " + comments[i]
+	}
+	out.Partition, err = advise.File(r.partition, best, comments, on)
+	return out, err
+}
+
+func (a *adviceJSON) headline() string {
+	of := "all that are possible"
+	if !a.All {
+		of = fmt.Sprintf("of %d that are possible, so that another may be better", a.Possible)
+	}
+	return fmt.Sprintf("The best of %d partitions (%s) for %s, by gpu-agent advise.", a.Tried, of, a.told)
+}
+
+// told is what would have come of an alternative, in words.
+func (a *alternativeJSON) told() string {
+	return fmt.Sprintf("%s: %d served, %d refused, %d never to be served; %d waited, %s in the mean; in use GPUs are %s full, and %s of their time GPUs are idle",
+		a.Name, a.Served, a.Refused, a.Never, a.Waited, a.mean(), percent(a.Packed), percent(a.Idle))
+}
+
+func (a *alternativeJSON) mean() string {
+	if a.Waited == 0 {
+		return "0s"
+	}
+	return seconds(a.Wait / float64(a.Waited))
+}
+
+func seconds(s float64) string {
+	return (time.Duration(s*1e9) * time.Nanosecond).Round(time.Second).String()
+}
+
+func percent(part float64) string { return strconv.FormatFloat(100*part, 'f', 0, 64) + "%" }
+
+// print prints an advice for people.
+func (a *adviceJSON) print(out io.Writer) error {
+	d := &a.Demand
+	fmt.Fprintf(out, "%s: %d were granted, %d refused, %d never came to the node\n\n", a.told, d.Granted, d.Refused, d.Pending)
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "PARTITION\tSERVED\tREFUSED\tNEVER\tWAITED\tMEAN WAIT\tLONGEST\tRENAMED\tPACKED\tIDLE")
+	for i := range a.Alternatives {
+		t := &a.Alternatives[i]
+		fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%s\t%s\t%d\t%s\t%s\n", t.Name, t.Served, t.Refused, t.Never, t.Waited, t.mean(), seconds(t.Longest), t.Renamed, percent(t.Packed), percent(t.Idle))
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	fmt.Fprintln(out)
+	if len(a.Notes) > 0 {
+		fmt.Fprintf(out, "%s\n\n", strings.Join(a.Notes, "\n"))
+	}
+	_, err := io.WriteString(out, a.Partition)
+	return err
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	account "example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/internal/usage/segments"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// crowdedDay writes the journal of two hours in which the node's GPUs were shared by memory:
+// every six minutes a pod came for 60 units and stayed for an hour, as long as there was room,
+// and was refused when there was not; and it writes the pods that the API server had, three of
+// which never came to the node.
+func crowdedDay(t *testing.T, inv *gpu.Inventory) (journal, trace string) {
+	t.Helper()
+	journal = filepath.Join(t.TempDir(), usageDir)
+	s, err := segments.Open(journal, segments.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	at := func(minute int) time.Time { return time.Date(2026, 3, 1, 9, minute, 0, 0, time.UTC) }
+	records := []*account.Record{{Time: at(0), Event: account.Began, Book: account.NewBook(nil).State(at(0))}}
+	for i := range inv.GPUs {
+		records = append(records, &account.Record{Time: at(0), Event: account.Cut, Op: "layout", GPU: inv.GPUs[i].UUID, Placement: "shared"})
+	}
+	var pods []string
+	pod := func(n, minute, units int, status string) {
+		pods = append(pods, fmt.Sprintf(`{"kind": "Pod", "metadata": {"namespace": "team", "name": "p-%d", "uid": "u%d", "creationTimestamp": %q},
+			"spec": {"containers": [{"resources": {"limits": {"example.com/gpu-mem": "%d", "cpu": "2"}}}]}, "status": %s}`, n, n, at(minute).Format(time.RFC3339), units, status))
+	}
+	for n := range 16 {
+		minute := 6 * n
+		if n%4 == 3 {
+			records = append(records, &account.Record{Time: at(minute), Event: account.Refused, FrontEnd: ledger.DevicePlugin, Resource: "example.com/gpu-mem", Count: 60, Reason: "NotOneGPU"})
+			pod(n, minute, 60, fmt.Sprintf(`{"phase": "Failed", "reason": "UnexpectedAdmissionError", "startTime": %q}`, at(minute).Format(time.RFC3339)))
+			continue
+		}
+		d, id := &inv.GPUs[n%2], uint64(n+1)
+		records = append(records,
+			&account.Record{Time: at(minute), Event: account.Allocated, Grant: id, Allocation: fmt.Sprint("a", id), Resource: "example.com/gpu-mem", Count: 30,
+				Pieces: []account.Piece{{GPU: d.UUID, Index: d.Index, Kind: ledger.Units, Units: ledger.UnitSet{{First: 0, Last: 29}}, Share: .38, MemoryMiB: 30 << 10}}},
+			&account.Record{Time: at(minute), Event: account.Named, Grant: id, Holder: account.Holder{Namespace: "team", Pod: fmt.Sprint("p-", n), UID: fmt.Sprint("u", n)}},
+			&account.Record{Time: at(minute + 60), Event: account.Released, Grant: id})
+		pod(n, minute, 30, `{"phase": "Running"}`)
+	}
+	for n := 20; n < 23; n++ {
+		pod(n, 30, 60, `{"phase": "Pending"}`)
+	}
+	var text []byte
+	for _, r := range records {
+		if text, err = r.Append(text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := s.Append(text); err != nil {
+		t.Fatal(err)
+	}
+	trace = filepath.Join(t.TempDir(), "pods.json")
+	if err := os.WriteFile(trace, []byte(`{"kind": "List", "items": [`+strings.Join(pods, ",\n")+`,
+		{"kind": "Event", "reason": "FailedScheduling", "involvedObject": {"kind": "Pod", "uid": "long-gone"}, "lastTimestamp": "2026-03-01T10:00:00Z"}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return journal, trace
+}
+
+// twoGPUs are the first two of a recorded machine.
+func twoGPUs(t *testing.T) (inv *gpu.Inventory, file string) {
+	t.Helper()
+	inv, err := config.ReadInventory(read(t, plain))
+	if err != nil {
+		t.Fatal(err)
+	}
+	inv.GPUs = inv.GPUs[:2]
+	data, err := json.Marshal(inv)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file = filepath.Join(t.TempDir(), "inventory.json")
+	if err := os.WriteFile(file, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return inv, file
+}
+
+func TestAdvise(t *testing.T) {
+	inv, inventory := twoGPUs(t)
+	journal, trace := crowdedDay(t, inv)
+	advise := func(args ...string) string {
+		t.Helper()
+		out, said, err := command(t, append([]string{"advise", "--journal", journal, "--inventory", inventory}, args...)...)
+		if err != nil || said != "" {
+			t.Fatalf("%q: %v %s", args, err, said)
+		}
+		return out
+	}
+	golden(t, "testdata/advise.txt", []byte(advise("--trace", trace, "--top", "3")))
+	golden(t, "testdata/advise-journal.txt", []byte(advise("--top", "0", "--placer", "--refused", "back")))
+	golden(t, "testdata/advise.json", []byte(advise("--trace", trace, "--top", "1", "-o", "json")))
+
+	// The partition is one that the agent takes, and that is the present one of the next advice.
+	file := filepath.Join(t.TempDir(), "better.yaml")
+	best := advise("--trace", trace, "-o", "partition")
+	if err := os.WriteFile(file, []byte(best), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, said, err := command(t, "check", file, "--inventory", inventory); err != nil || !strings.Contains(out, "partition default fits") {
+		t.Errorf("check: %s%s%v", out, said, err)
+	}
+	if again := advise("--trace", trace, "--config", file); !strings.Contains(again, "\npresent ") || advise("--trace", trace, "-o", "partition") != best {
+		t.Errorf("the second advice is:\n%s", again)
+	}
+	for _, bad := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"--since", "yesterday"}, "is not a time"},
+		{[]string{"--since", "2026-03-02", "--until", "2026-03-01"}, "there is no demand"},
+		{[]string{"--trace", inventory}, "document 1: it has no kind"},
+		{[]string{"--journal", t.TempDir()}, "there is no demand"},
+		{[]string{"--config", plans, "--partition", "none"}, "no partition is named"},
+		{[]string{"--tries", "0"}, "--tries is at least 1"},
+	} {
+		if _, _, err := command(t, append([]string{"advise", "--journal", journal, "--inventory", inventory}, bad.args...)...); err == nil || !strings.Contains(err.Error(), bad.want) {
+			t.Errorf("%q: %v, want %q", bad.args, err, bad.want)
+		}
+	}
+}

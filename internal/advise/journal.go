@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package advise
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Journal gathers what a node's usage journal tells of demand. The zero value is empty.
+type Journal struct {
+	grants map[uint64]*granted
+	// refused are requests that the kubelet was refused; layouts is what GPUs were last
+	// laid out as, in the journal's words.
+	refused []refusal
+	layouts map[gpu.UUID]string
+	// first and last are the times of records; lost counts those that could not be written,
+	// and claims the refused ones, whose size nobody tells.
+	first, last  time.Time
+	lost, claims int
+}
+
+type granted struct {
+	allocation, resource string
+	since, until         time.Time
+	pieces               []usage.Piece
+	usage.Holder
+}
+
+type refusal struct {
+	at       time.Time
+	resource string
+	count    int
+}
+
+// Apply takes in a record.
+func (j *Journal) Apply(r *usage.Record) {
+	if j.first.IsZero() || r.Time.Before(j.first) {
+		j.first = r.Time
+	}
+	if r.Time.After(j.last) {
+		j.last = r.Time
+	}
+	if j.grants == nil {
+		j.grants, j.layouts = map[uint64]*granted{}, map[gpu.UUID]string{}
+	}
+	switch r.Event {
+	case usage.Began:
+		j.adopt(r)
+	case usage.Allocated:
+		if j.grants[r.Grant] == nil {
+			j.grants[r.Grant] = &granted{allocation: r.Allocation, resource: r.Resource, since: r.Time, pieces: r.Pieces, Holder: r.Holder}
+		}
+	case usage.Named:
+		if g := j.grants[r.Grant]; g != nil {
+			g.Holder = r.Holder
+		}
+	case usage.Released:
+		if g := j.grants[r.Grant]; g != nil {
+			g.until = r.Time
+		}
+	case usage.Refused:
+		if r.FrontEnd == ledger.DevicePlugin && r.Count > 0 {
+			j.refused = append(j.refused, refusal{r.Time, r.Resource, r.Count})
+		} else {
+			j.claims++
+		}
+	case usage.Cut:
+		if r.Op == "layout" {
+			j.layouts[r.GPU] = r.Placement
+		}
+	case usage.Lost:
+		j.lost += r.Count
+	}
+}
+
+// adopt takes in the book that a segment begins with: grants whose taking is not in the
+// journal any more, and ends that were lost.
+func (j *Journal) adopt(r *usage.Record) {
+	if r.Book == nil {
+		return
+	}
+	open := map[uint64]bool{}
+	for _, g := range r.Book.Open {
+		open[g.Number] = true
+		if j.grants[g.Number] == nil {
+			of := &granted{allocation: g.Allocation, resource: g.Resource, since: g.Since, Holder: g.Holder}
+			for i := range g.Held {
+				of.pieces = append(of.pieces, g.Held[i].Piece)
+			}
+			j.grants[g.Number] = of
+		}
+	}
+	for n, g := range j.grants {
+		if g.until.IsZero() && !open[n] && n < r.Book.Next {
+			g.until = r.Time
+		}
+	}
+}
+
+// Options say what of a journal and a trace counts, and how.
+type Options struct {
+	// Since and Until bound the demand; zero is all that there is.
+	Since, Until time.Time
+	// Back says that a pod that was refused came back, so that a refusal is no demand of its
+	// own, and that it does so in the replay. Otherwise it was demand that ended there.
+	Back bool
+	// Domain is that of the node's resources, and Unit the size of a memory unit.
+	Domain string
+	Unit   gpu.MiB
+	// Node is the node's name in the trace; empty for that of the pods that the journal has.
+	Node string
+}
+
+// Demand is what was asked for by the journal, and by the trace of the cluster's pods where
+// there is one.
+func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
+	d := &Demand{Begin: j.first, End: j.last}
+	if t != nil {
+		first, last := t.span()
+		if d.Begin.IsZero() || !first.IsZero() && first.Before(d.Begin) {
+			d.Begin = first
+		}
+		if last.After(d.End) {
+			d.End = last
+		}
+	}
+	if !o.Since.IsZero() {
+		d.Begin = o.Since
+	}
+	if !o.Until.IsZero() {
+		d.End = o.Until
+	}
+	if !d.End.After(d.Begin) {
+		return nil, fmt.Errorf("there is no demand from %s to %s: the journal and the trace have no record of that time", d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))
+	}
+	g := &gathering{Demand: d, Options: o, trace: t, known: map[string]*pod{}}
+	if t != nil {
+		g.known = t.pods
+	}
+	g.granted(j)
+	g.others(j)
+	g.refused(j)
+	g.finish()
+	if j.lost > 0 {
+		d.Notes = append(d.Notes, fmt.Sprintf("Records that could not be written are missing: %d.", j.lost))
+	}
+	if j.claims > 0 {
+		d.Notes = append(d.Notes, fmt.Sprintf("Refused claims are not counted, since the journal does not have what they asked for: %d.", j.claims))
+	}
+	return d, nil
+}
+
+// gathering is a demand in the making.
+type gathering struct {
+	*Demand
+	Options
+	trace *Trace
+	known map[string]*pod
+	// seen are the pods that the journal has, by UID, and matched the refusals of the
+	// journal whose pod the trace has.
+	seen    map[string]bool
+	matched map[int]bool
+	holds   holds
+	unseen  []unseen
+}
+
+// unseen is a request of which nobody saw for how long it holds what it gets.
+type unseen struct {
+	Request
+	at time.Time
+}
+
+// granted adds what the node has served: a request for each pod.
+func (g *gathering) granted(j *Journal) {
+	type group struct {
+		name         string
+		since, until time.Time
+		open         bool
+		asks         []Ask
+		had          map[string]bool
+	}
+	groups := map[string]*group{}
+	for _, n := range slices.Sorted(maps.Keys(j.grants)) {
+		o := j.grants[n]
+		key := cmp.Or(o.UID, fmt.Sprint("grant ", n))
+		of := groups[key]
+		if of == nil {
+			of = &group{name: fmt.Sprint("grant ", n), since: o.since, had: map[string]bool{}}
+			groups[key] = of
+		}
+		if o.Pod != "" {
+			of.name = o.Namespace + "/" + o.Pod
+		}
+		if !of.had[o.allocation] { // an init container's devices come again
+			of.asks = append(of.asks, asksOf(o.pieces)...)
+		}
+		of.had[o.allocation] = true
+		of.open = of.open || o.until.IsZero()
+		if o.until.After(of.until) {
+			of.until = o.until
+		}
+		if o.since.Before(of.since) {
+			of.since = o.since
+		}
+	}
+	g.seen = map[string]bool{}
+	for _, key := range slices.Sorted(maps.Keys(groups)) {
+		of := groups[key]
+		g.seen[key] = true
+		asked := of.since
+		if p := g.known[key]; p != nil && p.created.Before(asked) {
+			asked = p.created
+		}
+		if of.open {
+			of.until = time.Time{}
+		}
+		if g.add(of.name, asked, of.since, of.until, of.asks) {
+			g.Granted++
+		}
+	}
+}
+
+// add adds a request that was served; until is zero where it has not ended.
+func (g *gathering) add(name string, asked, since, until time.Time, asks []Ask) bool {
+	if len(asks) == 0 || !asked.Before(g.End) || !until.IsZero() && !until.After(g.Begin) {
+		return false
+	}
+	r := Request{Name: name, At: max(0, asked.Sub(g.Begin)), Hold: ToTheEnd, Asks: asks}
+	if !until.IsZero() && until.Before(g.End) {
+		if since.Before(g.Begin) {
+			since = g.Begin
+		}
+		r.Hold = max(until.Sub(since), 0)
+		g.holds.add(&r)
+	}
+	g.Requests = append(g.Requests, r)
+	return true
+}
+
+// refused adds what the node has refused, by its journal, unless it came back.
+func (g *gathering) refused(j *Journal) {
+	for i, r := range j.refused {
+		if g.matched[i] {
+			continue
+		}
+		ask, ok := g.ask(r.resource, r.count)
+		if !ok || r.at.Before(g.Begin) || !r.at.Before(g.End) {
+			continue
+		}
+		if g.Refused++; !g.Back {
+			g.unseen = append(g.unseen, unseen{Request{Name: fmt.Sprint("refusal ", i+1), Asks: []Ask{ask}}, r.at})
+		}
+	}
+}
+
+// ask reads what somebody asks for by a resource's name.
+func (o *Options) ask(resource string, n int) (Ask, bool) {
+	_, short, _ := strings.Cut(resource, "/")
+	switch a := (Ask{Count: n}); short {
+	case "gpu":
+		a.Kind = ledger.Whole
+		return a, true
+	case "gpu-mem":
+		a.Kind, a.Count, a.Memory = ledger.Units, 1, gpu.MiB(n)*o.Unit
+		return a, true
+	case "gpu.shared":
+		a.Kind = ledger.Replica
+		return a, true
+	default:
+		var err error
+		a.Kind = ledger.Placement
+		a.Profile, err = mig.ParseResource(short)
+		return a, err == nil
+	}
+}
+
+// finish makes up the holds that nobody saw.
+func (g *gathering) finish() {
+	for i := range g.unseen {
+		u := &g.unseen[i]
+		u.At = max(0, u.at.Sub(g.Begin))
+		u.Hold = g.holds.of(&u.Request, g.Span())
+		g.Requests = append(g.Requests, u.Request)
+	}
+	if n := len(g.unseen); n > 0 {
+		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for as long as the median of those that ask for the same, or where there is none of all.", n))
+	}
+	g.order()
+}
+
+// asksOf is what pieces were asked for as.
+func asksOf(pieces []usage.Piece) (out []Ask) {
+	for i := range pieces {
+		p := &pieces[i]
+		a := Ask{Kind: p.Kind, Count: 1, Memory: gpu.MiB(p.MemoryMiB)}
+		switch {
+		case p.Share == 0 && p.MemoryMiB == 0:
+			continue // it takes no room
+		case p.Kind == ledger.Placement && p.Placement == nil:
+			continue
+		case p.Kind == ledger.Placement:
+			a.Profile, a.Memory = p.Placement.Profile, 0
+		case p.Kind == ledger.Whole:
+			a.Memory = 0
+		}
+		at := slices.IndexFunc(out, func(o Ask) bool { o.Count = 1; return o == a })
+		if at >= 0 && a.Kind != ledger.Units {
+			out[at].Count++
+			continue
+		}
+		out = append(out, a)
+	}
+	return out
+}
+
+// Present is how the GPUs of a node were last laid out, as far as the journal says it of all
+// of them.
+func (j *Journal) Present(inv *gpu.Inventory) ([]config.Want, bool) {
+	out := make([]config.Want, len(inv.GPUs))
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		w, ok := j.layoutOf(d)
+		if !ok {
+			return nil, false
+		}
+		w.GPU = d.UUID
+		if w.Mode != config.Off && w.API == "" {
+			w.API = ledger.DevicePlugin
+		}
+		out[i] = w
+	}
+	return out, len(out) > 0
+}
+
+// layoutOf reads what the journal says of a GPU's layout.
+func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
+	text, known := j.layouts[d.UUID]
+	switch config.Mode(text) {
+	case config.Whole, config.Off:
+		return config.Want{Mode: config.Mode(text)}, true
+	case config.Dynamic:
+		return config.Want{Mode: config.Dynamic, API: ledger.DRA, OnDemand: true}, true
+	case config.Shared:
+		w = config.Want{Mode: config.Shared, TimeSlice: gpu.TimeSliceDefault, Compute: config.ComputeTimeSlice}
+		var last time.Time
+		for _, g := range j.grants {
+			for i := range g.pieces {
+				if p := &g.pieces[i]; p.GPU == d.UUID && g.since.After(last) {
+					last, w.Replicas = g.since, p.Of
+				}
+			}
+		}
+		return w, !last.IsZero() // otherwise replicas or memory: nobody knows
+	}
+	if !known || text == "" {
+		return w, false
+	}
+	card, _ := mig.NewCard(&d.MIG)
+	w = config.Want{Mode: config.MIG}
+	var placed []mig.Placement
+	for word := range strings.FieldsSeq(text) {
+		at := slices.IndexFunc(card.Placements(), func(p mig.Placement) bool { return p.String() == word })
+		if at < 0 {
+			return w, false // a split, or of another driver's table
+		}
+		p := card.Placements()[at]
+		w.OnDemand = w.OnDemand || !card.Fits(placed, p)
+		placed = append(placed, p)
+		w.Geometry = count(w.Geometry, p.Profile)
+	}
+	if w.OnDemand { // of such a GPU all placements are on offer
+		for _, c := range w.Geometry {
+			w.Profiles = append(w.Profiles, c.Profile)
+		}
+		w.Geometry = nil
+	}
+	return w, true
+}
+
+// count adds one of a profile to a geometry.
+func count(g []mig.Count, p mig.Name) []mig.Count {
+	i := slices.IndexFunc(g, func(c mig.Count) bool { return c.Profile == p })
+	if i >= 0 {
+		g[i].N++
+		return g
+	}
+	g = append(g, mig.Count{Profile: p, N: 1})
+	slices.SortFunc(g, func(a, b mig.Count) int { return mig.Compare(a.Profile, b.Profile) })
+	return g
+}

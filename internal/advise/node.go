@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package advise
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/topology"
+)
+
+// node is a node that is laid out as a partition says, with the agent's own front-end, ledger
+// and plan, and a kubelet's books beside it. There is no hardware: what is planned is so.
+type node struct {
+	inv   *gpu.Inventory
+	front *deviceplugin.FrontEnd
+	input deviceplugin.Input
+	offer *deviceplugin.Offer
+	// demand are the GPUs with MIG on demand, and exact the resources that are given out
+	// through DRA: the scheduler knows what fits.
+	demand map[gpu.UUID]bool
+	exact  map[string]bool
+	// inUse are the devices that pods have, by resource and ID, and standing the MIG
+	// instances of GPUs on demand.
+	inUse    map[string]map[string]bool
+	standing map[gpu.UUID][]mig.Placement
+	now      time.Time
+}
+
+// Node is what alternatives are tried on.
+type Node struct {
+	Inventory *gpu.Inventory
+	// Unit is the size of a memory unit.
+	Unit gpu.MiB
+}
+
+// names are those of resources inside a replay.
+var names = deviceplugin.ResourceNames("gpu")
+
+// lay lays a node out.
+func (n Node) lay(wants []config.Want) (*node, error) {
+	out := &node{inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{}, exact: map[string]bool{}, inUse: map[string]map[string]bool{}, standing: map[gpu.UUID][]mig.Placement{}}
+	wants, throughDRA := slices.Clone(wants), map[gpu.UUID]bool{}
+	in := plan.Input{Inventory: out.inv, Wanted: wants, Unit: n.Unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}
+	for i := range out.inv.GPUs {
+		d, w := &out.inv.GPUs[i], &wants[i]
+		if w.Mode == config.Dynamic {
+			return nil, fmt.Errorf("%s is dynamic, which is not replayed", d.Name())
+		}
+		if w.API == ledger.DRA { // the same pieces, packed by the scheduler
+			throughDRA[d.UUID], w.API = true, ledger.DevicePlugin
+		}
+		if d.MIG.Capable {
+			in.MIG.Cards[d.UUID], _ = mig.NewCard(&d.MIG)
+		}
+		made, err := settle(d, w)
+		if err != nil {
+			return nil, err
+		}
+		in.MIG.Made[d.UUID], out.demand[d.UUID] = made, w.Mode == config.MIG && w.OnDemand
+	}
+	changes := plan.Make(in)
+	for _, c := range changes.Conditions {
+		return nil, fmt.Errorf("%s", c.Message)
+	}
+	l := ledger.New(func() {}, out.clock)
+	out.front = deviceplugin.New(l, out.clock)
+	out.input = deviceplugin.Input{Inventory: out.inv, Changes: &changes, Names: names, Cards: in.MIG.Cards, Topology: topology.New(n.Inventory), Aligned: deviceplugin.AlignNone,
+		OnDemand: func(u gpu.UUID) bool { return out.demand[u] }}
+	out.publish()
+	for i := range out.offer.Resources {
+		r := &out.offer.Resources[i]
+		out.exact[r.Name] = len(r.Devices) > 0 && throughDRA[r.Devices[0].GPU]
+	}
+	return out, nil
+}
+
+// settle makes of a GPU what it is once its partition is in force, and says which instances
+// the agent has made.
+func settle(d *gpu.Device, w *config.Want) (map[mig.Placement]bool, error) {
+	d.MIG.Pending, d.MIG.Instances, d.MIG.Enabled = nil, nil, w.Mode == config.MIG
+	made := map[mig.Placement]bool{}
+	if !d.MIG.Enabled {
+		return made, nil
+	}
+	p, _, err := plan.Bare(d, *w)
+	if err != nil {
+		return nil, err
+	}
+	for i, s := range p.Result {
+		made[s] = true
+		d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, GI: i + 1, CIStart: s.CI})
+	}
+	return made, nil
+}
+
+func (n *node) clock() time.Time { return n.now }
+
+// publish makes what is on offer known.
+func (n *node) publish() {
+	n.offer = n.front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {
+		n.input.Held = held
+		return deviceplugin.Build(n.input)
+	})
+}
+
+// available are the devices of a resource that the kubelet counts as free, which is what the
+// scheduler has counted.
+func (n *node) available(resource string) []string {
+	devices, _ := n.front.List(resource)
+	used := n.inUse[resource]
+	out := make([]string, 0, len(devices))
+	for i := range devices {
+		if devices[i].Healthy && !used[devices[i].ID] {
+			out = append(out, devices[i].ID)
+		}
+	}
+	return out
+}
+
+// take gives a container devices as the kubelet does: of those that are free the ones that
+// the agent prefers, which it may refuse. The error says why.
+func (n *node) take(resource string, of []string, count int) (ledger.Allocation, error) {
+	ids, err := n.front.Prefer(resource, of, nil, count)
+	if err != nil {
+		return ledger.Allocation{}, err
+	}
+	a, err := n.front.Allocate(resource, ids)
+	if err != nil {
+		return a, err
+	}
+	if n.inUse[resource] == nil {
+		n.inUse[resource] = map[string]bool{}
+	}
+	for _, id := range ids {
+		n.inUse[resource][id] = true
+	}
+	n.make(a.Grants)
+	return a, nil
+}
+
+// make makes the instances of grants on GPUs on demand that do not stand, in place of those
+// that the agent would destroy for it.
+func (n *node) make(grants []ledger.Grant) {
+	made := false
+	for i := range grants {
+		g := &grants[i]
+		if g.Kind != ledger.Placement || !n.demand[g.GPU] || slices.Contains(n.standing[g.GPU], g.Placement) {
+			continue
+		}
+		var stand []mig.Standing
+		for _, s := range n.standing[g.GPU] {
+			stand = append(stand, mig.Standing{Placement: s, Pinned: n.held(g.GPU, s)})
+		}
+		p, err := n.input.Cards[g.GPU].Make(stand, g.Placement)
+		if err != nil {
+			continue // nothing that the front-end gives out
+		}
+		n.standing[g.GPU], made = slices.Clone(p.Result), true
+	}
+	if !made {
+		return
+	}
+	for u, stand := range n.standing {
+		m := n.input.Changes.MIG[u]
+		m.Warm = stand
+		n.input.Changes.MIG[u] = m
+	}
+	n.publish()
+}
+
+// held reports whether a pod has an instance.
+func (n *node) held(u gpu.UUID, s mig.Placement) bool {
+	return n.inUse[names.Of(ledger.Placement, s.Profile)][mig.ID(u, s)]
+}
+
+// put takes back what a container had: the kubelet's devices at once, and the allocation.
+func (n *node) put(a *ledger.Allocation) {
+	n.forget(a)
+	n.front.Release(a.ID)
+}
+
+// forget has the kubelet's books forget what a container had.
+func (n *node) forget(a *ledger.Allocation) {
+	for _, id := range deviceplugin.IDs(a.Grants) {
+		delete(n.inUse[a.Resource], id)
+	}
+}
+
+// pieces is what an allocation comes to.
+func (n *node) pieces(a *ledger.Allocation) []usage.Piece { return usage.PiecesOf(a.Grants, n.inv) }

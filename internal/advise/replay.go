@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package advise
+
+import (
+	"cmp"
+	"container/heap"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Rules are how a replay goes where the node and the demand do not say it.
+type Rules struct {
+	// Placer says that whoever sends pods to the node knows what fits, as with gpu-agent
+	// placer: a pod waits rather than being refused.
+	Placer bool
+	// Back says that a refused pod comes back, later and later, as a Job's does.
+	Back bool
+}
+
+// A Job makes the next pod so long after the first failure, then after twice that, up to the
+// most (kube-controller-manager 1.36).
+const (
+	firstBack = 10 * time.Second
+	mostBack  = 10 * time.Minute
+)
+
+// Outcome is what a partition would have made of a demand.
+type Outcome struct {
+	// Served have had what they asked for. Refused is how often the kubelet has refused a pod,
+	// and Never counts the requests that no empty node of this kind can serve. Waited counts
+	// those for which there was no room at first, Waiting those of them for which there was
+	// none to the end.
+	Served, Refused, Never, Waited, Waiting int
+	// Wait is for how long they waited together, and Longest the longest of them.
+	Wait, Longest time.Duration
+	// Renamed counts the requests that have to ask for something else.
+	Renamed int
+	// Packed is how full GPUs were of which anybody had something, and Idle the part of all
+	// GPUs' time in which nobody had anything of them, both from 0 to 1.
+	Packed, Idle float64
+	// Names are what requests have to ask for instead, sorted; each is as often as in Count.
+	Names []Renaming
+}
+
+// Renaming is what requests ask for on a node that does not offer what they asked for.
+type Renaming struct {
+	From  string `json:"from"`
+	To    string `json:"to"`
+	Count int    `json:"requests"`
+}
+
+// Replay is what would have come of a demand on a node with this partition, a want for each
+// of its GPUs. The error says why the node cannot have it.
+func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, error) {
+	n, err := on.lay(wants)
+	if err != nil {
+		return Outcome{}, err
+	}
+	empty, err := on.lay(wants)
+	if err != nil {
+		return Outcome{}, err
+	}
+	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, users: map[gpu.UUID]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
+	r.meet(d, empty)
+	for len(r.events) > 0 && r.events[0].at < r.span {
+		at := r.events[0].at
+		r.pass(at)
+		for len(r.events) > 0 && r.events[0].at == at {
+			r.happen(heap.Pop(&r.events).(event))
+		}
+		r.schedule()
+	}
+	r.pass(r.span)
+	r.end()
+	return r.out, nil
+}
+
+// replay is one in progress.
+type replay struct {
+	*node
+	rules  Rules
+	at     time.Duration
+	span   time.Duration
+	events events
+	seq    int
+	// waiting are the pods without a place, in the order in which they came; asked is what
+	// requests come to, by their shape.
+	waiting []*pending
+	asked   map[string]*translated
+	// users counts the allocations on each GPU that has any, and share is how much of it they
+	// have. busy is the time of such GPUs, and given what was given out of them, both in
+	// seconds times GPUs.
+	users       map[gpu.UUID]int
+	share       map[gpu.UUID]float64
+	busy, given float64
+	renamed     map[Renaming]int
+	out         Outcome
+}
+
+// pending is a pod that has no place yet.
+type pending struct {
+	*Request
+	*translated
+	// came is when it was made, and tries how often it was refused.
+	came  time.Duration
+	tries int
+	// passed says that there was no room for it at first.
+	passed bool
+}
+
+// translated is what requests of one shape come to.
+type translated struct {
+	key   string
+	wants []want
+	fits  bool
+}
+
+// event is a pod that comes, or one that ends.
+type event struct {
+	at   time.Duration
+	seq  int
+	pod  *pending
+	ends []ledger.Allocation
+}
+
+// events are by time, ends before what comes at the same time, then in the order of their
+// making.
+type events []event
+
+func (e events) Len() int { return len(e) }
+func (e events) Less(i, j int) bool {
+	a, b := &e[i], &e[j]
+	if a.at != b.at {
+		return a.at < b.at
+	}
+	if (a.ends == nil) != (b.ends == nil) {
+		return a.ends != nil
+	}
+	return a.seq < b.seq
+}
+func (e events) Swap(i, j int) { e[i], e[j] = e[j], e[i] }
+func (e *events) Push(x any)   { *e = append(*e, x.(event)) }
+func (e *events) Pop() any {
+	last := (*e)[len(*e)-1]
+	*e = (*e)[:len(*e)-1]
+	return last
+}
+
+func (r *replay) push(e event) {
+	r.seq++
+	e.seq = r.seq
+	heap.Push(&r.events, e)
+}
+
+// meet finds out what each request comes to, on an empty node.
+func (r *replay) meet(d *Demand, empty *node) {
+	for i := range d.Requests {
+		q := &d.Requests[i]
+		shape := q.shape()
+		t := r.asked[shape]
+		if t == nil {
+			t = &translated{key: shape}
+			t.wants, t.fits = empty.translate(q.Asks)
+			r.asked[shape] = t
+		}
+		if t.wants == nil {
+			r.out.Never++
+			continue
+		}
+		renamed := false
+		for j, w := range t.wants {
+			if !w.own {
+				renamed = true
+				r.renamed[Renaming{From: q.Asks[j].String(), To: w.String()}]++
+			}
+		}
+		if renamed {
+			r.out.Renamed++
+		}
+		r.push(event{at: q.At, pod: &pending{Request: q, translated: t, came: q.At}})
+	}
+}
+
+// pass lets the time pass.
+func (r *replay) pass(to time.Duration) {
+	took := (to - r.at).Seconds()
+	r.busy += took * float64(len(r.users))
+	for i := range r.inv.GPUs {
+		r.given += took * r.share[r.inv.GPUs[i].UUID]
+	}
+	r.at = to
+	r.now = time.Time{}.Add(to)
+}
+
+func (r *replay) happen(e event) {
+	if e.pod != nil {
+		r.waiting = append(r.waiting, e.pod)
+	}
+	for i := range e.ends {
+		r.charge(&e.ends[i], -1)
+		r.put(&e.ends[i])
+	}
+}
+
+// charge counts an allocation on its GPUs, or with -1 takes it out again.
+func (r *replay) charge(a *ledger.Allocation, sign int) {
+	for _, p := range r.pieces(a) {
+		r.share[p.GPU] += float64(sign) * p.Share
+		if r.users[p.GPU] += sign; r.users[p.GPU] == 0 {
+			delete(r.users, p.GPU)
+			delete(r.share, p.GPU) // to the last bit
+		}
+	}
+}
+
+// schedule gives each pod that waits its place, if there is one, in the order in which they
+// came; one that has none holds up nobody.
+func (r *replay) schedule() {
+	var still []*pending
+	full := map[string]bool{} // what has no room now has none after others have taken some
+	for _, p := range r.waiting {
+		if full[p.key] {
+			p.passed = true
+			still = append(still, p)
+			continue
+		}
+		switch has, verdict := r.admit(p); verdict {
+		case served:
+			r.serve(p, has)
+		case waits:
+			p.passed, full[p.key] = true, true
+			still = append(still, p)
+		case refused:
+			r.out.Refused++
+			if r.rules.Back {
+				again := *p
+				again.tries++
+				after := mostBack
+				if p.tries < 6 {
+					after = firstBack << p.tries
+				}
+				r.push(event{at: r.at + after, pod: &again})
+			}
+		}
+	}
+	r.waiting = still
+}
+
+type verdict int
+
+const (
+	served verdict = iota
+	waits
+	refused
+)
+
+// admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices;
+// behind the placer it asks the agent's packing, too.
+func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
+	need := map[string]int{}
+	for _, w := range p.wants {
+		need[w.resource] += w.n
+	}
+	free := make(map[string][]string, len(need))
+	for name, n := range need {
+		if free[name] = r.available(name); len(free[name]) < n {
+			return nil, waits
+		}
+	}
+	for i, w := range p.wants {
+		of := free[w.resource]
+		if i > 0 {
+			of = r.available(w.resource)
+		}
+		a, err := r.take(w.resource, of, w.n)
+		if err == nil {
+			has = append(has, a)
+			continue
+		}
+		for i := range has {
+			r.put(&has[i])
+		}
+		if r.rules.Placer || r.exact[w.resource] {
+			return nil, waits
+		}
+		return nil, refused
+	}
+	return has, served
+}
+
+func (r *replay) serve(p *pending, has []ledger.Allocation) {
+	r.out.Served++
+	for i := range has {
+		r.charge(&has[i], 1)
+	}
+	r.waited(p)
+	if p.Hold != ToTheEnd {
+		r.push(event{at: r.at + p.Hold, ends: has})
+	}
+}
+
+// waited counts for how long a pod has waited by now.
+func (r *replay) waited(p *pending) {
+	if !p.passed && p.tries == 0 {
+		return
+	}
+	r.out.Waited++
+	r.out.Wait += r.at - p.came
+	r.out.Longest = max(r.out.Longest, r.at-p.came)
+}
+
+// end counts those who wait at the end, and works out the rest.
+func (r *replay) end() {
+	left := r.waiting
+	for _, e := range r.events {
+		if e.pod != nil { // refused, and about to come back
+			left = append(left, e.pod)
+		}
+	}
+	for _, p := range left {
+		if !p.fits {
+			r.out.Never++
+			continue
+		}
+		r.waited(p)
+		r.out.Waiting++
+	}
+	if r.busy > 0 {
+		r.out.Packed = r.given / r.busy
+	}
+	if all := r.span.Seconds() * float64(len(r.inv.GPUs)); all > 0 {
+		r.out.Idle = max(0, 1-r.busy/all)
+	}
+	for name, n := range r.renamed {
+		name.Count = n
+		r.out.Names = append(r.out.Names, name)
+	}
+	slices.SortFunc(r.out.Names, func(a, b Renaming) int {
+		return cmp.Or(strings.Compare(a.From, b.From), strings.Compare(a.To, b.To))
+	})
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package advise
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// want is what an ask comes to on a node that is laid out in some way: so many devices of a
+// resource.
+type want struct {
+	resource string
+	n        int
+	// memory is what all of them have together, and own says that it is what was asked for,
+	// by its name.
+	memory gpu.MiB
+	own    bool
+}
+
+// String is what a container asks for.
+func (w want) String() string {
+	_, short, _ := strings.Cut(w.resource, "/")
+	return fmt.Sprintf("%s: %d", short, w.n)
+}
+
+// translate finds what each ask comes to on a node of which nothing is taken: what was asked
+// for where the node offers it and could ever serve it, and otherwise the resource with the
+// least memory that has enough of it. fits is false where an empty node cannot serve them
+// all: they are then asked for by their own names, and there are none where the node has no
+// such name.
+func (n *node) translate(asks []Ask) (out []want, fits bool) {
+	var had []ledger.Allocation
+	defer func() {
+		for i := range had {
+			n.put(&had[i])
+		}
+	}()
+	fits = true
+	for _, a := range asks {
+		ways, found := n.wants(a), false
+		for _, w := range ways {
+			of := n.available(w.resource)
+			if len(of) < w.n {
+				continue
+			}
+			if held, err := n.take(w.resource, of, w.n); err == nil {
+				had, out, found = append(had, held), append(out, w), true
+				break
+			}
+		}
+		switch {
+		case found:
+		case len(ways) > 0 && ways[0].own:
+			out, fits = append(out, ways[0]), false
+		default:
+			return nil, false
+		}
+	}
+	return out, fits
+}
+
+// wants are the ways to serve an ask, the best first.
+func (n *node) wants(a Ask) (out []want) {
+	for i := range n.offer.Resources {
+		r := &n.offer.Resources[i]
+		if len(r.Devices) == 0 {
+			continue
+		}
+		if w, ok := n.as(a, r.Kind, r.Devices[0].Placement.Profile); ok {
+			w.resource = r.Name
+			w.own = r.Kind == a.Kind && r.Name == names.Of(a.Kind, a.Profile)
+			out = append(out, w)
+		}
+	}
+	last := func(w want) int {
+		if w.own {
+			return 0
+		}
+		return 1
+	}
+	slices.SortFunc(out, func(x, y want) int {
+		return cmp.Or(cmp.Compare(last(x), last(y)), cmp.Compare(x.memory, y.memory), strings.Compare(x.resource, y.resource))
+	})
+	return out
+}
+
+// as is how many devices of a kind an ask needs; ok is false where none will do.
+func (n *node) as(a Ask, kind ledger.Kind, profile mig.Name) (w want, ok bool) {
+	if kind == a.Kind && profile == a.Profile && kind != ledger.Units {
+		return want{n: a.Count, memory: gpu.MiB(a.Count) * n.least(kind, profile)}, true
+	}
+	each, enough := n.needs(a)
+	has := n.least(kind, profile)
+	switch kind {
+	case ledger.Units: // all on one GPU
+		unit := n.unit()
+		if a.Kind == ledger.Whole && a.Count > 1 || !enough || unit == 0 {
+			return w, false
+		}
+		w.n = int((each*gpu.MiB(a.Count) + unit - 1) / unit)
+		if a.Kind == ledger.Whole { // all that one has
+			w.n = int(each / unit)
+		}
+		w.memory = gpu.MiB(w.n) * unit
+		return w, w.n > 0
+	case ledger.Placement:
+		return want{n: a.Count, memory: gpu.MiB(a.Count) * has}, n.serves(a, each, enough, profile)
+	default:
+		return want{n: a.Count, memory: gpu.MiB(a.Count) * has}, enough && has >= each
+	}
+}
+
+// needs is how much memory each device of an ask has on this node; enough is false where that
+// is not known.
+func (n *node) needs(a Ask) (each gpu.MiB, enough bool) {
+	switch a.Kind {
+	case ledger.Whole:
+		for i := range n.inv.GPUs {
+			each = max(each, n.inv.GPUs[i].Usable())
+		}
+	case ledger.Placement:
+		each = n.instance(a.Profile)
+	default:
+		each = a.Memory
+	}
+	return each, each > 0
+}
+
+// serves reports whether instances of a profile do for what an ask wants of each. A whole GPU
+// is worth no less than the largest instance.
+func (n *node) serves(a Ask, each gpu.MiB, enough bool, profile mig.Name) bool {
+	most := mig.Name{}
+	for i := range n.inv.GPUs {
+		for _, p := range n.inv.GPUs[i].MIG.Profiles {
+			if name, err := mig.Parse(p.Name); err == nil && name.Slices > most.Slices {
+				most = name
+			}
+		}
+	}
+	switch {
+	case profile.Compute != 0:
+		return false // parts of an instance share its memory
+	case a.Kind == ledger.Whole:
+		return profile.Attr == "" && profile.Slices == most.Slices
+	case a.Kind == ledger.Placement && profile.Attr != a.Profile.Attr && a.Profile.Attr != "-me",
+		a.Kind != ledger.Placement && profile.Attr != "":
+		return false
+	}
+	return enough && n.instance(profile) >= each && profile.Slices >= a.Profile.Slices
+}
+
+// instance is the memory of an instance of a profile on this node, 0 where no GPU has it.
+func (n *node) instance(profile mig.Name) (memory gpu.MiB) {
+	for i := range n.inv.GPUs {
+		for _, p := range n.inv.GPUs[i].MIG.Profiles {
+			if p.Name == profile.GPUInstance().String() && (memory == 0 || p.Memory < memory) {
+				memory = p.Memory
+			}
+		}
+	}
+	return memory
+}
+
+// least is the memory that any device of a kind has at least.
+func (n *node) least(kind ledger.Kind, profile mig.Name) (memory gpu.MiB) {
+	switch kind {
+	case ledger.Placement:
+		return n.instance(profile)
+	case ledger.Units:
+		return n.unit()
+	}
+	for i := range n.inv.GPUs {
+		d := &n.inv.GPUs[i]
+		layout := n.input.Changes.Layouts[d.UUID]
+		if layout.Offers && layout.Kind == kind {
+			if has := d.Usable() / gpu.MiB(max(1, layout.N)); memory == 0 || has < memory {
+				memory = has
+			}
+		}
+	}
+	return memory
+}
+
+func (n *node) unit() (unit gpu.MiB) {
+	for _, l := range n.input.Changes.Layouts {
+		unit = max(unit, l.Unit)
+	}
+	return unit
+}
