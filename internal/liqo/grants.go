@@ -98,10 +98,15 @@ func NewGrants(domain, resourceDomain string, books Books) *Grants {
 func (g *Grants) Restore(all []*Slice) {
 	there := map[string]bool{}
 	for _, s := range g.sorted(all) {
-		if there[s.UID] = true; g.of[s.UID] == nil {
-			g.of[s.UID] = &grant{quota: s.Quota()}
-		}
 		m := g.of[s.UID]
+		if there[s.UID] = true; m == nil {
+			m = &grant{quota: s.Quota()}
+			g.of[s.UID] = m
+		}
+		if name := s.Quota(); name != m.quota { // Liqo writes the consumer's name after it has made the slice
+			g.keep(m, nil)
+			m.quota = name
+		}
 		standing := g.ours(s.Granted)
 		if m.want == nil && len(standing) > 0 {
 			g.keep(m, standing)

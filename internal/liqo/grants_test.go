@@ -204,6 +204,30 @@ func TestAPodOfThisClustersThatTakesGrantedRoom(t *testing.T) {
 	p.wants("one", "Accepted Granted gpu-mem=79")
 }
 
+// TestAConsumerIsNamedLate has the slice come before Liqo has written whose it is, as it does
+// where Liqo's controllers are slow. Its pods are part of what it was granted all the same.
+func TestAConsumerIsNamedLate(t *testing.T) {
+	p := newPeers(t)
+	p.cluster.units("a", 79, 79)
+	name := func(consumer string) {
+		p.change("one", func(o map[string]any) { o["spec"].(map[string]any)["consumerClusterID"] = consumer })
+	}
+	p.ask("one", one(memory, 40))
+	name("")
+	p.rest()
+	p.wants("one", " ")
+	name("one")
+	p.rest()
+	p.wants("one", "Accepted Granted gpu-mem=40")
+	p.cluster.SetPod(placer.Pod{UID: "own", Node: "a", Quota: p.read("one").Quota(), Containers: []placer.Container{{Requests: map[string]int{memory: 24}}}})
+	p.ask("two", one(memory, 200))
+	p.rest()
+	p.wants("two", "Denied NoRoom")
+	if is, want := p.read("two").Resources.Message, "asked for 200 of "+memory+": 118 can be had now beyond what pods and other clusters have"; is != want {
+		t.Errorf("the other is told %q, want %q", is, want)
+	}
+}
+
 // TestLiqosWord leaves slices alone that Liqo, or nobody, has a word on.
 func TestLiqosWord(t *testing.T) {
 	for _, c := range []struct {
