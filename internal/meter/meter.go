@@ -520,10 +520,14 @@ func (m *Meter) label(ctx context.Context) {
 		if !unlabelled(g) {
 			continue
 		}
+		labels, there := of[g.UID]
+		if !there {
+			continue // a pod has its devices before it has a sandbox: it is asked again
+		}
 		h := g.Holder
 		h.Labels = map[string]string{}
 		for _, key := range m.Keys {
-			if v, ok := of[g.UID][key]; ok {
+			if v, ok := labels[key]; ok {
 				h.Labels[key] = v
 			}
 		}

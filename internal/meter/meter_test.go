@@ -561,14 +561,22 @@ func TestIdleGrants(t *testing.T) {
 	}
 }
 
-// Labels are asked for once for each pod, and only the keys that are wanted are written.
+// Labels are asked for until the runtime has the pod, which has its devices before it has a
+// sandbox, and only the keys that are wanted are written.
 func TestLabels(t *testing.T) {
 	n := newNode(t)
 	asked := 0
 	n.meter.Keys = []string{"team"}
 	n.meter.Labels = func(context.Context) (map[string]map[string]string, error) {
 		asked++
-		return map[string]map[string]string{"uid-web": {"team": "x", "secret": "y"}}, nil
+		of := map[string]map[string]string{}
+		if asked > 1 {
+			of["uid-bare"] = map[string]string{"secret": "y"}
+		}
+		if asked > 2 {
+			of["uid-web"] = map[string]string{"team": "x", "secret": "y"}
+		}
+		return of, nil
 	}
 	n.take("a", record("GPU-0", 0, 19), "web")
 	n.take("b", record("GPU-0", 20, 29), "bare")
@@ -576,8 +584,8 @@ func TestLabels(t *testing.T) {
 		n.pass(time.Second)
 		n.turn(false)
 	}
-	if asked != 1 {
-		t.Errorf("asked %d times", asked)
+	if asked != 3 {
+		t.Errorf("asked %d times, want 3", asked)
 	}
 	if g := n.meter.book.Of("a"); len(g.Labels) != 1 || g.Labels["team"] != "x" {
 		t.Errorf("labels are %v", g.Labels)
