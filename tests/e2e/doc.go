@@ -38,6 +38,10 @@
 // TestAllocatableAtOnce, the edits of TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
 // TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
+// What the agent writes down of who had what is read from the journal on the node, by the names
+// of fields that users are promised, and what it costs is OpenCost's query, put to a Prometheus
+// that scrapes the node's page.
+//
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
 package e2e

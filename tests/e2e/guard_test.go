@@ -132,6 +132,7 @@ func (b *bench) breach(pod *lab.RunningPod, container string, limit uint64) time
 func TestWatchdog(t *testing.T) {
 	const limit = 4 * giB
 	b := begin(t, oneShared, oneSharedOffers)
+	began := time.Now()
 	gpu := driver.GPUs[0]
 	unclaimed := func(kind string) string {
 		return fmt.Sprintf(`gpu_agent_unclaimed_processes{gpu=%q,kind=%q}`, gpu.UUID, kind)
@@ -208,6 +209,20 @@ func TestWatchdog(t *testing.T) {
 		b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 2)
 		b.metric(`gpu_agent_cap_evictions_total`, 1)
 		b.unharmed(neighbour)
+		b.audited(began, "the eviction", func(l line) bool {
+			return l.Event == "evicted" && l.Namespace == lab.PodNamespace && l.Pod == offender.Name && l.UID != "" && l.Reason == "CapEvicted" && strings.Contains(l.Message, "2 offences")
+		})
+		all, err := journal()
+		b.must(err)
+		kills := slices.DeleteFunc(all, func(l line) bool { return l.Event != "killed" || l.Time.Before(began) })
+		if len(kills) != 2 {
+			b.Errorf("the journal has %d kills, want 2: %+v", len(kills), kills)
+		}
+		for _, l := range kills {
+			if l.Pod != offender.Name || l.Container != "main" || l.GPU != gpu.UUID || l.Index == nil || *l.Index != 0 || l.Reason != "CapExceeded" {
+				b.Errorf("a kill was written down as %+v", l)
+			}
+		}
 	})
 
 	// Both have the library from the node, one all devices, as it is privileged,
