@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -25,6 +26,7 @@ type adviceRequest struct {
 	since, until, node, domain                   string
 	unit                                         memoryFlag
 	placer                                       bool
+	lag                                          time.Duration
 	refused, format                              choice
 	tries, top                                   int
 	driver                                       driverFlags
@@ -53,10 +55,12 @@ func (r *adviceRequest) register(c console, args []string) error {
 	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the beginning of journal and trace)")
 	fs.StringVar(&r.until, "until", "", "`time` to end at (default: their end)")
 	fs.StringVar(&r.node, "node", "", "this node's `name` in the trace (default: that of the pods that the journal has)")
-	fs.StringVar(&r.domain, "resource-domain", "example.com", "`domain` of the node's resources in the trace")
+	domain := fs.String("domain", "example.com", "the agent's `domain`")
+	fs.StringVar(&r.domain, "resource-domain", "", "`domain` of the node's resources in the trace (default: --domain)")
 	r.unit = 1024
 	fs.Var(&r.unit, "memory-unit", "`size` of one gpu-mem unit")
 	fs.BoolVar(&r.placer, "placer", false, "pods are placed through gpu-agent placer: what does not fit waits and is not refused")
+	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond, "`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
 	r.refused = choice{"gone", []string{"gone", "back"}}
 	fs.Var(&r.refused, "refused", "what becomes of a refused `pod`: it is gone, or it comes back as a Job's does")
 	fs.IntVar(&r.tries, "tries", 500, "`number` of partitions to try at most, apart from those in which all GPUs are alike")
@@ -66,8 +70,9 @@ func (r *adviceRequest) register(c console, args []string) error {
 	if err := parseFlags(fs, args); err != nil {
 		return err
 	}
-	if r.tries < 1 || r.top < 0 {
-		return errors.New("gpu-agent advise: --tries is at least 1, and --top not negative")
+	r.domain = cmp.Or(r.domain, *domain)
+	if r.tries < 1 || r.top < 0 || r.lag < 0 {
+		return errors.New("gpu-agent advise: --tries is at least 1, and --top and --lag are not negative")
 	}
 	return nil
 }
@@ -200,7 +205,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 	if err != nil {
 		return nil, err
 	}
-	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.value == "back"}
+	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.value == "back", Lag: r.lag}
 	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries})
 	if err != nil {
 		return nil, err

@@ -105,9 +105,28 @@ func (m model) want(u gpu.UUID) config.Want {
 // thing is what can be asked for: 0 to 2 MIG instances, 3 memory in units, 4 whole GPUs.
 type thing struct{ what, n int }
 
-// simple is a node.
+// simple is a node. The scheduler knows of so many MIG instances of each kind that there are,
+// and how many pods have.
 type simple struct {
-	gpus []*cardboard
+	gpus         []*cardboard
+	known, inUse [3]int
+}
+
+// hear tells the scheduler how many there are: only of more, or of less too.
+func (s *simple) hear(less bool) {
+	for what := range s.known {
+		if n := s.count(thing{what, 1}) + s.inUse[what]; less || n > s.known[what] {
+			s.known[what] = n
+		}
+	}
+}
+
+// sees is how many of a thing the scheduler takes to be free.
+func (s *simple) sees(t thing) int {
+	if t.what < 3 {
+		return s.known[t.what] - s.inUse[t.what]
+	}
+	return s.count(t)
 }
 
 // cardboard is a GPU: of a shared one how many units are taken, of one with MIG who has each
@@ -283,6 +302,7 @@ func (s *simple) instances(t thing) []part {
 	for _, p := range best {
 		c := s.gpus[p.gpu]
 		c.holders++
+		s.inUse[p.what]++
 		c.cover(p.at, true)
 		if c.kind == "demand" {
 			c.warm = slices.DeleteFunc(c.warm, func(o spot) bool { return o.clash(p.at) })
@@ -349,6 +369,7 @@ func (s *simple) put(parts []part) {
 		case p.what == 3:
 			c.taken -= p.n
 		case p.what < 3:
+			s.inUse[p.what]--
 			c.cover(p.at, false)
 		}
 	}
@@ -443,7 +464,7 @@ type figures struct {
 }
 
 // simulate steps through every second.
-func simulate(layout []model, jobs []job, span int, placer bool) (f figures) {
+func simulate(layout []model, jobs []job, span, lag int, placer bool) (f figures) {
 	s := &simple{}
 	for _, m := range layout {
 		s.gpus = append(s.gpus, card(m))
@@ -462,6 +483,9 @@ func simulate(layout []model, jobs []job, span int, placer bool) (f figures) {
 	for i, m := range layout { // what was made to find the ways is no more
 		s.gpus[i] = card(m)
 	}
+	s.inUse = [3]int{}
+	s.hear(true)
+	heard := map[int]bool{}
 	var queue []int
 	passed := make([]bool, len(jobs))
 	busy, given := 0, 0
@@ -471,9 +495,14 @@ func simulate(layout []model, jobs []job, span int, placer bool) (f figures) {
 			again = false
 			for _, parts := range ends[now] {
 				s.put(parts)
+				s.hear(false)
 				running = slices.DeleteFunc(running, func(o []part) bool { return &o[0] == &parts[0] })
 			}
 			delete(ends, now)
+			if heard[now] {
+				s.hear(true)
+			}
+			delete(heard, now)
 			for i, j := range jobs {
 				if j.at == now && !slices.Contains(queue, i) && as[i].what >= 0 && !passed[i] && jobs[i].at >= 0 {
 					queue = append(queue, i)
@@ -481,7 +510,7 @@ func simulate(layout []model, jobs []job, span int, placer bool) (f figures) {
 			}
 			var still []int
 			for _, i := range queue {
-				if s.count(as[i]) < as[i].n {
+				if !placer && s.sees(as[i]) < as[i].n {
 					passed[i] = true
 					still = append(still, i)
 					continue
@@ -498,6 +527,11 @@ func simulate(layout []model, jobs []job, span int, placer bool) (f figures) {
 					continue
 				}
 				f.served++
+				if lag == 0 {
+					s.hear(true)
+				} else if as[i].what < 3 {
+					heard[now+lag] = true
+				}
 				if passed[i] {
 					f.waited++
 					f.wait += now - jobs[i].at
@@ -590,13 +624,13 @@ func TestBruteForce(t *testing.T) {
 	for round := range rounds {
 		r := rand.New(rand.NewPCG(19, uint64(round)))
 		n := 1 + round%2
-		node, placer := smalls(n), r.IntN(3) == 0
+		node, placer, lag := smalls(n), r.IntN(3) == 0, r.IntN(2)*r.IntN(4)
 		jobs := draw(r, span)
 		d := &Demand{Begin: time.Unix(0, 0), End: time.Unix(span, 0)}
 		for i := range jobs {
 			d.Requests = append(d.Requests, jobs[i].request(i))
 		}
-		rules := Rules{Placer: placer}
+		rules := Rules{Placer: placer, Lag: time.Duration(lag) * time.Second}
 		var best *Alternative
 		all := models()
 		for pick := range int(math.Pow(float64(len(all)), float64(n))) {
@@ -606,7 +640,7 @@ func TestBruteForce(t *testing.T) {
 				layout = append(layout, all[rest%len(all)])
 				wants = append(wants, layout[i].want(node.Inventory.GPUs[i].UUID))
 			}
-			want := simulate(layout, slices.Clone(jobs), span, placer)
+			want := simulate(layout, slices.Clone(jobs), span, lag, placer)
 			met.refused, met.never, met.waiting, met.renamed = met.refused+want.refused, met.never+want.never, met.waiting+want.waiting, met.renamed+want.renamed
 			got, err := Replay(node, wants, d, rules)
 			if err != nil {
@@ -614,7 +648,7 @@ func TestBruteForce(t *testing.T) {
 			}
 			as := figures{got.Served, got.Refused, got.Never, got.Waited, got.Waiting, int(got.Wait / time.Second), int(got.Longest / time.Second), got.Renamed, want.packed, want.idle}
 			if as != want || math.Abs(got.Packed-want.packed) > 1e-9 || math.Abs(got.Idle-want.idle) > 1e-9 {
-				t.Fatalf("round %d, %v, placer %t, %+v:\n%+v, packed %v, idle %v, want\n%+v", round, layout, placer, jobs, as, got.Packed, got.Idle, want)
+				t.Fatalf("round %d, %v, placer %t, lag %d, %+v:\n%+v, packed %v, idle %v, want\n%+v", round, layout, placer, lag, jobs, as, got.Packed, got.Idle, want)
 			}
 			a := &Alternative{Wants: wants, Outcome: got}
 			if best == nil || Better(a, best) < 0 {

@@ -43,7 +43,7 @@ func told(d *Demand) (out []string) {
 		if r.Hold != ToTheEnd {
 			hold = fmt.Sprint(r.Hold.Minutes())
 		}
-		out = append(out, fmt.Sprintf("%s %v %s: %s", r.Name, r.At.Minutes(), hold, r.shape()))
+		out = append(out, fmt.Sprintf("%s %.4v %s: %s", r.Name, r.At.Minutes(), hold, r.shape()))
 	}
 	return out
 }
@@ -192,11 +192,11 @@ func TestTrace(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{
-		"n/ran 0 6: gpu-mem of 12000 MiB", // it waited for four minutes, which it would not have to
-		"n/before 1 7: 2 mig-1g.6gb and gpu",
+		"n/ran 0.01667 6: gpu-mem of 12000 MiB", // it waited for four minutes, which it would not have to
+		"n/before 1.017 7: 2 mig-1g.6gb and gpu",
 		"n/refused 5 7: gpu-mem of 18000 MiB",
-		"n/waits 6 7: gpu-mem of 24000 MiB",
 		"refusal 2 6 7: gpu-mem of 18000 MiB",
+		"n/waits 6.017 7: gpu-mem of 24000 MiB",
 	}
 	if diff := cmp.Diff(want, told(d)); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
@@ -204,7 +204,7 @@ func TestTrace(t *testing.T) {
 	if d.Granted != 2 || d.Refused != 2 || d.Pending != 1 || !d.End.Equal(at(12)) || len(d.Notes) != 4 {
 		t.Errorf("%+v", d)
 	}
-	if d, err = j.Demand(trace, Options{Unit: unit, Domain: "example.com", Node: "there"}); err != nil || !slices.Contains(told(d), "n/elsewhere 1 to the end: gpu") {
+	if d, err = j.Demand(trace, Options{Unit: unit, Domain: "example.com", Node: "there"}); err != nil || !slices.Contains(told(d), "n/elsewhere 1.017 to the end: gpu") {
 		t.Errorf("of another node: %v %v", told(d), err)
 	}
 

@@ -18,8 +18,9 @@
 // chosen, and what is refused, is what the agent would choose and refuse: pkg/timeslice,
 // pkg/mig and pkg/topology are asked as on a node, with the MIG instances that would stand. The
 // replay has no hardware and no clock, and of the rest of the cluster only this: the scheduler
-// counts devices, the kubelet gives out those that the agent prefers, and Allocate may refuse
-// them. With [Rules].Placer the scheduler asks the agent's packing as well.
+// counts devices and hears a moment later that there are less ([Rules].Lag), the kubelet gives
+// out those that the agent prefers, and Allocate may refuse them. With [Rules].Placer the
+// scheduler asks the agent's packing as well.
 //
 // A pod asks for a resource by name. On a node that does not offer that name it would have to
 // ask for another: for the resource with the least memory that has enough of it, of MIG
@@ -31,9 +32,9 @@
 // [Search] tries all that a GPU can be (whole, shared by memory, MIG on demand, and every set
 // of instances of the profiles that matter) on all GPUs alike, and then every mixture. Where
 // these are too many it goes from the best to its neighbours, in which some GPUs are something
-// else, and says that it has not tried all. [Better] is what best means: fewest requests without a place, then the
-// shortest wait, then the fewest pods that would have to be written anew, then no change, then
-// the most GPUs left idle.
+// else, and says that it has not tried all. [Better] is what best means: the most requests served, then the
+// fewest refused or never to be served, then the shortest wait, then the fewest pods that would have to be written
+// anew, then no change, then the most GPUs left idle.
 //
 //	advice, err := advise.Search(node, present, demand, rules, advise.Limits{Tries: 500})
 //	text, err := advise.File("default", &advice.Tried[0], advise.Assumed(…), node)

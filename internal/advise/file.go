@@ -123,7 +123,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	if rules.Placer {
 		out = append(out, "Pods are placed through gpu-agent placer: what does not fit waits.")
 	} else {
-		out = append(out, "The scheduler counts devices and knows at once what is taken. So a pod is refused where it counts enough of them that cannot be had together, and none for coming right after another.")
+		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.", rules.Lag))
 	}
 	if rules.Back {
 		out = append(out, "A refused pod comes back after 10 s, 20 s, 40 s and so on up to 10 minutes, as a Job's does.")

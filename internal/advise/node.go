@@ -112,8 +112,18 @@ func (n *node) publish() {
 	})
 }
 
-// available are the devices of a resource that the kubelet counts as free, which is what the
-// scheduler has counted.
+// healthy is how many devices of a resource there are, whether a pod has them or not.
+func (n *node) healthy(resource string) (count int) {
+	devices, _ := n.front.List(resource)
+	for i := range devices {
+		if devices[i].Healthy {
+			count++
+		}
+	}
+	return count
+}
+
+// available are the devices of a resource that the kubelet counts as free.
 func (n *node) available(resource string) []string {
 	devices, _ := n.front.List(resource)
 	used := n.inUse[resource]

@@ -21,6 +21,9 @@ type Rules struct {
 	Placer bool
 	// Back says that a refused pod comes back, later and later, as a Job's does.
 	Back bool
+	// Lag is how late the scheduler hears that an allocation has withdrawn devices of others,
+	// as one of a MIG instance on demand does. Until then it sends pods that are refused.
+	Lag time.Duration
 }
 
 // A Job makes the next pod so long after the first failure, then after twice that, up to the
@@ -66,8 +69,9 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 	if err != nil {
 		return Outcome{}, err
 	}
-	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, users: map[gpu.UUID]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
+	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, known: map[string]int{}, users: map[gpu.UUID]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
 	r.meet(d, empty)
+	r.hear(true)
 	for len(r.events) > 0 && r.events[0].at < r.span {
 		at := r.events[0].at
 		r.pass(at)
@@ -93,6 +97,9 @@ type replay struct {
 	// requests come to, by their shape.
 	waiting []*pending
 	asked   map[string]*translated
+	// known is how many devices of each resource there are to the scheduler, which are free or
+	// a pod has.
+	known map[string]int
 	// users counts the allocations on each GPU that has any, and share is how much of it they
 	// have. busy is the time of such GPUs, and given what was given out of them, both in
 	// seconds times GPUs.
@@ -121,7 +128,8 @@ type translated struct {
 	fits  bool
 }
 
-// event is a pod that comes, or one that ends.
+// event is a pod that comes, or one that ends; if it is neither, the scheduler hears how many
+// devices there are.
 type event struct {
 	at   time.Duration
 	seq  int
@@ -129,20 +137,25 @@ type event struct {
 	ends []ledger.Allocation
 }
 
-// events are by time, ends before what comes at the same time, then in the order of their
-// making.
+// order is that of events of one time.
+func (e *event) order() int {
+	switch {
+	case e.ends != nil:
+		return 0
+	case e.pod == nil:
+		return 1
+	default:
+		return 2
+	}
+}
+
+// events are by time, ends before all else, then in the order of their making.
 type events []event
 
 func (e events) Len() int { return len(e) }
 func (e events) Less(i, j int) bool {
 	a, b := &e[i], &e[j]
-	if a.at != b.at {
-		return a.at < b.at
-	}
-	if (a.ends == nil) != (b.ends == nil) {
-		return a.ends != nil
-	}
-	return a.seq < b.seq
+	return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.order(), b.order()), cmp.Compare(a.seq, b.seq)) < 0
 }
 func (e events) Swap(i, j int) { e[i], e[j] = e[j], e[i] }
 func (e *events) Push(x any)   { *e = append(*e, x.(event)) }
@@ -199,12 +212,28 @@ func (r *replay) pass(to time.Duration) {
 }
 
 func (r *replay) happen(e event) {
-	if e.pod != nil {
+	switch e.order() {
+	case 0:
+		for i := range e.ends {
+			r.charge(&e.ends[i], -1)
+			r.put(&e.ends[i])
+		}
+		r.hear(false)
+	case 1:
+		r.hear(true)
+	default:
 		r.waiting = append(r.waiting, e.pod)
 	}
-	for i := range e.ends {
-		r.charge(&e.ends[i], -1)
-		r.put(&e.ends[i])
+}
+
+// hear tells the scheduler how many devices there are: that there are more, or also that
+// there are less.
+func (r *replay) hear(less bool) {
+	for i := range r.offer.Resources {
+		name := r.offer.Resources[i].Name
+		if n := r.healthy(name); less || n > r.known[name] {
+			r.known[name] = n
+		}
 	}
 }
 
@@ -260,36 +289,39 @@ const (
 	refused
 )
 
-// admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices;
-// behind the placer it asks the agent's packing, too.
+// admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices, by
+// what it has heard; behind the placer it asks the agent's packing.
 func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
-	need := map[string]int{}
+	need, exact := map[string]int{}, r.rules.Placer
 	for _, w := range p.wants {
 		need[w.resource] += w.n
+		exact = exact || r.exact[w.resource]
 	}
-	free := make(map[string][]string, len(need))
 	for name, n := range need {
-		if free[name] = r.available(name); len(free[name]) < n {
+		if !exact && r.known[name]-len(r.inUse[name]) < n {
 			return nil, waits
 		}
 	}
-	for i, w := range p.wants {
-		of := free[w.resource]
-		if i > 0 {
-			of = r.available(w.resource)
-		}
-		a, err := r.take(w.resource, of, w.n)
-		if err == nil {
-			has = append(has, a)
-			continue
+	for _, w := range p.wants {
+		of := r.available(w.resource)
+		if len(of) >= w.n {
+			if a, err := r.take(w.resource, of, w.n); err == nil {
+				has = append(has, a)
+				continue
+			}
 		}
 		for i := range has {
 			r.put(&has[i])
 		}
-		if r.rules.Placer || r.exact[w.resource] {
+		if exact {
 			return nil, waits
 		}
 		return nil, refused
+	}
+	if r.rules.Lag == 0 {
+		r.hear(true)
+	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind() == ledger.Placement }) {
+		r.push(event{at: r.at + r.rules.Lag})
 	}
 	return has, served
 }

@@ -39,8 +39,8 @@ type Advice struct {
 	Notes []string
 }
 
-// Better compares what came of two partitions: first the fewest requests refused or never
-// served, then the shortest time waited, then the fewest pods that have to ask for something
+// Better compares what came of two partitions: first the most requests served, then the fewest
+// refused or never to be served, then the shortest time waited, then the fewest pods that have to ask for something
 // else, then the present partition, then the most GPUs left idle. It is negative where a is
 // better.
 func Better(a, b *Alternative) int {
@@ -51,6 +51,7 @@ func Better(a, b *Alternative) int {
 		return 1
 	}
 	return cmp.Or(
+		cmp.Compare(b.Served, a.Served),
 		cmp.Compare(a.Refused+a.Never, b.Refused+b.Never),
 		cmp.Compare(a.Wait, b.Wait),
 		cmp.Compare(a.Renamed, b.Renamed),

@@ -113,6 +113,11 @@ func ReadTrace(in io.Reader) (*Trace, error) {
 // mostNested is how deep an object of a List of a watch lies.
 const mostNested = 3
 
+// resolution is that of Kubernetes' times. A pod was made in the second that begins at its
+// creationTimestamp: it is taken to have come at the end of it, or at the moment of its
+// allocation if that is earlier, so that what ended in the same second has ended.
+const resolution = time.Second
+
 // take takes in an object; event is what a watch says of it.
 func (t *Trace) take(raw json.RawMessage, event string, depth int) error {
 	var o object
@@ -164,8 +169,8 @@ func (t *Trace) event(o *object) {
 
 // pod takes in a pod.
 func (t *Trace) pod(o *object, deleted bool) error {
-	p := &pod{name: o.Metadata.Namespace + "/" + o.Metadata.Name, node: o.Spec.NodeName, created: o.Metadata.CreationTimestamp, claims: len(o.Spec.ResourceClaims) > 0}
-	if p.created.IsZero() {
+	p := &pod{name: o.Metadata.Namespace + "/" + o.Metadata.Name, node: o.Spec.NodeName, created: o.Metadata.CreationTimestamp.Add(resolution), claims: len(o.Spec.ResourceClaims) > 0}
+	if o.Metadata.CreationTimestamp.IsZero() {
 		return fmt.Errorf("pod %s has no creationTimestamp", p.name)
 	}
 	for i := range o.Spec.InitContainers {
@@ -224,8 +229,8 @@ func (c *container) wishes() (out []wish) {
 // span is from when to when the trace tells.
 func (t *Trace) span() (first, last time.Time) {
 	for _, p := range t.pods {
-		if first.IsZero() || p.created.Before(first) {
-			first = p.created
+		if made := p.created.Add(-resolution); first.IsZero() || made.Before(first) {
+			first = made
 		}
 	}
 	return first, t.last
@@ -257,7 +262,9 @@ func (g *gathering) others(j *Journal) {
 		}
 		switch {
 		case p.refused:
-			g.match(j, p, asks)
+			if at := g.match(j, p, asks); !at.IsZero() && at.Before(p.created) {
+				p.created = at
+			}
 			if !p.created.Before(g.End) || p.created.Before(g.Begin) {
 				continue
 			}
@@ -327,8 +334,8 @@ func (g *gathering) asks(p *pod) (out []Ask, ok bool) {
 const near = time.Minute
 
 // match finds the refusal of the journal that a pod of the trace is, so that it is counted
-// once: of those that asked for the same, the next in time.
-func (g *gathering) match(j *Journal, p *pod, asks []Ask) {
+// once: of those that asked for the same, the next in time. It returns when that was.
+func (g *gathering) match(j *Journal, p *pod, asks []Ask) (at time.Time) {
 	best, apart := -1, near
 	for i, r := range j.refused {
 		a, ok := g.ask(r.resource, r.count)
@@ -340,6 +347,7 @@ func (g *gathering) match(j *Journal, p *pod, asks []Ask) {
 		}
 	}
 	if best >= 0 {
-		g.matched[best] = true
+		g.matched[best], at = true, j.refused[best].at
 	}
+	return at
 }
