@@ -70,7 +70,7 @@ func TestExportsAtTheAPIServer(t *testing.T) {
 	for _, team := range []string{"research", "web", "records"} {
 		s.namespace(t, team)
 	}
-	for _, name := range []string{"kueue", "kueue-checks", "variants", "kueue-zero", "kueue-dra", "claims", "karpenter"} {
+	for _, name := range []string{"kueue", "kueue-checks", "kueue-zero", "kueue-dra", "claims", "karpenter"} {
 		t.Run(name, func(t *testing.T) {
 			for _, o := range documents(t, name, read(t, exported+name+".yaml")) {
 				s.apply(t, o, true)
@@ -234,7 +234,7 @@ func TestExportedConfigurationIsKueues(t *testing.T) {
 			}
 		}
 	}
-	for _, name := range []string{"kueue-configuration", "kueue-dra-configuration", "claims-configuration", "variants-configuration"} {
+	for _, name := range []string{"kueue-configuration", "kueue-dra-configuration", "claims-configuration", "kueue-checks-configuration"} {
 		var all map[string]any
 		if err := yaml.Unmarshal(read(t, exported+name+".yaml"), &all); err != nil {
 			t.Fatal(err)

@@ -152,7 +152,7 @@ func TestKueueDoor(t *testing.T) {
 	s.workload(t, "burst", "cloud", "gpu-placer-cloud", 1, 50)
 	s.awaitCheck(t, "burst", "Ready", "on-prem, none of 3 nodes has room")
 	s.workload(t, "small", "cloud", "gpu-placer-cloud", 1, 20)
-	s.awaitCheck(t, "small", "Retry", "begins again with the first one")
+	s.awaitCheck(t, "small", "Retry", "begins again with the first flavor")
 
 	hold := func(pod *corev1.Pod) { pod.Annotations = map[string]string{"example.com/gpu.hold": "job-one"} }
 	for _, test := range []struct {
@@ -200,8 +200,15 @@ func (s *apiServer) tryKueuePolicy(t *testing.T) {
 		{"a check away", func(status map[string]any) { status["admissionChecks"] = status["admissionChecks"].([]any)[:1] }, "whose names begin with gpu-placer"},
 		{"that it is admitted", func(status map[string]any) {
 			status["conditions"] = append(status["conditions"].([]any), fields{"type": "Admitted", "status": "True", "reason": "R", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"})
-		}, "nothing of a workload but the states"},
-		{"its quota", func(status map[string]any) { delete(status, "admission") }, "nothing of a workload but the states"},
+		}, "nothing but the states of its checks"},
+		{"that it may be tried again", func(status map[string]any) {
+			status["conditions"] = append(status["conditions"].([]any), fields{"type": "Requeued", "status": "True", "reason": "GPUPlacer", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"})
+		}, ""},
+		{"that it may not", func(status map[string]any) {
+			status["conditions"] = append(status["conditions"].([]any), fields{"type": "Requeued", "status": "False", "reason": "GPUPlacer", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"})
+		}, "nothing but the states of its checks"},
+		{"a condition away", func(status map[string]any) { status["conditions"] = status["conditions"].([]any)[1:] }, "nothing but the states of its checks"},
+		{"its quota", func(status map[string]any) { delete(status, "admission") }, "nothing but the states of its checks"},
 	} {
 		s.await(t, "the policy judges "+test.what, func() error {
 			var is map[string]any
@@ -217,7 +224,11 @@ func (s *apiServer) tryKueuePolicy(t *testing.T) {
 		})
 	}
 	s.try(t, as, []try{
-		{"a workload's spec", http.MethodPatch, workloads + "/three", merge, fields{"spec": fields{"active": false}}, "forbidden"},
+		{"a workload's spec", http.MethodPatch, workloads + "/three", merge, fields{"spec": fields{"active": false}}, "nothing of a workload but which flavors"},
+		{"a workload's labels", http.MethodPatch, workloads + "/three", merge, fields{"metadata": fields{"labels": fields{"a": "b"}}}, "nothing of a workload but which flavors"},
+		{"another annotation", http.MethodPatch, workloads + "/three", merge, fields{"metadata": fields{"annotations": fields{"a": "b"}}}, "nothing of a workload but which flavors"},
+		{"which flavors a workload may have", http.MethodPatch, workloads + "/three?dryRun=All", merge, fields{"metadata": fields{"annotations": fields{"example.com/gpu.refused-flavors": "a",
+			"kueue.x-k8s.io/workload-allowed-resource-flavors": "b"}}}, ""},
 		{"a workload away", http.MethodDelete, workloads + "/three", "", nil, "forbidden"},
 		{"another check", http.MethodPost, queueing + "/admissionchecks", asJSON, fields{"metadata": fields{"name": "x"}}, "forbidden"},
 		{"a flavor", http.MethodPatch, queueing + "/resourceflavors/cloud", merge, fields{"spec": fields{"nodeLabels": fields{}}}, "forbidden"},

@@ -178,7 +178,6 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 	}}, "team", "`NAME[=SHARE][,on-prem]`: a team, which is a namespace too, its share of the quotas (1), and whether its work stays on-prem; may be repeated")
 	fs.BoolVar(&k.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
 	fs.BoolVar(&k.Checks, "checks", false, "have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
-	fs.BoolVar(&k.Variants, "variants", false, "with --checks: have Kueue look for room at all sites at a time (ConcurrentAdmission, alpha in Kueue 0.19)")
 	how := choice{"names", []string{"names", "claims"}}
 	fs.Var(&how, "dra", "how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates; names or claims")
 	configuration := fs.Bool("configuration", false, "print the part of Kueue's configuration instead of objects")

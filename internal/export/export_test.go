@@ -89,8 +89,6 @@ func TestGolden(t *testing.T) {
 	two.Teams = []Team{{Name: "research", Share: 2}, {Name: "web", Share: 1}, {Name: "records", Share: 1, OnPrem: true}}
 	checked := *two
 	checked.Checks = true
-	variants := checked
-	variants.Variants = true
 	zero := quotas(recorded(t, "a-1", "a100-80gb", "mixed", onPrem))
 	zero.Clouds = []Cloud{{Site: "cloud", Model: "NVIDIA-A100-SXM4-80GB", Mode: "whole", Limit: 640 * 1024}}
 	names := quotas(recorded(t, "d-1", "a100-80gb", "mig-dra", onPrem), recorded(t, "d-2", "a100-80gb", "shared-dra", onPrem), recorded(t, "d-3", "h100-80gb", "dynamic", onPrem))
@@ -105,20 +103,19 @@ func TestGolden(t *testing.T) {
 		nodes []Node
 		text  func() ([]byte, error)
 	}{
-		"kueue":                   {two.Nodes, two.Objects},
-		"kueue-configuration":     {two.Nodes, two.Configuration},
-		"kueue-checks":            {checked.Nodes, checked.Objects},
-		"variants":                {variants.Nodes, variants.Objects},
-		"variants-configuration":  {variants.Nodes, variants.Configuration},
-		"kueue-zero":              {zero.Nodes, zero.Objects},
-		"kueue-dra":               {names.Nodes, names.Objects},
-		"kueue-dra-configuration": {names.Nodes, names.Configuration},
-		"claims-configuration":    {claims.Nodes, claims.Configuration},
-		"claims":                  {claims.Nodes, claims.Objects},
-		"karpenter":               {scaler.Nodes, scaler.Karpenter},
-		"aws":                     {scaler.Nodes, func() ([]byte, error) { return scaler.ClusterAutoscaler(AWS) }},
-		"azure":                   {one.Nodes, func() ([]byte, error) { return one.ClusterAutoscaler(Azure) }},
-		"cluster-api":             {one.Nodes, func() ([]byte, error) { return one.ClusterAutoscaler(ClusterAPI) }},
+		"kueue":                      {two.Nodes, two.Objects},
+		"kueue-configuration":        {two.Nodes, two.Configuration},
+		"kueue-checks":               {checked.Nodes, checked.Objects},
+		"kueue-checks-configuration": {checked.Nodes, checked.Configuration},
+		"kueue-zero":                 {zero.Nodes, zero.Objects},
+		"kueue-dra":                  {names.Nodes, names.Objects},
+		"kueue-dra-configuration":    {names.Nodes, names.Configuration},
+		"claims-configuration":       {claims.Nodes, claims.Configuration},
+		"claims":                     {claims.Nodes, claims.Objects},
+		"karpenter":                  {scaler.Nodes, scaler.Karpenter},
+		"aws":                        {scaler.Nodes, func() ([]byte, error) { return scaler.ClusterAutoscaler(AWS) }},
+		"azure":                      {one.Nodes, func() ([]byte, error) { return one.ClusterAutoscaler(Azure) }},
+		"cluster-api":                {one.Nodes, func() ([]byte, error) { return one.ClusterAutoscaler(ClusterAPI) }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := c.text()
@@ -197,7 +194,6 @@ func TestRefused(t *testing.T) {
 		"no namespace's name":     {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Name = "Research!" }, []string{`team "Research!"`}},
 		"a cloud for nobody": {quotas(a("mig")), func(k *Kueue) { k.Teams[0].OnPrem = true; k.Clouds = []Cloud{{Site: "cloud", Limit: 1}} },
 			[]string{"all teams stay on-prem"}},
-		"variants without checks":        {quotas(a("mig")), func(k *Kueue) { k.Variants = true }, []string{"--checks"}},
 		"claims of the plugin's":         {quotas(a("mig")), dra, []string{"a-1 have GPUs with api device-plugin"}},
 		"claims of shares":               {quotas(a("shared-dra")), dra, []string{"capacity", "--dra names"}},
 		"claims of anything":             {quotas(a("dynamic")), dra, []string{"counters", "--dra names"}},

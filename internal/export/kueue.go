@@ -25,10 +25,6 @@ type Kueue struct {
 	// Checks has the placer asked whether a workload has room. There is no topology then: both
 	// would choose nodes.
 	Checks bool
-	// Variants, with Checks, has Kueue look for room with all flavors of a queue at a time
-	// (ConcurrentAdmission, which is alpha), so that a workload without room on-prem goes to
-	// a cloud at once. Without checks it would start there while on-prem is still judged.
-	Variants bool
 	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
 	// by the names of extended resources. Kueue takes one or the other.
 	Claims bool
@@ -172,11 +168,6 @@ func (k *Kueue) queue(b *book, team int) object {
 		spec := queue[len(queue)-1].value.(object)
 		queue[len(queue)-1].value = append(spec, field{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
 			"Answered by the placer (deployments/placer/kueue): on-prem has room for every pod of a\nworkload, and a cloud is used where on-prem has none."})
-		if k.Variants {
-			spec = queue[len(queue)-1].value.(object)
-			queue[len(queue)-1].value = append(spec, field{"concurrentAdmissionPolicy", object{{"migration", object{{"mode", "RetainFirstAdmission", ""}}, ""}},
-				"Alpha in Kueue 0.19: each flavor is tried by a variant of the workload, all at the same\ntime. It stays where it is admitted first; the other mode moves running jobs by quota alone,\nbefore the checks are asked."})
-		}
 	}
 	return queue
 }
@@ -251,8 +242,8 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	if b.shares {
 		gates = append(gates, field{"KueueDRAIntegrationConsumableCapacity", true, "Without it Kueue does not start with the mapping above."})
 	}
-	if k.Variants {
-		gates = append(gates, field{"ConcurrentAdmission", true, "Without it queues with variants try one flavor after the other."})
+	if k.Checks {
+		gates = append(gates, field{"ConcurrentAdmission", true, "The placer keeps a workload from flavors without room by an annotation, which Kueue goes\nby with this gate alone. No queue has a concurrentAdmissionPolicy."})
 	}
 	if gates == nil {
 		return write(configurationHead, out)

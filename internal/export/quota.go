@@ -314,9 +314,6 @@ func (b *book) check(k *Kueue) {
 	if n := len(b.covered) + 1; n > maxResources {
 		b.refuse("%d resources are more than the %d that Kueue counts in a group: export cards of fewer kinds, with --selector", n, maxResources)
 	}
-	if k.Variants && !k.Checks {
-		b.refuse("--variants without --checks: jobs would start in the cloud while Kueue still looks at on-prem: add --checks")
-	}
 	if len(k.Teams) == 0 {
 		b.refuse("no team is named: each gets a ClusterQueue")
 	}

@@ -114,6 +114,8 @@ var LiqoRules = []Rule{
 var KueueRules = []Rule{
 	{APIGroup: "kueue.x-k8s.io", Resource: "workloads", Verbs: []string{"list", "watch"}, Cluster: true,
 		Why: "know which workloads wait for an answer, and for which room is held"},
+	{APIGroup: "kueue.x-k8s.io", Resource: "workloads", Verbs: []string{"patch"}, Cluster: true,
+		Why: "keep them from flavors that have no room for them, by an annotation"},
 	{APIGroup: "kueue.x-k8s.io", Resource: "workloads/status", Verbs: []string{"update"}, Cluster: true,
 		Why: "answer them"},
 	{APIGroup: "kueue.x-k8s.io", Resource: "resourceflavors", Verbs: []string{"list", "watch"}, Cluster: true,

@@ -123,6 +123,13 @@ func TestRulesAreUsed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if err := cluster.Read(t.Context(), kueueObject("workloads"), func(o *unstructured.Unstructured) {
+		if _, changed, err := cluster.Annotate(t.Context(), kueueObject("workloads"), o, map[string]*string{"a": nil}); changed || err != nil {
+			t.Errorf("changed %t, %v", changed, err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
 	for _, rule := range slices.Concat(Rules, PlacerRules, LiqoRules, KueueRules) {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

@@ -510,6 +510,10 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 			return
 		}
 	case kind == "application/merge-patch+json":
+		if sent, is := versionOf(patch), versionOf(object); sent != "" && sent != is {
+			refuse(w, 409, "Conflict")
+			return
+		}
 		patched = merge(clone(object), patch)
 	case kind == "application/strategic-merge-patch+json":
 		patched, err = strategicMerge(clone(object), patch)
@@ -741,4 +745,11 @@ func await(t *testing.T, what string, condition func() bool) {
 		}
 		time.Sleep(time.Millisecond)
 	}
+}
+
+// versionOf is an object's, empty where it has none.
+func versionOf(object map[string]any) string {
+	metadata, _ := object["metadata"].(map[string]any)
+	v, _ := metadata["resourceVersion"].(string)
+	return v
 }

@@ -4,12 +4,14 @@ package kube
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Objects is told of the objects of a resource. Calls do not overlap.
@@ -40,12 +42,30 @@ func (c *Cluster) WriteStatus(ctx context.Context, of schema.GroupVersionResourc
 	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
 	defer cancel()
 	now, err = c.api.Resource(of).Namespace(o.GetNamespace()).UpdateStatus(bounded, o, metav1.UpdateOptions{FieldManager: placerManager})
+	return c.wrote(ctx, "update", "write the status of", of, o, now, err)
+}
+
+// Annotate sets an object's annotations, takes those away that are nil, and leaves the rest of the
+// object as it is. What it returns is as WriteStatus has it.
+func (c *Cluster) Annotate(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string) (now *unstructured.Unstructured, changed bool, err error) {
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"resourceVersion": o.GetResourceVersion(), "annotations": annotations}})
+	if err != nil {
+		return nil, false, fmt.Errorf("annotate %s %s/%s: %w", of.Resource, o.GetNamespace(), o.GetName(), err)
+	}
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	now, err = c.api.Resource(of).Namespace(o.GetNamespace()).Patch(bounded, o.GetName(), types.MergePatchType, patch, metav1.PatchOptions{FieldManager: placerManager})
+	return c.wrote(ctx, "patch", "annotate", of, o, now, err)
+}
+
+// wrote says what came of a write.
+func (c *Cluster) wrote(ctx context.Context, verb, what string, of schema.GroupVersionResource, o, now *unstructured.Unstructured, err error) (*unstructured.Unstructured, bool, error) {
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-		c.note(ctx, "update", of.Resource, "", nil)
+		c.note(ctx, verb, of.Resource, "", nil)
 		return nil, true, nil
 	}
-	if c.note(ctx, "update", of.Resource, "", err); err != nil {
-		return nil, false, fmt.Errorf("write the status of %s %s/%s: %w", of.Resource, o.GetNamespace(), o.GetName(), err)
+	if c.note(ctx, verb, of.Resource, "", err); err != nil {
+		return nil, false, fmt.Errorf("%s %s %s/%s: %w", what, of.Resource, o.GetNamespace(), o.GetName(), err)
 	}
 	return now, false, nil
 }

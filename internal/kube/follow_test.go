@@ -111,3 +111,50 @@ func TestFollow(t *testing.T) {
 		t.Error("it is gone, and was written")
 	}
 }
+
+// Annotations are set and taken away in a version that is there, and the rest stays.
+func TestAnnotate(t *testing.T) {
+	s := newServer(t)
+	of := kueueObject("workloads")
+	key := of.Resource + "." + of.Group
+	s.put(key, "a", "one", map[string]any{"metadata": map[string]any{"annotations": map[string]any{"mine": "1"}}, "status": map[string]any{"is": "granted"}})
+	c, _ := connectCluster(t, s)
+	read := func() (one *unstructured.Unstructured) {
+		t.Helper()
+		if err := c.Read(t.Context(), of, func(o *unstructured.Unstructured) { one = o }); err != nil || one == nil {
+			t.Fatalf("read %v, %v", one, err)
+		}
+		return one
+	}
+	old, yes := read(), "yes"
+	for _, step := range []struct {
+		set     map[string]*string
+		in      *unstructured.Unstructured
+		want    map[string]string
+		changed bool
+	}{
+		{set: map[string]*string{"a": &yes, "b": nil}, want: map[string]string{"a": "yes", "mine": "1"}},
+		{set: map[string]*string{"b": &yes}, in: old, changed: true},
+		{set: map[string]*string{"a": nil}, want: map[string]string{"mine": "1"}},
+	} {
+		in := step.in
+		if in == nil {
+			in = read()
+		}
+		now, changed, err := c.Annotate(t.Context(), of, in, step.set)
+		if err != nil || changed != step.changed {
+			t.Fatalf("changed: %t, want %t; %v", changed, step.changed, err)
+		}
+		if changed {
+			continue
+		}
+		if status, _, _ := unstructured.NestedString(now.Object, "status", "is"); !maps.Equal(now.GetAnnotations(), step.want) || status != "granted" {
+			t.Errorf("it has %v and is %q, want %v", now.GetAnnotations(), status, step.want)
+		}
+	}
+	gone := read()
+	s.put(key, "a", "one", nil)
+	if _, changed, err := c.Annotate(t.Context(), of, gone, map[string]*string{"a": &yes}); !changed || err != nil {
+		t.Errorf("it is gone; changed: %t, %v", changed, err)
+	}
+}

@@ -25,24 +25,24 @@ type Books interface {
 	Nodes() (open, closed map[string]map[string]string)
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
 	SetHold(id, name string, groups []placer.Group, at [][]string)
-	Room(groups []placer.Group) *placer.Refusal
 	Drop(id string)
 	Lost(id string) []string
 }
 
 const (
-	// later is after how long a workload without room is tried again.
+	// later is after how long a workload without room is tried again where it cannot be kept from
+	// the flavor that has none.
 	later = 15 * time.Second
-	// patience is how often a workload begins again for which there is room on-prem and, as
-	// Kueue chooses the cloud each time, no quota.
-	patience = 3
-	// settled is how long a variant waits for quota on-prem where there is room. It may be used
-	// by others for which there is no room, and who give it back.
-	settled = 30 * time.Second
-	// stay is how long a workload is left in a cloud before it may come back, and apart what
-	// lies between one that comes back and the next: only then it shows how much room is left.
-	stay  = time.Minute
-	apart = 15 * time.Second
+	// patience is how long a workload in a cloud's queue waits for quota on-prem where there is
+	// room, and pause what lies between two tries: others may have the quota for a moment.
+	patience = 15 * time.Second
+	pause    = 3 * time.Second
+	// early is how long room is held for a workload that has no quota for it yet, and again how
+	// often Kueue is asked meanwhile to look at the workload. It does not hear when it looks already.
+	early = 30 * time.Second
+	again = 5 * time.Second
+	// stay is how long a workload is left in a cloud before it may come back.
+	stay = time.Minute
 
 	// Names of controllers and annotations, after the domain.
 	onPremName = "gpu-placer"
@@ -50,6 +50,8 @@ const (
 	// holdName is the key of the hold, and nodesName where its pods have their room.
 	holdName  = "gpu.hold"
 	nodesName = "gpu.hold-nodes"
+	// refusedName is the annotation of workloads with the flavors that have no room for them.
+	refusedName = "gpu.refused-flavors"
 	// checkpoints is the label of pods that may be ended at any time, as others go on where
 	// they were.
 	checkpoints = "gpu.checkpoints"
@@ -68,8 +70,6 @@ type Checks struct {
 	domain string
 	books  Books
 	held   map[string]*held // by ID
-	// moved is when a workload was last told to come back from a cloud.
-	moved time.Time
 }
 
 // held is what a hold is for.
@@ -79,14 +79,22 @@ type held struct {
 	// version is that of the workload to which Ready was sent and that has not said so yet. Whether
 	// a request that failed was carried out shows when the workload has another version.
 	version string
-	// waits says that another variant has quota yet, see alone.
-	waits bool
+	// since is when room was held for a workload that has no quota for it yet, zero once its check
+	// was answered; woken is when Kueue was last asked to look at it.
+	since, woken time.Time
 }
 
-// Answer is another state of a workload's check.
+// Answer is what a workload is told.
 type Answer struct {
 	Workload *Workload
-	State    CheckState
+	// Refuses, where Changes, are the flavors that the workload may not have from now on: there is no
+	// room for it. It is told before State is.
+	Changes bool
+	Refuses []string
+	// State is another state of a check, if it has a name.
+	State CheckState
+	// Wakes is why Kueue is to look at a workload that waits, empty where it is not.
+	Wakes string
 }
 
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
@@ -111,17 +119,11 @@ func HoldOf(domain string) func(*corev1.Pod) string {
 	}
 }
 
-// key is what the hold of a workload goes by: the controller of its pods. Variants of one
-// workload have one.
-func (v *View) key(w *Workload) string {
-	for _, parent := range v.Workloads {
-		if parent.UID == w.Owner && parent.Namespace == w.Namespace {
-			w = parent
-			break
-		}
-	}
-	return cmp.Or(w.Owner, w.UID)
-}
+// key is what the hold of a workload goes by: the controller of its pods.
+func key(w *Workload) string { return cmp.Or(w.Owner, w.UID) }
+
+// hold is the ID of a workload's hold.
+func (w *Workload) hold() string { return id(w.Namespace, key(w)) }
 
 // is reports whether a check asks a question.
 func (c *Checks) is(v *View, check, question string) bool {
@@ -141,20 +143,26 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 
 // Follow holds what workloads say that is held for them, and gives up the rest. It decides
 // nothing.
-func (c *Checks) Follow(v *View) {
+func (c *Checks) Follow(v *View, now time.Time) {
 	there := map[string]bool{}
-	for _, w := range sorted(v.Workloads) {
+	for _, w := range v.Workloads {
+		hold := w.hold()
+		h := c.held[hold]
+		if h != nil && h.by == w.UID && !w.Over && !h.since.IsZero() {
+			if c.returns(w, v) {
+				h.since = now // its pods end yet
+			}
+			there[hold] = there[hold] || now.Sub(h.since) < early
+		}
 		for _, s := range w.Checks {
-			if !c.is(v, s.Name, onPremName) || s.State != Ready && s.State != Pending || !w.Reserved || w.Over {
+			if !w.Reserved || w.Over || !c.is(v, s.Name, onPremName) || s.State != Ready && s.State != Pending {
 				continue
 			}
-			hold := id(w.Namespace, v.key(w))
 			if s.State == Pending {
-				h := c.held[hold]
-				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.waits || h.version != "" && h.version == w.version())
+				there[hold] = there[hold] || h != nil && h.by == w.UID && h.version != "" && h.version == w.version()
 				continue
 			}
-			if h := c.held[hold]; h == nil && len(s.PodSetUpdates) > 0 {
+			if h == nil && len(s.PodSetUpdates) > 0 {
 				groups, _ := c.groups(w, v)
 				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.nodes(w, s.PodSetUpdates))
 				c.held[hold] = &held{by: w.UID, shape: fmt.Sprint(groups)}
@@ -169,6 +177,11 @@ func (c *Checks) Follow(v *View) {
 	}
 }
 
+// returns reports whether a workload was told to come back from a cloud, and has quota there yet.
+func (c *Checks) returns(w *Workload, v *View) bool {
+	return w.Reserved && w.Evicted || w.Reserved && slices.ContainsFunc(w.Checks, func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) })
+}
+
 func (c *Checks) drop(hold string) {
 	c.books.Drop(hold)
 	delete(c.held, hold)
@@ -181,171 +194,219 @@ func sorted(all []*Workload) []*Workload {
 	})
 }
 
-// Decide says what to tell of each check, those of older workloads first. What makes one Ready is
-// held from then on.
+// Decide says what to tell workloads, older ones first. What makes a check Ready is held from
+// then on.
 func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
-	c.Follow(v)
-	for _, question := range []string{onPremName, cloudName} { // the second goes by the first
-		for _, w := range sorted(v.Workloads) {
+	c.Follow(v, now)
+	all := sorted(v.Workloads)
+	answer := func(question string, decide func(*Workload, *CheckState, *View, time.Time) *Answer) {
+		for _, w := range all {
 			for i := range w.Checks {
 				s := &w.Checks[i]
-				if !c.is(v, s.Name, question) || !w.Reserved || w.Over {
+				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over {
 					continue
 				}
-				answer := c.onPrem
-				if question == cloudName {
-					answer = c.cloud
-				}
-				if next := c.alone(w, s, answer(w, s, v, now), v); next != nil && (next.State != s.State || next.Message != s.Message) {
-					if next.LastTransitionTime = s.LastTransitionTime; next.State != s.State {
-						next.LastTransitionTime = metav1.NewTime(now)
+				if a := decide(w, s, v, now); a != nil && (a.State.State != s.State || a.State.Message != s.Message) {
+					if a.State.LastTransitionTime = s.LastTransitionTime; a.State.State != s.State {
+						a.State.LastTransitionTime = metav1.NewTime(now)
 					}
-					next.Name, next.RetryCount = s.Name, s.RetryCount
-					out = append(out, Answer{w, *next})
+					a.Workload, a.State.Name, a.State.RetryCount = w, s.Name, s.RetryCount
+					out = append(out, *a)
 				}
 			}
 		}
 	}
+	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
+	answer(onPremName, c.onPrem)
+	full := map[string]bool{} // shapes for which there is no room
+	for _, w := range all {
+		if a := c.waiting(w, v, full, now); a != nil {
+			a.Workload = w
+			out = append(out, *a)
+		}
+	}
+	answer(cloudName, c.cloud)
 	return out
 }
 
-// alone has variants of a workload admitted one at a time: Ready waits until no other one has
-// quota, and those give it back for which there is no use while the first has room. Kueue 0.19
-// ends a workload that it has just admitted where another variant has quota at that moment.
-func (c *Checks) alone(w *Workload, s, next *CheckState, v *View) *CheckState {
-	if next == nil || next.State == Retry || s.State != Pending {
-		return next
+func ready(why string) *Answer { return &Answer{State: CheckState{State: Ready, Message: clip(why)}} }
+func pending(why string) *Answer {
+	return &Answer{State: CheckState{State: Pending, Message: clip(why)}}
+}
+
+// retry has a workload give its quota back. Kueue tries it again at once, or after a while. It takes
+// the quota only when that is over (0.19).
+func retry(why string, after time.Duration) *Answer {
+	a := &Answer{State: CheckState{State: Retry, Message: clip(why)}}
+	if seconds := int32(after.Seconds()); seconds > 0 {
+		a.State.RequeueAfterSeconds = &seconds
 	}
-	h := c.held[id(w.Namespace, v.key(w))]
-	for _, o := range sorted(v.Workloads) {
-		if o.UID == w.UID || o.UID == w.Owner || o.Namespace != w.Namespace || v.key(o) != v.key(w) || !o.Reserved || o.Over {
-			continue
-		}
-		switch {
-		case h != nil && h.by == o.UID:
-			return again("there is room on-prem, held for " + o.Name)
-		case next.State == Ready:
-			if h != nil && h.by == w.UID {
-				h.waits = true
-			}
-			return &CheckState{State: Pending, Message: clip(o.Name + " still has quota: then " + next.Message)}
-		}
-	}
-	return next
+	return a
 }
 
 // onPrem answers whether there is room; nil where the check stays as it is.
-func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *CheckState {
+func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answer {
 	groups, asks := c.groups(w, v)
-	hold := id(w.Namespace, v.key(w))
 	shape := fmt.Sprint(groups)
-	h := c.held[hold]
+	h := c.held[w.hold()]
 	switch {
 	case !asks && s.State == Pending:
-		return &CheckState{State: Ready, Message: "it asks for nothing that the GPU agents offer"}
+		return ready("it asks for nothing that the GPU agents offer")
 	case !asks, s.State != Pending && s.State != Ready:
 		return nil
 	case h != nil && h.by != w.UID && s.State == Pending:
-		return &CheckState{State: Pending, Message: "room is held for another variant of the same workload"}
+		return pending("room is held for another workload of the same owner")
 	case h != nil && h.by != w.UID:
 		return nil
-	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(hold) == nil:
+	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(w.hold()) == nil:
 		return nil
 	}
-	at, no := c.books.Hold(hold, w.Namespace+"/"+w.Name, groups)
+	at, no := c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
 	switch {
 	case no == nil:
-		c.held[hold] = &held{by: w.UID, shape: shape, version: w.version()}
+		c.held[w.hold()] = &held{by: w.UID, shape: shape, version: w.version()}
 		if s.State == Ready {
 			return nil // its pods have been told
 		}
-		return &CheckState{State: Ready, Message: "there is room: " + places(at), PodSetUpdates: c.updates(w, v, at)}
+		a := ready("there is room: " + places(at))
+		a.State.PodSetUpdates = c.updates(w, at)
+		return a
 	case s.State == Ready && w.Admitted:
 		return nil // the scheduler has the last word
 	}
-	c.drop(hold)
-	return again(no.Error())
+	c.drop(w.hold())
+	return c.refuse(w, groups, no.Error())
+}
+
+// refuse keeps a workload from the flavors that it has, so that Kueue tries the next ones.
+func (c *Checks) refuse(w *Workload, groups []placer.Group, why string) *Answer {
+	refused, _, mine := c.refused(w)
+	news := false
+	for i, g := range groups {
+		for _, flavor := range w.Sets[i].Flavors {
+			if g.N > 0 && !slices.Contains(refused, flavor) {
+				refused, news = append(refused, flavor), true
+			}
+		}
+	}
+	switch {
+	case !mine:
+		return retry(why, later)
+	case !news:
+		return retry(why+" (Kueue gave it a flavor that it may not have: is its feature gate ConcurrentAdmission on?)", later)
+	}
+	a := retry(why, 0)
+	a.Changes, a.Refuses = true, slices.Sorted(slices.Values(refused))
+	return a
+}
+
+// refused are the flavors that a workload was kept from. Told says that there were some once, and
+// mine that nobody else has said which flavors it may have.
+func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
+	text, told := w.Annotations[c.domain+"/"+refusedName]
+	for name := range strings.SplitSeq(text, ",") {
+		if name != "" {
+			flavors = append(flavors, name)
+		}
+	}
+	_, limited := w.Annotations[allowedFlavors]
+	return flavors, told, told || !limited
+}
+
+// waiting has Kueue look again at a workload without quota once there is room for it in flavors that
+// it was kept from. That room is held for a while. Full are the shapes for which there is none.
+func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Time) *Answer {
+	refused, told, mine := c.refused(w)
+	h := c.held[w.hold()]
+	switch {
+	case w.Reserved || w.Over || !told || !mine || h != nil && h.by != w.UID:
+		return nil
+	case len(refused) == 0:
+		if h == nil && w.Woken || h != nil && now.Sub(h.woken) < again {
+			return nil
+		}
+		if h != nil {
+			h.woken = now
+		}
+		return &Answer{Wakes: "there was room"}
+	}
+	groups, _ := c.groups(w, v)
+	for i := range groups {
+		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], func(labels map[string]string) bool {
+			return slices.ContainsFunc(refused, func(name string) bool { return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels) })
+		})
+	}
+	shape := fmt.Sprint(groups)
+	if full[shape] {
+		return nil
+	}
+	at, no := c.hold(w, groups, now)
+	if no != nil {
+		full[shape] = true
+		return nil
+	}
+	c.held[w.hold()].woken = now
+	return &Answer{Changes: true, Wakes: "there is room: " + places(at)}
+}
+
+// hold holds room for a workload that has no quota for it yet.
+func (c *Checks) hold(w *Workload, groups []placer.Group, now time.Time) (at [][]string, no *placer.Refusal) {
+	at, no = c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
+	if h := c.held[w.hold()]; no == nil && (h == nil || h.since.IsZero()) {
+		c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), since: now}
+	}
+	return at, no
 }
 
 // cloud answers whether on-prem is full.
-func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *CheckState {
+func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
 	groups, asks := c.groups(w, v)
+	h := c.held[w.hold()]
 	switch {
-	case s.State == Ready && asks && c.mayReturn(w, s, v, now):
-		if c.elsewhere(w, v, groups) != nil {
-			return nil
-		}
-		c.moved = now
-		return &CheckState{State: Retry, Message: "there is room on-prem, and it checkpoints: it comes back"}
-	case s.State != Pending:
+	case !asks && s.State == Pending:
+		return ready("it asks for nothing that the GPU agents offer")
+	case !asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
 		return nil
+	case h != nil && h.by != w.UID:
+		return pending("room is held for another workload of the same owner")
 	}
-	if !asks {
-		return &CheckState{State: Ready, Message: "it asks for nothing that the GPU agents offer"}
-	}
-	// Variants of the same workload, for other flavors, may still have room on-prem.
-	variants, untried := 0, ""
-	for _, o := range v.Workloads {
-		if o.UID == w.UID || o.Namespace != w.Namespace || o.Owner != w.Owner || o.Over ||
-			slices.ContainsFunc(o.Checks, func(s CheckState) bool { return c.is(v, s.Name, cloudName) }) {
-			continue
-		}
-		if h := c.held[id(o.Namespace, v.key(o))]; h != nil && h.by == o.UID {
-			return &CheckState{State: Pending, Message: "there is room on-prem, held for " + o.Name}
-		}
-		if variants++; o.Refused == "" {
-			untried = o.Name
-		}
-	}
-	if no := c.elsewhere(w, v, groups); no != nil {
-		return &CheckState{State: Ready, Message: clip("on-prem, " + no.Error())}
-	}
-	switch {
-	case untried != "":
-		return &CheckState{State: Pending, Message: "there is room on-prem, and " + untried + " may have it"}
-	case variants > 0 && now.Sub(s.LastTransitionTime.Time) < settled:
-		return &CheckState{State: Pending, Message: "there is room on-prem, and no quota yet"}
-	case variants > 0, w.Retries >= patience:
-		return &CheckState{State: Ready, Message: "on-prem, there is room and no quota"}
-	}
-	return again("there is room on-prem, and another flavor was chosen: it begins again with the first one")
-}
-
-// elsewhere is why there is no room for a workload on other nodes than those of its flavors; nil
-// where there is some.
-func (c *Checks) elsewhere(w *Workload, v *View, groups []placer.Group) *placer.Refusal {
 	for i := range groups {
 		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], func(labels map[string]string) bool {
 			of := v.labels(&w.Sets[i])
 			return len(of) == 0 || !has(labels, of)
 		})
 	}
-	return c.books.Room(groups)
+	_, no := c.hold(w, groups, now)
+	refused, _, mine := c.refused(w)
+	switch {
+	case s.State == Ready && no != nil:
+		return nil
+	case s.State == Ready:
+		a := retry("there is room on-prem, and it checkpoints: it comes back", 0)
+		a.Changes = mine
+		return a
+	case no != nil:
+		c.drop(w.hold())
+		return ready("on-prem, " + no.Error())
+	case mine && len(refused) > 0:
+		a := retry("there is room on-prem: it begins again with the first flavor", 0)
+		a.Changes = true
+		return a
+	case now.Sub(c.held[w.hold()].since) >= patience:
+		c.drop(w.hold())
+		return ready("on-prem, there is room and no quota")
+	case now.Sub(s.LastTransitionTime.Time) < pause:
+		return pending("there is room on-prem, and no quota yet")
+	}
+	return retry("there is room on-prem: it begins again with the first flavor", 0)
 }
 
-// mayReturn reports whether a workload in a cloud may be moved now: its pods say that they
-// checkpoint, it has been there for a while, and nobody else is about to take the room.
-func (c *Checks) mayReturn(w *Workload, s *CheckState, v *View, now time.Time) bool {
+// mayReturn reports whether a workload in a cloud may be moved: its pods say that they checkpoint,
+// and it has been there for a while.
+func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) bool {
 	label := c.domain + "/" + checkpoints
-	if !w.Admitted || now.Sub(s.LastTransitionTime.Time) < stay || now.Sub(c.moved) < apart ||
-		slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" }) {
-		return false
-	}
-	for _, o := range v.Workloads {
-		for _, s := range o.Checks {
-			if c.is(v, s.Name, onPremName) && s.State == Pending && o.Reserved && !o.Over {
-				return false
-			}
-		}
-	}
-	return true
-}
-
-// again has a workload give its quota back, and tried later. Kueue 0.19 takes the quota only when
-// that time is over, so it is not made longer with each try.
-func again(why string) *CheckState {
-	seconds := int32(later.Seconds())
-	return &CheckState{State: Retry, Message: clip(why), RequeueAfterSeconds: &seconds}
+	return w.Admitted && now.Sub(s.LastTransitionTime.Time) >= stay &&
+		!slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" })
 }
 
 // clip keeps a message within what Kueue takes.
@@ -445,13 +506,13 @@ func places(at [][]string) string {
 }
 
 // updates are what pods are told of their room.
-func (c *Checks) updates(w *Workload, v *View, at [][]string) (out []Update) {
+func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
 	nodes, _ := c.books.Nodes()
 	for i, of := range at {
 		if len(of) == 0 {
 			continue
 		}
-		u := Update{Name: w.Sets[i].Name, Annotations: map[string]string{c.domain + "/" + holdName: v.key(w), c.domain + "/" + nodesName: count(of)}}
+		u := Update{Name: w.Sets[i].Name, Annotations: map[string]string{c.domain + "/" + holdName: key(w), c.domain + "/" + nodesName: count(of)}}
 		if host := nodes[of[0]][corev1.LabelHostname]; host != "" && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
 			u.NodeSelector = map[string]string{corev1.LabelHostname: host}
 		}

@@ -80,17 +80,11 @@ func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *pla
 	return at, nil
 }
 
-func (c *cluster) Room(groups []placer.Group) *placer.Refusal {
-	_, no := c.Hold("trial", "trial", groups)
-	c.Books.Drop("trial")
-	return no
-}
-
 // job adds a workload with quota of a flavor and a check, whose sets have so many pods of so many
 // units each.
 func (c *cluster) job(name, owner, flavor, check string, sets ...[2]int) *Workload {
 	w := &Workload{UID: "u-" + name, Namespace: "train", Name: name, Created: start.Add(time.Duration(len(c.view.Workloads)) * time.Second), Owner: owner, Reserved: true,
-		Checks: []CheckState{{Name: check, State: Pending}, {Name: "other", State: Pending}}}
+		Checks: []CheckState{{Name: check, State: Pending, LastTransitionTime: metav1.NewTime(start)}, {Name: "other", State: Pending}}}
 	for i, s := range sets {
 		pod := corev1.PodSpec{Containers: []corev1.Container{{Name: "main"}}}
 		if s[1] > 0 {
@@ -102,15 +96,33 @@ func (c *cluster) job(name, owner, flavor, check string, sets ...[2]int) *Worklo
 	return w
 }
 
-// decide has all checks answered, as the API server would note it.
-func (c *cluster) decide() {
-	for _, a := range c.Decide(&c.view, start) {
-		for i := range a.Workload.Checks {
-			if a.Workload.Checks[i].Name == a.State.Name {
-				a.Workload.Checks[i] = a.State
+// decide has workloads told, as the API server would note it, and returns who was told what.
+func (c *cluster) decide(after time.Duration) (told []string) {
+	now := start.Add(after)
+	for _, a := range c.Decide(&c.view, now) {
+		w, says := a.Workload, a.Workload.Name
+		if a.Changes {
+			if w.Annotations == nil {
+				w.Annotations = map[string]string{}
+			}
+			for key, value := range c.annotations(&c.view, a.Refuses) {
+				if delete(w.Annotations, key); value != nil {
+					w.Annotations[key] = *value
+				}
 			}
 		}
+		if w.Woken = a.Wakes != ""; w.Woken {
+			says += " woken"
+		}
+		for i := range w.Checks {
+			if w.Checks[i].Name == a.State.Name {
+				w.Checks[i] = a.State
+				says += " " + a.State.State
+			}
+		}
+		told = append(told, says)
 	}
+	return told
 }
 
 func (c *cluster) want(w *Workload, state, message string) {
@@ -123,11 +135,24 @@ func (c *cluster) want(w *Workload, state, message string) {
 	}
 }
 
-// requeue is what Kueue does with a workload that is to be tried again. Its checks are gone with
-// its quota, and come back with the next.
-func requeue(w *Workload) {
-	w.Retries++
-	w.Checks[0] = CheckState{Name: w.Checks[0].Name, State: Pending}
+// quota is what Kueue does: it gives a workload quota of a flavor, with its check. Where the flavor is
+// empty, it takes the quota and the checks away.
+func (c *cluster) quota(w *Workload, flavor, check string) {
+	c.t.Helper()
+	if allowed, limited := w.Annotations[allowedFlavors]; limited && flavor != "" && !slices.Contains(strings.Split(allowed, ","), flavor) {
+		c.t.Fatalf("%s may have %q, not %s", w.Name, allowed, flavor)
+	}
+	w.Reserved, w.Evicted, w.Woken, w.Admitted, w.Checks = flavor != "", false, false, false, nil
+	for i := range w.Sets {
+		w.Sets[i].Flavors = nil
+	}
+	if flavor == "" {
+		return
+	}
+	w.Checks = []CheckState{{Name: check, State: Pending, LastTransitionTime: metav1.NewTime(start)}, {Name: "other", State: Pending}}
+	for i := range w.Sets {
+		w.Sets[i].Flavors = []string{flavor}
+	}
 }
 
 func TestAdmittedMeansPlaceable(t *testing.T) {
@@ -136,31 +161,97 @@ func TestAdmittedMeansPlaceable(t *testing.T) {
 	two := c.job("two", "job-2", "here", "room", [2]int{1, 50}, [2]int{2, 20})
 	three := c.job("three", "job-3", "here", "room", [2]int{1, 50})
 	none := c.job("none", "job-4", "here", "room", [2]int{3, 0})
-	c.decide()
+	c.decide(0)
 	c.want(one, Ready, "there is room: ")
 	c.want(two, Ready, "there is room: ")
 	c.want(three, Retry, "the largest free block of example.com/gpu-mem is 29")
 	c.want(none, Ready, "asks for nothing")
-	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 15 {
-		t.Errorf("tried again after %v s", after)
+	if told := c.decide(0); told != nil {
+		t.Errorf("told again: %q", told)
 	}
-	requeue(three)
-	c.decide()
-	c.want(three, Retry, "none of 2 nodes")
-	if after := three.Checks[0].RequeueAfterSeconds; after == nil || *after != 15 {
-		t.Errorf("tried again after %v s", after)
+	// Kueue takes its quota away, and sets its check back.
+	three.Evicted, three.Checks[0].State = true, Pending
+	if told := c.decide(0); told != nil {
+		t.Errorf("while it is evicted, told: %q", told)
 	}
-	c.decide() // nothing changes
-	if answers := c.Decide(&c.view, start); len(answers) > 0 {
-		t.Errorf("answered again: %+v", answers)
+	// It is kept from the flavor, and so has no quota there while it waits.
+	if is := three.Annotations; is["example.com/gpu.refused-flavors"] != "here" || is[allowedFlavors] != "there" {
+		t.Errorf("it says %v", is)
 	}
+	c.quota(three, "", "")
+	if told := c.decide(0); told != nil {
+		t.Errorf("without room, told: %q", told)
+	}
+	// Room is held for it before it has quota.
 	one.Over = true
-	requeue(three)
-	c.decide()
+	if told := c.decide(0); !slices.Equal(told, []string{"three woken"}) {
+		t.Errorf("told: %q", told)
+	}
+	if _, limited := three.Annotations[allowedFlavors]; limited {
+		t.Errorf("it is kept from %v", three.Annotations)
+	}
+	four := c.job("four", "job-5", "here", "room", [2]int{2, 50})
+	c.decide(time.Second)
+	c.want(four, Retry, "room for 1 of 2 pods")
+	c.quota(three, "here", "room")
+	c.decide(2 * time.Second)
 	c.want(three, Ready, "there is room: ")
 	one.Over, one.Checks[0].State = false, Pending
-	c.decide()
+	c.decide(2 * time.Second)
 	c.want(one, Retry, "room for 1 of 2 pods")
+}
+
+// What is held early is given up where no quota comes, and meanwhile Kueue is asked again. A new
+// process asks once more, as nobody knows whether Kueue has heard.
+func TestEarlyHold(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}})
+	first := c.job("first", "job-1", "here", "room", [2]int{1, 50})
+	second := c.job("second", "job-2", "here", "room", [2]int{1, 50})
+	third := c.job("third", "job-3", "here", "room", [2]int{1, 50})
+	c.decide(0)
+	for _, w := range []*Workload{second, third} {
+		c.want(w, Retry, "none of 1 nodes")
+		c.quota(w, "", "")
+	}
+	first.Over = true
+	for _, step := range []struct {
+		after time.Duration
+		want  []string
+	}{
+		{0, []string{"second woken"}}, {again - time.Second, nil}, {again, []string{"second woken"}}, {2 * again, []string{"second woken"}},
+		{early - time.Second, []string{"second woken"}}, {early, []string{"third woken"}}, {early + time.Second, nil},
+	} {
+		if told := c.decide(step.after); !slices.Equal(told, step.want) {
+			t.Fatalf("after %s: told %q, want %q", step.after, told, step.want)
+		}
+	}
+	third.Woken = false
+	c.Checks = NewChecks("example.com", c)
+	if told := c.decide(early + 2*time.Second); !slices.Equal(told, []string{"third woken"}) {
+		t.Errorf("a new process tells: %q", told)
+	}
+}
+
+// Which flavors a workload may have somebody else says: Kueue of its variants. And without its
+// feature gate Kueue does not listen. Such a workload is tried again later.
+func TestFlavorsThatAreNotKept(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {20}, "cloud-1": {79}})
+	variant := c.job("variant", "job-1", "here", "room", [2]int{1, 50})
+	variant.Annotations = map[string]string{allowedFlavors: "here"}
+	deaf := c.job("deaf", "job-2", "here", "room", [2]int{1, 50})
+	c.decide(0)
+	c.want(variant, Retry, "none of 1 nodes")
+	if is := variant.Annotations; len(is) != 1 || is[allowedFlavors] != "here" {
+		t.Errorf("it says %v", is)
+	}
+	deaf.Checks[0] = CheckState{Name: "room", State: Pending}
+	c.decide(0)
+	c.want(deaf, Retry, "is its feature gate ConcurrentAdmission on?")
+	for _, w := range []*Workload{variant, deaf} {
+		if after := w.Checks[0].RequeueAfterSeconds; after == nil || *after != int32(later.Seconds()) {
+			t.Errorf("%s is tried again after %v s", w.Name, after)
+		}
+	}
 }
 
 // A set of pods has its room or no other one has, and pods use what is held for their
@@ -168,7 +259,7 @@ func TestAdmittedMeansPlaceable(t *testing.T) {
 func TestPodsOfAHold(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 	one := c.job("one", "job-1", "here", "room", [2]int{1, 60}, [2]int{1, 60})
-	c.decide()
+	c.decide(0)
 	c.want(one, Ready, "a × 1, b × 1")
 	u := one.Checks[0].PodSetUpdates
 	if len(u) != 2 || u[0].Annotations["example.com/gpu.hold"] != "job-1" || u[0].NodeSelector[corev1.LabelHostname] == u[1].NodeSelector[corev1.LabelHostname] {
@@ -199,77 +290,59 @@ func TestPodsOfAHold(t *testing.T) {
 func TestHoldsOutliveTheProcess(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 	one := c.job("one", "job-1", "here", "room", [2]int{2, 50})
-	c.decide()
+	c.decide(0)
 	c.want(one, Ready, "there is room")
 	before := c.view
 	next := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 	next.view = before
 	two := next.job("two", "job-2", "here", "room", [2]int{1, 50})
-	next.Follow(&next.view)
+	next.Follow(&next.view, start)
 	if ids := next.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/job-1"}) || next.Books.Lost(ids[0]) != nil {
 		t.Errorf("held are %v", ids)
 	}
-	next.decide()
+	next.decide(0)
 	next.want(two, Retry, "the largest free block")
 	next.want(one, Ready, "there is room")
 	one.Reserved = false
-	requeue(two)
-	next.decide()
+	next.quota(two, "", "")
+	next.decide(0)
+	next.quota(two, "here", "room")
+	next.decide(0)
 	next.want(two, Ready, "there is room")
 }
 
 // A cloud is for what has no room on-prem.
 func TestCloud(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
-	alone := c.job("alone", "job-1", "there", "full", [2]int{1, 50})
-	large := c.job("large", "job-2", "there", "full", [2]int{2, 50})
-	c.decide()
-	c.want(alone, Retry, "begins again with the first one")
-	for range patience {
-		requeue(alone)
-		c.decide()
-	}
-	c.want(alone, Ready, "there is room and no quota")
+	large := c.job("large", "job-1", "there", "full", [2]int{2, 50})
+	c.decide(0)
 	c.want(large, Ready, "room for 1 of 2 pods")
 
-	// Variants of one workload: the parent has the job's UID, the variants the parent's.
-	c = newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
-	variants := func(name string, units int) (here, there *Workload) {
-		parent := c.job(name, "job-"+name, "", "", [2]int{1, units})
-		parent.Reserved, parent.Checks = false, nil
-		return c.job(name+"-here", parent.UID, "here", "room", [2]int{1, units}), c.job(name+"-there", parent.UID, "there", "full", [2]int{1, units})
+	// There is room and no quota. Nobody else gets that room for a while.
+	poor := c.job("poor", "job-2", "there", "full", [2]int{1, 50})
+	other := c.job("other", "job-3", "there", "full", [2]int{1, 50})
+	c.decide(0)
+	c.want(poor, Pending, "there is room on-prem, and no quota yet")
+	c.want(other, Ready, "on-prem, none of 1 nodes has room")
+	c.decide(pause)
+	c.want(poor, Retry, "begins again with the first flavor")
+	c.quota(poor, "", "")
+	c.decide(pause)
+	c.quota(poor, "there", "full")
+	c.decide(patience)
+	c.want(poor, Ready, "there is room and no quota")
+	if ids := c.Books.Holds(); len(ids) > 0 {
+		t.Errorf("held are %q", ids)
 	}
-	here, there := variants("x", 50)
-	c.decide()
-	// Kueue ends what it has just admitted where another variant has quota at that moment.
-	c.want(here, Pending, "x-there still has quota: then there is room: a × 1")
-	c.want(there, Retry, "held for x-here")
-	c.decide()
-	c.want(here, Pending, "x-there still has quota")
-	there.Reserved = false
-	c.decide()
-	c.want(here, Ready, "there is room: a × 1")
-	if ids := c.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/job-x"}) {
-		t.Errorf("held are %v: the pods are the job's", ids)
-	}
-	here2, there2 := variants("y", 50)
-	c.decide()
-	c.want(here2, Retry, "the largest free block")
-	c.want(there2, Pending, "y-here still has quota: then on-prem, none of 1 nodes has room")
-	here2.Reserved = false
-	c.decide()
-	c.want(there2, Ready, "on-prem, none of 1 nodes has room")
-	here3, there3 := variants("z", 20)
-	here3.Reserved, here3.Checks = false, nil // Kueue has not looked at it
-	c.decide()
-	c.want(there3, Pending, "there is room on-prem, and z-here may have it")
-	here3.Refused = "no quota"
-	there3.Checks[0].LastTransitionTime = metav1.NewTime(start.Add(time.Second - settled))
-	c.decide()
-	c.want(there3, Pending, "there is room on-prem, and no quota yet")
-	there3.Checks[0].LastTransitionTime = metav1.NewTime(start.Add(-settled))
-	c.decide()
-	c.want(there3, Ready, "there is room and no quota")
+
+	// There was none, and now there is.
+	late := c.job("late", "job-4", "there", "full", [2]int{1, 50})
+	late.Annotations = map[string]string{"example.com/gpu.refused-flavors": "here", allowedFlavors: "there"}
+	c.decide(0)
+	c.want(late, Retry, "begins again with the first flavor")
+	c.quota(late, "here", "room")
+	c.decide(0)
+	c.want(late, Ready, "there is room: a × 1")
 }
 
 // Nodes are those of the flavors, and of the pods' own word.
@@ -277,12 +350,12 @@ func TestNodesOfAWorkload(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 	w := c.job("one", "job-1", "here", "room", [2]int{1, 50})
 	w.Sets[0].Pod.NodeSelector = map[string]string{corev1.LabelHostname: "b"}
-	c.decide()
+	c.decide(0)
 	c.want(w, Ready, "there is room: b × 1")
 	v := c.job("two", "job-2", "here", "room", [2]int{1, 50})
 	v.Sets[0].Pod.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
 		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: corev1.LabelHostname, Operator: corev1.NodeSelectorOpNotIn, Values: []string{"a"}}}}}}}}
-	c.decide()
+	c.decide(0)
 	c.want(v, Retry, "none of 1 nodes")
 }
 
@@ -308,6 +381,11 @@ func TestObjects(t *testing.T) {
 	}
 	if s := w.Sets[0]; !w.Reserved || w.Admitted || w.Over || w.Owner != "job" || s.N != 3 || !slices.Equal(s.Flavors, []string{"here"}) || len(w.Checks) != 2 {
 		t.Errorf("read %+v", w)
+	}
+	if again, err := w.woken("there is room", start); err != nil {
+		t.Error(err)
+	} else if again, err := ReadWorkload(again); err != nil || !again.Woken || !again.Reserved || w.Woken {
+		t.Errorf("%+v, %v", again, err)
 	}
 	seconds := int32(15)
 	next, err := w.with(CheckState{Name: "room", State: Retry, Message: "no", LastTransitionTime: metav1.NewTime(start), RequeueAfterSeconds: &seconds})
@@ -349,22 +427,11 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	for _, w := range []*Workload{movable, second} {
 		w.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
 	}
-	c.decide()
+	c.decide(0)
 	c.want(local, Ready, "a × 1")
 	for _, w := range []*Workload{movable, second, fixed} {
 		c.want(w, Ready, "on-prem, none of 1 nodes has room")
 		w.Admitted = true
-	}
-	at := func(after time.Duration) (told []string) {
-		for _, a := range c.Decide(&c.view, start.Add(after)) {
-			told = append(told, a.Workload.Name+" "+a.State.State)
-			for i := range a.Workload.Checks {
-				if a.Workload.Checks[i].Name == a.State.Name {
-					a.Workload.Checks[i] = a.State
-				}
-			}
-		}
-		return told
 	}
 	for _, step := range []struct {
 		what  string
@@ -374,14 +441,18 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	}{
 		{"on-prem is full for the one, and the other has not been away for long", stay - time.Second, func() {}, nil},
 		{"there is room for both, and still too soon", stay - time.Second, func() { local.Over = true }, nil},
-		{"somebody else is about to have the room", stay, func() { c.job("next", "job-5", "here", "room", [2]int{1, 60}) }, []string{"next Ready"}},
-		{"it has ended, and one comes back at a time", stay, func() { c.view.Workloads[4].Over = true }, []string{"movable Retry"}},
-		{"the other waits until that has shown how much is left", stay + apart - time.Second, func() { movable.Reserved, movable.Admitted = false, false }, nil},
-		{"then it comes back too", stay + apart, func() {}, []string{"second Retry"}},
-		{"who does not checkpoint stays", time.Hour, func() { second.Over = true }, nil},
+		{"somebody else has the room first", stay, func() { c.job("next", "job-5", "here", "room", [2]int{1, 60}) }, []string{"next Ready"}},
+		{"it has ended, and both come back", stay, func() { c.view.Workloads[4].Over = true }, []string{"movable Retry", "second Retry"}},
+		{"their room is theirs while their pods end", stay + early - time.Second, func() {
+			movable.Evicted, movable.Checks[0].State, second.Evicted, second.Checks[0].State = true, Pending, true, Pending
+		}, nil},
+		{"for as long as that takes", stay + 2*early - 2*time.Second, func() { c.job("late", "job-6", "here", "room", [2]int{1, 60}) }, []string{"late Retry"}},
+		{"and until they have quota", stay + 2*early - time.Second, func() { c.quota(movable, "", "") }, []string{"movable woken"}},
+		{"which they get", stay + 2*early, func() { c.quota(movable, "here", "room") }, []string{"movable Ready"}},
+		{"who does not checkpoint stays", time.Hour, func() { movable.Over, second.Over = true, true; c.view.Workloads[5].Over = true }, nil},
 	} {
 		step.do()
-		if told := at(step.after); !slices.Equal(told, step.want) {
+		if told := c.decide(step.after); !slices.Equal(told, step.want) {
 			t.Fatalf("%s: told %q, want %q", step.what, told, step.want)
 		}
 	}

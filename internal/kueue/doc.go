@@ -21,19 +21,29 @@
 //   - "example.com/gpu-placer": is there room? It is Ready once every pod of the workload has its
 //     room, on nodes of the flavors that Kueue chose, and Retry with the reason otherwise.
 //   - "example.com/gpu-placer-cloud": is on-prem full? It is Ready where the workload has no room
-//     on the other nodes, and says why. While there is room it is Pending where a sibling can still
-//     be admitted there (Kueue's ConcurrentAdmission makes a variant of the workload for each
-//     flavor), and else Retry, so that the workload begins again with the first flavor. Where
-//     Kueue goes on having no quota on-prem for what has room there, it is Ready after a while.
+//     on the other nodes, and says why. While there is room it is Retry, so that the workload
+//     begins again with the first flavor. Where Kueue goes on having no quota on-prem for what has
+//     room there, it is Ready after 15 s.
 //     A workload that runs in a cloud, and whose pods all have the label
 //     "example.com/gpu.checkpoints: true", comes back: once it has been there for a minute and
 //     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
 //
 // A workload that asks for nothing of the agents' passes both.
 //
-// Kueue takes the checks of a flavor away with the quota. So a sibling that waits for quota has
-// none, and how often a workload was tried is in its status, not in its check. The workload whose
-// variants there are has no checks at all.
+// # How a workload gets from one flavor to the next
+//
+// Kueue 0.19 begins with the first flavor again, whatever a check has said. But with its feature
+// gate ConcurrentAdmission it goes by an annotation of the workload with the flavors that it may
+// have ("kueue.x-k8s.io/workload-allowed-resource-flavors"), which it writes for the variants of a
+// workload and reads of all. So a workload without room is kept from the flavors that have none,
+// before its check is Retry: Kueue then takes the quota there away and tries the next flavor, within
+// a second. Which flavors these are stands in the annotation "example.com/gpu.refused-flavors".
+//
+// A workload that no flavor is left for, or none with quota, waits, and has no quota anywhere. Once
+// there is room in a flavor that it was kept from, that room is held for 30 s, the flavor is
+// allowed again, and Kueue is told to look at the workload, by its condition Requeued: it does not
+// look when an annotation changes. Without the feature gate, and where somebody else has written
+// Kueue's annotation, a workload is tried again after 15 s, and has its quota all that time.
 //
 // # What is held
 //

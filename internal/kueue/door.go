@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -23,6 +24,8 @@ type API interface {
 	// WriteStatus writes an object's status, if the object is still in its version. Changed
 	// says that it is not.
 	WriteStatus(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (now *unstructured.Unstructured, changed bool, err error)
+	// Annotate sets an object's annotations, and takes those away that are nil, likewise.
+	Annotate(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string) (now *unstructured.Unstructured, changed bool, err error)
 }
 
 // Options are what a Door needs beside the books.
@@ -187,13 +190,13 @@ func (d *Door) Run(ctx context.Context) error {
 			continue
 		}
 		if !restored {
-			d.checks.Follow(v)
+			d.checks.Follow(v, d.o.Now())
 			d.o.Listed()
 			restored = true
 		}
 		if d.o.Leads() != nil {
 			led = false
-			d.checks.Follow(v)
+			d.checks.Follow(v, d.o.Now())
 			continue
 		}
 		if !led {
@@ -224,21 +227,54 @@ func (d *Door) decide(ctx context.Context, v *View) {
 		if d.o.Leads() != nil {
 			return
 		}
-		w := a.Workload
-		o, err := w.with(a.State)
-		changed := false
-		if err == nil {
-			changed, err = d.write(ctx, Workloads, o)
+		changed, err := d.tell(ctx, v, a)
+		switch log := d.o.Logger.With("namespace", a.Workload.Namespace, "workload", a.Workload.Name); {
+		case changed: // it will be told, and decided on again
+		case err != nil:
+			log.Error("a workload was not told", "check", a.State.Name, "err", err)
+		case a.State.Name != "":
+			log.Info("a workload was answered", "check", a.State.Name, "state", a.State.State, "message", a.State.Message)
+		default:
+			log.Info("a workload may be tried again", "message", a.Wakes)
 		}
-		if changed {
-			continue // it will be told, and decided on again
-		}
-		if err != nil {
-			d.o.Logger.Error("a workload was not told", "namespace", w.Namespace, "workload", w.Name, "check", a.State.Name, "err", err)
-			continue
-		}
-		d.o.Logger.Info("a workload was answered", "namespace", w.Namespace, "workload", w.Name, "check", a.State.Name, "state", a.State.State, "message", a.State.Message)
 	}
+}
+
+// tell writes what a workload is told. Changed says that it is another one meanwhile.
+func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err error) {
+	w := a.Workload
+	if a.Changes {
+		now, changed, err := d.o.API.Annotate(ctx, Workloads, w.object, d.checks.annotations(v, a.Refuses))
+		if err != nil || changed {
+			return changed, err
+		}
+		d.Set(Workloads, now)
+		if w, err = ReadWorkload(now); err != nil {
+			return false, err
+		}
+	}
+	var o *unstructured.Unstructured
+	if a.State.Name != "" {
+		o, err = w.with(a.State)
+	} else {
+		o, err = w.woken(a.Wakes, d.o.Now())
+	}
+	if err != nil {
+		return false, err
+	}
+	return d.write(ctx, Workloads, o)
+}
+
+// annotations keep a workload from some flavors.
+func (c *Checks) annotations(v *View, refused []string) map[string]*string {
+	text := strings.Join(refused, ",")
+	out := map[string]*string{c.domain + "/" + refusedName: &text, allowedFlavors: nil}
+	if len(refused) > 0 {
+		others := slices.DeleteFunc(slices.Sorted(maps.Keys(v.Flavors)), func(name string) bool { return slices.Contains(refused, name) })
+		allowed := strings.Join(others, ",")
+		out[allowedFlavors] = &allowed
+	}
+	return out
 }
 
 // write writes a status, and notes the object as it is then.

@@ -48,6 +48,28 @@ func (s *server) WriteStatus(_ context.Context, of schema.GroupVersionResource, 
 	return s.put(of, o), false, nil
 }
 
+func (s *server) Annotate(_ context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string) (*unstructured.Unstructured, bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := s.objects[of.Resource+"/"+string(o.GetUID())]
+	if now == nil || now.GetResourceVersion() != o.GetResourceVersion() {
+		return nil, true, nil
+	}
+	now = now.DeepCopy()
+	is := now.GetAnnotations()
+	if is == nil {
+		is = map[string]string{}
+	}
+	for key, value := range annotations {
+		if delete(is, key); value != nil {
+			is[key] = *value
+		}
+	}
+	now.SetAnnotations(is)
+	s.writes = append(s.writes, of.Resource+"/"+o.GetName()+" "+is["example.com/gpu.refused-flavors"])
+	return s.put(of, now), false, nil
+}
+
 func (s *server) put(of schema.GroupVersionResource, o *unstructured.Unstructured) *unstructured.Unstructured {
 	s.version++
 	o = o.DeepCopy()
@@ -149,7 +171,7 @@ func TestDoor(t *testing.T) {
 	d.Listed(Workloads)
 	before := written()
 	time.Sleep(50 * time.Millisecond)
-	if n := written(); n != before || n != 3 || s.reads != 1 {
+	if n := written(); n != before || n != 4 || s.reads != 1 {
 		t.Errorf("%d writes and %d reads: %v", n, s.reads, s.writes)
 	}
 	lead(false)

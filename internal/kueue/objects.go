@@ -47,12 +47,6 @@ type workload struct {
 		Admission       *admission         `json:"admission"`
 		ReclaimablePods []reclaimable      `json:"reclaimablePods"`
 		AdmissionChecks []CheckState       `json:"admissionChecks"`
-		SchedulingStats struct {
-			Evictions []struct {
-				Reason string `json:"reason"`
-				Count  int    `json:"count"`
-			} `json:"evictions"`
-		} `json:"schedulingStats"`
 	} `json:"status"`
 }
 
@@ -98,20 +92,19 @@ type Workload struct {
 	// UID, Namespace and Name are the object's, and Created is when it was made.
 	UID, Namespace, Name string
 	Created              time.Time
-	// Owner is the UID of its controller, empty if it has none. Of a variant it is the UID of the
-	// workload that it is a variant of.
-	Owner string
+	// Owner is the UID of its controller, empty if it has none.
+	Owner       string
+	Annotations map[string]string
 	// Reserved says that it has quota, Admitted that its pods may begin, and Over that they have
 	// ended or shall end.
 	Reserved, Admitted, Over bool
-	// Refused is why Kueue has found no quota for it, the last time that it looked; empty while
-	// it has quota, or is to be looked at.
-	Refused string
-	// Retries is how often it has given its quota back because of a check. Kueue forgets a
-	// check's own count with the check.
-	Retries int
-	Sets    []Set
-	Checks  []CheckState
+	// Evicted says that Kueue takes the quota away. Its pods may not have ended yet, and its checks
+	// are Pending without being asked.
+	Evicted bool
+	// Woken says that Kueue was asked to look at it, and nothing has happened to it since.
+	Woken  bool
+	Sets   []Set
+	Checks []CheckState
 
 	object *unstructured.Unstructured
 }
@@ -145,19 +138,15 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	}
 	w := &Workload{
 		UID: string(from.UID), Namespace: from.Namespace, Name: from.Name, Created: from.CreationTimestamp.Time,
-		Reserved: is("QuotaReserved"), Admitted: is("Admitted"),
+		Reserved: is("QuotaReserved"), Admitted: is("Admitted"), Evicted: is("Evicted"),
 		Over:   is("Finished") || from.DeletionTimestamp != nil || from.Spec.Active != nil && !*from.Spec.Active,
 		Checks: from.Status.AdmissionChecks, object: o,
 	}
 	if by := metav1.GetControllerOf(&from.ObjectMeta); by != nil {
 		w.Owner = string(by.UID)
 	}
-	w.Refused = refused(from.Status.Conditions)
-	for _, e := range from.Status.SchedulingStats.Evictions {
-		if e.Reason == evictedByCheck {
-			w.Retries += e.Count
-		}
-	}
+	w.Annotations = from.Annotations
+	w.Woken = slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == requeued && c.Reason == wokenReason })
 	for _, s := range from.Spec.PodSets {
 		set := Set{Name: s.Name, N: s.Count, Labels: s.Template.Labels, Pod: s.Template.Spec}
 		if from.Status.Admission != nil {
@@ -181,26 +170,15 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	return w, nil
 }
 
-// evictedByCheck is Kueue's reason where a check is Retry.
-const evictedByCheck = "AdmissionCheck"
-
-// refused is the reason for which there is no quota. When a workload has given its quota back,
-// Kueue repeats there why, until it has looked again.
-func refused(conditions []metav1.Condition) string {
-	find := func(kind string) metav1.Condition {
-		for _, c := range conditions {
-			if c.Type == kind {
-				return c
-			}
-		}
-		return metav1.Condition{}
-	}
-	quota := find("QuotaReserved")
-	if quota.Status != metav1.ConditionFalse || quota.Message == find("Evicted").Message {
-		return ""
-	}
-	return quota.Message
-}
+const (
+	// allowedFlavors is Kueue's annotation of workloads with the flavors that they may have. It is
+	// there for the variants of ConcurrentAdmission (alpha), and Kueue goes by it for all.
+	allowedFlavors = "kueue.x-k8s.io/workload-allowed-resource-flavors"
+	// requeued is the condition that a workload may be tried again. Where it changes, Kueue tries a
+	// workload that waits for quota, which it does not when an annotation changes.
+	requeued    = "Requeued"
+	wokenReason = "GPUPlacer"
+)
 
 // read makes a typed value of an object.
 func read(o *unstructured.Unstructured, into any) error {
@@ -231,6 +209,28 @@ func (w *Workload) with(s CheckState) (*unstructured.Unstructured, error) {
 		}
 	}
 	return o, unstructured.SetNestedSlice(o.Object, list, "status", "admissionChecks")
+}
+
+// woken is the object with the condition that there is a reason to try it again.
+func (w *Workload) woken(why string, now time.Time) (*unstructured.Unstructured, error) {
+	o := w.object.DeepCopy()
+	return o, setCondition(o, map[string]any{"type": requeued, "status": "True", "reason": wokenReason, "message": clip(why),
+		"lastTransitionTime": now.UTC().Format(time.RFC3339), "observedGeneration": o.GetGeneration()})
+}
+
+// setCondition sets one of an object's conditions.
+func setCondition(o *unstructured.Unstructured, condition map[string]any) error {
+	list, _, err := unstructured.NestedSlice(o.Object, "status", "conditions")
+	if err != nil {
+		return fmt.Errorf("read the conditions of %s %s: %w", o.GetKind(), o.GetName(), err)
+	}
+	is := func(one any) bool { was, ok := one.(map[string]any); return ok && was["type"] == condition["type"] }
+	if i := slices.IndexFunc(list, is); i >= 0 {
+		list[i] = condition
+	} else {
+		list = append(list, condition)
+	}
+	return unstructured.SetNestedSlice(o.Object, list, "status", "conditions")
 }
 
 // Flavor is a ResourceFlavor: nodes by their labels.
@@ -280,12 +280,6 @@ func ReadCheck(o *unstructured.Unstructured) (*Check, error) {
 // active is the object with the condition that its controller is there.
 func (c *Check) active(now time.Time) (*unstructured.Unstructured, error) {
 	o := c.object.DeepCopy()
-	list, _, err := unstructured.NestedSlice(o.Object, "status", "conditions")
-	if err != nil {
-		return nil, fmt.Errorf("read the conditions of AdmissionCheck %s: %w", c.Name, err)
-	}
-	list = slices.DeleteFunc(list, func(one any) bool { was, ok := one.(map[string]any); return ok && was["type"] == "Active" })
-	list = append(list, map[string]any{"type": "Active", "status": "True", "reason": "Active", "message": "the GPU placer answers",
+	return o, setCondition(o, map[string]any{"type": "Active", "status": "True", "reason": "Active", "message": "the GPU placer answers",
 		"lastTransitionTime": now.UTC().Format(time.RFC3339), "observedGeneration": o.GetGeneration()})
-	return o, unstructured.SetNestedSlice(o.Object, list, "status", "conditions")
 }

@@ -28,7 +28,7 @@ type Arm struct {
 var (
 	Quota    = Arm{Name: "quota", Flags: []string{"--topology=false"}}
 	Topology = Arm{Name: "topology"}
-	Checks   = Arm{Name: "checks", Flags: []string{"--checks", "--variants"}, Checks: true}
+	Checks   = Arm{Name: "checks", Flags: []string{"--checks"}, Checks: true}
 	Claims   = Arm{Name: "dra", Flags: []string{"--topology=false"}, DRA: true}
 )
 

@@ -15,8 +15,7 @@
 // # Arms
 //
 // An [Arm] is a way to have Kueue decide: [Quota] by sums alone, [Topology] by what single nodes
-// have allocatable, [Checks] with the placer's admission checks and Kueue's ConcurrentAdmission,
-// and [Claims] by quota alone with GPUs that go through dynamic resource allocation. A [Load] is
+// have allocatable, [Checks] with the placer's admission checks, and [Claims] by quota alone with GPUs that go through dynamic resource allocation. A [Load] is
 // drawn from a seed, so each arm has the same Jobs.
 //
 // # What is measured

@@ -138,8 +138,7 @@ func held(s lab.Status) (n int) {
 	return n
 }
 
-// admission notes where a Job's workload is admitted. Variants of a workload are not looked
-// at: what they come to stands in the workload.
+// admission notes where a Job's workload is admitted.
 func (o *observer) admission(w *workloadObject, now time.Duration) {
 	var h *History
 	for _, owner := range w.Metadata.OwnerReferences {

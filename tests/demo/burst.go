@@ -42,7 +42,7 @@ func showBurst(ctx context.Context) (err error) {
 	}
 	steps = append(steps, lab.Step{Name: "End what an earlier run has left", Run: func(ctx context.Context) error { return kit.Down(ctx, burst.NodeNames(burstName)[burst.OnPrem]) }})
 	steps = append(steps, d.cluster.Steps(kit, burstName, false)...)
-	steps = append(steps, lab.Step{Name: "Start Kueue, the placer, and the queues of `gpu-agent export kueue --checks --variants`",
+	steps = append(steps, lab.Step{Name: "Start Kueue, the placer, and the queues of `gpu-agent export kueue --checks`",
 		Run: func(ctx context.Context) error { return d.cluster.Set(ctx, burst.Checks) }})
 	defer func() {
 		if err != nil {

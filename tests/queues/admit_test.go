@@ -25,7 +25,7 @@ func TestExportedQueuesAdmit(t *testing.T) {
 	c.awaitAt("three", "cloud", 1)
 	c.send(job{name: "four", asks: map[string]int{memory: 60, "cpu": 1}})
 	c.Await(t, "four waits for quota", func() error {
-		own, _, err := c.workloads("four")
+		own, err := c.workload("four")
 		if err != nil {
 			return err
 		}

@@ -314,8 +314,8 @@ type job struct {
 	pods   int
 	asks   map[string]int
 	labels map[string]string
-	// selector is its pods' own.
-	selector map[string]string
+	// selector and podLabels are its pods'.
+	selector, podLabels map[string]string
 }
 
 // send makes a Job.
@@ -329,7 +329,7 @@ func (c *cluster) send(j job) {
 	}
 	n := max(1, j.pods)
 	c.post(jobs, object{"metadata": object{"name": j.name, "labels": labels}, "spec": object{"suspend": true, "parallelism": n, "completions": n, "backoffLimit": 20,
-		"template": object{"spec": object{"restartPolicy": "Never", "nodeSelector": j.selector, "terminationGracePeriodSeconds": 1,
+		"template": object{"metadata": object{"labels": j.podLabels}, "spec": object{"restartPolicy": "Never", "nodeSelector": j.selector, "terminationGracePeriodSeconds": 1,
 			"containers": []object{{"name": "main", "image": "none", "resources": object{"requests": requests, "limits": requests}}}}}}})
 }
 
@@ -414,7 +414,6 @@ type workload struct {
 		}
 		AdmissionChecks []struct {
 			Name, State, Message string
-			RetryCount           int
 			PodSetUpdates        []struct{ Annotations, NodeSelector map[string]string }
 		}
 	}
@@ -425,46 +424,33 @@ func (w *workload) is(kind string) bool {
 	return slices.ContainsFunc(w.Status.Conditions, func(c meta.Condition) bool { return c.Type == kind && c.Status == meta.ConditionTrue })
 }
 
-// workloads are those of a Job: its own, and variants of that.
-func (c *cluster) workloads(job string) (own *workload, variants []*workload, err error) {
+// workload is a Job's.
+func (c *cluster) workload(job string) (*workload, error) {
 	var list struct{ Items []workload }
 	if err := c.get(queueing+"/namespaces/"+team+"/workloads", &list); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	for i := range list.Items {
 		w := &list.Items[i]
 		if by := meta.GetControllerOf(&w.ObjectMeta); by != nil && by.Kind == "Job" && by.Name == job {
-			own = w
+			return w, nil
 		}
 	}
-	if own == nil {
-		return nil, nil, errors.New("there is no workload of it")
-	}
-	for i := range list.Items {
-		w := &list.Items[i]
-		if by := meta.GetControllerOf(&w.ObjectMeta); by != nil && by.UID == own.UID {
-			variants = append(variants, w)
-		}
-	}
-	return own, variants, nil
+	return nil, errors.New("there is no workload of it")
 }
 
-// says is what a Job's workloads say, for people.
+// says is what a Job's workload says, for people.
 func (c *cluster) says(job string) string {
-	own, variants, err := c.workloads(job)
+	w, err := c.workload(job)
 	if err != nil {
 		return err.Error()
 	}
-	var out []string
-	for _, w := range append([]*workload{own}, variants...) {
-		text := w.Name + ":"
-		for _, is := range w.Status.Conditions {
-			text += fmt.Sprintf(" %s=%s (%s: %s)", is.Type, is.Status, is.Reason, is.Message)
-		}
-		for _, s := range w.Status.AdmissionChecks {
-			text += fmt.Sprintf(" %s %s (%s)", s.Name, s.State, s.Message)
-		}
-		out = append(out, text)
+	text := fmt.Sprintf("%s, kept from %q:", w.Name, w.Annotations[refused])
+	for _, is := range w.Status.Conditions {
+		text += fmt.Sprintf(" %s=%s (%s: %s)", is.Type, is.Status, is.Reason, is.Message)
 	}
-	return strings.Join(out, "\n")
+	for _, s := range w.Status.AdmissionChecks {
+		text += fmt.Sprintf(" %s %s (%s)", s.Name, s.State, s.Message)
+	}
+	return text
 }
