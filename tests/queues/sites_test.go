@@ -3,12 +3,15 @@
 package queues
 
 import (
+	"flag"
 	"fmt"
 	"strings"
 	"testing"
 
 	core "k8s.io/api/core/v1"
 )
+
+var long = flag.Bool("long", false, "kill the placer at each step, which takes minutes")
 
 // refused is the annotation with the flavors that a workload is kept from.
 const refused = "example.com/gpu.refused-flavors"
@@ -17,33 +20,37 @@ const refused = "example.com/gpu.refused-flavors"
 var twoSites = []node{{"gpu-1", "on-prem", shared}, {"cloud-1", "cloud", shared}}
 
 // A Job that quota admits and no GPU can hold goes to the cloud, and only then. The placer is
-// killed at each step. What checkpoints comes back, and what is to stay on-prem waits.
+// killed once, with -long at each step. What checkpoints comes back, and what is to stay on-prem
+// waits.
 func TestOnPremThenTheCloudAndBack(t *testing.T) {
 	c := startCluster(t, options{nodes: twoSites, export: []string{"--cloud", "cloud=158GiB", "--checks"}})
-	kill := func() {
+	kill := func(always bool) {
+		if !always && !*long {
+			return
+		}
 		c.placer.Kill()
 		c.placer = c.placerAt(c.placer.Door)
 	}
 	c.send(job{name: "one", asks: map[string]int{memory: 50, "cpu": 1}})
 	c.awaitAt("one", "on-prem", 1)
-	kill()
+	kill(false)
 	c.send(job{name: "two", asks: map[string]int{memory: 50}})
 	c.awaitAt("two", "on-prem", 1)
-	kill()
+	kill(false)
 	// 58 of 158 units are left, 29 on each GPU.
 	c.send(job{name: "large", asks: map[string]int{memory: 40}, podLabels: map[string]string{"example.com/gpu.checkpoints": "true"}})
 	c.awaitAt("large", "cloud", 1)
-	c.wasRefused("large")
+	c.hadNoRoom("large", "on-prem-a100-sxm4-80gb-shared")
 	c.send(job{name: "wide", pods: 2, asks: map[string]int{memory: 29}})
 	c.awaitAt("wide", "on-prem", 2)
-	kill()
+	kill(false)
 	c.send(job{name: "more", asks: map[string]int{memory: 29}})
 	c.awaitAt("more", "cloud", 1)
-	c.wasRefused("more")
+	c.hadNoRoom("more", "") // nor quota
 	c.send(job{name: "stays", asks: map[string]int{memory: 40}, selector: map[string]string{site: "on-prem"}})
 	c.Await(t, "what is to stay on-prem waits, and has no quota", func() error {
 		w, err := c.workload("stays")
-		if err != nil || w.Annotations[refused] == "" || w.is("QuotaReserved") {
+		if err != nil || len(w.Status.Conditions) == 0 || w.is("QuotaReserved") {
 			return fmt.Errorf("%v: %s", err, c.says("stays"))
 		}
 		return nil
@@ -54,12 +61,12 @@ func TestOnPremThenTheCloudAndBack(t *testing.T) {
 		}
 		return nil
 	})
-	kill()
+	kill(true)
 	// Room again: first for who waits, and then for who comes back.
 	c.end("one")
 	c.awaitAt("stays", "on-prem", 1)
 	c.awaitAt("large", "cloud", 1)
-	kill()
+	kill(false)
 	c.end("two")
 	c.awaitAt("large", "on-prem", 1)
 	c.awaitAt("more", "cloud", 1)
@@ -69,11 +76,12 @@ func TestOnPremThenTheCloudAndBack(t *testing.T) {
 	c.noneRefused()
 }
 
-// wasRefused checks that a Job that went to the cloud was refused on-prem before, by the placer.
-func (c *cluster) wasRefused(name string) {
+// hadNoRoom checks that a Job went to the cloud because the placer had found no room on-prem, and
+// which flavors it was kept from.
+func (c *cluster) hadNoRoom(name, flavors string) {
 	c.t.Helper()
 	w, err := c.workload(name)
-	if err != nil || w.Annotations[refused] != "on-prem-a100-sxm4-80gb-shared" || len(w.Status.AdmissionChecks) != 1 ||
+	if err != nil || w.Annotations[refused] != flavors || len(w.Status.AdmissionChecks) != 1 ||
 		!strings.HasPrefix(w.Status.AdmissionChecks[0].Message, "on-prem, none of 1 nodes has room") {
 		c.t.Errorf("%s went to the cloud: %v, %s", name, err, c.says(name))
 	}

@@ -89,9 +89,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	manifests := test(".", "-count=1", long, "./deployments")
+	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &lending} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -179,7 +180,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 		},
 		{
 			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
-			commands: []command{test(".", "-count=1", limit, "./tests/queues")},
+			commands: []command{queues},
 		},
 		{
 			// The tests of the node look at all that is on the machine, and three nodes at a time are more
