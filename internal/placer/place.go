@@ -17,8 +17,11 @@ type Refusal struct {
 	Nodes map[string]string
 	// Largest are the largest requests that would fit on one of these nodes, by resource, once
 	// pods that have not reported their devices have those that the agent's packing would give
-	// them; of a MIG profile how many placements are free.
+	// them, and beside what is kept for other clusters; of a MIG profile how many placements
+	// are free.
 	Largest map[string]Block
+	// Kept says that a node would have room but for that.
+	Kept bool
 	// Waits says that there may be room as soon as pods that are starting have reported
 	// their devices.
 	Waits bool
@@ -43,6 +46,9 @@ func (r *Refusal) Error() string {
 	}
 	if parts == nil {
 		parts = []string{"no node was asked"}
+	}
+	if r.Kept {
+		parts = append(parts, "the rest is kept for other clusters")
 	}
 	if r.Waits {
 		parts = append(parts, "and pods that are starting have not reported their devices yet")
@@ -116,9 +122,9 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 			}
 		}
 		if v.why != "" {
-			whys[i], no.Waits = v.why, no.Waits || v.waits
+			whys[i], no.Waits, no.Kept = v.why, no.Waits || v.waits, no.Kept || v.why == isKept
 			for _, resource := range p.names {
-				if n := r.foreseen(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
+				if n := r.beside(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
 					no.Largest[resource] = Block{n, name}
 				}
 			}
@@ -177,9 +183,9 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	if why == "" {
 		return nil
 	}
-	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits}
+	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits, Kept: why == isKept}
 	for _, resource := range e.names {
-		no.Largest[resource] = Block{r.foreseen(resource), name}
+		no.Largest[resource] = Block{r.beside(resource), name}
 	}
 	return no
 }
@@ -188,10 +194,13 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 // pods which have not reported their devices are the reason.
 func (r *room) refuse(p *entry) (why string, waits bool) {
 	if why, waits = r.refuseAlone(p); why == "" && len(r.kept) > 0 && !r.holdsBeside(&p.Pod, r.kept) {
-		why = "the rest of it is kept for another cluster"
+		why = isKept
 	}
 	return why, waits
 }
+
+// isKept is why a node is refused that would have room if nothing were kept there.
+const isKept = "the rest of it is kept for another cluster"
 
 // refuseAlone is that where nothing is kept for anybody.
 func (r *room) refuseAlone(p *entry) (why string, waits bool) {

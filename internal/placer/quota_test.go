@@ -61,7 +61,7 @@ func TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom(t *testing.T) {
 func TestOthersDoNotGetWhatIsKept(t *testing.T) {
 	f := of(ledger.Units, 1, 79, "a")(t)
 	f.books.Keep("q", map[string]int{memName: 40}, nil)
-	f.wantRefused(units("large", 40), "the largest free block")
+	f.wantRefused(units("large", 40), "the largest free block of "+memName+" is 39, on a; the rest is kept for other clusters")
 	if err := f.books.Fits(units("large", 40), "a", nil, f.now); err == nil {
 		t.Error("Fits gives away what is kept")
 	}

@@ -384,6 +384,14 @@ func (r *room) foreseen(resource string) int {
 	return (&room{gpus: r.expect().gpus}).largest(resource)
 }
 
+// beside is that beside what is kept for other clusters.
+func (r *room) beside(resource string) int {
+	if len(r.kept) == 0 {
+		return r.foreseen(resource)
+	}
+	return min(r.foreseen(resource), r.chunk(resource))
+}
+
 // largest is the largest request for a resource that one container could have, and of a
 // MIG profile how many free placements there are.
 func (r *room) largest(resource string) (n int) {
