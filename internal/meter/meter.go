@@ -250,7 +250,8 @@ func (m *Meter) look(ctx context.Context, at time.Time) {
 		for i := range past {
 			m.meet(&past[i].Allocation, inv, at, seen)
 			has := seen
-			if slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == past[i].ID }) {
+			if slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == past[i].ID }) ||
+				slices.ContainsFunc(past[i+1:], func(e ledger.End) bool { return e.ID == past[i].ID }) {
 				has = nil // what is seen now is the next holder's
 			}
 			m.end(past[i].ID, past[i].At, "", has)

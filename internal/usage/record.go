@@ -101,9 +101,10 @@ type State struct {
 	Series []Past   `json:"series,omitempty"`
 }
 
-// Round drops what is less than a millisecond of times that are not the ledger's.
+// Round drops what is less than a millisecond of times that are not the ledger's. A book's time is
+// kept whole, since it vouches for all that is older.
 func (r *Record) Round() {
-	if r.Time = r.Time.UTC(); r.Event != Allocated && r.Event != Released {
+	if r.Time = r.Time.UTC(); r.Event != Allocated && r.Event != Released && r.Event != Began {
 		r.Time = r.Time.Truncate(time.Millisecond)
 	}
 }
