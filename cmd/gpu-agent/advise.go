@@ -25,7 +25,7 @@ type adviceRequest struct {
 	journal, trace, inventory, config, partition string
 	since, until, node, domain                   string
 	unit                                         memoryFlag
-	placer                                       bool
+	placer, dynamic                              bool
 	lag                                          time.Duration
 	refused, format                              choice
 	tries, top                                   int
@@ -60,6 +60,7 @@ func (r *adviceRequest) register(c console, args []string) error {
 	r.unit = 1024
 	fs.Var(&r.unit, "memory-unit", "`size` of one gpu-mem unit")
 	fs.BoolVar(&r.placer, "placer", false, "pods are placed through gpu-agent placer: what does not fit waits and is not refused")
+	fs.BoolVar(&r.dynamic, "dynamic", false, "try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
 	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond, "`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
 	r.refused = choice{"gone", []string{"gone", "back"}}
 	fs.Var(&r.refused, "refused", "what becomes of a refused `pod`: it is gone, or it comes back as a Job's does")
@@ -206,7 +207,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 		return nil, err
 	}
 	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.value == "back", Lag: r.lag}
-	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries})
+	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries, Dynamic: r.dynamic})
 	if err != nil {
 		return nil, err
 	}

@@ -121,6 +121,9 @@ func TestAdvise(t *testing.T) {
 	if again := advise("--trace", trace, "--config", file); !strings.Contains(again, "\npresent ") || advise("--trace", trace, "-o", "partition") != best {
 		t.Errorf("the second advice is:\n%s", again)
 	}
+	if out := advise("--trace", trace, "--dynamic", "-o", "json"); !strings.Contains(out, `"name": "dynamic"`) || !strings.Contains(out, "a claim of gpu-memory with 30 GiB") {
+		t.Errorf("with dynamic GPUs:\n%s", out)
+	}
 	for _, bad := range []struct {
 		args []string
 		want string

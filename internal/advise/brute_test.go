@@ -85,6 +85,8 @@ func models() []model {
 func (m model) want(u gpu.UUID) config.Want {
 	w := config.Want{GPU: u, API: ledger.DevicePlugin}
 	switch m.kind {
+	case "dynamic":
+		w.Mode, w.API, w.OnDemand = config.Dynamic, ledger.DRA, true
 	case "whole":
 		w.Mode = config.Whole
 	case "shared":
@@ -110,6 +112,8 @@ type thing struct{ what, n int }
 type simple struct {
 	gpus         []*cardboard
 	known, inUse [3]int
+	// dynamic says that an idle GPU becomes what is asked for.
+	dynamic bool
 }
 
 // hear tells the scheduler how many there are: only of more, or of less too.
@@ -250,7 +254,22 @@ type part struct {
 }
 
 // take finds room for a thing; nil where there is none.
-func (s *simple) take(t thing) (out []part) {
+func (s *simple) take(t thing) []part {
+	for {
+		if out := s.find(t); out != nil || !s.dynamic {
+			return out
+		}
+		kind := []string{"demand", "demand", "demand", "shared", "whole"}[t.what]
+		i := slices.IndexFunc(s.gpus, func(c *cardboard) bool { return c.holders == 0 && c.kind != kind })
+		if i < 0 {
+			return nil
+		}
+		s.gpus[i] = card(model{kind: kind})
+	}
+}
+
+// find finds room on GPUs as they are.
+func (s *simple) find(t thing) (out []part) {
 	if t.what == 3 {
 		best := -1
 		for i, c := range s.gpus {
@@ -391,7 +410,7 @@ func share(parts []part) (n int) {
 }
 
 // offers says whether a node has a resource at all.
-func (s *simple) offers(what int) bool { return s.count(thing{what, 1}) > 0 }
+func (s *simple) offers(what int) bool { return s.dynamic || s.count(thing{what, 1}) > 0 }
 
 // way is what a thing is asked for as, and fits whether an empty node can serve it.
 func (s *simple) way(t thing) (as thing, fits bool) {
@@ -467,13 +486,21 @@ type figures struct {
 func simulate(layout []model, jobs []job, span, lag int, placer bool) (f figures) {
 	s := &simple{}
 	for _, m := range layout {
-		s.gpus = append(s.gpus, card(m))
+		s.gpus, s.dynamic = append(s.gpus, card(m)), m.kind == "dynamic"
 	}
+	placer = placer || s.dynamic
 	fits := make([]bool, len(jobs))
 	as := make([]thing, len(jobs))
 	for i, j := range jobs {
 		as[i], fits[i] = s.way(j.thing)
-		if as[i].what < 0 {
+		if s.dynamic && !fits[i] {
+			as[i] = j.thing // nothing else would do
+		}
+		if s.dynamic && as[i].what == 3 && fits[i] { // by a claim
+			f.renamed++
+		}
+		if as[i].what < 0 || s.dynamic && as[i].what == 3 && !fits[i] {
+			as[i].what = -1
 			f.never++
 		} else if as[i] != j.thing {
 			f.renamed++
@@ -633,11 +660,14 @@ func TestBruteForce(t *testing.T) {
 		rules := Rules{Placer: placer, Lag: time.Duration(lag) * time.Second}
 		var best *Alternative
 		all := models()
-		for pick := range int(math.Pow(float64(len(all)), float64(n))) {
+		mixtures := int(math.Pow(float64(len(all)), float64(n)))
+		for pick := range mixtures + 1 {
 			var layout []model
 			var wants []config.Want
 			for i, rest := 0, pick; i < n; i, rest = i+1, rest/len(all) {
-				layout = append(layout, all[rest%len(all)])
+				if layout = append(layout, all[rest%len(all)]); pick == mixtures {
+					layout[i] = model{kind: "dynamic"}
+				}
 				wants = append(wants, layout[i].want(node.Inventory.GPUs[i].UUID))
 			}
 			want := simulate(layout, slices.Clone(jobs), span, lag, placer)
@@ -655,11 +685,11 @@ func TestBruteForce(t *testing.T) {
 				best = a
 			}
 		}
-		advice, err := Search(node, nil, d, rules, Limits{Tries: 1000})
+		advice, err := Search(node, nil, d, rules, Limits{Tries: 1000, Dynamic: true})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !advice.All || len(advice.Tried) != advice.Possible {
+		if !advice.All || len(advice.Tried) != advice.Possible+1 {
 			t.Errorf("round %d: tried %d of %d, all: %t", round, len(advice.Tried), advice.Possible, advice.All)
 		}
 		if c := Better(best, &advice.Tried[0]); c != 0 {

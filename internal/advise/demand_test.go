@@ -254,7 +254,7 @@ func TestRules(t *testing.T) {
 		t.Errorf("through dra: %+v %v", got, err)
 	}
 	if _, err := Replay(node, []config.Want{{Mode: config.Dynamic}, {}}, d, Rules{}); err == nil {
-		t.Error("a dynamic GPU is replayed")
+		t.Error("a dynamic GPU is replayed beside one that is not")
 	}
 }
 
@@ -326,6 +326,14 @@ partitions:
 `
 	if diff := cmp.Diff(want, text); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
+	}
+	all := smalls(2)
+	dynamic := &Alternative{Wants: []config.Want{model{kind: "dynamic"}.want("GPU-0"), model{kind: "dynamic"}.want("GPU-1")}}
+	if text, err := File("it", dynamic, nil, all); err != nil || !strings.HasSuffix(text, "    - devices: all\n      mode: dynamic\n      api: dra\n") {
+		t.Errorf("%s\n%v", text, err)
+	}
+	if told := strings.Join(Assumed(dynamic, &Demand{}, Rules{}), " "); !strings.Contains(told, "dynamic resource allocation") {
+		t.Errorf("%s", told)
 	}
 	if text, err := File("it is none", &Alternative{Wants: wants}, nil, node); err == nil {
 		t.Errorf("a name with spaces: %s", text)

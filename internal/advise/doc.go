@@ -41,6 +41,8 @@
 //
 // # What it does not know
 //
-// Other nodes, what GPUs cost, how fast a program runs on another piece, and the future. It
-// replays no dynamic GPUs: there the scheduler packs, by rules of its own.
+// Other nodes, what GPUs cost, how fast a program runs on another piece, and the future. What
+// goes through DRA the scheduler packs, by rules of its own: the replay packs it as the agent
+// would. A dynamic GPU ([Limits].Dynamic) is one of the node's layouts at a time, whichever is
+// asked for while it is idle.
 package advise

@@ -120,9 +120,12 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 		"Pods come when they came, and hold what they get for as long as they did.",
 		"A pod gets all that it asks for or nothing. Those that wait are tried in the order in which they came, and one without room holds up nobody.",
 	}
-	if rules.Placer {
+	switch {
+	case slices.ContainsFunc(a.Wants, func(w config.Want) bool { return w.Mode == config.Dynamic }):
+		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, and packs as the agent would.")
+	case rules.Placer:
 		out = append(out, "Pods are placed through gpu-agent placer: what does not fit waits.")
-	} else {
+	default:
 		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.", rules.Lag))
 	}
 	if rules.Back {

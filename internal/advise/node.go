@@ -3,7 +3,7 @@
 package advise
 
 import (
-	"fmt"
+	"errors"
 	"slices"
 	"time"
 
@@ -28,6 +28,12 @@ type node struct {
 	// through DRA: the scheduler knows what fits.
 	demand map[gpu.UUID]bool
 	exact  map[string]bool
+	// dynamic says that GPUs are what is asked of them first, wants what each is now, and
+	// users counts the allocations on each.
+	dynamic bool
+	plan    plan.Input
+	wants   []config.Want
+	users   map[gpu.UUID]int
 	// inUse are the devices that pods have, by resource and ID, and standing the MIG
 	// instances of GPUs on demand.
 	inUse    map[string]map[string]bool
@@ -47,40 +53,83 @@ var names = deviceplugin.ResourceNames("gpu")
 
 // lay lays a node out.
 func (n Node) lay(wants []config.Want) (*node, error) {
-	out := &node{inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{}, exact: map[string]bool{}, inUse: map[string]map[string]bool{}, standing: map[gpu.UUID][]mig.Placement{}}
-	wants, throughDRA := slices.Clone(wants), map[gpu.UUID]bool{}
-	in := plan.Input{Inventory: out.inv, Wanted: wants, Unit: n.Unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}
+	out := &node{inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{}, exact: map[string]bool{}, users: map[gpu.UUID]int{}, inUse: map[string]map[string]bool{}, standing: map[gpu.UUID][]mig.Placement{}}
+	out.wants = slices.Clone(wants)
+	throughDRA := map[gpu.UUID]bool{}
+	out.plan = plan.Input{Inventory: out.inv, Unit: n.Unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}
 	for i := range out.inv.GPUs {
-		d, w := &out.inv.GPUs[i], &wants[i]
-		if w.Mode == config.Dynamic {
-			return nil, fmt.Errorf("%s is dynamic, which is not replayed", d.Name())
+		d, w := &out.inv.GPUs[i], &out.wants[i]
+		if d.MIG.Capable {
+			out.plan.MIG.Cards[d.UUID], _ = mig.NewCard(&d.MIG)
+		}
+		if w.Mode == config.Dynamic { // nothing, until somebody asks
+			out.dynamic = true
+			*w = config.Want{GPU: w.GPU, Mode: config.Off}
 		}
 		if w.API == ledger.DRA { // the same pieces, packed by the scheduler
 			throughDRA[d.UUID], w.API = true, ledger.DevicePlugin
 		}
-		if d.MIG.Capable {
-			in.MIG.Cards[d.UUID], _ = mig.NewCard(&d.MIG)
-		}
-		made, err := settle(d, w)
-		if err != nil {
-			return nil, err
-		}
-		in.MIG.Made[d.UUID], out.demand[d.UUID] = made, w.Mode == config.MIG && w.OnDemand
 	}
-	changes := plan.Make(in)
-	for _, c := range changes.Conditions {
-		return nil, fmt.Errorf("%s", c.Message)
+	if out.dynamic && slices.ContainsFunc(wants, func(w config.Want) bool { return w.Mode != config.Dynamic }) {
+		return nil, errors.New("GPUs that are dynamic beside others are not replayed")
 	}
 	l := ledger.New(func() {}, out.clock)
 	out.front = deviceplugin.New(l, out.clock)
-	out.input = deviceplugin.Input{Inventory: out.inv, Changes: &changes, Names: names, Cards: in.MIG.Cards, Topology: topology.New(n.Inventory), Aligned: deviceplugin.AlignNone,
+	out.input = deviceplugin.Input{Inventory: out.inv, Names: names, Cards: out.plan.MIG.Cards, Topology: topology.New(n.Inventory), Aligned: deviceplugin.AlignNone,
 		OnDemand: func(u gpu.UUID) bool { return out.demand[u] }}
-	out.publish()
+	if err := out.arrange(); err != nil {
+		return nil, err
+	}
 	for i := range out.offer.Resources {
 		r := &out.offer.Resources[i]
 		out.exact[r.Name] = len(r.Devices) > 0 && throughDRA[r.Devices[0].GPU]
 	}
 	return out, nil
+}
+
+// arrange lays the GPUs out as they are wanted now.
+func (n *node) arrange() error {
+	for i := range n.inv.GPUs {
+		d, w := &n.inv.GPUs[i], &n.wants[i]
+		made, err := settle(d, w)
+		if err != nil {
+			return err
+		}
+		n.plan.MIG.Made[d.UUID], n.demand[d.UUID] = made, w.Mode == config.MIG && w.OnDemand
+	}
+	n.plan.Wanted = n.wants
+	changes := plan.Make(n.plan)
+	for _, c := range changes.Conditions {
+		return errors.New(c.Message)
+	}
+	n.input.Changes = &changes
+	n.stand()
+	return nil
+}
+
+// become makes an idle dynamic GPU, the first that is not yet, one that offers a resource; it
+// is false where there is none.
+func (n *node) become(resource string) bool {
+	kind, _ := names.Kind(resource)
+	to := config.Want{API: ledger.DevicePlugin}
+	switch kind {
+	case ledger.Whole:
+		to.Mode = config.Whole
+	case ledger.Units:
+		to.Mode, to.TimeSlice, to.Compute = config.Shared, gpu.TimeSliceDefault, config.ComputeTimeSlice
+	default:
+		to.Mode, to.OnDemand = config.MIG, true
+	}
+	for i := range n.wants {
+		to.GPU = n.wants[i].GPU
+		if !n.dynamic || n.users[to.GPU] > 0 || n.wants[i].Equal(to) {
+			continue
+		}
+		n.wants[i] = to
+		delete(n.standing, to.GPU) // MIG was off, or is
+		return n.arrange() == nil
+	}
+	return false
 }
 
 // settle makes of a GPU what it is once its partition is in force, and says which instances
@@ -136,9 +185,24 @@ func (n *node) available(resource string) []string {
 	return out
 }
 
-// take gives a container devices as the kubelet does: of those that are free the ones that
-// the agent prefers, which it may refuse. The error says why.
-func (n *node) take(resource string, of []string, count int) (ledger.Allocation, error) {
+// take gives a container devices; ok is false where there are none. Where GPUs are dynamic,
+// more and more of the idle ones become what is asked for.
+func (n *node) take(resource string, count int) (a ledger.Allocation, ok bool) {
+	for {
+		if of := n.available(resource); len(of) >= count {
+			if a, err := n.grant(resource, of, count); err == nil {
+				return a, true
+			}
+		}
+		if !n.become(resource) {
+			return a, false
+		}
+	}
+}
+
+// grant gives devices as the kubelet does: of those that are free the ones that the agent
+// prefers, which it may refuse. The error says why.
+func (n *node) grant(resource string, of []string, count int) (ledger.Allocation, error) {
 	ids, err := n.front.Prefer(resource, of, nil, count)
 	if err != nil {
 		return ledger.Allocation{}, err
@@ -152,6 +216,9 @@ func (n *node) take(resource string, of []string, count int) (ledger.Allocation,
 	}
 	for _, id := range ids {
 		n.inUse[resource][id] = true
+	}
+	for _, u := range a.GPUs() {
+		n.users[u]++
 	}
 	n.make(a.Grants)
 	return a, nil
@@ -176,9 +243,13 @@ func (n *node) make(grants []ledger.Grant) {
 		}
 		n.standing[g.GPU], made = slices.Clone(p.Result), true
 	}
-	if !made {
-		return
+	if made {
+		n.stand()
 	}
+}
+
+// stand makes known what stands on GPUs on demand, and what is on offer.
+func (n *node) stand() {
 	for u, stand := range n.standing {
 		m := n.input.Changes.MIG[u]
 		m.Warm = stand
@@ -194,15 +265,13 @@ func (n *node) held(u gpu.UUID, s mig.Placement) bool {
 
 // put takes back what a container had: the kubelet's devices at once, and the allocation.
 func (n *node) put(a *ledger.Allocation) {
-	n.forget(a)
-	n.front.Release(a.ID)
-}
-
-// forget has the kubelet's books forget what a container had.
-func (n *node) forget(a *ledger.Allocation) {
 	for _, id := range deviceplugin.IDs(a.Grants) {
 		delete(n.inUse[a.Resource], id)
 	}
+	for _, u := range a.GPUs() {
+		n.users[u]--
+	}
+	n.front.Release(a.ID)
 }
 
 // pieces is what an allocation comes to.

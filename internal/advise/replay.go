@@ -69,7 +69,7 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 	if err != nil {
 		return Outcome{}, err
 	}
-	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, known: map[string]int{}, users: map[gpu.UUID]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
+	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, known: map[string]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
 	r.meet(d, empty)
 	r.hear(true)
 	for len(r.events) > 0 && r.events[0].at < r.span {
@@ -100,10 +100,8 @@ type replay struct {
 	// known is how many devices of each resource there are to the scheduler, which are free or
 	// a pod has.
 	known map[string]int
-	// users counts the allocations on each GPU that has any, and share is how much of it they
-	// have. busy is the time of such GPUs, and given what was given out of them, both in
+	// share is how much of each GPU is given out. busy is the time of such GPUs, and given what was given out of them, both in
 	// seconds times GPUs.
-	users       map[gpu.UUID]int
 	share       map[gpu.UUID]float64
 	busy, given float64
 	renamed     map[Renaming]int
@@ -190,7 +188,7 @@ func (r *replay) meet(d *Demand, empty *node) {
 		for j, w := range t.wants {
 			if !w.own {
 				renamed = true
-				r.renamed[Renaming{From: q.Asks[j].String(), To: w.String()}]++
+				r.renamed[Renaming{From: q.Asks[j].String(), To: r.told(w)}]++
 			}
 		}
 		if renamed {
@@ -203,9 +201,13 @@ func (r *replay) meet(d *Demand, empty *node) {
 // pass lets the time pass.
 func (r *replay) pass(to time.Duration) {
 	took := (to - r.at).Seconds()
-	r.busy += took * float64(len(r.users))
 	for i := range r.inv.GPUs {
-		r.given += took * r.share[r.inv.GPUs[i].UUID]
+		if u := r.inv.GPUs[i].UUID; r.users[u] > 0 {
+			r.busy += took
+			r.given += took * r.share[u]
+		} else {
+			delete(r.share, u) // to the last bit
+		}
 	}
 	r.at = to
 	r.now = time.Time{}.Add(to)
@@ -241,10 +243,6 @@ func (r *replay) hear(less bool) {
 func (r *replay) charge(a *ledger.Allocation, sign int) {
 	for _, p := range r.pieces(a) {
 		r.share[p.GPU] += float64(sign) * p.Share
-		if r.users[p.GPU] += sign; r.users[p.GPU] == 0 {
-			delete(r.users, p.GPU)
-			delete(r.share, p.GPU) // to the last bit
-		}
 	}
 }
 
@@ -292,7 +290,7 @@ const (
 // admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices, by
 // what it has heard; behind the placer it asks the agent's packing.
 func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
-	need, exact := map[string]int{}, r.rules.Placer
+	need, exact := map[string]int{}, r.rules.Placer || r.dynamic
 	for _, w := range p.wants {
 		need[w.resource] += w.n
 		exact = exact || r.exact[w.resource]
@@ -303,12 +301,9 @@ func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
 		}
 	}
 	for _, w := range p.wants {
-		of := r.available(w.resource)
-		if len(of) >= w.n {
-			if a, err := r.take(w.resource, of, w.n); err == nil {
-				has = append(has, a)
-				continue
-			}
+		if a, ok := r.take(w.resource, w.n); ok {
+			has = append(has, a)
+			continue
 		}
 		for i := range has {
 			r.put(&has[i])

@@ -17,7 +17,7 @@ import (
 // Alternative is a partition that was tried.
 type Alternative struct {
 	// Name says it in a word or two. Present is the one that the node has, and Plain says that
-	// all GPUs are whole, shared by memory, or have MIG on demand.
+	// all GPUs are whole, shared by memory, dynamic, or have MIG on demand.
 	Name           string
 	Present, Plain bool
 	// Wants has one for each GPU of the node, in its order.
@@ -64,6 +64,8 @@ func Better(a, b *Alternative) int {
 type Limits struct {
 	// Tries is how many partitions are replayed at most.
 	Tries int
+	// Dynamic says that GPUs may be dynamic: the cluster has what that takes. All are, or none.
+	Dynamic bool
 }
 
 // Search tries partitions on a node. Those in which all GPUs that can are the same come first,
@@ -84,6 +86,9 @@ func Search(on Node, present []config.Want, d *Demand, rules Rules, limits Limit
 	}
 	s.All = s.Possible <= limits.Tries
 	s.uniform()
+	if limits.Dynamic {
+		s.dynamic()
+	}
 	if s.All {
 		s.every(0, make([]int, len(on.Inventory.GPUs)))
 	} else {
@@ -247,7 +252,7 @@ func (s *search) try(name string, wants []config.Want, present bool) error {
 	if err != nil {
 		return err
 	}
-	s.Tried = append(s.Tried, Alternative{Name: name, Present: present, Plain: slices.Contains([]string{whole, shared, onDemand}, name), Wants: wants, Outcome: out})
+	s.Tried = append(s.Tried, Alternative{Name: name, Present: present, Plain: slices.Contains([]string{whole, shared, onDemand, "dynamic"}, name), Wants: wants, Outcome: out})
 	return nil
 }
 
@@ -312,6 +317,18 @@ func (s *search) uniform() {
 			s.choice(pick)
 		}
 	}
+}
+
+// dynamic tries all GPUs dynamic.
+func (s *search) dynamic() {
+	var wants []config.Want
+	for i := range s.options {
+		if !slices.ContainsFunc(s.options[i], func(o option) bool { return o.name == onDemand }) {
+			return
+		}
+		wants = append(wants, config.Want{GPU: s.node.Inventory.GPUs[i].UUID, Mode: config.Dynamic, API: ledger.DRA, OnDemand: true})
+	}
+	_ = s.try("dynamic", wants, false)
 }
 
 // most bounds what count counts.

@@ -24,8 +24,11 @@ type want struct {
 	own    bool
 }
 
-// String is what a container asks for.
-func (w want) String() string {
+// told is what a container asks for.
+func (n *node) told(w want) string {
+	if n.dynamic && !w.own {
+		return "a claim of gpu-memory with " + size(w.memory)
+	}
 	_, short, _ := strings.Cut(w.resource, "/")
 	return fmt.Sprintf("%s: %d", short, w.n)
 }
@@ -44,13 +47,9 @@ func (n *node) translate(asks []Ask) (out []want, fits bool) {
 	}()
 	fits = true
 	for _, a := range asks {
-		ways, found := n.wants(a), false
+		ways, found := n.ways(a), false
 		for _, w := range ways {
-			of := n.available(w.resource)
-			if len(of) < w.n {
-				continue
-			}
-			if held, err := n.take(w.resource, of, w.n); err == nil {
+			if held, ok := n.take(w.resource, w.n); ok {
 				had, out, found = append(had, held), append(out, w), true
 				break
 			}
@@ -66,8 +65,11 @@ func (n *node) translate(asks []Ask) (out []want, fits bool) {
 	return out, fits
 }
 
-// wants are the ways to serve an ask, the best first.
-func (n *node) wants(a Ask) (out []want) {
+// ways are those to serve an ask, the best first.
+func (n *node) ways(a Ask) (out []want) {
+	if n.dynamic {
+		return n.claims(a)
+	}
 	for i := range n.offer.Resources {
 		r := &n.offer.Resources[i]
 		if len(r.Devices) == 0 {
@@ -89,6 +91,21 @@ func (n *node) wants(a Ask) (out []want) {
 		return cmp.Or(cmp.Compare(last(x), last(y)), cmp.Compare(x.memory, y.memory), strings.Compare(x.resource, y.resource))
 	})
 	return out
+}
+
+// claims are the ways where GPUs are dynamic: whole GPUs and MIG instances are asked for as
+// ever, and memory by a claim.
+func (n *node) claims(a Ask) []want {
+	kind := a.Kind
+	if kind == ledger.Replica {
+		kind = ledger.Units
+	}
+	w, ok := n.as(a, kind, a.Profile)
+	if !ok {
+		return nil
+	}
+	w.resource, w.own = names.Of(kind, a.Profile), kind != ledger.Units
+	return []want{w}
 }
 
 // as is how many devices of a kind an ask needs; ok is false where none will do.
@@ -188,9 +205,4 @@ func (n *node) least(kind ledger.Kind, profile mig.Name) (memory gpu.MiB) {
 	return memory
 }
 
-func (n *node) unit() (unit gpu.MiB) {
-	for _, l := range n.input.Changes.Layouts {
-		unit = max(unit, l.Unit)
-	}
-	return unit
-}
+func (n *node) unit() gpu.MiB { return n.plan.Unit }
