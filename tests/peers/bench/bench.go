@@ -35,6 +35,7 @@ type counts struct {
 	repeats   int           // of a call in a round
 	live      int           // allocations where there are many
 	watched   int           // containers under the watchdog
+	pairs     int           // starts of an agent that keeps an account beside one that does not
 	changes   int           // of MIG geometries
 	operation time.Duration // of the hardware, on a MIG instance
 	started   int           // containers on MIG instances that are made for them
@@ -49,11 +50,11 @@ type counts struct {
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
-		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100,
+		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100, pairs: 3,
 		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000, failures: 60,
 		peerCalls: 20, peerTime: 5 * time.Second, peerPatience: time.Minute}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
-		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8,
+		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8, pairs: 2,
 		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 6,
 		sizes: []int{1, 2, 8, 16}, peerCalls: 1, peerPatience: 2 * time.Second}
 )
@@ -139,6 +140,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"faults", b.faults},
 		{"caps in the process", b.capping},
 		{"caps: the watchdog", b.watching},
+		{"metering", b.metering},
 		// Last: what they lay over /proc and /sys is of other cards.
 		{"topology: choices", b.choices},
 		{"topology: labels and page", b.telling},

@@ -37,6 +37,7 @@
 //	nvidia-device-plugin  v0.19.0, time slicing where replicas are asked for
 //	empty                 a device plugin on gRPC's defaults that answers nothing
 //	gpu-agent-watch-on    as gpu-agent-file; beside gpu-agent-watch-off, which has no watchdog
+//	gpu-agent-meter-on    as gpu-agent-file; beside gpu-agent-meter-off, which keeps no account (--usage-size 0)
 //	nvidia-dra-driver     v0.4.1, with MIG on demand
 //
 // The devices are gpu-mem units of the agent and replicas of the peer, as many
@@ -95,6 +96,18 @@
 //	watchdog_cpu/processes=100             of a processor, the first less the second; all memory stays as it is
 //	watchdog_cpu/processes=100/busy=10%    a tenth of the processes allocate and free ten times a second
 //	watchdog_resident/...                  the memory of both
+//
+// # What the account costs
+//
+// An agent that keeps the usage journal, and beside it one that does not, have containers that
+// come and go, and then hold what they have (`-only metering` runs this alone):
+//
+//	meter_allocate_p50, ..._p99    of Allocate, by both in turn
+//	meter_holding_cpu_30s          of both, and what the first needs more
+//	meter_resident                 likewise
+//
+// On a busy machine the time of either differs from run to run by more than what the account
+// needs; BenchmarkMinute of internal/meter has that by itself.
 //
 // # Which GPUs go together
 //
