@@ -14,7 +14,8 @@
 // of TestOffloadedPodIsCapped is real (tests/lab), and its own control plane is the provider's: a pod of the
 // consumer's takes GPU memory there until it is refused.
 //
-// The short form is in `make test`; -long repeats what is random as often as the soak wants it,
+// It takes two minutes or so beside other tests, most of which the clusters need to come up, and
+// so runs in `make soak` alone; -long repeats what is random as often as the soak wants it,
 // and runs TestOffloadedPodIsCapped, which is not yet shown to be reliable.
 // Without Liqo's programs in the cache both tests are skipped: `cluster build --with liqo`
 // makes them.

@@ -207,8 +207,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			return nil, err
 		}
 		all = append(all,
-			// A denial has once named 24 units too few as free, and the cause is not found: until then
-			// these are not for every change.
+			// Three clusters with Liqo take a minute or two to come up beside the other lanes: too long for
+			// every change.
 			stage{
 				name: "liqo", what: "Liqo's controllers, webhooks and virtual kubelet", after: []string{"node"}, lane: beside,
 				commands: []command{run(bin("cluster"), "build", "--with", "liqo")},
