@@ -11,7 +11,7 @@ import (
 	core "k8s.io/api/core/v1"
 )
 
-var long = flag.Bool("long", false, "kill the placer at each step, which takes minutes")
+var long = flag.Bool("long", false, "the walk to the cloud and back, which takes minutes")
 
 // refused is the annotation with the flavors that a workload is kept from.
 const refused = "example.com/gpu.refused-flavors"
@@ -20,30 +20,30 @@ const refused = "example.com/gpu.refused-flavors"
 var twoSites = []node{{"gpu-1", "on-prem", shared}, {"cloud-1", "cloud", shared}}
 
 // A Job that quota admits and no GPU can hold goes to the cloud, and only then. The placer is
-// killed once, with -long at each step. What checkpoints comes back, and what is to stay on-prem
-// waits.
+// killed at each step. What checkpoints comes back, and what is to stay on-prem waits. The short
+// form of it is that of tests/burst, on real nodes.
 func TestOnPremThenTheCloudAndBack(t *testing.T) {
+	if !*long {
+		t.Skip("-long is not set: it takes three minutes, and tests/burst has a short form of it")
+	}
 	c := startCluster(t, options{nodes: twoSites, export: []string{"--cloud", "cloud=158GiB", "--checks"}})
-	kill := func(always bool) {
-		if !always && !*long {
-			return
-		}
+	kill := func() {
 		c.placer.Kill()
 		c.placer = c.placerAt(c.placer.Door)
 	}
 	c.send(job{name: "one", asks: map[string]int{memory: 50, "cpu": 1}})
 	c.awaitAt("one", "on-prem", 1)
-	kill(false)
+	kill()
 	c.send(job{name: "two", asks: map[string]int{memory: 50}})
 	c.awaitAt("two", "on-prem", 1)
-	kill(false)
+	kill()
 	// 58 of 158 units are left, 29 on each GPU.
 	c.send(job{name: "large", asks: map[string]int{memory: 40}, podLabels: map[string]string{"example.com/gpu.checkpoints": "true"}})
 	c.awaitAt("large", "cloud", 1)
 	c.hadNoRoom("large", "on-prem-a100-sxm4-80gb-shared")
 	c.send(job{name: "wide", pods: 2, asks: map[string]int{memory: 29}})
 	c.awaitAt("wide", "on-prem", 2)
-	kill(false)
+	kill()
 	c.send(job{name: "more", asks: map[string]int{memory: 29}})
 	c.awaitAt("more", "cloud", 1)
 	c.hadNoRoom("more", "") // nor quota
@@ -61,12 +61,12 @@ func TestOnPremThenTheCloudAndBack(t *testing.T) {
 		}
 		return nil
 	})
-	kill(true)
+	kill()
 	// Room again: first for who waits, and then for who comes back.
 	c.end("one")
 	c.awaitAt("stays", "on-prem", 1)
 	c.awaitAt("large", "cloud", 1)
-	kill(false)
+	kill()
 	c.end("two")
 	c.awaitAt("large", "on-prem", 1)
 	c.awaitAt("more", "cloud", 1)
