@@ -176,6 +176,8 @@ func TestEachDoorsRights(t *testing.T) {
 		{"kueue", "placer/kueue", kube.KueueRules, func() {
 			w.workload(t, "one", "on-prem", "gpu-placer", 1, 30)
 			w.awaitCheck(t, "one", "Ready", "there is room: gpu-1 × 1")
+			w.workload(t, "large", "on-prem", "gpu-placer", 1, 79)
+			w.awaitCheck(t, "large", "Retry", "none of 1 nodes has room")
 		}},
 	} {
 		dir := "placer"
