@@ -257,7 +257,11 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		s := u.some[i%some*slotSize:][:slotSize]
 		who := Process{binary.LittleEndian.Uint64(s[slotPIDs:]), binary.LittleEndian.Uint64(s[slotPID:])}
 		lends := binary.LittleEndian.Uint64(s[slotLends:]) != 0 // it counts that elsewhere
-		if sum, asked := of[who]; asked && !lends && u.alive(i) {
+		sum, asked := of[who]
+		if !asked || lends {
+			continue // to look at the clock for each slot would itself take long
+		}
+		if u.alive(i) {
 			reserved, _ := slotSums(s)
 			of[who] = sum + reserved - min(reserved, binary.LittleEndian.Uint64(s[slotManaged:]))
 		}
