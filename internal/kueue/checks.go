@@ -179,7 +179,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 
 // returns reports whether a workload was told to come back from a cloud, and has quota there yet.
 func (c *Checks) returns(w *Workload, v *View) bool {
-	return w.Reserved && w.Evicted || w.Reserved && slices.ContainsFunc(w.Checks, func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) })
+	return w.Reserved && (w.Evicted || slices.ContainsFunc(w.Checks, func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) }))
 }
 
 func (c *Checks) drop(hold string) {
@@ -331,11 +331,9 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 		return &Answer{Wakes: "there was room"}
 	}
 	groups, _ := c.groups(w, v)
-	for i := range groups {
-		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], func(labels map[string]string) bool {
-			return slices.ContainsFunc(refused, func(name string) bool { return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels) })
-		})
-	}
+	c.spread(w, groups, func(_ *Set, labels map[string]string) bool {
+		return slices.ContainsFunc(refused, func(name string) bool { return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels) })
+	})
 	shape := fmt.Sprint(groups)
 	if full[shape] {
 		return nil
@@ -367,15 +365,15 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return ready("it asks for nothing that the GPU agents offer")
 	case !asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
 		return nil
-	case h != nil && h.by != w.UID:
+	case h != nil && h.by != w.UID && s.State == Pending:
 		return pending("room is held for another workload of the same owner")
+	case h != nil && h.by != w.UID:
+		return nil
 	}
-	for i := range groups {
-		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], func(labels map[string]string) bool {
-			of := v.labels(&w.Sets[i])
-			return len(of) == 0 || !has(labels, of)
-		})
-	}
+	c.spread(w, groups, func(s *Set, labels map[string]string) bool {
+		of := v.labels(s)
+		return len(of) == 0 || !has(labels, of)
+	})
 	_, no := c.hold(w, groups, now)
 	refused, _, mine := c.refused(w)
 	switch {
@@ -429,11 +427,18 @@ func (c *Checks) groups(w *Workload, v *View) (out []placer.Group, asks bool) {
 		} else {
 			asks = true
 		}
-		of := v.labels(s)
-		g.Among, g.Closed = c.among(s, func(labels map[string]string) bool { return has(labels, of) })
 		out = append(out, g)
 	}
+	c.spread(w, out, func(s *Set, labels map[string]string) bool { return has(labels, v.labels(s)) })
 	return out, asks
+}
+
+// spread says on which nodes a workload's groups may be: where a condition on their labels holds.
+func (c *Checks) spread(w *Workload, groups []placer.Group, of func(s *Set, labels map[string]string) bool) {
+	for i := range groups {
+		s := &w.Sets[i]
+		groups[i].Among, groups[i].Closed = c.among(s, func(labels map[string]string) bool { return of(s, labels) })
+	}
 }
 
 // labels are those of the nodes of a set's flavors.

@@ -459,6 +459,23 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	c.want(fixed, Ready, "on-prem, none of 1 nodes has room")
 }
 
+// What is held for another workload of the same owner takes nothing from one that runs in a cloud.
+func TestReadyStaysReady(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79}})
+	full := c.job("full", "job-1", "here", "room", [2]int{1, 79})
+	away := c.job("away", "job-2", "there", "full", [2]int{1, 50})
+	away.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
+	c.decide(0)
+	c.want(away, Ready, "on-prem, none of 1 nodes has room")
+	away.Admitted, full.Over = true, true
+	twin := c.job("twin", "job-2", "here", "room", [2]int{1, 50})
+	c.decide(0)
+	c.want(twin, Ready, "there is room: a × 1")
+	if told := c.decide(stay); told != nil {
+		t.Errorf("told: %q", told)
+	}
+}
+
 // dropping counts holds that are given up.
 type dropping struct {
 	*cluster
