@@ -101,7 +101,8 @@ func (d *Demand) order() {
 	})
 }
 
-// holds knows for how long things are held, for requests of which nobody has seen it.
+// holds are the times for which requests held what they got. Requests whose end was not seen are
+// given their median.
 type holds struct {
 	byShape map[string][]time.Duration
 	all     []time.Duration

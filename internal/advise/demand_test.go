@@ -132,7 +132,7 @@ func TestPresent(t *testing.T) {
 		"1g.6gb@0 1g.6gb@1 1g.6gb@2 1g.6gb@3 2g.12gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0   true [] [1g.6gb 2g.12gb] false 0}",
 		"9g.90gb@0": "",
 		"dynamic":   "{GPU-0 dynamic dra 0   true [] [] false 0}",
-		"shared":    "", // nobody has had anything: it can be replicas or memory
+		"shared":    "", // without a grant in the journal: replicas or memory, it does not say
 	} {
 		j := Journal{layouts: map[gpu.UUID]string{"GPU-0": text}}
 		wants, ok := j.Present(inv)

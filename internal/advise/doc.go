@@ -8,8 +8,8 @@
 // A [Demand] is a list of requests, each with its time and how long it holds what it gets. It
 // comes from the usage journal ([Journal]), which has what the node has served and refused, and
 // from a [Trace] of the cluster's pods, which has when they were made and those that have never
-// come to the node. What nobody has seen, such as how long a refused pod would have run, is made
-// up from requests that ask for the same, and a note says so.
+// come to the node. Neither says how long a refused pod would have run: that is estimated from
+// requests that ask for the same, and a note says so.
 //
 // # Replay
 //

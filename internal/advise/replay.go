@@ -16,7 +16,7 @@ import (
 
 // Rules are how a replay goes where the node and the demand do not say it.
 type Rules struct {
-	// Placer says that whoever sends pods to the node knows what fits, as with gpu-agent
+	// Placer says that the scheduler knows what fits, as with gpu-agent
 	// placer: a pod waits rather than being refused.
 	Placer bool
 	// Back says that a refused pod comes back, later and later, as a Job's does.

@@ -210,8 +210,8 @@ func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	}
 }
 
-// Release ends an allocation whose end is certain. On a node nobody tells of it, and
-// [FrontEnd.Reconcile] finds it out; whoever replays what a node was asked for knows.
+// Release ends an allocation whose end is certain. On a node [FrontEnd.Reconcile] finds
+// out that one has ended; a replay of what a node was asked for knows it, and calls this.
 func (f *FrontEnd) Release(id string) ledger.Allocation {
 	f.mu.Lock()
 	defer f.mu.Unlock()

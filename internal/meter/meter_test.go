@@ -447,8 +447,8 @@ func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
 	for _, h := range all {
 		g := n.meter.book.Of(h.id)
 		known := g != nil && g.Since.Equal(h.since)
-		// A write that was cut may have put down that something was given, and not whose it is. Then
-		// it is that of whoever is found to have it, who may be the next one.
+		// A write that was cut may have recorded a grant without its holder. The grant is then given
+		// to the holder that is seen next.
 		unnamed := g != nil && g.Pod == ""
 		at := taken[h.id]
 		if h.until.IsZero() {
