@@ -118,8 +118,9 @@
 // until something is charged by guess (a context, an array, a module). A reading during
 // which processes allocated leaves several corrections possible: the ceiling goes by
 // the largest that may be needed, the roof beside it by the smallest. For what fits below
-// the roof the agent is asked again, for twice the time between two readings. After that
-// the refusal is remembered, and repeated at once as long as there is no more room.
+// the roof the agent is asked again, for twice the time between two readings, and if it is
+// late, as on a busy node, until it has answered twice. After that the refusal is
+// remembered, and repeated at once as long as there is no more room.
 //
 // # What is charged
 //

@@ -171,11 +171,25 @@ func TestWaitingForAReadingIsCheap(t *testing.T) {
 // TestReadingThatCannotTell: while a process asks for room at the cap, another has
 // lost memory and more is under way there. The first reading cannot tell whether the
 // last one that was exact had what was lost, and errs to refuse: that is no answer, and
-// the process asks for another, which is exact.
+// the process asks for another, which is exact. It waits for that one as long as for the
+// first: the agent of a busy node is late for both.
 func TestReadingThatCannotTell(t *testing.T) {
+	for name, test := range map[string]struct{ every, late time.Duration }{
+		"in time": {every: 10 * time.Second},
+		"late":    {every: 2 * time.Second, late: 2500 * time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			readingThatCannotTell(t, test.every, test.late)
+		})
+	}
+}
+
+// readingThatCannotTell has the agent read at once when it is asked, or so much later.
+func readingThatCannotTell(t *testing.T, every, late time.Duration) {
 	program := counter(t, "doubt")
 	pages := somePages(t)
-	made, err := pages.Write(aKey, 10*time.Second, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}})
+	made, err := pages.Write(aKey, every, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,6 +247,7 @@ func TestReadingThatCannotTell(t *testing.T) {
 			if c, err := usage.Read(); err != nil {
 				t.Fatal(err)
 			} else if c.Asks == times {
+				time.Sleep(late)
 				return ""
 			}
 		}

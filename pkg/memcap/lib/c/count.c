@@ -522,14 +522,19 @@ static bool unheard(const struct account *a)
 }
 
 /* A hearing asks the agent for a reading that begins from now on, and for further ones as
- * long as they do not tell whether there is room; in all for twice the time between two
- * readings. It does not ask where the agent does not read or did not answer last time,
+ * long as they do not tell whether there is room: for twice the time between two readings,
+ * or until READINGS have told nothing. A busy node's agent is late. Then each of them may
+ * take twice that time, and an agent that has not answered by then is not waited for any
+ * longer. A hearing does not ask where the agent does not read or did not answer last time,
  * or where the answer is known. */
+enum { READINGS = 2 };
+
 struct hearing {
     bool begun, asked, over;
     bool exported; /* exported memory may have gone, which no call tells */
-    uint64_t done, after; /* readings finished at the beginning, and those begun before we asked */
-    struct patience p;
+    uint64_t after;    /* readings begun before we asked */
+    unsigned readings; /* those that we have asked for and had */
+    struct patience all, one;
     uint64_t nap; /* in microseconds */
 };
 
@@ -543,25 +548,25 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
         return HEARD_ALL;
     if (h->asked && count_read(&a->page->done) >= h->after + 1) {
         h->asked = false;
+        h->readings++;
         return HEARD_NEWS;
     }
     if (h->asked) {
-        if (!look(&h->p))
+        look(&h->all);
+        if (!look(&h->one))
             return HEARD_NOTHING;
-        if (count_read(&a->page->done) == h->done)
-            __atomic_store_n(&a->waited, h->done + 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
         h->over = true;
         return HEARD_ALL;
     }
     bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
-    h->over = known || unheard(a) || (h->begun && runs_out(&h->p, UINT64_MAX));
+    h->over = known || unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
         return HEARD_ALL;
-    if (!h->begun) {
-        uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-        h->p = patience(2000 * (every < 5000 ? every : 5000));
-        h->done = count_read(&a->page->done);
-    }
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    h->one = patience(2000 * (every < 5000 ? every : 5000));
+    if (!h->begun)
+        h->all = h->one;
     /* In this order: a reading that begins because of this ask has a higher number. */
     h->after = count_read(&a->page->begun);
     count_add(&a->usage->asks, 1);
@@ -580,7 +585,7 @@ static void await_reading(const struct account *a, struct hearing *h)
 {
     const uint32_t *word = (const uint32_t *)&a->page->done; /* the low half */
     uint32_t done = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    uint64_t most = h->p.whole / (4 * LOOKS);
+    uint64_t most = h->all.whole / (4 * LOOKS);
     h->nap = h->nap ? h->nap * 2 : NAP_US;
     if (h->nap > most)
         h->nap = most;
