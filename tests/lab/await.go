@@ -16,11 +16,15 @@ const lookEvery = 100 * time.Millisecond
 // that has failed where it should run: Await then returns at once.
 var ErrNever = errors.New("cannot become true any more")
 
-// Await looks until look returns nil, and returns look's last error, after at
-// most limit, with what was waited for before it. look says what it saw that
-// is not as it should be.
+// slower is by how many times a shared machine may be slower than the one that limits of
+// Await are meant for. They guard against what never comes, and judge no speed.
+const slower = 3
+
+// Await looks until look returns nil, and returns look's last error, with what was waited
+// for before it. It gives up after limit, which is more than enough for a machine that has
+// nothing else to do, times slower. look says what it saw that is not as it should be.
 func Await(ctx context.Context, limit time.Duration, what string, look func(context.Context) error) error {
-	return await(ctx, limit, lookEvery, what, look)
+	return await(ctx, slower*limit, lookEvery, what, look)
 }
 
 // Moment is Await for who wants to know when: it looks at a pace of the caller's
