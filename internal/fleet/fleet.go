@@ -312,7 +312,8 @@ func (f *Fleet) read(p *corev1.Pod) placer.Pod {
 	out := placer.Pod{
 		UID: string(p.UID), Namespace: p.Namespace, Name: p.Name,
 		Node: p.Spec.NodeName, Nominated: p.Status.NominatedNodeName,
-		Done: p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
+		Done:   p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
+		Ending: p.DeletionTimestamp != nil,
 	}
 	if f.quotaOf != nil {
 		out.Quota = f.quotaOf(p)

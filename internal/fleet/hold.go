@@ -44,6 +44,17 @@ func (h *Holder) Hold(id, name string, groups []placer.Group) (at [][]string, no
 	return at, no
 }
 
+// Open holds room as Hold does, also where guests have it yet ([placer.Books.Open]): ends are those
+// that the caller has to end.
+func (h *Holder) Open(id, name string, groups []placer.Group, guests []placer.Guest) (ends []string, at [][]string, no *placer.Refusal) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	ends, at, err := h.f.books.Open(id, name, groups, guests, h.f.now())
+	errors.As(err, &no)
+	h.touch(at)
+	return ends, at, no
+}
+
 // SetHold notes a hold as it was written down ([placer.Books.SetHold]).
 func (h *Holder) SetHold(id, name string, groups []placer.Group, at [][]string) {
 	h.f.mu.Lock()
@@ -73,6 +84,13 @@ func (h *Holder) Drop(id string) {
 	for name := range h.f.says {
 		h.f.touch(name) // who waits may have room now
 	}
+}
+
+// Leave says that the pods that there are use no seat of a hold from now on ([placer.Books.Leave]).
+func (h *Holder) Leave(id string) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	h.f.books.Leave(id)
 }
 
 // Holds are the IDs of all holds, in order, and Lost the nodes on which pods of one have no

@@ -26,6 +26,8 @@ type Pod struct {
 	Devices []string
 	// Done says that all of its containers have ended, and none will start again.
 	Done bool
+	// Ending says that the pod is being deleted. It has its devices until it is gone.
+	Ending bool
 	// Quota is the ID of what is kept for the pod and others ([Books.Keep]); empty for none.
 	Quota string
 	// Hold is the ID of the room that was found for the pod and others before there were
@@ -88,9 +90,11 @@ type entry struct {
 	// at is the node among whose pods it is, and of the quota of which it is a member.
 	at string
 	of *quota
-	// in is the hold of which it is a member, and seat what it is itself if it is no pod.
+	// in is the hold of which it is a member, and seat what it is itself if it is no pod. Left says
+	// that it is no member of a hold with its ID any more.
 	in   *hold
 	seat *seat
+	left bool
 }
 
 // cardOf is a kind of GPU with its rules.

@@ -67,6 +67,12 @@
 // four pods could never be held that just fill two GPUs. Room that goes is lost
 // ([Books.Lost]), and looked for again when Hold is called again.
 //
+// # Room that others have
+//
+// [Books.Open] holds room where others have it yet: holds that may end ([Guest]). It says which of them
+// are to, the fewest of the lowest ranks, and puts its own seats where they are. Such a seat has no room
+// until they have gone, so it is lost ([Books.Lost]) as long, and nobody is placed beside it.
+//
 // # Quotas
 //
 // Room can be kept for pods of which nobody knows yet, such as those of another cluster:

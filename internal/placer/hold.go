@@ -109,6 +109,17 @@ func (b *Books) Drop(id string) {
 	delete(b.holds.by, id)
 }
 
+// Leave says of the pods that there are that they use no seat of what is held under an ID from now
+// on: those who hold it have ended them, and begin anew.
+func (b *Books) Leave(id string) {
+	for _, e := range b.pods {
+		if e.Hold == id && !e.left {
+			e.left = true
+			b.holds.sit(e)
+		}
+	}
+}
+
 // Lost are the nodes on which pods of a hold that are to come have no room any more, as far
 // as one can tell, one for each.
 func (b *Books) Lost(id string) (nodes []string) {
@@ -309,7 +320,7 @@ func (hs *holds) open(s *seat, open bool) {
 // sit puts a pod among the members of its hold, or takes it out.
 func (hs *holds) sit(e *entry) {
 	was, is := e.in, hs.by[e.Hold]
-	if e.at == "" || is != nil && is.among != nil && !is.among[e.at] {
+	if e.at == "" || e.left || is != nil && is.among != nil && !is.among[e.at] {
 		is = nil
 	}
 	if e.in = is; was != nil && was != is {

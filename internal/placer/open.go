@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"cmp"
+	"maps"
+	"math/bits"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Guest is a hold whose room another one may take.
+type Guest struct {
+	// ID is the hold's. There need be none any more: its pods have the room as long as they are
+	// there.
+	ID string
+	// Rank says who goes first: the lower one.
+	Rank int
+	// Going says that it goes in any case.
+	Going bool
+}
+
+const (
+	// enoughNodes is on how many nodes where guests could make room it is looked which of them
+	// are best ended. A fleet of a thousand nodes would take seconds.
+	enoughNodes = 100
+	// maxMasks bounds the guests of one GPU of which all subsets are tried; of more the cheapest
+	// are spared one by one.
+	maxMasks = 8
+)
+
+// Open holds room as Hold does, also where others have it yet: guests, of whom those that are
+// to end are returned. It is the caller's to end them, and to call Hold or Open again until they
+// have gone. Meanwhile nobody else is placed in their room. Guests are in the order in which they
+// are to go where they are of one rank, and pods that end already are none. It ends those of the lowest ranks that make room, and of
+// these as few as it can find: on each GPU the fewest for a pod that has room on one GPU. For each
+// of several pods it chooses anew. The error is a [Refusal] where there is no room without all
+// guests either; then the hold stays as it was.
+func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
+	b.expire(now)
+	h := b.holds.holdOf(id, name)
+	b.holds.narrow(h, groups)
+	before := h.seats
+	b.holds.seat(h, nil)
+	b.holds.seat(h, h.ofMembers(groups))
+	b.quotas.balance()
+	o := opening{b: b, h: h, guests: guests, going: map[string]bool{}}
+	for _, g := range guests {
+		o.going[g.ID] = g.Going
+	}
+	missing := h.missing(groups)
+	slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
+	for i, s := range missing {
+		best, no := o.best(&s.entry, groups[s.group].Among)
+		if no != nil {
+			found := len(h.seats)
+			if b.holds.seat(h, before); len(before) == 0 {
+				b.Drop(id)
+			}
+			no.Found, no.Of = found, found+len(missing)-i
+			return nil, nil, no
+		}
+		for _, g := range best.ends {
+			o.going[g.ID] = true
+			ends = append(ends, g.ID)
+		}
+		s.node = best.node
+		b.holds.seat(h, append(slices.Clone(h.seats), s))
+	}
+	slices.Sort(ends)
+	return ends, h.at(len(groups)), nil
+}
+
+// opening looks for room for pods of a hold.
+type opening struct {
+	b      *Books
+	h      *hold
+	guests []Guest
+	going  map[string]bool // by hold
+}
+
+// offer is a node with the guests that must end for a pod to have room there.
+type offer struct {
+	node string
+	ends []Guest
+	verdict
+}
+
+// better compares two offers: whom they end, how many, and what a pod spoils.
+func better(x, y *offer) int {
+	return cmp.Or(dearer(x.ends, y.ends), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.node, y.node))
+}
+
+// dearer compares guests that end: by the highest rank, and then by their number.
+func dearer(x, y []Guest) int {
+	if len(x) == 0 || len(y) == 0 {
+		return cmp.Compare(len(x), len(y))
+	}
+	rank := func(all []Guest) int {
+		return slices.MaxFunc(all, func(a, b Guest) int { return cmp.Compare(a.Rank, b.Rank) }).Rank
+	}
+	return cmp.Or(cmp.Compare(rank(x), rank(y)), cmp.Compare(len(x), len(y)))
+}
+
+// best is the best offer of some nodes.
+func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
+	no = &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
+	found := 0
+	for _, name := range among {
+		n := o.b.nodes[name]
+		if n == nil {
+			n = &node{}
+		}
+		of := o.on(n)
+		v := of.judge(nil, e)
+		if v.why == "" {
+			if one := (&offer{node: name, verdict: v}); best == nil || better(one, best) < 0 {
+				best = one
+			}
+			continue
+		}
+		if best != nil && len(best.ends) == 0 || found == enoughNodes {
+			continue
+		}
+		if v = of.judge(of.guests, e); v.why != "" {
+			no.Nodes[name] = v.why
+			r := o.b.roomOf(n, of.without(of.guests))
+			for _, resource := range e.names {
+				if n := r.beside(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
+					no.Largest[resource] = Block{n, name}
+				}
+			}
+			continue
+		}
+		found++
+		if one := of.cheapest(e, best); one != nil && (best == nil || better(one, best) < 0) {
+			one.node, best = name, one
+		}
+	}
+	if best == nil {
+		return nil, no
+	}
+	return best, nil
+}
+
+// hosted is a node with the guests that have some of it.
+type hosted struct {
+	*opening
+	n      *node
+	guests []Guest
+	gone   map[string]bool     // UIDs of those that go in any case
+	uids   map[string][]string // of guests' pods and seats, by hold
+	gpus   map[string][]Guest  // by UUID, those with devices of it
+}
+
+// on finds the guests of a node.
+func (o *opening) on(n *node) *hosted {
+	of := &hosted{opening: o, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
+	devices := map[string]map[string]bool{}
+	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
+		e := n.here[uid]
+		going, guest := o.going[e.Hold]
+		switch {
+		case e.Ending, going && guest:
+			of.gone[uid] = true
+			continue
+		case !guest || e.Hold == o.h.id:
+			continue
+		}
+		of.uids[e.Hold] = append(of.uids[e.Hold], uid)
+		for _, id := range n.devices(&e.Pod) {
+			gpu, _, _ := strings.Cut(id, "::")
+			if devices[gpu] == nil {
+				devices[gpu] = map[string]bool{}
+			}
+			devices[gpu][e.Hold] = true
+		}
+	}
+	for _, g := range o.guests {
+		if of.uids[g.ID] == nil {
+			continue
+		}
+		of.guests = append(of.guests, g)
+		for gpu, has := range devices {
+			if has[g.ID] {
+				of.gpus[gpu] = append(of.gpus[gpu], g)
+			}
+		}
+	}
+	return of
+}
+
+// without are the UIDs that are gone once guests are.
+func (of *hosted) without(ends []Guest) map[string]bool {
+	gone := maps.Clone(of.gone)
+	for _, g := range ends {
+		for _, uid := range of.uids[g.ID] {
+			gone[uid] = true
+		}
+	}
+	return gone
+}
+
+// judge is the verdict on a pod once guests have gone. Seats of its own hold may be as many as the
+// packing has room for; see judgeSeat.
+func (of *hosted) judge(ends []Guest, e *entry) verdict {
+	gone := of.without(ends)
+	r := of.b.roomOf(of.n, gone)
+	v := r.judge(e)
+	if v.why == "" {
+		return v
+	}
+	mine := slices.DeleteFunc(of.n.seatsOn(), func(s *seat) bool { return !slices.Contains(of.h.seats, s) })
+	if len(mine) == 0 {
+		return v
+	}
+	maps.Copy(gone, besides(mine))
+	r = of.b.roomOf(of.n, gone)
+	if alone := r.judge(e); alone.why == "" && len(r.pending) == 0 {
+		if fits, not := r.seated(&e.Pod, mine); fits && len(not) == 0 {
+			return alone
+		}
+	}
+	return v
+}
+
+// cheapest are the guests that are best ended; nil where that is not better than another offer.
+func (of *hosted) cheapest(e *entry, than *offer) (best *offer) {
+	take := func(ends []Guest, v verdict) {
+		one := &offer{ends: ends, verdict: v}
+		if (than == nil || dearer(one.ends, than.ends) <= 0) && (best == nil || better(one, best) < 0) {
+			best = one
+		}
+	}
+	for _, gpu := range slices.Sorted(maps.Keys(of.gpus)) {
+		pool := of.gpus[gpu]
+		v := of.judge(pool, e)
+		if v.why != "" {
+			continue
+		}
+		spared, v := of.spare(pool, e, v)
+		take(spared, v)
+		if len(pool) > maxMasks {
+			continue
+		}
+		for mask := range uint(1) << len(pool) {
+			if bits.OnesCount(mask) > len(spared) {
+				continue
+			}
+			var some []Guest
+			for i, g := range pool {
+				if mask&(1<<i) != 0 {
+					some = append(some, g)
+				}
+			}
+			if dearer(some, spared) >= 0 || best != nil && dearer(some, best.ends) > 0 || than != nil && dearer(some, than.ends) > 0 {
+				continue
+			}
+			if v := of.judge(some, e); v.why == "" {
+				take(some, v)
+			}
+		}
+	}
+	if best == nil { // it needs more than one GPU
+		take(of.spare(of.guests, e, of.judge(of.guests, e)))
+	}
+	return best
+}
+
+// spare leaves those guests alone that need not end, the dearest first.
+func (of *hosted) spare(all []Guest, e *entry, v verdict) ([]Guest, verdict) {
+	ends := slices.Clone(all)
+	order := slices.Clone(all)
+	slices.Reverse(order)
+	slices.SortStableFunc(order, func(a, b Guest) int { return cmp.Compare(b.Rank, a.Rank) })
+	for _, g := range order {
+		fewer := slices.DeleteFunc(slices.Clone(ends), func(o Guest) bool { return o.ID == g.ID })
+		if w := of.judge(fewer, e); w.why == "" {
+			ends, v = fewer, w
+		}
+	}
+	return ends, v
+}

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"example.com/gpu-agent/internal/ledger"
+)
+
+// guest lets a hold of one pod have its room on a node.
+func (f *fleet) guest(id, resource string, amount int, node string) {
+	f.t.Helper()
+	f.give(asks("p-"+id, resource, amount).of(id), node)
+}
+
+// leave ends the pods of a hold.
+func (f *fleet) leave(id string) {
+	f.books.Drop(id)
+	for name, m := range f.machines {
+		m.end(f.r, "p-"+id)
+		f.books.SetNode(name, m.says(), true)
+	}
+	f.books.DeletePod("p-" + id)
+}
+
+func profile(name string) string { return "example.com/mig-" + name }
+
+// Seven jobs of 1g fill a card. Three of them next to each other make room for a 3g, and not
+// the three that came last.
+func TestRoomIsOpenedWhereJobsAreNeighbours(t *testing.T) {
+	f := of(ledger.Placement, 1, 0, "a")(t)
+	for _, i := range []int{0, 1, 2, 3, 4, 5, 6} {
+		f.guest(fmt.Sprint("job-", i), profile("1g.10gb"), 1, "a")
+	}
+	at := map[int]string{} // by slice
+	for id, uid := range f.machines["a"].gpus[0].by {
+		var slice int
+		if _, err := fmt.Sscanf(id[len(id)-1:], "%d", &slice); err != nil {
+			t.Fatal(err)
+		}
+		at[slice] = uid[len("p-"):]
+	}
+	var guests []Guest
+	for _, slice := range []int{4, 1, 6, 3, 5, 0, 2} { // the last that came are neighbours of none
+		guests = append(guests, Guest{ID: at[slice]})
+	}
+	urgent := f.group(1, profile("3g.40gb"), 1)
+	ends, nodes, err := f.books.Open("urgent", "x/urgent", []Group{urgent}, guests, f.now)
+	want := []string{at[4], at[5], at[6]}
+	if slices.Sort(want); err != nil || !slices.Equal(ends, want) || fmt.Sprint(nodes) != "[[a]]" {
+		t.Fatalf("ends %v for room on %v, want %v: %v", ends, nodes, want, err)
+	}
+	if f.books.Lost("urgent") == nil {
+		t.Error("it has its room while all are there yet")
+	}
+	for i, id := range ends {
+		f.wantRefused(asks("other", profile("1g.10gb"), 1), "none of 1 nodes has room")
+		f.leave(id)
+		for j := range guests {
+			guests[j].Going = guests[j].Going || slices.Contains(ends[:i+1], guests[j].ID)
+		}
+		if more, _, err := f.books.Open("urgent", "x/urgent", []Group{urgent}, guests, f.now); err != nil || i == len(ends)-1 && more != nil {
+			t.Errorf("with %v gone, %v are to end: %v", ends[:i+1], more, err)
+		}
+	}
+	f.wantHeld("urgent", "[[a]]", urgent)
+	f.wantRefused(asks("other", profile("1g.10gb"), 1), "none of 1 nodes has room")
+	f.wantPlaced(asks("p-urgent", profile("3g.40gb"), 1).of("urgent"), "a")
+}
+
+// Nobody ends where there is room, or where no end makes any.
+func TestNobodyEndsInVain(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f.guest("small", memName, 40, "a")
+	f.give(units("p-fixed", 40), "b")
+	guests := []Guest{{ID: "small"}}
+	if ends, at, err := f.books.Open("fits", "x/fits", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil || ends != nil {
+		t.Errorf("%v end for room on %v: %v", ends, at, err)
+	}
+	f.books.Drop("fits")
+	var no *Refusal
+	if ends, _, err := f.books.Open("two", "x/two", []Group{f.group(2, memName, 60)}, guests, f.now); !errors.As(err, &no) || ends != nil || no.Found != 1 || no.Of != 2 {
+		t.Errorf("%v end: %v", ends, err)
+	}
+	if held := f.books.Holds(); len(held) != 0 {
+		t.Errorf("held are %v", held)
+	}
+	// The cheapest goes, and of several pods each has its own.
+	f.guest("dear", memName, 30, "b")
+	guests = []Guest{{ID: "small", Rank: 1}, {ID: "dear", Rank: 2}}
+	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil || ends != nil || fmt.Sprint(at) != "[[a]]" {
+		t.Errorf("%v end for room on %v: %v", ends, at, err)
+	}
+	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(2, memName, 39)}, guests, f.now); err != nil || !slices.Equal(ends, []string{"small"}) || fmt.Sprint(at) != "[[a a]]" {
+		t.Errorf("%v end for room on %v: %v", ends, at, err)
+	}
+}
+
+// On random layouts the guests that end are of the lowest ranks that can make room, and as few
+// as brute force finds.
+func TestTheFewestEnd(t *testing.T) {
+	names := []string{profile("1g.10gb"), profile("1g.20gb"), profile("2g.20gb"), profile("3g.40gb")}
+	opened, refused := 0, 0
+	all := rounds(40, 1000)
+	for seed := range uint64(all) {
+		r := rand.New(rand.NewPCG(seed, 18))
+		kind, urgent := ledger.Placement, asks("", names[2+r.IntN(2)], 1)
+		if seed%2 == 1 {
+			kind, urgent = ledger.Units, units("", 30+r.IntN(49))
+		}
+		f := of(kind, 1, 79, "a", "b")(t)
+		f.r = r
+		var guests []Guest
+		for i := range 9 {
+			p := asks("", names[r.IntN(3)], 1)
+			if kind == ledger.Units {
+				p = units("", 5+r.IntN(30))
+			}
+			id := fmt.Sprint("job-", i)
+			p.UID, p.Name, p.Hold = "p-"+id, "p-"+id, id
+			node, err := f.books.Place(p, f.names, f.now)
+			if err != nil {
+				continue
+			}
+			if r.IntN(6) == 0 {
+				p.Hold = "" // nobody's to end
+			} else {
+				guests = append(guests, Guest{ID: id, Rank: r.IntN(2)})
+			}
+			f.give(p, node)
+		}
+		group := Group{N: 1, Containers: urgent.Containers, Among: f.names}
+		ends, _, err := f.books.Open("urgent", "x/urgent", []Group{group}, guests, f.now)
+		f.books.Drop("urgent")
+		// By brute force: each set of guests, gone from the books.
+		var best []Guest
+		found := false
+		for mask := range uint(1) << len(guests) {
+			var some []Guest
+			var gone []string
+			for i, g := range guests {
+				if mask&(1<<i) != 0 {
+					some, gone = append(some, g), append(gone, "p-"+g.ID)
+				}
+			}
+			if found && dearer(some, best) >= 0 || bits.OnesCount(mask) > 7 {
+				continue
+			}
+			for _, name := range f.names {
+				if f.books.Fits(Pod{UID: "u", Containers: urgent.Containers}, name, gone, f.now) == nil {
+					best, found = some, true
+				}
+			}
+		}
+		if found != (err == nil) {
+			t.Fatalf("seed %d: brute force finds room: %v; %v", seed, found, err)
+		}
+		if err != nil {
+			refused++
+			continue
+		}
+		var got []Guest
+		for _, g := range guests {
+			if slices.Contains(ends, g.ID) {
+				got = append(got, g)
+			}
+		}
+		if dearer(got, best) != 0 {
+			t.Errorf("seed %d: %v end for %v, and brute force ends %v of %v", seed, got, urgent.Containers, best, guests)
+		}
+		if len(got) > 0 {
+			opened++
+		}
+	}
+	t.Logf("room was opened %d times of %d, and not to be had %d times", opened, all, refused)
+	if opened < all/2 {
+		t.Error("there is little to be seen")
+	}
+}
