@@ -4,6 +4,7 @@ package usage
 
 import (
 	"bytes"
+	"flag"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -227,7 +228,7 @@ func readBook(text []byte) *Book {
 // The journal cut at every byte is read up to the cut: it gives the book of the records that
 // are whole, and no other.
 func TestCutAtEveryByte(t *testing.T) {
-	records := history(rand.New(rand.NewPCG(1, 1)), 120)
+	records := history(rand.New(rand.NewPCG(1, 1)), rounds(40, 120))
 	text := lines(t, records)
 	end, whole := noon.Add(24*time.Hour), 0
 	want := NewBook(nil)
@@ -264,10 +265,20 @@ func TestCutAtEveryByte(t *testing.T) {
 	}
 }
 
+var long = flag.Bool("long", false, "longer histories, and more")
+
+// rounds are few, or many with -long.
+func rounds(few, many int) int {
+	if *long {
+		return many
+	}
+	return few
+}
+
 // Records that are read twice count once; a book that begins with the State of another goes
 // on as that one does; and a thinned journal leads to the same.
 func TestBooksAgree(t *testing.T) {
-	for seed := range uint64(12) {
+	for seed := range uint64(rounds(4, 40)) {
 		r := rand.New(rand.NewPCG(seed, 2))
 		records := history(r, 300)
 		end := records[len(records)-1].Time.Add(time.Second)

@@ -222,7 +222,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 				commands: []command{
 					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
 					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
-					test(".", "-count=1", long, "./internal/advise", "./internal/meter", "./internal/usage/segments", "-long"),
+					test(".", "-count=1", long, "./internal/advise", "./internal/meter", "./internal/placer", "./internal/usage/...", "-long"),
 				}},
 			stage{name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, lacks: root,
 				commands: []command{
