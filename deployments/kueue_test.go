@@ -127,7 +127,7 @@ func TestKueueDoor(t *testing.T) {
 	}
 	program := buildProgram(t)
 	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue")
-	for _, name := range []string{"gpu-placer", "gpu-placer-cloud"} {
+	for _, name := range []string{"gpu-placer", "gpu-placer-urgent", "gpu-placer-cloud"} {
 		s.await(t, name+" is active", func() error {
 			var is struct {
 				Status struct{ Conditions []metav1.Condition }

@@ -24,8 +24,10 @@ type Books interface {
 	// Nodes are the labels of nodes by name: of those that take new pods, and of the others.
 	Nodes() (open, closed map[string]map[string]string)
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
+	Open(id, name string, groups []placer.Group, guests []placer.Guest) (ends []string, at [][]string, no *placer.Refusal)
 	SetHold(id, name string, groups []placer.Group, at [][]string)
 	Drop(id string)
+	Leave(id string)
 	Lost(id string) []string
 }
 
@@ -46,12 +48,15 @@ const (
 
 	// Names of controllers and annotations, after the domain.
 	onPremName = "gpu-placer"
+	urgentName = "gpu-placer-urgent"
 	cloudName  = "gpu-placer-cloud"
 	// holdName is the key of the hold, and nodesName where its pods have their room.
 	holdName  = "gpu.hold"
 	nodesName = "gpu.hold-nodes"
 	// refusedName is the annotation of workloads with the flavors that have no room for them.
 	refusedName = "gpu.refused-flavors"
+	// cloudLabel is the label of ResourceFlavors whose nodes cost money.
+	cloudLabel = "gpu.cloud"
 	// checkpoints is the label of pods that may be ended at any time, as others go on where
 	// they were.
 	checkpoints = "gpu.checkpoints"
@@ -82,6 +87,8 @@ type held struct {
 	// since is when room was held for a workload that has no quota for it yet, zero once its check
 	// was answered; woken is when Kueue was last asked to look at it.
 	since, woken time.Time
+	// opened is when it was last looked who makes room, zero where nobody has to.
+	opened time.Time
 }
 
 // Answer is what a workload is told.
@@ -131,10 +138,15 @@ func (c *Checks) is(v *View, check, question string) bool {
 	return k != nil && k.Controller == c.domain+"/"+question
 }
 
+// room reports whether a check asks for room on-prem.
+func (c *Checks) room(v *View, check string) bool {
+	return c.is(v, check, onPremName) || c.is(v, check, urgentName)
+}
+
 // Inactive are the checks of which nobody has said that they are answered.
 func (c *Checks) Inactive(v *View) (out []*Check) {
 	for _, name := range slices.Sorted(maps.Keys(v.Checks)) {
-		if k := v.Checks[name]; !k.Active && (c.is(v, name, onPremName) || c.is(v, name, cloudName)) {
+		if k := v.Checks[name]; !k.Active && (c.room(v, name) || c.is(v, name, cloudName)) {
 			out = append(out, k)
 		}
 	}
@@ -155,11 +167,11 @@ func (c *Checks) Follow(v *View, now time.Time) {
 			there[hold] = there[hold] || now.Sub(h.since) < early
 		}
 		for _, s := range w.Checks {
-			if !w.Reserved || w.Over || !c.is(v, s.Name, onPremName) || s.State != Ready && s.State != Pending {
+			if !w.Reserved || w.Over || !c.room(v, s.Name) || s.State != Ready && s.State != Pending {
 				continue
 			}
 			if s.State == Pending {
-				there[hold] = there[hold] || h != nil && h.by == w.UID && h.version != "" && h.version == w.version()
+				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || !h.opened.IsZero())
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
@@ -199,23 +211,31 @@ func sorted(all []*Workload) []*Workload {
 func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	c.Follow(v, now)
 	all := sorted(v.Workloads)
+	end := map[string]bool{} // UIDs of those who make room
 	answer := func(question string, decide func(*Workload, *CheckState, *View, time.Time) *Answer) {
 		for _, w := range all {
 			for i := range w.Checks {
 				s := &w.Checks[i]
-				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over {
+				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over || end[w.UID] {
 					continue
 				}
 				if a := decide(w, s, v, now); a != nil && (a.State.State != s.State || a.State.Message != s.Message) {
-					if a.State.LastTransitionTime = s.LastTransitionTime; a.State.State != s.State {
-						a.State.LastTransitionTime = metav1.NewTime(now)
-					}
-					a.Workload, a.State.Name, a.State.RetryCount = w, s.Name, s.RetryCount
-					out = append(out, *a)
+					out = append(out, a.to(w, s, now))
 				}
 			}
 		}
 	}
+	// Urgent ones go first, the most urgent of them before the others.
+	slices.SortStableFunc(all, func(x, y *Workload) int { return cmp.Compare(y.Priority, x.Priority) })
+	answer(urgentName, func(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
+		a, ends := c.urgent(w, s, v, now)
+		for _, y := range ends {
+			end[y.Workload.UID] = true
+		}
+		out = append(out, ends...)
+		return a
+	})
+	all = sorted(v.Workloads)
 	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
 	answer(onPremName, c.onPrem)
 	full := map[string]bool{} // shapes for which there is no room
@@ -227,6 +247,15 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	}
 	answer(cloudName, c.cloud)
 	return out
+}
+
+// to addresses what a check becomes.
+func (a *Answer) to(w *Workload, s *CheckState, now time.Time) Answer {
+	if a.State.LastTransitionTime = s.LastTransitionTime; a.State.State != s.State {
+		a.State.LastTransitionTime = metav1.NewTime(now)
+	}
+	a.Workload, a.State.Name, a.State.RetryCount = w, s.Name, s.RetryCount
+	return *a
 }
 
 func ready(why string) *Answer { return &Answer{State: CheckState{State: Ready, Message: clip(why)}} }
@@ -261,21 +290,36 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answe
 	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(w.hold()) == nil:
 		return nil
 	}
-	at, no := c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
+	at, no := c.find(w, groups, s.State == Ready)
 	switch {
 	case no == nil:
-		c.held[w.hold()] = &held{by: w.UID, shape: shape, version: w.version()}
+		a := c.placed(w, groups, at)
 		if s.State == Ready {
 			return nil // its pods have been told
 		}
-		a := ready("there is room: " + places(at))
-		a.State.PodSetUpdates = c.updates(w, at)
 		return a
 	case s.State == Ready && w.Admitted:
 		return nil // the scheduler has the last word
 	}
 	c.drop(w.hold())
 	return c.refuse(w, groups, no.Error())
+}
+
+// find finds room and holds it. Pods that there are before a workload has begun are of a time when it
+// had quota before, and are ending.
+func (c *Checks) find(w *Workload, groups []placer.Group, begun bool) (at [][]string, no *placer.Refusal) {
+	if c.held[w.hold()] == nil && !begun {
+		c.books.Leave(w.hold())
+	}
+	return c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
+}
+
+// placed notes that a workload's room is held, and says so.
+func (c *Checks) placed(w *Workload, groups []placer.Group, at [][]string) *Answer {
+	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), version: w.version()}
+	a := ready("there is room: " + places(at))
+	a.State.PodSetUpdates = c.updates(w, at)
+	return a
 }
 
 // refuse keeps a workload from the flavors that it has, so that Kueue tries the next ones.
@@ -349,7 +393,7 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 
 // hold holds room for a workload that has no quota for it yet.
 func (c *Checks) hold(w *Workload, groups []placer.Group, now time.Time) (at [][]string, no *placer.Refusal) {
-	at, no = c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
+	at, no = c.find(w, groups, false)
 	if h := c.held[w.hold()]; no == nil && (h == nil || h.since.IsZero()) {
 		c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), since: now}
 	}
@@ -372,7 +416,7 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 	}
 	c.spread(w, groups, func(s *Set, labels map[string]string) bool {
 		of := v.labels(s)
-		return len(of) == 0 || !has(labels, of)
+		return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
 	})
 	_, no := c.hold(w, groups, now)
 	refused, _, mine := c.refused(w)
@@ -450,6 +494,16 @@ func (v *View) labels(s *Set) map[string]string {
 		}
 	}
 	return out
+}
+
+// cloud reports whether nodes with these labels are of a flavor that costs money.
+func (v *View) cloud(labels map[string]string) bool {
+	for _, f := range v.Flavors {
+		if f.Cloud && has(labels, f.Labels) {
+			return true
+		}
+	}
+	return false
 }
 
 func has(labels, want map[string]string) bool {

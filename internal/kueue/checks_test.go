@@ -30,6 +30,8 @@ type cluster struct {
 	*placer.Books
 	t      *testing.T
 	labels map[string]map[string]string
+	nodes  map[string]*gpunode.Status
+	pods   map[string]placer.Pod // by UID
 	// view is what Kueue's objects say.
 	view View
 	*Checks
@@ -37,7 +39,7 @@ type cluster struct {
 
 // newCluster has nodes with GPUs of so many units on-prem, and one in the cloud.
 func newCluster(t *testing.T, nodes map[string][]int) *cluster {
-	c := &cluster{Books: placer.New(), t: t, labels: map[string]map[string]string{}}
+	c := &cluster{Books: placer.New(), t: t, labels: map[string]map[string]string{}, nodes: map[string]*gpunode.Status{}, pods: map[string]placer.Pod{}}
 	c.Checks = NewChecks("example.com", c)
 	for name, gpus := range nodes {
 		site := "on-prem"
@@ -51,13 +53,26 @@ func newCluster(t *testing.T, nodes map[string][]int) *cluster {
 				Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}})
 		}
 		s.Sum()
+		c.nodes[name] = s
 		c.SetNode(name, s, true)
 	}
 	c.view = View{
-		Flavors: map[string]*Flavor{"here": {"here", map[string]string{"site": "on-prem"}}, "there": {"there", map[string]string{"site": "cloud"}}},
+		Flavors: map[string]*Flavor{"here": {Name: "here", Labels: map[string]string{"site": "on-prem"}}, "there": {Name: "there", Labels: map[string]string{"site": "cloud"}}},
 		Checks:  map[string]*Check{"room": {Name: "room", Controller: "example.com/gpu-placer"}, "full": {Name: "full", Controller: "example.com/gpu-placer-cloud"}, "other": {Name: "other", Controller: "somebody"}},
 	}
 	return c
+}
+
+// restart begins a new process, which knows what the API says.
+func (c *cluster) restart() {
+	c.Books = placer.New()
+	c.Checks = NewChecks("example.com", c)
+	for name, s := range c.nodes {
+		c.SetNode(name, s, true)
+	}
+	for _, p := range c.pods {
+		c.SetPod(p)
+	}
 }
 
 func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container) {
@@ -78,6 +93,15 @@ func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *pla
 		return nil, no
 	}
 	return at, nil
+}
+
+func (c *cluster) Open(id, name string, groups []placer.Group, guests []placer.Guest) ([]string, [][]string, *placer.Refusal) {
+	ends, at, err := c.Books.Open(id, name, groups, guests, start)
+	no := new(placer.Refusal)
+	if errors.As(err, &no) {
+		return nil, nil, no
+	}
+	return ends, at, nil
 }
 
 // job adds a workload with quota of a flavor and a check, whose sets have so many pods of so many
@@ -343,6 +367,21 @@ func TestCloud(t *testing.T) {
 	c.quota(late, "here", "room")
 	c.decide(0)
 	c.want(late, Ready, "there is room: a × 1")
+}
+
+// Room in another cloud does not keep a workload off this one.
+func TestTwoClouds(t *testing.T) {
+	for cloud, want := range map[bool]string{true: Ready, false: Retry} {
+		c := newCluster(t, map[string][]int{"a": {20}, "cloud-1": {79}, "other": {79}})
+		c.labels["other"]["site"] = "other"
+		c.view.Flavors["elsewhere"] = &Flavor{Name: "elsewhere", Labels: map[string]string{"site": "other"}, Cloud: cloud}
+		w := c.job("one", "job-1", "there", "full", [2]int{1, 50})
+		w.Annotations = map[string]string{"example.com/gpu.refused-flavors": "here", allowedFlavors: "there,elsewhere"}
+		c.decide(0)
+		if got := w.Checks[0].State; got != want {
+			t.Errorf("where the other one is a cloud, %v, it is %s, want %s", cloud, got, want)
+		}
+	}
 }
 
 // Nodes are those of the flavors, and of the pods' own word.

@@ -13,10 +13,11 @@
 // [Checks] decides, and is pure but for the books, which it asks to hold room; [Door] hears of
 // objects, and writes.
 //
-// # Two kinds of checks
+// # Three kinds of checks
 //
 // An AdmissionCheck says by its controllerName which question it asks. A queue has the first on
-// its flavors of this cluster's own nodes, and the second on those of a cloud.
+// its flavors of this cluster's own nodes, and the second on those of a cloud. A queue of urgent work
+// has the third.
 //
 //   - "example.com/gpu-placer": is there room? It is Ready once every pod of the workload has its
 //     room, on nodes of the flavors that Kueue chose, and Retry with the reason otherwise.
@@ -28,7 +29,12 @@
 //     "example.com/gpu.checkpoints: true", comes back: once it has been there for a minute and
 //     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
 //
-// A workload that asks for nothing of the agents' passes both.
+//   - "example.com/gpu-placer-urgent": like the first, but where there is no room workloads of lower
+//     priority make some. The books name the fewest whose end opens room ([placer.Books.Open]) and hold
+//     it from then on; these workloads' checks are Retry, and the urgent one is Pending until they have
+//     gone. It is never kept from a flavor, and so needs a queue whose quota nobody else waits for.
+//
+// A workload that asks for nothing of the agents' passes them all.
 //
 // # How a workload gets from one flavor to the next
 //

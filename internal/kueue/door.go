@@ -81,7 +81,7 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 			delete(d.workloads, uid)
 		}
 	case ResourceFlavors:
-		if d.flavors[uid], err = ReadFlavor(o); err != nil {
+		if d.flavors[uid], err = ReadFlavor(o, d.o.Domain); err != nil {
 			delete(d.flavors, uid)
 		}
 	case AdmissionChecks:
@@ -165,7 +165,7 @@ func (c *Checks) count(v *View) map[string]int {
 	out := map[string]int{}
 	for _, w := range v.Workloads {
 		for _, s := range w.Checks {
-			if w.Reserved && !w.Over && (c.is(v, s.Name, onPremName) || c.is(v, s.Name, cloudName)) {
+			if w.Reserved && !w.Over && (c.room(v, s.Name) || c.is(v, s.Name, cloudName)) {
 				out[s.State]++
 			}
 		}

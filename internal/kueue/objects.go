@@ -39,8 +39,9 @@ const (
 type workload struct {
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
-		PodSets []podSet `json:"podSets"`
-		Active  *bool    `json:"active"`
+		PodSets  []podSet `json:"podSets"`
+		Active   *bool    `json:"active"`
+		Priority *int32   `json:"priority"`
 	} `json:"spec"`
 	Status struct {
 		Conditions      []metav1.Condition `json:"conditions"`
@@ -92,6 +93,8 @@ type Workload struct {
 	// UID, Namespace and Name are the object's, and Created is when it was made.
 	UID, Namespace, Name string
 	Created              time.Time
+	// Priority is higher for those that others make room for.
+	Priority int
 	// Owner is the UID of its controller, empty if it has none.
 	Owner       string
 	Annotations map[string]string
@@ -141,6 +144,9 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		Reserved: is("QuotaReserved"), Admitted: is("Admitted"), Evicted: is("Evicted"),
 		Over:   is("Finished") || from.DeletionTimestamp != nil || from.Spec.Active != nil && !*from.Spec.Active,
 		Checks: from.Status.AdmissionChecks, object: o,
+	}
+	if from.Spec.Priority != nil {
+		w.Priority = int(*from.Spec.Priority)
 	}
 	if by := metav1.GetControllerOf(&from.ObjectMeta); by != nil {
 		w.Owner = string(by.UID)
@@ -237,10 +243,12 @@ func setCondition(o *unstructured.Unstructured, condition map[string]any) error 
 type Flavor struct {
 	Name   string
 	Labels map[string]string
+	// Cloud says that these nodes cost money.
+	Cloud bool
 }
 
-// ReadFlavor reads a ResourceFlavor.
-func ReadFlavor(o *unstructured.Unstructured) (*Flavor, error) {
+// ReadFlavor reads a ResourceFlavor. Domain is that of its own label.
+func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 	var from struct {
 		Spec struct {
 			NodeLabels map[string]string `json:"nodeLabels"`
@@ -249,7 +257,7 @@ func ReadFlavor(o *unstructured.Unstructured) (*Flavor, error) {
 	if err := read(o, &from); err != nil {
 		return nil, err
 	}
-	return &Flavor{o.GetName(), from.Spec.NodeLabels}, nil
+	return &Flavor{o.GetName(), from.Spec.NodeLabels, o.GetLabels()[domain+"/"+cloudLabel] == "true"}, nil
 }
 
 // Check is an AdmissionCheck. Active says that its controller has said that it is there.

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kueue
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/placer"
+)
+
+// lookAgain is how often it is looked anew who makes room for an urgent workload. To go through a
+// large fleet takes a part of a second.
+const lookAgain = time.Second
+
+// urgent answers whether there is room for an urgent workload, and has others make some where there
+// is none: ends are what these are told.
+func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *Answer, ends []Answer) {
+	groups, asks := c.groups(w, v)
+	h := c.held[w.hold()]
+	if !asks || s.State != Pending || h != nil && h.by != w.UID {
+		if a = c.onPrem(w, s, v, now); a != nil && a.State.State == Retry {
+			a = retry(a.State.Message, 0) // it is not kept from any flavor: once it has quota again, others make room
+		}
+		return a, nil
+	}
+	at, no := c.find(w, groups, false)
+	if no == nil {
+		return c.placed(w, groups, at), nil
+	}
+	if h != nil && !h.opened.IsZero() && now.Sub(h.opened) < lookAgain {
+		return nil, nil
+	}
+	guests := c.guests(w, v)
+	gone, at, no := c.books.Open(w.hold(), w.Namespace+"/"+w.Name, groups, guests)
+	if no != nil {
+		c.drop(w.hold())
+		return pending("no room, nor would there be any without workloads of lower priority: " + no.Error()), nil
+	}
+	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), opened: now}
+	why := fmt.Sprintf("its room is for a workload of a higher priority (UID: %s)", w.UID)
+	for _, y := range sorted(v.Workloads) {
+		if !slices.Contains(gone, y.hold()) || c.held[y.hold()] == nil || c.held[y.hold()].by != y.UID {
+			continue
+		}
+		c.drop(y.hold())
+		for i := range y.Checks {
+			if k := &y.Checks[i]; y.Reserved && c.room(v, k.Name) {
+				theirs, _ := c.groups(y, v)
+				ends = append(ends, c.refuse(y, theirs, why).to(y, k, now))
+			}
+		}
+	}
+	return pending("others make room: " + places(at)), ends
+}
+
+// guests are the holds whose room a workload may take: of workloads of lower priority, the youngest
+// of the lowest first. Those that have lost their quota go in any case.
+func (c *Checks) guests(w *Workload, v *View) (out []placer.Guest) {
+	all := sorted(v.Workloads)
+	slices.Reverse(all)
+	slices.SortStableFunc(all, func(x, y *Workload) int { return cmp.Compare(x.Priority, y.Priority) })
+	seen := map[string]bool{w.hold(): true}
+	for _, y := range all {
+		h := c.held[y.hold()]
+		going := h == nil && (y.Over || y.Evicted || !y.Reserved || slices.ContainsFunc(y.Checks, func(s CheckState) bool { return s.State == Retry && c.room(v, s.Name) }))
+		yields := h != nil && h.by == y.UID && y.Priority < w.Priority
+		if seen[y.hold()] || !going && !yields {
+			continue
+		}
+		seen[y.hold()] = true
+		out = append(out, placer.Guest{ID: y.hold(), Rank: y.Priority, Going: going})
+	}
+	return out
+}
