@@ -160,12 +160,19 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 		return err
 	}}, "cloud", "`SITE=LIMIT`: the most GPU memory that may be used at a site that costs money, or none; SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
 	fs.Var(repeated{func(v string) error {
-		v, rest, stays := strings.Cut(v, ",")
-		if stays && rest != "on-prem" {
-			return fmt.Errorf("%q is not on-prem", rest)
+		words := strings.Split(v, ",")
+		name, share, ok := strings.Cut(words[0], "=")
+		t := export.Team{Name: name, Share: 1}
+		for _, word := range words[1:] {
+			switch word {
+			case "on-prem":
+				t.OnPrem = true
+			case "urgent":
+				t.Urgent = true
+			default:
+				return fmt.Errorf("%q is neither on-prem nor urgent", word)
+			}
 		}
-		name, share, ok := strings.Cut(v, "=")
-		t := export.Team{Name: name, Share: 1, OnPrem: stays}
 		if ok {
 			n, err := strconv.Atoi(share)
 			if err != nil {
@@ -175,7 +182,7 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 		}
 		k.Teams = append(k.Teams, t)
 		return nil
-	}}, "team", "`NAME[=SHARE][,on-prem]`: a team, which is a namespace too, its share of the quotas (1), and whether its work stays on-prem; may be repeated")
+	}}, "team", "`NAME[=SHARE][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), whether its work stays on-prem, and whether it may send jobs that take the room of others; may be repeated")
 	fs.BoolVar(&k.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
 	fs.BoolVar(&k.Checks, "checks", false, "have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
 	how := choice{"names", []string{"names", "claims"}}

@@ -88,7 +88,8 @@ func TestGolden(t *testing.T) {
 	two.Clouds = []Cloud{{Site: "cloud", Limit: 320 * 1024}}
 	two.Teams = []Team{{Name: "research", Share: 2}, {Name: "web", Share: 1}, {Name: "records", Share: 1, OnPrem: true}}
 	checked := *two
-	checked.Checks = true
+	checked.Checks, checked.Teams = true, slices.Clone(two.Teams)
+	checked.Teams[0].Urgent, checked.Teams[2].Urgent = true, true
 	zero := quotas(recorded(t, "a-1", "a100-80gb", "mixed", onPrem))
 	zero.Clouds = []Cloud{{Site: "cloud", Model: "NVIDIA-A100-SXM4-80GB", Mode: "whole", Limit: 640 * 1024}}
 	names := quotas(recorded(t, "d-1", "a100-80gb", "mig-dra", onPrem), recorded(t, "d-2", "a100-80gb", "shared-dra", onPrem), recorded(t, "d-3", "h100-80gb", "dynamic", onPrem))
@@ -194,6 +195,13 @@ func TestRefused(t *testing.T) {
 		"no namespace's name":     {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Name = "Research!" }, []string{`team "Research!"`}},
 		"a cloud for nobody": {quotas(a("mig")), func(k *Kueue) { k.Teams[0].OnPrem = true; k.Clouds = []Cloud{{Site: "cloud", Limit: 1}} },
 			[]string{"all teams stay on-prem"}},
+		"urgent without the placer": {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Urgent = true }, []string{"--checks"}},
+		"urgent in a cloud": {quotas(elsewhere[0]), func(k *Kueue) {
+			k.Teams[0].Urgent, k.Checks, k.Clouds = true, true, []Cloud{{Site: "cloud", Limit: 1024}}
+		}, []string{"no node is on-prem"}},
+		"a team called like the queue": {quotas(a("mig")), func(k *Kueue) {
+			k.Checks, k.Teams = true, []Team{{Name: "gpus-urgent", Share: 1, Urgent: true}}
+		}, []string{"give it another"}},
 		"claims of the plugin's":         {quotas(a("mig")), dra, []string{"a-1 have GPUs with api device-plugin"}},
 		"claims of shares":               {quotas(a("shared-dra")), dra, []string{"capacity", "--dra names"}},
 		"claims of anything":             {quotas(a("dynamic")), dra, []string{"counters", "--dra names"}},

@@ -47,6 +47,8 @@ type Team struct {
 	Share int
 	// OnPrem keeps the team's work off the clouds.
 	OnPrem bool
+	// Urgent lets the team send jobs that take the room of others on-prem. It needs Checks.
+	Urgent bool
 }
 
 // Names of objects.
@@ -55,6 +57,9 @@ const (
 	topology   = "gpus"
 	localQueue = "gpus"
 	hostname   = "kubernetes.io/hostname"
+	// urgent is the ClusterQueue of urgent jobs, the LocalQueue that leads there, and their class.
+	urgent      = "gpus-urgent"
+	urgentValue = 1000
 	currency   = "gpu-memory"
 	kueueAPI   = "kueue.x-k8s.io/v1beta2"
 )
@@ -94,7 +99,61 @@ func (k *Kueue) Objects() ([]byte, error) {
 			{"metadata", object{{"namespace", k.Teams[i].Name, ""}, {"name", localQueue, "Jobs name it in the label kueue.x-k8s.io/queue-name."}}, ""},
 			{"spec", object{{"clusterQueue", k.Teams[i].Name, ""}}, ""}})
 	}
-	return write(kueueHead, out...)
+	return write(kueueHead, append(out, k.urgent(b)...)...)
+}
+
+// urgent is what jobs need that take the room of others; nothing where no team may send any.
+func (k *Kueue) urgent(b *book) (out []any) {
+	var teams []string
+	for _, t := range k.Teams {
+		if t.Urgent {
+			teams = append(teams, t.Name)
+		}
+	}
+	if teams == nil {
+		return nil
+	}
+	var flavors []object
+	for i := range b.flavors {
+		if f := &b.flavors[i]; !f.cloud {
+			flavors = append(flavors, object{{"name", f.name, ""}, {"resources", inlined(k.quotas(b, func(n int) int { return n }, f.memory, f.counts)), ""}})
+		}
+	}
+	out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "WorkloadPriorityClass", ""},
+		{"metadata", object{{"name", urgent, "Jobs name it in the label kueue.x-k8s.io/priority-class."}}, ""},
+		{"value", urgentValue, "Jobs of a lower priority make room, if they came through queues with the placer's checks.\nWho names no class has 0."}, {"description", "takes the room of other jobs", ""}},
+		object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", urgent, ""}}, ""},
+			{"spec", object{
+				{"namespaceSelector", object{{"matchExpressions", []object{{{"key", "kubernetes.io/metadata.name", ""}, {"operator", "In", ""}, {"values", inline{teams}, ""}}}, ""}}, ""},
+				{"queueingStrategy", "BestEffortFIFO", ""},
+				{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
+					"All that there is on-prem, once more, and in no cohort: so Kueue always has quota, and ends\nnobody by its own choice."},
+				{"admissionChecksStrategy", object{{"admissionChecks", []object{{{"name", "gpu-placer-urgent", ""}}}, ""}},
+					"Answered by the placer (deployments/placer/kueue), which ends those who are in the way."},
+			}, ""}})
+	for _, name := range teams {
+		out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "LocalQueue", ""}, {"metadata", object{{"namespace", name, ""}, {"name", urgent, ""}}, ""},
+			{"spec", object{{"clusterQueue", urgent, ""}}, ""}})
+	}
+	return out
+}
+
+// covered are the resources that queues have quotas of.
+func (k *Kueue) covered(b *book) []string {
+	resources := []string{k.resource(currency)}
+	for _, name := range b.covered {
+		resources = append(resources, k.resource(name))
+	}
+	return resources
+}
+
+// quotas are those of a flavor, of whose counts a queue has a part.
+func (k *Kueue) quotas(b *book, part func(count int) int, memory gpu.MiB, counts map[string]int) []object {
+	out := []object{{{"name", k.resource(currency), ""}, {"nominalQuota", memory, ""}}}
+	for _, name := range b.covered {
+		out = append(out, object{{"name", k.resource(name), ""}, {"nominalQuota", fmt.Sprint(part(counts[name])), ""}})
+	}
+	return out
 }
 
 // flavor is a ResourceFlavor.
@@ -117,16 +176,16 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	case k.Topology && !k.Checks:
 		spec[0].says += "\nNo topology, since all flavors of a queue have one, or none:\n" + apart + "."
 	}
-	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ResourceFlavor", ""}, {"metadata", object{{"name", f.name, ""}}, ""}, {"spec", spec, ""}}
+	meta := object{{"name", f.name, ""}}
+	if f.cloud {
+		meta = append(meta, field{"labels", object{{k.Domain + "/gpu.cloud", "true", ""}}, "It costs money: room here is no reason to keep a job off another cloud."})
+	}
+	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ResourceFlavor", ""}, {"metadata", meta, ""}, {"spec", spec, ""}}
 }
 
 // queue is the ClusterQueue of a team.
 func (k *Kueue) queue(b *book, team int) object {
 	t := k.Teams[team]
-	resources := []string{k.resource(currency)}
-	for _, name := range b.covered {
-		resources = append(resources, k.resource(name))
-	}
 	var flavors []object
 	on := map[bool][]string{} // the names of flavors, of those of clouds where true
 	for i := range b.flavors {
@@ -144,10 +203,7 @@ func (k *Kueue) queue(b *book, team int) object {
 		if f.memory%1024 == 0 {
 			step = 1024
 		}
-		quotas := []object{{{"name", k.resource(currency), ""}, {"nominalQuota", split(f.memory, step, shares)[team], ""}}}
-		for _, name := range b.covered {
-			quotas = append(quotas, object{{"name", k.resource(name), ""}, {"nominalQuota", fmt.Sprint(split(f.counts[name], 1, shares)[team]), ""}})
-		}
+		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] }, split(f.memory, step, shares)[team], f.counts)
 		says := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
 		if f.cloud {
 			says = fmt.Sprintf("Cloud: all teams together have %s at most, which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
@@ -161,7 +217,7 @@ func (k *Kueue) queue(b *book, team int) object {
 			{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
 			{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
 			{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}}, "On-prem first, also what other teams leave idle there; then the cloud."},
-			{"resourceGroups", []object{{{"coveredResources", resources, ""},
+			{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""},
 				{"flavors", flavors, ""}}}, "Each pod counts by what it asks for and by its GPU memory. A team can borrow beyond its 0\nof a resource, unless all teams have 0: then these nodes do not offer it."},
 		}, ""}}
 	if checks := checks(on); k.Checks && len(checks) > 0 {

@@ -324,6 +324,17 @@ func (b *book) check(k *Kueue) {
 		}
 		teams[t.Name] = true
 	}
+	if slices.ContainsFunc(k.Teams, func(t Team) bool { return t.Urgent }) {
+		if !k.Checks {
+			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, since Kueue by itself ends jobs that open no room")
+		}
+		if teams[urgent] {
+			b.refuse("a team has the name %s, which is that of the queue of urgent jobs: give it another", urgent)
+		}
+		if !slices.ContainsFunc(b.flavors, func(f flavor) bool { return !f.cloud }) {
+			b.refuse("a team's jobs may be urgent, and no node is on-prem, where they would have others make room")
+		}
+	}
 	if !slices.ContainsFunc(k.Teams, func(t Team) bool { return !t.OnPrem }) && len(k.Clouds) > 0 && len(k.Teams) > 0 {
 		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: let one go there, or say --cloud none")
 	}
