@@ -53,7 +53,9 @@ type options struct {
 	nodes []node
 	// export are flags of `gpu-agent export kueue` beside --kubeconfig and --team.
 	export []string
-	gates  map[string]bool
+	// may is what the team may do beside, as in the flag --team.
+	may   string
+	gates map[string]bool
 	// quotas, if it is set, changes the exported objects before they are applied.
 	quotas func(text string) string
 }
@@ -108,7 +110,7 @@ func startCluster(t *testing.T, o options) *cluster {
 	for _, n := range o.nodes {
 		c.Await(t, n.name+" offers its GPUs", func() error { return c.offers(n.name) })
 	}
-	o.export = append([]string{"--kubeconfig", c.kubeconfig, "--team", team}, o.export...)
+	o.export = append([]string{"--kubeconfig", c.kubeconfig, "--team", team + o.may}, o.export...)
 	c.Kueue(t, c.export(append(o.export, "--configuration")), o.gates)
 	c.startPlacer()
 	objects := string(c.export(o.export))
