@@ -8,6 +8,9 @@ CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-agent
 # The image's name. Push it where your nodes can pull it, or load it onto them.
 IMAGE   ?= localhost/gpu-agent:dev
 VERSION ?= $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
+COMMIT  ?= $(or $(shell git rev-parse --short=12 HEAD 2>/dev/null),unknown)
+# Of the commit, so that the same commit gives the same program.
+DATE    ?= $(or $(shell git log -1 --format=%cs 2>/dev/null),unknown)
 GO      ?= go
 comma   := ,
 
@@ -81,7 +84,7 @@ build:
 	$(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
-	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -X main.release=$(VERSION)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
 	@# Static: the container runtime runs it on the host, whatever libc that has.
 	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook

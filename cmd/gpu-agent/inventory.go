@@ -46,6 +46,7 @@ func newFlags(c console, name, args, what string) *flag.FlagSet {
 	fs.Usage = func() {
 		fmt.Fprintf(c.err, "usage: gpu-agent %s [FLAGS]%s\n\n%s\n\n", name, args, what)
 		fs.PrintDefaults()
+		fmt.Fprintf(c.err, "\nExample:\n\n  %s\n", examples[name])
 	}
 	return fs
 }

@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"syscall"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -28,9 +27,10 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   placer      answer schedulers which node has room for a pod (a Deployment's program)
   cleanup     remove what agents have left on this node and its Node object
   export      print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler
-  version     print the version
+  completion  print what makes a shell complete commands and flags
+  version     print the version, the commit and its date
 
-gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
+gpu-agent COMMAND -h lists the flags, with an example. Each has a twin in the environment:
 --driver-root is GPU_AGENT_DRIVER_ROOT.
 `
 
@@ -76,7 +76,14 @@ func dispatch(ctx context.Context, c console, args []string) error {
 	}
 	switch name := args[0]; name {
 	case "version":
-		fmt.Fprintln(c.out, version())
+		fmt.Fprintln(c.out, versionLine())
+		return nil
+	case "completion":
+		if len(args) != 2 || completions[args[1]] == "" {
+			fmt.Fprint(c.err, completionUsage)
+			return errUsage
+		}
+		fmt.Fprint(c.out, completions[args[1]])
 		return nil
 	case "help", "-h", "--help":
 		fmt.Fprint(c.out, usage)
@@ -88,18 +95,4 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		fmt.Fprintf(c.err, "gpu-agent: there is no command %q\n\n%s", name, usage)
 		return errUsage
 	}
-}
-
-// release is set by the build (-ldflags -X main.release=…).
-var release = ""
-
-// version is the release, or the commit that was built.
-func version() string {
-	if release != "" {
-		return release
-	}
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "unknown"
 }
