@@ -81,16 +81,18 @@ type opening struct {
 	going  map[string]bool // by hold
 }
 
-// offer is a node with the guests that must end for a pod to have room there.
+// offer is a node with the guests that must end for a pod to have room there. Last is the place of
+// the last of them in the order in which guests are to go.
 type offer struct {
 	node string
 	ends []Guest
+	last int
 	verdict
 }
 
-// better compares two offers: whom they end, how many, and what a pod spoils.
+// better compares two offers: whom they end, how many, what a pod spoils, and who is to go first.
 func better(x, y *offer) int {
-	return cmp.Or(dearer(x.ends, y.ends), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.node, y.node))
+	return cmp.Or(dearer(x.ends, y.ends), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.last, y.last), cmp.Compare(x.node, y.node))
 }
 
 // dearer compares guests that end: by the highest rank, and then by their number.
@@ -230,6 +232,9 @@ func (of *hosted) judge(ends []Guest, e *entry) verdict {
 func (of *hosted) cheapest(e *entry, than *offer) (best *offer) {
 	take := func(ends []Guest, v verdict) {
 		one := &offer{ends: ends, verdict: v}
+		for _, g := range ends {
+			one.last = max(one.last, slices.Index(of.opening.guests, g))
+		}
 		if (than == nil || dearer(one.ends, than.ends) <= 0) && (best == nil || better(one, best) < 0) {
 			best = one
 		}

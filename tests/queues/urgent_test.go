@@ -19,15 +19,18 @@ const (
 	full       = 14 // jobs of one slice on two GPUs
 )
 
-// scattered fills a node's two GPUs with jobs of one slice, so that the last three are neighbours of
-// none of each other.
-func (c *cluster) scattered() {
+// fill fills a node's two GPUs with jobs of one slice; scatter, so that the last three are no
+// neighbours of each other.
+func (c *cluster) fill(scatter bool) {
 	c.t.Helper()
 	for i := range full {
 		c.send(job{name: fmt.Sprint("job-", i), asks: map[string]int{one: 1}})
 	}
 	for i := range full {
 		c.awaitAt(fmt.Sprint("job-", i), "on-prem", 1)
+	}
+	if !scatter {
+		return
 	}
 	last, where := 0, c.slices()
 	first := slices.Min(slices.Collect(maps.Values(where)))
@@ -87,10 +90,11 @@ func (c *cluster) ended(before map[string]string) (out []string) {
 var cut = []string{"{devices: all, mode: mig, profiles: [1g.10gb, 3g.40gb]}"}
 
 // An urgent 3g takes the room of three jobs of 1g that lie next to each other, and of nobody else.
-// They run again when it is gone.
+// They run again when it is gone. The short form of it has the jobs where they come, and ends there:
+// it takes a minute until an agent hears of an end from the kubelet that is played here.
 func TestUrgentJobTakesRoom(t *testing.T) {
 	c := startCluster(t, options{nodes: []node{{"gpu-1", "on-prem", cut}}, export: []string{"--cloud", "none", "--checks"}, may: ",urgent"})
-	c.scattered()
+	c.fill(*long)
 	before := c.slices()
 	urgent := map[string]string{"kueue.x-k8s.io/queue-name": "gpus-urgent", "kueue.x-k8s.io/priority-class": "gpus-urgent"}
 	c.send(job{name: "urgent", asks: map[string]int{three: 1}, labels: urgent})
@@ -103,6 +107,10 @@ func TestUrgentJobTakesRoom(t *testing.T) {
 	w, err := c.workload(gone[0])
 	if err != nil || w.is("Admitted") || !strings.Contains(c.says(gone[0]), "a workload of a higher priority") {
 		t.Errorf("%s says %v, %s", gone[0], err, c.says(gone[0]))
+	}
+	if !*long {
+		c.noneRefused()
+		return
 	}
 	c.send(job{name: "second", asks: map[string]int{three: 1}, labels: map[string]string{"kueue.x-k8s.io/queue-name": "gpus-urgent"}})
 	c.Await(t, "who names no class takes nobody's room", func() error {
@@ -141,7 +149,7 @@ func TestKueueEndsOthersInVain(t *testing.T) {
 		return strings.Replace(text, "  queueingStrategy:", "  preemption: {withinClusterQueue: LowerPriority}\n  queueingStrategy:", 1) +
 			"---\napiVersion: kueue.x-k8s.io/v1beta2\nkind: WorkloadPriorityClass\nmetadata: {name: gpus-urgent}\nvalue: 1000\n"
 	}})
-	c.scattered()
+	c.fill(true)
 	before := c.slices()
 	c.send(job{name: "urgent", asks: map[string]int{three: 1}, labels: map[string]string{"kueue.x-k8s.io/priority-class": "gpus-urgent"}})
 	c.Await(t, "the urgent job has had quota, and no room", func() error {
