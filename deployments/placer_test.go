@@ -217,6 +217,7 @@ func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
 	}
 	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
 	metrics.APIError("list", "pods")
+	metrics.APIAnswered()
 	answer := httptest.NewRecorder()
 	obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics}).Handler().
 		ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))

@@ -50,6 +50,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	metrics.DriverCall("c", "ok", 0)
 	metrics.Round(nil, 0)
 	metrics.APIError("list", "nodes")
+	metrics.APIAnswered()
 	metrics.Registered("r", errors.New("x"))
 	metrics.Lowered("list")
 	metrics.Event("sent")

@@ -109,12 +109,13 @@ func place(ctx context.Context, c console, args []string) error {
 	}, words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
 	cluster, err := kube.NewCluster(kube.Options{
 		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
-		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError,
+		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError, Answered: metrics.APIAnswered,
 		Relist: time.Hour, // all pods of a cluster are much to read again
 	})
 	if err != nil {
 		return err
 	}
+	metrics.APIAnswered() // as in an agent
 	if f.doors.has(liqoDoor) {
 		lent = openToLiqo(books, cluster, &f, log)
 	}

@@ -247,6 +247,7 @@ func run(ctx context.Context, c console, args []string) error {
 		cluster, err = kube.New(kube.Options{
 			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, ResourceDomain: f.resourceDomain, StartupTaint: f.schedulers.startupTaint, Logger: log,
 			Failed:    metrics.APIError,
+			Answered:  metrics.APIAnswered,
 			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
 			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
 			Allocatable: func(amounts map[string]int64) {
@@ -258,6 +259,7 @@ func run(ctx context.Context, c console, args []string) error {
 		if err != nil {
 			return err
 		}
+		metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
 		worlds.Cluster = cluster
 		if f.schedulers.lowerAllocatable {
 			lowering = agent.NewLowering(cluster, metrics.Lowered, log)

@@ -154,6 +154,10 @@ type Options struct {
 	// Failed, if set, is told of every request that failed: verb and resource
 	// are RBAC's words ("watch", "configmaps"). It must not block.
 	Failed func(verb, resource string)
+	// Answered, if set, is told of every answer of the server, refusals included: while
+	// nothing happens, of one in five minutes at least, when a watch is renewed. It must
+	// not block.
+	Answered func()
 	// Refused, if set, is told when the server will not let the agent follow an
 	// object (401, 403), and with nil when it does again; request is like "list
 	// configmaps gpu-agent/gpu-partitions". Watches report nothing of the object
@@ -266,6 +270,9 @@ func prepare(o Options, perSecond float32) (*apiServer, error) {
 		config.UserAgent = "gpu-agent"
 	}
 	config.WarningHandler = rest.NoWarnings{}
+	if o.Answered != nil {
+		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return answers{next, o.Answered} })
+	}
 	config.QPS, config.Burst = perSecond, 300
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -298,6 +305,20 @@ func prepare(o Options, perSecond float32) (*apiServer, error) {
 	}
 	up.ration = brief.NewRation(up.log, func() time.Time { return up.now() }, time.AfterFunc)
 	return up, nil
+}
+
+// answers tells of every request that was answered.
+type answers struct {
+	http.RoundTripper
+	answered func()
+}
+
+func (a answers) RoundTrip(r *http.Request) (*http.Response, error) {
+	response, err := a.RoundTripper.RoundTrip(r)
+	if err == nil {
+		a.answered()
+	}
+	return response, err
 }
 
 // askVersion asks a server for its release, which it tells everybody who has a token.

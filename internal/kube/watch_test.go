@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -133,8 +134,10 @@ func TestServerFails(t *testing.T) {
 	s := newServer(t)
 	s.config("gpu", "p", "one")
 	failed := make(chan string, 1000)
+	var answered atomic.Bool
 	c, j := connect(t, s, func(o *Options) {
 		o.Failed = func(verb, resource string) { failed <- verb + " " + resource }
+		o.Answered = func() { answered.Store(true) }
 	})
 	s.set(func() {
 		s.fault = func(_, _ string, w http.ResponseWriter) bool { refuse(w, 500, "InternalError"); return true }
@@ -144,6 +147,9 @@ func TestServerFails(t *testing.T) {
 		if got := receive(t, failed); got != "list configmaps" {
 			t.Fatalf("told of the failure %q", got)
 		}
+	}
+	if !answered.Load() {
+		t.Error("an answer that refuses is none")
 	}
 	s.set(func() { s.fault = nil })
 	want(t, told, "one")
@@ -160,7 +166,9 @@ func TestServerAway(t *testing.T) {
 	s.config("gpu", "p", "one")
 	s.node("node-1", map[string]any{"a": "1"}, nil)
 	failed := make(chan string, 1000)
+	var answers atomic.Int64
 	c, j := connect(t, s, func(o *Options) {
+		o.Answered = func() { answers.Add(1) }
 		o.Failed = func(verb, resource string) {
 			select {
 			case failed <- verb + " " + resource:
@@ -181,6 +189,11 @@ func TestServerAway(t *testing.T) {
 		for len(missing) > 0 {
 			delete(missing, receive(t, failed))
 		}
+		before := answers.Load()
+		receive(t, failed)
+		if now := answers.Load(); before == 0 || now != before {
+			t.Errorf("%d answers, and %d of a server that is away", before, now-before)
+		}
 		s.back()
 		await(t, "return", func() bool { return j.count("answers again") >= outage })
 		content := strings.Repeat("x", outage)
@@ -189,6 +202,9 @@ func TestServerAway(t *testing.T) {
 		s.node("node-1", map[string]any{"a": content}, nil)
 		if n := receive(t, nodes); n.Labels["a"] != content {
 			t.Fatalf("told of labels %v", n.Labels)
+		}
+		if answers.Load() <= before {
+			t.Error("no answer of the server that is back")
 		}
 	}
 	if n := j.count(unreachable); n < 2 || n > 8 {

@@ -66,6 +66,7 @@
 //	driver_request_duration_seconds{call,code}  histogram of driver calls
 //	round_duration_seconds{result}              histogram of the loop's rounds, result ok or error
 //	api_errors_total{verb,resource}             failed requests to the API server
+//	api_last_answer_timestamp_seconds           when the API server answered last; none where none is asked
 //	events_total{outcome}                       Events, outcome sent, merged or dropped
 //	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
 //	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU

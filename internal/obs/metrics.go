@@ -29,6 +29,7 @@ type Metrics struct {
 	own     *prometheus.Registry // of the fields below
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
+	answered                             *prometheus.GaugeVec
 	api, events, gpus, kills             *prometheus.CounterVec
 	unregistered, refusals, lowered      *prometheus.CounterVec
 	evicted                              prometheus.Counter
@@ -38,6 +39,9 @@ type Metrics struct {
 // KillReasons is every reason for which the watchdog ends a container: it uses more
 // than its cap, or a GPU without an allocation on it.
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
+
+// refusalReasons are those of requests that the kubelet does not repeat.
+var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.NoRoom, status.BadRequest}
 
 // NewMetrics returns metrics in which all counters are 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
@@ -64,6 +68,7 @@ func NewMetrics(version string) *Metrics {
 		round: histogram("round_duration_seconds",
 			"Time that a round of the loop took, from reading the node to publishing the offer.",
 			[]float64{.001, .01, .1, 1, 10, 60}, "result"),
+		answered: answeredIn(auto),
 		api: counter("api_errors_total",
 			"Requests to the API server that failed.", "verb", "resource"),
 		events: counter("events_total",
@@ -100,6 +105,16 @@ func NewMetrics(version string) *Metrics {
 	return m
 }
 
+// answeredIn makes the gauge of an API server's last answer. Without labels and before the
+// first value it is no series: a program that follows no API server has none.
+func answeredIn(auto promauto.Factory) *prometheus.GaugeVec {
+	return auto.NewGaugeVec(prometheus.GaugeOpts{Name: prefix + "api_last_answer_timestamp_seconds",
+		Help: "When the API server answered last, or the process began to ask it; none where it asks none."}, nil)
+}
+
+// APIAnswered notes that the API server has answered, or is asked from now on.
+func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
+
 // Called counts a call of the kubelet. resource is the full resource name,
 // method the RPC's ("Allocate"); the code is the one that gRPC makes of err ("OK").
 func (m *Metrics) Called(resource, method string, took time.Duration, err error) {
@@ -112,6 +127,9 @@ func (m *Metrics) Lowered(cause string) { m.lowered.WithLabelValues(cause).Inc()
 
 // Registered counts a registration at the kubelet if it failed.
 func (m *Metrics) Registered(resource string, err error) {
+	for _, reason := range refusalReasons { // rate() needs a 0 to start from
+		m.refusals.WithLabelValues(resource, string(reason))
+	}
 	if err != nil {
 		m.unregistered.WithLabelValues(resource).Inc()
 	}

@@ -110,6 +110,7 @@ func used() *Metrics {
 	m.Round(nil, time.Millisecond)
 	m.Round(errors.New("x"), time.Millisecond)
 	m.APIError("watch", "configmaps")
+	m.APIAnswered()
 	m.Registered("example.com/gpu", errors.New("x"))
 	m.Registered("example.com/gpu", nil)
 	m.Lowered("list")
@@ -226,6 +227,7 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_plugin_request_duration_seconds_count{code="OK",method="Allocate",resource="example.com/gpu-mem"} 2`,
 		`gpu_agent_round_duration_seconds_count{result="error"} 1`,
 		`gpu_agent_api_errors_total{resource="configmaps",verb="watch"} 1`,
+		`gpu_agent_plugin_refusals_total{reason="NoRoom",resource="example.com/gpu"} 0`,
 		`gpu_agent_events_total{outcome="sent"} 1`,
 		`gpu_agent_gpu_events_total{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440001",kind="xid",xid="79"} 1`,
 		`gpu_agent_container_memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",guarantee="api",namespace="train",pod="job-1"} 2.5769803776e+10`,

@@ -17,6 +17,7 @@ type Placer struct {
 	answers   *prometheus.CounterVec
 	took      *prometheus.HistogramVec
 	api       *prometheus.CounterVec
+	answered  *prometheus.GaugeVec
 	unguarded prometheus.Counter
 	wakes     *prometheus.CounterVec
 }
@@ -77,6 +78,7 @@ func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices,
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
 		api: auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + "api_errors_total",
 			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
+		answered: answeredIn(auto),
 		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: prefix + "placer_unguarded_pods_total",
 			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
 		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + "placer_wakes_total",
@@ -123,6 +125,9 @@ func (m *Placer) Answered(verb, outcome string, took time.Duration) {
 
 // APIError counts a request to the API server that failed.
 func (m *Placer) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
+
+// APIAnswered notes that the API server has answered, or is asked from now on.
+func (m *Placer) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
 
 // Unguarded counts a pod that was bound without the placer.
 func (m *Placer) Unguarded() { m.unguarded.Inc() }
