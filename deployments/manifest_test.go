@@ -247,6 +247,14 @@ type kustomization struct {
 		// Target chooses what a patch is for; none that it fits is no error.
 		Target struct{ Kind, Name string }
 	}
+	ConfigMapGenerator []struct {
+		Name, Namespace string
+		Files           []string
+		Options         struct {
+			DisableNameSuffixHash bool `yaml:"disableNameSuffixHash"`
+			Labels                map[string]string
+		}
+	} `yaml:"configMapGenerator"`
 }
 
 func readKustomization(t *testing.T, dir string) kustomization {
@@ -289,7 +297,8 @@ func kustomizations(t *testing.T) []string {
 	return append(overlays(t), "base", "cleanup", "placer")
 }
 
-// doors are the directories of the parts that let the placer answer others than kube-scheduler.
+// doors are the directories of all parts that the placer does without: its other doors, and its
+// monitoring.
 func doors(t *testing.T) []string {
 	t.Helper()
 	files, err := filepath.Glob("placer/*/kustomization.yaml")

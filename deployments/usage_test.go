@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
-	"regexp"
 	"testing"
 	"time"
 
@@ -19,49 +18,6 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/tests/prometheus"
 )
-
-// usageRulesTest is what the rules of docs/usage.md come to: two pods of a namespace hold a
-// quarter and a whole GPU and use the latter half of the time, and one of another has nothing
-// but a grant.
-const usageRulesTest = `
-rule_files: [rules.yaml]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      - {series: 'gpu_agent_container_granted_gpu_seconds_total{instance="a",namespace="train",pod="q",container="m",gpu="1"}', values: '0+15x600'}
-      - {series: 'gpu_agent_container_granted_gpu_seconds_total{instance="b",namespace="train",pod="w",container="m",gpu="2"}', values: '0+60x600'}
-      - {series: 'gpu_agent_container_used_gpu_seconds_total{instance="b",namespace="train",pod="w",container="m",gpu="2"}', values: '0+30x600'}
-      - {series: 'gpu_agent_container_granted_memory_byte_seconds_total{instance="a",namespace="train",pod="q",container="m",gpu="1"}', values: '0+1288490188800x600'}
-      - {series: 'gpu_agent_container_used_memory_byte_seconds_total{instance="a",namespace="train",pod="q",container="m",gpu="1"}', values: '0+644245094400x600'}
-      - {series: 'gpu_agent_container_granted_gpu_seconds_total{instance="b",namespace="dev",pod="n",container="m",gpu="3"}', values: '0+30x600'}
-      - {series: 'gpu_agent_container_idle_seconds{instance="b",namespace="dev",pod="n",container="m",gpu="3"}', values: '0+60x600'}
-      - {series: 'gpu_agent_container_idle_seconds{instance="b",namespace="dev",pod="n",container="m",gpu="4"}', values: '0x300 0+60x300'}
-    promql_expr_test:
-      - {expr: 'namespace:gpu_agent_granted_gpus:rate5m', eval_time: 30m, exp_samples: [{labels: 'namespace:gpu_agent_granted_gpus:rate5m{namespace="train"}', value: 1.25}, {labels: 'namespace:gpu_agent_granted_gpus:rate5m{namespace="dev"}', value: 0.5}]}
-      - {expr: 'namespace:gpu_agent_used_gpus:rate5m', eval_time: 30m, exp_samples: [{labels: 'namespace:gpu_agent_used_gpus:rate5m{namespace="train"}', value: 0.5}]}
-      - {expr: 'namespace:gpu_agent_granted_gpu_hours:increase1h', eval_time: 2h, exp_samples: [{labels: 'namespace:gpu_agent_granted_gpu_hours:increase1h{namespace="train"}', value: 1.25}, {labels: 'namespace:gpu_agent_granted_gpu_hours:increase1h{namespace="dev"}', value: 0.5}]}
-      - {expr: 'namespace:gpu_agent_used_gpu_hours:increase1h', eval_time: 2h, exp_samples: [{labels: 'namespace:gpu_agent_used_gpu_hours:increase1h{namespace="train"}', value: 0.5}]}
-      - {expr: 'namespace:gpu_agent_granted_gib_hours:increase1h', eval_time: 2h, exp_samples: [{labels: 'namespace:gpu_agent_granted_gib_hours:increase1h{namespace="train"}', value: 20}]}
-      - {expr: 'namespace:gpu_agent_used_gib_hours:increase1h', eval_time: 2h, exp_samples: [{labels: 'namespace:gpu_agent_used_gib_hours:increase1h{namespace="train"}', value: 10}]}
-    alert_rule_test:
-      - {alertname: GPUGrantIdle, eval_time: 5h}
-      - alertname: GPUGrantIdle
-        eval_time: 9h31m
-        exp_alerts:
-          - exp_labels: {namespace: dev, pod: n, container: m}
-            exp_annotations: {summary: "dev/n holds a GPU and has not used it for 4h 30m 0s"}
-`
-
-// The recording rules that docs/usage.md shows name metrics that the agent has, and give the
-// cluster's totals.
-func TestUsageRules(t *testing.T) {
-	m := regexp.MustCompile("(?s)```yaml\n(groups:.*?)```").FindStringSubmatch(string(read(t, "../docs/usage.md")))
-	if m == nil {
-		t.Fatal("docs/usage.md shows no rules")
-	}
-	judgeRules(t, m[1], usageRulesTest)
-}
 
 // A Prometheus that scrapes as docs/usage.md says gives OpenCost the share of each container:
 // a quarter for a quarter, and so on. Without the rule that drops OpenCost's own zeros it gives
