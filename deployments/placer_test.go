@@ -204,26 +204,21 @@ func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
 	if !ok {
 		t.Fatal("docs/schedulers.md does not tell of the placer")
 	}
-	names := func(pattern, text string) []string {
-		var out []string
-		for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
-			out = append(out, m[1])
-		}
-		slices.Sort(out)
-		return slices.Compact(out)
-	}
 	if have, want := names("(?m)^\\| `--([a-z-]+)", text), slices.Sorted(maps.Keys(commandFlags(t, "placer"))); !slices.Equal(have, want) {
 		t.Errorf("the docs have the flags\n%q, the program\n%q", have, want)
 	}
+	if have, want := names("(?m)^\\| `(gpu_agent_\\w+)", text), names(`(?m)^# HELP (gpu_agent_\w+)`, placerPage(t)); !slices.Equal(have, want) {
+		t.Errorf("the docs have the metrics\n%q, the program\n%q", have, want)
+	}
+}
+
+// placerPage is a placer's /metrics with every metric.
+func placerPage(t *testing.T) string {
+	t.Helper()
 	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
 	metrics.APIError("list", "pods")
 	metrics.APIAnswered()
-	answer := httptest.NewRecorder()
-	obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics}).Handler().
-		ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
-	if have, want := names("(?m)^\\| `(gpu_agent_\\w+)", text), names(`(?m)^# HELP (gpu_agent_\w+)`, answer.Body.String()); !slices.Equal(have, want) {
-		t.Errorf("the docs have the metrics\n%q, the program\n%q", have, want)
-	}
+	return page(t, obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics})
 }
 
 // asPlacer is the placer's service account.

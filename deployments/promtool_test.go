@@ -56,11 +56,17 @@ type ruleGroups struct {
 // rulesIn are a manifest's.
 func rulesIn(t *testing.T, file string) ruleGroups {
 	t.Helper()
+	return rulesOf(t, documents(t, file, read(t, file))[0])
+}
+
+// rulesOf are a PrometheusRule's.
+func rulesOf(t *testing.T, o object) ruleGroups {
+	t.Helper()
 	type prometheusRule struct {
 		header `yaml:",inline"`
 		Spec   ruleGroups
 	}
-	return as[prometheusRule](t, documents(t, file, read(t, file))[0]).Spec
+	return as[prometheusRule](t, o).Spec
 }
 
 // alertsAndRecords are the names of all rules.

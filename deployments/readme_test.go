@@ -43,7 +43,9 @@ func TestReadmeNamesEveryFlag(t *testing.T) {
 	}
 }
 
-func TestDocsNameEveryMetric(t *testing.T) {
+// agentPage is an agent's /metrics with every metric: of two GPUs, of which one has failed.
+func agentPage(t *testing.T) string {
+	t.Helper()
 	metrics := obs.NewMetrics("test")
 	metrics.Called("r", "m", 0, nil)
 	metrics.Refused("r", errors.New("x"))
@@ -58,11 +60,11 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
 	metrics.Wish("1g.10gb", 0)
 	good := func() error { return nil }
-	pages := obs.New(obs.Options{
+	return page(t, obs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
 		Account: &obs.Account{Usage: func() usage.Shown {
 			k := usage.Key{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1"}
-			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k}}}
+			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k, For: 2 * time.Hour}}}
 		}},
 		Status: func() status.Status {
 			return status.Status{
@@ -70,26 +72,62 @@ func TestDocsNameEveryMetric(t *testing.T) {
 				Driver:            "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
 				Watchdog:   status.Watchdog{State: status.WatchdogRunning},
 				Policies:   []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
-				Resources:  []status.Resource{{Name: "r", Registered: true}},
-				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
-				GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
-					MIG: &status.MIG{Placements: []status.Placement{{Profile: "1g.10gb", State: status.PlacementWarm, UUID: "MIG-1"}}}}},
+				Resources:  []status.Resource{{Name: "r", Registered: true, Free: 3, Largest: 2}},
+				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64(4)), UsedMiB: new(uint64(3)), Guarantee: "api"}},
+				GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
+					MIG: &status.MIG{Placements: []status.Placement{{Profile: "1g.10gb", State: status.PlacementWarm, UUID: "MIG-1"}}}},
+					{UUID: "GPU-2", Class: "lost", Mode: "whole", MemoryMiB: 1}},
 			}
 		},
-	}).Handler()
+	})
+}
+
+// page is what a program serves as /metrics.
+func page(t *testing.T, o obs.Options) string {
+	t.Helper()
 	answer := httptest.NewRecorder()
-	pages.ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
-	names := func(pattern, text string) []string {
-		var out []string
-		for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
-			out = append(out, m[1])
-		}
-		slices.Sort(out)
-		return slices.Compact(out)
+	obs.New(o).Handler().ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	return answer.Body.String()
+}
+
+// names are what a pattern captures, each once.
+func names(pattern, text string) []string {
+	var out []string
+	for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+		out = append(out, m[1])
 	}
-	have := names(`(?m)^# HELP (gpu_agent_\w+)`, answer.Body.String())
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+func TestDocsNameEveryMetric(t *testing.T) {
+	have := names(`(?m)^# HELP (gpu_agent_\w+)`, agentPage(t))
 	if got := names("`(gpu_agent_\\w+)`", string(read(t, "../docs/operations.md"))); !slices.Equal(got, have) {
 		t.Errorf("docs/operations.md has the metrics\n%q, the agent serves\n%q", got, have)
+	}
+}
+
+// Whatever document names a metric names one that there is, or that a rule records.
+func TestEveryMetricThatIsNamedExists(t *testing.T) {
+	files, err := filepath.Glob("../docs/*.md")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("find the documents: %v, %v", files, err)
+	}
+	served := servedMetrics(t)
+	_, records := alertsAndRecords(t)
+	found := 0
+	for _, f := range append(files, "../README.md") {
+		for _, m := range regexp.MustCompile(`(?:\w+:)?\bgpu_agent[_:][\w:]*\w`).FindAllString(string(read(t, f)), -1) {
+			found++
+			// An adapter for the HorizontalPodAutoscaler takes no colons.
+			recorded := slices.ContainsFunc(records, func(r string) bool { return r == m || strings.ReplaceAll(r, ":", "_") == m })
+			if !served[m] && !recorded {
+				t.Errorf("%s names the metric %s, which nobody serves or records", f, m)
+			}
+		}
+	}
+	if found < 100 {
+		t.Errorf("only %d metrics are named: this test does not look where they are", found)
 	}
 }
 

@@ -82,9 +82,9 @@ type Server struct {
 	pages []*httptest.Server
 }
 
-// Start runs a Prometheus whose files are in dir, and waits until it has scraped each job
-// twice.
-func Start(ctx context.Context, dir string, jobs []Job) (_ *Server, err error) {
+// Start runs a Prometheus whose files are in dir, with rule files by their absolute paths, and
+// waits until it has scraped each job twice.
+func Start(ctx context.Context, dir string, jobs []Job, rules ...string) (_ *Server, err error) {
 	program, err := Program(ctx, "prometheus")
 	if err != nil {
 		return nil, err
@@ -100,7 +100,11 @@ func Start(ctx context.Context, dir string, jobs []Job) (_ *Server, err error) {
 		return nil, err
 	}
 	var config strings.Builder
-	config.WriteString("global: {scrape_interval: 1s, scrape_timeout: 1s}\nscrape_configs:\n")
+	config.WriteString("global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}\nrule_files:\n")
+	for _, file := range rules {
+		fmt.Fprintf(&config, "  - %q\n", file)
+	}
+	config.WriteString("scrape_configs:\n")
 	for _, j := range jobs {
 		page := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "text/plain; version=0.0.4")
@@ -150,8 +154,14 @@ func Start(ctx context.Context, dir string, jobs []Job) (_ *Server, err error) {
 	}
 }
 
-// Query has promtool ask for the samples of now, by the value of a label.
-func (s *Server) Query(ctx context.Context, expr, label string) (map[string]float64, error) {
+// Sample is one value of an answer.
+type Sample struct {
+	Labels map[string]string
+	Value  float64
+}
+
+// Samples has promtool ask for the samples of now.
+func (s *Server) Samples(ctx context.Context, expr string) ([]Sample, error) {
 	out, err := exec.CommandContext(ctx, s.tool, "query", "instant", "-o", "json", s.url, expr).CombinedOutput()
 	if err != nil {
 		return nil, fmt.Errorf("promtool query %s: %w: %.500s", expr, err, out)
@@ -163,17 +173,30 @@ func (s *Server) Query(ctx context.Context, expr, label string) (map[string]floa
 	if err := json.Unmarshal(out, &samples); err != nil {
 		return nil, fmt.Errorf("read what promtool says: %w: %.500s", err, out)
 	}
-	by := map[string]float64{}
-	for _, sample := range samples {
+	all := make([]Sample, len(samples))
+	for i, sample := range samples {
 		text, _ := sample.Value[1].(string)
 		v, err := strconv.ParseFloat(text, 64)
 		if err != nil {
 			return nil, err
 		}
-		if _, twice := by[sample.Metric[label]]; twice {
-			return nil, fmt.Errorf("%s has two samples with %s %q", expr, label, sample.Metric[label])
+		all[i] = Sample{sample.Metric, v}
+	}
+	return all, nil
+}
+
+// Query is Samples by the value of a label.
+func (s *Server) Query(ctx context.Context, expr, label string) (map[string]float64, error) {
+	all, err := s.Samples(ctx, expr)
+	if err != nil {
+		return nil, err
+	}
+	by := map[string]float64{}
+	for _, sample := range all {
+		if _, twice := by[sample.Labels[label]]; twice {
+			return nil, fmt.Errorf("%s has two samples with %s %q", expr, label, sample.Labels[label])
 		}
-		by[sample.Metric[label]] = v
+		by[sample.Labels[label]] = sample.Value
 	}
 	return by, nil
 }

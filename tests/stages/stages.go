@@ -106,9 +106,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 				{args: append([]string{"gofmt", "-l", "--"}, files...), quiet: true},
 				run("go", "vet", "./..."),
 				{in: "tests/cluster", args: []string{"go", "vet", "./..."}},
+				{in: "tests/monitoring", args: []string{"go", "vet", "./..."}},
 				run("go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"),
 				staticcheck("."),
 				staticcheck("tests/cluster"),
+				staticcheck("tests/monitoring"),
 			},
 		},
 		{
@@ -143,7 +145,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 		},
 		{
 			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"}, lane: beside,
-			commands: []command{manifests},
+			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
