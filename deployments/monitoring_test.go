@@ -97,7 +97,7 @@ func TestMonitoringService(t *testing.T) {
 			Ports     []struct {
 				Name, Protocol string
 				TargetPort     string `yaml:"targetPort"`
-				Port                       int
+				Port           int
 			}
 		}
 	}
@@ -140,6 +140,11 @@ func TestShownRunbookBase(t *testing.T) {
 		t.Fatal(err)
 	}
 	objects := render(t, dir)
+	for _, kind := range []string{"PodMonitor", "PrometheusRule"} {
+		if one(t, objects, kind, name).Metadata.Labels["release"] == "" {
+			t.Errorf("the %s has not the label that is shown", kind)
+		}
+	}
 	found := 0
 	for _, g := range rulesOf(t, one(t, objects, "PrometheusRule", name)).Groups {
 		for _, r := range g.Rules {
