@@ -153,6 +153,11 @@ func TestAtTheAPIServer(t *testing.T) {
 		for _, o := range resources(t, "components/network-policy") {
 			s.apply(t, o, true)
 		}
+		for _, o := range render(t, withComponent(t, "base", "components/monitoring")) {
+			if o.APIVersion != "monitoring.coreos.com/v1" { // tests/monitoring reads these
+				s.apply(t, o, true)
+			}
+		}
 	})
 	t.Run("what the README shows", func(t *testing.T) {
 		if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/default/serviceaccounts", asJSON,

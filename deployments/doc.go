@@ -8,9 +8,10 @@
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime, which is closed to others
 //	components/dra/             for base and driver-container: dynamic resource allocation, from Kubernetes 1.36.2
 //	components/evict/           for any of these: pods that offend again and again are evicted
+//	components/monitoring/      for any of these: what Prometheus and Grafana take, with alerts and boards
 //	components/network-policy/   for any of these: only monitoring connects to the agent's port
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery
-//	placer/                     the placer, one for a cluster, with a directory for each of its other doors
+//	placer/                     the placer, one for a cluster, with a directory for each of its other doors, and one for monitoring
 //	examples/                   what pods of Jobs, notebooks, inference and Ray ask for (docs/frameworks.md)
 //	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built
