@@ -254,6 +254,9 @@ func TestEveryRightHasItsReason(t *testing.T) {
 		}
 		for _, f := range files {
 			for _, o := range documents(t, f, read(t, f)) {
+				if o.Kind == "PrometheusRule" { // its rules give no right
+					continue
+				}
 				walk(o.node, nil, func(path []string, key, value *yaml.Node) {
 					if !needsReason(path, value.Value) {
 						return

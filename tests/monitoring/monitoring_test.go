@@ -70,6 +70,7 @@ func TestBrokenBoards(t *testing.T) {
 
 // valid asks that a board has nothing that Grafana does not know, and no value that it refuses.
 func valid(text []byte) error {
+	//lint:ignore SA1019 every Grafana in use takes this form, and its sidecar with it; the new one takes Grafana 12
 	var b dashboard.Dashboard
 	err := b.UnmarshalJSONStrict(text)
 	if none(err) {
