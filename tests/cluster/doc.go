@@ -67,7 +67,7 @@
 // go.sum, sources, flags and the Go release. Cold, on 2 cores, that takes about
 // nine minutes, of which Kubernetes takes more than five; a node is Ready some
 // five seconds after its start. What only some tests run on a node is built where it
-// is asked for: `cluster build --with kueue`, or `--with liqo`.
+// is asked for: `cluster build --with kueue`, or `--with liqo`. So is Helm, which needs no node.
 //
 // No registry is involved: `cluster image` assembles images from files of this
 // machine, the product's own too, and `cluster load` imports them. A node starts

@@ -20,6 +20,7 @@ func TestVersions(t *testing.T) {
 		"kueue":      "require sigs.k8s.io/kueue " + kueueVersion + "\n",
 		"liqo":       "require github.com/liqotech/liqo " + liqoVersion + "\n",
 		"kuberay":    "require github.com/ray-project/kuberay/ray-operator " + kuberayVersion + "\n",
+		"helm":       "\thelm.sh/helm/v3 " + helmVersion + " ",
 	} {
 		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
 		if err != nil {

@@ -136,6 +136,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			},
 		},
 		{
+			name: "helm", what: "the program helm", after: []string{"node"}, lane: beside,
+			commands: []command{run(bin("cluster"), "build", "--with", "helm")},
+		},
+		{
 			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside,
 			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
 		},
@@ -144,7 +148,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"}, lane: beside,
+			name: "deployments", what: "the manifests, as kubectl and Helm put them together", after: []string{"helm"}, lane: beside,
 			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
