@@ -90,9 +90,8 @@ var places = map[string]string{
 	"RayJob":                           "/apis/ray.io/v1/namespaces/%s/rayjobs",
 }
 
-// apply is `kubectl apply --server-side`, which refuses unknown fields; with
-// dry, nothing is kept.
-func (s *apiServer) apply(t *testing.T, o object, dry bool) {
+// placeOf is where the API has an object.
+func placeOf(t *testing.T, o object) string {
 	t.Helper()
 	place, ok := places[o.Kind]
 	if !ok {
@@ -101,7 +100,14 @@ func (s *apiServer) apply(t *testing.T, o object, dry bool) {
 	if strings.Contains(place, "%s") {
 		place = fmt.Sprintf(place, o.Metadata.Namespace)
 	}
-	place += "/" + o.Metadata.Name + "?fieldManager=test&fieldValidation=Strict"
+	return place + "/" + o.Metadata.Name
+}
+
+// apply is `kubectl apply --server-side`, which refuses unknown fields; with
+// dry, nothing is kept.
+func (s *apiServer) apply(t *testing.T, o object, dry bool) {
+	t.Helper()
+	place := placeOf(t, o) + "?fieldManager=test&fieldValidation=Strict"
 	if dry {
 		place += "&dryRun=All"
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -174,9 +175,7 @@ func changes(before, after map[string]string) (out []string) {
 	return out
 }
 
-// With no switch, each, each pair, all, and all but the cleanup, the chart makes the objects
-// that kustomize makes of the same parts, and the API server takes them.
-func TestChartIsWhatKustomizeMakes(t *testing.T) {
+func TestChartAtTheAPIServer(t *testing.T) {
 	plane.Program(t, "helm")
 	s := startAPIServer(t)
 	s.serveKueue(t)
@@ -184,6 +183,13 @@ func TestChartIsWhatKustomizeMakes(t *testing.T) {
 	for _, namespace := range []string{name, placer} {
 		s.namespace(t, namespace)
 	}
+	t.Run("switches", s.tryChartSwitches)
+	t.Run("life", s.tryChartLife)
+}
+
+// With no switch, each, each pair, all, and all but the cleanup, the chart makes the objects
+// that kustomize makes of the same parts, and the API server takes them.
+func (s *apiServer) tryChartSwitches(t *testing.T) {
 	sets := [][]string{nil, switches, switches[:len(switches)-1]}
 	for i, a := range switches {
 		sets = append(sets, []string{a})
@@ -259,6 +265,7 @@ func TestChartValues(t *testing.T) {
 		at := container + ".env[" + name + "]"
 		return []string{"+ " + at + ".name = " + name, "+ " + at + ".value = " + value}
 	}
+	without := map[string]map[string]string{} // by the switches
 	digest := "sha256:" + strings.Repeat("0a", 32)
 	for _, test := range []struct {
 		on     []string // switches
@@ -288,11 +295,239 @@ func TestChartValues(t *testing.T) {
 		{[]string{"placer"}, []string{"placer.nodeSelector.pool=control"}, []string{"+ " + placers + ".nodeSelector.pool = control"}},
 		{[]string{"placer"}, []string{"placer.tolerations[0].operator=Exists"}, []string{"+ " + placers + ".tolerations[0].operator = Exists"}},
 		{[]string{"placer"}, []string{"placer.resources.limits.memory=2Gi"}, []string{"~ " + placers + ".containers[gpu-placer].resources.limits.memory = 2Gi"}},
-		{[]string{"placer"}, []string{"placer.doors={kueue}"}, nil}, // what it adds is compared with kustomize
 	} {
-		got := changes(flat(t, chart(t, "chart", switched(test.on...)...)), flat(t, chart(t, "chart", append(switched(test.on...), test.values...)...)))
-		if slices.Sort(test.want); test.want != nil && !slices.Equal(got, test.want) {
+		on := strings.Join(test.on, " ")
+		if without[on] == nil {
+			without[on] = flat(t, chart(t, "chart", switched(test.on...)...))
+		}
+		got := changes(without[on], flat(t, chart(t, "chart", append(switched(test.on...), test.values...)...)))
+		if slices.Sort(test.want); !slices.Equal(got, test.want) {
 			t.Errorf("%q changes\n%s\nwant\n%s", test.values, strings.Join(got, "\n"), strings.Join(test.want, "\n"))
 		}
 	}
+}
+
+// Another domain is another word in every place, and one more variable in every container;
+// that of the resources is in the places that are about resources.
+func TestChartDomains(t *testing.T) {
+	everything := switched(switches...)
+	domain := func(objects []object, name string) (text string, containers int) {
+		var lines []string
+		for path, value := range flat(t, objects) {
+			if strings.Contains(path, ".env["+name+"]") {
+				containers++
+				continue
+			}
+			lines = append(lines, path+" = "+value)
+		}
+		slices.Sort(lines)
+		return strings.Join(lines, "\n"), containers
+	}
+	before, _ := domain(chart(t, "chart", everything...), "GPU_AGENT_DOMAIN")
+	after, containers := domain(chart(t, "chart", append(everything, "domain=gpus.corp.test")...), "GPU_AGENT_DOMAIN")
+	sorted := func(text string) []string {
+		lines := strings.Split(text, "\n")
+		slices.Sort(lines)
+		return lines
+	}
+	if want := strings.ReplaceAll(before, "example.com", "gpus.corp.test"); !slices.Equal(sorted(after), sorted(want)) {
+		t.Error("with another domain more, or less, than the domain differs")
+	}
+	if containers != 2*3 { // name and value, of the cleanup's two and of the placer's
+		t.Errorf("%d variables tell programs of the domain", containers/2)
+	}
+	before, _ = domain(chart(t, "chart", everything...), "GPU_AGENT_RESOURCE_DOMAIN")
+	after, _ = domain(chart(t, "chart", append(everything, "resourceDomain=nvidia.com")...), "GPU_AGENT_RESOURCE_DOMAIN")
+	was, is, classes := sorted(before), sorted(after), 0
+	for i := range was {
+		switch {
+		case was[i] == is[i]:
+		case strings.HasSuffix(was[i][:strings.Index(was[i], " = ")], ".extendedResourceName"):
+			classes++
+			fallthrough
+		case strings.Contains(was[i], "[resourceDomain].expression = "):
+			if strings.Replace(was[i], "example.com/", "nvidia.com/", 1) != strings.Replace(is[i], ".nvidia.com", ".example.com", 1) {
+				t.Errorf("%s became %s", was[i], is[i])
+			}
+		default:
+			t.Errorf("%s became %s", was[i], is[i])
+		}
+	}
+	if classes < 20 {
+		t.Errorf("%d DeviceClasses have another resource", classes)
+	}
+}
+
+// A value that cannot be right is refused by its name, before anything is asked of a cluster.
+func TestChartRefuses(t *testing.T) {
+	for _, test := range []struct{ value, says string }{
+		{"domian=a.test", "domian"},
+		{"domain=Corp.test", "domain"},
+		{"domain=localhost", "domain"},
+		{"domain=a'b.test", "domain"},
+		{"resourceDomain=x", "resourceDomain"},
+		{"memoryUnit=1GB", "memoryUnit"},
+		{"memoryUnit=0GiB", "memoryUnit"},
+		{"image.tag=a:b", "image/tag"},
+		{"image.digest=sha256:0a", "image/digest"},
+		{"image.pullPolicy=Sometimes", "image/pullPolicy"},
+		{"flags.when-bussy=wait", "when-bussy"},
+		{"flags.domain=a.test", "flags"},
+		{"flags.state-dir=/x", "flags"},
+		{"dra=true", "dra"},
+		{"evict.after=0", "evict/after"},
+		{"networkPolicy.namespace=a_b", "networkPolicy/namespace"},
+		{"startupTaint.key=a=b", "startupTaint/key"},
+		{"placer.doors={scheduler}", "placer/doors"},
+		{"placer.doors={}", "placer/doors"},
+		{"tolerations[0].operatr=Exists", "operatr"},
+		{"cleanup=yes", "cleanup"},
+	} {
+		out, err := helm(t, "template", name, "chart", "--set", test.value)
+		if err == nil || !strings.Contains(err.Error(), "don't meet the specifications of the schema") || !strings.Contains(err.Error(), test.says) {
+			t.Errorf("--set %s: %v\n%.200s\nwant that the schema refuses %s", test.value, err, out, test.says)
+		}
+	}
+}
+
+// What the schema takes as a flag is one of the program's; the others have a value of their
+// own, or belong to what the manifests mount and open.
+func TestChartFlags(t *testing.T) {
+	var schema struct {
+		Properties struct {
+			Flags struct {
+				PropertyNames struct{ Enum []string }
+			}
+		}
+	}
+	if err := json.Unmarshal(read(t, "chart/values.schema.json"), &schema); err != nil {
+		t.Fatal(err)
+	}
+	flags := slices.Concat(schema.Properties.Flags.PropertyNames.Enum, []string{
+		"domain", "resource-domain", "memory-unit", "evict-after", "startup-taint", "node-labels", // values
+		"config", "configmap", "kubeconfig", "node-name", "pod", "http", "cdi-dir", "host-root", "kubelet-dir", "nfd-dir", "proc-root", "state-dir", "sys-root",
+	})
+	if slices.Sort(flags); !slices.Equal(flags, slices.Sorted(maps.Keys(programFlags(t)))) {
+		t.Errorf("the chart knows the flags\n%q, the program\n%q", flags, slices.Sorted(maps.Keys(programFlags(t))))
+	}
+}
+
+// The documents name every value, and no other.
+func TestDocsNameEveryValue(t *testing.T) {
+	var values map[string]any
+	if err := yaml.Unmarshal(read(t, "chart/values.yaml"), &values); err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]bool{}
+	var walk func(path string, v any)
+	walk = func(path string, v any) {
+		m, ok := v.(map[string]any)
+		if !ok || len(m) == 0 || strings.HasSuffix(path, "resources") {
+			want[path] = true
+			return
+		}
+		for key, value := range m {
+			walk(strings.TrimPrefix(path+"."+key, "."), value)
+		}
+	}
+	walk("", values)
+	_, section, _ := strings.Cut(string(read(t, "../docs/helm.md")), "\n## Values\n")
+	section, _, _ = strings.Cut(section, "\n## ")
+	named := map[string]bool{}
+	for _, m := range regexp.MustCompile("(?m)^\\| ((?:`[a-zA-Z.]+`(?:, )?)+) \\|").FindAllStringSubmatch(section, -1) {
+		for value := range strings.SplitSeq(m[1], ", ") {
+			named[strings.Trim(value, "`")] = true
+		}
+	}
+	if !maps.Equal(named, want) {
+		t.Errorf("docs/helm.md has the values\n%q, the chart\n%q", slices.Sorted(maps.Keys(named)), slices.Sorted(maps.Keys(want)))
+	}
+}
+
+// A package has all that the links in the chart lead to, and is well in Helm's eyes.
+func TestChartPackage(t *testing.T) {
+	dir := t.TempDir()
+	if out, err := helm(t, "package", "chart", "--version", "1.2.3", "--app-version", "v1.2.3", "--destination", dir); err != nil {
+		t.Fatal(err, out)
+	}
+	packed := filepath.Join(dir, "gpu-agent-1.2.3.tgz")
+	if out, err := helm(t, "lint", "--strict", packed); err != nil {
+		t.Error(err, out)
+	}
+	everything := switched(switches...)
+	got, want := flat(t, chart(t, packed, append(everything, "image.tag=dev")...)), flat(t, chart(t, "chart", everything...))
+	if diff := changes(want, got); len(diff) > 0 {
+		t.Errorf("the package makes other objects than the directory:\n%s", strings.Join(diff, "\n"))
+	}
+	d := agentSet(t, chart(t, packed))
+	if image := agent(t, &d).Image; image != "localhost/gpu-agent:v1.2.3" {
+		t.Errorf("the package of v1.2.3 has the image %s", image)
+	}
+}
+
+// A release takes over what kustomize has made, gets every switch, goes back, cleans, and is
+// gone. Each time the cluster has what the chart makes, and nothing that is left over.
+func (s *apiServer) tryChartLife(t *testing.T) {
+	kubeconfig := s.Kubeconfig(t, nil)
+	all := map[string]object{}
+	for _, o := range append(chart(t, "chart", switched(switches[:len(switches)-1]...)...), chart(t, "chart", "cleanup=true")...) {
+		all[placeOf(t, o)] = o
+	}
+	there := func(when string, want []object) {
+		t.Helper()
+		wanted := map[string]bool{}
+		for _, o := range want {
+			wanted[placeOf(t, o)] = true
+		}
+		for place, o := range all {
+			// Nobody here ends what is in a namespace, so it stays.
+			if err := s.do(t, nil, http.MethodGet, place, "", nil, nil); o.Kind != "Namespace" && (err == nil) != wanted[place] {
+				t.Errorf("%s: %s: %v, and it is to be there: %v", when, place, err, wanted[place])
+			}
+		}
+	}
+	agents := func() any {
+		t.Helper()
+		var d struct{ Spec any }
+		if err := s.do(t, nil, http.MethodGet, fmt.Sprintf(places["DaemonSet"], name)+"/"+name, "", nil, &d); err != nil {
+			t.Fatal(err)
+		}
+		return d.Spec
+	}
+	run := func(command string, args ...string) {
+		t.Helper()
+		if out, err := helm(t, append([]string{command, name, "--namespace", name, "--kubeconfig", kubeconfig}, args...)...); err != nil {
+			t.Fatal(err, out)
+		}
+	}
+	set := func(values []string) (args []string) {
+		for _, v := range values {
+			args = append(args, "--set", v)
+		}
+		return append([]string{"chart"}, args...)
+	}
+	everything := switched(switches[:len(switches)-1]...)
+
+	for _, o := range base(t) {
+		s.apply(t, o, false)
+	}
+	// The namespace of the placer is there, too.
+	const take = "--take-ownership"
+	run("install", append(set(nil), take)...)
+	there("installed", chart(t, "chart"))
+	first := agents()
+	run("upgrade", append(set(everything), take)...)
+	there("with everything", chart(t, "chart", everything...))
+	if reflect.DeepEqual(agents(), first) {
+		t.Error("the upgrade changed nothing of the agent's DaemonSet")
+	}
+	run("rollback", "1")
+	there("back again", chart(t, "chart"))
+	if now := agents(); !reflect.DeepEqual(now, first) {
+		t.Errorf("after the rollback the agent's DaemonSet is\n%v, and it was\n%v", now, first)
+	}
+	run("upgrade", "chart", "--reset-then-reuse-values", "--set", "cleanup=true")
+	there("cleaning", chart(t, "chart", "cleanup=true"))
+	run("uninstall")
+	there("gone", nil)
 }

@@ -13,6 +13,7 @@
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery
 //	placer/                     the placer, one for a cluster, with a directory for each of its other doors, and one for monitoring
 //	examples/                   what pods of Jobs, notebooks, inference and Ray ask for (docs/frameworks.md)
+//	chart/                      the same for Helm, which reads the files above by symbolic links (docs/helm.md)
 //	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built
 //
@@ -26,6 +27,8 @@
 // well-known nodes. A right that not every cluster wants to give is a component:
 // the base does without.
 //
-// There is no Go here but the tests, and no templates: what differs between
-// clusters belongs into an overlay of the cluster's own.
+// There is no Go here but the tests. What differs between clusters belongs into an overlay
+// of the cluster's own, or into the values of the chart. The chart's templates have no
+// objects of their own: they put the files together as kustomize does, and write the values
+// in. The tests hold what Helm makes against what kubectl makes, for each pair of switches.
 package deployments

@@ -141,6 +141,8 @@ func build(ctx context.Context, l Layout, source string, with []string) error {
 // some tests run on one.
 func (l Layout) optional(source, goVersion string) map[string]part {
 	const liqo = "github.com/liqotech/liqo/cmd/"
+	// As in a released Helm, which takes a cluster that it does not ask for one of its client's version.
+	const kubernetes = " -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=34"
 	return map[string]part{
 		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes about 5 minutes on 2 cores", []string{"kueue"},
 			"-ldflags=-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion="+kueueVersion, "sigs.k8s.io/kueue/cmd/kueue"),
@@ -150,7 +152,7 @@ func (l Layout) optional(source, goVersion string) map[string]part {
 		"kuberay": l.goPart(source, goVersion, "KubeRay "+kuberayVersion, "kuberay", 2, "takes a few minutes on 2 cores", []string{"kuberay"},
 			"-ldflags=-s -w", "github.com/ray-project/kuberay/ray-operator"),
 		"helm": l.goPart(source, goVersion, "Helm "+helmVersion, "helm", 2, "takes a minute or two on 2 cores", []string{"helm"},
-			"-ldflags=-s -w -X helm.sh/helm/v3/internal/version.version="+helmVersion, "helm.sh/helm/v3/cmd/helm"),
+			"-ldflags=-s -w -X helm.sh/helm/v3/internal/version.version="+helmVersion+kubernetes, "helm.sh/helm/v3/cmd/helm"),
 	}
 }
 
