@@ -87,6 +87,8 @@ var places = map[string]string{
 	"PersistentVolumeClaim":            "/api/v1/namespaces/%s/persistentvolumeclaims",
 	"HorizontalPodAutoscaler":          "/apis/autoscaling/v2/namespaces/%s/horizontalpodautoscalers",
 	"RayCluster":                       "/apis/ray.io/v1/namespaces/%s/rayclusters",
+	"PodMonitor":                       "/apis/monitoring.coreos.com/v1/namespaces/%s/podmonitors",
+	"PrometheusRule":                   "/apis/monitoring.coreos.com/v1/namespaces/%s/prometheusrules",
 	"RayJob":                           "/apis/ray.io/v1/namespaces/%s/rayjobs",
 }
 

@@ -53,7 +53,7 @@ func chart(t *testing.T, of string, values ...string) []object {
 
 // switches are what the chart can be told to add to the base, by the names of kustomize's
 // directories.
-var switches = []string{"dra", "evict", "network-policy", "nfd", "startup-taint", "driver-container", "placer", "kueue", "liqo", "cleanup"}
+var switches = []string{"dra", "evict", "monitoring", "network-policy", "nfd", "startup-taint", "driver-container", "placer", "kueue", "liqo", "cleanup"}
 
 // switched are the values that turn switches on.
 func switched(on ...string) (values []string) {
@@ -102,6 +102,9 @@ func kustomized(t *testing.T, on ...string) []object {
 	if slices.Contains(parts, "placer/kueue") && slices.Contains(parts, "placer/liqo") {
 		patches += "  - patch: '{apiVersion: apps/v1, kind: Deployment, metadata: {name: gpu-placer, namespace: gpu-placer}, spec: {template: {spec: {containers: " +
 			"[{name: gpu-placer, env: [{name: GPU_AGENT_DOORS, value: \"extender,kueue,liqo\"}]}]}}}}'\n"
+	}
+	if slices.Contains(resources, "placer") && slices.Contains(on, "monitoring") {
+		parts = append(parts, "placer/monitoring")
 	}
 	slices.Sort(resources)
 	if patches != "" {
@@ -180,6 +183,7 @@ func TestChartAtTheAPIServer(t *testing.T) {
 	s := startAPIServer(t)
 	s.serveKueue(t)
 	s.serveLiqo(t)
+	s.serveMonitoring(t)
 	for _, namespace := range []string{name, placer} {
 		s.namespace(t, namespace)
 	}
@@ -217,6 +221,33 @@ func (s *apiServer) tryChartSwitches(t *testing.T) {
 	}
 	if len(taken) < 100 {
 		t.Errorf("the API server was shown %d objects: this test looks at nothing", len(taken))
+	}
+}
+
+// serveMonitoring has the API server serve the Prometheus Operator's objects.
+func (s *apiServer) serveMonitoring(t *testing.T) {
+	t.Helper()
+	source := sourceOf(t, "github.com/prometheus-operator/prometheus-operator") + "/example/prometheus-operator-crd/monitoring.coreos.com_"
+	for file, kind := range map[string]string{"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"} {
+		for _, o := range documents(t, file, read(t, source+file+".yaml")) {
+			s.apply(t, o, false)
+		}
+		s.await(t, kind+" is served", func() error { return s.do(t, nil, http.MethodGet, fmt.Sprintf(places[kind], name), "", nil, nil) })
+	}
+}
+
+// Alerts lead to the runbooks of whoever has his own.
+func TestChartRunbooks(t *testing.T) {
+	links := 0
+	for path, value := range flat(t, chart(t, "chart", append(switched("monitoring", "placer"), "monitoring.runbooks=https://wiki.test/gpus")...)) {
+		if strings.HasSuffix(path, ".runbook_url") {
+			if links++; !strings.HasPrefix(value, "https://wiki.test/gpus#") {
+				t.Errorf("%s leads to %s", path, value)
+			}
+		}
+	}
+	if links < 5 {
+		t.Errorf("%d alerts lead anywhere", links)
 	}
 }
 
@@ -290,6 +321,8 @@ func TestChartValues(t *testing.T) {
 		{[]string{"evict"}, []string{"evict.after=5"}, []string{"~ " + agent + ".env[GPU_AGENT_EVICT_AFTER].value = 5"}},
 		{[]string{"network-policy"}, []string{"networkPolicy.namespace=scrapers"},
 			[]string{"~ NetworkPolicy gpu-agent/gpu-agent.spec.ingress[0].from[0].namespaceSelector.matchLabels.kubernetes.io/metadata.name = scrapers"}},
+		{[]string{"monitoring"}, []string{"monitoring.labels.release=prometheus"},
+			[]string{"+ PodMonitor gpu-agent/gpu-agent.metadata.labels.release = prometheus", "+ PrometheusRule gpu-agent/gpu-agent.metadata.labels.release = prometheus"}},
 		{[]string{"startup-taint"}, []string{"startupTaint.key=node.test/wait"},
 			[]string{"~ " + agent + ".env[GPU_AGENT_STARTUP_TAINT].value = node.test/wait", "~ " + policy + "[startupTaint].expression = 'node.test/wait'"}},
 		{[]string{"placer"}, []string{"placer.nodeSelector.pool=control"}, []string{"+ " + placers + ".nodeSelector.pool = control"}},

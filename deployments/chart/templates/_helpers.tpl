@@ -4,14 +4,15 @@
 The objects are kustomize's: files/ links to its directories, whose comments give the
 reasons. These templates read a directory as kustomization.yaml says, apply the patches of
 what is switched on, and write the values into the objects. Of kustomize they know what is
-used here: resources, and patches that add variables, mounts and volumes. A test holds what
+used here: resources, ConfigMaps of files, and patches that add variables, mounts and
+volumes. A test holds what
 comes out equal to what kubectl makes.
 */ -}}
 
 {{- /* The directories that are switched on, as JSON: each adds objects, or patches others. */ -}}
 {{- define "gpu-agent.parts" -}}
 {{- $parts := list -}}
-{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/startup-taint" .Values.startupTaint "overlays/driver-container" .Values.driverContainer -}}
+{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/monitoring" .Values.monitoring "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/startup-taint" .Values.startupTaint "overlays/driver-container" .Values.driverContainer -}}
 {{- range $dir, $of := $switches -}}
 {{- if $of.enabled -}}{{- $parts = append $parts $dir -}}{{- end -}}
 {{- end -}}
@@ -20,17 +21,26 @@ comes out equal to what kubectl makes.
 
 {{- /* What the kustomization of a directory makes by itself: (root, directory, parts). */ -}}
 {{- define "gpu-agent.print" -}}
-{{- $root := index . 0 -}}{{- $dir := index . 1 -}}{{- $parts := index . 2 -}}
-{{- range $file := ($root.Files.Get (printf "files/%s/kustomization.yaml" $dir) | fromYaml).resources -}}
+{{- $root := index . 0 -}}{{- $dir := index . 1 -}}{{- $parts := index . 2 -}}{{- $objects := list -}}
+{{- $made := $root.Files.Get (printf "files/%s/kustomization.yaml" $dir) | fromYaml -}}
+{{- range $file := $made.resources -}}
 {{- range $text := ternary (list) (regexSplit "(?m)^---\n" ($root.Files.Get (printf "files/%s/%s" $dir $file)) -1) (hasPrefix "../" $file) -}}
-{{- $object := $text | replace "example.com" $root.Values.domain | fromYaml -}}
+{{- $objects = append $objects ($text | replace "example.com" $root.Values.domain | fromYaml) -}}
+{{- end -}}
+{{- end -}}
+{{- range $map := $made.configMapGenerator -}}
+{{- $data := dict -}}
+{{- range $file := $map.files -}}{{- $_ := set $data $file ($root.Files.Get (printf "files/%s/%s" $dir $file)) -}}{{- end -}}
+{{- $metadata := dict "name" $map.name "namespace" $map.namespace "labels" $map.options.labels -}}
+{{- $objects = append $objects (dict "apiVersion" "v1" "kind" "ConfigMap" "metadata" $metadata "data" $data) -}}
+{{- end -}}
+{{- range $object := $objects -}}
 {{- $is := printf "%s %s" $object.kind $object.metadata.name -}}
 {{- /* The release's namespace is Helm's, and the cleanup comes in place of the agent. */ -}}
 {{- if not (or (eq $is "Namespace gpu-agent") (and $root.Values.cleanup (eq $is "DaemonSet gpu-agent"))) -}}
 {{- include "gpu-agent.fill" (list $root $object $parts) }}
 ---
 {{ toYaml $object }}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -44,7 +54,7 @@ comes out equal to what kubectl makes.
 {{- end -}}
 {{- if has $object.kind (list "DaemonSet" "Deployment") -}}
 {{- include "gpu-agent.workload" . -}}
-{{- else if and (eq $object.kind "ConfigMap") $values.partitions -}}
+{{- else if and (eq $object.metadata.name "gpu-partitions") $values.partitions -}}
 {{- $_ := set $object.data "config.yaml" $values.partitions -}}
 {{- else if eq $object.kind "DeviceClass" -}}
 {{- with $object.spec.extendedResourceName -}}
@@ -53,6 +63,15 @@ comes out equal to what kubectl makes.
 {{- else if eq $object.kind "NetworkPolicy" -}}
 {{- $from := index (index $object.spec.ingress 0).from 0 -}}
 {{- $_ := set $from.namespaceSelector.matchLabels "kubernetes.io/metadata.name" $values.networkPolicy.namespace -}}
+{{- else if has $object.kind (list "PodMonitor" "PrometheusRule") -}}
+{{- $_ := set $object.metadata "labels" (merge (dict) $values.monitoring.labels $object.metadata.labels) -}}
+{{- range $group := get $object.spec "groups" | default list -}}
+{{- range $rule := $group.rules -}}
+{{- with dig "annotations" "runbook_url" "" $rule -}}
+{{- $_ := set $rule.annotations "runbook_url" (. | replace "docs/runbooks.md" $values.monitoring.runbooks) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- else if eq $object.kind "ValidatingAdmissionPolicy" -}}
 {{- range $object.spec.variables -}}
 {{- if eq .name "resourceDomain" -}}

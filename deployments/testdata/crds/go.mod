@@ -4,6 +4,7 @@ go 1.26
 
 require (
 	github.com/liqotech/liqo v1.2.0
+	github.com/prometheus-operator/prometheus-operator v0.93.1
 	github.com/ray-project/kuberay/ray-operator v1.4.2
 	sigs.k8s.io/karpenter v1.8.0
 	sigs.k8s.io/kueue v0.19.0
