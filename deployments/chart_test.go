@@ -191,8 +191,9 @@ func TestChartAtTheAPIServer(t *testing.T) {
 	t.Run("life", s.tryChartLife)
 }
 
-// With no switch, each, each pair, all, and all but the cleanup, the chart makes the objects
-// that kustomize makes of the same parts, and the API server takes them.
+// The API server takes what the chart makes with no switch, each, each pair, all, and all
+// but the cleanup. But for the pairs, which would take as long again, that is compared with
+// what kubectl makes of the same parts.
 func (s *apiServer) tryChartSwitches(t *testing.T) {
 	sets := [][]string{nil, switches, switches[:len(switches)-1]}
 	for i, a := range switches {
@@ -204,8 +205,10 @@ func (s *apiServer) tryChartSwitches(t *testing.T) {
 	taken := map[string]bool{}
 	for _, on := range sets {
 		objects := chart(t, "chart", switched(on...)...)
-		if diff := changes(flat(t, kustomized(t, on...)), flat(t, objects)); len(diff) > 0 {
-			t.Errorf("%q: Helm makes other objects than kubectl:\n%s", on, strings.Join(diff, "\n"))
+		if len(on) != 2 {
+			if diff := changes(flat(t, kustomized(t, on...)), flat(t, objects)); len(diff) > 0 {
+				t.Errorf("%q: Helm makes other objects than kubectl:\n%s", on, strings.Join(diff, "\n"))
+			}
 		}
 		for _, o := range objects {
 			text, err := yaml.Marshal(o.node)

@@ -30,5 +30,5 @@
 // There is no Go here but the tests. What differs between clusters belongs into an overlay
 // of the cluster's own, or into the values of the chart. The chart's templates have no
 // objects of their own: they put the files together as kustomize does, and write the values
-// in. The tests hold what Helm makes against what kubectl makes, for each pair of switches.
+// in. The tests hold what Helm makes against what kubectl makes, for each switch and all.
 package deployments
