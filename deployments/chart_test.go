@@ -347,46 +347,41 @@ func TestChartValues(t *testing.T) {
 // that of the resources is in the places that are about resources.
 func TestChartDomains(t *testing.T) {
 	everything := switched(switches...)
-	domain := func(objects []object, name string) (text string, containers int) {
-		var lines []string
-		for path, value := range flat(t, objects) {
-			if strings.Contains(path, ".env["+name+"]") {
-				containers++
-				continue
+	before := flat(t, chart(t, "chart", everything...))
+	// The cleanup's two containers, and the placer's.
+	variables := func(diff []string, name string) (others []string) {
+		n := 0
+		for _, d := range diff {
+			if strings.HasPrefix(d, "+ ") && strings.Contains(d, ".env["+name+"].value = ") {
+				n++
+			} else if !strings.Contains(d, ".env["+name+"].name = ") {
+				others = append(others, d)
 			}
-			lines = append(lines, path+" = "+value)
 		}
-		slices.Sort(lines)
-		return strings.Join(lines, "\n"), containers
+		if n != 3 {
+			t.Errorf("%d containers have %s, want 3", n, name)
+		}
+		return others
 	}
-	before, _ := domain(chart(t, "chart", everything...), "GPU_AGENT_DOMAIN")
-	after, containers := domain(chart(t, "chart", append(everything, "domain=gpus.corp.test")...), "GPU_AGENT_DOMAIN")
-	sorted := func(text string) []string {
-		lines := strings.Split(text, "\n")
-		slices.Sort(lines)
-		return lines
+	want := map[string]string{}
+	for path, value := range before {
+		want[strings.ReplaceAll(path, "example.com", "gpus.corp.test")] = strings.ReplaceAll(value, "example.com", "gpus.corp.test")
 	}
-	if want := strings.ReplaceAll(before, "example.com", "gpus.corp.test"); !slices.Equal(sorted(after), sorted(want)) {
-		t.Error("with another domain more, or less, than the domain differs")
+	diff := changes(want, flat(t, chart(t, "chart", append(everything, "domain=gpus.corp.test")...)))
+	if others := variables(diff, "GPU_AGENT_DOMAIN"); len(others) > 0 {
+		t.Errorf("with another domain differs, but for the word:\n%s", strings.Join(others, "\n"))
 	}
-	if containers != 2*3 { // name and value, of the cleanup's two and of the placer's
-		t.Errorf("%d variables tell programs of the domain", containers/2)
-	}
-	before, _ = domain(chart(t, "chart", everything...), "GPU_AGENT_RESOURCE_DOMAIN")
-	after, _ = domain(chart(t, "chart", append(everything, "resourceDomain=nvidia.com")...), "GPU_AGENT_RESOURCE_DOMAIN")
-	was, is, classes := sorted(before), sorted(after), 0
-	for i := range was {
-		switch {
-		case was[i] == is[i]:
-		case strings.HasSuffix(was[i][:strings.Index(was[i], " = ")], ".extendedResourceName"):
+	classes := 0
+	diff = changes(before, flat(t, chart(t, "chart", append(everything, "resourceDomain=nvidia.com")...)))
+	for _, d := range variables(diff, "GPU_AGENT_RESOURCE_DOMAIN") {
+		path, now, _ := strings.Cut(strings.TrimPrefix(d, "~ "), " = ")
+		if strings.HasSuffix(path, ".spec.extendedResourceName") {
 			classes++
-			fallthrough
-		case strings.Contains(was[i], "[resourceDomain].expression = "):
-			if strings.Replace(was[i], "example.com/", "nvidia.com/", 1) != strings.Replace(is[i], ".nvidia.com", ".example.com", 1) {
-				t.Errorf("%s became %s", was[i], is[i])
-			}
-		default:
-			t.Errorf("%s became %s", was[i], is[i])
+		} else if path != "ValidatingAdmissionPolicy /gpu-agent.spec.variables[resourceDomain].expression" {
+			t.Errorf("another domain of the resources changes %s", d)
+		}
+		if was := before[path]; now != strings.Replace(was, "example.com/", "nvidia.com/", 1) {
+			t.Errorf("%s was %s and is %s", path, was, now)
 		}
 	}
 	if classes < 20 {
@@ -530,10 +525,12 @@ func (s *apiServer) tryChartLife(t *testing.T) {
 		}
 		return d.Spec
 	}
-	run := func(command string, args ...string) {
+	// What Helm says at the end tells what is to be done next.
+	run := func(says, command string, args ...string) {
 		t.Helper()
-		if out, err := helm(t, append([]string{command, name, "--namespace", name, "--kubeconfig", kubeconfig}, args...)...); err != nil {
-			t.Fatal(err, out)
+		out, err := helm(t, append([]string{command, name, "--namespace", name, "--kubeconfig", kubeconfig}, args...)...)
+		if err != nil || !strings.Contains(out, says) {
+			t.Fatalf("%v: %s\nwant that it says %q", err, out, says)
 		}
 	}
 	set := func(values []string) (args []string) {
@@ -549,21 +546,21 @@ func (s *apiServer) tryChartLife(t *testing.T) {
 	}
 	// The namespace of the placer is there, too.
 	const take = "--take-ownership"
-	run("install", append(set(nil), take)...)
+	run("kubectl label node NODE example.com/gpu.node=true\n", "install", append(set(nil), take)...)
 	there("installed", chart(t, "chart"))
 	first := agents()
-	run("upgrade", append(set(everything), take)...)
+	run("Nobody asks the placer yet", "upgrade", append(set(everything), take)...)
 	there("with everything", chart(t, "chart", everything...))
 	if reflect.DeepEqual(agents(), first) {
 		t.Error("the upgrade changed nothing of the agent's DaemonSet")
 	}
-	run("rollback", "1")
+	run("", "rollback", "1")
 	there("back again", chart(t, "chart"))
 	if now := agents(); !reflect.DeepEqual(now, first) {
 		t.Errorf("after the rollback the agent's DaemonSet is\n%v, and it was\n%v", now, first)
 	}
-	run("upgrade", "chart", "--reset-then-reuse-values", "--set", "cleanup=true")
+	run("kubectl -n gpu-agent rollout status daemonset gpu-agent-cleanup\n", "upgrade", "chart", "--reset-then-reuse-values", "--set", "cleanup=true")
 	there("cleaning", chart(t, "chart", "cleanup=true"))
-	run("uninstall")
+	run("", "uninstall")
 	there("gone", nil)
 }
