@@ -389,6 +389,28 @@ func TestChartDomains(t *testing.T) {
 	}
 }
 
+// The agent's objects are where Helm's release is, and the rights are for the account there.
+func TestChartNamespace(t *testing.T) {
+	want := map[string]string{}
+	for path, value := range flat(t, chart(t, "chart", switched(switches...)...)) {
+		if value == name && (strings.HasSuffix(path, ".metadata.namespace") || strings.Contains(path, ".subjects[") && strings.HasSuffix(path, ".namespace")) {
+			value = "gpu-ops"
+		}
+		want[strings.Replace(path, " "+name+"/", " gpu-ops/", 1)] = value
+	}
+	args := []string{"template", name, "chart", "--namespace", "gpu-ops"}
+	for _, v := range switched(switches...) {
+		args = append(args, "--set", v)
+	}
+	out, err := helm(t, args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := changes(want, flat(t, documents(t, "chart", []byte(out)))); len(diff) > 0 {
+		t.Errorf("in another namespace differs, but for that:\n%s", strings.Join(diff, "\n"))
+	}
+}
+
 // A value that cannot be right is refused by its name, before anything is asked of a cluster.
 func TestChartRefuses(t *testing.T) {
 	for _, test := range []struct{ value, says string }{

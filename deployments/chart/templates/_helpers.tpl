@@ -5,8 +5,7 @@ The objects are kustomize's: files/ links to its directories, whose comments giv
 reasons. These templates read a directory as kustomization.yaml says, apply the patches of
 what is switched on, and write the values into the objects. Of kustomize they know what is
 used here: resources, ConfigMaps of files, and patches that add variables, mounts and
-volumes. A test holds what
-comes out equal to what kubectl makes.
+volumes. A test holds what comes out equal to what kubectl makes.
 */ -}}
 
 {{- /* The directories that are switched on, as JSON: each adds objects, or patches others. */ -}}
