@@ -60,8 +60,8 @@ const (
 	// urgent is the ClusterQueue of urgent jobs, the LocalQueue that leads there, and their class.
 	urgent      = "gpus-urgent"
 	urgentValue = 1000
-	currency   = "gpu-memory"
-	kueueAPI   = "kueue.x-k8s.io/v1beta2"
+	currency    = "gpu-memory"
+	kueueAPI    = "kueue.x-k8s.io/v1beta2"
 )
 
 func (k *Kueue) siteLabel() string { return k.Domain + "/" + Site }

@@ -21,6 +21,7 @@
 //
 //   - "example.com/gpu-placer": is there room? It is Ready once every pod of the workload has its
 //     room, on nodes of the flavors that Kueue chose, and Retry with the reason otherwise.
+//
 //   - "example.com/gpu-placer-cloud": is on-prem full? It is Ready where the workload has no room
 //     on the other nodes, and says why. While there is room it is Retry, so that the workload
 //     begins again with the first flavor. Where Kueue goes on having no quota on-prem for what has
