@@ -81,6 +81,7 @@ var places = map[string]string{
 	"Topology":                         "/apis/kueue.x-k8s.io/v1beta2/topologies",
 	"ResourceFlavor":                   "/apis/kueue.x-k8s.io/v1beta2/resourceflavors",
 	"ClusterQueue":                     "/apis/kueue.x-k8s.io/v1beta2/clusterqueues",
+	"WorkloadPriorityClass":            "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses",
 	"LocalQueue":                       "/apis/kueue.x-k8s.io/v1beta2/namespaces/%s/localqueues",
 	"AdmissionCheck":                   "/apis/kueue.x-k8s.io/v1beta2/admissionchecks",
 	"NodeOverlay":                      "/apis/karpenter.sh/v1alpha1/nodeoverlays",

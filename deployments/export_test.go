@@ -59,12 +59,12 @@ const exported = "../internal/export/testdata/"
 func TestExportsAtTheAPIServer(t *testing.T) {
 	s := startAPIServer(t)
 	kueue, karpenter := sourceOf(t, "sigs.k8s.io/kueue")+"/config/components/crd/bases/kueue.x-k8s.io_", sourceOf(t, "sigs.k8s.io/karpenter")+"/pkg/apis/crds/karpenter.sh_"
-	for _, file := range []string{"base/crd.yaml", kueue + "clusterqueues.yaml", kueue + "localqueues.yaml", kueue + "resourceflavors.yaml", kueue + "topologies.yaml", karpenter + "nodeoverlays.yaml"} {
+	for _, file := range []string{"base/crd.yaml", kueue + "clusterqueues.yaml", kueue + "localqueues.yaml", kueue + "resourceflavors.yaml", kueue + "topologies.yaml", kueue + "workloadpriorityclasses.yaml", karpenter + "nodeoverlays.yaml"} {
 		for _, o := range documents(t, file, read(t, file)) {
 			s.apply(t, o, false)
 		}
 	}
-	for _, kind := range []string{"Topology", "ResourceFlavor", "ClusterQueue", "NodeOverlay"} {
+	for _, kind := range []string{"Topology", "ResourceFlavor", "ClusterQueue", "WorkloadPriorityClass", "NodeOverlay"} {
 		s.await(t, kind+" is served", func() error { return s.do(t, nil, http.MethodGet, places[kind], "", nil, nil) })
 	}
 	s.await(t, "GPUNodes are served", func() error { return s.do(t, nil, http.MethodGet, gpuNodes, "", nil, nil) })
