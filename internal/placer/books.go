@@ -48,7 +48,7 @@ type Container struct {
 type Books struct {
 	nodes map[string]*node
 	pods  map[string]*entry
-	cards []*cardOf
+	cards cards
 	// due is when the first reservation ends at the earliest, zero while there is none.
 	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
@@ -242,9 +242,12 @@ func (b *Books) expire(now time.Time) {
 	}
 }
 
-// card reads a GPU's rules, each kind's once.
-func (b *Books) card(told *gpunode.Card) *cardOf {
-	for _, c := range b.cards {
+// cards are the kinds of GPUs.
+type cards []*cardOf
+
+// of reads a GPU's rules, each kind's once.
+func (all *cards) of(told *gpunode.Card) *cardOf {
+	for _, c := range *all {
 		if reflect.DeepEqual(&c.told, told) {
 			return c
 		}
@@ -255,7 +258,7 @@ func (b *Books) card(told *gpunode.Card) *cardOf {
 		name := p.Profile.String()
 		c.profiles[name] = append(c.profiles[name], p)
 	}
-	b.cards = append(b.cards, c)
+	*all = append(*all, c)
 	return c
 }
 

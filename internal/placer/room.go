@@ -194,7 +194,7 @@ func (b *Books) placements(s *space, n *node, g *gpunode.GPU, open bool, gone ma
 	var kind *cardOf
 	for i := range n.status.Cards {
 		if n.status.Cards[i].Name == g.MIG.Card {
-			kind = b.card(&n.status.Cards[i])
+			kind = b.cards.of(&n.status.Cards[i])
 		}
 	}
 	for _, o := range g.MIG.Offers {
