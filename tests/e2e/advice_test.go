@@ -18,12 +18,24 @@ import (
 	"example.com/gpu-agent/tests/lab"
 )
 
-// request is a pod of the trace: when it comes, what it asks for, and for how long it then runs.
+// request is a pod of the trace: when it comes, and what it asks for.
 type request struct {
-	at, holds time.Duration
-	resource  string
-	n         int
+	at       time.Duration
+	resource string
+	n        int
 }
+
+// held is for how long a pod runs. All run for as long, since nobody can know that of those that
+// were refused.
+const held = 90 * time.Second
+
+// half of the node's GPUs are whole, and nobody asks for them.
+const half = `version: v1
+partitions:
+  default:
+    - {devices: [0, 1, 2, 3], mode: shared}
+    - {devices: [4, 5, 6, 7], mode: whole}
+`
 
 // tenMinutes are requests for large and small shares of a GPU, so many that the large ones are
 // refused now and then: the scheduler adds up what small ones leave on several GPUs.
@@ -31,7 +43,7 @@ func tenMinutes() (out []request) {
 	const pods = 100
 	random := rand.New(rand.NewPCG(1, 19))
 	for range pods {
-		r := request{at: time.Duration(random.Int64N(int64(10 * time.Minute))), holds: time.Minute + time.Duration(random.Int64N(int64(time.Minute))), resource: lab.Memory, n: 18 + random.IntN(5)}
+		r := request{at: time.Duration(random.Int64N(int64(10 * time.Minute))), resource: lab.Memory, n: 18 + random.IntN(5)}
 		if random.IntN(2) == 0 {
 			r.n = 48 + random.IntN(5)
 		}
@@ -58,7 +70,7 @@ func (b *bench) serve(name string, trace []request, called func(request) (resour
 			}
 			resource, n := called(r)
 			_, err := node.CreatePod(ctx, lab.Pod{Name: fmt.Sprintf("%s-%d", name, i), Once: true,
-				Containers: []lab.Container{{Resources: map[string]int{resource: n}, Then: fmt.Sprintf("sleep %.0f", r.holds.Seconds())}}})
+				Containers: []lab.Container{{Resources: map[string]int{resource: n}, Then: fmt.Sprintf("sleep %.0f", held.Seconds())}}})
 			failed <- err
 		}()
 	}
@@ -130,8 +142,8 @@ func TestAdvice(t *testing.T) {
 	b := prepare(t)
 	trace := tenMinutes()
 	within := len(trace) / 100
-	b.must(agent.Reset(b.ctx, allShared))
-	b.offersAll(map[string]int{lab.Memory: gpus * units})
+	b.must(agent.Reset(b.ctx, half))
+	b.offersAll(map[string]int{lab.Memory: 4 * units, lab.GPU: 4})
 	since := time.Now().UTC().Truncate(time.Second).Add(time.Second)
 	time.Sleep(time.Until(since))
 	seen := b.serve("first", trace, func(r request) (string, int) { return r.resource, r.n })
