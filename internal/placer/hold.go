@@ -109,11 +109,11 @@ func (b *Books) Drop(id string) {
 	delete(b.holds.by, id)
 }
 
-// Leave says of the pods that there are that they use no seat of what is held under an ID from now
-// on: those who hold it have ended them, and begin anew.
+// Leave says of the pods that are on nodes that they use no seat of what is held under an ID from now
+// on: those who hold it have ended them, and begin anew. Pods that are bound later do.
 func (b *Books) Leave(id string) {
 	for _, e := range b.pods {
-		if e.Hold == id && !e.left {
+		if e.Hold == id && e.Node != "" && !e.left {
 			e.left = true
 			b.holds.sit(e)
 		}

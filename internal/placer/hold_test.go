@@ -362,3 +362,20 @@ func (f *fleet) come() {
 	}
 	f.settle()
 }
+
+// A group that begins anew has seats of its own beside its pods that are ending. A pod that waited
+// before uses one of them.
+func TestLeftPodsUseNoSeat(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 50))
+	f.give(units("old", 50).of("g"), "a")
+	waiting := units("new", 50).of("g")
+	f.books.SetPod(waiting)
+	f.books.Drop("g")
+	f.books.Leave("g")
+	f.wantHeld("g", "[[b]]", f.group(1, memName, 50))
+	f.wantPlaced(waiting, "b")
+	f.give(waiting, "b")
+	f.wantHeld("g", "[[b]]", f.group(1, memName, 50))
+	f.wantPlaced(units("other", 29), "a")
+}
