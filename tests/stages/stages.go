@@ -148,12 +148,13 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl and Helm put them together", after: []string{"helm"}, lane: beside,
-			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
-		},
-		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
 			commands: []command{e2e},
+		},
+		{
+			// The other two lanes have more to do behind the first tests of the node.
+			name: "deployments", what: "the manifests, as kubectl and Helm put them together", after: []string{"helm"},
+			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
 			// The tests of the node look at all that is on the machine.

@@ -209,9 +209,9 @@ func TestNewerVersion(t *testing.T) {
 
 // A year of a busy node fits the bound: 1,000 allocations a day on 8 GPUs, each with its
 // holder and its end, 16 more that stay for months, and a sample of use every minute.
-// The short form writes ten days and reckons.
+// The short form writes three days and reckons.
 func TestYearFits(t *testing.T) {
-	days := 10
+	days := 3
 	if *long {
 		days = 365
 	}
