@@ -75,6 +75,8 @@ type Checks struct {
 	domain string
 	books  Books
 	held   map[string]*held // by ID
+	// sought is when it was last looked who makes room for an urgent workload, by UID.
+	sought map[string]time.Time
 }
 
 // held is what a hold is for.
@@ -87,8 +89,8 @@ type held struct {
 	// since is when room was held for a workload that has no quota for it yet, zero once its check
 	// was answered; woken is when Kueue was last asked to look at it.
 	since, woken time.Time
-	// opened is when it was last looked who makes room, zero where nobody has to.
-	opened time.Time
+	// opening says that others make room.
+	opening bool
 }
 
 // Answer is what a workload is told.
@@ -106,7 +108,7 @@ type Answer struct {
 
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
 func NewChecks(domain string, books Books) *Checks {
-	return &Checks{domain: domain, books: books, held: map[string]*held{}}
+	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}}
 }
 
 // id is the hold of a namespace's owner.
@@ -171,7 +173,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if s.State == Pending {
-				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || !h.opened.IsZero())
+				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || h.opening)
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
@@ -182,6 +184,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 			there[hold] = there[hold] || c.held[hold] != nil && c.held[hold].by == w.UID
 		}
 	}
+	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
 	for hold := range c.held {
 		if !there[hold] {
 			c.drop(hold)

@@ -30,16 +30,20 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 	if no == nil {
 		return c.placed(w, groups, at), nil
 	}
-	if h != nil && !h.opened.IsZero() && now.Sub(h.opened) < lookAgain {
+	if _, lately := c.sought[w.UID]; lately {
 		return nil, nil
 	}
+	c.sought[w.UID] = now
 	guests := c.guests(w, v)
 	gone, at, no := c.books.Open(w.hold(), w.Namespace+"/"+w.Name, groups, guests)
 	if no != nil {
 		c.drop(w.hold())
+		if no.Waits {
+			return pending("no room yet: " + no.Error()), nil
+		}
 		return pending("no room, nor would there be any without workloads of lower priority: " + no.Error()), nil
 	}
-	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), opened: now}
+	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), opening: true}
 	why := fmt.Sprintf("its room is for a workload of a higher priority (UID: %s)", w.UID)
 	for _, y := range sorted(v.Workloads) {
 		if !slices.Contains(gone, y.hold()) || c.held[y.hold()] == nil || c.held[y.hold()].by != y.UID {

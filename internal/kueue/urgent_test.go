@@ -8,11 +8,16 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/placer"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// pod lets a workload's pod run on a node, and returns how it ends.
-func (c *cluster) pod(w *Workload, node string, units int) (end func()) {
+// pod lets a workload's pod run on a node, with units from one on, and returns how it ends.
+func (c *cluster) pod(w *Workload, node string, from, units int) (end func()) {
 	p := placer.Pod{UID: "pod-of-" + w.UID, Name: w.Name, Namespace: w.Namespace, Hold: w.hold(), Containers: []placer.Container{{Requests: map[string]int{memory: units}}}, Node: node}
+	for n := range units {
+		p.Devices = append(p.Devices, timeslice.ID(gpu.UUID("GPU-"+node+"-0"), from+n))
+	}
 	c.SetPod(p)
 	c.pods[p.UID] = p
 	return func() {
@@ -37,8 +42,8 @@ func TestUrgent(t *testing.T) {
 				c.want(w, Ready, "there is room")
 				w.Admitted = true
 			}
-			endBig, endLeft := c.pod(big, "a", 79), c.pod(left, "b", 40)
-			c.pod(right, "b", 39)
+			endBig, endLeft := c.pod(big, "a", 0, 79), c.pod(left, "b", 0, 40)
+			c.pod(right, "b", 40, 39)
 			after := time.Duration(0)
 			next := func() []string {
 				if restart {
@@ -79,7 +84,7 @@ func TestUrgent(t *testing.T) {
 				t.Fatalf("told: %q", told)
 			}
 			urgent.Admitted = true
-			c.pod(urgent, "b", 40)
+			c.pod(urgent, "b", 0, 40)
 			if told := next(); told != nil {
 				t.Fatalf("told: %q", told)
 			}

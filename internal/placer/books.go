@@ -4,6 +4,7 @@ package placer
 
 import (
 	"fmt"
+	"maps"
 	"reflect"
 	"time"
 
@@ -65,6 +66,9 @@ type node struct {
 	status       gpunode.Status
 	// here are the pods that have or will have devices of the node, by UID.
 	here map[string]*entry
+	// leaving are the devices of pods that have gone and that the GPUNode still counts, by ID, with
+	// the time when somebody first waited for them.
+	leaving map[string]time.Time
 	// kept is what quotas have there, in the order in which it is placed.
 	kept []Part
 	// room is what follows from that; nil where it must be found anew.
@@ -121,6 +125,10 @@ func New() *Books {
 func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 	n := b.node(name)
 	n.status, n.known, n.ready, n.room, b.quotas.moved = *says, true, ready, nil, true
+	if len(n.leaving) > 0 {
+		used := n.used()
+		maps.DeleteFunc(n.leaving, func(id string, _ time.Time) bool { return !used[id] })
+	}
 }
 
 // DeleteNode forgets a GPUNode. The node's pods are kept: it may come back.
@@ -207,6 +215,7 @@ func (b *Books) settle(e *entry) {
 		delete(n.here, e.UID)
 		n.room = nil
 		if e.at != at {
+			n.leave(e)
 			b.prune(e.at)
 		}
 	}
@@ -214,10 +223,29 @@ func (b *Books) settle(e *entry) {
 		n := b.node(at)
 		n.here[e.UID] = e
 		n.room = nil
+		for _, id := range e.Devices {
+			delete(n.leaving, id)
+		}
 	}
 	b.quotas.join(e)
 	b.holds.sit(e)
 	b.quotas.moved = true
+}
+
+// leave notes which devices a pod that goes leaves behind.
+func (n *node) leave(e *entry) {
+	if len(e.Devices) == 0 && n.status.HoldersIn != gpunode.InObject {
+		return
+	}
+	used := n.used()
+	for _, id := range n.devices(&e.Pod) {
+		if used[id] {
+			if n.leaving == nil {
+				n.leaving = map[string]time.Time{}
+			}
+			n.leaving[id] = time.Time{}
+		}
+	}
 }
 
 // expire ends the reservations whose time has come.

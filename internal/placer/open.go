@@ -26,6 +26,9 @@ const (
 	// enoughNodes is on how many nodes where guests could make room it is looked which of them
 	// are best ended. A fleet of a thousand nodes would take seconds.
 	enoughNodes = 100
+	// leavesWithin is how long it may take until the devices of pods that have gone are free. From then
+	// on they are taken for held.
+	leavesWithin = 2 * time.Minute
 	// maxMasks bounds the guests of one GPU of which all subsets are tried; of more the cheapest
 	// are spared one by one.
 	maxMasks = 8
@@ -36,7 +39,9 @@ const (
 // have gone. Meanwhile nobody else is placed in their room. Guests are in the order in which they
 // are to go where they are of one rank, and pods that end already are none. It ends those of the lowest ranks that make room, and of
 // these as few as it can find: on each GPU the fewest for a pod that has room on one GPU. For each
-// of several pods it chooses anew. The error is a [Refusal] where there is no room without all
+// of several pods it chooses anew. Nobody ends on a node where a pod has not reported its devices: it
+// might be in vain. What a pod that has gone leaves behind counts as free, for a while, before its
+// GPUNode says so. The error is a [Refusal] where there is no room without all
 // guests either; then the hold stays as it was.
 func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
 	b.expire(now)
@@ -46,7 +51,7 @@ func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.T
 	b.holds.seat(h, nil)
 	b.holds.seat(h, h.ofMembers(groups))
 	b.quotas.balance()
-	o := opening{b: b, h: h, guests: guests, going: map[string]bool{}}
+	o := opening{b: b, h: h, guests: guests, going: map[string]bool{}, now: now}
 	for _, g := range guests {
 		o.going[g.ID] = g.Going
 	}
@@ -79,6 +84,7 @@ type opening struct {
 	h      *hold
 	guests []Guest
 	going  map[string]bool // by hold
+	now    time.Time
 }
 
 // offer is a node with the guests that must end for a pod to have room there. Last is the place of
@@ -127,8 +133,8 @@ func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
 			continue
 		}
 		if v = of.judge(of.guests, e); v.why != "" {
-			no.Nodes[name] = v.why
-			r := o.b.roomOf(n, of.without(of.guests))
+			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
+			r := o.b.roomOf(n, of.without(of.guests), of.free...)
 			for _, resource := range e.names {
 				if n := r.beside(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
 					no.Largest[resource] = Block{n, name}
@@ -153,6 +159,8 @@ type hosted struct {
 	n      *node
 	guests []Guest
 	gone   map[string]bool     // UIDs of those that go in any case
+	free   []string            // devices of pods that have gone
+	vague  *entry              // a pod of which nobody knows which devices it has
 	uids   map[string][]string // of guests' pods and seats, by hold
 	gpus   map[string][]Guest  // by UUID, those with devices of it
 }
@@ -160,10 +168,22 @@ type hosted struct {
 // on finds the guests of a node.
 func (o *opening) on(n *node) *hosted {
 	of := &hosted{opening: o, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
+	for id, since := range n.leaving {
+		if since.IsZero() {
+			n.leaving[id], since = o.now, o.now
+		}
+		if o.now.Sub(since) < leavesWithin {
+			of.free = append(of.free, id)
+		}
+	}
+	bare := o.b.roomOf(n, nil)
 	devices := map[string]map[string]bool{}
 	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
 		e := n.here[uid]
 		going, guest := o.going[e.Hold]
+		if e.seat == nil && e.Hold != o.h.id && !bare.reported(e, n.devices(&e.Pod)) {
+			of.vague = e
+		}
 		switch {
 		case e.Ending, going && guest:
 			of.gone[uid] = true
@@ -209,7 +229,10 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 // packing has room for; see judgeSeat.
 func (of *hosted) judge(ends []Guest, e *entry) verdict {
 	gone := of.without(ends)
-	r := of.b.roomOf(of.n, gone)
+	if of.vague != nil && len(ends) > 0 { // somebody might end in vain
+		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
+	}
+	r := of.b.roomOf(of.n, gone, of.free...)
 	v := r.judge(e)
 	if v.why == "" {
 		return v
@@ -219,7 +242,7 @@ func (of *hosted) judge(ends []Guest, e *entry) verdict {
 		return v
 	}
 	maps.Copy(gone, besides(mine))
-	r = of.b.roomOf(of.n, gone)
+	r = of.b.roomOf(of.n, gone, of.free...)
 	if alone := r.judge(e); alone.why == "" && len(r.pending) == 0 {
 		if fits, not := r.seated(&e.Pod, mine); fits && len(not) == 0 {
 			return alone

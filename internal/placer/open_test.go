@@ -8,7 +8,9 @@ import (
 	"math/bits"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/ledger"
 )
@@ -72,6 +74,83 @@ func TestRoomIsOpenedWhereJobsAreNeighbours(t *testing.T) {
 	f.wantHeld("urgent", "[[a]]", urgent)
 	f.wantRefused(asks("other", profile("1g.10gb"), 1), "none of 1 nodes has room")
 	f.wantPlaced(asks("p-urgent", profile("3g.40gb"), 1).of("urgent"), "a")
+}
+
+// What pods have left is waited for, and nobody else ends meanwhile, until it takes too long.
+func TestLeftDevicesAreWaitedFor(t *testing.T) {
+	for _, c := range []struct {
+		kind             ledger.Kind
+		resource, urgent string
+		n, wants         int
+	}{{ledger.Units, memName, memName, 39, 60}, {ledger.Placement, profile("3g.40gb"), profile("7g.80gb"), 1, 1}} {
+		f := of(c.kind, 1, 79, "a", "b")(t)
+		for _, id := range []string{"one", "two", "three", "four"} {
+			node, err := f.books.Place(asks("p-"+id, c.resource, c.n).of(id), f.names, f.now)
+			if err != nil {
+				t.Fatal(err)
+			}
+			f.guest(id, c.resource, c.n, node)
+		}
+		urgent := []Group{f.group(1, c.urgent, c.wants)}
+		guests := []Guest{{ID: "one"}, {ID: "two"}, {ID: "three"}, {ID: "four"}}
+		open := func() []string {
+			t.Helper()
+			ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return ends
+		}
+		first := open()
+		if len(first) != 2 {
+			t.Fatalf("%s: %v end", c.kind, first)
+		}
+		// Their pods are gone at the API server, and the GPUNode has not heard of it.
+		for _, id := range first {
+			f.books.DeletePod("p-" + id)
+		}
+		if more := open(); more != nil {
+			t.Errorf("%s: before the GPUNode says so, %v end", c.kind, more)
+		}
+		f.now = f.now.Add(leavesWithin - time.Second)
+		if more := open(); more != nil {
+			t.Errorf("%s: a while later %v end", c.kind, more)
+		}
+		f.now = f.now.Add(time.Second)
+		if more := open(); len(more) != 2 {
+			t.Errorf("%s: where that never happens, %v end", c.kind, more)
+		}
+		for _, id := range first {
+			f.leave(id)
+		}
+		if more := open(); more != nil {
+			t.Errorf("%s: with room, %v end", c.kind, more)
+		}
+		for name, n := range f.books.nodes {
+			if len(n.leaving) > 0 {
+				t.Errorf("%s: %s remembers %v", c.kind, name, n.leaving)
+			}
+		}
+	}
+}
+
+// Nobody ends where it is not known yet who has what.
+func TestNobodyEndsForWhatIsNotKnown(t *testing.T) {
+	f := of(ledger.Units, 1, 79, "a")(t)
+	f.guest("small", memName, 40, "a")
+	vague := units("p-vague", 20)
+	vague.Node = "a"
+	f.books.SetPod(vague)
+	urgent := []Group{f.group(1, memName, 59)}
+	guests := []Guest{{ID: "small"}}
+	var no *Refusal
+	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); !errors.As(err, &no) || !no.Waits || !strings.Contains(no.Nodes["a"], "which devices x/p-vague has") {
+		t.Errorf("%v end: %v, %+v", ends, err, no)
+	}
+	f.give(vague, "a")
+	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); err != nil || !slices.Equal(ends, []string{"small"}) {
+		t.Errorf("%v end: %v", ends, err)
+	}
 }
 
 // Nobody ends where there is room, or where no end makes any.

@@ -80,13 +80,16 @@ type space struct {
 	places, all    map[string][]mig.Placement
 }
 
-// roomOf is the room of a node as if the pods named by without were gone.
-func (b *Books) roomOf(n *node, without map[string]bool) *room {
+// roomOf is the room of a node as if the pods named by without were gone, and some devices free.
+func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 	r := &room{kinds: map[string]ledger.Kind{}, kept: n.kept}
 	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
 		return r
 	}
 	gone := map[string]bool{} // devices
+	for _, id := range free {
+		gone[id] = true
+	}
 	for uid := range without {
 		if e := n.here[uid]; e != nil {
 			for _, id := range n.devices(&e.Pod) {
@@ -155,6 +158,24 @@ func (n *node) devices(p *Pod) []string {
 	}
 	slices.Sort(out)
 	return slices.Compact(out)
+}
+
+// used are the IDs of the devices that the GPUNode counts as held.
+func (n *node) used() map[string]bool {
+	out := map[string]bool{}
+	for i := range n.status.GPUs {
+		g := &n.status.GPUs[i]
+		s := space{uuid: gpu.UUID(g.UUID), kind: g.Kind}
+		for number := range g.Used.All() {
+			out[s.id(number)] = true
+		}
+		if g.MIG != nil {
+			for _, place := range g.MIG.Used {
+				out[g.UUID+"::"+place] = true
+			}
+		}
+	}
+	return out
 }
 
 // numbers fills in the devices of a GPU that have numbers.
