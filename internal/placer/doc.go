@@ -73,6 +73,13 @@
 // are to, the fewest of the lowest ranks, and puts its own seats where they are. Such a seat has no room
 // until they have gone, so it is lost ([Books.Lost]) as long, and nobody is placed beside it.
 //
+//	a node with two GPUs of 79, "a" (40) and "b" (39) on one, "c" (79) on the other
+//	Open for 60 units    "a" and "b" end, or "c" alone: that is fewer
+//	Open again           "c" is going, or has gone and its units are counted yet: nobody else ends
+//	Hold                 the GPUNode says that they are free: there is room
+//
+// Nobody ends on a node where a pod has not reported its devices, since it might be in vain.
+//
 // # Quotas
 //
 // Room can be kept for pods of which nobody knows yet, such as those of another cluster:
