@@ -215,7 +215,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	c.Follow(v, now)
 	all := sorted(v.Workloads)
 	end := map[string]bool{} // UIDs of those who make room
-	answer := func(question string, decide func(*Workload, *CheckState, *View, time.Time) *Answer) {
+	answer := func(all []*Workload, question string, decide func(*Workload, *CheckState, *View, time.Time) *Answer) {
 		for _, w := range all {
 			for i := range w.Checks {
 				s := &w.Checks[i]
@@ -229,8 +229,8 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		}
 	}
 	// Urgent ones go first, the most urgent of them before the others.
-	slices.SortStableFunc(all, func(x, y *Workload) int { return cmp.Compare(y.Priority, x.Priority) })
-	answer(urgentName, func(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
+	urgents := slices.SortedStableFunc(slices.Values(all), func(x, y *Workload) int { return cmp.Compare(y.Priority, x.Priority) })
+	answer(urgents, urgentName, func(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
 		a, ends := c.urgent(w, s, v, now)
 		for _, y := range ends {
 			end[y.Workload.UID] = true
@@ -238,9 +238,8 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		out = append(out, ends...)
 		return a
 	})
-	all = sorted(v.Workloads)
 	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
-	answer(onPremName, c.onPrem)
+	answer(all, onPremName, c.onPrem)
 	full := map[string]bool{} // shapes for which there is no room
 	for _, w := range all {
 		if a := c.waiting(w, v, full, now); a != nil {
@@ -248,7 +247,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 			out = append(out, *a)
 		}
 	}
-	answer(cloudName, c.cloud)
+	answer(all, cloudName, c.cloud)
 	return out
 }
 

@@ -55,7 +55,7 @@ func TestUrgent(t *testing.T) {
 
 			equal := c.job("equal", "job-4", "here", "now", [2]int{1, 40})
 			if told := next(); !slices.Equal(told, []string{"equal Pending"}) {
-				t.Fatalf("nobody has a lower priority, and told: %q", told)
+				t.Fatalf("no workload has a lower priority, and these were told: %q", told)
 			}
 			equal.Over = true
 			urgent := c.job("urgent", "job-5", "here", "now", [2]int{1, 40})

@@ -234,11 +234,12 @@ func (b *Books) settle(e *entry) {
 
 // leave notes which devices a pod that goes leaves behind.
 func (n *node) leave(e *entry) {
-	if len(e.Devices) == 0 && n.status.HoldersIn != gpunode.InObject {
-		return
+	ids := n.devices(&e.Pod)
+	if len(ids) == 0 {
+		return // it was only to come
 	}
 	used := n.used()
-	for _, id := range n.devices(&e.Pod) {
+	for _, id := range ids {
 		if used[id] {
 			if n.leaving == nil {
 				n.leaving = map[string]time.Time{}

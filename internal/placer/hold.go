@@ -63,20 +63,26 @@ func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]str
 	b.holds.seat(h, h.remaining(groups, b.holds.lost(h)))
 	b.holds.seat(h, append(slices.Clone(h.seats), h.ofMembers(groups)...))
 	b.quotas.balance()
+	return b.holds.fill(h, groups, before, b.best)
+}
+
+// fill seats the pods that groups lack, the hardest to place first, each on the node that best finds.
+// Where that finds none, the hold gets the seats that it had before.
+func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entry, among []string) (string, *Refusal)) (at [][]string, err error) {
 	missing := h.missing(groups)
 	slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
 	for i, s := range missing {
-		node, no := b.best(&s.entry, groups[s.group].Among)
+		node, no := best(&s.entry, groups[s.group].Among)
 		if no != nil {
 			found := len(h.seats)
-			if b.holds.seat(h, before); len(before) == 0 {
-				b.Drop(id)
+			if hs.seat(h, before); len(before) == 0 {
+				hs.b.Drop(h.id)
 			}
 			no.Found, no.Of = found, found+len(missing)-i
 			return nil, no
 		}
 		s.node = node
-		b.holds.seat(h, append(slices.Clone(h.seats), s))
+		hs.seat(h, append(slices.Clone(h.seats), s))
 	}
 	return h.at(len(groups)), nil
 }

@@ -34,15 +34,18 @@ const (
 	maxMasks = 8
 )
 
-// Open holds room as Hold does, also where others have it yet: guests, of whom those that are
-// to end are returned. It is the caller's to end them, and to call Hold or Open again until they
-// have gone. Meanwhile nobody else is placed in their room. Guests are in the order in which they
-// are to go where they are of one rank, and pods that end already are none. It ends those of the lowest ranks that make room, and of
-// these as few as it can find: on each GPU the fewest for a pod that has room on one GPU. For each
-// of several pods it chooses anew. Nobody ends on a node where a pod has not reported its devices: it
-// might be in vain. What a pod that has gone leaves behind counts as free, for a while, before its
-// GPUNode says so. The error is a [Refusal] where there is no room without all
-// guests either; then the hold stays as it was.
+// Open holds room as Hold does, also where others have it yet: guests, of whom those that are to
+// end are returned. It is the caller's to end them, and to call Hold or Open again until they have
+// gone. Meanwhile nobody else is placed in their room. Guests of one rank are in the order in which
+// they are to go; pods that are being deleted need not be among them.
+//
+// Those of the lowest ranks end that make room, and of these as few as can be found: on each GPU the
+// fewest for a pod that has room on one GPU. For each of several pods it chooses anew. Nobody ends on
+// a node where a pod has not reported its devices: it might be in vain. What a pod that has gone
+// leaves behind counts as free for a while, before its GPUNode says so.
+//
+// The error is a [Refusal] where there is no room without all guests either; then the hold stays as
+// it was.
 func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
 	b.expire(now)
 	h := b.holds.holdOf(id, name)
@@ -55,27 +58,22 @@ func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.T
 	for _, g := range guests {
 		o.going[g.ID] = g.Going
 	}
-	missing := h.missing(groups)
-	slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
-	for i, s := range missing {
-		best, no := o.best(&s.entry, groups[s.group].Among)
+	at, err = b.holds.fill(h, groups, before, func(e *entry, among []string) (string, *Refusal) {
+		best, no := o.best(e, among)
 		if no != nil {
-			found := len(h.seats)
-			if b.holds.seat(h, before); len(before) == 0 {
-				b.Drop(id)
-			}
-			no.Found, no.Of = found, found+len(missing)-i
-			return nil, nil, no
+			return "", no
 		}
 		for _, g := range best.ends {
 			o.going[g.ID] = true
 			ends = append(ends, g.ID)
 		}
-		s.node = best.node
-		b.holds.seat(h, append(slices.Clone(h.seats), s))
+		return best.node, nil
+	})
+	if err != nil {
+		return nil, nil, err
 	}
 	slices.Sort(ends)
-	return ends, h.at(len(groups)), nil
+	return ends, at, nil
 }
 
 // opening looks for room for pods of a hold.
@@ -117,11 +115,7 @@ func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
 	no = &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
 	found := 0
 	for _, name := range among {
-		n := o.b.nodes[name]
-		if n == nil {
-			n = &node{}
-		}
-		of := o.on(n)
+		of := o.on(name)
 		v := of.judge(nil, e)
 		if v.why == "" {
 			if one := (&offer{node: name, verdict: v}); best == nil || better(one, best) < 0 {
@@ -134,16 +128,11 @@ func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
 		}
 		if v = of.judge(of.guests, e); v.why != "" {
 			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
-			r := o.b.roomOf(n, of.without(of.guests), of.free...)
-			for _, resource := range e.names {
-				if n := r.beside(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
-					no.Largest[resource] = Block{n, name}
-				}
-			}
+			no.measure(e, o.b.roomOf(of.n, of.without(of.guests), of.free...), name)
 			continue
 		}
 		found++
-		if one := of.cheapest(e, best); one != nil && (best == nil || better(one, best) < 0) {
+		if one := of.cheapest(e, v, best); one != nil && (best == nil || better(one, best) < 0) {
 			one.node, best = name, one
 		}
 	}
@@ -166,7 +155,11 @@ type hosted struct {
 }
 
 // on finds the guests of a node.
-func (o *opening) on(n *node) *hosted {
+func (o *opening) on(name string) *hosted {
+	n := o.b.nodes[name]
+	if n == nil {
+		n = &node{}
+	}
 	of := &hosted{opening: o, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
 	for id, since := range n.leaving {
 		if since.IsZero() {
@@ -176,14 +169,15 @@ func (o *opening) on(n *node) *hosted {
 			of.free = append(of.free, id)
 		}
 	}
-	bare := o.b.roomOf(n, nil)
+	for _, e := range o.b.room(name).pending {
+		if e.seat == nil && e.Hold != o.h.id {
+			of.vague = e
+		}
+	}
 	devices := map[string]map[string]bool{}
 	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
 		e := n.here[uid]
 		going, guest := o.going[e.Hold]
-		if e.seat == nil && e.Hold != o.h.id && !bare.reported(e, n.devices(&e.Pod)) {
-			of.vague = e
-		}
 		switch {
 		case e.Ending, going && guest:
 			of.gone[uid] = true
@@ -228,10 +222,10 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 // judge is the verdict on a pod once guests have gone. Seats of its own hold may be as many as the
 // packing has room for; see judgeSeat.
 func (of *hosted) judge(ends []Guest, e *entry) verdict {
-	gone := of.without(ends)
 	if of.vague != nil && len(ends) > 0 { // somebody might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
+	gone := of.without(ends)
 	r := of.b.roomOf(of.n, gone, of.free...)
 	v := r.judge(e)
 	if v.why == "" {
@@ -251,8 +245,9 @@ func (of *hosted) judge(ends []Guest, e *entry) verdict {
 	return v
 }
 
-// cheapest are the guests that are best ended; nil where that is not better than another offer.
-func (of *hosted) cheapest(e *entry, than *offer) (best *offer) {
+// cheapest are the guests that are best ended; nil where that is not better than another offer. All is
+// the verdict once all of them have gone.
+func (of *hosted) cheapest(e *entry, all verdict, than *offer) (best *offer) {
 	take := func(ends []Guest, v verdict) {
 		one := &offer{ends: ends, verdict: v}
 		for _, g := range ends {
@@ -292,7 +287,7 @@ func (of *hosted) cheapest(e *entry, than *offer) (best *offer) {
 		}
 	}
 	if best == nil { // it needs more than one GPU
-		take(of.spare(of.guests, e, of.judge(of.guests, e)))
+		take(of.spare(of.guests, e, all))
 	}
 	return best
 }

@@ -59,6 +59,15 @@ func (r *Refusal) Error() string {
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
 }
 
+// measure notes what the largest requests are that a pod's resources allow in the room of a node.
+func (r *Refusal) measure(p *entry, of *room, node string) {
+	for _, resource := range p.names {
+		if n := of.beside(resource); n > r.Largest[resource].N || r.Largest[resource].Node == "" {
+			r.Largest[resource] = Block{n, node}
+		}
+	}
+}
+
 // Place picks the best of some nodes for a pod and reserves there. A reservation that it
 // had is given up first. A pod that is bound stays where it is. The error is a [Refusal]
 // where no node can take the pod.
@@ -123,11 +132,7 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 		}
 		if v.why != "" {
 			whys[i], no.Waits, no.Kept = v.why, no.Waits || v.waits, no.Kept || v.why == isKept
-			for _, resource := range p.names {
-				if n := r.beside(resource); n > no.Largest[resource].N || no.Largest[resource].Node == "" {
-					no.Largest[resource] = Block{n, name}
-				}
-			}
+			no.measure(p, r, name)
 			continue
 		}
 		if c := (choice{name, v.spoilt, v.left, own}); best == nil ||
@@ -184,9 +189,7 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 		return nil
 	}
 	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits, Kept: why == isKept}
-	for _, resource := range e.names {
-		no.Largest[resource] = Block{r.beside(resource), name}
-	}
+	no.measure(e, r, name)
 	return no
 }
 
