@@ -239,7 +239,7 @@ func (s *apiServer) serveMonitoring(t *testing.T) {
 	}
 }
 
-// Alerts lead to the runbooks of whoever has his own.
+// The value monitoring.runbooks replaces the address in every alert.
 func TestChartRunbooks(t *testing.T) {
 	links := 0
 	for path, value := range flat(t, chart(t, "chart", append(switched("monitoring", "placer"), "monitoring.runbooks=https://wiki.test/gpus")...)) {
@@ -465,7 +465,7 @@ func TestChartFlags(t *testing.T) {
 	}
 }
 
-// The documents name every value, and no other.
+// docs/helm.md lists all values of the chart, and none that it lacks.
 func TestDocsNameEveryValue(t *testing.T) {
 	var values map[string]any
 	if err := yaml.Unmarshal(read(t, "chart/values.yaml"), &values); err != nil {

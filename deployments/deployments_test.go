@@ -699,24 +699,7 @@ func TestRenderedRuntimeClass(t *testing.T) {
 // component.
 func withComponent(t *testing.T, on string, components ...string) string {
 	t.Helper()
-	dir := t.TempDir()
-	here, err := filepath.Abs(".")
-	if err != nil {
-		t.Fatal(err)
-	}
-	// kubectl takes no absolute path.
-	up, err := filepath.Rel(dir, here)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for i := range components {
-		components[i] = filepath.Join(up, components[i])
-	}
-	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, on), strings.Join(components, ", "))
-	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return dir
+	return overlay(t, "", []string{on}, components)
 }
 
 // The component adds what it says and takes nothing away.

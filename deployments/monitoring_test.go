@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -126,19 +125,7 @@ func TestShownRunbookBase(t *testing.T) {
 	if base == nil {
 		t.Fatalf("no sourceValue in\n%s", shown[1])
 	}
-	dir := t.TempDir()
-	here, err := filepath.Abs(".")
-	if err != nil {
-		t.Fatal(err)
-	}
-	up, err := filepath.Rel(dir, here)
-	if err != nil {
-		t.Fatal(err)
-	}
-	text := strings.ReplaceAll(shown[1], "gpu-agent/deployments", up)
-	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	dir := overlayOf(t, func(up string) string { return strings.ReplaceAll(shown[1], "gpu-agent/deployments", up) })
 	objects := render(t, dir)
 	for _, kind := range []string{"PodMonitor", "PrometheusRule"} {
 		if one(t, objects, kind, name).Metadata.Labels["release"] == "" {

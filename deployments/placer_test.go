@@ -425,19 +425,7 @@ func TestShownDoorWithTLS(t *testing.T) {
 	if shown == nil {
 		t.Fatal("docs/schedulers.md does not show it")
 	}
-	dir := t.TempDir()
-	here, err := filepath.Abs("placer")
-	if err != nil {
-		t.Fatal(err)
-	}
-	up, err := filepath.Rel(dir, here) // kubectl takes no absolute path
-	if err != nil {
-		t.Fatal(err)
-	}
-	text := strings.ReplaceAll(shown[1], "gpu-agent/deployments/placer", up)
-	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	dir := overlayOf(t, func(up string) string { return strings.ReplaceAll(shown[1], "gpu-agent/deployments", up) })
 	d := as[deployment](t, one(t, render(t, dir), "Deployment", placer))
 	var spec struct{ Containers []container }
 	if err := d.Spec.Template.Spec.Decode(&spec); err != nil {

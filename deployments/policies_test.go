@@ -133,25 +133,34 @@ func aSlice(node string) fields {
 // this one.
 func overlay(t *testing.T, settings string, resources, components []string) string {
 	t.Helper()
+	return overlayOf(t, func(up string) string {
+		var text strings.Builder
+		text.WriteString(settings + "\nresources:\n")
+		for _, r := range resources {
+			fmt.Fprintf(&text, "  - %s\n", filepath.Join(up, r))
+		}
+		text.WriteString("components:\n")
+		for _, c := range components {
+			fmt.Fprintf(&text, "  - %s\n", filepath.Join(up, c))
+		}
+		return text.String()
+	})
+}
+
+// overlayOf is an overlay whose kustomization.yaml is text, with the way up to this directory:
+// kubectl takes no absolute path.
+func overlayOf(t *testing.T, text func(up string) string) string {
+	t.Helper()
 	dir := t.TempDir()
 	here, err := filepath.Abs(".")
 	if err != nil {
 		t.Fatal(err)
 	}
-	up, err := filepath.Rel(dir, here) // kubectl takes no absolute path
+	up, err := filepath.Rel(dir, here)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var text strings.Builder
-	text.WriteString(settings + "\nresources:\n")
-	for _, r := range resources {
-		fmt.Fprintf(&text, "  - %s\n", filepath.Join(up, r))
-	}
-	text.WriteString("components:\n")
-	for _, c := range components {
-		fmt.Fprintf(&text, "  - %s\n", filepath.Join(up, c))
-	}
-	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text.String()), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text(up)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	return dir

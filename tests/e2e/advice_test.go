@@ -145,7 +145,7 @@ func TestAdvice(t *testing.T) {
 	b.must(agent.Reset(b.ctx, half))
 	b.offersAll(map[string]int{lab.Memory: 4 * units, lab.GPU: 4})
 	since := time.Now().UTC().Truncate(time.Second).Add(time.Second)
-	time.Sleep(time.Until(since))
+	time.Sleep(time.Until(since)) // the API server's times are whole seconds: no pod may seem older
 	seen := b.serve("first", trace, func(r request) (string, int) { return r.resource, r.n })
 	a := b.advised(since)
 	best := a.Alternatives[0]

@@ -162,6 +162,6 @@ func TestKueueEndsOthersInVain(t *testing.T) {
 	gone := c.ended(before)
 	t.Logf("Kueue has ended %v, which lay at %v; the urgent job: %s", gone, places(before, gone), c.says("urgent"))
 	if len(gone) == 0 {
-		t.Error("nobody has ended")
+		t.Error("Kueue has ended no job")
 	}
 }
