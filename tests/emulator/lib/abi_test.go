@@ -861,7 +861,7 @@ func TestBufferSizes(t *testing.T) {
 	CHECK(nvmlDeviceGetGpuInstanceProfileInfoV(d, NVML_GPU_INSTANCE_PROFILE_3_SLICE, &v2), NVML_SUCCESS);
 	CHECK(strcmp(v2.name, "MIG 3g.40gb"), 0);
 	v2.version = 7;
-	CHECK(nvmlDeviceGetGpuInstanceProfileInfoV(d, 0, &v2), NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+	CHECK(nvmlDeviceGetGpuInstanceProfileInfoV(d, 0, &v2), NVML_ERROR_INVALID_ARGUMENT);
 	nvmlGpuInstancePlacement_t at[8];
 	n = 1;
 	CHECK(nvmlDeviceGetGpuInstancePossiblePlacements_v2(d, 9, at, &n), NVML_ERROR_INSUFFICIENT_SIZE);

@@ -3,6 +3,7 @@
 /* The calls of libnvidia-ml.so.1 about MIG: modes, GPU instances, compute
  * instances and the devices that they are. */
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "nvml_internal.h"
@@ -157,22 +158,27 @@ nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t d, unsigned int pr
     return r;
 }
 
-/* The versioned calls take a v2 and fill what its version asks for. */
+/* The versioned calls take a v2 and fill what its version asks for, as driver 580.159.04 did
+ * on an H200: it says nothing of the version, calls one that it does not know an invalid
+ * argument, and writes form 3's name as if it were form 2: at that one's place, over the
+ * capabilities, and made of that one's fields, where form 3 has others. */
 static nvmlReturn_t ask_profile_v(const char *name, nvmlDevice_t d, unsigned int profile, nvmlGpuInstanceProfileInfo_v2_t *info)
 {
-    NEED(info);
-    NEED_VERSION(info->version, nvmlGpuInstanceProfileInfo_v2, nvmlGpuInstanceProfileInfo_v3);
+    NEED(info && (info->version == nvmlGpuInstanceProfileInfo_v2 || info->version == nvmlGpuInstanceProfileInfo_v3));
+    _Static_assert(sizeof(nvmlGpuInstanceProfileInfo_v2_t) == sizeof(nvmlGpuInstanceProfileInfo_v3_t), "the forms differ in size");
+    int newest = info->version == nvmlGpuInstanceProfileInfo_v3;
     nvmlGpuInstanceProfileInfo_v3_t v3;
     nvmlReturn_t r = ask_profile(name, d, profile, &v3);
     if (r != NVML_SUCCESS)
         return r;
-    v3.version = info->version;
-    if (info->version == nvmlGpuInstanceProfileInfo_v3) {
-        memcpy(info, &v3, sizeof v3);
+    if (newest) {
+        memset(info, 0, sizeof *info);
+        memcpy(info, &v3, offsetof(nvmlGpuInstanceProfileInfo_v3_t, name));
+        snprintf(info->name, sizeof info->name, "MIG %ug.0gb", v3.instanceCount);
         return r;
     }
     *info = (nvmlGpuInstanceProfileInfo_v2_t){
-        .version = v3.version, .id = v3.id, .sliceCount = v3.sliceCount, .instanceCount = v3.instanceCount,
+        .id = v3.id, .sliceCount = v3.sliceCount, .instanceCount = v3.instanceCount,
         .multiprocessorCount = v3.multiprocessorCount, .copyEngineCount = v3.copyEngineCount, .decoderCount = v3.decoderCount,
         .encoderCount = v3.encoderCount, .jpegCount = v3.jpegCount, .ofaCount = v3.ofaCount, .memorySizeMB = v3.memorySizeMB,
     };
