@@ -39,7 +39,7 @@ type ProcessState struct {
 
 // request is what a client sends over the control socket, one in a connection.
 type request struct {
-	Op      string // start, stop, kill, restart, ps
+	Op      string // start, stop, kill, restart, supervise, ps
 	Process Process
 }
 

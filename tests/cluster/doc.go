@@ -75,6 +75,9 @@
 // ldconfig, getent, and dlopen-check, which prints which file a library's name
 // leads to) and localhost/pause:test. Pods need imagePullPolicy: Never.
 //
+// What ends by itself once the node is up is started again, as systemd and static pods
+// do on users' nodes; `cluster ps` says what had ended.
+//
 // Its kubelet has Kubernetes' own settings wherever the machine allows it: what is
 // measured on this node is what users have. One of them is for tests to change, by
 // --prompt-status: how often the kubelet looks at its node and the scheduler hears of

@@ -167,6 +167,9 @@ func (s *supervisor) do(req request) error {
 		return s.stop(name, syscall.SIGTERM)
 	case "kill":
 		return s.stop(name, syscall.SIGKILL)
+	case "supervise":
+		s.supervise()
+		return nil
 	case "restart":
 		if err := s.stop(name, syscall.SIGTERM); err != nil {
 			return err
@@ -174,6 +177,16 @@ func (s *supervisor) do(req request) error {
 		return s.start(Process{Name: name})
 	}
 	return fmt.Errorf("no operation %q", req.Op)
+}
+
+// supervise has all processes that there are started again whenever they end by
+// themselves, as systemd and static pods do on users' nodes.
+func (s *supervisor) supervise() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.processes {
+		p.Restart = true
+	}
 }
 
 func (s *supervisor) states() []ProcessState {
@@ -342,8 +355,8 @@ func (s *supervisor) endedLocked(p *process, ws syscall.WaitStatus) {
 		time.AfterFunc(p.backoff, func() {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			if p.wanted && p.pid == 0 && p.starts == run {
-				_ = s.startLocked(p) // its state says what failed
+			if p.wanted && p.pid == 0 && p.starts == run && s.startLocked(p) == nil { // if not, its state says why
+				p.status = "running; the one before ended by itself: " + how
 			}
 		})
 		p.backoff = min(2*p.backoff, 10*time.Second)

@@ -369,6 +369,20 @@ func TestNode(t *testing.T) {
 			t.Errorf("the pod's container was %s and is %s", container, got)
 		}
 	})
+	t.Run("a kubelet that ends by itself is started again", func(t *testing.T) {
+		pid, starts, _ := strings.Cut(strings.TrimSpace(in("pid", procKubelet)), " ")
+		in("exec", "--", "busybox", "kill", "-KILL", pid)
+		await(t, "another kubelet", func() error {
+			now, after, _ := strings.Cut(strings.TrimSpace(in("pid", procKubelet)), " ")
+			if now == pid || now == "0" || after == starts {
+				return fmt.Errorf("it is %s, started %s times; before it was %s, started %s times", now, after, pid, starts)
+			}
+			return nil
+		})
+		if got := in("ps"); !strings.Contains(got, "ended by itself: killed") {
+			t.Errorf("ps does not say that it ended:\n%s", got)
+		}
+	})
 	t.Run("a kubelet that is shown CPUs which are not there", func(t *testing.T) { absentCPUs(t, n, state) })
 	t.Run("the others come back under running pods", func(t *testing.T) {
 		status := `jsonpath={.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}`

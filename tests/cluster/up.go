@@ -253,6 +253,10 @@ func (b *bringUp) run(ctx context.Context, a admin) error {
 	}); err != nil {
 		return err
 	}
+	// Until now an end is a failure to come up, and told.
+	if _, err := b.n.ask(request{Op: "supervise"}); err != nil {
+		return err
+	}
 	b.progress.step("the Node is Ready")
 	return nil
 }

@@ -86,6 +86,15 @@ func (b *bench) tell(ctx context.Context) {
 	if out, err := node.Kubectl(ctx, nil, "get", "pods", "-A", "-o", "wide"); err == nil {
 		b.Logf("pods:\n%s", out)
 	}
+	if out, err := node.Processes(ctx); err == nil {
+		b.Logf("the node's processes:\n%s", out)
+	}
+	if s, err := node.State(ctx); err != nil || !s.Ready {
+		b.Logf("the node is not ready: %s, %v", s.Conditions["Ready"], err)
+		if log, err := node.LogEnd(ctx, lab.Kubelet); err == nil {
+			b.Logf("the kubelet's log ends:\n%s", log)
+		}
+	}
 }
 
 func (b *bench) must(err error) {

@@ -3,6 +3,7 @@
 package lab
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -176,6 +177,23 @@ func (n *Node) ListFiles(dir string) ([]string, error) {
 		names = append(names, e.Name())
 	}
 	return names, err
+}
+
+// Processes is how the node's processes stand, for people.
+func (n *Node) Processes(ctx context.Context) (string, error) {
+	out, err := n.cluster(ctx, nil, "ps")
+	return string(out), err
+}
+
+// LogEnd is the last lines of a process's log.
+func (n *Node) LogEnd(ctx context.Context, process string) (string, error) {
+	const most = 4 << 10
+	out, err := n.cluster(ctx, nil, "logs", process)
+	if len(out) > most {
+		out = out[len(out)-most:]
+		out = out[bytes.IndexByte(out, '\n')+1:]
+	}
+	return string(out), err
 }
 
 // Kill ends a process of the node with SIGKILL; it stays down.

@@ -269,3 +269,24 @@ func TestFuzzing(t *testing.T) {
 		t.Errorf("got %q, want %q", got, want)
 	}
 }
+
+// All lanes together watch more than Linux gives a user by default.
+func TestRoomToWatch(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "max_user_instances")
+	for _, c := range []struct{ was, becomes, says string }{
+		{"128\n", "1024\n", "from 128 to 1024"},
+		{"8192\n", "8192\n", "8192, which is enough"},
+		{"many\n", "many\n", "cannot raise"},
+	} {
+		if err := os.WriteFile(file, []byte(c.was), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		said := roomToWatch(file)
+		if now, err := os.ReadFile(file); err != nil || string(now) != c.becomes || !strings.Contains(said, c.says) {
+			t.Errorf("%q became %q (%v), and it says %q; want %q, and %q", c.was, now, err, said, c.becomes, c.says)
+		}
+	}
+	if said := roomToWatch(filepath.Join(file, "none")); !strings.Contains(said, "too many open files") {
+		t.Errorf("without such a file it says %q", said)
+	}
+}

@@ -13,6 +13,7 @@ import (
 	"regexp"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -370,7 +371,38 @@ func checkHost(w io.Writer) error {
 	}
 	fmt.Fprintf(w, "%s, %d processors, user %d\n", runtime.Version(), runtime.NumCPU(), os.Geteuid())
 	fmt.Fprintln(w, "nothing is installed on this machine: Go modules and Debian packages that the tests need go into the caches")
+	if os.Geteuid() == 0 {
+		fmt.Fprintln(w, roomToWatch(inotifyInstances))
+	}
 	return nil
+}
+
+// A kubelet takes six inotify instances, an agent three, and Linux gives a user 128. The
+// nodes of all lanes together take more, and a kubelet that gets none ends.
+const (
+	inotifyInstances  = "/proc/sys/fs/inotify/max_user_instances"
+	inotifyOfAllLanes = 1024
+)
+
+// roomToWatch raises the limit in a file to what all lanes need, and says what it did.
+// It stays so until the machine starts anew: others may rely on it by then.
+func roomToWatch(file string) string {
+	text, err := os.ReadFile(file)
+	var limit int
+	if err == nil {
+		limit, err = strconv.Atoi(strings.TrimSpace(string(text)))
+	}
+	if err == nil && limit < inotifyOfAllLanes {
+		err = os.WriteFile(file, []byte(strconv.Itoa(inotifyOfAllLanes)+"\n"), 0o644)
+	}
+	switch {
+	case err != nil:
+		return fmt.Sprintf("cannot raise the limit of inotify instances to %d: %v; tests beside each other may fail with \"too many open files\"", inotifyOfAllLanes, err)
+	case limit < inotifyOfAllLanes:
+		return fmt.Sprintf("raised %s from %d to %d, until the next boot", file, limit, inotifyOfAllLanes)
+	default:
+		return fmt.Sprintf("%s is %d, which is enough", file, limit)
+	}
 }
 
 // checkCompiler tries to link a program: gcc without the C library's headers

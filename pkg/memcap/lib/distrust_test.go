@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -386,12 +387,17 @@ func TestReadingLeavesNothing(t *testing.T) {
 	p := newTenant(t)
 	p.set(useHigh, slots)
 	u := p.usage()
-	if n := testing.AllocsPerRun(10, func() {
-		if _, err := u.Read(); err != nil {
-			t.Error(err)
-		}
-	}); n > 2 {
-		t.Errorf("a reading allocates %v times", n)
+	// What else goes on in this process is counted too, so the least of several is asked for.
+	least := math.Inf(1)
+	for range 20 {
+		least = min(least, testing.AllocsPerRun(10, func() {
+			if _, err := u.Read(); err != nil {
+				t.Error(err)
+			}
+		}))
+	}
+	if least > 2 {
+		t.Errorf("a reading allocates %v times", least)
 	}
 	last := pageSize + (slots-1)*slotSize
 	p.set(last+slotReserved, aGiB)
