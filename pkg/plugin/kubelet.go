@@ -140,13 +140,19 @@ func (k *Kubelet) Set(want map[string]Source) error {
 	return nil
 }
 
-// Status says how the resources that are served fare, by name.
+// Status says how the resources fare that Set has named, by name: also those that Run has
+// not begun to serve, which are not registered.
 func (k *Kubelet) Status() []Status {
+	want, _ := k.want.get()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	var all []Status
-	for _, r := range slices.Sorted(maps.Keys(k.served)) {
-		all = append(all, k.served[r].plugin.Status())
+	for _, r := range slices.Sorted(maps.Keys(want)) {
+		st := Status{Resource: r}
+		if s := k.served[r]; s != nil {
+			st = s.plugin.Status()
+		}
+		all = append(all, st)
 	}
 	return all
 }

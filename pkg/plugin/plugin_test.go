@@ -885,3 +885,18 @@ func TestPanicEndsTheProcess(t *testing.T) {
 		t.Errorf("want the process to end with the panic and its stack, got %v:\n%s", err, out)
 	}
 }
+
+// What was set and is not served yet is not registered: who asks between the two must not
+// believe that the kubelet has everything.
+func TestStatusOfWhatIsNotServedYet(t *testing.T) {
+	k := NewKubelet(KubeletOptions{Dir: t.TempDir()})
+	if st := k.Status(); len(st) != 0 {
+		t.Errorf("before Set there are %+v", st)
+	}
+	if err := k.Set(map[string]Source{"example.com/gpu-mem": nil}); err != nil {
+		t.Fatal(err)
+	}
+	if st := k.Status(); len(st) != 1 || st[0] != (Status{Resource: "example.com/gpu-mem"}) {
+		t.Errorf("before Run there are %+v", st)
+	}
+}
