@@ -15,53 +15,53 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// TestAwkwardDriver: the right override is found where the driver's answers to
-// cuGetProcAddress are no functions that it exports, and nothing is counted
-// twice where it calls its own functions by name.
+// TestAwkwardDriver runs programs of testdata in front of drivers that answer as none
+// should, each with a library and pages of its own.
 func TestAwkwardDriver(t *testing.T) {
-	awkward(t, "awkward")
-}
-
-// TestContextsForGraphics: contexts of OpenGL and VDPAU are counted.
-func TestContextsForGraphics(t *testing.T) {
-	awkward(t, "graphics")
-}
-
-// TestReopenedManyTimesTakesOneSlot: a program that opens and closes the library
-// all the time, with an allocation in between, is one process in the count.
-func TestReopenedManyTimesTakesOneSlot(t *testing.T) {
-	awkward(t, "reopen")
-}
-
-// TestUnmapsNeedNoMemory: to register and release a buffer makes no mapping of the
-// library's own, which would cost more than all the rest.
-func TestUnmapsNeedNoMemory(t *testing.T) {
-	awkward(t, "unmap")
-}
-
-// TestNamesThatTheDriverLacks: dlsym finds in a fitted library what the driver has,
-// and nothing that it does not have; cuGetProcAddress is as before.
-func TestNamesThatTheDriverLacks(t *testing.T) {
-	awkward(t, "lacks", "cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz")
-}
-
-// awkward runs a program of testdata in front of the driver of driver.c, without
-// the names that this lacks. It gets the path of the cap's library, of its usage
-// page, and those names, and has nothing to say.
-func awkward(t *testing.T, program string, lacks ...string) {
-	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
 	}
-	const uuid = gpu.UUID("GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a")
 	root := t.TempDir()
-	out := filepath.Join(root, "out")
-	if err := build(t.Context(), out, root); err != nil {
+	built := filepath.Join(root, "built")
+	if err := build(t.Context(), built, root); err != nil {
 		t.Fatal(err)
 	}
+	library, err := os.ReadFile(filepath.Join(built, cudaName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		program, why string
+		lacks        []string // of the driver's names
+	}{
+		{"awkward", "the right override is found where the driver's answers to cuGetProcAddress are no functions that it exports, " +
+			"and nothing is counted twice where it calls its own functions by name", nil},
+		{"graphics", "contexts of OpenGL and VDPAU are counted", nil},
+		{"reopen", "a program that opens and closes the library all the time, with an allocation in between, is one process in the count", nil},
+		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
+		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",
+			[]string{"cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz"}},
+	} {
+		t.Run(c.program, func(t *testing.T) {
+			if said, err := awkward(t, root, library, c.program, c.lacks); err != nil || said != "" {
+				t.Errorf("%s: %v\n%s", c.why, err, said)
+			}
+		})
+	}
+}
+
+// awkward runs a program below root in front of the driver of driver.c, without the names
+// that this lacks. The program gets the path of the cap's library, of its usage page, and
+// those names, and has nothing to say.
+func awkward(t *testing.T, root string, library []byte, program string, lacks []string) (string, error) {
+	t.Helper()
+	const uuid = gpu.UUID("GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a")
 	claim := filepath.Join(root, "claims", string(uuid), aKey)
 	usage := filepath.Join(claim, usageName)
 	for _, dir := range []string{filepath.Join(root, "driver"), claim} {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -73,7 +73,7 @@ func awkward(t *testing.T, program string, lacks ...string) {
 	if err := makePage(filepath.Join(claim, limitName), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
 	}
-	hidden, capped := filepath.Join(root, "hidden"), filepath.Join(out, cudaName)
+	hidden, capped := filepath.Join(root, "hidden"), filepath.Join(root, cudaName)
 	if err := os.WriteFile(hidden, []byte("{ local: "+strings.Join(append([]string{"nothing"}, lacks...), ";")+"; };"), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -86,16 +86,12 @@ func awkward(t *testing.T, program string, lacks ...string) {
 		}
 	}
 	if lacks != nil {
-		data, err := os.ReadFile(capped)
-		if err == nil {
-			data, err = Hide(data, filepath.Join(root, "driver", cudaName))
-		}
-		if err == nil {
-			err = os.WriteFile(capped, data, 0o755)
-		}
-		if err != nil {
+		if library, err = Hide(library, filepath.Join(root, "driver", cudaName)); err != nil {
 			t.Fatal(err)
 		}
+	}
+	if err := os.WriteFile(capped, library, 0o755); err != nil {
+		t.Fatal(err)
 	}
 	// A limit page counts where it is mounted read-only.
 	cmd := exec.CommandContext(t.Context(), "/bin/sh", append([]string{"-c", `mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"`,
@@ -105,7 +101,6 @@ func awkward(t *testing.T, program string, lacks ...string) {
 		cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
 		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}
 	}
-	if got, err := cmd.CombinedOutput(); err != nil || len(got) != 0 {
-		t.Errorf("%v\n%s", err, got)
-	}
+	out, err := cmd.CombinedOutput()
+	return string(out), err
 }
