@@ -21,7 +21,7 @@ import (
 // Of a state file, sampled: so many lengths in all, and this many bytes at its
 // start and at its end, where the format is.
 const (
-	sampled = 64
+	sampled = 24
 	edge    = 16
 	// program is a size in bytes that no state file has: what is as large is a
 	// program that the agent has put there.

@@ -17,7 +17,8 @@
 // two are those that need a test node, each lane a node of its own. They mostly wait. The
 // others run beside them with a lower priority, as there may be no more than two
 // processors; they keep to namespaces, directories and ports of their own. A stage begins
-// when those that it builds upon have ended, in any lane. The tests of the node itself look
+// when those that it builds upon have ended, in any lane. A lane without stages left takes
+// those that another has not begun. The tests of the node itself look
 // at all that is on the machine, so the second node begins behind them.
 // What a stage prints stands together: that of the stage which began first is
 // shown as it comes, that of the others when it is their turn; a failure among

@@ -119,39 +119,74 @@ type runner struct {
 }
 
 // lanes runs the stages of each lane in the order of the list, the lanes at the same time,
-// and returns what became of them in that order. A stage waits for those of the list that it
-// builds upon or comes behind. They stand before it, so the first stage that has not ended
-// never waits.
+// and returns what became of them in that order. A lane that has no more of its own takes
+// what another has not begun. A stage waits for those of the list that it builds upon or
+// comes behind. They stand before it, so the first stage that has not ended never waits.
 func (r *runner) lanes(ctx context.Context, list []stage) []outcome {
 	done := make([]outcome, len(list))
 	ended := make([]chan struct{}, len(list))
 	for i := range ended {
 		ended[i] = make(chan struct{})
 	}
+	var mu sync.Mutex
+	taken := make([]bool, len(list)) // guarded by mu
+	take := func(of lane) int {
+		mu.Lock()
+		defer mu.Unlock()
+		ready := func(i int) bool {
+			return !slices.ContainsFunc(list[i].before(list[:i]), func(j int) bool { return !isClosed(ended[j]) })
+		}
+		for _, fits := range []func(i int) bool{
+			func(i int) bool { return list[i].lane == of },
+			ready,
+			func(int) bool { return true },
+		} {
+			for i := range list {
+				if !taken[i] && fits(i) {
+					taken[i] = true
+					return i
+				}
+			}
+		}
+		return -1
+	}
 	var all sync.WaitGroup
 	for _, lane := range []lane{first, second, beside} {
 		all.Go(func() {
-			for i, s := range list {
-				if s.lane != lane {
-					continue
-				}
-				var before []outcome
-				for j := range i {
-					if slices.Contains(s.behind, list[j].name) {
-						<-ended[j]
-					}
-					if slices.Contains(s.after, list[j].name) {
-						<-ended[j]
-						before = append(before, done[j])
+			for i := take(lane); i >= 0; i = take(lane) {
+				var upon []outcome
+				for _, j := range list[i].before(list[:i]) {
+					<-ended[j]
+					if slices.Contains(list[i].after, list[j].name) {
+						upon = append(upon, done[j])
 					}
 				}
-				done[i] = r.stage(ctx, s, before)
+				done[i] = r.stage(ctx, list[i], upon)
 				close(ended[i])
 			}
 		})
 	}
 	all.Wait()
 	return done
+}
+
+// before are the places of those that s waits for, among the stages that stand before it.
+func (s *stage) before(list []stage) (places []int) {
+	for j := range list {
+		if slices.Contains(s.after, list[j].name) || slices.Contains(s.behind, list[j].name) {
+			places = append(places, j)
+		}
+	}
+	return places
+}
+
+func isClosed(c chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
 }
 
 // stage runs a stage, if what became of those that it builds upon allows it.

@@ -290,3 +290,30 @@ func TestRoomToWatch(t *testing.T) {
 		t.Errorf("without such a file it says %q", said)
 	}
 }
+
+// A lane that is done with its own stages takes what another has not begun: here two of
+// one lane end only together.
+func TestLanesHelpEachOther(t *testing.T) {
+	one, two := make(chan struct{}), make(chan struct{})
+	meets := func(mine, other chan struct{}) []command {
+		return []command{{call: func(io.Writer) error {
+			close(mine)
+			select {
+			case <-other:
+				return nil
+			case <-t.Context().Done():
+				return t.Context().Err()
+			}
+		}}}
+	}
+	done, _ := runAll(t.Context(), t, []stage{
+		{name: "one", lane: beside, commands: meets(one, two)},
+		{name: "two", lane: beside, commands: meets(two, one)},
+		{name: "last", after: []string{"two"}, lane: beside, commands: []command{run("true")}},
+	})
+	for _, o := range done {
+		if o.word() != "passed" {
+			t.Errorf("%s %s: %v", o.stage.name, o.word(), o.err)
+		}
+	}
+}

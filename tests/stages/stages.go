@@ -33,7 +33,8 @@ type stage struct {
 	commands []command
 }
 
-// lane is a number of stages that run one after the other.
+// lane is a number of stages of which one runs at a time, as long as no other lane has
+// nothing left to do.
 type lane string
 
 // Lanes run at the same time. What runs beside has a lower priority; it may not need the
@@ -149,11 +150,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
+			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lacks: root,
 			commands: []command{e2e},
 		},
 		{
-			// The other two lanes have more to do behind the first tests of the node.
 			name: "deployments", what: "the manifests, as kubectl and Helm put them together", after: []string{"helm"},
 			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
