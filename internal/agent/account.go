@@ -74,7 +74,7 @@ func (c *Account) note(r usage.Record) {
 func (c *Account) round(heard bool) {
 	if c != nil {
 		c.heard.Store(heard)
-		c.meter.Poke()
+		c.meter.Round()
 	}
 }
 

@@ -35,6 +35,8 @@ type Ledger struct {
 	// version grows when an allocation is added or ends, epoch with every Take and
 	// Renew.
 	version, epoch uint64
+	// named grows when the holder of one becomes known, or another.
+	named uint64
 	// released counts those that have ended, and ended is closed when the next one does.
 	released uint64
 	ended    chan struct{}
@@ -305,7 +307,12 @@ func (l *Ledger) SetCause(id string, why status.Cause) {
 
 // SetHolder says who has an allocation, and which other pods do.
 func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
-	l.edit(id, func(a *allocation) { a.Holder, a.Beside = h, beside })
+	l.edit(id, func(a *allocation) {
+		if a.Holder != h {
+			l.named++
+		}
+		a.Holder, a.Beside = h, beside
+	})
 }
 
 // Filed says that a CDI file stands for an allocation that was written at that time: one
@@ -395,6 +402,13 @@ func (l *Ledger) State() (version, epoch uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.version, l.epoch
+}
+
+// News grows when an allocation is added, renewed or released, or has another holder.
+func (l *Ledger) News() uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.version + l.named
 }
 
 // Held reports whether there is any allocation.

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -90,6 +91,11 @@ type Meter struct {
 	ration *brief.Ration
 	news   chan struct{} // holds at most one token
 
+	// looked is the ledger's News as of the last look, and open says that something was not
+	// known then or could not be written, and may be at the next look.
+	looked atomic.Uint64
+	open   atomic.Bool
+
 	mu sync.Mutex
 	// Guarded by mu:
 	noted    []usage.Record // by others, not taken yet
@@ -112,6 +118,8 @@ type Meter struct {
 	vouched time.Time
 	// uses are the totals that grow.
 	uses map[place]*use
+	// asks says that the last look lacked something that others will tell.
+	asks bool
 	// sampled is when the last sample was taken, or the process began.
 	sampled time.Time
 	pending []byte
@@ -143,8 +151,10 @@ func New(o Options) *Meter {
 	}
 	o.Ledger.Ends.Keep()
 	now := o.Now()
-	return &Meter{Options: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1), fading: map[usage.Key]int{},
+	m := &Meter{Options: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1), fading: map[usage.Key]int{},
 		shown: usage.Shown{Written: true}, book: usage.NewBook(nil), uses: map[place]*use{}, began: now, sampled: now, flushed: now, told: map[uint64]bool{}}
+	m.open.Store(true)
+	return m
 }
 
 // Poke has the meter look at the ledger soon. It does not block.
@@ -152,6 +162,14 @@ func (m *Meter) Poke() {
 	select {
 	case m.news <- struct{}{}:
 	default:
+	}
+}
+
+// Round has the meter look at the ledger where there may be something to see. It is called
+// at each of the agent's rounds, most of which change nothing, and does not block.
+func (m *Meter) Round() {
+	if m.open.Load() || m.Ledger.News() != m.looked.Load() {
+		m.Poke()
 	}
 }
 
@@ -238,6 +256,7 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 	}
 	news := sample || m.waiting > 0 || m.lost > 0
 	m.write(at)
+	m.open.Store(m.asks || m.waiting > 0 || m.lost > 0)
 	if news { // else all is as it was shown
 		m.show(at)
 	}
@@ -245,7 +264,9 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 
 // look writes down what the ledger and others tell.
 func (m *Meter) look(ctx context.Context, at time.Time) {
-	if inv := m.Inventory(); len(inv.GPUs) > 0 { // else nobody knows yet what a grant comes to
+	inv, news := m.Inventory(), m.Ledger.News()
+	known := len(inv.GPUs) > 0 // else nobody can tell yet what a grant comes to
+	if known {
 		past, held, seen := m.Ledger.Ends.Take(), m.Ledger.Allocations(), m.Used()
 		for i := range past {
 			m.meet(&past[i].Allocation, inv, at, seen)
@@ -270,6 +291,8 @@ func (m *Meter) look(ctx context.Context, at time.Time) {
 	}
 	m.lost += unnoted
 	m.label(ctx)
+	m.looked.Store(news)
+	m.asks = !known || m.before > 1 && !m.Heard() || m.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
 }
 
 // orphans ends what a predecessor has given out and the ledger does not have.

@@ -677,3 +677,37 @@ func TestHandedOn(t *testing.T) {
 		t.Errorf("charged are %v and %v GPU seconds", first.GrantedGPU, second.GrantedGPU)
 	}
 }
+
+// Most of the agent's rounds change nothing, and cost the account nothing: it looks again
+// where somebody came, went or got a name, and where something is still to be learned.
+func TestRoundsWithoutNews(t *testing.T) {
+	n := newNode(t)
+	woken := func(what string, want bool) {
+		t.Helper()
+		n.meter.Round()
+		got := len(n.meter.news) > 0
+		if got {
+			<-n.meter.news
+		}
+		if got != want {
+			t.Errorf("%s: it looks: %v, want %v", what, got, want)
+		}
+	}
+	woken("before the first look", true)
+	n.turn(false)
+	woken("nothing has happened", false)
+	n.take("a", record("GPU-0", 0, 19), "")
+	woken("an allocation", true)
+	n.turn(false)
+	woken("nothing since", false)
+	h := ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: "web", UID: "1"}, Container: "main"}
+	n.ledger.SetHolder("a", h)
+	woken("its holder is known", true)
+	n.turn(false)
+	n.ledger.SetHolder("a", h)
+	woken("the same holder again", false)
+	n.ledger.Release(ledger.DevicePlugin, "a")
+	woken("its end", true)
+	n.turn(false)
+	woken("nothing since its end", false)
+}
