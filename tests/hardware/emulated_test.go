@@ -32,6 +32,7 @@ import (
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -46,6 +47,7 @@ const hookPath = "/var/lib/gpu-agent/hooks/0123456789abcdef/nvidia-cdi-hook"
 var driverDir string
 
 func TestMain(m *testing.M) {
+	capsule.Main()
 	if os.Getenv(beHolder) != "" {
 		fmt.Println("ready")
 		_, _ = io.Copy(io.Discard, os.Stdin)

@@ -192,7 +192,7 @@ func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change 
 	ctx, stop := context.WithCancel(t.Context())
 	b.stop = stop
 	for _, s := range shares {
-		reader := &capsule.Reader{Machine: r.m, Container: b.Container, Pages: r.pages, Key: key, GPU: r.uuid(s.gpu), Every: every}
+		reader := &capsule.Reader{Driver: r.m, Container: b.Container, Pages: r.pages, Key: key, GPU: r.uuid(s.gpu), Every: every}
 		b.readers[s.gpu] = reader
 		done := make(chan error, 1)
 		b.done = append(b.done, done)

@@ -72,7 +72,7 @@ func (r *rig) together(t *testing.T, shares map[string]uint64, containers map[st
 		at[keys[0]] = append(at[keys[0]], c)
 	}
 	for key := range shares {
-		reader := &capsule.Reader{Machine: r.m, Also: at[key], Pages: r.pages, Key: key, GPU: r.uuid(0), Every: every}
+		reader := &capsule.Reader{Driver: r.m, Also: at[key], Pages: r.pages, Key: key, GPU: r.uuid(0), Every: every}
 		ctx, stop := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- reader.Run(ctx) }()
@@ -98,7 +98,8 @@ func (s *several) used(containers ...string) uint64 {
 	for _, name := range containers {
 		some = append(some, s.boxes[name].Container)
 	}
-	return s.r.m.Used(s.r.uuid(0), some...)
+	used, _ := s.r.m.Used(s.r.uuid(0), some...)
+	return used
 }
 
 // bit is by how much these tests take memory.

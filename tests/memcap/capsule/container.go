@@ -82,8 +82,9 @@ type Process struct {
 	output *os.File           // a file in memory, nil where none is kept
 }
 
-// open makes a container and returns when its first process has laid it.
-func open(ctx context.Context, edits specs.ContainerEdits, image Image) (_ *Container, err error) {
+// Open makes a container and returns when its first process has laid it. Whoever opens it
+// closes it.
+func Open(ctx context.Context, edits specs.ContainerEdits, image Image) (_ *Container, err error) {
 	if lack := Missing(); lack != "" {
 		return nil, errors.New(lack)
 	}

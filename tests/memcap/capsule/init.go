@@ -221,7 +221,11 @@ func (l *layout) lay() error {
 		if err := place(d.Path); err != nil {
 			return err
 		}
-		if err := unix.Mknod(d.Path, unix.S_IFCHR|0o666, int(unix.Mkdev(uint32(d.Major), uint32(d.Minor)))); err != nil {
+		number, err := numberOf(old, d)
+		if err != nil {
+			return err
+		}
+		if err := unix.Mknod(d.Path, unix.S_IFCHR|0o666, number); err != nil {
 			return fmt.Errorf("make device node %s: %w", d.Path, err)
 		}
 		if err := os.Chmod(d.Path, 0o666); err != nil {
@@ -240,6 +244,9 @@ func (l *layout) lay() error {
 		if err := os.Symlink(target, name); err != nil {
 			return fmt.Errorf("make link: %w", err)
 		}
+	}
+	if err := hooks(l.Edits.Hooks); err != nil {
+		return err
 	}
 	if err := unix.Unmount(old, unix.MNT_DETACH); err != nil {
 		return fmt.Errorf("leave the machine's root: %w", err)

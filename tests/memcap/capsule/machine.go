@@ -106,5 +106,5 @@ func (m *Machine) Open(ctx context.Context, edits specs.ContainerEdits, image Im
 		return nil, errors.Join(errors.New("the emulator has ended"), err)
 	default:
 	}
-	return open(ctx, edits, image)
+	return Open(ctx, edits, image)
 }

@@ -14,10 +14,17 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
+// Driver has an account of what processes have on GPUs.
+type Driver interface {
+	// Used is what the processes of containers have on a GPU, in bytes; known is false
+	// where the driver does not say.
+	Used(u gpu.UUID, containers ...*Container) (bytes uint64, known bool)
+}
+
 // Reader stands in for the agent: it reads what a container's processes have
 // on a GPU by the driver's account, and lets the limit page know.
 type Reader struct {
-	Machine   *Machine
+	Driver    Driver
 	Container *Container
 	Pages     *lib.Pages
 	Also      []*Container // others that count on the same page
@@ -80,9 +87,9 @@ func (r *Reader) round(m *lib.Meter) error {
 	if err := m.Begin(); err != nil {
 		return err
 	}
-	used := r.Machine.Used(r.GPU, append(slices.Clone(r.Also), r.Container)...)
+	used, known := r.Driver.Used(r.GPU, append(slices.Clone(r.Also), r.Container)...)
 	r.mu.Lock()
-	known := !r.blind
+	known = known && !r.blind
 	r.mu.Unlock()
 	reading, err := m.End(used, known)
 	if err != nil {
@@ -122,8 +129,8 @@ func (r *Reader) Err() error {
 }
 
 // Used is what the processes of containers have on a GPU by the driver's account, at one
-// moment, in bytes.
-func (m *Machine) Used(u gpu.UUID, containers ...*Container) uint64 {
+// moment, in bytes; the emulated driver always says.
+func (m *Machine) Used(u gpu.UUID, containers ...*Container) (bytes uint64, known bool) {
 	st := m.World.State()
 	var used uint64
 	for _, p := range st.Processes {
@@ -131,5 +138,5 @@ func (m *Machine) Used(u gpu.UUID, containers ...*Container) uint64 {
 			used += p.Bytes
 		}
 	}
-	return used
+	return used, true
 }
