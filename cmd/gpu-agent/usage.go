@@ -97,7 +97,7 @@ func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog fu
 	}
 	a := &agent.Account{Used: func() []status.Container { return watchdog().State().Containers }, Keys: f.keys, IdleAfter: f.idle, Version: version(),
 		Journal: &segments.Late{Dir: filepath.Join(stateDir, usageDir), Options: segments.Options{Max: int64(f.size) << 20}}}
-	a.Sampled = func(ctx context.Context) []status.Container { return watchdog().Sampled(ctx) }
+	a.Sampled = func(ctx context.Context, since time.Time) []status.Container { return watchdog().Sampled(ctx, since) }
 	if len(f.keys) > 0 {
 		a.Labels = runtime.Labels
 	}

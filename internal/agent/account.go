@@ -29,7 +29,7 @@ type Account struct {
 	// processes at the moment, Labels the labels of the node's pods by UID, of
 	// which Keys are wanted; nil where none are.
 	Used    func() []status.Container
-	Sampled func(context.Context) []status.Container
+	Sampled func(context.Context, time.Time) []status.Container
 	Labels  func(context.Context) (map[string]map[string]string, error)
 	Keys    []string
 	// IdleAfter is the time after which a grant that nobody uses is told of; zero is never.

@@ -103,11 +103,11 @@ type Driver interface {
 	Memory(context.Context, ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error)
 }
 
-// Utilizer is a Driver that tells how busy processes keep the streaming multiprocessors of
-// GPUs, in percent and by PID; those that are idle are left out. It leaves out the GPUs of which
+// Utilizer is a Driver that tells how busy processes have kept the streaming multiprocessors of
+// GPUs since a time, in percent and by PID; those that are idle are left out. It leaves out the GPUs of which
 // the driver does not tell.
 type Utilizer interface {
-	Utilization(context.Context, ...gpu.UUID) (map[gpu.UUID]map[int]float64, error)
+	Utilization(context.Context, time.Time, ...gpu.UUID) (map[gpu.UUID]map[int]float64, error)
 }
 
 // Allocations says what the node gives out, and to whom. agent.Agent is one.

@@ -16,10 +16,11 @@ import (
 type busyWorld struct {
 	*world
 	asked []gpu.UUID
+	since time.Time
 }
 
-func (w *busyWorld) Utilization(_ context.Context, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
-	w.asked = gpus
+func (w *busyWorld) Utilization(_ context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+	w.asked, w.since = gpus, since
 	return map[gpu.UUID]map[int]float64{gpu0: {10: 30, 11: 5, 99: 60}}, nil
 }
 
@@ -34,19 +35,20 @@ func TestSampled(t *testing.T) {
 	w.uses(11, gpu0, gib)
 	w.uses(20, gpu0, gib)
 	w.uses(30, gpu1, gib)
+	before := time.Date(2026, 11, 27, 1, 0, 0, 0, time.UTC)
 	watch(t, w.world, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Minute)
-		if c := g.Sampled(context.Background()); len(c) != 3 || c[0].SMPercent != nil {
+		if c := g.Sampled(context.Background(), before); len(c) != 3 || c[0].SMPercent != nil {
 			t.Errorf("of a driver that tells nothing: %+v", c)
 		}
 		g.w.Driver = w
 		by := map[string]status.Container{}
-		for _, c := range g.Sampled(context.Background()) {
+		for _, c := range g.Sampled(context.Background(), before) {
 			by[c.Pod] = c
 		}
 		a, b, c := by["pod-a"].SMPercent, by["pod-b"].SMPercent, by["pod-c"].SMPercent
-		if a == nil || *a != 35 || b == nil || *b != 0 || c != nil || len(w.asked) != 2 {
-			t.Errorf("busy are %v, %v and %v, of %v", a, b, c, w.asked)
+		if a == nil || *a != 35 || b == nil || *b != 0 || c != nil || len(w.asked) != 2 || !w.since.Equal(before) {
+			t.Errorf("busy are %v, %v and %v, of %v since %v", a, b, c, w.asked, w.since)
 		}
 	})
 }

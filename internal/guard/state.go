@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
@@ -135,9 +136,9 @@ func (st *State) Show(s *status.Status) {
 	s.Containers = st.Containers
 }
 
-// Sampled is what was last seen of containers, with how busy their processes keep the GPUs now,
-// where the driver tells that of processes.
-func (g *Guard) Sampled(ctx context.Context) []status.Container {
+// Sampled is what was last seen of containers, with how busy their processes have kept the GPUs
+// since a time, where the driver tells that of processes.
+func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container {
 	st := g.State()
 	driver, tells := g.w.Driver.(Utilizer)
 	if !tells || st.Off != "" {
@@ -155,7 +156,7 @@ func (g *Guard) Sampled(ctx context.Context) []status.Container {
 	slices.Sort(asked)
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	busy, _ := driver.Utilization(ctx, asked...) // of a GPU that is not in it, nothing is known
+	busy, _ := driver.Utilization(ctx, since, asked...) // of a GPU that is not in it, nothing is known
 	out := slices.Clone(st.Containers)
 	for i := range out {
 		c := &out[i]

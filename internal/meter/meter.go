@@ -65,9 +65,10 @@ type Options struct {
 	Heard func() bool
 	// Used is what the watchdog last saw.
 	Used func() []status.Container
-	// Sampled is the same, with how busy the driver says that containers keep the GPUs; nil
-	// where there is no such figure. It is called for each sample.
-	Sampled func(context.Context) []status.Container
+	// Sampled is the same, with how busy the driver says that containers have kept the GPUs
+	// since a time; nil where there is no such figure. It is called for each sample, with the
+	// time of the one before, so that no time is counted twice.
+	Sampled func(context.Context, time.Time) []status.Container
 	// Labels has the labels of the node's pods, by UID; nil where none are wanted. Keys are
 	// those that are.
 	Labels func(context.Context) (map[string]map[string]string, error)
@@ -373,7 +374,7 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 func (m *Meter) sample(ctx context.Context, at time.Time) {
 	seen := m.Used()
 	if m.Sampled != nil {
-		seen = m.Sampled(ctx)
+		seen = m.Sampled(ctx, m.sampled)
 	}
 	r := usage.Record{Time: at, Event: usage.Used}
 	for _, g := range m.book.Open() {

@@ -644,14 +644,20 @@ func TestSMTime(t *testing.T) {
 	n.take("b", record("GPU-1", 0, 19), "mig")
 	n.uses("a", "GPU-0", 10)
 	n.uses("b", "GPU-1", 10)
-	n.meter.Sampled = func(context.Context) []status.Container {
+	var since []time.Duration // how far back it is asked, each time
+	n.meter.Sampled = func(_ context.Context, at time.Time) []status.Container {
+		since = append(since, n.meter.Now().Sub(at))
 		out := slices.Clone(n.seen)
 		out[0].SMPercent = new(float64(25))
 		return out
 	}
-	for range 4 {
-		n.pass(time.Minute)
+	gaps := []time.Duration{time.Minute, 30 * time.Second, 2 * time.Minute, 30 * time.Second}
+	for _, gap := range gaps {
+		n.pass(gap)
 		n.turn(true)
+	}
+	if !slices.Equal(since, gaps) {
+		t.Errorf("it asked for %v, want the time since the sample before, %v", since, gaps)
 	}
 	if s, _ := n.series("web"); !s.SMKnown || s.SM != 60 {
 		t.Errorf("web has %v seconds of all multiprocessors, want 60", s.SM)

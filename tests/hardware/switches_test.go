@@ -42,7 +42,7 @@ var switchValues = map[string][]string{
 	"pool-memory":    {"pool-memory=device", "pool-memory=context"},
 	"domains":        {"version=13040,domains=1", "version=13040,domains=3"},
 	"loading":        {"loading=lazy", "loading=eager"},
-	"heap":           {"heap=set", "heap=launch"},
+	"heap":           {"heap=set", "heap=launch", "heap=use"},
 	"graphs":         {"graphs=distinct", "graphs=ordered"},
 	"green-mib":      {"green-mib=2", "green-mib=10"},
 	"managed-create": {"managed-create=refused", "managed-create=made"},

@@ -178,8 +178,8 @@ func (l *Late) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.M
 	return timed(ctx, l, "memory", func(d *Driver) (map[gpu.UUID]gpu.Memory, error) { return d.Memory(ctx, gpus...) })
 }
 
-func (l *Late) Utilization(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
-	return timed(ctx, l, "utilization", func(d *Driver) (map[gpu.UUID]map[int]float64, error) { return d.Utilization(ctx, gpus...) })
+func (l *Late) Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+	return timed(ctx, l, "utilization", func(d *Driver) (map[gpu.UUID]map[int]float64, error) { return d.Utilization(ctx, since, gpus...) })
 }
 
 // Events is not timed: waiting is its business.

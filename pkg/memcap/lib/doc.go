@@ -114,7 +114,8 @@
 // was read while processes allocate. Memory that turned out to be gone (of a process
 // that died, or a pool that shrank) may have been gone when the driver was read, so it
 // gives no new room until the next reading. Near the cap, and only there, a process waits
-// for a reading before it refuses. An exact reading answers every later request too,
+// for a reading before it refuses, and before it grants what no reading has followed since a
+// context was charged: a program can fill its cap in the time between two readings. An exact reading answers every later request too,
 // until something is charged by guess (a context, an array, a module). A reading during
 // which processes allocated leaves several corrections possible: the ceiling goes by
 // the largest that may be needed, the roof beside it by the smallest. For what fits below

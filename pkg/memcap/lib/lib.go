@@ -75,7 +75,8 @@ const None = ^uint64(0)
 
 // DefaultContext is what a context is charged with before an allocation's own were
 // measured, and the most that one ever is, in bytes. On data-centre GPUs of 2020 to
-// 2025 a context with a usual program's modules has 250 to 550 MiB. LeastContext is
+// 2025 a context with a usual program's modules has 250 to 550 MiB; on an H200 with driver
+// 580 it has 518, and 610 with the code of PyTorch's first kernel. LeastContext is
 // the least: a container that is charged too little can use more than its cap until the
 // next reading, and this much is within the watchdog's tolerance.
 const (

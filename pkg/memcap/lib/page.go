@@ -70,6 +70,8 @@ const (
 	useAttempt   = 192
 	useBorrows   = 200
 
+	useUnmeasured = 208
+
 	slotReserved  = 0
 	slotCommitted = 8
 	slotManaged   = 16

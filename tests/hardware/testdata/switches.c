@@ -62,6 +62,15 @@ static const char ptx[] =
     " sub.u64 %t2, %t1, %t0;\n setp.lt.u64 %p, %t2, " nanoseconds ";\n @%p bra again;\n ret;\n}\n"
     SPIN("busy_5000000us", "5000000000") SPIN("busy_1us", "1000");
 
+/* A kernel that takes memory of the heap. */
+static const char ptx_of_heap[] =
+    "// gpu-emulator: blocks 0\n"
+    ".version 7.0\n.target sm_52\n.address_size 64\n"
+    ".extern .func (.param .b64 func_retval0) malloc (.param .b64 malloc_param_0);\n"
+    ".visible .entry malloc_64()\n{\n .reg .b64 %a<2>;\n mov.u64 %a0, 64;\n"
+    " {\n .param .b64 param0;\n st.param.b64 [param0+0], %a0;\n .param .b64 retval0;\n"
+    " call.uni (retval0), malloc, (param0);\n ld.param.b64 %a1, [retval0+0];\n }\n ret;\n}\n";
+
 struct props {
     int type, handles, location, id;
     void *security;
@@ -273,7 +282,16 @@ static void others(const char *name)
             say("set");
         run(shorter, s);
         MUST(cuStreamSynchronize, s);
-        say(before - unused() > 512 * MIB ? "launch" : "unknown: a heap of 1 GiB is not there after a kernel that does not use it");
+        if (before - unused() > 512 * MIB)
+            say("launch");
+        handle module, uses;
+        MUST(cuModuleLoadData, &module, ptx_of_heap);
+        MUST(cuModuleGetFunction, &uses, module, "malloc_64");
+        if (before - unused() > 512 * MIB)
+            say("unknown: a heap of 1 GiB is there when a kernel that uses it was loaded");
+        run(uses, s);
+        MUST(cuStreamSynchronize, s);
+        say(before - unused() > 512 * MIB ? "use" : "unknown: a heap of 1 GiB is not there after a kernel that uses it");
     } else if (strcmp(name, "graphs") == 0) {
         handle first = graph(longer), second = graph(shorter);
         uint64_t reserved = 0;

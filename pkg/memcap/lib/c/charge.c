@@ -155,6 +155,7 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
     uint64_t n = reserved_for(c);
     if (c->how == HOW_SMALL) {
+        account_measure(c->a, n);
         if (account_reserve_quickly(c->a, n) || squeeze(p, c) || account_reserve_slowly(c->a, n))
             return COUNT;
         /* Another thread may have had the last block, and not filled it. */

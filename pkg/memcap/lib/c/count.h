@@ -336,10 +336,24 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
     return true;
 }
 
+/* account_measure waits for a reading, for a bounded time, where n more bytes come near the
+ * ceiling and no reading has begun since a context was charged by an estimate. Programs can
+ * take many GiB in the time between two readings, and what was given is not taken back: so
+ * it comes before the driver is called. account_unmeasured is called after such a charge. It
+ * asks for a reading, which usually is over when somebody comes near the ceiling. */
+void account_unmeasured(struct account *a);
+COLD void account_await_measure(struct account *a, uint64_t n);
+static inline void account_measure(struct account *a, uint64_t n)
+{
+    if (__builtin_expect(__atomic_load_n(&a->usage->unmeasured, __ATOMIC_RELAXED) != 0, 0))
+        account_await_measure(a, n);
+}
+
 /* account_reserve reserves n bytes. False: there is no room. Near the cap, and only there,
  * it may wait. */
 static inline bool account_reserve(struct account *a, uint64_t n)
 {
+    account_measure(a, n);
     return account_reserve_quickly(a, n) || account_reserve_slowly(a, n);
 }
 

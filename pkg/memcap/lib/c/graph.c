@@ -313,6 +313,8 @@ static bool run_begin(struct process *p, struct run *r, const struct needs *n, c
         if (!a && !refuse)
             continue;
         struct graph_pool *g = &p->graphs[d];
+        if (a)
+            account_measure(a, all);
         if (a && account_reserve_quickly(a, all)) {
             spin_lock(&g->lock);
             g->flying++;

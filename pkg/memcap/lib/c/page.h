@@ -117,7 +117,9 @@ struct usage_page {
     uint64_t guesses;
     uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
     uint64_t borrows; /* 1 once a process has borrowed for this page */
-    uint64_t gap3[PAGE / 8 - 26];
+    /* 1 + the readings that had begun when a context was last charged; 0: one has begun since. */
+    uint64_t unmeasured;
+    uint64_t gap3[PAGE / 8 - 27];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -205,6 +207,7 @@ AT(usage_page, slots, PAGE);
 AT(slot, others_reserved, 64);
 AT(slot, promised, 80);
 AT(usage_page, borrows, 200);
+AT(usage_page, unmeasured, 208);
 AT(slot, idle, 88);
 AT(slot, borrowed, 96);
 AT(slot, lends, 104);

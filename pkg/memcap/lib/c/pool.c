@@ -484,6 +484,8 @@ static CUresult allocate(struct process *p, struct request *q)
     if (!a || !pool || q->bytes >= MOST)
         return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t n = round_up(q->bytes, UNIT), held = growth_of(p, pool, n);
+    if (held)
+        account_measure(a, held);
     CUresult r = !held || account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && !held)
         r = reuse(p, q, pool, a, n); /* the driver may not have made the stream wait for others */

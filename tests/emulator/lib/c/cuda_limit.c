@@ -125,12 +125,12 @@ static CUresult take(const char *call, struct context *c, int limit, size_t valu
     return CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
-/* When the heap and the FIFO are made the documentation does not say: at once, or
- * before the next kernel. Of the stack it does: "Setting this value will take effect
+/* When the heap and the FIFO are made the documentation does not say: at once, before the
+ * next kernel, or before the first one that uses them. Of the stack it does: "Setting this value will take effect
  * immediately". */
 static bool later(int limit)
 {
-    return switches.heap == HEAP_LAUNCH && (limit == MALLOC_HEAP_SIZE || limit == PRINTF_FIFO_SIZE);
+    return switches.heap != HEAP_SET && (limit == MALLOC_HEAP_SIZE || limit == PRINTF_FIFO_SIZE);
 }
 
 static CUresult set(const char *call, struct context *c, int limit, size_t value)
@@ -180,8 +180,9 @@ CUresult limits_launch(struct context *c, const char *name)
     c->limits->mallocs |= mallocs;
     c->limits->prints |= prints;
     CUresult r = CUDA_SUCCESS;
+    bool wanted[] = {[PRINTF_FIFO_SIZE] = prints, [MALLOC_HEAP_SIZE] = mallocs};
     for (int limit = PRINTF_FIFO_SIZE; limit <= MALLOC_HEAP_SIZE && r == CUDA_SUCCESS; limit++)
-        if (c->limits->taken[limit] != c->limits->value[limit])
+        if ((wanted[limit] || switches.heap != HEAP_USE) && c->limits->taken[limit] != c->limits->value[limit])
             r = take("cuLaunchKernel", c, limit, c->limits->value[limit]);
     if (r == CUDA_SUCCESS && stack > c->limits->value[STACK_SIZE] && (r = permitted(&devices[c->device], c->limits, STACK_SIZE, &stack)) == CUDA_SUCCESS)
         r = set("cuLaunchKernel", c, STACK_SIZE, stack);

@@ -38,7 +38,7 @@ static const struct name {
     NUMBER("domains", domains, 1, 8),
     NUMBER("green-mib", green_mib, 0, 65536),
     WORDS("loading", loading, "environment", "lazy", "eager"),
-    WORDS("heap", heap, "set", "launch"),
+    WORDS("heap", heap, "set", "launch", "use"),
     WORDS("managed-create", managed_create, "refused", "made"),
     WORDS("pool-memory", pool_memory, "device", "context"),
     WORDS("graphs", graphs, "distinct", "ordered"),
