@@ -382,6 +382,24 @@ var calls = map[string]call{
 		return put(v, r, func(v uint64) { f.putU64(v, v-1<<20, 1<<20) })
 	}},
 
+	"nvmlDeviceGetProcessUtilization": {serve: func(s *Session, f *frame) Return {
+		since, room := f.u64(), int(f.u32())
+		list, r := s.Utilization(f.handle, since)
+		if r != Success {
+			return r
+		}
+		f.putInt(len(list))
+		if len(list) > room {
+			return InsufficientSize
+		}
+		for _, u := range list {
+			f.putInt(u.PID)
+			f.putU64(u.Micros)
+			f.putInt(u.SM)
+		}
+		return Success
+	}},
+
 	"nvmlDeviceGetComputeRunningProcesses":       processes(Compute),
 	"nvmlDeviceGetComputeRunningProcesses_v2":    processes(Compute),
 	"nvmlDeviceGetComputeRunningProcesses_v3":    processes(Compute),

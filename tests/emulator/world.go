@@ -39,6 +39,7 @@ type World struct {
 	unloaded bool
 	gpus     []*gpu
 	procs    []*Process
+	busy     []busyTime
 	faults   []*fault
 	sessions map[*process]struct{}
 	sets     map[uint32]*eventSet

@@ -36,6 +36,9 @@ type Caps struct {
 	// returns its PID once the driver has given it; end ends it. An error says
 	// what the machine lacks, and the test is skipped with it.
 	Hold func(ctx context.Context, u gpu.UUID, amount gpu.MiB) (pid int, end func(), err error)
+	// Busy starts a process that keeps a GPU's multiprocessors busy until end, and otherwise
+	// is like Hold.
+	Busy func(ctx context.Context, u gpu.UUID) (pid int, end func(), err error)
 	// TimeSlice permits changing a GPU's time slice; it is put back to the
 	// default.
 	TimeSlice bool
@@ -60,6 +63,7 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Memory", func(t *testing.T) { memory(t, opts) })
 	t.Run("Health", func(t *testing.T) { health(t, opts) })
 	t.Run("Processes", func(t *testing.T) { processes(t, opts, caps) })
+	t.Run("Utilization", func(t *testing.T) { utilization(t, opts, caps) })
 	t.Run("EventsEnd", func(t *testing.T) { eventsEnd(t, opts) })
 	t.Run("UnknownGPU", func(t *testing.T) { unknownGPU(t, opts) })
 	t.Run("Parts", func(t *testing.T) { parts(t, opts, caps) })
@@ -367,6 +371,53 @@ func processes(t *testing.T, opts nvml.Options, caps Caps) {
 			return !slices.ContainsFunc(list, func(p gpu.Process) bool { return p.PID == pid })
 		})
 		amount += 64
+	}
+}
+
+// utilization holds that the driver tells the busy from the idle, for the time that is asked
+// for, and that who has ended is no more among them.
+func utilization(t *testing.T, opts nvml.Options, caps Caps) {
+	d := Open(t, opts)
+	tried := false
+	for _, dev := range read(t, d).GPUs {
+		if dev.MIG.Enabled || tried {
+			continue // one GPU of the machine is enough: it takes seconds
+		}
+		tried = true
+		idle, endIdle, err := caps.Hold(t.Context(), dev.UUID, 64)
+		if err != nil {
+			t.Skipf("skipped: no process can hold memory on %s: %v", dev.UUID, err)
+		}
+		defer endIdle()
+		since := time.Now()
+		pid, end, err := caps.Busy(t.Context(), dev.UUID)
+		if err != nil {
+			t.Skipf("skipped: no process can keep %s busy: %v", dev.UUID, err)
+		}
+		defer end()
+		look := func() map[int]float64 {
+			of, err := d.Utilization(wait(t), since, dev.UUID)
+			if err != nil {
+				t.Fatal(err)
+			}
+			list, known := of[dev.UUID]
+			if !known {
+				t.Skipf("skipped: the driver does not tell how busy processes keep %s", dev.UUID)
+			}
+			for p, percent := range list {
+				if percent <= 0 || percent > 100 || p == idle {
+					t.Fatalf("process %d has kept %s busy for %v %%; %d is idle", p, dev.UUID, percent, idle)
+				}
+			}
+			return list
+		}
+		Await(t, fmt.Sprintf("process %d is seen to be busy", pid), func() bool { return look()[pid] > 0 })
+		t.Logf("%s: %v", dev.UUID, look())
+		end()
+		Await(t, fmt.Sprintf("process %d has ended", pid), func() bool { return look()[pid] == 0 })
+	}
+	if !tried {
+		t.Skip("skipped: all GPUs are in MIG mode, where drivers do not tell")
 	}
 }
 

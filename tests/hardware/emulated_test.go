@@ -192,6 +192,24 @@ func (n *node) hold(ctx context.Context, u gpu.UUID, amount gpu.MiB) (int, func(
 	}), nil
 }
 
+// keepBusy gives a child process memory, and has it keep all multiprocessors busy.
+func (n *node) keepBusy(ctx context.Context, u gpu.UUID) (int, func(), error) {
+	pid, end, err := n.hold(ctx, u, 64)
+	if err != nil {
+		return 0, nil, err
+	}
+	for _, g := range n.State().GPUs {
+		if g.UUID == string(u) {
+			err = n.KeepBusy(pid, g.Index, 100)
+		}
+	}
+	if err != nil {
+		end()
+		return 0, nil, err
+	}
+	return pid, end, nil
+}
+
 func TestEmulated(t *testing.T) {
 	type instance struct {
 		profile string
@@ -226,7 +244,7 @@ func TestEmulated(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			Conformance(t, n.opts, Caps{Hold: n.hold, TimeSlice: true, Instances: true})
+			Conformance(t, n.opts, Caps{Hold: n.hold, Busy: n.keepBusy, TimeSlice: true, Instances: true})
 		})
 	}
 }

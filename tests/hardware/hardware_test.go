@@ -46,7 +46,7 @@ func TestHardware(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := &holder{dir: t.TempDir(), root: *driverRoot}
-	Conformance(t, opts, Caps{Hold: h.hold, TimeSlice: *setSlices, Instances: *setMIG, Partial: *partial})
+	Conformance(t, opts, Caps{Hold: h.hold, Busy: h.busy, TimeSlice: *setSlices, Instances: *setMIG, Partial: *partial})
 }
 
 // holder runs a CUDA program that holds memory.
@@ -58,6 +58,14 @@ type holder struct {
 }
 
 func (h *holder) hold(ctx context.Context, u gpu.UUID, amount gpu.MiB) (int, func(), error) {
+	return h.start(ctx, u, amount)
+}
+
+func (h *holder) busy(ctx context.Context, u gpu.UUID) (int, func(), error) {
+	return h.start(ctx, u, 64, "busy")
+}
+
+func (h *holder) start(ctx context.Context, u gpu.UUID, amount gpu.MiB, more ...string) (int, func(), error) {
 	h.build.Do(func() {
 		h.program = filepath.Join(h.dir, "hold")
 		out, err := exec.Command("cc", "-o", h.program, "testdata/hold.c", "-ldl").CombinedOutput()
@@ -68,7 +76,7 @@ func (h *holder) hold(ctx context.Context, u gpu.UUID, amount gpu.MiB) (int, fun
 	if h.err != nil {
 		return 0, nil, h.err
 	}
-	cmd := exec.CommandContext(ctx, h.program, "libcuda.so.1", fmt.Sprint(uint64(amount)))
+	cmd := exec.CommandContext(ctx, h.program, append([]string{"libcuda.so.1", fmt.Sprint(uint64(amount))}, more...)...)
 	cmd.Env = append(os.Environ(), "CUDA_VISIBLE_DEVICES="+string(u))
 	if h.root != "/" {
 		cmd.Env = append(cmd.Env, "LD_LIBRARY_PATH="+filepath.Join(h.root, "usr/lib64")+":"+filepath.Join(h.root, "usr/lib/x86_64-linux-gnu"))

@@ -19,8 +19,11 @@ const beNewDriver = "GPU_AGENT_TEST_NEW_DRIVER"
 func TestEmulatedNewDriver(t *testing.T) {
 	if os.Getenv(beNewDriver) != "" {
 		n := emulate(t, emulator.Spec{Model: "B200", Count: 4, Driver: "615.11", CUDA: "13.4"})
-		Conformance(t, n.opts, Caps{Hold: n.hold, TimeSlice: true, Instances: true})
+		Conformance(t, n.opts, Caps{Hold: n.hold, Busy: n.keepBusy, TimeSlice: true, Instances: true})
 		return
+	}
+	if *onHardware {
+		t.Skip("skipped: with -hardware the process is bound to the real driver")
 	}
 	self, err := os.Executable()
 	if err != nil {

@@ -566,6 +566,24 @@ PROCESSES(Compute)
 PROCESSES(Graphics)
 PROCESSES(MPSCompute)
 
+nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t d, nvmlProcessUtilizationSample_t *samples, unsigned int *count, unsigned long long since)
+{
+    NEED(count && (*count == 0 || samples));
+    enum { MOST = 200 }; /* that a reply has room for */
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u64(&c, since);
+    put_u32(&c, samples ? (*count < MOST ? *count : MOST) : 0);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS || r == NVML_ERROR_INSUFFICIENT_SIZE)
+        *count = get_u32(&c);
+    for (unsigned int i = 0; r == NVML_SUCCESS && i < *count; i++) {
+        samples[i] = (nvmlProcessUtilizationSample_t){.pid = get_u32(&c), .timeStamp = get_u64(&c)};
+        samples[i].smUtil = get_u32(&c);
+    }
+    return r;
+}
+
 /* --- topology -------------------------------------------------------------- */
 
 nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t a, nvmlDevice_t b, nvmlGpuTopologyLevel_t *level)
