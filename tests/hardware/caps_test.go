@@ -39,6 +39,8 @@ const (
 	capBytes = 8 << 30
 	// agentReads is how often the agent reads the driver.
 	agentReads = 250 * time.Millisecond
+	// late is how much code a program may load beyond its cap until the next reading.
+	late = 32 << 20
 	// block is what the driver gives at once.
 	block = 2 << 20
 )
@@ -303,8 +305,12 @@ func (o *room) close(t *testing.T) {
 	if o.key == "" {
 		return
 	}
-	if o.peak > capBytes+undone {
-		t.Errorf("the processes had %.1f MiB, %.1f more than the cap, of which pools explain %.1f", mib(o.peak), mib(o.peak-capBytes), mib(undone))
+	if o.peak > capBytes {
+		t.Logf("%.1f MiB more than the cap, of which pools explain %.1f", mib(o.peak-capBytes), mib(undone))
+	}
+	// Code that is loaded when the cap is full is seen by the next reading.
+	if o.peak > capBytes+undone+late {
+		t.Errorf("the processes had %.1f MiB under a cap of %.1f", mib(o.peak), mib(capBytes))
 	}
 	if err := o.r.pages.Remove(o.key); err != nil {
 		t.Error(err)

@@ -114,14 +114,15 @@
 // was read while processes allocate. Memory that turned out to be gone (of a process
 // that died, or a pool that shrank) may have been gone when the driver was read, so it
 // gives no new room until the next reading. Near the cap, and only there, a process waits
-// for a reading before it refuses, and before it grants what no reading has followed since a
-// context was charged: a program can fill its cap in the time between two readings. An exact reading answers every later request too,
-// until something is charged by guess (a context, an array, a module). A reading during
-// which processes allocated leaves several corrections possible: the ceiling goes by
-// the largest that may be needed, the roof beside it by the smallest. For what fits below
-// the roof the agent is asked again, for twice the time between two readings, and if it is
-// late, as on a busy node, until it has answered twice. After that the refusal is
-// remembered, and repeated at once as long as there is no more room.
+// for a reading before it refuses, and once for each context before it comes there: a program
+// can fill its cap in the time between two readings, and what was given is not taken back.
+// An exact reading answers every later request too, until something is charged by guess (a
+// context, an array, a module). A reading during which processes allocated leaves several
+// corrections possible: the ceiling goes by the largest that may be needed, the roof beside
+// it by the smallest. For what fits below the roof the agent is asked again, for twice the
+// time between two readings, and if it is late, as on a busy node, until it has answered
+// twice. After that the refusal is remembered, and repeated at once as long as there is no
+// more room.
 //
 // # What is charged
 //

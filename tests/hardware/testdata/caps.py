@@ -130,13 +130,15 @@ def jax(stop):
 
     x = jnp.ones((4096, 4096), jnp.bfloat16)
     (x @ x).block_until_ready()
-    tell("holds", bytes=jax.devices()[0].memory_stats()["bytes_limit"])
+    most = jax.devices()[0].memory_stats()["bytes_limit"]
+    tell("holds", bytes=most)
 
     def take(size):
         return jnp.zeros(size, jnp.uint8).block_until_ready()
 
-    Store(take, jax.errors.JaxRuntimeError, stop).fill()
-    tell("stuck")
+    # Less than it has: before it refuses it waits ten seconds.
+    Store(take, jax.errors.JaxRuntimeError, min(stop or most, most) * 9 // 10).fill()
+    tell("filled")
 
 
 def cupy(stop):

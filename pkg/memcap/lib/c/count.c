@@ -601,31 +601,22 @@ static void await_reading(const struct account *a, struct hearing *h)
         nap_us(h->nap);
 }
 
-void account_unmeasured(struct account *a)
-{
-    /* In this order: a reading that begins because of this ask has a higher number. */
-    uint64_t at = count_read(&a->page->begun) + 1, old = count_read(&a->usage->unmeasured);
-    count_add(&a->usage->asks, 1);
-    while (at > old)
-        if (__atomic_compare_exchange_n(&a->usage->unmeasured, &old, at, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-            break;
-}
-
 void account_await_measure(struct account *a, uint64_t n)
 {
-    uint64_t at = count_read(&a->usage->unmeasured), ceiling = account_ceiling(a);
-    if (count_read(&a->page->done) < at) {
-        /* A quarter is more than contexts take beyond their estimates. */
-        if (n >= MOST || AMOUNT(count_read(&a->usage->bound)) + n <= ceiling - ceiling / 4 || unheard(a))
-            return;
-        uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-        struct hearing h = {.begun = true, .asked = true, .after = at - 1, .one = patience(2000 * (every < 5000 ? every : 5000))};
-        h.all = h.one;
-        while (hear(a, &h, n) == HEARD_NOTHING)
-            await_reading(a, &h);
-    }
-    if (count_read(&a->page->done) >= at)
-        __atomic_compare_exchange_n(&a->usage->unmeasured, &at, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    uint64_t contexts = count_read(&a->usage->unmeasured), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED), ceiling = account_ceiling(a);
+    /* A quarter is more than what is not counted usually takes. */
+    if (n > limit || AMOUNT(count_read(&a->usage->bound)) + n <= ceiling - ceiling / 4 || unheard(a))
+        return;
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    struct hearing h = {.begun = true, .asked = true, .one = patience(2000 * (every < 5000 ? every : 5000))};
+    h.all = h.one;
+    /* In this order: a reading that begins because of this ask has a higher number. */
+    h.after = count_read(&a->page->begun);
+    count_add(&a->usage->asks, 1);
+    while (hear(a, &h, n) == HEARD_NOTHING)
+        await_reading(a, &h);
+    if (h.readings)
+        __atomic_compare_exchange_n(&a->usage->unmeasured, &contexts, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 /* contend tries to reserve n until there is nothing left to wait for: neither a reading,

@@ -337,11 +337,11 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
 }
 
 /* account_measure waits for a reading, for a bounded time, where n more bytes come near the
- * ceiling and no reading has begun since a context was charged by an estimate. Programs can
- * take many GiB in the time between two readings, and what was given is not taken back: so
- * it comes before the driver is called. account_unmeasured is called after such a charge. It
- * asks for a reading, which usually is over when somebody comes near the ceiling. */
-void account_unmeasured(struct account *a);
+ * ceiling for the first time since a context was charged. Programs can take many GiB in the
+ * time between two readings, and what was given is not taken back. Until then a context may
+ * have taken more than was expected, and so may what comes with its first kernels and
+ * pools. No lock may be held. account_unmeasured is called when a context was charged. */
+static inline void account_unmeasured(struct account *a) { count_add(&a->usage->unmeasured, 1); }
 COLD void account_await_measure(struct account *a, uint64_t n);
 static inline void account_measure(struct account *a, uint64_t n)
 {

@@ -117,8 +117,7 @@ struct usage_page {
     uint64_t guesses;
     uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
     uint64_t borrows; /* 1 once a process has borrowed for this page */
-    /* 1 + the readings that had begun when a context was last charged; 0: one has begun since. */
-    uint64_t unmeasured;
+    uint64_t unmeasured; /* contexts since bound was last near the ceiling; see account_measure */
     uint64_t gap3[PAGE / 8 - 27];
     struct slot slots[]; /* SLOTS of them */
 };
