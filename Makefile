@@ -69,7 +69,8 @@ lint:
 bench: build
 	$(GO) run ./tests/peers/bench
 
-# TEST_GPU_FLAGS=-time-slices sets time slices too; see tests/hardware.
+# TEST_GPU_FLAGS=-time-slices sets time slices too, -caps holds programs to memory caps; see
+# tests/hardware.
 .PHONY: test-gpu
 test-gpu:
 	$(GO) test -count=1 -v ./tests/hardware -hardware $(TEST_GPU_FLAGS)

@@ -72,6 +72,9 @@
 // memory info and cuMemGetInfo in the cgroup show the card as it is: what the real ones
 // show there nobody here has seen.
 //
+// How busy processes keep a GPU (nvmlDeviceGetProcessUtilization) is what KeepBusy was told of
+// them, as a mean of the time that is asked for.
+//
 // With GPU_EMULATOR_ACCOUNTING=process in its environment, a program counts for
 // itself after cuInit and asks nobody, for measurements of what stands between
 // a program and its driver.

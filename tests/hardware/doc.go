@@ -10,7 +10,11 @@
 //
 // (make test-gpu). What changes a card is done only where a flag permits it, and
 // put back: -time-slices, and -instances, which makes MIG instances where none
-// stand on GPUs that are in MIG mode and idle. So an emulator that drifts from the real driver, or a new
+// stand on GPUs that are in MIG mode and idle. With -caps programs are held to a memory cap
+// before the real driver, in containers of tests/memcap/capsule: one that calls the driver
+// itself, PyTorch with each of its allocators, JAX and CuPy, as far as the Python that -python
+// names has them. NVML is the judge, asked every few milliseconds, and the same program
+// without a cap is timed beside it. So an emulator that drifts from the real driver, or a new
 // driver that differs from what the agent expects, fails the same test by the
 // same name. What a card or machine lacks is skipped by name: a skip says what
 // is missing, never only that something is.

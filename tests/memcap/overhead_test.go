@@ -74,7 +74,7 @@ func TestOverhead(t *testing.T) {
 // A program that fills its cap faster than the driver is read stays within it, though its
 // processes have more than was counted: contexts that take more than was expected of them, or
 // code that was loaded since. On an H200 a context has 518 MiB, PyTorch's first kernel loads
-// another 92 MiB, the first pool takes 70, and 8 GiB are allocated within 10 ms.
+// another 92 MiB, and 8 GiB are allocated within 10 ms.
 func TestFilledBeforeAReading(t *testing.T) {
 	const limit, code = 4 * GiB, 300 * MiB
 	for _, c := range []struct {

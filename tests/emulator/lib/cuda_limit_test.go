@@ -22,7 +22,7 @@ func TestCUDALimitsTakeMemory(t *testing.T) {
 		threads     = 132 * 2048 // of an H100
 	)
 	n := start(t, emulator.Spec{Count: 1})
-	p := startProbe(t, probeWith{})
+	p := startProbe(t, probeWith{env: []string{"GPU_EMULATOR_CUDA=heap=set"}})
 	p.must("cuInit 0; cuCtxCreate_v2 &c 0 0; cuCtxGetLimit &stack 0; cuCtxGetLimit &fifo 1; cuCtxGetLimit &heap 2")
 	want(t, "default stack", p.vars["stack"], 1024)
 	want(t, "default FIFO", p.vars["fifo"], 1*mib)

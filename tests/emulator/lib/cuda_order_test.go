@@ -92,10 +92,10 @@ func TestCUDAOrder(t *testing.T) {
 		"and the switch for drivers where it observes": {switches: "opportunistic=lazy,query=observes", steps: []step{
 			{"poke keep 0 8 1073741824; cuMemPoolSetAttribute d 4 &keep", 0, 300}, {passed, 0, 364}, {"cuMemAllocAsync &x 67108864 t", 0, 364}}},
 		// cuMemPoolTrimTo: "asynchronously freed but whose completion has not been observed on the host […] can count as outstanding"
-		"trimming what has passed": {steps: []step{{passed, 0, 364}, {"cuMemPoolTrimTo d 0", 0, 300}}},
-		"trimming what has not":    {steps: []step{{freed, 0, 364}, {"cuMemPoolTrimTo d 0", 0, 364}}},
-		"and the switch for drivers that release what was observed": {switches: "trim=observed,shrink=never", steps: []step{
+		"trimming what has passed": {switches: "shrink=never", steps: []step{
 			{passed, 0, 364}, {"cuMemPoolTrimTo d 0", 0, 364}, {"cuStreamSynchronize s; cuMemPoolTrimTo d 0", 0, 300}}},
+		"trimming what has not":                               {steps: []step{{freed, 0, 364}, {"cuMemPoolTrimTo d 0", 0, 364}}},
+		"and the switch for drivers that release what passed": {switches: "trim=passed", steps: []step{{passed, 0, 364}, {"cuMemPoolTrimTo d 0", 0, 300}}},
 		// "the driver assumes that all accesses to the allocation are complete and performs no further synchronization"
 		"freed by cuMemFree": {steps: []step{
 			{"cuMemAllocAsync &a 67108864 s; cuLaunchKernel long 1 1 1 32 1 1 0 s 0 0; cuMemFree_v2 a; cuMemAllocAsync &x 67108864 t", 0, 364}}},

@@ -135,6 +135,14 @@ func TestCUDASwitchesOfProperties(t *testing.T) {
 	want(t, "MiB of managed memory by cuMemCreate", used(), 300)
 	p.kill()
 
+	p = begin("heap=use")
+	p.must(`cuModuleLoadData &m "// gpu-emulator: blocks 0"; cuModuleGetFunction &f m "f"; cuModuleGetFunction &uses m "malloc_1"; cuCtxSetLimit 2 1073741824`)
+	p.must("cuLaunchKernel f 1 1 1 1 1 1 0 0 0 0")
+	want(t, "a heap that no kernel uses", used(), 300)
+	p.must("cuLaunchKernel uses 1 1 1 1 1 1 0 0 0 0")
+	want(t, "and that one does", used(), 300+1016)
+	p.kill()
+
 	p = begin("heap=launch")
 	p.must(`cuModuleLoadData &m "// gpu-emulator: blocks 0"; cuModuleGetFunction &f m "f"; cuCtxSetLimit 2 1073741824; cuCtxGetLimit &heap 2`)
 	want(t, "a heap before a kernel runs", [2]uint64{used(), p.vars["heap"]}, [2]uint64{300, 1 << 30})

@@ -34,31 +34,37 @@
 // name the last holds, and what is not known ends cuInit with
 // CUDA_ERROR_INVALID_VALUE and a line on standard error.
 //
-//	version=N                        what cuDriverGetVersion tells (default: the world's); names that came later are found neither
-//	                                 by cuGetProcAddress nor by dlsym (default: as the file is, see OfVersion)
+//	version=N                        what cuDriverGetVersion tells (default: the world's; 13000); names that came later are found
+//	                                 neither by cuGetProcAddress nor by dlsym (default: as the file is, see OfVersion)
 //	kernel-us=N                      microseconds that a kernel takes (0)
 //	map-us=N                         microseconds that each MiB takes which a process gets of the card (0)
-//	piece-mib=N                      by what pools grow, an even number (32)
-//	holes=fit|remap                  a request needs one hole that is large enough, or free blocks of 2 MiB are put together
-//	large=pieces|blocks              what is larger than a piece takes whole pieces, or blocks of 2 MiB
-//	reuse=documented|eager           a pool grows before a stream is made to wait for another, or after
-//	opportunistic=documented|lazy    a free that has passed is noticed by the next request, or by synchronising alone
-//	follow=all|direct                a dependency by events reaches through streams between, or not
-//	trim=passed|observed             trimming releases what has passed, or what the host has waited for
-//	shrink=synchronize|never         synchronising releases what is beyond the threshold, or nothing
-//	query=nothing|observes           a query that finds a stream done does nothing more, or as much as synchronising
-//	used=live|pending                the memory in use is without or with what only one stream may reuse
-//	ipc-pools=kept|shrink            pools for other processes give nothing back before their end, or like others
-//	pool-max=exact|piece|…           a pool's greatest size is kept to 2 MiB, or rounded up to pieces; refuses: a pool that has come to it
+//	piece-mib=N                      by what pools grow, an even number (32 *)
+//	holes=fit*|remap                 a request needs one hole that is large enough, or free blocks of 2 MiB are put together
+//	large=pieces*|blocks             what is larger than a piece takes whole pieces, or blocks of 2 MiB
+//	reuse=documented*|eager          a pool grows before a stream is made to wait for another, or after
+//	opportunistic=documented*|lazy   a free that has passed is noticed by the next request, or by synchronising alone
+//	follow=all*|direct               a dependency by events reaches through streams between, or not
+//	trim=observed*|passed            trimming releases what the host has waited for, or what has passed
+//	shrink=synchronize*|never        synchronising releases what is beyond the threshold, or nothing
+//	query=nothing*|observes          a query that finds a stream done does nothing more, or as much as synchronising
+//	used=live*|pending               the memory in use is without or with what only one stream may reuse
+//	ipc-pools=shrink*|kept           pools for other processes give memory back like others, or nothing before their end
+//	pool-max=piece*|exact|…          a pool's greatest size is rounded up to pieces, or kept to 2 MiB; refuses: a pool that has come to it
 //	                                 makes no stream wait for another; ignored: it may have more
-//	pool-memory=device|context       what pools gave lives as long as the device is used, or as the context of the stream
-//	graphs=distinct|ordered          graphs that may run at the same time have memory of their own as long as there is some, or the later one waits
-//	domains=N                        locality domains of a device, from version 13040 on (2)
-//	green-mib=N                      what a green context takes by itself (2)
-//	loading=environment|lazy|eager   when a module's code is loaded: as CUDA_MODULE_LOADING says, before its first kernel, or with it
-//	heap=set|launch                  cuCtxSetLimit takes the memory of heap and printf FIFO at once, or the next kernel does
-//	managed-create=refused|made      cuMemCreate does not take managed memory, or does
+//	pool-memory=device*|context      what pools gave lives as long as the device is used, or as the context of the stream
+//	graphs=distinct*|ordered         graphs that may run at the same time have memory of their own as long as there is some, or the later one waits
+//	domains=N                        locality domains of a device, from version 13040 on (2; 580.159.04 knows none)
+//	green-mib=N                      what a green context takes by itself (6 *)
+//	loading=environment|lazy*|eager  when a module's code is loaded: as CUDA_MODULE_LOADING says (see cuda_module.c for where it says
+//	                                 nothing), with its first kernel, or before that
+//	heap=use*|launch|set             the memory of heap and printf FIFO is taken by the first kernel that uses it, by the next kernel, or by
+//	                                 cuCtxSetLimit at once; of the FIFO nobody has asked an H200
+//	managed-create=refused*|made     cuMemCreate does not take managed memory, or does
 //	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
+//
+// With a star is what an NVIDIA H200 with driver 580.159.04 showed on 2026-11-27
+// (TestSwitchesOfHardware in tests/hardware). These are the defaults, but for loading: what is
+// loaded eagerly is seen to be refused.
 //
 // # What else takes memory
 //

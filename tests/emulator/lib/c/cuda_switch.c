@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE_MIB = 32, DOMAINS = 2, GREEN_MIB = 2 };
+enum { PIECE_MIB = 32, DOMAINS = 2, GREEN_MIB = 6 };
 
 struct switches switches = {.piece_mib = PIECE_MIB, .domains = DOMAINS, .green_mib = GREEN_MIB};
 
@@ -29,16 +29,16 @@ static const struct name {
     WORDS("reuse", reuse, "documented", "eager"),
     WORDS("opportunistic", opportunistic, "documented", "lazy"),
     WORDS("follow", follow, "all", "direct"),
-    WORDS("trim", trim, "passed", "observed"),
+    WORDS("trim", trim, "observed", "passed"),
     WORDS("shrink", shrink, "synchronize", "never"),
     WORDS("query", query, "nothing", "observes"),
     WORDS("used", used, "live", "pending"),
-    WORDS("ipc-pools", ipc_pools, "kept", "shrink"),
-    WORDS("pool-max", pool_max, "exact", "piece", "refuses", "ignored"),
+    WORDS("ipc-pools", ipc_pools, "shrink", "kept"),
+    WORDS("pool-max", pool_max, "piece", "exact", "refuses", "ignored"),
     NUMBER("domains", domains, 1, 8),
     NUMBER("green-mib", green_mib, 0, 65536),
     WORDS("loading", loading, "environment", "lazy", "eager"),
-    WORDS("heap", heap, "set", "launch", "use"),
+    WORDS("heap", heap, "use", "launch", "set"),
     WORDS("managed-create", managed_create, "refused", "made"),
     WORDS("pool-memory", pool_memory, "device", "context"),
     WORDS("graphs", graphs, "distinct", "ordered"),
