@@ -52,7 +52,7 @@ var programModes = []string{
 	"", "strict",
 	"reuse=eager,opportunistic=lazy,query=observes,shrink=never",
 	"holes=remap,piece-mib=2,large=blocks",
-	"version=12040,follow=direct,trim=observed,used=pending,ipc-pools=shrink",
+	"version=12040,follow=direct,used=pending," + suggested,
 }
 
 // mapMicros is how long the emulated driver takes to map 1 MiB, by published figures (see

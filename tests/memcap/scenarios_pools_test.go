@@ -6,11 +6,11 @@ import "fmt"
 
 // everyCUDA are the behaviours of pools, each by itself.
 var everyCUDA = []string{"", "strict", "holes=remap", "large=blocks", "reuse=eager", "opportunistic=lazy,kernel-us=200", "follow=direct,kernel-us=200",
-	"trim=observed,kernel-us=200", "shrink=never", "query=observes", "used=pending", "piece-mib=8", "piece-mib=64",
-	"pool-max=piece", "pool-max=refuses,kernel-us=200", "pool-max=ignored", "version=12010"}
+	"trim=passed,kernel-us=200", "shrink=never", "query=observes", "used=pending", "piece-mib=8", "piece-mib=64",
+	"pool-max=exact", "pool-max=refuses,kernel-us=200", "pool-max=ignored", "version=12010"}
 
 // poolsOfCUDA are those under which a pool of ours has no greatest size, too.
-var poolsOfCUDA = []string{"", "strict", "strict,pool-max=ignored", "version=12010"}
+var poolsOfCUDA = []string{"", "strict", suggested, "strict,pool-max=ignored", "version=12010"}
 
 var cuda13 = []string{"version=13000", "version=13040,strict"}
 

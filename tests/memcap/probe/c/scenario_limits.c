@@ -43,19 +43,35 @@ static void heap_rises_and_falls(struct scene *s)
     }
 }
 
-/* A driver may take a heap's memory with the first kernel: until then nobody else is
- * to have it. */
+/* heap_kernel is a kernel that uses the heap. */
+static CUfunction heap_kernel(struct scene *s)
+{
+    CUmodule module;
+    CUfunction f = NULL;
+    if (MUST(s, s->cu->cuModuleLoadData(&module,
+                                        "// gpu-emulator: blocks 0\n"
+                                        ".version 6.0\n.target sm_50\n.address_size 64\n"
+                                        ".extern .func (.param .b64 func_retval0) malloc (.param .b64 malloc_param_0);\n"
+                                        ".visible .entry malloc_64()\n{\n\t.reg .b64 %rd<3>;\n\tmov.u64 %rd1, 64;\n"
+                                        "\t{\n\t.param .b64 param0;\n\tst.param.b64 [param0+0], %rd1;\n\t.param .b64 retval0;\n"
+                                        "\tcall.uni (retval0), malloc, (param0);\n\tld.param.b64 %rd2, [retval0+0];\n\t}\n\tret;\n}\n")))
+        MUST(s, s->cu->cuModuleGetFunction(&f, module, "malloc_64"));
+    return f;
+}
+
+/* A driver may take a heap's memory with the first kernel, or the first one that uses it:
+ * until then nobody else is to have it. */
 static void heap_taken_at_the_first_kernel(struct scene *s)
 {
-    CUfunction busy = kernel(s, 100);
+    CUfunction user = heap_kernel(s);
     uint64_t heap = s->room / 2, rest = s->room / 16;
     CUdeviceptr p;
-    if (!busy || !ASK(s, heap, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap)))
+    if (!user || !ASK(s, heap, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap)))
         return;
     for (int i = 0; i < 9; i++)
         if (!ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest)))
             break;
-    if (launch(s, busy, NULL))
+    if (launch(s, user, NULL))
         for (int i = 0; i < 2; i++)
             ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest));
 }
@@ -77,8 +93,8 @@ static void heap_taken_by_another_process(struct scene *s)
     if (child == 0) {
         close(go[1]); /* it ends when the other end is closed */
         const char *problem = sit(&s->seat, s->cu, s->device, &r);
-        CUfunction busy = problem ? NULL : kernel(s, 100);
-        if (busy && s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap) == CUDA_SUCCESS && launch(s, busy, NULL) && write(said[1], "", 1) == 1 && read(go[0], &c, 1) >= 0)
+        CUfunction user = problem ? NULL : heap_kernel(s);
+        if (user && s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap) == CUDA_SUCCESS && launch(s, user, NULL) && write(said[1], "", 1) == 1 && read(go[0], &c, 1) >= 0)
             _exit(0);
         _exit(1);
     }
