@@ -405,13 +405,17 @@ func utilization(t *testing.T, opts nvml.Options, caps Caps) {
 				t.Skipf("skipped: the driver does not tell how busy processes keep %s", dev.UUID)
 			}
 			for p, percent := range list {
-				if percent <= 0 || percent > 100 || p == idle {
-					t.Fatalf("process %d has kept %s busy for %v %%; %d is idle", p, dev.UUID, percent, idle)
+				if percent <= 0 || percent > 100 {
+					t.Fatalf("process %d has kept %s busy for %v %%", p, dev.UUID, percent)
 				}
 			}
 			return list
 		}
-		Await(t, fmt.Sprintf("process %d is seen to be busy", pid), func() bool { return look()[pid] > 0 })
+		// To make a context is a little work, too: an H200 had an idle process at 1 %.
+		Await(t, fmt.Sprintf("process %d is seen to be busy, and %d idle", pid, idle), func() bool {
+			of := look()
+			return of[pid] > 0 && of[idle] <= of[pid]/4
+		})
 		t.Logf("%s: %v", dev.UUID, look())
 		end()
 		Await(t, fmt.Sprintf("process %d has ended", pid), func() bool { return look()[pid] == 0 })
