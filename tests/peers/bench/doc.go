@@ -103,11 +103,11 @@
 // come and go, and then hold what they have (`-only metering` runs this alone):
 //
 //	meter_allocate_p50, ..._p99    of Allocate, by both in turn
-//	meter_holding_cpu_30s          of both, and what the first needs more
+//	meter_holding_cpu_30s          of both, what the first needs more, and by how much two that keep none differ
 //	meter_resident                 likewise
 //
-// On a busy machine the time of either differs from run to run by more than what the account
-// needs; BenchmarkMinute of internal/meter has that by itself.
+// Two processes that do the same differ by more than what the account needs, also on a quiet
+// machine: BenchmarkMinute of internal/meter has that by itself, 0.4 ms a minute with 64 grants.
 //
 // # Which GPUs go together
 //
