@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
-# Everything that is built, downloaded or run goes below CACHE; nothing else on
-# this machine is written to. What the targets do stands in Go programs below
+# Everything that is built, downloaded or run goes below CACHE, and a release
+# into dist; nothing else on this machine is written to. What the targets do stands in Go programs below
 # tests/; this file gives them short names.
 
 CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-agent
@@ -38,6 +38,9 @@ help:
 	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU'
 	@echo 'make build      gpu-agent and the hook program, into $(BIN)'
 	@echo 'make image      the container image, into $(ARCHIVE)'
+	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
+	@echo 'make lock       renew the versions of the Debian packages that images are made with'
+	@echo 'make vuln       known vulnerabilities of what is linked, by a database in VULNDB'
 	@echo 'make clean      end all test nodes and empty the cache'
 	@echo
 	@echo 'CACHE=$(CACHE)'
@@ -78,16 +81,23 @@ test-gpu:
 # A static program cannot use dlopen, says the linker; no hook in use comes to it.
 QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$(comma)--no-warnings)
 
+# The architecture to build for. Another than this machine's takes a CC for it.
+ARCH ?= $(shell $(GO) env GOARCH)
+
+# Whatever the processor that it is built on: the same for everybody. Without an ID of
+# the build the program does not depend on where the compiler lies.
+GO_BUILD = GOARCH=$(ARCH) GOAMD64=v1 GOARM64=v8.0 CGO_ENABLED=1 $(GO) build -trimpath
+
 .PHONY: build
 build:
 	@mkdir -p $(BIN)
 	@# The libraries that hold containers to their memory; the agent carries them.
-	$(GO) run ./pkg/memcap/lib/build
+	CGO_ENABLED=0 $(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
-	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	$(GO_BUILD) -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -buildid= -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
 	@# Static: the container runtime runs it on the host, whatever libc that has.
-	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -linkmode external -extldflags "-static $(QUIET_LD)"' \
+	$(GO_BUILD) -tags netgo,osusergo -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
 
 .PHONY: cluster
@@ -95,18 +105,41 @@ cluster:
 	@mkdir -p $(BIN)
 	$(GO) -C tests/cluster build -o $(BIN)/cluster .
 
-# The driver's library, which comes from the host, needs these beside libc.
-DRIVER_NEEDS := libdl.so.2 libm.so.6 libpthread.so.0 librt.so.1
-LIBRARIES    := /usr/lib/$(shell gcc -print-multiarch)
+# Where Debian's packages are kept, by which images are made: deployments/image.
+DEBIAN   := $(CACHE)/images/debian
+# What an image is built from is fixed, so that it depends on the commit alone.
+FOR_IMAGE = ARCH=$(1) CC="$$cc" CGO_CFLAGS='-O2 -Wno-deprecated-declarations' CGO_CPPFLAGS= CGO_LDFLAGS= VERSION=$(VERSION) COMMIT=$(COMMIT) DATE=$(DATE)
+ABOUT     = --cache $(DEBIAN) --version $(VERSION) --revision "$$(git rev-parse HEAD 2>/dev/null)" --created "$$(git log -1 --format=%cI 2>/dev/null)"
+
+.PHONY: imager
+imager:
+	@mkdir -p $(BIN)
+	@$(GO) -C deployments/image build -o $(BIN)/image .
 
 .PHONY: image
-image: build cluster
-	@mkdir -p $(CACHE)/images
-	@$(BIN)/cluster image --out $(ARCHIVE) --name $(IMAGE) --entrypoint /usr/bin/gpu-agent --with-libs \
-		--link usr/bin:/bin --link usr/lib:/lib --link usr/lib64:/lib64 --dir /tmp:1777 \
-		--file deployments/image/etc:/etc \
-		--file $(BIN)/gpu-agent:/usr/bin/gpu-agent --file $(BIN)/nvidia-cdi-hook:/usr/bin/nvidia-cdi-hook \
-		$(foreach lib,$(DRIVER_NEEDS),--file $(shell gcc -print-file-name=$(lib)):$(LIBRARIES)/$(lib))
+image: imager
+	@cc="$$($(BIN)/image cc --arch $(ARCH) --cache $(DEBIAN))" && $(MAKE) --no-print-directory build $(call FOR_IMAGE,$(ARCH))
+	@$(BIN)/image build --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
+
+# Built from what the commit has, not from the checkout. REPOSITORY is where you push the
+# image: the manifests and the chart name it.
+DIST       := dist/$(VERSION)
+REPOSITORY ?= localhost/gpu-agent
+STAGE      := $(CACHE)/release
+.PHONY: release
+release: imager
+	@$(BIN)/image check $(ABOUT)
+	@rm -rf $(STAGE) && mkdir -p $(STAGE)/source
+	@git archive --output $(STAGE)/source.tar HEAD && tar -xf $(STAGE)/source.tar -C $(STAGE)/source
+	@set -e; for arch in amd64 arm64; do cc="$$($(BIN)/image cc --arch $$arch --cache $(DEBIAN))"; \
+		$(MAKE) --no-print-directory -C $(STAGE)/source build $(call FOR_IMAGE,$$arch) BIN=$(STAGE)/$$arch GOFLAGS=-buildvcs=false; done
+	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --repository $(REPOSITORY) \
+		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 $(ABOUT)
+	@rm -rf $(STAGE)
+
+.PHONY: lock
+lock: imager
+	@$(BIN)/image lock --cache $(DEBIAN)
 
 .PHONY: clean
 clean:

@@ -13,8 +13,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
+	"strings"
 )
 
 //go:embed c/*.c c/*.h
@@ -47,8 +47,8 @@ var (
 )
 
 // Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder
-// out, and makes that folder if need be. It needs gcc, but neither a CUDA toolkit nor a
-// driver.
+// out, and makes that folder if need be. It needs gcc, or a gcc that $CC
+// names, but neither a CUDA toolkit nor a driver.
 func Build(ctx context.Context, out string) error { return build(ctx, out, Root) }
 
 // BuildBelow is Build for tests. Its libraries look for all that they need, the driver's
@@ -111,6 +111,10 @@ func build(ctx context.Context, out, root string) error {
 	if err := os.WriteFile(filepath.Join(tmp, "stub.c"), nil, 0o644); err != nil {
 		return fmt.Errorf("lay out sources: %w", err)
 	}
+	machine, err := machineFlags(ctx)
+	if err != nil {
+		return fmt.Errorf("build the cap's libraries: %w", err)
+	}
 	for _, l := range []struct {
 		name    string
 		sources []string
@@ -121,7 +125,7 @@ func build(ctx context.Context, out, root string) error {
 		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", "-Wl,-soname,"+root+"/driver/"+l.name, "-o", stub, "stub.c"); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
 		}
-		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machineFlags(), linkFlags,
+		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machine, linkFlags,
 			[]string{"-Wl,-soname," + l.name, "-o", filepath.Join(done, l.name)}, l.sources, []string{stub})
 		if _, err := gcc(ctx, tmp, args...); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
@@ -138,21 +142,30 @@ func build(ctx context.Context, out, root string) error {
 	return nil
 }
 
-func machineFlags() []string {
-	if runtime.GOARCH == "arm64" {
-		return []string{"-mno-outline-atomics"} // outline atomics would need libgcc
+func machineFlags(ctx context.Context) ([]string, error) {
+	machine, err := gcc(ctx, "", "-dumpmachine")
+	if err != nil {
+		return nil, err
 	}
-	return nil
+	if strings.HasPrefix(machine, "aarch64-") {
+		return []string{"-mno-outline-atomics"}, nil // outline atomics would need libgcc
+	}
+	return nil, nil
 }
 
+// gcc runs gcc, or the command in $CC, as Go does for cgo: words, without quotes.
 func gcc(ctx context.Context, dir string, args ...string) (string, error) {
-	cmd := exec.CommandContext(ctx, "gcc", args...)
+	cc := strings.Fields(os.Getenv("CC"))
+	if len(cc) == 0 {
+		cc = []string{"gcc"}
+	}
+	cmd := exec.CommandContext(ctx, cc[0], append(cc[1:], args...)...)
 	cmd.Dir = dir
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	out, err := cmd.Output()
 	if err != nil {
-		return "", fmt.Errorf("gcc: %w\n%s", err, errs.Bytes())
+		return "", fmt.Errorf("%s: %w\n%s", cc[0], err, errs.Bytes())
 	}
 	return string(out), nil
 }

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command image makes the agent's container image and all that a release brings.
+//
+// An image holds the programs, the files below etc, and of Debian's packages the few files
+// that the programs and the driver's library need. Which packages, in which version, says
+// debian.lock: for each its hash, so that the same lock gives the same files for ever. They
+// are fetched by apt from the mirror that this machine uses, held against the hash, and read
+// without being installed. What the programs are linked against comes from there too. No
+// file of the machine itself gets in.
+//
+// The same commit gives the same digest, wherever and whenever it is built: entries are
+// sorted, owned by root, and dated as the commit.
+//
+//	image cc --arch amd64          the compiler that links against the lock's packages
+//	image build --out agent.tar …  an OCI archive
+//	image lock                     renews debian.lock by what the mirror has now
+//	image behind                   tells what the mirror has newer
+//	image release …                archive, chart, manifests, SBOMs, packages, notes, checksums
+//
+// The programs themselves are built by the Makefile. It is a module of its own, since the
+// agent needs none of the libraries that it needs. It signs nothing and uploads nothing.
+package main

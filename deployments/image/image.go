@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path"
+	"path/filepath"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/compression"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+)
+
+// machine is what Debian calls an architecture, and where its dynamic loader is.
+type machine struct{ triplet, loader, loaderLink string }
+
+var machines = map[string]machine{
+	"amd64": {"x86_64-linux-gnu", "ld-linux-x86-64.so.2", "usr/lib64/ld-linux-x86-64.so.2"},
+	"arm64": {"aarch64-linux-gnu", "ld-linux-aarch64.so.1", "usr/lib/ld-linux-aarch64.so.1"},
+}
+
+// libraries are what the programs need beside the loader, and the driver's library, which
+// comes from the node.
+var libraries = []string{"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1"}
+
+// programs of the image; the first is what a container runs.
+var programs = []string{"gpu-agent", "nvidia-cdi-hook"}
+
+// about is what an image says about itself.
+type about struct {
+	version  string
+	revision string
+	created  time.Time
+}
+
+func (a about) labels() map[string]string {
+	const key = "org.opencontainers.image."
+	return map[string]string{
+		key + "title": "gpu-agent", key + "description": "Shares a Kubernetes node's NVIDIA GPUs among pods",
+		key + "version": a.version, key + "revision": a.revision, key + "created": a.created.UTC().Format(time.RFC3339), key + "licenses": "Apache-2.0",
+	}
+}
+
+// source is what images are made from.
+type source struct {
+	checkout string
+	debian   *debian
+	lock     []pkg
+	about    about
+}
+
+// part is the image of one architecture.
+type part struct {
+	arch    string
+	files   tree
+	image   v1.Image
+	modules []module
+	debs    []pkg
+}
+
+// build makes the image of an architecture from the programs in bin.
+func (s *source) build(ctx context.Context, arch, bin string) (*part, error) {
+	p := &part{arch: arch, files: tree{
+		"bin": {link: "usr/bin"}, "lib": {link: "usr/lib"}, "lib64": {link: "usr/lib64"}, "usr/lib64": {mode: directory | 0o755},
+		"tmp": {mode: directory | 0o1777}, "etc/os-release": {link: "../usr/lib/os-release"},
+	}}
+	for _, name := range programs {
+		if err := p.files.add(filepath.Join(bin, name), "usr/bin/"+name, 0o755); err != nil {
+			return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+		}
+	}
+	if err := p.files.addAll(filepath.Join(s.checkout, "deployments/image/etc"), "etc"); err != nil {
+		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+	}
+	texts, err := s.addDebian(ctx, p)
+	if err != nil {
+		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+	}
+	licence, err := os.ReadFile(filepath.Join(s.checkout, "LICENSE"))
+	if err != nil {
+		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+	}
+	if p.modules, err = linked(ctx, s.checkout, bin); err != nil {
+		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+	}
+	p.files["licenses/LICENSE"] = entry{mode: 0o644, data: licence}
+	p.files["licenses/THIRD_PARTY_NOTICES"] = entry{mode: 0o644, data: notices(p.modules, texts)}
+	if p.image, err = s.about.image(arch, p.files); err != nil {
+		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+	}
+	return p, nil
+}
+
+// addDebian puts in the files of Debian's packages, and returns all packages' licences.
+func (s *source) addDebian(ctx context.Context, p *part) ([]text, error) {
+	m := machines[p.arch]
+	wanted := map[string]map[string]string{ // by package, where a file is in it and in the image
+		"base-files": {"usr/lib/os-release": "usr/lib/os-release"},
+		"libc6":      {"lib/" + m.triplet + "/" + m.loader: path.Join("usr/lib", m.triplet, m.loader)},
+	}
+	for _, l := range libraries {
+		wanted["libc6"]["lib/"+m.triplet+"/"+l] = path.Join("usr/lib", m.triplet, l)
+	}
+	p.files[m.loaderLink] = entry{link: "/lib/" + m.triplet + "/" + m.loader}
+	var texts []text
+	p.debs = of(s.lock, p.arch, useImage, useLink)
+	for _, deb := range p.debs {
+		files, err := s.debian.read(ctx, deb)
+		if err != nil {
+			return nil, err
+		}
+		for from, to := range wanted[deb.name] {
+			e, ok := files[from]
+			if !ok || e.link != "" {
+				return nil, fmt.Errorf("%s has no file %s; update the list of files in deployments/image", deb, from)
+			}
+			p.files[to] = e
+		}
+		delete(wanted, deb.name)
+		if deb.use == useImage {
+			// Scanners find the package there, as in other images without a package manager.
+			control, err := run(ctx, "", "dpkg-deb", "--field", filepath.Join(s.debian.dir, deb.file))
+			if err != nil {
+				return nil, err
+			}
+			p.files["var/lib/dpkg/status.d/"+deb.name] = entry{mode: 0o644, data: control}
+		}
+		// The documentation of some is a link to the folder of another, which is in the lock too.
+		if e, ok := files["usr/share/doc/"+deb.name+"/copyright"]; ok {
+			texts = append(texts, text{of: "Debian package " + deb.String(), file: "copyright", data: e.data})
+		} else if files["usr/share/doc/"+deb.name].link == "" {
+			return nil, fmt.Errorf("%s has no copyright file, which the notices must have", deb)
+		}
+	}
+	for name := range wanted {
+		return nil, fmt.Errorf("debian.lock has no %s for %s, of which the image has files", name, p.arch)
+	}
+	return texts, nil
+}
+
+// image turns files into an image as registries know it.
+func (a about) image(arch string, files tree) (v1.Image, error) {
+	var data bytes.Buffer
+	if err := files.write(&data, a.created); err != nil {
+		return nil, err
+	}
+	open := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(data.Bytes())), nil }
+	layer, err := tarball.LayerFromOpener(open, tarball.WithMediaType(types.OCILayer), tarball.WithCompression(compression.GZip), tarball.WithCompressionLevel(6))
+	if err != nil {
+		return nil, err
+	}
+	date := v1.Time{Time: a.created.UTC()}
+	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
+	image, err := mutate.Append(base, mutate.Addendum{Layer: layer, History: v1.History{Created: date, CreatedBy: "deployments/image"}})
+	if err != nil {
+		return nil, err
+	}
+	config, err := image.ConfigFile()
+	if err != nil {
+		return nil, err
+	}
+	config = config.DeepCopy()
+	config.Created, config.OS, config.Architecture = date, "linux", arch
+	config.Config = v1.Config{
+		Entrypoint: []string{"/usr/bin/" + programs[0]}, Labels: a.labels(),
+		Env: []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+	}
+	if image, err = mutate.ConfigFile(image, config); err != nil {
+		return nil, err
+	}
+	annotated, ok := mutate.Annotations(image, a.labels()).(v1.Image)
+	if !ok {
+		return nil, errors.New("annotate the image: the library gave something else back")
+	}
+	return annotated, nil
+}
+
+// index joins the images of all architectures.
+func (a about) index(parts []*part) (v1.ImageIndex, error) {
+	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
+	for _, p := range parts {
+		index = mutate.AppendManifests(index, mutate.IndexAddendum{
+			Add: p.image, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
+		})
+	}
+	annotated, ok := mutate.Annotations(index, a.labels()).(v1.ImageIndex)
+	if !ok {
+		return nil, errors.New("annotate the image: the library gave something else back")
+	}
+	return annotated, nil
+}
+
+// writeArchive writes an OCI archive. The names are what container runtimes call the image
+// after an import; they are no part of its digest.
+func writeArchive(file string, index v1.ImageIndex, created time.Time, names ...string) error {
+	dir, err := os.MkdirTemp("", "gpu-agent-image-")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", file, err)
+	}
+	defer os.RemoveAll(dir)
+	archive := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
+	for _, name := range names {
+		archive = mutate.AppendManifests(archive, mutate.IndexAddendum{Add: index, Descriptor: v1.Descriptor{Annotations: map[string]string{
+			"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name,
+		}}})
+	}
+	if _, err := layout.Write(dir, archive); err != nil {
+		return fmt.Errorf("write %s: %w", file, err)
+	}
+	files := tree{}
+	if err := files.addAll(dir, ""); err != nil {
+		return fmt.Errorf("write %s: %w", file, err)
+	}
+	return writeFile(file, func(w io.Writer) error { return files.write(w, created) })
+}
+
+// size is what the image of an architecture takes in a registry, in bytes.
+func (p *part) size() (int64, error) {
+	manifest, err := p.image.Manifest()
+	if err != nil {
+		return 0, err
+	}
+	total := manifest.Config.Size
+	for _, l := range manifest.Layers {
+		total += l.Size
+	}
+	return total, nil
+}

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const usage = `usage: image COMMAND [FLAG]...
+
+cc        print the command that compiles for --arch against the packages of debian.lock
+build     write the image of the programs in --bin to --out
+lock      renew debian.lock
+behind    print the packages of debian.lock of which the mirror has newer ones
+check     say whether --version can be released
+release   write a release to --out
+
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := do(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "image:", err)
+		os.Exit(1)
+	}
+}
+
+// bins are the folders of programs, by architecture.
+type bins map[string]string
+
+func (b bins) String() string { return "" }
+
+func (b bins) Set(s string) error {
+	arch, dir, ok := strings.Cut(s, "=")
+	if !ok || !slices.Contains(architectures, arch) {
+		return fmt.Errorf("it has the form ARCHITECTURE=FOLDER, with one of %s", strings.Join(architectures, ", "))
+	}
+	b[arch] = dir
+	return nil
+}
+
+func do(ctx context.Context, args []string) error {
+	if len(args) == 0 {
+		return errors.New("a command is missing\n\n" + usage)
+	}
+	flags := flag.NewFlagSet("image "+args[0], flag.ContinueOnError)
+	r := release{bins: bins{}}
+	flags.StringVar(&r.checkout, "checkout", ".", "top of the checkout")
+	cache := flags.String("cache", "", "folder for Debian's packages")
+	arch := flags.String("arch", architectures[0], "architecture to compile for")
+	flags.StringVar(&r.out, "out", "", "file or folder to write")
+	name := flags.String("name", "localhost/gpu-agent:dev", "name of the image, with its tag")
+	flags.StringVar(&r.repository, "repository", "localhost/gpu-agent", "name of a release's image, without a tag")
+	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
+	flags.StringVar(&r.about.revision, "revision", "", "the commit")
+	created := flags.String("created", "", "the commit's date, as in RFC 3339")
+	flags.Var(bins(r.bins), "bin", "ARCHITECTURE=FOLDER of the programs; repeatable")
+	if err := flags.Parse(args[1:]); err != nil {
+		return err
+	}
+	if *cache == "" || flags.NArg() > 0 {
+		return errors.New("--cache is needed, and nothing but flags\n\n" + usage)
+	}
+	var err error
+	// apt and compilers run in other folders.
+	if *cache, err = filepath.Abs(*cache); err != nil {
+		return err
+	}
+	r.debian = &debian{dir: *cache}
+	if *created != "" {
+		if r.about.created, err = time.Parse(time.RFC3339, *created); err != nil {
+			return fmt.Errorf("read --created: %w", err)
+		}
+	} else {
+		r.about.created = time.Unix(0, 0)
+	}
+	if args[0] == "lock" {
+		return r.renew(ctx)
+	}
+	if r.lock, err = parseLock(lockText); err != nil {
+		return err
+	}
+	switch args[0] {
+	case "cc":
+		cc, err := r.debian.compiler(ctx, r.lock, *arch)
+		if err != nil {
+			return err
+		}
+		fmt.Println(cc)
+		return nil
+	case "build":
+		return r.archive(ctx, *name)
+	case "behind":
+		return r.warn(ctx)
+	case "check":
+		return r.check(ctx)
+	case "release":
+		return errors.Join(r.make(ctx))
+	}
+	return fmt.Errorf("there is no command %q\n\n%s", args[0], usage)
+}
+
+// renew writes the lock anew.
+func (r *release) renew(ctx context.Context) error {
+	file := filepath.Join(r.checkout, "deployments/image/debian.lock")
+	old, err := os.ReadFile(file)
+	if err != nil {
+		return fmt.Errorf("renew the lock: %w", err)
+	}
+	text, err := renewLock(ctx, r.debian, string(old))
+	if err != nil {
+		return err
+	}
+	return writeFile(file, func(w io.Writer) error { _, err := io.WriteString(w, text); return err })
+}
+
+// archive writes an image alone.
+func (r *release) archive(ctx context.Context, name string) error {
+	var parts []*part
+	for _, arch := range architectures {
+		if r.bins[arch] != "" {
+			p, err := r.build(ctx, arch, r.bins[arch])
+			if err != nil {
+				return err
+			}
+			parts = append(parts, p)
+		}
+	}
+	if r.out == "" || len(parts) == 0 {
+		return errors.New("--out and --bin are needed\n\n" + usage)
+	}
+	index, err := r.about.index(parts)
+	if err != nil {
+		return err
+	}
+	digest, err := index.Digest()
+	if err != nil {
+		return err
+	}
+	report(parts, name+"@"+digest.String())
+	return writeArchive(r.out, index, r.about.created, name)
+}
+
+// report prints what was made.
+func report(parts []*part, digest string) {
+	fmt.Print(digest)
+	for _, p := range parts {
+		if size, err := p.size(); err == nil {
+			fmt.Printf("  %s: %.1f MB compressed", p.arch, float64(size)/1e6)
+		}
+	}
+	fmt.Println()
+}
+
+// warn prints what the mirror has newer, if it can be asked.
+func (r *release) warn(ctx context.Context) error {
+	old, err := behind(ctx, r.debian, r.lock)
+	if err != nil {
+		fmt.Println("warning: whether debian.lock is behind could not be told:", err)
+		return nil
+	}
+	for _, line := range old {
+		fmt.Println("warning: debian.lock is behind, `make lock` renews it:", line)
+	}
+	return nil
+}

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+
+	"golang.org/x/mod/semver"
+	"sigs.k8s.io/kustomize/api/krusty"
+	"sigs.k8s.io/kustomize/kyaml/filesys"
+)
+
+// release is what is to be released.
+type release struct {
+	source
+	repository string            // of the image, without a tag
+	bins       map[string]string // the programs' folder, by architecture
+	out        string
+}
+
+// check says why this cannot be released: the version, or what a later build of the commit
+// would not have.
+func (r *release) check(ctx context.Context) error {
+	v := r.about.version
+	if semver.Canonical(v) != v || v == "" {
+		return fmt.Errorf("release: VERSION=%s is no semantic version such as v0.1.0 or v0.1.0-rc.1; build metadata (+…) cannot stand in an image's tag", v)
+	}
+	changes, err := run(ctx, r.checkout, "git", "status", "--porcelain")
+	if err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	if len(changes) > 0 {
+		return fmt.Errorf("release: the checkout has changes that no commit has; commit or remove them:\n%s", bytes.TrimRight(changes, "\n"))
+	}
+	if _, err := r.notes(); err != nil {
+		return err
+	}
+	old, err := behind(ctx, r.debian, r.lock)
+	if err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	if len(old) > 0 {
+		return fmt.Errorf("release: debian.lock is behind; renew it by `make lock`, run the tests, and commit it:\n%s", strings.Join(old, "\n"))
+	}
+	return nil
+}
+
+// make writes everything into a folder, which appears when it is whole.
+func (r *release) make(ctx context.Context) error {
+	if _, err := os.Stat(r.out); err == nil {
+		return fmt.Errorf("release: %s is there already; remove it to make this version again", r.out)
+	}
+	if err := os.MkdirAll(filepath.Dir(r.out), 0o755); err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	tmp, err := os.MkdirTemp(filepath.Dir(r.out), ".release-")
+	if err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	if err := r.fill(ctx, tmp); err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	if err := os.Chmod(tmp, 0o755); err != nil {
+		return fmt.Errorf("release: %w", err)
+	}
+	return os.Rename(tmp, r.out)
+}
+
+func (r *release) fill(ctx context.Context, dir string) error {
+	v := r.about.version
+	var parts []*part
+	for _, arch := range architectures {
+		if r.bins[arch] == "" {
+			continue
+		}
+		p, err := r.build(ctx, arch, r.bins[arch])
+		if err != nil {
+			return err
+		}
+		parts = append(parts, p)
+		sbom := filepath.Join(dir, fmt.Sprintf("gpu-agent-%s-%s.cdx.json", v, arch))
+		if err := writeFile(sbom, func(w io.Writer) error { return r.writeSBOM(w, p) }); err != nil {
+			return err
+		}
+	}
+	index, err := r.about.index(parts)
+	if err != nil {
+		return err
+	}
+	digest, err := index.Digest()
+	if err != nil {
+		return err
+	}
+	// By both names, since the manifests and the chart go by the digest.
+	if err := writeArchive(filepath.Join(dir, "gpu-agent-"+v+".oci.tar"), index, r.about.created, r.repository+":"+v, r.repository+"@"+digest.String()); err != nil {
+		return err
+	}
+	text := func(name, content string) error {
+		return writeFile(filepath.Join(dir, name), func(w io.Writer) error { _, err := io.WriteString(w, content); return err })
+	}
+	notes, err := r.notes()
+	if err != nil {
+		return err
+	}
+	manifests, err := r.manifests(digest.String())
+	if err != nil {
+		return err
+	}
+	err = errors.Join(text("NOTES.md", notes), text("image-digest", digest.String()+"\n"), text("gpu-agent-"+v+".yaml", manifests),
+		r.chart(filepath.Join(dir, "gpu-agent-"+strings.TrimPrefix(v, "v")+".tgz"), digest.String()), r.copyPackages(ctx, filepath.Join(dir, "debian")))
+	if err != nil {
+		return err
+	}
+	report(parts, digest.String())
+	return checksums(dir)
+}
+
+// notes are the version's section of the changelog. A pre-release has that of the version
+// that it leads to.
+func (r *release) notes() (string, error) {
+	data, err := os.ReadFile(filepath.Join(r.checkout, "CHANGELOG.md"))
+	if err != nil {
+		return "", fmt.Errorf("release: %w", err)
+	}
+	v := r.about.version
+	final, _, _ := strings.Cut(v, "-")
+	for _, want := range []string{v, final} {
+		for _, section := range strings.Split("\n"+string(data), "\n## ")[1:] {
+			heading, body, _ := strings.Cut(section, "\n")
+			// Only a pre-release may be of what is not released yet.
+			heading, unreleased := strings.CutPrefix(heading, "Unreleased: ")
+			if names := strings.FieldsFunc(heading, func(c rune) bool { return c == ' ' || c == ',' }); len(names) > 0 && names[0] == want && (!unreleased || v != final) {
+				return "# gpu-agent " + v + "\n\n" + strings.TrimSpace(body) + "\n", nil
+			}
+		}
+	}
+	return "", fmt.Errorf("release: CHANGELOG.md has no section \"## %s, …\"; write what users notice, or take \"Unreleased: \" off the heading", v)
+}
+
+// manifests are deployments/base as kustomize makes it, with the image by its digest.
+func (r *release) manifests(digest string) (string, error) {
+	files := filesys.MakeFsInMemory()
+	base := tree{}
+	if err := base.addAll(filepath.Join(r.checkout, "deployments/base"), "base"); err != nil {
+		return "", fmt.Errorf("read the manifests: %w", err)
+	}
+	base["release/kustomization.yaml"] = entry{data: fmt.Appendf(nil, "resources: [../base]\nimages: [{name: localhost/gpu-agent, newName: %s, digest: %s}]\n", r.repository, digest)}
+	for name, e := range base {
+		if err := files.WriteFile("/"+name, e.data); err != nil {
+			return "", fmt.Errorf("read the manifests: %w", err)
+		}
+	}
+	made, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(files, "/release")
+	if err != nil {
+		return "", fmt.Errorf("make the manifests: %w", err)
+	}
+	out, err := made.AsYaml()
+	if err != nil {
+		return "", fmt.Errorf("make the manifests: %w", err)
+	}
+	if !bytes.Contains(out, []byte(r.repository+"@"+digest)) {
+		return "", errors.New("make the manifests: no object names the image; is it still localhost/gpu-agent in deployments/base?")
+	}
+	return "# gpu-agent " + r.about.version + "\n" + string(out), nil
+}
+
+// chart packs the chart, as of this version and with the image by its digest.
+func (r *release) chart(file, digest string) error {
+	files := tree{}
+	if err := files.addAll(filepath.Join(r.checkout, "deployments/chart"), "gpu-agent"); err != nil {
+		return fmt.Errorf("pack the chart: %w", err)
+	}
+	v := r.about.version
+	for _, set := range []struct{ file, line, value string }{
+		{"Chart.yaml", `(?m)^version: .*$`, "version: " + strings.TrimPrefix(v, "v")},
+		{"Chart.yaml", `(?m)^appVersion: .*$`, "appVersion: " + v},
+		{"values.yaml", `(?m)^  repository: .*$`, "  repository: " + r.repository},
+		{"values.yaml", `(?m)^  digest: ""$`, `  digest: "` + digest + `"`},
+	} {
+		name, line := "gpu-agent/"+set.file, regexp.MustCompile(set.line)
+		if n := len(line.FindAll(files[name].data, -1)); n != 1 {
+			return fmt.Errorf("pack the chart: %s has %d lines like %s, want 1", set.file, n, set.line)
+		}
+		files[name] = entry{mode: 0o644, data: line.ReplaceAllLiteral(files[name].data, []byte(set.value))}
+	}
+	return writeFile(file, func(w io.Writer) error {
+		z := gzip.NewWriter(w)
+		return errors.Join(files.write(z, r.about.created), z.Close())
+	})
+}
+
+// copyPackages puts the lock's packages beside the image: Debian drops old ones.
+func (r *release) copyPackages(ctx context.Context, dir string) error {
+	for _, p := range r.lock {
+		from, err := r.debian.fetch(ctx, p)
+		if err != nil {
+			return err
+		}
+		data, err := os.ReadFile(from)
+		if err != nil {
+			return fmt.Errorf("keep %s: %w", p, err)
+		}
+		if err := writeFile(filepath.Join(dir, p.file), func(w io.Writer) error { _, err := w.Write(data); return err }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checksums writes SHA256SUMS, for `sha256sum --check`.
+func checksums(dir string) error {
+	var lines []string
+	err := filepath.WalkDir(dir, func(file string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		data, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		name, err := filepath.Rel(dir, file)
+		if err != nil {
+			return err
+		}
+		lines = append(lines, fmt.Sprintf("%x  %s\n", sha256.Sum256(data), name))
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("sum up the files: %w", err)
+	}
+	slices.Sort(lines)
+	return writeFile(filepath.Join(dir, "SHA256SUMS"), func(w io.Writer) error { _, err := io.WriteString(w, strings.Join(lines, "")); return err })
+}
