@@ -108,7 +108,7 @@ func do(ctx context.Context, args []string) error {
 	case "check":
 		return r.check(ctx)
 	case "release":
-		return errors.Join(r.make(ctx))
+		return r.make(ctx)
 	}
 	return fmt.Errorf("there is no command %q\n\n%s", args[0], usage)
 }

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"debug/buildinfo"
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	cdx "github.com/CycloneDX/cyclonedx-go"
+)
+
+var long = flag.Bool("long", false, "build the image from two clones, one with an empty cache of Go")
+
+// built is where `make image` has put programs and packages; a test that needs them is
+// skipped where it was not run.
+func built(t *testing.T) (r *release, cache string) {
+	t.Helper()
+	cache = os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	for _, file := range []string{"bin/gpu-agent", "bin/nvidia-cdi-hook", "images/debian"} {
+		if _, err := os.Stat(filepath.Join(cache, file)); err != nil {
+			t.Skipf("`make image` makes what this looks at: %v", err)
+		}
+	}
+	lock, err := parseLock(lockText)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &release{
+		source: source{
+			checkout: "../..", debian: &debian{dir: filepath.Join(cache, "images/debian")}, lock: lock,
+			about: about{version: "v1.2.3-rc.4", revision: "abc", created: time.Date(2026, 11, 27, 1, 2, 3, 0, time.UTC)},
+		},
+		repository: "registry.example.com/gpu-agent", bins: map[string]string{architectures[0]: filepath.Join(cache, "bin")},
+	}, cache
+}
+
+// image builds an image from copies of the programs, laid out by another user.
+func (r *release) testImage(t *testing.T, mode os.FileMode) *part {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range programs {
+		data, err := os.ReadFile(filepath.Join(r.bins[architectures[0]], name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), data, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p, err := r.build(t.Context(), architectures[0], dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestSameFilesSameDigest(t *testing.T) {
+	r, _ := built(t)
+	first, err := r.testImage(t, 0o700).image.Digest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := r.testImage(t, 0o444)
+	if second, err := p.image.Digest(); err != nil || second != first {
+		t.Errorf("the same programs gave %s and %s, %v", first, second, err)
+	}
+	layers, err := p.image.Layers()
+	if err != nil || len(layers) != 1 {
+		t.Fatalf("got %d layers, %v; want 1", len(layers), err)
+	}
+	content, err := layers[0].Uncompressed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for tr := tar.NewReader(content); ; {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !h.ModTime.Equal(r.about.created) || h.Uid != 0 || h.Gid != 0 || h.Uname != "" || h.Gname != "" {
+			t.Errorf("%s: dated %v, owned by %d:%d %q %q; want the commit's date and root", h.Name, h.ModTime, h.Uid, h.Gid, h.Uname, h.Gname)
+		}
+		names = append(names, fmt.Sprintf("%c %04o %s", h.Typeflag, h.Mode, h.Name))
+	}
+	const lib = "usr/lib/x86_64-linux-gnu/"
+	want := []string{
+		"2 0777 bin", "5 0755 etc/", "0 0644 etc/group", "2 0777 etc/os-release", "0 0644 etc/passwd", "2 0777 lib", "2 0777 lib64", "5 0755 licenses/",
+		"0 0644 licenses/LICENSE", "0 0644 licenses/THIRD_PARTY_NOTICES", "5 1777 tmp/", "5 0755 usr/", "5 0755 usr/bin/",
+		"0 0755 usr/bin/gpu-agent", "0 0755 usr/bin/nvidia-cdi-hook", "5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 " + lib,
+		"0 0755 " + lib + "ld-linux-x86-64.so.2", "0 0755 " + lib + "libc.so.6", "0 0644 " + lib + "libdl.so.2", "0 0644 " + lib + "libm.so.6",
+		"0 0644 " + lib + "libpthread.so.0", "0 0644 " + lib + "librt.so.1", "5 0755 usr/lib64/", "2 0777 usr/lib64/ld-linux-x86-64.so.2",
+		"5 0755 var/", "5 0755 var/lib/", "5 0755 var/lib/dpkg/", "5 0755 var/lib/dpkg/status.d/",
+		"0 0644 var/lib/dpkg/status.d/base-files", "0 0644 var/lib/dpkg/status.d/libc6",
+	}
+	if got, want := strings.Join(names, "\n"), strings.Join(want, "\n"); got != want {
+		t.Errorf("the image has\n%s\nwant\n%s", got, want)
+	}
+}
+
+// What a program of the image needs is in the image.
+func TestImageIsWhole(t *testing.T) {
+	r, _ := built(t)
+	p := r.testImage(t, 0o755)
+	looked := 0
+	for name, e := range p.files {
+		f, err := elf.NewFile(bytes.NewReader(e.data))
+		if err != nil {
+			continue // not a program
+		}
+		looked++
+		needed, err := f.ImportedLibraries()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, lib := range needed {
+			if _, ok := p.files[path.Join("usr/lib", machines[p.arch].triplet, lib)]; !ok {
+				t.Errorf("%s needs %s, which the image lacks", name, lib)
+			}
+		}
+		if section := f.Section(".interp"); section != nil {
+			loader, err := section.Data()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if at := "usr" + strings.Trim(string(loader), "\x00"); p.files[at].link == "" {
+				t.Errorf("%s is started by %s, which the image lacks", name, loader)
+			}
+		}
+	}
+	if looked != len(programs)+1+len(libraries) {
+		t.Errorf("%d files are programs or libraries; this test looks at something else", looked)
+	}
+}
+
+// A program's modules are in the notices and in the list of parts, and so are Debian's
+// packages.
+func TestNothingLinkedGoesUnnamed(t *testing.T) {
+	r, _ := built(t)
+	p := r.testImage(t, 0o755)
+	var file bytes.Buffer
+	if err := r.writeSBOM(&file, p); err != nil {
+		t.Fatal(err)
+	}
+	var bom cdx.BOM
+	if err := json.Unmarshal(file.Bytes(), &bom); err != nil {
+		t.Fatal(err)
+	}
+	listed := map[string]cdx.Component{}
+	for _, c := range *bom.Components {
+		listed[c.Name+" "+c.Version] = c
+	}
+	noticed := "\n" + string(p.files["licenses/THIRD_PARTY_NOTICES"].data)
+	looked := 0
+	for _, name := range programs {
+		info, err := buildinfo.Read(bytes.NewReader(p.files["usr/bin/"+name].data))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range info.Deps {
+			looked++
+			if !strings.Contains(noticed, "\n"+m.Path+" "+m.Version+": ") {
+				t.Errorf("%s has code of %s %s, of which there is no notice", name, m.Path, m.Version)
+			}
+			c, ok := listed[m.Path+" "+m.Version]
+			if !ok || c.PackageURL != "pkg:golang/"+m.Path+"@"+strings.ReplaceAll(m.Version, "+", "%2B") {
+				t.Errorf("%s has code of %s %s, of which the SBOM says %q", name, m.Path, m.Version, c.PackageURL)
+			} else if len(*c.Licenses) == 0 {
+				t.Errorf("the SBOM knows no licence of %s", m.Path)
+			}
+		}
+		if standard := "stdlib " + strings.TrimPrefix(info.GoVersion, "go"); !strings.Contains(noticed, "\n"+standard+": ") || listed[standard].Name == "" {
+			t.Errorf("%s has code of Go's own library, which is not told", name)
+		}
+	}
+	if looked < 50 {
+		t.Errorf("the programs have %d modules only: this test looks at nothing", looked)
+	}
+	for _, d := range of(r.lock, p.arch, useImage, useLink) {
+		c := listed[d.name+" "+d.version]
+		if c.Hashes == nil || (*c.Hashes)[0].Value != d.sha256 {
+			t.Errorf("the SBOM lacks %s", d)
+		}
+	}
+	for _, name := range []string{"libc6", "libc6-dev", "gcc-12-base", "base-files", "linux-libc-dev"} {
+		if !strings.Contains(noticed, "\nDebian package "+name+" ") {
+			t.Errorf("the notices lack %s", name)
+		}
+	}
+	for name, e := range p.files {
+		if control, ok := strings.CutPrefix(name, "var/lib/dpkg/status.d/"); ok && !bytes.Contains(e.data, []byte("\nVersion: "+of(r.lock, p.arch, useImage)[slices.IndexFunc(of(r.lock, p.arch, useImage), func(d pkg) bool { return d.name == control })].version+"\n")) {
+			t.Errorf("%s has another version than debian.lock", name)
+		}
+	}
+}
+
+func TestModuleWithoutLicence(t *testing.T) {
+	root := t.TempDir()
+	inner := filepath.Join(root, "third_party", "other")
+	if err := os.MkdirAll(inner, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write := func(name string) {
+		if err := os.WriteFile(filepath.Join(root, name), []byte("text of "+name), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("licence.go") // code is not a licence
+	m := module{path: "example.org/x", version: "v1.0.0"}
+	err := m.addTexts(folders{root: root, packages: []string{inner}})
+	if err == nil || !strings.Contains(err.Error(), "example.org/x v1.0.0 has no licence file") {
+		t.Errorf("got %v, want that the module has no licence", err)
+	}
+	write("LICENSE-MIT.txt")
+	write("third_party/other/COPYING")
+	write("third_party/NOTICE")
+	if err := m.addTexts(folders{root: root, packages: []string{inner}}); err != nil {
+		t.Fatal(err)
+	}
+	var files []string
+	for _, text := range m.texts {
+		files = append(files, text.file)
+	}
+	if got := strings.Join(files, " "); got != "LICENSE-MIT.txt third_party/NOTICE third_party/other/COPYING" {
+		t.Errorf("found %s", got)
+	}
+	if err := m.addTexts(folders{}); err == nil {
+		t.Error("a module that go list does not know was taken")
+	}
+}
+
+// From one commit, in two folders, with caches of their own and compilers that lie elsewhere.
+func TestTwoClonesSameDigest(t *testing.T) {
+	if !*long {
+		t.Skip("takes minutes: one clone is built with an empty cache of Go; -long runs it, and TestSameFilesSameDigest is the short form")
+	}
+	_, cache := built(t)
+	var digests []string
+	for _, where := range []string{"a", "a/second/place"} {
+		dir := filepath.Join(t.TempDir(), where)
+		own := filepath.Join(dir, "cache")
+		if err := os.MkdirAll(filepath.Join(own, "images", "debian"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		debs, err := filepath.Glob(filepath.Join(cache, "images", "debian", "*.deb"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, deb := range debs {
+			if err := os.Link(deb, filepath.Join(own, "images", "debian", filepath.Base(deb))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		clone := filepath.Join(dir, "clone")
+		if out, err := exec.Command("git", "clone", "--quiet", "../..", clone).CombinedOutput(); err != nil {
+			t.Fatalf("clone: %v\n%s", err, out)
+		}
+		cmd := exec.CommandContext(t.Context(), "make", "--silent", "image", "CACHE="+own)
+		cmd.Dir, cmd.Env = clone, os.Environ()
+		if where != "a" {
+			cmd.Env = append(cmd.Env, "GOCACHE="+filepath.Join(dir, "go"), "CGO_CFLAGS=-O1", "TZ=Asia/Tokyo")
+		}
+		cmd.Stderr = os.Stderr
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatalf("make image: %v", err)
+		}
+		digests = append(digests, string(out))
+	}
+	if digests[0] != digests[1] {
+		t.Errorf("the clones gave\n%s%s", digests[0], digests[1])
+	}
+}

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+)
+
+func TestVersionsThatAreNone(t *testing.T) {
+	for _, v := range []string{"", "1.2.3", "v1.2", "v1", "v1.2.3+build", "v01.2.3", "latest", "c24e5f8-dirty"} {
+		r := release{source: source{about: about{version: v}}}
+		if err := r.check(t.Context()); err == nil || !strings.Contains(err.Error(), "is no semantic version") {
+			t.Errorf("%q: got %v", v, err)
+		}
+	}
+}
+
+func TestUncommittedIsNotReleased(t *testing.T) {
+	dir := t.TempDir()
+	if out, err := exec.Command("git", "init", "--quiet", dir).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "new.go"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r := release{source: source{checkout: dir, about: about{version: "v1.2.3"}}}
+	if err := r.check(t.Context()); err == nil || !strings.Contains(err.Error(), "new.go") {
+		t.Errorf("got %v, want a refusal that names new.go", err)
+	}
+}
+
+// A release with a lock that is behind is refused, one with the newest is not.
+func TestOldPackagesAreNotReleased(t *testing.T) {
+	dir := t.TempDir()
+	withApt(t, `for a; do case $a in --print-uris) echo "'http://mirror/b' libc6_2_arm64.deb 7 SHA256:`+zeros+`";; esac; done`)
+	script := "git init --quiet && printf '# C\n\n## v1.2.3\n\n- new\n' >CHANGELOG.md && git add . && git -c user.name=n -c user.email=e commit --quiet -m m"
+	cmd := exec.Command("sh", "-c", script)
+	cmd.Dir = dir
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	p := pkg{use: useImage, name: "libc6", version: "2", arch: "arm64", file: "libc6_2_arm64.deb", sha256: zeros}
+	r := release{source: source{checkout: dir, lock: []pkg{p}, debian: &debian{dir: t.TempDir()}, about: about{version: "v1.2.3"}}}
+	if err := r.check(t.Context()); err != nil {
+		t.Errorf("got %v", err)
+	}
+	r.lock[0].sha256 = strings.ReplaceAll(zeros, "0", "1")
+	if err := r.check(t.Context()); err == nil || !strings.Contains(err.Error(), "debian.lock is behind") {
+		t.Errorf("got %v, want that the lock is behind", err)
+	}
+}
+
+func TestNotes(t *testing.T) {
+	const log = "# Changelog\n\nIntro.\n\n## Unreleased: v0.2.0\n\n- next\n\n## v0.1.0, the first release\n\n- first\n\n## v0.1.0-rc.1\n\n- try\n"
+	for _, test := range []struct{ version, want string }{
+		{"v0.1.0", "# gpu-agent v0.1.0\n\n- first\n"},
+		{"v0.1.0-rc.1", "# gpu-agent v0.1.0-rc.1\n\n- try\n"},
+		{"v0.1.0-rc.2", "# gpu-agent v0.1.0-rc.2\n\n- first\n"},
+		{"v0.2.0-rc.1", "# gpu-agent v0.2.0-rc.1\n\n- next\n"},
+		{"v0.2.0", ""},
+		{"v0.3.0", ""},
+	} {
+		r := release{source: source{checkout: t.TempDir(), about: about{version: test.version}}}
+		if err := os.WriteFile(filepath.Join(r.checkout, "CHANGELOG.md"), []byte(log), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		got, err := r.notes()
+		if got != test.want || (err == nil) != (test.want != "") {
+			t.Errorf("%s: got %q, %v; want %q", test.version, got, err, test.want)
+		}
+	}
+}
+
+func TestReleaseIsWhole(t *testing.T) {
+	r, cache := built(t)
+	r.about.version = "v0.1.0-rc.1"
+	r.out = filepath.Join(t.TempDir(), "dist", "v0.1.0-rc.1")
+	if err := r.make(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.make(t.Context()); err == nil || !strings.Contains(err.Error(), "is there already") {
+		t.Errorf("over a release that is there: %v", err)
+	}
+	cmd := exec.Command("sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS")
+	cmd.Dir = r.out
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("check the sums: %v\n%s", err, out)
+	}
+	read := func(name string) string {
+		data, err := os.ReadFile(filepath.Join(r.out, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("image-digest"))
+	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "image-digest"} {
+		if !strings.Contains(sums, "  "+name+"\n") {
+			t.Errorf("SHA256SUMS lacks %s", name)
+		}
+	}
+	for _, p := range r.lock {
+		if !strings.Contains(sums, p.sha256+"  debian/"+p.file+"\n") {
+			t.Errorf("SHA256SUMS lacks %s as locked", p)
+		}
+	}
+	image := r.repository + "@" + digest
+	t.Run("archive", func(t *testing.T) {
+		dir := t.TempDir()
+		if out, err := exec.Command("tar", "-xf", filepath.Join(r.out, "gpu-agent-v0.1.0-rc.1.oci.tar"), "-C", dir).CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		archive, err := layout.ImageIndexFromPath(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		manifest, err := archive.IndexManifest()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for _, m := range manifest.Manifests {
+			names = append(names, m.Annotations["io.containerd.image.name"])
+			if m.Digest.String() != digest {
+				t.Errorf("the archive has %s, and image-digest says %s", m.Digest, digest)
+			}
+		}
+		if got := strings.Join(names, " "); got != r.repository+":v0.1.0-rc.1 "+image {
+			t.Errorf("the image is called %s", got)
+		}
+	})
+	t.Run("manifests", func(t *testing.T) {
+		images := 0
+		for _, line := range strings.Split(read("gpu-agent-v0.1.0-rc.1.yaml"), "\n") {
+			if name, ok := strings.CutPrefix(strings.TrimLeft(line, " -"), "image: "); ok {
+				images++
+				if name != image {
+					t.Errorf("a container has image %s, want %s", name, image)
+				}
+			}
+		}
+		if images == 0 {
+			t.Error("no container has an image")
+		}
+	})
+	t.Run("chart", func(t *testing.T) {
+		helm := filepath.Join(cache, "bin", "helm")
+		if _, err := os.Stat(helm); err != nil {
+			t.Skip("helm is not built: go run ./tests/stages node helm")
+		}
+		chart := filepath.Join(r.out, "gpu-agent-0.1.0-rc.1.tgz")
+		for _, args := range [][]string{{"lint", "--strict", chart}, {"show", "chart", chart}, {"template", "x", chart, "--set", "placer.enabled=true"}} {
+			out, err := exec.Command(helm, args...).CombinedOutput()
+			if err != nil {
+				t.Fatalf("helm %s: %v\n%s", args[0], err, out)
+			}
+			want := map[string]string{"lint": "0 chart(s) failed", "show": "\nappVersion: v0.1.0-rc.1\n", "template": "image: " + image + "\n"}[args[0]]
+			if text := "\n" + string(out); !strings.Contains(text, want) || strings.Contains(text, "localhost/") {
+				t.Errorf("helm %s says, without %q or with localhost/:\n%s", args[0], want, out)
+			}
+		}
+	})
+}
