@@ -7,7 +7,7 @@
 CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-agent
 # The image's name. Push it where your nodes can pull it, or load it onto them.
 IMAGE   ?= localhost/gpu-agent:dev
-VERSION ?= $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
+VERSION ?= $(or $(shell git describe --tags --always --dirty --abbrev=12 2>/dev/null),dev)
 COMMIT  ?= $(or $(shell git rev-parse --short=12 HEAD 2>/dev/null),unknown)
 # Of the commit, so that the same commit gives the same program.
 DATE    ?= $(or $(shell git log -1 --format=%cs 2>/dev/null),unknown)
@@ -84,6 +84,10 @@ QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$
 # The architecture to build for. Another than this machine's takes a CC for it.
 ARCH ?= $(shell $(GO) env GOARCH)
 
+# No C library's way to look up names and users; the second program.
+TAGS := netgo,osusergo
+HOOK := github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
+
 # Whatever the processor that it is built on: the same for everybody. Without an ID of
 # the build the program does not depend on where the compiler lies.
 GO_BUILD = GOARCH=$(ARCH) GOAMD64=v1 GOARM64=v8.0 CGO_ENABLED=1 $(GO) build -trimpath
@@ -95,10 +99,10 @@ build:
 	CGO_ENABLED=0 $(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
-	$(GO_BUILD) -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -buildid= -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	$(GO_BUILD) -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
 	@# Static: the container runtime runs it on the host, whatever libc that has.
-	$(GO_BUILD) -tags netgo,osusergo -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
-		-o $(BIN)/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
+	$(GO_BUILD) -tags $(TAGS) -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
+		-o $(BIN)/nvidia-cdi-hook $(HOOK)
 
 .PHONY: cluster
 cluster:
@@ -140,6 +144,18 @@ release: imager
 .PHONY: lock
 lock: imager
 	@$(BIN)/image lock --cache $(DEBIAN)
+
+# The database: empty for Go's own, else its URL; file:///FOLDER for a snapshot, of which
+# the newest entry tells the date.
+VULNDB ?=
+.PHONY: vuln
+vuln:
+	@mkdir -p $(BIN)
+	@$(GO) -C deployments/image build -o $(BIN)/govulncheck golang.org/x/vuln/cmd/govulncheck
+	@$(if $(filter file://%,$(VULNDB)),echo "newest entry in $(VULNDB): $$(grep -rhoE '"published": ?"[^"]+"' $(VULNDB:file://%=%) | sort | tail -1)")
+	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
+	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -tags $(TAGS) $(HOOK)
+	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -C deployments/image .
 
 .PHONY: clean
 clean:

@@ -54,9 +54,14 @@ func (b bins) Set(s string) error {
 
 func do(ctx context.Context, args []string) error {
 	if len(args) == 0 {
-		return errors.New("a command is missing\n\n" + usage)
+		fmt.Fprint(os.Stderr, usage)
+		return errors.New("a command is missing")
 	}
 	flags := flag.NewFlagSet("image "+args[0], flag.ContinueOnError)
+	flags.Usage = func() {
+		fmt.Fprint(flags.Output(), usage)
+		flags.PrintDefaults()
+	}
 	r := release{bins: bins{}}
 	flags.StringVar(&r.checkout, "checkout", ".", "top of the checkout")
 	cache := flags.String("cache", "", "folder for Debian's packages")
@@ -72,7 +77,7 @@ func do(ctx context.Context, args []string) error {
 		return err
 	}
 	if *cache == "" || flags.NArg() > 0 {
-		return errors.New("--cache is needed, and nothing but flags\n\n" + usage)
+		return errors.New("--cache is needed, and nothing but flags is taken")
 	}
 	var err error
 	// apt and compilers run in other folders.
@@ -110,7 +115,7 @@ func do(ctx context.Context, args []string) error {
 	case "release":
 		return r.make(ctx)
 	}
-	return fmt.Errorf("there is no command %q\n\n%s", args[0], usage)
+	return fmt.Errorf("there is no command %q; `image -h` prints them", args[0])
 }
 
 // renew writes the lock anew.
@@ -140,7 +145,7 @@ func (r *release) archive(ctx context.Context, name string) error {
 		}
 	}
 	if r.out == "" || len(parts) == 0 {
-		return errors.New("--out and --bin are needed\n\n" + usage)
+		return errors.New("--out and --bin are needed")
 	}
 	index, err := r.about.index(parts)
 	if err != nil {

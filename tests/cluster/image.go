@@ -35,9 +35,8 @@ A destination whose parent is a --link of the same image lands where the link po
 With --with-libs every ELF file put in brings its dynamic loader and shared libraries, found on this machine as the loader
 finds them, at the same paths. What a program loads by dlopen is not found that way: add it with --file.
 
-The product's image, for example:
-  cluster image --out agent.tar --name example.com/gpu-agent:dev --entrypoint /usr/bin/gpu-agent --with-libs \
-      --file bin/gpu-agent:/usr/bin/gpu-agent:0755 --file bin/nvidia-cdi-hook:/usr/bin/nvidia-cdi-hook:0755
+A test's image, for example; the product's is made by deployments/image, without this machine's libraries:
+  cluster image --out own.tar --name localhost/own:test --entrypoint /usr/bin/own --with-libs --file bin/own:/usr/bin/own:0755
 
 `
 

@@ -93,8 +93,9 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	manifests := test(".", "-count=1", long, "./deployments")
 	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
+	release := test("deployments/image", "-count=1", long, ".")
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending, &release} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -111,6 +112,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 				{in: "tests/monitoring", args: []string{"go", "vet", "./..."}},
 				run("go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"),
 				staticcheck("."),
+				{in: "deployments/image", args: []string{"go", "vet", "./..."}},
+				staticcheck("deployments/image"),
 				staticcheck("tests/cluster"),
 				staticcheck("tests/monitoring"),
 			},
@@ -144,6 +147,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 		{
 			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside,
 			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
+		},
+		{
+			name: "release", what: "images and releases: reproducible, whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside,
+			commands: []command{release, run(bin("image"), "behind", "--cache", filepath.Join(cache, "images", "debian"))},
 		},
 		{
 			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, lacks: root,
