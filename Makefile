@@ -40,7 +40,7 @@ help:
 	@echo 'make image      the container image, into $(ARCHIVE)'
 	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
 	@echo 'make lock       renew the versions of the Debian packages that images are made with'
-	@echo 'make vuln       known vulnerabilities of what is linked, by a database in VULNDB'
+	@echo 'make vuln       known vulnerabilities of what is linked; VULNDB names the database'
 	@echo 'make clean      end all test nodes and empty the cache'
 	@echo
 	@echo 'CACHE=$(CACHE)'
@@ -145,17 +145,22 @@ release: imager
 lock: imager
 	@$(BIN)/image lock --cache $(DEBIAN)
 
-# The database: empty for Go's own, else its URL; file:///FOLDER for a snapshot, of which
-# the newest entry tells the date.
-VULNDB ?=
+# VULNDB is the database: empty for Go's own, its URL, or the .tar.gz of a snapshot, whose
+# name and newest file tell the date.
+VULNDB    ?=
+SNAPSHOT  := $(filter %.tar.gz,$(VULNDB))
+VULNCHECK  = $(BIN)/govulncheck $(if $(VULNDB),-db $(if $(SNAPSHOT),file://$(CACHE)/vulndb,$(VULNDB)))
 .PHONY: vuln
 vuln:
 	@mkdir -p $(BIN)
 	@$(GO) -C deployments/image build -o $(BIN)/govulncheck golang.org/x/vuln/cmd/govulncheck
-	@$(if $(filter file://%,$(VULNDB)),echo "newest entry in $(VULNDB): $$(grep -rhoE '"published": ?"[^"]+"' $(VULNDB:file://%=%) | sort | tail -1)")
-	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
-	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -tags $(TAGS) $(HOOK)
-	$(BIN)/govulncheck $(if $(VULNDB),-db $(VULNDB)) -C deployments/image .
+ifneq ($(SNAPSHOT),)
+	@rm -rf $(CACHE)/vulndb && mkdir $(CACHE)/vulndb && tar -xf $(SNAPSHOT) -C $(CACHE)/vulndb
+	@echo "database: $(notdir $(SNAPSHOT)), $$(ls $(CACHE)/vulndb | wc -l) entries as of $$(date -u +%F -r "$(CACHE)/vulndb/$$(ls -t $(CACHE)/vulndb | head -1)")"
+endif
+	$(VULNCHECK) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
+	$(VULNCHECK) -tags $(TAGS) $(HOOK)
+	$(VULNCHECK) -C deployments/image .
 
 .PHONY: clean
 clean:
