@@ -126,13 +126,14 @@ image: imager
 	@$(BIN)/image build --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
 
 # Built from what the commit has, not from the checkout. REPOSITORY is where you push the
-# image: the manifests and the chart name it.
+# image: the manifests and the chart name it. AGAIN=1 builds an old version, with the
+# packages of its time.
 DIST       := dist/$(VERSION)
 REPOSITORY ?= localhost/gpu-agent
 STAGE      := $(CACHE)/release
 .PHONY: release
 release: imager
-	@$(BIN)/image check $(ABOUT)
+	@$(BIN)/image check $(ABOUT) $(if $(AGAIN),--again)
 	@rm -rf $(STAGE) && mkdir -p $(STAGE)/source
 	@git archive --output $(STAGE)/source.tar HEAD && tar -xf $(STAGE)/source.tar -C $(STAGE)/source
 	@set -e; for arch in amd64 arm64; do cc="$$($(BIN)/image cc --arch $$arch --cache $(DEBIAN))"; \

@@ -72,6 +72,7 @@ func do(ctx context.Context, args []string) error {
 	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
 	created := flags.String("created", "", "the commit's date, as in RFC 3339")
+	flags.BoolVar(&r.again, "again", false, "an old version is built again: debian.lock may be behind")
 	flags.Var(bins(r.bins), "bin", "ARCHITECTURE=FOLDER of the programs; repeatable")
 	if err := flags.Parse(args[1:]); err != nil {
 		return err

@@ -28,6 +28,7 @@ type release struct {
 	repository string            // of the image, without a tag
 	bins       map[string]string // the programs' folder, by architecture
 	out        string
+	again      bool // an old version, with the packages of its time
 }
 
 // check says why this cannot be released: the version, or what a later build of the commit
@@ -46,6 +47,9 @@ func (r *release) check(ctx context.Context) error {
 	}
 	if _, err := r.notes(); err != nil {
 		return err
+	}
+	if r.again {
+		return nil
 	}
 	old, err := behind(ctx, r.debian, r.lock)
 	if err != nil {

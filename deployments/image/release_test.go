@@ -54,6 +54,10 @@ func TestOldPackagesAreNotReleased(t *testing.T) {
 	if err := r.check(t.Context()); err == nil || !strings.Contains(err.Error(), "debian.lock is behind") {
 		t.Errorf("got %v, want that the lock is behind", err)
 	}
+	r.again = true
+	if err := r.check(t.Context()); err != nil {
+		t.Errorf("an old version, built again: %v", err)
+	}
 }
 
 func TestNotes(t *testing.T) {
