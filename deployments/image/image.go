@@ -23,11 +23,16 @@ import (
 )
 
 // machine is what Debian calls an architecture, and where its dynamic loader is.
-type machine struct{ triplet, loader, loaderLink string }
+type machine struct {
+	triplet string
+	loader  string
+	// Programs look for it by another name, which is a link.
+	loaderName, loaderLink string
+}
 
 var machines = map[string]machine{
-	"amd64": {"x86_64-linux-gnu", "ld-linux-x86-64.so.2", "usr/lib64/ld-linux-x86-64.so.2"},
-	"arm64": {"aarch64-linux-gnu", "ld-linux-aarch64.so.1", "usr/lib/ld-linux-aarch64.so.1"},
+	"amd64": {"x86_64-linux-gnu", "ld-linux-x86-64.so.2", "usr/lib64/ld-linux-x86-64.so.2", "../lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"},
+	"arm64": {"aarch64-linux-gnu", "ld-linux-aarch64.so.1", "usr/lib/ld-linux-aarch64.so.1", "aarch64-linux-gnu/ld-linux-aarch64.so.1"},
 }
 
 // libraries are what the programs need beside the loader, and the driver's library, which
@@ -112,7 +117,7 @@ func (s *source) addDebian(ctx context.Context, p *part) ([]text, error) {
 	for _, l := range libraries {
 		wanted["libc6"]["lib/"+m.triplet+"/"+l] = path.Join("usr/lib", m.triplet, l)
 	}
-	p.files[m.loaderLink] = entry{link: "/lib/" + m.triplet + "/" + m.loader}
+	p.files[m.loaderName] = entry{link: m.loaderLink}
 	var texts []text
 	p.debs = of(s.lock, p.arch, useImage, useLink)
 	for _, deb := range p.debs {
@@ -186,12 +191,20 @@ func (a about) image(arch string, files tree) (v1.Image, error) {
 	return annotated, nil
 }
 
+// runnable is an image that an index lists without an artifact type, which the library
+// would write. It says nothing about an image, and older programs, such as Debian 12's skopeo,
+// drop it when they copy an index, by which the digest changes.
+type runnable struct{ v1.Image }
+
+// ArtifactType is what the library asks for.
+func (runnable) ArtifactType() (string, error) { return "", nil }
+
 // index joins the images of all architectures.
 func (a about) index(parts []*part) (v1.ImageIndex, error) {
 	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
 	for _, p := range parts {
 		index = mutate.AppendManifests(index, mutate.IndexAddendum{
-			Add: p.image, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
+			Add: runnable{p.image}, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
 		})
 	}
 	annotated, ok := mutate.Annotations(index, a.labels()).(v1.ImageIndex)

@@ -148,7 +148,7 @@ func TestImageIsWhole(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if at := "usr" + strings.Trim(string(loader), "\x00"); p.files[at].link == "" {
+			if at := "usr" + strings.Trim(string(loader), "\x00"); len(p.files[path.Join(path.Dir(at), p.files[at].link)].data) == 0 {
 				t.Errorf("%s is started by %s, which the image lacks", name, loader)
 			}
 		}

@@ -135,6 +135,10 @@ func TestReleaseIsWhole(t *testing.T) {
 				t.Errorf("the archive has %s, and image-digest says %s", m.Digest, digest)
 			}
 		}
+		// Programs that do not know it would change the digest.
+		if raw, err := os.ReadFile(filepath.Join(dir, "blobs", "sha256", strings.TrimPrefix(digest, "sha256:"))); err != nil || strings.Contains(string(raw), "artifactType") {
+			t.Errorf("the index has an artifact type, %v:\n%s", err, raw)
+		}
 		if got := strings.Join(names, " "); got != r.repository+":v0.1.0-rc.1 "+image {
 			t.Errorf("the image is called %s", got)
 		}
