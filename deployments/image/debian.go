@@ -17,6 +17,7 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
+	"runtime"
 	"strings"
 )
 
@@ -290,24 +291,37 @@ func (d *debian) read(ctx context.Context, p pkg) (tree, error) {
 	}
 }
 
+// gccVersion is Debian 12's.
+const gccVersion = "12"
+
 // compiler is the command that compiles for an architecture, against the lock's packages.
 func (d *debian) compiler(ctx context.Context, lock []pkg, arch string) (string, error) {
 	root, err := d.unpack(ctx, of(lock, arch, useImage, useLink))
 	if err != nil {
 		return "", err
 	}
-	m := machines[arch]
-	cc := "gcc"
-	if arch != architectures[0] {
+	m, cc := machines[arch], "gcc"
+	switch {
+	case arch == runtime.GOARCH:
+		version, err := run(ctx, "", "gcc", "-dumpversion")
+		if err != nil {
+			return "", fmt.Errorf("ask for the compiler's version: %w", err)
+		}
+		if v := strings.TrimSpace(string(version)); v != gccVersion {
+			return "", fmt.Errorf("gcc is of version %s, and an image takes version %s, Debian 12's, whose own library is in debian.lock", v, gccVersion)
+		}
+	case runtime.GOARCH != architectures[0]:
+		return "", fmt.Errorf("images for %s are made on %s or on %s; this machine is %s", arch, architectures[0], arch, runtime.GOARCH)
+	default:
 		tools, err := d.unpack(ctx, of(lock, architectures[0], useCross))
 		if err != nil {
 			return "", err
 		}
-		bin := filepath.Join(tools, "usr/bin")
-		cc = fmt.Sprintf("env LD_LIBRARY_PATH=%s/usr/lib/%s %s/%s-gcc-12 -B%s/%s-", tools, machines[architectures[0]].triplet, bin, m.triplet, bin, m.triplet)
+		name := fmt.Sprintf("%s/usr/bin/%s-", tools, m.triplet)
+		cc = fmt.Sprintf("env LD_LIBRARY_PATH=%s/usr/lib/%s %sgcc-%s -B%s", tools, machines[architectures[0]].triplet, name, gccVersion, name)
 	}
 	// libgcc is found by -B, everything else by the root. Paths do not get into what is built.
-	return fmt.Sprintf("%s --sysroot=%s -B%s/usr/lib/gcc/%s/12 -ffile-prefix-map=%s=", cc, root, root, m.triplet, root), nil
+	return fmt.Sprintf("%s --sysroot=%s -B%s/usr/lib/gcc/%s/%s -ffile-prefix-map=%s=", cc, root, root, m.triplet, gccVersion, root), nil
 }
 
 // renewLock is the lock's text with the newest version of each package.

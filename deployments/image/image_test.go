@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"path"
 	"path/filepath"
 	"slices"
@@ -24,7 +23,7 @@ import (
 	cdx "github.com/CycloneDX/cyclonedx-go"
 )
 
-var long = flag.Bool("long", false, "build the image from two clones, one with an empty cache of Go")
+var long = flag.Bool("long", false, "make a release from two clones, one with an empty cache of Go, and start it on arm64")
 
 // built is where `make image` has put programs and packages; a test that needs them is
 // skipped where it was not run.
@@ -251,48 +250,5 @@ func TestModuleWithoutLicence(t *testing.T) {
 	}
 	if err := m.addTexts(folders{}); err == nil {
 		t.Error("a module that go list does not know was taken")
-	}
-}
-
-// From one commit, in two folders, with caches of their own and compilers that lie elsewhere.
-func TestTwoClonesSameDigest(t *testing.T) {
-	if !*long {
-		t.Skip("takes minutes: one clone is built with an empty cache of Go; -long runs it, and TestSameFilesSameDigest is the short form")
-	}
-	_, cache := built(t)
-	var digests []string
-	for _, where := range []string{"a", "a/second/place"} {
-		dir := filepath.Join(t.TempDir(), where)
-		own := filepath.Join(dir, "cache")
-		if err := os.MkdirAll(filepath.Join(own, "images", "debian"), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		debs, err := filepath.Glob(filepath.Join(cache, "images", "debian", "*.deb"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, deb := range debs {
-			if err := os.Link(deb, filepath.Join(own, "images", "debian", filepath.Base(deb))); err != nil {
-				t.Fatal(err)
-			}
-		}
-		clone := filepath.Join(dir, "clone")
-		if out, err := exec.Command("git", "clone", "--quiet", "../..", clone).CombinedOutput(); err != nil {
-			t.Fatalf("clone: %v\n%s", err, out)
-		}
-		cmd := exec.CommandContext(t.Context(), "make", "--silent", "image", "CACHE="+own)
-		cmd.Dir, cmd.Env = clone, os.Environ()
-		if where != "a" {
-			cmd.Env = append(cmd.Env, "GOCACHE="+filepath.Join(dir, "go"), "CGO_CFLAGS=-O1", "TZ=Asia/Tokyo")
-		}
-		cmd.Stderr = os.Stderr
-		out, err := cmd.Output()
-		if err != nil {
-			t.Fatalf("make image: %v", err)
-		}
-		digests = append(digests, string(out))
-	}
-	if digests[0] != digests[1] {
-		t.Errorf("the clones gave\n%s%s", digests[0], digests[1])
 	}
 }

@@ -9,7 +9,11 @@ import (
 	"strings"
 	"testing"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/match"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/partial"
 )
 
 func TestVersionsThatAreNone(t *testing.T) {
@@ -174,4 +178,94 @@ func TestReleaseIsWhole(t *testing.T) {
 			}
 		}
 	})
+}
+
+// From one commit, in two folders, with caches of their own and compilers that lie elsewhere.
+func TestTwoClonesSameRelease(t *testing.T) {
+	if !*long {
+		t.Skip("takes minutes: one clone is built with an empty cache of Go; -long runs it, and TestSameFilesSameDigest is the short form")
+	}
+	r, _ := built(t)
+	const version = "v0.1.0-rc.1"
+	var sums []string
+	var releases []string
+	for _, where := range []string{"a", "a/second/place"} {
+		dir := filepath.Join(t.TempDir(), where)
+		cache, clone := filepath.Join(dir, "cache"), filepath.Join(dir, "clone")
+		if err := os.MkdirAll(filepath.Join(cache, "images"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		for _, args := range [][]string{
+			{"git", "clone", "--quiet", r.checkout, clone},
+			{"sh", "-c", `mkdir "$1/images/debian" && cp "$2"/*.deb "$1/images/debian"`, "sh", cache, r.debian.dir},
+		} {
+			if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+				t.Fatalf("%s: %v\n%s", args[0], err, out)
+			}
+		}
+		cmd := exec.CommandContext(t.Context(), "make", "--silent", "release", "VERSION="+version, "AGAIN=1", "CACHE="+cache)
+		cmd.Dir, cmd.Env = clone, os.Environ()
+		if where != "a" {
+			cmd.Env = append(cmd.Env, "GOCACHE="+filepath.Join(dir, "go"), "CGO_CFLAGS=-O1", "TZ=Asia/Tokyo")
+		}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("make release: %v\n%s", err, out)
+		}
+		releases = append(releases, filepath.Join(clone, "dist", version))
+		data, err := os.ReadFile(filepath.Join(clone, "dist", version, "SHA256SUMS"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		sums = append(sums, string(data))
+	}
+	if sums[0] != sums[1] {
+		t.Errorf("the clones gave\n%s\nand\n%s", sums[0], sums[1])
+	}
+	t.Run("starts on arm64", func(t *testing.T) { startsOnArm64(t, r, releases[0], version) })
+}
+
+// startsOnArm64 runs the program out of an archive, under emulation.
+func startsOnArm64(t *testing.T, r *release, dir, version string) {
+	tmp := t.TempDir()
+	if err := r.debian.update(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.debian.apt(t.Context(), tmp, "download", "qemu-user-static:"+architectures[0]); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("sh", "-c", `dpkg-deb --extract "$1"/qemu-user-static_*.deb "$1" && mkdir "$1/oci" && tar -xf "$2" -C "$1/oci"`,
+		"sh", tmp, filepath.Join(dir, "gpu-agent-"+version+".oci.tar")).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	archive, err := layout.ImageIndexFromPath(filepath.Join(tmp, "oci"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	manifest, err := archive.IndexManifest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	index, err := archive.ImageIndex(manifest.Manifests[0].Digest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	images, err := partial.FindImages(index, match.Platforms(v1.Platform{OS: "linux", Architecture: "arm64"}))
+	if err != nil || len(images) != 1 {
+		t.Fatalf("got %d images for arm64, %v; want 1", len(images), err)
+	}
+	root := filepath.Join(tmp, "root")
+	if err := os.Mkdir(root, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	unpack := exec.Command("tar", "-xf", "-", "-C", root, "--no-same-owner")
+	unpack.Stdin = mutate.Extract(images[0])
+	if out, err := unpack.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for _, page := range []string{"4096", "65536"} {
+		out, err := exec.Command(filepath.Join(tmp, "usr/bin/qemu-aarch64-static"), "-p", page, "-L", root, filepath.Join(root, "usr/bin/gpu-agent"), "version").CombinedOutput()
+		if err != nil || !strings.HasPrefix(string(out), version+" ") || !strings.HasSuffix(string(out), "linux/arm64)\n") {
+			t.Errorf("with pages of %s bytes: %v\n%s", page, err, out)
+		}
+	}
 }
