@@ -111,7 +111,7 @@ func build(ctx context.Context, out, root string) error {
 	if err := os.WriteFile(filepath.Join(tmp, "stub.c"), nil, 0o644); err != nil {
 		return fmt.Errorf("lay out sources: %w", err)
 	}
-	machine, err := machineFlags(ctx)
+	machine, err := gcc(ctx, "", "-dumpmachine")
 	if err != nil {
 		return fmt.Errorf("build the cap's libraries: %w", err)
 	}
@@ -125,7 +125,7 @@ func build(ctx context.Context, out, root string) error {
 		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", "-Wl,-soname,"+root+"/driver/"+l.name, "-o", stub, "stub.c"); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
 		}
-		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machine, linkFlags,
+		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machineFlags(machine), linkFlags,
 			[]string{"-Wl,-soname," + l.name, "-o", filepath.Join(done, l.name)}, l.sources, []string{stub})
 		if _, err := gcc(ctx, tmp, args...); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
@@ -142,15 +142,12 @@ func build(ctx context.Context, out, root string) error {
 	return nil
 }
 
-func machineFlags(ctx context.Context) ([]string, error) {
-	machine, err := gcc(ctx, "", "-dumpmachine")
-	if err != nil {
-		return nil, err
-	}
+// machineFlags are those for the machine that gcc compiles for, by its name of it.
+func machineFlags(machine string) []string {
 	if strings.HasPrefix(machine, "aarch64-") {
-		return []string{"-mno-outline-atomics"}, nil // outline atomics would need libgcc
+		return []string{"-mno-outline-atomics"} // outline atomics would need libgcc
 	}
-	return nil, nil
+	return nil
 }
 
 // gcc runs gcc, or the command in $CC, as Go does for cgo: words, without quotes.
