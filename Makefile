@@ -104,11 +104,6 @@ build:
 	$(GO_BUILD) -tags $(TAGS) -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook $(HOOK)
 
-.PHONY: cluster
-cluster:
-	@mkdir -p $(BIN)
-	$(GO) -C tests/cluster build -o $(BIN)/cluster .
-
 # Where Debian's packages are kept, by which images are made: deployments/image.
 DEBIAN   := $(CACHE)/images/debian
 # What an image is built from is fixed, so that it depends on the commit alone.

@@ -156,19 +156,21 @@ func (r *release) archive(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	report(parts, name+"@"+digest.String())
-	return writeArchive(r.out, index, r.about.created, name)
+	return errors.Join(writeArchive(r.out, index, r.about.created, name), report(parts, name+"@"+digest.String()))
 }
 
 // report prints what was made.
-func report(parts []*part, digest string) {
+func report(parts []*part, digest string) error {
 	fmt.Print(digest)
 	for _, p := range parts {
-		if size, err := p.size(); err == nil {
-			fmt.Printf("  %s: %.1f MB compressed", p.arch, float64(size)/1e6)
+		size, err := p.size()
+		if err != nil {
+			return fmt.Errorf("measure the image for %s: %w", p.arch, err)
 		}
+		fmt.Printf("  %s: %.1f MB compressed", p.arch, float64(size)/1e6)
 	}
 	fmt.Println()
+	return nil
 }
 
 // warn prints what the mirror has newer, if it can be asked.

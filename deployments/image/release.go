@@ -128,8 +128,7 @@ func (r *release) fill(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	report(parts, digest.String())
-	return checksums(dir)
+	return errors.Join(checksums(dir), report(parts, digest.String()))
 }
 
 // notes are the version's section of the changelog. A pre-release has that of the version

@@ -32,7 +32,8 @@ func (e entry) isDir() bool { return e.link == "" && fs.FileMode(e.mode)&fs.Mode
 // directory is an entry's mode for one.
 const directory = int64(fs.ModeDir)
 
-// add puts a file of this machine in, as one that all may read; a program may also be run.
+// add puts in a file of this machine, with a mode of its own: that of the source depends on
+// who checked it out.
 func (t tree) add(file, at string, mode int64) error {
 	data, err := os.ReadFile(file)
 	if err != nil {
