@@ -117,8 +117,8 @@ imager:
 
 .PHONY: image
 image: imager
-	@cc="$$($(BIN)/image cc --arch $(ARCH) --cache $(DEBIAN))" && $(MAKE) --no-print-directory build $(call FOR_IMAGE,$(ARCH))
-	@$(BIN)/image build --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
+	@cc="$$($(BIN)/image cc --newer --arch $(ARCH) --cache $(DEBIAN))" && $(MAKE) --no-print-directory build $(call FOR_IMAGE,$(ARCH))
+	@$(BIN)/image build --newer --arch $(ARCH) --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
 
 # Built from what the commit has, not from the checkout. REPOSITORY is where you push the
 # image: the manifests and the chart name it. AGAIN=1 builds an old version, with the

@@ -18,6 +18,7 @@ import (
 	"path"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 )
 
@@ -195,14 +196,46 @@ func (d *debian) fetch(ctx context.Context, p pkg) (string, error) {
 	}
 	defer os.RemoveAll(tmp)
 	if _, err := d.apt(ctx, tmp, "download", p.name+":"+p.arch+"="+p.version); err != nil {
-		return "", fmt.Errorf("fetch %s: %w\nThe mirror may serve a newer version alone: `make lock` renews debian.lock. "+
-			"The packages of a release lie beside its image; put %s into %s to build that one again", p, err, p.file, d.dir)
+		return "", fmt.Errorf("fetch %s: %w: %w\nThe mirror may serve a newer version alone: `make lock` renews debian.lock. "+
+			"The packages of a release lie beside its image; put %s into %s to build that one again", p, errNotServed, err, p.file, d.dir)
 	}
 	if err := verify(filepath.Join(tmp, p.file), p); err != nil {
 		return "", err
 	}
 	return at, os.Rename(filepath.Join(tmp, p.file), at)
 }
+
+// served is a lock with, in place of each package for an architecture that neither the cache
+// nor the mirror has, the one that the mirror has now; and what was replaced, for people.
+func (d *debian) served(ctx context.Context, lock []pkg, arch string) (now []pkg, replaced []string, err error) {
+	needed := of(lock, arch, useImage, useLink)
+	if arch != runtime.GOARCH {
+		needed = append(needed, of(lock, architectures[0], useCross)...)
+	}
+	now = slices.Clone(lock)
+	for _, p := range needed {
+		_, why := d.fetch(ctx, p)
+		if !errors.Is(why, errNotServed) {
+			if why != nil {
+				return nil, nil, why
+			}
+			continue
+		}
+		other, err := d.newest(ctx, []pkg{p})
+		if err != nil {
+			return nil, nil, errors.Join(why, err)
+		}
+		if other[0].version == p.version {
+			return nil, nil, why
+		}
+		now[slices.Index(now, p)] = other[0]
+		replaced = append(replaced, fmt.Sprintf("%s is no longer served: the image is made with %s", p, other[0].version))
+	}
+	return now, replaced, nil
+}
+
+// errNotServed is in the error of a package that the mirror does not give out.
+var errNotServed = errors.New("the mirror does not give it out")
 
 // verify holds a file against the lock.
 func verify(file string, p pkg) error {

@@ -71,6 +71,33 @@ func TestPackageNoLongerServed(t *testing.T) {
 	}
 }
 
+// What the mirror has dropped is replaced for an image that is no release's, and said; what
+// it cannot give out at all is an error.
+func TestNewerWhereTheLockedIsGone(t *testing.T) {
+	ones := strings.ReplaceAll(zeros, "0", "1")
+	withApt(t, `for a; do case $a in
+	--print-uris) echo "'http://mirror/a' libc6_2_amd64.deb 7 SHA256:`+ones+`"; exit;;
+	download) down=yes;; esac; done
+	[ -z "$down" ] || { echo "E: Version '1' for 'libc6' was not found" >&2; exit 100; }`)
+	d := &debian{dir: t.TempDir()}
+	old := pkg{use: useImage, name: "libc6", version: "1", arch: "amd64", file: "libc6_1_amd64.deb", sha256: zeros}
+	other := pkg{use: useImage, name: "libc6", version: "1", arch: "arm64", file: "libc6_1_arm64.deb", sha256: zeros}
+	now, replaced, err := d.served(t.Context(), []pkg{other, old}, "amd64")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := pkg{use: useImage, name: "libc6", version: "2", arch: "amd64", file: "libc6_2_amd64.deb", sha256: ones}
+	if len(now) != 2 || now[0] != other || now[1] != want {
+		t.Errorf("got %v, want %v in place of %v alone", now, want, old)
+	}
+	if len(replaced) != 1 || !strings.Contains(replaced[0], "libc6 1 amd64 is no longer served: the image is made with 2") {
+		t.Errorf("it says %q", replaced)
+	}
+	if _, _, err := d.served(t.Context(), []pkg{want}, "amd64"); err == nil || !strings.Contains(err.Error(), "was not found") {
+		t.Errorf("of a version that the mirror lists and does not give out: %v", err)
+	}
+}
+
 func TestLockIsRenewed(t *testing.T) {
 	ones := strings.ReplaceAll(zeros, "0", "1")
 	withApt(t, `for a; do case $a in --print-uris)

@@ -45,9 +45,14 @@ func built(t *testing.T) (r *release, cache string) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	d := &debian{dir: filepath.Join(cache, "images/debian")}
+	lock, _, err = d.served(t.Context(), lock, architectures[0]) // as `make image` has taken them
+	if err != nil {
+		t.Fatal(err)
+	}
 	return &release{
 		source: source{
-			checkout: "../..", debian: &debian{dir: filepath.Join(cache, "images/debian")}, lock: lock,
+			checkout: "../..", debian: d, lock: lock,
 			about: about{version: "v1.2.3-rc.4", revision: "abc", created: time.Date(2026, 11, 27, 1, 2, 3, 0, time.UTC)},
 		},
 		repository: "registry.example.com/gpu-agent", bins: map[string]string{architectures[0]: filepath.Join(cache, "bin")},

@@ -73,6 +73,7 @@ func do(ctx context.Context, args []string) error {
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
 	created := flags.String("created", "", "the commit's date, as in RFC 3339")
 	flags.BoolVar(&r.again, "again", false, "an old version is built again: debian.lock may be behind")
+	newer := flags.Bool("newer", false, "take newer packages, with a warning, in place of those that are no longer served: such an image is no release's")
 	flags.Var(bins(r.bins), "bin", "ARCHITECTURE=FOLDER of the programs; repeatable")
 	if err := flags.Parse(args[1:]); err != nil {
 		return err
@@ -98,6 +99,15 @@ func do(ctx context.Context, args []string) error {
 	}
 	if r.lock, err = parseLock(lockText); err != nil {
 		return err
+	}
+	if *newer {
+		var replaced []string
+		if r.lock, replaced, err = r.debian.served(ctx, r.lock, *arch); err != nil {
+			return err
+		}
+		for _, line := range replaced {
+			fmt.Fprintln(os.Stderr, "warning: debian.lock is behind, `make lock` renews it:", line)
+		}
 	}
 	switch args[0] {
 	case "cc":
