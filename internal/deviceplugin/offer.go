@@ -94,7 +94,7 @@ func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 		held, version := f.ledger.Look()
 		o := build(held)
 		f.mu.Lock()
-		if now, _ := f.ledger.State(); version == now || tries > publishTries {
+		if now, _, _ := f.ledger.State(); version == now || tries > publishTries {
 			defer f.mu.Unlock()
 			f.lists.publish(o)
 			return f.lists.offer

@@ -188,7 +188,7 @@ func (f *FrontEnd) metLocked(id string, at time.Time) {
 	}
 	m, known := f.met[id]
 	if !known {
-		_, m.epoch = f.ledger.State()
+		_, m.epoch, _ = f.ledger.State()
 	}
 	if at.After(m.last) {
 		m.last = at

@@ -396,19 +396,12 @@ func (l *Ledger) Look() ([]Allocation, uint64) {
 	return out, l.version
 }
 
-// State returns the version of the allocations and the epoch of the last one that was
-// taken or renewed.
-func (l *Ledger) State() (version, epoch uint64) {
+// State returns the version of the allocations, the epoch of the last one that was taken or
+// renewed, and how often one got another holder.
+func (l *Ledger) State() (version, epoch, named uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.version, l.epoch
-}
-
-// News grows when an allocation is added, renewed or released, or has another holder.
-func (l *Ledger) News() uint64 {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.version + l.named
+	return l.version, l.epoch, l.named
 }
 
 // Held reports whether there is any allocation.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -92,10 +93,8 @@ type Meter struct {
 	ration *brief.Ration
 	news   chan struct{} // holds at most one token
 
-	// looked is the ledger's News as of the last look, and open says that something was not
-	// known then or could not be written, and may be at the next look.
+	// looked is the state of the ledger as of the last look, or unsettled.
 	looked atomic.Uint64
-	open   atomic.Bool
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -119,8 +118,6 @@ type Meter struct {
 	vouched time.Time
 	// uses are the totals that grow.
 	uses map[place]*use
-	// asks says that the last look lacked something that others will tell.
-	asks bool
 	// sampled is when the last sample was taken, or the process began.
 	sampled time.Time
 	pending []byte
@@ -154,7 +151,7 @@ func New(o Options) *Meter {
 	now := o.Now()
 	m := &Meter{Options: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1), fading: map[usage.Key]int{},
 		shown: usage.Shown{Written: true}, book: usage.NewBook(nil), uses: map[place]*use{}, began: now, sampled: now, flushed: now, told: map[uint64]bool{}}
-	m.open.Store(true)
+	m.looked.Store(unsettled)
 	return m
 }
 
@@ -169,9 +166,20 @@ func (m *Meter) Poke() {
 // Round has the meter look at the ledger where there may be something to see. It is called
 // at each of the agent's rounds, most of which change nothing, and does not block.
 func (m *Meter) Round() {
-	if m.open.Load() || m.Ledger.News() != m.looked.Load() {
+	if m.state() != m.looked.Load() {
 		m.Poke()
 	}
+}
+
+// unsettled is the state of the ledger after a look at which something was not known or could
+// not be written down, and may be at the next one.
+const unsettled = math.MaxUint64
+
+// state is another number whenever an allocation was added, renewed or released, or got
+// another holder.
+func (m *Meter) state() uint64 {
+	version, _, named := m.Ledger.State()
+	return version + named
 }
 
 // Note leaves a record that others know of: what was refused, cut, killed or evicted. It does
@@ -250,22 +258,29 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 			return
 		}
 	}
-	at := m.Now() // before the ledger is asked: what ends after that, ends later
-	m.look(ctx, at)
+	at := m.Now()      // before the ledger is asked: what ends after that, ends later
+	state := m.state() // likewise
+	if m.look(ctx, at) {
+		state = unsettled
+	}
 	if sample {
 		m.sample(ctx, at)
 	}
 	news := sample || m.waiting > 0 || m.lost > 0
 	m.write(at)
-	m.open.Store(m.asks || m.waiting > 0 || m.lost > 0)
+	if m.waiting > 0 || m.lost > 0 {
+		state = unsettled
+	}
+	m.looked.Store(state)
 	if news { // else all is as it was shown
 		m.show(at)
 	}
 }
 
-// look writes down what the ledger and others tell.
-func (m *Meter) look(ctx context.Context, at time.Time) {
-	inv, news := m.Inventory(), m.Ledger.News()
+// look writes down what the ledger and others tell. It reports whether something is lacking
+// that they will tell.
+func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
+	inv := m.Inventory()
 	known := len(inv.GPUs) > 0 // else nobody can tell yet what a grant comes to
 	if known {
 		past, held, seen := m.Ledger.Ends.Take(), m.Ledger.Allocations(), m.Used()
@@ -292,8 +307,7 @@ func (m *Meter) look(ctx context.Context, at time.Time) {
 	}
 	m.lost += unnoted
 	m.label(ctx)
-	m.looked.Store(news)
-	m.asks = !known || m.before > 1 && !m.Heard() || m.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
+	return !known || m.before > 1 && !m.Heard() || m.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
 }
 
 // orphans ends what a predecessor has given out and the ledger does not have.
