@@ -27,19 +27,21 @@ import (
 
 func readme(t *testing.T) string { return string(read(t, "../README.md")) }
 
-func TestReadmeNamesEveryFlag(t *testing.T) {
+func reference(t *testing.T) string { return string(read(t, "../docs/reference.md")) }
+
+func TestReferenceNamesEveryFlag(t *testing.T) {
 	var named []string
-	for _, m := range regexp.MustCompile("(?m)^\\| `--([a-z-]+)[^`]*` \\| (`[^`]*`)?").FindAllStringSubmatch(readme(t), -1) {
+	for _, m := range regexp.MustCompile("(?m)^\\| `--([a-z-]+)[^`]*` \\| (`[^`]*`)?").FindAllStringSubmatch(reference(t), -1) {
 		named = append(named, m[1])
 		// A default is given in full, or as words.
 		flags := programFlags(t)
 		if want := flags[m[1]]; m[2] != "" && want != "" && !strings.HasPrefix(want, "\"") && strings.Trim(m[2], "`") != want {
-			t.Errorf("README: the default of --%s is %s, and the program says %q", m[1], m[2], want)
+			t.Errorf("docs/reference.md: the default of --%s is %s, and the program says %q", m[1], m[2], want)
 		}
 	}
 	slices.Sort(named)
 	if want := slices.Sorted(maps.Keys(programFlags(t))); !slices.Equal(named, want) {
-		t.Errorf("README has the flags\n%q, the program\n%q", named, want)
+		t.Errorf("docs/reference.md has the flags\n%q, the program\n%q", named, want)
 	}
 }
 
@@ -138,7 +140,9 @@ func TestShownPartitions(t *testing.T) {
 		not        []string // partitions for a node with another number of GPUs
 	}{
 		{"../README.md", "a30-24gb", nil},
-		{"../README.md", "a100-80gb", []string{"mixed"}},
+		{"../README.md", "a100-80gb", nil},
+		{"../docs/reference.md", "a30-24gb", nil},
+		{"../docs/reference.md", "a100-80gb", []string{"mixed"}},
 		{"../docs/migrate-from-nvidia.md", "a100-80gb", nil},
 	} {
 		inv, err := config.ReadInventory(read(t, "../tests/testdata/inventories/"+test.node+".json"))
@@ -199,7 +203,7 @@ func TestShownStatus(t *testing.T) {
 		file, work string
 		width      int
 	}{
-		{"../README.md", "", 80},
+		{"../docs/reference.md", "", 80},
 		{"../docs/mig.md", "create 3g.40gb@4 since 2026-03-01T11:59:59Z", 100},
 	} {
 		s.GPUs[0].MIG.Work = test.work
@@ -277,10 +281,10 @@ partitions:
 	}
 	blocked, _, _ := strings.Cut(prints("plan --inventory node.json --config partitions.yaml --partition halves"), "      = ")
 	refused, _, _ := strings.Cut(prints("check partitions.yaml --inventory node.json --partition mixed"), "\n")
-	for _, text := range []string{manual, readme(t)} {
+	for _, text := range []string{manual, reference(t)} {
 		for _, want := range []string{blocked, refused + "\n"} {
 			if !strings.Contains(text, want) {
-				t.Errorf("README or docs/mig.md does not show\n%s", want)
+				t.Errorf("docs/reference.md or docs/mig.md does not show\n%s", want)
 			}
 		}
 	}
@@ -321,12 +325,12 @@ func TestLinks(t *testing.T) {
 
 func TestReadmePaths(t *testing.T) {
 	text := readme(t)
-	if lines := strings.Count(text, "\n"); lines > 350 {
-		t.Errorf("README has %d lines: what a reader does not need belongs elsewhere", lines)
+	if lines := strings.Count(text, "\n"); lines > 150 {
+		t.Errorf("README has %d lines: what does not fit on two screens belongs into docs", lines)
 	}
-	for _, m := range regexp.MustCompile("`(deployments/[a-z/-]+)`").FindAllStringSubmatch(text, -1) {
+	for _, m := range regexp.MustCompile("[ `](deployments/[a-z/-]+)").FindAllStringSubmatch(text+string(read(t, "../docs/install.md")), -1) {
 		if _, err := os.Stat(filepath.Join("..", m[1])); err != nil {
-			t.Errorf("README names %s: %v", m[1], err)
+			t.Errorf("README or docs/install.md names %s: %v", m[1], err)
 		}
 	}
 	targets := string(read(t, "../Makefile"))

@@ -44,7 +44,7 @@ func TestRunbooks(t *testing.T) {
 // What the runbooks have one run and look at is there: commands, flags, variables and files.
 func TestRunbooksNameWhatIsThere(t *testing.T) {
 	text := string(read(t, "../docs/runbooks.md"))
-	commands := names("(?m)^\\| `gpu-agent ([a-z]+)", readme(t))
+	commands := names("(?m)^\\| `gpu-agent ([a-z]+)", reference(t))
 	found := 0
 	for _, command := range names("(?:`|-- )gpu-agent ([a-z]+)", text) {
 		found++
