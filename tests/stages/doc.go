@@ -25,7 +25,7 @@
 // them is told of at once.
 //
 // A stage that fails does not end the run: what builds upon it is skipped, the
-// rest goes on. At the end stand a table with the seconds of each stage and of
+// rest goes on. At the end stand a table with the seconds and the processor time of each stage and of
 // the whole, what was skipped and why (in the words of the test that skipped
 // itself), what failed, and a last line
 //

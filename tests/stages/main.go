@@ -24,8 +24,9 @@ import (
 type outcome struct {
 	stage   stage
 	took    time.Duration
-	err     error  // why it failed
-	skipped string // why it was not run
+	cpu     time.Duration // of processors
+	err     error         // why it failed
+	skipped string        // why it was not run
 	counts  counts
 	skips   []reason
 	failed  []string
@@ -256,7 +257,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 		if err := start(cmd, o.stage.lane == beside); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
-		if err := cmd.Wait(); err != nil {
+		if err := o.wait(cmd); err != nil {
 			return fmt.Errorf("%s: %w\n%s", name, err, out.Bytes())
 		}
 		if out.Len() > 0 {
@@ -268,7 +269,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 		if err := start(cmd, o.stage.lane == beside); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
-		if err := cmd.Wait(); err != nil {
+		if err := o.wait(cmd); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 		return nil
@@ -284,7 +285,7 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 	}
 	g := newGotest(screen)
 	readErr := g.read(io.TeeReader(out, log))
-	err = cmd.Wait()
+	err = o.wait(cmd)
 	o.counts.add(g.counts)
 	o.skips = append(o.skips, g.skips...)
 	o.failed = append(o.failed, g.failed...)
@@ -299,6 +300,16 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	return nil
+}
+
+// wait waits for a program's end, and notes what processors' time it took: its own and that
+// of those that it has waited for. A test node's processes are nobody's children.
+func (o *outcome) wait(cmd *exec.Cmd) error {
+	err := cmd.Wait()
+	if s := cmd.ProcessState; s != nil {
+		o.cpu += s.UserTime() + s.SystemTime()
+	}
+	return err
 }
 
 // nicer is by how much a stage beside the others is nicer than they are: by each
@@ -333,14 +344,16 @@ func niceness() (int, error) {
 // nothing failed.
 func report(w io.Writer, done []outcome, took time.Duration) bool {
 	var total counts
-	fmt.Fprintf(w, "%-12s %10s  %-8s %s\n", "STAGE", "SECONDS", "RESULT", "TESTS")
+	var cpu time.Duration
+	fmt.Fprintf(w, "%-12s %10s %10s  %-8s %s\n", "STAGE", "SECONDS", "CPU", "RESULT", "TESTS")
 	for i := range done {
 		o := &done[i]
 		tests := ""
 		if o.counts != (counts{}) {
 			tests = o.counts.String()
 		}
-		line := fmt.Sprintf("%-12s %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.word(), tests)
+		line := fmt.Sprintf("%-12s %10.1f %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.cpu.Seconds(), o.word(), tests)
+		cpu += o.cpu
 		fmt.Fprintln(w, strings.TrimRight(line, " "))
 		total.add(o.counts)
 		switch {
@@ -350,7 +363,7 @@ func report(w io.Writer, done []outcome, took time.Duration) bool {
 			total.skipped++
 		}
 	}
-	fmt.Fprintf(w, "%-12s %10.1f\n", "all", took.Seconds())
+	fmt.Fprintf(w, "%-12s %10.1f %10.1f\n", "all", took.Seconds(), cpu.Seconds())
 
 	if total.skipped > 0 {
 		fmt.Fprintln(w, "\nskipped, and why:")

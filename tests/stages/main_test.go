@@ -43,7 +43,7 @@ func TestReport(t *testing.T) {
 		t.Errorf("last line %q", got)
 	}
 	for _, want := range []string{
-		"all                90.0\n",
+		"all                90.0        0.0\n",
 		"stage later: it builds upon the stage \"bad\": failed",
 		"stage later too: it builds upon the stage \"bad beside\": failed",
 		"stage nowhere: no such machine",
