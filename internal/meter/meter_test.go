@@ -324,7 +324,7 @@ func (n *node) kill() { n.meter = nil }
 // most one sample interval of use is lost for each kill, what is granted is what the ledger's
 // times say to the nanosecond, and no counter falls while it is shown.
 func TestKilledAtRandom(t *testing.T) {
-	seeds := uint64(10)
+	seeds := uint64(4)
 	if *long {
 		seeds = 100
 	}

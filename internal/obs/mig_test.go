@@ -81,7 +81,7 @@ func TestMIGMetrics(t *testing.T) {
 func TestMetricsOfOddPlacements(t *testing.T) {
 	draw := rand.New(rand.NewPCG(5, 5))
 	pick := func(list ...string) string { return list[draw.IntN(len(list))] }
-	for range 2000 {
+	for range 500 {
 		m := &status.MIG{Enabled: true}
 		for range draw.IntN(12) {
 			m.Placements = append(m.Placements, status.Placement{

@@ -36,7 +36,7 @@ func TestSplitFeasible(t *testing.T) {
 		f, c := newSplitField(t, rows), card(t, rows)
 		r := rand.New(rand.NewPCG(9, uint64(len(f.sets))))
 		yes, no := 0, 0
-		for range tell(5000, 200_000) {
+		for range tell(2000, 200_000) {
 			v := f.want[r.IntN(len(f.want))]
 			for range r.IntN(3) {
 				v[r.IntN(len(f.rows))]++

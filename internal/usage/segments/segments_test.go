@@ -211,7 +211,7 @@ func TestNewerVersion(t *testing.T) {
 // holder and its end, 16 more that stay for months, and a sample of use every minute.
 // The short form writes three days and reckons.
 func TestYearFits(t *testing.T) {
-	days := 3
+	days := 1
 	if *long {
 		days = 365
 	}
