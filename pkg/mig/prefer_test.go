@@ -106,7 +106,7 @@ func TestPreferIsBest(t *testing.T) {
 	}
 	r := rand.New(rand.NewPCG(7, 7))
 	refused, met := 0, 0
-	for range tell(300, 20_000) {
+	for range tell(700, 20_000) {
 		// One table a node: profiles of different cards have different names.
 		k := r.IntN(len(fields))
 		d := newDesk(r, fields[k:k+1], cards[k:k+1])
