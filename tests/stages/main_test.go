@@ -317,3 +317,21 @@ func TestLanesHelpEachOther(t *testing.T) {
 		}
 	}
 }
+
+// The race detector is for packages that start goroutines or have locks.
+func TestConcurrentPackages(t *testing.T) {
+	t.Chdir("../..")
+	list, err := unitPackages()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]bool{"internal/agent": true, "internal/ledger": true, "pkg/plugin": true, "pkg/gpu/nvml": true, "internal/placer": false, "internal/plan": false} {
+		i := slices.IndexFunc(list, func(p goPackage) bool { return p.path == "example.com/gpu-agent/"+path })
+		if i < 0 || list[i].concurrent != want {
+			t.Errorf("%s: concurrent is not %v in %v", path, want, list)
+		}
+	}
+	if slices.ContainsFunc(list, func(p goPackage) bool { return strings.Contains(p.path, "/tests/e2e") }) {
+		t.Error("tests/e2e has a stage of its own")
+	}
+}

@@ -72,9 +72,17 @@ func stuttering(c command) command {
 
 // stages are all there are, in the order in which each lane runs its own: what is
 // quick to find wrong comes first. Those of the nodes mostly wait.
-func stages(cache string, packages, files []string, soak bool) ([]stage, error) {
+func stages(cache string, packages []goPackage, files []string, soak bool) ([]stage, error) {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
+	var concurrent, alone []string
+	for _, p := range packages {
+		if p.concurrent {
+			concurrent = append(concurrent, p.path)
+		} else {
+			alone = append(alone, p.path)
+		}
+	}
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, long = "-timeout=20m", "-timeout=150m"
 	// The long forms have flags of their own.
@@ -119,8 +127,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			},
 		},
 		{
-			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"}, lane: beside,
-			commands: []command{test(".", append([]string{"-race", limit}, packages...)...)},
+			name: "unit", what: "tests that need no node, with the race detector where there is anything to race", after: []string{"host"}, lane: beside,
+			commands: []command{test(".", append([]string{"-race", limit}, concurrent...)...), test(".", append([]string{limit}, alone...)...)},
 		},
 		{
 			name: "emulator", what: "the emulated driver's libraries and daemon", after: []string{"host"},
@@ -242,7 +250,7 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			stage{name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, lacks: root,
 				commands: []command{
 					stuttering(test(".", "-count=1", long, "./tests/memcap")),
-					stuttering(test(".", append([]string{"-race", "-count=1", long}, packages...)...)),
+					stuttering(test(".", append([]string{"-race", "-count=1", long}, slices.Concat(concurrent, alone)...)...)),
 				}},
 			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force, and 100,000 claims of each model by the scheduler's allocator", after: []string{"unit"},
 				commands: []command{
@@ -325,9 +333,20 @@ func goFiles() (files []string, err error) {
 // apart are the packages that have a stage of their own.
 var apart = []string{"/deployments", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues"}
 
+// goPackage is one of the product's, by its import path.
+type goPackage struct {
+	path string
+	// concurrent says that it starts goroutines or has locks: the race detector, under which
+	// all takes several times as long, has nothing to find in the others.
+	concurrent bool
+}
+
+// starts finds what makes a file one of a concurrent package.
+var starts = regexp.MustCompile(`(?m)^\s*(?:defer )?go [\w.]+\(|\bgo func\(|\.Go\(|"sync"|"sync/atomic"`)
+
 // unitPackages are the product's packages but those.
-func unitPackages() ([]string, error) {
-	out, err := exec.Command("go", "list", "./...").Output()
+func unitPackages() ([]goPackage, error) {
+	out, err := exec.Command("go", "list", "-f", `{{.ImportPath}}{{range .GoFiles}} {{$.Dir}}/{{.}}{{end}}{{range .CgoFiles}} {{$.Dir}}/{{.}}{{end}}`, "./...").Output()
 	if err != nil {
 		var exit *exec.ExitError
 		if errors.As(err, &exit) {
@@ -335,13 +354,19 @@ func unitPackages() ([]string, error) {
 		}
 		return nil, fmt.Errorf("list packages: %w", err)
 	}
-	var list []string
-next:
-	for _, p := range strings.Fields(string(out)) {
-		for _, a := range apart {
-			if strings.Contains(p+"/", a+"/") {
-				continue next
+	var list []goPackage
+	for line := range strings.Lines(string(out)) {
+		f := strings.Fields(line)
+		p := goPackage{path: f[0]}
+		if slices.ContainsFunc(apart, func(a string) bool { return strings.Contains(p.path+"/", a+"/") }) {
+			continue
+		}
+		for _, file := range f[1:] {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				return nil, fmt.Errorf("list packages: %w", err)
 			}
+			p.concurrent = p.concurrent || starts.Match(text)
 		}
 		list = append(list, p)
 	}
