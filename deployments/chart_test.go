@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"go.yaml.in/yaml/v4"
 
@@ -533,8 +534,18 @@ func (s *apiServer) tryChartLife(t *testing.T) {
 			wanted[placeOf(t, o)] = true
 		}
 		for place, o := range all {
-			// Nobody here ends what is in a namespace, so it stays.
-			if err := s.do(t, nil, http.MethodGet, place, "", nil, nil); o.Kind != "Namespace" && (err == nil) != wanted[place] {
+			if o.Kind == "Namespace" {
+				continue // nobody here ends what is in one, so it stays
+			}
+			// A CustomResourceDefinition goes a while after it was deleted, when its objects have.
+			var err error
+			for tries := 0; tries < 300; tries++ {
+				if err = s.do(t, nil, http.MethodGet, place, "", nil, nil); (err == nil) == wanted[place] {
+					break
+				}
+				time.Sleep(100 * time.Millisecond)
+			}
+			if (err == nil) != wanted[place] {
 				t.Errorf("%s: %s: %v, and it is to be there: %v", when, place, err, wanted[place])
 			}
 		}
