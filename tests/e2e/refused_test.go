@@ -403,7 +403,7 @@ func TestNobodyIsRefused(t *testing.T) {
 		b.must(agent.Reset(b.ctx, demandClaims))
 	}
 	b.whole("mig-7g.80gb")
-	r.crowd("by-claims", count(12, 200), crowdOptions{byClaims: true})
+	r.crowd("by-claims", count(8, 200), crowdOptions{byClaims: true})
 	if *long {
 		b.must(agent.SetPartitions(b.ctx, strings.Replace(demandClaims, "mode: mig\n", "mode: dynamic\n", 1)))
 		b.whole("gpu")

@@ -98,7 +98,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	burst := test(".", "-count=1", long, "./tests/burst", "-built")
 	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
-	manifests := test(".", "-count=1", long, "./deployments")
+	manifests := test(".", "-count=1", long, "./deployments", "-skip", "^TestChart")
 	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	release := test("deployments/image", "-count=1", long, ".")
@@ -169,7 +169,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{e2e},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl and Helm put them together", after: []string{"helm"},
+			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"},
 			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
@@ -214,6 +214,10 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
+		},
+		{
+			name: "chart", what: "the chart, as Helm puts it together, beside kustomize's manifests", after: []string{"helm"}, lane: beside,
+			commands: []command{test(".", "-count=1", limit, "./deployments", "-run", "^TestChart")},
 		},
 		{
 			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, lane: beside,
