@@ -72,6 +72,21 @@ func Topologies() []string {
 	return names
 }
 
+// Machine is the world that a word names: a number of GPUs of a model, such as
+// 8xH100-80GB, or one of Topologies.
+func Machine(word string) (Spec, error) {
+	if slices.Contains(Topologies(), word) {
+		return Spec{Topology: word}, nil
+	}
+	count, model, _ := strings.Cut(word, "x")
+	n, err := strconv.Atoi(count)
+	if err != nil || n < 1 || n > MaxGPUs || !slices.Contains(Models(), model) {
+		return Spec{}, fmt.Errorf("machine %q: want up to %d GPUs of a model, such as 8xH100-80GB, or a machine; models are %s, machines are %s",
+			word, MaxGPUs, strings.Join(Models(), ", "), strings.Join(Topologies(), ", "))
+	}
+	return Spec{Count: n, Model: model}, nil
+}
+
 // LoadTopology reads one of Topologies.
 func LoadTopology(name string) (Spec, error) {
 	data, err := topologyFiles.ReadFile("topologies/" + name + ".yaml")

@@ -19,6 +19,9 @@
 // beside it stays to be seen. CPUs and NUMA nodes are shown only for worlds that describe
 // them; else those of the machine itself stay, on which programs have to run.
 //
+// LayRoot does all of it below one directory, as a driver container does on a node of
+// Kubernetes, and RemoveRoot takes it away: it is one mount.
+//
 // MIG shows in three places. /proc/driver/nvidia-caps/mig-minors numbers the
 // capabilities of every instance that there could ever be, by the minors of GPUs,
 // and never changes. /proc/driver/nvidia/capabilities has a folder for each

@@ -100,7 +100,7 @@ func (m Machine) Sync(w *emulator.World) error {
 		if err != nil {
 			return fmt.Errorf("read device numbers: %w", err)
 		}
-		laid := func(string) bool { return true }
+		laid := func(name string) bool { return takes(filepath.Join(m.Kernel, name)) }
 		if m.Kernel == "/" {
 			laid = mounted
 		}

@@ -7,6 +7,7 @@
 //	gpu-emulator build --out DIR
 //	gpu-emulator install --root / --prefix /run/nvidia/driver --libraries DIR --world FILE
 //	gpu-emulator serve --world FILE --socket /run/nvidia/driver/run/nvidia-persistenced/socket
+//	gpu-emulator node --libraries DIR --machine 8xH100-80GB
 //	gpu-emulator xid --gpu 3 48
 //	gpu-emulator unplug --gpu 3
 //	gpu-emulator unload && gpu-emulator load --driver 590.44.01

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -37,6 +38,10 @@ const usage = `gpu-emulator: an emulated NVIDIA driver
                                           lay the driver down under root+prefix, its device nodes under root+dev;
                                           --proc mounts its /proc and /sys files (own mount namespace only)
   serve --socket PATH [--world FILE]      serve a world until SIGTERM
+  node --libraries DIR [--root /run/nvidia/driver] [--machine 8xH100-80GB | --world FILE] [--seed WORD]
+                                          a node's driver as a driver container brings one: lay it down, serve its
+                                          world, and take all of it away at SIGTERM; refused where a real driver is.
+                                          GPU_EMULATOR_MACHINE and GPU_EMULATOR_SEED stand for the flags of that name
   models                                  list the GPU models that a world may name
   topologies                              list the machines that a world may name
 
@@ -106,6 +111,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return lay(args)
 	case "serve":
 		return serve(ctx, args, out)
+	case "node":
+		return onNode(ctx, args, out)
 	case "models":
 		fmt.Fprintln(out, strings.Join(emulator.Models(), "\n"))
 		return nil
@@ -261,21 +268,68 @@ func serve(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	l, err := daemon.Listen(*socket)
+	return answer(ctx, w, *socket, out)
+}
+
+// answer serves a world on a socket.
+func answer(ctx context.Context, w *emulator.World, socket string, out io.Writer) error {
+	l, err := daemon.Listen(socket)
 	if err != nil {
 		return err
 	}
-	defer os.Remove(*socket)
+	defer os.Remove(socket)
 	// What an earlier daemon did to the files is not so in this world.
-	driver := install.Root(*socket)
+	driver := install.Root(socket)
 	if err := install.Follow(driver, w); err != nil {
 		l.Close()
 		return err
 	}
 	// Whoever started this may wait for the line.
-	fmt.Fprintf(out, "serving %d GPUs on %s\n", len(w.State().GPUs), *socket)
+	fmt.Fprintf(out, "serving %d GPUs on %s\n", len(w.State().GPUs), socket)
 	s := &daemon.Server{World: w, Driver: driver, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
 	return s.Serve(ctx, l)
+}
+
+// onNode is a node's driver from its beginning to its end.
+func onNode(ctx context.Context, args []string, out io.Writer) (err error) {
+	f := flag.NewFlagSet("node", flag.ContinueOnError)
+	root := f.String("root", "/run/nvidia/driver", "the driver's root, a directory that is not there or empty")
+	built := f.String("libraries", "", "folder that build filled")
+	machine := f.String("machine", os.Getenv("GPU_EMULATOR_MACHINE"), "GPUs and their model, or a machine; default: 8xH100-80GB")
+	world := f.String("world", "", "the world's YAML file, in place of --machine")
+	seed := f.String("seed", os.Getenv("GPU_EMULATOR_SEED"), "decides the UUIDs: each node wants its own")
+	if err := none(f, args); err != nil {
+		return err
+	}
+	if *built == "" {
+		return errors.New("node: --libraries is missing")
+	}
+	var spec emulator.Spec
+	switch {
+	case *world != "":
+		spec, err = emulator.LoadSpec(*world)
+	case *machine != "":
+		spec, err = emulator.Machine(*machine)
+	}
+	if err != nil {
+		return err
+	}
+	spec.Seed = cmp.Or(spec.Seed, *seed)
+	w, err := emulator.New(spec)
+	if err != nil {
+		return fmt.Errorf("world: %w", err)
+	}
+	if *root, err = filepath.Abs(*root); err != nil {
+		return err
+	}
+	if err := install.NoReal("/"); err != nil {
+		return err
+	}
+	if err := install.LayRoot(*root, *built, w); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, install.RemoveRoot(*root)) }()
+	return answer(ctx, w, filepath.Join(*root, install.Socket), out)
 }
 
 // socketFlag adds --socket to a command that acts on a running world.
