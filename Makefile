@@ -38,6 +38,7 @@ help:
 	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU'
 	@echo 'make build      gpu-agent and the hook program, into $(BIN)'
 	@echo 'make image      the container image, into $(ARCHIVE)'
+	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
 	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
 	@echo 'make lock       renew the versions of the Debian packages that images are made with'
 	@echo 'make vuln       known vulnerabilities of what is linked; VULNDB names the database'
@@ -119,6 +120,22 @@ imager:
 image: imager
 	@cc="$$($(BIN)/image cc --newer --arch $(ARCH) --cache $(DEBIAN))" && $(MAKE) --no-print-directory build $(call FOR_IMAGE,$(ARCH))
 	@$(BIN)/image build --newer --arch $(ARCH) --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
+
+# A tool for tests, apart from the product's image and releases: tests/emulator/README.md.
+EMULATOR_IMAGE   ?= localhost/gpu-emulator:dev
+EMULATOR_ARCHIVE := $(CACHE)/images/gpu-emulator.tar
+EMULATOR_PROGRAM := $(CACHE)/emulator/gpu-emulator
+.PHONY: emulator-image
+emulator-image:
+	@mkdir -p $(BIN) $(dir $(EMULATOR_ARCHIVE))
+	@$(GO) -C tests/cluster build -o $(BIN)/cluster .
+	@# Static: it is alone in the image, and lays libraries down that it loads none of.
+	@CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w -buildid=' -o $(EMULATOR_PROGRAM) ./tests/emulator/cmd/gpu-emulator
+	@# For nvml.h, which building the program did not need.
+	@$(GO) mod download github.com/NVIDIA/go-nvml
+	@libraries="$$($(EMULATOR_PROGRAM) build)" && $(BIN)/cluster image --out $(EMULATOR_ARCHIVE) --name $(EMULATOR_IMAGE) \
+		--entrypoint /usr/bin/gpu-emulator --file $(EMULATOR_PROGRAM):/usr/bin/gpu-emulator:0755 \
+		--file $$libraries:/usr/lib/gpu-emulator --file LICENSE:/licenses/LICENSE:0644
 
 # Built from what the commit has, not from the checkout. REPOSITORY is where you push the
 # image: the manifests and the chart name it. AGAIN=1 builds an old version, with the

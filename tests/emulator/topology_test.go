@@ -4,6 +4,7 @@ package emulator_test
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -283,4 +284,22 @@ func FuzzSpec(f *testing.F) {
 		}
 		s.Matrix()
 	})
+}
+
+func TestMachine(t *testing.T) {
+	for word, want := range map[string]emulator.Spec{
+		"8xH100-80GB":    {Count: 8, Model: "H100-80GB"},
+		"1xRTX-PRO-6000": {Count: 1, Model: "RTX-PRO-6000"},
+		"dgx-2":          {Topology: "dgx-2"},
+	} {
+		got, err := emulator.Machine(word)
+		if err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s is %+v, %v; want %+v", word, got, err, want)
+		}
+	}
+	for _, word := range []string{"", "8", "xH100-80GB", "0xH100-80GB", "17xH100-80GB", "8xH900", "H100-80GB"} {
+		if got, err := emulator.Machine(word); err == nil {
+			t.Errorf("%q is %+v", word, got)
+		}
+	}
 }

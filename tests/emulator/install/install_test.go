@@ -31,7 +31,9 @@ import (
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
 		var err error
-		if role := os.Getenv("INSTALL_TEST_ROLE"); role != "" {
+		if role := os.Getenv("INSTALL_TEST_ROLE"); role == "root" {
+			err = layRootAndLook()
+		} else if role != "" {
 			if role == "mount-shared" { // as on nodes
 				err = unix.Mount("", "/", "", unix.MS_REC|unix.MS_SHARED, "")
 			}
