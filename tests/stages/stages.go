@@ -245,6 +245,10 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 				name: "lending", what: "GPUs lent to other clusters through the real Liqo", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
 				commands: []command{lending},
 			},
+			stage{
+				name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
+				commands: []command{test(".", "-count=1", limit, "./tests/emulator/deploy", "-run=^TestOverlay$", "-built", "-long")},
+			},
 			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"},
 				commands: []command{
 					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),

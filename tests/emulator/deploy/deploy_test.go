@@ -90,6 +90,24 @@ func TestOverlay(t *testing.T) {
 		t.Fatalf("the node has the GPUs %v; want %d, with UUIDs of their own", world.GPUs, gpus)
 	}
 
+	// Killed, it takes the place of what it left.
+	_, err = node.Exec(ctx, "pkill", "-KILL", "-x", "gpu-emulator")
+	must(t, err)
+	must(t, lab.Await(ctx, time.Minute, "the emulated driver to start again", func(context.Context) error {
+		const status = "{.items[0].status.containerStatuses[0]"
+		said, err := node.Kubectl(ctx, nil, "get", "pods", "-n", "gpu-emulator", "-o", "jsonpath="+status+".restartCount} "+status+".ready}")
+		if err == nil && string(said) != "1 true" {
+			err = fmt.Errorf("its restarts and readiness are %s", said)
+		}
+		return err
+	}))
+	left, err := traces(node)
+	must(t, err)
+	left = slices.DeleteFunc(left, func(what string) bool { return !strings.Contains(what, " "+root+" ") })
+	if len(left) != 1 {
+		t.Errorf("after a kill there are %d mounts at %s, want one: %q", len(left), root, left)
+	}
+
 	t.Run("agent", func(t *testing.T) { withAgent(t, node, world) })
 	t.Run("plugin", func(t *testing.T) { withPlugin(t, node, kit, world) })
 

@@ -325,11 +325,16 @@ func onNode(ctx context.Context, args []string, out io.Writer) (err error) {
 	if err := install.NoReal("/"); err != nil {
 		return err
 	}
+	socket := filepath.Join(*root, install.Socket)
+	if c, err := daemon.Dial(socket); err == nil {
+		c.Close()
+		return fmt.Errorf("node: an emulated driver at %s is running; end that first", *root)
+	}
 	if err := install.LayRoot(*root, *built, w); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, install.RemoveRoot(*root)) }()
-	return answer(ctx, w, filepath.Join(*root, install.Socket), out)
+	return answer(ctx, w, socket, out)
 }
 
 // socketFlag adds --socket to a command that acts on a running world.
