@@ -19,6 +19,7 @@ import (
 	"go.yaml.in/yaml/v4"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/lab"
 )
@@ -67,6 +68,9 @@ func TestOverlay(t *testing.T) {
 	must(t, node.Load(ctx, kit.AgentArchive()))
 	must(t, node.Load(ctx, filepath.Join(kit.Cache, "images", "gpu-emulator.tar")))
 	must(t, node.Namespace(ctx, lab.PodNamespace))
+	// As kind's nodes have it, and many others.
+	_, err = node.Exec(ctx, "mount", "-o", "remount,nosuid,nodev,noexec", "/run")
+	must(t, err)
 	before, err := traces(node)
 	must(t, err)
 
@@ -82,7 +86,21 @@ func TestOverlay(t *testing.T) {
 	}
 	overlay := filepath.Join(kit.Root, "tests", "emulator", "deploy")
 	kubectl("kustomize", filepath.Join(overlay, "agent"))
+	// A node with a real driver's device node is refused.
+	_, err = node.Exec(ctx, "mknod", "/dev/nvidiactl", "c", "195", "255")
+	must(t, err)
 	kubectl("apply", "-k", overlay)
+	must(t, lab.Await(ctx, time.Minute, "a refusal to start", func(context.Context) error {
+		said, err := node.Kubectl(ctx, nil, "describe", "pods", "-n", "gpu-emulator")
+		if err == nil && !strings.Contains(string(said), "/dev/nvidiactl is there: "+install.ErrReal.Error()) {
+			err = fmt.Errorf("the pods are\n%s", said)
+		}
+		return err
+	}))
+	_, err = node.Exec(ctx, "rm", "/dev/nvidiactl")
+	must(t, err)
+	kubectl("delete", "pods", "-n", "gpu-emulator", "--all")
+
 	kubectl("rollout", "status", "-n", "gpu-emulator", "daemonset/gpu-emulator", "--timeout=3m")
 	var world emulator.State
 	must(t, json.Unmarshal([]byte(kubectl("exec", "-n", "gpu-emulator", "ds/gpu-emulator", "--", "gpu-emulator", "show")), &world))
@@ -103,12 +121,18 @@ func TestOverlay(t *testing.T) {
 	}))
 	left, err := traces(node)
 	must(t, err)
+	if !slices.ContainsFunc(left, func(what string) bool { return strings.HasPrefix(what, "process ") }) || !slices.Contains(left, root) {
+		t.Errorf("a driver runs, and its traces would not be found: %q", left)
+	}
 	left = slices.DeleteFunc(left, func(what string) bool { return !strings.Contains(what, " "+root+" ") })
 	if len(left) != 1 {
 		t.Errorf("after a kill there are %d mounts at %s, want one: %q", len(left), root, left)
 	}
 
 	t.Run("agent", func(t *testing.T) { withAgent(t, node, world) })
+	// The GPU in MIG mode is not the plugin's to use: where it looks for the numbers of instances,
+	// in /proc, there is no driver. After a boot it is whole.
+	kubectl("exec", "-n", "gpu-emulator", "ds/gpu-emulator", "--", "gpu-emulator", "reboot")
 	t.Run("plugin", func(t *testing.T) { withPlugin(t, node, kit, world) })
 
 	kubectl("delete", "-k", overlay, "--wait", "--timeout=2m")
@@ -241,7 +265,7 @@ func traces(node *lab.Node) (found []string, err error) {
 			found = append(found, "mount "+strings.TrimSpace(line))
 		}
 	}
-	for _, pattern := range []string{"/dev/nvidia*", root + "*", "/run/nvidia/*", "/proc/driver/nvidia*"} {
+	for _, pattern := range []string{"/dev/nvidia*", "/run/nvidia/*", "/proc/driver/nvidia*"} {
 		files, err := filepath.Glob(node.File(pattern))
 		if err != nil {
 			return nil, err
