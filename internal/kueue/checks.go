@@ -371,10 +371,11 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 		if h == nil && w.Woken || h != nil && now.Sub(h.woken) < again {
 			return nil
 		}
-		if h != nil {
-			h.woken = now
+		if h == nil {
+			return &Answer{Wakes: "there was room"}
 		}
-		return &Answer{Wakes: "there was room"}
+		h.woken = now
+		return &Answer{Changes: true, Wakes: "there was room"}
 	}
 	groups, _ := c.groups(w, v)
 	c.spread(w, groups, func(_ *Set, labels map[string]string) bool {

@@ -244,7 +244,7 @@ func (d *Door) decide(ctx context.Context, v *View) {
 func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err error) {
 	w := a.Workload
 	if a.Changes {
-		now, changed, err := d.o.API.Annotate(ctx, Workloads, w.object, d.checks.annotations(v, a.Refuses))
+		now, changed, err := d.o.API.Annotate(ctx, Workloads, w.object, d.checks.annotations(v, w, a.Refuses))
 		if err != nil || changed {
 			return changed, err
 		}
@@ -265,11 +265,14 @@ func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err e
 	return d.write(ctx, Workloads, o)
 }
 
-// annotations keep a workload from some flavors.
-func (c *Checks) annotations(v *View, refused []string) map[string]*string {
+// annotations keep a workload from some flavors. Kueue does not try again what it takes for
+// the like of a workload that it had no room for, until somebody's quota is free again; likes
+// have the same text about flavors. So a workload that may have them all is told so in two ways
+// by turns: by their names, and by nothing.
+func (c *Checks) annotations(v *View, w *Workload, refused []string) map[string]*string {
 	text := strings.Join(refused, ",")
 	out := map[string]*string{c.domain + "/" + refusedName: &text, allowedFlavors: nil}
-	if len(refused) > 0 {
+	if _, limited := w.Annotations[allowedFlavors]; len(refused) > 0 || !limited {
 		others := slices.DeleteFunc(slices.Sorted(maps.Keys(v.Flavors)), func(name string) bool { return slices.Contains(refused, name) })
 		allowed := strings.Join(others, ",")
 		out[allowedFlavors] = &allowed
