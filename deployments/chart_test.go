@@ -16,7 +16,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"go.yaml.in/yaml/v4"
 
@@ -538,16 +537,12 @@ func (s *apiServer) tryChartLife(t *testing.T) {
 				continue // nobody here ends what is in one, so it stays
 			}
 			// A CustomResourceDefinition goes a while after it was deleted, when its objects have.
-			var err error
-			for tries := 0; tries < 300; tries++ {
-				if err = s.do(t, nil, http.MethodGet, place, "", nil, nil); (err == nil) == wanted[place] {
-					break
+			s.await(t, when, func() error {
+				if err := s.do(t, nil, http.MethodGet, place, "", nil, nil); (err == nil) != wanted[place] {
+					return fmt.Errorf("%s: %v, and it is to be there: %v", place, err, wanted[place])
 				}
-				time.Sleep(100 * time.Millisecond)
-			}
-			if (err == nil) != wanted[place] {
-				t.Errorf("%s: %s: %v, and it is to be there: %v", when, place, err, wanted[place])
-			}
+				return nil
+			})
 		}
 	}
 	agents := func() any {

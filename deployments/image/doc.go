@@ -3,9 +3,8 @@
 // Command image makes the agent's container image and all that a release brings.
 //
 // An image holds the programs, the files below etc, and of Debian's packages the few files
-// that the programs and the driver's library need. Which packages, in which version, says
-// debian.lock: for each its hash, so that the same lock gives the same files for ever. They
-// are fetched by apt from the mirror that this machine uses, held against the hash, and read
+// that the programs and the driver's library need. debian.lock names the packages, with their
+// versions and hashes, so the same lock always gives the same files. They are fetched by apt from the mirror that this machine uses, held against the hash, and read
 // without being installed. What the programs are linked against comes from there too. No
 // file of the machine itself gets in.
 //

@@ -45,9 +45,6 @@ const (
 	block = 2 << 20
 )
 
-//go:embed testdata/caps.c
-var capsC []byte
-
 //go:embed testdata/caps.py
 var capsPython []byte
 
@@ -95,7 +92,7 @@ func newCapped(t *testing.T, opts nvml.Options) *capped {
 	var err error
 	r.parts, err = r.driver.Parts(wait(t))
 	must(err)
-	out, err := exec.Command("gcc", "-O2", "-Wall", "-Wno-strict-prototypes", "-x", "c", "-o", filepath.Join(r.files, "caps"), writeTo(t, r.files, "caps.c", capsC), "-ldl").CombinedOutput()
+	out, err := exec.Command("gcc", "-O2", "-Wall", "-Wno-strict-prototypes", "-o", filepath.Join(r.files, "caps"), "testdata/caps.c", "-ldl").CombinedOutput()
 	if err != nil {
 		t.Fatalf("compile the program that takes memory: %v\n%s", err, out)
 	}

@@ -58,7 +58,7 @@
 //	loading=environment|lazy*|eager  when a module's code is loaded: as CUDA_MODULE_LOADING says (see cuda_module.c for where it says
 //	                                 nothing), with its first kernel, or before that
 //	heap=use*|launch|set             the memory of heap and printf FIFO is taken by the first kernel that uses it, by the next kernel, or by
-//	                                 cuCtxSetLimit at once; of the FIFO nobody has asked an H200
+//	                                 cuCtxSetLimit at once (the H200 was asked about the heap alone)
 //	managed-create=refused*|made     cuMemCreate does not take managed memory, or does
 //	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
 //

@@ -3,40 +3,17 @@
 /* caps STOP: take memory of the first visible CUDA device by cuMemAlloc until it is
  * refused, give half back and take it again. With a STOP that is not 0 it takes no more
  * than so many bytes, for a run without a cap. It says what it does, a line each, and
- * goes on when it gets one. The few calls are declared here by hand, so that it builds
- * without CUDA's headers. */
-#include <dlfcn.h>
-#include <stdio.h>
-#include <stdlib.h>
+ * goes on when it gets one. */
 #include <time.h>
+
+#include "driver.h"
 
 #define MIB ((size_t)1 << 20)
 #define REFUSED 2 /* CUDA_ERROR_OUT_OF_MEMORY */
 
-typedef int (*call)();
-
-static void *library;
 static unsigned long long at[1 << 16];
 static size_t of[1 << 16], held, stop;
 static int n;
-
-static call find(const char *name)
-{
-    call f = (call)dlsym(library, name);
-    if (!f) {
-        fprintf(stderr, "libcuda has no %s\n", name);
-        exit(1);
-    }
-    return f;
-}
-
-static void must(int result, const char *what)
-{
-    if (result) {
-        fprintf(stderr, "%s: CUDA error %d\n", what, result);
-        exit(1);
-    }
-}
 
 static void go_on(void)
 {
@@ -105,19 +82,19 @@ int main(int argc, char **argv)
     if (argc != 2)
         return 2;
     stop = strtoull(argv[1], NULL, 10);
-    library = dlopen("libcuda.so.1", RTLD_NOW);
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
     if (!library) {
         fprintf(stderr, "%s\n", dlerror());
         return 1;
     }
-    must(find("cuInit")(0u), "cuInit");
-    must(find("cuDeviceGet")(&device, 0), "cuDeviceGet");
-    must(find("cuDevicePrimaryCtxRetain")(&context, device), "cuDevicePrimaryCtxRetain");
-    must(find("cuCtxSetCurrent")(context), "cuCtxSetCurrent");
-    must(find("cuMemGetInfo_v2")(&unused, &total), "cuMemGetInfo");
+    must(find(library, "cuInit")(0u), "cuInit");
+    must(find(library, "cuDeviceGet")(&device, 0), "cuDeviceGet");
+    must(find(library, "cuDevicePrimaryCtxRetain")(&context, device), "cuDevicePrimaryCtxRetain");
+    must(find(library, "cuCtxSetCurrent")(context), "cuCtxSetCurrent");
+    must(find(library, "cuMemGetInfo_v2")(&unused, &total), "cuMemGetInfo");
     printf("sees total=%zu free=%zu\n", total, unused);
     go_on();
-    call allocate = find("cuMemAlloc_v2"), release = find("cuMemFree_v2");
+    call allocate = find(library, "cuMemAlloc_v2"), release = find(library, "cuMemFree_v2");
     fill(allocate);
     give(release, 2);
     puts("half");

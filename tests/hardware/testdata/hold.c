@@ -1,33 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* hold LIBRARY MIB [busy]: take so much memory of the first visible CUDA device, say
- * "ready" and keep it until standard input ends, with the device busy or idle. The few calls are declared
- * here by hand, so that it builds without CUDA's headers. */
-#include <dlfcn.h>
+ * "ready" and keep it until standard input ends, with the device busy or idle. */
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <unistd.h>
 
-typedef int (*call)();
-
-static call find(void *lib, const char *name)
-{
-    call f = (call)dlsym(lib, name);
-    if (!f) {
-        fprintf(stderr, "libcuda has no %s\n", name);
-        exit(1);
-    }
-    return f;
-}
-
-static void must(int result, const char *what)
-{
-    if (result) {
-        fprintf(stderr, "%s: CUDA error %d\n", what, result);
-        exit(1);
-    }
-}
+#include "driver.h"
 
 /* A kernel that takes 20 ms. */
 static const char ptx[] =
