@@ -25,7 +25,8 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, unit gpu.MiB, c
 	out := &gpunode.Status{MemoryUnitMiB: int(unit), HoldersIn: in}
 	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
 	if at.Missing != "" || at.At.IsZero() {
-		ready.Status, ready.Reason, ready.Message = gpunode.False, status.Starting, cmp.Or(at.Missing, "the first round has not ended")
+		// A driver that is not there is why, as in the Node's GPUReady: it may last.
+		ready.Status, ready.Reason, ready.Message = gpunode.False, cmp.Or(at.usable.absent.Reason, status.Starting), cmp.Or(at.Missing, "the first round has not ended")
 	}
 	out.Conditions = []gpunode.Condition{ready}
 	for i := range s.GPUs {

@@ -234,7 +234,7 @@ func TestGPUNodeOfASuccessor(t *testing.T) {
 		// One that does not become ready says so.
 		o.with(func() { o.err = gpu.ErrNoDriver })
 		b = withGPUNodes(t, o, g, t.TempDir(), allShared, gpunode.InPods)
-		b.wantIs(g, startsWithin+soon, "not Ready: Starting")
+		b.wantIs(g, startsWithin+soon, "not Ready: DriverFailed")
 		b.end()
 	})
 }
