@@ -458,7 +458,7 @@ func TestChartFlags(t *testing.T) {
 	}
 	flags := slices.Concat(schema.Properties.Flags.PropertyNames.Enum, []string{
 		"domain", "resource-domain", "memory-unit", "evict-after", "startup-taint", "node-labels", // values
-		"config", "configmap", "kubeconfig", "node-name", "pod", "http", "cdi-dir", "host-root", "kubelet-dir", "nfd-dir", "proc-root", "state-dir", "sys-root",
+		"config", "configmap", "kubeconfig", "node-name", "pod", "http", "cdi-dir", "host-root", "kubelet-dir", "nfd-dir", "state-dir",
 	})
 	if slices.Sort(flags); !slices.Equal(flags, slices.Sorted(maps.Keys(programFlags(t)))) {
 		t.Errorf("the chart knows the flags\n%q, the program\n%q", flags, slices.Sorted(maps.Keys(programFlags(t))))

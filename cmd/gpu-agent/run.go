@@ -263,6 +263,7 @@ func run(ctx context.Context, c console, args []string) error {
 		worlds.Cluster = cluster
 		if f.schedulers.lowerAllocatable {
 			lowering = agent.NewLowering(cluster, metrics.Lowered, log)
+			worlds.Lowering = lowering
 		}
 		if f.schedulers.gpuNode.value != "off" {
 			worlds.GPUNodes = cluster
@@ -312,7 +313,13 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
 
-	g, ctx := errgroup.WithContext(ctx)
+	// The loop ends first, and everything else with it: it takes its leave while the kubelet
+	// is still served.
+	asked := ctx
+	g, ctx := errgroup.WithContext(context.WithoutCancel(asked))
+	loopCtx, stop := context.WithCancel(ctx)
+	defer stop()
+	defer context.AfterFunc(asked, stop)()
 	g.Go(func() error { return plugins.Run(ctx) })
 	g.Go(func() error { return page.Run(ctx) })
 	g.Go(func() error { return followPartitions(ctx, &f, cluster, loop) })
@@ -326,13 +333,10 @@ func run(ctx context.Context, c console, args []string) error {
 			return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
 		})
 	}
-	if lowering != nil {
-		g.Go(func() error { return lowering.Run(ctx) })
-	}
 	if f.cap.every > 0 {
 		g.Go(func() error { return watchdog.Run(ctx) })
 	}
-	g.Go(func() error { return loop.Run(ctx) })
+	g.Go(func() error { return loop.Run(loopCtx) })
 	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}

@@ -149,7 +149,8 @@ type Agent struct {
 	executor  *executor
 	journal   *journal
 	gates     *gatekeeper
-	account   *Account // nil where none is kept
+	account   *Account  // nil where none is kept
+	lowering  *Lowering // nil where the scheduler hears from the kubelet alone
 	log       *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
@@ -171,6 +172,7 @@ func New(o Options, w Worlds) *Agent {
 		names:    deviceplugin.ResourceNames(o.ResourceDomain),
 		observer: w.Observer,
 		account:  w.Account,
+		lowering: w.Lowering,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
@@ -249,7 +251,11 @@ func (a *Agent) Run(asked context.Context) error {
 	g.Go(func() error {
 		select {
 		case <-asked.Done():
-			a.object.leave(ctx) // while everything still runs
+			// While everything still runs.
+			a.object.leave(ctx)
+			if a.lowering != nil {
+				a.lowering.Leave(ctx)
+			}
 			a.claims.leave(ctx)
 			end()
 			return asked.Err()
@@ -267,6 +273,9 @@ func (a *Agent) Run(asked context.Context) error {
 	}
 	if a.object.api != nil {
 		g.Go(func() error { return a.object.run(ctx) })
+	}
+	if a.lowering != nil {
+		g.Go(func() error { return a.lowering.Run(ctx) })
 	}
 	if a.account != nil {
 		g.Go(func() error { return a.account.meter.Run(ctx) })

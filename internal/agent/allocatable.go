@@ -26,6 +26,8 @@ const (
 	// ByKubelet: the kubelet wrote more than the list says, in a status that it had begun
 	// before.
 	ByKubelet = "kubelet"
+	// ByEnd: the agent ends, and nothing can be had until the next one has registered.
+	ByEnd = "end"
 )
 
 const (
@@ -37,6 +39,10 @@ const (
 	// againMost is how often in againIn a resource is lowered because the kubelet raised
 	// it: a kubelet that does it again and again has another opinion, and the last word.
 	againMost, againIn = 3, time.Minute
+	// lowerLast bounds the write that says that the agent ends. The pods that were bound
+	// before the scheduler heard of it have lowerLinger to get their devices: it hears
+	// within milliseconds, and a kubelet under load takes some tenths of a second to admit.
+	lowerLast, lowerLinger = 2 * time.Second, 500 * time.Millisecond
 )
 
 // Lowering tells the scheduler at once of devices that cannot be had any more. The
@@ -60,6 +66,8 @@ type Lowering struct {
 	mu sync.Mutex // guards what follows
 	// of has every resource of which a list was sent.
 	of map[string]*offered
+	// left: the agent ends, and there is nothing to be had, whatever lists say.
+	left bool
 }
 
 // offered is what is known of one resource.
@@ -85,6 +93,9 @@ func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowe
 func (l *Lowering) Sent(resource string, healthy int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.left {
+		return
+	}
 	r := l.of[resource]
 	if r == nil {
 		r = &offered{has: -1}
@@ -145,6 +156,35 @@ func (l *Lowering) Run(ctx context.Context) error {
 			}
 			l.log.Debug("lowered what the scheduler may give out", "resource", name, "to", want[name], "because", cause[name])
 		}
+	}
+}
+
+// Leave says that the agent ends, and waits for the pods that were bound before that:
+// until the next one has registered, the kubelet refuses for good what the scheduler sends.
+// It is to be called while the kubelet is still served and Run runs.
+func (l *Lowering) Leave(ctx context.Context) {
+	l.mu.Lock()
+	l.left = true
+	want := map[string]int64{}
+	for name, r := range l.of {
+		want[name], r.devices, r.owed, r.has = 0, 0, false, 0
+	}
+	l.mu.Unlock()
+	if len(want) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, lowerLast)
+	defer cancel()
+	lowered, err := l.node.LowerAllocatable(ctx, want)
+	if err != nil {
+		l.log.Warn("the kubelet refuses pods that come before the next agent has registered", "err", err)
+		return
+	}
+	for range lowered {
+		l.wrote(ByEnd)
+	}
+	if len(lowered) > 0 {
+		elapse(ctx, lowerLinger)
 	}
 }
 

@@ -205,3 +205,38 @@ func TestLoweringIsRationed(t *testing.T) {
 		}
 	})
 }
+
+// An agent that ends says that there is nothing to be had, before it stops answering the
+// kubelet and for as long as it takes pods that were bound before to be admitted.
+func TestLoweringAtTheEnd(t *testing.T) {
+	lower(t, func(n *lowerable, l *Lowering, told func() string) {
+		began := time.Now()
+		l.Leave(context.Background())
+		if took := time.Since(began); took < lowerLinger {
+			t.Errorf("pods that were bound before had %s", took)
+		}
+		// The kubelet writes what it had begun to, and lists still come.
+		n.set(l, func() { n.amounts["mem"] = 79 })
+		l.Sent("mem", 78)
+		l.Sent("new", 3)
+		if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	})
+	for name, c := range map[string]struct {
+		amounts map[string]int64
+		err     error
+	}{"the scheduler knows already": {amounts: map[string]int64{}}, "without the server": {amounts: map[string]int64{"mem": 79}, err: errors.New("no route")}} {
+		lower(t, func(n *lowerable, l *Lowering, told func() string) {
+			n.set(l, func() { n.amounts, n.err = c.amounts, c.err })
+			began := time.Now()
+			l.Leave(context.Background())
+			if took := time.Since(began); took >= lowerLinger {
+				t.Errorf("%s: it waited for %s, for nobody", name, took)
+			}
+			if got := told(); got != "[] []" {
+				t.Errorf("%s: %s", name, got)
+			}
+		})
+	}
+}

@@ -104,7 +104,9 @@
 // # Schedulers (allocatable.go, autoscale.go)
 //
 // [Lowering] runs beside the loop and knows nothing of it: it compares the lists that the
-// kubelet has been sent with what the Node says there is, and lowers that. The condition
+// kubelet has been sent with what the Node says there is, and lowers that. When the agent
+// ends it says that there is nothing, and the kubelet is served for a moment more: pods that
+// come between two agents wait, and are not refused. The condition
 // GPUReady says whether pods can be sent to the node. A new process leaves what the one
 // before it said while it starts.
 //

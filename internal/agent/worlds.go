@@ -36,6 +36,8 @@ type Worlds struct {
 	DRA *DRA
 	// GPUNodes is nil where no GPUNode is to be written.
 	GPUNodes GPUNodes
+	// Lowering is nil where the scheduler hears from the kubelet alone.
+	Lowering *Lowering
 	// Features is nil where labels do not go by way of Node Feature Discovery.
 	Features Features
 	Observer Observer

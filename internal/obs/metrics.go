@@ -78,7 +78,7 @@ func NewMetrics(version string) *Metrics {
 		refusals: counter("plugin_refusals_total",
 			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for again (NotReady).", "resource", "reason"),
 		lowered: counter("allocatable_writes_total",
-			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), or because the kubelet had written more than the list says (kubelet).", "cause"),
+			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), because the kubelet had written more than the list says (kubelet), or because the agent ended (end).", "cause"),
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
@@ -121,8 +121,8 @@ func (m *Metrics) Called(resource, method string, took time.Duration, err error)
 	m.plugin.WithLabelValues(resource, method, grpcstatus.Code(err).String()).Observe(took.Seconds())
 }
 
-// Lowered counts a resource of which the Node's allocatable was lowered; cause is "list"
-// or "kubelet".
+// Lowered counts a resource of which the Node's allocatable was lowered; cause is "list",
+// "kubelet" or "end".
 func (m *Metrics) Lowered(cause string) { m.lowered.WithLabelValues(cause).Inc() }
 
 // Registered counts a registration at the kubelet if it failed.

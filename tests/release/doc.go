@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package release has the tests of a release as an operator takes it: the archive is loaded
+// onto a real node, the chart installed by Helm as docs/helm.md says, upgraded and rolled
+// back while pods use GPUs, and uninstalled. Afterwards the API server and the node's files
+// are compared with what was there before.
+//
+// A release here is what `make release` ends in, for this machine's architecture, made of
+// the programs that the image was built with; deployments/image tests that `make release`
+// makes the same twice. [Kit.BuildNext] is the newer release: it has another version and
+// carries another library for memory caps. With -from a release that is kept somewhere is
+// the older one:
+//
+//	make release VERSION=v0.1.0-rc.1
+//	go test ./tests/release -from dist/v0.1.0-rc.1
+//
+// [Kit.BuildNext]: example.com/gpu-agent/tests/lab.Kit.BuildNext
+package release
