@@ -42,6 +42,7 @@ type lane string
 const (
 	first  lane = ""
 	second lane = "second"
+	third  lane = "third"
 	beside lane = "beside"
 )
 
@@ -194,15 +195,20 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
+			// It builds the same next agent as the pieces.
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
+		},
+		{
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: third, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: third, lacks: root,
 			commands: []command{crowd, fleet},
 		},
 		{
-			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
+			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: third, lacks: root,
 			commands: []command{queues},
 		},
 		{
