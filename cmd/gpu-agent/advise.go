@@ -179,12 +179,12 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 }
 
 // present is the partition that the node has, nil where nobody says it.
-func (r *adviceRequest) present(j *advise.Journal, inv *gpu.Inventory) ([]config.Want, error) {
+func (r *adviceRequest) present(c console, j *advise.Journal, inv *gpu.Inventory) ([]config.Want, error) {
 	if r.config == "" {
 		wants, _ := j.Present(inv)
 		return wants, nil
 	}
-	f, err := readPartitions(r.config)
+	f, err := readPartitions(c, r.config)
 	if err != nil {
 		return nil, err
 	}
@@ -202,7 +202,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 	if err != nil {
 		return nil, err
 	}
-	present, err := r.present(j, inv)
+	present, err := r.present(c, j, inv)
 	if err != nil {
 		return nil, err
 	}

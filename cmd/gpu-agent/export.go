@@ -79,7 +79,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, arg
 	if s.config == "" {
 		return nil, fmt.Errorf("%s: --config is missing: it says how the GPUs of recorded inventories are laid out", fs.Name())
 	}
-	partitions, err := readPartitions(s.config)
+	partitions, err := readPartitions(c, s.config)
 	if err != nil {
 		return nil, err
 	}

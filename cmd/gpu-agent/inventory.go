@@ -142,7 +142,16 @@ func inventoryFrom(ctx context.Context, c console, d *driverFlags, file string) 
 	return inv, nil
 }
 
-func readPartitions(file string) (*config.File, error) {
+// readPartitions reads a partition file, and - from the standard input: in the agent's
+// container, where there is no file, and the GPUs are.
+func readPartitions(c console, file string) (*config.File, error) {
+	if file == "-" {
+		data, err := io.ReadAll(c.in)
+		if err != nil {
+			return nil, fmt.Errorf("read the standard input: %w", err)
+		}
+		return config.Parse("standard input", data)
+	}
 	data, err := os.ReadFile(file)
 	if err != nil {
 		return nil, err
@@ -151,7 +160,7 @@ func readPartitions(file string) (*config.File, error) {
 }
 
 func check(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "check", " FILE", "Reads a partition file and holds each of its partitions against the GPUs of this\nnode, or of --inventory. What is wrong goes to standard error as file:line: reason.")
+	fs := newFlags(c, "check", " FILE", "Reads a partition file, or with - the standard input, and holds each of its partitions against the GPUs of this\nnode, or of --inventory. What is wrong goes to standard error as file:line: reason.")
 	var d driverFlags
 	d.register(fs)
 	var from, partition string
@@ -167,7 +176,7 @@ func check(ctx context.Context, c console, args []string) error {
 		fs.Usage()
 		return errUsage
 	}
-	file, err := readPartitions(rest[0])
+	file, err := readPartitions(c, rest[0])
 	if err != nil {
 		return err
 	}

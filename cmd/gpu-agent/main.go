@@ -44,12 +44,13 @@ var errUsage = errors.New("wrong usage")
 
 // console is where a command prints.
 type console struct {
+	in       io.Reader
 	out, err io.Writer
 }
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := dispatch(ctx, console{os.Stdout, os.Stderr}, os.Args[1:])
+	err := dispatch(ctx, console{os.Stdin, os.Stdout, os.Stderr}, os.Args[1:])
 	told := ctx.Err() != nil // to end, which the next program would not know
 	stop()
 	if errors.Is(err, gpu.ErrReloaded) && !told {

@@ -17,8 +17,15 @@ const h100 = "../../tests/testdata/inventories/h100-80gb.json"
 // command runs a command line.
 func command(t *testing.T, args ...string) (out, err string, failure error) {
 	t.Helper()
+	return commandWith(t, "", args...)
+}
+
+// commandWith runs one that finds text at its standard input.
+func commandWith(t *testing.T, text string, args ...string) (out, err string, failure error) {
+	t.Helper()
+	in := strings.NewReader(text)
 	var o, e bytes.Buffer
-	failure = dispatch(t.Context(), console{&o, &e}, args)
+	failure = dispatch(t.Context(), console{in, &o, &e}, args)
 	return o.String(), e.String(), failure
 }
 
@@ -102,7 +109,7 @@ func TestWrongUsage(t *testing.T) {
 // Every flag has a twin in the environment; the command line wins.
 func TestEnvironment(t *testing.T) {
 	var f runFlags
-	fs := newFlags(console{&bytes.Buffer{}, &bytes.Buffer{}}, "run", "", "")
+	fs := newFlags(console{nil, &bytes.Buffer{}, &bytes.Buffer{}}, "run", "", "")
 	f.register(fs)
 	t.Setenv("GPU_AGENT_NODE_NAME", "from-env")
 	t.Setenv("GPU_AGENT_MEMORY_UNIT", "256MiB")

@@ -35,7 +35,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	said := &lines{to: make(chan string, 100)}
 	done := make(chan error, 1)
 	go func() {
-		done <- dispatch(ctx, console{said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
+		done <- dispatch(ctx, console{nil, said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
 	}()
 	for _, want := range []string{"serving schedulers", "request fails"} {
 		said.until(t, want)

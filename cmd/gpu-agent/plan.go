@@ -71,7 +71,7 @@ func plan(ctx context.Context, c console, args []string) error {
 	d.register(fs)
 	var from, file, partition string
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
-	fs.StringVar(&file, "config", "", "partition `file`")
+	fs.StringVar(&file, "config", "", "partition `file`; - for the standard input")
 	fs.StringVar(&partition, "partition", partitionDefault, "`name` of the partition")
 	var of partitionFlags
 	of.register(fs)
@@ -84,7 +84,7 @@ func plan(ctx context.Context, c console, args []string) error {
 		fmt.Fprintln(c.err, "gpu-agent plan: --config is missing: it names the partition file")
 		return errUsage
 	}
-	f, err := readPartitions(file)
+	f, err := readPartitions(c, file)
 	if err != nil {
 		return err
 	}

@@ -294,6 +294,19 @@ func TestCheckWantsProof(t *testing.T) {
 	}
 }
 
+// In the agent's container there are the GPUs, and no file: check and plan take it from the
+// standard input.
+func TestPartitionsAtTheStandardInput(t *testing.T) {
+	out, said, err := commandWith(t, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: share}\n", "check", "-", "--inventory", h100)
+	if err == nil || !strings.HasPrefix(err.Error()+said, `standard input:4: mode is whole,`) {
+		t.Errorf("%v\n%s%s", err, out, said)
+	}
+	good := string(read(t, plans))
+	if out, said, err := commandWith(t, good, "plan", "--config", "-", "--inventory", h100); err != nil || !strings.Contains(out, "GPU 0") {
+		t.Errorf("%v\n%s%s", err, out, said)
+	}
+}
+
 func read(t *testing.T, path string) []byte {
 	t.Helper()
 	data, err := os.ReadFile(path)

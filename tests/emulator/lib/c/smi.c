@@ -136,7 +136,7 @@ static void table(void)
     must(CALL(nvmlSystemGetDriverVersion, driver, sizeof driver), "driver version");
     must(CALL(nvmlSystemGetCudaDriverVersion_v2, &cuda), "CUDA version");
     rule('-');
-    printf("| NVIDIA-SMI %-19s Driver Version: %-19s CUDA Version: %2d.%-6d |\n", driver, driver, cuda / 1000, cuda % 1000 / 10);
+    printf("| NVIDIA-SMI %-19s Driver Version: %-19s CUDA Version: %2d.%-3d |\n", driver, driver, cuda / 1000, cuda % 1000 / 10);
     rule('-');
     printf("| %3s  %-42s %-17s %21s |\n", "GPU", "Name", "Bus-Id", "Memory-Usage");
     rule('=');
