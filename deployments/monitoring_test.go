@@ -4,7 +4,6 @@ package deployments
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"path/filepath"
@@ -149,45 +148,19 @@ func TestShownRunbookBase(t *testing.T) {
 	}
 }
 
-// board is what the tests read of Grafana's; tests/monitoring reads all of it.
-type board struct {
-	UID, Title string
-	Templating struct {
-		List []struct {
-			Name, Type string
-			Definition string
-		}
-	}
-	Panels []struct {
-		Type, Title, Description string
-		Targets                  []struct{ Expr string }
-	}
-}
-
 // boards are the boards by their files.
-func boards(t *testing.T) map[string]board {
+func boards(t *testing.T) map[string]prometheus.Board {
 	t.Helper()
-	files, err := filepath.Glob("components/monitoring/*.json")
-	if err != nil || len(files) == 0 {
-		t.Fatalf("find the boards: %v", err)
+	out, err := prometheus.Boards("components/monitoring")
+	if err != nil {
+		t.Fatal(err)
 	}
-	out := map[string]board{}
-	for _, f := range files {
-		var b board
-		if err := json.Unmarshal(read(t, f), &b); err != nil {
-			t.Fatalf("%s: %v", f, err)
-		}
+	for f, b := range out {
 		if b.UID+".json" != filepath.Base(f) {
 			t.Errorf("%s has the uid %q", f, b.UID)
 		}
-		out[f] = b
 	}
 	return out
-}
-
-// filled is a query with what Grafana puts in place of its variables.
-func filled(expr string) string {
-	return strings.NewReplacer("$__rate_interval", "1m", "$__range", "1m", "$node", ".*", "$namespace", ".*", "$price", "2").Replace(expr)
 }
 
 // Each panel of the boards says what it shows, asks for what there is, and gets data from a Prometheus
@@ -222,8 +195,8 @@ func TestBoards(t *testing.T) {
 						t.Errorf("%s: there is no variable %s", what, v[1])
 					}
 				}
-				checkAsked(t, what, filled(q.Expr))
-				queries = append(queries, query{what, filled(q.Expr)})
+				checkAsked(t, what, prometheus.Filled(q.Expr))
+				queries = append(queries, query{what, prometheus.Filled(q.Expr)})
 			}
 		}
 	}

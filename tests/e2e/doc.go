@@ -42,6 +42,10 @@
 // of fields that users are promised, and what it costs is OpenCost's query, put to a Prometheus
 // that scrapes the node's page.
 //
+// Alerts are those of the shipped rules, in Debian's Prometheus, which scrapes the node's agent and
+// placer as the PodMonitors say: TestAlerts causes each of them on the node, faster by one number, and
+// the long form of TestWalk has them at their own pace beside it.
+//
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
 package e2e

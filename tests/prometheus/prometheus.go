@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -68,6 +69,7 @@ func Program(ctx context.Context, name string) (string, error) {
 // Job is what is scraped under one name.
 type Job struct {
 	Name string
+	// Page is served for it. Without one, Extra says what is scraped.
 	Page []byte
 	// Extra are lines of YAML for the job's configuration, such as metric_relabel_configs.
 	Extra string
@@ -106,12 +108,15 @@ func Start(ctx context.Context, dir string, jobs []Job, rules ...string) (_ *Ser
 	}
 	config.WriteString("scrape_configs:\n")
 	for _, j := range jobs {
-		page := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			w.Header().Set("Content-Type", "text/plain; version=0.0.4")
-			_, _ = w.Write(j.Page)
-		}))
-		s.pages = append(s.pages, page)
-		fmt.Fprintf(&config, "  - job_name: %s\n    static_configs: [{targets: [%q]}]\n", j.Name, strings.TrimPrefix(page.URL, "http://"))
+		fmt.Fprintf(&config, "  - job_name: %s\n", j.Name)
+		if j.Page != nil {
+			page := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "text/plain; version=0.0.4")
+				_, _ = w.Write(j.Page)
+			}))
+			s.pages = append(s.pages, page)
+			fmt.Fprintf(&config, "    static_configs: [{targets: [%q]}]\n", strings.TrimPrefix(page.URL, "http://"))
+		}
 		for line := range strings.Lines(j.Extra) {
 			config.WriteString("    " + line)
 		}
@@ -199,6 +204,72 @@ func (s *Server) Query(ctx context.Context, expr, label string) (map[string]floa
 		by[sample.Labels[label]] = sample.Value
 	}
 	return by, nil
+}
+
+// Firing are the alerts that fire now, by their names.
+func (s *Server) Firing(ctx context.Context) (map[string]bool, error) {
+	var answer struct {
+		Alerts []struct {
+			State  string
+			Labels map[string]string
+		}
+	}
+	if err := s.ask(ctx, "alerts", nil, &answer); err != nil {
+		return nil, err
+	}
+	firing := map[string]bool{}
+	for _, a := range answer.Alerts {
+		if a.State == "firing" {
+			firing[a.Labels["alertname"]] = true
+		}
+	}
+	return firing, nil
+}
+
+// Shown is how many numbers an expression has had since a time, as a board shows it. NaN is
+// none.
+func (s *Server) Shown(ctx context.Context, expr string, since time.Time) (n int, err error) {
+	now := time.Now()
+	var answer struct {
+		Result []struct{ Values [][2]any }
+	}
+	err = s.ask(ctx, "query_range", url.Values{
+		"query": {expr}, "step": {"1"}, "start": {stamp(since)}, "end": {stamp(now)},
+	}, &answer)
+	for _, r := range answer.Result {
+		for _, v := range r.Values {
+			if v[1] != "NaN" {
+				n++
+			}
+		}
+	}
+	return n, err
+}
+
+func stamp(t time.Time) string { return strconv.FormatFloat(float64(t.UnixMilli())/1000, 'f', 3, 64) }
+
+// ask reads what the server's interface answers.
+func (s *Server) ask(ctx context.Context, what string, query url.Values, data any) error {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/api/v1/"+what+"?"+query.Encode(), nil)
+	if err != nil {
+		return err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	answer := struct {
+		Error string
+		Data  any
+	}{Data: data}
+	if err := json.NewDecoder(response.Body).Decode(&answer); err != nil {
+		return fmt.Errorf("read Prometheus' %s: %w", what, err)
+	}
+	if answer.Error != "" {
+		return fmt.Errorf("ask Prometheus for %s: %s", what, answer.Error)
+	}
+	return nil
 }
 
 // Stop ends it.
