@@ -85,6 +85,8 @@ var places = map[string]string{
 	"LocalQueue":                       "/apis/kueue.x-k8s.io/v1beta2/namespaces/%s/localqueues",
 	"AdmissionCheck":                   "/apis/kueue.x-k8s.io/v1beta2/admissionchecks",
 	"NodeOverlay":                      "/apis/karpenter.sh/v1alpha1/nodeoverlays",
+	"SecurityContextConstraints":       "/apis/security.openshift.io/v1/securitycontextconstraints",
+	"ResourceQuota":                    "/api/v1/namespaces/%s/resourcequotas",
 	"PersistentVolumeClaim":            "/api/v1/namespaces/%s/persistentvolumeclaims",
 	"HorizontalPodAutoscaler":          "/apis/autoscaling/v2/namespaces/%s/horizontalpodautoscalers",
 	"RayCluster":                       "/apis/ray.io/v1/namespaces/%s/rayclusters",

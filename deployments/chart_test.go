@@ -53,7 +53,7 @@ func chart(t *testing.T, of string, values ...string) []object {
 
 // switches are what the chart can be told to add to the base, by the names of kustomize's
 // directories.
-var switches = []string{"dra", "evict", "monitoring", "network-policy", "nfd", "startup-taint", "driver-container", "placer", "kueue", "liqo", "cleanup"}
+var switches = []string{"dra", "evict", "gke", "monitoring", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "driver-container", "placer", "kueue", "liqo", "cleanup"}
 
 // switched are the values that turn switches on.
 func switched(on ...string) (values []string) {
@@ -103,8 +103,10 @@ func kustomized(t *testing.T, on ...string) []object {
 		patches += "  - patch: '{apiVersion: apps/v1, kind: Deployment, metadata: {name: gpu-placer, namespace: gpu-placer}, spec: {template: {spec: {containers: " +
 			"[{name: gpu-placer, env: [{name: GPU_AGENT_DOORS, value: \"extender,kueue,liqo\"}]}]}}}}'\n"
 	}
-	if slices.Contains(resources, "placer") && slices.Contains(on, "monitoring") {
-		parts = append(parts, "placer/monitoring")
+	for _, name := range []string{"gke", "monitoring", "openshift"} {
+		if slices.Contains(resources, "placer") && slices.Contains(on, name) {
+			parts = append(parts, "placer/"+name)
+		}
 	}
 	slices.Sort(resources)
 	if patches != "" {
@@ -184,6 +186,7 @@ func TestChartAtTheAPIServer(t *testing.T) {
 	s.serveKueue(t)
 	s.serveLiqo(t)
 	s.serveMonitoring(t)
+	s.serveOpenShift(t)
 	for _, namespace := range []string{name, placer} {
 		s.namespace(t, namespace)
 	}
@@ -457,7 +460,7 @@ func TestChartFlags(t *testing.T) {
 		t.Fatal(err)
 	}
 	flags := slices.Concat(schema.Properties.Flags.PropertyNames.Enum, []string{
-		"domain", "resource-domain", "memory-unit", "evict-after", "startup-taint", "node-labels", // values
+		"domain", "resource-domain", "memory-unit", "evict-after", "startup-taint", "node-labels", "cap-labels", // values
 		"config", "configmap", "kubeconfig", "node-name", "pod", "http", "cdi-dir", "host-root", "kubelet-dir", "nfd-dir", "state-dir",
 	})
 	if slices.Sort(flags); !slices.Equal(flags, slices.Sorted(maps.Keys(programFlags(t)))) {

@@ -140,6 +140,8 @@ func grants(t *testing.T, objects []object, name, account string) []rule {
 				want = []string{one(t, objects, "ConfigMap", "gpu-partitions").Metadata.Name}
 			case "resourceclaims/driver.resource.k8s.io":
 				want = []string{"gpus." + programFlags(t)["domain"]}
+			case "securitycontextconstraints.security.openshift.io":
+				want = []string{account}
 			case "leases.coordination.k8s.io":
 				if !slices.Equal(rr.Verbs, []string{"create"}) {
 					want = []string{account}
@@ -167,7 +169,8 @@ func TestRBACIsWhatTheAgentUses(t *testing.T) {
 		part := filepath.Base(dir)
 		have[part] = grants(t, resources(t, dir), name+"-"+part, name)
 	}
-	want := map[string][]rule{}
+	// OpenShift looks at this one when it admits the agent's pods.
+	want := map[string][]rule{"openshift": {{resource: "securitycontextconstraints.security.openshift.io", verbs: "use"}}}
 	for _, r := range kube.Rules {
 		resource := r.Resource
 		if r.APIGroup != "" {

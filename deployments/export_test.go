@@ -29,7 +29,7 @@ import (
 // foreign are the modules whose objects are written or shown. Their directory has the checksums, and
 // nothing but files is taken from them.
 var foreign = []string{"sigs.k8s.io/kueue@v0.19.0", "sigs.k8s.io/karpenter@v1.8.0", "github.com/liqotech/liqo@v1.2.0", "github.com/ray-project/kuberay/ray-operator@v1.4.2",
-	"github.com/prometheus-operator/prometheus-operator@v0.93.1"}
+	"github.com/prometheus-operator/prometheus-operator@v0.93.1", "github.com/openshift/api@v0.0.0-20260213204242-d34f11c515b3"}
 
 // sourceOf is the directory of one of them in the module cache.
 func sourceOf(t *testing.T, module string) string {

@@ -116,6 +116,7 @@ type container struct {
 	Ports []struct {
 		Name          string
 		ContainerPort int `yaml:"containerPort"`
+		HostPort      int `yaml:"hostPort"`
 	}
 	LivenessProbe   probe `yaml:"livenessProbe"`
 	ReadinessProbe  probe `yaml:"readinessProbe"`

@@ -15,6 +15,7 @@ type capFlags struct {
 	policy, intruders choice
 	evictAfter        int
 	every             time.Duration
+	labels            bool
 }
 
 func (f *capFlags) register(fs *flag.FlagSet) {
@@ -24,6 +25,7 @@ func (f *capFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without an allocation on it: report or end")
 	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never")
 	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery, "`time` between the watchdog's looks at a shared GPU; 0 turns it off")
+	fs.BoolVar(&f.labels, "cap-labels", false, "give the files that memory caps need the SELinux labels by which containers may use them; where the kernel has no SELinux this does nothing")
 }
 
 func (f *capFlags) complete() error {

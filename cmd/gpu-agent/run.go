@@ -188,6 +188,11 @@ func run(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
+	if f.cap.labels {
+		if err := lib.Relabel(f.node.stateDir); err != nil {
+			return fmt.Errorf("--cap-labels: %w", err)
+		}
+	}
 	boot, err := node.BootID(f.driver.proc)
 	if err != nil {
 		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)

@@ -4,14 +4,14 @@
 The objects are kustomize's: files/ links to its directories, whose comments give the
 reasons. These templates read a directory as kustomization.yaml says, apply the patches of
 what is switched on, and write the values into the objects. Of kustomize they know what is
-used here: resources, ConfigMaps of files, and patches that add variables, mounts and
-volumes. A test holds what comes out equal to what kubectl makes.
+used here: resources, ConfigMaps of files, and patches that add variables, mounts, volumes
+and to the security context. A test holds what comes out equal to what kubectl makes.
 */ -}}
 
 {{- /* The directories that are switched on, as JSON: each adds objects, or patches others. */ -}}
 {{- define "gpu-agent.parts" -}}
 {{- $parts := list -}}
-{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/monitoring" .Values.monitoring "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/startup-taint" .Values.startupTaint "overlays/driver-container" .Values.driverContainer -}}
+{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/gke" .Values.gke "components/monitoring" .Values.monitoring "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/openshift" .Values.openshift "components/selinux" .Values.selinux "components/startup-taint" .Values.startupTaint "overlays/driver-container" .Values.driverContainer -}}
 {{- range $dir, $of := $switches -}}
 {{- if $of.enabled -}}{{- $parts = append $parts $dir -}}{{- end -}}
 {{- end -}}
@@ -96,6 +96,7 @@ volumes. A test holds what comes out equal to what kubectl makes.
 {{- range $to := concat ($pod.initContainers | default list) $pod.containers -}}
 {{- if eq $from.name $to.name -}}
 {{- $_ := set $to "volumeMounts" (concat $to.volumeMounts ($from.volumeMounts | default list)) -}}
+{{- with $from.securityContext -}}{{- $_ := set $to "securityContext" (merge . $to.securityContext) -}}{{- end -}}
 {{- range $from.env -}}{{- include "gpu-agent.env" (list $to .name .value) -}}{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -10,7 +10,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -179,21 +178,6 @@ func makeRoom(dir string, pages int) (whole bool, err error) {
 		return false, fmt.Errorf("mount a tmpfs on %s: %w", dir, err)
 	}
 	return false, nil
-}
-
-// labelOf returns the SELinux label of a directory, or "" where the kernel does not
-// enforce labels. What is mounted below it gets the same label, as a file would.
-func labelOf(dir string) string {
-	own, err := os.ReadFile("/proc/self/attr/current")
-	if err != nil || strings.Count(string(own), ":") < 3 {
-		return ""
-	}
-	label := make([]byte, 256)
-	n, err := unix.Getxattr(dir, "security.selinux", label)
-	if err != nil {
-		return ""
-	}
-	return strings.TrimRight(string(label[:n]), "\x00\n")
 }
 
 // removeRoom removes what makeRoom made. Containers that have its files mounted keep them.
