@@ -42,7 +42,7 @@
 // # NVIDIA's labels
 //
 // Many manifests select nodes by the labels that NVIDIA's GPU Feature Discovery writes.
-// [NVIDIA] computes the same, for nodes where it does not run: what its v0.19.0
+// [NVIDIA] computes the same, for nodes where it does not run: what its v0.19.3
 // writes with --mig-strategy mixed where a GPU is divided into MIG instances and
 // without one elsewhere, and with replicas as time slices of nvidia.com/gpu. It
 // differs on purpose in this:

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// NVIDIA returns the labels that GPU Feature Discovery v0.19.0 writes for the
+// NVIDIA returns the labels that GPU Feature Discovery v0.19.3 writes for the
 // node; doc.go lists where they differ and why. It returns nil where no GPU is
 // known, as Own does.
 func NVIDIA(in Node) map[string]string {

@@ -23,12 +23,12 @@ type Peer struct {
 
 // The peers.
 var (
-	DevicePlugin = Peer{"nvidia-device-plugin", "v0.19.0", "github.com/NVIDIA/k8s-device-plugin/cmd/nvidia-device-plugin"}
+	DevicePlugin = Peer{"nvidia-device-plugin", "v0.19.3", "github.com/NVIDIA/k8s-device-plugin/cmd/nvidia-device-plugin"}
 	MIGParted    = Peer{"nvidia-mig-parted", "v0.13.1", "github.com/NVIDIA/mig-parted/cmd/nvidia-mig-parted"}
 
 	DRADriver = Peer{"nvidia-dra-driver", "v0.4.1", "sigs.k8s.io/dra-driver-nvidia-gpu/cmd/gpu-kubelet-plugin"}
 
-	GPUFeatureDiscovery  = Peer{"gpu-feature-discovery", "v0.19.0", "github.com/NVIDIA/k8s-device-plugin/cmd/gpu-feature-discovery"}
+	GPUFeatureDiscovery  = Peer{"gpu-feature-discovery", "v0.19.3", "github.com/NVIDIA/k8s-device-plugin/cmd/gpu-feature-discovery"}
 	NodeFeatureDiscovery = Peer{"node-feature-discovery", "v0.18.3", "."}
 )
 

@@ -6,7 +6,7 @@
 //
 // # Who is here
 //
-// nvidia-device-plugin is NVIDIA's k8s-device-plugin, v0.19.0, which most
+// nvidia-device-plugin is NVIDIA's k8s-device-plugin, v0.19.3, which most
 // clusters run. The version is part of every comparison, since
 // later ones differ: its loop that hands out replicas is faster after v0.20.
 //
@@ -22,7 +22,7 @@
 //	what no card can have is valid, and empties the card; of another card's
 //	profile it even says that it was applied
 //
-// gpu-feature-discovery is NVIDIA's GPU Feature Discovery, v0.19.0, by whose labels
+// gpu-feature-discovery is NVIDIA's GPU Feature Discovery, v0.19.3, by whose labels
 // much of the field chooses nodes. It runs on the emulated driver of one machine
 // after another, and what it writes is held, entry by entry, against what
 // internal/label makes of the same machine.

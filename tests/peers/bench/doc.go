@@ -34,7 +34,7 @@
 //
 //	gpu-agent             as make build makes it, with partitions from a watched ConfigMap
 //	gpu-agent-file        the same with --config FILE and no API server
-//	nvidia-device-plugin  v0.19.0, time slicing where replicas are asked for
+//	nvidia-device-plugin  v0.19.3, time slicing where replicas are asked for
 //	empty                 a device plugin on gRPC's defaults that answers nothing
 //	gpu-agent-watch-on    as gpu-agent-file; beside gpu-agent-watch-off, which has no watchdog
 //	gpu-agent-meter-on    as gpu-agent-file; beside gpu-agent-meter-off, which keeps no account (--usage-size 0)
