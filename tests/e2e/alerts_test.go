@@ -22,10 +22,11 @@ import (
 	"testing"
 	"time"
 
+	"go.yaml.in/yaml/v4"
+	core "k8s.io/api/core/v1"
+
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/prometheus"
-
-	"go.yaml.in/yaml/v4"
 )
 
 // speed is by how many times the alerts are faster here than the shipped ones: each wait (`for`),
@@ -145,27 +146,37 @@ type heard struct {
 	wrong []string
 }
 
-// scrape is the configuration by which the Prometheus Operator has the agents scraped, as far as
-// the PodMonitor says, with the pods' addresses in a file.
-func (b *bench) scrape(file, proxy string) string {
+// podMonitor is whom Prometheus scrapes, and how.
+type podMonitor struct {
+	Spec struct {
+		Selector struct {
+			MatchLabels map[string]string `yaml:"matchLabels"`
+		}
+		Endpoints []struct {
+			Port        string
+			HonorLabels bool `yaml:"honorLabels"`
+			Relabelings []struct {
+				SourceLabels []string `yaml:"sourceLabels"`
+				TargetLabel  string   `yaml:"targetLabel"`
+			}
+		} `yaml:"podMetricsEndpoints"`
+	}
+}
+
+// shippedMonitor is the agents'.
+func (b *bench) shippedMonitor() (m podMonitor) {
 	b.Helper()
 	text, err := os.ReadFile(filepath.Join(manifests, "components", "monitoring", "podmonitor.yaml"))
 	b.must(err)
-	var m struct {
-		Spec struct {
-			Endpoints []struct {
-				HonorLabels bool `yaml:"honorLabels"`
-				Relabelings []struct {
-					SourceLabels []string `yaml:"sourceLabels"`
-					TargetLabel  string   `yaml:"targetLabel"`
-				}
-			} `yaml:"podMetricsEndpoints"`
-		}
-	}
 	b.must(yaml.Unmarshal(text, &m))
-	if len(m.Spec.Endpoints) != 1 {
-		b.Fatalf("the PodMonitor has %d endpoints, want one", len(m.Spec.Endpoints))
+	if len(m.Spec.Endpoints) != 1 || len(m.Spec.Selector.MatchLabels) == 0 {
+		b.Fatalf("the PodMonitor chooses %v and has %d endpoints, want one", m.Spec.Selector.MatchLabels, len(m.Spec.Endpoints))
 	}
+	return m
+}
+
+// scrape is what the Prometheus Operator makes of it, with the pods' addresses in a file.
+func (m podMonitor) scrape(file, proxy string) string {
 	e := m.Spec.Endpoints[0]
 	out := fmt.Sprintf("honor_labels: %v\nproxy_url: %q\nfile_sd_configs: [{files: [%q]}]\nrelabel_configs:\n", e.HonorLabels, proxy, file)
 	for _, r := range e.Relabelings {
@@ -174,16 +185,14 @@ func (b *bench) scrape(file, proxy string) string {
 	return out
 }
 
-// findAgents writes the addresses of the agent's pods that have any, as Prometheus reads them.
-func findAgents(ctx context.Context, file string) error {
-	var list struct {
-		Items []struct {
-			Metadata struct{ Name string }
-			Spec     struct{ NodeName string }
-			Status   struct{ Phase, PodIP string }
-		}
+// find writes the addresses of the pods that have any, as Prometheus reads them.
+func (m podMonitor) find(ctx context.Context, file string) error {
+	var selector []string
+	for key, value := range m.Spec.Selector.MatchLabels {
+		selector = append(selector, key+"="+value)
 	}
-	if err := node.Read(ctx, "/api/v1/namespaces/"+lab.AgentNamespace+"/pods?labelSelector="+url.QueryEscape("app.kubernetes.io/name=gpu-agent"), &list); err != nil {
+	var list core.PodList
+	if err := node.Read(ctx, "/api/v1/namespaces/"+lab.AgentNamespace+"/pods?labelSelector="+url.QueryEscape(strings.Join(selector, ",")), &list); err != nil {
 		return err
 	}
 	type group struct {
@@ -192,9 +201,16 @@ func findAgents(ctx context.Context, file string) error {
 	}
 	groups := []group{}
 	for _, p := range list.Items {
-		if p.Status.PodIP != "" && p.Status.Phase != "Failed" && p.Status.Phase != "Succeeded" {
-			groups = append(groups, group{[]string{net.JoinHostPort(p.Status.PodIP, "9500")}, map[string]string{
-				"__meta_kubernetes_pod_node_name": p.Spec.NodeName, "namespace": lab.AgentNamespace, "pod": p.Metadata.Name, "container": "gpu-agent"}})
+		if p.Status.PodIP == "" || p.Status.Phase == core.PodFailed || p.Status.Phase == core.PodSucceeded {
+			continue
+		}
+		for _, c := range p.Spec.Containers {
+			for _, port := range c.Ports {
+				if port.Name == m.Spec.Endpoints[0].Port {
+					groups = append(groups, group{[]string{net.JoinHostPort(p.Status.PodIP, fmt.Sprint(port.ContainerPort))}, map[string]string{
+						"__meta_kubernetes_pod_node_name": p.Spec.NodeName, "namespace": p.Namespace, "pod": p.Name, "container": c.Name}})
+				}
+			}
 		}
 	}
 	text, err := json.Marshal(groups)
@@ -258,11 +274,11 @@ func (b *bench) alarms(dir string, rules []string) *alarms {
 			b.Error(err)
 		}
 	})
-	targets, proxy := filepath.Join(dir, "agents.json"), b.inNode()
-	b.must(findAgents(b.ctx, targets))
-	b.beside(500*time.Millisecond, func(ctx context.Context) { _ = findAgents(ctx, targets) }) // the API server is away at times
+	monitor, targets, proxy := b.shippedMonitor(), filepath.Join(dir, "agents.json"), b.inNode()
+	b.must(monitor.find(b.ctx, targets))
+	b.beside(500*time.Millisecond, func(ctx context.Context) { _ = monitor.find(ctx, targets) }) // the API server is away at times
 	a.server, err = prometheus.Start(b.ctx, dir, []prometheus.Job{
-		{Name: "gpu-agent", Extra: b.scrape(targets, proxy)},
+		{Name: "gpu-agent", Extra: monitor.scrape(targets, proxy)},
 		{Name: "gpu-placer", Extra: fmt.Sprintf("proxy_url: %q\nstatic_configs: [{targets: [%q], labels: {node: %s}}]\n", proxy, "127.0.0.1:9501", node.Name)},
 	}, rules...)
 	b.must(err)
@@ -344,6 +360,12 @@ func (a *alarms) before(names ...string) {
 		a.must(node.Label(a.ctx, map[string]string{lab.StateLabel: ""}))
 	}
 	a.silent(names...)
+}
+
+func (a *heard) firing() []string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return slices.Sorted(maps.Keys(a.now))
 }
 
 // quiet is at an end of a cause: nothing fires that may not, and the agent and the placer answer.
@@ -435,9 +457,9 @@ func causes() [][]cause {
 	}, {
 		{
 			what: "a driver that does not answer", fires: []string{"GPUDriverHangs"},
-			// While a GPU is unfit the agent looks often, so it soon meets the call.
 			also: []string{"GPUUnhealthy", "GPUWatchdogDown"},
 			begin: func(a *alarms) {
+				// While a GPU is unfit the agent looks often, so it soon meets the call.
 				a.must(driver.Xid(a.ctx, 7, 94))
 				a.must(driver.Hang(a.ctx, "nvmlDevice*", -1))
 			},
@@ -488,8 +510,11 @@ func causes() [][]cause {
 			what: "no API server", fires: []string{cutOff},
 			begin: func(a *alarms) {
 				a.Cleanup(func() {
-					if _, err := node.State(context.Background()); err != nil {
-						a.must(node.StartAPI(context.Background()))
+					if _, err := node.State(context.Background()); err == nil {
+						return
+					}
+					if err := node.StartAPI(context.Background()); err != nil {
+						a.Error(err)
 					}
 				})
 				a.must(node.Stop(a.ctx, lab.APIServer))
@@ -503,6 +528,10 @@ func causes() [][]cause {
 				a.redeploy(lab.DeployOptions{Partitions: alerted, Env: map[string]string{"GPU_AGENT_WATCH_EVERY": "0"}})
 				_, err := node.Kubectl(a.ctx, nil, "delete", "validatingadmissionpolicybinding", "gpu-agent")
 				a.must(err)
+				a.must(lab.Await(a.ctx, time.Minute, "the API server to let the agent write what it must not", func(ctx context.Context) error {
+					return node.As(ctx, "gpu-agent", "gpu-agent", nodeName, http.MethodPatch, "/api/v1/nodes/"+nodeName+"?dryRun=All",
+						map[string]any{"metadata": map[string]any{"labels": map[string]string{"team": "red"}}})
+				}))
 				a.must(agent.Crash(a.ctx)) // it looks at its policies when it starts
 			},
 			end: func(a *alarms) {
@@ -520,6 +549,7 @@ func TestAlerts(t *testing.T) {
 	if _, err := prometheus.Program(t.Context(), "prometheus"); err != nil {
 		t.Skipf("no Prometheus, and Debian's archive has none for us: %v", err)
 	}
+	prepare(t).swap(lab.DriverOptions{Model: model, Count: gpus}) // whatever is left of faults and instances goes
 	b := begin(t, alerted, alertedOffers)
 	dir := b.TempDir()
 	rules, alerts := b.rules(dir, speed)
@@ -563,7 +593,7 @@ func TestAlerts(t *testing.T) {
 				c.begin(a)
 			}
 			a.fire(since, fires...)
-			b.Logf("%5.1f s  fires", time.Since(began).Seconds())
+			b.Logf("%5.1f s  there fire %v", time.Since(began).Seconds(), a.firing())
 			for _, c := range slices.Backward(row) {
 				if c.end != nil {
 					c.end(a)
