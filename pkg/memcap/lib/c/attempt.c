@@ -33,7 +33,7 @@ bool attempt_begin(struct account *a)
         bool over = !(uint32_t)word || (w.napped >= looks && gone(a, word));
         if (w.napped >= looks)
             looks = w.napped + LOOK_US;
-        if (over && __atomic_compare_exchange_n(at, &word, turn_of(a, word), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        if (over && __atomic_compare_exchange_n(at, &word, turn_of(a, word), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             return true;
         if (over)
             continue;
@@ -49,5 +49,5 @@ void attempt_end(struct account *a)
 {
     uint64_t *at = &a->usage->attempt, word = count_read(at);
     if ((uint32_t)word == (uint32_t)turn_of(a, 0))
-        __atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+        __atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }

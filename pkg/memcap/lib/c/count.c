@@ -62,7 +62,7 @@ static bool ours(const struct account *a)
     const struct usage_page *u = a->usage;
     if (!begins(u->magic, USAGE_MAGIC))
         return false;
-    return count_read(&u->nonce) == a->nonce && a->nonce && __atomic_load_n(&u->high, __ATOMIC_SEQ_CST) <= SLOTS;
+    return count_read(&u->nonce) == a->nonce && a->nonce && __atomic_load_n(&u->high, __ATOMIC_RELAXED) <= SLOTS;
 }
 
 bool account_nonsense(const struct account *a)
@@ -73,7 +73,7 @@ bool account_nonsense(const struct account *a)
 
 static uint64_t high(const struct account *a)
 {
-    uint64_t n = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
+    uint64_t n = __atomic_load_n(&a->usage->high, __ATOMIC_RELAXED);
     return n < SLOTS ? n : SLOTS;
 }
 
@@ -132,7 +132,7 @@ static bool empty_idle(struct slot *s)
 {
     uint64_t was = count_read(&s->idle);
     while (AMOUNT(was) != 0)
-        if (__atomic_compare_exchange_n(&s->idle, &was, (was & ~(STEP - 1)) + STEP, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        if (__atomic_compare_exchange_n(&s->idle, &was, (was & ~(STEP - 1)) + STEP, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             return true;
     return false;
 }
@@ -154,8 +154,8 @@ static void clear(struct account *a, struct slot *s)
         one = two;
         two = &s->committed;
     }
-    uint64_t c = __atomic_exchange_n(one, 0, __ATOMIC_SEQ_CST);
-    c += __atomic_exchange_n(two, 0, __ATOMIC_SEQ_CST);
+    uint64_t c = __atomic_exchange_n(one, 0, __ATOMIC_RELAXED);
+    c += __atomic_exchange_n(two, 0, __ATOMIC_RELAXED);
     if (c && c < MOST) {
         /* Settle all of it: a dying process closes its descriptors before it releases
          * the lock, so a reading may have found it alive and without memory. */
@@ -170,8 +170,8 @@ static void clear(struct account *a, struct slot *s)
     __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
     empty_idle(s);
     __atomic_store_n(&s->lends, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&s->others_reserved, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->others_reserved, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&s->reserved, 0, __ATOMIC_RELEASE);
 }
 
 static bool reap(struct account *a)
@@ -261,7 +261,7 @@ static struct sums repair(struct account *a)
         if (!t.sane || tries == 1000 || all >= STEP * UNIT || (AMOUNT(b) <= all && AMOUNT(b) >= t.committed))
             return t;
         uint64_t right = ((b & ~(STEP - 1)) + STEP) | all / UNIT;
-        if (__atomic_compare_exchange_n(&a->usage->bound, &b, right, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        if (__atomic_compare_exchange_n(&a->usage->bound, &b, right, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             return t;
     }
 }
@@ -322,9 +322,9 @@ static int take_slot(struct account *a)
             if (!a->hold)
                 return -12;
             /* The slot must be among those that are summed before it is used. */
-            uint32_t old = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
+            uint32_t old = __atomic_load_n(&a->usage->high, __ATOMIC_RELAXED);
             while (old < i + 1)
-                if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
                     break;
             end_loans(s);
             __atomic_store_n(&s->lends, 0, __ATOMIC_SEQ_CST);
@@ -413,7 +413,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t more, uint64_t (*c
     /* Read the ceiling after bound: memory lost before then has lowered it. */
     while (AMOUNT(b) + n <= more_than(ceiling(a), more)) {
         uint64_t next = b + STEP + n / UNIT;
-        if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
             account_peak(a, AMOUNT(next));
             return true;
         }

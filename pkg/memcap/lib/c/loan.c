@@ -20,7 +20,7 @@ struct account *account_other(const char *limit_path, const char *usage_path)
 
 uint64_t account_loans(const struct account *a)
 {
-    uint64_t sum = 0, high = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
+    uint64_t sum = 0, high = __atomic_load_n(&a->usage->high, __ATOMIC_RELAXED);
     int fd = -1;
     for (uint64_t i = 0; i < high && i < SLOTS; i++) {
         const struct slot *s = &a->usage->slots[i];
@@ -41,7 +41,7 @@ static uint64_t take_off(uint64_t *word, uint64_t n)
     uint64_t was = count_read(word), some;
     do
         some = n < was ? n : was;
-    while (some && !__atomic_compare_exchange_n(word, &was, was - some, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    while (some && !__atomic_compare_exchange_n(word, &was, was - some, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return some;
 }
 
@@ -143,7 +143,7 @@ static bool borrow(struct account *a, uint64_t n)
         if (!with_loans(a, a->others, n, lacks, 0))
             continue;
         if (lacks) {
-            __atomic_store_n(&a->usage->borrows, 1, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&a->usage->borrows, 1, __ATOMIC_RELAXED);
             count_add(&a->slot->borrowed, lacks);
         }
         if (lacks > n)

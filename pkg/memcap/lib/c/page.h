@@ -136,8 +136,8 @@ static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
 {
     uint64_t a = __atomic_load_n(first, __ATOMIC_SEQ_CST), b, again;
     for (int tries = 0; tries < 100; tries++, a = again) {
-        b = __atomic_load_n(others, __ATOMIC_SEQ_CST);
-        again = __atomic_load_n(first, __ATOMIC_SEQ_CST);
+        b = __atomic_load_n(others, __ATOMIC_ACQUIRE);
+        again = __atomic_load_n(first, __ATOMIC_RELAXED);
         if (a == again)
             break;
     }
@@ -158,7 +158,7 @@ static inline uint64_t idle_in(const struct slot *s, uint64_t n)
 /* borrowed_for returns how many bytes a slot says that were borrowed for it. */
 static inline uint64_t borrowed_for(const struct slot *s)
 {
-    uint64_t n = __atomic_load_n(&s->borrowed, __ATOMIC_SEQ_CST);
+    uint64_t n = __atomic_load_n(&s->borrowed, __ATOMIC_RELAXED);
     return n < MOST ? n : 0;
 }
 
