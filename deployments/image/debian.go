@@ -357,6 +357,28 @@ func (d *debian) compiler(ctx context.Context, lock []pkg, arch string) (string,
 	return fmt.Sprintf("%s --sysroot=%s -B%s/usr/lib/gcc/%s/%s -ffile-prefix-map=%s=", cc, root, root, m.triplet, gccVersion, root), nil
 }
 
+// qemu is the emulator that runs arm64 programs on amd64. It is for tests and gets into
+// nothing that is built, so it is not locked: what is in the cache stays, until there is none.
+func (d *debian) qemu(ctx context.Context) (string, error) {
+	at := filepath.Join(d.dir, "qemu")
+	program := filepath.Join(at, "usr/bin/qemu-aarch64-static")
+	if _, err := os.Stat(program); err == nil {
+		return program, nil
+	}
+	now, err := d.newest(ctx, []pkg{{name: "qemu-user-static", arch: architectures[0]}})
+	if err != nil {
+		return "", err
+	}
+	root, err := d.unpack(ctx, now)
+	if err != nil {
+		return "", err
+	}
+	if err := os.Symlink(filepath.Base(root), at); err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", fmt.Errorf("keep qemu: %w", err)
+	}
+	return program, nil
+}
+
 // renewLock is the lock's text with the newest version of each package.
 func renewLock(ctx context.Context, d *debian, text string) (string, error) {
 	lines := strings.Split(text, "\n")

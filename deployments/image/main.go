@@ -20,6 +20,7 @@ import (
 const usage = `usage: image COMMAND [FLAG]...
 
 cc        print the command that compiles for --arch against the packages of debian.lock
+qemu      print what runs arm64 programs on amd64, and the folder of libraries that they are linked against
 build     write the image of the programs in --bin to --out
 lock      renew debian.lock
 behind    print the packages of debian.lock of which the mirror has newer ones
@@ -116,6 +117,18 @@ func do(ctx context.Context, args []string) error {
 			return err
 		}
 		fmt.Println(cc)
+		return nil
+	case "qemu":
+		qemu, err := r.debian.qemu(ctx)
+		if err != nil {
+			return err
+		}
+		root, err := r.debian.unpack(ctx, of(r.lock, "arm64", useImage, useLink))
+		if err != nil {
+			return err
+		}
+		fmt.Println(qemu)
+		fmt.Println(root)
 		return nil
 	case "build":
 		return r.archive(ctx, *name)

@@ -227,13 +227,11 @@ func TestTwoClonesSameRelease(t *testing.T) {
 // startsOnArm64 runs the program out of an archive, under emulation.
 func startsOnArm64(t *testing.T, r *release, dir, version string) {
 	tmp := t.TempDir()
-	if err := r.debian.update(t.Context()); err != nil {
+	qemu, err := r.debian.qemu(t.Context())
+	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.debian.apt(t.Context(), tmp, "download", "qemu-user-static:"+architectures[0]); err != nil {
-		t.Fatal(err)
-	}
-	if out, err := exec.Command("sh", "-c", `dpkg-deb --extract "$1"/qemu-user-static_*.deb "$1" && mkdir "$1/oci" && tar -xf "$2" -C "$1/oci"`,
+	if out, err := exec.Command("sh", "-c", `mkdir "$1/oci" && tar -xf "$2" -C "$1/oci"`,
 		"sh", tmp, filepath.Join(dir, "gpu-agent-"+version+".oci.tar")).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -263,7 +261,7 @@ func startsOnArm64(t *testing.T, r *release, dir, version string) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	for _, page := range []string{"4096", "65536"} {
-		out, err := exec.Command(filepath.Join(tmp, "usr/bin/qemu-aarch64-static"), "-p", page, "-L", root, filepath.Join(root, "usr/bin/gpu-agent"), "version").CombinedOutput()
+		out, err := exec.Command(qemu, "-p", page, "-L", root, filepath.Join(root, "usr/bin/gpu-agent"), "version").CombinedOutput()
 		if err != nil || !strings.HasPrefix(string(out), version+" ") || !strings.HasSuffix(string(out), "linux/arm64)\n") {
 			t.Errorf("with pages of %s bytes: %v\n%s", page, err, out)
 		}

@@ -19,6 +19,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/tests/emulator/lib"
 )
 
 func TestEveryReturnHasAMeaning(t *testing.T) {
@@ -329,8 +330,7 @@ func TestOptionsRefused(t *testing.T) {
 
 // A library without a symbol that we call would end the process at that call.
 func TestOldDriverIsRefused(t *testing.T) {
-	gcc, err := exec.LookPath("gcc")
-	if err != nil {
+	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skipf("skipped: a stand-in for an old library needs gcc: %v", err)
 	}
 	dir := t.TempDir()
@@ -338,8 +338,8 @@ func TestOldDriverIsRefused(t *testing.T) {
 	if err := os.WriteFile(src, []byte("int nvmlInit_v2(void) { return 0; }\nint nvmlShutdown(void) { return 0; }\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.Command(gcc, "-shared", "-fPIC", "-o", old, src).CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	if _, err := lib.GCC(t.Context(), "", "-shared", "-fPIC", "-o", old, src); err != nil {
+		t.Fatal(err)
 	}
 	if found, err := check(old); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), "R470") {
 		t.Errorf("found %q, %v, want ErrNotSupported that names the oldest driver", found, err)

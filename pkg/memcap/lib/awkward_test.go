@@ -6,11 +6,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
-	"syscall"
 	"testing"
-
-	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -94,12 +92,10 @@ func awkward(t *testing.T, root string, library []byte, program string, lacks []
 		t.Fatal(err)
 	}
 	// A limit page counts where it is mounted read-only.
-	cmd := exec.CommandContext(t.Context(), "/bin/sh", append([]string{"-c", `mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"`,
+	cmd := exec.CommandContext(t.Context(), "unshare", append([]string{"--mount", "/bin/sh", "-c", `mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"`,
 		filepath.Join(claim, limitName), filepath.Join(root, program), capped, usage}, lacks...)...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
 	if os.Geteuid() != 0 {
-		cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
-		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}
+		cmd.Args = slices.Insert(cmd.Args, 1, "--map-root-user")
 	}
 	out, err := cmd.CombinedOutput()
 	return string(out), err

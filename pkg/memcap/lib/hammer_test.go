@@ -48,9 +48,8 @@ func compiled(t *testing.T, name string, sources ...string) string {
 	program := filepath.Join(t.TempDir(), name)
 	args := append([]string{"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread",
 		"-Ic", "-o", program, "testdata/" + name + ".c"}, sources...)
-	out, err := exec.CommandContext(t.Context(), "gcc", args...).CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	if _, err := gcc(t.Context(), "", args...); err != nil {
+		t.Fatal(err)
 	}
 	return program
 }

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 
@@ -22,10 +23,10 @@ import (
 // socket of this name into every container, so workloads reach it too.
 const Socket = "run/nvidia-persistenced/socket"
 
-const (
-	libraries = "usr/lib/x86_64-linux-gnu"
-	firmware  = "lib/firmware/nvidia"
-)
+// libraries is where Debian has them for the processor of this program.
+var libraries = "usr/lib/" + map[string]string{"amd64": "x86_64", "arm64": "aarch64"}[runtime.GOARCH] + "-linux-gnu"
+
+const firmware = "lib/firmware/nvidia"
 
 // Device numbers. The first is the driver's own; the two that the kernel would
 // hand out are taken from the end of its range, where no driver of this

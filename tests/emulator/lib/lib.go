@@ -110,7 +110,7 @@ func stamp(ctx context.Context, header string) (string, error) {
 		return "", fmt.Errorf("read nvml.h: %w", err)
 	}
 	h.Write(data)
-	gcc, err := Run(ctx, "", "gcc", "-v")
+	gcc, err := GCC(ctx, "", "--version")
 	if err != nil {
 		return "", fmt.Errorf("ask gcc for its version: %w", err)
 	}
@@ -135,7 +135,7 @@ func compile(ctx context.Context, dir, header string) error {
 		}
 	}
 	gcc := func(args ...string) error {
-		_, err := Run(ctx, dir, "gcc", append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
+		_, err := GCC(ctx, dir, append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
 		return err
 	}
 	if err := gcc("-c", "nvml.c", "nvml_mig.c", "transport.c"); err != nil {

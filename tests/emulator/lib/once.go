@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -83,4 +84,14 @@ func Run(ctx context.Context, dir, name string, args ...string) (string, error) 
 		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
 	}
 	return string(out), nil
+}
+
+// GCC runs gcc, or the command in $CC, as Go does for cgo: words, without quotes. With a cross
+// compiler there, tests for another processor have the driver's libraries for that one.
+func GCC(ctx context.Context, dir string, args ...string) (string, error) {
+	cc := strings.Fields(os.Getenv("CC"))
+	if len(cc) == 0 {
+		cc = []string{"gcc"}
+	}
+	return Run(ctx, dir, cc[0], append(cc[1:], args...)...)
 }

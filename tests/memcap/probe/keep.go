@@ -19,7 +19,7 @@ import (
 // returns their folder. Each of sources has its files in a folder c; all of them
 // lie in src when build is called, which makes the programs in dir.
 func Keep(ctx context.Context, name string, build func(ctx context.Context, src, dir string) error, sources ...fs.FS) (string, error) {
-	version, err := lib.Run(ctx, "", "gcc", "--version")
+	version, err := lib.GCC(ctx, "", "--version")
 	if err != nil {
 		return "", err
 	}
@@ -51,6 +51,6 @@ func Keep(ctx context.Context, name string, build func(ctx context.Context, src,
 
 // GCC compiles with Flags, in a folder.
 func GCC(ctx context.Context, dir string, args ...string) error {
-	_, err := lib.Run(ctx, dir, "gcc", append(append([]string{}, Flags...), args...)...)
+	_, err := lib.GCC(ctx, dir, append(append([]string{}, Flags...), args...)...)
 	return err
 }

@@ -59,7 +59,7 @@ static const char below_root[] = "run/nvidia-persistenced/socket";
 static void find_socket(void)
 {
     static const char *const dirs[] = {
-        "/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/lib64", "/lib64", "/usr/lib", "/lib",
+        "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/usr/lib64", "/lib64", "/usr/lib", "/lib",
     };
     const char *over = secure_getenv("GPU_EMULATOR_SOCKET");
     if (over && *over) {
