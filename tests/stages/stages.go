@@ -87,7 +87,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, long = "-timeout=20m", "-timeout=150m"
 	// The long forms have flags of their own.
-	pieces, err := testsIn(files, "tests/e2e/", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "walk")
+	pieces, err := testsIn(files, "tests/e2e/", "alerts", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "walk")
 	if err != nil {
 		return nil, err
 	}
