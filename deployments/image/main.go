@@ -119,17 +119,7 @@ func do(ctx context.Context, args []string) error {
 		fmt.Println(cc)
 		return nil
 	case "qemu":
-		qemu, err := r.debian.qemu(ctx)
-		if err != nil {
-			return err
-		}
-		root, err := r.debian.unpack(ctx, of(r.lock, "arm64", useImage, useLink))
-		if err != nil {
-			return err
-		}
-		fmt.Println(qemu)
-		fmt.Println(root)
-		return nil
+		return r.showQEMU(ctx)
 	case "build":
 		return r.archive(ctx, *name)
 	case "behind":
@@ -140,6 +130,21 @@ func do(ctx context.Context, args []string) error {
 		return r.make(ctx)
 	}
 	return fmt.Errorf("there is no command %q; `image -h` prints them", args[0])
+}
+
+// showQEMU prints what runs arm64 programs, and where their libraries are.
+func (r *release) showQEMU(ctx context.Context) error {
+	qemu, err := r.debian.qemu(ctx)
+	if err != nil {
+		return err
+	}
+	root, err := r.debian.unpack(ctx, of(r.lock, "arm64", useImage, useLink))
+	if err != nil {
+		return err
+	}
+	fmt.Println(qemu)
+	fmt.Println(root)
+	return nil
 }
 
 // renew writes the lock anew.

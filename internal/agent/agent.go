@@ -149,8 +149,7 @@ type Agent struct {
 	executor  *executor
 	journal   *journal
 	gates     *gatekeeper
-	account   *Account  // nil where none is kept
-	lowering  *Lowering // nil where the scheduler hears from the kubelet alone
+	account   *Account // nil where none is kept
 	log       *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
@@ -172,7 +171,6 @@ func New(o Options, w Worlds) *Agent {
 		names:    deviceplugin.ResourceNames(o.ResourceDomain),
 		observer: w.Observer,
 		account:  w.Account,
-		lowering: w.Lowering,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
@@ -194,7 +192,7 @@ func New(o Options, w Worlds) *Agent {
 	}, a.ration, a.wake)
 	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
 	a.slices = newTimeSlices(&o, &w)
-	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
+	a.served = &served{plugins: w.Plugins, lowering: w.Lowering, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
 		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
 	}}
 	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wake)
@@ -253,8 +251,8 @@ func (a *Agent) Run(asked context.Context) error {
 		case <-asked.Done():
 			// While everything still runs.
 			a.object.leave(ctx)
-			if a.lowering != nil {
-				a.lowering.Leave(ctx)
+			if a.served.lowering != nil {
+				a.served.lowering.Leave(ctx)
 			}
 			a.claims.leave(ctx)
 			end()
@@ -274,8 +272,8 @@ func (a *Agent) Run(asked context.Context) error {
 	if a.object.api != nil {
 		g.Go(func() error { return a.object.run(ctx) })
 	}
-	if a.lowering != nil {
-		g.Go(func() error { return a.lowering.Run(ctx) })
+	if a.served.lowering != nil {
+		g.Go(func() error { return a.served.lowering.Run(ctx) })
 	}
 	if a.account != nil {
 		g.Go(func() error { return a.account.meter.Run(ctx) })

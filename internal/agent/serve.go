@@ -12,9 +12,11 @@ import (
 )
 
 // served is the resources that have a device plugin at the kubelet. It belongs to the
-// loop's goroutine.
+// loop's goroutine, but for lowering.
 type served struct {
 	plugins Plugins
+	// lowering is nil where the scheduler hears of devices from the kubelet alone.
+	lowering *Lowering
 	// source makes the source of a resource's plugin.
 	source func(resource string) plugin.Source
 	of     map[string]plugin.Source
