@@ -95,6 +95,10 @@ type bounded struct{ encoding.CodecV2 }
 
 func newBounded() bounded { return bounded{encoding.GetCodecV2(proto.Name)} }
 
+// Name is empty so that requests have the content type application/grpc. gRPC adds the name of a
+// codec that it is told to use, and CRI-O closes a connection whose first request has any other.
+func (bounded) Name() string { return "" }
+
 func (b bounded) Unmarshal(data mem.BufferSlice, answer any) error {
 	message := data.Materialize() // see exact
 	rest := message

@@ -19,6 +19,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -79,6 +80,23 @@ func asker(t testing.TB, s *criServer) *Runtime {
 
 func labels(uid, namespace, pod, container string) map[string]string {
 	return map[string]string{labelPodUID: uid, labelPodNamespace: namespace, labelPodName: pod, labelContainerName: container}
+}
+
+// CRI-O has gRPC and HTTP on one socket, tells them apart by the first request's content type,
+// and closes a connection where that is not exactly this one.
+func TestRequestsAreForCRIO(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "crio.sock"))
+	var types []string
+	s.Answer("ListContainers", func(ctx context.Context, _ any) (any, error) {
+		types = append(types, metadata.ValueFromIncomingContext(ctx, "content-type")...)
+		return &cri.ListContainersResponse{}, nil
+	})
+	if _, err := asker(t, s).Containers(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"application/grpc"}; !reflect.DeepEqual(types, want) {
+		t.Errorf("the content type is %q, want %q", types, want)
+	}
 }
 
 func TestContainers(t *testing.T) {
