@@ -13,11 +13,10 @@
 // package shows when it is done, a test that takes longer than a few seconds
 // when it is, a failure with all that it printed.
 //
-// Stages run in four lanes at the same time, in each of them one after the other. In
-// two are those that need a test node, each lane a node of its own, in a third those that
-// need a control plane. They mostly wait. The others run beside them with a lower priority,
-// as there may be no more than two processors; they keep to namespaces, directories and
-// ports of their own. A stage begins
+// Stages run in three lanes at the same time, in each of them one after the other. In
+// two are those that need a test node, each lane a node of its own. They mostly wait. The
+// others run beside them with a lower priority, as there may be no more than two
+// processors; they keep to namespaces, directories and ports of their own. A stage begins
 // when those that it builds upon have ended, in any lane. A lane without stages left takes
 // those that another has not begun. The tests of the node itself look
 // at all that is on the machine, so the second node begins behind them.

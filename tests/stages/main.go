@@ -152,7 +152,7 @@ func (r *runner) lanes(ctx context.Context, list []stage) []outcome {
 		return -1
 	}
 	var all sync.WaitGroup
-	for _, lane := range []lane{first, second, third, beside} {
+	for _, lane := range []lane{first, second, beside} {
 		all.Go(func() {
 			for i := take(lane); i >= 0; i = take(lane) {
 				var upon []outcome

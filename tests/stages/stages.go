@@ -42,7 +42,6 @@ type lane string
 const (
 	first  lane = ""
 	second lane = "second"
-	third  lane = "third"
 	beside lane = "beside"
 )
 
@@ -200,15 +199,15 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: third, lacks: root,
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: third, lacks: root,
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crowd, fleet},
 		},
 		{
-			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: third, lacks: root,
+			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
 			commands: []command{queues},
 		},
 		{
