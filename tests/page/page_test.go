@@ -40,6 +40,9 @@ var checkScript string
 //go:embed tab.js
 var tabScript string
 
+// starts is how often the browser is started for a test.
+const starts = 3
+
 // chrome starts the browser for a test, with a typeface of packages as the
 // system's.
 func chrome(t *testing.T, typeface string) (context.Context, *browser) {
@@ -49,12 +52,23 @@ func chrome(t *testing.T, typeface string) (context.Context, *browser) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := c.start(t.TempDir(), typeface)
-	if err != nil {
-		t.Fatal(err)
+	// Now and then Chromium ends right after its start.
+	for try := 1; ; try++ {
+		b, err := c.start(t.TempDir(), typeface)
+		if err == nil {
+			var blank *tab
+			if blank, err = b.open(ctx, "about:blank", view{width: 360}); err == nil {
+				blank.close(ctx)
+				t.Cleanup(b.stop)
+				return ctx, b
+			}
+			b.stop()
+		}
+		if try == starts {
+			t.Fatalf("after %d starts: %v", starts, err)
+		}
+		t.Logf("the browser is started again: %v", err)
 	}
-	t.Cleanup(b.stop)
-	return ctx, b
 }
 
 // guarded is a context for one page: on a busy machine all of them together take
