@@ -160,7 +160,7 @@ func readPartitions(c console, file string) (*config.File, error) {
 }
 
 func check(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "check", " FILE", "Reads a partition file, or with - the standard input, and holds each of its partitions against the GPUs of this\nnode, or of --inventory. What is wrong goes to standard error as file:line: reason.")
+	fs := newFlags(c, "check", " FILE", "Reads a partition file, or the standard input where it is -, and holds each of its\npartitions against the GPUs of this node, or of --inventory. What is wrong goes to standard error as file:line: reason.")
 	var d driverFlags
 	d.register(fs)
 	var from, partition string

@@ -219,7 +219,6 @@ func run(ctx context.Context, c console, args []string) error {
 
 	var watchdog *guard.Guard
 	var cluster *kube.Client
-	var lowering *agent.Lowering
 	options := agent.Options{
 		Domain:         f.domain,
 		ResourceDomain: f.resourceDomain,
@@ -256,8 +255,8 @@ func run(ctx context.Context, c console, args []string) error {
 			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
 			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
 			Allocatable: func(amounts map[string]int64) {
-				if lowering != nil {
-					lowering.See(amounts)
+				if worlds.Lowering != nil {
+					worlds.Lowering.See(amounts)
 				}
 			},
 		})
@@ -267,8 +266,7 @@ func run(ctx context.Context, c console, args []string) error {
 		metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
 		worlds.Cluster = cluster
 		if f.schedulers.lowerAllocatable {
-			lowering = agent.NewLowering(cluster, metrics.Lowered, log)
-			worlds.Lowering = lowering
+			worlds.Lowering = agent.NewLowering(cluster, metrics.Lowered, log)
 		}
 		if f.schedulers.gpuNode.value != "off" {
 			worlds.GPUNodes = cluster
@@ -284,8 +282,8 @@ func run(ctx context.Context, c console, args []string) error {
 		worlds.Features = features(f.node.nfdDir)
 	}
 	var sent func(resource string, healthy int)
-	if lowering != nil {
-		sent = lowering.Sent
+	if worlds.Lowering != nil {
+		sent = worlds.Lowering.Sent
 	}
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
 		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: metrics,

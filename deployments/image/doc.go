@@ -4,9 +4,10 @@
 //
 // An image holds the programs, the files below etc, and of Debian's packages the few files
 // that the programs and the driver's library need. debian.lock names the packages, with their
-// versions and hashes, so the same lock always gives the same files. They are fetched by apt from the mirror that this machine uses, held against the hash, and read
-// without being installed. What the programs are linked against comes from there too. No
-// file of the machine itself gets in.
+// versions and hashes, so the same lock always gives the same files. They are fetched by apt
+// from the mirror that this machine uses, held against the hash, and read without being
+// installed. What the programs are linked against comes from there too. No file of the
+// machine itself gets in.
 //
 // The same commit gives the same digest, wherever and whenever it is built: entries are
 // sorted, owned by root, and dated as the commit.

@@ -191,7 +191,7 @@ func (m *machine) look(s *state, over bool) bool {
 		if i := slices.Index(m.words, name); i >= 0 {
 			return int(s.value[i])
 		}
-		return 0 // nobody has written it
+		return 0 // its value before the first write
 	}
 	return m.p.always != nil && !m.p.always(word) || over && m.p.never != nil && m.p.never(word, func(name string) int {
 		return int(s.register[slices.Index(m.registers, name)])

@@ -116,9 +116,8 @@ func TestLifeOfARelease(t *testing.T) {
 	churn.end()
 
 	b.uninstall(newer)
-	var left []string
 	err = lab.Await(ctx, time.Minute, "everything to be as it was before", func(context.Context) error {
-		if left = differences(before, b.everything()); len(left) > 0 {
+		if left := differences(before, b.everything()); len(left) > 0 {
 			return errors.New(strings.Join(left, "\n"))
 		}
 		return nil

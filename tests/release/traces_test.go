@@ -3,8 +3,6 @@
 package release
 
 import (
-	"bufio"
-	"bytes"
 	"errors"
 	"io/fs"
 	"os"
@@ -86,8 +84,8 @@ func (b *bench) mounts(all map[string]bool) {
 	b.Helper()
 	data, err := os.ReadFile(b.node.File("/proc/1/mountinfo"))
 	must(b.T, err)
-	for lines := bufio.NewScanner(bytes.NewReader(data)); lines.Scan(); {
-		at := strings.Fields(lines.Text())[4]
+	for line := range strings.Lines(string(data)) {
+		at := strings.Fields(line)[4]
 		if !slices.ContainsFunc(others, func(dir string) bool { return strings.HasPrefix(at, dir+"/") }) {
 			all["mount "+at] = true
 		}
