@@ -33,6 +33,14 @@ const (
 	helmVersion       = "v3.19.0"
 )
 
+// Versions that a node can be made of in place of those: see choices.
+const (
+	kubernetes134 = "v1.34.1"
+	kubernetes137 = "v1.37.0"
+	containerd17  = "v1.7.30"
+	crioVersion   = "v1.34.0"
+)
+
 const (
 	pauseImage   = "localhost/pause:test"
 	busyboxImage = "localhost/busybox:test"
@@ -137,13 +145,17 @@ func build(ctx context.Context, l Layout, source string, with []string) error {
 	return nil
 }
 
-// optional are the parts that no node is made from, by the name that --with takes: what
-// some tests run on one.
+// optional are the parts that no node is made from unless it is asked for, by the name that
+// --with takes: what some tests run on one, and other versions.
 func (l Layout) optional(source, goVersion string) map[string]part {
 	const liqo = "github.com/liqotech/liqo/cmd/"
 	// As in a released Helm, which takes a cluster that it does not ask for one of its client's version.
 	const kubernetes = " -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=34"
 	return map[string]part{
+		"kubernetes-1.34": l.kubernetes(source, goVersion, kubernetes134),
+		"kubernetes-1.37": l.kubernetes(source, goVersion, kubernetes137),
+		containerd17Part:  l.containerd(source, goVersion, containerd17),
+		crioPart:          l.crio(source, goVersion),
 		"kueue": l.goPart(source, goVersion, "Kueue "+kueueVersion, "kueue", 3, "takes about 5 minutes on 2 cores", []string{"kueue"},
 			"-ldflags=-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion="+kueueVersion, "sigs.k8s.io/kueue/cmd/kueue"),
 		"liqo": l.goPart(source, goVersion, "Liqo "+liqoVersion, "liqo", 5, "takes about 10 minutes on 2 cores: its libraries are of another Kubernetes",
@@ -192,8 +204,6 @@ func (l Layout) parts(source, goVersion string) []part {
 	goPart := func(name, module string, gib uint64, slow string, outputs []string, flags ...string) part {
 		return l.goPart(source, goVersion, name, module, gib, slow, outputs, flags...)
 	}
-	const version = "k8s.io/component-base/version."
-	const containerd = "github.com/containerd/containerd/v2"
 	pause := goPart("pause", ".", 0, "", []string{"pause"}, "-ldflags=-s -w", "./pause")
 	pause.inputs = []string{filepath.Join(source, "pause")} // it imports the standard library only
 	base := part{
@@ -206,18 +216,17 @@ func (l Layout) parts(source, goVersion string) []part {
 			name: "Debian packages", needs: []string{"apt-get", "dpkg"}, gib: 1,
 			args:    append([]string{debianRelease(), runtime.GOARCH}, debianPackages...),
 			outputs: []string{"debian/usr/sbin/runc", "debian/usr/lib/cni/bridge", "debian/bin/busybox", "bin/runc", "bin/busybox"},
-			build:   func(ctx context.Context, _ *part) error { return l.unpackDebian(ctx) },
+			build: func(ctx context.Context, _ *part) error {
+				if err := l.unpackDebian(ctx, l.path("debian"), debianPackages); err != nil {
+					return err
+				}
+				return errors.Join(l.symlink("../debian/usr/sbin/runc", "runc"), l.symlink("../debian/bin/busybox", "busybox"))
+			},
 		},
 		goPart("etcd "+etcdVersion, "etcd", 1, "", []string{"etcd"},
 			"-ldflags=-s -w", "go.etcd.io/etcd/server/v3"),
-		goPart("containerd "+containerdVersion, "containerd", 2, "takes a minute or two on 2 cores",
-			[]string{"containerd", "containerd-shim-runc-v2", "ctr"},
-			"-tags=osusergo netgo static_build urfave_cli_no_docs", "-ldflags=-s -w -X "+containerd+"/version.Version="+containerdVersion,
-			containerd+"/cmd/containerd", containerd+"/cmd/containerd-shim-runc-v2", containerd+"/cmd/ctr"),
-		goPart("Kubernetes "+kubernetesVersion, "kubernetes", 6, "takes about 5 minutes on 2 cores",
-			[]string{"kubernetes", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
-			"-ldflags=-s -w -X "+version+"gitVersion="+kubernetesVersion+" -X "+version+"gitTreeState=clean -X "+
-				version+"gitMajor=1 -X "+version+"gitMinor="+strings.Split(kubernetesVersion, ".")[1], "."),
+		l.containerd(source, goVersion, containerdVersion),
+		l.kubernetes(source, goVersion, kubernetesVersion),
 		pause,
 		{
 			name: "dlopen-check", needs: []string{"gcc"}, inputs: []string{filepath.Join(source, "images")}, outputs: []string{"bin/dlopen-check"},
@@ -291,7 +300,7 @@ func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []s
 	}
 	target := temporary + "/"
 	if packages == 1 {
-		target += outputs[0]
+		target += filepath.Base(outputs[0])
 	}
 	args := append([]string{"build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-o", target}, flags...)
 	if err := command(ctx, dir, []string{env, "GOFLAGS=", "GOWORK=off"}, "go", args...); err != nil {
@@ -299,7 +308,7 @@ func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []s
 	}
 	for i, o := range outputs {
 		if packages == 1 && i > 0 {
-			if err := l.symlink(outputs[0], o); err != nil {
+			if err := l.symlink(filepath.Base(outputs[0]), o); err != nil {
 				return err
 			}
 			continue
@@ -317,7 +326,7 @@ func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []s
 
 // symlink makes bin/name point to target, replacing what was there.
 func (l Layout) symlink(target, name string) error {
-	temporary := l.bin("." + name + ".new")
+	temporary := l.bin(name + ".new")
 	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -329,17 +338,17 @@ func (l Layout) symlink(target, name string) error {
 
 // output has make write bin/name, which is replaced when it succeeded.
 func (l Layout) output(name string, make func(file string) error) error {
-	temporary := l.bin("." + name + ".new")
+	temporary := l.bin(name + ".new")
 	if err := make(temporary); err != nil {
 		return err
 	}
 	return os.Rename(temporary, l.bin(name))
 }
 
-// unpackDebian downloads packages and unpacks them below the cache. apt is
+// unpackDebian downloads packages and unpacks them into a directory of the cache. apt is
 // given a cache of its own, and lists of its own when the host's do not know a
 // package, so that it writes nothing elsewhere.
-func (l Layout) unpackDebian(ctx context.Context) error {
+func (l Layout) unpackDebian(ctx context.Context, dir string, packages []string) error {
 	downloads, err := os.MkdirTemp(l.path("apt"), "download-")
 	if err != nil {
 		return err
@@ -347,7 +356,7 @@ func (l Layout) unpackDebian(ctx context.Context) error {
 	defer os.RemoveAll(downloads)
 	own := []string{"-q", "-o", "Dir::Cache=" + l.path("apt", "cache"), "-o", "APT::Sandbox::User=root"}
 	download := append(append([]string{}, own...), "download")
-	download = append(download, debianPackages...)
+	download = append(download, packages...)
 	if err := command(ctx, downloads, nil, "apt-get", download...); err != nil {
 		fmt.Println("the host's package lists do not serve; fetching lists of our own")
 		own = append(own, "-o", "Dir::State::Lists="+l.path("apt", "lists"))
@@ -355,7 +364,7 @@ func (l Layout) unpackDebian(ctx context.Context) error {
 			return fmt.Errorf("fetch package lists: %w", err)
 		}
 		download = append(own[:len(own):len(own)], "download")
-		if err := command(ctx, downloads, nil, "apt-get", append(download, debianPackages...)...); err != nil {
+		if err := command(ctx, downloads, nil, "apt-get", append(download, packages...)...); err != nil {
 			return fmt.Errorf("download packages: %w", err)
 		}
 	}
@@ -363,8 +372,8 @@ func (l Layout) unpackDebian(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if len(archives) != len(debianPackages) {
-		return fmt.Errorf("download packages: asked for %d, got %d", len(debianPackages), len(archives))
+	if len(archives) != len(packages) {
+		return fmt.Errorf("download packages: asked for %d, got %d", len(packages), len(archives))
 	}
 	sort.Strings(archives)
 	unpacked := filepath.Join(downloads, "root")
@@ -373,29 +382,26 @@ func (l Layout) unpackDebian(ctx context.Context) error {
 			return fmt.Errorf("unpack %s: %w", filepath.Base(a), err)
 		}
 	}
-	if err := os.RemoveAll(l.path("debian")); err != nil {
+	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}
-	if err := os.Rename(unpacked, l.path("debian")); err != nil {
-		return err
-	}
-	return errors.Join(l.symlink("../debian/usr/sbin/runc", "runc"), l.symlink("../debian/bin/busybox", "busybox"))
+	return os.Rename(unpacked, dir)
 }
 
-// libraryLinks returns the libraries of the unpacked programs that the host
+// libraryLinks returns the libraries of a program of unpacked Debian packages that the host
 // lacks: path in the node to file in the cache.
-func libraryLinks(l Layout) (map[string]string, error) {
+func libraryLinks(root, program string) (map[string]string, error) {
 	dirs := libraryDirs()
 	for _, d := range dirs {
-		dirs = append(dirs, l.path("debian", d))
+		dirs = append(dirs, filepath.Join(root, d))
 	}
-	libs, err := libraries(l.path("debian", "usr", "sbin", "runc"), dirs)
+	libs, err := libraries(filepath.Join(root, program), dirs)
 	if err != nil {
-		return nil, fmt.Errorf("find runc's libraries: %w", err)
+		return nil, fmt.Errorf("find the libraries of %s: %w", filepath.Base(program), err)
 	}
 	links := map[string]string{}
 	for _, lib := range libs {
-		if inside, ok := strings.CutPrefix(lib, l.path("debian")+"/"); ok {
+		if inside, ok := strings.CutPrefix(lib, root+"/"); ok {
 			links["/"+inside] = lib
 		}
 	}
@@ -502,11 +508,17 @@ func checkRights() error {
 // minimumFree is what a node may write while it runs: images, etcd and logs.
 const minimumFree = 1 << 30
 
-// checkBuilt says what keeps a node from starting with what the cache has.
-func checkBuilt(l Layout) error {
+// checkBuilt says what keeps a node from starting with what the cache has, parts of other
+// versions included.
+func checkBuilt(l Layout, others ...string) error {
 	for _, p := range l.parts("", "") {
 		if file := l.missing(p); file != "" {
 			return fmt.Errorf("%s is missing; 'cluster build' makes it", file)
+		}
+	}
+	for _, name := range others {
+		if file := l.missing(l.optional("", "")[name]); file != "" {
+			return fmt.Errorf("%s is missing; 'cluster build --with %s' makes it", file, name)
 		}
 	}
 	free, err := freeBytes(l.cache)

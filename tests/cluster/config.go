@@ -11,25 +11,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The processes that make a node. etcd, containerd and the API server start at once; the
-// others when the API server answers.
+// The processes that make a node. etcd, the container runtime and the API server start at
+// once; the others when the API server answers.
 const (
 	procEtcd       = "etcd"
 	procContainerd = "containerd"
+	procCRIO       = "crio"
 	procAPI        = "kube-apiserver"
 	procKubelet    = "kubelet"
 	procScheduler  = "kube-scheduler"
 	procController = "kube-controller-manager"
 )
 
-const containerdSocket = "/run/containerd/containerd.sock"
-
 // nodeProcesses returns the command lines of a node; one that has joined another has no
 // control plane. Paths are the node's own.
 func nodeProcesses(spec Spec) []Process {
 	const etc = "/etc/kubernetes/"
 	commands := [][]string{
-		{procContainerd, "--config=/etc/containerd/config.toml"},
+		spec.runtime().command,
 		{procKubelet, "--config=" + etc + "kubelet.yaml", "--config-dir=" + etc + "kubelet.d", "--kubeconfig=" + etc + "kubelet.conf",
 			"--hostname-override=" + spec.Name, "--node-ip=" + spec.nodeIP(), "--node-labels=" + spec.Labels},
 	}
@@ -95,14 +94,12 @@ func writeConfig(n Node, l Layout, spec Spec) (admin, error) {
 		return admin{}, err
 	}
 	files["kubelet.yaml"] = []byte(kubeletConfig(spec))
-	snapshotter := "overlayfs"
 	var st unix.Statfs_t
-	if unix.Statfs(n.dir, &st) == nil && st.Type == unix.OVERLAYFS_SUPER_MAGIC {
-		snapshotter = "native" // an overlay cannot hold another one's upper layer
-	}
-	all := map[string][]byte{
-		"containerd/config.toml":     []byte(containerdConfig(l, snapshotter)),
-		"cni/net.d/10-node.conflist": []byte(cniConfig(spec)),
+	// An overlay cannot hold another one's upper layer.
+	overlays := unix.Statfs(n.dir, &st) != nil || st.Type != unix.OVERLAYFS_SUPER_MAGIC
+	all := map[string][]byte{"cni/net.d/10-node.conflist": []byte(cniConfig(spec))}
+	for name, content := range spec.runtime().config(l, overlays) {
+		all[name] = []byte(content)
 	}
 	for name, content := range files {
 		all["kubernetes/"+name] = content
@@ -154,36 +151,7 @@ maxPods: %d
 imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: 50Mi, nodefs.available: "0%%", nodefs.inodesFree: "0%%", imagefs.available: "0%%", imagefs.inodesFree: "0%%"}
 eventRecordQPS: 0
-`, spec.cgroup(), containerdSocket, spec.nodeIP(), spec.MaxPods)
-}
-
-func containerdConfig(l Layout, snapshotter string) string {
-	return fmt.Sprintf(`version = 3
-root = "/var/lib/containerd"
-state = "/run/containerd"
-
-[grpc]
-  address = %[1]q
-
-[plugins."io.containerd.cri.v1.images"]
-  snapshotter = %[2]q
-[plugins."io.containerd.cri.v1.images".pinned_images]
-  sandbox = %[3]q
-
-[plugins."io.containerd.cri.v1.runtime"]
-  # Lowering a score takes CAP_SYS_RESOURCE.
-  restrict_oom_score_adj = true
-  enable_cdi = true
-  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
-[plugins."io.containerd.cri.v1.runtime".cni]
-  bin_dirs = [%[4]q]
-  conf_dir = "/etc/cni/net.d"
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
-  runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
-  BinaryName = %[5]q
-  SystemdCgroup = false
-`, containerdSocket, snapshotter, pauseImage, l.path("debian", "usr", "lib", "cni"), runtimeLink)
+`, spec.cgroup(), spec.runtime().socket, spec.nodeIP(), spec.MaxPods)
 }
 
 func cniConfig(spec Spec) string {

@@ -106,7 +106,7 @@ func (n Node) kubectlEnv() []string {
 
 // nodeEnv is base as a process inside a node should see it.
 func nodeEnv(l Layout, base []string) []string {
-	return withEnv(base, "PATH="+l.path("bin")+":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+	return withEnv(base, "PATH="+kubernetesLink+":"+programsLink+":"+l.path("bin")+":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 		"KUBECONFIG=/etc/kubernetes/admin.conf", "KUBECACHEDIR=/run/kubectl", "KUBERC=off", "TMPDIR=/tmp")
 }
 
@@ -196,19 +196,40 @@ func execHelperMain(argv []string) error {
 	return nil
 }
 
-// load imports an image archive into containerd's namespace of the kubelet.
+// load imports an image archive into containerd's namespace of the kubelet, or into the storage
+// of CRI-O.
 func (n Node) load(ctx context.Context, l Layout, file string) error {
+	spec, err := n.spec()
+	if err != nil {
+		return fmt.Errorf("load image %s: %w", file, err)
+	}
+	commands := [][]string{{"ctr", "--namespace", "k8s.io", "images", "import", "--local", "-"}}
+	if spec.Runtime == crioPart {
+		if commands, err = crioLoad(file); err != nil {
+			return fmt.Errorf("load image %s: %w", file, err)
+		}
+	}
+	for _, command := range commands {
+		if err := n.loadBy(ctx, l, file, command); err != nil {
+			return fmt.Errorf("load image %s: %w", file, err)
+		}
+	}
+	return nil
+}
+
+// loadBy gives an archive to a command inside the node.
+func (n Node) loadBy(ctx context.Context, l Layout, file string, command []string) error {
 	f, err := os.Open(file)
 	if err != nil {
-		return fmt.Errorf("load image: %w", err)
+		return err
 	}
 	defer f.Close()
-	cmd := n.command(ctx, l, "ctr", "--namespace", "k8s.io", "images", "import", "--local", "-")
+	cmd := n.command(ctx, l, command...)
 	cmd.Stdin = f
 	var out strings.Builder
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := n.enter(cmd); err != nil {
-		return fmt.Errorf("load image %s: %w: %s", file, err, strings.TrimSpace(out.String()))
+		return fmt.Errorf("%w: %s", err, strings.TrimSpace(out.String()))
 	}
 	return nil
 }

@@ -117,7 +117,7 @@ func (l Layout) lock(name string) (unlock func(), err error) {
 //	control      unix socket of the node's first process
 //	logs/        a log for each process, and pods/
 //	etc/         configuration, bind-mounted into the node's /etc
-//	containerd/  containerd's root, on the cache's own file system
+//	runtime/     the container runtime's layers, on the cache's own file system
 //	root/        empty on the host; inside, where the node's root is put together
 type Node struct{ name, dir string }
 
@@ -139,12 +139,15 @@ type Spec struct {
 	MaxPods int
 	// PromptStatus has the kubelet look at its node every second, not every ten.
 	PromptStatus bool
+	// Kubernetes and Runtime are parts of other versions that the node is made of; "" is the
+	// usual one.
+	Kubernetes, Runtime string
 	// EndsWith are processes with whose end, of the first of them, the node ends.
 	EndsWith []identity
 	// Join is the node whose control plane this one has; nil for one of its own.
 	Join *Joined
-	// Links maps paths in the node to what they point to: libraries of
-	// programs in the cache that the host has not installed.
+	// Links maps paths in the node to what they point to: programs of other versions, and
+	// libraries of programs in the cache that the host has not installed.
 	Links map[string]string
 }
 

@@ -19,6 +19,7 @@ usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; wh
 
   build                              fetch and build every part that the cache lacks
   up      [--name N] [--join NODE] [--label k=v,...] [--bind DIR]... [--max-pods COUNT] [--with-parent] [--timeout D]
+          [--kubernetes VERSION] [--runtime PART]
                                      start a node; returns when it is Ready
                                        --join NODE     no control plane: it is of the cluster of NODE, which runs, and ends with it
                                        --bind DIR      the host's directory DIR is also there inside, writable, at the same path
@@ -62,6 +63,8 @@ func main() {
 		err = execHelperMain(os.Args[1:])
 	case os.Args[0] == runtimeLink:
 		err = unpinnedMain(os.Args[1:])
+	case os.Args[0] == unscoredLink:
+		err = unscoredMain(os.Args[1:])
 	default:
 		err = run(os.Args[1:])
 	}
@@ -168,8 +171,13 @@ func kubectlCommand(_ context.Context, l Layout, args []string) error {
 		return err
 	}
 	env := withEnv(os.Environ(), n.kubectlEnv()...)
-	if err := syscall.Exec(l.bin("kubectl"), append([]string{"kubectl"}, rest...), env); err != nil {
-		return fmt.Errorf("run %s: %w", l.bin("kubectl"), err)
+	spec, err := n.spec()
+	if err != nil {
+		return err
+	}
+	program := l.path("bin", spec.Kubernetes, "kubectl")
+	if err := syscall.Exec(program, append([]string{"kubectl"}, rest...), env); err != nil {
+		return fmt.Errorf("run %s: %w", program, err)
 	}
 	return nil
 }

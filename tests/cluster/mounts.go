@@ -160,12 +160,12 @@ func makeDirectories(root string, n Node, spec Spec) error {
 		binds = append(binds, [2]string{dir, dir})
 	}
 	binds = append(binds,
-		[2]string{n.path("containerd"), "/var/lib/containerd"},
+		[2]string{n.path("runtime"), spec.runtime().state},
 		[2]string{n.path("etcd"), "/var/lib/etcd"},
-		[2]string{n.path("logs", "pods"), "/var/log/pods"},
-		[2]string{n.path("etc", "cni"), "/etc/cni"},
-		[2]string{n.path("etc", "containerd"), "/etc/containerd"},
-		[2]string{n.path("etc", "kubernetes"), "/etc/kubernetes"})
+		[2]string{n.path("logs", "pods"), "/var/log/pods"})
+	for _, dir := range spec.runtime().etc() {
+		binds = append(binds, [2]string{n.path("etc", dir), "/etc/" + dir})
+	}
 	for _, b := range binds {
 		if err := os.MkdirAll(root+b[1], 0o755); err != nil {
 			return err

@@ -21,6 +21,11 @@ func TestVersions(t *testing.T) {
 		"liqo":       "require github.com/liqotech/liqo " + liqoVersion + "\n",
 		"kuberay":    "require github.com/ray-project/kuberay/ray-operator " + kuberayVersion + "\n",
 		"helm":       "\thelm.sh/helm/v3 " + helmVersion + " ",
+
+		"kubernetes/v1.34": "\tk8s.io/kubernetes " + kubernetes134 + "\n",
+		"kubernetes/v1.37": "\tk8s.io/kubernetes " + kubernetes137 + "\n",
+		"containerd/v1.7":  "\tgithub.com/containerd/containerd " + containerd17 + " ",
+		"crio":             "\tgithub.com/cri-o/cri-o " + crioVersion + " ",
 	} {
 		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
 		if err != nil {
@@ -209,6 +214,8 @@ func TestUsageErrors(t *testing.T) {
 		{[]string{"kubectl", "get", "pods"}, "does not run"},
 		{[]string{"up", "--name", "Upper"}, "lower-case"},
 		{[]string{"up", "--bind", "/no/such/place"}, "bind /no/such/place"},
+		{[]string{"up", "--kubernetes", "1.2"}, "there are 1.34, 1.37"},
+		{[]string{"up", "--runtime", "rkt"}, "there are containerd-1.7, crio-1.34"},
 		{[]string{"down", "--name", "../x"}, "no node is called so"},
 		{[]string{"path", "moon"}, `no path "moon"`},
 		{[]string{"cpusets", "lose"}, "it is keep or drop"},
@@ -248,12 +255,12 @@ func TestWithoutCPUs(t *testing.T) {
 		{`{"linux":{"resources":{}}}`, `{"linux":{"resources":{}}}`, []string{"linux", "resources", "cpu"}},
 		{`{"linux":null}`, `{"linux":null}`, []string{"linux", "resources", "cpu"}},
 	} {
-		got, err := without([]byte(test.in), test.path...)
+		got, err := without([]byte(test.in), cpuKeys, test.path...)
 		if err != nil || string(got) != test.want {
 			t.Errorf("%s without CPUs is %s (%v), want %s", test.in, got, err, test.want)
 		}
 	}
-	if _, err := without([]byte(`{"linux":7}`), "linux", "resources"); err == nil {
+	if _, err := without([]byte(`{"linux":7}`), cpuKeys, "linux", "resources"); err == nil {
 		t.Error("a number was taken for an object")
 	}
 }

@@ -30,6 +30,8 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 		"who waits for a change of what the node offers then waits for a second, and sees what no user does")
 	join := fs.String("join", "", "the node whose cluster this one is to be of: it has no control plane of its own then, and ends with the other")
 	withParent := fs.Bool("with-parent", false, "end the node when the calling process ends")
+	kubernetes := fs.String("kubernetes", "", "another `VERSION` of Kubernetes: "+strings.Join(otherKubernetes, ", ")+"; 'cluster build --with kubernetes-VERSION' builds it")
+	runtime := fs.String("runtime", "", "another `PART` as container runtime: "+strings.Join(otherRuntimes, ", ")+"; 'cluster build --with PART' builds it")
 	timeout := fs.Duration("timeout", 3*time.Minute, "how long the node may take to be Ready")
 	var binds list
 	fs.Var(&binds, "bind", "directory of the host that is there inside, writable, at the same path; repeatable")
@@ -40,6 +42,9 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 		return fmt.Errorf("name %q: a node's name has up to 32 lower-case letters, digits and hyphens", *name)
 	}
 	spec := Spec{Name: *name, Cache: l.cache, Labels: *labels, MaxPods: *maxPods, PromptStatus: *prompt}
+	if err := spec.choose(*kubernetes, *runtime); err != nil {
+		return err
+	}
 	for _, b := range binds {
 		dir, err := filepath.Abs(b)
 		if err != nil {
@@ -65,7 +70,7 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 	if err := checkRights(); err != nil {
 		return err
 	}
-	if err := checkBuilt(l); err != nil {
+	if err := checkBuilt(l, spec.others()...); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, *timeout)
@@ -114,12 +119,12 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 	if err := os.RemoveAll(n.dir); err != nil {
 		return fmt.Errorf("clear %s: %w", n.dir, err)
 	}
-	for _, dir := range []string{"root", "containerd", "etcd", "logs/pods", "etc"} {
+	for _, dir := range []string{"root", "runtime", "etcd", "logs/pods", "etc"} {
 		if err := os.MkdirAll(n.path(dir), 0o755); err != nil {
 			return fmt.Errorf("make the node's directory: %w", err)
 		}
 	}
-	if spec.Links, err = libraryLinks(l); err != nil {
+	if spec.Links, err = links(l, n, spec); err != nil {
 		return err
 	}
 	if err := claimSlot(l, n, &spec); err != nil {
@@ -229,7 +234,7 @@ func (b *bringUp) run(ctx context.Context, a admin) error {
 		}
 		return nil
 	}
-	if err := start(procEtcd, procContainerd, procAPI); err != nil {
+	if err := start(procEtcd, b.spec.runtime().process, procAPI); err != nil {
 		return err
 	}
 	images := make(chan error, 1)
@@ -263,8 +268,9 @@ func (b *bringUp) run(ctx context.Context, a admin) error {
 
 func (b *bringUp) loadImages(ctx context.Context) error {
 	// Seen from here, the node's files are below its first process's root.
-	socket := fmt.Sprintf("/proc/%d/root%s", b.state.Init.PID, containerdSocket)
-	if err := b.await(ctx, procContainerd, func() error {
+	runtime := b.spec.runtime()
+	socket := fmt.Sprintf("/proc/%d/root%s", b.state.Init.PID, runtime.socket)
+	if err := b.await(ctx, runtime.process, func() error {
 		conn, err := net.Dial("unix", socket)
 		if err == nil {
 			conn.Close()
@@ -273,9 +279,9 @@ func (b *bringUp) loadImages(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	b.progress.step("containerd answers")
+	b.progress.step("%s answers", runtime.process)
 	if err := b.n.load(ctx, b.l, b.l.path("images", "base.tar")); err != nil {
-		return fmt.Errorf("%w\n%s", err, tail(b.n.log(procContainerd)))
+		return fmt.Errorf("%w\n%s", err, tail(b.n.log(runtime.process)))
 	}
 	b.progress.step("images are loaded")
 	return nil
@@ -497,7 +503,7 @@ func end(l Layout, n Node) error {
 	if len(left) > 0 {
 		return fmt.Errorf("end node %s: left behind: %s", n.name, strings.Join(left, "; "))
 	}
-	for _, name := range []string{"containerd", "etcd", "etc", "kubectl", "root", "kubeconfig", "control", "spec.json", "state.json", "namespaces.json"} {
+	for _, name := range []string{"runtime", "etcd", "etc", "kubectl", "root", "kubeconfig", "control", "spec.json", "state.json", "namespaces.json"} {
 		if err := os.RemoveAll(n.path(name)); err != nil {
 			return fmt.Errorf("end node %s: %w", n.name, err)
 		}

@@ -343,6 +343,13 @@ func TestCleanup(t *testing.T) {
 	}
 
 	b.must(pod.Delete(b.ctx))
+	b.cleanedUp()
+}
+
+// cleanedUp waits for the clean-up, which must leave nothing of the agent but what its
+// operator has set.
+func (b *bench) cleanedUp() {
+	b.Helper()
 	b.must(lab.Await(b.ctx, waitLong, "the clean-up", func(ctx context.Context) error {
 		clean, says, err := agent.Uninstalled(ctx)
 		if err == nil && !clean {

@@ -33,7 +33,14 @@ const (
 // nodeName is the node's: two may run at the same time.
 var nodeName string
 
-func init() { flag.StringVar(&nodeName, "node", "e2e", "what the node is called") }
+// versions are what the node is of.
+var versions lab.NodeOptions
+
+func init() {
+	flag.StringVar(&nodeName, "node", "e2e", "what the node is called")
+	flag.StringVar(&versions.Kubernetes, "kubernetes", "", "another version of Kubernetes, such as 1.34, than the usual one")
+	flag.StringVar(&versions.Runtime, "runtime", "", "another container runtime, such as containerd-1.7, than the usual one")
+}
 
 // The one node of all tests; set by start, once.
 var (
@@ -50,7 +57,7 @@ var start = sync.OnceValue(func() error {
 	if kit, err = lab.NewKit(os.Stderr); err != nil {
 		return err
 	}
-	steps := kit.Steps()
+	steps := kit.Steps(versions.Parts()...)
 	if *built {
 		steps = nil
 	}
@@ -58,7 +65,8 @@ var start = sync.OnceValue(func() error {
 		lab.Step{Name: "a node", Run: func(ctx context.Context) (err error) {
 			// Most tests merely wait for what the node offers; see usersStatus for those
 			// whose figures depend on it.
-			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true, PromptStatus: true}); err != nil {
+			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true, PromptStatus: true,
+				Kubernetes: versions.Kubernetes, Runtime: versions.Runtime}); err != nil {
 				return err
 			}
 			if found, err := cgroups(); err != nil || len(found) == 0 {

@@ -30,14 +30,12 @@ func count(short, full int) int {
 // processes are the first processes of all containers of these pods that run.
 func (b *bench) processes(pods ...*lab.RunningPod) map[string]lab.Process {
 	b.Helper()
-	all, err := node.Containers(b.ctx)
-	b.must(err)
 	out := map[string]lab.Process{}
 	for _, pod := range pods {
 		s, err := pod.State(b.ctx)
 		b.must(err)
 		for name, c := range s.Containers {
-			if p, ok := all[c.ID]; ok {
+			if p, err := node.InitProcess(c.ID); err == nil {
 				out[pod.Name+"/"+name] = p
 			}
 		}

@@ -84,14 +84,19 @@ type Step struct {
 }
 
 // Steps build or fetch everything that a node, the emulated driver and the
-// agent's image are made of. Each leaves alone what stands already.
-func (k *Kit) Steps() []Step {
+// agent's image are made of, parts of other versions included. Each leaves alone what stands
+// already.
+func (k *Kit) Steps(parts ...string) []Step {
+	build := []string{"build"}
+	for _, part := range parts {
+		build = append(build, "--with", part)
+	}
 	return []Step{
 		{"the program that runs nodes", func(ctx context.Context) error {
 			return k.Run(ctx, "go", "-C", "tests/cluster", "build", "-buildvcs=false", "-o", k.Bin("cluster"), ".")
 		}},
 		{"Kubernetes, etcd, containerd, test images", func(ctx context.Context) error {
-			return k.Run(ctx, k.Bin("cluster"), "build")
+			return k.Run(ctx, k.Bin("cluster"), build...)
 		}},
 		{"the emulated driver", func(ctx context.Context) error {
 			// No libc: it runs inside nodes and, for the demo, inside containers.

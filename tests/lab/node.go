@@ -24,6 +24,7 @@ import (
 const (
 	Kubelet    = "kubelet"
 	Containerd = "containerd"
+	CRIO       = "crio"
 	APIServer  = "kube-apiserver"
 	Scheduler  = "kube-scheduler"
 )
@@ -36,7 +37,9 @@ type Node struct {
 	api  *api
 	// root is where this machine sees the node's files.
 	root string
-	pods *node.PodResources
+	// runtime is the process that makes containers.
+	runtime string
+	pods    *node.PodResources
 }
 
 // NodeOptions say how a node is started.
@@ -52,6 +55,20 @@ type NodeOptions struct {
 	// the node offers and measures nothing that depends on when the scheduler
 	// hears of it; who does, calls UsersStatus first.
 	PromptStatus bool
+	// Kubernetes and Runtime are others than the usual ones, as `cluster up` knows them, such
+	// as 1.34 and containerd-1.7.
+	Kubernetes, Runtime string
+}
+
+// Parts are what `cluster build` has to build for the node beside the usual parts.
+func (o NodeOptions) Parts() (parts []string) {
+	if o.Kubernetes != "" {
+		parts = append(parts, "kubernetes-"+o.Kubernetes)
+	}
+	if o.Runtime != "" {
+		parts = append(parts, o.Runtime)
+	}
+	return parts
 }
 
 // Up starts a node and returns when it is Ready.
@@ -66,15 +83,25 @@ func (k *Kit) Up(ctx context.Context, o NodeOptions) (*Node, error) {
 	if o.PromptStatus {
 		args = append(args, "--prompt-status")
 	}
+	if o.Kubernetes != "" {
+		args = append(args, "--kubernetes", o.Kubernetes)
+	}
+	if o.Runtime != "" {
+		args = append(args, "--runtime", o.Runtime)
+	}
 	if err := k.Run(ctx, k.Bin("cluster"), args...); err != nil {
 		return nil, err
 	}
-	return k.Attach(ctx, o.Name)
+	n, err := k.Attach(ctx, o.Name)
+	if err == nil && strings.HasPrefix(o.Runtime, CRIO) {
+		n.runtime = CRIO
+	}
+	return n, err
 }
 
 // Attach returns a node that runs already.
 func (k *Kit) Attach(ctx context.Context, name string) (*Node, error) {
-	n := &Node{Name: name, kit: k}
+	n := &Node{Name: name, kit: k, runtime: Containerd}
 	config, err := n.Kubectl(ctx, nil, "config", "view", "--raw", "-o", "json")
 	if err != nil {
 		return nil, err
@@ -259,6 +286,19 @@ func (n *Node) restartKubelet(ctx context.Context, end func(context.Context, str
 	return n.newWord(ctx, old.Heartbeat)
 }
 
+// RestartRuntime stops the container runtime, starts it anew and waits until the kubelet says
+// that the node is ready with it.
+func (n *Node) RestartRuntime(ctx context.Context) error {
+	old, err := n.State(ctx)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(n.Stop(ctx, n.runtime), n.StartAgain(ctx, n.runtime)); err != nil {
+		return err
+	}
+	return n.newWord(ctx, old.Heartbeat)
+}
+
 // newWord waits for a status of the kubelet's that is newer than another, and
 // says that it is ready.
 func (n *Node) newWord(ctx context.Context, than time.Time) error {
@@ -317,6 +357,9 @@ type State struct {
 	Ready      bool
 	// Heartbeat is when the kubelet wrote its status last, in whole seconds.
 	Heartbeat time.Time
+	// Kubelet and Runtime are the versions that the kubelet tells, such as v1.36.3 and
+	// containerd://v2.3.7.
+	Kubelet, Runtime string
 }
 
 // Condition is one of the Node's.
@@ -334,6 +377,7 @@ func (n *Node) State(ctx context.Context) (State, error) {
 		Metadata struct{ Labels, Annotations map[string]string }
 		Status   struct {
 			Capacity, Allocatable map[string]string
+			NodeInfo              struct{ KubeletVersion, ContainerRuntimeVersion string }
 			Conditions            []struct {
 				Condition
 				Type              string
@@ -344,7 +388,8 @@ func (n *Node) State(ctx context.Context) (State, error) {
 	if err := n.api.get(ctx, n.path(), &o); err != nil {
 		return State{}, err
 	}
-	s := State{Labels: o.Metadata.Labels, Annotations: o.Metadata.Annotations, Conditions: map[string]Condition{}}
+	s := State{Labels: o.Metadata.Labels, Annotations: o.Metadata.Annotations, Conditions: map[string]Condition{},
+		Kubelet: o.Status.NodeInfo.KubeletVersion, Runtime: o.Status.NodeInfo.ContainerRuntimeVersion}
 	var err error
 	if s.Capacity, err = extended(o.Status.Capacity); err != nil {
 		return State{}, err

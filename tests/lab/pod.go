@@ -699,15 +699,17 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 	if container == "" {
 		container = "main"
 	}
-	before, err := p.State(ctx)
-	if err != nil {
+	var before PodState
+	var process Process
+	if err := Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run", container, p.Name), func(ctx context.Context) (err error) {
+		if before, err = p.State(ctx); err == nil {
+			process, err = p.node.InitProcess(before.Containers[container].ID)
+		}
+		return err
+	}); err != nil {
 		return err
 	}
 	// Not by exec: a kubelet that is new may not know the pod yet.
-	process, err := p.Process(ctx, container)
-	if err != nil {
-		return err
-	}
 	if err := p.node.Signal(ctx, process, "TERM"); err != nil {
 		return err
 	}
