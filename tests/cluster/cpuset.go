@@ -95,8 +95,20 @@ func unpinnedMain(args []string) error {
 	command, value := runcCommand(args)
 	switch command {
 	case "create", "run":
-		if err := editConfig(value, cpuKeys, "linux", "resources", "cpu"); err != nil {
-			return fmt.Errorf("take the CPUs out: %w", err)
+		if value == "" {
+			value = "."
+		}
+		file := filepath.Join(value, "config.json")
+		old, err := os.ReadFile(file)
+		if err != nil {
+			return fmt.Errorf("read the container's configuration: %w", err)
+		}
+		config, err := without(old, "linux", "resources", "cpu")
+		if err == nil {
+			err = os.WriteFile(file, config, 0o600)
+		}
+		if err != nil {
+			return fmt.Errorf("take the CPUs out of %s: %w", file, err)
 		}
 	case "update":
 		if value != "-" {
@@ -106,7 +118,7 @@ func unpinnedMain(args []string) error {
 		if err != nil {
 			return fmt.Errorf("read the container's resources: %w", err)
 		}
-		resources, err := without(old, cpuKeys, "cpu")
+		resources, err := without(old, "cpu")
 		if err == nil {
 			err = replaceStdin(resources)
 		}
@@ -116,29 +128,6 @@ func unpinnedMain(args []string) error {
 	}
 	if err := syscall.Exec(runc, append([]string{"runc"}, args...), os.Environ()); err != nil {
 		return fmt.Errorf("run %s: %w", runc, err)
-	}
-	return nil
-}
-
-var cpuKeys = []string{"cpus", "mems"}
-
-// editConfig takes keys out of an object of a container's configuration, by the object's path
-// in it. The bundle is the container's directory.
-func editConfig(bundle string, keys []string, path ...string) error {
-	if bundle == "" {
-		bundle = "."
-	}
-	file := filepath.Join(bundle, "config.json")
-	old, err := os.ReadFile(file)
-	if err != nil {
-		return fmt.Errorf("read the container's configuration: %w", err)
-	}
-	config, err := without(old, keys, path...)
-	if err == nil {
-		err = os.WriteFile(file, config, 0o600)
-	}
-	if err != nil {
-		return fmt.Errorf("change %s: %w", file, err)
 	}
 	return nil
 }
@@ -168,24 +157,23 @@ func runcCommand(args []string) (command, value string) {
 	return command, ""
 }
 
-// without returns a JSON object without some keys of the one that a path leads to;
-// all else stays byte for byte, but for the order of keys.
-func without(data []byte, keys []string, path ...string) ([]byte, error) {
+// without returns a JSON object without the CPUs and memory nodes of the one that
+// a path leads to; all else stays byte for byte, but for the order of keys.
+func without(data []byte, path ...string) ([]byte, error) {
 	var o map[string]json.RawMessage
 	if err := json.Unmarshal(data, &o); err != nil {
 		return nil, err
 	}
 	if len(path) == 0 {
-		for _, key := range keys {
-			delete(o, key)
-		}
+		delete(o, "cpus")
+		delete(o, "mems")
 		return json.Marshal(o)
 	}
 	inner, ok := o[path[0]]
 	if !ok || bytes.Equal(inner, []byte("null")) {
 		return data, nil
 	}
-	inner, err := without(inner, keys, path[1:]...)
+	inner, err := without(inner, path[1:]...)
 	if err != nil {
 		return nil, err
 	}

@@ -63,8 +63,8 @@ func main() {
 		err = execHelperMain(os.Args[1:])
 	case os.Args[0] == runtimeLink:
 		err = unpinnedMain(os.Args[1:])
-	case os.Args[0] == unscoredLink:
-		err = unscoredMain(os.Args[1:])
+	case os.Args[0] == crioRunc:
+		err = crioRuncMain(os.Args[1:])
 	default:
 		err = run(os.Args[1:])
 	}

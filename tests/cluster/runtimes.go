@@ -3,13 +3,16 @@
 package main
 
 import (
+	"archive/tar"
+	"bytes"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
-
-	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
 // containerRuntime is what tells one container runtime from another on a node.
@@ -144,47 +147,119 @@ plugin_dirs = [%[2]q]
 cgroup_manager = "cgroupfs"
 cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
 default_runtime = "runc"
+# It would take iptables or nftables, and no pod has a port of the node's.
+disable_hostport_mapping = true
 pinns_path = %[3]q
 [crio.runtime.runtimes.runc]
 runtime_path = %[4]q
 runtime_root = "/run/runc"
 monitor_path = %[5]q
 monitor_cgroup = "pod"
-`, pauseImage, l.cniPrograms(), l.bin(crioPart+"/pinns"), unscoredLink, l.path(crioDebian, conmonProgram)),
+`, pauseImage, l.cniPrograms(), l.bin(crioPart+"/pinns"), crioRunc, l.path(crioDebian, conmonProgram)),
 	}
 }
 
 // crioLoad are the commands that load an archive's images into the storage of CRI-O, each with
 // the archive as its input.
 func crioLoad(file string) ([][]string, error) {
-	manifest, err := tarball.LoadManifest(func() (io.ReadCloser, error) { return os.Open(file) })
+	f, err := os.Open(file)
 	if err != nil {
 		return nil, err
 	}
-	var commands [][]string
-	for _, image := range manifest {
-		for _, tag := range image.RepoTags {
-			commands = append(commands, []string{"copyimg", "--image-name", tag, "--import-from", "docker-archive:/dev/stdin:" + tag})
+	defer f.Close()
+	// What names the images in the two kinds of archives; one may be of both.
+	var docker []struct{ RepoTags []string }
+	var oci struct {
+		Manifests []struct{ Annotations map[string]string }
+	}
+	files := map[string]any{"manifest.json": &docker, "index.json": &oci}
+	archive := tar.NewReader(f)
+	for {
+		header, err := archive.Next()
+		if err == io.EOF {
+			break
 		}
+		if err != nil {
+			return nil, err
+		}
+		if v, ok := files[header.Name]; ok {
+			if err := json.NewDecoder(archive).Decode(v); err != nil {
+				return nil, fmt.Errorf("read its %s: %w", header.Name, err)
+			}
+		}
+	}
+	transport, names := "docker-archive", []string(nil)
+	for _, image := range docker {
+		names = append(names, image.RepoTags...)
+	}
+	if len(names) == 0 {
+		transport = "oci-archive"
+		for _, m := range oci.Manifests {
+			names = append(names, m.Annotations["org.opencontainers.image.ref.name"])
+		}
+	}
+	if len(names) == 0 {
+		return nil, errors.New("it has no image with a name, neither as docker nor as OCI has it")
+	}
+	var commands [][]string
+	for _, name := range names {
+		commands = append(commands, []string{"copyimg", "--image-name", name, "--import-from", transport + ":/dev/stdin:" + name})
 	}
 	return commands, nil
 }
 
-// CRI-O gives runc what the kubelet asks for of a container's out-of-memory score, and lowering
-// a score takes CAP_SYS_RESOURCE. It starts what this link leads to: this program, which is runc
-// but for that score.
-const unscoredLink = "/run/node/runc-unscored"
+// CRI-O gives runc what containerd keeps back where a machine cannot have it. It starts what this
+// link leads to: this program, which is runc but for that.
+const crioRunc = "/run/node/runc-for-crio"
 
-// unscoredMain takes the score out of what runc is told of a container, and becomes what makes
-// the node's containers.
-func unscoredMain(args []string) error {
+// crioRuncMain takes out of a container's configuration what may be too much, and becomes what
+// makes the node's containers.
+func crioRuncMain(args []string) error {
 	if command, bundle := runcCommand(args); command == "create" || command == "run" {
-		if err := editConfig(bundle, []string{"oomScoreAdj"}, "process"); err != nil {
-			return fmt.Errorf("take the out-of-memory score out: %w", err)
+		file := filepath.Join(bundle, "config.json")
+		old, err := os.ReadFile(file)
+		if err != nil {
+			return fmt.Errorf("read the container's configuration: %w", err)
+		}
+		config, err := modest(old)
+		if err == nil {
+			err = os.WriteFile(file, config, 0o600)
+		}
+		if err != nil {
+			return fmt.Errorf("change %s: %w", file, err)
 		}
 	}
 	if err := syscall.Exec(runtimeLink, append([]string{runtimeLink}, args...), os.Environ()); err != nil {
 		return fmt.Errorf("run %s: %w", runtimeLink, err)
 	}
 	return nil
+}
+
+// modest is a container's configuration without an out-of-memory score and without
+// CAP_SYS_RESOURCE, which it takes to lower one and which nobody can give who lacks it, and without
+// limits of huge pages, whose controller may not be mounted.
+func modest(data []byte) ([]byte, error) {
+	var config struct {
+		Process struct{ Capabilities map[string][]string }
+	}
+	var all map[string]any
+	numbers := json.NewDecoder(bytes.NewReader(data))
+	numbers.UseNumber() // some are too large for a float
+	if err := errors.Join(json.Unmarshal(data, &config), numbers.Decode(&all)); err != nil {
+		return nil, err
+	}
+	capabilities := config.Process.Capabilities
+	for set, names := range capabilities {
+		capabilities[set] = slices.DeleteFunc(names, func(name string) bool { return name == "CAP_SYS_RESOURCE" })
+	}
+	if process, ok := all["process"].(map[string]any); ok {
+		delete(process, "oomScoreAdj")
+		process["capabilities"] = capabilities
+	}
+	if linux, ok := all["linux"].(map[string]any); ok {
+		if resources, ok := linux["resources"].(map[string]any); ok {
+			delete(resources, "hugepageLimits")
+		}
+	}
+	return json.Marshal(all)
 }

@@ -152,7 +152,7 @@ func links(l Layout, n Node, spec Spec) (map[string]string, error) {
 		all[programsLink] = l.bin(spec.Runtime)
 	}
 	if spec.Runtime == crioPart {
-		self := n.path("runc-unscored")
+		self := n.path("runc-for-crio")
 		if err := copySelf(self); err != nil {
 			return nil, err
 		}
@@ -161,7 +161,7 @@ func links(l Layout, n Node, spec Spec) (map[string]string, error) {
 			return nil, err
 		}
 		maps.Copy(all, more)
-		all[unscoredLink] = self
+		all[crioRunc] = self
 	}
 	return all, nil
 }

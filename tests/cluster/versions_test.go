@@ -77,13 +77,11 @@ func TestImagesOfAnArchiveForCRIO(t *testing.T) {
 	}
 }
 
-func TestScoreOfAContainer(t *testing.T) {
-	bundle := t.TempDir()
-	file := writeTestFile(t, filepath.Join(bundle, "config.json"), `{"process":{"oomScoreAdj":-997,"cwd":"/"},"root":{}}`, 0o600)
-	if err := editConfig(bundle, []string{"oomScoreAdj"}, "process"); err != nil {
-		t.Fatal(err)
-	}
-	if b, err := os.ReadFile(file); err != nil || string(b) != `{"process":{"cwd":"/"},"root":{}}` {
-		t.Errorf("it is %s (%v)", b, err)
+func TestModestConfiguration(t *testing.T) {
+	got, err := modest([]byte(`{"process":{"oomScoreAdj":-997,"cwd":"/","capabilities":{"bounding":["CAP_KILL","CAP_SYS_RESOURCE"]}},` +
+		`"linux":{"resources":{"hugepageLimits":[{}],"cpu":{"shares":18446744073709551615}}}}`))
+	want := `{"linux":{"resources":{"cpu":{"shares":18446744073709551615}}},"process":{"capabilities":{"bounding":["CAP_KILL"]},"cwd":"/"}}`
+	if err != nil || string(got) != want {
+		t.Errorf("got %s (%v), want %s", got, err, want)
 	}
 }

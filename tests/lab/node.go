@@ -37,7 +37,7 @@ type Node struct {
 	api  *api
 	// root is where this machine sees the node's files.
 	root string
-	// runtime is the process that makes containers.
+	// runtime is the process that makes containers, and part of its socket's name.
 	runtime string
 	pods    *node.PodResources
 }
@@ -289,14 +289,16 @@ func (n *Node) restartKubelet(ctx context.Context, end func(context.Context, str
 // RestartRuntime stops the container runtime, starts it anew and waits until the kubelet says
 // that the node is ready with it.
 func (n *Node) RestartRuntime(ctx context.Context) error {
-	old, err := n.State(ctx)
-	if err != nil {
+	if err := errors.Join(n.Stop(ctx, n.runtime), n.StartAgain(ctx, n.runtime), n.runtimeAnswers(ctx)); err != nil {
 		return err
 	}
-	if err := errors.Join(n.Stop(ctx, n.runtime), n.StartAgain(ctx, n.runtime)); err != nil {
+	return Await(ctx, time.Minute, "the node to be ready", func(ctx context.Context) error {
+		s, err := n.State(ctx)
+		if err == nil && !s.Ready {
+			err = fmt.Errorf("it is %s", s.Conditions["Ready"])
+		}
 		return err
-	}
-	return n.newWord(ctx, old.Heartbeat)
+	})
 }
 
 // newWord waits for a status of the kubelet's that is newer than another, and

@@ -133,7 +133,11 @@ func (n *Node) Containers(ctx context.Context) (map[string]Process, error) {
 // InitProcess is the first process of a container, by the ID that the runtime
 // has for it. Unlike Containers it asks nobody, not even a runtime that is away.
 func (n *Node) InitProcess(container string) (Process, error) {
-	data, err := os.ReadFile(n.File("/run/containerd/io.containerd.runtime.v2.task/k8s.io/" + container + "/init.pid"))
+	file := "/run/containerd/io.containerd.runtime.v2.task/k8s.io/" + container + "/init.pid"
+	if n.runtime == CRIO {
+		file = "/run/containers/storage/overlay-containers/" + container + "/userdata/pidfile"
+	}
+	data, err := os.ReadFile(n.File(file))
 	if err != nil {
 		return Process{}, err
 	}

@@ -58,7 +58,7 @@ func (n *Node) Reboot(ctx context.Context, off func(context.Context) error) erro
 // find it ends, and nobody here starts it again as a user's machine would.
 func (n *Node) runtimeAnswers(ctx context.Context) error {
 	return Await(ctx, time.Minute, "the container runtime", func(ctx context.Context) error {
-		conn, err := new(net.Dialer).DialContext(ctx, "unix", n.File("/run/containerd/containerd.sock"))
+		conn, err := new(net.Dialer).DialContext(ctx, "unix", n.File("/run/"+n.runtime+"/"+n.runtime+".sock"))
 		if err != nil {
 			return err
 		}
