@@ -69,6 +69,9 @@
 // five seconds after its start. What only some tests run on a node is built where it
 // is asked for: `cluster build --with kueue`, or `--with liqo`. So is Helm, which needs no node.
 //
+// Other versions of Kubernetes, containerd 1.7 and CRI-O are built likewise, and chosen when a
+// node starts: `cluster up --kubernetes 1.34 --runtime containerd-1.7`.
+//
 // No registry is involved: `cluster image` assembles images from files of this
 // machine, the product's own too, and `cluster load` imports them. A node starts
 // with localhost/busybox:test, localhost/glibc:test (busybox, the C library,

@@ -29,7 +29,7 @@ func TestVersions(t *testing.T) {
 	is, err := version.ParseGeneric(s.Kubelet)
 	b.must(err)
 	name, release, _ := strings.Cut(s.Runtime, "://")
-	row := fmt.Sprintf("| %s | %s %s |", is, name, strings.TrimPrefix(release, "v"))
+	row := fmt.Sprintf("| %s | %s %s ", is, name, strings.TrimPrefix(release, "v"))
 	b.Logf("this node is %s", row)
 	if doc, err := os.ReadFile(filepath.Join(kit.Root, "docs", "support.md")); err != nil || !strings.Contains(string(doc), "\n"+row) {
 		b.Errorf("docs/support.md has no row %s (%v)", row, err)

@@ -102,6 +102,9 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	release := test("deployments/image", "-count=1", long, ".")
+	row := func(versions string) command {
+		return test(".", "-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix", versions)
+	}
 	if soak {
 		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending, &release} {
 			c.args = append(c.args, "-long")
@@ -249,6 +252,15 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 				// With -long a real node is among them, see pieces.
 				name: "lending", what: "GPUs lent to other clusters through the real Liqo", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
 				commands: []command{lending},
+			},
+			stage{
+				name: "versions", what: "Kubernetes 1.34 and 1.37, containerd 1.7 for the test node", after: []string{"node"}, lane: beside,
+				commands: []command{run(bin("cluster"), "build", "--with", "kubernetes-1.34", "--with", "kubernetes-1.37", "--with", "containerd-1.7")},
+			},
+			stage{
+				// The usual versions are the row of the stage e2e.
+				name: "matrix", what: "the short form of e2e on nodes of other versions", after: []string{"emulator", "image", "versions"}, behind: []string{"node tests"}, lane: second, lacks: root,
+				commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7")},
 			},
 			stage{
 				name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
