@@ -204,7 +204,7 @@ func (r *replay) pass(to time.Duration) {
 	for i := range r.inv.GPUs {
 		if u := r.inv.GPUs[i].UUID; r.users[u] > 0 {
 			r.busy += took
-			r.given += took * r.share[u]
+			r.given += float64(took * r.share[u]) // not fused: the same on every architecture
 		} else {
 			delete(r.share, u) // to the last bit
 		}
