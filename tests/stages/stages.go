@@ -102,8 +102,8 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	release := test("deployments/image", "-count=1", long, ".")
-	row := func(versions string) command {
-		return test(".", "-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix", versions)
+	row := func(versions ...string) command {
+		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
 	}
 	if soak {
 		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending, &release} {
@@ -254,13 +254,13 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 				commands: []command{lending},
 			},
 			stage{
-				name: "versions", what: "Kubernetes 1.34 and 1.37, containerd 1.7 for the test node", after: []string{"node"}, lane: beside,
-				commands: []command{run(bin("cluster"), "build", "--with", "kubernetes-1.34", "--with", "kubernetes-1.37", "--with", "containerd-1.7")},
+				name: "versions", what: "Kubernetes 1.34 and 1.37, containerd 1.7 and CRI-O for the test node", after: []string{"node"}, lane: beside,
+				commands: []command{run(bin("cluster"), "build", "--with", "kubernetes-1.34", "--with", "kubernetes-1.37", "--with", "containerd-1.7", "--with", "crio-1.34")},
 			},
 			stage{
 				// The usual versions are the row of the stage e2e.
 				name: "matrix", what: "the short form of e2e on nodes of other versions", after: []string{"emulator", "image", "versions"}, behind: []string{"node tests"}, lane: second, lacks: root,
-				commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7")},
+				commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7"), row("-kubernetes=1.34", "-runtime=crio-1.34")},
 			},
 			stage{
 				name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
