@@ -728,7 +728,7 @@ func TestMIGOnDemand(t *testing.T) {
 		}
 	})
 	b.sub("agent-killed", func(b *bench) {
-		b.crowd(count(12, 200), crowdOptions{disturb: every(5*time.Second, 1000, agent.Crash)})
+		b.crowd(count(12, 200), crowdOptions{disturb: every(5*time.Second, count(8, 1000), agent.Crash)})
 	})
 	b.sub("calls-fail", func(b *bench) {
 		for _, call := range []string{"nvml*Create*Instance*", "nvml*InstanceDestroy"} {
