@@ -2,8 +2,9 @@
 
 #include "attempt.h"
 
-/* How long to wait for another's attempt, and how often to look whether its owner lives. */
-enum { PATIENCE_US = 500 * 1000, LOOK_US = 4000 };
+/* How long to wait for one attempt of another's, and for all that come first: a busy machine may
+ * keep a queue of many processes waiting. And how often to look whether the owner lives. */
+enum { PATIENCE_US = 500 * 1000, QUEUE_US = 16 * PATIENCE_US, LOOK_US = 4000 };
 
 static uint64_t turn_of(const struct account *a, uint64_t word)
 {
@@ -27,9 +28,14 @@ static bool gone(struct account *a, uint64_t word)
 
 bool attempt_begin(struct account *a)
 {
-    uint64_t *at = &a->usage->attempt, word = 0, looks = LOOK_US;
-    for (struct wait w = {0}; w.napped < PATIENCE_US;) {
+    uint64_t *at = &a->usage->attempt, word = 0, last = 0, since = 0, looks = LOOK_US;
+    for (struct wait w = {0}; w.napped - since < PATIENCE_US && w.napped < QUEUE_US;) {
         word = count_read(at);
+        if (word != last) {
+            last = word;
+            since = w.napped;
+            looks = since + LOOK_US;
+        }
         bool over = !(uint32_t)word || (w.napped >= looks && gone(a, word));
         if (w.napped >= looks)
             looks = w.napped + LOOK_US;

@@ -16,7 +16,8 @@
 
 #include "count.h"
 
-/* attempt_begin waits for the turn, half a second at most. False: it did not get it. */
+/* attempt_begin waits for the turn, half a second at most for each that has it before, and eight
+ * seconds in all. False: it did not get it. */
 bool attempt_begin(struct account *a);
 void attempt_end(struct account *a);
 
