@@ -94,9 +94,8 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	e2eOfPieces := test(".", "-count=1", long, "./tests/e2e", "-built", "-run", pieces, "-node=pieces")
 	crash := test(".", "-count=1", long, "./tests/crash")
 	caps := test(".", "-count=1", long, "./tests/memcap")
-	crowd := test(".", "-count=1", long, "./tests/crowd")
+	crowds := test(".", "-count=1", long, "./tests/crowd", "./tests/fleet")
 	burst := test(".", "-count=1", long, "./tests/burst", "-built")
-	fleet := test(".", "-count=1", long, "./tests/fleet")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	manifests := test(".", "-count=1", long, "./deployments", "-skip", "^TestChart")
 	queues := test(".", "-count=1", long, "./tests/queues")
@@ -106,7 +105,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
 	}
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowd, &burst, &fleet, &manifests, &queues, &lending, &release} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowds, &burst, &manifests, &queues, &lending, &release} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -181,10 +180,6 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{e2eOfPieces},
 		},
 		{
-			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, lane: beside, lacks: root,
-			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
-		},
-		{
 			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside,
 			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
 		},
@@ -197,17 +192,22 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
 		},
 		{
-			// It builds the same next agent as the pieces.
-			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, lacks: root,
-			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
+			commands: []command{crowds},
+		},
+		{
+			// Not beside: who waits for a reading, or for others of its container, waits for so long and no longer.
+			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, lane: second, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
 		},
 		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
-			commands: []command{crowd, fleet},
+			// It builds the same next agent as the pieces.
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{
 			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
