@@ -42,9 +42,11 @@ type Options struct {
 	GPUs  int
 	// Entries are the lines of its partition.
 	Entries []string
-	// Agent is the program's path, and Args are flags beside those that a node needs.
+	// Agent is the program's path, and Args are flags beside those that a node needs. Under is
+	// what runs it, such as an emulator of the processor that it was built for.
 	Agent string
 	Args  []string
+	Under []string
 	// Kubelet is the version that the Node says, "" if it says none.
 	Kubelet string
 }
@@ -104,9 +106,10 @@ func Start(t *testing.T, s *plane.Server, o Options) *Node {
 	if err := n.Says(t, nil); err != nil {
 		t.Fatal(err)
 	}
-	n.pid = plane.Background(t, o.Agent, append([]string{"run", "--driver-root", at("driver"), "--config", n.config, "--evict-after", "1", "--kubelet-dir", at("kubelet"), "--cdi-dir", at("cdi"),
+	agent := slices.Concat(o.Under, []string{o.Agent, "run", "--driver-root", at("driver"), "--config", n.config, "--evict-after", "1", "--kubelet-dir", at("kubelet"), "--cdi-dir", at("cdi"),
 		"--state-dir", at("state"), "--pod", pod.Namespace + "/" + pod.Name, "--http", "", "--runtime-endpoint", "unix://" + at("cri.sock"), "--proc-root", at("proc"),
-		"--host-root", "/", "--kubeconfig", s.Kubeconfig(t, nil), "--node-name", n.Name, "--node-labels", "none"}, o.Args...)...)
+		"--host-root", "/", "--kubeconfig", s.Kubeconfig(t, nil), "--node-name", n.Name, "--node-labels", "none"}, o.Args)
+	n.pid = plane.Background(t, agent[0], agent[1:]...)
 	if slices.ContainsFunc(o.Entries, func(e string) bool { return strings.Contains(e, "api: dra") }) {
 		n.register(t, at("kubelet", "plugins_registry", Driver+"-reg.sock"))
 	}

@@ -101,11 +101,12 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	queues := test(".", "-count=1", long, "./tests/queues")
 	lending := test(".", "-count=1", long, "./tests/liqo")
 	release := test("deployments/image", "-count=1", long, ".")
+	arm64 := test(".", "-count=1", long, "./tests/arm64")
 	row := func(versions ...string) command {
 		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
 	}
 	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowds, &burst, &manifests, &queues, &lending, &release} {
+		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowds, &burst, &manifests, &queues, &lending, &release, &arm64} {
 			c.args = append(c.args, "-long")
 		}
 	}
@@ -182,6 +183,11 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 		{
 			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside,
 			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
+		},
+		{
+			// It takes the image's packages, and the API server.
+			name: "arm64", what: "the agent, its libraries and its packages' tests on an emulated arm64, with pages of 64 KiB", after: []string{"image", "node"}, lane: beside,
+			commands: []command{arm64},
 		},
 		{
 			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lane: beside, lacks: root,
@@ -356,7 +362,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
+var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
 
 // goPackage is one of the product's, by its import path.
 type goPackage struct {

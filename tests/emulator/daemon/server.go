@@ -357,13 +357,17 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 }
 
 func (c *client) makePage() error {
-	const size = emulator.PageWords * 8
+	const (
+		size = emulator.PageWords * 8
+		// Programs map whole pages, which have 64 KiB on some processors.
+		file = 64 << 10
+	)
 	fd, err := unix.MemfdCreate("gpu-emulator", unix.MFD_CLOEXEC)
 	if err != nil {
 		return fmt.Errorf("make page: %w", err)
 	}
 	c.page = os.NewFile(uintptr(fd), "page")
-	if err := c.page.Truncate(size); err != nil {
+	if err := c.page.Truncate(file); err != nil {
 		c.page.Close()
 		return fmt.Errorf("make page: %w", err)
 	}

@@ -4,12 +4,12 @@ package install
 
 import (
 	"bytes"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 
@@ -23,8 +23,23 @@ import (
 // socket of this name into every container, so workloads reach it too.
 const Socket = "run/nvidia-persistenced/socket"
 
-// libraries is where Debian has them for the processor of this program.
-var libraries = "usr/lib/" + map[string]string{"amd64": "x86_64", "arm64": "aarch64"}[runtime.GOARCH] + "-linux-gnu"
+// folders is where Debian has libraries, by the processor that they are for.
+var folders = map[elf.Machine]string{elf.EM_X86_64: "usr/lib/x86_64-linux-gnu", elf.EM_AARCH64: "usr/lib/aarch64-linux-gnu"}
+
+// Libraries is where, below the driver root, Debian has the libraries of a folder that
+// lib.Build filled.
+func Libraries(built string) (string, error) {
+	f, err := elf.Open(filepath.Join(built, lib.NVML))
+	if err != nil {
+		return "", fmt.Errorf("find the libraries' processor: %w", err)
+	}
+	defer f.Close()
+	at := folders[f.Machine]
+	if at == "" {
+		return "", fmt.Errorf("%s: the emulated driver is not for %v", built, f.Machine)
+	}
+	return at, nil
+}
 
 const firmware = "lib/firmware/nvidia"
 
@@ -46,7 +61,11 @@ var fillers = []string{"libnvidia-cfg.so", "libnvidia-gpucomp.so", "libnvidia-nv
 // Driver lays the driver's files below dir, the driver root: built is the
 // folder that lib.Build filled. What is there already is replaced.
 func Driver(dir, built string, w *emulator.World) error {
-	err := versioned(dir, w.DriverVersion(), func(name string) ([]byte, error) {
+	libraries, err := Libraries(built)
+	if err != nil {
+		return err
+	}
+	err = versioned(dir, libraries, w.DriverVersion(), func(name string) ([]byte, error) {
 		if slices.Contains(fillers, name) {
 			name = lib.Other
 		}
@@ -75,8 +94,8 @@ func Driver(dir, built string, w *emulator.World) error {
 func trailer(v string) []byte { return fmt.Appendf(nil, "\ndriver %s\n", v) }
 
 // versioned lays what carries the driver's version in its name: firmware, and
-// libraries as they were built.
-func versioned(dir, v string, built func(library string) ([]byte, error)) error {
+// libraries as they were built, in their folder.
+func versioned(dir, libraries, v string, built func(library string) ([]byte, error)) error {
 	links := map[string]string{lib.CUDA: lib.CUDA + ".1"}
 	for _, name := range append([]string{lib.NVML, lib.CUDA}, fillers...) {
 		to := filepath.Join(libraries, name+"."+v)
@@ -105,9 +124,13 @@ func versioned(dir, v string, built func(library string) ([]byte, error)) error 
 // does: new files, links that lead to them, and the old files gone. Programs
 // that have those loaded keep them.
 func upgrade(dir, v string) error {
-	target, err := os.Readlink(filepath.Join(dir, libraries, lib.NVML+".1"))
-	if err != nil {
-		return fmt.Errorf("find the installed version: %w", err)
+	var libraries, target string
+	for _, at := range folders {
+		if to, err := os.Readlink(filepath.Join(dir, at, lib.NVML+".1")); err == nil {
+			libraries, target = at, to
+		} else if !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("find the installed version: %w", err)
+		}
 	}
 	old, ok := strings.CutPrefix(target, lib.NVML+".")
 	if !ok {
@@ -117,7 +140,7 @@ func upgrade(dir, v string) error {
 		return nil
 	}
 	at := func(library string) string { return filepath.Join(dir, libraries, library+"."+old) }
-	err = versioned(dir, v, func(library string) ([]byte, error) {
+	err := versioned(dir, libraries, v, func(library string) ([]byte, error) {
 		data, err := os.ReadFile(at(library))
 		return bytes.TrimSuffix(data, trailer(old)), err
 	})

@@ -84,9 +84,29 @@ func Build(ctx context.Context, dir, header string) error {
 		return fmt.Errorf("build driver libraries: %w", err)
 	}
 	for _, f := range []string{NVML, CUDA, Other, SMI} {
+		if err := Pad(filepath.Join(tmp, f)); err != nil {
+			return err
+		}
 		if err := os.Rename(filepath.Join(tmp, f), filepath.Join(dir, f)); err != nil {
 			return fmt.Errorf("keep %s: %w", f, err)
 		}
+	}
+	return nil
+}
+
+// largest is the size of the largest pages of a processor, in bytes.
+const largest = 64 << 10
+
+// Pad makes a program or library end with its last page, however large
+// pages are. A kernel needs no such thing. But qemu, which plays large pages on a machine with
+// small ones, maps the last page only as far as the file goes, and variables beside it are lost.
+func Pad(file string) error {
+	info, err := os.Stat(file)
+	if err == nil {
+		err = os.Truncate(file, (info.Size()+largest-1)/largest*largest)
+	}
+	if err != nil {
+		return fmt.Errorf("pad %s: %w", file, err)
 	}
 	return nil
 }
@@ -114,7 +134,7 @@ func stamp(ctx context.Context, header string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("ask gcc for its version: %w", err)
 	}
-	fmt.Fprintf(h, "%s%s%s%q", gcc, exports, cudaExports, flags)
+	fmt.Fprintf(h, "%s%s%s%q%d", gcc, exports, cudaExports, flags, largest)
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 

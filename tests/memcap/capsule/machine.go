@@ -23,11 +23,12 @@ type Machine struct {
 	// Driver is the driver root.
 	Driver string
 
-	stop  context.CancelFunc
-	ended chan error
+	libraries string // where containers have the driver's
+	stop      context.CancelFunc
+	ended     chan error
 }
 
-// Libraries is where containers have the driver's libraries.
+// Libraries is where containers have the driver's libraries, those of amd64.
 const Libraries = "/usr/lib/x86_64-linux-gnu"
 
 // Start makes the world of a spec, lays its driver's files below dir and serves
@@ -44,12 +45,16 @@ func Start(ctx context.Context, dir string, spec emulator.Spec) (*Machine, error
 	if err := install.Driver(dir, built, w); err != nil {
 		return nil, err
 	}
+	libraries, err := install.Libraries(built)
+	if err != nil {
+		return nil, err
+	}
 	l, err := daemon.Listen(filepath.Join(dir, install.Socket))
 	if err != nil {
 		return nil, err
 	}
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
-	m := &Machine{World: w, Driver: dir, stop: stop, ended: make(chan error, 1)}
+	m := &Machine{World: w, Driver: dir, libraries: "/" + libraries, stop: stop, ended: make(chan error, 1)}
 	server := &daemon.Server{World: w}
 	go func() { m.ended <- server.Serve(serving, l) }()
 	return m, nil
@@ -77,10 +82,10 @@ func (m *Machine) Plain(gpus ...int) (specs.ContainerEdits, Image) {
 	image := Image{Links: map[string]string{}}
 	for _, name := range []string{emulib.CUDA, emulib.NVML} {
 		versioned := name + "." + st.Driver
-		edits.Mounts = append(edits.Mounts, bind(filepath.Join(m.Driver, Libraries, versioned), filepath.Join(Libraries, versioned)))
+		edits.Mounts = append(edits.Mounts, bind(filepath.Join(m.Driver, m.libraries, versioned), filepath.Join(m.libraries, versioned)))
 		// As NVIDIA's hooks do inside the container.
-		image.Links[filepath.Join(Libraries, name+".1")] = versioned
-		image.Links[filepath.Join(Libraries, name)] = name + ".1"
+		image.Links[filepath.Join(m.libraries, name+".1")] = versioned
+		image.Links[filepath.Join(m.libraries, name)] = name + ".1"
 	}
 	edits.Mounts = append(edits.Mounts,
 		bind(filepath.Join(m.Driver, "usr/bin/nvidia-smi"), "/usr/bin/nvidia-smi"),

@@ -205,7 +205,7 @@ static void stepped(const char *what, struct cell *c)
 {
     struct account a = {0};
     must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
-    ptrace(PTRACE_TRACEME, 0, 0, 0);
+    must(ptrace(PTRACE_TRACEME, 0, 0, 0) == 0, "it may not be traced and does not stop");
     raise(SIGSTOP);
     if (!strcmp(what, "others"))
         a.first = NULL;

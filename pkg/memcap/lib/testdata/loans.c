@@ -64,7 +64,7 @@ static void borrower(char **a, char **b)
     both.others = account_other(b[0], b[1]);
     both.keeps_far = 0;
     must(both.others != NULL, "open the other page");
-    ptrace(PTRACE_TRACEME, 0, 0, 0);
+    must(ptrace(PTRACE_TRACEME, 0, 0, 0) == 0, "it may not be traced and does not stop");
     raise(SIGSTOP);
     take(&other, 4 * MIB);
     take(&both, 3 * MIB);

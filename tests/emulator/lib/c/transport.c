@@ -21,6 +21,7 @@
 enum {
     PROTOCOL = 2,
     PAGE_WORDS = 2048,
+    PAGE_BYTES = 64 << 10, /* what is mapped: whole pages, however large they are here */
     REPLY_HEAD = 16,
     REPLY_STATIC = 1,
     IDLE_MAX = 64,
@@ -209,7 +210,7 @@ static int hello_locked(int fd, uint64_t *load)
     }
     if (r == 0) {
         /* In place, since a thread may be reading the page of before. */
-        void *at = mmap((void *)page, PAGE_WORDS * 8, PROT_READ | PROT_WRITE, MAP_SHARED | (page ? MAP_FIXED : 0), shared, 0);
+        void *at = mmap((void *)page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | (page ? MAP_FIXED : 0), shared, 0);
         if (at == MAP_FAILED)
             r = -1;
         else
@@ -522,7 +523,7 @@ static void in_child(void)
     pthread_mutex_init(&lock, NULL);
     hang_up_locked();
     if (page)
-        munmap((void *)page, PAGE_WORDS * 8);
+        munmap((void *)page, PAGE_BYTES);
     page = NULL;
 }
 
@@ -538,6 +539,6 @@ __attribute__((destructor)) static void unload(void)
     hang_up_locked();
     forget_answers();
     if (page)
-        munmap((void *)page, PAGE_WORDS * 8);
+        munmap((void *)page, PAGE_BYTES);
     page = NULL;
 }
