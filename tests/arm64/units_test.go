@@ -46,6 +46,7 @@ var nodes = []string{"pkg/gpu/nvml"}
 var short = map[string]string{
 	"internal/atomicfile": ".",
 	"internal/state":      ".",
+	"pkg/gpu/nvml":        "^Test(Capabilities|EachProfileAtEachPlace|Health|LinksAreCountedAgain|Splits)$",
 	"pkg/memcap/lib":      "^Test(Layout|PageBytes|Exports|NeedsLittle|AwkwardDriver|StepOfALoan|Counted|UsagePage.*|WriteAgain|Meter.*|AReadingWakes)$",
 }
 
