@@ -5,6 +5,7 @@ package arm64
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -57,7 +58,27 @@ $`; !regexp.MustCompile(want).MatchString(together) {
 			if peak, err := h.m.World.PeakUsed(0); err != nil || peak > 4096*mib {
 				t.Errorf("a peak of %d MiB beside a cap of 4096, %v", peak/mib, err)
 			}
+			k.walks(t)
 		})
+	}
+}
+
+// walks has two processes make every call at random. For the moment of an undo they may have a
+// request more than the cap, of 128 MiB at most, and a piece by which a pool grows.
+func (k kit) walks(t *testing.T) {
+	t.Helper()
+	const room, seed = 1624 * mib, 1
+	steps := 1000
+	if *long {
+		steps = 20000
+	}
+	h := k.hold(t, room)
+	out := h.run(t, nil, fmt.Sprintf("walk %d %d %d %s", seed, steps, room, lib.RealCUDA))
+	if !regexp.MustCompile(`(?m)^walked steps=\d{4,} granted=\d{3,} refused=\d{2,} .* failure=$`).MatchString(out) {
+		t.Errorf("a walk ends with\n%s", out)
+	}
+	if peak, err := h.m.World.PeakUsed(0); err != nil || peak > room+(128+32)*mib {
+		t.Errorf("a peak of %d MiB in a walk beside a cap of %d, %v", peak/mib, room/mib, err)
 	}
 }
 
