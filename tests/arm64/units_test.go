@@ -47,7 +47,7 @@ var short = map[string]string{
 	"internal/atomicfile": ".",
 	"internal/state":      ".",
 	"pkg/gpu/nvml":        "^Test(Capabilities|EachProfileAtEachPlace|Health|LinksAreCountedAgain|Splits)$",
-	"pkg/memcap/lib":      "^Test(Layout|PageBytes|Exports|NeedsLittle|AwkwardDriver|StepOfALoan|Counted|UsagePage.*|WriteAgain|Meter.*|AReadingWakes)$",
+	"pkg/memcap/lib":      "^Test(Layout|PageBytes|Exports|NeedsLittle|AwkwardDriver|Counted|UsagePage.*|Meter.*|AReadingWakes|Storm|PairsLeaveTheSharedWordAlone|TableGoesToAllThreads)$",
 }
 
 func TestPackages(t *testing.T) {
