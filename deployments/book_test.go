@@ -71,6 +71,7 @@ type book struct {
 // then, and so binds pods that the placer has not placed.) There is no lease, so that the next
 // process begins at once and not 15 s later.
 func TestOneBook(t *testing.T) {
+	t.Parallel() // with the other doors: all of them wait most of the time
 	rounds := 40
 	if *long {
 		rounds = 1000

@@ -108,6 +108,7 @@ func (s *apiServer) awaitCheck(t *testing.T, name, state, message string) (annot
 // TestKueueDoor has the program, with the rights that are shipped, answer checks at the real API
 // server with Kueue's own definitions. What is held nobody else gets, also after a kill.
 func TestKueueDoor(t *testing.T) {
+	t.Parallel() // with the other doors: all of them wait most of the time
 	s := startAPIServer(t)
 	s.install(t)
 	s.serveKueue(t)

@@ -201,6 +201,7 @@ func shadowOf(consumer string) func(*corev1.Pod) {
 // server with Liqo's own definitions. What is granted follows the GPUs, nobody else gets it, and
 // a process that was killed knows it again.
 func TestLiqoDoor(t *testing.T) {
+	t.Parallel() // with the other doors: all of them wait most of the time
 	s := startAPIServer(t)
 	s.install(t)
 	s.serveLiqo(t)

@@ -119,6 +119,7 @@ func (s *apiServer) report(t *testing.T, name string, of, units int) {
 // largest block; it is bound when room appears of which the scheduler hears from nobody else.
 // While no placer runs pods are bound as without it, and the next one counts just these.
 func TestStockSchedulerWithThePlacer(t *testing.T) {
+	t.Parallel() // with the other doors: all of them wait most of the time
 	s := startAPIServer(t)
 	s.install(t)
 	for _, o := range render(t, "placer") {

@@ -562,7 +562,7 @@ partitions:
 	if message := b.state("blocked"); !strings.Contains(message, "work/whole") && !strings.Contains(message, "work/memory") {
 		b.Errorf("the node says %q, want the holders' names", message)
 	}
-	for round := range count(2, 10) {
+	for round := range count(1, 10) {
 		b.must(node.CrashKubelet(b.ctx))
 		kubelet, _ := b.kubelet()
 		// 0 is memory's and init's, 2 replica's, 4 whole's: what nobody holds of

@@ -364,6 +364,9 @@ func goFiles() (files []string, err error) {
 // apart are the packages that have a stage of their own.
 var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
 
+// sweeps go through many machines with what other packages' tests look for races in.
+var sweeps = []string{"/tests/hardware"}
+
 // goPackage is one of the product's, by its import path.
 type goPackage struct {
 	path string
@@ -389,7 +392,10 @@ func unitPackages() ([]goPackage, error) {
 	for line := range strings.Lines(string(out)) {
 		f := strings.Fields(line)
 		p := goPackage{path: f[0]}
-		if slices.ContainsFunc(apart, func(a string) bool { return strings.Contains(p.path+"/", a+"/") }) {
+		is := func(list []string) bool {
+			return slices.ContainsFunc(list, func(a string) bool { return strings.Contains(p.path+"/", a+"/") })
+		}
+		if is(apart) {
 			continue
 		}
 		for _, file := range f[1:] {
@@ -397,7 +403,7 @@ func unitPackages() ([]goPackage, error) {
 			if err != nil {
 				return nil, fmt.Errorf("list packages: %w", err)
 			}
-			p.concurrent = p.concurrent || starts.Match(text)
+			p.concurrent = p.concurrent || starts.Match(text) && !is(sweeps)
 		}
 		list = append(list, p)
 	}
