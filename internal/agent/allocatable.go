@@ -183,9 +183,33 @@ func (l *Lowering) Leave(ctx context.Context) {
 	for range lowered {
 		l.wrote(ByEnd)
 	}
-	if len(lowered) > 0 {
-		elapse(ctx, lowerLinger)
+	// A kubelet that looks at its node meanwhile writes the old counts back, and Run lowers
+	// them again. Pods that were bound in between have as long.
+	for last := time.Now(); len(lowered) > 0 && elapse(ctx, time.Until(last.Add(lowerLinger))); {
+		again, due := l.lastAgain(), l.due(time.Now())
+		switch {
+		case due:
+			last = time.Now()
+		case again.After(last):
+			last = again
+		default:
+			return
+		}
 	}
+}
+
+// lastAgain is when the kubelet was last contradicted.
+func (l *Lowering) lastAgain() (last time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, r := range l.of {
+		for _, at := range r.again {
+			if at.After(last) {
+				last = at
+			}
+		}
+	}
+	return last
 }
 
 // due reports whether take would find something.

@@ -69,7 +69,11 @@ func lower(t *testing.T, do func(n *lowerable, l *Lowering, causes func() string
 	synctest.Test(t, func(t *testing.T) {
 		n := &lowerable{amounts: map[string]int64{"mem": 79, "mig": 7}, takes: 5 * time.Millisecond}
 		var causes []string
-		l := NewLowering(n, func(cause string) { causes = append(causes, cause) }, slog.New(slog.DiscardHandler))
+		l := NewLowering(n, func(cause string) {
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			causes = append(causes, cause)
+		}, slog.New(slog.DiscardHandler))
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() { defer close(ended); l.Run(ctx) }()
@@ -223,6 +227,23 @@ func TestLoweringAtTheEnd(t *testing.T) {
 			t.Errorf("%s, want %s", got, want)
 		}
 	})
+	// Meanwhile the kubelet wrote the old counts back: who was bound then has as long.
+	for _, at := range []time.Duration{lowerLinger / 2, lowerLinger - time.Millisecond} {
+		lower(t, func(n *lowerable, l *Lowering, told func() string) {
+			began := time.Now()
+			go func() {
+				time.Sleep(at)
+				n.set(l, func() { n.amounts["mem"] = 79 })
+			}()
+			l.Leave(context.Background())
+			if took := time.Since(began); took < at+lowerLinger {
+				t.Errorf("pods that were bound after %s had %s", at, took-at)
+			}
+			if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
+				t.Errorf("%s, want %s", got, want)
+			}
+		})
+	}
 	for name, c := range map[string]struct {
 		amounts map[string]int64
 		err     error
