@@ -39,8 +39,9 @@ const (
 	// againMost is how often in againIn a resource is lowered because the kubelet raised
 	// it: a kubelet that does it again and again has another opinion, and the last word.
 	againMost, againIn = 3, time.Minute
-	// lowerLast bounds the write that says that the agent ends. The pods that were bound
-	// before the scheduler heard of it have lowerLinger to get their devices: it hears
+	// lowerLast bounds all that follows an agent's end: the write that says it, and what is
+	// waited for. The pods that were bound before the scheduler heard of it, or while the
+	// kubelet said otherwise, have lowerLinger to get their devices: the scheduler hears
 	// within milliseconds, and a kubelet under load takes some tenths of a second to admit.
 	lowerLast, lowerLinger = 2 * time.Second, 500 * time.Millisecond
 )
