@@ -39,11 +39,14 @@ const (
 	// againMost is how often in againIn a resource is lowered because the kubelet raised
 	// it: a kubelet that does it again and again has another opinion, and the last word.
 	againMost, againIn = 3, time.Minute
-	// lowerLast bounds all that follows an agent's end: the write that says it, and what is
-	// waited for. The pods that were bound before the scheduler heard of it, or while the
-	// kubelet said otherwise, have lowerLinger to get their devices: the scheduler hears
-	// within milliseconds, and a kubelet under load takes some tenths of a second to admit.
-	lowerLast, lowerLinger = 2 * time.Second, 500 * time.Millisecond
+	// leaveLast bounds all that follows an agent's end. Pods that were bound before the
+	// scheduler heard of it, or while the kubelet said otherwise, have leaveLinger to get
+	// their devices: the scheduler hears within milliseconds, and a kubelet under load takes
+	// some tenths of a second to admit.
+	leaveLast, leaveLinger = 5 * time.Second, 500 * time.Millisecond
+	// A status that the kubelet had begun before it was sent the last list arrives within
+	// leaveSettle, or within leaveTimes of what our own write of the Node took.
+	leaveSettle, leaveTimes = 250 * time.Millisecond, 10
 )
 
 // Lowering tells the scheduler at once of devices that cannot be had any more. The
@@ -67,8 +70,11 @@ type Lowering struct {
 	mu sync.Mutex // guards what follows
 	// of has every resource of which a list was sent.
 	of map[string]*offered
-	// left: the agent ends, and there is nothing to be had, whatever lists say.
-	left bool
+	// left: the agent ends, and there is nothing to be had, whatever lists say. shut: they
+	// say it, too.
+	left, shut bool
+	// raised tells Leave that the kubelet says otherwise; it holds at most one token.
+	raised chan struct{}
 }
 
 // offered is what is known of one resource.
@@ -85,7 +91,7 @@ type offered struct {
 // NewLowering makes a Lowering of a Node. wrote is told, for each resource that is
 // lowered, ByList or ByKubelet; it must not block.
 func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowering {
-	return &Lowering{node: node, wrote: wrote, log: log, news: make(chan struct{}, 1), gather: lowerGather, period: againIn,
+	return &Lowering{node: node, wrote: wrote, log: log, news: make(chan struct{}, 1), raised: make(chan struct{}, 1), gather: lowerGather, period: againIn,
 		writes: rate.NewLimiter(rate.Every(lowerEvery), lowerBurst), of: map[string]*offered{}}
 }
 
@@ -94,7 +100,7 @@ func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowe
 func (l *Lowering) Sent(resource string, healthy int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.left {
+	if l.left && !l.shut {
 		return
 	}
 	r := l.of[resource]
@@ -115,6 +121,7 @@ func (l *Lowering) See(amounts map[string]int64) {
 	for name, r := range l.of {
 		if r.has = amounts[name]; r.has > r.devices {
 			poke(l.news)
+			poke(l.raised)
 		}
 	}
 }
@@ -162,21 +169,19 @@ func (l *Lowering) Run(ctx context.Context) error {
 
 // Leave says that the agent ends, and waits for the pods that were bound before that:
 // until the next one has registered, the kubelet refuses for good what the scheduler sends.
-// It is to be called while the kubelet is still served and Run runs.
-func (l *Lowering) Leave(ctx context.Context) {
-	l.mu.Lock()
-	l.left = true
-	want := map[string]int64{}
-	for name, r := range l.of {
-		want[name], r.devices, r.owed, r.has = 0, 0, false, 0
-	}
-	l.mu.Unlock()
-	if len(want) == 0 {
-		return
-	}
-	ctx, cancel := context.WithTimeout(ctx, lowerLast)
+// It is to be called while the kubelet is still served and Run runs. offer has the kubelet
+// sent lists in which no free device can be had, or again the lists as they are; it must not
+// block.
+//
+// A kubelet whose lists have free devices writes their counts back whenever it reports, and
+// a pod that waits for room is bound within milliseconds. So it is served until that has not
+// happened for a while; then the lists say it, too, after which its reports agree. One that
+// was begun before comes late, and then the devices are offered once more.
+func (l *Lowering) Leave(ctx context.Context, offer func(open bool)) {
+	ctx, cancel := context.WithTimeout(ctx, leaveLast)
 	defer cancel()
-	lowered, err := l.node.LowerAllocatable(ctx, want)
+	began := time.Now()
+	lowered, err := l.node.LowerAllocatable(ctx, l.leave())
 	if err != nil {
 		l.log.Warn("the kubelet refuses pods that come before the next agent has registered", "err", err)
 		return
@@ -184,33 +189,54 @@ func (l *Lowering) Leave(ctx context.Context) {
 	for range lowered {
 		l.wrote(ByEnd)
 	}
-	// A kubelet that looks at its node meanwhile writes the old counts back, and Run lowers
-	// them again. Pods that were bound in between have as long.
-	for last := time.Now(); len(lowered) > 0 && elapse(ctx, time.Until(last.Add(lowerLinger))); {
-		again, due := l.lastAgain(), l.due(time.Now())
-		switch {
-		case due:
-			last = time.Now()
-		case again.After(last):
-			last = again
-		default:
+	settle := max(leaveSettle, leaveTimes*time.Since(began))
+	for len(lowered) > 0 && ctx.Err() == nil {
+		for l.raisedIn(ctx, leaveLinger) {
+		}
+		l.shutLists(true)
+		if offer(false); !l.raisedIn(ctx, settle) {
 			return
 		}
+		l.shutLists(false)
+		offer(true)
 	}
 }
 
-// lastAgain is when the kubelet was last contradicted.
-func (l *Lowering) lastAgain() (last time.Time) {
+// leave makes nothing to be had from here on, and returns what to lower for that.
+func (l *Lowering) leave() map[string]int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, r := range l.of {
-		for _, at := range r.again {
-			if at.After(last) {
-				last = at
-			}
-		}
+	l.left = true
+	want := map[string]int64{}
+	for name, r := range l.of {
+		want[name], *r = 0, offered{}
 	}
-	return last
+	return want
+}
+
+// shutLists takes what lists say from now on for what can be had, or nothing.
+func (l *Lowering) shutLists(shut bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.shut = shut; shut {
+		return
+	}
+	for _, r := range l.of {
+		*r = offered{owed: true}
+	}
+	poke(l.news)
+}
+
+// raisedIn reports whether the kubelet writes more back within a time.
+func (l *Lowering) raisedIn(ctx context.Context, d time.Duration) bool {
+	ctx, cancel := context.WithTimeout(ctx, d)
+	defer cancel()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-l.raised:
+		return true
+	}
 }
 
 // due reports whether take would find something.
@@ -232,6 +258,8 @@ func (l *Lowering) take(now time.Time) (want map[string]int64, cause map[string]
 	want, cause = map[string]int64{}, map[string]string{}
 	for name, r := range l.of {
 		switch {
+		case r.owed && l.left:
+			cause[name] = ByEnd
 		case r.owed:
 			cause[name] = ByList
 		case r.has > r.devices && r.mayAgain(now, l.period):

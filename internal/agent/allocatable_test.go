@@ -210,40 +210,73 @@ func TestLoweringIsRationed(t *testing.T) {
 	})
 }
 
-// An agent that ends says that there is nothing to be had, before it stops answering the
-// kubelet and for as long as it takes pods that were bound before to be admitted.
+// An agent that ends says that there is nothing to be had, and serves the kubelet for as long
+// as it takes pods that were bound before to be admitted. Then its lists say it too, and it
+// ends when the kubelet can have nothing else on the way.
 func TestLoweringAtTheEnd(t *testing.T) {
-	lower(t, func(n *lowerable, l *Lowering, told func() string) {
-		began := time.Now()
-		l.Leave(context.Background())
-		if took := time.Since(began); took < lowerLinger {
-			t.Errorf("pods that were bound before had %s", took)
-		}
-		// The kubelet writes what it had begun to, and lists still come.
-		n.set(l, func() { n.amounts["mem"] = 79 })
-		l.Sent("mem", 78)
-		l.Sent("new", 3)
-		if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
-			t.Errorf("%s, want %s", got, want)
-		}
-	})
-	// Meanwhile the kubelet wrote the old counts back: who was bound then has as long.
-	for _, at := range []time.Duration{lowerLinger / 2, lowerLinger - time.Millisecond} {
+	for name, c := range map[string]struct {
+		takes  time.Duration   // of a write
+		raises []time.Duration // when the kubelet writes an old count back, from the end's begin
+		offers string
+		told   string
+		from   time.Duration // how long it lasts at least
+	}{
+		"nothing happens": {offers: "shut", told: "[mem=0 mig=0] [end end]", from: leaveLinger + leaveSettle},
+		"raised while the kubelet is served": {raises: []time.Duration{leaveLinger / 2}, offers: "shut",
+			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: leaveLinger/2 + leaveLinger + leaveSettle},
+		"raised at the last moment": {raises: []time.Duration{leaveLinger - time.Millisecond}, offers: "shut",
+			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 2*leaveLinger + leaveSettle - time.Millisecond},
+		// The pod that was bound then finds devices, and as much time as the others had.
+		"raised after the last list": {raises: []time.Duration{leaveLinger + leaveSettle/2}, offers: "shut open shut",
+			told: "[mem=0 mig=0 mem=0] [end end end]", from: 2*leaveLinger + leaveSettle/2 + leaveSettle},
+		"a slow server": {takes: 100 * time.Millisecond, raises: []time.Duration{leaveLinger + time.Second}, offers: "shut open shut",
+			told: "[mem=0 mig=0 mem=0] [end end end]", from: 2*leaveLinger + 2*time.Second},
+	} {
 		lower(t, func(n *lowerable, l *Lowering, told func() string) {
+			n.set(l, func() { n.takes = max(n.takes, c.takes) })
 			began := time.Now()
-			go func() {
-				time.Sleep(at)
-				n.set(l, func() { n.amounts["mem"] = 79 })
-			}()
-			l.Leave(context.Background())
-			if took := time.Since(began); took < at+lowerLinger {
-				t.Errorf("pods that were bound after %s had %s", at, took-at)
+			for _, at := range c.raises {
+				time.AfterFunc(at, func() { n.set(l, func() { n.amounts["mem"] = 79 }) })
 			}
-			if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
-				t.Errorf("%s, want %s", got, want)
+			var offers []string
+			l.Leave(context.Background(), func(open bool) {
+				if open {
+					offers = append(offers, "open")
+					l.Sent("mem", 79)
+					return
+				}
+				offers = append(offers, "shut")
+				l.Sent("mem", 16) // who has devices keeps them
+			})
+			if took := time.Since(began); took < c.from || took > leaveLast {
+				t.Errorf("%s: it took %s, want %s or more, and at most %s", name, took, c.from, leaveLast)
+			}
+			if got := strings.Join(offers, " "); got != c.offers {
+				t.Errorf("%s: lists were %s, want %s", name, got, c.offers)
+			}
+			// What the kubelet writes by the last list is right.
+			n.set(l, func() { n.amounts["mem"] = 16 })
+			if got := told(); got != c.told {
+				t.Errorf("%s: %s, want %s", name, got, c.told)
 			}
 		})
 	}
+	// A kubelet that writes it again and again does not hold the end up.
+	lower(t, func(n *lowerable, l *Lowering, told func() string) {
+		ctx, cancel := context.WithCancel(context.Background())
+		go func() {
+			for elapse(ctx, 100*time.Millisecond) {
+				n.set(l, func() { n.amounts["mem"] = 79 })
+			}
+		}()
+		began := time.Now()
+		l.Leave(context.Background(), func(bool) {})
+		if took := time.Since(began); took != leaveLast {
+			t.Errorf("it took %s, want %s", took, leaveLast)
+		}
+		cancel()
+		synctest.Wait()
+	})
 	for name, c := range map[string]struct {
 		amounts map[string]int64
 		err     error
@@ -251,8 +284,8 @@ func TestLoweringAtTheEnd(t *testing.T) {
 		lower(t, func(n *lowerable, l *Lowering, told func() string) {
 			n.set(l, func() { n.amounts, n.err = c.amounts, c.err })
 			began := time.Now()
-			l.Leave(context.Background())
-			if took := time.Since(began); took >= lowerLinger {
+			l.Leave(context.Background(), func(bool) { t.Errorf("%s: it offers other lists", name) })
+			if took := time.Since(began); took >= leaveLinger {
 				t.Errorf("%s: it waited for %s, for nobody", name, took)
 			}
 			if got := told(); got != "[] []" {
@@ -260,4 +293,37 @@ func TestLoweringAtTheEnd(t *testing.T) {
 			}
 		})
 	}
+}
+
+// At the end nothing that is free is on offer any more, while who has devices keeps them; a
+// pod that the kubelet lets in all the same finds the devices again.
+func TestListsAtTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &lowerable{amounts: map[string]int64{names.Units: 4}}
+		o := newOutside(1)
+		o.lowering = NewLowering(n, func(string) {}, slog.New(slog.DiscardHandler))
+		b := start(t, o, t.TempDir(), allShared)
+		b.hold("train-3", names.Units, string(uuid(0))+"::1")
+		is := func(when, want string) {
+			t.Helper()
+			if got := listed(b.front.Offer(), names.Units); got != want {
+				t.Errorf("%s: %s, want %s", when, got, want)
+			}
+		}
+		o.lowering.Sent(names.Units, 4)
+		is("it runs", "0.0 0.1 0.2 0.3")
+		began := time.Now()
+		ended := make(chan struct{})
+		go func() { defer close(ended); b.end() }()
+		until := func(at time.Duration) { settle(time.Until(began.Add(at))) }
+		until(leaveLinger - time.Millisecond)
+		is("the kubelet is served", "0.0 0.1 0.2 0.3")
+		until(leaveLinger + time.Millisecond)
+		is("it is told", "0.0x 0.1 0.2x 0.3x")
+		n.set(o.lowering, func() { n.amounts[names.Units] = 4 })
+		until(leaveLinger + 2*time.Millisecond)
+		is("it writes what it had begun", "0.0 0.1 0.2 0.3")
+		<-ended
+		is("the end", "0.0x 0.1 0.2x 0.3x")
+	})
 }
