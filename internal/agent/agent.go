@@ -161,8 +161,6 @@ type Agent struct {
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
-	// ends says that nothing is offered any more: the agent ends.
-	ends atomic.Bool
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -254,10 +252,7 @@ func (a *Agent) Run(asked context.Context) error {
 			// While everything still runs.
 			a.object.leave(ctx)
 			if a.served.lowering != nil {
-				a.served.lowering.Leave(ctx, func(open bool) {
-					a.ends.Store(!open)
-					a.wake()
-				})
+				a.served.lowering.Leave(ctx, a.served.plugins.Withhold)
 			}
 			a.claims.leave(ctx)
 			end()

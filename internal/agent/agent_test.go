@@ -83,7 +83,6 @@ type outside struct {
 	prepared      []node.Prepared
 	dra           *scheduled // nil where there is no DRA
 	gpuNodes      *gpuNodes  // nil where there are none
-	lowering      *Lowering  // nil where there is none
 	holdersIn     gpunode.HoldersIn
 	// The API server.
 	patchErr    error
@@ -318,6 +317,8 @@ func (o *outside) Suspect(resource string) {
 	o.with(func() { o.suspected = append(o.suspected, resource) })
 }
 
+func (o *outside) Withhold(bool) {}
+
 // unwritten finds a name below the domain that is not in the list, as the
 // admission policy does.
 func unwritten(names iter.Seq[string], list []string) error {
@@ -462,7 +463,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		HoldersIn: o.holdersIn, HoldScaleDown: o.hold,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Lowering: o.lowering, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
+	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
 	o.with(func() { o.agent = b.Agent })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

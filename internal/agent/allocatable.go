@@ -41,12 +41,10 @@ const (
 	againMost, againIn = 3, time.Minute
 	// leaveLast bounds all that follows an agent's end. Pods that were bound before the
 	// scheduler heard of it, or while the kubelet said otherwise, have leaveLinger to get
-	// their devices: the scheduler hears within milliseconds, and a kubelet under load takes
-	// some tenths of a second to admit.
-	leaveLast, leaveLinger = 5 * time.Second, 500 * time.Millisecond
-	// A status that the kubelet had begun before it was sent the last list arrives within
-	// leaveSettle, or within leaveTimes of what our own write of the Node took.
-	leaveSettle, leaveTimes = 250 * time.Millisecond, 10
+	// their devices, and a report that the kubelet had begun before it heard that there are
+	// none has leaveSettle to arrive. Where the API server is slow, so is the kubelet: then
+	// each is leaveTimes what our own write of the Node took.
+	leaveLast, leaveLinger, leaveSettle, leaveTimes = 5 * time.Second, 500 * time.Millisecond, 250 * time.Millisecond, 10
 )
 
 // Lowering tells the scheduler at once of devices that cannot be had any more. The
@@ -70,9 +68,8 @@ type Lowering struct {
 	mu sync.Mutex // guards what follows
 	// of has every resource of which a list was sent.
 	of map[string]*offered
-	// left: the agent ends, and there is nothing to be had, whatever lists say. shut: they
-	// say it, too.
-	left, shut bool
+	// left: the agent ends, and there is nothing to be had, whatever lists say.
+	left bool
 	// raised tells Leave that the kubelet says otherwise; it holds at most one token.
 	raised chan struct{}
 }
@@ -100,7 +97,7 @@ func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowe
 func (l *Lowering) Sent(resource string, healthy int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.left && !l.shut {
+	if l.left {
 		return
 	}
 	r := l.of[resource]
@@ -169,15 +166,15 @@ func (l *Lowering) Run(ctx context.Context) error {
 
 // Leave says that the agent ends, and waits for the pods that were bound before that:
 // until the next one has registered, the kubelet refuses for good what the scheduler sends.
-// It is to be called while the kubelet is still served and Run runs. offer has the kubelet
-// sent lists in which no free device can be had, or again the lists as they are; it must not
-// block.
+// It is to be called while the kubelet is still served and Run runs. withhold has the kubelet
+// told that there are no devices, or again what there is; it must not block.
 //
-// A kubelet whose lists have free devices writes their counts back whenever it reports, and
-// a pod that waits for room is bound within milliseconds. So it is served until that has not
-// happened for a while; then the lists say it, too, after which its reports agree. One that
-// was begun before comes late, and then the devices are offered once more.
-func (l *Lowering) Leave(ctx context.Context, offer func(open bool)) {
+// A kubelet that knows of devices writes their counts back whenever it reports, and a pod
+// that waits for room is bound within milliseconds. So it is served until that has not
+// happened for a while; then it is told that there are none, after which its reports say so.
+// One that was begun before comes late, and then the devices are back once more. Those that
+// pods have are withheld, too: when their pod ends the scheduler takes them for room.
+func (l *Lowering) Leave(ctx context.Context, withhold func(bool)) {
 	ctx, cancel := context.WithTimeout(ctx, leaveLast)
 	defer cancel()
 	began := time.Now()
@@ -189,16 +186,14 @@ func (l *Lowering) Leave(ctx context.Context, offer func(open bool)) {
 	for range lowered {
 		l.wrote(ByEnd)
 	}
-	settle := max(leaveSettle, leaveTimes*time.Since(began))
+	slow := leaveTimes * time.Since(began)
 	for len(lowered) > 0 && ctx.Err() == nil {
-		for l.raisedIn(ctx, leaveLinger) {
+		for l.raisedIn(ctx, max(leaveLinger, slow)) {
 		}
-		l.shutLists(true)
-		if offer(false); !l.raisedIn(ctx, settle) {
+		if withhold(true); !l.raisedIn(ctx, max(leaveSettle, slow)) {
 			return
 		}
-		l.shutLists(false)
-		offer(true)
+		withhold(false)
 	}
 }
 
@@ -212,19 +207,6 @@ func (l *Lowering) leave() map[string]int64 {
 		want[name], *r = 0, offered{}
 	}
 	return want
-}
-
-// shutLists takes what lists say from now on for what can be had, or nothing.
-func (l *Lowering) shutLists(shut bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.shut = shut; shut {
-		return
-	}
-	for _, r := range l.of {
-		*r = offered{owed: true}
-	}
-	poke(l.news)
 }
 
 // raisedIn reports whether the kubelet writes more back within a time.
@@ -258,8 +240,6 @@ func (l *Lowering) take(now time.Time) (want map[string]int64, cause map[string]
 	want, cause = map[string]int64{}, map[string]string{}
 	for name, r := range l.of {
 		switch {
-		case r.owed && l.left:
-			cause[name] = ByEnd
 		case r.owed:
 			cause[name] = ByList
 		case r.has > r.devices && r.mayAgain(now, l.period):

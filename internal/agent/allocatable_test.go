@@ -228,9 +228,9 @@ func TestLoweringAtTheEnd(t *testing.T) {
 			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 2*leaveLinger + leaveSettle - time.Millisecond},
 		// The pod that was bound then finds devices, and as much time as the others had.
 		"raised after the last list": {raises: []time.Duration{leaveLinger + leaveSettle/2}, offers: "shut open shut",
-			told: "[mem=0 mig=0 mem=0] [end end end]", from: 2*leaveLinger + leaveSettle/2 + leaveSettle},
-		"a slow server": {takes: 100 * time.Millisecond, raises: []time.Duration{leaveLinger + time.Second}, offers: "shut open shut",
-			told: "[mem=0 mig=0 mem=0] [end end end]", from: 2*leaveLinger + 2*time.Second},
+			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 2*leaveLinger + leaveSettle/2 + leaveSettle},
+		"a slow server": {takes: 100 * time.Millisecond, raises: []time.Duration{1900 * time.Millisecond}, offers: "shut open shut",
+			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 3900 * time.Millisecond},
 	} {
 		lower(t, func(n *lowerable, l *Lowering, told func() string) {
 			n.set(l, func() { n.takes = max(n.takes, c.takes) })
@@ -239,14 +239,9 @@ func TestLoweringAtTheEnd(t *testing.T) {
 				time.AfterFunc(at, func() { n.set(l, func() { n.amounts["mem"] = 79 }) })
 			}
 			var offers []string
-			l.Leave(context.Background(), func(open bool) {
-				if open {
-					offers = append(offers, "open")
-					l.Sent("mem", 79)
-					return
-				}
-				offers = append(offers, "shut")
-				l.Sent("mem", 16) // who has devices keeps them
+			l.Leave(context.Background(), func(on bool) {
+				offers = append(offers, map[bool]string{true: "shut", false: "open"}[on])
+				l.Sent("mem", map[bool]int{true: 0, false: 79}[on])
 			})
 			if took := time.Since(began); took < c.from || took > leaveLast {
 				t.Errorf("%s: it took %s, want %s or more, and at most %s", name, took, c.from, leaveLast)
@@ -254,8 +249,6 @@ func TestLoweringAtTheEnd(t *testing.T) {
 			if got := strings.Join(offers, " "); got != c.offers {
 				t.Errorf("%s: lists were %s, want %s", name, got, c.offers)
 			}
-			// What the kubelet writes by the last list is right.
-			n.set(l, func() { n.amounts["mem"] = 16 })
 			if got := told(); got != c.told {
 				t.Errorf("%s: %s, want %s", name, got, c.told)
 			}
@@ -284,7 +277,7 @@ func TestLoweringAtTheEnd(t *testing.T) {
 		lower(t, func(n *lowerable, l *Lowering, told func() string) {
 			n.set(l, func() { n.amounts, n.err = c.amounts, c.err })
 			began := time.Now()
-			l.Leave(context.Background(), func(bool) { t.Errorf("%s: it offers other lists", name) })
+			l.Leave(context.Background(), func(bool) { t.Errorf("%s: it withholds devices", name) })
 			if took := time.Since(began); took >= leaveLinger {
 				t.Errorf("%s: it waited for %s, for nobody", name, took)
 			}
@@ -293,37 +286,4 @@ func TestLoweringAtTheEnd(t *testing.T) {
 			}
 		})
 	}
-}
-
-// At the end nothing that is free is on offer any more, while who has devices keeps them; a
-// pod that the kubelet lets in all the same finds the devices again.
-func TestListsAtTheEnd(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		n := &lowerable{amounts: map[string]int64{names.Units: 4}}
-		o := newOutside(1)
-		o.lowering = NewLowering(n, func(string) {}, slog.New(slog.DiscardHandler))
-		b := start(t, o, t.TempDir(), allShared)
-		b.hold("train-3", names.Units, string(uuid(0))+"::1")
-		is := func(when, want string) {
-			t.Helper()
-			if got := listed(b.front.Offer(), names.Units); got != want {
-				t.Errorf("%s: %s, want %s", when, got, want)
-			}
-		}
-		o.lowering.Sent(names.Units, 4)
-		is("it runs", "0.0 0.1 0.2 0.3")
-		began := time.Now()
-		ended := make(chan struct{})
-		go func() { defer close(ended); b.end() }()
-		until := func(at time.Duration) { settle(time.Until(began.Add(at))) }
-		until(leaveLinger - time.Millisecond)
-		is("the kubelet is served", "0.0 0.1 0.2 0.3")
-		until(leaveLinger + time.Millisecond)
-		is("it is told", "0.0x 0.1 0.2x 0.3x")
-		n.set(o.lowering, func() { n.amounts[names.Units] = 4 })
-		until(leaveLinger + 2*time.Millisecond)
-		is("it writes what it had begun", "0.0 0.1 0.2 0.3")
-		<-ended
-		is("the end", "0.0x 0.1 0.2x 0.3x")
-	})
 }

@@ -273,10 +273,6 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 		in.Closed = a.reader.partsErr.Error()
 	}
 	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
-		in := in // those who have claims are told of the agent's end by themselves
-		if a.ends.Load() {
-			in.Closed = "the agent of this node ends; wait for the next one"
-		}
 		in.Held = allocations
 		return deviceplugin.Build(in)
 	})

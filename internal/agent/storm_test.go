@@ -403,6 +403,7 @@ func (s *storm) Set(want map[string]plugin.Source) error {
 	return nil
 }
 func (s *storm) Suspect(string)          {}
+func (s *storm) Withhold(bool)           {}
 func (s *storm) Status() []plugin.Status { return nil }
 
 func (s *storm) GPUEvent(gpu.Event)         {}

@@ -143,6 +143,8 @@ type Plugins interface {
 	Set(map[string]plugin.Source) error
 	// Suspect says that the kubelet does not seem to know a resource.
 	Suspect(resource string)
+	// Withhold has the kubelet told that there are no devices, or again what there is.
+	Withhold(on bool)
 	// Status says how each fares.
 	Status() []plugin.Status
 }

@@ -65,7 +65,8 @@
 // sent, and nothing registered, before the source knows its devices: an empty
 // list would fail the pods that wait for the old ones. A list that the kubelet
 // could not receive (4 MiB) is not sent and shows in [Status]. [KubeletOptions].Sent is
-// told of each list that was sent, for those who count what can be had.
+// told of each list that was sent, for those who count what can be had. [Kubelet.Withhold]
+// has an empty list sent in place of what sources say, for an agent that ends.
 //
 // # Calls
 //

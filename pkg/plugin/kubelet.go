@@ -74,6 +74,8 @@ type Kubelet struct {
 	sock cell[sockID]
 	// want is the resources to be served.
 	want cell[map[string]Source]
+	// withheld says that the kubelet is told of no device.
+	withheld cell[bool]
 
 	mu     sync.Mutex
 	served map[string]*serving // guarded by mu
@@ -180,6 +182,12 @@ func (k *Kubelet) Suspect(resource string) {
 		s.plugin.suspect(time.Now())
 	}
 }
+
+// Withhold has the kubelet told that there are no devices, whatever lists say, or again
+// what they say. It returns at once. Who has devices keeps them, and calls for those are
+// answered as ever: the kubelet is not told that any of them is unhealthy, which it would
+// write into the status of the pods that have them, and no resource is registered again.
+func (k *Kubelet) Withhold(on bool) { k.withheld.set(on) }
 
 // Run watches the directory and serves what Set says until ctx ends, and
 // returns nil then, with no socket left.

@@ -202,8 +202,8 @@ func (p *Plugin) Run(ctx context.Context) error {
 // newService returns the service of a run that ends with ctx.
 func (p *Plugin) newService(ctx context.Context) *service {
 	s := &service{resource: p.resource, source: p.source, log: p.kubelet.opts.Logger, observer: p.kubelet.opts.Observer, stop: ctx,
-		ration:  brief.NewRation(p.kubelet.opts.Logger, time.Now, time.AfterFunc),
-		changed: p.kubelet.opts.Changed, sent: p.kubelet.opts.Sent, stood: p.kubelet.stood}
+		ration:   brief.NewRation(p.kubelet.opts.Logger, time.Now, time.AfterFunc),
+		withheld: &p.kubelet.withheld, changed: p.kubelet.opts.Changed, sent: p.kubelet.opts.Sent, stood: p.kubelet.stood}
 	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()
 	defer p.mu.Unlock()

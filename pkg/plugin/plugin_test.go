@@ -100,6 +100,35 @@ func TestSentTellsWhatCanBeHad(t *testing.T) {
 	k.await(t, "the last list", lastIs(gpuMem, "b"))
 }
 
+// TestWithhold: the kubelet hears of no device, on the stream that it has and on a new one,
+// and of the newest list after that; who has devices may start all the while. It is no new
+// registration, by which the kubelet would learn that it need not call.
+func TestWithhold(t *testing.T) {
+	leakCheck(t)
+	dir := pluginDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1, b1)
+	src.prepare = func(context.Context, []string) error { return nil }
+	a := startAgent(t, dir, map[string]Source{gpuMem: src})
+	before := k.await(t, "the devices", lastIs(gpuMem, "a b"))[gpuMem]
+	for range 3 {
+		a.Withhold(true)
+		k.await(t, "no device", lastIs(gpuMem, ""))
+		src.list.set([]Device{a1, b1})
+		if _, err := k.client(t, gpuMem).PreStartContainer(t.Context(), &api.PreStartContainerRequest{DevicesIds: []string{"a"}}); err != nil {
+			t.Errorf("who has a device does not start: %v", err)
+		}
+		other := openStream(t, filepath.Join(dir, "example.com_gpu-mem.sock"))
+		other.next(t, "")
+		a.Withhold(false)
+		k.await(t, "the devices again", lastIs(gpuMem, "a b"))
+		other.next(t, "a b")
+	}
+	if after := k.seen()[gpuMem]; after.Registrations != before.Registrations || !after.Options.GetPreStartRequired() {
+		t.Errorf("registered %d times, then %d, with %v", before.Registrations, after.Registrations, after.Options)
+	}
+}
+
 // TestPodsByNameAfterTheLastDevice: a kubelet that has to call before each start refuses
 // every container that wants the resource and has no device of it, also one that has a
 // device by a claim ("no devices found allocated in local cache"). So it must not have to

@@ -30,9 +30,11 @@ type service struct {
 	// stop ends with the plugin's Run, and ends streams and waits with it.
 	stop context.Context
 
-	// list is what streams send; nil until the source knows its devices.
-	list    cell[*list]
-	streams cell[streams]
+	// list is what streams send; nil until the source knows its devices. withheld is the
+	// Kubelet's.
+	list     cell[*list]
+	withheld *cell[bool]
+	streams  cell[streams]
 	// asks says whether the kubelet is to ask before it starts containers, and told what
 	// it was told of that, the last time that it asked.
 	asks cell[bool]
@@ -190,6 +192,8 @@ func (s *service) outdated() (yes bool, changed <-chan struct{}) {
 	return was.asked && was.required != now, changed
 }
 
+var noDevices = &list{}
+
 func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
 	s.streams.update(func(n streams) streams { return n.begun(time.Now()) })
 	s.changed()
@@ -199,6 +203,10 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 	for {
 		l, changed := s.list.get()
 		was, asked := s.told.get()
+		withheld, turned := s.withheld.get()
+		if withheld && l != nil {
+			l = noDevices
+		}
 		// No device is shown to a kubelet that would start containers without a word.
 		if l != nil && l != sent && (l.devices == 0 || was.required || !was.asked) {
 			if err := stream.SendMsg(l); err != nil {
@@ -212,6 +220,7 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 		select {
 		case <-changed:
 		case <-asked:
+		case <-turned:
 		case <-stream.Context().Done():
 			return nil
 		case <-s.stop.Done():
