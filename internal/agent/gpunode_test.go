@@ -238,7 +238,7 @@ func TestGPUNodeSaysWhatFits(t *testing.T) {
 					time.Sleep(5 * time.Minute) // MIG mode is turned on
 					synctest.Wait()
 					random := rand.New(rand.NewPCG(1, 2))
-					for step := range 6 {
+					for step := range 4 {
 						s := b.GPUNode(gpunode.InPods)
 						if len(s.Resources) == 0 {
 							t.Fatalf("nothing is on offer: %s", says(s))

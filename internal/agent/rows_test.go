@@ -186,8 +186,8 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 			}
 		}
 		b.SetFile("p.yaml", []byte("version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, replicas: 4}\n"))
-		for range 20 {
-			time.Sleep(5 * time.Second)
+		for range 10 {
+			time.Sleep(10 * time.Second)
 			synctest.Wait()
 			l.look()
 		}

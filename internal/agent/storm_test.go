@@ -35,7 +35,7 @@ import (
 )
 
 var (
-	stormSteps = flag.Int("storm.steps", 4000, "random steps of TestStorm")
+	stormSteps = flag.Int("storm.steps", 2000, "random steps of TestStorm")
 	stormSeed  = flag.Uint64("storm.seed", 1, "seed of TestStorm")
 )
 

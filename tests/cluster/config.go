@@ -32,15 +32,21 @@ func nodeProcesses(spec Spec) []Process {
 		{procKubelet, "--config=" + etc + "kubelet.yaml", "--config-dir=" + etc + "kubelet.d", "--kubeconfig=" + etc + "kubelet.conf",
 			"--hostname-override=" + spec.Name, "--node-ip=" + spec.nodeIP(), "--node-labels=" + spec.Labels},
 	}
-	if spec.Join == nil {
-		commands = append(commands, controlPlane(spec)...)
-	}
 	var out []Process
 	for _, c := range commands {
 		out = append(out, Process{Name: c[0], Command: c})
 	}
+	if spec.Join == nil {
+		for _, c := range controlPlane(spec) {
+			out = append(out, Process{Name: c[0], Command: c, Env: []string{lessGarbage}})
+		}
+	}
 	return out
 }
+
+// lessGarbage has a control plane look for garbage when its memory has grown to five times
+// what it needs, not twice: that costs it much of its processor time, and its memory is small.
+const lessGarbage = "GOGC=400"
 
 func controlPlane(spec Spec) [][]string {
 	const etc = "/etc/kubernetes/"

@@ -21,8 +21,8 @@ import (
 // Of a state file, sampled: so many lengths in all, and this many bytes at its
 // start and at its end, where the format is.
 const (
-	sampled = 24
-	edge    = 16
+	sampled = 12
+	edge    = 8
 	// program is a size in bytes that no state file has: what is as large is a
 	// program that the agent has put there.
 	program = 1 << 20

@@ -145,7 +145,7 @@ func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler f
 			c.look(ctx)
 			select {
 			case <-ctx.Done():
-			case <-time.After(30 * time.Millisecond):
+			case <-time.After(100 * time.Millisecond):
 			}
 		}
 	})

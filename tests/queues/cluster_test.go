@@ -246,7 +246,7 @@ func (c *cluster) play() {
 			}
 		})
 	}
-	every(50*time.Millisecond, func() { c.look(ctx) })
+	every(100*time.Millisecond, func() { c.look(ctx) })
 	for _, n := range c.nodes {
 		every(time.Second, func() { n.Sync(c.t) }) // a kubelet says it again, too
 	}
