@@ -41,8 +41,8 @@ const (
 	againMost, againIn = 3, time.Minute
 	// leaveLast bounds all that follows an agent's end. Pods that were bound before the
 	// scheduler heard of it, or while the kubelet said otherwise, have leaveLinger to get
-	// their devices, and a report that the kubelet had begun before it heard that there are
-	// none has leaveSettle to arrive. Where the API server is slow, so is the kubelet: then
+	// their devices, and a report that the kubelet had begun before it counted none has
+	// leaveSettle to arrive. Where the API server is slow, so is the kubelet: then
 	// each is leaveTimes what our own write of the Node took.
 	leaveLast, leaveLinger, leaveSettle, leaveTimes = 5 * time.Second, 500 * time.Millisecond, 250 * time.Millisecond, 10
 )
@@ -166,14 +166,14 @@ func (l *Lowering) Run(ctx context.Context) error {
 
 // Leave says that the agent ends, and waits for the pods that were bound before that:
 // until the next one has registered, the kubelet refuses for good what the scheduler sends.
-// It is to be called while the kubelet is still served and Run runs. withhold has the kubelet
-// told that there are no devices, or again what there is; it must not block.
+// It is to be called while the kubelet is still served and Run runs. withhold has the
+// kubelet count all devices as unhealthy, or takes that back; it must not block.
 //
 // A kubelet that knows of devices writes their counts back whenever it reports, and a pod
 // that waits for room is bound within milliseconds. So it is served until that has not
-// happened for a while; then it is told that there are none, after which its reports say so.
-// One that was begun before comes late, and then the devices are back once more. Those that
-// pods have are withheld, too: when their pod ends the scheduler takes them for room.
+// happened for a while; then it counts none, and its reports say so. One that was begun before
+// comes late, and then the devices are back once more. Those that pods have are withheld, too:
+// when their pod ends the scheduler takes them for room.
 func (l *Lowering) Leave(ctx context.Context, withhold func(bool)) {
 	ctx, cancel := context.WithTimeout(ctx, leaveLast)
 	defer cancel()

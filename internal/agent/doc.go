@@ -105,8 +105,8 @@
 //
 // [Lowering] runs beside the loop and knows nothing of it: it compares the lists that the
 // kubelet has been sent with what the Node says there is, and lowers that. When the agent
-// ends it says that there is nothing, serves the kubelet for a moment more, and then tells it
-// that there are no devices: pods that come between two agents wait, and are not refused. The
+// ends it says that there is nothing, serves the kubelet for a moment more, and then has it
+// count no device: pods that come between two agents wait, and are not refused. The
 // condition GPUReady says whether pods can be sent to the node. A new process leaves what the
 // one before it said while it starts.
 //

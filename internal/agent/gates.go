@@ -133,6 +133,8 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 			}
 		}
 		switch {
+		case c.Phase == ledger.Waiting && c.Twice && !shut:
+			// The file is as good for the one that was let through, which may be reading it.
 		case shut, slices.ContainsFunc(c.GPUs(), k.faulty), c.Phase == ledger.Waiting,
 			// Given to the next pod, and nobody can say whether the one before
 			// is dead: the file is of that one.

@@ -143,7 +143,7 @@ type Plugins interface {
 	Set(map[string]plugin.Source) error
 	// Suspect says that the kubelet does not seem to know a resource.
 	Suspect(resource string)
-	// Withhold has the kubelet told that there are no devices, or again what there is.
+	// Withhold has the kubelet count all devices as unhealthy, or takes that back.
 	Withhold(on bool)
 	// Status says how each fares.
 	Status() []plugin.Status

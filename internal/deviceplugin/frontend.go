@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
@@ -25,6 +26,8 @@ const (
 	// UnnamedTTL is Grace where the kubelet's checkpoint cannot be read: the
 	// service that stands in for it does not list plain init containers.
 	UnnamedTTL = 10 * time.Minute
+	// bookTime is what the kubelet gets to write down what it was answered.
+	bookTime = 50 * time.Millisecond
 )
 
 // FrontEnd is the kubelet's side of the ledger: what it is told is on offer, and what
@@ -33,6 +36,9 @@ type FrontEnd struct {
 	ledger *ledger.Ledger
 	// now is the clock, an argument so that tests have their own.
 	now func() time.Time
+
+	// asked is when the kubelet last chose or allocated devices, in ns since 1970.
+	asked atomic.Int64
 
 	// mu guards everything below. The ledger's is locked after it.
 	mu    sync.Mutex
@@ -92,6 +98,7 @@ func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 // when its answer is out.
 func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, error) {
 	now := f.now()
+	defer f.asking()()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	var none ledger.Allocation
@@ -127,6 +134,19 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	f.lists.showMoved()
 	return a, nil
 }
+
+// asking is called when the kubelet begins to choose or allocate devices, and what it
+// returns when it has its answer.
+func (f *FrontEnd) asking() func() {
+	mark := func() { f.asked.Store(f.now().UnixNano()) }
+	mark()
+	return mark
+}
+
+// Booking reports whether the kubelet may be giving devices out and have them on no pod
+// yet: it has asked a moment ago. Who asks it for PodResources then may have it give the
+// same devices out again; see Reconcile.
+func (f *FrontEnd) Booking() bool { return f.now().Sub(time.Unix(0, f.asked.Load())) < bookTime }
 
 // offeredLocked returns a resource of which these devices can be had together, as far
 // as the kubelet may decide that.

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
@@ -955,5 +956,119 @@ func TestWhoseFileItIs(t *testing.T) {
 				t.Error("the file is of the next holder already")
 			}
 		})
+	}
+}
+
+// The kubelet may give the same devices to two pods that live. One container at a time is
+// let through, whoever asks, and the other waits for its end.
+func TestDevicesOfTwoPods(t *testing.T) {
+	devices := ids(gpuA, 0, 1)
+	entry := func(uid string) node.Entry {
+		return node.Entry{PodUID: uid, Container: "c", Resource: memName, IDs: devices}
+	}
+	both := []node.Entry{entry("uid-1"), entry("uid-2")}
+	for name, began := range map[string]func(d *desk, look func(entries []node.Entry, running ...Use), allocate func()){
+		"both are admitted before either starts": func(d *desk, look func([]node.Entry, ...Use), allocate func()) {
+			allocate()
+			allocate()
+			look(both)
+		},
+		"the checkpoint names the second late": func(d *desk, look func([]node.Entry, ...Use), allocate func()) {
+			allocate()
+			allocate()
+			look(both[:1])
+			look(both)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				d := deskOf(time.Now)
+				d.set(units(nil))
+				var key string
+				allocate := func() {
+					var err error
+					if key, err = keyOf(d.Allocate(memName, devices)); err != nil {
+						t.Fatal(err)
+					}
+					time.Sleep(time.Second)
+				}
+				look := func(entries []node.Entry, running ...Use) {
+					d.Reconcile(Observation{Asked: time.Now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Entries: entries, Uses: running})
+					if a, _ := d.Get(key); a.Phase != ledger.Waiting {
+						d.SetOpen(key, a.Epoch)
+					}
+					time.Sleep(time.Second)
+				}
+				began(d, look, allocate)
+				// Each asks until it is let through.
+				passed := 0
+				ask := func() {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+					defer cancel()
+					if err := d.Prepare(ctx, memName, devices); err == nil {
+						passed++
+					}
+				}
+				is := func(when string, n int) {
+					t.Helper()
+					if synctest.Wait(); passed != n {
+						t.Fatalf("%s: %d were let through, want %d", when, passed, n)
+					}
+				}
+				told := func() string {
+					ctx, cancel := context.WithCancel(t.Context())
+					cancel()
+					return fmt.Sprint(d.Prepare(ctx, memName, devices))
+				}
+				go ask()
+				synctest.Wait()
+				go ask()
+				is("the gate is open", 1)
+				look(both)
+				is("the container is being created", 1)
+				if got := told(); !strings.HasSuffix(got, "to another pod too, whose turn it is: a container that is about to be created") {
+					t.Errorf("the pod is told: %s", got)
+				}
+				first := Use{ID: "1", Key: key, Holder: holder("train", "job-1", "c", "uid-1"), Created: time.Now()}
+				time.Sleep(2 * Grace)
+				look(both, first)
+				is("it runs", 1)
+				if got := told(); !strings.HasSuffix(got, "to another pod too, whose turn it is: allocation "+key) {
+					t.Errorf("the pod is told: %s", got)
+				}
+				look(both)
+				is("it has ended", 2)
+				look(both, Use{ID: "2", Key: key, Holder: holder("train", "job-2", "c", "uid-2"), Created: time.Now()})
+				go ask()
+				is("the second runs, and the first starts anew", 2)
+				look(both[:1])
+				is("the second is gone", 3)
+				go ask()
+				is("the only one starts anew", 4)
+				if a, _ := d.Get(key); a.Twice {
+					t.Error("it is still held by two")
+				}
+			})
+		})
+	}
+	// It was open, and somebody let through, when the kubelet gave it to another one.
+	d, clock := newDesk()
+	d.set(units(nil))
+	key, err := keyOf(d.Allocate(memName, devices))
+	if err != nil {
+		t.Fatal(err)
+	}
+	use := Use{ID: "1", Key: key, Holder: holder("train", "job-1", "c", "uid-1"), Created: clock.now()}
+	look := func(entries []node.Entry, uses ...Use) {
+		clock.pass(time.Second)
+		d.Reconcile(Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Entries: entries, Uses: uses})
+	}
+	look(both[:1])
+	if a, _ := d.Get(key); !d.SetOpen(key, a.Epoch) {
+		t.Fatal("it does not open")
+	}
+	look(both, use)
+	if a, _ := d.Get(key); a.Phase != ledger.Waiting || !strings.Contains(a.After, "train/job-1") {
+		t.Errorf("it is %s, after %q", a.Phase, a.After)
 	}
 }

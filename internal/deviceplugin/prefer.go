@@ -25,6 +25,7 @@ import (
 // is left. The kubelet offers that where a pod was deleted by force and its
 // container has not ended: the next container on it waits for that.
 func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]string, error) {
+	defer f.asking()()
 	v := f.Offer()
 	r := v.resource(resource)
 	if r == nil {

@@ -87,6 +87,9 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 					e.podUIDs = append(e.podUIDs, entry.PodUID)
 				}
 			}
+			if twice := len(e.podUIDs) > 1; twice != a.Twice {
+				f.ledger.SetTwice(key, twice)
+			}
 		}
 		f.nameLocked(&a, e, s, &o)
 		overlaps := slices.ContainsFunc(e.ids, func(id string) bool { return s.held[e.resource][id] })
@@ -262,6 +265,12 @@ func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bo
 // checkLocked finds out, for each allocation that is not open, whose containers are
 // still on its devices: a force-deleted pod frees them at the kubelet before its
 // containers are dead.
+//
+// The kubelet can give the same devices to two pods that live. It books them before it calls
+// Allocate, and the pod after that; when it is asked for PodResources in between, and has a
+// pod to forget, it forgets what is booked. The calls for the two look alike. So one
+// container is let through at a time: while one lives, or may be about to be created,
+// nobody else is.
 func (f *FrontEnd) checkLocked(o *Observation) {
 	held := f.ledger.Allocations()
 	byID := make(map[string]*ledger.Allocation, len(held))
@@ -270,19 +279,26 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 	}
 	for i := range held {
 		a, e := &held[i], f.seen[held[i].ID]
-		if e == nil || a.IsOpen() || !o.Asked.After(a.Taken) && !a.Adopted {
+		if e == nil || a.IsOpen() && !a.Twice || !o.Asked.After(a.Taken) && !a.Adopted {
 			continue
 		}
 		var others, told []string
+		if a.Twice && o.Asked.Sub(a.Passed) < Grace {
+			const somebody = "a container that is about to be created"
+			others, told = []string{somebody}, []string{somebody}
+		}
 		for j := range o.Uses {
 			u := &o.Uses[j]
-			if other := byID[u.Key]; other != nil && !f.mineLocked(a, e, u, o.Checkpoint) && f.ledger.Overlap(a.Grants, other.Grants) {
+			if other := byID[u.Key]; other != nil && (a.Twice && u.Key == a.ID || !f.mineLocked(a, e, u, o.Checkpoint)) && f.ledger.Overlap(a.Grants, other.Grants) {
 				namespace := a.Holder.Namespace
 				if slices.Contains(e.podUIDs, u.UID) {
 					namespace = "" // the checkpoint is of before: so may be the name
 				}
 				others, told = append(others, u.Holder.String()), append(told, u.Told(namespace, u.Key))
 			}
+		}
+		if a.IsOpen() && len(others) > 0 {
+			f.ledger.Shut(a.ID)
 		}
 		f.ledger.Looked(a.ID, a.Epoch, list(others), list(told))
 	}

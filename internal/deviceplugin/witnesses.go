@@ -217,7 +217,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		w.at = t.Asked
 		var err error
 		cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
-		listing, err = w.kubelet.List(cctx)
+		listing, err = w.list(cctx, bookTime)
 		cancel()
 		if err != nil {
 			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
@@ -501,6 +501,16 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 	return ctx.Err()
 }
 
+// list asks the kubelet who holds what, not while it gives devices out, but after so long a
+// wait at the latest: the loop has more to do.
+func (w *Witnesses) list(ctx context.Context, most time.Duration) (node.Listing, error) {
+	const pause = 5 * time.Millisecond
+	for waited := time.Duration(0); waited < most && w.front.Booking(); waited += pause {
+		time.Sleep(pause)
+	}
+	return w.kubelet.List(ctx)
+}
+
 // AwaitReleases asks the kubelet often, for a while after a container of ours has
 // ended, and wakes the loop when it lists something else.
 func (w *Witnesses) AwaitReleases(ctx context.Context) error {
@@ -514,7 +524,7 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 		pause := looks
 		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
 			cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
-			l, err := w.kubelet.List(cctx)
+			l, err := w.list(cctx, time.Second)
 			cancel()
 			now := w.ours(l.Holdings)
 			if err == nil && !w.ends.anyOf(now, time.Now()) {

@@ -128,7 +128,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
-	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true}
+	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true, Passed: a.Passed, Twice: a.Twice}
 	a.told = ""
 	return a.Allocation, nil
 }
@@ -228,15 +228,47 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 // any number of times. The error wraps ErrNotOpen when ctx ends first, or where there
 // is no such allocation; the work goes on.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
+	for {
+		open, err := l.pass(id)
+		if open == nil {
+			return err
+		}
+		l.wake()
+		select {
+		case <-open:
+			continue // another one may have been let through
+		case <-ctx.Done():
+		}
+		break
+	}
 	l.mu.Lock()
+	defer l.mu.Unlock()
+	// By ID: it may have ended and come again.
+	switch a := l.allocations[id]; {
+	case a != nil && a.Phase == Open:
+		l.passLocked(a)
+		return nil
+	case a != nil && a.Phase == Waiting && a.Twice:
+		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s", ErrNotOpen, a.told)
+	case a != nil && a.Phase == Waiting:
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
+	case a != nil && a.Cause != (status.Cause{}):
+		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
+	}
+	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
+}
+
+// pass lets a container through, or returns what is closed when it may be tried again.
+func (l *Ledger) pass(id string) (open <-chan struct{}, _ error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	a := l.allocations[id]
 	if a == nil {
-		l.mu.Unlock()
-		return fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
+		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
 	}
 	if a.Phase == Open {
-		l.mu.Unlock()
-		return nil
+		l.passLocked(a)
+		return nil, nil
 	}
 	if a.Asked.IsZero() {
 		a.Asked = l.now()
@@ -244,26 +276,22 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	if a.Phase == Taken {
 		l.moveLocked(a, Making)
 	}
-	open := a.open
-	l.mu.Unlock()
-	l.wake()
-	select {
-	case <-open:
-		return nil
-	case <-ctx.Done():
+	return a.open, nil
+}
+
+func (l *Ledger) passLocked(a *allocation) {
+	a.Passed = l.now()
+	if a.Twice {
+		// What was seen before this does not open it for the next one.
+		l.epoch++
+		a.Epoch = l.epoch
+		l.moveLocked(a, Reserved)
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	// By ID: it may have ended and come again.
-	switch a = l.allocations[id]; {
-	case a != nil && a.Phase == Open:
-		return nil
-	case a != nil && a.Phase == Waiting:
-		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
-	case a != nil && a.Cause != (status.Cause{}):
-		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
-	}
-	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
+}
+
+// SetTwice says whether the kubelet has given an allocation to two pods.
+func (l *Ledger) SetTwice(id string, twice bool) {
+	l.edit(id, func(a *allocation) { a.Twice = twice })
 }
 
 // SetOpen says that the container of an allocation may be created, as of an epoch: one

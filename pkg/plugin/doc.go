@@ -65,8 +65,10 @@
 // sent, and nothing registered, before the source knows its devices: an empty
 // list would fail the pods that wait for the old ones. A list that the kubelet
 // could not receive (4 MiB) is not sent and shows in [Status]. [KubeletOptions].Sent is
-// told of each list that was sent, for those who count what can be had. [Kubelet.Withhold]
-// has an empty list sent in place of what sources say, for an agent that ends.
+// told of each list that was sent, for those who count what can be had.
+//
+// [Kubelet.Withhold] ends the streams while calls are still answered, for an agent that is
+// about to end and may have to take that back.
 //
 // # Calls
 //

@@ -74,7 +74,7 @@ type Kubelet struct {
 	sock cell[sockID]
 	// want is the resources to be served.
 	want cell[map[string]Source]
-	// withheld says that the kubelet is told of no device.
+	// withheld says that no resource is to be registered.
 	withheld cell[bool]
 
 	mu     sync.Mutex
@@ -183,10 +183,11 @@ func (k *Kubelet) Suspect(resource string) {
 	}
 }
 
-// Withhold has the kubelet told that there are no devices, whatever lists say, or again
-// what they say. It returns at once. Who has devices keeps them, and calls for those are
-// answered as ever: the kubelet is not told that any of them is unhealthy, which it would
-// write into the status of the pods that have them, and no resource is registered again.
+// Withhold ends all streams of lists, so that the kubelet counts all devices as unhealthy, or
+// registers the resources anew. It returns at once. That is how a plugin's end looks: it
+// changes nothing for those who have devices, of which none is said to be unhealthy in the
+// status of its pod, as by a list. A list without devices would end a kubelet that allocates
+// one of them just then.
 func (k *Kubelet) Withhold(on bool) { k.withheld.set(on) }
 
 // Run watches the directory and serves what Set says until ctx ends, and

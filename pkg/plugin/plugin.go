@@ -153,6 +153,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		streams, streamed := s.streams.get()
 		suspected, suspicion := p.suspected.get()
 		outdated, devices := s.outdated()
+		withheld, turned := p.kubelet.withheld.get()
 		var wait <-chan time.Time
 		if fresh, err := socket.Keep(sock, path, "."+hash(p.resource)); err != nil {
 			p.report(err, noStream)
@@ -169,6 +170,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 			}
 			due, in := reg.due(kubelet, streams, suspected, time.Now(), outdated)
 			switch {
+			case withheld:
 			case due:
 				err := p.register(ctx, s, sock, kubelet, looked)
 				if ctx.Err() != nil {
@@ -194,6 +196,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		case <-streamed:
 		case <-suspicion:
 		case <-devices:
+		case <-turned:
 		case <-wait:
 		}
 	}

@@ -192,8 +192,6 @@ func (s *service) outdated() (yes bool, changed <-chan struct{}) {
 	return was.asked && was.required != now, changed
 }
 
-var noDevices = &list{}
-
 func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
 	s.streams.update(func(n streams) streams { return n.begun(time.Now()) })
 	s.changed()
@@ -204,8 +202,8 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 		l, changed := s.list.get()
 		was, asked := s.told.get()
 		withheld, turned := s.withheld.get()
-		if withheld && l != nil {
-			l = noDevices
+		if withheld {
+			return s.ends()
 		}
 		// No device is shown to a kubelet that would start containers without a word.
 		if l != nil && l != sent && (l.devices == 0 || was.required || !was.asked) {
@@ -224,9 +222,13 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 		case <-stream.Context().Done():
 			return nil
 		case <-s.stop.Done():
-			return status.Error(codes.Unavailable, s.resource+": the device plugin ends")
+			return s.ends()
 		}
 	}
+}
+
+func (s *service) ends() error {
+	return status.Error(codes.Unavailable, s.resource+": the device plugin ends")
 }
 
 func (s *service) GetPreferredAllocation(_ context.Context, req *api.PreferredAllocationRequest) (*api.PreferredAllocationResponse, error) {

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -14,6 +15,7 @@ import (
 
 	core "k8s.io/api/core/v1"
 	resource "k8s.io/api/resource/v1"
+	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/tests/lab"
@@ -138,6 +140,8 @@ type waits struct {
 	searches             int
 	// unasked are pods whose claims the driver was not asked for; see unasked.
 	unasked map[string]bool
+	// lost is how many pods had lost a claim; see giveBackClaims.
+	lost int
 }
 
 func newWaits(claims bool) *waits {
@@ -149,7 +153,34 @@ func (w *waits) String() string {
 	if w.claims {
 		text += fmt.Sprintf(", at most %.1f s pending while there was room, by %d searches", w.longestRoom.Seconds(), w.searches)
 	}
+	if w.lost > 0 {
+		text += fmt.Sprintf(", %d claims that Kubernetes had lost were given back", w.lost)
+	}
 	return text
+}
+
+// giveBackClaims names a pod's claims in its status. Kubernetes' controller of claims (1.36.3)
+// applies the names that its copy of the pod lacks, and those alone. So where a pod has several
+// claims, and that copy comes to name one of them before another is made, it takes the name of
+// the one away again, then that of the other, and so on: the kubelet can neither start the pod
+// nor end it.
+func giveBackClaims(ctx context.Context, p *core.Pod) error {
+	var claims resource.ResourceClaimList
+	if err := node.Read(ctx, "/apis/resource.k8s.io/v1/namespaces/"+p.Namespace+"/resourceclaims", &claims); err != nil {
+		return err
+	}
+	var all []core.PodResourceClaimStatus
+	for i := range claims.Items {
+		c := &claims.Items[i]
+		if slices.ContainsFunc(c.OwnerReferences, func(o meta.OwnerReference) bool { return o.UID == p.UID }) {
+			all = append(all, core.PodResourceClaimStatus{Name: c.Annotations[resource.PodResourceClaimAnnotation], ResourceClaimName: &c.Name})
+		}
+	}
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"resourceClaimStatuses": all}})
+	if err == nil {
+		_, err = node.Kubectl(ctx, nil, "patch", "pod", p.Name, "-n", p.Namespace, "--subresource=status", "--type=merge", "-p", string(patch))
+	}
+	return err
 }
 
 // follow looks until ctx ends. With claims nobody may wait for longer than there is a
@@ -190,6 +221,13 @@ func (w *waits) look(ctx context.Context) error {
 		default:
 			if w.unasked[p.Name] {
 				continue
+			}
+			if len(p.Status.ResourceClaimStatuses) < len(p.Spec.ResourceClaims) && time.Since(w.bound[p.Name]) > backOff {
+				if err := giveBackClaims(ctx, p); err != nil {
+					return err
+				}
+				w.bound[p.Name] = time.Now()
+				w.lost++
 			}
 			if took := time.Since(w.bound[p.Name]); w.claims && took > creating {
 				if _, late, err := failedPrepares(ctx); err != nil || late[p.Name] {
@@ -266,8 +304,10 @@ func (w *waits) search(ctx context.Context, pending []*core.Pod) error {
 // unasked reports whether the Event of a failed Prepare is of a kubelet that never came to
 // ask the driver. The API server's own picture of what a node may read is a moment old, so a
 // kubelet may be refused the claim of a pod that is its own. It tries again after a minute.
+// A claim that Kubernetes has lost it does not know either; see giveBackClaims.
 func unasked(message string) bool {
-	return strings.Contains(message, "resourceclaims.resource.k8s.io") && strings.Contains(message, "no relationship found between node")
+	return strings.Contains(message, "resourceclaims.resource.k8s.io") && strings.Contains(message, "no relationship found between node") ||
+		strings.HasSuffix(message, "ResourceClaim not created yet")
 }
 
 // failedPrepares are the kubelet's Events of claims that it could not have prepared, and the
