@@ -15,7 +15,8 @@
 //	 somebody ▼  │anywhere         │ ▼ somebody        │      to taken ▼
 //	        waiting ───────────────┘ waiting ◄─────────┘
 //
-// [Transitions] has all of them; from each phase Release ends it.
+// [Transitions] has all of them; from each phase Release ends it. One that was given to two
+// pods at once is reserved again as soon as Prepare has let the one through (SetTwice).
 //
 // # Grants
 //
