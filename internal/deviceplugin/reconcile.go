@@ -283,7 +283,7 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 			continue
 		}
 		var others, told []string
-		if a.Twice && o.Asked.Sub(a.Passed) < Grace {
+		if a.Twice && o.Asked.Sub(a.Through) < Grace {
 			const somebody = "a container that is about to be created"
 			others, told = []string{somebody}, []string{somebody}
 		}

@@ -72,8 +72,8 @@ type Allocation struct {
 	// Asked is when its container was first to start; zero where it has not been since
 	// Taken, or since the allocation was last open.
 	Asked time.Time
-	// Passed is when a container was last let through, by this holder or the one before.
-	Passed time.Time
+	// Through is when a container was last let through, by this holder or the one before.
+	Through time.Time
 	// Twice says that the kubelet has given it to two pods, each of which it believes to
 	// have it alone: then a Prepare lets one container through, and shuts it again.
 	Twice bool

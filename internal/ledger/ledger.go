@@ -128,7 +128,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
-	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true, Passed: a.Passed, Twice: a.Twice}
+	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true, Through: a.Through, Twice: a.Twice}
 	a.told = ""
 	return a.Allocation, nil
 }
@@ -280,7 +280,7 @@ func (l *Ledger) pass(id string) (open <-chan struct{}, _ error) {
 }
 
 func (l *Ledger) passLocked(a *allocation) {
-	a.Passed = l.now()
+	a.Through = l.now()
 	if a.Twice {
 		// What was seen before this does not open it for the next one.
 		l.epoch++
