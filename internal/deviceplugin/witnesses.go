@@ -101,8 +101,10 @@ type Witnesses struct {
 
 	// The rest belongs to the goroutine of Look.
 
-	// at is when they were last asked in full.
-	at time.Time
+	// at is when they were last asked in full, and postponed says that the last look should
+	// have done so.
+	at        time.Time
+	postponed bool
 	// heard says that both have answered since the start.
 	heard bool
 	// checkpoint is the last one read: it is parsed once for each writing.
@@ -217,7 +219,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		w.at = t.Asked
 		var err error
 		cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
-		listing, err = w.list(cctx, bookTime)
+		listing, err = w.kubelet.List(cctx)
 		cancel()
 		if err != nil {
 			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
@@ -427,9 +429,16 @@ func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []n
 }
 
 // Look asks them, in full or as they are, and moves the allocations along by what they
-// say; it returns those that have ended. The error says who has not answered for
+// say; it returns those that have ended. While the kubelet gives devices out it is asked in
+// full a moment later, at the next look. The error says who has not answered for
 // SilentFor: a restart of the kubelet or of the runtime is not worth reporting.
 func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocation, _ error) {
+	if full {
+		if w.postponed = !w.postponed && w.front.Booking(); w.postponed {
+			full = false
+			time.AfterFunc(bookTime, w.Ask)
+		}
+	}
 	o, err := w.ask(ctx, full)
 	w.err = err
 	ended = w.front.Reconcile(o)
@@ -501,12 +510,11 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// list asks the kubelet who holds what, not while it gives devices out, but after so long a
-// wait at the latest: the loop has more to do.
-func (w *Witnesses) list(ctx context.Context, most time.Duration) (node.Listing, error) {
-	const pause = 5 * time.Millisecond
-	for waited := time.Duration(0); waited < most && w.front.Booking(); waited += pause {
-		time.Sleep(pause)
+// listAfter asks the kubelet who holds what when it does not give devices out, but after half
+// of ctx's time at the latest.
+func (w *Witnesses) listAfter(ctx context.Context) (node.Listing, error) {
+	for waited := time.Duration(0); waited < KubeletPatience/2 && w.front.Booking(); waited += bookTime / 4 {
+		time.Sleep(bookTime / 4)
 	}
 	return w.kubelet.List(ctx)
 }
@@ -524,7 +532,7 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 		pause := looks
 		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
 			cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
-			l, err := w.list(cctx, time.Second)
+			l, err := w.listAfter(cctx)
 			cancel()
 			now := w.ours(l.Holdings)
 			if err == nil && !w.ends.anyOf(now, time.Now()) {
