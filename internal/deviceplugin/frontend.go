@@ -37,8 +37,8 @@ type FrontEnd struct {
 	// now is the clock, an argument so that tests have their own.
 	now func() time.Time
 
-	// asked is when the kubelet last chose or allocated devices, in ns since 1970.
-	asked atomic.Int64
+	// asked is when the kubelet last chose or allocated devices.
+	asked moment
 
 	// mu guards everything below. The ledger's is locked after it.
 	mu    sync.Mutex
@@ -98,7 +98,8 @@ func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 // when its answer is out.
 func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, error) {
 	now := f.now()
-	defer f.asking()()
+	f.asked.note(now)
+	defer func() { f.asked.note(f.now()) }()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	var none ledger.Allocation
@@ -135,18 +136,16 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	return a, nil
 }
 
-// asking is called when the kubelet begins to choose or allocate devices, and what it
-// returns when it has its answer.
-func (f *FrontEnd) asking() func() {
-	mark := func() { f.asked.Store(f.now().UnixNano()) }
-	mark()
-	return mark
-}
-
 // Booking reports whether the kubelet may be giving devices out and have them on no pod
 // yet: it has asked a moment ago. Who asks it for PodResources then may have it give the
 // same devices out again; see Reconcile.
-func (f *FrontEnd) Booking() bool { return f.now().Sub(time.Unix(0, f.asked.Load())) < bookTime }
+func (f *FrontEnd) Booking() bool { return f.now().Sub(f.asked.at()) < bookTime }
+
+// moment is a time that several goroutines note, the last one's.
+type moment struct{ ns atomic.Int64 }
+
+func (m *moment) note(t time.Time) { m.ns.Store(t.UnixNano()) }
+func (m *moment) at() time.Time    { return time.Unix(0, m.ns.Load()) }
 
 // offeredLocked returns a resource of which these devices can be had together, as far
 // as the kubelet may decide that.

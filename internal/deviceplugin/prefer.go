@@ -25,7 +25,8 @@ import (
 // is left. The kubelet offers that where a pod was deleted by force and its
 // container has not ended: the next container on it waits for that.
 func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]string, error) {
-	defer f.asking()()
+	f.asked.note(f.now())
+	defer func() { f.asked.note(f.now()) }()
 	v := f.Offer()
 	r := v.resource(resource)
 	if r == nil {

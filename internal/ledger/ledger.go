@@ -140,7 +140,7 @@ func (l *Ledger) freeLocked(r *Request) error {
 		case o.ID == r.ID:
 		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrTaken)
-		case !r.Overlap && l.overlapLocked(r.Grants, o.Grants):
+		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
 			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrTaken)
 		}
 	}
@@ -229,7 +229,7 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 // is no such allocation; the work goes on.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	for {
-		open, err := l.pass(id)
+		open, err := l.pass(id, true)
 		if open == nil {
 			return err
 		}
@@ -238,55 +238,52 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 		case <-open:
 			continue // another one may have been let through
 		case <-ctx.Done():
+			_, err := l.pass(id, false)
+			return err
 		}
-		break
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	// By ID: it may have ended and come again.
-	switch a := l.allocations[id]; {
-	case a != nil && a.Phase == Open:
-		l.passLocked(a)
-		return nil
-	case a != nil && a.Phase == Waiting && a.Twice:
-		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s", ErrNotOpen, a.told)
-	case a != nil && a.Phase == Waiting:
-		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
-	case a != nil && a.Cause != (status.Cause{}):
-		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
-	}
-	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
 }
 
-// pass lets a container through, or returns what is closed when it may be tried again.
-func (l *Ledger) pass(id string) (open <-chan struct{}, _ error) {
+// pass lets a container through, or returns why not and what is closed when it is worth
+// another try, nil where there is no such allocation. asks says that the container is to
+// start.
+func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	a := l.allocations[id]
-	if a == nil {
+	a := l.allocations[id] // by ID: it may have ended and come again
+	switch {
+	case a == nil:
 		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
-	}
-	if a.Phase == Open {
-		l.passLocked(a)
-		return nil, nil
-	}
-	if a.Asked.IsZero() {
+	case a.Phase != Open && asks && a.Asked.IsZero():
 		a.Asked = l.now()
-	}
-	if a.Phase == Taken {
-		l.moveLocked(a, Making)
-	}
-	return a.open, nil
-}
-
-func (l *Ledger) passLocked(a *allocation) {
-	a.Through = l.now()
-	if a.Twice {
+	case a.Phase != Open:
+	case a.Twice:
 		// What was seen before this does not open it for the next one.
 		l.epoch++
 		a.Epoch = l.epoch
 		l.moveLocked(a, Reserved)
+		fallthrough
+	default:
+		a.Through = l.now()
+		return nil, nil
 	}
+	if asks && a.Phase == Taken {
+		l.moveLocked(a, Making)
+	}
+	return a.open, a.notOpen()
+}
+
+// notOpen is why an allocation is not open, for its pod.
+func (a *allocation) notOpen() error {
+	switch {
+	case a.Phase == Waiting && a.Twice:
+		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s", ErrNotOpen, a.told)
+	case a.Phase == Waiting:
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
+	case a.Cause != (status.Cause{}):
+		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
+	}
+	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, a.ID)
 }
 
 // SetTwice says whether the kubelet has given an allocation to two pods.

@@ -201,17 +201,18 @@ func (r *Room) Lacks(s mig.Placement) string {
 func (l *Ledger) Overlap(a, b []Grant) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.overlapLocked(a, b)
+	return overlap(l.rooms, a, b)
 }
 
-func (l *Ledger) overlapLocked(a, b []Grant) bool {
+func overlap(rooms map[gpu.UUID]MIG, a, b []Grant) bool {
 	return slices.ContainsFunc(a, func(x Grant) bool {
-		return slices.ContainsFunc(b, func(y Grant) bool { return x.GPU == y.GPU && l.clashLocked(&x, &y) })
+		return slices.ContainsFunc(b, func(y Grant) bool { return x.GPU == y.GPU && clash(rooms[x.GPU].Card, &x, &y) })
 	})
 }
 
-// clashLocked reports whether two pieces of one GPU cannot both be had.
-func (l *Ledger) clashLocked(a, b *Grant) bool {
+// clash reports whether two pieces of one GPU cannot both be had; card is nil where it is not
+// known.
+func clash(card *mig.Card, a, b *Grant) bool {
 	switch {
 	case a.NoRoom || b.NoRoom:
 		return false
@@ -222,7 +223,6 @@ func (l *Ledger) clashLocked(a, b *Grant) bool {
 	case a.Kind == Replica:
 		return a.Of != 0 && b.Of != 0 && a.Of != b.Of || a.Replica == b.Replica
 	case a.Kind == Placement:
-		card := l.rooms[a.GPU].Card
 		return samePlace(a.Placement, b.Placement) ||
 			// As far as it is known what can stand on the GPU.
 			card != nil && a.Placement.Size > 0 && b.Placement.Size > 0 && !card.Fits([]mig.Placement{a.Placement}, b.Placement)
