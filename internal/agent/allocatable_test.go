@@ -211,8 +211,8 @@ func TestLoweringIsRationed(t *testing.T) {
 }
 
 // An agent that ends says that there is nothing to be had, and serves the kubelet for as long
-// as it takes pods that were bound before to be admitted. Then its lists say it too, and it
-// ends when the kubelet can have nothing else on the way.
+// as it takes pods that were bound before to be admitted. Then the kubelet counts no device
+// any more, and the agent ends when no report of before can be on the way.
 func TestLoweringAtTheEnd(t *testing.T) {
 	for name, c := range map[string]struct {
 		takes  time.Duration   // of a write
@@ -227,7 +227,7 @@ func TestLoweringAtTheEnd(t *testing.T) {
 		"raised at the last moment": {raises: []time.Duration{leaveLinger - time.Millisecond}, offers: "shut",
 			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 2*leaveLinger + leaveSettle - time.Millisecond},
 		// The pod that was bound then finds devices, and as much time as the others had.
-		"raised after the last list": {raises: []time.Duration{leaveLinger + leaveSettle/2}, offers: "shut open shut",
+		"raised after the streams have ended": {raises: []time.Duration{leaveLinger + leaveSettle/2}, offers: "shut open shut",
 			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 2*leaveLinger + leaveSettle/2 + leaveSettle},
 		"a slow server": {takes: 100 * time.Millisecond, raises: []time.Duration{1900 * time.Millisecond}, offers: "shut open shut",
 			told: "[mem=0 mig=0 mem=0] [end end kubelet]", from: 3900 * time.Millisecond},
@@ -247,13 +247,23 @@ func TestLoweringAtTheEnd(t *testing.T) {
 				t.Errorf("%s: it took %s, want %s or more, and at most %s", name, took, c.from, leaveLast)
 			}
 			if got := strings.Join(offers, " "); got != c.offers {
-				t.Errorf("%s: lists were %s, want %s", name, got, c.offers)
+				t.Errorf("%s: the kubelet's streams were %s, want %s", name, got, c.offers)
 			}
 			if got := told(); got != c.told {
 				t.Errorf("%s: %s, want %s", name, got, c.told)
 			}
 		})
 	}
+	// Afterwards the kubelet writes what it had begun to, and lists still come.
+	lower(t, func(n *lowerable, l *Lowering, told func() string) {
+		l.Leave(context.Background(), func(bool) {})
+		n.set(l, func() { n.amounts["mem"] = 79 })
+		l.Sent("mem", 78)
+		l.Sent("new", 3)
+		if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	})
 	// A kubelet that writes it again and again does not hold the end up.
 	lower(t, func(n *lowerable, l *Lowering, told func() string) {
 		ctx, cancel := context.WithCancel(context.Background())
