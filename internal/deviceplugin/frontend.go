@@ -56,8 +56,8 @@ type evidence struct {
 	resource string
 	// ids are the allocation's devices, sorted.
 	ids []string
-	// podUIDs is who has it by the kubelet's checkpoint: one pod, or none; read says
-	// that this has been read.
+	// podUIDs is who has it by the kubelet's checkpoint: one pod or none, or two where the
+	// kubelet has given it out twice; read says that this has been read.
 	podUIDs []string
 	read    bool
 	// former is who had it before the last Allocate by the checkpoint, and unread says

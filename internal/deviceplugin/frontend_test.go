@@ -959,8 +959,8 @@ func TestWhoseFileItIs(t *testing.T) {
 	}
 }
 
-// The kubelet may give the same devices to two pods that live. One container at a time is
-// let through, whoever asks, and the other waits for its end.
+// The kubelet may give the same devices to two pods that live. Only one container is let
+// through at a time; the other pod's waits until it has ended.
 func TestDevicesOfTwoPods(t *testing.T) {
 	devices := ids(gpuA, 0, 1)
 	entry := func(uid string) node.Entry {

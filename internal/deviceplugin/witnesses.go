@@ -511,11 +511,10 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 }
 
 // listAfter asks the kubelet who holds what when it does not give devices out, but after half
-// of ctx's time at the latest.
+// of KubeletPatience at the latest.
 func (w *Witnesses) listAfter(ctx context.Context) (node.Listing, error) {
-	for waited := time.Duration(0); waited < KubeletPatience/2 && w.front.Booking(); waited += bookTime / 4 {
-		time.Sleep(bookTime / 4)
-	}
+	// In vain is no error: the kubelet is asked all the same.
+	_ = wait.PollUntilContextTimeout(ctx, bookTime/4, KubeletPatience/2, true, func(context.Context) (bool, error) { return !w.front.Booking(), nil })
 	return w.kubelet.List(ctx)
 }
 

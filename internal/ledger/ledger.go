@@ -251,24 +251,26 @@ func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id] // by ID: it may have ended and come again
-	switch {
-	case a == nil:
+	if a == nil {
 		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
-	case a.Phase != Open && asks && a.Asked.IsZero():
-		a.Asked = l.now()
-	case a.Phase != Open:
-	case a.Twice:
-		// What was seen before this does not open it for the next one.
-		l.epoch++
-		a.Epoch = l.epoch
-		l.moveLocked(a, Reserved)
-		fallthrough
-	default:
+	}
+	if a.Phase == Open {
 		a.Through = l.now()
+		if a.Twice {
+			// What was seen before this does not open it for the next one.
+			l.epoch++
+			a.Epoch = l.epoch
+			l.moveLocked(a, Reserved)
+		}
 		return nil, nil
 	}
-	if asks && a.Phase == Taken {
-		l.moveLocked(a, Making)
+	if asks {
+		if a.Asked.IsZero() {
+			a.Asked = l.now()
+		}
+		if a.Phase == Taken {
+			l.moveLocked(a, Making)
+		}
 	}
 	return a.open, a.notOpen()
 }
