@@ -46,8 +46,11 @@ type created struct {
 	asked uint64
 }
 
-// creation is what is known of one container.
+// creation is what is known of one container. Whoever has looked one up may go on with it
+// when a later list has it no more: see keep.
 type creation struct {
+	id string
+	// Guarded by created.mu:
 	known bool
 	cdi   []string
 	asked uint64 // the number of the last question without an answer; 0 for none
@@ -56,63 +59,67 @@ type creation struct {
 // addCDI fills in the CDI devices of containers, asking the runtime for those that it has
 // not told yet. It returns the containers that the runtime has no more.
 func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string]bool) {
-	ctx, cancel := context.WithTimeout(ctx, r.created.patience)
+	m := &r.created
+	ctx, cancel := context.WithTimeout(ctx, m.patience)
 	defer cancel()
+	of := m.of(list)
 	select {
-	case r.created.turn <- struct{}{}:
-		gone = r.askCDI(ctx, list)
-		<-r.created.turn
+	case m.turn <- struct{}{}:
+		gone = r.askCDI(ctx, of)
+		<-m.turn
 	case <-ctx.Done():
 	}
-	r.created.mu.Lock()
-	defer r.created.mu.Unlock()
-	for i := range list {
-		c := r.created.by[list[i].ID]
-		if list[i].CDIUnknown = c == nil || !c.known; c != nil {
-			list[i].CDI = c.cdi
-		}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i, c := range of {
+		list[i].CDI, list[i].CDIUnknown = c.cdi, !c.known
 	}
 	return gone
 }
 
-// askCDI asks for the statuses of containers whose devices are not known: those that have
-// waited longest first, so that one whose status fails does not keep another waiting.
-func (r *Runtime) askCDI(ctx context.Context, list []Container) (gone map[string]bool) {
-	m := &r.created
+// of looks up what is known of each container of a list.
+func (m *created) of(list []Container) []*creation {
 	m.mu.Lock()
-	var due []string
+	defer m.mu.Unlock()
+	of := make([]*creation, len(list))
 	for i := range list {
 		id := list[i].ID
 		if m.by[id] == nil {
-			m.by[id] = &creation{}
+			m.by[id] = &creation{id: id}
 		}
-		if !m.by[id].known {
-			due = append(due, id)
-		}
+		of[i] = m.by[id]
 	}
-	slices.SortStableFunc(due, func(a, b string) int { return cmp.Compare(m.by[a].asked, m.by[b].asked) })
+	return of
+}
+
+// askCDI asks for the statuses of containers whose devices are not known: those that have
+// waited longest first, so that one whose status fails does not keep another waiting.
+func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]bool) {
+	m := &r.created
+	m.mu.Lock()
+	due := slices.DeleteFunc(slices.Clone(of), func(c *creation) bool { return c.known })
+	slices.SortStableFunc(due, func(a, b *creation) int { return cmp.Compare(a.asked, b.asked) })
 	m.mu.Unlock()
 	gone = map[string]bool{}
 	var asking errgroup.Group
 	asking.SetLimit(statusesAtOnce)
-	for _, id := range due[:min(len(due), statusesALook)] {
+	for _, c := range due[:min(len(due), statusesALook)] {
 		if ctx.Err() != nil {
 			break
 		}
 		asking.Go(func() error {
-			devices, err := r.devices(ctx, id)
+			devices, err := r.devices(ctx, c.id)
 			m.mu.Lock()
 			defer m.mu.Unlock()
 			m.asked++
-			switch c := m.by[id]; {
+			switch {
 			case status.Code(err) == codes.NotFound:
-				gone[id] = true
-			case c == nil: // forgotten meanwhile
+				gone[c.id] = true
 			case err == nil:
 				c.known, c.cdi = true, devices
 			default:
 				if c.asked == 0 {
-					r.o.Logger.Warn("cannot tell what a container was created with; until the runtime tells, it may have any device", "container", id, "err", err)
+					r.o.Logger.Warn("cannot tell what a container was created with; until the runtime tells, it may have any device", "container", c.id, "err", err)
 				}
 				c.asked = m.asked
 			}
@@ -123,7 +130,8 @@ func (r *Runtime) askCDI(ctx context.Context, list []Container) (gone map[string
 	return gone
 }
 
-// keep forgets all containers but these.
+// keep forgets all containers but these. One that another list has yet, which was asked for
+// earlier, keeps what is known of it there.
 func (m *created) keep(list []Container) {
 	listed := make(map[string]bool, len(list))
 	for i := range list {

@@ -247,6 +247,35 @@ func TestStatusThatHangs(t *testing.T) {
 	}
 }
 
+// Two claims are given back at once, and the first container is removed while the look for the
+// second waits: that look still says what it knew and what it learns. A claim would otherwise
+// be refused for a container that is gone.
+func TestLooksDoNotForgetForEachOther(t *testing.T) {
+	server := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	asked, proceed := make(chan struct{}), make(chan struct{})
+	server.Answer("ContainerStatus", func(_ context.Context, in any) (any, error) {
+		if in.(*cri.ContainerStatusRequest).ContainerId == "slow" {
+			close(asked)
+			<-proceed
+		}
+		return &cri.ContainerStatusResponse{Info: map[string]string{"info": containerdInfo()}}, nil
+	})
+	server.lists(listed("ends"))
+	r := draAsker(t, server, always)
+	cdiOf(t, r)
+	server.lists(listed("ends", "slow"))
+	var got map[string]string
+	var look sync.WaitGroup
+	look.Go(func() { got = cdiOf(t, r) })
+	<-asked
+	r.created.keep(nil) // as a look does that finds neither
+	close(proceed)
+	look.Wait()
+	if want := map[string]string{"ends": "", "slow": ""}; !maps.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
 func TestEventsTellCDIDevices(t *testing.T) {
 	server := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
 	s := (&statuses{info: map[string]string{"c": containerdInfo("example.com/gpu=0123456789abcdef")}}).of(server)

@@ -510,10 +510,13 @@ func (c *cluster) endAll() {
 		if err := c.get(claims, &list); err != nil {
 			return err
 		}
-		if len(list.Items) > 0 {
-			return fmt.Errorf("there are %d", len(list.Items))
+		if len(list.Items) == 0 {
+			return nil
 		}
-		return nil
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		is := &list.Items[0]
+		return fmt.Errorf("there are %d, the first is %s, deleted %v, with finalizers %v and status %+v; went wrong: %q", len(list.Items), is.Name, is.DeletionTimestamp, is.Finalizers, is.Status, c.wrong)
 	})
 }
 
