@@ -372,8 +372,9 @@ func goFiles() (files []string, err error) {
 // apart are the packages that have a stage of their own.
 var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
 
-// sweeps go through many machines with what other packages' tests look for races in.
-var sweeps = []string{"/tests/hardware"}
+// sweeps go through many machines, or all layouts of a card, with what other packages' tests
+// look for races in.
+var sweeps = []string{"/pkg/mig", "/tests/hardware"}
 
 // goPackage is one of the product's, by its import path.
 type goPackage struct {
