@@ -51,8 +51,8 @@ type boundPod struct {
 	Unguarded
 	// scheduled is when, by the API server's clock in seconds; zero where nobody says.
 	scheduled time.Time
-	// settled says that it is guarded, or was told of, or is none of this process's.
-	settled bool
+	// judged says that it is guarded, or was told of, or is none of this process's.
+	judged bool
 }
 
 func newLeading() leading {
@@ -93,10 +93,10 @@ func (f *Fleet) lead(before time.Time, still bool) {
 		f.doubtful, f.until = maps.Clone(f.open), f.now().Add(placer.ReservedFor)
 	}
 	for _, b := range f.bound {
-		if !b.settled && (still || !before.IsZero() && b.scheduled.After(before)) {
+		if !b.judged && (still || !before.IsZero() && b.scheduled.After(before)) {
 			f.tell(b)
 		}
-		b.settled = true
+		b.judged = true
 	}
 	// Those who wait were refused by somebody else, who has forgotten it by now.
 	var all []string
@@ -133,7 +133,7 @@ func settled(f *Fleet) error {
 
 // tell tells of an unguarded pod.
 func (f *Fleet) tell(b *boundPod) {
-	if b.settled = true; f.unguarded != nil {
+	if b.judged = true; f.unguarded != nil {
 		f.unguarded(b.Unguarded)
 	}
 }
@@ -163,12 +163,12 @@ func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduled}
 	f.bound[p.UID] = b
 	rest, _ := f.withoutDRA(*p, p.Node)
-	b.settled = f.answers[p.UID].node == p.Node || len(rest.Containers) == 0
+	b.judged = f.answers[p.UID].node == p.Node || len(rest.Containers) == 0
 	delete(f.answers, p.UID)
-	if !f.led || f.leads != nil && f.leads() != nil || b.settled {
+	if !f.led || f.leads != nil && f.leads() != nil || b.judged {
 		return // whoever leads next looks at it
 	}
-	if b.settled = true; f.before.IsZero() || b.scheduled.IsZero() || b.scheduled.After(f.before) {
+	if b.judged = true; f.before.IsZero() || b.scheduled.IsZero() || b.scheduled.After(f.before) {
 		f.tell(b)
 	}
 }
