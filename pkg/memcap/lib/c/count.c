@@ -5,10 +5,12 @@
 #include <poll.h>
 #include <sys/stat.h>
 
-/* How long a refusal waits: CONTEND_US for what other processes have under way, beside
- * the agent's next reading. Meanwhile it looks for dead processes after REAP_US, and then
- * each time after twice as long, since asking for the others' locks costs most. */
-enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, REAP_US = 4 * 1000, LONGEST_REAP_US = 64 * 1000 };
+/* How long a refusal waits, beside the agent's next reading: until what other processes have
+ * under way has not moved for CONTEND_US, and EACH_US more for each of them, and no longer than
+ * LONGEST_CONTEND_US. On a busy machine they get the processor one after the other. Meanwhile
+ * it looks for dead processes after REAP_US, and then each time after twice as long, since
+ * asking for the others' locks costs most. */
+enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, EACH_US = 50 * 1000, LONGEST_CONTEND_US = 16 * CONTEND_US, REAP_US = 4 * 1000, LONGEST_REAP_US = 64 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
 
@@ -204,6 +206,7 @@ static bool reap(struct account *a)
 
 struct sums {
     uint64_t reserved, committed, idle;
+    unsigned moving; /* slots with something under way */
     bool sane, exported;
 };
 
@@ -228,6 +231,7 @@ static struct sums sum(const struct account *a)
         }
         t.committed += c;
         t.reserved += r;
+        t.moving += r != c;
         t.idle += AMOUNT(after);
         t.exported |= count_read(&s->exported) != 0;
     }
@@ -579,7 +583,7 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
  * sandbox, and nothing wakes us when another process frees memory. So naps are short, and
  * each is longer than the one before, since a nap costs as much CPU time as a hundred
  * allocations. */
-enum { NAP_US = 1000, LONGEST_NAP_US = 16000 };
+enum { SHORT_NAP_US = 400, NAP_US = 1000, LONGEST_NAP_US = 16000 };
 
 static void await_reading(const struct account *a, struct hearing *h)
 {
@@ -624,10 +628,10 @@ void account_await_measure(struct account *a, uint64_t n)
  * not wait where as much was refused before and there is no more room now. */
 static bool contend(struct account *a, uint64_t n, uint64_t limit)
 {
-    struct patience p = patience(CONTEND_US);
+    struct patience still = {0}, all = patience(LONGEST_CONTEND_US);
     struct hearing h = {.over = n > limit}; /* no reading makes more than the limit fit */
-    struct picture now;
-    uint64_t dice = random_word(), reaped = 0, every = REAP_US / 2;
+    struct picture now = {0}; /* nothing yet, so the first look finds that something has moved */
+    uint64_t nap = SHORT_NAP_US, dice = random_word(), reaped = 0, every = REAP_US / 2;
     bool waits = true, looked_again = false;
     for (bool first = true;; first = false) {
         if (try(a, n))
@@ -650,10 +654,13 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
                 return true;
             t = sum(a);
         }
+        struct picture before = now;
         now = picture(a, t.committed);
         if (answered(a, n, &now))
             return false;
-        waits = waits && !look(&p);
+        if (now.amount != before.amount || now.committed != before.committed)
+            still = patience(CONTEND_US + t.moving * EACH_US);
+        waits = waits && !look(&still) && !look(&all);
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
         h.exported = t.exported;
         enum heard heard = hear(a, &h, n);
@@ -667,9 +674,11 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         dice = dice * 6364136223846793005u + 1442695040888963407u;
         if (heard == HEARD_NEWS)
             continue;
-        if (under_way)
-            nap_us(20 + (dice >> 33) % 400);
-        else
+        if (under_way) {
+            nap_us(20 + (dice >> 33) % nap);
+            if (nap < LONGEST_NAP_US)
+                nap += nap / 8; /* or those who wait keep the processor from those they wait for */
+        } else
             await_reading(a, &h);
     }
     remember(a, n, &now);
