@@ -23,10 +23,10 @@ import (
 
 const (
 	mib = 1 << 20
-	// every is how often programs are told that somebody reads: one that is out of room waits for a
+	// promised is how often programs are told that somebody reads: one that is out of room waits for a
 	// reading twice as long before it is refused. These tests run beside others, with the lowest
 	// priority and on an emulated processor, and so does their reader.
-	every = 5 * time.Second
+	promised = 5 * time.Second
 )
 
 // TestCap has programs for arm64 take GPU memory in a container that holds an allocation.
@@ -116,7 +116,7 @@ func (k kit) hold(t *testing.T, bytes uint64) held {
 	t.Cleanup(func() { must(lib.Unmount(dir)) })
 	const key = "0123456789abcdef"
 	uuid := gpu.UUID(m.World.State().GPUs[0].UUID)
-	files, err := pages.Write(key, every, []lib.Limit{{GPU: uuid, Bytes: bytes, Context: 300 * mib}})
+	files, err := pages.Write(key, promised, []lib.Limit{{GPU: uuid, Bytes: bytes, Context: 300 * mib}})
 	must(err)
 	must(os.Mkdir(filepath.Join(dir, "empty"), 0o755))
 	caps := filepath.Join(dir, "caps")
