@@ -19,6 +19,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -587,6 +588,23 @@ func TestPieceTakenByAnotherThread(t *testing.T) {
 	p.must("cuInit 0; cuCtxCreate_v2 &c 0 0")
 	fmt.Fprintln(p.in, "pooled 8 2000 33554432")
 	want(t, "threads that were refused", p.line(), "0")
+}
+
+// A pool never has more than its greatest size, also while it gives memory back for one
+// thread, which takes a while here, and grows again for another.
+func TestPoolOfItsGreatestSizeGivesBack(t *testing.T) {
+	const threads, most, piece = 8, 2, 32 * mib
+	n := start(t, emulator.Spec{Count: 1})
+	p := startProbe(t, probeWith{})
+	p.must(fmt.Sprintf("cuInit 0; cuCtxCreate_v2 &c 0 0; poke props 0 4 1; poke props 8 4 1; poke props 24 8 %d; cuMemPoolCreate &p &props; cuDeviceSetMemPool 0 p", most*piece))
+	if err := n.world.Inject(emulator.Fault{Call: "cuStreamSynchronize", Delay: 5 * time.Millisecond}); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintf(p.in, "pooled %d 20 %d\n", threads, piece)
+	t.Logf("%s of %d threads found no room between what others had", p.line(), threads)
+	if peak, err := n.world.PeakUsed(0); err != nil || peak > 300*mib+most*piece {
+		t.Errorf("a peak of %d MiB, %v; want the context's 300 MiB and the pool's %d at most", peak/mib, err, most*piece/mib)
+	}
 }
 
 // Processes that are killed in the middle of calls leave nothing.

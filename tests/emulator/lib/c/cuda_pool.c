@@ -92,10 +92,16 @@ static void notice(struct pool *p)
 static bool keeps(const struct pool *p) { return p->props.handleTypes && switches.ipc_pools == IPC_POOLS_KEPT && !p->doomed; }
 
 /* The world is told, outside the lock, of the bytes that these return (pool_settle). Until
- * it has been, nobody may hear that they are reserved no more, and who asks sleeps: a
- * driver that gives memory back holds its lock meanwhile. Guarded by the lock. */
+ * it has been, nobody may hear that they are reserved no more, nor have them, and who asks
+ * sleeps: a driver that gives memory back holds its lock meanwhile. Guarded by the lock. */
 static uint64_t leaving[MAX_DEVICES];
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+
+static void await_left(int device)
+{
+    while (leaving[device])
+        pthread_cond_wait(&left, &cuda_lock);
+}
 
 static uint64_t shrink(struct pool *p, uint64_t keep)
 {
@@ -264,7 +270,11 @@ static bool at_its_max(const struct pool *p, uint64_t more)
 static CUresult add(struct request *q, uint64_t size, uint64_t grain)
 {
     struct pool *p = q->pool;
-    if (at_its_max(p, size))
+    lock();
+    await_left(p->device);
+    bool full = at_its_max(p, size);
+    unlock();
+    if (full)
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (!p->on_host)
         TRY(charge(q->call, &devices[p->device], (int64_t)size));
@@ -472,8 +482,8 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     cuuint64_t *wide = value;
     lock();
     struct pool *p = object_get(handle, POOL);
-    while (p && !p->doomed && attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && leaving[p->device]) {
-        pthread_cond_wait(&left, &cuda_lock);
+    if (p && !p->doomed && attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) {
+        await_left(p->device);
         p = object_get(handle, POOL);
     }
     if (!p || p->doomed) {
