@@ -43,8 +43,9 @@ const (
 	// scheduler heard of it, or while the kubelet said otherwise, have leaveLinger to get
 	// their devices, and a report that the kubelet had begun before it counted none has
 	// leaveSettle to arrive. Where the API server is slow, so is the kubelet: then
-	// each is leaveTimes what our own write of the Node took.
-	leaveLast, leaveLinger, leaveSettle, leaveTimes = 5 * time.Second, 500 * time.Millisecond, 250 * time.Millisecond, 10
+	// each is leaveTimes what our own write of the Node took, and leaveSlow at most.
+	leaveLast, leaveLinger, leaveSettle = 5 * time.Second, 500 * time.Millisecond, 250 * time.Millisecond
+	leaveTimes, leaveSlow               = 10, 2 * time.Second
 )
 
 // Lowering tells the scheduler at once of devices that cannot be had any more. The
@@ -171,7 +172,8 @@ func (l *Lowering) Run(ctx context.Context) error {
 //
 // A kubelet that knows of devices writes their counts back whenever it reports, and a pod
 // that waits for room is bound within milliseconds. So it is served until that has not
-// happened for a while; then it counts none, and its reports say so. One that was begun before
+// happened for a while; then it counts none, and its reports say so. A kubelet that reports
+// more often than that is waited for half as long each time. A report that was begun before
 // comes late, and then the devices are back once more. Those that pods have are withheld, too:
 // when their pod ends the scheduler takes them for room.
 func (l *Lowering) Leave(ctx context.Context, withhold func(bool)) {
@@ -186,11 +188,13 @@ func (l *Lowering) Leave(ctx context.Context, withhold func(bool)) {
 	for range lowered {
 		l.wrote(ByEnd)
 	}
-	slow := leaveTimes * time.Since(began)
+	slow := min(leaveTimes*time.Since(began), leaveSlow)
+	linger, settle := max(leaveLinger, slow), max(leaveSettle, slow)
 	for len(lowered) > 0 && ctx.Err() == nil {
-		for l.raisedIn(ctx, max(leaveLinger, slow)) {
+		for l.raisedIn(ctx, linger) {
+			linger = max(leaveLinger, linger/2)
 		}
-		if withhold(true); !l.raisedIn(ctx, max(leaveSettle, slow)) {
+		if withhold(true); !l.raisedIn(ctx, settle) {
 			return
 		}
 		withhold(false)
@@ -226,7 +230,7 @@ func (l *Lowering) due(now time.Time) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, r := range l.of {
-		if r.owed || r.has > r.devices && r.mayAgain(now, l.period) {
+		if r.owed || r.has > r.devices && l.mayAgain(r, now) {
 			return true
 		}
 	}
@@ -242,7 +246,7 @@ func (l *Lowering) take(now time.Time) (want map[string]int64, cause map[string]
 		switch {
 		case r.owed:
 			cause[name] = ByList
-		case r.has > r.devices && r.mayAgain(now, l.period):
+		case r.has > r.devices && l.mayAgain(r, now):
 			cause[name] = ByKubelet
 		default:
 			continue
@@ -270,10 +274,11 @@ func (l *Lowering) contradicted(name string, now time.Time) {
 	l.of[name].again = append(l.of[name].again, now)
 }
 
-// mayAgain reports whether the kubelet may be contradicted once more.
-func (r *offered) mayAgain(now time.Time, period time.Duration) bool {
-	r.again = slices.DeleteFunc(r.again, func(at time.Time) bool { return now.Sub(at) >= period })
-	return len(r.again) < againMost
+// mayAgain reports whether the kubelet may be contradicted once more: always at the end, which
+// leaveLast bounds.
+func (l *Lowering) mayAgain(r *offered, now time.Time) bool {
+	r.again = slices.DeleteFunc(r.again, func(at time.Time) bool { return now.Sub(at) >= l.period })
+	return l.left || len(r.again) < againMost
 }
 
 // elapse returns false where ctx ended first.

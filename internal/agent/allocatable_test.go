@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -262,6 +263,33 @@ func TestLoweringAtTheEnd(t *testing.T) {
 		l.Sent("new", 3)
 		if got, want := told(), "[mem=0 mig=0 mem=0] [end end kubelet]"; got != want {
 			t.Errorf("%s, want %s", got, want)
+		}
+	})
+	// A kubelet that reports every second, as some are told to, behind a slow server: it counts
+	// no device by the end, so its next report brings none back.
+	lower(t, func(n *lowerable, l *Lowering, told func() string) {
+		const slow = 150 * time.Millisecond // of our write, and of a report
+		n.set(l, func() { n.takes = slow })
+		ctx, cancel := context.WithCancel(context.Background())
+		var counts atomic.Bool
+		counts.Store(true)
+		go func() {
+			for elapse(ctx, time.Second-slow) {
+				has := counts.Load()
+				if elapse(ctx, slow) && has {
+					n.set(l, func() { n.amounts["mem"] = 79 })
+				}
+			}
+		}()
+		began := time.Now()
+		l.Leave(context.Background(), func(on bool) { counts.Store(!on) })
+		if took := time.Since(began); counts.Load() || took >= leaveLast {
+			t.Errorf("it ended after %s, and the kubelet counts devices: %t", took, counts.Load())
+		}
+		settle(2 * time.Second)
+		cancel()
+		if synctest.Wait(); n.amounts["mem"] != 0 {
+			t.Errorf("the scheduler takes the node to have %d", n.amounts["mem"])
 		}
 	})
 	// A kubelet that writes it again and again does not hold the end up.
