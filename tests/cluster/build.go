@@ -66,22 +66,25 @@ type part struct {
 
 func buildCommand(ctx context.Context, l Layout, args []string) error {
 	fs := newFlagSet("build", "")
-	_, self, _, _ := runtime.Caller(0)
-	source := fs.String("source", filepath.Dir(self), "directory with this program's source")
+	source := fs.String("source", filepath.Join("tests", "cluster"), "directory with this program's source")
 	var with list
 	fs.Var(&with, "with", "build a `PART` too that no node is made from: "+strings.Join(slices.Sorted(maps.Keys(l.optional("", ""))), ", ")+"; may be repeated")
 	if _, err := fs.parse(args, 0, 0); err != nil {
 		return err
 	}
 	if _, err := os.Stat(filepath.Join(*source, "kubernetes", "go.mod")); err != nil {
-		return fmt.Errorf("find the sources: %w; name their directory with --source", err)
+		return fmt.Errorf("find the sources: %w; run it in the checkout, or name their directory with --source", err)
+	}
+	dir, err := filepath.Abs(*source)
+	if err != nil {
+		return err
 	}
 	unlock, err := l.lock("build")
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	return build(ctx, l, *source, with)
+	return build(ctx, l, dir, with)
 }
 
 func build(ctx context.Context, l Layout, source string, with []string) error {

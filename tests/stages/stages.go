@@ -94,7 +94,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, long = "-timeout=20m", "-timeout=150m"
 	// The long forms have flags of their own.
-	pieces, err := testsIn(files, "tests/e2e/", "alerts", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "walk")
+	pieces, err := testsIn(files, "tests/e2e/", "account", "alerts", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "topology", "walk")
 	if err != nil {
 		return nil, err
 	}
@@ -180,13 +180,19 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			commands: []command{e2e},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"},
-			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
-		},
-		{
 			// The tests of the node look at all that is on the machine.
 			name: "pieces", what: "pods on a second real node: MIG, claims and caps", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
 			commands: []command{e2eOfPieces},
+		},
+		{
+			// Three nodes at a time are more than two cores carry: what waits for a minute on the one would
+			// wait for longer. It mostly waits, so it comes where there is much else to do beside it.
+			name: "burst", what: "jobs on two real nodes, on-prem and a cloud, by the real Kueue", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests", "e2e", "pieces"}, lacks: root,
+			commands: []command{burst},
+		},
+		{
+			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"},
+			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
 			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside,
@@ -226,12 +232,6 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 		{
 			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
 			commands: []command{queues},
-		},
-		{
-			// The tests of the node look at all that is on the machine, and three nodes at a time are more
-			// than two cores carry: what waits for a minute on the one would wait for longer.
-			name: "burst", what: "jobs on two real nodes, on-prem and a cloud, by the real Kueue", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests", "e2e"}, lane: second, lacks: root,
-			commands: []command{burst},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
