@@ -106,7 +106,7 @@ func needNode(t *testing.T) Layout {
 	if err := checkRights(); err != nil {
 		t.Skip(err)
 	}
-	mustCluster(t, "", "build")
+	mustCluster(t, "", "build", "--source", ".")
 	l, err := findLayout()
 	if err != nil {
 		t.Fatal(err)

@@ -24,8 +24,8 @@ const (
 	sampled = 12
 	edge    = 8
 	// program is a size in bytes that no state file has: what is as large is a
-	// program that the agent has put there.
-	program = 1 << 20
+	// program or a library that the agent has put there, or has room for counters.
+	program = 64 << 10
 )
 
 // cutters is how many nodes cuts are made on at once.
