@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -483,25 +484,15 @@ type Event struct{ Type, Reason, Message string }
 
 // Events returns the Events about an object, "Node" or "Pod" and its name.
 func (n *Node) Events(ctx context.Context, kind, namespace, name string) ([]Event, error) {
-	var list struct {
-		Items []struct {
-			Event
-			InvolvedObject struct{ Kind, Name string }
-		}
-	}
+	var list struct{ Items []Event }
 	if namespace == "" {
 		namespace = "default"
 	}
-	if err := n.api.get(ctx, "/api/v1/namespaces/"+namespace+"/events", &list); err != nil {
+	of := url.Values{"fieldSelector": {"involvedObject.kind=" + kind + ",involvedObject.name=" + name}}
+	if err := n.api.get(ctx, "/api/v1/namespaces/"+namespace+"/events?"+of.Encode(), &list); err != nil {
 		return nil, err
 	}
-	var out []Event
-	for _, e := range list.Items {
-		if e.InvolvedObject.Kind == kind && e.InvolvedObject.Name == name {
-			out = append(out, e.Event)
-		}
-	}
-	return out, nil
+	return list.Items, nil
 }
 
 // AwaitEvent waits for an Event that match accepts.

@@ -451,7 +451,7 @@ func (o *podObject) state() PodState {
 
 // Running waits until all containers run.
 func (p *RunningPod) Running(ctx context.Context) error {
-	return Await(ctx, time.Minute, "pod "+p.Name+" to run", func(ctx context.Context) error {
+	err := Await(ctx, time.Minute, "pod "+p.Name+" to run", func(ctx context.Context) error {
 		s, err := p.State(ctx)
 		if err != nil {
 			return err
@@ -461,11 +461,12 @@ func (p *RunningPod) Running(ctx context.Context) error {
 		}
 		for _, c := range p.spec.Containers {
 			if !s.Containers[c.name()].Ready {
-				return errors.New(s.String() + p.why(ctx))
+				return errors.New(s.String())
 			}
 		}
 		return nil
 	})
+	return p.explain(ctx, err)
 }
 
 func (c Container) name() string {
@@ -475,19 +476,22 @@ func (c Container) name() string {
 	return c.Name
 }
 
-// why is what the pod's Events say of a failure.
-func (p *RunningPod) why(ctx context.Context) string {
-	events, err := p.node.Events(ctx, "Pod", PodNamespace, p.Name)
-	if err != nil {
-		return ""
+// explain adds what the pod's Events say to an error of a wait. It is not for each look: a
+// namespace's Events cost the API server a hundred times what one pod does.
+func (p *RunningPod) explain(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
 	}
-	out := ""
+	events, failed := p.node.Events(ctx, "Pod", PodNamespace, p.Name)
+	if failed != nil {
+		return err
+	}
 	for _, e := range events {
 		if e.Type == "Warning" {
-			out += fmt.Sprintf("; %s: %s", e.Reason, e.Message)
+			err = fmt.Errorf("%w; %s: %s", err, e.Reason, e.Message)
 		}
 	}
-	return out
+	return err
 }
 
 // Refused waits until the kubelet has refused the pod for good, and returns
@@ -533,16 +537,17 @@ func (p *RunningPod) Unschedulable(ctx context.Context) (string, error) {
 // InState waits until check, which says what is wrong with it, finds the pod in
 // order.
 func (p *RunningPod) InState(ctx context.Context, limit time.Duration, what string, check func(PodState) error) error {
-	return Await(ctx, limit, "pod "+p.Name+" "+what, func(ctx context.Context) error {
+	err := Await(ctx, limit, "pod "+p.Name+" "+what, func(ctx context.Context) error {
 		s, err := p.State(ctx)
 		if err != nil {
 			return err
 		}
 		if err := check(s); err != nil {
-			return fmt.Errorf("%w: %s%s", err, s, p.why(ctx))
+			return fmt.Errorf("%w: %s", err, s)
 		}
 		return nil
 	})
+	return p.explain(ctx, err)
 }
 
 // Tell lets a container that runs UntilTold go on.
@@ -714,16 +719,17 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 		return err
 	}
 	want := before.Containers[container].Restarts + 1
-	return Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run anew", container, p.Name), func(ctx context.Context) error {
+	err := Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run anew", container, p.Name), func(ctx context.Context) error {
 		s, err := p.State(ctx)
 		if err != nil {
 			return err
 		}
 		if c := s.Containers[container]; c.Restarts < want || !c.Ready {
-			return fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx))
+			return fmt.Errorf("%s, %d restarts", s, c.Restarts)
 		}
 		return nil
 	})
+	return p.explain(ctx, err)
 }
 
 // Log is what a container has printed since it was started last.
