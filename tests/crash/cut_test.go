@@ -21,8 +21,8 @@ import (
 // Of a state file, sampled: so many lengths in all, and this many bytes at its
 // start and at its end, where the format is.
 const (
-	sampled = 12
-	edge    = 8
+	sampled = 8
+	edge    = 5
 	// program is a size in bytes that no state file has: what is as large is a
 	// program or a library that the agent has put there, or has room for counters.
 	program = 64 << 10

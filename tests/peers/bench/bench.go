@@ -55,7 +55,7 @@ var (
 		peerCalls: 20, peerTime: 5 * time.Second, peerPatience: time.Minute}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
 		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8, pairs: 2,
-		changes: 8, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 3,
+		changes: 5, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 3,
 		sizes: []int{1, 2, 8, 16}, peerCalls: 1, peerPatience: 2 * time.Second}
 )
 
