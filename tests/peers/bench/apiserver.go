@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -293,7 +294,8 @@ func appliedBy(metadata map[string]any, manager, field string) map[string]bool {
 	return names
 }
 
-// merge is RFC 7386, without touching object.
+// merge is RFC 7386, without touching object, but that conditions are merged by their type, as
+// a strategic merge patch has it. It is the only list that the agent writes.
 func merge(object, patch map[string]any) map[string]any {
 	out := maps.Clone(object)
 	if out == nil {
@@ -306,8 +308,32 @@ func merge(object, patch map[string]any) map[string]any {
 		case map[string]any:
 			inner, _ := out[key].(map[string]any)
 			out[key] = merge(inner, value)
+		case []any:
+			if out[key] = value; key == "conditions" {
+				old, _ := object[key].([]any)
+				out[key] = mergeByType(old, value)
+			}
 		default:
 			out[key] = value
+		}
+	}
+	return out
+}
+
+// mergeByType puts the newer of two conditions of a type in the older one's place.
+func mergeByType(old, patch []any) []any {
+	out := slices.Clone(old)
+	for _, c := range patch {
+		c, _ := c.(map[string]any)
+		at := slices.IndexFunc(out, func(is any) bool {
+			was, _ := is.(map[string]any)
+			return was["type"] == c["type"]
+		})
+		if at < 0 {
+			out = append(out, c)
+		} else {
+			was, _ := out[at].(map[string]any)
+			out[at] = merge(was, c)
 		}
 	}
 	return out
