@@ -5,7 +5,6 @@ package plane
 import (
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -102,12 +101,7 @@ func (p *Placer) Metric(t testing.TB, name string) float64 {
 // FreeAddress is one of loopback that nobody had a moment ago.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+	return fmt.Sprintf("127.0.0.1:%d", freePorts(t, 1)[0])
 }
 
 // SchedulerAsking starts the scheduler as a configuration file says that is shown to users,
