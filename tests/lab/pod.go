@@ -476,8 +476,8 @@ func (c Container) name() string {
 	return c.Name
 }
 
-// explain adds what the pod's Events say to an error of a wait. It is not for each look: a
-// namespace's Events cost the API server a hundred times what one pod does.
+// explain adds what the pod's Events say to an error of a wait. It is not for each look: the
+// API server goes through all Events of the namespace to find the pod's.
 func (p *RunningPod) explain(ctx context.Context, err error) error {
 	if err == nil {
 		return nil

@@ -295,7 +295,7 @@ func appliedBy(metadata map[string]any, manager, field string) map[string]bool {
 }
 
 // merge is RFC 7386, without touching object, but that conditions are merged by their type, as
-// a strategic merge patch has it. It is the only list that the agent writes.
+// in a strategic merge patch.
 func merge(object, patch map[string]any) map[string]any {
 	out := maps.Clone(object)
 	if out == nil {

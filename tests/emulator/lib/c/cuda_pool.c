@@ -97,6 +97,7 @@ static bool keeps(const struct pool *p) { return p->props.handleTypes && switche
 static uint64_t leaving[MAX_DEVICES];
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 
+/* await_left lets the lock go while it sleeps. */
 static void await_left(int device)
 {
     while (leaving[device])
