@@ -275,6 +275,22 @@ func readingThatCannotTell(t *testing.T, every, late time.Duration) {
 	}
 }
 
+// TestNewsAtAnyMoment: a process at the cap is not refused by what an older reading left
+// where another, which leaves enough, comes between its last try and its answer.
+func TestNewsAtAnyMoment(t *testing.T) {
+	program := counter(t, "news")
+	for when, times := range map[string]string{"first": tell(5000, 200000), "later": tell(5, 200)} {
+		t.Run(when, func(t *testing.T) {
+			t.Parallel()
+			limit, usage := limitPage(t, 8<<30)
+			out, err := exec.CommandContext(t.Context(), program, limit, usage, times, when).CombinedOutput()
+			if want := "refused 0 times\n"; err != nil || string(out) != want {
+				t.Errorf("%v: %s, want %s", err, out, want)
+			}
+		})
+	}
+}
+
 // TestHalfWritten: the agent is kept from going on, or ended, in the middle of
 // writing what it has read. Nobody goes by the limit where the ceiling, old or new,
 // is lower, nor above the limit.

@@ -544,8 +544,10 @@ struct hearing {
 
 enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
 
-/* hear must be called before each nap. HEARD_NEWS: there is a new reading, so try again.
- * HEARD_ALL: there is nothing left to wait for. */
+/* hear must be called before each nap. HEARD_NEWS: there is a new reading, or none is to
+ * come any more, so try again. HEARD_ALL: there was nothing left to wait for before the
+ * last try. A reading may come between a try and this, for another process or by itself:
+ * what it says is known then, but the try failed by an older one. */
 static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
 {
     if (h->over)
@@ -561,12 +563,12 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
             return HEARD_NOTHING;
         __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
         h->over = true;
-        return HEARD_ALL;
+        return HEARD_NEWS;
     }
     bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
     h->over = known || unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
-        return HEARD_ALL;
+        return HEARD_NEWS;
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     h->one = patience(2000 * (every < 5000 ? every : 5000));
     if (!h->begun)
@@ -632,7 +634,7 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
     struct hearing h = {.over = n > limit}; /* no reading makes more than the limit fit */
     struct picture now = {0}; /* nothing yet, so the first look finds that something has moved */
     uint64_t nap = SHORT_NAP_US, dice = random_word(), reaped = 0, every = REAP_US / 2;
-    bool waits = true, looked_again = false;
+    bool looked_again = false;
     for (bool first = true;; first = false) {
         if (try(a, n))
             return true;
@@ -658,9 +660,9 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         now = picture(a, t.committed);
         if (answered(a, n, &now))
             return false;
-        if (now.amount != before.amount || now.committed != before.committed)
+        if (now.amount != before.amount || now.committed != before.committed || now.ceiling != before.ceiling)
             still = patience(CONTEND_US + t.moving * EACH_US);
-        waits = waits && !look(&still) && !look(&all);
+        bool waits = !look(&all) && !look(&still);
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
         h.exported = t.exported;
         enum heard heard = hear(a, &h, n);
@@ -681,7 +683,8 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         } else
             await_reading(a, &h);
     }
-    remember(a, n, &now);
+    if (now.amount + n > now.ceiling) /* room since the last try is the next request's */
+        remember(a, n, &now);
     return false;
 }
 
@@ -689,7 +692,8 @@ bool account_within(struct account *a, uint64_t n)
 {
     struct hearing h = {0};
     for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
-        await_reading(a, &h);
+        if (!h.over)
+            await_reading(a, &h);
     reclaim(a, NULL);
     uint64_t bound = AMOUNT(count_read(&a->usage->bound));
     return fresh(a) ? bound <= account_ceiling(a) : bound + n <= account_ceiling(a);
