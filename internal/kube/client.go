@@ -233,7 +233,7 @@ func New(o Options) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	node := &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
+	node := &ourNode{apiServer: up, writes: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
 	return &Client{
 		apiServer:  up,
 		ourNode:    node,

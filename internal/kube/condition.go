@@ -50,7 +50,7 @@ func (c Condition) says(d Condition) bool {
 // SetCondition writes a condition of the agent's Node; all other conditions, the
 // kubelet's among them, stay as they are. Where the Node, as it was last seen, has it
 // already, no request is made: calling it again is free, and after the Node was
-// created anew it writes again. The time of the
+// created anew it writes again. Requests are bounded, as those of Mark are. The time of the
 // last transition moves only with Status, the heartbeat with every write.
 //
 // It returns an error where the server refuses or does not answer, and where there is
@@ -81,10 +81,12 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 			want.since = have.since
 		}
 	}
-	err = n.patchCondition(ctx, map[string]any{
-		"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
-		"lastTransitionTime": want.since, "lastHeartbeatTime": now,
-	})
+	if err = n.mayRequest(ctx); err == nil {
+		err = n.patchCondition(ctx, map[string]any{
+			"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
+			"lastTransitionTime": want.since, "lastHeartbeatTime": now,
+		})
+	}
 	if err != nil {
 		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
 	}

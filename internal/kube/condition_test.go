@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"k8s.io/client-go/util/flowcontrol"
 )
 
 const (
@@ -141,6 +143,27 @@ func TestConditionBesideTheKubelet(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantConditions(t, s, condition(gpus, "Unknown", "DriverHangs", "", tick3, tick3), away, pressure)
+}
+
+// Somebody takes the condition away each time: that costs the server little.
+func TestConditionInAFight(t *testing.T) {
+	s := newServer(t)
+	nodeWith(s, ready())
+	c, _ := connect(t, s)
+	c.ourNode.writes = flowcontrol.NewTokenBucketRateLimiter(1.0/3600, 5)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	var err error
+	for err == nil {
+		err = c.SetCondition(ctx, Condition{Type: gpus, Status: True, Reason: "GPUsHealthy"})
+		nodeWith(s, ready())
+	}
+	if !strings.Contains(err.Error(), "somebody keeps changing") {
+		t.Errorf("%v, want that it had to wait", err)
+	}
+	if got := len(s.asked("patch nodes/status")); got != 5 {
+		t.Errorf("%d requests, want 5", got)
+	}
 }
 
 // A Node that is made anew has lost its conditions: its watcher is told, and

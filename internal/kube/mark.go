@@ -40,8 +40,7 @@ type Marks struct {
 // Mark writes m to the Node's metadata, in one request (two where somebody else manages
 // a key that is to be removed); what the agent wrote before and m does not name is
 // removed, unless it is to be kept. Where the Node, as it was last seen, has it all
-// already, no request is made: calling it again is free. After 50 requests in a row it waits 3 s
-// before each.
+// already, no request is made: calling it again is free. Requests are bounded (mayRequest).
 //
 // It returns an error where the server refuses or does not answer, and where there is
 // no Node; the caller tries again when it next has reason to.
@@ -84,8 +83,8 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
 		return nil
 	}
-	if err := n.marks.Wait(ctx); err != nil {
-		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+	if err := n.mayRequest(ctx); err != nil {
+		return err
 	}
 	// A key that others manage too is not removed when the agent stops managing it.
 	gone := map[string]any{}

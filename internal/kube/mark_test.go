@@ -265,7 +265,7 @@ func TestMarkInAFight(t *testing.T) {
 	s := newServer(t)
 	s.node("node-1", nil, nil)
 	c, _ := connect(t, s)
-	c.ourNode.marks = flowcontrol.NewTokenBucketRateLimiter(1.0/3600, 5)
+	c.ourNode.writes = flowcontrol.NewTokenBucketRateLimiter(1.0/3600, 5)
 	m := Marks{Labels: map[string]string{"example.com/a": "b"}}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()

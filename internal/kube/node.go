@@ -23,9 +23,9 @@ const manager = "gpu-agent"
 // what the agent writes there.
 type ourNode struct {
 	*apiServer
-	// marks bounds the requests of Mark: somebody may take away what the agent
-	// writes, again and again.
-	marks flowcontrol.RateLimiter
+	// writes bounds the requests for marks, conditions and taints: somebody may take away
+	// what the agent writes, again and again.
+	writes flowcontrol.RateLimiter
 
 	mu sync.Mutex
 	// last is what the server said last of the Node; nil before the first answer and
@@ -50,6 +50,15 @@ func (n *ourNode) see(node *Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.last = node
+}
+
+// mayRequest waits until the Node may be written. After 50 requests in a row that is once in
+// 3 s.
+func (n *ourNode) mayRequest(ctx context.Context) error {
+	if err := n.writes.Wait(ctx); err != nil {
+		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+	}
+	return nil
 }
 
 // listNode is what the server says of the Node now.

@@ -75,7 +75,7 @@ func (n *ourNode) removeTaint(ctx context.Context, resources []string) error {
 		}
 		body, err := untaint(node, n.options.StartupTaint, resources)
 		if err == nil {
-			err = n.marks.Wait(ctx)
+			err = n.mayRequest(ctx)
 		}
 		if err != nil {
 			return err

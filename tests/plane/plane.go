@@ -19,16 +19,15 @@ import (
 	"fmt"
 	"io"
 	"math/big"
-	mathrand "math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/tests/loopback"
 )
 
 // What a request's body may be.
@@ -102,24 +101,12 @@ func background(t testing.TB, env []string, path string, args ...string) (pid in
 	return cmd.Process.Pid
 }
 
-// freePorts are n ports of loopback that nobody had a moment ago. They are below those from
-// which the kernel takes ports of its own choice (net.ipv4.ip_local_port_range), or another
-// process's connection might have one before the program that it is for.
+// freePorts are n ports of loopback that nobody had a moment ago.
 func freePorts(t testing.TB, n int) []int {
 	t.Helper()
-	const lowest, end = 16384, 32768
-	var ports []int
-	for tries := 0; len(ports) < n; tries++ {
-		port := lowest + mathrand.IntN(end-lowest)
-		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
-		switch {
-		case errors.Is(err, syscall.EADDRINUSE) && tries < 1000:
-			continue
-		case err != nil:
-			t.Fatal(err)
-		}
-		defer l.Close()
-		ports = append(ports, port)
+	ports, err := loopback.FreePorts(n)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return ports
 }

@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -20,6 +19,7 @@ import (
 	"time"
 
 	emulib "example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/loopback"
 )
 
 // Program is promtool or prometheus: the one that is installed, or else of Debian's package,
@@ -126,14 +126,11 @@ func Start(ctx context.Context, dir string, jobs []Job, rules ...string) (_ *Ser
 	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
 		return nil, err
 	}
-	free, err := net.Listen("tcp", "127.0.0.1:0")
+	free, err := loopback.FreePorts(1)
 	if err != nil {
 		return nil, err
 	}
-	address := free.Addr().String()
-	if err := free.Close(); err != nil {
-		return nil, err
-	}
+	address := fmt.Sprintf("127.0.0.1:%d", free[0])
 	s.url = "http://" + address
 	s.cmd = exec.CommandContext(ctx, program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
 	s.cmd.Stdout, s.cmd.Stderr = &s.said, &s.said
