@@ -88,6 +88,13 @@ func wantTold(t *testing.T, told <-chan string, want string) {
 	}
 }
 
+// becomesTold is wantTold after a change that a round of checks may see in part.
+func becomesTold(t *testing.T, told <-chan string, want string) {
+	t.Helper()
+	for got := ""; got != want; got = receive(t, told) {
+	}
+}
+
 // Where no policy holds the agent, it says so; a policy is found missing when it is
 // taken away later, and in force again when it has come back.
 func TestPolicyThatMatchesNobodyIsSaid(t *testing.T) {
@@ -155,7 +162,7 @@ func TestPoliciesAreTriedByDryRun(t *testing.T) {
 		}
 	}
 	p.s.set(func() { p.missing = nil })
-	wantTold(t, told, ":held -events:held -dra:held -evict:held -evict-node:held")
+	becomesTold(t, told, ":held -events:held -dra:held -evict:held -evict-node:held")
 }
 
 // Of what the server does not say nothing is known, and it is asked again.
@@ -173,8 +180,7 @@ func TestPolicyOfWhichNothingIsKnown(t *testing.T) {
 			told := follows(t, c, PolicyOptions{})
 			wantTold(t, told, ":unknown -events:unknown")
 			p.s.set(func() { p.answer = nil })
-			for got := ""; got != ":held -events:held"; got = receive(t, told) {
-			}
+			becomesTold(t, told, ":held -events:held")
 			if n := j.count("level=ERROR"); n != 0 {
 				t.Errorf("%d errors in the log about what is not known", n)
 			}
