@@ -78,7 +78,7 @@ const (
 	// an init container that is not to end.
 	Wait = "sleep 1000000 & wait\n"
 	// UntilTold ends when RunningPod.Tell says so.
-	UntilTold = "until [ -e /told ]; do sleep 0.1; done\n"
+	UntilTold = "until [ -s /told ]; do sleep 0.1; done; while [ -e /proc/$(cat /told) ]; do sleep 0.1; done\n"
 	// Crash fails at once.
 	Crash = "exit 1\n"
 	// Deaf hears no request to end.
@@ -550,9 +550,10 @@ func (p *RunningPod) InState(ctx context.Context, limit time.Duration, what stri
 	return p.explain(ctx, err)
 }
 
-// Tell lets a container that runs UntilTold go on.
+// Tell lets a container that runs UntilTold go on, once what tells it has ended: a container
+// that ended before would kill that.
 func (p *RunningPod) Tell(ctx context.Context, container string) error {
-	_, err := p.Exec(ctx, container, "touch", "/told")
+	_, err := p.Exec(ctx, container, "sh", "-c", "echo $$ > /told")
 	return err
 }
 
