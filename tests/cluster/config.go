@@ -12,7 +12,7 @@ import (
 )
 
 // The processes that make a node. etcd, the container runtime and the API server start at
-// once; the others when the API server answers.
+// once; the others when the API server and the runtime answer.
 const (
 	procEtcd       = "etcd"
 	procContainerd = "containerd"

@@ -237,13 +237,24 @@ func (b *bringUp) run(ctx context.Context, a admin) error {
 	if err := start(procEtcd, b.spec.runtime().process, procAPI); err != nil {
 		return err
 	}
-	images := make(chan error, 1)
-	go func() { images <- b.loadImages(ctx) }()
+	runtime, images := make(chan error, 1), make(chan error, 1)
+	go func() {
+		err := b.awaitRuntime(ctx)
+		runtime <- err
+		if err == nil {
+			images <- b.loadImages(ctx)
+		}
+	}()
 
 	if err := b.await(ctx, procAPI, func() error { return b.api.get(ctx, "/livez", nil) }); err != nil {
 		return err
 	}
 	b.progress.step("kube-apiserver answers")
+	// A kubelet ends where there is no runtime yet. In a cluster that is joined the API server
+	// answers first.
+	if err := <-runtime; err != nil {
+		return err
+	}
 	if err := start(procKubelet, procController, procScheduler); err != nil {
 		return err
 	}
@@ -266,7 +277,7 @@ func (b *bringUp) run(ctx context.Context, a admin) error {
 	return nil
 }
 
-func (b *bringUp) loadImages(ctx context.Context) error {
+func (b *bringUp) awaitRuntime(ctx context.Context) error {
 	// Seen from here, the node's files are below its first process's root.
 	runtime := b.spec.runtime()
 	socket := fmt.Sprintf("/proc/%d/root%s", b.state.Init.PID, runtime.socket)
@@ -280,8 +291,12 @@ func (b *bringUp) loadImages(ctx context.Context) error {
 		return err
 	}
 	b.progress.step("%s answers", runtime.process)
+	return nil
+}
+
+func (b *bringUp) loadImages(ctx context.Context) error {
 	if err := b.n.load(ctx, b.l, b.l.path("images", "base.tar")); err != nil {
-		return fmt.Errorf("%w\n%s", err, tail(b.n.log(runtime.process)))
+		return fmt.Errorf("%w\n%s", err, tail(b.n.log(b.spec.runtime().process)))
 	}
 	b.progress.step("images are loaded")
 	return nil
