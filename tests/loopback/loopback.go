@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package loopback finds ports for the programs of tests.
 package loopback
 
 import (
