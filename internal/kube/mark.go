@@ -40,7 +40,8 @@ type Marks struct {
 // Mark writes m to the Node's metadata, in one request (two where somebody else manages
 // a key that is to be removed); what the agent wrote before and m does not name is
 // removed, unless it is to be kept. Where the Node, as it was last seen, has it all
-// already, no request is made: calling it again is free. Requests are bounded (mayRequest).
+// already, no request is made: calling it again is free. After 50 requests in a row, those for
+// conditions and the startup taint among them, it waits 3 s before each.
 //
 // It returns an error where the server refuses or does not answer, and where there is
 // no Node; the caller tries again when it next has reason to.
