@@ -466,3 +466,29 @@ func TestEntriesAreInOrder(t *testing.T) {
 		}
 	}
 }
+
+// TestToolsAreModulesOfTheirOwn holds the product's go.mod free of what only checks sources:
+// such a program would decide the versions that the product is built with. The one tool is
+// part of the product.
+func TestToolsAreModulesOfTheirOwn(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "mod", "edit", "-json").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mod struct {
+		Tool    []struct{ Path string }
+		Require []struct{ Path string }
+	}
+	if err := json.Unmarshal(out, &mod); err != nil {
+		t.Fatal(err)
+	}
+	const hook = "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook"
+	if len(mod.Tool) != 1 || mod.Tool[0].Path != hook {
+		t.Errorf("the tools of go.mod are %v; want %s alone. Programs that check sources stand in tests/tools", mod.Tool, hook)
+	}
+	for _, r := range mod.Require {
+		if r.Path == "honnef.co/go/tools" || r.Path == "golang.org/x/tools" || r.Path == "golang.org/x/vuln" {
+			t.Errorf("go.mod requires %s, which checks sources; put it into tests/tools", r.Path)
+		}
+	}
+}
