@@ -95,7 +95,30 @@ func keeperMain(args []string) error {
 	// returns only after the last of them is gone.
 	_ = first.Process.Kill()
 	<-ended
-	return errors.Join(err, n.recordEnd(), endCgroups(spec))
+	return errors.Join(err, n.recordEnd(), tellUsage(n.name, first.ProcessState), endCgroups(spec))
+}
+
+// usageFile is the variable of the environment that names the file to which keepers append
+// what their nodes have used of the processors. Unset, they tell nobody.
+const usageFile = "GPU_AGENT_USAGE"
+
+// tellUsage appends a line "NODE SECONDS" to the file that usageFile names: the processor
+// time of a node's first process and of all that it has waited for, which is every process
+// of its PID namespace.
+func tellUsage(node string, first *os.ProcessState) error {
+	name := os.Getenv(usageFile)
+	if name == "" || first == nil {
+		return nil
+	}
+	file, err := os.OpenFile(name, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return fmt.Errorf("tell what the node used: %w", err)
+	}
+	_, err = fmt.Fprintf(file, "%s %.2f\n", node, (first.UserTime() + first.SystemTime()).Seconds())
+	if err := errors.Join(err, file.Close()); err != nil {
+		return fmt.Errorf("tell what the node used: %w", err)
+	}
+	return nil
 }
 
 func endCgroups(spec Spec) error {

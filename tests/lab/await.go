@@ -16,22 +16,20 @@ const lookEvery = 100 * time.Millisecond
 // that has failed where it should run: Await then returns at once.
 var ErrNever = errors.New("cannot become true any more")
 
-// slower is by how many times a shared machine may be slower than the one that limits of
-// Await are meant for. They guard against what never comes, and judge no speed.
-const slower = 3
-
-// Await looks until look returns nil, and returns look's last error, with what was waited
-// for before it. It gives up after limit, which is more than enough for a machine that has
-// nothing else to do, times slower. look says what it saw that is not as it should be.
+// Await looks until look returns nil. It gives up after limit, which is enough for a machine
+// that has nothing else to do; where this process is late, by as many times more as its own
+// sleeps of 10 ms take longer, at most five times. It then returns look's last error, with
+// what was waited for and the factor before it. look says what it saw that is not as it
+// should be.
 func Await(ctx context.Context, limit time.Duration, what string, look func(context.Context) error) error {
-	return await(ctx, slower*limit, lookEvery, what, look)
+	return await(ctx, limit, lookEvery, what, look, ownPace().since())
 }
 
 // Moment is Await for who wants to know when: it looks at a pace of the caller's
 // and returns the time of the look that was the first to be content. What it
 // says is late by as much as the pace and two looks take.
 func Moment(ctx context.Context, limit, pace time.Duration, what string, look func(context.Context) error) (time.Time, error) {
-	err := await(ctx, limit, pace, what, look)
+	err := await(ctx, limit, pace, what, look, ownPace().since())
 	return time.Now(), err
 }
 
@@ -56,10 +54,24 @@ func Holds(ctx context.Context, span time.Duration, what string, look func(conte
 	}
 }
 
-func await(ctx context.Context, limit, pause time.Duration, what string, look func(context.Context) error) error {
+// await is Await with a pause between two looks, and with stretch, which says how many times
+// longer than limit a wait may take by now.
+func await(ctx context.Context, limit, pause time.Duration, what string, look func(context.Context) error, stretch func() float64) error {
 	began := time.Now()
-	ctx, cancel := context.WithTimeout(ctx, limit)
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	over := func() bool { return time.Since(began) >= time.Duration(float64(limit)*stretch()) }
+	// A look that hangs ends with the limit, too.
+	go func() {
+		for !over() {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(max(pause, limit-time.Since(began))):
+			}
+		}
+		cancel()
+	}()
 	tick := time.NewTicker(pause)
 	defer tick.Stop()
 	var last error
@@ -77,7 +89,8 @@ func await(ctx context.Context, limit, pause time.Duration, what string, look fu
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("wait for %s: not within %.0f s; last seen: %w", what, time.Since(began).Seconds(), last)
+			return fmt.Errorf("wait for %s: not within %.0f s, with the limit of %.0f s stretched %.1f times; last seen: %w",
+				what, time.Since(began).Seconds(), limit.Seconds(), stretch(), last)
 		case <-tick.C:
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -39,6 +40,32 @@ func TestAwait(t *testing.T) {
 			t.Errorf("Await: %v, want what was waited for and what was seen", err)
 		}
 	})
+	t.Run("longer on a starved machine", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			began := time.Now()
+			stretch := 1.0
+			err := await(t.Context(), 10*time.Second, lookEvery, "the end", func(context.Context) error {
+				if time.Since(began) > 9*time.Second {
+					stretch = 2.5
+				}
+				return errors.New("not yet")
+			}, func() float64 { return stretch })
+			if took := time.Since(began); took < 25*time.Second || took > 26*time.Second || !strings.Contains(err.Error(), "limit of 10 s stretched 2.5 times") {
+				t.Errorf("after %v: %v; want the limit of 10 s stretched 2.5 times", took, err)
+			}
+		})
+	})
+	t.Run("a look that hangs", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			err := await(t.Context(), 10*time.Second, lookEvery, "the end", func(ctx context.Context) error {
+				<-ctx.Done()
+				return ctx.Err()
+			}, func() float64 { return 1 })
+			if !errors.Is(err, context.Canceled) {
+				t.Errorf("await: %v", err)
+			}
+		})
+	})
 	t.Run("not for what cannot be", func(t *testing.T) {
 		looks := 0
 		err := Await(t.Context(), time.Minute, "a miracle", func(context.Context) error {
@@ -49,6 +76,36 @@ func TestAwait(t *testing.T) {
 			t.Errorf("after %d looks: %v, want ErrNever after one", looks, err)
 		}
 	})
+}
+
+func TestPace(t *testing.T) {
+	at := time.Now()
+	for _, c := range []struct {
+		name   string
+		sleeps []time.Duration
+		want   float64
+	}{
+		{"nothing has been slept", nil, 1},
+		{"in time", []time.Duration{tick, tick, tick}, 1},
+		{"twice as long", []time.Duration{3 * tick, tick, 2 * tick}, 2},
+		{"stopped", []time.Duration{100 * tick, tick}, mostStretch},
+	} {
+		p := &pace{began: at}
+		asked, slept := p.read(at)
+		now := at
+		for _, s := range c.sleeps {
+			now = now.Add(s)
+			p.add(now)
+		}
+		if got := factor(p, asked, slept, now); got != c.want {
+			t.Errorf("%s: a factor of %g, want %g", c.name, got, c.want)
+		}
+	}
+	// A stop that goes on counts before it is over.
+	p := &pace{began: at}
+	if got := factor(p, 0, 0, at.Add(4*tick)); got != 4 {
+		t.Errorf("four times as long by now: a factor of %g", got)
+	}
 }
 
 func TestExtended(t *testing.T) {
