@@ -31,8 +31,9 @@ help:
 	@echo 'make demo-down  end it; nothing stays but the cache'
 	@echo 'make burst      two such nodes, on-prem and a cloud: jobs go on-prem first, then to the cloud, and back'
 	@echo 'make burst-down end those'
-	@echo 'make test       all tests, those on the real node included; needs root for these'
-	@echo 'make soak       the same with the full counts, and two hours of fuzzing'
+	@echo 'make test       what every change must pass, pods on a real node included; needs root for these'
+	@echo 'make test-all   all that is known, once: before a release'
+	@echo 'make soak       the same with the long counts, and two hours of fuzzing'
 	@echo 'make unit       the tests that need no node'
 	@echo 'make lint       gofmt, go vet, staticcheck'
 	@echo 'make bench      speed and memory, NVIDIA'"'"'s device plugin beside the agent'
@@ -60,9 +61,11 @@ burst:
 burst-down:
 	$(GO) run ./tests/demo burst-down
 
-.PHONY: test soak unit lint
+.PHONY: test test-all soak unit lint
 test:
 	@$(GO) run ./tests/stages
+test-all:
+	@$(GO) run ./tests/stages --all
 soak:
 	@$(GO) run ./tests/stages --soak
 unit:

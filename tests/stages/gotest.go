@@ -52,7 +52,7 @@ type gotest struct {
 
 	counts
 	skips  []reason
-	failed []string // "package test", or a package that failed by itself
+	failed []failure
 
 	// output holds what each running test and package has printed, by name.
 	output map[[2]string]*bytes.Buffer
@@ -128,7 +128,7 @@ func (g *gotest) take(e event) {
 		g.skip(why(said), name)
 	case "fail":
 		in.failed++
-		g.failed = append(g.failed, name)
+		g.failed = append(g.failed, failure{pkg: pkg, test: e.Test})
 		fmt.Fprintf(g.screen, "FAILED %s\n", name)
 		g.show(said)
 	}
@@ -143,7 +143,7 @@ func (g *gotest) endPackage(e event, pkg string, took time.Duration, said *bytes
 	case e.Action == "fail" && in.failed == 0:
 		word = "FAILED"
 		in.failed++
-		g.failed = append(g.failed, pkg)
+		g.failed = append(g.failed, failure{pkg: pkg})
 		// Tests that were running when it ended have not been shown.
 		for _, key := range g.running(e.Package) {
 			fmt.Fprintf(g.screen, "while running %s:\n", key[1])

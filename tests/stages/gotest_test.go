@@ -64,9 +64,13 @@ func TestResults(t *testing.T) {
 	if o.word() != "failed" || o.err == nil {
 		t.Errorf("the stage %s, error %v; it should have failed", o.word(), o.err)
 	}
-	slices.Sort(o.failed)
-	if want := []string{"sample TestBad", "sample/broken", "sample/exits", "sample/panics TestOops"}; !slices.Equal(o.failed, want) {
-		t.Errorf("failed: %q, want %q", o.failed, want)
+	var failed []string
+	for _, f := range o.failed {
+		failed = append(failed, f.String())
+	}
+	slices.Sort(failed)
+	if want := []string{"sample TestBad", "sample/broken", "sample/exits", "sample/panics TestOops"}; !slices.Equal(failed, want) {
+		t.Errorf("failed: %q, want %q", failed, want)
 	}
 	if len(o.skips) != 2 || o.skips[0].text != "there is no GPU: buy one" || len(o.skips[0].tests) != 2 {
 		t.Errorf("skips: %+v; want two tests without a GPU and one without x", o.skips)

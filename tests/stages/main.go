@@ -5,10 +5,12 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -24,12 +26,14 @@ import (
 type outcome struct {
 	stage   stage
 	took    time.Duration
-	cpu     time.Duration // of processors
+	cpu     time.Duration // of processors, without that of test nodes
+	nodes   time.Duration // of processors, by test nodes that have ended
 	err     error         // why it failed
 	skipped string        // why it was not run
 	counts  counts
 	skips   []reason
-	failed  []string
+	failed  []failure
+	flakes  []flake
 }
 
 func (o *outcome) word() string {
@@ -38,20 +42,44 @@ func (o *outcome) word() string {
 		return "failed"
 	case o.skipped != "":
 		return "skipped"
+	case len(o.flakes) > 0:
+		return "flaky"
 	}
 	return "passed"
 }
 
+// options are what the command line asks for.
+type options struct {
+	of       set
+	changed  string // a commit: the stages beyond `make test` that have changed since
+	reached  string // a commit: print the stages that have changed since, and what they build upon
+	list     bool   // print what would run
+	commands bool   // print the commands of all stages
+	names    []string
+}
+
 func main() {
-	soak := flag.Bool("soak", false, "fuzz, too: minutes for each invariant")
-	list := flag.Bool("list", false, "print the stages and end")
+	var o options
+	all := flag.Bool("all", false, "all that is known, once: `make test-all`")
+	soak := flag.Bool("soak", false, "the long counts, and minutes of fuzzing for each invariant: `make soak`")
+	flag.StringVar(&o.changed, "changed", "", "run what --all has beyond `make test`, if an input or a command has changed since `COMMIT`")
+	flag.StringVar(&o.reached, "reached", "", "print the stages of which an input has changed since `COMMIT`, and after a tab what they build upon")
+	flag.BoolVar(&o.list, "list", false, "print the stages and end; with --changed, also why")
+	flag.BoolVar(&o.commands, "commands", false, "print the commands of all stages as JSON and end")
 	flag.Usage = func() {
-		fmt.Fprintln(os.Stderr, "usage: stages [--soak] [--list] [STAGE]...")
+		fmt.Fprintln(os.Stderr, "usage: stages [--all | --soak | --changed COMMIT] [--list] [STAGE]...")
 		flag.PrintDefaults()
 	}
 	flag.Parse()
+	o.names = flag.Args()
+	switch {
+	case *soak:
+		o.of = long
+	case *all || o.changed != "" || o.commands:
+		o.of = whole
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	ok, err := do(ctx, *soak, *list, flag.Args())
+	ok, err := do(ctx, o)
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "stages:", err)
@@ -61,8 +89,8 @@ func main() {
 	}
 }
 
-// do runs the named stages, or all, and reports whether nothing failed.
-func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
+// do runs what the options ask for, and reports whether nothing failed.
+func do(ctx context.Context, o options) (bool, error) {
 	cache := os.Getenv("GPU_AGENT_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
@@ -82,34 +110,121 @@ func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	all, err := stages(cache, packages, files, soak)
+	all, err := stages(cache, packages, files, o.of)
 	if err != nil {
 		return false, err
 	}
-	if list {
+	if o.commands {
+		return true, json.NewEncoder(os.Stdout).Encode(commandsOf(all))
+	}
+	for _, name := range o.names {
+		if !slices.ContainsFunc(all, func(s stage) bool { return s.name == name }) {
+			return false, fmt.Errorf("there is no stage %q; --list prints them, with --all and --soak more", name)
+		}
+	}
+	switch {
+	case o.reached != "":
+		return true, printReached(ctx, o.reached, all)
+	case len(o.names) > 0:
+		all = slices.DeleteFunc(all, func(s stage) bool { return !slices.Contains(o.names, s.name) })
+	case o.changed != "":
+		changes, err := beyond(ctx, o.changed, all)
+		if err != nil {
+			return false, err
+		}
+		for _, c := range changes {
+			fmt.Printf("%-12s %s\n", c.stage, c.why)
+		}
+		if len(changes) == 0 {
+			fmt.Printf("nothing that `make test` leaves out has changed since %s\n", o.changed)
+			return true, nil
+		}
+		if o.list {
+			return true, nil
+		}
+		all = withBuilds(all, changes)
+	}
+	if o.list {
 		for _, s := range all {
 			fmt.Printf("%-12s %-6s  %s\n", s.name, s.lane, s.what)
 		}
 		return true, nil
-	}
-	for _, name := range names {
-		if !slices.ContainsFunc(all, func(s stage) bool { return s.name == name }) {
-			return false, fmt.Errorf("there is no stage %q; --list prints them", name)
-		}
 	}
 	for _, dir := range []string{"bin", "logs"} {
 		if err := os.MkdirAll(filepath.Join(cache, dir), 0o755); err != nil {
 			return false, fmt.Errorf("make the cache: %w", err)
 		}
 	}
-	if len(names) > 0 {
-		all = slices.DeleteFunc(all, func(s stage) bool { return !slices.Contains(names, s.name) })
-	}
 	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
-	began := time.Now()
+	began, machine := time.Now(), readMachine()
 	done := r.lanes(ctx, all)
+	r.again(ctx, done)
 	fmt.Println()
-	return report(os.Stdout, done, time.Since(began)), nil
+	return report(os.Stdout, done, time.Since(began), machine.until(readMachine())), nil
+}
+
+// beyond are the stages with more than `make test` asks of them that have changed since a
+// commit.
+func beyond(ctx context.Context, commit string, all []stage) ([]change, error) {
+	c, err := readCheckout(".")
+	if err != nil {
+		return nil, err
+	}
+	then, err := commandsAt(ctx, ".", commit, os.Stderr)
+	if err != nil {
+		return nil, err
+	}
+	changes, err := c.changedSince(ctx, commit, all, then)
+	return slices.DeleteFunc(changes, func(ch change) bool {
+		i := slices.IndexFunc(all, func(s stage) bool { return s.name == ch.stage })
+		return all[i].set == quick && !all[i].fuller || isBuild(all[i].name, all)
+	}), err
+}
+
+// printReached prints the stages that look at what has changed since a commit.
+func printReached(ctx context.Context, commit string, all []stage) error {
+	c, err := readCheckout(".")
+	if err != nil {
+		return err
+	}
+	changes, err := c.changedSince(ctx, commit, all, commandsOf(all))
+	if err != nil {
+		return err
+	}
+	for _, ch := range changes {
+		if isBuild(ch.stage, all) {
+			continue
+		}
+		var builds []string
+		for _, s := range withBuilds(all, []change{ch}) {
+			if s.name != ch.stage {
+				builds = append(builds, s.name)
+			}
+		}
+		fmt.Printf("%s\t%s\n", ch.stage, strings.Join(builds, ","))
+	}
+	return nil
+}
+
+// isBuild says whether other stages use what a stage makes.
+func isBuild(name string, all []stage) bool {
+	return slices.ContainsFunc(all, func(s stage) bool { return slices.Contains(s.after, name) })
+}
+
+// withBuilds are the changed stages and those that they build upon.
+func withBuilds(all []stage, changes []change) []stage {
+	wanted := map[string]bool{}
+	for _, c := range changes {
+		wanted[c.stage] = true
+	}
+	for i := len(all) - 1; i >= 0; i-- { // what a stage builds upon stands before it
+		if wanted[all[i].name] {
+			for _, name := range all[i].after {
+				wanted[name] = true
+			}
+		}
+	}
+	return slices.DeleteFunc(slices.Clone(all), func(s stage) bool { return !wanted[s.name] })
 }
 
 // runner runs stages.
@@ -213,19 +328,25 @@ func (r *runner) stage(ctx context.Context, s stage, before []outcome) outcome {
 		return o
 	}
 	began := time.Now()
-	log, err := os.Create(filepath.Join(r.logs, strings.ReplaceAll(s.name, " ", "-")+".log"))
+	log, err := os.Create(r.log(s.name))
 	if err != nil {
 		o.err = fmt.Errorf("keep the output: %w", err)
 		return o
 	}
 	defer log.Close()
-	for _, c := range s.commands {
-		if o.err = r.command(ctx, c, out, log, &o); o.err != nil {
+	usage := strings.TrimSuffix(log.Name(), ".log") + ".usage"
+	_ = os.Remove(usage)
+	for i, c := range s.commands {
+		c.env = append(slices.Clip(c.env), usageFile+"="+usage)
+		if o.err = r.command(ctx, i, c, out, log, &o); o.err != nil {
 			fmt.Fprintf(out, "FAILED: %v\n", o.err)
 			break
 		}
 	}
 	o.took = time.Since(began)
+	if o.nodes, err = readUsage(usage); err != nil {
+		fmt.Fprintf(out, "what the test nodes used is not known: %v\n", err)
+	}
 	fmt.Fprintf(out, "--- %s %s, %.1f s\n", s.name, o.word(), o.took.Seconds())
 	if o.err != nil {
 		fmt.Fprintf(out, "    all of its output: %s\n", log.Name())
@@ -234,7 +355,13 @@ func (r *runner) stage(ctx context.Context, s stage, before []outcome) outcome {
 	return o
 }
 
-func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, o *outcome) error {
+// log is the file that keeps what a stage prints.
+func (r *runner) log(name string) string {
+	return filepath.Join(r.logs, strings.ReplaceAll(name, " ", "-")+".log")
+}
+
+// command runs a stage's i-th command.
+func (r *runner) command(ctx context.Context, i int, c command, screen, log io.Writer, o *outcome) error {
 	both := io.MultiWriter(screen, log)
 	if c.call != nil {
 		return c.call(both)
@@ -288,7 +415,10 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 	err = o.wait(cmd)
 	o.counts.add(g.counts)
 	o.skips = append(o.skips, g.skips...)
-	o.failed = append(o.failed, g.failed...)
+	for _, f := range g.failed {
+		f.command = i
+		o.failed = append(o.failed, f)
+	}
 	switch {
 	case readErr != nil:
 		return readErr
@@ -300,6 +430,31 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	return nil
+}
+
+// usageFile is the variable that names the file in which the keepers of test nodes write
+// down what their nodes used: see tests/cluster.
+const usageFile = "GPU_AGENT_USAGE"
+
+// readUsage sums up the lines "NODE SECONDS" of a file, which need not be there.
+func readUsage(name string) (time.Duration, error) {
+	text, err := os.ReadFile(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	var sum float64
+	for line := range strings.Lines(string(text)) {
+		var node string
+		var seconds float64
+		if _, err := fmt.Sscan(line, &node, &seconds); err != nil {
+			return 0, fmt.Errorf("line %q of %s: %w", line, name, err)
+		}
+		sum += seconds
+	}
+	return time.Duration(sum * float64(time.Second)), nil
 }
 
 // wait waits for a program's end, and notes what processors' time it took: its own and that
@@ -340,20 +495,21 @@ func niceness() (int, error) {
 	return 20 - p, err // as the kernel counts
 }
 
-// report prints what became of everything in the time it took, and reports whether
-// nothing failed.
-func report(w io.Writer, done []outcome, took time.Duration) bool {
+// report prints what became of everything in the time it took, and reports whether nothing
+// failed and no more than one test was flaky.
+func report(w io.Writer, done []outcome, took time.Duration, all machine) bool {
 	var total counts
-	var cpu time.Duration
-	fmt.Fprintf(w, "%-12s %10s %10s  %-8s %s\n", "STAGE", "SECONDS", "CPU", "RESULT", "TESTS")
+	var cpu, nodes time.Duration
+	fmt.Fprintf(w, "%-12s %10s %10s %10s  %-8s %s\n", "STAGE", "SECONDS", "CPU", "NODES", "RESULT", "TESTS")
 	for i := range done {
 		o := &done[i]
 		tests := ""
 		if o.counts != (counts{}) {
 			tests = o.counts.String()
 		}
-		line := fmt.Sprintf("%-12s %10.1f %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.cpu.Seconds(), o.word(), tests)
+		line := fmt.Sprintf("%-12s %10.1f %10.1f %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.cpu.Seconds(), o.nodes.Seconds(), o.word(), tests)
 		cpu += o.cpu
+		nodes += o.nodes
 		fmt.Fprintln(w, strings.TrimRight(line, " "))
 		total.add(o.counts)
 		switch {
@@ -363,7 +519,10 @@ func report(w io.Writer, done []outcome, took time.Duration) bool {
 			total.skipped++
 		}
 	}
-	fmt.Fprintf(w, "%-12s %10.1f %10.1f\n", "all", took.Seconds(), cpu.Seconds())
+	fmt.Fprintf(w, "%-12s %10.1f %10.1f %10.1f\n", "all", took.Seconds(), cpu.Seconds(), nodes.Seconds())
+	if all.spent > 0 {
+		fmt.Fprintf(w, "the machine's processors were busy for %.0f s of %.0f, and %.0f s were not theirs\n", all.busy.Seconds(), all.spent.Seconds(), all.stolen.Seconds())
+	}
 
 	if total.skipped > 0 {
 		fmt.Fprintln(w, "\nskipped, and why:")
@@ -389,6 +548,21 @@ func report(w io.Writer, done []outcome, took time.Duration) bool {
 				fmt.Fprintf(w, "  %s: %s\n", o.stage.name, first)
 			}
 		}
+	}
+	var flakes []flake
+	for i := range done {
+		flakes = append(flakes, done[i].flakes...)
+	}
+	if len(flakes) > 0 {
+		fmt.Fprintf(w, "\n%d flaky: failed beside others and passed alone; find the cause before the next change\n", len(flakes))
+		for _, f := range flakes {
+			fmt.Fprintf(w, "  %s: %s, then %s\n", f, f.logs[0], f.logs[1])
+		}
+	}
+	if len(flakes) > 1 {
+		fmt.Fprintln(w, "more than one flaky test is a failure")
+		total.failed += len(flakes)
+		total.passed -= len(flakes)
 	}
 	fmt.Fprintf(w, "\n%s\n", total)
 	return total.failed == 0

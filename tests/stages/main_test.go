@@ -35,7 +35,7 @@ func TestReport(t *testing.T) {
 		{name: "nowhere", lacks: func() string { return "no such machine" }},
 	})
 	var out strings.Builder
-	if report(&out, done, 90*time.Second) {
+	if report(&out, done, 90*time.Second, machine{busy: 150 * time.Second, spent: 180 * time.Second}) {
 		t.Error("all is well, says the report")
 	}
 	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
@@ -43,7 +43,8 @@ func TestReport(t *testing.T) {
 		t.Errorf("last line %q", got)
 	}
 	for _, want := range []string{
-		"all                90.0        0.0\n",
+		"all                90.0        0.0        0.0\n",
+		"busy for 150 s of 180",
 		"stage later: it builds upon the stage \"bad\": failed",
 		"stage later too: it builds upon the stage \"bad beside\": failed",
 		"stage nowhere: no such machine",
@@ -220,7 +221,7 @@ func TestOrder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	list, err := stages("cache", nil, files, true)
+	list, err := stages("cache", nil, files, long)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -26,6 +26,15 @@ type stage struct {
 	// behind names the stages that have to be over, whatever became of them.
 	behind []string
 	lane   lane
+	// set is the smallest that the stage is in.
+	set set
+	// fuller says that its commands look at more in a larger set.
+	fuller bool
+	// reads are files and directories that the commands use and do not name.
+	reads []string
+	// again says that there is a real node, a browser or Kueue in it, of which this project
+	// has not made the timing: a test that fails is run once more, alone.
+	again bool
 	// lacks says what this machine lacks for the stage to make sense, "" if
 	// nothing; the stage is skipped with these words.
 	lacks func() string
@@ -36,6 +45,30 @@ type stage struct {
 // lane is a number of stages of which one runs at a time, as long as no other lane has
 // nothing left to do.
 type lane string
+
+// set is how much is looked at. A larger set has all stages of the smaller ones.
+type set int
+
+const (
+	// quick is what every change must pass.
+	quick set = iota
+	// whole is all that is known, once.
+	whole
+	// long has the long counts, and fuzzing.
+	long
+)
+
+// form is a command of `go test` as a set asks for it: in the short form, as it is, or in the
+// long form.
+func (s set) form(c command) command {
+	switch s {
+	case quick:
+		c.args = append(slices.Clip(c.args), "-short")
+	case long:
+		c.args = append(slices.Clip(c.args), "-long")
+	}
+	return c
+}
 
 // Lanes run at the same time. What runs beside has a lower priority; it may not need the
 // machine to itself, nor look at what others leave on it.
@@ -78,9 +111,9 @@ func stuttering(c command) command {
 	return c
 }
 
-// stages are all there are, in the order in which each lane runs its own: what is
+// stages are those of a set, in the order in which each lane runs its own: what is
 // quick to find wrong comes first. Those of the nodes mostly wait.
-func stages(cache string, packages []goPackage, files []string, soak bool) ([]stage, error) {
+func stages(cache string, packages []goPackage, files []string, of set) ([]stage, error) {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	var concurrent, alone []string
@@ -92,31 +125,17 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 		}
 	}
 	// Guards against a test that hangs, not against a slow machine.
-	const limit, long = "-timeout=20m", "-timeout=150m"
-	// The long forms have flags of their own.
+	const limit, longLimit = "-timeout=20m", "-timeout=150m"
 	pieces, err := testsIn(files, "tests/e2e/", "account", "alerts", "caps", "claims", "demand", "dra", "dra_life", "dynamic", "guard", "mig", "mig_more", "topology", "walk")
 	if err != nil {
 		return nil, err
 	}
-	e2e := test(".", "-count=1", long, "./tests/e2e", "-built", "-skip", pieces)
-	e2eOfPieces := test(".", "-count=1", long, "./tests/e2e", "-built", "-run", pieces, "-node=pieces")
-	crash := test(".", "-count=1", long, "./tests/crash")
-	caps := test(".", "-count=1", long, "./tests/memcap")
-	crowds := test(".", "-count=1", long, "./tests/crowd", "./tests/fleet")
-	burst := test(".", "-count=1", long, "./tests/burst", "-built")
-	peers := test(".", "-count=1", long, "./tests/peers")
-	manifests := test(".", "-count=1", long, "./deployments", "-skip", "^TestChart")
-	queues := test(".", "-count=1", long, "./tests/queues")
-	lending := test(".", "-count=1", long, "./tests/liqo")
-	release := test("deployments/image", "-count=1", long, ".")
-	arm64 := test(".", "-count=1", long, "./tests/arm64")
+	formed := func(in, path string, args ...string) command {
+		return of.form(test(in, append([]string{"-count=1", longLimit, path}, args...)...))
+	}
+	crowds := test(".", "-count=1", longLimit, "./tests/crowd", "./tests/fleet")
 	row := func(versions ...string) command {
 		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
-	}
-	if soak {
-		for _, c := range []*command{&e2e, &e2eOfPieces, &crash, &caps, &crowds, &burst, &peers, &manifests, &queues, &lending, &release, &arm64} {
-			c.args = append(c.args, "-long")
-		}
 	}
 	all := []stage{
 		{
@@ -129,7 +148,7 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 				run("go", "vet", "./..."),
 				{in: "tests/cluster", args: []string{"go", "vet", "./..."}},
 				{in: "tests/monitoring", args: []string{"go", "vet", "./..."}},
-				run("go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"),
+				{in: "tests/tools", args: []string{"go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"}},
 				staticcheck("."),
 				{in: "deployments/image", args: []string{"go", "vet", "./..."}},
 				staticcheck("deployments/image"),
@@ -138,8 +157,8 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			},
 		},
 		{
-			name: "unit", what: "tests that need no node, with the race detector where there is anything to race", after: []string{"host"}, lane: beside,
-			commands: []command{hasty(test(".", append([]string{"-race", limit}, concurrent...)...)), hasty(test(".", append([]string{limit}, alone...)...))},
+			name: "unit", what: "tests that need no node, with the race detector where there is anything to race", after: []string{"host"}, lane: beside, fuller: true,
+			commands: unit(of, concurrent, alone, limit),
 		},
 		{
 			name: "emulator", what: "the emulated driver's libraries and daemon", after: []string{"host"},
@@ -149,158 +168,185 @@ func stages(cache string, packages []goPackage, files []string, soak bool) ([]st
 			},
 		},
 		{
-			name: "image", what: "the agent's container image", after: []string{"host"},
+			name: "image", what: "the agent's container image", after: []string{"host"}, reads: []string{"Makefile", "LICENSE", "cmd/gpu-agent", "deployments/image", "pkg/memcap/lib/build"},
 			commands: []command{run("make", "--no-print-directory", "image", "CACHE="+cache)},
 		},
 		{
-			name: "node", what: "Kubernetes, etcd, containerd for the test node", after: []string{"host"},
+			name: "node", what: "Kubernetes, etcd, containerd for the test node", after: []string{"host"}, reads: []string{"tests/cluster"},
 			commands: []command{
 				{in: "tests/cluster", args: []string{"go", "build", "-o", bin("cluster"), "."}},
 				run(bin("cluster"), "build"),
 			},
 		},
 		{
-			name: "helm", what: "the program helm", after: []string{"node"}, lane: beside,
+			name: "helm", what: "the program helm", after: []string{"node"}, lane: beside, set: whole,
 			commands: []command{run(bin("cluster"), "build", "--with", "helm")},
 		},
 		{
-			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside,
+			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside, set: whole,
 			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
 		},
 		{
-			name: "release", what: "images and releases: reproducible, whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside,
-			commands: []command{release, run(bin("image"), "behind", "--cache", filepath.Join(cache, "images", "debian"))},
+			name: "release", what: "images and releases: reproducible, whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside, set: whole, reads: []string{"deployments", "docs"},
+			commands: []command{formed("deployments/image", "."), run(bin("image"), "behind", "--cache", filepath.Join(cache, "images", "debian"))},
 		},
 		{
-			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, lacks: root,
+			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, again: true, lacks: root,
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lacks: root,
-			commands: []command{e2e},
+			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, fuller: true, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/e2e", "-built", "-skip="+pieces)},
 		},
 		{
 			// The tests of the node look at all that is on the machine.
-			name: "pieces", what: "pods on a second real node: MIG, claims and caps", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
-			commands: []command{e2eOfPieces},
+			name: "pieces", what: "pods on a second real node: MIG, claims and caps", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, fuller: true, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/e2e", "-built", "-run="+pieces, "-node=pieces")},
 		},
 		{
 			// Three nodes at a time are more than two cores carry: what waits for a minute on the one would
 			// wait for longer. It mostly waits, so it comes where there is much else to do beside it.
-			name: "burst", what: "jobs on two real nodes, on-prem and a cloud, by the real Kueue", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests", "e2e", "pieces"}, lacks: root,
-			commands: []command{burst},
+			name: "burst", what: "jobs on two real nodes, on-prem and a cloud, by the real Kueue", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests", "e2e", "pieces"}, set: whole, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/burst", "-built")},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"},
-			commands: []command{manifests, test("tests/monitoring", "-count=1", limit, "./...")},
+			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"}, fuller: true,
+			commands: []command{formed(".", "./deployments", "-skip=^TestChart"), test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
-			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside,
+			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside, set: whole,
 			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
 		},
 		{
 			// It takes the image's packages, and the API server.
-			name: "arm64", what: "the agent, its libraries and its packages' tests on an emulated arm64, with pages of 64 KiB", after: []string{"image", "node"}, lane: beside,
-			commands: []command{arm64},
+			name: "arm64", what: "the agent, its libraries and its packages' tests on an emulated arm64, with pages of 64 KiB", after: []string{"image", "node"}, lane: beside, set: whole,
+			commands: []command{formed(".", "./tests/arm64")},
 		},
 		{
-			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lane: beside, lacks: root,
-			commands: []command{peers},
+			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lane: beside, set: whole, reads: []string{"tests/peers"}, lacks: root,
+			commands: []command{formed(".", "./tests/peers")},
 		},
 		{
-			name: "foreign", what: "the emulated driver on a machine with a real one", after: []string{"emulator"}, lane: beside, lacks: root,
+			name: "foreign", what: "the emulated driver on a machine with a real one", after: []string{"emulator"}, lane: beside, set: whole, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
 		},
 		{
-			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
-			commands: []command{crowds},
+			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, fuller: true, lacks: root,
+			commands: []command{of.form(crowds)},
 		},
 		{
 			// Not beside: who waits for a reading, or for others of its container, waits for so long and no longer.
 			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, lane: second, lacks: root,
-			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
+			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), formed(".", "./tests/memcap")},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, lacks: root,
-			commands: []command{crash},
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, fuller: true, lacks: root,
+			commands: []command{formed(".", "./tests/crash")},
 		},
 		{
 			// It builds the same next agent as the pieces.
-			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, lacks: root,
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, set: whole, again: true, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{
-			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, lacks: root,
-			commands: []command{queues},
+			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, set: whole, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/queues")},
 		},
 		{
-			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, lacks: root,
+			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, set: whole, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
 		{
-			name: "chart", what: "the chart, as Helm puts it together, beside kustomize's manifests", after: []string{"helm"}, lane: beside,
-			commands: []command{test(".", "-count=1", limit, "./deployments", "-run", "^TestChart")},
+			name: "chart", what: "the chart, as Helm puts it together, beside kustomize's manifests", after: []string{"helm"}, lane: beside, set: whole,
+			commands: []command{test(".", "-count=1", limit, "./deployments", "-run=^TestChart")},
 		},
 		{
-			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, lane: beside,
+			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, lane: beside, set: whole, again: true,
 			commands: []command{test(".", "-count=1", limit, "./tests/page")},
 		},
 		{
 			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lane: beside, lacks: card,
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
+		// Three clusters with Liqo take a minute or two to come up beside the other lanes: too long for
+		// every change.
+		{
+			name: "liqo", what: "Liqo's controllers, webhooks and virtual kubelet", after: []string{"node"}, lane: beside, set: long,
+			commands: []command{run(bin("cluster"), "build", "--with", "liqo")},
+		},
+		{
+			// With -long a real node is among them, see pieces.
+			name: "lending", what: "GPUs lent to other clusters through the real Liqo", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/liqo")},
+		},
+		{
+			name: "versions", what: "Kubernetes 1.34 and 1.37, containerd 1.7 and CRI-O for the test node", after: []string{"node"}, lane: beside, set: long,
+			commands: []command{run(bin("cluster"), "build", "--with", "kubernetes-1.34", "--with", "kubernetes-1.37", "--with", "containerd-1.7", "--with", "crio-1.34")},
+		},
+		{
+			// The usual versions are the row of the stage e2e.
+			name: "matrix", what: "the short form of e2e on nodes of other versions", after: []string{"emulator", "image", "versions"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
+			commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7"), row("-kubernetes=1.34", "-runtime=crio-1.34")},
+		},
+		{
+			name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/emulator/deploy", "-run=^TestOverlay$", "-built")},
+		},
+		{
+			name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"}, set: long,
+			commands: []command{
+				test(".", "-race", "-count=1", longLimit, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
+				test(".", "-race", "-count=1", longLimit, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
+				test(".", "-count=1", longLimit, "./internal/advise", "./internal/meter", "./internal/placer", "./internal/usage/...", "-long"),
+			},
+		},
+		{
+			name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, set: long, lacks: root,
+			commands: []command{
+				stuttering(test(".", "-count=1", longLimit, "./tests/memcap")),
+				stuttering(test(".", append([]string{"-race", "-count=1", longLimit}, slices.Concat(concurrent, alone)...)...)),
+			},
+		},
+		{
+			name: "planner", what: "every transition between MIG geometries with random pins, against brute force, and 100,000 claims of each model by the scheduler's allocator", after: []string{"unit"}, set: long,
+			commands: []command{
+				test(".", "-count=1", longLimit, "./pkg/mig", "-long"),
+				test(".", "-count=1", longLimit, "./internal/dra", "-run=^TestSchedulerPlacesWhatTheCardAllows$", "-scheduler.steps=100000"),
+			},
+		},
+		{
+			name: "kills", what: "the library of caps killed after every instruction", after: []string{"unit"}, set: long,
+			commands: []command{test(".", "-count=1", longLimit, "./pkg/memcap/lib", "-long")},
+		},
+		{
+			name: "mutants", what: "defects of this project's history, put back one at a time: the tests find them", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, set: long, lacks: root,
+			commands: []command{run("go", "run", "./tests/mutants", "run")},
+		},
 	}
-	if soak {
+	if of == long {
 		fuzz, err := fuzzing(files)
 		if err != nil {
 			return nil, err
 		}
-		all = append(all,
-			// Three clusters with Liqo take a minute or two to come up beside the other lanes: too long for
-			// every change.
-			stage{
-				name: "liqo", what: "Liqo's controllers, webhooks and virtual kubelet", after: []string{"node"}, lane: beside,
-				commands: []command{run(bin("cluster"), "build", "--with", "liqo")},
-			},
-			stage{
-				// With -long a real node is among them, see pieces.
-				name: "lending", what: "GPUs lent to other clusters through the real Liqo", after: []string{"emulator", "image", "liqo"}, behind: []string{"node tests"}, lane: second, lacks: root,
-				commands: []command{lending},
-			},
-			stage{
-				name: "versions", what: "Kubernetes 1.34 and 1.37, containerd 1.7 and CRI-O for the test node", after: []string{"node"}, lane: beside,
-				commands: []command{run(bin("cluster"), "build", "--with", "kubernetes-1.34", "--with", "kubernetes-1.37", "--with", "containerd-1.7", "--with", "crio-1.34")},
-			},
-			stage{
-				// The usual versions are the row of the stage e2e.
-				name: "matrix", what: "the short form of e2e on nodes of other versions", after: []string{"emulator", "image", "versions"}, behind: []string{"node tests"}, lane: second, lacks: root,
-				commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7"), row("-kubernetes=1.34", "-runtime=crio-1.34")},
-			},
-			stage{
-				name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, lacks: root,
-				commands: []command{test(".", "-count=1", limit, "./tests/emulator/deploy", "-run=^TestOverlay$", "-built", "-long")},
-			},
-			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"},
-				commands: []command{
-					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
-					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
-					test(".", "-count=1", long, "./internal/advise", "./internal/meter", "./internal/placer", "./internal/usage/...", "-long"),
-				}},
-			stage{name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, lacks: root,
-				commands: []command{
-					stuttering(test(".", "-count=1", long, "./tests/memcap")),
-					stuttering(test(".", append([]string{"-race", "-count=1", long}, slices.Concat(concurrent, alone)...)...)),
-				}},
-			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force, and 100,000 claims of each model by the scheduler's allocator", after: []string{"unit"},
-				commands: []command{
-					test(".", "-count=1", long, "./pkg/mig", "-long"),
-					test(".", "-count=1", long, "./internal/dra", "-run=^TestSchedulerPlacesWhatTheCardAllows$", "-scheduler.steps=100000"),
-				}},
-			stage{name: "kills", what: "the library of caps killed after every instruction", after: []string{"unit"},
-				commands: []command{test(".", "-count=1", long, "./pkg/memcap/lib", "-long")}},
-			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzz})
+		all = append(all, stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, set: long, commands: fuzz})
 	}
-	return all, nil
+	return slices.DeleteFunc(all, func(s stage) bool { return s.set > of }), nil
+}
+
+// unit are the commands of the tests that need no node. In the short form the race detector
+// leaves sweeps out.
+func unit(of set, concurrent, alone []string, limit string) []command {
+	if of != quick {
+		return []command{
+			hasty(test(".", append([]string{"-race", limit}, concurrent...)...)),
+			hasty(test(".", append([]string{limit}, alone...)...)),
+		}
+	}
+	return []command{
+		hasty(test(".", append([]string{"-race", limit, "-short", "-skip=" + sweepTests}, concurrent...)...)),
+		hasty(test(".", append([]string{limit, "-short"}, alone...)...)),
+		hasty(test(".", append([]string{limit, "-short", "-run=" + sweepTests}, concurrent...)...)),
+	}
 }
 
 // fuzzing runs each fuzz test; `make test` runs their seeds alone.
@@ -375,6 +421,11 @@ var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/cra
 // sweeps go through many machines, or all layouts of a card, with what other packages' tests
 // look for races in.
 var sweeps = []string{"/pkg/mig", "/tests/hardware"}
+
+// sweepTests are tests of concurrent packages that do arithmetic, or live through days of
+// virtual time, in one goroutine at a time: the race detector makes them several times as
+// long and has nothing to find in them that others do not show it.
+const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour)$"
 
 // goPackage is one of the product's, by its import path.
 type goPackage struct {
