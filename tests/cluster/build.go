@@ -3,11 +3,13 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"maps"
 	"os"
@@ -17,6 +19,7 @@ import (
 	"slices"
 	"sort"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -196,7 +199,7 @@ func (l Layout) goPart(source, goVersion, name, module string, gib uint64, slow 
 	return part{
 		name: name, needs: []string{"go"}, inputs: []string{dir}, args: args, gib: gib, slow: slow, outputs: outs,
 		build: func(ctx context.Context, p *part) error {
-			return l.goBuild(ctx, dir, static, flags, outputs)
+			return l.goBuild(ctx, p.name, dir, static, flags, outputs)
 		},
 	}
 }
@@ -286,31 +289,40 @@ func (l Layout) missing(p part) string {
 	return ""
 }
 
-// goBuild builds packages of the module in dir into bin/. One package with
+// goBuild builds packages of the module in dir into bin/, and says now and then how far it
+// is, under a name. One package with
 // several outputs is one program under several names. Of several, each makes the output of its
 // own name, which may be in a directory.
-func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []string) error {
+func (l Layout) goBuild(ctx context.Context, name, dir, env string, flags, outputs []string) error {
 	temporary, err := os.MkdirTemp(l.path("bin"), ".build-")
 	if err != nil {
 		return err
 	}
 	defer os.RemoveAll(temporary)
-	packages := 0
+	var names []string
 	for _, f := range flags {
 		if !strings.HasPrefix(f, "-") {
-			packages++
+			names = append(names, f)
 		}
 	}
 	target := temporary + "/"
-	if packages == 1 {
+	if len(names) == 1 {
 		target += filepath.Base(outputs[0])
 	}
-	args := append([]string{"build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-o", target}, flags...)
-	if err := command(ctx, dir, []string{env, "GOFLAGS=", "GOWORK=off"}, "go", args...); err != nil {
+	environment := []string{env, "GOFLAGS=", "GOWORK=off"}
+	counted := compiled{progress: newProgress(name), every: showEvery, last: time.Now()}
+	// With the modules that this downloads, a cold count alone takes a minute.
+	err = commandTo(ctx, dir, environment, &counted, "go", append([]string{"list", "-e", "-mod=readonly", "-deps"}, names...)...)
+	if err != nil {
+		return err
+	}
+	counted.total, counted.done = counted.done, 0
+	args := append([]string{"build", "-v", "-mod=readonly", "-buildvcs=false", "-trimpath", "-o", target}, flags...)
+	if err := commandTo(ctx, dir, environment, &counted, "go", args...); err != nil {
 		return err
 	}
 	for i, o := range outputs {
-		if packages == 1 && i > 0 {
+		if len(names) == 1 && i > 0 {
 			if err := l.symlink(filepath.Base(outputs[0]), o); err != nil {
 				return err
 			}
@@ -413,11 +425,17 @@ func libraryLinks(root, program string) (map[string]string, error) {
 
 // command runs a program and returns its output's end with its error.
 func command(ctx context.Context, dir string, env []string, name string, args ...string) error {
+	return commandTo(ctx, dir, env, io.Discard, name, args...)
+}
+
+// commandTo is command with a second reader of the output.
+func commandTo(ctx context.Context, dir string, env []string, reader io.Writer, name string, args ...string) error {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir
 	cmd.Env = withEnv(os.Environ(), env...)
 	var out strings.Builder
-	cmd.Stdout, cmd.Stderr = &out, &out
+	both := io.MultiWriter(&out, reader)
+	cmd.Stdout, cmd.Stderr = both, both
 	err := cmd.Run()
 	if err == nil {
 		return nil
@@ -427,6 +445,45 @@ func command(ctx context.Context, dir string, env []string, name string, args ..
 		text = "…" + text[len(text)-4000:]
 	}
 	return fmt.Errorf("%s: %w\n%s", name, err, text)
+}
+
+// showEvery is how often a long build says that it goes on.
+const showEvery = 20 * time.Second
+
+// compiled counts the packages in the output of go list, or of go build -v, and says how
+// many there are by now. go build names those alone that its cache lacks.
+type compiled struct {
+	*progress
+	every time.Duration
+	last  time.Time // when it was said, or the build began
+	total int       // packages that the program is made of, 0 while they are counted
+	done  int
+	rest  []byte // a line without its end
+}
+
+func (c *compiled) Write(text []byte) (int, error) {
+	c.rest = append(c.rest, text...)
+	for {
+		line, rest, ok := bytes.Cut(c.rest, []byte("\n"))
+		if !ok {
+			break
+		}
+		c.rest = rest
+		// "go: downloading …" has a space, as has what a compiler has to say.
+		if len(line) > 0 && !bytes.ContainsAny(line, " \t") {
+			c.done++
+		}
+		if time.Since(c.last) < c.every {
+			continue
+		}
+		c.last = time.Now()
+		if c.total == 0 {
+			c.step("modules are downloaded")
+		} else {
+			c.step("%d packages compiled, of at most %d", c.done, c.total)
+		}
+	}
+	return len(text), nil
 }
 
 func debianRelease() string {

@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 )
 
 // The module that is built is the version that is shown and asked for.
@@ -262,5 +263,18 @@ func TestWithoutCPUs(t *testing.T) {
 	}
 	if _, err := without([]byte(`{"linux":7}`), "linux", "resources"); err == nil {
 		t.Error("a number was taken for an object")
+	}
+}
+
+// A long build says how far it is.
+func TestCompiled(t *testing.T) {
+	c := compiled{progress: newProgress("Kubernetes"), every: time.Hour, last: time.Now()}
+	for _, text := range []string{"go: downloading k8s.io/api v0.36.3\nk8s.io/a", "pi/core/v1\n", "# k8s.io/broken\nfile.go:1: no\n\nio\n", "unfinished"} {
+		if n, err := c.Write([]byte(text)); n != len(text) || err != nil {
+			t.Fatalf("Write: %d, %v", n, err)
+		}
+	}
+	if c.done != 2 {
+		t.Errorf("%d packages, want k8s.io/api/core/v1 and io", c.done)
 	}
 }

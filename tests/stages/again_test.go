@@ -4,17 +4,21 @@ package main
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 )
 
 // stumbles fails in its first run, with as many tests as it is told, and passes in its second.
+// It takes the flags of go test too, as far as they stand before the package.
 const stumbles = `package sample
 
 import (
 	"os"
+	"strings"
 	"testing"
 )
 
@@ -33,6 +37,11 @@ func TestTwo(t *testing.T) { if os.Getenv("STUMBLE") == "2" { first(t) } }
 func TestFine(t *testing.T) {}
 func TestBad(t *testing.T) { if os.Getenv("STUMBLE") == "bad" { t.Error("always") } }
 func TestMain(m *testing.M) {
+	for i, arg := range os.Args {
+		if strings.HasPrefix(arg, "-run=") || strings.HasPrefix(arg, "-skip=") {
+			os.Args[i] = "-test." + arg[1:]
+		}
+	}
 	m.Run()
 	if os.Getenv("STUMBLE") == "exit" {
 		os.Exit(3)
@@ -44,7 +53,20 @@ func TestMain(m *testing.M) {
 // and keeps both outputs. Two such tests are a failure, as is a test that fails again, and
 // what fails in a stage of our own making.
 func TestAgain(t *testing.T) {
-	for _, c := range []struct {
+	env := []string{"GOFLAGS=", "GOWORK=off"}
+	// The first runs by go test. The others run the same tests, linked once.
+	linked := filepath.Join(t.TempDir(), "sample.test")
+	build := exec.Command("go", "test", "-vet=off", "-c", "-o", linked, ".")
+	build.Dir, build.Env = module(t, map[string]string{"a_test.go": stumbles}), append(os.Environ(), env...)
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	tool, err := exec.Command("go", "tool", "-n", "test2json").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	events := strings.TrimSpace(string(tool))
+	for i, c := range []struct {
 		name, stumble string
 		again         bool
 		passes        bool
@@ -58,11 +80,15 @@ func TestAgain(t *testing.T) {
 		{"what is no test", "exit", true, false, "failed", "", "sample TestOne"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			dir := module(t, map[string]string{"a_test.go": stumbles})
+			which := []string{"-skip=TestNone", ".", "-count=1"}
+			sample := test(build.Dir, which...)
+			if i > 0 {
+				sample = command{in: t.TempDir(), test: true, args: append([]string{events, "-t", "-p", "example.com/gpu-agent/sample", linked, "-test.v=test2json"}, which...)}
+			}
 			var out strings.Builder
 			logs := t.TempDir()
-			r := runner{screen: &screen{w: &out}, logs: logs, env: []string{"GOFLAGS=", "GOWORK=off", "STUMBLE=" + c.stumble}}
-			done := r.lanes(t.Context(), []stage{{name: "node", again: c.again, commands: []command{test(dir, "-skip=TestNone", ".", "-count=1")}}})
+			r := runner{screen: &screen{w: &out}, logs: logs, env: append(slices.Clip(env), "STUMBLE="+c.stumble)}
+			done := r.lanes(t.Context(), []stage{{name: "node", again: c.again, commands: []command{sample}}})
 			r.again(t.Context(), done)
 			passed := report(&out, done, time.Second, machine{})
 			lines := strings.Split(strings.TrimSpace(out.String()), "\n")

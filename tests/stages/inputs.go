@@ -187,7 +187,7 @@ func (c *checkout) named(dir, text string) []string {
 	if !strings.Contains(text, "/") || strings.HasPrefix(text, "/") || len(text) > 200 || strings.ContainsAny(text, " \n") {
 		return nil
 	}
-	if dir, ok := c.dirOf(text); ok {
+	if dir, ok := c.dirOf(text); ok && dir != "." {
 		return []string{dir}
 	}
 	var found []string
@@ -248,7 +248,8 @@ func (g *gathering) add(name string) {
 		g.addPackage(name, false)
 	}
 	for _, f := range g.from.files {
-		if f == name || strings.HasPrefix(f, name+"/") {
+		// The tests in a directory are run by their own stage alone.
+		if f == name || strings.HasPrefix(f, name+"/") && !strings.HasSuffix(f, "_test.go") {
 			g.into[f] = true
 		}
 	}
