@@ -123,6 +123,9 @@ type had struct {
 // The account of pods that hold a share, an instance and a GPU: what they cost, what is written
 // down of them, and what is told of those that use nothing.
 func TestAccount(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, accounted, accountedOffers)
 	began := time.Now()
 	b.redeploy(lab.DeployOptions{Partitions: accounted, Env: map[string]string{"GPU_AGENT_USAGE_LABELS": "team", "GPU_AGENT_IDLE_AFTER": "1s"}})

@@ -546,6 +546,9 @@ func causes() [][]cause {
 // Every alert is silent until its cause is there, fires with it, and goes with it. In the end every
 // question of both boards has an answer.
 func TestAlerts(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	if _, err := prometheus.Program(t.Context(), "prometheus"); err != nil {
 		t.Skipf("no Prometheus, and Debian's archive has none for us: %v", err)
 	}

@@ -29,6 +29,9 @@ func beginWindow(t *testing.T) *bench {
 // the end the node offers what the lists say, also where agent or kubelet have started
 // anew in between.
 func TestAllocatableAtOnce(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := beginWindow(t)
 	w := b.watchWindow()
 	draw := rand.New(rand.NewPCG(17, 3))

@@ -52,8 +52,8 @@ func begin(t *testing.T, partitions string, offers map[string]int) *bench {
 // prepare starts the node if nobody has yet, or skips the test.
 func prepare(t *testing.T) *bench {
 	t.Helper()
-	if testing.Short() {
-		t.Skip("needs minutes for a real node: -short is set")
+	if testing.Short() && !*built {
+		t.Skip("building a node takes minutes: -short is set, and -built is not")
 	}
 	if missing := lab.Missing(); missing != "" {
 		t.Skip("a node needs " + missing)
@@ -108,6 +108,17 @@ func (b *bench) must(err error) {
 func (b *bench) sub(name string, f func(*bench)) {
 	b.Helper()
 	b.Run(name, func(t *testing.T) { f(&bench{T: t, ctx: t.Context()}) })
+}
+
+// rest is a subtest that the short form leaves out.
+func (b *bench) rest(name string, f func(*bench)) {
+	b.Helper()
+	b.sub(name, func(b *bench) {
+		if testing.Short() {
+			b.Skip("make test-all runs it")
+		}
+		f(b)
+	})
 }
 
 // offers waits until the node offers exactly these resources of ours.

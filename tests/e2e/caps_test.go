@@ -197,7 +197,7 @@ func TestCaps(t *testing.T) {
 		b.Logf("gpu-agent status:\n%s", screen)
 	})
 
-	b.sub("two containers of a pod", func(b *bench) {
+	b.rest("two containers of a pod", func(b *bench) {
 		limits := map[string]uint64{"four": 4 * giB, "six": 6 * giB}
 		pod := b.create(lab.Pod{Name: "pair", Containers: []lab.Container{
 			b.container("four", map[string]int{lab.Memory: 4}), b.container("six", map[string]int{lab.Memory: 6})}})
@@ -223,7 +223,7 @@ func TestCaps(t *testing.T) {
 		}
 	})
 
-	b.sub("replicas of two GPUs", func(b *bench) {
+	b.rest("replicas of two GPUs", func(b *bench) {
 		const size = giB
 		pod := b.create(lab.Pod{Name: "replicas", Containers: []lab.Container{b.container("main", map[string]int{lab.Replicas: 2})}})
 		b.must(pod.Running(b.ctx))
@@ -243,7 +243,7 @@ func TestCaps(t *testing.T) {
 	})
 
 	b.must(node.DeletePods(b.ctx))
-	b.sub("beside a neighbour's modules", besideModules)
+	b.rest("beside a neighbour's modules", besideModules)
 	b.must(node.DeletePods(b.ctx))
 	b.sub("a whole GPU and a share", wholeAndShare)
 	b.must(node.DeletePods(b.ctx))
@@ -344,11 +344,15 @@ func besideModules(b *bench) {
 
 // A container that holds a whole GPU and a share of another has two claims. The
 // runtime applies them in an order that is chance, and so is whose file stands
-// where both want one. So it must be right in each of 50 starts: those of five
-// pods at a time, with nine init containers each, which see what their app
+// where both want one. So it must be right in each of 50 starts, ten in the short
+// form: those of five pods at a time, whose init containers see what their app
 // container sees. CUDA is told to count the GPUs in either order, by turns.
 func wholeAndShare(b *bench) {
-	const pods, starts, limit = 5, 10, 4 * giB
+	const pods, limit = 5, 4 * giB
+	starts := 10
+	if testing.Short() {
+		starts = 2
+	}
 	script := func(i int) string {
 		order := "0,1"
 		if i%2 == 1 {

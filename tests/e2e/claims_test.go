@@ -85,6 +85,7 @@ func (b *bench) heldBack(p lab.Process) (letGo func() error) {
 // Claims end when their containers have ended, and not before: not while an
 // image is being pulled, not because their pod's object is gone, and also
 // though it stays. Everything runs beside everything else, on GPUs of its own.
+// The short form has the pod whose object is gone, alone.
 func TestClaims(t *testing.T) {
 	b := begin(t, `version: v1
 partitions:
@@ -101,6 +102,28 @@ partitions:
 `, map[string]int{lab.Memory: 2 * units, lab.Replicas: 2, lab.GPU: 2})
 	b.claimsBecome(0)
 
+	deaf := b.create(lab.Pod{Name: "deaf", Grace: 30 * time.Second,
+		Containers: []lab.Container{{Resources: map[string]int{lab.Replicas: 2}, Then: lab.Deaf}}})
+	b.must(deaf.Running(b.ctx))
+	if testing.Short() {
+		b.claimsBecome(1)
+		b.sub("a pod that was deleted by force", func(b *bench) { b.outlivesItsPod(deaf, 1) })
+	} else {
+		b.claimsOfMany(deaf)
+	}
+
+	b.must(node.DeletePods(b.ctx))
+	b.claimsBecome(0)
+	files, err := agent.CDIFiles(b.ctx)
+	b.must(err)
+	if len(files) > 0 {
+		b.Errorf("there are the CDI files %v, want none", files)
+	}
+}
+
+// claimsOfMany is everything, beside a pod that does not hear.
+func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
+	b.Helper()
 	image, arrive, err := node.LateImage(b.ctx)
 	b.must(err)
 	arrived := false
@@ -116,10 +139,7 @@ partitions:
 		Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 20}}}})
 	both := b.create(lab.Pod{Name: "both",
 		Containers: []lab.Container{{Resources: map[string]int{lab.GPU: 1, lab.Memory: 8}}}})
-	deaf := b.create(lab.Pod{Name: "deaf", Grace: 30 * time.Second,
-		Containers: []lab.Container{{Resources: map[string]int{lab.Replicas: 2}, Then: lab.Deaf}}})
 	b.must(both.Running(b.ctx))
-	b.must(deaf.Running(b.ctx))
 	b.must(pulling.InState(b.ctx, time.Minute, "to be given its devices", func(s lab.PodState) error {
 		if s.Phase != "Pending" || s.Containers["init"].ID != "" {
 			return fmt.Errorf("%s: %w", s, lab.ErrNever)
@@ -162,53 +182,7 @@ partitions:
 		}
 	})
 
-	b.sub("a pod that was deleted by force", func(b *bench) {
-		old, err := deaf.Process(b.ctx, "")
-		b.must(err)
-		letGo := b.heldBack(old)
-		b.must(deaf.ForceDelete(b.ctx))
-		gone := time.Now()
-		next := b.pod("next", lab.Replicas, 2) // the same two
-		// While it lives, nobody runs beside it. The Event says why.
-		said := ""
-		b.must(lab.Holds(b.ctx, 30*time.Second, "beside the container of a pod that was deleted by force", func(ctx context.Context) error {
-			if !node.Lives(old) {
-				return errors.New("it has ended, though its runtime cannot end it")
-			}
-			if p, err := next.Process(ctx, ""); err == nil {
-				return fmt.Errorf("the next holder runs as %s beside the previous one, %s", p, old)
-			}
-			s, err := agent.Status(ctx)
-			if err != nil {
-				return err
-			}
-			if s.Claims != held {
-				return fmt.Errorf("there are %d claims, want %d", s.Claims, held)
-			}
-			return nil
-		}))
-		// The kubelet makes it when the wait for the devices has failed for the first time.
-		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, "next", "says that its previous holder is still ending", func(e lab.Event) bool {
-			said = e.Message
-			return strings.Contains(said, "previous holder still ending")
-		}))
-		b.must(letGo())
-		before, ended, err := node.End(b.ctx, time.Minute, old)
-		b.must(err)
-		b.must(next.Running(b.ctx))
-		p, err := next.Process(b.ctx, "")
-		b.must(err)
-		began, err := node.StartTime(p)
-		b.must(err)
-		b.Logf("deleted by force, the container lived on for %.1f s; the next one's started %d ms after its end; its Event: %q",
-			ended.Sub(gone).Seconds(), began.Sub(ended).Milliseconds(), said)
-		if began.Before(before) {
-			b.Errorf("the next container started at %s, and the previous one was seen alive at %s", began.Format(time.StampMilli), before.Format(time.StampMilli))
-		}
-		if got := indexes(b.inside(next, "")); !slices.Equal(got, []int{2, 3}) {
-			b.Errorf("the next pod sees the GPUs %v, want 2 and 3", got)
-		}
-	})
+	b.sub("a pod that was deleted by force", func(b *bench) { b.outlivesItsPod(deaf, held) })
 
 	b.sub("an image that is being pulled", func(b *bench) {
 		b.must(lab.Holds(b.ctx, time.Until(until), "while the image is being pulled", func(ctx context.Context) error {
@@ -246,12 +220,61 @@ partitions:
 		b.must(both.Delete(b.ctx))
 		b.Logf("%s", b.watchEnd(both, p, held-4))
 	})
+}
 
-	b.must(node.DeletePods(b.ctx))
-	b.claimsBecome(0)
-	files, err := agent.CDIFiles(b.ctx)
+// outlivesItsPod deletes a pod by force whose container goes on, of so many claims that
+// there are. The next pod that asks for the same waits for the container's end.
+func (b *bench) outlivesItsPod(deaf *lab.RunningPod, held int) {
+	b.Helper()
+	old, err := deaf.Process(b.ctx, "")
 	b.must(err)
-	if len(files) > 0 {
-		b.Errorf("there are the CDI files %v, want none", files)
+	letGo := b.heldBack(old)
+	b.must(deaf.ForceDelete(b.ctx))
+	gone := time.Now()
+	next := b.pod("next", lab.Replicas, 2) // the same two
+	// While it lives, nobody runs beside it. The Event says why.
+	span, said := 30*time.Second, ""
+	if testing.Short() {
+		span = 5 * time.Second
+	}
+	b.must(lab.Holds(b.ctx, span, "beside the container of a pod that was deleted by force", func(ctx context.Context) error {
+		if !node.Lives(old) {
+			return errors.New("it has ended, though its runtime cannot end it")
+		}
+		if p, err := next.Process(ctx, ""); err == nil {
+			return fmt.Errorf("the next holder runs as %s beside the previous one, %s", p, old)
+		}
+		s, err := agent.Status(ctx)
+		if err != nil {
+			return err
+		}
+		if s.Claims != held {
+			return fmt.Errorf("there are %d claims, want %d", s.Claims, held)
+		}
+		return nil
+	}))
+	// The kubelet makes it when the wait for the devices has failed for the first time, which
+	// it does after 30 s.
+	if !testing.Short() {
+		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, "next", "says that its previous holder is still ending", func(e lab.Event) bool {
+			said = e.Message
+			return strings.Contains(said, "previous holder still ending")
+		}))
+	}
+	b.must(letGo())
+	before, ended, err := node.End(b.ctx, time.Minute, old)
+	b.must(err)
+	b.must(next.Running(b.ctx))
+	p, err := next.Process(b.ctx, "")
+	b.must(err)
+	began, err := node.StartTime(p)
+	b.must(err)
+	b.Logf("deleted by force, the container lived on for %.1f s; the next one's started %d ms after its end; its Event: %q",
+		ended.Sub(gone).Seconds(), began.Sub(ended).Milliseconds(), said)
+	if began.Before(before) {
+		b.Errorf("the next container started at %s, and the previous one was seen alive at %s", began.Format(time.StampMilli), before.Format(time.StampMilli))
+	}
+	if got := indexes(b.inside(next, "")); !slices.Equal(got, []int{2, 3}) {
+		b.Errorf("the next pod sees the GPUs %v, want 2 and 3", got)
 	}
 }

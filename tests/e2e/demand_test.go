@@ -593,7 +593,7 @@ func (d *demand) sent() int {
 
 func (d *demand) refused() int { return d.done["refused"] + d.done["refused of Jobs"] }
 
-// seedOf is the seed of a crowd: of make test's always the same.
+// seedOf is the seed of a crowd: without -long always the same.
 func seedOf(b *bench) uint64 {
 	seed := *walkSeed
 	if seed == 0 {
@@ -704,9 +704,16 @@ func TestMIGOnDemand(t *testing.T) {
 		world.World += fmt.Sprintf("  - {index: %d, mig: true}\n", index)
 	}
 	b := beginMIG(t, world, demandPartitions, placements(demandGPUs))
-	// How many pods are refused depends on how old the scheduler's picture is.
-	b.usersStatus()
-	b.offersAll(placements(demandGPUs))
+	calm := crowdOptions{fails: true}
+	pods := count(30, 200)
+	if testing.Short() {
+		// A Job whose pod fails makes the next one after ten seconds.
+		calm.fails, pods = false, 12
+	} else {
+		// How many pods are refused depends on how old the scheduler's picture is.
+		b.usersStatus()
+		b.offersAll(placements(demandGPUs))
+	}
 	every := func(span time.Duration, times int, do func(context.Context) error) func(context.Context) error {
 		return func(ctx context.Context) error {
 			for range times {
@@ -732,15 +739,15 @@ func TestMIGOnDemand(t *testing.T) {
 				b.must(pod.Delete(b.ctx))
 			}
 		})
-		ops := b.wishes("all at once, each behind others on its GPU", func() { b.crowd(count(30, 200), crowdOptions{fails: true}) })
+		ops := b.wishes("all at once, each behind others on its GPU", func() { b.crowd(pods, calm) })
 		for _, line := range needless(ops) {
 			b.Errorf("needlessly destroyed: %s", line)
 		}
 	})
-	b.sub("agent-killed", func(b *bench) {
+	b.rest("agent-killed", func(b *bench) {
 		b.crowd(count(12, 200), crowdOptions{disturb: every(5*time.Second, count(8, 1000), agent.Crash)})
 	})
-	b.sub("calls-fail", func(b *bench) {
+	b.rest("calls-fail", func(b *bench) {
 		for _, call := range []string{"nvml*Create*Instance*", "nvml*InstanceDestroy"} {
 			b.must(driver.FailEvery(b.ctx, 10, call, 999))
 		}
@@ -748,7 +755,7 @@ func TestMIGOnDemand(t *testing.T) {
 		b.must(driver.FailEvery(b.ctx, 150, "nvmlGpuInstanceGet*", 999))
 		b.crowd(count(14, 200), crowdOptions{fails: true})
 	})
-	b.sub("kubelet-restarts", func(b *bench) {
+	b.rest("kubelet-restarts", func(b *bench) {
 		// Not for ever: a kubelet that is killed between a container's making and its
 		// start leaves a made one of a pod that is gone, which stays the holder of
 		// what others wait for until a kubelet has lived for the minute after which
@@ -761,7 +768,7 @@ func TestMIGOnDemand(t *testing.T) {
 			return node.CrashKubelet(ctx)
 		})})
 	})
-	b.sub("slow-creation", func(b *bench) {
+	b.rest("slow-creation", func(b *bench) {
 		// The first pod asks for what stands nowhere.
 		absence := func() (absent string) {
 			stands := b.instances()

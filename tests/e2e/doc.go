@@ -14,7 +14,31 @@
 //
 // builds what is missing in the cache, which takes minutes the first time.
 // With -built everything is taken to be built. The tests are skipped, with the
-// reason, where a node cannot run, and by -short.
+// reason, where a node cannot run, and by -short without -built.
+//
+// There are three forms. With -short, as make test has it, there is one test for each thing that
+// only a real kubelet, containerd, scheduler and API server show together:
+//
+//	TestAgentRestart                  containers run on, and nothing is given out twice, when agent and kubelet start anew
+//	TestCaps                          a program in a container is held to its memory, beside a whole GPU too, and the next one begins from zero
+//	TestClaims                        the next holder waits for a container that outlives its pod
+//	TestEverythingRestartsWithoutAPI  they do so without an API server, too, and an init container runs on
+//	TestFaults                        a GPU that is lost leaves the offer, and its pod's status says so
+//	TestGPUNode                       the node's object is there, and is the Node's
+//	TestHeldIDAfterPartitionChange    a new kubelet admits pods again whose GPUs are to be something else
+//	TestInitAndAppContainers          an init container and its app containers have one GPU
+//	TestMIGLive                       geometries change beside pods that run and come
+//	TestMIGOnDemand                   pods of mixed profiles come and go, each on an instance of its own
+//	TestOthersGoAndComeBack           containers run on while containerd is away
+//	TestRefusal                       the user reads why
+//	TestResourceClaims                the scheduler places claims, and the kubelet has them prepared and given back
+//	TestRights                        what the agent's account may write
+//	TestTopology                      GPUs and CPUs of one NUMA node
+//	TestWatchdog                      a container over its cap is ended, and no other
+//	TestWithdrawalDuringAllocate      the kubelet lives while devices leave its lists
+//
+// What the agent decides by itself the tests of its packages show; here it is looked at once more
+// without -short, as make test-all has it. -long has the full counts.
 //
 // The tests of MIG swap the node's GPUs for others, whose mode takes a reset to
 // change and whose operations take the time that hardware's do, and give the

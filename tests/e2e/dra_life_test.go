@@ -36,6 +36,9 @@ const (
 // TestClaimsLastOut has claims held while kubelets restart, slices vanish, a GPU has a fault
 // and programs go over the cap of a claim. The figures that it takes are printed.
 func TestClaimsLastOut(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepareDRA(t)
 	b.must(agent.Reset(b.ctx, lifeOfClaims))
 	b.state("applied")

@@ -148,6 +148,9 @@ func draSlices(t *testing.T) (out []map[string]any) {
 // what does not waits, and a kubelet that restarts finds the driver again. What the real
 // kubelet and containerd then say of who has what is what internal/node reads.
 func TestDRAOnTheRealKubelet(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepare(t)
 	registered := make(chan struct{}, 9)
 	driver := &preparer{cdiDir: node.File("/run/cdi"), prepared: map[string]dra.Claim{}}
@@ -371,6 +374,12 @@ partitions:
 `))
 	b.state("applied")
 	b.offers(map[string]int{lab.Memory: 4 * units})
+	soon := func() {
+		if testing.Short() { // a kubelet that does not have the driver yet tries again after a minute
+			b.lastRegistered()
+		}
+	}
+	soon()
 
 	share, other := b.claimPod("share", "gpu-memory.example.com", 24), b.claimPod("other", "gpu-memory.example.com", 50)
 	whole, instance := b.claimPod("whole", "gpu.example.com", 0), b.claimPod("instance", "mig-3g.40gb.example.com", 0)
@@ -400,9 +409,14 @@ partitions:
 	b.must(err)
 	before := b.life(share, whole, instance)
 	b.must(agent.Kill(b.ctx))
+	soon()
 	b.must(other.Delete(b.ctx))
 	b.comes(waits)
+	was := b.slices()
 	b.must(node.RestartKubelet(b.ctx))
+	if testing.Short() {
+		b.published("the slices are there again", again(was))
+	}
 	after := b.claimPod("after", "gpu.example.com", 0)
 	b.comes(after)
 	b.lives(before, share, whole, instance)

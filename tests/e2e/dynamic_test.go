@@ -12,6 +12,9 @@ import (
 // TestDynamic has two GPUs in mode dynamic on the real scheduler and kubelet: taken whole,
 // cut and shared, by whoever comes first, each as soon as the holders before it have ended.
 func TestDynamic(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepareDRA(t)
 	b.must(agent.Reset(b.ctx, `version: v1
 partitions:

@@ -138,7 +138,9 @@ func TestWatchdog(t *testing.T) {
 		return fmt.Sprintf(`gpu_agent_unclaimed_processes{gpu=%q,kind=%q}`, gpu.UUID, kind)
 	}
 	options := lab.DeployOptions{Partitions: oneShared, Components: []string{"evict"}, Env: map[string]string{"GPU_AGENT_EVICT_AFTER": "2"}}
-	b.redeploy(options)
+	if !testing.Short() {
+		b.redeploy(options)
+	}
 
 	neighbour := b.bystander(b.tenant("neighbour", 8), "main")
 	offender := b.create(lab.Pod{Name: "offender", Containers: []lab.Container{
@@ -195,7 +197,7 @@ func TestWatchdog(t *testing.T) {
 			b.Errorf("the status has the watchdog as %+v (%v), want it to run and one kill", s.Watchdog, err)
 		}
 	})
-	if b.Failed() {
+	if b.Failed() || testing.Short() { // who else is ended, and who is not, is for internal/guard
 		return
 	}
 
@@ -396,6 +398,9 @@ func (b *bench) sum(pod *lab.RunningPod) string {
 // another library: nothing changes for the process, its container, or its cap,
 // and the next container gets the new library.
 func TestCapsUpgrade(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const limit = 4 * giB
 	b := begin(t, oneShared, oneSharedOffers)
 	archive, err := kit.BuildNext(b.ctx)
@@ -461,6 +466,9 @@ func TestCapsUpgrade(t *testing.T) {
 // instead of calling it peace. The library holds the cap all the same, by its
 // estimates.
 func TestCapsWithoutHostPID(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const limit = 4 * giB
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneShared, OwnPIDs: true})

@@ -104,6 +104,9 @@ func ofPartition(name string) bool {
 // first word to its clean-up no label flickers, one that somebody else has set
 // stays his, one that somebody takes away comes back, and at the end none is left.
 func TestNodeLabels(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepare(t)
 	b.swap(machine("dgx-h100"))
 	b.must(agent.SetPartitions(b.ctx, allWhole))

@@ -84,6 +84,9 @@ func (b *bench) restarts(pods []*lab.RunningPod) {
 // When the kubelet starts anew, pods go on, the devices are on offer again, and
 // what pods hold is not given out twice.
 func TestKubeletRestart(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, mixed, mixedOffers)
 	pods := b.tenants()
 	before := b.life(pods...)
@@ -96,7 +99,7 @@ func TestKubeletRestart(t *testing.T) {
 
 // When the agent is killed, pods go on, and the next one knows what they hold
 // from the CDI files, an init container's share too, of which the kubelet does
-// not tell.
+// not tell. It still does when the kubelet has started anew as well.
 func TestAgentRestart(t *testing.T) {
 	b := begin(t, mixed, mixedOffers)
 	pods := b.tenants()
@@ -137,6 +140,7 @@ func TestAgentRestart(t *testing.T) {
 	if !slices.Equal(after, files) {
 		b.Errorf("the CDI files are %v, want those from before, %v", after, files)
 	}
+	b.must(node.RestartKubelet(b.ctx))
 	b.offers(mixedOffers)
 	b.newTenants()
 	b.lives(before, pods...)
@@ -153,7 +157,7 @@ func TestInitAndAppContainers(t *testing.T) {
 		b.Fatalf("the first pod is on GPU %d, want 0", g.Index)
 	}
 	claims := 1
-	for _, c := range []struct {
+	cases := []struct {
 		name      string
 		init, app int
 		claims    int
@@ -161,7 +165,11 @@ func TestInitAndAppContainers(t *testing.T) {
 		{"more-for-the-app", 12, 24, 2},
 		{"more-for-the-init", 16, 12, 2},
 		{"alike", 10, 10, 1}, // the same devices are the same claim
-	} {
+	}
+	if testing.Short() {
+		cases = cases[:1]
+	}
+	for _, c := range cases {
 		claims += c.claims
 		b.sub(c.name, func(b *bench) {
 			pod := b.create(lab.Pod{
@@ -211,6 +219,9 @@ func TestInitAndAppContainers(t *testing.T) {
 
 // A GPU that is lost takes its own devices off the offer, and only those.
 func TestLostGPU(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, has := b.running("a", lab.Memory, 24)
 	before, lost := b.life(pod), b.one(has)
@@ -246,6 +257,9 @@ func TestLostGPU(t *testing.T) {
 
 // What people and machines are shown is what pods hold.
 func TestStatusAndMetrics(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, mixed, mixedOffers)
 	b.tenants()
 	b.must(agent.AwaitStatus(b.ctx, waitLong, "the holders' names", func(s lab.Status) error {

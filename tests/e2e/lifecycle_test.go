@@ -76,6 +76,9 @@ var brokenPartitions = []broken{
 // the last good partitions stay in force: no device goes off the offer, not for
 // a moment.
 func TestBrokenPartitions(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, _ := b.running("a", lab.Memory, 8)
 	before := b.processes(pod)
@@ -127,6 +130,9 @@ func TestBrokenPartitions(t *testing.T) {
 // master, so the agent offers none of them and says why, and offers them again
 // when the other is gone.
 func TestCoexistence(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const peer, theirs = "nvidia-device-plugin", "nvidia.com/gpu"
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	program, err := kit.BuildPeer(b.ctx)
@@ -186,6 +192,9 @@ func TestCoexistence(t *testing.T) {
 // when these end. The kubelet rewrites its checkpoint for neither: its entry of a
 // pod that has ended stays for five minutes, or for good.
 func TestMigration(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const peer, theirs = "nvidia-device-plugin", "nvidia.com/gpu"
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	program, err := kit.BuildPeer(b.ctx)
@@ -233,6 +242,9 @@ func TestMigration(t *testing.T) {
 // and once by one that cannot read what its predecessor has written: containers
 // run on, claims are known, new pods are placed beside the old.
 func TestRollingUpgrade(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, mixed, mixedOffers)
 	pods := b.tenants()
 	before := b.processes(pods...)
@@ -295,6 +307,9 @@ func TestRollingUpgrade(t *testing.T) {
 // The agent is uninstalled: refused while a pod holds devices, by its name; then
 // nothing of it is left on the node or the Node but what its operator has set.
 func TestCleanup(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, _ := b.running("holder", lab.Memory, 8)
 	before := b.processes(pod)

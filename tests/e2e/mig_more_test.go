@@ -21,6 +21,9 @@ import (
 // again, the controllers' pods come back, each on an instance of its own, and
 // nothing is left of those that the kubelet rejected.
 func TestMIGReboot(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const partitions = head + `    - devices: [0, 1]
       mode: mig
       geometry: {3g.40gb: 1, 1g.10gb: 3}
@@ -169,6 +172,9 @@ func TestMIGReboot(t *testing.T) {
 // Instances that somebody else made are given out where they fit, reported where
 // they are in the way, and never taken away but on request.
 func TestMIGForeignInstances(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const partitions = head + `    - devices: [0]
       mode: mig
       profiles: [1g.10gb, 3g.40gb, 4g.40gb]
@@ -291,6 +297,9 @@ func TestMIGForeignInstances(t *testing.T) {
 // A ConfigMap written for NVIDIA's MIG manager is taken as it is, and its entries
 // are chosen by the node's label.
 func TestMIGManagerConfigMap(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	one, two, three := lab.MIG("1g.10gb"), lab.MIG("2g.20gb"), lab.MIG("3g.40gb")
 	b := beginMIG(t, migWorld, allShared, map[string]int{lab.Memory: gpus * units})
 	file, err := os.ReadFile(filepath.Join(kit.Root, "internal", "config", "testdata", "nvidia-mig-manager.yaml"))

@@ -16,6 +16,9 @@ import (
 // A request goes to the fullest GPU that still fits it, so that GPUs stay whole
 // for those who need much.
 func TestPacking(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	for _, step := range []struct {
 		name  string
@@ -72,6 +75,9 @@ partitions:
 	b.sub("more than a GPU has", func(b *bench) {
 		refused(b, "huge", 100, units, driver.GPUs[0], driver.GPUs[1])
 	})
+	if testing.Short() {
+		return // that the kubelet hands the reason on was seen
+	}
 	b.sub("more than is free", func(b *bench) {
 		_, first := b.running("a", lab.Memory, 50)
 		_, second := b.running("b", lab.Memory, 60)
@@ -92,6 +98,9 @@ partitions:
 // request lives on one GPU: an init container that asks for fewer ties the pod to a
 // GPU that was chosen for the few. One that asks for as many does not.
 func TestInitContainerTiesPodToGPU(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, `version: v1
 partitions:
   default:
@@ -121,6 +130,9 @@ partitions:
 
 // A replica is a share of a GPU; n of them are of n different GPUs.
 func TestReplicas(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, `version: v1
 partitions:
   default:
@@ -153,6 +165,9 @@ partitions:
 
 // A GPU in mode off is offered to nobody.
 func TestOff(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	b.partitions(`version: v1
 partitions:
@@ -192,6 +207,9 @@ partitions:
 // A set time slice reaches the driver by its own tool; where that is missing,
 // the node says so and shares all the same.
 func TestTimeSlice(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const file = `version: v1
 partitions:
   default:

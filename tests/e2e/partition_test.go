@@ -27,6 +27,9 @@ func (b *bench) choose(partition string) {
 
 // The node's label chooses the partition, and its change is followed at once.
 func TestPartitionByNodeLabel(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared+`  research:
     - devices: [0, 1, 2]
       mode: whole
@@ -66,6 +69,9 @@ func TestPartitionByNodeLabel(t *testing.T) {
 // A file with a mistake changes nothing: what was in force stays, and the node
 // says what is wrong and where.
 func TestBadConfigMap(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, _ := b.running("a", lab.Memory, 8)
 	before := b.life(pod)
@@ -107,6 +113,9 @@ func TestBadConfigMap(t *testing.T) {
 // A GPU with a holder keeps its cut, says who holds it, takes nobody new, and
 // follows by itself when the holder has ended.
 func TestBusyGPUIsNotRecut(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, has := b.running("busy", lab.Memory, 24)
 	before := b.life(pod)
@@ -150,6 +159,9 @@ func TestBusyGPUIsNotRecut(t *testing.T) {
 // come in a container, and CDI files name the host's path of it. Another driver
 // with other GPUs stands at /, so that a mix-up shows.
 func TestDriverRootElsewhere(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	const root = "/run/nvidia/driver"
 	b := prepare(t)
 	other, err := node.LayDriver(b.ctx, lab.DriverOptions{Root: root, Model: "A100-SXM4-40GB", Count: 2})

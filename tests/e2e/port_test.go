@@ -17,6 +17,9 @@ import (
 // The agent's port is open to every pod: what they can read there, and what they
 // can do to the agent.
 func TestPort(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, mixed, mixedOffers)
 	tenant := b.pod("tenant", lab.Memory, 24)
 	b.must(tenant.Running(b.ctx))

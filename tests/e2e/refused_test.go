@@ -422,6 +422,9 @@ func (b *bench) whole(class string) {
 // is asked first. By claims nobody is refused, every Prepare succeeds at once, and who is
 // pending is so because there is no room.
 func TestNobodyIsRefused(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepareDRA(t)
 	world := migWorld
 	world.World += "gpus:\n"

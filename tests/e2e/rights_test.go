@@ -17,7 +17,8 @@ import (
 // cannot say the half of that; admission policies do, and the agent has found that
 // they are in force.
 func TestRights(t *testing.T) {
-	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
+	b := prepare(t)
+	b.must(agent.Start(b.ctx)) // a test before may have left it stopped
 
 	path := "/api/v1/nodes/" + nodeName
 	as := func(onNode, method, path string, body any) error {

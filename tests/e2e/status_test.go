@@ -46,7 +46,7 @@ func (b *bench) usersStatus() {
 }
 
 // looks is what to say beside a figure that depends on usersStatus in a test that
-// mostly waits: the short form, which is spared that, says so.
+// mostly waits: without -long it is spared that, and says so.
 func (b *bench) looks() string {
 	b.Helper()
 	if *long {
@@ -70,6 +70,9 @@ func (b *bench) kubeletLooks(update, report time.Duration) {
 // looks at its node the next time. How long that takes is measured with the
 // settings that users' kubelets have.
 func TestFiguresComeFromUsersKubelet(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	b.kubeletLooks(time.Second, time.Minute)
 	b.usersStatus()

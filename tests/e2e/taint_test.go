@@ -18,6 +18,9 @@ import (
 // leaves that alone; with the component startup-taint the agent takes it away, and the pod
 // runs, with the real kubelet's word in between.
 func TestStartupTaint(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	const key = "startup-taint.cluster-autoscaler.kubernetes.io/gpu-agent"
 	b.Cleanup(func() {

@@ -168,10 +168,10 @@ func TestTopology(t *testing.T) {
 		}
 	})
 	b.must(driver.Swap(b.ctx, machine("dgx-h100")))
-	b.must(node.Align(b.ctx, lab.Restricted))
-	b.Logf("a kubelet with two NUMA nodes: %.1f s", time.Since(began).Seconds())
 
-	b.sub("restricted", func(b *bench) {
+	b.rest("restricted", func(b *bench) {
+		b.must(node.Align(b.ctx, lab.Restricted))
+		b.Logf("a kubelet with two NUMA nodes: %.1f s", time.Since(began).Seconds())
 		b.put("dgx-h100", 8)
 		// Who takes all GPUs, of both nodes, and more CPUs than one has.
 		pod, gpus := b.pinned("eight", 8, 20)
@@ -199,6 +199,9 @@ func TestTopology(t *testing.T) {
 		b.aligned("four", 4, 8)
 		b.aligned("one", 1, 2)
 		two, gpus := b.aligned("two", 2, 4)
+		if testing.Short() {
+			return
+		}
 		// A kubelet that starts anew judges its pods again, with hints.
 		b.must(node.RestartKubelet(b.ctx))
 		b.offersAll(map[string]int{lab.GPU: 8})
@@ -207,7 +210,7 @@ func TestTopology(t *testing.T) {
 			b.Errorf("%s had the GPUs %v, and %v when the kubelet and it have started anew", two, indexes(gpus), indexes(now))
 		}
 	})
-	b.sub("memory", func(b *bench) {
+	b.rest("memory", func(b *bench) {
 		// FIELD.md's case: 20 units are free on each GPU of a node that is full
 		// otherwise, and 79 on one of another.
 		shared := func(gpus, off string) string {
@@ -248,7 +251,7 @@ func TestTopology(t *testing.T) {
 		}
 		b.Logf("70 units beside 4 times 20 free on NUMA node 0: on GPU %d of node %d", gpus[0].Index, gpus[0].NUMA)
 	})
-	b.sub("instances", func(b *bench) {
+	b.rest("instances", func(b *bench) {
 		fixed, demand := lab.MIG("3g.40gb"), lab.MIG("2g.20gb")
 		b.must(agent.Reset(b.ctx, head+"    - devices: [0, 4]\n      mode: mig\n      geometry: {3g.40gb: 1}\n"+
 			"    - devices: [7]\n      mode: mig\n      profiles: [2g.20gb]\n    - devices: [1, 2, 3, 5, 6]\n      mode: off\n"))
@@ -287,7 +290,7 @@ func TestTopology(t *testing.T) {
 			b.Logf("%s and 4 CPUs: %s and CPUs %v of NUMA node %d", test.resource, has[0], given.CPUs, home)
 		}
 	})
-	b.sub("pairs", func(b *bench) {
+	b.rest("pairs", func(b *bench) {
 		b.put("pairs", 8)
 		_, one := b.pinned("one", 1, 2)
 		_, three := b.pinned("three", 3, 4)
@@ -296,7 +299,7 @@ func TestTopology(t *testing.T) {
 		_, second := b.aligned("two-more", 2, 4)
 		b.Logf("1, 3, 2 and 2 GPUs of four pairs: %v %v %v %v", indexes(one), indexes(three), indexes(first), indexes(second))
 	})
-	b.sub("DGX-2", func(b *bench) {
+	b.rest("DGX-2", func(b *bench) {
 		b.put("dgx-2", 16)
 		var got [][]int
 		for i, n := range []int{8, 1, 3, 2, 2} {
@@ -313,6 +316,9 @@ func TestTopology(t *testing.T) {
 // The same on a kubelet that aligns nothing, as most do: the agent alone sees to it
 // that requests for odd numbers leave pairs.
 func TestPairs(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepare(t)
 	b.swap(machine("pairs"))
 	b.must(agent.Reset(b.ctx, allWhole))
@@ -340,6 +346,9 @@ func (b *bench) knows(what string, check func(lab.Status) error) {
 // A GPU whose links fail, and return: the next pods are kept from it, status and
 // label say so, and no device turns for a moment.
 func TestNVLinkFails(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepare(t)
 	b.swap(machine("dgx-h100"))
 	b.must(agent.Reset(b.ctx, allWhole))

@@ -23,6 +23,9 @@ import (
 // kubelet, the agent and the container runtime start anew, claims are served where the API server
 // can have them, and the clean-up leaves nothing.
 func TestVersions(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := prepareDRA(t)
 	s, err := node.State(b.ctx)
 	b.must(err)

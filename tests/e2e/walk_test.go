@@ -25,7 +25,7 @@ import (
 )
 
 var (
-	walkSeed  = flag.Uint64("walk.seed", 0, "seed of TestWalk; 0 is 1 in the short form, and of the clock in the long one")
+	walkSeed  = flag.Uint64("walk.seed", 0, "seed of TestWalk; 0 is 1, and of the clock with -long")
 	walkSteps = flag.Int("walk.steps", 0, "random steps of TestWalk; 0 is the form's own number")
 )
 
@@ -815,7 +815,7 @@ func (w *walk) mend(ctx context.Context, all bool) {
 }
 
 // moves are what a step may do, and how often of a hundred steps in the long
-// form. The short one does each of the first thirteen once, and makes pods before.
+// form. Else each of the first thirteen is done once, and pods are made before.
 func (w *walk) moves() []walkMove {
 	return []walkMove{
 		{27, func() {
@@ -845,7 +845,7 @@ type walkMove struct {
 	do    func()
 }
 
-// deck is all moves of the short form, or a hundred of the long one, in a random
+// deck is a hundred moves of the long form, or each of the others once, in a random
 // order.
 func (w *walk) deck() (deck []func()) {
 	for i, m := range w.moves() {
@@ -998,6 +998,9 @@ func (w *walk) tenants() {
 // die by itself, or a grant lie over two GPUs; and in a calm nothing is left. It
 // is what TestStorm of internal/agent is, on a real node.
 func TestWalk(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, mixed, mixedOffers)
 	seed := *walkSeed
 	if seed == 0 {

@@ -324,7 +324,7 @@ const (
 	allAtOnce = "22 at once"
 )
 
-// patterns are those of an arm. The short form leaves out what others of its tests send.
+// patterns are those of an arm. Without -long it leaves out what other tests send.
 func (a *windowArm) patterns() []string {
 	switch {
 	case *long:
@@ -495,10 +495,13 @@ func (a *windowArm) run(b *bench) map[string]figures {
 }
 
 // TestWindow measures what it costs that the scheduler hears late of an allocation: how
-// many pods the kubelet refuses, and how often the Node is written. The short form has the
-// agent's own ways alone, patch and extender; -long compares them with kubelets that look
+// many pods the kubelet refuses, and how often the Node is written. It has the agent's own
+// ways alone, patch and extender; -long compares them with kubelets that look
 // every ten seconds and every second, and with claims, in five runs of each.
 func TestWindow(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := beginWindow(t)
 	for _, a := range windowArms() {
 		if !*long && (!a.patch || a.claims) {

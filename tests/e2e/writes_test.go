@@ -40,9 +40,12 @@ func storms() []storm {
 // what it costs and what to do. The agent cannot help it: this test is for the docs,
 // and fails when a kubelet does it no more.
 //
-// The short form has the kubelet look every other second; the long form takes the
-// figures, with the kubelet's settings as users have them.
+// The kubelet looks every other second; the long form takes the figures, with the
+// kubelet's settings as users have them.
 func TestPodStatusStorm(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	b.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
