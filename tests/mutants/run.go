@@ -146,6 +146,8 @@ func (t *trial) reached(ctx context.Context) ([]room, error) {
 func (t *trial) command(ctx context.Context, args []string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
 	cmd.Dir = t.tree
+	// Paths in the programs would have each worktree compile everything anew.
+	cmd.Env = append(os.Environ(), "GOFLAGS=-buildvcs=false -trimpath", "CGO_CFLAGS=-O2 -g -Wno-deprecated-declarations")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
 	cmd.WaitDelay = 2 * time.Minute

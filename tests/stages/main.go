@@ -155,12 +155,41 @@ func do(ctx context.Context, o options) (bool, error) {
 			return false, fmt.Errorf("make the cache: %w", err)
 		}
 	}
-	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
+	unlock, err := lockCache(cache, os.Stdout)
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
+	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache, heldVariable + "=" + cache}}
 	began, machine := time.Now(), readMachine()
 	done := r.lanes(ctx, all)
 	r.again(ctx, done)
 	fmt.Println()
 	return report(os.Stdout, done, time.Since(began), machine.until(readMachine())), nil
+}
+
+// heldVariable names the cache that a run has locked, for the runs that its own stages start.
+const heldVariable = "GPU_AGENT_STAGES"
+
+// lockCache waits until no other run of stages uses a cache, and returns what lets others in:
+// a node of the same name as another run's would end that one.
+func lockCache(cache string, w io.Writer) (unlock func(), err error) {
+	if os.Getenv(heldVariable) == cache {
+		return func() {}, nil
+	}
+	file, err := os.OpenFile(filepath.Join(cache, ".stages.lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("lock the cache: %w", err)
+	}
+	err = syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		fmt.Fprintf(w, "another run uses %s, and this one waits for its end\n", cache)
+		err = syscall.Flock(int(file.Fd()), syscall.LOCK_EX)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("lock the cache: %w", err), file.Close())
+	}
+	return func() { _ = file.Close() }, nil
 }
 
 // beyond are the stages with more than `make test` asks of them that have changed since a

@@ -336,3 +336,39 @@ func TestConcurrentPackages(t *testing.T) {
 		t.Error("tests/e2e has a stage of its own")
 	}
 }
+
+// Of two runs on one cache the second waits; one that a stage of the first starts does not.
+func TestOneRunAtATime(t *testing.T) {
+	cache := t.TempDir()
+	unlock, err := lockCache(cache, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits, in := io.Pipe()
+	second := make(chan error)
+	go func() {
+		unlock, err := lockCache(cache, in)
+		if err == nil {
+			unlock()
+		}
+		second <- err
+	}()
+	if line := make([]byte, 200); true {
+		if n, err := waits.Read(line); err != nil || !strings.Contains(string(line[:n]), "another run uses "+cache) {
+			t.Errorf("the second says %q, %v", line[:n], err)
+		}
+	}
+	unlock()
+	if err := <-second; err != nil {
+		t.Error(err)
+	}
+	unlock, err = lockCache(cache, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unlock()
+	t.Setenv(heldVariable, cache)
+	if _, err := lockCache(cache, io.Discard); err != nil {
+		t.Errorf("a stage's own run: %v", err)
+	}
+}
