@@ -33,17 +33,64 @@ const (
 	claimsPath = "/apis/resource.k8s.io/v1/namespaces/" + namespace + "/resourceclaims"
 )
 
-// startPlane starts a real API server, which all nodes of a test share. The calling
-// goroutine, the test's, keeps its thread: the server's process ends with the thread that
+// atServer are the tests at an API server, which they share: one after the other, and the last
+// ends it.
+const atServer = 2
+
+// shared is that server. Its tests do not run at the same time.
+var shared struct {
+	server *plane.Server
+	users  int
+	ends   []func()
+}
+
+// outliving is a test whose server goes on after it.
+type outliving struct{ testing.TB }
+
+func (outliving) Cleanup(f func()) { shared.ends = append(shared.ends, f) }
+
+// Logf is called when the test is long over.
+func (outliving) Logf(format string, args ...any) { fmt.Fprintf(os.Stderr, format+"\n", args...) }
+
+func (o outliving) TempDir() string {
+	dir, err := os.MkdirTemp("", "crash-")
+	if err != nil {
+		o.Fatal(err)
+	}
+	o.Cleanup(func() { _ = os.RemoveAll(dir) }) // a program that was ended may just make a file there
+	return dir
+}
+
+// startPlane starts a real API server, or returns the one that another test has started. The
+// calling goroutine, the test's, keeps its thread: a process ends with the thread that
 // started it, and a tracer on that thread would take it for its own.
 func startPlane(t *testing.T) *plane.Server {
 	t.Helper()
 	runtime.LockOSThread()
-	s := plane.Start(t)
-	if err := s.Do(t, nil, http.MethodPost, "/api/v1/namespaces", plane.JSON, fields{"apiVersion": "v1", "kind": "Namespace", "metadata": fields{"name": namespace}}, nil); err != nil {
-		t.Fatal(err)
+	if shared.server == nil {
+		s := plane.Start(outliving{t})
+		if err := s.Do(t, nil, http.MethodPost, "/api/v1/namespaces", plane.JSON, fields{"apiVersion": "v1", "kind": "Namespace", "metadata": fields{"name": namespace}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		shared.server = s
 	}
-	return s
+	t.Cleanup(func() {
+		if shared.users++; shared.users == atServer {
+			endPlane()
+		}
+	})
+	return shared.server
+}
+
+// endPlane ends the shared server, if there is one.
+func endPlane() {
+	for len(shared.ends) > 0 {
+		last := len(shared.ends) - 1
+		end := shared.ends[last]
+		shared.ends = shared.ends[:last]
+		end()
+	}
+	shared.server = nil
 }
 
 // door is the way from one node's agent to the API server. What the agent changes there

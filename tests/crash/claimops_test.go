@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -301,7 +303,8 @@ func killKubelet(n *node) {
 const (
 	// claimWorkers is how many nodes claims are tried on at once.
 	claimWorkers = 4
-	// sampledClaims is how many changes of an operation there is a kill at, without -long.
+	// sampledClaims is how many changes of an operation there is a kill at, without -long and
+	// -short.
 	sampledClaims = 2
 )
 
@@ -315,24 +318,26 @@ func TestClaimsKilledAtEachChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	began, ctx, s := time.Now(), inOrder(t), startPlane(t)
-	var todo []func() operation
-	for _, make := range claimOperations() {
-		todo = append(todo, make, func() operation {
-			op := make()
-			op.name, op.strike = "with the kubelet killed: "+op.name, killKubelet
-			return op
-		})
-	}
-	todo = append(todo, claimStarts()...)
+	triesPoints(t)
+	todo := slices.Concat(claimOperations(), claimStarts())
 	var next, tried atomic.Int64
 	var workers sync.WaitGroup
-	for range claimWorkers {
+	for range fewer(claimWorkers) {
 		workers.Go(func() {
 			w := claimWorker{fresh: func() (*node, error) { return settledClaims(ctx, t, s) }}
 			for i := next.Add(1); int(i) <= len(todo); i = next.Add(1) {
 				op := todo[i-1]()
+				var changes []change
 				t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
-					tried.Add(int64(w.try(ctx, t, op, rand.New(rand.NewPCG(*seed, uint64(i))))))
+					changes = w.through(ctx, t, op)
+					tried.Add(int64(w.kill(ctx, t, op, changes)))
+				})
+				if op.start || changes == nil {
+					continue
+				}
+				op.name, op.strike = killedKubelet+op.name, killKubelet
+				t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
+					tried.Add(int64(w.kill(ctx, t, op, changes)))
 				})
 			}
 			if err := w.end(); err != nil {
@@ -343,6 +348,9 @@ func TestClaimsKilledAtEachChange(t *testing.T) {
 	workers.Wait()
 	t.Logf("seed %d: %d kills, %.1f s", *seed, tried.Load(), time.Since(began).Seconds())
 }
+
+// killedKubelet is before the name of an operation where the kubelet is killed.
+const killedKubelet = "with the kubelet killed: "
 
 // claimWorker has a node on which one operation is tried after another.
 type claimWorker struct {
@@ -363,50 +371,95 @@ func (w *claimWorker) end() (err error) {
 	return err
 }
 
-// try does an operation without a kill, and then with one at each change, or some. It
-// returns the number of kills. After a failure it goes on with a new node.
-func (w *claimWorker) try(ctx context.Context, t *testing.T, op operation, rng *rand.Rand) (kills int) {
-	failures, began := 0, time.Now()
-	ks := []int{0}
-	for i := 0; i < len(ks) && failures < maxFailures && ctx.Err() == nil; i++ {
-		if w.node == nil {
-			var err error
-			if w.node, err = w.fresh(); err != nil {
-				t.Error(err)
-				return kills
-			}
+// through does an operation without a kill, and returns the changes that were made meanwhile;
+// none if it failed.
+func (w *claimWorker) through(ctx context.Context, t *testing.T, op operation) []change {
+	changes, _, ok := w.once(ctx, t, op, 0)
+	if !ok {
+		return nil
+	}
+	knowsKinds(t, changes)
+	return changes
+}
+
+// kill does an operation with a kill at each of the changes that it has, or at some. It
+// returns the number of kills.
+func (w *claimWorker) kill(ctx context.Context, t *testing.T, op operation, changes []change) (kills int) {
+	began, failures := time.Now(), 0
+	for _, k := range chosen().sample(*seed, op.name, kindsOf(changes)) {
+		if failures == maxFailures || ctx.Err() != nil {
+			break
 		}
-		changes, killed, err := w.node.try(ctx, op, ks[i])
-		at := "not killed"
-		switch {
-		case killed:
+		_, killed, ok := w.once(ctx, t, op, k)
+		if killed {
 			kills++
-			at = "killed before " + w.node.list(changes[ks[i]-1:ks[i]])
-		case i == 0:
-			t.Logf("changes: %s", w.node.list(changes))
-			ks = append(ks, points(len(changes), rng)...)
 		}
-		if err != nil {
+		if !ok {
 			failures++
-			t.Errorf("k = %d, %s: %v\n%s", ks[i], at, err, w.node.said())
-			if err := w.end(); err != nil {
-				t.Error(err)
-			}
 		}
 	}
 	t.Logf("%d kills, %.1f s", kills, time.Since(began).Seconds())
 	return kills
 }
 
-// points are all of n changes, or a sample of them.
-func points(n int, rng *rand.Rand) []int {
-	ks := rng.Perm(n)
-	if !*long {
-		ks = ks[:min(n, sampledClaims)]
+// once does an operation with a kill at its k-th change, or without one for 0. After a failure
+// there is a new node.
+func (w *claimWorker) once(ctx context.Context, t *testing.T, op operation, k int) (changes []change, killed, ok bool) {
+	if w.node == nil {
+		var err error
+		if w.node, err = w.fresh(); err != nil {
+			t.Error(err)
+			return nil, false, false
+		}
 	}
-	for i := range ks {
-		ks[i]++
+	changes, killed, err := w.node.try(ctx, op, k)
+	if k == 0 {
+		t.Logf("changes: %s", w.node.list(changes))
 	}
-	slices.Sort(ks)
+	if err != nil {
+		at := "not killed"
+		if killed {
+			at = "killed before " + w.node.list(changes[k-1:k])
+		}
+		t.Errorf("k = %d, %s: %v\n%s", k, at, err, w.node.said())
+		if err := w.end(); err != nil {
+			t.Error(err)
+		}
+	}
+	return changes, killed, err == nil
+}
+
+// sample is at which changes of an operation there is a kill, of which there is one of each of
+// these kinds in turn: with -long at each of them, else at sampledClaims, which are of as many
+// kinds as they can be; and with -short at those of the latter that are chosen.
+func (c choice) sample(seed uint64, operation string, of []kind) (ks []int) {
+	if *long {
+		for i := range of {
+			ks = append(ks, i+1)
+		}
+		return ks
+	}
+	h := fnv.New64a()
+	_, _ = h.Write([]byte(operation)) // it never fails
+	rng := rand.New(rand.NewPCG(seed, h.Sum64()))
+	points := map[kind][]int{}
+	for i, kind := range of {
+		points[kind] = append(points[kind], i+1)
+	}
+	kinds := slices.Sorted(maps.Keys(points))
+	rng.Shuffle(len(kinds), func(i, j int) { kinds[i], kinds[j] = kinds[j], kinds[i] })
+	for drawn := 0; drawn < min(sampledClaims, len(of)); {
+		for _, kind := range kinds {
+			if len(points[kind]) == 0 || drawn == sampledClaims {
+				continue
+			}
+			at := rng.IntN(len(points[kind]))
+			k := points[kind][at]
+			points[kind] = slices.Delete(points[kind], at, at+1)
+			if drawn++; c.tries(operation, drawn, kind) {
+				ks = append(ks, k)
+			}
+		}
+	}
 	return ks
 }

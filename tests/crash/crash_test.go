@@ -243,82 +243,113 @@ func settled(ctx context.Context, m *machine) (*node, error) {
 // not tried any more: each may take all of patience.
 const maxFailures = 4
 
-// TestKilledAtEachChange kills the agent at the first change that an operation
-// makes to its directories, then at the second, and so on until the operation
-// makes no more.
+// lendable is how many nodes operations are tried on at once.
+const lendable = 21
+
+// TestKilledAtEachChange does each operation once, counts the changes that the agent makes
+// meanwhile to its directories, and does it again with the agent killed at the first change,
+// then at the second, and so on until the operation makes no more; at some of them with
+// -short.
 func TestKilledAtEachChange(t *testing.T) {
 	t.Parallel()
 	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
+	triesPoints(t)
+	nodes := newPool(fewer(lendable), func(ctx context.Context) (*node, error) {
+		n, err := settled(ctx, m)
+		if err == nil {
+			err = n.kubelet.Outlive(outlived(n.gpus)...)
+		}
+		return n, err
+	})
 	for _, make := range operations() {
-		killAtEach(t, make, func(ctx context.Context) (*node, error) {
-			n, err := settled(ctx, m)
-			if err == nil {
-				err = n.kubelet.Outlive(outlived(n.gpus)...)
-			}
-			return n, err
-		})
+		killAtEach(t, make, nodes)
 	}
 }
 
-// killAtEach tries an operation, on new nodes, with a kill at the first change, at the
-// second, and so on.
-func killAtEach(t *testing.T, make func() operation, fresh func(context.Context) (*node, error)) {
+// fewer is how many nodes there are where there would be n: a third of them where no more than a
+// third of the points is tried.
+func fewer(n int) int {
+	if c := chosen(); c.all || len(c.changed) > 0 {
+		return n
+	}
+	return (n + parts - 1) / parts
+}
+
+// killAtEach tries an operation without a kill, and then with one at each change, or at those
+// that are chosen.
+func killAtEach(t *testing.T, make func() operation, nodes *pool) {
 	first := make()
 	name := first.name
 	t.Run(strings.ReplaceAll(name, " ", "_"), func(t *testing.T) {
 		t.Parallel()
 		began, ctx := time.Now(), inOrder(t)
-		var next, failures, points atomic.Int64
+		said := func(err error) {
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		once := func(k int) (changes []change, killed, ok bool) {
+			n, err := nodes.take(ctx)
+			if err != nil {
+				t.Error(err)
+				return nil, false, false
+			}
+			changes, killed, err = n.try(ctx, make(), k)
+			if err == nil {
+				if k == 0 {
+					t.Logf("changes: %s", n.list(changes))
+				}
+				said(nodes.give(n))
+				return changes, killed, true
+			}
+			at := "not killed"
+			if killed {
+				at = "killed before " + n.list(changes[k-1:])
+			}
+			t.Errorf("k = %d, %s: %v\n%s", k, at, err, n.said())
+			said(nodes.drop(n))
+			return changes, killed, false
+		}
+		leave := nodes.join()
+		changes, _, ok := once(0)
+		if !ok {
+			said(leave())
+			return
+		}
+		knowsKinds(t, changes)
+		todo, all := chosen().of(name, kindsOf(changes)), chosen().all
+		var next, failures, kills atomic.Int64
 		var over atomic.Bool // a k was not reached
-		var full atomic.Pointer[string]
-		var all sync.WaitGroup
-		for range first.workers {
-			all.Go(func() {
-				op := make()
-				var n *node
-				var err error
-				defer func() {
-					if n != nil {
-						err = errors.Join(err, n.close())
-					}
-					if err != nil {
-						t.Error(err)
-					}
-				}()
+		var workers sync.WaitGroup
+		for range fewer(first.workers) {
+			leave := nodes.join()
+			workers.Go(func() {
+				defer func() { said(leave()) }()
 				for !over.Load() && failures.Load() < maxFailures {
-					if n == nil {
-						if n, err = fresh(ctx); err != nil {
-							return
-						}
-					}
 					k := int(next.Add(1))
-					changes, killed, failed := n.try(ctx, op, k)
-					at := "not killed"
-					if killed {
-						points.Add(1)
-						at = "killed before " + n.list(changes[k-1:])
-					} else if failed == nil {
-						over.Store(true)
-						text := n.list(changes)
-						full.Store(&text)
+					switch {
+					case k <= len(todo):
+						k = todo[k-1]
+					case !all: // else there may be more changes than there were
+						return
 					}
-					if failed != nil {
+					_, killed, ok := once(k)
+					switch {
+					case !ok:
 						failures.Add(1)
-						t.Errorf("k = %d, %s: %v\n%s", k, at, failed, n.said())
-						if err = n.close(); err != nil {
-							return
-						}
-						n = nil
+					case killed:
+						kills.Add(1)
+					default:
+						over.Store(all)
 					}
 				}
 			})
 		}
-		all.Wait()
-		if over.Load() {
-			t.Logf("%s: killed at each of %d changes, %.1f s; those of one that was not killed: %s",
-				name, points.Load(), time.Since(began).Seconds(), *full.Load())
-		} else {
-			t.Errorf("%s: killed at %d changes, and then given up", name, points.Load())
+		said(leave()) // not before: its node is lent on
+		workers.Wait()
+		t.Logf("%s: killed at %d changes of %d, %.1f s", name, kills.Load(), len(changes), time.Since(began).Seconds())
+		if failures.Load() >= maxFailures {
+			t.Errorf("%s: given up", name)
 		}
 	})
 }

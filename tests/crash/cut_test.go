@@ -35,6 +35,28 @@ const cutters = 3
 // thousands of lengths.
 const telling = 30 * time.Second
 
+// cut is a file of the state directory that is cut short.
+type cut struct {
+	name string
+	size int
+}
+
+// cuts are those that are made of some files, of which each has so many bytes; with -short
+// those that are chosen.
+func (c choice) cuts(sizes map[string]int) (out []cut) {
+	var all []cut
+	var points []kind
+	for _, name := range slices.Sorted(maps.Keys(sizes)) {
+		for _, size := range lengths(sizes[name]) {
+			all, points = append(all, cut{name, size}), append(points, kindOf(change{"cut", "/state/" + name}))
+		}
+	}
+	for _, k := range c.of("cut", points) {
+		out = append(out, all[k-1])
+	}
+	return out
+}
+
 // lengths are those that a file of so many bytes is cut to.
 func lengths(size int) (out []int) {
 	switch {
@@ -61,13 +83,14 @@ func lengths(size int) (out []int) {
 func TestStateCutAtEachByte(t *testing.T) {
 	t.Parallel()
 	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
+	triesPoints(t)
 	began, ctx := time.Now(), inOrder(t)
 	var all sync.WaitGroup
-	tally := make([]map[string]int, cutters)
-	for w := range cutters {
+	tally := make([]map[string]int, fewer(cutters))
+	for w := range tally {
 		all.Go(func() {
 			var err error
-			if tally[w], err = cutSome(ctx, t, m, w); err != nil {
+			if tally[w], err = cutSome(ctx, t, m, w, len(tally)); err != nil {
 				t.Error(err)
 			}
 		})
@@ -85,9 +108,9 @@ func TestStateCutAtEachByte(t *testing.T) {
 	t.Logf("all files: %.1f s", time.Since(began).Seconds())
 }
 
-// cutSome makes every cutters-th cut, beginning with the w-th, on a node of its
-// own. It returns how many there were of each file.
-func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[string]int, err error) {
+// cutSome makes every cut of the w-th of so many that make them, on a node of its own. It
+// returns how many there were of each file.
+func cutSome(ctx context.Context, t *testing.T, m *machine, w, of int) (done map[string]int, err error) {
 	n, err := cutNode(ctx, m)
 	if err != nil {
 		return nil, err
@@ -98,35 +121,29 @@ func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[str
 	if err != nil {
 		return nil, err
 	}
-	whole := map[string][]byte{}
+	whole, sizes := map[string][]byte{}, map[string]int{}
 	for _, name := range files {
 		if whole[name], err = os.ReadFile(filepath.Join(n.state, name)); err != nil {
 			return nil, err
 		}
+		sizes[name] = len(whole[name])
 	}
-	all := 0
-	for _, name := range files {
-		all += len(lengths(len(whole[name])))
-	}
-	done, failures, at, told := map[string]int{}, 0, 0, time.Now()
-	for _, name := range files {
-		for _, size := range lengths(len(whole[name])) {
-			if at++; at%cutters != w {
-				continue
-			}
-			if time.Since(told) >= telling {
-				told = time.Now()
-				t.Logf("%d of %d lengths, now of %s", at, all, name)
-			}
-			if err := n.restartWith(ctx, whole, name, size); err != nil {
-				t.Errorf("%s cut to %d of %d bytes: %v\n%s", name, size, len(whole[name]), err, n.said())
-				if failures++; failures == maxFailures {
-					return done, errors.New("the rest is not tried")
-				}
-			}
-			n.end()
-			done[name]++
+	all := chosen().cuts(sizes)
+	done, failures, told := map[string]int{}, 0, time.Now()
+	for at := w; at < len(all); at += of {
+		c := all[at]
+		if time.Since(told) >= telling {
+			told = time.Now()
+			t.Logf("%d of %d lengths, now of %s", at, len(all), c.name)
 		}
+		if err := n.restartWith(ctx, whole, c.name, c.size); err != nil {
+			t.Errorf("%s cut to %d of %d bytes: %v\n%s", c.name, c.size, len(whole[c.name]), err, n.said())
+			if failures++; failures == maxFailures {
+				return done, errors.New("the rest is not tried")
+			}
+		}
+		n.end()
+		done[c.name]++
 	}
 	return done, nil
 }

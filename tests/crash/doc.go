@@ -18,10 +18,12 @@
 // A program changes its files by system calls alone, so the moments that differ
 // are those before each of them: opens that create or empty a file, writes,
 // renames, unlinks, flushes, and their relatives (changing, in trace_test.go).
-// For an operation, such as a pod's start, the agent is killed at the entry of
-// the first such call below its CDI or state directory, started again, and the
+// An operation, such as a pod's start, is done once without a kill, which tells how
+// many such calls below its CDI or state directory there are. Then the agent is killed at the
+// entry of the first one, started again, and the
 // node is compared with the truth; then at the second; and so on until the
-// operation ends before the k-th call. Nothing is told to the agent and nothing
+// operation ends before the k-th call. A removal of what is not there changes nothing
+// and does not count. Nothing is told to the agent and nothing
 // is built into it: the program is the one that make build makes, run under
 // ptrace with a seccomp filter, which stops it at these calls only. (Plain
 // ptrace stops a program twice at each of its calls; for a Go program that is
@@ -29,16 +31,18 @@
 // with its tracer, so no process is left behind however a test ends.
 //
 //	k  an Allocate and the start of its container
-//	1  write    state/claims.journal
-//	2  openat   cdi/.example.com-gpu-<key>.json.<random>.tmp
-//	3  write    the same
-//	4  fchmod   the same
-//	5  fsync    the same
-//	6  renameat cdi/example.com-gpu-<key>.json
-//	7  fsync    cdi
+//	 1  write    state/claims.journal
+//	…
+//	14  openat   cdi/.example.com-gpu-<key>.json.<random>.tmp
+//	15  fchmod   the same
+//	16  write    the same
+//	17  fsync    the same
+//	18  renameat cdi/example.com-gpu-<key>.json
+//	19  fsync    cdi
 //
 // The order and the number may differ from one run to the next. An operation is
-// tried on several nodes at once, which take the next k in turn.
+// tried on several nodes at once, which take the next k in turn, and lend on to the next
+// operation.
 //
 // Around the agent are a kubelet's device manager, a container runtime's side
 // of CRI, both over gRPC on unix sockets, and the emulated driver, with its
@@ -136,7 +140,44 @@
 // lengths or (-long) at all of them, as a file system may leave it after a loss
 // of power, and the agent has to come to the same truth.
 //
-//	go test ./tests/crash                    the agent that make build makes; about two minutes
+// # A third, and what has changed
+//
+// There are hundreds of points: changes at which a process is killed, calls of the driver,
+// lengths of files. -short, as make test has it, does each operation once without a kill, so
+// that a change of a new kind is noticed, and tries a third of the points. It is the same third in
+// every run: a hash of the operation's name and of k says whether a point is in it. Where all
+// changes of an operation are points, one of each kind is. Whether a point holds depends on the
+// code that makes the change, so beyond the third every point is tried of the kinds of which that
+// code has changed since the last run that tried everything:
+//
+//	kind                           is changed by
+//	CDI files                      pkg/cdi, internal/atomicfile, internal/agent/gates.go, …
+//	the journal of allocations     internal/state, internal/atomicfile, internal/agent/journal.go, …
+//	ResourceSlices                 internal/dra, internal/kube, internal/agent/claims.go
+//	the hardware                   pkg/gpu/nvml, pkg/mig, internal/plan, internal/agent/work.go, …
+//
+// The table is in kinds_test.go, and a change of a file that is of no kind there fails. The file
+// proved names the commit of that run. A package counts for the kinds that it writes, or decides
+// the bytes or the order of; of internal/agent, which has others write everything, each file
+// counts for what it calls. So after a change in, say, the ledger, or in how the agent makes its
+// status, -short tries the third alone, and so it does after one of go.mod, of a doc.go or of the
+// tests; the rest is for make test-all. Where git or that commit is not to be had, everything is
+// tried. Each test says, with -v, what is tried and why.
+//
+// Of claims, Nodes and the hardware a run without -short or -long tries a sample, and "every
+// point" is every one of the sample.
+//
+// A run that passes does not change the file by itself. Now and then, best before a release,
+// somebody has a run renew it, in a checkout without changes, and commits it:
+//
+//	go test ./tests/crash -count=1 -timeout 30m -renew
+//
+// It does nothing but say why with -short or -run, where a test was skipped, and where
+// something was edited meanwhile.
+//
+//	go test ./tests/crash                    the agent that make build makes; some minutes
+//	go test ./tests/crash -short             a third of it, and what has changed
+//	go test ./tests/crash -built             the agent that make image has left in the cache
 //	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
 //	go test ./tests/crash -seed 7            other samples of the calls
 //	go test ./tests/crash -long -timeout 4h  every call, every change around claims and Nodes, and every length

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -40,13 +39,14 @@ func TestLifeOfANode(t *testing.T) {
 		t.Fatal(err)
 	}
 	began, ctx, s := time.Now(), inOrder(t), startPlane(t)
+	triesPoints(t)
 	installManifests(t, s)
 	steps := lifeSteps()
 	var next, ran, tried atomic.Int64
 	var workers sync.WaitGroup
 	var mu sync.Mutex
 	told := map[string]int{}
-	for range lifeWorkers {
+	for range fewer(lifeWorkers) {
 		workers.Go(func() {
 			w := claimWorker{fresh: func() (*node, error) { return settledObject(ctx, t, s) }}
 			w.ended = func(n *node) {
@@ -64,7 +64,7 @@ func TestLifeOfANode(t *testing.T) {
 				op := steps[i-1]()
 				t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
 					ran.Add(1)
-					tried.Add(int64(w.try(ctx, t, op, rand.New(rand.NewPCG(*seed, uint64(i))))))
+					tried.Add(int64(w.kill(ctx, t, op, w.through(ctx, t, op))))
 				})
 			}
 			if err := w.end(); err != nil {

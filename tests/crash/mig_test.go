@@ -345,8 +345,8 @@ type migNode struct {
 	change *migChange
 	guest  *pod
 	armed  *tracee // the process that the change began with
-	// changes is how often it has changed its files in a change without a kill.
-	changes int
+	// changes are those of its files in a change without a kill.
+	changes []change
 	looks   *atomic.Int64 // at what a failed call has left
 	// serials are the instances that residents have.
 	serials map[string]uint64
@@ -470,7 +470,7 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		if reached {
 			return nil
 		}
-		if polls++; polls%20 > 0 {
+		if polls++; polls%10 > 0 {
 			return errors.New("not asked")
 		}
 		return over()
@@ -488,8 +488,7 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 	}
 	guest.Wait()
 	if !reached {
-		changes, _ := n.armed.seen()
-		n.changes = len(changes)
+		n.changes, _ = n.armed.seen()
 		n.armed.arm(0, nil)
 	}
 	if err = errors.Join(err, came); err == nil {
@@ -520,7 +519,7 @@ func often(ctx context.Context, what string, ok func() error) error {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("in vain awaited %s: %w", what, err)
-		case <-time.After(5 * time.Millisecond):
+		case <-time.After(10 * time.Millisecond):
 		}
 	}
 }
@@ -556,7 +555,7 @@ func (n *migNode) hear(ctx context.Context, p point, since int, over func() erro
 		if said = complaint(&st); said != "" {
 			return nil
 		}
-		if polls++; polls%20 > 0 {
+		if polls++; polls%10 > 0 {
 			return errors.New("not asked")
 		}
 		if err = over(); err == nil {
@@ -744,15 +743,16 @@ func never(call string) emulator.Fault {
 	return emulator.Fault{Call: call, Code: emulator.Unknown, Skip: 1 << 30}
 }
 
-// count makes the change, there and back, and counts the calls of it.
-func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, err error) {
+// count makes the change, there and back, and counts the calls of it. It returns the changes
+// of files besides.
+func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, files [2][]change, err error) {
 	for way := range counts {
 		var faults []emulator.Fault
 		for _, call := range append(slices.Clone(changingCalls), anyCall) {
 			faults = append(faults, never(call))
 		}
 		if _, err := n.pass(ctx, point{back: way == 1}, faults...); err != nil {
-			return counts, err
+			return counts, files, err
 		}
 		counts[way] = map[string]int{}
 		for _, f := range n.world.Faults() {
@@ -761,22 +761,23 @@ func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, err erro
 			}
 		}
 		n.world.Clear()
-		counts[way][fileChange] = n.changes
+		counts[way][fileChange], files[way] = len(n.changes), n.changes
 	}
-	return counts, nil
+	return counts, files, nil
 }
 
-// points are all k of a change, or a sample of them.
-func (c *migChange) points(counts [2]map[string]int, rng *rand.Rand) (out [2][]point) {
+// points are all k of a change, or a sample of them; with -short those of the sample that are
+// chosen. files are the changes of files.
+func (c *migChange) points(chosen choice, counts [2]map[string]int, files [2][]change, rng *rand.Rand) (out [2][]point) {
 	for way := range counts {
-		var changing, any, files []point
+		var changing, any, ofFiles []point
 		for _, call := range slices.Sorted(maps.Keys(counts[way])) {
 			for k := 1; k <= counts[way][call]; k++ {
 				for _, h := range []hit{fails, before, within} {
 					p := point{call, k, h, way == 1}
 					switch {
 					case call == fileChange && h == before:
-						files = append(files, p)
+						ofFiles = append(ofFiles, p)
 					case call == fileChange:
 					case call != anyCall:
 						changing = append(changing, p)
@@ -794,14 +795,25 @@ func (c *migChange) points(counts [2]map[string]int, rng *rand.Rand) (out [2][]p
 				}
 				return all[:min(n, len(all))]
 			}
-			changing, any, files = sample(changing, sampledChanging), sample(any, sampledAny), sample(files, sampledFiles)
+			changing, any, ofFiles = sample(changing, sampledChanging), sample(any, sampledAny), sample(ofFiles, sampledFiles)
 		}
-		out[way] = slices.Concat(changing, files, any)
+		for i, p := range slices.Concat(changing, ofFiles, any) {
+			of := hardwareKind
+			switch p.call {
+			case anyCall:
+				of = readingKind
+			case fileChange:
+				of = kindOf(files[way][p.k-1])
+			}
+			if chosen.tries(fmt.Sprintf("%s, %d", c.name, way), i+1, of) {
+				out[way] = append(out[way], p)
+			}
+		}
 	}
 	return out
 }
 
-// Of the points of one change, in one direction, without -long.
+// Of the points of one change, in one direction, without -long and -short.
 const (
 	sampledChanging = 6
 	sampledAny      = 2
@@ -833,6 +845,7 @@ func TestHardwareChangeCutAtEachCall(t *testing.T) {
 	if _, err := programs(); err != nil {
 		t.Fatal(err)
 	}
+	triesPoints(t)
 	t.Logf("seed %d", *seed)
 	for i := range migChanges {
 		change := &migChanges[i]
@@ -840,20 +853,28 @@ func TestHardwareChangeCutAtEachCall(t *testing.T) {
 			t.Parallel()
 			began, ctx := time.Now(), inOrder(t)
 			var tried, looks, failures atomic.Int64
-			n, stop, err := startMIG(ctx, shortDir(t), change, &looks)
+			first := shortDir(t)
+			n, stop, err := startMIG(ctx, first, change, &looks)
 			if err != nil {
 				t.Fatal(err)
 			}
-			counts, err := n.count(ctx)
-			if err = errors.Join(err, stop()); err != nil {
-				t.Fatalf("the change without a fault: %v\n%s", err, n.said())
+			counts, files, err := n.count(ctx)
+			if err != nil {
+				t.Fatal(errors.Join(fmt.Errorf("the change without a fault: %w\n%s", err, n.said()), stop()))
 			}
-			todo := change.points(counts, rand.New(rand.NewPCG(*seed, uint64(i))))
+			for way := range files {
+				knowsKinds(t, files[way])
+			}
+			todo := change.points(chosen(), counts, files, rand.New(rand.NewPCG(*seed, uint64(i))))
 			var all sync.WaitGroup
-			for w := range migWorkers {
-				dir := shortDir(t)
+			workers := fewer(migWorkers)
+			for w := range workers {
+				c := migCutter{change: change, dir: first, node: n, stop: stop}
+				if w > 0 {
+					c = migCutter{change: change, dir: shortDir(t)}
+				}
 				all.Go(func() {
-					if err := cutMIG(ctx, t, dir, change, todo, w, sums{&tried, &looks, &failures}); err != nil {
+					if err := c.cut(ctx, t, todo, w, workers, sums{&tried, &looks, &failures}); err != nil {
 						t.Error(err)
 					}
 				})
@@ -871,19 +892,27 @@ const migWorkers = 2
 // left, failures.
 type sums struct{ tried, looks, failures *atomic.Int64 }
 
-// cutMIG tries every migWorkers-th point, beginning with the w-th, in both
-// directions in turn. After a failure it goes on with a new node.
-func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, todo [2][]point, w int, s sums) error {
-	var n *migNode
-	var stop func() error
-	end := func() (err error) {
-		if n != nil {
-			err = stop()
-			n = nil
-		}
-		return errors.Join(err, empty(dir))
+// migCutter tries points of a change on a node, which it starts in a directory where there is
+// none. At first the node is as it is before the change.
+type migCutter struct {
+	change *migChange
+	dir    string
+	node   *migNode
+	stop   func() error
+}
+
+func (c *migCutter) end() (err error) {
+	if c.node != nil {
+		err = c.stop()
+		c.node = nil
 	}
-	for i := w; i < max(len(todo[0]), len(todo[1])); i += migWorkers {
+	return errors.Join(err, empty(c.dir))
+}
+
+// cut tries the points of the w-th of so many workers, in both directions in turn. After a
+// failure it goes on with a new node.
+func (c *migCutter) cut(ctx context.Context, t *testing.T, todo [2][]point, w, workers int, s sums) error {
+	for i := w; i < max(len(todo[0]), len(todo[1])); i += workers {
 		for way := range todo {
 			p := point{back: way == 1} // where one direction has more points
 			var faults []emulator.Fault
@@ -893,27 +922,27 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			if p.k > 0 && p.call != fileChange {
 				faults = append(faults, p.fault())
 			}
-			if n == nil {
+			if c.node == nil {
 				var err error
-				if n, stop, err = startMIG(ctx, dir, change, s.looks); err != nil {
+				if c.node, c.stop, err = startMIG(ctx, c.dir, c.change, s.looks); err != nil {
 					return err
 				}
 				if p.back { // it is one of there
-					if _, err := n.pass(ctx, point{}); err != nil {
-						return errors.Join(fmt.Errorf("there, without a fault: %w\n%s", err, n.said()), end())
+					if _, err := c.node.pass(ctx, point{}); err != nil {
+						return errors.Join(fmt.Errorf("there, without a fault: %w\n%s", err, c.node.said()), c.end())
 					}
 				}
 			}
-			reached, err := n.pass(ctx, p, faults...)
-			n.world.Clear()
+			reached, err := c.node.pass(ctx, p, faults...)
+			c.node.world.Clear()
 			if reached {
 				s.tried.Add(1)
 			}
 			if err == nil {
 				continue
 			}
-			t.Errorf("%s: %v\n%s", p, err, n.said())
-			if err := end(); err != nil {
+			t.Errorf("%s: %v\n%s", p, err, c.node.said())
+			if err := c.end(); err != nil {
 				return err
 			}
 			if s.failures.Add(1) >= maxFailures {
@@ -921,5 +950,5 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			}
 		}
 	}
-	return end()
+	return c.end()
 }

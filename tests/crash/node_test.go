@@ -80,8 +80,10 @@ var programs = sync.OnceValues(func() (builds, error) {
 		if err != nil {
 			return b, err
 		}
-		if err := kit.Run(ctx, "make", "--no-print-directory", "-s", "build", "CACHE="+kit.Cache); err != nil {
-			return b, fmt.Errorf("build the agent: %w", err)
+		if !*built {
+			if err := kit.Run(ctx, "make", "--no-print-directory", "-s", "build", "CACHE="+kit.Cache); err != nil {
+				return b, fmt.Errorf("build the agent: %w", err)
+			}
 		}
 		b.agent = kit.Bin("gpu-agent")
 	}
@@ -122,11 +124,11 @@ func startMachine(t *testing.T, spec emulator.Spec) *machine {
 
 // newMachine serves an emulated driver whose files lie in dir, until it is stopped.
 func newMachine(dir string, spec emulator.Spec) (m *machine, stop func() error, err error) {
-	built, err := programs()
+	made, err := programs()
 	if err != nil {
 		return nil, nil, err
 	}
-	m = &machine{agent: built.agent, flags: built.flags, root: filepath.Join(dir, "driver"), proc: filepath.Join(dir, "proc")}
+	m = &machine{agent: made.agent, flags: made.flags, root: filepath.Join(dir, "driver"), proc: filepath.Join(dir, "proc")}
 	if m.world, err = emulator.New(spec); err != nil {
 		return nil, nil, err
 	}
@@ -134,7 +136,7 @@ func newMachine(dir string, spec emulator.Spec) (m *machine, stop func() error, 
 	nodes := filepath.Join(m.root, "dev")
 	devices, err := os.ReadFile("/proc/devices")
 	if err == nil {
-		err = errors.Join(install.Driver(m.root, built.libraries, m.world), install.Nodes(nodes, m.world), install.Kernel(dir, string(devices), m.world),
+		err = errors.Join(install.Driver(m.root, made.libraries, m.world), install.Nodes(nodes, m.world), install.Kernel(dir, string(devices), m.world),
 			install.Machine{Driver: m.root, Dev: nodes, Kernel: dir}.Save())
 	}
 	boot := filepath.Join(m.proc, "sys/kernel/random/boot_id")
@@ -494,7 +496,7 @@ func (n *node) rounds(ctx context.Context) (float64, error) {
 func poll(ctx context.Context, what string, ok func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	for pause := 5 * time.Millisecond; ; pause = min(pause*5/4, 200*time.Millisecond) {
+	for pause := 50 * time.Millisecond; ; pause = min(pause*3/2, 500*time.Millisecond) {
 		err := ok()
 		if err == nil {
 			return nil
@@ -684,7 +686,10 @@ func (n *node) capsDiffer(held map[string]holding) error {
 			return err
 		}
 		for _, word := range strings.Split(string(data), `"`) {
-			if _, err := os.Stat(word); strings.HasPrefix(word, n.state+"/") && err != nil {
+			if !strings.HasPrefix(word, n.state+"/") {
+				continue
+			}
+			if _, err := os.Stat(word); err != nil {
 				return fmt.Errorf("the CDI file of claim %s: %w", key, err)
 			}
 		}

@@ -16,14 +16,11 @@ type change struct{ call, path string }
 
 func (c change) String() string { return c.call + " " + c.path }
 
-const tracedEnv = "GPU_AGENT_TEST_TRACED"
-
 var errArch = fmt.Errorf("system calls are read on linux/amd64 only, not on %s/%s: %w", runtime.GOOS, runtime.GOARCH, errors.ErrUnsupported)
-
-func becomeTraced() error { return errArch }
 
 type tracee struct {
 	pid    int
+	pidfd  int
 	done   chan struct{}
 	status syscall.WaitStatus
 }

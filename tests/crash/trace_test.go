@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -15,7 +16,6 @@ import (
 	"strings"
 	"sync"
 	"syscall"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -84,30 +84,10 @@ var changing = map[uint32]shape{
 	unix.SYS_OPENAT2:         {"openat2", -1, 0, 1, 2},
 }
 
-// tracedEnv marks the start of this program that becomes the traced one.
-const tracedEnv = "GPU_AGENT_TEST_TRACED"
-
-// becomeTraced filters its own system calls and becomes the program that its
-// arguments name. Only calls of changing stop at the tracer: a program under
-// plain ptrace stops twice at each of its calls, which for a Go program with
-// its many threads is slow enough to change what it does.
-func becomeTraced() error {
-	runtime.LockOSThread() // the filter is the thread's, and exec keeps it
-	filter := callFilter()
-	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("give up new privileges: %w", err)
-	}
-	if err := unix.Prctl(unix.PR_SET_SECCOMP, unix.SECCOMP_MODE_FILTER, uintptr(unsafe.Pointer(&program)), 0, 0); err != nil {
-		return fmt.Errorf("filter system calls: %w", err)
-	}
-	args := os.Args[1:]
-	env := slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, tracedEnv+"=") })
-	return fmt.Errorf("become %s: %w", args[0], syscall.Exec(args[0], args, env))
-}
-
 // callFilter lets all calls pass but those of changing, which the tracer is
-// asked about. Of opens it is asked only about those that create or empty.
+// asked about: a program under plain ptrace stops twice at each of its calls, which for a Go
+// program with its many threads is slow enough to change what it does. Of opens the tracer is
+// asked only about those that create or empty.
 func callFilter() []unix.SockFilter {
 	const (
 		number  = 0  // offsets into struct seccomp_data
@@ -166,10 +146,6 @@ type tracee struct {
 // startTraced starts a program. Its output goes to a file. kill is as in arm, and strike as
 // in tracee: whoever starts a program to kill it may not be late.
 func startTraced(argv []string, output *os.File, kill int, strike func(), dirs ...string) (*tracee, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("find this program: %w", err)
-	}
 	t := &tracee{done: make(chan struct{}), kill: kill, strike: strike}
 	for _, dir := range dirs {
 		// The kernel names open files by their real paths.
@@ -191,8 +167,9 @@ func startTraced(argv []string, output *os.File, kill int, strike func(), dirs .
 		// never given back.
 		runtime.LockOSThread()
 		defer close(t.done)
-		t.pid, err = syscall.ForkExec(self, append([]string{self}, argv...), &syscall.ProcAttr{
-			Env:   []string{"PATH=" + os.Getenv("PATH"), "HOME=/", tracedEnv + "=1"},
+		var err error
+		t.pid, err = syscall.ForkExec(argv[0], argv, &syscall.ProcAttr{
+			Env:   []string{"PATH=" + os.Getenv("PATH"), "HOME=/"},
 			Files: []uintptr{null.Fd(), output.Fd(), output.Fd()},
 			Sys:   &syscall.SysProcAttr{Ptrace: true, PidFD: &t.pidfd},
 		})
@@ -225,7 +202,73 @@ func (t *tracee) adopt() error {
 	if err := unix.PtraceSetOptions(t.pid, options); err != nil {
 		return fmt.Errorf("set ptrace's options: %w", err)
 	}
+	if err := filterCalls(t.pid); err != nil {
+		_ = unix.Kill(t.pid, unix.SIGKILL) // it stands still
+		_, _ = unix.Wait4(t.pid, &status, unix.WALL, nil)
+		return fmt.Errorf("filter its system calls: %w", err)
+	}
 	return unix.PtraceCont(t.pid, 0)
+}
+
+// filterCalls has a program that has just been started, and has one thread yet, make the calls
+// that filter its system calls: they are written over what it would do first, and that is put
+// back.
+func filterCalls(pid int) error {
+	var before unix.PtraceRegsAmd64
+	if err := unix.PtraceGetRegsAmd64(pid, &before); err != nil {
+		return err
+	}
+	// syscall, and int3, at which it stops.
+	call, code := []byte{0x0f, 0x05, 0xcc}, make([]byte, 3)
+	if _, err := unix.PtracePeekText(pid, uintptr(before.Rip), code); err != nil {
+		return err
+	}
+	if _, err := unix.PtracePokeText(pid, uintptr(before.Rip), call); err != nil {
+		return err
+	}
+	// Below its stack, and what lies within reach below that: struct sock_fprog, and the filter.
+	var data []byte
+	filter := callFilter()
+	at := (before.Rsp - 4096 - uint64(len(filter))*unix.SizeofSockFilter) &^ 15
+	data = binary.LittleEndian.AppendUint64(data, uint64(len(filter)))
+	data = binary.LittleEndian.AppendUint64(data, at+unix.SizeofSockFprog)
+	for _, f := range filter {
+		data = binary.LittleEndian.AppendUint16(data, f.Code)
+		data = append(data, f.Jt, f.Jf)
+		data = binary.LittleEndian.AppendUint32(data, f.K)
+	}
+	if _, err := unix.PtracePokeData(pid, uintptr(at), data); err != nil {
+		return err
+	}
+	for _, args := range [][3]uint64{{unix.PR_SET_NO_NEW_PRIVS, 1, 0}, {unix.PR_SET_SECCOMP, unix.SECCOMP_MODE_FILTER, at}} {
+		regs := before
+		regs.Rax, regs.Rdi, regs.Rsi, regs.Rdx, regs.R10, regs.R8 = unix.SYS_PRCTL, args[0], args[1], args[2], 0, 0
+		regs.Orig_rax = ^uint64(0) // it is in no call that could begin anew
+		if err := unix.PtraceSetRegsAmd64(pid, &regs); err != nil {
+			return err
+		}
+		if err := unix.PtraceCont(pid, 0); err != nil {
+			return err
+		}
+		var status unix.WaitStatus
+		if _, err := unix.Wait4(pid, &status, unix.WALL, nil); err != nil {
+			return err
+		}
+		if status.StopSignal() != unix.SIGTRAP {
+			return fmt.Errorf("it has the status %#x", status)
+		}
+		if err := unix.PtraceGetRegsAmd64(pid, &regs); err != nil {
+			return err
+		}
+		if regs.Rax != 0 {
+			return syscall.Errno(-regs.Rax)
+		}
+	}
+	if _, err := unix.PtracePokeText(pid, uintptr(before.Rip), code); err != nil {
+		return err
+	}
+	before.Orig_rax = ^uint64(0)
+	return unix.PtraceSetRegsAmd64(pid, &before)
 }
 
 // follow passes the program's threads, and the programs that it starts, on from
@@ -272,7 +315,7 @@ func (t *tracee) meet(tid int, known map[int]bool) {
 	}
 	s := changing[uint32(regs.Orig_rax)]
 	path, ok := where(tid, s, &regs)
-	if !ok || !t.watched(path) {
+	if !ok || !t.watched(path) || idle(s, path) {
 		return
 	}
 	if t.note(change{s.name, path}) {
@@ -280,6 +323,17 @@ func (t *tracee) meet(tid int, known map[int]bool) {
 			_ = unix.Kill(other, unix.SIGKILL) // it may have ended
 		}
 	}
+}
+
+// idle reports whether a call changes nothing, since what it is to remove is not there. Such
+// are those that make sure of that before another call.
+func idle(s shape, path string) bool {
+	switch s.name {
+	case "unlink", "unlinkat", "rmdir":
+		_, err := os.Lstat(path)
+		return errors.Is(err, fs.ErrNotExist)
+	}
+	return false
 }
 
 // note counts a change, and reports whether it is this program's last: the one to kill it
