@@ -24,13 +24,15 @@ import (
 	"example.com/gpu-agent/tests/plane"
 )
 
-// apiServer is the real one, on loopback, over an etcd of its own, with the
-// manifests' rights and admission policy in force. Nothing runs in its cluster.
-type apiServer struct{ *plane.Server }
-
-func startAPIServer(t *testing.T) *apiServer {
-	t.Helper()
-	return &apiServer{plane.Start(t)}
+// apiServer is the real one, on loopback, over an etcd of its own. Nothing runs in its cluster.
+type apiServer struct {
+	*plane.Server
+	// audit is where it writes down what each user has asked for.
+	audit string
+	// first are the UIDs of what there was when it began, and forgot is how often policies were
+	// taken away since then.
+	first  map[string]bool
+	forgot int
 }
 
 // await polls until the server has made something so.

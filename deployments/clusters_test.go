@@ -6,13 +6,9 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-
-	"example.com/gpu-agent/tests/plane"
 )
 
 // serveOpenShift has the API server serve SecurityContextConstraints, by OpenShift's own definition.
@@ -124,7 +120,7 @@ func TestOpenShift(t *testing.T) {
 	}
 }
 
-// critical has an API server admit pods of the system's priority classes only where a quota is for them,
+// critical has the API server admit pods of the system's priority classes only where a quota is for them,
 // as Google Kubernetes Engine's does.
 const critical = `apiVersion: apiserver.config.k8s.io/v1
 kind: AdmissionConfiguration
@@ -141,11 +137,7 @@ plugins:
 
 // With the component such a server admits the pods of the agent, the cleanup and the placer.
 func TestGKE(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "admission.yaml")
-	if err := os.WriteFile(file, []byte(critical), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	s := &apiServer{plane.Start(t, "--admission-control-config-file", file)}
+	s := startAPIServer(t)
 	objects := append(render(t, withComponent(t, "base", "components/gke")), render(t, withComponent(t, "placer", "placer/gke"))...)
 	objects = append(objects, one(t, render(t, "cleanup"), "DaemonSet", "gpu-agent-cleanup"))
 	quotas, pods := []object(nil), []fields(nil)

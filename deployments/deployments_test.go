@@ -17,7 +17,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
@@ -447,21 +446,17 @@ func TestEnvironmentIsFlags(t *testing.T) {
 }
 
 // help is what `gpu-agent COMMAND -h` prints.
-func help(command string) string {
-	helpMu.Lock()
-	defer helpMu.Unlock()
+func help(t *testing.T, command string) string {
+	t.Helper()
 	if _, ok := helps[command]; !ok {
 		// Asking for help ends with status 2; whether it is help is seen below.
-		out, _ := exec.Command("go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", command, "-h").CombinedOutput()
+		out, _ := exec.CommandContext(t.Context(), program(t), command, "-h").CombinedOutput()
 		helps[command] = string(out)
 	}
 	return helps[command]
 }
 
-var (
-	helpMu sync.Mutex // guards what follows
-	helps  = map[string]string{}
-)
+var helps = map[string]string{} // by command
 
 // programFlags are the flags of `gpu-agent run` with their defaults, as it
 // prints them.
@@ -474,7 +469,7 @@ func commandFlags(t *testing.T, command string) map[string]string {
 	t.Helper()
 	flags := map[string]string{}
 	last := ""
-	for line := range strings.Lines(help(command)) {
+	for line := range strings.Lines(help(t, command)) {
 		if m := regexp.MustCompile(`^  -([a-z-]+)`).FindStringSubmatch(line); m != nil {
 			last = m[1]
 			flags[last] = ""
@@ -484,7 +479,7 @@ func commandFlags(t *testing.T, command string) map[string]string {
 		}
 	}
 	if flags["domain"] == "" {
-		t.Fatalf("gpu-agent %s -h printed no flags:\n%s", command, help(command))
+		t.Fatalf("gpu-agent %s -h printed no flags:\n%s", command, help(t, command))
 	}
 	return flags
 }
@@ -621,19 +616,24 @@ func TestSamplePartitions(t *testing.T) {
 	}
 }
 
-// render puts a kustomization together as `kubectl apply -k` does.
+// render puts a kustomization together as `kubectl apply -k` does, once.
 func render(t *testing.T, dir string) []object {
 	t.Helper()
-	kubectl := plane.Program(t, "kubectl")
-	var errs bytes.Buffer
-	cmd := exec.CommandContext(t.Context(), kubectl, "kustomize", dir)
-	cmd.Stderr = &errs
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("kubectl kustomize %s: %v\n%s", dir, err, errs.Bytes())
+	if rendered[dir] == nil {
+		kubectl := plane.Program(t, "kubectl")
+		var errs bytes.Buffer
+		cmd := exec.CommandContext(t.Context(), kubectl, "kustomize", dir)
+		cmd.Stderr = &errs
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatalf("kubectl kustomize %s: %v\n%s", dir, err, errs.Bytes())
+		}
+		rendered[dir] = out
 	}
-	return documents(t, dir, out)
+	return documents(t, dir, rendered[dir])
 }
+
+var rendered = map[string][]byte{} // by directory
 
 func TestRenderedBase(t *testing.T) {
 	want := base(t)

@@ -27,6 +27,9 @@
 // well-known nodes. A right that not every cluster wants to give is a component:
 // the base does without.
 //
+// The tests share one API server, which each finds as it was when it began, and gpu-agent and what
+// kubectl makes of a kustomization are built once. So they run one after the other.
+//
 // There is no Go here but the tests. What differs between clusters belongs into an overlay
 // of the cluster's own, or into the values of the chart. The chart's templates have no
 // objects of their own: they put the files together as kustomize does, and write the values

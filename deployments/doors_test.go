@@ -6,10 +6,10 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"net/http"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -22,21 +22,19 @@ import (
 	"example.com/gpu-agent/tests/plane"
 )
 
-// watched is an API server that writes down what each user has asked for.
+// watched is the API server, and how much it had written down of others' requests.
 type watched struct {
 	*apiServer
-	log string
+	from int64
 }
 
-func startWatchedServer(t *testing.T) watched {
+func watch(t *testing.T, s *apiServer) watched {
 	t.Helper()
-	dir := t.TempDir()
-	policy, log := filepath.Join(dir, "policy.yaml"), filepath.Join(dir, "audit.log")
-	text := "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n"
-	if err := os.WriteFile(policy, []byte(text), 0o600); err != nil {
+	is, err := os.Stat(s.audit)
+	if err != nil {
 		t.Fatal(err)
 	}
-	return watched{&apiServer{plane.Start(t, "--audit-policy-file", policy, "--audit-log-path", log)}, log}
+	return watched{s, is.Size()}
 }
 
 // rights are verbs by resource, with its group, as "update resourceslices/status.authentication.liqo.io".
@@ -109,7 +107,12 @@ func (w watched) granted(t *testing.T, namespace string) rights {
 // used are the rights that the placer has made use of, and refused what it had none for.
 func (w watched) used(t *testing.T) (used, refused rights) {
 	t.Helper()
-	text, err := os.ReadFile(w.log)
+	log, err := os.Open(w.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	text, err := io.ReadAll(io.NewSectionReader(log, w.from, 1<<40))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +151,7 @@ func (w watched) used(t *testing.T) (used, refused rights) {
 // manifests. By the API server's word the placer has those and no others, in its namespace and
 // elsewhere; by the server's audit log the program needs every one of them, and nothing else.
 func TestEachDoorsRights(t *testing.T) {
-	w := startWatchedServer(t)
+	w := watch(t, startAPIServer(t))
 	w.install(t)
 	w.serveKueue(t)
 	w.serveLiqo(t)
@@ -159,7 +162,7 @@ func TestEachDoorsRights(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.flavor(t, "on-prem")
-	program, door := buildProgram(t), plane.FreeAddress(t)
+	program, door := program(t), plane.FreeAddress(t)
 	// What a door's part grants is taken away again, so that the next one has its own alone. What was
 	// used is never forgotten.
 	seen := [][]kube.Rule{kube.PlacerRules}

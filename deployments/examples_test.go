@@ -26,6 +26,9 @@ func examples(t *testing.T) []string {
 // TestExamplesAtTheAPIServer has the real API server take the examples, those for KubeRay by its own
 // definitions. It refuses fields that it does not know. In tests/queues they run.
 func TestExamplesAtTheAPIServer(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the definitions of others take long")
+	}
 	s := startAPIServer(t)
 	source := sourceOf(t, "github.com/ray-project/kuberay/ray-operator") + "/config/crd/bases/ray.io_"
 	for _, kind := range []string{"rayclusters", "rayjobs"} {

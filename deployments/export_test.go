@@ -12,7 +12,6 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"reflect"
 	"slices"
 	"strconv"
@@ -34,6 +33,9 @@ var foreign = []string{"sigs.k8s.io/kueue@v0.19.0", "sigs.k8s.io/karpenter@v1.8.
 // sourceOf is the directory of one of them in the module cache.
 func sourceOf(t *testing.T, module string) string {
 	t.Helper()
+	if dir, ok := sources[module]; ok {
+		return dir
+	}
 	i := slices.IndexFunc(foreign, func(m string) bool { return strings.HasPrefix(m, module+"@") })
 	cmd := exec.CommandContext(t.Context(), "go", "mod", "download", "-json", foreign[i])
 	cmd.Dir = "testdata/crds"
@@ -49,14 +51,20 @@ func sourceOf(t *testing.T, module string) string {
 	if !strings.Contains(string(read(t, "testdata/crds/go.sum")), strings.ReplaceAll(foreign[i], "@", " ")+" "+said.Sum+"\n") {
 		t.Fatalf("%s has the checksum %s, which is not in testdata/crds/go.sum", foreign[i], said.Sum)
 	}
+	sources[module] = said.Dir
 	return said.Dir
 }
+
+var sources = map[string]string{} // the directories that were found
 
 const exported = "../internal/export/testdata/"
 
 // What is exported is what Kueue's and Karpenter's own definitions take, at the real API
 // server, which refuses fields that it does not know.
 func TestExportsAtTheAPIServer(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the definitions of others take long")
+	}
 	s := startAPIServer(t)
 	kueue, karpenter := sourceOf(t, "sigs.k8s.io/kueue")+"/config/components/crd/bases/kueue.x-k8s.io_", sourceOf(t, "sigs.k8s.io/karpenter")+"/pkg/apis/crds/karpenter.sh_"
 	for _, file := range []string{"base/crd.yaml", kueue + "clusterqueues.yaml", kueue + "localqueues.yaml", kueue + "resourceflavors.yaml", kueue + "topologies.yaml", kueue + "workloadpriorityclasses.yaml", karpenter + "nodeoverlays.yaml"} {
@@ -113,10 +121,7 @@ func TestExportsAtTheAPIServer(t *testing.T) {
 
 // exportsCluster runs the program against nodes with GPUNodes, and applies what it prints.
 func (s *apiServer) exportsCluster(t *testing.T) {
-	program := filepath.Join(t.TempDir(), "gpu-agent")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	program := program(t)
 	kubeconfig := s.Kubeconfig(t, nil)
 	run := func(args ...string) (string, error) {
 		cmd := exec.CommandContext(t.Context(), program, append([]string{"export"}, args...)...)

@@ -106,9 +106,9 @@ func (s *apiServer) awaitCheck(t *testing.T, name, state, message string) (annot
 }
 
 // TestKueueDoor has the program, with the rights that are shipped, answer checks at the real API
-// server with Kueue's own definitions. What is held nobody else gets, also after a kill.
+// server with Kueue's own definitions. What is held nobody else gets, also after a kill. There is no
+// lease, so that the next process begins at once.
 func TestKueueDoor(t *testing.T) {
-	t.Parallel() // with the other doors: all of them wait most of the time
 	s := startAPIServer(t)
 	s.install(t)
 	s.serveKueue(t)
@@ -126,8 +126,8 @@ func TestKueueDoor(t *testing.T) {
 		s.setGPUs(t, name, sharedGPU(2*i, gpunode.True), sharedGPU(2*i+1, gpunode.True))
 		s.flavor(t, site)
 	}
-	program := buildProgram(t)
-	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue")
+	program := program(t)
+	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue", "--lease=")
 	for _, name := range []string{"gpu-placer", "gpu-placer-urgent", "gpu-placer-cloud"} {
 		s.await(t, name+" is active", func() error {
 			var is struct {
@@ -170,7 +170,7 @@ func TestKueueDoor(t *testing.T) {
 		}
 	}
 	p.Kill()
-	p = s.startPlacer(t, program, p.Door, "--doors=extender,kueue")
+	p = s.startPlacer(t, program, p.Door, "--doors=extender,kueue", "--lease=")
 	if question(t, p, "nobody's", 50, func(*corev1.Pod) {}) {
 		t.Error("after a kill somebody else has the room of a workload")
 	}

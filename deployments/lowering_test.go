@@ -33,8 +33,11 @@ func TestAllocatableCanOnlyFall(t *testing.T) {
 	s := startAPIServer(t)
 	s.install(t)
 	runs, side := 40, 8
-	if *long {
+	switch {
+	case *long:
 		runs = 1000
+	case testing.Short():
+		runs = side
 	}
 	seeds := make(chan uint64)
 	var all sync.WaitGroup

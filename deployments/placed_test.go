@@ -5,8 +5,6 @@ package deployments
 import (
 	"fmt"
 	"net/http"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -23,16 +21,6 @@ import (
 func (s *apiServer) startPlacer(t *testing.T, program, door string, args ...string) *plane.Placer {
 	t.Helper()
 	return s.StartPlacer(t, program, s.Kubeconfig(t, asPlacer()), door, args...)
-}
-
-// buildProgram builds gpu-agent.
-func buildProgram(t *testing.T) string {
-	t.Helper()
-	program := filepath.Join(t.TempDir(), "gpu-agent")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
-		t.Fatalf("build the program: %v\n%s", err, out)
-	}
-	return program
 }
 
 const unitsName = "example.com/gpu-mem"
@@ -119,13 +107,12 @@ func (s *apiServer) report(t *testing.T, name string, of, units int) {
 // largest block; it is bound when room appears of which the scheduler hears from nobody else.
 // While no placer runs pods are bound as without it, and the next one counts just these.
 func TestStockSchedulerWithThePlacer(t *testing.T) {
-	t.Parallel() // with the other doors: all of them wait most of the time
 	s := startAPIServer(t)
 	s.install(t)
 	for _, o := range render(t, "placer") {
 		s.apply(t, o, false)
 	}
-	program := buildProgram(t)
+	program := program(t)
 	s.namespace(t, "train")
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "110", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))
@@ -196,7 +183,11 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	s.awaitUnguarded(t, p, 2)
 
 	// It hangs, so shortly that it keeps the lease, and then until it has lost it.
-	for i, hangs := range []time.Duration{0, 12 * time.Second} {
+	hangs := []time.Duration{0, 12 * time.Second}
+	if testing.Short() {
+		hangs = hangs[:1]
+	}
+	for i, hangs := range hangs {
 		p.Signal(t, syscall.SIGSTOP)
 		name := fmt.Sprintf("hung-%d", i)
 		s.ask(t, name, 5)

@@ -128,6 +128,9 @@ func promtool(t *testing.T) string {
 // Promtool takes the rules, and they come to what testdata/rules says: each alert is silent up to
 // the end of its wait and fires after it.
 func TestRules(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: promtool lives through hours")
+	}
 	tool, dir := promtool(t), t.TempDir()
 	writeRules(t, dir)
 	tests, err := filepath.Glob("testdata/rules/*.yaml")

@@ -256,10 +256,7 @@ partitions:
       mode: mig
       geometry: {3g.40gb: 2, 1g.10gb: 1}
 `
-	program := filepath.Join(dir, "gpu-agent")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	program := program(t)
 	for name, text := range map[string][]byte{"node.json": node, "partitions.yaml": []byte(partitions)} {
 		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
 			t.Fatal(err)

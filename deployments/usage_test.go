@@ -23,6 +23,9 @@ import (
 // a quarter for a quarter, and so on. Without the rule that drops OpenCost's own zeros it gives
 // half of that.
 func TestCost(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: it takes two Prometheus")
+	}
 	if _, err := prometheus.Program(t.Context(), "prometheus"); err != nil {
 		t.Skipf("no Prometheus, and Debian's archive has none for us: %v", err)
 	}

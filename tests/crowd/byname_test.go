@@ -315,15 +315,18 @@ func TestOptimum(t *testing.T) {
 // Random requests by name, 30 at a time, with the stock scheduler and the placer's
 // configuration as it is shipped. Nobody is refused by a kubelet whom the placer was asked
 // about, nobody waits for whom there is room, and the cards are nearly as full as they can
-// be. With -long, the same requests without a placer.
+// be. In the short form nobody judges how full they are. With -long, the same requests without a placer.
 func TestRequestsByName(t *testing.T) {
-	arms, all, least := []string{"placer"}, 90, packedOfFew
-	if *long {
+	arms, all, least, fleet := []string{"placer"}, 90, packedOfFew, byName
+	switch {
+	case *long:
 		arms, all, least = []string{"alone", "placer"}, requests, packed
+	case testing.Short():
+		all, least, fleet = few, 0, byName.some(2)
 	}
 	for _, arm := range arms {
 		t.Run(arm, func(t *testing.T) {
-			c := startNamed(t, byName, arm == "placer", func(door string) string { return door })
+			c := startNamed(t, fleet, arm == "placer", func(door string) string { return door })
 			rng := rand.New(rand.NewPCG(*first, 17))
 			sentAll, refused, waves, used, most := 0, 0, 0, 0.0, 0.0
 			for end := all; sentAll < end; waves++ {
@@ -341,7 +344,7 @@ func TestRequestsByName(t *testing.T) {
 				for _, r := range now.running {
 					used += r.size()
 				}
-				most += optimum(byName.cards, wave) * float64(gpus*len(c.nodes))
+				most += optimum(fleet.cards, wave) * float64(gpus*len(c.nodes))
 				if sentAll == all && !*long && used < least*most {
 					end = 2 * all // was it chance?
 				}
@@ -373,14 +376,18 @@ func (c *cluster) over(t *testing.T) {
 	if len(c.wrong) > 0 {
 		t.Error(errors.New(strings.Join(c.wrong, "\n")))
 	}
+	c.wrong = nil
 }
 
 // The placer is killed, hangs, or answers too late, while a crowd comes. Pods are placed all
 // the same, and just those are counted that were placed without it. A pod that the scheduler
 // puts by itself where a late answer would have put it has the room that was reserved.
 func TestPlacerAway(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: TestStockSchedulerWithThePlacer of deployments kills the placer")
+	}
 	var late atomic.Int64 // in ns
-	c := startNamed(t, fleet{byName.entries[:2], byName.cards[:2]}, true, func(door string) string { return slowWay(t, door, &late) })
+	c := startNamed(t, byName.some(2), true, func(door string) string { return slowWay(t, door, &late) })
 	rng := rand.New(rand.NewPCG(*first, 18))
 	counted := func() int { return int(c.placer.Metric(t, "gpu_agent_placer_unguarded_pods_total")) }
 	wave := func(name string) outcome {

@@ -28,6 +28,7 @@
 // Then nodes are laid out anew while pods come and go. Whoever was placed by a layout that is
 // no more may be ended then, and nobody who runs may lose anything.
 //
+//	go test ./tests/crowd -short           two waves of each kind; nobody judges how full the cards are
 //	go test ./tests/crowd                  one seed
 //	go test ./tests/crowd -long -timeout=2h
 //	go test ./tests/crowd -seed 7 -v

@@ -26,18 +26,26 @@ const patience = 90 * time.Second
 // layout that is no more runs all the same or is ended, and does not hang. Each write of a
 // slice says something that was not there before.
 func TestEditsUnderChurn(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: TestMixedRequests has nodes edited for a while")
+	}
 	span, mean, every := 15*time.Second, 3*time.Second, 4*time.Second
 	if *long {
 		span, mean, every = 10*time.Minute, 20*time.Second, 7*time.Second
 	}
-	c := startCluster(t, [][]string{layouts[0], layouts[0]}, true)
+	startCluster(t, [][]string{layouts[0], layouts[0]}, true).editUnderChurn(span, mean, every)
+}
+
+// editUnderChurn lays two nodes out anew while pods come and go.
+func (c *cluster) editUnderChurn(span, mean, every time.Duration) {
+	c.t.Helper()
 	c.mu.Lock()
 	c.edits = true
 	c.mu.Unlock()
 	over, ended := make(chan struct{}), make(chan struct{})
 	w, err := c.watchWrites()
 	if err != nil {
-		t.Fatal(err)
+		c.t.Fatal(err)
 	}
 	c.work.Go(func() {
 		defer close(ended)
@@ -50,7 +58,7 @@ func TestEditsUnderChurn(t *testing.T) {
 			select {
 			case <-over:
 				return
-			case <-t.Context().Done():
+			case <-c.t.Context().Done():
 				return
 			case <-time.After(every):
 			}
@@ -59,7 +67,8 @@ func TestEditsUnderChurn(t *testing.T) {
 		}
 	})
 	began := time.Now()
-	runs, starts := c.churn(*first, span, mean)
+	ran := c.ran(10)
+	runs, starts := c.churn(*first, span, mean, func() bool { return ran() && c.edited() >= 4 })
 	close(over)
 	// With a layout that stays, all that wait run or find no room.
 	for _, name := range []string{"node-1", "node-2"} {
@@ -70,24 +79,26 @@ func TestEditsUnderChurn(t *testing.T) {
 	c.endAll()
 	<-ended
 	if err := w.read(c); err != nil {
-		t.Error(err)
+		c.t.Error(err)
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	t.Logf("%d edits; slices: %v", c.done["edits"], w)
+	c.t.Logf("slices: %v", w)
 	for _, line := range w.needless {
-		t.Errorf("a slice was written anew, and says what it said: %s", line)
+		c.t.Errorf("a slice was written anew, and says what it said: %s", line)
 	}
 	if w.changed == 0 {
-		t.Error("no slice has changed")
+		c.t.Error("no slice has changed")
 	}
-	t.Logf("%.0f s, %.1f %% of the GPUs in use, %.1f %% by pods that start: %v", time.Since(began).Seconds(), 100*runs, 100*starts, c.done)
-	if c.done["ran"] < 10 || c.done["edits"] < 4 {
-		t.Error("this test shows little")
-	}
-	for _, line := range c.wrong {
-		t.Error(line)
-	}
+	c.mu.Lock()
+	c.t.Logf("%.0f s, %.1f %% of the GPUs in use, %.1f %% by pods that start: %v", time.Since(began).Seconds(), 100*runs, 100*starts, c.done)
+	c.mu.Unlock()
+	c.over(c.t)
+}
+
+// edited is how often nodes were laid out anew.
+func (c *cluster) edited() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.done["edits"]
 }
 
 // edit lays a node out in another way.

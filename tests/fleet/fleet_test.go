@@ -301,6 +301,9 @@ func (f *fleet) churn(span, stays time.Duration) (sent int) {
 
 // TestFleet counts what agents write while nothing happens, and while pods come and go.
 func TestFleet(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: it counts writes")
+	}
 	count, idle, span, stays := 20, 20*time.Second, time.Minute, 20*time.Second
 	if *long {
 		count, idle, span, stays = 200, 3*time.Minute, 10*time.Minute, 4*time.Minute

@@ -206,6 +206,9 @@ func (w *world) question(n int, asks map[string]int) ([]byte, error) {
 // TestSize asks the placer's door about many nodes, one question after the other, as
 // kube-scheduler does, while GPUNodes change.
 func TestSize(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: it measures")
+	}
 	count, questions := 100, 2000
 	if *long {
 		count, questions = 1000, 10000
