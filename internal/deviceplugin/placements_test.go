@@ -1165,10 +1165,7 @@ func (w *walker) check(step string) {
 
 // TestPlacementsWalk takes many random steps.
 func TestPlacementsWalk(t *testing.T) {
-	steps := 1000
-	if testing.Short() {
-		steps = 300
-	}
+	const steps = 1000
 	for seed := range uint64(4) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			d, clock := newDesk()
