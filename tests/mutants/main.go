@@ -31,7 +31,7 @@ func main() {
 }
 
 func do(ctx context.Context, args []string) error {
-	usage := errors.New("usage: mutants draw SEED COMMIT | list | run [flags] [NAME]...")
+	usage := errors.New("usage: mutants draw SEED COMMIT, or mutants list, or mutants run [flags] [NAMES]")
 	if len(args) == 0 {
 		return usage
 	}

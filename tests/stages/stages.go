@@ -133,7 +133,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	formed := func(in, path string, args ...string) command {
 		return of.form(test(in, append([]string{"-count=1", longLimit, path}, args...)...))
 	}
-	crowds := test(".", "-count=1", longLimit, "./tests/crowd", "./tests/fleet")
+	crowds := test(".", "-count=1", longLimit, "./tests/crowd")
+	if of > quick { // a fleet is measured
+		crowds.args = append(crowds.args, "./tests/fleet")
+	}
 	row := func(versions ...string) command {
 		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
 	}
@@ -211,7 +214,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		},
 		{
 			name: "deployments", what: "the manifests, as kubectl puts them together, at the real API server", after: []string{"node"}, fuller: true,
-			commands: []command{formed(".", "./deployments", "-skip=^TestChart"), test("tests/monitoring", "-count=1", limit, "./...")},
+			commands: []command{hasty(formed(".", "./deployments", "-skip=^TestChart")), test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
 			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside, set: whole,
@@ -232,7 +235,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		},
 		{
 			name: "crowd", what: "crowds of pods and fleets of hollow nodes, by the real scheduler", after: []string{"emulator", "image", "node"}, lane: second, fuller: true, lacks: root,
-			commands: []command{of.form(crowds)},
+			commands: []command{hasty(of.form(crowds))},
 		},
 		{
 			// Not beside: who waits for a reading, or for others of its container, waits for so long and no longer.
