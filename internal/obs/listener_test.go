@@ -90,6 +90,9 @@ func TestIdleConnectionsOfOneSourceAreBounded(t *testing.T) {
 	}
 	// On old code both ends of each were here.
 	n := int(min(12850, limit.Cur/2-200))
+	if testing.Short() {
+		n = min(n, 50*maxPerAddress) // make test-all has all
+	}
 	var conns []*net.TCPConn
 	for range n {
 		conns = append(conns, dial(t, "127.0.0.1", addr, ""))
@@ -131,7 +134,11 @@ func TestProbesAreAnsweredWhileOthersHoldEveryConnection(t *testing.T) {
 		t.Run(test.what, func(t *testing.T) {
 			addr := serve(t, Options{})
 			var conns []*net.TCPConn
-			for i := range 200 { // pods, with 5 connections each
+			pods := 200
+			if testing.Short() {
+				pods = 40 // three times what it holds; make test-all has all
+			}
+			for i := range pods { // with 5 connections each
 				for range 5 {
 					conns = append(conns, dial(t, fmt.Sprintf("127.1.%d.%d", i/100, i%100+1), addr, test.send))
 				}

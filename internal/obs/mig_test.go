@@ -81,7 +81,11 @@ func TestMIGMetrics(t *testing.T) {
 func TestMetricsOfOddPlacements(t *testing.T) {
 	draw := rand.New(rand.NewPCG(5, 5))
 	pick := func(list ...string) string { return list[draw.IntN(len(list))] }
-	for range 500 {
+	rounds := 500
+	if testing.Short() {
+		rounds = 100 // make test-all has all
+	}
+	for range rounds {
 		m := &status.MIG{Enabled: true}
 		for range draw.IntN(12) {
 			m.Placements = append(m.Placements, status.Placement{

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
@@ -132,6 +133,8 @@ func reading(t *testing.T, d *nvml.Driver) *gpu.Inventory {
 	return &inv
 }
 
+var built = sync.OnceValues(func() (string, error) { return lib.Cached(context.Background()) })
+
 // emulate installs an emulated driver of these GPUs in dir, serves it until the
 // test's end and opens it. The process can be bound to one library only, so dir
 // is the same for all.
@@ -146,7 +149,7 @@ func emulate(t *testing.T, dir string, spec emulator.Spec) (*emulator.World, *nv
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skipf("skipped: the emulated driver's libraries need gcc: %v", err)
 	}
-	libraries, err := lib.Cached(t.Context())
+	libraries, err := built()
 	try(err)
 	dir, err = filepath.EvalSymlinks(dir)
 	try(err)

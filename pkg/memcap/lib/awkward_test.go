@@ -3,6 +3,7 @@
 package lib
 
 import (
+	"context"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,6 +12,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
+	emulib "example.com/gpu-agent/tests/emulator/lib"
 )
 
 // TestAwkwardDriver runs programs of testdata in front of drivers that answer as none
@@ -19,9 +21,12 @@ func TestAwkwardDriver(t *testing.T) {
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
 	}
-	root := t.TempDir()
-	built := filepath.Join(root, "built")
-	if err := build(t.Context(), built, root); err != nil {
+	sum, err := Stamp(t.Context(), awkwardRoot)
+	if err != nil {
+		t.Fatal(err)
+	}
+	built, err := emulib.Once(t.Context(), "memcap", "cap-"+sum, func(ctx context.Context, dir string) error { return BuildBelow(ctx, dir, awkwardRoot) })
+	if err != nil {
 		t.Fatal(err)
 	}
 	library, err := os.ReadFile(filepath.Join(built, cudaName))
@@ -41,59 +46,80 @@ func TestAwkwardDriver(t *testing.T) {
 			[]string{"cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz"}},
 	} {
 		t.Run(c.program, func(t *testing.T) {
-			if said, err := awkward(t, root, library, c.program, c.lacks); err != nil || said != "" {
+			if said, err := awkward(t, library, c.program, c.lacks); err != nil || said != "" {
 				t.Errorf("%s: %v\n%s", c.why, err, said)
 			}
 		})
 	}
 }
 
-// awkward runs a program below root in front of the driver of driver.c, without the names
+// awkwardRoot is where the programs find all that they need, each in a mount namespace of its own.
+const awkwardRoot = "/mnt"
+
+// awkward runs a program in front of the driver of driver.c, without the names
 // that this lacks. The program gets the path of the cap's library, of its usage page, and
 // those names, and has nothing to say.
-func awkward(t *testing.T, root string, library []byte, program string, lacks []string) (string, error) {
+func awkward(t *testing.T, library []byte, program string, lacks []string) (string, error) {
 	t.Helper()
 	const uuid = gpu.UUID("GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a")
-	claim := filepath.Join(root, "claims", string(uuid), aKey)
-	usage := filepath.Join(claim, usageName)
-	for _, dir := range []string{filepath.Join(root, "driver"), claim} {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Fatal(err)
+	builds := [][]string{
+		{"-std=gnu2x", "-O2", "-shared", "-fPIC", "-Wl,-soname," + cudaName, "-Ic", "testdata/driver.c", "testdata/stubs.c", "-o", cudaName},
+		{"-std=gnu17", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ic", "testdata/" + program + ".c", "-ldl", "-o", program},
+	}
+	hides := "{ local: " + strings.Join(append([]string{"nothing"}, lacks...), ";") + "; };"
+	built := once(t, program, []any{builds, hides}, func(ctx context.Context, dir string) error {
+		hidden := filepath.Join(dir, "hidden")
+		if err := os.WriteFile(hidden, []byte(hides), 0o644); err != nil {
+			return err
 		}
-		if err := os.MkdirAll(dir, 0o755); err != nil {
+		for i, args := range builds {
+			args = slices.Clone(args)
+			args[len(args)-1] = filepath.Join(dir, args[len(args)-1])
+			if i == 0 {
+				args = append(args, "-Wl,--version-script,"+hidden)
+			}
+			if _, err := gcc(ctx, "", args...); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	root := t.TempDir()
+	claim := filepath.Join("claims", string(uuid), aKey)
+	usage, limit := filepath.Join(claim, usageName), filepath.Join(claim, limitName)
+	for _, dir := range []string{"driver", claim} {
+		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
-	nonce, err := makeUsage(usage, false)
+	nonce, err := makeUsage(filepath.Join(root, usage), false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := makePage(filepath.Join(claim, limitName), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
+	if err := makePage(filepath.Join(root, limit), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
-	}
-	hidden, capped := filepath.Join(root, "hidden"), filepath.Join(root, cudaName)
-	if err := os.WriteFile(hidden, []byte("{ local: "+strings.Join(append([]string{"nothing"}, lacks...), ";")+"; };"), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	for _, args := range [][]string{
-		{"-std=gnu2x", "-O2", "-shared", "-fPIC", "-Wl,-soname," + cudaName, "-Wl,--version-script," + hidden, "-Ic", "-o", filepath.Join(root, "driver", cudaName), "testdata/driver.c", "testdata/stubs.c"},
-		{"-std=gnu17", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ic", "-o", filepath.Join(root, program), "testdata/" + program + ".c", "-ldl"},
-	} {
-		if _, err := gcc(t.Context(), "", args...); err != nil {
-			t.Fatal(err)
-		}
 	}
 	if lacks != nil {
-		if library, err = Hide(library, filepath.Join(root, "driver", cudaName)); err != nil {
+		if library, err = Hide(library, filepath.Join(built, cudaName)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := os.WriteFile(capped, library, 0o755); err != nil {
+	if err := os.WriteFile(filepath.Join(root, cudaName), library, 0o755); err != nil {
 		t.Fatal(err)
 	}
+	for from, to := range map[string]string{cudaName: filepath.Join("driver", cudaName), program: program} {
+		data, err := os.ReadFile(filepath.Join(built, from))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(root, to), data, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
 	// A limit page counts where it is mounted read-only.
-	cmd := exec.CommandContext(t.Context(), "unshare", append([]string{"--mount", "/bin/sh", "-c", `mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"`,
-		filepath.Join(claim, limitName), filepath.Join(root, program), capped, usage}, lacks...)...)
+	at := func(name string) string { return filepath.Join(awkwardRoot, name) }
+	cmd := exec.CommandContext(t.Context(), "unshare", append([]string{"--mount", "/bin/sh", "-c", `mount --bind "$0" "$1" && mount --bind "$2" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"`,
+		root, awkwardRoot, at(limit), at(program), at(cudaName), at(usage)}, lacks...)...)
 	if os.Geteuid() != 0 {
 		cmd.Args = slices.Insert(cmd.Args, 1, "--map-root-user")
 	}

@@ -106,7 +106,7 @@
 // and then repairs bound: if it is more than the sum of all that is reserved, and did not
 // change while that was added up (each change gives the word a new version), it becomes
 // that sum. A death can leave bound too large for a while, never too small. The proofs
-// are in c/count.h; testdata/hammer.c kills a process after each single instruction.
+// are in c/count.h; testdata/hammer.c kills a process after each of its changes.
 //
 // Some memory the count cannot know: a context takes memory that nobody asked for, and
 // tiling pads arrays. A [Meter] compares bound with the driver's figure and moves the

@@ -58,9 +58,13 @@ func TestMain(m *testing.M) {
 // bound for the life of a program.
 var root string
 
+// built is where the driver's libraries are. lib.Cached asks go and gcc for what they depend
+// on, which is not asked again for each of hundreds of nodes and programs.
+var built = sync.OnceValues(func() (string, error) { return lib.Cached(context.Background()) })
+
 // layRoot puts the library into the root, where it is not there yet.
-func layRoot(ctx context.Context) error {
-	built, err := lib.Cached(ctx)
+func layRoot() error {
+	libraries, err := built()
 	if err != nil {
 		return err
 	}
@@ -68,7 +72,7 @@ func layRoot(ctx context.Context) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	err = os.Symlink(filepath.Join(built, lib.NVML), filepath.Join(dir, "libnvidia-ml.so.1"))
+	err = os.Symlink(filepath.Join(libraries, lib.NVML), filepath.Join(dir, "libnvidia-ml.so.1"))
 	if errors.Is(err, os.ErrExist) {
 		return nil
 	}
@@ -85,7 +89,7 @@ type node struct {
 
 func start(t testing.TB, spec emulator.Spec) *node {
 	t.Helper()
-	if err := layRoot(t.Context()); err != nil {
+	if err := layRoot(); err != nil {
 		t.Fatal(err)
 	}
 	n := &node{
@@ -167,7 +171,7 @@ func device(t *testing.T, api nvml.Interface, index int) nvml.Device {
 }
 
 func TestEveryNameOfTheHeaderIsExported(t *testing.T) {
-	dir, err := lib.Cached(t.Context())
+	dir, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -197,7 +201,7 @@ func TestEveryNameOfTheHeaderIsExported(t *testing.T) {
 }
 
 func TestCUDALibraryHasItsName(t *testing.T) {
-	dir, err := lib.Cached(t.Context())
+	dir, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}

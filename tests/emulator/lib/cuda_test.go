@@ -40,13 +40,13 @@ var probeProgram = sync.OnceValues(func() (string, error) {
 // cudaLibrary lays libcuda.so.1 beside the NVML of the root.
 func cudaLibrary(t testing.TB) string {
 	t.Helper()
-	built, err := lib.Cached(t.Context())
+	libraries, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}
 	at := filepath.Join(root, "usr/lib/x86_64-linux-gnu/libcuda.so.1")
 	if _, err := os.Lstat(at); err != nil {
-		if err := os.Symlink(filepath.Join(built, lib.CUDA), at); err != nil {
+		if err := os.Symlink(filepath.Join(libraries, lib.CUDA), at); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -610,7 +610,11 @@ func TestPoolOfItsGreatestSizeGivesBack(t *testing.T) {
 // Processes that are killed in the middle of calls leave nothing.
 func TestCUDAKilled(t *testing.T) {
 	n := start(t, emulator.Spec{Count: 1})
-	for range 5 {
+	rounds := 5
+	if testing.Short() {
+		rounds = 2 // make test-all runs all
+	}
+	for range rounds {
 		var probes []*probe
 		for range 8 {
 			p := startProbe(t, probeWith{})
@@ -791,7 +795,7 @@ func TestCUDAGetProcAddress(t *testing.T) {
 // The list that cuGetProcAddress answers from is what the library exports, and
 // no call goes by the library's own PLT.
 func TestCUDAExports(t *testing.T) {
-	dir, err := lib.Cached(t.Context())
+	dir, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}

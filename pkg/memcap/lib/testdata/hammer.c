@@ -10,7 +10,8 @@
  * storm kills at random times; step kills a process after each single
  * instruction (or each STRIDEth) of an allocation and its end, on the first thread or
  * on another, with room that is idle, of taking what another has idle, of a reaping, or of letting go of exported memory. The dead one that is
- * reaped has freed on one thread what another had taken. Both look on that bound is never below what the driver gave, and that
+ * reaped has freed on one thread what another had taken. A STRIDE of 0 is after each change, see step.h.
+ * Both look on that bound is never below what the driver gave, and that
  * in the end it is just what the living have. */
 #include <errno.h>
 #include <pthread.h>
@@ -18,11 +19,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ptrace.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "count.h"
+#include "step.h"
 
 #define MIB ((uint64_t)1 << 20)
 enum { CELLS = 256 };
@@ -206,30 +206,42 @@ static void stepped(const char *what, struct cell *c)
     struct account a = {0};
     must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
     must(ptrace(PTRACE_TRACEME, 0, 0, 0) == 0, "it may not be traced and does not stop");
-    raise(SIGSTOP);
+    mark();
     if (!strcmp(what, "others"))
         a.first = NULL;
     if (!strcmp(what, "idle")) { /* there is room for all of that */
         take(&a, c, 2 * MIB);
+        mark();
         take(&a, c, 1 * MIB);
+        mark();
         give(&a, c, 1 * MIB);
+        mark();
         give(&a, c, 2 * MIB);
+        mark();
         take(&a, c, 3 * MIB);
+        mark();
         a.first = NULL;
         give(&a, c, 3 * MIB);
     } else if (!strcmp(what, "life") || !strcmp(what, "others")) {
         take(&a, c, 6 * MIB);
+        mark();
         account_reserve(&a, 2 * MIB);
         account_cancel(&a, 2 * MIB);
+        mark();
         give(&a, c, 6 * MIB);
+        mark();
         a.careful = 1;
         take(&a, c, 4 * MIB);
+        mark();
         give(&a, c, 4 * MIB);
     } else if (!strcmp(what, "export")) { /* let go of, and gone: the ceiling says so */
         take(&a, c, 6 * MIB);
+        mark();
         take(&a, c, 2 * MIB);
+        mark();
         driver_give(c, 6 * MIB);
         account_exported(&a, 6 * MIB);
+        mark();
         account_exported(&a, 2 * MIB);
     } else if (!strcmp(what, "reclaim")) { /* more than fits beside what another has idle */
         must(account_reserve_quickly(&a, 6 * MIB), "what is idle is not to be had");
@@ -243,8 +255,8 @@ static void stepped(const char *what, struct cell *c)
 }
 
 /* dead leaves a slot behind in the middle of things. Of the two words of what it has
- * one is below zero if mixed, and which one goes by the step. */
-static void dead(struct cell *c, bool mixed, int step)
+ * one is below zero if mixed, the other one if reversed. */
+static void dead(struct cell *c, bool mixed, bool reversed)
 {
     pid_t pid = fork();
     if (pid == 0) {
@@ -253,9 +265,9 @@ static void dead(struct cell *c, bool mixed, int step)
         const void *first = a.first;
         must(take(&a, c, 2 * MIB) && take(&a, c, 2 * MIB), "take");
         if (mixed) {
-            a.first = step / 2 % 2 ? NULL : first;
+            a.first = reversed ? NULL : first;
             must(take(&a, c, 4 * MIB), "take");
-            a.first = step / 2 % 2 ? first : NULL;
+            a.first = reversed ? first : NULL;
             give(&a, c, 4 * MIB);
             give(&a, c, 2 * MIB);
         }
@@ -277,22 +289,42 @@ static void shows(uint64_t gone)
     close(fd);
 }
 
-static int step(const char *what, int stride)
+/* changed is for what a process that dies leaves: the usage page, and what the driver gave. */
+static bool changed(void)
 {
-    struct cell *c = &cells[0], *other = &cells[1], *mine = &cells[2];
-    must(account_find(&watcher, limit_path) == 0 && account_open(&watcher, usage_path) == 0, "open");
-    must(take(&watcher, mine, 8 * MIB), "take");
-    struct account lender = {0};
+    static struct {
+        struct cell cell;
+        struct usage_page head;
+        struct slot slots[64];
+    } was;
+    size_t slots = watcher.usage->high, page = sizeof was.head + slots * sizeof *was.slots;
+    must(slots <= sizeof was.slots / sizeof *was.slots, "there are more slots than are looked at");
+    if (!memcmp(&was.head, watcher.usage, page) && !memcmp(&was.cell, cells, sizeof was.cell))
+        return false;
+    memcpy(&was.head, watcher.usage, page);
+    was.cell = *cells;
+    return true;
+}
+
+static void check(void) { must(AMOUNT(count_read(&watcher.usage->bound)) >= count_read(&cells->given) + 8 * MIB, "bound is less than the driver gave"); }
+
+/* kills has a process die at each of its points, and returns how many these were. */
+static int kills(const char *what, int stride, bool reversed)
+{
+    struct cell *c = &cells[0], *other = &cells[1];
     bool lends = !strcmp(what, "reclaim");
+    struct account lender = {0};
     must(!lends || (account_find(&lender, limit_path) == 0 && account_open(&lender, usage_path) == 0), "open");
-    int steps = 0;
-    for (int over = 0; !over; steps += stride) {
+    struct point at = {0};
+    while (!at.over) {
         int status;
         if (!strcmp(what, "reap") || !strcmp(what, "mixed"))
-            dead(other, !strcmp(what, "mixed"), steps);
+            dead(other, !strcmp(what, "mixed"), reversed);
         if (!strcmp(what, "export"))
             shows(6 * MIB);
         if (lends) {
+            uint64_t given;
+            must(account_rests(&watcher, true, &given), "a dead one has something under way");
             must(account_reserve(&lender, 6 * MIB), "reserve");
             lender.keeps = IDLE_MOST;
             account_cancel(&lender, 6 * MIB);
@@ -302,17 +334,8 @@ static int step(const char *what, int stride)
         pid_t pid = fork();
         if (pid == 0)
             stepped(what, c);
-        must(waitpid(pid, &status, 0) == pid && WIFSTOPPED(status), "the tracee does not stop");
-        for (int i = 0; i < steps && !over; i++) {
-            ptrace(PTRACE_SINGLESTEP, pid, 0, 0);
-            must(waitpid(pid, &status, 0) == pid, "wait");
-            over = !WIFSTOPPED(status);
-            must(AMOUNT(count_read(&watcher.usage->bound)) >= count_read(&c->given) + 8 * MIB, "bound is less than the driver gave");
-        }
-        if (!over) {
-            kill(pid, SIGKILL);
-            waitpid(pid, &status, 0);
-        }
+        must(stop_at(pid, &at, stride, changed, check, &status), "the tracee does not stop");
+        must(!at.over || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "the tracee failed");
         c->given = 0;
         if (!strcmp(what, "export"))
             shows(0);
@@ -322,7 +345,17 @@ static int step(const char *what, int stride)
         account_cancel(&watcher, rest);
         must(AMOUNT(count_read(&watcher.usage->bound)) == 8 * MIB, "bound is not what the living have");
     }
-    printf("steps %d\n", steps);
+    return at.points;
+}
+
+static int step(const char *what, int stride)
+{
+    must(account_find(&watcher, limit_path) == 0 && account_open(&watcher, usage_path) == 0, "open");
+    must(take(&watcher, &cells[2], 8 * MIB), "take");
+    int n = kills(what, stride, false);
+    if (!strcmp(what, "mixed"))
+        n += kills(what, stride, true);
+    printf("points %d\n", n);
     return 0;
 }
 
