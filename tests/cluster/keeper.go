@@ -244,6 +244,13 @@ func leftovers(n Node, spec Spec, others []State) ([]string, error) {
 			delete(ours, link)
 		}
 	}
+	// The kernel has ended all that was in the node's PID namespace, or in one below it. What
+	// is left of the node can only have entered from here. A container of another node that
+	// unshared at this moment has numbers that were the node's, and a PID namespace of its own.
+	here, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return nil, fmt.Errorf("look for processes of the node: %w", err)
+	}
 	var out []string
 	processes, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
@@ -257,6 +264,9 @@ func leftovers(n Node, spec Spec, others []State) ([]string, error) {
 		start, _, err := startTime(pid)
 		if err != nil || start >= state.Ended {
 			continue // it is gone, or it began later
+		}
+		if link, err := os.Readlink(filepath.Join(p, "ns", "pid")); err != nil || link != here && !ours[link] {
+			continue
 		}
 		for _, kind := range namespaceKinds {
 			if link, err := os.Readlink(filepath.Join(p, "ns", kind)); err == nil && ours[link] {

@@ -101,7 +101,7 @@ func await(t *testing.T, what string, condition func() error) {
 func needNode(t *testing.T) Layout {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("a node takes the whole machine for a while, and -short is given")
+		t.Skip("make test-all runs it")
 	}
 	if err := checkRights(); err != nil {
 		t.Skip(err)

@@ -137,6 +137,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	if of > quick { // a fleet is measured
 		crowds.args = append(crowds.args, "./tests/fleet")
 	}
+	nodeTests := test("tests/cluster", "-count=1", limit, "./...")
+	if of == quick {
+		nodeTests = of.form(nodeTests)
+	}
 	row := func(versions ...string) command {
 		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
 	}
@@ -194,8 +198,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed("deployments/image", "."), run(bin("image"), "behind", "--cache", filepath.Join(cache, "images", "debian"))},
 		},
 		{
-			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, again: true, lacks: root,
-			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
+			// A node that leaves something behind fails its own stage; how it does when its parts are
+			// killed matters when it changes.
+			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, fuller: true, again: true, lacks: root,
+			commands: []command{nodeTests},
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, fuller: true, again: true, lacks: root,
