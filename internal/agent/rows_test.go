@@ -94,7 +94,10 @@ func TestTooManyReplicasAreNotApplied(t *testing.T) {
 // another GPU, while those of the one before are still listed.
 func TestEditsInARowFitTheLists(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		const gpus = 8
+		gpus := 8
+		if testing.Short() {
+			gpus = 4 // make test-all has all
+		}
 		b := start(t, newOutside(gpus), t.TempDir(), replicasOn(0, gpus, mostReplicas))
 		defer b.end()
 		l := lists{b, map[string]time.Time{}}

@@ -300,14 +300,18 @@ func TestClockWalk(t *testing.T) {
 	j := &jumper{t: t, rng: rand.New(rand.NewPCG(5, 9)), done: map[string]int{}}
 	j.d, j.clock = newDesk()
 	j.d.set(units(nil))
-	for range 60000 {
+	steps := 60_000
+	if testing.Short() {
+		steps = 12_000 // make test-all has all
+	}
+	for range steps {
 		j.step()
 		if j.rng.IntN(3) > 0 {
 			j.look()
 		}
 	}
 	t.Logf("%v", j.done)
-	if j.done["started"] < 1000 || j.done["forced"] < 1000 || j.done["waited"] < 1000 {
+	if least := steps / 60; j.done["started"] < least || j.done["forced"] < least || j.done["waited"] < least {
 		t.Error("the walk tries too little")
 	}
 }

@@ -1166,7 +1166,11 @@ func (w *walker) check(step string) {
 // TestPlacementsWalk takes many random steps.
 func TestPlacementsWalk(t *testing.T) {
 	const steps = 1000
-	for seed := range uint64(4) {
+	seeds := uint64(4)
+	if testing.Short() {
+		seeds = 2 // make test-all has all
+	}
+	for seed := range seeds {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			d, clock := newDesk()
 			w := &walker{t: t, rng: rand.New(rand.NewPCG(seed, 5)), d: d, clock: clock,

@@ -42,18 +42,23 @@ func models(t testing.TB) map[string]*gpu.Inventory {
 	}
 	out := map[string]*gpu.Inventory{}
 	for _, file := range files {
-		data, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		inv, err := config.ReadInventory(data)
-		if err != nil {
-			t.Fatal(file, err)
-		}
-		inv.GPUs = inv.GPUs[:1]
-		out[filepath.Base(file)] = inv
+		out[filepath.Base(file)] = model(t, filepath.Base(file))
 	}
 	return out
+}
+
+// model is one of them.
+func model(t testing.TB, file string) *gpu.Inventory {
+	data, err := os.ReadFile(filepath.Join("../../tests/testdata/inventories", file))
+	if err != nil {
+		t.Fatal(err)
+	}
+	inv, err := config.ReadInventory(data)
+	if err != nil {
+		t.Fatal(file, err)
+	}
+	inv.GPUs = inv.GPUs[:1]
+	return inv
 }
 
 // class is the class of devices of a type, and of a profile.

@@ -24,10 +24,7 @@ import (
 
 // several is an inventory of n GPUs of a model.
 func several(t testing.TB, file string, n int) *gpu.Inventory {
-	of := models(t)[file]
-	if of == nil {
-		t.Fatalf("no %s", file)
-	}
+	of := model(t, file)
 	out := *of
 	out.GPUs = nil
 	for i := range n {

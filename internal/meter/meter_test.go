@@ -325,8 +325,11 @@ func (n *node) kill() { n.meter = nil }
 // times say to the nanosecond, and no counter falls while it is shown.
 func TestKilledAtRandom(t *testing.T) {
 	seeds := uint64(4)
-	if *long {
+	switch {
+	case *long:
 		seeds = 100
+	case testing.Short():
+		seeds = 2 // make test-all has all
 	}
 	for seed := range seeds {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) { killAtRandom(t, rand.New(rand.NewPCG(seed, 3))) })

@@ -159,7 +159,11 @@ func TestOddPlacements(t *testing.T) {
 		}
 		return draw.IntN(9)
 	}
-	for range 2000 {
+	rounds := 2000
+	if testing.Short() {
+		rounds = 400 // make test-all has all
+	}
+	for range rounds {
 		m := &MIG{Enabled: true, OnDemand: draw.IntN(2) == 0, Size: []int{0, 4, 8, 12, 24, 1 << 40}[draw.IntN(6)], Work: pick("", "reset \x1b[2J")}
 		for range draw.IntN(12) {
 			m.Placements = append(m.Placements, Placement{

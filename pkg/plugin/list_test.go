@@ -51,7 +51,11 @@ func TestEncodeAsGenerated(t *testing.T) {
 	check([]Device{{}})
 	check([]Device{{ID: strings.Repeat("x", 200), Healthy: true, NUMA: []int{0, 1, 127, 128, 1 << 40}}})
 	r := rand.New(rand.NewPCG(1, 1))
-	for range 2000 {
+	rounds := 2000
+	if testing.Short() {
+		rounds = 400 // make test-all has all
+	}
+	for range rounds {
 		devices := make([]Device, r.IntN(5))
 		for i := range devices {
 			devices[i] = Device{ID: strings.Repeat("i", r.IntN(140)), Healthy: r.IntN(2) == 0}

@@ -218,26 +218,31 @@ func TestEmulated(t *testing.T) {
 	for _, c := range []struct {
 		emulator.Spec
 		standing []instance // on the last GPU, before anything else; they must be left alone
+		short    bool       // it is one of those that make test has
 	}{
 		{Spec: emulator.Spec{Model: "H100-80GB", Count: 8}},
-		{Spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 4, NVLink: "mesh", Minors: "same"}},
+		{Spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 4, NVLink: "mesh", Minors: "same"}, short: true},
 		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 1}},
 		{Spec: emulator.Spec{Model: "A30", Count: 2, NVLink: "none"}},
 		{Spec: emulator.Spec{Model: "B200", Count: 16}},
-		{Spec: emulator.Spec{Topology: "dgx-h100"}},
+		{Spec: emulator.Spec{Topology: "dgx-h100"}, short: true},
 		{Spec: emulator.Spec{Topology: "dgx-1"}},
 		{Spec: emulator.Spec{Topology: "nvl72"}},
 		{
 			emulator.Spec{Model: "A100-SXM4-40GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 1, MIG: true}}},
 			[]instance{{"2g.10gb", 0}, {"1c.3g.20gb", 4}},
+			true,
 		},
-		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 3, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 2, Model: "A30", MIG: true}}}},
+		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 3, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 2, Model: "A30", MIG: true}}}, short: true},
 	} {
 		name := cmp.Or(c.Topology, fmt.Sprintf("%dx%s", c.Count, c.Model))
 		if len(c.GPUs) > 0 {
 			name += ",MIG"
 		}
 		t.Run(name, func(t *testing.T) {
+			if testing.Short() && !c.short {
+				t.Skip("make test-all runs it")
+			}
 			n := emulate(t, c.Spec)
 			for _, in := range c.standing {
 				if err := n.CreateInstance(len(c.GPUs)-1, in.profile, in.start, false); err != nil {

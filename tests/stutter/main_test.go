@@ -16,6 +16,9 @@ import (
 // TestStutter: the program has less time than it thinks, and ends as it ends alone.
 // That nothing is left of it the kernel says, who removes no group with a process.
 func TestStutter(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: only make soak stutters")
+	}
 	if os.Geteuid() != 0 {
 		t.Skip("skipped: freezing a control group needs root")
 	}
