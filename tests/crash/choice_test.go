@@ -291,8 +291,13 @@ func TestEachKindIsInTheThird(t *testing.T) {
 	}
 	for _, make := range lifeSteps() {
 		of := points(want["a Node's life"]...)
-		for _, k := range (choice{}).sample(1, make().name, of) {
-			count("a Node's life", of[k-1])
+		for op := make(); ; op = op.back() {
+			for _, k := range (choice{}).sample(1, op.name, of) {
+				count("a Node's life", of[k-1])
+			}
+			if op.back == nil {
+				break
+			}
 		}
 	}
 	for i := range migChanges {

@@ -28,6 +28,8 @@ type operation struct {
 	before, after func(context.Context, *node) error
 	// do is what the world does; it waits for the agent where the world would.
 	do func(context.Context, *node) error
+	// back, if set, is the operation whose do is after: what it changes is counted with this one.
+	back func() operation
 	// start says that the process to be killed is one that begins with do, and then is
 	// what the world does after that; nil is nothing.
 	start bool
@@ -244,7 +246,7 @@ func settled(ctx context.Context, m *machine) (*node, error) {
 const maxFailures = 4
 
 // lendable is how many nodes operations are tried on at once.
-const lendable = 21
+const lendable = 18
 
 // TestKilledAtEachChange does each operation once, counts the changes that the agent makes
 // meanwhile to its directories, and does it again with the agent killed at the first change,
@@ -435,6 +437,9 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 		armed.arm(0, nil)
 	}
 	step("back", op.after)
+	if op.back != nil {
+		n.back, _ = armed.seen()
+	}
 	if wrong := n.complaints(); len(wrong) > 0 {
 		err = errors.Join(err, errors.New(strings.Join(wrong, "\n")))
 	}

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -62,9 +61,25 @@ func TestLifeOfANode(t *testing.T) {
 			}
 			for i := next.Add(1); int(i) <= len(steps); i = next.Add(1) {
 				op := steps[i-1]()
+				var changes, back []change
 				t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
 					ran.Add(1)
-					tried.Add(int64(w.kill(ctx, t, op, w.through(ctx, t, op))))
+					changes = w.through(ctx, t, op)
+					if w.node != nil {
+						back = w.node.back
+					}
+					tried.Add(int64(w.kill(ctx, t, op, changes)))
+				})
+				if op.back == nil {
+					continue
+				}
+				op = op.back()
+				t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
+					if changes == nil { // the other one was not run
+						back = w.through(ctx, t, op)
+					}
+					knowsKinds(t, back)
+					tried.Add(int64(w.kill(ctx, t, op, back)))
 				})
 			}
 			if err := w.end(); err != nil {
@@ -103,22 +118,21 @@ type deed func(context.Context, *node) error
 // lifeSteps are what a node meets. Each begins and ends on a node that is ready and that
 // nobody uses.
 func lifeSteps() []func() operation {
-	// there and back are two steps, each with the other as its way back.
-	there := func(name string, do deed, back string, undo deed) []func() operation {
-		return []func() operation{
-			func() operation { return operation{name: name, do: do, after: undo} },
-			func() operation { return operation{name: back, before: do, do: undo} },
+	// there and back are two steps, each with the other as its way back, done once for both.
+	there := func(name string, do deed, back string, undo deed) func() operation {
+		return func() operation {
+			return operation{name: name, do: do, after: undo, back: func() operation { return operation{name: back, before: do, do: undo} }}
 		}
 	}
 	// The ends of pods take longest, where the agent is killed: they come first.
-	steps := slices.Concat(podSteps("a pod comes", "the last pod ends", 4), podSteps("the node is full", "it is empty again", units, units))
+	steps := []func() operation{podSteps("a pod comes", "the last pod ends", 4), podSteps("the node is full", "it is empty again", units, units)}
 	steps = append(steps, there("all GPUs are unhealthy", func(_ context.Context, n *node) error {
 		n.object.ready = "False GPUUnhealthy"
 		return errors.Join(n.world.Xid(0, 95), n.world.Xid(1, 95))
 	}, "they are back", func(_ context.Context, n *node) error {
 		n.object.ready = "True Offered"
 		return errors.Join(n.world.SetHealth(0, emulator.Health{}), n.world.SetHealth(1, emulator.Health{}))
-	})...)
+	}))
 	release := func(value any) fields {
 		return fields{"metadata": fields{"labels": fields{domain + "/" + agent.ReleaseLabel: value}}, "spec": fields{"unschedulable": value != nil}}
 	}
@@ -128,7 +142,7 @@ func lifeSteps() []func() operation {
 	}, "the driver is back", func(_ context.Context, n *node) error {
 		n.object.ready = "True Offered"
 		return n.object.write(release(nil))
-	})...)
+	}))
 	cordon := func(value any) fields {
 		return fields{"metadata": fields{"annotations": fields{domain + "/" + agent.CordonAnnotation: value}}}
 	}
@@ -138,7 +152,7 @@ func lifeSteps() []func() operation {
 	}, "the cordon is taken back", func(_ context.Context, n *node) error {
 		n.object.cordoned = false
 		return n.object.write(cordon(nil))
-	})...)
+	}))
 	return append(steps,
 		func() operation {
 			return operation{name: "boot", start: true, do: func(_ context.Context, n *node) error {
@@ -168,7 +182,7 @@ func lifeSteps() []func() operation {
 }
 
 // podSteps are that pods with so many units each come, and that they end.
-func podSteps(come, end string, counts ...int) []func() operation {
+func podSteps(come, end string, counts ...int) func() operation {
 	make := func(of func(start, stop deed) operation) func() operation {
 		return func() operation {
 			var pods []*pod
@@ -193,10 +207,8 @@ func podSteps(come, end string, counts ...int) []func() operation {
 			})
 		}
 	}
-	return []func() operation{
-		make(func(start, stop deed) operation { return operation{name: come, do: start, after: stop} }),
-		make(func(start, stop deed) operation { return operation{name: end, before: start, do: stop} }),
-	}
+	back := make(func(start, stop deed) operation { return operation{name: end, before: start, do: stop} })
+	return make(func(start, stop deed) operation { return operation{name: come, do: start, after: stop, back: back} })
 }
 
 // update ends the agent as its DaemonSet does, and starts the next one.

@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime/debug"
 	"strings"
 	"testing"
 )
@@ -26,6 +27,7 @@ func TestMain(m *testing.M) {
 		err = writer(os.Getenv(writerEnv))
 	default:
 		flag.Parse()
+		debug.SetGCPercent(400) // memory is cheaper here than the collector's time
 		// Tests wait more than they work.
 		err = flag.Set("test.parallel", "16")
 		run := func() int {

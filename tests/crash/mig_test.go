@@ -805,7 +805,8 @@ func (c *migChange) points(chosen choice, counts [2]map[string]int, files [2][]c
 			case fileChange:
 				of = kindOf(files[way][p.k-1])
 			}
-			if chosen.tries(fmt.Sprintf("%s, %d", c.name, way), i+1, of) {
+			// The same of both directions, which are made in turn.
+			if chosen.tries(c.name, i+1, of) {
 				out[way] = append(out[way], p)
 			}
 		}

@@ -203,8 +203,13 @@ type node struct {
 	object *objectSide
 	// strike, if set, is what happens instead of the agent's end; see tracee.
 	strike func()
+	// back are the changes that the last operation with a way back made on that.
+	back []change
 	// fullJournal says that there is no room for the usage journal.
 	fullJournal bool
+	// written is when files of the state directory were what they are to be, by their names; of
+	// a node that files are cut on.
+	written map[string]time.Time
 
 	mu      sync.Mutex
 	process *tracee // guarded by mu; the newest
@@ -496,7 +501,7 @@ func (n *node) rounds(ctx context.Context) (float64, error) {
 func poll(ctx context.Context, what string, ok func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	for pause := 50 * time.Millisecond; ; pause = min(pause*3/2, 500*time.Millisecond) {
+	for pause := 50 * time.Millisecond; ; pause = min(pause*3/2, time.Second) {
 		err := ok()
 		if err == nil {
 			return nil

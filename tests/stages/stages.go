@@ -250,7 +250,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		},
 		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image", "node"}, lane: second, fuller: true, lacks: root,
-			commands: []command{formed(".", "./tests/crash")},
+			commands: []command{formed(".", "./tests/crash", "-built")},
 		},
 		{
 			// It builds the same next agent as the pieces.
