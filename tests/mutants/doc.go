@@ -7,6 +7,7 @@
 //	mutants list                the defects, a line each
 //	mutants run                 all of them: some hours; -continue goes on where it was ended
 //	mutants run 1-caps-03       one
+//	mutants run -own            by the tests of the packages that the patches change
 //	mutants run -all 1-mig-04   by the stages of make test-all
 //
 // # How the defects were drawn

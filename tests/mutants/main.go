@@ -20,6 +20,8 @@ import (
 
 const defects = "tests/mutants/defects"
 
+const notByOwn = "not found by its own packages"
+
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := do(ctx, os.Args[1:])
@@ -57,6 +59,7 @@ func runAll(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("run", flag.ExitOnError)
 	which := flags.String("draw", "", "only the defects of this draw: first or second")
 	all := flags.Bool("all", false, "by the stages of make test-all")
+	own := flags.Bool("own", false, "by the tests of the packages that the patch changes, and no stage: a minute each")
 	goOn := flags.Bool("continue", false, "leave out what an earlier run has tried, by the file of results in the cache")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -84,6 +87,7 @@ func runAll(ctx context.Context, args []string) error {
 	if *all {
 		t.set = "--all"
 	}
+	t.own = *own
 	if err := os.MkdirAll(t.logs, 0o755); err != nil {
 		return fmt.Errorf("make a place for the output: %w", err)
 	}
@@ -118,13 +122,15 @@ func runAll(ctx context.Context, args []string) error {
 		switch {
 		case v.err != nil:
 			by = "not tried: " + v.err.Error()
+		case by == "" && *own:
+			by = notByOwn
 		case by == "":
 			by = "not found"
 		default:
 			found++
 		}
 		tests := strings.Join(v.tests[:min(len(v.tests), 3)], " ")
-		if v.err != nil || v.by == "" && (d.by == sets[0] || *all && d.by == sets[1]) {
+		if v.err != nil || v.by == "" && !*own && (d.by == sets[0] || *all && d.by == sets[1]) {
 			failed = append(failed, d.name)
 		}
 		fmt.Printf("%3d of %d  %-14s %-26s %5.0f s  %s: %s\n", i+1, len(list), d.name, d.grave, v.took.Seconds(), by, tests)
@@ -158,7 +164,7 @@ func triedAlready(name string, goOn bool) (map[string]bool, error) {
 	tried := map[string]bool{}
 	for lines := bufio.NewScanner(file); lines.Scan(); {
 		d, rest, _ := strings.Cut(lines.Text(), "\t")
-		if !strings.Contains(rest, "not tried") {
+		if !strings.Contains(rest, "not tried") && !strings.Contains(rest, notByOwn) {
 			tried[d] = true
 		}
 	}

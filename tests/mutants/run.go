@@ -31,11 +31,15 @@ type trial struct {
 	tree string // the worktree
 	logs string
 	set  string // a flag of tests/stages: "" is make test
+	own  bool   // no stage is run
 }
 
 // cheapFirst are the stages in the order in which they are tried, since the first that fails
 // ends the trial. Stages that are not named come last.
 var cheapFirst = []string{"unit", "deployments", "caps", "crash", "crowd", "pieces", "e2e"}
+
+// ownStages are the stages that say most about a directory, dear as they are.
+var ownStages = map[string]string{"pkg/memcap/": "caps", "deployments/": "deployments"}
 
 // try puts one defect back and runs the stages that reach it, until one fails.
 func (t *trial) try(ctx context.Context, d defect) (v verdict) {
@@ -63,7 +67,10 @@ func (t *trial) try(ctx context.Context, d defect) (v verdict) {
 			return v
 		}
 	}
-	stages, err := t.reached(ctx)
+	if t.own {
+		return v
+	}
+	stages, err := t.reached(ctx, d)
 	if err != nil {
 		v.err = err
 		return v
@@ -121,7 +128,11 @@ type room struct {
 }
 
 // reached are the stages that what was put back can change.
-func (t *trial) reached(ctx context.Context) ([]room, error) {
+func (t *trial) reached(ctx context.Context, d defect) ([]room, error) {
+	files, err := d.files()
+	if err != nil {
+		return nil, err
+	}
 	args := append(t.stages(), "--reached", "HEAD", "--list")
 	out, err := t.command(ctx, args).Output()
 	if err != nil {
@@ -134,6 +145,11 @@ func (t *trial) reached(ctx context.Context) ([]room, error) {
 		list = append(list, room{name, strings.FieldsFunc(builds, func(r rune) bool { return r == ',' })})
 	}
 	place := func(r room) int {
+		for dir, stage := range ownStages {
+			if r.name == stage && slices.ContainsFunc(files, func(f string) bool { return strings.HasPrefix(f, dir) }) {
+				return -1
+			}
+		}
 		if i := slices.Index(cheapFirst, r.name); i >= 0 {
 			return i
 		}

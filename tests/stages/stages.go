@@ -354,7 +354,7 @@ func unit(of set, concurrent, alone []string, limit string) []command {
 	return []command{
 		hasty(test(".", append([]string{"-race", limit, "-short", "-skip=" + sweepTests}, concurrent...)...)),
 		hasty(test(".", append([]string{limit, "-short"}, alone...)...)),
-		hasty(test(".", append([]string{limit, "-short", "-run=" + sweepTests}, concurrent...)...)),
+		hasty(test(".", limit, "-short", "-run="+sweepTests, "./internal/agent")),
 	}
 }
 
@@ -431,8 +431,8 @@ var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/cra
 // look for races in.
 var sweeps = []string{"/pkg/mig", "/tests/hardware"}
 
-// sweepTests are tests of concurrent packages that do arithmetic, or live through days of
-// virtual time, in one goroutine at a time: the race detector makes them several times as
+// sweepTests are tests of internal/agent that do arithmetic, or live through days of virtual
+// time, in one goroutine at a time: the race detector makes them several times as
 // long and has nothing to find in them that others do not show it.
 const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour)$"
 
