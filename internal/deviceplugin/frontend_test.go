@@ -599,6 +599,30 @@ func TestPreviousHolder(t *testing.T) {
 	}
 }
 
+// After a restart a container's age says whose it is where the checkpoint cannot be read, but
+// only of those with the allocation's own key: one of another allocation is in its way, however
+// young it is.
+func TestYoungerContainerOfAnotherIsWaitedFor(t *testing.T) {
+	d, clock := newDesk()
+	d.set(units(nil))
+	mine, part := ids(gpuA, 0, 1), ids(gpuA, 1, 2)
+	for _, had := range [][]string{mine, part} {
+		if err := d.restore(recordOf(t, memName, had), clock.now(), clock.now()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	clock.pass(time.Second)
+	says := (&world{noCheckpoint: true}).run("other", part, clock.now())
+	clock.pass(time.Second)
+	d.Reconcile(says.say(clock.now()))
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	wantErr(t, d.Prepare(ctx, memName, mine), "previous holder still ending: allocation "+cdi.Key(memName, part))
+	if err := d.Prepare(ctx, memName, part); err != nil && strings.Contains(err.Error(), "previous holder") {
+		t.Errorf("an allocation waits for its own container: %v", err)
+	}
+}
+
 // A pod's Event names a pod of another namespace by its allocation's key, and so it does
 // where the namespace of the pod itself is not known for sure.
 func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {

@@ -196,6 +196,7 @@ func TestReadings(t *testing.T) {
 		quick bool
 	}{
 		{"the driver calls it lost", reading(with(fault("get name: ?"), func(g *GPUReading) { g.Device.Lost = true }), good(b)), "GPU-a lost", false},
+		{"the driver lists it no more", reading(with(fault("not listed"), func(g *GPUReading) { g.Device.Gone = true }), good(b)), "GPU-a lost", false},
 		{"another fault", reading(fault("get name: what?"), good(b)), "GPU-a unreadable", false},
 		{"another fault, in words that were taken for lost", reading(fault("get name: \"the "+gpu.ErrLost.Error()+"\" is not a name"), good(b)), "GPU-a unreadable", false},
 		{"lost when its health is asked", reading(failing(gpu.ErrLost), good(b)), "GPU-a lost", false},

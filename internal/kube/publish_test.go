@@ -205,3 +205,38 @@ func TestSliceThatIsRefused(t *testing.T) {
 		t.Errorf("%d slices, want the other one", len(have))
 	}
 }
+
+// A pool gets a new generation when its slices are others or their number changes, since the
+// scheduler takes those of one generation for all that there are.
+func TestGenerations(t *testing.T) {
+	slice := func(name string, slices, generation int64) ResourceSlice {
+		return ResourceSlice{Name: name, Pool: Pool{Name: "p", Slices: slices, Generation: generation}}
+	}
+	two := []ResourceSlice{slice("a", 2, 3), slice("b", 2, 3)}
+	for _, c := range []struct {
+		name       string
+		have, want []ResourceSlice
+		generation int64
+	}{
+		{"the first", nil, []ResourceSlice{slice("a", 1, 0)}, 1},
+		{"as many", two, []ResourceSlice{slice("a", 2, 0), slice("b", 2, 0)}, 3},
+		{"one more", two, []ResourceSlice{slice("a", 3, 0), slice("b", 3, 0), slice("c", 3, 0)}, 4},
+		{"one more, and another name", two, []ResourceSlice{slice("b", 3, 0), slice("c", 3, 0), slice("d", 3, 0)}, 4},
+		{"one less", two, []ResourceSlice{slice("a", 1, 0)}, 4},
+		{"another in its place", two, []ResourceSlice{slice("a", 2, 0), slice("c", 2, 0)}, 4},
+		{"left between two", []ResourceSlice{slice("a", 2, 4), slice("b", 2, 3)}, []ResourceSlice{slice("a", 2, 0), slice("b", 2, 0)}, 5},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			have := map[string]publishedSlice{"other": {ResourceSlice: ResourceSlice{Name: "other", Pool: Pool{Name: "q", Slices: 1, Generation: 9}}}}
+			for _, s := range c.have {
+				have[s.Name] = publishedSlice{ResourceSlice: s}
+			}
+			generations(c.want, have)
+			for _, s := range c.want {
+				if s.Pool.Generation != c.generation {
+					t.Errorf("slice %s has generation %d, want %d", s.Name, s.Pool.Generation, c.generation)
+				}
+			}
+		})
+	}
+}

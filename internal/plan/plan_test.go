@@ -268,6 +268,8 @@ func TestAPIWaitsForHolders(t *testing.T) {
 	admin := whole(0)
 	admin.NoRoom = true
 	fixed := config.Want{Mode: config.MIG, API: dra, Geometry: []mig.Count{{Profile: small, N: 1}}}
+	throughPlugin := fixed
+	throughPlugin.API = dp
 	for _, c := range []struct {
 		name    string
 		mig     bool
@@ -295,6 +297,8 @@ func TestAPIWaitsForHolders(t *testing.T) {
 			blocked: "(api: device-plugin), not yet 1x1g.10gb (api: dra), until these end: ns/a", drains: true},
 		{name: "MIG, found at a start", mig: true, held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
 			blocked: "(api: dra), until these end: ns/a", drains: true},
+		{name: "MIG, found at a start with a claim", mig: true, held: []ledger.Allocation{by(dra, held("a", placement(t, "1g.10gb", 1)...))}, want: throughPlugin, through: dra,
+			blocked: "(api: device-plugin), until these end: ns/a", drains: true},
 		{name: "MIG, left as it is", mig: true, have: through(dra, Placements([]mig.Placement{at})), want: config.Want{}, through: dra},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -46,6 +46,31 @@ func newDoor() *door {
 	return d
 }
 
+// enter waits for the door and goes in, until leave. Where ctx ends first, or the call
+// inside is taken for hung, the error is as through's.
+func (d *door) enter(ctx context.Context, what string) (*visit, error) {
+	d.mu.Lock()
+	hung := d.hung
+	d.mu.Unlock()
+	select {
+	case <-hung:
+		return nil, d.refusal(what, nil)
+	default:
+	}
+	select {
+	case <-hung:
+		return nil, d.refusal(what, nil)
+	case <-ctx.Done():
+		return nil, d.refusal(what, context.Cause(ctx))
+	case <-d.token:
+	}
+	v := &visit{what: what, since: time.Now()}
+	d.mu.Lock()
+	d.inside = v
+	d.mu.Unlock()
+	return v, nil
+}
+
 // through runs f inside the door and returns what it returns. Where ctx ends
 // first, or the call inside is taken for hung, the error wraps gpu.ErrTimeout
 // (and the context's, where that is why). f may then run still, so it writes to
@@ -53,26 +78,10 @@ func newDoor() *door {
 // gets the value, inside the door. Undo may be nil.
 func through[T any](ctx context.Context, d *door, what string, f func() (T, error), undo func(T)) (T, error) {
 	var none T
-	d.mu.Lock()
-	hung := d.hung
-	d.mu.Unlock()
-	select {
-	case <-hung:
-		return none, d.refusal(what, nil)
-	default:
+	v, err := d.enter(ctx, what)
+	if err != nil {
+		return none, err
 	}
-	select {
-	case <-hung:
-		return none, d.refusal(what, nil)
-	case <-ctx.Done():
-		return none, d.refusal(what, context.Cause(ctx))
-	case <-d.token:
-	}
-	v := &visit{what: what, since: time.Now()}
-	d.mu.Lock()
-	d.inside = v
-	d.mu.Unlock()
-
 	type answer struct {
 		value T
 		err   error

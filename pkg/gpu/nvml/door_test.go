@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -152,6 +153,26 @@ func TestDoorWaitsForACallThatEnds(t *testing.T) {
 	if err := <-waiting; err != nil {
 		t.Error(err)
 	}
+}
+
+// Who leaves the line for the driver leaves the door of event sets to others at once,
+// however long he waited: Events goes on meanwhile.
+func TestAloneIsNeverTakenForHung(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &session{gates: newGates()}
+		<-s.door.token // somebody is inside, and his caller waits
+		for range 100 { // it was shut for a moment, which some of them met
+			const patience = 2 * hungAfter
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			if err := s.alone(ctx, "work alone", func() {}, func() error { return nil }); !errors.Is(err, gpu.ErrTimeout) {
+				t.Fatalf("beside a call that takes long: %v", err)
+			}
+			cancel()
+			if _, err := through(t.Context(), s.waits, "watch", answer(1), nil); err != nil {
+				t.Fatalf("after %s of waiting: %v", patience, err)
+			}
+		}
+	})
 }
 
 func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {

@@ -429,15 +429,19 @@ func (d *Driver) Close() error {
 // called after f, which may end after the caller has left, or when f will not run.
 func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
 	var began atomic.Int32 // 1: f has, 2: it never will
-	_, err := through(ctx, s.waits, what, func() (struct{}, error) {
-		return through(ctx, s.door, what, func() (none struct{}, _ error) {
+	// Nobody leaves the first door behind a call of his own: what is done inside it ends with
+	// ctx, so it is never taken for hung.
+	_, err := s.waits.enter(ctx, what)
+	if err == nil {
+		_, err = through(ctx, s.door, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-	}, nil)
+		s.waits.leave()
+	}
 	if began.CompareAndSwap(0, 2) {
 		release()
 	}

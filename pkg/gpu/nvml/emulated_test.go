@@ -506,6 +506,36 @@ func TestLossBesideAHungGPU(t *testing.T) {
 	l.hears(t, n, 3, gpus[3].UUID)
 }
 
+// A call that hangs keeps a new initialisation out for as long as it likes. The GPUs are
+// watched meanwhile as they were known, and the new one is seen when the call has ended.
+func TestPlugBesideACallThatHangs(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 3, GPUs: []emulator.GPUSpec{{Index: 2, Unplugged: true}}})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	const call = "nvmlDeviceGetMemoryInfo_v2"
+	before := n.calls(call)
+	try(t, n.Inject(emulator.Fault{Call: call, Hang: true}))
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		_, _ = d.Inventory(ctx)
+	}()
+	await(t, "the reading hangs", func() bool { return n.calls(call) > before })
+	sets := n.calls("nvmlEventSetCreate")
+	try(t, n.hand.Plug(2))
+	await(t, "the GPUs are registered again", func() bool { return n.calls("nvmlEventSetCreate") > sets })
+	l.hears(t, n, 1, gpus[1].UUID)
+	leave()
+	<-left
+	n.Clear()
+	l.until(t, "the change", changed)
+	if inv := inventory(t, d); len(inv.GPUs) != 3 {
+		t.Errorf("the inventory has %d GPUs", len(inv.GPUs))
+	}
+}
+
 func TestUnplugAndPlug(t *testing.T) {
 	for _, c := range []struct {
 		name   string
