@@ -3,8 +3,13 @@
 package main
 
 import (
+	"bufio"
 	"context"
+	"errors"
+	"io"
 	"net"
+	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -40,9 +45,43 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	for _, want := range []string{"serving schedulers", "request fails"} {
 		said.until(t, want)
 	}
+	_, addr, _ := strings.Cut(said.seen.String(), "msg=\"serving schedulers\" addr=")
+	addr, _, _ = strings.Cut(addr, " ")
+	idleConnectionsGo(t, addr)
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("told to end, it ended with %v", err)
+	}
+}
+
+// idleConnectionsGo has one client ask on many connections, of which the server keeps some.
+func idleConnectionsGo(t *testing.T, addr string) {
+	t.Helper()
+	var first net.Conn
+	for range 100 {
+		conn, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		if first == nil {
+			first = conn
+		}
+		if _, err := conn.Write([]byte("GET / HTTP/1.1\r\nHost: placer\r\n\r\n")); err != nil {
+			t.Fatal(err)
+		}
+		answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.Copy(io.Discard, answer.Body)
+	}
+	// An idle connection lasts five minutes.
+	if err := first.SetReadDeadline(time.Now().Add(2 * time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := first.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("a client keeps 100 connections: reading from the first: %v", err)
 	}
 }
 

@@ -122,12 +122,15 @@ func TestLongMistakes(t *testing.T) {
 }
 
 // TestMistakesOutOfOrder: which mistakes are told does not depend on the order in which
-// they are found, and one that is found again is not counted again.
+// they are found, and one that is found again is not counted again. No more of them are kept
+// on the way than are told at the end.
 func TestMistakesOutOfOrder(t *testing.T) {
 	m := &mistakes{file: "f"}
 	for range 2 {
 		for line := 100; line > 0; line-- {
-			m.add(line, "wrong")
+			if m.add(line, "wrong"); len(m.errs) > maxMistakes {
+				t.Fatalf("%d mistakes are kept", len(m.errs))
+			}
 		}
 	}
 	lines := told(t, m.err())
