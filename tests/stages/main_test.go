@@ -337,6 +337,36 @@ func TestConcurrentPackages(t *testing.T) {
 	}
 }
 
+// A sweep that had another name would run nowhere in `make test`, and one in another package
+// not there.
+func TestSweepsAreThere(t *testing.T) {
+	t.Chdir("../..")
+	files, err := goFiles()
+	if err != nil {
+		t.Fatal(err)
+	}
+	sweep, in := regexp.MustCompile(sweepTests), map[string]string{}
+	for _, f := range files {
+		if !strings.HasSuffix(f, "_test.go") {
+			continue
+		}
+		src, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range oneTest.FindAllSubmatch(src, -1) {
+			if name := string(m[1]); sweep.MatchString(name) {
+				in[name] = filepath.Dir(f)
+			}
+		}
+	}
+	for _, name := range strings.Split(strings.Trim(sweepTests, "^()$"), "|") {
+		if in[name] != "internal/agent" {
+			t.Errorf("%s is in %q, not in internal/agent", name, in[name])
+		}
+	}
+}
+
 // Of two runs on one cache the second waits; one that a stage of the first starts does not.
 func TestOneRunAtATime(t *testing.T) {
 	cache := t.TempDir()

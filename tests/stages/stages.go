@@ -434,7 +434,7 @@ var sweeps = []string{"/pkg/mig", "/tests/hardware"}
 // sweepTests are tests of internal/agent that do arithmetic, or live through days of virtual
 // time, in one goroutine at a time: the race detector makes them several times as
 // long and has nothing to find in them that others do not show it.
-const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour)$"
+const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestHeldCutsFitTheLists|TestFileOfMistakes|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour)$"
 
 // goPackage is one of the product's, by its import path.
 type goPackage struct {
