@@ -367,8 +367,7 @@ func (b *bench) claimsBecome(want int) {
 	}))
 }
 
-// The container runtime, the API server, the partitions and the node's labels
-// go and come back, and pods see nothing of it.
+// The container runtime and the API server go and come back, and pods see nothing of it.
 func TestOthersGoAndComeBack(t *testing.T) {
 	b := begin(t, mixed, mixedOffers)
 	pods := b.tenants()
@@ -416,51 +415,6 @@ func TestOthersGoAndComeBack(t *testing.T) {
 		works(b, "after-containerd")
 		intact(b)
 		b.kubeletLives(kubelet)
-	})
-
-	b.rest("partitions", func(b *bench) {
-		b.must(agent.DeletePartitions(b.ctx))
-		b.Cleanup(func() {
-			if err := agent.SetPartitions(context.Background(), mixed); err != nil {
-				b.Error(err)
-			}
-		})
-		b.must(agent.AwaitStatus(b.ctx, time.Minute, "the agent to miss them", func(s lab.Status) error {
-			if !strings.Contains(s.Partition.Message, "gpu-partitions") {
-				return fmt.Errorf("it says %q", s.Partition.Message)
-			}
-			return nil
-		}))
-		works(b, "without-partitions")
-		intact(b)
-		// Not even a new agent ends what it cannot place.
-		b.must(agent.Kill(b.ctx))
-		b.must(lab.Await(b.ctx, time.Minute, "the claims in the new agent", func(ctx context.Context) error {
-			s, err := agent.Status(ctx)
-			if err == nil && s.Claims != len(pods) {
-				err = fmt.Errorf("there are %d, want %d", s.Claims, len(pods))
-			}
-			return err
-		}))
-		if err := hurt(before); err != nil {
-			b.Error(err)
-		}
-	})
-	b.state("applied")
-	intact(b)
-
-	b.rest("labels", func(b *bench) {
-		b.must(agent.Stop(b.ctx))
-		if err := hurt(before); err != nil {
-			b.Error(err)
-		}
-		b.must(agent.Start(b.ctx))
-		b.choose("nowhere")
-		b.state("invalid")
-		works(b, "chosen-wrong")
-		b.choose("")
-		b.state("applied")
-		intact(b)
 	})
 
 	// It answers nothing, which is worse than being away; a container that must
