@@ -3,12 +3,8 @@
 package e2e
 
 import (
-	"context"
-	"encoding/json"
 	"fmt"
-	"regexp"
 	"slices"
-	"sync"
 	"testing"
 
 	"example.com/gpu-agent/tests/lab"
@@ -79,22 +75,6 @@ func (b *bench) restarts(pods []*lab.RunningPod) {
 			b.Errorf("after the restart of its container %s is on GPU %d, want %d", pods[i], g.Index, want)
 		}
 	}
-}
-
-// When the kubelet starts anew, pods go on, the devices are on offer again, and
-// what pods hold is not given out twice.
-func TestKubeletRestart(t *testing.T) {
-	if testing.Short() {
-		t.Skip("make test-all runs it")
-	}
-	b := begin(t, mixed, mixedOffers)
-	pods := b.tenants()
-	before := b.life(pods...)
-	b.must(node.RestartKubelet(b.ctx))
-	b.offers(mixedOffers)
-	b.newTenants()
-	b.lives(before, pods...)
-	b.restarts(pods)
 }
 
 // When the agent is killed, pods go on, and the next one knows what they hold
@@ -212,144 +192,6 @@ func TestInitAndAppContainers(t *testing.T) {
 		for _, name := range []string{"app", "side"} {
 			if g := b.one(b.inside(pod, name)); g.UUID != init.UUID {
 				b.Errorf("container %s sees GPU %d, and the init container saw GPU %d", name, g.Index, init.Index)
-			}
-		}
-	})
-}
-
-// A GPU that is lost takes its own devices off the offer, and only those.
-func TestLostGPU(t *testing.T) {
-	if testing.Short() {
-		t.Skip("make test-all runs it")
-	}
-	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
-	pod, has := b.running("a", lab.Memory, 24)
-	before, lost := b.life(pod), b.one(has)
-	b.must(driver.Lose(b.ctx, lost.Index))
-	back := sync.OnceValue(func() error { return driver.Restore(context.Background(), lost.Index) })
-	t.Cleanup(func() {
-		if err := back(); err != nil {
-			t.Error(err)
-		}
-	})
-	b.offers(map[string]int{lab.Memory: (gpus - 1) * units})
-	// The kubelet hears of it a moment before the status shows it.
-	b.must(agent.AwaitStatus(b.ctx, waitLong, "the lost GPU and no other", func(s lab.Status) error {
-		for _, g := range s.GPUs {
-			if healthy := g.Health == "healthy"; healthy != (g.UUID != lost.UUID) || !healthy && g.Reason == "" {
-				return fmt.Errorf("GPU %d is said to be %s (%q), and the lost one is %d", g.Index, g.Health, g.Reason, lost.Index)
-			}
-		}
-		return nil
-	}))
-	b.lives(before, pod)
-	_, other := b.running("b", lab.Memory, 24)
-	if g := b.one(other); g.UUID == lost.UUID {
-		b.Errorf("a new pod is on GPU %d, which is lost", g.Index)
-	}
-
-	b.must(back())
-	// A GPU that comes back makes no event; another one's lets the agent look
-	// before its next reading is due.
-	b.must(driver.Xid(b.ctx, 7, 13))
-	b.offers(map[string]int{lab.Memory: gpus * units})
-}
-
-// What people and machines are shown is what pods hold.
-func TestStatusAndMetrics(t *testing.T) {
-	if testing.Short() {
-		t.Skip("make test-all runs it")
-	}
-	b := begin(t, mixed, mixedOffers)
-	b.tenants()
-	b.must(agent.AwaitStatus(b.ctx, waitLong, "the holders' names", func(s lab.Status) error {
-		for index, want := range map[int]string{0: "memory", 2: "replica", 4: "whole"} {
-			if h := s.GPUs[index].Holders; len(h) != 1 || h[0].Pod != want {
-				return fmt.Errorf("GPU %d is held by %v, want %s", index, h, want)
-			}
-		}
-		return nil
-	}))
-
-	b.sub("status", func(b *bench) {
-		out, err := agent.Command(b.ctx, "status")
-		b.must(err)
-		for _, want := range []string{
-			`(?m)^` + nodeName + `$`,
-			`(?m)^gpu-agent \S.*, driver ` + regexp.QuoteMeta(driver.Version) + `, CUDA `,
-			`(?m)^partition default: applied$`,
-			`(?m)^GPU 0  +NVIDIA H100 80GB HBM3 .* shared  healthy$`,
-			`(?m)^ +` + driver.GPUs[0].UUID + ` +example\.com/gpu-mem$`,
-			`(?m)^ +█+░+  24/79 GiB$`,
-			`(?m)^ +work/memory/main +24 GiB`,
-			`(?m)^ +` + driver.GPUs[2].UUID + ` +example\.com/gpu\.shared$`,
-			`(?m)^ +█+░+  1/2 replicas$`,
-			`(?m)^ +work/replica/main +1 replica\b`,
-			`(?m)^ +█+  1/1 GPU$`,
-			`(?m)^ +work/whole/main +1 GPU`,
-			`(?m)^GPU 7  +NVIDIA H100 80GB HBM3 .* off  healthy$`,
-		} {
-			if !regexp.MustCompile(want).Match(out) {
-				b.Errorf("the screen has no line %s:\n%s", want, out)
-			}
-		}
-	})
-	b.sub("metrics", func(b *bench) {
-		got, err := agent.Metrics(b.ctx)
-		b.must(err)
-		devices := func(index int, resource, state string) string {
-			return fmt.Sprintf(`gpu_agent_devices{gpu=%q,resource=%q,state=%q}`, driver.GPUs[index].UUID, resource, state)
-		}
-		want := map[string]float64{
-			devices(0, lab.Memory, "held"):                                   24,
-			devices(0, lab.Memory, "free"):                                   units - 24,
-			devices(0, lab.Memory, "unhealthy"):                              0,
-			devices(1, lab.Memory, "held"):                                   0,
-			devices(1, lab.Memory, "free"):                                   units,
-			devices(2, lab.Replicas, "held"):                                 1,
-			devices(2, lab.Replicas, "free"):                                 1,
-			devices(4, lab.GPU, "held"):                                      1,
-			devices(5, lab.GPU, "free"):                                      1,
-			`gpu_agent_claims`:                                               3,
-			`gpu_agent_partition_state{partition="default",state="applied"}`: 1,
-			`gpu_agent_partition_state{partition="default",state="blocked"}`: 0,
-		}
-		for _, g := range driver.GPUs {
-			want[fmt.Sprintf(`gpu_agent_gpu_healthy{gpu=%q}`, g.UUID)] = 1
-			want[fmt.Sprintf(`gpu_agent_gpu_memory_bytes{gpu=%q}`, g.UUID)] = float64(g.MemoryMiB) * (1 << 20)
-		}
-		for name, value := range want {
-			if v, ok := got[name]; !ok || v != value {
-				b.Errorf("%s is %v (there: %v), want %v", name, v, ok, value)
-			}
-		}
-	})
-	b.sub("probes", func(b *bench) {
-		for _, page := range []string{"healthz", "readyz"} {
-			out, err := agent.HTTP(b.ctx, page)
-			b.must(err)
-			if string(out) != "ok\n" {
-				b.Errorf("/%s says %q, want ok", page, out)
-			}
-		}
-	})
-	b.sub("inventory", func(b *bench) {
-		out, err := agent.Command(b.ctx, "inventory", "-o", "json")
-		b.must(err)
-		var inv struct {
-			Driver string
-			GPUs   []struct {
-				Index, Minor, MemoryMiB int
-				UUID                    string
-			}
-		}
-		b.must(json.Unmarshal(out, &inv))
-		if inv.Driver != driver.Version || len(inv.GPUs) != gpus {
-			b.Fatalf("the inventory has driver %s and %d GPUs, want %s and %d", inv.Driver, len(inv.GPUs), driver.Version, gpus)
-		}
-		for i, g := range inv.GPUs {
-			if want := driver.GPUs[i]; g.Index != want.Index || g.Minor != want.Minor || g.UUID != want.UUID || g.MemoryMiB != want.MemoryMiB {
-				b.Errorf("the inventory's GPU %d is %+v, want %+v", i, g, want)
 			}
 		}
 	})
