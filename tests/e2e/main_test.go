@@ -93,10 +93,9 @@ var start = sync.OnceValue(func() error {
 })
 
 // deploy deploys the agent as all tests want it: a GPU need not be without
-// complaint for a minute before it is offered again, and NVLink lanes are not
-// looked at once a minute.
+// complaint for a minute before it is offered again.
 func deploy(ctx context.Context, o lab.DeployOptions) (*lab.Agent, error) {
-	env := map[string]string{"GPU_AGENT_HEALTH_HOLD": "2s", "GPU_AGENT_HEALTH_PROBE": "500ms", "GPU_AGENT_LINKS_EVERY": "2s"}
+	env := map[string]string{"GPU_AGENT_HEALTH_HOLD": "2s", "GPU_AGENT_HEALTH_PROBE": "500ms"}
 	maps.Copy(env, o.Env)
 	o.Env = env
 	return node.Deploy(ctx, o)

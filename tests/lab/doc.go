@@ -61,8 +61,7 @@
 // [Node.Record] listens at the agent's sockets beside the kubelet, and has every
 // device that turned, and when. [Node.Offer] is what the kubelet made of it.
 //
-// [Node.RecordLabels] has every change of the Node's labels, by a watch, and
-// [Node.RecordPods] every write of a pod.
+// [Node.RecordPods] has every write of a pod.
 //
 // # How often the kubelet looks
 //
