@@ -287,6 +287,9 @@ func TestAtTheAPIServer(t *testing.T) {
 	if err := s.do(t, agentOn("node-1"), http.MethodPut, status, asJSON, fields{}, nil); err == nil || !strings.Contains(err.Error(), `cannot update resource`) {
 		t.Errorf("an update in place of a patch: %v, want that RBAC refuses it", err)
 	}
+	if err := s.do(t, accountOn(name, name, ""), http.MethodPatch, node, merge, meta("labels", "example.com/gpu.partition.state", "applied"), nil); err == nil || !strings.Contains(err.Error(), "the node that it runs on") {
+		t.Errorf("by a token that names no node: %v, want a refusal", err)
+	}
 	// The policy is for the agent's account; the kubelet's own writes pass.
 	if err := s.do(t, nil, http.MethodPatch, status, strategic, condition("Ready", "Unknown"), nil); err != nil {
 		t.Errorf("somebody else's write: %v", err)

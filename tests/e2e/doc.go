@@ -10,7 +10,7 @@
 // Each test begins on a node where nobody has asked for a GPU yet (see
 // lab.Agent.Reset) with partitions of its own, so order does not count.
 //
-//	go test ./tests/e2e -run TestPacking -v
+//	go test ./tests/e2e -run TestRefusal -v
 //
 // builds what is missing in the cache, which takes minutes the first time.
 // With -built everything is taken to be built. The tests are skipped, with the
@@ -32,13 +32,12 @@
 //	TestOthersGoAndComeBack           containers run on while containerd is away
 //	TestRefusal                       the user reads why
 //	TestResourceClaims                the scheduler places claims, and the kubelet has them prepared and given back
-//	TestRights                        what the agent's account may write
 //	TestTopology                      GPUs and CPUs of one NUMA node
 //	TestWatchdog                      a container over its cap is ended, and no other
 //	TestWithdrawalDuringAllocate      the kubelet lives while devices leave its lists
 //
-// What the agent decides by itself the tests of its packages show; here it is looked at once more
-// without -short, as make test-all has it. -long has the full counts.
+// What the agent decides by itself the tests of its packages show, and not these. Without -short, as
+// make test-all has it, they go on to what else needs the node. -long has the full counts.
 //
 // The tests of MIG swap the node's GPUs for others, whose mode takes a reset to
 // change and whose operations take the time that hardware's do, and give the
@@ -49,8 +48,7 @@
 // The tests of topology swap the whole machine: its PCI bus, NVLinks and NUMA nodes,
 // with more CPUs than there are. For one of them the kubelet is started anew as one
 // that aligns CPUs and devices (see lab.Node.Align); what it gave to whom is its own
-// word, and where the hardware has it is the emulated hardware's. Labels are what a
-// watch of the Node saw, which misses no state of it.
+// word, and where the hardware has it is the emulated hardware's.
 //
 // Where memory counts, programs inside containers take it until they are refused
 // (see lab.Probe), and the driver's own figure is what they are held to.
@@ -59,7 +57,7 @@
 // second for them. A figure that depends on when the scheduler hears of a change, such
 // as how many pods are refused, is taken with the settings of users' kubelets, which
 // look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, TestWindow and
-// TestAllocatableAtOnce, the edits of TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
+// TestAllocatableAtOnce, and in the long form the restarts and the reboot.
 // TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
 // What the agent writes down of who had what is read from the journal on the node, by the names
