@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net"
 	"net/http"
 	"net/url"
 	"os"
@@ -25,7 +24,6 @@ import (
 const (
 	Domain         = "example.com"
 	AgentNamespace = "gpu-agent"
-	AgentImage     = "localhost/gpu-agent:dev"
 	configMap      = "gpu-partitions"
 	configKey      = "config.yaml"
 
@@ -51,8 +49,8 @@ func MIG(profile string) string { return Domain + "/mig-" + strings.ReplaceAll(p
 // and what [DeployOptions] says are for all nodes, the rest is about the one.
 type Agent struct {
 	node *Node
-	// pod is the agent's pod that was seen last, address its own.
-	pod, address string
+	// pod is the agent's pod that was seen last.
+	pod string
 }
 
 // DeployOptions say how the agent is deployed.
@@ -62,7 +60,7 @@ type DeployOptions struct {
 	// Components name directories of deployments/components. What one brings
 	// beside the agent stays until RemoveComponent.
 	Components []string
-	// Image is another than AgentImage, which the node has.
+	// Image is another than the usual one, which the node has.
 	Image string
 	// OwnPIDs leaves out the DaemonSet's hostPID: the agent sees no process but
 	// its own.
@@ -212,15 +210,15 @@ func (a *Agent) Ready(ctx context.Context) error {
 			return fmt.Errorf("the DaemonSet wants %d pods, %d are up to date, %d are ready: %s",
 				s.DesiredNumberScheduled, s.UpdatedNumberScheduled, s.NumberReady, strings.Join(seen, "; "))
 		}
-		a.pod, a.address = pods[0].name, pods[0].address
+		a.pod = pods[0].name
 		return nil
 	})
 }
 
 type agentPod struct {
-	name, phase, waiting, address string
-	ready, deleted                bool
-	restarts                      int
+	name, phase, waiting string
+	ready, deleted       bool
+	restarts             int
 }
 
 func (p agentPod) String() string {
@@ -233,7 +231,7 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 		Items []struct {
 			Metadata struct{ Name, DeletionTimestamp string }
 			Status   struct {
-				Phase, PodIP      string
+				Phase             string
 				ContainerStatuses []struct {
 					Ready        bool
 					RestartCount int
@@ -257,7 +255,7 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 	}
 	var out []agentPod
 	for _, item := range list.Items {
-		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, address: item.Status.PodIP, deleted: item.Metadata.DeletionTimestamp != ""}
+		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, deleted: item.Metadata.DeletionTimestamp != ""}
 		for _, c := range item.Status.InitContainerStatuses {
 			for _, t := range []*struct{ Reason, Message string }{c.State.Terminated, c.LastState.Terminated} {
 				if t != nil && t.Message != "" {
@@ -292,34 +290,17 @@ func (a *Agent) SetPartitions(ctx context.Context, file string) error {
 	return nil
 }
 
-// DeletePartitions removes the ConfigMap. SetPartitions makes it again.
-func (a *Agent) DeletePartitions(ctx context.Context) error {
-	if err := a.node.api.remove(ctx, configMaps+"/"+configMap); err != nil {
-		return fmt.Errorf("delete the partitions: %w", err)
-	}
-	return nil
-}
-
 const configMaps = "/api/v1/namespaces/" + AgentNamespace + "/configmaps"
 
 // Status is the agent's own view, as /statusz shows it.
 type Status struct {
 	Version, Driver string
 	Claims          int
-	// Hardware says what the driver does not answer; empty while it answers.
-	Hardware  string
-	Partition struct {
+	Partition       struct {
 		Name, State, Message, Source string
 		Generation                   int
 	}
 	GPUs []GPUStatus
-	// Topology is how the GPUs are connected, by indices.
-	Topology struct {
-		// Joined are the sets that NVLink connects, largest first.
-		Joined [][]int
-		// Weak says in sentences where lanes are missing.
-		Weak []string
-	}
 	// Containers is the memory of containers by GPU.
 	Containers []ContainerStatus
 	Watchdog   struct {
@@ -479,16 +460,6 @@ func (a *Agent) Restarts(ctx context.Context) (int, error) {
 	return 0, fmt.Errorf("the agent's pod %s is gone", a.pod)
 }
 
-// Complaint is why the agent's container does not run, by what it said last;
-// empty while nothing is known.
-func (a *Agent) Complaint(ctx context.Context) (string, error) {
-	pods, err := a.pods(ctx)
-	if err != nil || len(pods) == 0 {
-		return "", err
-	}
-	return pods[0].waiting, nil
-}
-
 // Kill ends the agent's process with SIGKILL and waits until the kubelet has
 // started another in the same pod, and that one is ready.
 func (a *Agent) Kill(ctx context.Context) error {
@@ -539,7 +510,7 @@ func (a *Agent) Crash(ctx context.Context) error {
 		if len(pods) != 1 || pods[0].name == old || pods[0].phase != "Running" {
 			return fmt.Errorf("there are %v", pods)
 		}
-		a.pod, a.address = pods[0].name, pods[0].address
+		a.pod = pods[0].name
 		return nil
 	})
 }
@@ -572,9 +543,6 @@ func (a *Agent) Process() (Process, error) {
 	}
 	return found[0], nil
 }
-
-// Address is where the agent's port is for the node's network.
-func (a *Agent) Address() string { return net.JoinHostPort(a.address, "9500") }
 
 // Uninstall goes the documented way: the DaemonSet is deleted, and that of
 // deployments/cleanup applied in its place. Uninstalled says how that stands.
@@ -696,7 +664,7 @@ func (a *Agent) answers(ctx context.Context) error {
 		if len(pods) != 1 || pods[0].deleted || pods[0].phase != "Running" {
 			return fmt.Errorf("its pods are %v", pods)
 		}
-		a.pod, a.address = pods[0].name, pods[0].address
+		a.pod = pods[0].name
 		_, err = a.Status(ctx)
 		return err
 	})

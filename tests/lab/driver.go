@@ -36,7 +36,6 @@ type GPUInfo struct {
 	UUID, Model  string
 	// MemoryMiB is the card's, ReservedMiB the driver's own part of it.
 	MemoryMiB, ReservedMiB int
-	TimeSlice              string
 	Lost                   bool
 	// NUMA is the node that the GPU is of.
 	NUMA int
@@ -373,17 +372,6 @@ func (d *Driver) LoadDriver(ctx context.Context, version string) error {
 	return d.refresh(ctx)
 }
 
-// Link makes an NVLink lane of a GPU's fail, at both of its ends, or brings it
-// back; -1 is all of that GPU's.
-func (d *Driver) Link(ctx context.Context, index, link int, up bool) error {
-	args := []string{"--gpu", strconv.Itoa(index)}
-	if link >= 0 {
-		args = append(args, "--link", strconv.Itoa(link))
-	}
-	_, err := d.control(ctx, "link", append(args, map[bool]string{true: "up", false: "down"}[up])...)
-	return err
-}
-
 // Hang keeps calls of a name, or of a pattern such as nvmlDevice*, until
 // ClearFaults. A GPU of -1 is any.
 func (d *Driver) Hang(ctx context.Context, call string, index int) error {
@@ -425,40 +413,11 @@ func (d *Driver) ClearFaults(ctx context.Context) error {
 	return err
 }
 
-// MIG turns a GPU's MIG mode on or off by the operator's hand, whatever the card
-// needs for that otherwise.
-func (d *Driver) MIG(ctx context.Context, index int, on bool) error {
-	_, err := d.control(ctx, "mig", "--gpu", strconv.Itoa(index), map[bool]string{true: "on", false: "off"}[on])
-	return err
-}
-
-// MakeInstance makes an instance by the operator's hand, as somebody does who is
-// not the agent.
-func (d *Driver) MakeInstance(ctx context.Context, index int, profile string, start int) error {
-	_, err := d.control(ctx, "mig-create", "--gpu", strconv.Itoa(index), "--profile", profile, "--start", strconv.Itoa(start))
-	return err
-}
-
-// EndInstance takes a GPU instance away by the operator's hand, with all in it.
-func (d *Driver) EndInstance(ctx context.Context, index, start int) error {
-	_, err := d.control(ctx, "mig-destroy", "--gpu", strconv.Itoa(index), "--start", strconv.Itoa(start))
-	return err
-}
-
 // Reboot does to the GPUs what the machine's end and new start do: no instance is
 // left, and the mode only where the card keeps it.
 func (d *Driver) Reboot(ctx context.Context) error {
 	_, err := d.control(ctx, "reboot")
 	return err
-}
-
-// TimeSlice is what the driver was told for a GPU: default, short, medium or
-// long.
-func (d *Driver) TimeSlice(ctx context.Context, index int) (string, error) {
-	if err := d.refresh(ctx); err != nil {
-		return "", err
-	}
-	return d.GPUs[index].TimeSlice, nil
 }
 
 // ByMinor returns the GPU that a device node belongs to.

@@ -189,14 +189,6 @@ func (n *Node) Stop(ctx context.Context, process string) error {
 // ReadFile reads a file of the node's.
 func (n *Node) ReadFile(path string) ([]byte, error) { return os.ReadFile(n.File(path)) }
 
-// WriteFile writes one, which must be there already.
-func (n *Node) WriteFile(path string, data []byte) error {
-	if _, err := os.Stat(n.File(path)); err != nil {
-		return err
-	}
-	return os.WriteFile(n.File(path), data, 0o600)
-}
-
 // ListFiles names what is in a directory of the node's, sorted.
 func (n *Node) ListFiles(dir string) ([]string, error) {
 	entries, err := os.ReadDir(n.File(dir))

@@ -144,15 +144,6 @@ func (n *Node) StartPlacer(ctx context.Context, doors ...string) (*Placer, error
 // Stop ends it.
 func (p *Placer) Stop(ctx context.Context) error { return p.node.Stop(ctx, placerProcess) }
 
-// Metrics are as [Agent.Metrics].
-func (p *Placer) Metrics(ctx context.Context) (map[string]float64, error) {
-	data, err := p.page(ctx, "metrics")
-	if err != nil {
-		return nil, err
-	}
-	return metrics(data)
-}
-
 func (p *Placer) page(ctx context.Context, page string) ([]byte, error) {
 	process, _, err := p.node.ServerProcess(ctx, placerProcess)
 	if err != nil {

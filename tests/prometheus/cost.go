@@ -13,10 +13,7 @@ import (
 
 // What OpenCost asks of Prometheus about GPUs (opencost, metricsquerier.go), for a stretch and
 // without a label for the cluster.
-const (
-	Allocated = `avg(avg_over_time(container_gpu_allocation{container!="", container!="POD", node!=""}[1m])) by (container, pod, namespace, node)`
-	Requested = `avg(avg_over_time(kube_pod_container_resource_requests{resource="nvidia_com_gpu", container!="",container!="POD", node!=""}[1m])) by (container, pod, namespace, node)`
-)
+const Allocated = `avg(avg_over_time(container_gpu_allocation{container!="", container!="POD", node!=""}[1m])) by (container, pod, namespace, node)`
 
 // Zeros is the page that an OpenCost has for containers that request no nvidia.com/gpu, which
 // series of the agent's page are about.

@@ -31,10 +31,9 @@ var (
 
 const (
 	nodeName = "emulated"
-	// root is the driver's, socket its daemon's.
-	root   = "/run/nvidia/driver"
-	socket = root + "/run/nvidia-persistenced/socket"
-	gpus   = 8
+	// root is the driver's.
+	root = "/run/nvidia/driver"
+	gpus = 8
 	// theirs is what NVIDIA's device plugin offers.
 	theirs = "nvidia.com/gpu"
 )

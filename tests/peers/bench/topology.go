@@ -57,11 +57,8 @@ func irregular() emulator.Spec {
 	return s
 }
 
-// Targets, see the issue that asks for them.
-const (
-	mostChoice = 1.0 // ms of a call, at every size
-	mostWrites = 0.0 // requests to the API server of a node to which nothing happens
-)
+// mostChoice is how many ms a call may take, at every size.
+const mostChoice = 1.0
 
 // choices asks both programs, on each board, for which GPUs they prefer.
 func (b *bench) choices(ctx context.Context) error {
