@@ -17,13 +17,10 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/tests/lab"
-	"example.com/gpu-agent/tests/prometheus"
 )
 
-const (
-	usageDocs = "../../docs/usage.md"
-	// accounted has a GPU for each kind of share.
-	accounted = `version: v1
+// accounted has a GPU for each kind of share.
+const accounted = `version: v1
 partitions:
   default:
     - {devices: [0, 1], mode: shared}
@@ -32,7 +29,6 @@ partitions:
     - {devices: [4], mode: whole}
     - {devices: [5, 6, 7], mode: off}
 `
-)
 
 var accountedOffers = map[string]int{lab.Memory: 2 * units, lab.Replicas: 4, lab.GPU: 1}
 
@@ -120,8 +116,8 @@ type had struct {
 	Since, Until   time.Time
 }
 
-// The account of pods that hold a share, an instance and a GPU: what they cost, what is written
-// down of them, and what is told of those that use nothing.
+// The account of pods that hold a share, an instance and a GPU: what is written down of them, and
+// what is told of those that use nothing.
 func TestAccount(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it")
@@ -153,7 +149,6 @@ func TestAccount(t *testing.T) {
 			b.Errorf("%+v had GPU 2 before there was a pod", is)
 		}
 	})
-	b.sub("what it costs", func(b *bench) { b.costs(share) })
 	b.sub("what is written down", func(b *bench) { b.writtenDown(began, quarter) })
 	b.sub("who uses nothing", func(b *bench) {
 		b.must(lab.Await(b.ctx, 3*time.Minute, "the GPUNode to have idle GPUs", func(ctx context.Context) error { // a sample is due each minute
@@ -178,31 +173,6 @@ func TestAccount(t *testing.T) {
 			return e.Type == "Normal" && e.Reason == "GrantIdle" && strings.Contains(e.Message, "container main has had no process on its GPU since")
 		}))
 	})
-}
-
-// costs has OpenCost's query read what the node serves.
-func (b *bench) costs(share map[string]float64) {
-	b.Helper()
-	if _, err := prometheus.Program(b.ctx, "prometheus"); err != nil {
-		b.Skipf("no Prometheus, and Debian's archive has none for us: %v", err)
-	}
-	page, err := agent.HTTP(b.ctx, "metrics")
-	b.must(err)
-	ctx, cancel := context.WithTimeout(b.ctx, 5*time.Minute)
-	defer cancel()
-	without, with, err := prometheus.Costs(ctx, b.TempDir(), usageDocs, page)
-	b.must(err)
-	if len(with) != len(share) || len(without) != len(share) {
-		b.Errorf("OpenCost reads %v, and %v without the rule, want %v", with, without, share)
-	}
-	for pod, want := range share {
-		if math.Abs(with[pod]-want) > 1e-9 {
-			b.Errorf("OpenCost reads %v of %s, want %v", with[pod], pod, want)
-		}
-		if math.Abs(without[pod]-want/2) > 1e-9 {
-			b.Errorf("without the rule OpenCost reads %v of %s: if that is not half of %v, the rule is not needed", without[pod], pod, want)
-		}
-	}
 }
 
 // writtenDown reads the journal's lines about an allocation, its end, a cut and a refusal. What

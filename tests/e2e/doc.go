@@ -61,8 +61,7 @@
 // TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
 // What the agent writes down of who had what is read from the journal on the node, by the names
-// of fields that users are promised, and what it costs is OpenCost's query, put to a Prometheus
-// that scrapes the node's page.
+// of fields that users are promised.
 //
 // Alerts are those of the shipped rules, in Debian's Prometheus, which scrapes the node's agent and
 // placer as the PodMonitors say: TestAlerts causes each of them on the node, faster by one number, and
