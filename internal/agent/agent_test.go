@@ -632,21 +632,20 @@ func TestBadFileChangesNothing(t *testing.T) {
 			if !strings.Contains(m, "p.yaml:") || !strings.Contains(m, "last good") {
 				t.Errorf("message %q names no line, or not what stays", m)
 			}
+			if e := b.events[len(b.events)-1]; !strings.Contains(e, "Warning GPUPartitionInvalid: ") || !strings.Contains(e, "p.yaml:") {
+				t.Errorf("the last Event is %q", e)
+			}
 		}
 		b.SetFileMissing(errors.New("there is no ConfigMap"))
 		b.want("invalid", fourUnits, "")
 		b.SetFile("p.yaml", []byte(allShared))
 		b.want("applied", fourUnits, "")
-		// The label chooses; a name that the file lacks changes nothing.
-		b.node(map[string]string{"example.com/gpu.partition": "research"}, false)
-		b.want("invalid", fourUnits, "")
-		b.node(nil, false)
-		b.want("applied", fourUnits, "")
 	})
 }
 
-// A container that runs keeps its file, also when the agent starts anew and no
-// witness can say that the devices are its own.
+// An allocation has its file without PreStartContainer, which a kubelet that has restarted does
+// not call before the plugin has registered again. It keeps it, also when the agent starts anew
+// and no witness can say that the devices are its own.
 func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
@@ -667,24 +666,6 @@ func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 		synctest.Wait()
 		if n := len(b.files()); n != 1 || len(b.Allocations()) != 1 {
 			t.Errorf("%d allocations and the files %v, want one of each", len(b.Allocations()), b.files())
-		}
-	})
-}
-
-// A kubelet that has restarted does not call PreStartContainer before the plugin
-// has registered again.
-func TestFileStandsWithoutPrepare(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		b := start(t, newOutside(2), t.TempDir(), allShared)
-		defer b.end()
-		b.want("applied", fourUnits, "")
-		if _, err := b.source(names.Units).Allocate([]string{string(uuid(0)) + "::1"}); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(answerTime)
-		synctest.Wait()
-		if n := len(b.files()); n != 1 {
-			t.Errorf("%d files, want the allocation's: %v", n, b.files())
 		}
 	})
 }
