@@ -60,11 +60,6 @@ type DeployOptions struct {
 	// Components name directories of deployments/components. What one brings
 	// beside the agent stays until RemoveComponent.
 	Components []string
-	// Image is another than the usual one, which the node has.
-	Image string
-	// OwnPIDs leaves out the DaemonSet's hostPID: the agent sees no process but
-	// its own.
-	OwnPIDs bool
 	// Partitions is the partition file; empty leaves the sample.
 	Partitions string
 	// Env is set beside what the manifests set; the flags' twins are meant.
@@ -104,27 +99,16 @@ func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 		Patch  string            `json:"patch"`
 	}
 	container := object{"name": "gpu-agent", "imagePullPolicy": "Never"}
-	if o.Image != "" {
-		container["image"] = o.Image
-	}
-	vars := maps.Clone(o.Env)
-	if !o.OwnPIDs {
-		// The driver's files of /proc are laid over the node's; a container's own
-		// /proc has what this kernel's drivers put there, and this driver is none.
-		vars = map[string]string{"GPU_AGENT_PROC_ROOT": "/host/proc"}
-		maps.Copy(vars, o.Env)
-	}
+	// The driver's files of /proc are laid over the node's; a container's own
+	// /proc has what this kernel's drivers put there, and this driver is none.
+	vars := map[string]string{"GPU_AGENT_PROC_ROOT": "/host/proc"}
+	maps.Copy(vars, o.Env)
 	var env []object
 	for _, name := range sortedKeys(vars) {
 		env = append(env, object{"name": name, "value": vars[name]})
 	}
-	if len(env) > 0 {
-		container["env"] = env
-	}
+	container["env"] = env
 	spec := object{"containers": []object{container}}
-	if o.OwnPIDs {
-		spec["hostPID"] = false
-	}
 	// Merged by names, so that a variable that a component sets is there once.
 	data, err := json.Marshal(object{"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": object{"name": "gpu-agent"},
 		"spec": object{"template": object{"spec": spec}}})

@@ -121,36 +121,32 @@ func (k *Kit) Steps(parts ...string) []Step {
 	}
 }
 
-// NextImage is what BuildNext builds.
-const NextImage = "localhost/gpu-agent:next"
-
 // BuildNext builds an agent that an upgrade could bring: of another release, and
 // the cap's library that it carries has another content, though it does the same.
-// It returns the archive of its image. The agent must have been built already.
-func (k *Kit) BuildNext(ctx context.Context) (archive string, err error) {
+// Its programs are in next/bin of the cache. The agent must have been built already.
+func (k *Kit) BuildNext(ctx context.Context) error {
 	dir := filepath.Join(k.Cache, "next")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", fmt.Errorf("build the next agent: %w", err)
+		return fmt.Errorf("build the next agent: %w", err)
 	}
 	built := filepath.Join(k.Root, "pkg", "memcap", "lib", "built", "libcuda.so.1")
 	library, err := os.ReadFile(built)
 	if err != nil {
-		return "", fmt.Errorf("build the next agent: %w", err)
+		return fmt.Errorf("build the next agent: %w", err)
 	}
 	// The loader does not look at what is behind the last section.
 	changed, overlay := filepath.Join(dir, "libcuda.so.1"), filepath.Join(dir, "overlay.json")
 	replace, err := json.Marshal(object{"Replace": object{built: changed}})
 	err = errors.Join(err, os.WriteFile(changed, append(library, "next"...), 0o644), os.WriteFile(overlay, replace, 0o644))
 	if err != nil {
-		return "", fmt.Errorf("build the next agent: %w", err)
+		return fmt.Errorf("build the next agent: %w", err)
 	}
-	archive = filepath.Join(dir, "gpu-agent.tar")
 	err = k.Run(ctx, "make", "--no-print-directory", "-s", "image", "CACHE="+k.Cache, "BIN="+filepath.Join(dir, "bin"),
-		"ARCHIVE="+archive, "IMAGE="+NextImage, "VERSION=next", "GOFLAGS=-buildvcs=false -overlay="+overlay)
+		"ARCHIVE="+filepath.Join(dir, "gpu-agent.tar"), "IMAGE=localhost/gpu-agent:next", "VERSION=next", "GOFLAGS=-buildvcs=false -overlay="+overlay)
 	if err != nil {
-		return "", fmt.Errorf("build the next agent: %w", err)
+		return fmt.Errorf("build the next agent: %w", err)
 	}
-	return archive, nil
+	return nil
 }
 
 // BuildPeer builds NVIDIA's device plugin, unmodified, and returns where it is.

@@ -253,8 +253,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed(".", "./tests/crash", "-built")},
 		},
 		{
-			// It builds the same next agent as the pieces.
-			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests", "pieces"}, lane: second, set: whole, again: true, lacks: root,
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{
