@@ -197,32 +197,6 @@ func TestCaps(t *testing.T) {
 		b.Logf("gpu-agent status:\n%s", screen)
 	})
 
-	b.rest("two containers of a pod", func(b *bench) {
-		limits := map[string]uint64{"four": 4 * giB, "six": 6 * giB}
-		pod := b.create(lab.Pod{Name: "pair", Containers: []lab.Container{
-			b.container("four", map[string]int{lab.Memory: 4}), b.container("six", map[string]int{lab.Memory: 6})}})
-		b.must(pod.Running(b.ctx))
-		names := slices.Sorted(maps.Keys(limits))
-		probes := map[string]*lab.Probe{}
-		for _, name := range names {
-			probes[name] = b.probe(pod, name, nil)
-		}
-		// Both at a time.
-		b.must(each(names, func(name string) error {
-			a, err := probes[name].Ask("take cuMemAlloc_v2 %d 100000", piece)
-			if err == nil && a.Result() != lab.OutOfMemory {
-				err = fmt.Errorf("%s: %s, want to be refused", name, a)
-			}
-			return err
-		}))
-		for _, name := range names {
-			b.full(probes[name], pod, name, 0, limits[name], piece)
-			if a := b.ask(probes[name], "info"); a.Bytes("total") != limits[name] {
-				b.Errorf("%s sees %s, want a total of %d", name, a, limits[name])
-			}
-		}
-	})
-
 	b.rest("replicas of two GPUs", func(b *bench) {
 		const size = giB
 		pod := b.create(lab.Pod{Name: "replicas", Containers: []lab.Container{b.container("main", map[string]int{lab.Replicas: 2})}})
