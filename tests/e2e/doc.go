@@ -56,8 +56,8 @@
 // Most tests wait for what the node offers, and its kubelet looks at the node every
 // second for them. A figure that depends on when the scheduler hears of a change, such
 // as how many pods are refused, is taken with the settings of users' kubelets, which
-// look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, TestWindow and
-// TestAllocatableAtOnce, and in the long form the restarts and the reboot.
+// look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand and TestWindow, and in the
+// long form the restarts and the reboot.
 // TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
 // What the agent writes down of who had what is read from the journal on the node, by the names

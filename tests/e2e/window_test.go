@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -27,6 +26,20 @@ type window struct {
 	// taken is how many versions of the Node the scheduler had taken in, and passed how often
 	// it had passed over its extender.
 	taken, passed int
+}
+
+// beginWindow has a node with three GPUs on demand, whose kubelet is as users have it.
+func beginWindow(t *testing.T) *bench {
+	t.Helper()
+	world := migWorld
+	world.World += "gpus:\n"
+	for index := range demandGPUs {
+		world.World += fmt.Sprintf("  - {index: %d, mig: true}\n", index)
+	}
+	b := beginMIG(t, world, demandPartitions, placements(demandGPUs))
+	b.usersStatus()
+	b.offersAll(placements(demandGPUs))
+	return b
 }
 
 // watchWindow begins to watch both.
@@ -73,33 +86,12 @@ func (w *window) listed() map[string]int {
 	return out
 }
 
-// equal waits until the API server shows what the lists say. The kubelet's period is ten
-// seconds, and a machine that is busy makes it longer.
-func (w *window) equal(when string) {
-	w.Helper()
-	began := time.Now()
-	w.must(lab.Await(w.ctx, time.Minute, "the node to offer what the lists say "+when, func(context.Context) error {
-		words := w.node.Words()
-		now := words[len(words)-1].Allocatable
-		var errs []error
-		for name, n := range w.listed() {
-			if now[name] != n {
-				errs = append(errs, fmt.Errorf("%s: %d, the list has %d", name, now[name], n))
-			}
-		}
-		return errors.Join(errs...)
-	}))
-	if *long {
-		w.Logf("%s: equal after %.1f s", when, time.Since(began).Seconds())
-	}
-}
-
-// onlyLowered checks that nobody but the kubelet has raised a count since a version of the
-// Node: so the scheduler was never told of more than the kubelet had said last.
-func (w *window) onlyLowered(since int) {
+// onlyLowered checks that nobody but the kubelet has raised a count: so the scheduler was never
+// told of more than the kubelet had said last.
+func (w *window) onlyLowered() {
 	w.Helper()
 	words := w.node.Words()
-	for i := since + 1; i < len(words); i++ {
+	for i := 1; i < len(words); i++ {
 		if words[i].By == lab.ByTheKubelet {
 			continue
 		}
@@ -443,7 +435,7 @@ func (a *windowArm) watched(b *bench, send func() (pods, refused int)) (f figure
 	if a.claims {
 		return f
 	}
-	w.onlyLowered(0)
+	w.onlyLowered()
 	f.lists, f.falls = w.falls()
 	after, err := agent.Metrics(b.ctx)
 	b.must(err)
