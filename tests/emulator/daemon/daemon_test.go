@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
@@ -147,6 +148,37 @@ func TestListen(t *testing.T) {
 	serve(t, dead)
 	if _, err := dial(t, dead).State(); err != nil {
 		t.Errorf("in place of a dead daemon: %v", err)
+	}
+}
+
+// A program that connects in the moment in which the daemon ends hears of its end.
+func TestNobodyIsLeftWaiting(t *testing.T) {
+	w, err := emulator.New(emulator.Spec{Count: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 50 {
+		socket := filepath.Join(t.TempDir(), "s")
+		l, err := daemon.Listen(socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, err := net.Dial("unixpacket", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := (&daemon.Server{World: w}).Serve(ended, l); err != nil {
+			t.Error(err)
+		}
+		if err := conn.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("after the daemon's end: %v", err)
+		}
+		conn.Close()
 	}
 }
 

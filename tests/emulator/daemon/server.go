@@ -154,6 +154,9 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	for {
 		c, err := l.AcceptUnix()
 		if ctx.Err() != nil {
+			if err == nil {
+				c.Close() // the program would wait for an answer for ever
+			}
 			return nil
 		}
 		if err != nil {
