@@ -122,6 +122,13 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	{name: "modules-beside-another-process", contexts: 2, unread: true},
 	{name: "small-one-without-its-hole", contexts: 2, undo: block},
 	{name: "green-context-without-room", unread: true},
+	// What a context takes is asked once for each of the hundred.
+	{name: "primary-context-again", check: func(o outcome) []string {
+		if o.asks > 120 {
+			return []string{fmt.Sprintf("waited for %d readings", o.asks)}
+		}
+		return nil
+	}},
 	{name: "asked-for-one-figure", check: func(o outcome) []string {
 		if total, free := o.n("total"), o.n("free"); total != o.limit || free > o.room {
 			return []string{fmt.Sprintf("told of %d MiB, %d of them free, under a cap of %d", total/MiB, free/MiB, o.limit/MiB)}

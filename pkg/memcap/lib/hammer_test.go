@@ -167,6 +167,17 @@ func TestStep(t *testing.T) {
 	}
 }
 
+// TestWhatSeveralCallsMayFree: what several calls at a pool may free is taken off what is
+// committed once, not once for each of them.
+func TestWhatSeveralCallsMayFree(t *testing.T) {
+	limit, usage := limitPage(t, 512<<20)
+	// The rest of pool.c calls the driver.
+	program := compiled(t, "loose", "c/count.c", "c/loan.c", "c/pool.c", "-ffunction-sections", "-Wl,--gc-sections", "-Wl,--unresolved-symbols=ignore-all")
+	if out, err := exec.CommandContext(t.Context(), program, limit, usage).CombinedOutput(); err != nil || string(out) != "ok\n" {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 // TestAgentAway: nobody reads any more, and a container whose processes come and
 // go has its memory all the same, and no more of it.
 func TestAgentAway(t *testing.T) {

@@ -283,6 +283,26 @@ static void green_context_without_room(struct scene *s)
     }
 }
 
+/* What the primary context and its allocations took is room at once when the last one who
+ * has it lets go, before anybody has read again. */
+static void primary_context_again(struct scene *s)
+{
+    struct cuda *cu = s->cu;
+    CUdevice device;
+    CUcontext context;
+    CUdeviceptr p;
+    uint64_t bytes = s->room / 4 * 3;
+    if (!MUST(s, cu->cuInit(0)) || !MUST(s, cu->cuDeviceGet(&device, s->device)))
+        return;
+    for (int round = 0; round < 100; round++) {
+        if (!MUST(s, cu->cuDevicePrimaryCtxRetain(&context, device)) || !MUST(s, cu->cuCtxSetCurrent(context)) ||
+            !ASK(s, bytes, cu->cuMemAlloc_v2(&p, bytes)) || !MUST(s, cu->cuCtxSetCurrent(NULL)) ||
+            !MUST(s, cu->cuDevicePrimaryCtxRelease_v2(device)))
+            return;
+        given_back(s, bytes);
+    }
+}
+
 const struct scenario limit_scenarios[] = {
     {"heap-beyond-the-cap", heap_beyond_the_cap, 0},
     {"stacks-beyond-the-cap", stacks_beyond_the_cap, 0},
@@ -294,6 +314,7 @@ const struct scenario limit_scenarios[] = {
     {"modules-beside-another-process", modules_beside_another_process, 1},
     {"small-one-without-its-hole", small_one_without_its_hole, 1},
     {"green-context-without-room", green_context_without_room, 1},
+    {"primary-context-again", primary_context_again, 1},
     {"asked-for-one-figure", asked_for_one_figure, 0},
     {0},
 };
