@@ -170,8 +170,9 @@ func (t *trial) command(ctx context.Context, args []string) *exec.Cmd {
 	return cmd
 }
 
-// failedTest finds tests in the output of go test and of tests/stages.
-var failedTest = regexp.MustCompile(`(?m)^\s*(?:--- FAIL: (\S+)|FAILED (\S+ Test\S+))`)
+// failedTest finds tests in the output of go test and of tests/stages, and packages whose
+// tests ran and ended without a name, as one does that took all memory.
+var failedTest = regexp.MustCompile(`(?m)^\s*(?:--- FAIL: (\S+)|FAILED (\S+ Test\S+)|FAIL\t(\S+)\t[\d.]+s$)`)
 
 // run runs tests, keeps what they print, and returns the tests that failed, or what else did.
 func (t *trial) run(ctx context.Context, name string, args []string) (failed []string, err error) {
@@ -199,7 +200,7 @@ func (t *trial) run(ctx context.Context, name string, args []string) (failed []s
 		return nil, err
 	}
 	for _, m := range failedTest.FindAllStringSubmatch(string(text), -1) {
-		if test := m[1] + m[2]; !slices.Contains(failed, test) {
+		if test := m[1] + m[2] + m[3]; !slices.Contains(failed, test) {
 			failed = append(failed, test)
 		}
 	}
