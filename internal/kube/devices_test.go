@@ -46,9 +46,9 @@ func text(value string) map[string]any { return map[string]any{"string": value} 
 
 func TestDevices(t *testing.T) {
 	s := newServer(t)
-	s.slice("a", "node-1", "gpu.nvidia.com", 2, "gpu-0", map[string]any{"uuid": text("GPU-new"), "resource.kubernetes.io/pciBusID": text("0000:3b:00.0"),
+	s.slice("b", "node-1", "gpu.nvidia.com", 2, "gpu-0", map[string]any{"uuid": text("GPU-new"), "resource.kubernetes.io/pciBusID": text("0000:3b:00.0"),
 		"driverVersion": map[string]any{"version": "580.1.0"}, "index": map[string]any{"int": 0}})
-	s.slice("b", "node-1", "gpu.nvidia.com", 1, "gpu-0", map[string]any{"uuid": text("GPU-old")})
+	s.slice("a", "node-1", "gpu.nvidia.com", 1, "gpu-0", map[string]any{"uuid": text("GPU-old")}) // listed first
 	s.slice("c", "node-2", "gpu.nvidia.com", 2, "gpu-9", map[string]any{"uuid": text("GPU-elsewhere")})
 	s.slice("d", "node-1", "cpu.example.org", 1, "cpu-0", nil)
 	s.slice("e", "", "net.example.org", 1, "port-0", map[string]any{"type": text("nic")})
