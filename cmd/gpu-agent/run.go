@@ -316,35 +316,40 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
 
-	// The loop ends first, and everything else with it: it takes its leave while the kubelet
-	// is still served.
-	asked := ctx
-	g, ctx := errgroup.WithContext(context.WithoutCancel(asked))
-	loopCtx, stop := context.WithCancel(ctx)
-	defer stop()
-	defer context.AfterFunc(asked, stop)()
-	g.Go(func() error { return plugins.Run(ctx) })
-	g.Go(func() error { return page.Run(ctx) })
-	g.Go(func() error { return followPartitions(ctx, &f, cluster, loop) })
+	services := []func(context.Context) error{
+		plugins.Run, page.Run,
+		func(ctx context.Context) error { return followPartitions(ctx, &f, cluster, loop) },
+	}
 	if cluster != nil {
-		g.Go(func() error { return cluster.Run(ctx) })
-		g.Go(func() error {
-			return cluster.WatchNode(ctx, loop.SetNode)
-		})
-		g.Go(func() error {
-			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
-			return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
-		})
+		o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+		services = append(services, cluster.Run,
+			func(ctx context.Context) error { return cluster.WatchNode(ctx, loop.SetNode) },
+			func(ctx context.Context) error {
+				return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
+			})
 	}
 	if f.cap.every > 0 {
-		g.Go(func() error { return watchdog.Run(ctx) })
+		services = append(services, watchdog.Run)
 	}
-	g.Go(func() error { return loop.Run(loopCtx) })
-	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+	if err := around(ctx, loop.Run, services...); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
 	log.Info("ended; devices stay with their containers")
 	return nil
+}
+
+// around runs the loop with its services around it. When ctx ends the loop ends first, and
+// the services with it: it takes its leave while the kubelet is still served.
+func around(ctx context.Context, loop func(context.Context) error, services ...func(context.Context) error) error {
+	g, outside := errgroup.WithContext(context.WithoutCancel(ctx))
+	inside, stop := context.WithCancel(outside)
+	defer stop()
+	defer context.AfterFunc(ctx, stop)()
+	for _, run := range services {
+		g.Go(func() error { return run(outside) })
+	}
+	g.Go(func() error { return loop(inside) })
+	return g.Wait()
 }
 
 // serveDRA has the kubelet call a front-end, and the front-end publish while the kubelet is
