@@ -42,18 +42,33 @@ static const struct door doors[] = {
 };
 #define COUNT (sizeof doors / sizeof *doors)
 
-/* bound is what is counted for this process, which has the first slot. */
-static uint64_t bound(const char *path)
+/* counted is the usage page and the slot of this process, which is the first. */
+struct counted {
+    struct usage_page head;
+    char rest[PAGE + sizeof(struct slot) - sizeof(struct usage_page)];
+};
+
+static bool counted(const char *path, struct counted *page)
 {
-    static union {
-        struct usage_page head;
-        char bytes[PAGE + sizeof(struct slot)];
-    } page;
     FILE *f = fopen(path, "r");
-    bool read = f && fread(&page, sizeof page, 1, f) == 1;
+    bool read = f && fread(page, sizeof *page, 1, f) == 1;
     if (f)
         fclose(f);
-    return read ? AMOUNT(page.head.bound) - AMOUNT(page.head.slots[0].idle) : ~(uint64_t)0;
+    return read;
+}
+
+/* bound is what is counted for this process. */
+static uint64_t bound(const char *path)
+{
+    static struct counted page;
+    return counted(path, &page) ? AMOUNT(page.head.bound) - AMOUNT(page.head.slots[0].idle) : ~(uint64_t)0;
+}
+
+/* settled is what gives no room before the next reading. */
+static uint64_t settled(const char *path)
+{
+    static struct counted page;
+    return counted(path, &page) ? page.head.settled : ~(uint64_t)0;
 }
 
 int main(int argc, char **argv)
@@ -131,5 +146,20 @@ int main(int argc, char **argv)
         must(release(0) == CUDA_SUCCESS && bound(argv[2]) == 0, "does not give back", "cuDevicePrimaryCtxRelease_v2");
         must(release(0) != CUDA_SUCCESS && bound(argv[2]) == 0, "is released once too often", "cuDevicePrimaryCtxRelease_v2");
     }
+
+    /* One that ends before we expect it, since the driver's own function was called: a
+     * reading may have told already that its memory has gone. */
+    void *driver = dlopen("/mnt/driver/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    CUresult (*unseen)(CUdevice), (*set)(CUcontext);
+    must(driver != NULL, "is not there", "the driver");
+    *(void **)&unseen = dlsym(driver, "cuDevicePrimaryCtxRelease_v2");
+    *(void **)&set = dlsym(driver, "cuCtxSetCurrent");
+    CUcontext context = NULL;
+    CUdeviceptr wide;
+    must(retain(&context, 0) == CUDA_SUCCESS && retain(&context, 0) == CUDA_SUCCESS && set(context) == CUDA_SUCCESS, "failed", "cuDevicePrimaryCtxRetain");
+    must(large(&wide, 4 * mib) == CUDA_SUCCESS && bound(argv[2]) == each + 4 * mib, "is not counted", "cuMemAlloc_v2");
+    uint64_t before = settled(argv[2]);
+    must(unseen(0) == CUDA_SUCCESS && release(0) == CUDA_SUCCESS && bound(argv[2]) == 0, "does not give back", "cuDevicePrimaryCtxRelease_v2");
+    must(settled(argv[2]) == before + each + 4 * mib, "gives room that a reading may have given", "cuDevicePrimaryCtxRelease_v2");
     return failed;
 }

@@ -14,9 +14,15 @@ EXPORT CUresult cuDriverGetVersion(int *version)
     *version = 12080;
     return CUDA_SUCCESS;
 }
+static CUcontext current = (CUcontext)0x1000;
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
 {
-    *context = (CUcontext)0x1000;
+    *context = current;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxSetCurrent(CUcontext context)
+{
+    current = context;
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuCtxGetDevice(CUdevice *device)
