@@ -91,6 +91,14 @@ func runAll(ctx context.Context, args []string) error {
 	if err := os.MkdirAll(t.logs, 0o755); err != nil {
 		return fmt.Errorf("make a place for the output: %w", err)
 	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return fmt.Errorf("have the worktree alone: %w", err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		return fmt.Errorf("another run puts defects back in %s: %w; wait for its end, or set GPU_AGENT_CACHE to another directory", t.tree, err)
+	}
 	_, _ = exec.CommandContext(ctx, "git", "worktree", "remove", "--force", t.tree).Output() // of a run that was killed
 	if out, err := exec.CommandContext(ctx, "git", "worktree", "add", "--detach", "--force", t.tree, "HEAD").CombinedOutput(); err != nil {
 		return fmt.Errorf("make a worktree: %w: %s", err, out)
