@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command run asks a card all that rests on an emulated driver so far, in the time that there
+// is. It is the program run of the folder that `make test-gpu-kit` makes:
+//
+//	dist/test-gpu/run 9m              all of it, in the order of its worth, for nine minutes
+//	dist/test-gpu/run -out A 9m       the answers into the folder A
+//	dist/test-gpu/run list            the questions
+//
+// It needs the driver and root, and nothing else. What a question needs beside, as programs of
+// NVIDIA's or PyTorch, it looks for, and tells if it is not there. It changes no setting of a
+// card, and says so if one has changed.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"example.com/gpu-agent/tests/hardware/ask"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "run:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	self, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("find the folder of this program: %w", err)
+	}
+	k := &kit{dir: filepath.Dir(self), root: "/"}
+	if root := os.Getenv(rootVariable); root != "" {
+		k.root = root
+	}
+	if len(args) == 3 && args[0] == "one" {
+		return ask.One(ctx, k.questions(), args[1], args[2])
+	}
+	flags := flag.NewFlagSet("run", flag.ContinueOnError)
+	out := flags.String("out", "answers", "the folder for the answers, which is made")
+	only := flags.String("only", "", "these questions, separated by commas")
+	flags.Usage = func() {
+		fmt.Fprintln(flags.Output(), "usage: run [-out FOLDER] [-only QUESTIONS] BUDGET, as in `run 9m`; or run list")
+		flags.PrintDefaults()
+	}
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	list := k.questions()
+	if flags.NArg() == 1 && flags.Arg(0) == "list" {
+		for _, q := range list {
+			fmt.Printf("%-28s %s\n", q.Name, q.Asks)
+		}
+		return nil
+	}
+	if flags.NArg() != 1 {
+		flags.Usage()
+		return errors.New("say how much time there is")
+	}
+	budget, err := time.ParseDuration(flags.Arg(0))
+	if err != nil {
+		return fmt.Errorf("the budget %q is no time, such as 9m or 90s: %w", flags.Arg(0), err)
+	}
+	if *only != "" {
+		names := strings.Split(*only, ",")
+		for _, name := range names {
+			if !slices.ContainsFunc(list, func(q ask.Question) bool { return q.Name == name }) {
+				return fmt.Errorf("there is no question %q; `run list` has them", name)
+			}
+		}
+		list = slices.DeleteFunc(list, func(q ask.Question) bool { return !slices.Contains(names, q.Name) })
+	}
+	folder, err := filepath.Abs(*out)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	r := ask.Run{Out: folder, Budget: budget, Questions: list, Self: []string{self, "one"}, Settings: k.settings, Screen: os.Stdout}
+	came, err := r.All(ctx)
+	fmt.Printf("%d answered, %d have no answer, %d passed over, in %.0f s; the answers are in %s\n",
+		len(came.Answered), len(came.Open), len(came.Passed), time.Since(began).Seconds(), folder)
+	return err
+}
