@@ -1,15 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command run asks a card all that rests on an emulated driver so far, in the time that there
-// is. It is the program run of the folder that `make test-gpu-kit` makes:
-//
-//	dist/test-gpu/run 9m              all of it, in the order of its worth, for nine minutes
-//	dist/test-gpu/run -out A 9m       the answers into the folder A
-//	dist/test-gpu/run list            the questions
-//
-// It needs the driver and root, and nothing else. What a question needs beside, as programs of
-// NVIDIA's or PyTorch, it looks for, and tells if it is not there. It changes no setting of a
-// card, and says so if one has changed.
 package main
 
 import (
