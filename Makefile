@@ -37,7 +37,9 @@ help:
 	@echo 'make unit       the tests that need no node'
 	@echo 'make lint       gofmt, go vet, staticcheck'
 	@echo 'make bench      speed and memory, NVIDIA'"'"'s device plugin beside the agent'
-	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU'
+	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU;'
+	@echo '                with BUDGET=9m, questions to it for so long'
+	@echo 'make test-gpu-kit  these questions as a folder, dist/test-gpu, for another machine'
 	@echo 'make build      gpu-agent and the hook program, into $(BIN)'
 	@echo 'make image      the container image, into $(ARCHIVE)'
 	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
@@ -79,9 +81,19 @@ bench: build
 
 # TEST_GPU_FLAGS=-time-slices sets time slices too, -caps holds programs to memory caps; see
 # tests/hardware.
+# What a card is asked in the minutes for which one can be had, to be taken to it.
+.PHONY: test-gpu-kit
+test-gpu-kit:
+	$(GO) run ./tests/hardware/kit dist/test-gpu
+
 .PHONY: test-gpu
+ifdef BUDGET
+test-gpu: test-gpu-kit
+	dist/test-gpu/run -out dist/answers-$$(date +%Y%m%d-%H%M%S) $(BUDGET)
+else
 test-gpu:
 	$(GO) test -count=1 -v ./tests/hardware -hardware $(TEST_GPU_FLAGS)
+endif
 
 # A static program cannot use dlopen, says the linker; no hook in use comes to it.
 QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$(comma)--no-warnings)

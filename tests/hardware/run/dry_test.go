@@ -33,13 +33,8 @@ var programs = sync.OnceValues(func() (string, error) {
 		return "", err
 	}
 	programsDir = dir
-	for _, args := range [][]string{
-		{"go", "build", "-o", filepath.Join(dir, "run"), "."},
-		{"gcc", "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Wno-strict-prototypes", "-Werror", "-o", filepath.Join(dir, "talk"), "../programs/talk.c", "-ldl"},
-	} {
-		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-			return "", fmt.Errorf("%s: %w\n%s", strings.Join(args, " "), err, out)
-		}
+	if out, err := exec.Command("go", "run", "../kit", dir).CombinedOutput(); err != nil {
+		return "", fmt.Errorf("make the kit: %w\n%s", err, out)
 	}
 	return dir, nil
 })
@@ -122,7 +117,7 @@ func TestDryRun(t *testing.T) {
 			t.Errorf("%s: %v", q.Name, err)
 		case answer.Says == ask.Unknown && q.NotEmulated == "":
 			t.Errorf("%s %v", q.Asks, answer)
-		case len(lines) < 2:
+		case len(lines) < 2 && q.NotEmulated == "":
 			t.Errorf("%s has no raw answer", q.Name)
 		}
 	}

@@ -14,7 +14,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -146,11 +145,16 @@ type talker struct {
 // talk starts one on a card, called by a name of the question's own. env is added to its
 // environment. It ends with ctx.
 func (k *kit) talk(ctx context.Context, room *ask.Room, name string, on *card, env ...string) (*talker, error) {
+	return k.talkBehind(ctx, room, nil, name, on, env...)
+}
+
+// talkBehind is talk by a command that runs what its arguments say.
+func (k *kit) talkBehind(ctx context.Context, room *ask.Room, behind []string, name string, on *card, env ...string) (*talker, error) {
 	t := &talker{room: room, name: name, out: make(chan string), said: &strings.Builder{}}
-	t.cmd = exec.CommandContext(ctx, filepath.Join(k.dir, "talk"), k.library("libcuda.so.1"))
+	args := append(slices.Clone(behind), filepath.Join(k.dir, "talk"), k.library("libcuda.so.1"))
+	t.cmd = exec.CommandContext(ctx, args[0], args[1:]...)
 	t.cmd.Env = append(os.Environ(), append([]string{"CUDA_VISIBLE_DEVICES=" + on.uuid, "CUDA_CACHE_DISABLE=1"}, env...)...)
 	t.cmd.Stderr = t.said
-	t.cmd.SysProcAttr = &syscall.SysProcAttr{}
 	var err error
 	if t.in, err = t.cmd.StdinPipe(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)

@@ -10,10 +10,13 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/tests/hardware/ask"
 )
@@ -39,6 +42,9 @@ func run(ctx context.Context, args []string) error {
 	}
 	if len(args) == 3 && args[0] == "one" {
 		return ask.One(ctx, k.questions(), args[1], args[2])
+	}
+	if len(args) > 1 && args[0] == withoutShm {
+		return runWithoutShm(args[1:])
 	}
 	flags := flag.NewFlagSet("run", flag.ContinueOnError)
 	out := flags.String("out", "answers", "the folder for the answers, which is made")
@@ -84,4 +90,23 @@ func run(ctx context.Context, args []string) error {
 	fmt.Printf("%d answered, %d have no answer, %d passed over, in %.0f s; the answers are in %s\n",
 		len(came.Answered), len(came.Open), len(came.Passed), time.Since(began).Seconds(), folder)
 	return err
+}
+
+// withoutShm is the command that runs a program which has no /dev/shm.
+const withoutShm = "without-shm"
+
+// runWithoutShm becomes a program in a mount namespace of its own, where /dev/shm takes
+// nothing.
+func runWithoutShm(args []string) error {
+	runtime.LockOSThread()
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return fmt.Errorf("make a mount namespace: %w", err)
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("keep mounts from the machine: %w", err)
+	}
+	if err := unix.Mount("none", "/dev/shm", "tmpfs", unix.MS_RDONLY, "size=4k"); err != nil {
+		return fmt.Errorf("hide /dev/shm: %w", err)
+	}
+	return fmt.Errorf("run %s: %w", args[0], unix.Exec(args[0], args, os.Environ()))
 }

@@ -17,7 +17,7 @@ import (
 // questions are all of them, the one that is worth most first, and what may hang or break a
 // card last.
 func (k *kit) questions() []ask.Question {
-	return slices.Concat(k.basics(), k.mapped(), k.code())
+	return slices.Concat(k.basics(), k.parallel(), k.checkpoints(), k.mapped(), k.code(), k.mig(), k.faults())
 }
 
 // basics are about the driver and the card alone.
