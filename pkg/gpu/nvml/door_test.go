@@ -160,7 +160,7 @@ func TestDoorWaitsForACallThatEnds(t *testing.T) {
 func TestAloneIsNeverTakenForHung(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &session{gates: newGates()}
-		<-s.door.token // somebody is inside, and his caller waits
+		<-s.door.token  // somebody is inside, and his caller waits
 		for range 100 { // it was shut for a moment, which some of them met
 			const patience = 2 * hungAfter
 			ctx, cancel := context.WithTimeout(t.Context(), patience)

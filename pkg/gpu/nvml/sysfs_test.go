@@ -166,11 +166,15 @@ func TestPlaceRemembers(t *testing.T) {
 	expectPlace(t, "back in another slot", placed(t, d, ""), 0, "0-7", "0x030200")
 	ended, end := context.WithCancel(t.Context())
 	end()
+	underWay := func() string { return d.machine.all.underWay() + d.machine.cardless.underWay() }
+	for underWay() != "" { // the reading before has answered, and is about to leave
+		time.Sleep(time.Millisecond)
+	}
 	for range 100 { // a reading that ends at once would be no sign
 		if err := d.place(ended, &gpu.Inventory{}); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
 			t.Fatalf("for one who has left: %v, want ErrTimeout", err)
 		}
-		if what := d.machine.all.underWay() + d.machine.cardless.underWay(); what != "" {
+		if what := underWay(); what != "" {
 			t.Fatalf("for one who has left: %s", what)
 		}
 	}

@@ -27,7 +27,7 @@ type Question struct {
 	// value says that the number is the card's own, and never the same.
 	Within float64
 	// Ask finds the answer. Where ctx ends first, what it returns is not looked at.
-	Ask func(ctx context.Context, r *Room) Answer
+	Ask func(ctx context.Context, r *Room) Answer `json:"-"`
 }
 
 // Word is what kind of answer it is.

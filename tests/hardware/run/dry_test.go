@@ -3,7 +3,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -17,10 +16,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/tests/emulator"
-	"example.com/gpu-agent/tests/emulator/daemon"
-	"example.com/gpu-agent/tests/emulator/install"
-	"example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/hardware/ask"
+	"example.com/gpu-agent/tests/hardware/dry"
 )
 
 // programsDir is theirs, once they are built; it goes with this process.
@@ -46,7 +43,7 @@ func TestMain(m *testing.M) {
 }
 
 // emulate has the kit's programs, and an emulated driver for them.
-func emulate(t *testing.T, spec emulator.Spec) (dir, root string, w *emulator.World) {
+func emulate(t *testing.T) (dir string, d *dry.Driver) {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("make test-all runs it")
@@ -58,51 +55,26 @@ func emulate(t *testing.T, spec emulator.Spec) (dir, root string, w *emulator.Wo
 	if err != nil {
 		t.Fatal(err)
 	}
-	libraries, err := lib.Cached(t.Context())
+	d, err = dry.Start(t.Context(), emulator.Spec{Model: "H200-141GB", Count: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if root, err = install.Scratch(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(root) })
-	if w, err = emulator.New(spec); err != nil {
-		t.Fatal(err)
-	}
-	if err := install.Driver(root, libraries, w); err != nil {
-		t.Fatal(err)
-	}
-	l, err := daemon.Listen(filepath.Join(root, install.Socket))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- (&daemon.Server{World: w}).Serve(ctx, l) }()
 	t.Cleanup(func() {
-		cancel()
-		if err := <-ended; err != nil {
+		if err := d.End(); err != nil {
 			t.Error(err)
 		}
 	})
-	return dir, root, w
-}
-
-// dry runs the kit.
-func dry(t *testing.T, dir, root string, args ...string) (string, error) {
-	t.Helper()
-	cmd := exec.CommandContext(t.Context(), filepath.Join(dir, "run"), args...)
-	cmd.Env = append(os.Environ(), rootVariable+"="+root)
-	out, err := cmd.CombinedOutput()
-	t.Logf("%s", out)
-	return string(out), err
+	return dir, d
 }
 
 // TestDryRun asks the emulated driver everything: a question that it can answer has an answer.
 func TestDryRun(t *testing.T) {
-	dir, root, _ := emulate(t, emulator.Spec{Model: "H200-141GB", Count: 1})
+	dir, d := emulate(t)
 	folder := filepath.Join(t.TempDir(), "answers")
-	if _, err := dry(t, dir, root, "-out", folder, "10m"); err != nil {
+	cmd := exec.CommandContext(t.Context(), filepath.Join(dir, "run"), "-out", folder, "10m")
+	cmd.Env = append(os.Environ(), d.Env)
+	out, err := cmd.CombinedOutput()
+	if t.Logf("%s", out); err != nil {
 		t.Fatal(err)
 	}
 	for _, q := range (&kit{}).questions() {
@@ -121,14 +93,14 @@ func TestDryRun(t *testing.T) {
 			t.Errorf("%s has no raw answer", q.Name)
 		}
 	}
-	if err := asItWas(t, root); err != nil {
+	if err := asItWas(d); err != nil {
 		t.Error(err)
 	}
 }
 
 // TestDryRunIsCutOff ends a run at random moments, by its budget and by signals.
 func TestDryRunIsCutOff(t *testing.T) {
-	dir, root, _ := emulate(t, emulator.Spec{Model: "H200-141GB", Count: 1})
+	dir, d := emulate(t)
 	for i := range 6 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			folder := filepath.Join(t.TempDir(), "answers")
@@ -139,7 +111,7 @@ func TestDryRunIsCutOff(t *testing.T) {
 				budget = time.Minute
 			}
 			cmd := exec.Command(filepath.Join(dir, "run"), "-out", folder, budget.String())
-			cmd.Env = append(os.Environ(), rootVariable+"="+root)
+			cmd.Env = append(os.Environ(), d.Env)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
 			}
@@ -160,7 +132,7 @@ func TestDryRunIsCutOff(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := asItWas(t, root); err != nil {
+			if err := asItWas(d); err != nil {
 				t.Error(err)
 			}
 		})
@@ -168,8 +140,7 @@ func TestDryRunIsCutOff(t *testing.T) {
 }
 
 // asItWas waits until no program of the kit runs any more.
-func asItWas(t *testing.T, root string) error {
-	t.Helper()
+func asItWas(d *dry.Driver) error {
 	var left []string
 	for range 500 {
 		left = nil
@@ -179,7 +150,7 @@ func asItWas(t *testing.T, root string) error {
 		}
 		for _, path := range list {
 			env, err := os.ReadFile(path)
-			if err == nil && slices.Contains(strings.Split(string(env), "\x00"), rootVariable+"="+root) {
+			if err == nil && slices.Contains(strings.Split(string(env), "\x00"), d.Env) {
 				left = append(left, filepath.Dir(path))
 			}
 		}

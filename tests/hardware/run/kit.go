@@ -21,9 +21,6 @@ import (
 	"example.com/gpu-agent/tests/hardware/ask"
 )
 
-// rootVariable names the driver's root where that is not /, as for an emulated driver.
-const rootVariable = "TEST_GPU_DRIVER_ROOT"
-
 // kit is what questions are asked with.
 type kit struct {
 	dir  string // of the programs

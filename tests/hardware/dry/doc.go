@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package dry has an emulated driver for the kit of questions to a card (tests/hardware/run),
+// so that they can be asked where there is none:
+//
+//	d, err := dry.Start(ctx, emulator.Spec{Model: "H200-141GB", Count: 1})
+//	defer d.End()
+//	cmd.Env = append(os.Environ(), d.Env)
+//
+// It serves programs of this machine, in no container and with no device nodes: what the kit
+// needs of a driver is its libraries.
+package dry

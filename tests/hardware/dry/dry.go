@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+// RootVariable names the driver's root for the kit, where that is not /.
+const RootVariable = "TEST_GPU_DRIVER_ROOT"
+
+// Driver is an emulated one in operation.
+type Driver struct {
+	*emulator.World
+	// Env is what the kit's environment needs to find it.
+	Env string
+
+	root  string
+	stop  context.CancelFunc
+	ended chan error
+}
+
+// Start lays a driver down and serves programs until End. It needs gcc.
+func Start(ctx context.Context, spec emulator.Spec) (*Driver, error) {
+	libraries, err := lib.Cached(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("build the emulated driver: %w", err)
+	}
+	w, err := emulator.New(spec)
+	if err != nil {
+		return nil, err
+	}
+	root, err := install.Scratch()
+	if err != nil {
+		return nil, fmt.Errorf("make a place for the emulated driver: %w", err)
+	}
+	if err := install.Driver(root, libraries, w); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(root))
+	}
+	l, err := daemon.Listen(filepath.Join(root, install.Socket))
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(root))
+	}
+	d := &Driver{World: w, Env: RootVariable + "=" + root, root: root, ended: make(chan error, 1)}
+	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
+	d.stop = stop
+	go func() { d.ended <- (&daemon.Server{World: w}).Serve(serving, l) }()
+	return d, nil
+}
+
+// End ends it, and takes its files away.
+func (d *Driver) End() error {
+	d.stop()
+	return errors.Join(<-d.ended, os.RemoveAll(d.root))
+}
