@@ -5,6 +5,7 @@ package ask
 import (
 	"context"
 	"fmt"
+	"math"
 	"time"
 )
 
@@ -92,7 +93,5 @@ func (q *Question) Same(a, b Answer) bool {
 	case q.Within < 0 || a.Unit != b.Unit:
 		return false
 	}
-	return abs(a.Number-b.Number) <= q.Within*max(abs(a.Number), abs(b.Number))
+	return math.Abs(a.Number-b.Number) <= q.Within*max(math.Abs(a.Number), math.Abs(b.Number))
 }
-
-func abs(x float64) float64 { return max(x, -x) }

@@ -57,6 +57,7 @@ func (k *kit) open() (lib nvml.Interface, done func(), err error) {
 // card is the one that questions are about: the first that nobody uses, or the first.
 type card struct {
 	nvml.Device
+	lib  nvml.Interface
 	uuid string
 	idle bool
 }
@@ -77,7 +78,7 @@ func chooseCard(lib nvml.Interface) (*card, error) {
 			continue
 		}
 		running, ret := d.GetComputeRunningProcesses()
-		c := &card{d, uuid, ret == nvml.SUCCESS && len(running) == 0}
+		c := &card{d, lib, uuid, ret == nvml.SUCCESS && len(running) == 0}
 		if c.idle {
 			return c, nil
 		}
@@ -290,6 +291,26 @@ func (k *kit) on(f func(ctx context.Context, room *ask.Room, c *card) (ask.Answe
 		}
 		return a
 	}
+}
+
+// withProgram has a question asked of one program that has the card's primary context.
+func (k *kit) withProgram(f func(ctx context.Context, c *card, t *talker) (ask.Answer, error)) func(context.Context, *ask.Room) ask.Answer {
+	return k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
+		t, err := k.talk(ctx, room, "program", c)
+		if err != nil {
+			return ask.Answer{}, err
+		}
+		defer t.end()
+		if _, err := t.do("context"); err != nil {
+			return ask.Answer{}, err
+		}
+		return f(ctx, c, t)
+	})
+}
+
+// has is taken for a program, once it stays the same.
+func (t *talker) has(ctx context.Context, c *card) (float64, error) {
+	return settled(ctx, func() (float64, error) { return taken(t.room, c, t.cmd.Process.Pid) })
 }
 
 // settled waits until a figure stays the same for a while, as a driver's does some time after

@@ -175,7 +175,7 @@ func (k *kit) parallel() []ask.Question {
 				if _, err := t.all("context", "take 256"); err != nil {
 					return ask.Answer{}, err
 				}
-				has, err := settled(ctx, func() (float64, error) { return taken(d.room, c, t.cmd.Process.Pid) })
+				has, err := t.has(ctx, c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
@@ -254,17 +254,14 @@ func (k *kit) parallel() []ask.Question {
 		{"two-by-halves", "How much do two programs get done side by side in halves of MPS, of what one does alone?", 50},
 		{"two-at-once", "How much do two programs get done side by side in MPS without ceilings, of what one does alone?", 100},
 	} {
-		side := func(ctx context.Context, room *ask.Room, c *card, env []string) (ask.Answer, error) {
-			return k.sideBySide(ctx, room, c, env)
-		}
 		q := ask.Question{Name: way.name, Asks: way.asks, Limit: 60 * time.Second, Least: 15 * time.Second, NotEmulated: "its kernels take the time that their names say", Within: 0.2}
 		if way.percent == 0 {
 			q.Ask = k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				return side(ctx, room, c, []string{withoutMPS(room)})
+				return k.sideBySide(ctx, room, c, []string{withoutMPS(room)})
 			})
 		} else {
 			q.Ask = k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-				return side(ctx, d.room, c, append([]string{fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", way.percent)}, d.dirs...))
+				return k.sideBySide(ctx, d.room, c, append([]string{fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", way.percent)}, d.dirs...))
 			})
 		}
 		list = append(list, q)

@@ -26,16 +26,11 @@ func (k *kit) basics() []ask.Question {
 		{
 			Name: "driver", Asks: "Which version of CUDA does the driver have?", Limit: 20 * time.Second, Within: -1,
 			Ask: k.on(func(_ context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				lib, done, err := k.open()
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer done()
-				version, ret := lib.SystemGetDriverVersion()
+				version, ret := c.lib.SystemGetDriverVersion()
 				room.Note("nvmlSystemGetDriverVersion", int(ret), version)
-				api, ret := lib.SystemGetNVMLVersion()
+				api, ret := c.lib.SystemGetNVMLVersion()
 				room.Note("nvmlSystemGetNVMLVersion", int(ret), api)
-				cuda, ret := lib.SystemGetCudaDriverVersion_v2()
+				cuda, ret := c.lib.SystemGetCudaDriverVersion_v2()
 				room.Note("nvmlSystemGetCudaDriverVersion_v2", int(ret), cuda)
 				if ret != nvml.SUCCESS {
 					return ask.Answer{}, fmt.Errorf("nvmlSystemGetCudaDriverVersion_v2: %s", nvml.ErrorString(ret))
@@ -52,16 +47,8 @@ func (k *kit) basics() []ask.Question {
 		{
 			Name: "context-memory", Asks: "How much memory does a context take, by NVML?", Limit: 30 * time.Second, Within: 0.25,
 			Code: []string{"pkg/gpu/capability.go", "tests/emulator/model.go"},
-			Ask: k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				t, err := k.talk(ctx, room, "program", c)
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer t.end()
-				if _, err := t.do("context"); err != nil {
-					return ask.Answer{}, err
-				}
-				has, err := settled(ctx, func() (float64, error) { return taken(room, c, t.cmd.Process.Pid) })
+			Ask: k.withProgram(func(ctx context.Context, c *card, t *talker) (ask.Answer, error) {
+				has, err := t.has(ctx, c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
@@ -74,13 +61,8 @@ func (k *kit) basics() []ask.Question {
 		{
 			Name: "multiprocessors", Asks: "On how many multiprocessors do a program's blocks run?", Limit: 30 * time.Second, Within: -1,
 			NotEmulated: "its kernels do nothing but take time",
-			Ask: k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				t, err := k.talk(ctx, room, "program", c)
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer t.end()
-				r, err := t.all("context", "attribute 16", "sms")
+			Ask: k.withProgram(func(_ context.Context, _ *card, t *talker) (ask.Answer, error) {
+				r, err := t.all("attribute 16", "sms")
 				if err != nil {
 					return ask.Answer{}, err
 				}
@@ -121,7 +103,7 @@ func (k *kit) mapped() []ask.Question {
 				if _, err := t.do("context"); err != nil {
 					return ask.Answer{}, err
 				}
-				has, err := settled(ctx, func() (float64, error) { return taken(room, c, t.cmd.Process.Pid) })
+				has, err := t.has(ctx, c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
@@ -166,22 +148,14 @@ func (k *kit) code() []ask.Question {
 		{
 			Name: "lazy-code", Asks: "Is a module's code loaded before something of it runs?", Limit: 30 * time.Second,
 			Code: []string{"pkg/memcap/lib/c/module.c", "tests/emulator/lib/c/cuda_module.c"},
-			Ask: k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				t, err := k.talk(ctx, room, "program", c)
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer t.end()
-				if _, err := t.do("context"); err != nil {
-					return ask.Answer{}, err
-				}
-				had := func() (float64, error) { return taken(room, c, t.cmd.Process.Pid) }
+			Ask: k.withProgram(func(ctx context.Context, c *card, t *talker) (ask.Answer, error) {
 				var has [3]float64
 				for i, line := range []string{"memory", "code", "run"} {
 					if _, err := t.do(line); err != nil {
 						return ask.Answer{}, err
 					}
-					if has[i], err = settled(ctx, had); err != nil {
+					var err error
+					if has[i], err = t.has(ctx, c); err != nil {
 						return ask.Answer{}, err
 					}
 				}
@@ -194,24 +168,15 @@ func (k *kit) code() []ask.Question {
 		{
 			Name: "green-context", Asks: "How much memory does a green context take, by NVML?", Limit: 30 * time.Second, Within: 0.25,
 			Code: []string{"pkg/memcap/lib/c/context.c", "tests/emulator/lib/c/cuda_green.c"},
-			Ask: k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				t, err := k.talk(ctx, room, "program", c)
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer t.end()
-				if _, err := t.do("context"); err != nil {
-					return ask.Answer{}, err
-				}
-				had := func() (float64, error) { return taken(room, c, t.cmd.Process.Pid) }
-				before, err := settled(ctx, had)
+			Ask: k.withProgram(func(ctx context.Context, c *card, t *talker) (ask.Answer, error) {
+				before, err := t.has(ctx, c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
 				if _, err := t.do("green 8"); err != nil {
 					return ask.Answer{}, err
 				}
-				after, err := settled(ctx, had)
+				after, err := t.has(ctx, c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
