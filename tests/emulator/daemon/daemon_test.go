@@ -151,7 +151,8 @@ func TestListen(t *testing.T) {
 	}
 }
 
-// A program that connects in the moment in which the daemon ends hears of its end.
+// A program that connects in the moment in which the daemon ends hears of its
+// end, and the next daemon finds the socket free.
 func TestNobodyIsLeftWaiting(t *testing.T) {
 	w, err := emulator.New(emulator.Spec{Count: 1})
 	if err != nil {
@@ -159,8 +160,8 @@ func TestNobodyIsLeftWaiting(t *testing.T) {
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 50 {
-		socket := filepath.Join(t.TempDir(), "s")
+	socket := filepath.Join(t.TempDir(), "s")
+	for range 500 {
 		l, err := daemon.Listen(socket)
 		if err != nil {
 			t.Fatal(err)

@@ -149,8 +149,11 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	var running sync.WaitGroup
 	defer running.Wait()
 	defer cancel()
-	stop := context.AfterFunc(ctx, func() { l.Close() })
-	defer stop()
+	// Waited for: the next daemon asks whether somebody answers on this socket.
+	running.Go(func() {
+		<-ctx.Done()
+		l.Close()
+	})
 	for {
 		c, err := l.AcceptUnix()
 		if ctx.Err() != nil {
