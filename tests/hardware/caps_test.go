@@ -4,8 +4,8 @@ package hardware
 
 import (
 	"bufio"
-	"context"
 	_ "embed"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -15,18 +15,14 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
-	"tags.cncf.io/container-device-interface/specs-go"
-
-	"example.com/gpu-agent/pkg/cdi"
-	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/hardware/capped"
 	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
@@ -37,8 +33,6 @@ var (
 
 const (
 	capBytes = 8 << 30
-	// agentReads is how often the agent reads the driver.
-	agentReads = 250 * time.Millisecond
 	// late is how much code a program may load beyond its cap until the next reading.
 	late = 32 << 20
 	// block is what the driver gives at once.
@@ -48,242 +42,83 @@ const (
 //go:embed testdata/caps.py
 var capsPython []byte
 
-// capped is a GPU on which programs are held to caps, by the library that the agent puts into
-// containers, with the edits that the agent writes.
-type capped struct {
-	opts   nvml.Options
-	driver *nvml.Driver
-	gpu    gpu.Device
-	parts  cdi.Parts
-	files  string // what programs are, for containers to bind
-	kit    lib.Kit
-	pages  *lib.Pages
-	extra  []string // folders of this machine that containers need
-	env    []string
+// capSuite is a GPU on which programs are held to caps.
+type capSuite struct {
+	*capped.Card
+	files string         // what programs are, for containers to bind
+	extra []capped.Mount // folders of this machine that containers need
 }
 
-func newCapped(t *testing.T, opts nvml.Options) *capped {
+func newCapSuite(t *testing.T, opts nvml.Options) *capSuite {
 	t.Helper()
 	if lack := capsule.Missing(); lack != "" {
 		t.Skipf("skipped: %s", lack)
 	}
-	if _, err := exec.LookPath("gcc"); err != nil {
-		t.Skipf("skipped: the cap's library needs gcc: %v", err)
-	}
-	opts.Hook = "/usr/bin/nvidia-cdi-hook" // which no container here runs: capsule does as it would
-	r := &capped{opts: opts, driver: Open(t, opts), files: t.TempDir()}
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
+	config := capped.Config{Driver: opts, Libraries: *programs, Dir: t.TempDir(), Least: capBytes >> 20 * 3 / 2}
+	if *programs == "" {
+		if _, err := exec.LookPath("gcc"); err != nil {
+			t.Skipf("skipped: the cap's library needs gcc: %v", err)
+		}
+		var err error
+		if config.Libraries, err = capsule.Library(t.Context(), lib.Root); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for _, dev := range read(t, r.driver).GPUs {
-		m, err := memoryOf(t, r.driver, dev.UUID)
-		must(err)
-		if running, err := r.driver.Processes(wait(t), dev.UUID); !dev.MIG.Enabled && err == nil && len(running) == 0 && m.Free > capBytes>>20*3/2 {
-			r.gpu = dev
-			break
-		}
-	}
-	if r.gpu.UUID == "" {
-		t.Skip("skipped: no GPU is idle and not in MIG mode, with 12 GiB free")
-	}
-	var err error
-	r.parts, err = r.driver.Parts(wait(t))
-	must(err)
-	out, err := exec.Command("gcc", "-O2", "-Wall", "-Wno-strict-prototypes", "-o", filepath.Join(r.files, "caps"), "testdata/caps.c", "-ldl").CombinedOutput()
+	r := &capSuite{files: t.TempDir()}
+	take, err := programOf("caps", r.files)
 	if err != nil {
-		t.Fatalf("compile the program that takes memory: %v\n%s", err, out)
+		t.Fatal(err)
 	}
-	writeTo(t, r.files, "caps.py", capsPython)
-	dir := t.TempDir()
-	r.kit = r.install(t, dir)
-	r.pages, err = lib.OpenPages(dir)
-	must(err)
+	data, err := os.ReadFile(take)
+	if err == nil {
+		err = errors.Join(os.WriteFile(filepath.Join(r.files, "caps"), data, 0o755), os.WriteFile(filepath.Join(r.files, "caps.py"), capsPython, 0o644))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Card, err = capped.Open(wait(t), config)
+	if errors.Is(err, capped.ErrNoGPU) {
+		t.Skipf("skipped: %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() {
-		if err := lib.Unmount(dir); err != nil {
+		if err := r.Close(); err != nil {
 			t.Error(err)
 		}
 	})
-	for _, e := range os.Environ() {
-		if !strings.HasPrefix(e, "LD_LIBRARY_PATH=") { // the machine's own way to its driver
-			r.env = append(r.env, e)
-		}
-	}
 	return r
-}
-
-func writeTo(t *testing.T, dir, name string, data []byte) string {
-	t.Helper()
-	path := filepath.Join(dir, name)
-	if err := os.WriteFile(path, data, 0o644); err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
-
-// install builds the cap's library from this checkout and fits it to the driver.
-func (r *capped) install(t *testing.T, dir string) lib.Kit {
-	t.Helper()
-	built, err := capsule.Library(t.Context(), lib.Root)
-	if err != nil {
-		t.Fatal(err)
-	}
-	kit := lib.Kit{Empty: filepath.Join(dir, "empty"), Mark: writeTo(t, dir, "mark", nil)}
-	if err := os.Mkdir(kit.Empty, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	for name, to := range map[string]*string{"libcuda.so": &kit.CUDA, "libnvidia-ml.so": &kit.NVML} {
-		data, err := os.ReadFile(filepath.Join(built, name+".1"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, m := range r.parts.Common.Mounts {
-			if strings.HasPrefix(filepath.Base(m.ContainerPath), name+".") {
-				if data, err = lib.Hide(data, r.opts.Seen(m.HostPath)); err != nil {
-					t.Fatal(err)
-				}
-			}
-		}
-		*to = writeTo(t, dir, name+".1", data)
-	}
-	return kit
-}
-
-// Used is capsule.Driver of the real driver.
-func (r *capped) Used(u gpu.UUID, containers ...*capsule.Container) (uint64, bool) {
-	list, err := r.driver.Processes(context.Background(), u)
-	if err != nil {
-		return 0, false
-	}
-	var used uint64
-	for _, p := range list {
-		if slices.ContainsFunc(containers, func(c *capsule.Container) bool { return c.Has(p.PID) }) {
-			if !p.Known {
-				return 0, false
-			}
-			used += p.Bytes
-		}
-	}
-	return used, true
 }
 
 // room is a container on the GPU, with a cap or without one.
 type room struct {
-	*capsule.Container
-	r    *capped
-	key  string // empty without a cap
-	env  []string
-	stop []func()
-
-	mu      sync.Mutex
-	peak    uint64 // the most that its processes had; guarded by mu
-	samples int    // guarded by mu
-	others  bool   // another's process was on the GPU; guarded by mu
+	*capped.Room
+	capped bool
 }
 
 // open makes a container, which goes with the test.
-func (r *capped) open(t *testing.T, withCap bool) *room {
+func (r *capSuite) open(t *testing.T, withCap bool) *room {
 	t.Helper()
-	o := &room{r: r}
-	var over cdi.Overlay
-	key := cdi.Key("example.com/gpu-mem", []string{t.Name()})
+	bytes := uint64(0)
 	if withCap {
-		o.key = key
-		pages, err := r.pages.Write(key, agentReads, []lib.Limit{{GPU: r.gpu.UUID, Bytes: capBytes}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		ro := []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}
-		over = cdi.Overlay{
-			Overrides: []cdi.Override{
-				{Library: "libcuda.so", HostPath: r.kit.CUDA, Real: lib.RealCUDA},
-				{Library: "libnvidia-ml.so", HostPath: r.kit.NVML, Real: lib.RealNVML},
-			},
-			Mounts: append(lib.Mounts(key, pages), specs.Mount{HostPath: r.kit.Empty, ContainerPath: lib.CompatDir, Options: ro}),
-		}
+		bytes = capBytes
 	}
-	spec, err := cdi.Spec("example.com", key, r.parts, []gpu.UUID{r.gpu.UUID}, over)
+	inside, err := r.Room(t.Context(), t.Name(), bytes, append(slices.Clip(r.extra), capped.Mount{From: r.files, To: "/caps"})...)
 	if err != nil {
 		t.Fatal(err)
 	}
-	edits := spec.Devices[0].ContainerEdits
-	capsule.Bind(&edits, r.files, "/caps")
-	for _, dir := range r.extra {
-		capsule.Bind(&edits, dir, dir)
-	}
-	o.env = slices.Concat(r.env, edits.Env)
-	if o.Container, err = capsule.Open(t.Context(), edits, capsule.Image{}); err != nil {
-		t.Fatal(err)
-	}
-	o.run(t, o.sample)
-	if withCap {
-		reader := &capsule.Reader{Driver: r, Container: o.Container, Pages: r.pages, Key: key, GPU: r.gpu.UUID, Every: agentReads}
-		o.run(t, func(ctx context.Context) {
-			if err := reader.Run(ctx); err != nil {
-				t.Error(err)
-			}
-		})
-	}
+	o := &room{inside, withCap}
 	t.Cleanup(func() { o.close(t) })
 	return o
 }
 
-// run has something done beside the container until its end.
-func (o *room) run(t *testing.T, do func(context.Context)) {
-	ctx, cancel := context.WithCancel(t.Context())
-	var done sync.WaitGroup
-	done.Go(func() { do(ctx) })
-	o.stop = append(o.stop, func() { cancel(); done.Wait() })
-}
-
-// sample looks all the time at what the container's processes have.
-func (o *room) sample(ctx context.Context) {
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for ctx.Err() == nil {
-		list, err := o.r.driver.Processes(ctx, o.r.gpu.UUID)
-		if err == nil {
-			var used uint64
-			others := false
-			for _, p := range list {
-				if o.Has(p.PID) {
-					used += p.Bytes
-				} else if p.Bytes > 0 && alive(p.PID) {
-					others = true
-				}
-			}
-			o.note(used, others)
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-		}
-	}
-}
-
-func (o *room) note(used uint64, others bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.peak, o.samples, o.others = max(o.peak, used), o.samples+1, o.others || others
-}
-
-func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
-
-// close ends the container, once, and judges what was seen of it.
+// close ends the container and judges what was seen of it.
 func (o *room) close(t *testing.T) {
 	t.Helper()
-	if o.stop == nil {
-		return
-	}
-	for _, stop := range o.stop {
-		stop()
-	}
-	o.stop = nil
 	var undone uint64
-	if o.key != "" {
-		c, err := o.counters()
+	if o.capped {
+		c, err := o.Counters()
 		if err != nil {
 			t.Error(err)
 		}
@@ -293,34 +128,21 @@ func (o *room) close(t *testing.T) {
 	if err := o.Close(); err != nil {
 		t.Error(err)
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	t.Logf("at most %.1f MiB in %d samples", mib(o.peak), o.samples)
-	if o.others {
+	seen := o.Seen()
+	t.Logf("at most %.1f MiB in %d samples", mib(seen.Peak), seen.Samples)
+	if seen.Others {
 		t.Log("meanwhile others' processes were on the GPU")
 	}
-	if o.key == "" {
+	if !o.capped {
 		return
 	}
-	if o.peak > capBytes {
-		t.Logf("%.1f MiB more than the cap, of which pools explain %.1f", mib(o.peak-capBytes), mib(undone))
+	if seen.Peak > capBytes {
+		t.Logf("%.1f MiB more than the cap, of which pools explain %.1f", mib(seen.Peak-capBytes), mib(undone))
 	}
 	// Code that is loaded when the cap is full is seen by the next reading.
-	if o.peak > capBytes+undone+late {
-		t.Errorf("the processes had %.1f MiB under a cap of %.1f", mib(o.peak), mib(capBytes))
+	if seen.Peak > capBytes+undone+late {
+		t.Errorf("the processes had %.1f MiB under a cap of %.1f", mib(seen.Peak), mib(capBytes))
 	}
-	if err := o.r.pages.Remove(o.key); err != nil {
-		t.Error(err)
-	}
-}
-
-func (o *room) counters() (lib.Counters, error) {
-	u, err := o.r.pages.OpenUsage(o.key, o.r.gpu.UUID)
-	if err != nil {
-		return lib.Counters{}, err
-	}
-	defer u.Close()
-	return u.Read()
 }
 
 func mib(bytes uint64) float64 { return float64(bytes) / (1 << 20) }
@@ -351,7 +173,7 @@ func (o *room) start(t *testing.T, env []string, args ...string) *program {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := o.Start(capsule.Program{Args: args, Env: slices.Concat(o.env, env), Stdin: theirIn, Stdout: theirOut, Stderr: errs})
+	p, err := o.Start(capsule.Program{Args: args, Env: slices.Concat(o.Env, env), Stdin: theirIn, Stdout: theirOut, Stderr: errs})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -411,13 +233,12 @@ func (p *program) until(t *testing.T, last string) map[string]string {
 // judge holds what a program says against the driver and the cap.
 func (p *program) judge(t *testing.T, word string, values map[string]string) {
 	t.Helper()
-	used, known := p.o.r.Used(p.o.r.gpu.UUID, p.o.Container)
-	if !known {
-		t.Fatal("the driver does not say what processes have")
+	used, err := p.o.Used()
+	if err != nil {
+		t.Fatal(err)
 	}
-	p.o.note(used, false)
 	t.Logf("%s %v: the driver says %.1f MiB", word, values, mib(used))
-	if p.o.key == "" {
+	if !p.o.capped {
 		return
 	}
 	number := func(key string) uint64 {
@@ -456,7 +277,7 @@ func (p *program) end(t *testing.T) {
 }
 
 // both runs a program under the cap, and without one up to most of what the cap is.
-func (r *capped) both(t *testing.T, env []string, args ...string) {
+func (r *capSuite) both(t *testing.T, env []string, args ...string) {
 	t.Helper()
 	for _, withCap := range []bool{false, true} { // what is read from disk first is no cost of the cap's
 		stop, name := "0", "capped"
@@ -476,9 +297,9 @@ func (r *capped) both(t *testing.T, env []string, args ...string) {
 }
 
 // smi holds that nvidia-smi in the container shows the cap.
-func (r *capped) smi(t *testing.T, o *room) {
+func (r *capSuite) smi(t *testing.T, o *room) {
 	t.Helper()
-	out, status, err := o.Run(wait(t), capsule.Program{Args: []string{"/usr/bin/env", "nvidia-smi"}, Env: o.env})
+	out, status, err := o.Run(wait(t), capsule.Program{Args: []string{"/usr/bin/env", "nvidia-smi"}, Env: o.Env})
 	total := regexp.MustCompile(fmt.Sprintf(`/ +%dMiB `, capBytes>>20))
 	if err != nil || status != 0 || !total.MatchString(out) {
 		t.Errorf("nvidia-smi in the container ends with %#x, %v, and does not show the cap:\n%s", uint32(status), err, out)
@@ -488,7 +309,7 @@ func (r *capped) smi(t *testing.T, o *room) {
 // TestCapsOfTheEmulator is for the test: what it asks of hardware it finds here.
 func TestCapsOfTheEmulator(t *testing.T) {
 	n := emulate(t, emulator.Spec{Count: 1})
-	newCapped(t, n.opts).both(t, nil, "/caps/caps")
+	newCapSuite(t, n.opts).both(t, nil, "/caps/caps")
 }
 
 // TestCapsOfHardware holds programs to a cap on this machine's GPU. Times are printed and
@@ -497,7 +318,7 @@ func TestCapsOfHardware(t *testing.T) {
 	if !*onHardware || !*onCaps {
 		t.Skip("skipped: -hardware and -caps are not given (make test-gpu TEST_GPU_FLAGS=-caps gives both)")
 	}
-	r := newCapped(t, nvml.Options{Library: *library, DriverRoot: *driverRoot, EventWait: time.Second})
+	r := newCapSuite(t, realDriver())
 	t.Run("Driver", func(t *testing.T) { r.both(t, nil, "/caps/caps") })
 	interpreter := r.findPython(t)
 	for _, c := range []struct{ name, framework, env string }{
@@ -535,7 +356,7 @@ func TestCapsOfHardware(t *testing.T) {
 
 // findPython is the path of the Python, whose folders containers get where they are on
 // other file systems than the root's.
-func (r *capped) findPython(t *testing.T) string {
+func (r *capSuite) findPython(t *testing.T) string {
 	t.Helper()
 	path, err := exec.LookPath(*python)
 	if err != nil {
@@ -547,8 +368,8 @@ func (r *capped) findPython(t *testing.T) string {
 	}
 	for dir := range strings.Lines(string(out)) {
 		dir = strings.TrimSpace(dir)
-		if device(dir) != device("/") && !slices.Contains(r.extra, dir) {
-			r.extra = append(r.extra, dir)
+		if m := (capped.Mount{From: dir, To: dir}); device(dir) != device("/") && !slices.Contains(r.extra, m) {
+			r.extra = append(r.extra, m)
 		}
 	}
 	return path

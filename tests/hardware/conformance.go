@@ -73,6 +73,16 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Reopen", func(t *testing.T) { reopen(t, opts) })
 }
 
+// OptionsOf are those for the driver below a root. Where that has a /proc, as an emulated
+// driver's has, GPUs are looked for in its /proc and /sys.
+func OptionsOf(root string) nvml.Options {
+	opts := nvml.Options{DriverRoot: root}
+	if _, err := os.Stat(filepath.Join(root, "proc/devices")); err == nil && root != "/" {
+		opts.ProcRoot, opts.SysRoot = filepath.Join(root, "proc"), filepath.Join(root, "sys")
+	}
+	return opts
+}
+
 // Open opens the driver for a test and closes it at the test's end.
 func Open(t *testing.T, opts nvml.Options) *nvml.Driver {
 	t.Helper()

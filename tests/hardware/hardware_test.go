@@ -26,6 +26,7 @@ var (
 	library    = flag.String("library", "", "with -hardware: the driver's libnvidia-ml; empty looks below -driver-root")
 	driverRoot = flag.String("driver-root", "/", "with -hardware: where the driver is installed")
 	partial    = flag.Bool("partial", false, "with -hardware: this is a container that has only some of the driver's files")
+	programs   = flag.String("programs", "", "a folder with the suite's programs and the cap's libraries, where nothing can be compiled; empty compiles them")
 	setMIG     = flag.Bool("instances", false, "with -hardware: make MIG instances where nothing stands, on GPUs that are in MIG mode and idle, and destroy them again")
 	setSlices  = flag.Bool("time-slices", false, "with -hardware: change GPUs' time slices too, and put them back to the default")
 )
@@ -34,7 +35,7 @@ func TestHardware(t *testing.T) {
 	if !*onHardware {
 		t.Skip("skipped: -hardware is not given (make test-gpu gives it)")
 	}
-	opts := nvml.Options{Library: *library, DriverRoot: *driverRoot, EventWait: time.Second}
+	opts := realDriver()
 	d, err := nvml.Open(wait(t), opts)
 	if errors.Is(err, gpu.ErrNoDriver) {
 		t.Fatalf("-hardware is given, and this machine has no NVIDIA driver: %v", err)
@@ -47,6 +48,26 @@ func TestHardware(t *testing.T) {
 	}
 	h := &holder{dir: t.TempDir(), root: *driverRoot}
 	Conformance(t, opts, Caps{Hold: h.hold, Busy: h.busy, TimeSlice: *setSlices, Instances: *setMIG, Partial: *partial})
+}
+
+// realDriver is this machine's driver, as the flags have it.
+func realDriver() nvml.Options {
+	opts := OptionsOf(*driverRoot)
+	opts.Library, opts.EventWait = *library, time.Second
+	return opts
+}
+
+// programOf is the path of one of the suite's programs, compiled into dir unless -programs has it.
+func programOf(name, dir string) (string, error) {
+	if *programs != "" {
+		return filepath.Join(*programs, name), nil
+	}
+	path := filepath.Join(dir, name)
+	out, err := exec.Command("cc", "-O2", "-Wall", "-Wno-strict-prototypes", "-o", path, "testdata/"+name+".c", "-ldl").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("compile the program %s: %w\n%s", name, err, out)
+	}
+	return path, nil
 }
 
 // holder runs a CUDA program that holds memory.
@@ -66,13 +87,7 @@ func (h *holder) busy(ctx context.Context, u gpu.UUID) (int, func(), error) {
 }
 
 func (h *holder) start(ctx context.Context, u gpu.UUID, amount gpu.MiB, more ...string) (int, func(), error) {
-	h.build.Do(func() {
-		h.program = filepath.Join(h.dir, "hold")
-		out, err := exec.Command("cc", "-o", h.program, "testdata/hold.c", "-ldl").CombinedOutput()
-		if err != nil {
-			h.err = fmt.Errorf("no C compiler builds the program that would: %w\n%s", err, out)
-		}
-	})
+	h.build.Do(func() { h.program, h.err = programOf("hold", h.dir) })
 	if h.err != nil {
 		return 0, nil, h.err
 	}

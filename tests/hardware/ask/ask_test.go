@@ -32,14 +32,26 @@ var questions = []Question{
 		_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 		return Answer{}
 	}},
-	{Name: "hangs", Asks: "Does it end?", Limit: 300 * time.Millisecond, Ask: func(_ context.Context, r *Room) Answer {
-		// And what it has started makes itself a daemon.
+	{Name: "hangs", Asks: "Does it end?", Limit: 300 * time.Millisecond, Ask: func(context.Context, *Room) Answer {
+		time.Sleep(time.Hour)
+		return Answer{}
+	}},
+	{Name: "daemon", Asks: "Does all of it end?", Limit: time.Hour, Ask: func(_ context.Context, r *Room) Answer {
+		// What it has started makes itself a daemon.
 		cmd := exec.Command("/proc/self/exe", "daemon")
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 		if err := cmd.Start(); err != nil {
 			return CouldNotTell("%v", err)
 		}
 		r.Note("daemon", cmd.Process.Pid, nil)
+		time.Sleep(time.Hour)
+		return Answer{}
+	}},
+	{Name: "mounts", Asks: "Does it unmount?", Limit: time.Hour, Ask: func(_ context.Context, r *Room) Answer {
+		if err := unix.Mount("none", r.Dir, "tmpfs", 0, ""); err != nil {
+			return CouldNotTell("%v", err)
+		}
+		r.Note("mounted at", 0, r.Dir)
 		time.Sleep(time.Hour)
 		return Answer{}
 	}},
@@ -91,11 +103,8 @@ func TestRun(t *testing.T) {
 	}
 	for name, want := range map[string]string{"dies": "signal: killed", "hangs": "no answer in 300ms"} {
 		lines, err := Read(r.Out, name)
-		if err != nil || len(lines) != 2 || lines[0].Call == "" || !strings.Contains(lines[1].Ended, want) {
-			t.Errorf("%s: %+v, %v, want a call and %q", name, lines, err, want)
-		}
-		if name == "hangs" && unix.Kill(lines[0].Return, 0) == nil {
-			t.Error("the daemon that it started runs on")
+		if err != nil || len(lines) == 0 || !strings.Contains(lines[len(lines)-1].Ended, want) {
+			t.Errorf("%s: %+v, %v, want %q", name, lines, err, want)
 		}
 	}
 	if left := childrenOf(os.Getpid()); len(left) > 0 {
@@ -107,6 +116,53 @@ func TestRun(t *testing.T) {
 	}
 	if _, err := r.All(t.Context()); err == nil || !strings.Contains(err.Error(), "another folder") {
 		t.Errorf("a folder with answers is written again: %v", err)
+	}
+}
+
+// until asks a question and ends the run when it has written its first line, which it returns.
+func until(t *testing.T, name string) Line {
+	t.Helper()
+	r := run(t, name)
+	r.Budget = time.Hour
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go func() {
+		for ctx.Err() == nil {
+			if lines, err := Read(r.Out, name); err == nil && len(lines) > 0 {
+				cancel()
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}()
+	if _, err := r.All(ctx); err != nil {
+		t.Fatal(err)
+	}
+	lines, err := Read(r.Out, name)
+	if err != nil || len(lines) != 2 || lines[1].Ended != "the run was ended" {
+		t.Fatalf("%+v, %v", lines, err)
+	}
+	return lines[0]
+}
+
+// What a question has started ends with it, also where it has made itself a daemon.
+func TestDaemonsEnd(t *testing.T) {
+	if pid := until(t, "daemon").Return; pid <= 0 || unix.Kill(pid, 0) == nil {
+		t.Errorf("the daemon %d runs on", pid)
+	}
+}
+
+// What a question mounts goes with it, and so do its files.
+func TestNothingStaysMounted(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("skipped: mounting needs root")
+	}
+	dir := fmt.Sprint(until(t, "mounts").Value)
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("%s is there: %v", dir, err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil || strings.Contains(string(mounts), dir) {
+		t.Errorf("%s, %v", mounts, err)
 	}
 }
 
@@ -184,6 +240,8 @@ func TestSame(t *testing.T) {
 		{0, Tell(true, "a"), Tell(true, "b"), true},
 		{0, Tell(true, "a"), Tell(false, "a"), false},
 		{0, CouldNotTell("a"), CouldNotTell("a"), false},
+		{0, Call("lazy", "a"), Call("lazy", "b"), true},
+		{0, Call("lazy", ""), Call("eager", ""), false},
 		{0, Count(1, "MiB", ""), Count(1, "MiB", ""), true},
 		{0, Count(1, "MiB", ""), Count(1, "GiB", ""), false},
 		{0.1, Count(100, "MiB", ""), Count(91, "MiB", ""), true},

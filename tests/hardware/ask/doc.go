@@ -2,12 +2,12 @@
 
 // Package ask puts questions to a card that is there for minutes.
 //
-// A [Question] is a sentence whose answer is yes, no, a number, or that it could not be told.
-// [Run] asks one after the other, in the order of their worth, until its budget of time is
-// used:
+// A [Question] is a sentence whose answer is yes, no, a number, one of several names, or that
+// it could not be told. [Run] asks one after the other, in the order of their worth, until its
+// budget of time is used:
 //
-//	answer, from := "", []ask.Question{…}
-//	(&ask.Run{Out: "out", Budget: 9 * time.Minute, Questions: from, Self: []string{self, "one"}}).All(ctx)
+//	r := ask.Run{Out: "out", Budget: 9 * time.Minute, Questions: list, Self: []string{self, "one"}}
+//	outcome, err := r.All(ctx)
 //
 // Each question is asked by a process of its own ([One]), which may start others. When it has
 // answered, or its time is over, whatever it started is ended, also what made itself a daemon.

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Question is one that a card answers.
+// Question is one that a card answers: yes, no, a number, or which of several things it is.
 type Question struct {
 	// Name is that of its file, without .jsonl: lower case words with hyphens.
 	Name string
@@ -39,6 +39,7 @@ const (
 	Yes     Word = "yes"
 	No      Word = "no"
 	Number  Word = "number"
+	Name    Word = "name"
 	Unknown Word = "could not tell"
 )
 
@@ -48,6 +49,8 @@ type Answer struct {
 	// Number is in Unit, where Says is Number.
 	Number float64 `json:"number,omitempty"`
 	Unit   string  `json:"unit,omitempty"`
+	// Name is which of several things it is, where Says is Name.
+	Name string `json:"name,omitempty"`
 	// Why says what the answer rests on, or what kept it from being found.
 	Why string `json:"why,omitempty"`
 }
@@ -66,6 +69,11 @@ func Count(n float64, unit, format string, args ...any) Answer {
 	return Answer{Says: Number, Number: n, Unit: unit, Why: fmt.Sprintf(format, args...)}
 }
 
+// Call says which of several things it is.
+func Call(name, format string, args ...any) Answer {
+	return Answer{Says: Name, Name: name, Why: fmt.Sprintf(format, args...)}
+}
+
 // CouldNotTell says what kept the answer from being found.
 func CouldNotTell(format string, args ...any) Answer {
 	return Answer{Says: Unknown, Why: fmt.Sprintf(format, args...)}
@@ -73,8 +81,11 @@ func CouldNotTell(format string, args ...any) Answer {
 
 func (a Answer) String() string {
 	text := string(a.Says)
-	if a.Says == Number {
+	switch a.Says {
+	case Number:
 		text = fmt.Sprintf("%.6g %s", a.Number, a.Unit)
+	case Name:
+		text = a.Name
 	}
 	if a.Why != "" {
 		text += ": " + a.Why
@@ -88,6 +99,8 @@ func (q *Question) Same(a, b Answer) bool {
 	switch {
 	case a.Says != b.Says || a.Says == Unknown:
 		return false
+	case a.Says == Name:
+		return a.Name == b.Name
 	case a.Says != Number:
 		return true
 	case q.Within < 0 || a.Unit != b.Unit:

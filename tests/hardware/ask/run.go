@@ -34,6 +34,9 @@ type Run struct {
 	// Settings is what a card's owner has set, as text, without what moves by itself. Nil
 	// is nothing. It is read before the first question and after each.
 	Settings func(ctx context.Context) (string, error)
+	// Tidy takes away what a question that was ended may have left on the machine and no
+	// process holds, such as a cgroup. Nil is nothing. It is called after each question.
+	Tidy func()
 	// Screen is told what was learned, as it comes. Nil is nobody.
 	Screen io.Writer
 }
@@ -81,6 +84,9 @@ func (r *Run) All(ctx context.Context) (out Outcome, err error) {
 			continue
 		}
 		answer, err := r.one(ctx, q, min(q.Limit, left))
+		if r.Tidy != nil {
+			r.Tidy()
+		}
 		if err != nil {
 			out.Open = append(out.Open, q.Name)
 			fmt.Fprintf(r.Screen, "%-28s %v\n", q.Name, err)
@@ -115,11 +121,21 @@ func (r *Run) settings(ctx context.Context) (string, error) {
 
 // one has a question asked by a process of its own, and ends all that is left of it.
 func (r *Run) one(ctx context.Context, q *Question, limit time.Duration) (Answer, error) {
+	whole := ctx
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	cmd := exec.Command(r.Self[0], slices.Concat(r.Self[1:], []string{q.Name, r.Out})...)
 	// The process group is ended first, and the process with its parent.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	if os.Geteuid() == 0 {
+		cmd.SysProcAttr.Unshareflags = unix.CLONE_NEWNS // what it mounts goes with it
+	}
+	scratch, err := os.MkdirTemp("", "ask-")
+	if err != nil {
+		return Answer{}, fmt.Errorf("ask: %w", err)
+	}
+	defer os.RemoveAll(scratch)
+	cmd.Env = append(os.Environ(), "TMPDIR="+scratch)
 	said, err := os.Create(filepath.Join(r.Out, q.Name+".log"))
 	if err != nil {
 		return Answer{}, fmt.Errorf("ask: %w", err)
@@ -140,6 +156,9 @@ func (r *Run) one(ctx context.Context, q *Question, limit time.Duration) (Answer
 		_ = unix.Kill(-cmd.Process.Pid, unix.SIGKILL)
 	case <-ctx.Done():
 		how = "it had no answer in " + limit.Round(time.Second/10).String()
+		if whole.Err() != nil {
+			how = "the run was ended"
+		}
 		_ = unix.Kill(-cmd.Process.Pid, unix.SIGKILL)
 		<-ended
 	}
@@ -244,7 +263,7 @@ func One(ctx context.Context, questions []Question, name, folder string) error {
 		return fmt.Errorf("ask %s: %w", name, err)
 	}
 	defer file.Close()
-	dir, err := os.MkdirTemp("", "ask-")
+	dir, err := os.MkdirTemp("", "room-") // in a folder that goes, however this ends
 	if err != nil {
 		return fmt.Errorf("ask %s: %w", name, err)
 	}

@@ -7,6 +7,6 @@
 //	defer d.End()
 //	cmd.Env = append(os.Environ(), d.Env)
 //
-// It serves programs of this machine, in no container and with no device nodes: what the kit
-// needs of a driver is its libraries.
+// It serves programs of this machine and of containers on it. Where this process may not make
+// device nodes there are none, and containers cannot be had.
 package dry

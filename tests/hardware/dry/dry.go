@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -46,6 +47,9 @@ func Start(ctx context.Context, spec emulator.Spec) (*Driver, error) {
 	if err := install.Driver(root, libraries, w); err != nil {
 		return nil, errors.Join(err, os.RemoveAll(root))
 	}
+	if err := nodes(root, w); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(root))
+	}
 	l, err := daemon.Listen(filepath.Join(root, install.Socket))
 	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(root))
@@ -55,6 +59,18 @@ func Start(ctx context.Context, spec emulator.Spec) (*Driver, error) {
 	d.stop = stop
 	go func() { d.ended <- (&daemon.Server{World: w}).Serve(serving, l) }()
 	return d, nil
+}
+
+// nodes lays down what containers need of it, as far as this process may.
+func nodes(root string, w *emulator.World) error {
+	err := install.Nodes(filepath.Join(root, "dev"), w)
+	if errors.Is(err, fs.ErrPermission) {
+		return nil // questions that need a container say so
+	}
+	if err != nil {
+		return err
+	}
+	return install.Kernel(root, "Character devices:\n", w)
 }
 
 // End ends it, and takes its files away.

@@ -55,6 +55,68 @@ func rss(pid int) float64 {
 	return n / 1024
 }
 
+// ourCgroups is how those begin that questions make.
+const ourCgroups = "gpu-agent-question-"
+
+// cgroups are the places where a kernel keeps account of memory, with the file that says what is
+// charged: version 2 first.
+var cgroups = []struct{ root, file string }{
+	{"/sys/fs/cgroup", "memory.current"},
+	{"/sys/fs/cgroup/memory", "memory.usage_in_bytes"},
+}
+
+// cgroup is one that a question has made.
+type cgroup struct{ file string }
+
+// joinCgroup puts a process into a cgroup of its own, which goes when no question is asked any
+// more.
+func joinCgroup(pid int) (*cgroup, error) {
+	var why error
+	for _, at := range cgroups {
+		dir := filepath.Join(at.root, ourCgroups+strconv.Itoa(pid))
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			why = err
+			continue
+		}
+		if !exists(filepath.Join(dir, at.file)) {
+			why = fmt.Errorf("%s keeps no account of memory: %w", at.root, os.Remove(dir))
+			continue
+		}
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0); err != nil {
+			return nil, fmt.Errorf("put the program into a cgroup: %w", err)
+		}
+		return &cgroup{filepath.Join(dir, at.file)}, nil
+	}
+	return nil, fmt.Errorf("this machine has no cgroup for the program: %w", why)
+}
+
+// charged is in MiB.
+func (g *cgroup) charged(room *ask.Room) (float64, error) {
+	data, err := os.ReadFile(g.file)
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.ParseFloat(strings.TrimSpace(string(data)), 64)
+	room.Note(filepath.Base(g.file), 0, n)
+	return n / (1 << 20), err
+}
+
+// removeCgroups takes away those of questions whose processes have ended.
+func removeCgroups() {
+	for _, at := range cgroups {
+		list, err := filepath.Glob(filepath.Join(at.root, ourCgroups+"*"))
+		if err != nil {
+			continue
+		}
+		for _, dir := range list {
+			// A process that has just been killed is in it for some milliseconds.
+			for try := 0; os.Remove(dir) != nil && try < 100; try++ {
+				time.Sleep(10 * time.Millisecond)
+			}
+		}
+	}
+}
+
 // checkpoints are about programs whose memory goes to the machine and comes back.
 func (k *kit) checkpoints() []ask.Question {
 	const mib = 4096
@@ -73,7 +135,7 @@ func (k *kit) checkpoints() []ask.Question {
 			if _, err := t.all("context", fmt.Sprintf("take %d", mib), "fill 90", "run"); err != nil {
 				return ask.Answer{}, err
 			}
-			pid := t.cmd.Process.Pid
+			pid := t.pid
 			full, err := used(room, c)
 			if err != nil {
 				return ask.Answer{}, err
@@ -101,6 +163,44 @@ func (k *kit) checkpoints() []ask.Question {
 				took[1].Seconds()/gib, took[2].Seconds()/gib, before, full, gone, host, of, same.number(0)), nil
 		}),
 	}}
+	list = append(list, ask.Question{
+		Name: "checkpoint-charged", Asks: "Is the machine's memory that a checkpoint takes charged to the program's own cgroup?", Limit: 60 * time.Second, Least: 15 * time.Second, NotEmulated: noCheckpoint,
+		Ask: k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
+			const mib = 1024
+			t, err := k.talk(ctx, room, "program", c, withoutMPS(room))
+			if err != nil {
+				return ask.Answer{}, err
+			}
+			defer t.end()
+			group, err := joinCgroup(t.pid)
+			if err != nil {
+				return ask.Answer{}, err
+			}
+			if _, err := t.all("context", fmt.Sprintf("take %d", mib), "fill 90", "run"); err != nil {
+				return ask.Answer{}, err
+			}
+			before, err := group.charged(room)
+			if err != nil {
+				return ask.Answer{}, err
+			}
+			for _, what := range []string{"lock", "checkpoint"} {
+				if _, err := k.step(ctx, room, what, t.pid); err != nil {
+					return ask.Answer{}, err
+				}
+			}
+			after, err := group.charged(room)
+			if err != nil {
+				return ask.Answer{}, err
+			}
+			for _, what := range []string{"restore", "unlock"} {
+				if _, err := k.step(ctx, room, what, t.pid); err != nil {
+					return ask.Answer{}, err
+				}
+			}
+			back, err := group.charged(room)
+			return ask.Tell(after-before > mib/2, "%d MiB of the card went away; the cgroup was charged %.0f MiB before, %.0f meanwhile, %.0f after the restore", mib, before, after, back), err
+		}),
+	})
 	for _, with := range []struct{ name, asks, take string }{
 		{"checkpoint-managed", "Is a program with managed memory checkpointed?", "managed 64"},
 		{"checkpoint-exporter", "Is a program checkpointed that has exported memory?", "export 64"},
@@ -116,14 +216,14 @@ func (k *kit) checkpoints() []ask.Question {
 					return ask.Answer{}, err
 				}
 				for _, what := range []string{"lock", "checkpoint"} {
-					if _, err := k.step(ctx, room, what, t.cmd.Process.Pid); errors.Is(err, errNoCall) {
+					if _, err := k.step(ctx, room, what, t.pid); errors.Is(err, errNoCall) {
 						return ask.Answer{}, err
 					} else if err != nil {
 						return ask.Tell(false, "%v", err), nil
 					}
 				}
 				for _, what := range []string{"restore", "unlock"} {
-					if _, err := k.step(ctx, room, what, t.cmd.Process.Pid); err != nil {
+					if _, err := k.step(ctx, room, what, t.pid); err != nil {
 						return ask.Tell(false, "it was, and then: %v", err), nil
 					}
 				}

@@ -104,7 +104,7 @@ func TestDryRunIsCutOff(t *testing.T) {
 	for i := range 6 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			folder := filepath.Join(t.TempDir(), "answers")
-			moment := time.Duration(rand.IntN(4000)) * time.Millisecond
+			moment := time.Duration(rand.IntN(12000)) * time.Millisecond
 			t.Logf("after %v", moment)
 			budget := moment
 			if i%2 > 0 {

@@ -134,10 +134,11 @@ func (k *kit) settings(context.Context) (string, error) {
 type talker struct {
 	room *ask.Room
 	name string
-	cmd  *exec.Cmd
+	pid  int // in our own PID namespace
 	in   io.WriteCloser
 	out  chan string
-	said *strings.Builder
+	kill func() error
+	wait func() error // says what it wrote as errors too
 }
 
 // talk starts one on a card, called by a name of the question's own. env is added to its
@@ -148,29 +149,49 @@ func (k *kit) talk(ctx context.Context, room *ask.Room, name string, on *card, e
 
 // talkBehind is talk by a command that runs what its arguments say.
 func (k *kit) talkBehind(ctx context.Context, room *ask.Room, behind []string, name string, on *card, env ...string) (*talker, error) {
-	t := &talker{room: room, name: name, out: make(chan string), said: &strings.Builder{}}
 	args := append(slices.Clone(behind), filepath.Join(k.dir, "talk"), k.library("libcuda.so.1"))
-	t.cmd = exec.CommandContext(ctx, args[0], args[1:]...)
-	t.cmd.Env = append(os.Environ(), append([]string{"CUDA_VISIBLE_DEVICES=" + on.uuid, "CUDA_CACHE_DISABLE=1"}, env...)...)
-	t.cmd.Stderr = t.said
-	var err error
-	if t.in, err = t.cmd.StdinPipe(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", name, err)
-	}
-	out, err := t.cmd.StdoutPipe()
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Env = append(append(os.Environ(), "CUDA_VISIBLE_DEVICES="+on.uuid), append(ofTalkers, env...)...)
+	said := &strings.Builder{}
+	cmd.Stderr = said
+	in, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
-	if err := t.cmd.Start(); err != nil {
+	out, err := cmd.StdoutPipe()
+	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start %s: %w", name, err)
+	}
+	t := &talker{room: room, name: name, pid: cmd.Process.Pid, in: in, kill: cmd.Process.Kill, wait: func() error {
+		return withWords(cmd.Wait(), said.String())
+	}}
+	t.listen(out)
+	return t, nil
+}
+
+// ofTalkers is in their environment.
+var ofTalkers = []string{"CUDA_CACHE_DISABLE=1"}
+
+// withWords adds what a program wrote to how it ended.
+func withWords(err error, said string) error {
+	if err == nil {
+		err = errors.New("exit status 0")
+	}
+	return fmt.Errorf("%w: %s", err, strings.TrimSpace(said))
+}
+
+// listen has what a program says ready to be heard.
+func (t *talker) listen(out io.Reader) {
+	t.out = make(chan string)
 	go func() {
 		defer close(t.out)
 		for lines := bufio.NewScanner(out); lines.Scan(); {
 			t.out <- lines.Text()
 		}
 	}()
-	return t, nil
 }
 
 // result is what a command came to: CUDA's number, and what was found.
@@ -200,9 +221,9 @@ func (t *talker) begin(line string) error {
 func (t *talker) hear(line string) (result, error) {
 	text, ok := <-t.out
 	if !ok {
-		err := t.cmd.Wait()
-		t.room.Note(t.name+": "+line, -1, fmt.Sprintf("ended: %v; %s", err, strings.TrimSpace(t.said.String())))
-		return result{code: -1}, fmt.Errorf("%s, told to %s, ended: %v: %s", t.name, line, err, strings.TrimSpace(t.said.String()))
+		err := t.wait()
+		t.room.Note(t.name+": "+line, -1, fmt.Sprintf("ended: %v", err))
+		return result{code: -1}, fmt.Errorf("%s, told to %s, ended: %w", t.name, line, err)
 	}
 	words := strings.Fields(text)
 	r := result{code: -1}
@@ -243,7 +264,7 @@ func (t *talker) end() {
 	_ = t.in.Close()
 	for range t.out { // what is still said
 	}
-	_ = t.cmd.Wait()
+	_ = t.wait()
 }
 
 // used is what the card's driver says is taken of its memory, in MiB.
@@ -310,7 +331,7 @@ func (k *kit) withProgram(f func(ctx context.Context, c *card, t *talker) (ask.A
 
 // has is taken for a program, once it stays the same.
 func (t *talker) has(ctx context.Context, c *card) (float64, error) {
-	return settled(ctx, func() (float64, error) { return taken(t.room, c, t.cmd.Process.Pid) })
+	return settled(ctx, func() (float64, error) { return taken(t.room, c, t.pid) })
 }
 
 // settled waits until a figure stays the same for a while, as a driver's does some time after

@@ -20,9 +20,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/tests/hardware/ask"
+	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
 func main() {
+	capsule.Main() // where this is a container's first process it ends here
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:])
 	stop()
@@ -89,7 +91,7 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	began := time.Now()
-	r := ask.Run{Out: folder, Budget: budget, Questions: list, Self: []string{self, "one"}, Settings: k.settings, Screen: os.Stdout}
+	r := ask.Run{Out: folder, Budget: budget, Questions: list, Self: []string{self, "one"}, Settings: k.settings, Tidy: removeCgroups, Screen: os.Stdout}
 	came, err := r.All(ctx)
 	fmt.Printf("%d answered, %d have no answer, %d passed over, in %.0f s; the answers are in %s\n",
 		len(came.Answered), len(came.Open), len(came.Passed), time.Since(began).Seconds(), folder)

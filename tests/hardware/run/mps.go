@@ -9,6 +9,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -33,7 +35,7 @@ type mpsDaemon struct {
 }
 
 // mps starts one. It stays our child, so that it goes with us.
-func (k *kit) mps(ctx context.Context, room *ask.Room, c *card) (*mpsDaemon, error) {
+func (k *kit) mps(ctx context.Context, room *ask.Room, c *card, flags ...string) (*mpsDaemon, error) {
 	const control = "nvidia-cuda-mps-control"
 	program := filepath.Join(k.root, "usr/bin", control)
 	if !exists(program) {
@@ -47,7 +49,7 @@ func (k *kit) mps(ctx context.Context, room *ask.Room, c *card) (*mpsDaemon, err
 		return nil, err
 	}
 	d := &mpsDaemon{k: k, room: room, program: program, dirs: []string{"CUDA_MPS_PIPE_DIRECTORY=" + pipes, "CUDA_MPS_LOG_DIRECTORY=" + logs}}
-	cmd := exec.CommandContext(ctx, program, "-f")
+	cmd := exec.CommandContext(ctx, program, append([]string{"-f"}, flags...)...)
 	cmd.Env = append(append(os.Environ(), d.dirs...), "CUDA_VISIBLE_DEVICES="+c.uuid)
 	said := &strings.Builder{}
 	cmd.Stdout, cmd.Stderr = said, said
@@ -65,7 +67,7 @@ func (k *kit) mps(ctx context.Context, room *ask.Room, c *card) (*mpsDaemon, err
 			return nil, ctx.Err()
 		}
 	}
-	room.Note(control+" -f", 0, nil)
+	room.Note(strings.Join(append([]string{control, "-f"}, flags...), " "), 0, nil)
 	return d, nil
 }
 
@@ -89,26 +91,61 @@ func (d *mpsDaemon) tell(ctx context.Context, command string) (string, error) {
 	return said, nil
 }
 
-// client starts a program whose contexts are MPS's, of so many per cent of the
-// multiprocessors.
-func (d *mpsDaemon) client(ctx context.Context, name string, c *card, percent int) (*talker, error) {
-	env := append([]string{fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", percent)}, d.dirs...)
-	return d.k.talk(ctx, d.room, name, c, env...)
+// ofPercent is in the environment of a client that has so many per cent of the multiprocessors.
+func ofPercent(n int) string { return fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", n) }
+
+// client starts a program that has the card's primary context by MPS.
+func (d *mpsDaemon) client(ctx context.Context, name string, c *card, env ...string) (*talker, error) {
+	t, err := d.k.talk(ctx, d.room, name, c, append(env, d.dirs...)...)
+	if err != nil {
+		return nil, err
+	}
+	if _, err = t.do("context"); err == nil {
+		err = d.serves(ctx, t)
+	}
+	if err != nil {
+		t.end()
+		return nil, err
+	}
+	return t, nil
+}
+
+// serves is nil where a program is a client. MPS fails open: who does not reach the daemon runs
+// without it, and says nothing.
+func (d *mpsDaemon) serves(ctx context.Context, t *talker) error {
+	servers, err := d.tell(ctx, "get_server_list")
+	if err != nil {
+		return err
+	}
+	for _, server := range strings.Fields(servers) {
+		clients, err := d.tell(ctx, "get_client_list "+server)
+		if err != nil {
+			return err
+		}
+		if slices.Contains(strings.Fields(clients), strconv.Itoa(t.pid)) {
+			return nil
+		}
+	}
+	return fmt.Errorf("%s runs without MPS: the servers %q do not have it", t.name, servers)
 }
 
 // withMPS has a question asked beside a daemon.
-func (k *kit) withMPS(f func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error)) func(context.Context, *ask.Room) ask.Answer {
+func (k *kit) withMPS(f func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error), flags ...string) func(context.Context, *ask.Room) ask.Answer {
 	return k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-		d, err := k.mps(ctx, room, c)
+		d, err := k.mps(ctx, room, c, flags...)
 		if err != nil {
 			return ask.Answer{}, err
 		}
-		a, err := f(ctx, d, c)
-		bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), 15*time.Second)
-		defer cancel()
-		_, _ = d.tell(bounded, "quit -t 5") // what it leaves is ended behind it
-		return a, err
+		defer d.quit(ctx)
+		return f(ctx, d, c)
 	})
+}
+
+// quit ends the daemon, as far as it lets itself be told. What it leaves is ended behind it.
+func (d *mpsDaemon) quit(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 15*time.Second)
+	defer cancel()
+	_, _ = d.tell(ctx, "quit -t 5")
 }
 
 // withoutMPS is in the environment of a program that is to have none, whatever the machine
@@ -123,25 +160,17 @@ func (k *kit) parallel() []ask.Question {
 		{
 			Name: "mps-starts", Asks: "Does MPS start as root, in directories of its own, with no setting of the card?", Limit: 40 * time.Second, NotEmulated: noMPS,
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-				t, err := d.client(ctx, "client", c, 100)
-				if err != nil {
-					return ask.Answer{}, err
-				}
-				defer t.end()
 				began := time.Now()
-				inside, err := t.do(fmt.Sprintf("attribute %d", mpsEnabled))
+				t, err := d.client(ctx, "client", c)
 				if err != nil {
-					return ask.Answer{}, err
-				}
-				if _, err := t.all("context", "run"); err != nil {
 					return ask.Tell(false, "a client of it: %v", err), nil
 				}
+				defer t.end()
 				took := time.Since(began)
-				servers, err := d.tell(ctx, "get_server_list")
-				if err != nil {
-					return ask.Answer{}, err
+				if _, err := t.do("run"); err != nil {
+					return ask.Tell(false, "a client of it: %v", err), nil
 				}
-				return ask.Tell(servers != "" && inside.number(0) == 1, "the first client ran after %.1f s; servers %q, MPS_ENABLED says %.0f", took.Seconds(), servers, inside.number(0)), nil
+				return ask.Tell(true, "the first client had its context after %.1f s", took.Seconds()), nil
 			}),
 		},
 		{
@@ -167,12 +196,12 @@ func (k *kit) parallel() []ask.Question {
 			Name: "mps-listed", Asks: "Does NVML list a client of MPS among the compute processes, by its own PID and with its memory?", Limit: 40 * time.Second, NotEmulated: noMPS,
 			Code: []string{"internal/guard"},
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-				t, err := d.client(ctx, "client", c, 100)
+				t, err := d.client(ctx, "client", c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
 				defer t.end()
-				if _, err := t.all("context", "take 256"); err != nil {
+				if _, err := t.do("take 256"); err != nil {
 					return ask.Answer{}, err
 				}
 				has, err := t.has(ctx, c)
@@ -192,11 +221,11 @@ func (k *kit) parallel() []ask.Question {
 				if err != nil {
 					return ask.Answer{}, err
 				}
-				t, err := d.client(ctx, "client", c, 100)
+				t, err := d.client(ctx, "client", c)
 				if err != nil {
 					return ask.Answer{}, err
 				}
-				_, err = t.all("context", "run")
+				_, err = t.do("run")
 				t.end()
 				if err != nil {
 					return ask.Answer{}, err
@@ -216,11 +245,13 @@ func (k *kit) parallel() []ask.Question {
 					return ask.Answer{}, err
 				}
 				defer t.end()
-				r, err := t.all(fmt.Sprintf("attribute %d", mpsEnabled), "context", "run", fmt.Sprintf("attribute %d", mpsEnabled))
-				if err != nil {
+				if _, err := t.all("context", "run"); err != nil {
 					return ask.Tell(false, "%v", err), nil
 				}
-				return ask.Tell(r.number(0) == 1, "it ran, and MPS_ENABLED says %.0f", r.number(0)), nil
+				if err := d.serves(ctx, t); err != nil {
+					return ask.Tell(false, "%v", err), nil
+				}
+				return ask.Tell(true, "it ran as a client"), nil
 			}),
 		},
 	}
@@ -229,12 +260,12 @@ func (k *kit) parallel() []ask.Question {
 			Name: fmt.Sprintf("mps-sms-%d", percent), Asks: fmt.Sprintf("On how many multiprocessors do the blocks of a client of %d %% run?", percent),
 			Limit: 30 * time.Second, NotEmulated: noMPS, Within: -1,
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-				t, err := d.client(ctx, "client", c, percent)
+				t, err := d.client(ctx, "client", c, ofPercent(percent))
 				if err != nil {
 					return ask.Answer{}, err
 				}
 				defer t.end()
-				all, err := t.all("context", "attribute 16")
+				all, err := t.do("attribute 16")
 				if err != nil {
 					return ask.Answer{}, err
 				}
@@ -257,39 +288,170 @@ func (k *kit) parallel() []ask.Question {
 		q := ask.Question{Name: way.name, Asks: way.asks, Limit: 60 * time.Second, Least: 15 * time.Second, NotEmulated: "its kernels take the time that their names say", Within: 0.2}
 		if way.percent == 0 {
 			q.Ask = k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-				return k.sideBySide(ctx, room, c, []string{withoutMPS(room)})
+				return k.sideBySide(ctx, room, c, k.apart(ctx, room, c))
 			})
 		} else {
 			q.Ask = k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-				return k.sideBySide(ctx, d.room, c, append([]string{fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", way.percent)}, d.dirs...))
+				return k.sideBySide(ctx, d.room, c, func(name string) (*talker, error) { return d.client(ctx, name, c, ofPercent(way.percent)) })
 			})
 		}
 		list = append(list, q)
 	}
-	return list
+	list = append(list, ask.Question{
+		Name: "utilisation", Asks: "Does NVML tell which of two programs keeps the card busy?", Limit: 40 * time.Second, NotEmulated: "its programs keep nothing busy", Code: []string{"pkg/gpu/nvml/utilization.go", "internal/usage"},
+		Ask: k.on(k.utilisation),
+	})
+	return append(list, ask.Question{
+		Name: "two-by-partitions", Asks: "How much do two programs get done side by side in partitions of MPS, of what one does alone?", Limit: 60 * time.Second, Least: 15 * time.Second, NotEmulated: noMPS, Within: 0.2,
+		Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
+			parts, err := d.halves(ctx, c)
+			if err != nil {
+				return ask.Answer{}, err
+			}
+			if _, err := d.tell(ctx, "lspart"); err != nil {
+				return ask.Answer{}, err
+			}
+			next := 0
+			return k.sideBySide(ctx, d.room, c, func(name string) (*talker, error) {
+				part := parts[next]
+				next++
+				return d.client(ctx, name, c, "CUDA_MPS_SM_PARTITION="+part)
+			})
+		}, "-S"),
+	})
 }
 
-// sideBySide has one program work alone, and then two.
-func (k *kit) sideBySide(ctx context.Context, room *ask.Room, c *card, env []string) (ask.Answer, error) {
-	const work = "work 3000"
+// utilisation has one of two programs work, and asks NVML for both.
+func (k *kit) utilisation(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
 	var two [2]*talker
-	for i := range two {
-		t, err := k.talk(ctx, room, fmt.Sprintf("program %d", i+1), c, env...)
+	for i, name := range []string{"busy", "idle"} {
+		t, err := k.apart(ctx, room, c)(name)
 		if err != nil {
 			return ask.Answer{}, err
 		}
 		defer t.end()
-		if _, err := t.all("context", "work 300"); err != nil { // the first loads the code
+		if _, err := t.do("work 300"); err != nil {
+			return ask.Answer{}, err
+		}
+		two[i] = t
+	}
+	const work = "work 4000"
+	// What the start of both was goes out of the samples first.
+	select {
+	case <-ctx.Done():
+		return ask.Answer{}, ctx.Err()
+	case <-time.After(2 * time.Second):
+	}
+	since := uint64(time.Now().UnixMicro())
+	if err := two[0].begin(work); err != nil {
+		return ask.Answer{}, err
+	}
+	most := map[int]uint32{}
+	supported := false
+	for range 15 {
+		time.Sleep(250 * time.Millisecond)
+		list, ret := c.GetProcessUtilization(since)
+		room.Note("nvmlDeviceGetProcessUtilization", int(ret), list)
+		supported = supported || ret == nvml.SUCCESS
+		for _, s := range list {
+			most[int(s.Pid)] = max(most[int(s.Pid)], s.SmUtil)
+		}
+		rates, ret := c.GetUtilizationRates()
+		room.Note("nvmlDeviceGetUtilizationRates", int(ret), rates)
+	}
+	if _, err := two[0].hear(work); err != nil {
+		return ask.Answer{}, err
+	}
+	if !supported {
+		return ask.CouldNotTell("the driver has no nvmlDeviceGetProcessUtilization for this card"), nil
+	}
+	busy, idle := most[two[0].pid], most[two[1].pid]
+	return ask.Tell(busy > 50 && idle < 10, "at most %d %% of the busy one, %d %% of the idle one", busy, idle), nil
+}
+
+// mostChunks is more than any card has: a chunk is some multiprocessors, 8 on most cards.
+const mostChunks = 48
+
+// halves makes two partitions, of half the chunks each, and returns their names.
+func (d *mpsDaemon) halves(ctx context.Context, c *card) (parts [2]string, err error) {
+	all := 0
+	for n := mostChunks; n > 0 && all == 0; n-- {
+		name, err := d.partition(ctx, c, n)
+		if err != nil {
+			return parts, err
+		}
+		if name == "" {
+			continue
+		}
+		all = n
+		if _, err := d.tell(ctx, "sm_partition rm "+name); err != nil {
+			return parts, err
+		}
+	}
+	for i := range parts {
+		if parts[i], err = d.partition(ctx, c, max(all/2, 1)); err != nil {
+			return parts, err
+		}
+		if parts[i] == "" {
+			return parts, fmt.Errorf("of %d chunks MPS makes no partition %d of %d", all, i+1, max(all/2, 1))
+		}
+	}
+	return parts, nil
+}
+
+// partition makes one and returns its name, "" where the daemon makes none.
+func (d *mpsDaemon) partition(ctx context.Context, c *card, chunks int) (string, error) {
+	said, err := d.tell(ctx, fmt.Sprintf("sm_partition add %s %d", c.uuid, chunks))
+	if err != nil {
+		return "", err
+	}
+	_, rest, _ := strings.Cut(said, "Partition ")
+	name, _, created := strings.Cut(rest, " created")
+	if !created {
+		return "", nil
+	}
+	return name, nil
+}
+
+// starter starts a program that has the card's primary context.
+type starter func(name string) (*talker, error)
+
+// apart starts programs without MPS.
+func (k *kit) apart(ctx context.Context, room *ask.Room, c *card) starter {
+	return func(name string) (*talker, error) {
+		t, err := k.talk(ctx, room, name, c, withoutMPS(room))
+		if err != nil {
+			return nil, err
+		}
+		if _, err := t.do("context"); err != nil {
+			t.end()
+			return nil, err
+		}
+		return t, nil
+	}
+}
+
+// sideBySide has one program work alone, and then two.
+func (k *kit) sideBySide(ctx context.Context, room *ask.Room, c *card, start starter) (ask.Answer, error) {
+	const work = "work 3000"
+	var two [2]*talker
+	for i := range two {
+		t, err := start(fmt.Sprintf("program %d", i+1))
+		if err != nil {
+			return ask.Answer{}, err
+		}
+		defer t.end()
+		if _, err := t.do("work 300"); err != nil { // the first loads the code
 			return ask.Answer{}, err
 		}
 		two[i] = t
 	}
 	// Alone is without a ceiling and without MPS.
-	one, err := k.talk(ctx, room, "alone", c, withoutMPS(room))
+	one, err := k.apart(ctx, room, c)("alone")
 	if err != nil {
 		return ask.Answer{}, err
 	}
-	alone, err := one.all("context", "work 300", work)
+	alone, err := one.all("work 300", work)
 	one.end()
 	if err != nil {
 		return ask.Answer{}, err
@@ -331,11 +493,11 @@ var harms = []harm{
 		if err != nil {
 			return err
 		}
-		_, err = d.tell(ctx, fmt.Sprintf("terminate_client %s %d", strings.TrimSpace(servers), victim.cmd.Process.Pid))
+		_, err = d.tell(ctx, fmt.Sprintf("terminate_client %s %d", strings.TrimSpace(servers), victim.pid))
 		return err
 	}},
 	{name: "killed", what: "is killed while it is busy", do: func(_ context.Context, _ *mpsDaemon, victim *talker) error {
-		return victim.cmd.Process.Kill()
+		return victim.kill()
 	}},
 	{name: "illegal", what: "writes to an illegal address", do: func(_ context.Context, _ *mpsDaemon, victim *talker) error {
 		_, err := victim.do("wait")
@@ -371,11 +533,12 @@ func (k *kit) faults() (list []ask.Question) {
 			if mps {
 				q.Name, q.Asks = "mps-"+h.name, "In MPS, does a program live on whose neighbour "+h.what+"?"
 				q.Ask = k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
-					return k.neighbour(ctx, d.room, c, d.dirs, func(victim *talker) error { return h.do(ctx, d, victim) })
+					start := func(name string) (*talker, error) { return d.client(ctx, name, c) }
+					return k.neighbour(ctx, d.room, c, start, func(victim *talker) error { return h.do(ctx, d, victim) })
 				})
 			} else {
 				q.Ask = k.on(func(ctx context.Context, room *ask.Room, c *card) (ask.Answer, error) {
-					return k.neighbour(ctx, room, c, []string{withoutMPS(room)}, func(victim *talker) error { return h.do(ctx, nil, victim) })
+					return k.neighbour(ctx, room, c, k.apart(ctx, room, c), func(victim *talker) error { return h.do(ctx, nil, victim) })
 				})
 			}
 			list = append(list, q)
@@ -385,15 +548,15 @@ func (k *kit) faults() (list []ask.Question) {
 }
 
 // neighbour has two programs busy, does one of them harm, and says whether the other goes on.
-func (k *kit) neighbour(ctx context.Context, room *ask.Room, c *card, env []string, do func(victim *talker) error) (ask.Answer, error) {
+func (k *kit) neighbour(ctx context.Context, room *ask.Room, c *card, start starter, do func(victim *talker) error) (ask.Answer, error) {
 	var two [2]*talker
 	for i, name := range []string{"victim", "neighbour"} {
-		t, err := k.talk(ctx, room, name, c, env...)
+		t, err := start(name)
 		if err != nil {
 			return ask.Answer{}, err
 		}
 		defer t.end()
-		if _, err := t.all("context", "take 64", "fill 7", "run"); err != nil {
+		if _, err := t.all("take 64", "fill 7", "run"); err != nil {
 			return ask.Answer{}, err
 		}
 		two[i] = t
@@ -416,12 +579,12 @@ func (k *kit) neighbour(ctx context.Context, room *ask.Room, c *card, env []stri
 		}
 	}
 	fresh := "a new program runs"
-	t, err := k.talk(ctx, room, "next", c, env...)
-	if err != nil {
-		return ask.Answer{}, err
+	t, err := start("next")
+	if err == nil {
+		defer t.end()
+		_, err = t.do("run")
 	}
-	defer t.end()
-	if _, err := t.all("context", "run"); err != nil {
+	if err != nil {
 		fresh = fmt.Sprintf("a new program does not: %v", err)
 	}
 	heard := events()

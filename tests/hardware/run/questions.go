@@ -17,7 +17,8 @@ import (
 // questions are all of them, the one that is worth most first, and what may hang or break a
 // card last.
 func (k *kit) questions() []ask.Question {
-	return slices.Concat(k.basics(), k.parallel(), k.checkpoints(), k.mapped(), k.code(), k.mig(), k.faults())
+	return slices.Concat(k.basics(), []ask.Question{k.conformance()}, k.caps()[:1], k.parallel(), k.checkpoints(), k.behind(), k.mapped(), k.code(), k.mig(),
+		k.switches(), k.caps()[1:], k.faults())
 }
 
 // basics are about the driver and the card alone.
@@ -53,7 +54,7 @@ func (k *kit) basics() []ask.Question {
 					return ask.Answer{}, err
 				}
 				if has < 0 {
-					return ask.CouldNotTell("NVML lists no process %d", t.cmd.Process.Pid), nil
+					return ask.CouldNotTell("NVML lists no process %d", t.pid), nil
 				}
 				return ask.Count(has, "MiB", "of the process, before it has allocated anything"), nil
 			}),
@@ -127,7 +128,7 @@ func (k *kit) mapped() []ask.Question {
 			}
 			var more []float64
 			for i, t := range others {
-				has, err := taken(room, c, t.cmd.Process.Pid)
+				has, err := taken(room, c, t.pid)
 				if err != nil {
 					return ask.Answer{}, err
 				}
