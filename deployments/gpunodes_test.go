@@ -39,10 +39,13 @@ type schema struct {
 	ListKeys   []string `yaml:"x-kubernetes-list-map-keys"`
 	MaxItems   int      `yaml:"maxItems"`
 	MaxLength  int      `yaml:"maxLength"`
+	Minimum    *int
+	Maximum    *int
 }
 
 // The schema has the fields that the program writes and no others, of the same types, and
-// requires those that are always there. Nothing in it is without bounds.
+// requires those that are always there. Nothing in it is without bounds, which are those that
+// readers hold an object to.
 func TestGPUNodeSchemaIsTheProgramsTypes(t *testing.T) {
 	var crd struct {
 		Metadata struct{ Name string }
@@ -68,10 +71,11 @@ func TestGPUNodeSchemaIsTheProgramsTypes(t *testing.T) {
 	if is.MapType != "atomic" {
 		t.Error("the status is written as a whole, and the schema does not say so")
 	}
-	compareSchema(t, "status", is, reflect.TypeFor[gpunode.Status]())
+	compareSchema(t, "status", is, reflect.TypeFor[gpunode.Status](), "", "")
 }
 
-func compareSchema(t *testing.T, path string, s *schema, is reflect.Type) {
+// compareSchema compares a schema with a type, a field of which has the bounds most and each.
+func compareSchema(t *testing.T, path string, s *schema, is reflect.Type, most, each string) {
 	t.Helper()
 	if s == nil {
 		t.Errorf("%s is not in the schema", path)
@@ -87,23 +91,32 @@ func compareSchema(t *testing.T, path string, s *schema, is reflect.Type) {
 	switch {
 	case s.Type != want:
 		t.Errorf("%s is of type %q, want %q", path, s.Type, want)
-	case want == "string" && s.MaxLength == 0 && s.Format != "date-time":
-		t.Errorf("%s has no maxLength", path)
-	case want == "array":
-		if s.MaxItems == 0 || s.ListType == "" || s.ListType == "map" && len(s.ListKeys) != 1 {
-			t.Errorf("%s: at most %d elements, list type %q with keys %q", path, s.MaxItems, s.ListType, s.ListKeys)
+	case is == reflect.TypeFor[ledger.UnitSet](): // as text it has another bound
+		if s.MaxLength == 0 || most == "" {
+			t.Errorf("%s: maxLength %d, at most %q ranges", path, s.MaxLength, most)
 		}
-		compareSchema(t, path+"[]", s.Items, is.Elem())
+	case want == "string" && s.Format != "date-time" && fmt.Sprint(s.MaxLength) != most:
+		t.Errorf("%s: maxLength %d, want %q", path, s.MaxLength, most)
+	case want == "integer":
+		if s.Minimum == nil || *s.Minimum != 0 || s.Maximum == nil || fmt.Sprint(*s.Maximum) != most {
+			t.Errorf("%s: minimum %v, maximum %v, want 0 and %q", path, s.Minimum, s.Maximum, most)
+		}
+	case want == "array":
+		if fmt.Sprint(s.MaxItems) != most || s.ListType == "" || s.ListType == "map" && len(s.ListKeys) != 1 {
+			t.Errorf("%s: at most %d elements, want %q, list type %q with keys %q", path, s.MaxItems, most, s.ListType, s.ListKeys)
+		}
+		compareSchema(t, path+"[]", s.Items, is.Elem(), each, "")
 	case want == "object":
 		seen := map[string]bool{}
 		var required []string
 		for i := range is.NumField() {
-			name, options, _ := strings.Cut(is.Field(i).Tag.Get("json"), ",")
+			tag := is.Field(i).Tag
+			name, options, _ := strings.Cut(tag.Get("json"), ",")
 			seen[name] = true
 			if options == "" {
 				required = append(required, name)
 			}
-			compareSchema(t, path+"."+name, s.Properties[name], is.Field(i).Type)
+			compareSchema(t, path+"."+name, s.Properties[name], is.Field(i).Type, tag.Get("max"), tag.Get("each"))
 		}
 		for name := range s.Properties {
 			if !seen[name] {

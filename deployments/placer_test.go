@@ -339,14 +339,17 @@ func (s *apiServer) tryPlacersPods(t *testing.T, ctx context.Context, books *fle
 	}
 	one := ask("one")
 	s.await(t, "the node can take a pod", func() error {
-		on, refused, err := books.Place(ctx, one, []string{"node-1", "node-2"})
+		on, refused, err := books.Place(ctx, string(one.UID), []string{"node-1", "node-2"})
 		if on != "node-1" {
 			return fmt.Errorf("%v, %v", refused, err)
 		}
 		return nil
 	})
 	two := ask("two")
-	if on, _, err := books.Place(ctx, two, []string{"node-1"}); on != "" || err != nil {
+	if err := books.Known(ctx, string(two.UID)); err != nil {
+		t.Fatal(err)
+	}
+	if on, _, err := books.Place(ctx, string(two.UID), []string{"node-1"}); on != "" || err != nil {
 		t.Errorf("two pods have one GPU: %v", err)
 	}
 	for _, name := range []string{"one", "two"} {
@@ -370,7 +373,7 @@ func (s *apiServer) tryPlacersPods(t *testing.T, ctx context.Context, books *fle
 	}
 	three := ask("three")
 	s.await(t, "pods have ended", func() error {
-		if on, refused, err := books.Place(ctx, three, []string{"node-1"}); on != "node-1" {
+		if on, refused, err := books.Place(ctx, string(three.UID), []string{"node-1"}); on != "node-1" {
 			return fmt.Errorf("%v, %v", refused, err)
 		}
 		return nil

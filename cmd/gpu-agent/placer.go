@@ -94,6 +94,7 @@ func place(ctx context.Context, c console, args []string) error {
 	var admitted *kueue.Door
 	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
 		s.Waiting, s.Reservations = books.State()
+		s.PassedOver = books.PassedOver()
 		s.Leads = books.Ready() == nil
 		s.Sites = map[string]obs.SiteUse{}
 		for site, use := range sites.Use() {

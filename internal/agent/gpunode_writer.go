@@ -175,6 +175,9 @@ func (w *gpuNodeWriter) due() (*gpunode.Status, gpunode.Change) {
 	if !w.known || want == nil {
 		return nil, gpunode.Same
 	}
+	if err := want.Check(); err != nil {
+		want = gpunode.OutOfBounds(err) // no reader would use the other
+	}
 	base := w.has
 	if base != nil && reflect.DeepEqual(base, w.kept) {
 		base = w.sent // of which a definition that is older keeps less

@@ -31,8 +31,10 @@
 //
 // # Who may ask
 //
-// Whoever reaches the door can make reservations. [Files] gives it TLS with clients'
-// certificates.
+// Of a pod in a request only the UID is believed: what it asks for, and whether there is such a
+// pod, the API server says. One that it has not shown yet is waited for, without a turn, and then
+// the answer is 503. Still whoever reaches the door can reserve room for pods that wait.
+// [Files] gives it TLS with clients' certificates.
 //
 // The package knows the protocol, and nothing of GPUs: what fits where is [Books]' word.
 package extender

@@ -20,15 +20,18 @@ import (
 	extender "k8s.io/kube-scheduler/extender/v1"
 )
 
-// Books know what fits where. Their methods are called by one request at a time, and may
-// be under way still when their request has been answered.
+// Books know what fits where, and what each pod asks for: of a pod in a request only the UID is
+// believed. Place and Fits are called by one request at a time, and may be under way still when
+// their request has been answered.
 type Books interface {
+	// Known waits until the pod is known, as long as ctx allows; its error says that it is not.
+	Known(ctx context.Context, uid string) error
 	// Place picks one of some nodes for a pod, and reserves there. Where none can take it,
 	// node is empty and refused has each one's reason. An error says that the books cannot
 	// tell, for example since they have not been filled yet.
-	Place(ctx context.Context, pod *corev1.Pod, among []string) (node string, refused map[string]string, err error)
+	Place(ctx context.Context, uid string, among []string) (node string, refused map[string]string, err error)
 	// Fits says whether a node could take a pod without some others, named by their UIDs.
-	Fits(ctx context.Context, pod *corev1.Pod, node string, without []string) (bool, error)
+	Fits(ctx context.Context, uid, node string, without []string) (bool, error)
 }
 
 // Verb is what the scheduler asks for.
@@ -53,6 +56,8 @@ const (
 	Broken Outcome = "broken"
 	// Late: there was no answer in time.
 	Late Outcome = "late"
+	// Unknown: the API server has not shown the pod to the books.
+	Unknown Outcome = "unknown"
 	// Failed: the books could not tell.
 	Failed Outcome = "failed"
 )
@@ -60,7 +65,7 @@ const (
 // Verbs and Outcomes are all that there are.
 var (
 	Verbs    = []Verb{Filter, Preempt}
-	Outcomes = []Outcome{Placed, Refused, Broken, Late, Failed}
+	Outcomes = []Outcome{Placed, Refused, Broken, Late, Unknown, Failed}
 )
 
 // Options may be zero.
@@ -185,9 +190,15 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 		return nil, "", &failure{http.StatusBadRequest, Broken, fmt.Errorf("read the request: %w", err)}
 	}
 	_ = control.SetReadDeadline(time.Time{})
-	ask, err := read(v, body.Bytes())
+	ask, uid, err := read(v, body.Bytes())
 	if err != nil {
 		return nil, "", &failure{http.StatusBadRequest, Broken, err}
+	}
+	// Before it has its turn, so that whoever asks for pods that are not there holds nobody up.
+	known, cancel := context.WithDeadline(ctx, began.Add(s.opts.Deadline*9/10))
+	defer cancel()
+	if err := s.books.Known(known, uid); err != nil {
+		return nil, "", &failure{http.StatusServiceUnavailable, Unknown, err}
 	}
 	return s.ask(ctx, ask)
 }
@@ -195,26 +206,26 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 // question is a request that makes sense.
 type question func(context.Context, Books) (answer any, how Outcome, err error)
 
-// read makes sense of a request.
-func read(v Verb, body []byte) (question, error) {
+// read makes sense of a request, and says which pod it is about.
+func read(v Verb, body []byte) (q question, uid string, err error) {
 	if v == Preempt {
 		var args extender.ExtenderPreemptionArgs
 		if err := decode(body, &args, &args.Pod); err != nil {
-			return nil, err
+			return nil, "", err
 		}
 		if args.NodeNameToMetaVictims == nil && args.NodeNameToVictims != nil {
-			return nil, errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+			return nil, "", errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
 		}
-		return func(ctx context.Context, b Books) (any, Outcome, error) { return preempt(ctx, b, &args) }, nil
+		return func(ctx context.Context, b Books) (any, Outcome, error) { return preempt(ctx, b, &args) }, string(args.Pod.UID), nil
 	}
 	var args extender.ExtenderArgs
 	if err := decode(body, &args, &args.Pod); err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	if args.NodeNames == nil {
-		return nil, errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+		return nil, "", errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
 	}
-	return func(ctx context.Context, b Books) (any, Outcome, error) { return filter(ctx, b, &args) }, nil
+	return func(ctx context.Context, b Books) (any, Outcome, error) { return filter(ctx, b, &args) }, string(args.Pod.UID), nil
 }
 
 // decode reads arguments, of which pod is a part.
@@ -267,7 +278,7 @@ func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) 
 
 // filter answers with the one best node.
 func filter(ctx context.Context, b Books, args *extender.ExtenderArgs) (any, Outcome, error) {
-	node, refused, err := b.Place(ctx, args.Pod, *args.NodeNames)
+	node, refused, err := b.Place(ctx, string(args.Pod.UID), *args.NodeNames)
 	if err != nil {
 		return nil, "", fmt.Errorf("place %s/%s: %w", args.Pod.Namespace, args.Pod.Name, err)
 	}
@@ -290,7 +301,7 @@ func preempt(ctx context.Context, b Books, args *extender.ExtenderPreemptionArgs
 				}
 			}
 		}
-		fits, err := b.Fits(ctx, args.Pod, node, uids)
+		fits, err := b.Fits(ctx, string(args.Pod.UID), node, uids)
 		if err != nil {
 			return nil, "", fmt.Errorf("look for room for %s/%s on %s: %w", args.Pod.Namespace, args.Pod.Name, node, err)
 		}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"maps"
 	"net"
@@ -33,8 +34,11 @@ type shelf struct {
 	hang   chan struct{}
 	inside chan struct{}
 	err    error
-	asked  int
-	within int
+	// unknown is the UID of a pod that is not known, and waits is closed when it is waited for.
+	unknown string
+	waits   chan struct{}
+	asked   int
+	within  int
 }
 
 func (s *shelf) enter() func() {
@@ -55,7 +59,16 @@ func (s *shelf) enter() func() {
 	}
 }
 
-func (s *shelf) Place(_ context.Context, pod *corev1.Pod, among []string) (string, map[string]string, error) {
+func (s *shelf) Known(ctx context.Context, uid string) error {
+	if uid != s.unknown {
+		return nil
+	}
+	close(s.waits)
+	<-ctx.Done()
+	return errors.New("who is it?")
+}
+
+func (s *shelf) Place(_ context.Context, uid string, among []string) (string, map[string]string, error) {
 	defer s.enter()()
 	if s.err != nil {
 		return "", nil, s.err
@@ -66,12 +79,12 @@ func (s *shelf) Place(_ context.Context, pod *corev1.Pod, among []string) (strin
 			s.room[name] = false
 			return name, nil, nil
 		}
-		refused[name] = "there is no room for " + pod.Name
+		refused[name] = "there is no room for " + uid
 	}
 	return "", refused, nil
 }
 
-func (s *shelf) Fits(_ context.Context, _ *corev1.Pod, node string, without []string) (bool, error) {
+func (s *shelf) Fits(_ context.Context, _, node string, without []string) (bool, error) {
 	defer s.enter()()
 	return s.room[node] || slices.Contains(without, "large"), s.err
 }
@@ -158,7 +171,7 @@ func TestFilterNamesTheOneNode(t *testing.T) {
 			continue
 		}
 		d.want(Refused)
-		if len(got.FailedNodes) != 3 || got.FailedNodes["a"] != "there is no room for p" || len(got.FailedAndUnresolvableNodes) > 0 {
+		if len(got.FailedNodes) != 3 || got.FailedNodes["a"] != "there is no room for uid-p" || len(got.FailedAndUnresolvableNodes) > 0 {
 			t.Errorf("%+v", got)
 		}
 	}
@@ -346,5 +359,30 @@ func TestManyAtOnce(t *testing.T) {
 	}
 	if count[Placed] != 26 || count[Refused] != 14 {
 		t.Errorf("%v", count)
+	}
+}
+
+// TestAPodThatIsNotKnown: who asks for pods that are not there holds nobody up, and the scheduler
+// is to ask again.
+func TestAPodThatIsNotKnown(t *testing.T) {
+	waits := make(chan struct{})
+	s := &shelf{room: map[string]bool{"a": true}, unknown: "uid-ghost", waits: waits}
+	d := open(t, s, 2*time.Second)
+	said := make(chan string)
+	go func() {
+		code, text := d.post("/filter", filterArgs(t, "ghost", "a"))
+		said <- fmt.Sprint(code, " ", text)
+	}()
+	<-waits
+	if code, text := d.post("/filter", filterArgs(t, "p", "a")); code != http.StatusOK {
+		t.Errorf("beside it another request is answered %d %s", code, text)
+	}
+	d.want(Placed)
+	if text := <-said; !strings.HasPrefix(text, "503 who is it?") {
+		t.Errorf("it is answered %s", text)
+	}
+	d.want(Unknown)
+	if s.asked != 1 {
+		t.Errorf("the books were asked %d times, want once", s.asked)
 	}
 }

@@ -50,7 +50,7 @@ func (w *lastGPU) race(t *testing.T, round string) (got []string) {
 	begin := make(chan struct{})
 	for who, ask := range map[string]func() bool{
 		"extender": func() bool {
-			at, _, err := w.Place(t.Context(), asks("pod-"+round, "79"), []string{"a"})
+			at, _, err := place(t.Context(), w.Fleet, asks("pod-"+round, "79"), []string{"a"})
 			if err != nil {
 				t.Error(err)
 			}

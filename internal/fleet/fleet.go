@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -38,10 +39,18 @@ type Fleet struct {
 	mu    sync.Mutex // guards what follows
 	books *placer.Books
 	// says and ready are what is known of nodes; counts has of each of the agent's
-	// resources in a Node's allocatable whether there is any.
+	// resources in a Node's allocatable whether there is any. Passed are nodes whose GPUNode
+	// says what cannot be, and why.
 	says   map[string]*gpunode.Status
+	passed map[string]error
 	ready  map[string]bool
 	counts map[string]map[string]bool
+	// asks is what pods without a node ask for, by UID: the books have of one that was placed
+	// only what goes through the device plugin. Shown is closed when there is another pod.
+	asks  map[string]placer.Pod
+	shown chan struct{}
+	// asking is how many requests wait for a pod to be shown.
+	asking int
 	// dra are the nodes that offer something through DRA.
 	dra map[string]bool
 	// missing are the kinds of which no list has come yet.
@@ -59,7 +68,7 @@ type Fleet struct {
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
-		says: map[string]*gpunode.Status{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{},
+		says: map[string]*gpunode.Status{}, passed: map[string]error{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{}, asks: map[string]placer.Pod{}, shown: make(chan struct{}),
 		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), lending: newLending(),
 	}
 }
@@ -141,19 +150,42 @@ func (f *Fleet) DeleteNode(name string) {
 	delete(f.counts, name)
 	delete(f.about, name)
 	f.told(name)
+	if f.says[name] == nil {
+		f.unnumber(name)
+	}
 }
 
 // SetGPUNode notes what a GPUNode says, which the caller may not change any more. Nil says
-// that there is no such object any more, or none that can be read.
-func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) {
+// that there is no such object any more, or none that can be read. Where it says what cannot be
+// ([gpunode.Status.Check]), the node is passed over until it says something else; the error is
+// why.
+func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) error {
+	var wrong error
+	if says != nil {
+		if wrong = says.Check(); wrong != nil {
+			says = nil
+		}
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	delete(f.passed, name)
+	if wrong != nil {
+		f.passed[name] = wrong
+	}
 	if says == nil {
 		delete(f.says, name)
 	} else {
 		f.says[name] = says
 	}
 	f.told(name)
+	return wrong
+}
+
+// PassedOver is how many nodes say what cannot be.
+func (f *Fleet) PassedOver() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.passed)
 }
 
 // told writes in the books what is known of a node.
@@ -167,6 +199,8 @@ func (f *Fleet) told(name string) {
 			f.dra[name] = true
 		}
 		f.books.SetNode(name, says, f.ready[name] && !f.silent(name))
+	} else if wrong := f.passed[name]; wrong != nil {
+		f.books.PassOver(name, fmt.Sprintf("its GPUNode says what cannot be: %v", wrong))
 	} else {
 		f.books.DeleteNode(name)
 	}
@@ -183,6 +217,15 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	}
 	was, at := f.books.Pod(entry.UID)
 	f.books.SetPod(entry)
+	if entry.Node == "" && !entry.Done {
+		f.asks[entry.UID] = entry
+	} else {
+		delete(f.asks, entry.UID)
+	}
+	if was.UID == "" {
+		close(f.shown)
+		f.shown = make(chan struct{})
+	}
 	if at != entry.Node || entry.Done || len(was.Devices) != len(entry.Devices) {
 		f.touch(at)
 		f.touch(entry.Node)
@@ -196,28 +239,72 @@ func (f *Fleet) DeletePod(uid string) {
 	defer f.mu.Unlock()
 	_, at := f.books.Pod(uid)
 	f.books.DeletePod(uid)
+	delete(f.asks, uid)
 	f.touch(at)
 	f.forget(uid)
 }
 
-// Place picks one of some nodes for a pod, and reserves there. Where none can take it by the
-// books, it picks the first that offers the rest through DRA. Otherwise node is empty, and
-// refused has the reason of each.
-func (f *Fleet) Place(ctx context.Context, p *corev1.Pod, among []string) (node string, refused map[string]string, err error) {
-	entry := f.read(p)
+// errUnknown says that a pod is not known yet, so that a scheduler is to ask again.
+var errUnknown = errors.New("the API server has not shown this pod yet")
+
+// Known waits until the API server has shown a pod, as long as ctx allows. Its error says that
+// it has not.
+func (f *Fleet) Known(ctx context.Context, uid string) error {
+	for {
+		f.mu.Lock()
+		if p, _ := f.books.Pod(uid); p.UID != "" {
+			f.mu.Unlock()
+			return nil
+		}
+		shown := f.shown
+		f.asking++
+		f.mu.Unlock()
+		select {
+		case <-shown:
+		case <-ctx.Done():
+		}
+		f.mu.Lock()
+		f.asking--
+		f.mu.Unlock()
+		if ctx.Err() != nil {
+			return errUnknown
+		}
+	}
+}
+
+// asked is what a pod asks for by the API.
+func (f *Fleet) asked(uid string) (placer.Pod, error) {
+	if p, there := f.asks[uid]; there {
+		return p, nil
+	}
+	if p, _ := f.books.Pod(uid); p.UID != "" {
+		return p, nil
+	}
+	return placer.Pod{}, errUnknown
+}
+
+// Place picks one of some nodes for a pod, named by its UID, and reserves there. What the pod
+// asks for is what the API says: a pod that it has not shown has no place. Where no node can take
+// it by the books, it picks the first that offers the rest through DRA. Otherwise node is empty,
+// and refused has the reason of each.
+func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node string, refused map[string]string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.listed(ctx); err != nil {
 		return "", nil, err
 	}
+	entry, err := f.asked(uid)
+	if err != nil {
+		return "", nil, err
+	}
 	delete(f.doubtful, entry.UID) // what it was told before is void
 	_, at := f.books.Pod(entry.UID)
-	node, refused, err = f.place(entry, among)
+	node, refused, err = f.place(ctx, entry, among)
 	switch {
 	case err != nil:
 		return "", nil, err
 	case node == "":
-		f.refused(entry, among, f.now())
+		f.refused(entry, f.known(among), f.now())
 		delete(f.answers, entry.UID)
 	default:
 		f.satisfied(entry.UID)
@@ -229,9 +316,17 @@ func (f *Fleet) Place(ctx context.Context, p *corev1.Pod, among []string) (node 
 	return node, refused, nil
 }
 
+// known are those of some nodes that there are.
+func (f *Fleet) known(among []string) []string {
+	return slices.DeleteFunc(slices.Clone(among), func(name string) bool {
+		_, there := f.ready[name]
+		return !there && f.says[name] == nil
+	})
+}
+
 // place asks the books, and then looks at what goes through DRA.
-func (f *Fleet) place(entry placer.Pod, among []string) (node string, refused map[string]string, err error) {
-	node, err = f.books.Place(entry, among, f.now())
+func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (node string, refused map[string]string, err error) {
+	node, err = f.books.Place(ctx, entry, among, f.now())
 	no := new(placer.Refusal)
 	if !errors.As(err, &no) {
 		return node, nil, err
@@ -244,25 +339,28 @@ func (f *Fleet) place(entry placer.Pod, among []string) (node string, refused ma
 		if len(rest.Containers) == 0 {
 			return name, nil, nil
 		}
-		if node, err := f.books.Place(rest, []string{name}, f.now()); err == nil {
+		if node, err := f.books.Place(ctx, rest, []string{name}, f.now()); err == nil {
 			return node, nil, nil
 		}
 	}
 	return "", no.Nodes, nil
 }
 
-// Fits says whether a node could take a pod without some others, named by their UIDs.
-func (f *Fleet) Fits(ctx context.Context, p *corev1.Pod, node string, without []string) (bool, error) {
-	entry := f.read(p)
+// Fits says whether a node could take a pod without some others; all are named by their UIDs.
+func (f *Fleet) Fits(ctx context.Context, uid, node string, without []string) (bool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.listed(ctx); err != nil {
 		return false, err
 	}
+	entry, err := f.asked(uid)
+	if err != nil {
+		return false, err
+	}
 	if entry, _ = f.withoutDRA(entry, node); len(entry.Containers) == 0 {
 		return true, nil
 	}
-	err := f.books.Fits(entry, node, without, f.now())
+	err = f.books.Fits(entry, node, without, f.now())
 	if no := new(placer.Refusal); errors.As(err, &no) {
 		return false, nil
 	}
@@ -356,7 +454,7 @@ func (f *Fleet) container(to *placer.Pod, from *corev1.Container, c placer.Conta
 			if c.Requests == nil {
 				c.Requests = map[string]int{}
 			}
-			c.Requests[string(name)] = int(n)
+			c.Requests[string(name)] = int(min(n, math.MaxInt32)) // sums of which cannot overflow
 		}
 	}
 	if c.Requests != nil {

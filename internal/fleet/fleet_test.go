@@ -6,8 +6,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http/httptest"
 	"reflect"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -34,6 +36,18 @@ const (
 )
 
 var start = time.Unix(1e9, 0)
+
+// place has the API tell of a pod, and then asks for its place.
+func place(ctx context.Context, f *Fleet, p *corev1.Pod, among []string) (string, map[string]string, error) {
+	f.SetPod(p)
+	return f.Place(ctx, string(p.UID), among)
+}
+
+// fits has the API tell of a pod, and then asks whether a node could take it.
+func fits(ctx context.Context, f *Fleet, p *corev1.Pod, node string, without []string) (bool, error) {
+	f.SetPod(p)
+	return f.Fits(ctx, string(p.UID), node, without)
+}
 
 // says is a node with GPUs of 79 memory units, of which nothing is held.
 func says(uuids ...string) *gpunode.Status {
@@ -94,7 +108,7 @@ func known(nodes ...string) *Fleet {
 // for node a.
 func wantPlaced(t *testing.T, f *Fleet, p *corev1.Pod, on, part string) {
 	t.Helper()
-	got, refused, err := f.Place(context.Background(), p, []string{"a"})
+	got, refused, err := place(context.Background(), f, p, []string{"a"})
 	if err != nil || got != on || !strings.Contains(refused["a"], part) {
 		t.Fatalf("%s was placed on %q, refused %q, error %v; want %q and a reason with %q", p.Name, got, refused, err, on, part)
 	}
@@ -105,10 +119,10 @@ func TestNothingIsAnsweredBeforeAllIsListed(t *testing.T) {
 	f.SetNode(node("a", corev1.ConditionTrue))
 	f.SetGPUNode("a", says(first))
 	for _, k := range []Kind{Nodes, GPUNodes, Pods} {
-		if on, _, err := f.Place(context.Background(), asks("1", "8"), []string{"a"}); err == nil || !strings.Contains(err.Error(), string(k)) {
+		if on, _, err := place(context.Background(), f, asks("1", "8"), []string{"a"}); err == nil || !strings.Contains(err.Error(), string(k)) {
 			t.Errorf("before %s are listed: %q, error %v", k, on, err)
 		}
-		if _, err := f.Fits(context.Background(), asks("1", "8"), "a", nil); err == nil {
+		if _, err := fits(context.Background(), f, asks("1", "8"), "a", nil); err == nil {
 			t.Errorf("before %s are listed Fits answers", k)
 		}
 		f.Listed(k)
@@ -120,7 +134,7 @@ func TestNothingIsReservedForARequestThatIsOver(t *testing.T) {
 	f := known("a")
 	over, cancel := context.WithCancel(context.Background())
 	cancel()
-	if on, _, err := f.Place(over, asks("1", "50"), []string{"a"}); err == nil {
+	if on, _, err := place(over, f, asks("1", "50"), []string{"a"}); err == nil {
 		t.Errorf("placed on %q", on)
 	}
 	wantPlaced(t, f, asks("2", "79"), "a", "")
@@ -133,6 +147,7 @@ func TestThirdPodWaitsForTheEndOfOne(t *testing.T) {
 	handler := extender.New(f, extender.Options{Deadline: time.Minute})
 	filter := func(p *corev1.Pod) (nodes []string, failed map[string]string) {
 		t.Helper()
+		f.SetPod(p)
 		body, err := json.Marshal(map[string]any{"pod": p, "nodenames": []string{"a"}})
 		if err != nil {
 			t.Fatal(err)
@@ -160,10 +175,10 @@ func TestThirdPodWaitsForTheEndOfOne(t *testing.T) {
 	if nodes, failed := filter(three); len(nodes) != 0 || !strings.Contains(failed["a"], "largest free block is 29") {
 		t.Fatalf("the third pod: %v, %v", nodes, failed)
 	}
-	if fits, err := f.Fits(context.Background(), three, "a", []string{"2"}); !fits || err != nil {
+	if fits, err := fits(context.Background(), f, three, "a", []string{"2"}); !fits || err != nil {
 		t.Errorf("with one evicted: %v, %v", fits, err)
 	}
-	if fits, err := f.Fits(context.Background(), three, "a", nil); fits || err != nil {
+	if fits, err := fits(context.Background(), f, three, "a", nil); fits || err != nil {
 		t.Errorf("with nobody evicted: %v, %v", fits, err)
 	}
 	ended := bound(two, "a", second, 50)
@@ -230,7 +245,7 @@ func TestWhatGoesThroughDRAIsTheSchedulers(t *testing.T) {
 	other.Spec.NodeName = ""
 	wantPlaced(t, f, other, "", "")
 	for p, want := range map[*corev1.Pod]bool{whole: true, other: false, asks("late", "1"): false} {
-		if fits, err := f.Fits(context.Background(), p, "a", nil); fits != want || err != nil {
+		if fits, err := fits(context.Background(), f, p, "a", nil); fits != want || err != nil {
 			t.Errorf("%s fits: %v, %v", p.UID, fits, err)
 		}
 	}
@@ -328,4 +343,86 @@ func TestNothingIsPlacedWhereTheKubeletHasLostTheAgent(t *testing.T) {
 	f.SetGPUNode("a", object)
 	counts(map[string]string{memory: "0"})
 	wantPlaced(t, f, asks("5", "8"), "a", "")
+}
+
+// TestOnlyTheUIDCounts: whoever reaches the door may name any pod, and say of it what he likes.
+func TestOnlyTheUIDCounts(t *testing.T) {
+	f := known("n")
+	f.SetGPUNode("n", says(first))
+	handler := extender.New(f, extender.Options{Deadline: 300 * time.Millisecond})
+	post := func(p *corev1.Pod, nodes ...string) string {
+		t.Helper()
+		body, err := json.Marshal(map[string]any{"pod": p, "nodenames": nodes})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := httptest.NewRequest("POST", "/filter", bytes.NewReader(body))
+		r.Header.Set("Content-Type", "application/json")
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		return strconv.Itoa(w.Code) + " " + w.Body.String()
+	}
+	want := func(what, got, part string) {
+		t.Helper()
+		if !strings.Contains(got, part) {
+			t.Errorf("%s: %s, want %q", what, got, part)
+		}
+	}
+	// A pod that there is not, bound with all devices.
+	want("a pod that is made up", post(bound(asks("ghost", "79"), "n", first, 79), "n"), "503 "+errUnknown.Error())
+	if _, at := f.books.Pod("ghost"); at != "" || len(f.refusedPods) > 0 {
+		t.Errorf("the books have it on %q, and %d wait", at, len(f.refusedPods))
+	}
+	waits := asks("waits", "79")
+	f.SetPod(waits)
+	want("the pod", post(waits, "n"), `"NodeNames":["n"]`)
+	// The same UID, and another pod.
+	none := asks("waits", "1")
+	none.Spec.Containers = nil
+	for what, p := range map[string]*corev1.Pod{"without containers": none, "that asks for less": asks("waits", "1"), "that is bound": bound(asks("waits", "79"), "n", first, 79)} {
+		want("the same UID on a pod "+what, post(p, "n"), `"NodeNames":["n"]`)
+		f.SetPod(asks("other", "1"))
+		want("beside it", post(asks("other", "1"), "n"), `"NodeNames":[]`)
+	}
+	// It is known while the request waits.
+	late := asks("late", "1")
+	answered := make(chan string)
+	f.DeletePod("waits")
+	go func() { answered <- post(late, "n") }()
+	for { // until it waits
+		f.mu.Lock()
+		n := f.asking
+		f.mu.Unlock()
+		if n > 0 {
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
+	f.SetPod(late)
+	want("a pod that is shown meanwhile", <-answered, `"NodeNames":["n"]`)
+}
+
+// TestANodeThatSaysWhatCannotBe: the others are served, and it is too once it says what can be.
+func TestANodeThatSaysWhatCannotBe(t *testing.T) {
+	f := known("a", "b")
+	wrong := says(first)
+	wrong.GPUs[0].Total = 1<<31 - 1
+	if err := f.SetGPUNode("a", wrong); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("%v", err)
+	}
+	if n := f.PassedOver(); n != 1 {
+		t.Errorf("%d nodes are passed over", n)
+	}
+	on, refused, err := place(t.Context(), f, asks("1", "80"), []string{"a", "b"})
+	if on != "" || err != nil || !strings.Contains(refused["a"], "gpus[0].total: 2147483647, and the most is") {
+		t.Errorf("on %q, %v, %v", on, refused, err)
+	}
+	wantPlaced(t, f, asks("2", "79"), "", "what cannot be")
+	if on, _, err := place(t.Context(), f, asks("3", "79"), []string{"a", "b"}); on != "b" {
+		t.Errorf("on %q, %v", on, err)
+	}
+	if err := f.SetGPUNode("a", says(first)); err != nil || f.PassedOver() != 0 {
+		t.Errorf("%v, %d", err, f.PassedOver())
+	}
+	wantPlaced(t, f, asks("4", "79"), "a", "")
 }

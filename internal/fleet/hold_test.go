@@ -29,7 +29,7 @@ func TestHolder(t *testing.T) {
 	for _, k := range []Kind{Nodes, Pods, GPUNodes} {
 		f.Listed(k)
 	}
-	if _, _, err := f.Place(t.Context(), asks("p", "1"), []string{"a"}); err == nil {
+	if _, _, err := place(t.Context(), f, asks("p", "1"), []string{"a"}); err == nil {
 		t.Error("a pod was placed before it was known what is held")
 	}
 	if nodes, _ := h.Nodes(); len(nodes) != 1 || nodes["a"] == nil && len(nodes["a"]) > 0 {
@@ -49,12 +49,12 @@ func TestHolder(t *testing.T) {
 	if _, no := h.Hold("x/2", "another job", []placer.Group{group}); no == nil || !slices.Equal(h.Holds(), []string{"x/1"}) || h.Lost("x/1") != nil {
 		t.Errorf("held are %v, lost %v", h.Holds(), h.Lost("x/1"))
 	}
-	if at, _, _ := f.Place(t.Context(), asks("p", "50"), []string{"a"}); at != "" {
+	if at, _, _ := place(t.Context(), f, asks("p", "50"), []string{"a"}); at != "" {
 		t.Errorf("another pod was placed on %s", at)
 	}
 	own := asks("own", "50")
 	own.Labels = map[string]string{"of": "x/1"}
-	if at, refused, err := f.Place(t.Context(), own, []string{"a"}); at != "a" {
+	if at, refused, err := place(t.Context(), f, own, []string{"a"}); at != "a" {
 		t.Errorf("its own pod was not placed: %v, %v", refused, err)
 	}
 	f.DeletePod("own")

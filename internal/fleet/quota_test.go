@@ -45,12 +45,12 @@ func (l *Lender) wants(t *testing.T, id, want string) {
 
 func TestNothingIsAnsweredUntilWhatIsLentIsKnown(t *testing.T) {
 	f, l := lendingFleet(t)
-	if _, _, err := f.Place(t.Context(), asks("p", "1"), []string{"a"}); err == nil {
+	if _, _, err := place(t.Context(), f, asks("p", "1"), []string{"a"}); err == nil {
 		t.Error("a pod was placed")
 	}
 	l.Keep("q", map[string]int{memory: 79})
 	l.Listed()
-	if at, _, err := f.Place(t.Context(), asks("p", "1"), []string{"a", "b"}); err != nil || at != "b" {
+	if at, _, err := place(t.Context(), f, asks("p", "1"), []string{"a", "b"}); err != nil || at != "b" {
 		t.Errorf("a pod was placed on %q: %v", at, err)
 	}
 }
@@ -59,12 +59,12 @@ func TestAMemberIsKnownByItsLabels(t *testing.T) {
 	f, l := lendingFleet(t)
 	l.Keep("q", map[string]int{memory: 158})
 	l.Listed()
-	if at, _, err := f.Place(t.Context(), asks("p", "1"), []string{"a", "b"}); err != nil || at != "" {
+	if at, _, err := place(t.Context(), f, asks("p", "1"), []string{"a", "b"}); err != nil || at != "" {
 		t.Fatalf("another pod was placed on %q: %v", at, err)
 	}
 	m := asks("m", "20")
 	m.Labels = map[string]string{"of": "q"}
-	at, _, err := f.Place(t.Context(), m, []string{"b"})
+	at, _, err := place(t.Context(), f, m, []string{"b"})
 	if err != nil || at != "b" {
 		t.Fatalf("a member was placed on %q: %v", at, err)
 	}

@@ -26,7 +26,7 @@ func TestSettled(t *testing.T) {
 		"it is bound":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(bound(asks("p", "79"), "a", first, 0)) }, true},
 		"it has gone":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.DeletePod("p") }, true},
 		"it has ended":       {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(succeeded) }, true},
-		"it asks again":      {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.Place(t.Context(), asks("p", "79"), []string{"a"}) }, true},
+		"it asks again":      {asks("p", "79"), func(f *Fleet, _ *time.Time) { place(t.Context(), f, asks("p", "79"), []string{"a"}) }, true},
 		"nothing comes":      {asks("p", "79"), func(_ *Fleet, now *time.Time) { *now = now.Add(30 * time.Second) }, true},
 		"it is gated":        {pod: gated},
 		"it asks for no GPU": {pod: &corev1.Pod{}},

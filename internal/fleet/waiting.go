@@ -22,13 +22,19 @@ const (
 	// stale is after how long a pod of which nothing more is heard is forgotten. A scheduler
 	// tries pods again after five minutes.
 	stale = 15 * time.Minute
+	// tries is how many shapes are looked at a time that wait for room on a node. Each namespace has
+	// its turn, so that one with thousands of them makes no other wait.
+	tries = 200
 )
 
 // waiting are the pods that were refused and have no place. A Fleet's lock guards it.
 type waiting struct {
-	// refusedPods are they by UID, and shapes by what they ask for.
+	// refusedPods are they by UID, and shapes by their namespace and what they ask for.
 	refusedPods map[string]*shape
-	shapes      map[string]*shape
+	shapes      map[shapeKey]*shape
+	// numbers are those of nodes in sets, and spare those that no node has any more.
+	numbers map[string]int
+	spare   []int
 	// changed are nodes of which there is news since it was last looked at who could use it.
 	changed map[string]bool
 	// woken is when the scheduler was last woken for a node.
@@ -37,18 +43,40 @@ type waiting struct {
 	news chan struct{}
 }
 
-// shape are pods that ask for the same.
+// shapeKey tells shapes apart.
+type shapeKey struct{ namespace, containers string }
+
+// shape are pods of a namespace that ask for the same.
 type shape struct {
+	key shapeKey
 	// pod asks for that and is none of them, and since is when each was refused last.
 	pod   placer.Pod
 	since map[string]time.Time
 	// nodes are those that had no room for one of them, and for which the scheduler has not
 	// been woken since.
-	nodes map[string]bool
+	nodes nodeSet
+}
+
+// nodeSet is a set of nodes by number, a bit each: there may be as many sets as pods that wait.
+type nodeSet []uint64
+
+func (s *nodeSet) add(n int) {
+	for len(*s) <= n/64 {
+		*s = append(*s, 0)
+	}
+	(*s)[n/64] |= 1 << (n % 64)
+}
+
+func (s nodeSet) has(n int) bool { return n/64 < len(s) && s[n/64]&(1<<(n%64)) != 0 }
+
+func (s nodeSet) drop(n int) {
+	if n/64 < len(s) {
+		s[n/64] &^= 1 << (n % 64)
+	}
 }
 
 func newWaiting() waiting {
-	return waiting{refusedPods: map[string]*shape{}, shapes: map[string]*shape{}, changed: map[string]bool{}, woken: map[string]time.Time{}, news: make(chan struct{}, 1)}
+	return waiting{refusedPods: map[string]*shape{}, shapes: map[shapeKey]*shape{}, numbers: map[string]int{}, changed: map[string]bool{}, woken: map[string]time.Time{}, news: make(chan struct{}, 1)}
 }
 
 // touch notes that there is news of a node; without anybody who waits for some it is none.
@@ -63,21 +91,46 @@ func (w *waiting) touch(node string) {
 	}
 }
 
+// number is that of a node.
+func (w *waiting) number(node string) int {
+	n, there := w.numbers[node]
+	if !there {
+		if n = len(w.numbers) + len(w.spare); len(w.spare) > 0 {
+			n, w.spare = w.spare[0], w.spare[1:]
+		}
+		w.numbers[node] = n
+	}
+	return n
+}
+
+// unnumber forgets a node that is gone.
+func (w *waiting) unnumber(node string) {
+	n, there := w.numbers[node]
+	if !there {
+		return
+	}
+	for _, s := range w.shapes {
+		s.nodes.drop(n)
+	}
+	delete(w.numbers, node)
+	w.spare = append(w.spare, n)
+}
+
 // refused notes that nodes had no room for a pod.
 func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
-	key := fmt.Sprint(p.Containers)
+	key := shapeKey{p.Namespace, fmt.Sprint(p.Containers)}
 	s := w.shapes[key]
 	if s == nil || w.refusedPods[p.UID] != s {
 		w.satisfied(p.UID)
 	}
 	if s == nil {
-		s = &shape{pod: placer.Pod{Containers: p.Containers}, since: map[string]time.Time{}, nodes: map[string]bool{}}
+		s = &shape{key: key, pod: placer.Pod{Containers: p.Containers}, since: map[string]time.Time{}}
 		w.shapes[key] = s
 	}
 	s.since[p.UID] = now
 	w.refusedPods[p.UID] = s
 	for _, name := range by {
-		s.nodes[name] = true
+		s.nodes.add(w.number(name))
 	}
 }
 
@@ -89,7 +142,7 @@ func (w *waiting) satisfied(uid string) {
 	}
 	delete(w.refusedPods, uid)
 	if delete(s.since, uid); len(s.since) == 0 {
-		delete(w.shapes, fmt.Sprint(s.pod.Containers))
+		delete(w.shapes, s.key)
 	}
 }
 
@@ -188,7 +241,7 @@ func (f *Fleet) keep(node string, shapes []*shape) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, s := range shapes {
-		s.nodes[node] = true
+		s.nodes.add(f.number(node))
 	}
 	if len(f.refusedPods) > 0 {
 		f.changed[node] = true // without news: it is for the next tick
@@ -198,27 +251,47 @@ func (f *Fleet) keep(node string, shapes []*shape) {
 // usable looks whether a node had no room for a pod and has some now. Then it returns all
 // shapes that had none there, since the scheduler will ask for each again, and comes back
 // to a shape only when it has been refused there once more. Questions that come meanwhile are
-// answered in between.
+// answered in between. Where there are more shapes than are looked at a time, the others' turn is
+// at the next tick.
 func (f *Fleet) usable(node string) []*shape {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	n, there := f.numbers[node]
+	if !there {
+		return nil
+	}
 	var asked []*shape
-	for _, s := range f.shapes {
-		if s.nodes[node] {
+	of := map[string][]*shape{}
+	for _, s := range f.shapes { // in no order: at the next tick others come first
+		if s.nodes.has(n) {
 			asked = append(asked, s)
+			of[s.key.namespace] = append(of[s.key.namespace], s)
 		}
 	}
-	for _, s := range asked {
-		rest, _ := f.withoutDRA(s.pod, node)
-		if len(rest.Containers) == 0 || f.books.HasRoom(rest, node) {
-			for _, s := range asked {
-				delete(s.nodes, node)
+	tried := 0
+	for i := 0; len(of) > 0 && tried < tries; i++ {
+		for namespace, shapes := range of {
+			if i == len(shapes) {
+				delete(of, namespace)
+				continue
 			}
-			f.woken[node] = f.now()
-			return asked
+			rest, _ := f.withoutDRA(shapes[i].pod, node)
+			if len(rest.Containers) == 0 || f.books.HasRoom(rest, node) {
+				for _, s := range asked {
+					s.nodes.drop(n)
+				}
+				f.woken[node] = f.now()
+				return asked
+			}
+			if tried++; tried == tries {
+				break
+			}
+			f.mu.Unlock()
+			f.mu.Lock()
 		}
-		f.mu.Unlock()
-		f.mu.Lock()
+	}
+	if tried < len(asked) {
+		f.changed[node] = true
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -14,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -79,7 +81,7 @@ func (w *waker) wants(node string) {
 // refuse asks for a pod and wants it refused.
 func (w *waker) refuse(p *corev1.Pod, among ...string) {
 	w.t.Helper()
-	if on, _, err := w.Place(context.Background(), p, among); on != "" || err != nil {
+	if on, _, err := place(context.Background(), w.Fleet, p, among); on != "" || err != nil {
 		w.t.Fatalf("%s was placed on %q: %v", p.Name, on, err)
 	}
 }
@@ -87,7 +89,7 @@ func (w *waker) refuse(p *corev1.Pod, among ...string) {
 // place asks for a pod, wants it on a node, and tells that it has devices there.
 func (w *waker) place(p *corev1.Pod, on, uuid string, n int) {
 	w.t.Helper()
-	if got, refused, err := w.Place(context.Background(), p, []string{on}); got != on || err != nil {
+	if got, refused, err := place(context.Background(), w.Fleet, p, []string{on}); got != on || err != nil {
 		w.t.Fatalf("%s was placed on %q: %v, %v", p.Name, got, refused, err)
 	}
 	w.SetPod(bound(p, on, uuid, n))
@@ -116,7 +118,7 @@ func TestWokenWhereRoomAppears(t *testing.T) {
 	// The pod is asked for again, and has a reservation beside one that lapses.
 	w.pass(time.Minute)
 	for _, name := range []string{"3", "4"} {
-		if on, _, err := w.Place(context.Background(), asks(name, "39"), []string{"a"}); on != "a" || err != nil {
+		if on, _, err := place(context.Background(), w.Fleet, asks(name, "39"), []string{"a"}); on != "a" || err != nil {
 			t.Fatalf("%s is on %q: %v", name, on, err)
 		}
 	}
@@ -218,7 +220,7 @@ func TestManyThatWaitAreFewQuestions(t *testing.T) {
 	f.SetPod(bound(asks("big-1", "79"), "a", first, 79))
 	f.SetPod(bound(asks("big-2", "70"), "a", second, 70))
 	for i := range pods {
-		if on, _, err := f.Place(context.Background(), asks(fmt.Sprint(i), fmt.Sprint(40+i%2)), []string{"a"}); on != "" || err != nil {
+		if on, _, err := place(context.Background(), f, asks(fmt.Sprint(i), fmt.Sprint(40+i%2)), []string{"a"}); on != "" || err != nil {
 			t.Fatal(on, err)
 		}
 	}
@@ -304,7 +306,7 @@ func TestUnguardedPodsOfASuccessor(t *testing.T) {
 	f.LeadBy(func() error { return follows })
 	f.led = false
 	names := told(f)
-	if on, _, err := f.Place(context.Background(), asks("1", "1"), []string{"a"}); err != follows {
+	if on, _, err := place(context.Background(), f, asks("1", "1"), []string{"a"}); err != follows {
 		t.Fatalf("placed on %q, %v", on, err)
 	}
 	before := start.Add(10 * time.Second)
@@ -356,4 +358,65 @@ func TestSuccessorWakesForThoseWhoWait(t *testing.T) {
 	}
 	w.run(func(node string) error { w.woken <- node; return nil })
 	w.wants("a")
+}
+
+// TestManyShapesOfOneNamespace: what 20,000 pods ask for that fit nowhere takes no more memory than
+// the pods, and a pod of another namespace is woken at once.
+func TestManyShapesOfOneNamespace(t *testing.T) {
+	names := make([]string, 40)
+	for i := range names {
+		names[i] = fmt.Sprint("n", i)
+	}
+	f := known(names...)
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	var pods []*corev1.Pod
+	for i := range 20_000 {
+		p := asks(fmt.Sprint("r", i), fmt.Sprint(80+i))
+		p.Namespace = "tenant"
+		f.SetPod(p)
+		pods = append(pods, p)
+	}
+	before := heap()
+	for _, p := range pods {
+		if on, _, err := f.Place(t.Context(), string(p.UID), names); on != "" || err != nil {
+			t.Fatalf("%s is placed on %q, %v", p.Name, on, err)
+		}
+	}
+	if grown := int64(heap()) - int64(before); grown > 32<<20 {
+		t.Errorf("refusals take %d MiB", grown>>20)
+	}
+	// A node is full, and then not.
+	full := says(first, second)
+	for i := range full.GPUs {
+		full.GPUs[i].Used = ledger.UnitSet{{First: 0, Last: 78}}
+	}
+	if err := f.SetGPUNode("n7", full); err != nil {
+		t.Fatal(err)
+	}
+	honest := asks("honest", "79")
+	if on, _, err := place(t.Context(), f, honest, []string{"n7"}); on != "" || err != nil {
+		t.Fatalf("%q, %v", on, err)
+	}
+	if shapes := f.usable("n7"); shapes != nil {
+		t.Errorf("there is room for %d on a full node", len(shapes))
+	}
+	if err := f.SetGPUNode("n7", says(first, second)); err != nil {
+		t.Fatal(err)
+	}
+	if shapes := f.usable("n7"); len(shapes) != 20_001 {
+		t.Errorf("%d shapes are to be asked for again, want all", len(shapes))
+	}
+	// And a node that is gone is in no set.
+	f.SetGPUNode("n7", nil)
+	f.DeleteNode("n7")
+	f.SetNode(node("new", corev1.ConditionTrue))
+	if n := f.number("new"); n != 7 && len(f.numbers) != 40 {
+		t.Errorf("a new node has the number %d of %d", n, len(f.numbers))
+	}
+	runtime.KeepAlive(pods)
 }

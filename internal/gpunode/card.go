@@ -14,24 +14,24 @@ import (
 // Card is what MIG GPUs of one kind can hold, by their driver's word.
 type Card struct {
 	// Name is the GPUs' model; a second table of the same model is "… (2)".
-	Name string `json:"name"`
+	Name string `json:"name" max:"256"`
 	// MemorySlices is how many memory slices the GPU has.
-	MemorySlices int `json:"memorySlices"`
+	MemorySlices int `json:"memorySlices" max:"64"`
 	// Profiles are sorted by name.
-	Profiles []Profile `json:"profiles"`
+	Profiles []Profile `json:"profiles" max:"64"`
 }
 
 // Profile is a kind of GPU instance.
 type Profile struct {
 	// Name is the driver's, for example "1g.10gb+me".
-	Name string `json:"name"`
+	Name string `json:"name" max:"63"`
 	// ComputeSlices and MemorySlices are what an instance takes of the GPU.
-	ComputeSlices int `json:"computeSlices"`
-	MemorySlices  int `json:"memorySlices"`
+	ComputeSlices int `json:"computeSlices" max:"64"`
+	MemorySlices  int `json:"memorySlices" max:"64"`
 	// Starts are the memory slices at which an instance can begin.
-	Starts []int `json:"starts"`
+	Starts []int `json:"starts" max:"64" each:"63"`
 	// Max is how many can stand at a time; 0 where only room limits that.
-	Max int `json:"max,omitempty"`
+	Max int `json:"max,omitempty" max:"64"`
 	// Engines are the media engines of an instance: their sum may not be more than the GPU
 	// has. Nil where the driver has not told.
 	Engines *Engines `json:"engines,omitempty"`
@@ -40,10 +40,10 @@ type Profile struct {
 // Engines counts media engines: decoders, encoders, JPEG units and optical-flow
 // accelerators.
 type Engines struct {
-	Decode int `json:"decode,omitempty"`
-	Encode int `json:"encode,omitempty"`
-	JPEG   int `json:"jpeg,omitempty"`
-	OFA    int `json:"ofa,omitempty"`
+	Decode int `json:"decode,omitempty" max:"64"`
+	Encode int `json:"encode,omitempty" max:"64"`
+	JPEG   int `json:"jpeg,omitempty" max:"64"`
+	OFA    int `json:"ofa,omitempty" max:"64"`
 }
 
 // CardOf is the table of a GPU, nil where its driver tells no placement. Of a profile whose

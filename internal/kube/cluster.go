@@ -59,8 +59,9 @@ type Fleet interface {
 	// SetPod is called for pods that have not succeeded, DeletePod for those that have, too.
 	SetPod(*corev1.Pod)
 	DeletePod(uid string)
-	// SetGPUNode is called with nil where there is no such object, or none that can be read.
-	SetGPUNode(name string, says *gpunode.Status)
+	// SetGPUNode is called with nil where there is no such object, or none that can be read. Its
+	// error says why an object is not used, which is logged.
+	SetGPUNode(name string, says *gpunode.Status) error
 	// Listed is called with "nodes", "pods" or "gpunodes" each time that all of them have
 	// been told.
 	Listed(kind string)
@@ -86,13 +87,15 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 			}
 		}},
 		{Group: c.options.Domain, Version: gpunode.Version, Resource: gpunode.Plural}: {
-			id: (*unstructured.Unstructured).GetName, gone: func(name string) { into.SetGPUNode(name, nil) },
+			id: (*unstructured.Unstructured).GetName, gone: func(name string) { _ = into.SetGPUNode(name, nil) },
 			set: func(object *unstructured.Unstructured) {
 				status, err := readGPUNode(object)
 				if err != nil {
 					c.ration.Log(slog.LevelError, "taking a malformed GPUNode for none", nil, "node", object.GetName(), "err", err)
 				}
-				into.SetGPUNode(object.GetName(), status)
+				if err := into.SetGPUNode(object.GetName(), status); err != nil {
+					c.ration.Log(slog.LevelError, "passing over a node whose GPUNode says what cannot be", nil, "node", object.GetName(), "err", err)
+				}
 			},
 		},
 	} {

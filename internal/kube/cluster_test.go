@@ -88,12 +88,13 @@ func (r *register) DeletePod(uid string)   { r.note(r.pods, uid, "") }
 func (r *register) SetPod(p *corev1.Pod) {
 	r.note(r.pods, string(p.UID), p.Namespace+"/"+p.Name+" on "+p.Spec.NodeName)
 }
-func (r *register) SetGPUNode(name string, says *gpunode.Status) {
+func (r *register) SetGPUNode(name string, says *gpunode.Status) error {
 	if says == nil {
 		r.note(r.gpuNodes, name, "")
 	} else {
 		r.note(r.gpuNodes, name, fmt.Sprint(says.MemoryUnitMiB))
 	}
+	return nil
 }
 
 func (r *register) Listed(kind string) {

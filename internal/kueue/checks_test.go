@@ -300,7 +300,7 @@ func TestPodsOfAHold(t *testing.T) {
 	of := HoldOf("example.com")
 	place := func(uid string, meta metav1.ObjectMeta) string {
 		p := placer.Pod{UID: uid, Hold: of(&corev1.Pod{ObjectMeta: meta}), Containers: []placer.Container{{Requests: map[string]int{memory: 60}}}}
-		at, _ := c.Place(p, []string{"a", "b"}, start)
+		at, _ := c.Place(t.Context(), p, []string{"a", "b"}, start)
 		return at
 	}
 	yes := true

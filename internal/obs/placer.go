@@ -27,6 +27,8 @@ type PlacerState struct {
 	// Waiting are pods that were refused and have no place yet. Reservations are pods that
 	// have one, by the placer's word or as the API's nominees, and are not bound.
 	Waiting, Reservations int
+	// PassedOver are nodes whose GPUNode says what cannot be.
+	PassedOver int
 	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
 	Slices map[string]int
 	// Checks are the admission checks of workloads that have quota, by their state.
@@ -88,6 +90,8 @@ func NewPlacer(version string, read func() PlacerState, verbs, outcomes, slices,
 		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_reservations",
 		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_passed_over_nodes",
+		Help: "Nodes where nobody is placed since their GPUNode says what cannot be: an agent of another version, or a node that lies."}, func() float64 { return float64(read().PassedOver) })
 	for _, state := range checks {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: prefix + "placer_kueue_checks", ConstLabels: prometheus.Labels{"state": state},
 			Help: "Admission checks that the placer answers, of workloads that have quota, by their state."},

@@ -6,9 +6,12 @@ import (
 	"fmt"
 	"maps"
 	"reflect"
+	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -50,6 +53,8 @@ type Books struct {
 	nodes map[string]*node
 	pods  map[string]*entry
 	cards cards
+	// taken is how many steps trials have taken so far.
+	taken int
 	// due is when the first reservation ends at the earliest, zero while there is none.
 	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
@@ -64,6 +69,13 @@ type Books struct {
 type node struct {
 	known, ready bool
 	status       gpunode.Status
+	// passed is why the node is passed over, whatever it says; empty for none.
+	passed string
+	// cards are its kinds of GPUs by name, held what the GPUNode says that pods have, and has how
+	// many devices of each resource it can give at most.
+	cards map[string]*cardOf
+	held  map[podName][]string
+	has   map[string]int
 	// here are the pods that have or will have devices of the node, by UID.
 	here map[string]*entry
 	// leaving are the devices of pods that have gone and that the GPUNode still counts, by ID, with
@@ -74,6 +86,9 @@ type node struct {
 	// room is what follows from that; nil where it must be found anew.
 	room *room
 }
+
+// podName is how a GPUNode names a pod.
+type podName struct{ namespace, name string }
 
 // entry is what is known of a pod.
 type entry struct {
@@ -104,7 +119,9 @@ type entry struct {
 // cardOf is a kind of GPU with its rules.
 type cardOf struct {
 	told gpunode.Card
-	card *mig.Card
+	// nodes is how many have it: with the last one it goes.
+	nodes int
+	card  *mig.Card
 	// profiles are its placements by profile, and texts those that have been read.
 	profiles map[string][]mig.Placement
 	texts    map[string]mig.Placement
@@ -120,11 +137,17 @@ func New() *Books {
 	return b
 }
 
-// SetNode notes what a GPUNode says, which the caller may not change any more. Ready is what
-// the Node's own conditions say; the GPUNode's are looked at besides.
+// SetNode notes what a GPUNode says, which the caller may not change any more, and which has
+// been found plausible ([gpunode.Status.Check]). Ready is what the Node's own conditions say; the
+// GPUNode's are looked at besides.
 func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 	n := b.node(name)
-	n.status, n.known, n.ready, n.room, b.quotas.moved = *says, true, ready, nil, true
+	if n.known && ready == n.ready && n.passed == "" && reflect.DeepEqual(says, &n.status) {
+		b.quotas.moved = true // where they may be may be told of a Node alone
+		return
+	}
+	b.tell(n, says)
+	n.known, n.ready, n.passed = true, ready, ""
 	if len(n.leaving) > 0 {
 		used := n.used()
 		maps.DeleteFunc(n.leaving, func(id string, _ time.Time) bool { return !used[id] })
@@ -134,8 +157,95 @@ func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 // DeleteNode forgets a GPUNode. The node's pods are kept: it may come back.
 func (b *Books) DeleteNode(name string) {
 	n := b.node(name)
-	n.status, n.known, n.ready, n.room, b.quotas.moved = gpunode.Status{}, false, false, nil, true
+	b.tell(n, &gpunode.Status{})
+	n.known, n.ready, n.passed = false, false, ""
 	b.prune(name)
+}
+
+// PassOver forgets what a node's GPUNode says, and has pods refused there for a reason.
+func (b *Books) PassOver(name, why string) {
+	n := b.node(name)
+	b.tell(n, &gpunode.Status{})
+	n.known, n.ready, n.passed = true, false, why
+}
+
+// tell writes down what a GPUNode says, and what follows from that.
+func (b *Books) tell(n *node, says *gpunode.Status) {
+	b.quotas.moved = true
+	was := n.cards
+	n.status, n.room, n.cards = *says, nil, map[string]*cardOf{}
+	for i := range n.status.Cards {
+		c := b.cards.of(&n.status.Cards[i])
+		c.nodes++
+		n.cards[n.status.Cards[i].Name] = c
+	}
+	for _, c := range was {
+		if c.nodes--; c.nodes == 0 {
+			b.cards = slices.DeleteFunc(b.cards, func(o *cardOf) bool { return o == c })
+		}
+	}
+	n.held, n.has = map[podName][]string{}, map[string]int{}
+	for i := range n.status.GPUs {
+		g := &n.status.GPUs[i]
+		n.hold(g)
+		for name, most := range n.most(g) {
+			n.has[name] += most
+		}
+	}
+	for of := range n.held {
+		slices.Sort(n.held[of])
+		n.held[of] = slices.Compact(n.held[of])
+	}
+}
+
+// hold notes which pods have something of a GPU by the GPUNode.
+func (n *node) hold(g *gpunode.GPU) {
+	if n.status.HoldersIn != gpunode.InObject || g.API == string(ledger.DRA) {
+		return
+	}
+	s := space{uuid: gpu.UUID(g.UUID), kind: g.Kind}
+	for j := range g.Holders {
+		h := &g.Holders[j]
+		of := podName{h.Namespace, h.Pod}
+		for number := range h.Devices.All() {
+			n.held[of] = append(n.held[of], s.id(number))
+		}
+		for _, place := range h.Placements {
+			n.held[of] = append(n.held[of], g.UUID+"::"+place)
+		}
+	}
+}
+
+// mostInstances is more MIG devices of a profile than a GPU can have.
+const mostInstances = 64
+
+// most is how many devices of each resource a GPU can give at most.
+func (n *node) most(g *gpunode.GPU) map[string]int {
+	out := map[string]int{}
+	switch {
+	case g.API != string(ledger.DevicePlugin):
+	case g.Kind != ledger.Placement:
+		out[g.Resource] = g.Total
+	case g.MIG != nil:
+		c := n.cards[g.MIG.Card]
+		for _, o := range g.MIG.Offers {
+			if o.Resource != "" && c != nil {
+				out[o.Resource] = min(max(len(o.Placements), len(c.profiles[o.Profile])), mostInstances)
+			}
+		}
+	}
+	return out
+}
+
+// cannot is the first resource of which a pod asks for more than a node can ever give, in
+// order; empty where there is none.
+func (n *node) cannot(e *entry) string {
+	for _, name := range e.names {
+		if has, ours := n.has[name]; ours && e.needs[name] > has {
+			return name
+		}
+	}
+	return ""
 }
 
 // SetPod notes a pod as the API has it. A pod that is bound or done has no reservation.
@@ -193,7 +303,7 @@ func (b *Books) node(name string) *node {
 
 // prune forgets a node of which nothing is known.
 func (b *Books) prune(name string) {
-	if n := b.nodes[name]; n != nil && !n.known && len(n.here) == 0 && len(n.kept) == 0 {
+	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.kept) == 0 {
 		delete(b.nodes, name)
 	}
 }

@@ -99,6 +99,15 @@
 // the fewest units left over; the placement after which the most can still be made; and
 // then the node with the least room.
 //
+// # Numbers from outside
+//
+// Nodes write tables and totals, tenants requests. Whoever tells the books of a node has found
+// plausible what it says, and passes over the others ([Books.PassOver]). A request beyond what a
+// node has in all is refused before anything is counted, and a pod that is bound with one is none
+// to the books. Each trial of a pod on a node has a number of steps, which a real node does not
+// use up; where it does, there is no room. So a question costs so much for each node, whatever
+// anybody has written, and ends with its context.
+//
 // The package is pure. It knows no API and no clock, and Books are not safe for
 // concurrent use.
 package placer

@@ -4,6 +4,7 @@ package placer
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -63,12 +64,18 @@ func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]str
 	b.holds.seat(h, h.remaining(groups, b.holds.lost(h)))
 	b.holds.seat(h, append(slices.Clone(h.seats), h.ofMembers(groups)...))
 	b.quotas.balance()
-	return b.holds.fill(h, groups, before, b.best)
+	return b.holds.fill(h, groups, before, func(e *entry, among []string) (string, *Refusal) { return b.best(context.Background(), e, among) })
 }
 
 // fill seats the pods that groups lack, the hardest to place first, each on the node that best finds.
 // Where that finds none, the hold gets the seats that it had before.
 func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entry, among []string) (string, *Refusal)) (at [][]string, err error) {
+	if no := tooMany(groups); no != nil {
+		if hs.seat(h, before); len(before) == 0 {
+			hs.b.Drop(h.id)
+		}
+		return nil, no
+	}
 	missing := h.missing(groups)
 	slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
 	for i, s := range missing {
@@ -85,6 +92,25 @@ func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entr
 		hs.seat(h, append(slices.Clone(h.seats), s))
 	}
 	return h.at(len(groups)), nil
+}
+
+// MaxSeats is for how many pods a hold has room at most. Whoever writes a workload writes any
+// number of them, and each is looked for on all nodes.
+const MaxSeats = 4096
+
+// tooMany refuses groups of more pods; nil where there are fewer.
+func tooMany(groups []Group) *Refusal {
+	pods, no := 0, &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
+	for _, g := range groups {
+		pods += min(g.N, MaxSeats+1)
+		for _, node := range g.Among {
+			no.Nodes[node] = fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)
+		}
+	}
+	if no.Of = pods; pods <= MaxSeats {
+		return nil
+	}
+	return no
 }
 
 // SetHold notes a hold as somebody has written it down, with the nodes of each group's pods,
@@ -397,7 +423,7 @@ func besides(seats []*seat) map[string]bool {
 // First is whether the pod has its room, and not are those that have none then; of a part of
 // a quota nil.
 func (r *room) seated(p *Pod, seats []*seat) (first bool, not []*seat) {
-	t := r.expect().clone()
+	t := r.expect().anew()
 	if p != nil && !t.pod(p) {
 		return false, nil
 	}

@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -74,7 +75,7 @@ func TestAGroupIsHeldAsAWhole(t *testing.T) {
 	f.wantHeld("g", "[[a a b b]]", f.group(4, memName, 50)) // asked for again
 	f.wantRefused(units("other", 50), "have not reported")
 	var refusal *Refusal
-	if _, err := f.books.Place(units("other", 50), f.names, f.now); !errors.As(err, &refusal) || !strings.Contains(refusal.Nodes["a"], "a pod to come of x/g") {
+	if _, err := f.books.Place(context.Background(), units("other", 50), f.names, f.now); !errors.As(err, &refusal) || !strings.Contains(refusal.Nodes["a"], "a pod to come of x/g") {
 		t.Errorf("%v: %+v", err, refusal)
 	}
 	f.wantPlaced(units("small", 29), "a")
@@ -154,7 +155,7 @@ func TestMoreThanIsSafeInOneHold(t *testing.T) {
 	f.wantNotHeld("h", "", f.group(1, memName, 1))
 	for i := range 4 {
 		p := units(fmt.Sprint("m", i), 39).of("g")
-		node, err := f.books.Place(p, f.names, f.now)
+		node, err := f.books.Place(context.Background(), p, f.names, f.now)
 		if i == 3 && err != nil && !errors.As(err, new(*Refusal)) {
 			t.Fatal(node, err)
 		}
@@ -311,7 +312,7 @@ func (f *fleet) member() {
 func (f *fleet) sit(id string, g int) error {
 	f.seq++
 	p := &Pod{UID: fmt.Sprintf("p%d", f.seq), Namespace: "x", Name: fmt.Sprintf("p%d", f.seq), Hold: id, Containers: f.holds[id][g].Containers}
-	node, err := f.books.Place(*p, f.names, f.now)
+	node, err := f.books.Place(context.Background(), *p, f.names, f.now)
 	f.quiet = false
 	if err == nil {
 		f.pods[p.UID], f.placed[p.UID], f.members[p.UID] = p, node, fmt.Sprint(id, " ", g)

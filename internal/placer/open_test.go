@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -85,7 +86,7 @@ func TestLeftDevicesAreWaitedFor(t *testing.T) {
 	}{{ledger.Units, memName, memName, 39, 60}, {ledger.Placement, profile("3g.40gb"), profile("7g.80gb"), 1, 1}} {
 		f := of(c.kind, 1, 79, "a", "b")(t)
 		for _, id := range []string{"one", "two", "three", "four"} {
-			node, err := f.books.Place(asks("p-"+id, c.resource, c.n).of(id), f.names, f.now)
+			node, err := f.books.Place(context.Background(), asks("p-"+id, c.resource, c.n).of(id), f.names, f.now)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -203,7 +204,7 @@ func TestTheFewestEnd(t *testing.T) {
 			}
 			id := fmt.Sprint("job-", i)
 			p.UID, p.Name, p.Hold = "p-"+id, "p-"+id, id
-			node, err := f.books.Place(p, f.names, f.now)
+			node, err := f.books.Place(context.Background(), p, f.names, f.now)
 			if err != nil {
 				continue
 			}

@@ -4,6 +4,7 @@ package placer
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -44,7 +45,9 @@ func (r *Refusal) Error() string {
 			parts = append(parts, fmt.Sprintf("no %s is free", name))
 		}
 	}
-	if parts == nil {
+	if parts == nil && r.Of > MaxSeats {
+		parts = []string{fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)}
+	} else if parts == nil {
 		parts = []string{"no node was asked"}
 	}
 	if r.Kept {
@@ -71,7 +74,9 @@ func (r *Refusal) measure(p *entry, of *room, node string) {
 // Place picks the best of some nodes for a pod and reserves there. A reservation that it
 // had is given up first. A pod that is bound stays where it is. The error is a [Refusal]
 // where no node can take the pod.
-func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
+//
+// An end of ctx ends the search; its cause is the error then, and nothing is reserved.
+func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time) (string, error) {
 	b.expire(now)
 	e := b.pods[p.UID]
 	if e == nil {
@@ -85,8 +90,8 @@ func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
 	b.settle(e)
 	e.set(p)
 	b.quotas.balance()
-	best, why := b.best(e, among)
-	if e.asking = false; why == nil {
+	best, why := b.best(ctx, e, among)
+	if e.asking = false; why == nil && ctx.Err() == nil {
 		e.reserved, e.until = best, now.Add(ReservedFor)
 		if b.due.IsZero() || e.until.Before(b.due) {
 			b.due = e.until
@@ -95,17 +100,20 @@ func (b *Books) Place(p Pod, among []string, now time.Time) (string, error) {
 	if b.settle(e); e.of != nil {
 		b.quotas.regain(e.of) // before others do
 	}
-	if why != nil {
+	if e.reserved == "" {
 		if !e.told {
 			delete(b.pods, p.UID)
+		}
+		if ctx.Err() != nil {
+			return "", context.Cause(ctx)
 		}
 		return "", why
 	}
 	return best, nil
 }
 
-// best is the best of some nodes.
-func (b *Books) best(p *entry, among []string) (string, *Refusal) {
+// best is the best of some nodes. Where ctx ends first it is not known.
+func (b *Books) best(ctx context.Context, p *entry, among []string) (string, *Refusal) {
 	if q := b.quotas.by[p.Quota]; q != nil {
 		if node, parts := b.quotas.bestOf(q, p, among); node != "" {
 			b.quotas.put(q, parts)
@@ -122,6 +130,9 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 	no := &Refusal{Largest: map[string]Block{}}
 	whys := make([]string, len(among))
 	for i, name := range among {
+		if ctx.Err() != nil {
+			return "", no
+		}
 		r := b.room(name)
 		v, own := r.judge(p), 1
 		if h != nil {
@@ -157,7 +168,7 @@ func (b *Books) best(p *entry, among []string) (string, *Refusal) {
 func (b *Books) room(name string) *room {
 	n := b.nodes[name]
 	if n == nil {
-		return &room{}
+		return &room{taken: &b.taken}
 	}
 	if n.room == nil {
 		n.room = b.roomOf(n, nil)
@@ -207,6 +218,9 @@ const isKept = "the rest of it is kept for another cluster"
 
 // refuseAlone is that where nothing is kept for anybody.
 func (r *room) refuseAlone(p *entry) (why string, waits bool) {
+	if r.of != nil && r.of.passed != "" {
+		return r.of.passed, false
+	}
 	families := map[string]bool{}
 	for _, name := range p.names {
 		if _, ours := r.kinds[name]; !ours {
@@ -216,6 +230,10 @@ func (r *room) refuseAlone(p *entry) (why string, waits bool) {
 			return fmt.Sprintf("no room for %d of %s: none is free", n, name), false
 		}
 		families[r.family(name)] = true
+	}
+	// Numbers that a node can never give are refused before anybody counts with them.
+	if r.of != nil && r.of.cannot(p) != "" || r.tooLarge(p) {
+		return r.noBlock(p), false
 	}
 	var beside []*entry
 	for _, e := range r.pending {
@@ -232,11 +250,28 @@ func (r *room) refuseAlone(p *entry) (why string, waits bool) {
 		}
 		return fmt.Sprintf("which devices %s has, and %d others, is not known yet", beside[0].who(), len(beside)-1), true
 	}
+	return r.noBlock(p), false
+}
+
+// tooLarge reports whether one container asks for more than any could have.
+func (r *room) tooLarge(p *entry) bool {
+	for i := range p.Containers {
+		for name, n := range p.Containers[i].Requests {
+			if _, ours := r.kinds[name]; ours && n > r.largest(name) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// noBlock says that no free block is large enough for a pod.
+func (r *room) noBlock(p *entry) string {
 	var largest []string
 	for _, name := range p.names {
 		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.foreseen(name)))
 	}
-	return strings.Join(largest, "; "), false
+	return strings.Join(largest, "; ")
 }
 
 // competes reports whether a pod asks for something of the families.

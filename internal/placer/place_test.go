@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -41,14 +42,14 @@ func of(kind ledger.Kind, n, total int, names ...string) func(*testing.T) *fleet
 // placed wants a pod to be placed on a node.
 func (f *fleet) wantPlaced(p Pod, node string) {
 	f.t.Helper()
-	if got, err := f.books.Place(p, f.names, f.now); err != nil || got != node {
+	if got, err := f.books.Place(context.Background(), p, f.names, f.now); err != nil || got != node {
 		f.t.Fatalf("%s was placed on %q, want %q: %v", p.UID, got, node, err)
 	}
 }
 
 func (f *fleet) wantRefused(p Pod, part string) {
 	f.t.Helper()
-	got, err := f.books.Place(p, f.names, f.now)
+	got, err := f.books.Place(context.Background(), p, f.names, f.now)
 	if err == nil || !strings.Contains(err.Error(), part) {
 		f.t.Fatalf("%s was placed on %q, error %v, want one that says %q", p.UID, got, err, part)
 	}
@@ -98,7 +99,7 @@ func TestWhatEndsAReservation(t *testing.T) {
 		{"gone", func(f *fleet) { f.books.DeletePod("first") }, true},
 		{"bound and gone", func(f *fleet) { f.books.SetPod(bound); f.books.DeletePod("first") }, true},
 		{"asked again for less", func(f *fleet) { f.wantPlaced(units("first", 2), "a") }, false},
-		{"asked again elsewhere", func(f *fleet) { _, _ = f.books.Place(first, []string{"b"}, f.now) }, true},
+		{"asked again elsewhere", func(f *fleet) { _, _ = f.books.Place(context.Background(), first, []string{"b"}, f.now) }, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := of(ledger.Units, 1, 8, "a")(t)
@@ -108,7 +109,7 @@ func TestWhatEndsAReservation(t *testing.T) {
 				f.wantPlaced(other, "a")
 				return
 			}
-			if _, err := f.books.Place(other, f.names, f.now); (err == nil) != c.free {
+			if _, err := f.books.Place(context.Background(), other, f.names, f.now); (err == nil) != c.free {
 				t.Errorf("placed beside it: %v", err)
 			}
 		})
@@ -139,7 +140,7 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 			says := f.machines["a"].says()
 			c.change(says)
 			f.books.SetNode("a", says, c.ready)
-			if _, err := f.books.Place(units("p", 1), f.names, f.now); (err == nil) != c.room {
+			if _, err := f.books.Place(context.Background(), units("p", 1), f.names, f.now); (err == nil) != c.room {
 				t.Errorf("room %v, want %v: %v", err == nil, c.room, err)
 			}
 		})
@@ -260,7 +261,7 @@ func (f *fleet) held() (n int) {
 func TestRefusalsNameEachNode(t *testing.T) {
 	f := of(ledger.Units, 1, 8, "a", "b")(t)
 	f.books.SetNode("b", f.machines["b"].says(), false)
-	_, err := f.books.Place(units("p", 9), append(f.names, "c"), f.now)
+	_, err := f.books.Place(context.Background(), units("p", 9), append(f.names, "c"), f.now)
 	var no *Refusal
 	if !errors.As(err, &no) {
 		t.Fatal(err)
@@ -305,7 +306,7 @@ func BenchmarkPlace(b *testing.B) {
 			if kind == ledger.Placement {
 				p = asks("new", "example.com/mig-3g.40gb", 1)
 			}
-			_, _ = books.Place(p, names, start)
+			_, _ = books.Place(context.Background(), p, names, start)
 			forget := map[string]func(*node){
 				"asked before": func(*node) {},
 				"never asked": func(n *node) {
@@ -324,7 +325,7 @@ func BenchmarkPlace(b *testing.B) {
 							forget[name](n)
 						}
 						b.StartTimer()
-						if _, err := books.Place(p, names, start); err != nil {
+						if _, err := books.Place(context.Background(), p, names, start); err != nil {
 							b.Fatal(err)
 						}
 					}

@@ -290,7 +290,7 @@ func (r *room) holds(parts []Part) bool { return r.holdsBeside(nil, parts) }
 
 // holdsBeside reports whether they do once a pod has what it asks for.
 func (r *room) holdsBeside(p *Pod, parts []Part) bool {
-	t := r.expect().clone()
+	t := r.expect().anew()
 	if p != nil {
 		again := map[string][]string{}
 		for i := range p.Containers {
@@ -326,7 +326,7 @@ func (qs *quotas) extend(q *quota, resource string, n int) {
 		}
 		r := qs.b.room(best)
 		for most > 0 && !r.holds(r.with(resource, most, best)) {
-			most-- // a smaller one is tried at another turn
+			most /= 2 // the rest is tried at another turn
 		}
 		if most == 0 {
 			return

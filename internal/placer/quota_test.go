@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -265,7 +266,7 @@ func (w *quotaWalk) member(id string) {
 	part := parts[w.r.IntN(len(parts))]
 	w.seq++
 	p := member(id, fmt.Sprintf("m%d", w.seq), part.Resource, 1+w.r.IntN(part.N))
-	at, err := w.books.Place(p, w.names, w.now)
+	at, err := w.books.Place(context.Background(), p, w.names, w.now)
 	if err != nil {
 		w.t.Fatalf("a member of %s was refused %d of %s: %v\nkept are %v", id, p.Containers[0].Requests[part.Resource], part.Resource, err, parts)
 	}

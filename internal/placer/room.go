@@ -17,6 +17,11 @@ import (
 // room is what can be had on a node, and who is about to have some of it.
 type room struct {
 	gpus []space
+	// at is where a GPU is among them, and of the node; nil where nothing is known of it.
+	at map[string]int
+	of *node
+	// taken counts the steps of all trials.
+	taken *int
 	// kinds has the resources that the node offers.
 	kinds map[string]ledger.Kind
 	// pending are the pods whose devices are not all known, by UID.
@@ -42,8 +47,12 @@ type verdict struct {
 	spoilt, left int
 }
 
-// maxVerdicts bounds what a room remembers.
-const maxVerdicts = 200
+// maxVerdicts and maxShape bound what a room remembers: a pod's shape is as long as its list of
+// containers.
+const (
+	maxVerdicts = 200
+	maxShape    = 1 << 10
+)
 
 // judge gives the room's verdict on a pod that is not among those pending.
 func (r *room) judge(p *entry) verdict {
@@ -57,7 +66,9 @@ func (r *room) judge(p *entry) verdict {
 	if r.verdicts == nil || len(r.verdicts) >= maxVerdicts {
 		r.verdicts = map[string]verdict{}
 	}
-	r.verdicts[p.shape] = v
+	if len(p.shape) <= maxShape {
+		r.verdicts[p.shape] = v
+	}
 	return v
 }
 
@@ -82,7 +93,7 @@ type space struct {
 
 // roomOf is the room of a node as if the pods named by without were gone, and some devices free.
 func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
-	r := &room{kinds: map[string]ledger.Kind{}, kept: n.kept}
+	r := &room{of: n, taken: &b.taken, at: map[string]int{}, kinds: map[string]ledger.Kind{}, kept: n.kept}
 	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
 		return r
 	}
@@ -105,7 +116,7 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		s := space{uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
 		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
 		if g.Kind == ledger.Placement {
-			b.placements(&s, n, g, open, gone)
+			n.placements(&s, g, open, gone)
 		} else {
 			s.numbers(g, open, gone)
 			r.kinds[g.Resource] = g.Kind
@@ -113,6 +124,7 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		for name := range s.places {
 			r.kinds[name] = ledger.Placement
 		}
+		r.at[g.UUID] = len(r.gpus)
 		r.gpus = append(r.gpus, s)
 	}
 	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
@@ -124,7 +136,8 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		for _, id := range ids {
 			r.hold(id)
 		}
-		if !r.reported(e, ids) {
+		// Who asks for more than there can be gets nothing, or has it already.
+		if !r.reported(e, ids) && n.cannot(e) == "" {
 			r.pending = append(r.pending, e)
 		}
 	}
@@ -136,26 +149,7 @@ func (n *node) devices(p *Pod) []string {
 	if n.status.HoldersIn != gpunode.InObject {
 		return p.Devices
 	}
-	out := slices.Clone(p.Devices)
-	for i := range n.status.GPUs {
-		g := &n.status.GPUs[i]
-		for j := range g.Holders {
-			h := &g.Holders[j]
-			if h.Namespace != p.Namespace || h.Pod != p.Name {
-				continue
-			}
-			for number := range h.Devices.All() {
-				if g.Kind == ledger.Whole {
-					out = append(out, g.UUID)
-				} else {
-					out = append(out, timeslice.ID(gpu.UUID(g.UUID), number))
-				}
-			}
-			for _, place := range h.Placements {
-				out = append(out, g.UUID+"::"+place)
-			}
-		}
-	}
+	out := slices.Concat(p.Devices, n.held[podName{p.Namespace, p.Name}])
 	slices.Sort(out)
 	return slices.Compact(out)
 }
@@ -165,6 +159,9 @@ func (n *node) used() map[string]bool {
 	out := map[string]bool{}
 	for i := range n.status.GPUs {
 		g := &n.status.GPUs[i]
+		if g.API == string(ledger.DRA) {
+			continue
+		}
 		s := space{uuid: gpu.UUID(g.UUID), kind: g.Kind}
 		for number := range g.Used.All() {
 			out[s.id(number)] = true
@@ -206,18 +203,13 @@ func (s *space) id(number int) string {
 }
 
 // placements fills in what a GPU with MIG has.
-func (b *Books) placements(s *space, n *node, g *gpunode.GPU, open bool, gone map[string]bool) {
+func (n *node) placements(s *space, g *gpunode.GPU, open bool, gone map[string]bool) {
 	s.places = map[string][]mig.Placement{}
 	if g.MIG == nil {
 		return
 	}
 	s.onDemand = g.MIG.OnDemand
-	var kind *cardOf
-	for i := range n.status.Cards {
-		if n.status.Cards[i].Name == g.MIG.Card {
-			kind = b.cards.of(&n.status.Cards[i])
-		}
-	}
+	kind := n.cards[g.MIG.Card]
 	for _, o := range g.MIG.Offers {
 		if o.Resource != "" {
 			s.places[o.Resource] = nil
@@ -291,8 +283,8 @@ func (s *space) narrow() {
 // before this one, which is going.
 func (r *room) hold(id string) {
 	uuid, rest, pieced := strings.Cut(id, "::")
-	i := slices.IndexFunc(r.gpus, func(s space) bool { return string(s.uuid) == uuid })
-	if i < 0 {
+	i, known := r.at[uuid]
+	if !known {
 		return
 	}
 	s := &r.gpus[i]
@@ -313,7 +305,7 @@ func (r *room) hold(id string) {
 			return
 		}
 	}
-	if number < s.total && !s.held[number] {
+	if number >= 0 && number < s.total && !s.held[number] {
 		s.held[number] = true
 		s.free--
 	}
@@ -341,8 +333,7 @@ func (r *room) count(resource string, ids []string) (n int) {
 			}
 			continue
 		}
-		i := slices.IndexFunc(r.gpus, func(s space) bool { return string(s.uuid) == uuid })
-		if i >= 0 && r.gpus[i].resource == resource && !strings.Contains(rest, "@") {
+		if i, known := r.at[uuid]; known && r.gpus[i].resource == resource && !strings.Contains(rest, "@") {
 			n++
 		}
 	}

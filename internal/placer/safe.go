@@ -42,11 +42,20 @@ func (r *room) items(p *Pod, family string) (out []item) {
 // others and in whatever order. The first fixed of them are of pods that are on the node
 // already. One of these that has no room even alone is left out of account: it has got
 // its devices, of which the pod's status does not tell yet, or it is lost in any case.
+//
+// Where that takes more than maxSteps, it is not sure.
 func (r *room) safe(family string, items []item, fixed int) bool {
+	steps := newSteps(r.taken)
 	for i, it := range items {
+		if !steps.spend(len(items) + len(r.gpus)) {
+			return false
+		}
 		others := slices.Concat(items[:i], items[i+1:])
 		take := r.total(family, others)
-		most, alone := r.spare(family, it, others, take)
+		most, alone := r.spare(family, it, others, take, steps)
+		if steps.left < 0 {
+			return false
+		}
 		if !alone && i < fixed {
 			continue
 		}
@@ -59,14 +68,14 @@ func (r *room) safe(family string, items []item, fixed int) bool {
 
 // spare is how much others may take, all together, with none of them able to keep a request
 // from its room. Alone is false where there is no room without them. Nobody asks for more
-// than take, so that the search for it may end there.
-func (r *room) spare(family string, it item, others []item, take int) (most int, alone bool) {
+// than take, so that the search for it may end there. Steps are taken on the way.
+func (r *room) spare(family string, it item, others []item, take int, steps *steps) (most int, alone bool) {
 	if family == "mig" {
-		return r.sparePlacements(it.resource, others, take)
+		return r.sparePlacements(it.resource, others, take, steps)
 	}
 	switch r.kinds[it.resource] {
 	case ledger.Units:
-		return r.spareUnits(it, others)
+		return r.spareUnits(it, others, steps)
 	case ledger.Replica:
 		return r.spareReplicas(it, others)
 	}
@@ -99,7 +108,7 @@ func (r *room) total(family string, items []item) (sum int) {
 // x did not fit on the others that were less full before: each had fewer than x free. (Or
 // it was turned to with more than the last one had.) What is held of a GPU can become free
 // at any moment, which changes that order; so only GPUs count of which nothing is.
-func (r *room) spareUnits(it item, others []item) (most int, alone bool) {
+func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone bool) {
 	var fit []*space
 	for i := range r.gpus {
 		if s := &r.gpus[i]; s.resource == it.resource && s.free >= it.n {
@@ -107,6 +116,14 @@ func (r *room) spareUnits(it item, others []item) (most int, alone bool) {
 		}
 	}
 	if len(fit) == 0 {
+		return 0, false
+	}
+	// Of requests for as much one is enough.
+	sizes := map[int]bool{}
+	for _, x := range others {
+		sizes[x.n] = true
+	}
+	if !steps.spend(len(fit) * len(fit) * len(sizes)) {
 		return 0, false
 	}
 	least := func(last *space, x int) (sum int) {
@@ -124,8 +141,8 @@ func (r *room) spareUnits(it item, others []item) (most int, alone bool) {
 	}
 	block := math.MaxInt
 	for _, last := range fit {
-		for _, x := range others {
-			block = min(block, least(last, x.n))
+		for x := range sizes {
+			block = min(block, least(last, x))
 		}
 	}
 	return block - 1, true
@@ -166,7 +183,7 @@ func (r *room) size(resource string) (n int) {
 
 // sparePlacements is one less than the memory slices that others must take to keep a MIG
 // device off every GPU, as far as that is not more than take.
-func (r *room) sparePlacements(resource string, others []item, take int) (most int, alone bool) {
+func (r *room) sparePlacements(resource string, others []item, take int, steps *steps) (most int, alone bool) {
 	counts := map[string]int{}
 	for _, o := range others {
 		counts[o.resource]++
@@ -180,14 +197,14 @@ func (r *room) sparePlacements(resource string, others []item, take int) (most i
 		if alone = true; block > take {
 			break
 		}
-		block += s.block(resource, counts, take-block+1)
+		block += s.block(resource, counts, take-block+1, steps)
 	}
 	return block - 1, alone
 }
 
 // block is the fewest memory slices that others, so many of each resource, must take of the
 // GPU until none of a resource's placements can be had; most where it is not fewer.
-func (s *space) block(resource string, others map[string]int, most int) int {
+func (s *space) block(resource string, others map[string]int, most int, steps *steps) int {
 	wanted := s.places[resource]
 	if !s.onDemand { // devices that exist exclude nobody
 		if others[resource] < len(wanted) {
@@ -195,7 +212,7 @@ func (s *space) block(resource string, others map[string]int, most int) int {
 		}
 		return min(len(wanted)*wanted[0].Size, most)
 	}
-	c := cover{space: s, best: most}
+	c := cover{space: s, best: most, steps: steps}
 	for _, name := range sorted(others) {
 		if of := s.all[name]; len(of) > 0 {
 			c.pieces = append(c.pieces, of...)
@@ -219,7 +236,11 @@ type cover struct {
 	pieces []mig.Placement
 	kinds  []kind
 	best   int
+	steps  *steps
 }
+
+// step takes one, and reports whether there was one left.
+func (c *cover) step() bool { return c.steps.spend(1 + len(c.pieces)) }
 
 type kind struct {
 	piece     mig.Placement
@@ -228,6 +249,9 @@ type kind struct {
 
 // places covers the first placement that can still be had in each way that there is.
 func (c *cover) places(wanted, standing []mig.Placement, cost int) {
+	if !c.step() {
+		return
+	}
 	for len(wanted) > 0 && !c.card.Fits(standing, wanted[0]) {
 		wanted = wanted[1:]
 	}
@@ -248,7 +272,7 @@ func (c *cover) places(wanted, standing []mig.Placement, cost int) {
 
 // counts uses up what the card allows besides room: how many of a profile, and engines.
 func (c *cover) counts(wanted, standing []mig.Placement, from, cost int) {
-	if cost >= c.best {
+	if cost >= c.best || !c.step() {
 		return
 	}
 	if !slices.ContainsFunc(wanted, func(p mig.Placement) bool { return c.card.Fits(standing, p) }) {

@@ -15,8 +15,11 @@ import (
 // trial is a node on which pods are tried out, with the agent's own packing.
 type trial struct {
 	gpus  []space
+	at    map[string]int // as in the room
 	kinds map[string]ledger.Kind
 	rank  map[gpu.UUID]int
+	// steps are shared with those that it is copied to.
+	steps *steps
 	// value remembers what else could be made on a GPU, and least what a device of a
 	// resource spoils.
 	least map[string]int
@@ -24,7 +27,7 @@ type trial struct {
 
 // trial copies the room.
 func (r *room) trial() *trial {
-	t := &trial{gpus: slices.Clone(r.gpus), kinds: r.kinds, rank: map[gpu.UUID]int{}}
+	t := &trial{gpus: slices.Clone(r.gpus), at: r.at, kinds: r.kinds, rank: map[gpu.UUID]int{}, steps: newSteps(r.taken)}
 	for i := range t.gpus {
 		s := &t.gpus[i]
 		s.held, s.standing, s.warm, s.places = slices.Clone(s.held), slices.Clone(s.standing), slices.Clone(s.warm), maps.Clone(s.places)
@@ -76,8 +79,40 @@ func (r *room) try(p *Pod, from int, t *trial, again map[string][]string, tries 
 }
 
 func (t *trial) clone() *trial {
-	r := room{gpus: t.gpus, kinds: t.kinds}
+	c := t.anew()
+	c.steps = t.steps
+	return c
+}
+
+// anew is clone with all steps left.
+func (t *trial) anew() *trial {
+	r := room{gpus: t.gpus, at: t.at, kinds: t.kinds, taken: t.steps.taken}
 	return r.trial()
+}
+
+// maxSteps bounds what is done to try one pod on one node, about a millisecond. A step is a device
+// or a placement that is looked at. On a node of eight GPUs with a MIG device in each place, a pod
+// of eight containers takes 10,000.
+const maxSteps = 200_000
+
+// steps are those of one trial.
+type steps struct {
+	left  int
+	taken *int // in all, by the books
+}
+
+func newSteps(taken *int) *steps {
+	if taken == nil {
+		taken = new(int)
+	}
+	return &steps{maxSteps, taken}
+}
+
+// spend takes some, and reports whether there were as many left.
+func (s *steps) spend(n int) bool {
+	*s.taken += min(n, max(s.left, 0))
+	s.left -= n
+	return s.left >= 0
 }
 
 // permute calls yield with each order of names until it returns false.
@@ -120,6 +155,13 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	if t.kinds[resource] == ledger.Placement {
 		return t.takePlacements(resource, n, must)
 	}
+	total := 0
+	for i := range t.gpus {
+		total += t.gpus[i].total
+	}
+	if n > total || !t.steps.spend(total) {
+		return nil, false
+	}
 	var free []string
 	for i := range t.gpus {
 		s := &t.gpus[i]
@@ -144,11 +186,16 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	if err != nil {
 		return nil, false
 	}
-	r := room{gpus: t.gpus}
+	t.hold(ids...)
+	return ids, true
+}
+
+// hold takes devices.
+func (t *trial) hold(ids ...string) {
+	r := room{gpus: t.gpus, at: t.at}
 	for _, id := range ids {
 		r.hold(id)
 	}
-	return ids, true
 }
 
 // takePlacements chooses MIG devices.
@@ -177,16 +224,16 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 			}
 		}
 	}
-	chosen, err := mig.Prefer(offers, free, given, n)
+	left := t.steps.left
+	chosen, err := mig.PreferWithin(&left, offers, free, given, n)
+	t.steps.spend(t.steps.left - left)
 	if err != nil {
 		return nil, false
 	}
-	r := room{gpus: t.gpus}
 	for _, p := range chosen {
-		id := mig.ID(p.GPU, p.Placement)
-		r.hold(id)
-		ids = append(ids, id)
+		ids = append(ids, mig.ID(p.GPU, p.Placement))
 	}
+	t.hold(ids...)
 	for i := range t.gpus {
 		s := &t.gpus[i]
 		s.warm = slices.DeleteFunc(s.warm, func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
@@ -273,7 +320,12 @@ func (t *trial) loss(resource string) int {
 				least = min(least, p.Size)
 				continue
 			}
-			least = min(least, s.of.loss(s.standing, p))
+			if !t.steps.spend(1) {
+				return least
+			}
+			lost, looked := s.of.loss(s.standing, p)
+			t.steps.spend(looked)
+			least = min(least, lost)
 		}
 	}
 	t.least[resource] = least
@@ -287,12 +339,12 @@ type loss struct {
 }
 
 // maxLosses bounds what is remembered of a card.
-const maxLosses = 100_000
+const maxLosses = 10_000
 
-// loss is how many memory slices of placements cannot be had any more once one of them is.
-// Cards of a kind are in few states, and one of a fleet of 1,000 nodes is asked for each of
-// them.
-func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost int) {
+// loss is how many memory slices of placements cannot be had any more once one of them is, and how
+// many steps it took to find out. Cards of a kind are in few states, and one of a fleet of 1,000
+// nodes is asked for each of them.
+func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost, looked int) {
 	key, named := loss{place: p}, true
 	for _, o := range standing {
 		i := slices.Index(c.card.Placements(), o)
@@ -300,7 +352,7 @@ func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost int) {
 		key.standing |= 1 << max(i, 0)
 	}
 	if lost, known := c.losses[key]; known && named {
-		return lost
+		return lost, 0
 	}
 	beside := append(slices.Clone(standing), p)
 	for _, q := range c.card.Placements() {
@@ -314,5 +366,5 @@ func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost int) {
 	if named {
 		c.losses[key] = lost
 	}
-	return lost
+	return lost, len(c.card.Placements()) * (1 + len(standing))
 }

@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"context"
 	"errors"
 	"flag"
 	"fmt"
@@ -92,7 +93,7 @@ func (f *fleet) new(containers ...Container) (node string, err error) {
 	f.seq++
 	p := &Pod{UID: fmt.Sprintf("p%d", f.seq), Namespace: "x", Containers: containers}
 	p.Name = p.UID
-	node, err = f.books.Place(*p, f.names, f.now)
+	node, err = f.books.Place(context.Background(), *p, f.names, f.now)
 	f.judge(p, err)
 	f.quiet = false
 	if err == nil {

@@ -84,6 +84,7 @@ const (
 	GPURecovered        Reason = "GPURecovered"
 	GPUsHealthy         Reason = "GPUsHealthy"
 	Offered             Reason = "Offered"
+	OutOfBounds         Reason = "OutOfBounds"
 	GPUDriverHangs      Reason = "GPUDriverHangs"
 	CapExceeded         Reason = "CapExceeded"
 	CapEvicted          Reason = "CapEvicted"

@@ -5,6 +5,7 @@ package mig
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -53,14 +54,30 @@ const (
 // with gpu.ErrInvalid for places of several profiles or of an unknown GPU and
 // for n below the number of must. The order of the arguments plays no part.
 func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
+	steps := math.MaxInt
+	return PreferWithin(&steps, offers, available, must, n)
+}
+
+// PreferWithin is Prefer that takes the steps of its search off a number, and fails with
+// gpu.ErrNotSupported before it takes more. It is for tables that somebody else has written: one of
+// a real card takes some hundred steps a GPU.
+func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([]Place, error) {
 	if n < len(must) {
 		return nil, fmt.Errorf("choose %d placements: %d must be among them: %w", n, len(must), gpu.ErrInvalid)
+	}
+	b := &budget{steps}
+	most := 0
+	for i := range offers {
+		most = max(most, len(offers[i].Taken)+len(offers[i].Warm))
+	}
+	if err := b.spend((len(offers) + most) * (1 + len(available))); err != nil { // to sort them
+		return nil, err
 	}
 	ts, err := newTables(offers)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]Place, 0, n)
+	out := make([]Place, 0, min(n, len(must)+len(available)))
 	for _, p := range must {
 		if slices.Contains(out, p) {
 			return nil, fmt.Errorf("choose placements: %s must be there twice: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
@@ -84,7 +101,7 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 			}
 		}
 	}()
-	chosen, err := spread(ts, n-len(out))
+	chosen, err := spread(ts, n-len(out), b)
 	if err != nil {
 		return nil, err
 	}
@@ -215,9 +232,23 @@ func (t *table) inside() (out []Placement) {
 	return out
 }
 
+// budget is what a search may take.
+type budget struct{ left *int }
+
+func (b *budget) spend(steps int) error {
+	if *b.left -= steps; *b.left < 0 {
+		return fmt.Errorf("the search takes more steps than it may: %w", gpu.ErrNotSupported)
+	}
+	return nil
+}
+
 // rate fills in best for up to n places.
-func (t *table) rate(n int) error {
+func (t *table) rate(n int, b *budget) error {
 	c := t.Card
+	// The gaps, and what each is worth.
+	if err := b.spend((c.memory + 1) * (c.memory + 1) * (1 + len(t.Warm)) / 2); err != nil {
+		return err
+	}
 	// What cannot exist beside what is taken goes in any case.
 	idle := make([]Placement, 0, len(t.Warm))
 	for _, s := range t.Warm {
@@ -237,6 +268,9 @@ func (t *table) rate(n int) error {
 		return v
 	})
 	if err := s.prepare(); err != nil {
+		return err
+	}
+	if err := b.spend(s.effort()); err != nil {
 		return err
 	}
 	t.solve(s)
@@ -348,7 +382,7 @@ type choice struct {
 // spread chooses n places, or as many as there are, over all GPUs. What is on
 // one GPU does not touch another, so that it is enough to know what each number
 // of places is worth on each.
-func spread(tables []table, n int) ([]Place, error) {
+func spread(tables []table, n int, b *budget) ([]Place, error) {
 	if n == 0 {
 		return nil, nil
 	}
@@ -357,7 +391,7 @@ func spread(tables []table, n int) ([]Place, error) {
 	from[len(tables)] = []choice{{}}
 	for g := len(tables) - 1; g >= 0; g-- {
 		t := &tables[g]
-		if err := t.rate(n); err != nil {
+		if err := t.rate(n, b); err != nil {
 			return nil, fmt.Errorf("choose placements on %s: %w", t.GPU, err)
 		}
 		after := from[g+1]

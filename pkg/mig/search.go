@@ -113,6 +113,9 @@ func (s *search) prepare() error {
 	return nil
 }
 
+// effort is what solving takes at most: states times parts.
+func (s *search) effort() int { return len(s.memo) * max(len(s.parts), 1) }
+
 func (s *search) gap(a, b int) int64 {
 	return s.gaps[min(a, s.width-1)*s.width+min(b, s.width-1)]
 }

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"fmt"
+	"reflect"
+	"strconv"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+const (
+	// mostHeld is how many devices the holders of a node may name, all together: a pod's init
+	// containers name those that its others have, too.
+	mostHeld = 4 * timeslice.MaxListed
+	// mostPlacements is how many a card may have. Those of 2026 have some 30.
+	mostPlacements = 128
+)
+
+// Check reports whether an object can be a node's. Whoever has a node's token can write any
+// numbers into it, and readers count with them: so no reader uses an object that this refuses.
+// The error, which wraps gpu.ErrInvalid, names the first field that no node has.
+//
+// A field's own bounds are its tags, the same as in the schema: max is the largest number,
+// and how many bytes or elements there are at most, each is that of the elements.
+func (s *Status) Check() error {
+	if err := within(reflect.ValueOf(s).Elem(), ""); err != nil {
+		return err
+	}
+	listed, used, named := 0, 0, 0
+	seen := map[string]bool{}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		at := fmt.Sprintf("gpus[%d]", i)
+		if seen[g.UUID] {
+			return refuse(at+".uuid", "%q is there twice", g.UUID)
+		}
+		seen[g.UUID] = true
+		if g.API == string(ledger.DRA) {
+			continue // nobody counts its devices by number
+		}
+		if g.Kind != ledger.Placement {
+			listed += g.Total
+		}
+		used += g.Used.Len()
+		most := g.Used.Most()
+		for j := range g.Holders {
+			named += g.Holders[j].Devices.Len()
+			most = max(most, g.Holders[j].Devices.Most())
+		}
+		if most >= timeslice.MaxListed {
+			return refuse(at, "a device has the number %d, and there are at most %d", most, timeslice.MaxListed)
+		}
+	}
+	for _, sum := range []struct {
+		what     string
+		is, most int
+	}{{"total", listed, timeslice.MaxListed}, {"used", used, timeslice.MaxListed}, {"holders", named, mostHeld}} {
+		if sum.is > sum.most {
+			return refuse("gpus[]."+sum.what, "%d devices in all, and a node has at most %d", sum.is, sum.most)
+		}
+	}
+	for i := range s.Cards {
+		n := 0
+		for j := range s.Cards[i].Profiles {
+			n += len(s.Cards[i].Profiles[j].Starts)
+		}
+		if n > mostPlacements {
+			return refuse(fmt.Sprintf("cards[%d]", i), "%d placements, and a card has at most %d", n, mostPlacements)
+		}
+	}
+	return nil
+}
+
+func refuse(field, format string, args ...any) error {
+	return fmt.Errorf("status.%s: %s: %w", field, fmt.Sprintf(format, args...), gpu.ErrInvalid)
+}
+
+// within holds a value against the bounds of its fields.
+func within(v reflect.Value, path string) error {
+	switch v.Kind() {
+	case reflect.Pointer:
+		if v.IsNil() {
+			return nil
+		}
+		return within(v.Elem(), path)
+	case reflect.Slice:
+		for i := range v.Len() {
+			if err := within(v.Index(i), path+"["+strconv.Itoa(i)+"]"); err != nil {
+				return err
+			}
+		}
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[time.Time]() || v.Type() == reflect.TypeFor[ledger.UnitRange]() {
+			return nil
+		}
+		for i := range v.NumField() {
+			f := v.Type().Field(i)
+			name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+			if path != "" {
+				name = path + "." + name
+			}
+			if err := bounded(v.Field(i), name, bound(f, "max")); err != nil {
+				return err
+			}
+			if f.Tag.Get("each") != "" {
+				for j := range v.Field(i).Len() {
+					if err := bounded(v.Field(i).Index(j), name+"["+strconv.Itoa(j)+"]", bound(f, "each")); err != nil {
+						return err
+					}
+				}
+			}
+			if err := within(v.Field(i), name); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// bound is what a tag says; -1 where there is none.
+func bound(f reflect.StructField, tag string) int {
+	n, err := strconv.Atoi(f.Tag.Get(tag))
+	if err != nil {
+		return -1
+	}
+	return n
+}
+
+// bounded holds one value against one bound.
+func bounded(v reflect.Value, path string, most int) error {
+	is := int64(0)
+	switch v.Kind() {
+	case reflect.Int:
+		is = v.Int()
+		if is < 0 {
+			return refuse(path, "%d is less than 0", is)
+		}
+	case reflect.String, reflect.Slice:
+		is = int64(v.Len())
+	default:
+		return nil
+	}
+	if most >= 0 && is > int64(most) {
+		return refuse(path, "%d, and the most is %d", is, most)
+	}
+	return nil
+}
+
+// OutOfBounds is what a node's object says instead of one that its readers would refuse: the
+// node is not ready, and why.
+func OutOfBounds(err error) *Status {
+	s := &Status{Conditions: []Condition{{Type: Ready, Status: False, Reason: status.OutOfBounds, Message: brief.Cut(err.Error(), brief.Text)}}}
+	s.Sum()
+	return s
+}
