@@ -117,8 +117,12 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "110", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))
 	s.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.True), sharedGPU(1, gpunode.True), sharedGPU(2, gpunode.False))
-	p := s.startPlacer(t, program, plane.FreeAddress(t))
-	s.SchedulerAsking(t, schedulerConfig, p.Door, 0)
+	dir, secured := plane.Secured(t, program)
+	p := s.startPlacer(t, program, plane.FreeAddress(t), secured...)
+	s.SchedulerAskingSecurely(t, schedulerConfig, p.Door, dir)
+	if r, err := http.Post("http://"+p.Door+"/filter", "application/json", strings.NewReader("{}")); err == nil && r.StatusCode != http.StatusBadRequest {
+		t.Errorf("somebody without a certificate is answered %s", r.Status)
+	}
 
 	s.ask(t, "one", 50)
 	s.awaitPlaced(t, "one", "gpu-1")
@@ -176,7 +180,7 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 		s.awaitPlaced(t, name, "gpu-1")
 		s.report(t, name, i, 10)
 	}
-	p = s.startPlacer(t, program, p.Door)
+	p = s.startPlacer(t, program, p.Door, secured...)
 	s.ask(t, "six", 10)
 	s.awaitPlaced(t, "six", "gpu-1")
 	s.report(t, "six", 2, 60) // with the 50 before

@@ -23,6 +23,7 @@ import (
 	"go.yaml.in/yaml/v4"
 	corev1 "k8s.io/api/core/v1"
 
+	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/kueue"
@@ -101,7 +102,7 @@ func TestPlacersDeployment(t *testing.T) {
 		t.Fatal(err)
 	}
 	one(t, objects, "ServiceAccount", spec.ServiceAccountName)
-	if len(spec.Containers) != 1 || len(spec.Volumes) != 1 || spec.Volumes[0]["projected"] == nil || spec.HostPID || spec.HostIPC || spec.HostNetwork ||
+	if len(spec.Containers) != 1 || len(spec.Volumes) != 2 || spec.Volumes[0]["projected"] == nil || spec.Volumes[1]["secret"] == nil || spec.HostPID || spec.HostIPC || spec.HostNetwork ||
 		spec.AutomountServiceAccountToken == nil || *spec.AutomountServiceAccountToken {
 		t.Errorf("%+v", spec)
 	}
@@ -119,6 +120,14 @@ func TestPlacersDeployment(t *testing.T) {
 	}
 	if want := strings.ReplaceAll(flags["lease"], placer+"/", "$(POD_NAMESPACE)/"); c.env()["GPU_AGENT_LEASE"] != want {
 		t.Errorf("the lease is %s, want %s", c.env()["GPU_AGENT_LEASE"], want)
+	}
+	for flag, file := range map[string]string{"TLS_CERT_FILE": extender.CertFile, "TLS_KEY_FILE": extender.KeyFile, "CLIENT_CA_FILE": extender.CAFile} {
+		if have, want := c.env()["GPU_AGENT_"+flag], c.VolumeMounts[1].MountPath+"/"+file; have != want {
+			t.Errorf("%s is %s, want %s, which `gpu-agent certificates` makes", flag, have, want)
+		}
+		if name := strings.ReplaceAll(strings.ToLower(flag), "_", "-"); !maps.Equal(map[string]string{name: flags[name]}, map[string]string{name: ""}) {
+			t.Errorf("--%s has the default %q", name, flags[name])
+		}
 	}
 	good := func() error { return nil }
 	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil, nil, nil)
@@ -139,12 +148,18 @@ func TestShownSchedulerConfiguration(t *testing.T) {
 		Kind       string
 		Percentage int `yaml:"percentageOfNodesToScore"`
 		Extenders  []struct {
-			URL            string `yaml:"urlPrefix"`
-			Filter         string `yaml:"filterVerb"`
-			Preempt        string `yaml:"preemptVerb"`
-			Ignorable      bool
-			Timeout        string `yaml:"httpTimeout"`
-			NodesByName    bool   `yaml:"nodeCacheCapable"`
+			URL         string `yaml:"urlPrefix"`
+			Filter      string `yaml:"filterVerb"`
+			Preempt     string `yaml:"preemptVerb"`
+			Ignorable   bool
+			Timeout     string `yaml:"httpTimeout"`
+			NodesByName bool   `yaml:"nodeCacheCapable"`
+			HTTPS       bool   `yaml:"enableHTTPS"`
+			TLS         struct {
+				CA   string `yaml:"caFile"`
+				Cert string `yaml:"certFile"`
+				Key  string `yaml:"keyFile"`
+			} `yaml:"tlsConfig"`
 			ManagedOfItems []struct {
 				Name    string
 				Ignored bool `yaml:"ignoredByScheduler"`
@@ -161,8 +176,13 @@ func TestShownSchedulerConfiguration(t *testing.T) {
 	if config.Percentage != 100 || !e.Ignorable || e.Timeout != "250ms" || !e.NodesByName || e.Filter != "filter" || e.Preempt != "preempt" {
 		t.Errorf("%+v", config)
 	}
-	if want := "http://" + placer + "." + placer + ".svc" + commandFlags(t, "placer")["listen"]; e.URL != want {
+	if want := "https://" + placer + "." + placer + ".svc" + commandFlags(t, "placer")["listen"]; e.URL != want || !e.HTTPS {
 		t.Errorf("the placer is at %s, want %s", e.URL, want)
+	}
+	for have, want := range map[string]string{e.TLS.CA: extender.CAFile, e.TLS.Cert: extender.SchedulerCertFile, e.TLS.Key: extender.SchedulerKeyFile} {
+		if filepath.Base(have) != want {
+			t.Errorf("the scheduler reads %s, want %s, which `gpu-agent certificates` makes", have, want)
+		}
 	}
 	domain := programFlags(t)["domain"]
 	want := []string{domain + "/gpu", domain + "/gpu-mem", domain + "/gpu.shared"}
@@ -181,6 +201,16 @@ func TestShownSchedulerConfiguration(t *testing.T) {
 
 	program := plane.Program(t, "kube-scheduler")
 	dir := t.TempDir()
+	files, err := extender.Certificates([]string{"placer"}, time.Now(), time.Now().Add(time.Hour))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for file, data := range files {
+		if err := os.WriteFile(filepath.Join(dir, file), data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	text = bytes.ReplaceAll(text, []byte(filepath.Dir(e.TLS.CA)), []byte(dir))
 	kubeconfig, shown, taken := filepath.Join(dir, "kubeconfig"), filepath.Join(dir, "shown"), filepath.Join(dir, "taken")
 	for path, text := range map[string]string{
 		kubeconfig: `{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u, user: {}}]}`,
@@ -418,35 +448,5 @@ func tryLeases(t *testing.T, cluster *kube.Cluster) {
 	}
 	if err := other.Leads(); err != nil || len(first)+len(second) > 0 {
 		t.Errorf("%v; and others led besides: %d", err, len(first)+len(second))
-	}
-}
-
-// The patch that gives the door a certificate fits the Deployment, and sets flags that there
-// are.
-func TestShownDoorWithTLS(t *testing.T) {
-	shown := regexp.MustCompile("(?s)```yaml\n(# your kustomization.yaml\n[^`]*TLS_CERT[^`]*)```").FindStringSubmatch(string(read(t, "../docs/schedulers.md")))
-	if shown == nil {
-		t.Fatal("docs/schedulers.md does not show it")
-	}
-	dir := overlayOf(t, func(up string) string { return strings.ReplaceAll(shown[1], "gpu-agent/deployments", up) })
-	d := as[deployment](t, one(t, render(t, dir), "Deployment", placer))
-	var spec struct{ Containers []container }
-	if err := d.Spec.Template.Spec.Decode(&spec); err != nil {
-		t.Fatal(err)
-	}
-	flags, set := commandFlags(t, "placer"), 0
-	for name, value := range spec.Containers[0].env() {
-		flag := strings.ReplaceAll(strings.ToLower(strings.TrimPrefix(name, "GPU_AGENT_")), "_", "-")
-		if _, ok := flags[flag]; !ok {
-			t.Errorf("%s is the twin of no flag", name)
-		}
-		if strings.HasSuffix(flag, "-file") {
-			if set++; !strings.HasPrefix(value, spec.Containers[0].VolumeMounts[1].MountPath+"/") {
-				t.Errorf("%s is %s, where nothing is mounted", name, value)
-			}
-		}
-	}
-	if set != 3 {
-		t.Errorf("%d files are named, want 3", set)
 	}
 }

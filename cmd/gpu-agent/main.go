@@ -25,6 +25,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   usage       print who was granted how much of this node's GPUs, who used it, and who had them when
   advise      replay what was asked of this node on other partitions, and print the best
   placer      answer schedulers which node has room for a pod (a Deployment's program)
+  certificates  make those by which kube-scheduler and the placer's door know each other
   cleanup     remove what agents have left on this node and its Node object
   export      print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler
   completion  print what makes a shell complete commands and flags
@@ -36,7 +37,7 @@ gpu-agent COMMAND -h lists the flags, with an example. Each has a twin in the en
 
 // commands are those with flags.
 var commands = map[string]func(ctx context.Context, c console, args []string) error{
-	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "usage": showUsage, "advise": showAdvice, "placer": place, "cleanup": cleanUp, "export": exportTo,
+	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "usage": showUsage, "advise": showAdvice, "placer": place, "certificates": makeCertificates, "cleanup": cleanUp, "export": exportTo,
 }
 
 // errUsage says that the command line was wrong, which has been reported already.

@@ -89,6 +89,8 @@ func TestWrongUsage(t *testing.T) {
 		"--lease":        {"placer", "--lease", "x"},
 		"go together":    {"placer", "--tls-cert-file", "x"},
 		"shows a cert":   {"placer", "--client-ca-file", "x"},
+		"certificates":   {"placer", "--tls-cert-file", "x", "--tls-key-file", "x"},
+		"insecure-door":  {"placer"},
 		"unexpected":     {"run", "--config", "a", "extra"},
 		"GPU_AGENT_":     {"inventory"},
 	} {

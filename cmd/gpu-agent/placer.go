@@ -40,6 +40,7 @@ type placerFlags struct {
 	doors        list
 	listen, http string
 	tls          extender.Files
+	insecure     bool
 	lease        string
 	log          logFlags
 }
@@ -50,9 +51,10 @@ func (f *placerFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
-	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the door's certificate (PEM); without one it speaks plain HTTP")
+	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the extender's door's certificate (PEM)")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
-	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM); with it the door refuses everybody else")
+	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
+	fs.BoolVar(&f.insecure, "insecure-door", false, "serve schedulers without --client-ca-file, over plain HTTP without a certificate: then whoever reaches the door can reserve room")
 	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer", "`NAMESPACE/NAME` of the Lease by which one of several processes leads; empty where there is one process")
 	f.log.register(fs)
 }
@@ -69,6 +71,8 @@ func (f *placerFlags) complete() error {
 		return errors.New("--tls-cert-file and --tls-key-file go together")
 	case f.tls.ClientCA != "" && f.tls.Cert == "":
 		return errors.New("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
+	case f.doors.has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
+		return errors.New("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, or everybody who reaches it can reserve room: make them with `gpu-agent certificates`, or say --insecure-door")
 	}
 	return nil
 }

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -25,7 +26,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	common := []string{"placer", "--kubeconfig", kubeconfig, "--lease", "", "--http"}
+	common := []string{"placer", "--kubeconfig", kubeconfig, "--lease", "", "--insecure-door", "--http"}
 	for want, args := range map[string][]string{
 		"--listen":             {"127.0.0.1:0", "--listen", taken.Addr().String()},
 		"--http":               {taken.Addr().String(), "--listen", "127.0.0.1:0"},
@@ -51,6 +52,29 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("told to end, it ended with %v", err)
+	}
+}
+
+// Certificates are for their owner alone, and none is written over.
+func TestCertificates(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "door")
+	out, _, err := command(t, "certificates", "--out", dir, "--names", "placer.test,10.0.0.1", "--days", "7")
+	if err != nil || !strings.Contains(out, "create secret generic gpu-placer-door") {
+		t.Fatalf("%s, %v", out, err)
+	}
+	files, err := os.ReadDir(dir)
+	if err != nil || len(files) != 5 {
+		t.Fatalf("%v, %v", files, err)
+	}
+	for _, f := range files {
+		if info, err := f.Info(); err != nil || info.Mode() != 0o600 {
+			t.Errorf("%s: %v, %v", f.Name(), info.Mode(), err)
+		}
+	}
+	for _, args := range [][]string{{"--out", dir}, {"--out", dir + "2", "--names", " ,"}, {"--out", dir + "3", "--days", "0"}} {
+		if _, _, err := command(t, append([]string{"certificates"}, args...)...); err == nil {
+			t.Errorf("%q makes certificates", args)
+		}
 	}
 }
 

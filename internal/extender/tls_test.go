@@ -17,6 +17,7 @@ import (
 	"math/big"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -223,4 +224,60 @@ func TestClientHasLeft(t *testing.T) {
 	reset.SetLinger(0)
 	reset.Close()
 	until("a reset", ctx)
+}
+
+// TestCertificates: the scheduler's lets in, the door's own and nobody's do not.
+func TestCertificates(t *testing.T) {
+	dir := t.TempDir()
+	files, err := Certificates([]string{"placer.test", "127.0.0.1"}, time.Now().Add(-time.Minute), time.Now().Add(time.Hour))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, data := range files {
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	in := func(name string) string { return filepath.Join(dir, name) }
+	config, err := Files{Cert: in(CertFile), Key: in(KeyFile), ClientCA: in(CAFile)}.Config(slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := httptest.NewUnstartedServer(New(&shelf{room: map[string]bool{"a": true}}, Options{}))
+	srv.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
+	srv.TLS = config
+	srv.StartTLS()
+	t.Cleanup(srv.Close)
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(files[CAFile])
+	for _, c := range []struct {
+		cert, key, name string
+		in              bool
+	}{
+		{SchedulerCertFile, SchedulerKeyFile, "placer.test", true},
+		{SchedulerCertFile, SchedulerKeyFile, "127.0.0.1", true},
+		{SchedulerCertFile, SchedulerKeyFile, "another.test", false},
+		{CertFile, KeyFile, "placer.test", false},
+		{"", "", "placer.test", false},
+	} {
+		to := &tls.Config{RootCAs: roots, ServerName: c.name}
+		if c.cert != "" {
+			pair, err := tls.X509KeyPair(files[c.cert], files[c.key])
+			if err != nil {
+				t.Fatal(err)
+			}
+			to.Certificates = []tls.Certificate{pair}
+		}
+		client := &http.Client{Transport: &http.Transport{TLSClientConfig: to}}
+		res, err := client.Post(srv.URL+"/filter", "application/json", strings.NewReader(filterArgs(t, "p", "a")))
+		if err == nil {
+			res.Body.Close()
+		}
+		if (err == nil && res.StatusCode == http.StatusOK) != c.in {
+			t.Errorf("with %q to %s: %v", c.cert, c.name, err)
+		}
+	}
+	if _, err := Certificates(nil, time.Now(), time.Now()); err == nil {
+		t.Error("a door without a name has a certificate")
+	}
 }

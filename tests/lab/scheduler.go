@@ -55,7 +55,10 @@ func (n *Node) SchedulerConfig() (path string, err error) {
 	if len(extenders) != 1 {
 		return "", fmt.Errorf("configure the scheduler: the shipped file has %d extenders, want 1", len(extenders))
 	}
-	extenders[0].(object)["urlPrefix"] = "http://" + PlacerDoor
+	extender := extenders[0].(object)
+	extender["urlPrefix"] = "http://" + PlacerDoor
+	delete(extender, "enableHTTPS")
+	delete(extender, "tlsConfig")
 	config["clientConnection"] = object{"kubeconfig": "/etc/kubernetes/admin.conf"}
 	config["leaderElection"] = object{"leaderElect": false}
 	data, err := json.Marshal(config)
@@ -130,7 +133,7 @@ func (n *Node) StartPlacer(ctx context.Context, doors ...string) (*Placer, error
 		doors = []string{"extender"}
 	}
 	err := n.Start(ctx, placerProcess, n.kit.Bin("gpu-agent"), "placer", "--kubeconfig", "/etc/kubernetes/admin.conf", "--domain", Domain,
-		"--lease", "", "--listen", PlacerDoor, "--http", placerPage, "--doors", strings.Join(doors, ","))
+		"--lease", "", "--insecure-door", "--listen", PlacerDoor, "--http", placerPage, "--doors", strings.Join(doors, ","))
 	if err != nil {
 		return nil, fmt.Errorf("start the placer: %w", err)
 	}

@@ -10,7 +10,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 )
@@ -22,11 +24,25 @@ type Placer struct {
 	cmd        *exec.Cmd
 }
 
+// Secured has certificates made for a door on loopback, and returns the flags of the placer
+// with them, for StartPlacer.
+func Secured(t testing.TB, program string) (dir string, flags []string) {
+	t.Helper()
+	dir = filepath.Join(t.TempDir(), "door")
+	if out, err := exec.Command(program, "certificates", "--out", dir, "--names", "127.0.0.1").CombinedOutput(); err != nil {
+		t.Fatalf("make certificates: %v\n%s", err, out)
+	}
+	return dir, []string{"--tls-cert-file", filepath.Join(dir, "tls.crt"), "--tls-key-file", filepath.Join(dir, "tls.key"), "--client-ca-file", filepath.Join(dir, "ca.crt")}
+}
+
 // StartPlacer starts the program, whose door is at an address, and waits until it leads. It
-// ends with the test.
+// ends with the test. Without flags of [Secured] its door is open.
 func (s *Server) StartPlacer(t testing.TB, program, kubeconfig, door string, args ...string) *Placer {
 	t.Helper()
 	p := &Placer{Door: door, Page: FreeAddress(t)}
+	if !slices.Contains(args, "--client-ca-file") {
+		args = append(slices.Clip(args), "--insecure-door")
+	}
 	p.cmd = exec.Command(program, append([]string{"placer", "--kubeconfig", kubeconfig, "--listen", p.Door, "--http", p.Page}, args...)...)
 	p.cmd.Stderr = t.Output()
 	if err := StartTied(p.cmd); err != nil {
@@ -105,16 +121,33 @@ func FreeAddress(t testing.TB) string {
 }
 
 // SchedulerAsking starts the scheduler as a configuration file says that is shown to users,
-// but for the placer's address; perSecond is as in Scheduler.
+// but for the placer's address, and for the certificates where its door is open; perSecond is as in
+// Scheduler.
 func (s *Server) SchedulerAsking(t testing.TB, shown, door string, perSecond int) {
+	t.Helper()
+	s.schedulerAsking(t, shown, perSecond, func(text string) string {
+		text = regexp.MustCompile(`(?m)^    enableHTTPS: true\n    tlsConfig:\n(      .*\n)+`).ReplaceAllString(text, "")
+		return regexp.MustCompile(`urlPrefix: \S+`).ReplaceAllString(text, "urlPrefix: http://"+door)
+	})
+}
+
+// SchedulerAskingSecurely is SchedulerAsking with the certificates of a folder that Secured has made.
+func (s *Server) SchedulerAskingSecurely(t testing.TB, shown, door, dir string) {
+	t.Helper()
+	s.schedulerAsking(t, shown, 0, func(text string) string {
+		text = strings.ReplaceAll(text, "/etc/kubernetes/placer/", dir+"/")
+		return regexp.MustCompile(`urlPrefix: \S+`).ReplaceAllString(text, "urlPrefix: https://"+door)
+	})
+}
+
+func (s *Server) schedulerAsking(t testing.TB, shown string, perSecond int, adapt func(string) string) {
 	t.Helper()
 	kubeconfig := s.Kubeconfig(t, nil)
 	text, err := os.ReadFile(shown)
 	if err != nil {
 		t.Fatal(err)
 	}
-	text = regexp.MustCompile(`urlPrefix: \S+`).ReplaceAll(text, []byte("urlPrefix: http://"+door))
-	text = fmt.Appendf(text, "\nleaderElection: {leaderElect: false}\nclientConnection: {kubeconfig: %q%s}\n", kubeconfig, rate(perSecond))
+	text = fmt.Appendf([]byte(adapt(string(text))), "\nleaderElection: {leaderElect: false}\nclientConnection: {kubeconfig: %q%s}\n", kubeconfig, rate(perSecond))
 	config := filepath.Join(t.TempDir(), "scheduler.yaml")
 	if err := os.WriteFile(config, text, 0o600); err != nil {
 		t.Fatal(err)

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/extender"
+)
+
+type certificateFlags struct {
+	out, names string
+	days       int
+}
+
+func (f *certificateFlags) register(fs *flag.FlagSet) {
+	fs.StringVar(&f.out, "out", "door", "`folder` for the files, which is made; none of them may be there")
+	fs.StringVar(&f.names, "names", "gpu-placer.gpu-placer.svc", "`names` and addresses by which the scheduler reaches the door, separated by commas")
+	fs.IntVar(&f.days, "days", 365, "for how many `days` they are valid")
+}
+
+// makeCertificates is `gpu-agent certificates`.
+func makeCertificates(_ context.Context, c console, args []string) (err error) {
+	fs := newFlags(c, "certificates", "", "Makes the certificates with which kube-scheduler and the placer's door know each other, and\n"+
+		"says where each file belongs. The authority's key is kept nowhere.")
+	var f certificateFlags
+	f.register(fs)
+	if err := parseFlags(fs, args); err != nil {
+		return err
+	}
+	names := slices.DeleteFunc(strings.Split(f.names, ","), func(name string) bool { return strings.TrimSpace(name) == "" })
+	if f.days < 1 {
+		return fmt.Errorf("gpu-agent certificates: --days %d: at least 1", f.days)
+	}
+	now := time.Now()
+	files, err := extender.Certificates(names, now.Add(-time.Hour), now.AddDate(0, 0, f.days))
+	if err != nil {
+		return fmt.Errorf("gpu-agent certificates: --names %q: %w", f.names, err)
+	}
+	if err := os.MkdirAll(f.out, 0o700); err != nil {
+		return fmt.Errorf("gpu-agent certificates: make the folder: %w", err)
+	}
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		if err := writeNew(filepath.Join(f.out, name), files[name]); err != nil {
+			return fmt.Errorf("gpu-agent certificates: %w", err)
+		}
+	}
+	path := func(name string) string { return filepath.Join(f.out, name) }
+	fmt.Fprintf(c.out, "for the placer, in its namespace:\n  kubectl -n gpu-placer create secret generic gpu-placer-door --from-file=%s --from-file=%s --from-file=%s\n"+
+		"for kube-scheduler's host, in the folder that its configuration names (/etc/kubernetes/placer):\n  %s %s %s\nvalid until %s\n",
+		path(extender.CAFile), path(extender.CertFile), path(extender.KeyFile), path(extender.CAFile), path(extender.SchedulerCertFile), path(extender.SchedulerKeyFile),
+		now.AddDate(0, 0, f.days).Format(time.DateOnly))
+	return nil
+}
+
+// writeNew writes a file that is not there yet, for its owner alone.
+func writeNew(path string, data []byte) (err error) {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, file.Close()) }()
+	_, err = file.Write(data)
+	return err
+}
