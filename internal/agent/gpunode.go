@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 
-	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
@@ -64,6 +63,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, unit gpu.MiB, c
 	}
 	slices.SortFunc(out.Cards, func(a, b gpunode.Card) int { return cmp.Compare(a.Name, b.Name) })
 	out.Sum()
+	out.Cut()
 	return out
 }
 
@@ -89,11 +89,11 @@ func (at *scene) used(u gpu.UUID, kind ledger.Kind) ledger.UnitSet {
 func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Condition {
 	healthy := gpunode.Condition{Type: gpunode.Healthy, Status: gpunode.True, Reason: status.GPUsHealthy}
 	if g.Health != status.Healthy {
-		healthy.Status, healthy.Reason, healthy.Message = gpunode.False, status.GPUUnhealthy, brief.Cut(g.Reason, brief.Text)
+		healthy.Status, healthy.Reason, healthy.Message = gpunode.False, status.GPUUnhealthy, g.Reason
 	}
 	available := gpunode.Condition{Type: gpunode.Available, Status: gpunode.True, Reason: status.Offered}
 	if why := at.withdrawn(g, layout); why != (status.Cause{}) {
-		available.Status, available.Reason, available.Message = gpunode.False, why.Reason, brief.Cut(why.Message, brief.Text)
+		available.Status, available.Reason, available.Message = gpunode.False, why.Reason, why.Message
 	}
 	out := []gpunode.Condition{available, healthy}
 	if n := at.idle(gpu.UUID(g.UUID)); n > 0 {

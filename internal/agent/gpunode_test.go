@@ -4,6 +4,7 @@ package agent
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -182,6 +184,21 @@ func TestGPUNodeOfForeignInstances(t *testing.T) {
 		defer b.end()
 		time.Sleep(time.Minute)
 		b.wantGPUNode(`0 mig device-plugin placement by hardware used [] blocked [1g.10gb@0] warm [] largest ""`, "1 mig | mig 0/8 memory slices | mig 0 | 100%")
+	})
+}
+
+// What the driver says may be of any length, and the API server takes an object whose texts are short.
+func TestGPUNodeIsShortWhateverTheDriverSays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.err = errors.New(strings.Repeat("no driver ", 10_000))
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		time.Sleep(time.Minute)
+		is := b.GPUNode(gpunode.InPods)
+		if n := len(is.Conditions[0].Message); gpunode.Is(is.Conditions, gpunode.Ready) || n > brief.Text || n < brief.Text-4 {
+			t.Errorf("it is ready: %t, and says so in %d bytes, want %d", gpunode.Is(is.Conditions, gpunode.Ready), n, brief.Text)
+		}
 	})
 }
 

@@ -12,6 +12,14 @@ import (
 // error that the kubelet shows.
 const Text = 4 << 10
 
+// Message and Reason are the most bytes of a message and of a reason in an object that the
+// API server keeps, such as an Event or a condition: the limits of its own validation of
+// Events. The admission policies in deployments hold a stolen token to them and to Text.
+const (
+	Message = 1 << 10
+	Reason  = 128
+)
+
 const more = "…"
 
 // Cut shortens s to at most limit bytes, at the edge of a character; what is not UTF-8

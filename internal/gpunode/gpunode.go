@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 )
@@ -169,6 +170,20 @@ type Holder struct {
 	// devices.
 	Devices    ledger.UnitSet `json:"devices,omitempty" max:"30000"`
 	Placements []string       `json:"placements,omitempty" max:"512" each:"64"`
+}
+
+// Cut shortens the messages of all conditions to brief.Text: some are words of a driver or an
+// operator, and the API server takes no more. The admission policies have the same number.
+func (s *Status) Cut() {
+	cut := func(of []Condition) {
+		for i := range of {
+			of[i].Message = brief.Cut(of[i].Message, brief.Text)
+		}
+	}
+	cut(s.Conditions)
+	for i := range s.GPUs {
+		cut(s.GPUs[i].Conditions)
+	}
 }
 
 // Condition has the JSON form of a condition of the API's (metav1.Condition).

@@ -63,7 +63,7 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 		return fmt.Errorf("set condition %s: status %q with reason %q: want True, False or Unknown, and a reason",
 			want.Type, want.Status, want.Reason)
 	}
-	want.Reason, want.Message = brief.Cut(want.Reason, maxReason), brief.Cut(want.Message, maxMessage)
+	want.Reason, want.Message = brief.Cut(want.Reason, brief.Reason), brief.Cut(want.Message, brief.Message)
 	node, err := n.lastNode(ctx)
 	if err == nil && node == nil {
 		err = errors.New("the API server has no Node of this name")

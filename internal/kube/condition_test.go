@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"k8s.io/client-go/util/flowcontrol"
 )
 
@@ -287,13 +288,13 @@ func TestConditionFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A message that is too long is cut, and then it is the same one.
-	ok.Message = strings.Repeat("ü", maxMessage)
+	ok.Message = strings.Repeat("ü", brief.Message)
 	for range 2 {
 		if err := c.SetCondition(t.Context(), ok); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if got := len(conditions(s)[1].(map[string]any)["message"].(string)); got > maxMessage || got < maxMessage-4 {
+	if got := len(conditions(s)[1].(map[string]any)["message"].(string)); got > brief.Message || got < brief.Message-4 {
 		t.Errorf("a message of %d bytes", got)
 	}
 	if got := len(s.asked("patch nodes/status")); got != 8 {

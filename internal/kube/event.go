@@ -45,13 +45,6 @@ const (
 	EventDropped EventOutcome = "dropped"
 )
 
-// Limits of the API's validation: maxMessage and maxReason are its
-// NoteLengthLimit and ReasonLengthLimit.
-const (
-	maxMessage = 1024
-	maxReason  = 128
-)
-
 type event struct {
 	regarding workload.Pod
 	kind      EventType
@@ -78,7 +71,7 @@ type eventQueue struct {
 // that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
 // 1,024 bytes is cut.
 func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, message string) {
-	e := event{regarding, kind, brief.Cut(reason, maxReason), brief.Cut(message, maxMessage), q.now(), q.serial.Add(1)}
+	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message), q.now(), q.serial.Add(1)}
 	select {
 	case q.queue <- e:
 	default:

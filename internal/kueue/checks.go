@@ -15,6 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -260,15 +261,18 @@ func (a *Answer) to(w *Workload, s *CheckState, now time.Time) Answer {
 	return *a
 }
 
-func ready(why string) *Answer { return &Answer{State: CheckState{State: Ready, Message: clip(why)}} }
+// said is what is told to people, in a length that the API server takes.
+func said(text string) string { return brief.Cut(text, brief.Message) }
+
+func ready(why string) *Answer { return &Answer{State: CheckState{State: Ready, Message: said(why)}} }
 func pending(why string) *Answer {
-	return &Answer{State: CheckState{State: Pending, Message: clip(why)}}
+	return &Answer{State: CheckState{State: Pending, Message: said(why)}}
 }
 
 // retry has a workload give its quota back. Kueue tries it again at once, or after a while. It takes
 // the quota only when that is over (0.19).
 func retry(why string, after time.Duration) *Answer {
-	a := &Answer{State: CheckState{State: Retry, Message: clip(why)}}
+	a := &Answer{State: CheckState{State: Retry, Message: said(why)}}
 	if seconds := int32(after.Seconds()); seconds > 0 {
 		a.State.RequeueAfterSeconds = &seconds
 	}
@@ -454,15 +458,6 @@ func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) bool {
 		!slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" })
 }
 
-// clip keeps a message within what Kueue takes.
-func clip(text string) string {
-	const most = 1024
-	if len(text) <= most {
-		return text
-	}
-	return strings.ToValidUTF8(text[:most], "") + "…"
-}
-
 // groups are a workload's sets of pods, with the nodes on which they may be by their own word
 // and by their flavors'. Asks says that one of them asks for something.
 func (c *Checks) groups(w *Workload, v *View) (out []placer.Group, asks bool) {
@@ -564,7 +559,7 @@ func uncount(text string) (at []string) {
 
 // places are for people: on which nodes there is room for how many pods.
 func places(at [][]string) string {
-	return clip(strings.ReplaceAll(strings.ReplaceAll(count(slices.Concat(at...)), ",", ", "), ":", " × "))
+	return said(strings.ReplaceAll(strings.ReplaceAll(count(slices.Concat(at...)), ",", ", "), ":", " × "))
 }
 
 // updates are what pods are told of their room.

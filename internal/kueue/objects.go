@@ -220,7 +220,7 @@ func (w *Workload) with(s CheckState) (*unstructured.Unstructured, error) {
 // woken is the object with the condition that there is a reason to try it again.
 func (w *Workload) woken(why string, now time.Time) (*unstructured.Unstructured, error) {
 	o := w.object.DeepCopy()
-	return o, setCondition(o, map[string]any{"type": requeued, "status": "True", "reason": wokenReason, "message": clip(why),
+	return o, setCondition(o, map[string]any{"type": requeued, "status": "True", "reason": wokenReason, "message": said(why),
 		"lastTransitionTime": now.UTC().Format(time.RFC3339), "observedGeneration": o.GetGeneration()})
 }
 

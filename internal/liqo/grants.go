@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -140,7 +141,13 @@ func (g *Grants) Decide(all []*Slice, tenants []*Tenant, now time.Time) (out []D
 	}
 	slices.SortFunc(out, func(x, y Decision) int { return compare(x.Slice, y.Slice) })
 	for _, s := range g.sorted(all) {
-		if w := g.decide(s, all, tenants, now); w != nil && !s.says(w) {
+		w := g.decide(s, all, tenants, now)
+		if w == nil {
+			continue
+		}
+		// It names what a cluster asks for, which may be anything. It is cut before it is
+		// compared, or it would be written again and again.
+		if w.Resources.Message = brief.Cut(w.Resources.Message, brief.Message); !s.says(w) {
 			out = append(out, Decision{Slice: s, Status: w})
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -57,6 +58,27 @@ func TestAFirstRequest(t *testing.T) {
 				t.Errorf("granted is %v, labels %v, selector %v", s.Granted, s.Labels, s.Selector)
 			}
 		})
+	}
+}
+
+// TestALongWordIsSaidOnce: a cluster may ask for anything, by any name. It is told in a length that
+// the API server takes, and not again and again.
+func TestALongWordIsSaidOnce(t *testing.T) {
+	p := newPeers(t)
+	p.cluster.units("a", 79)
+	ask := map[string]any{memory: "1"}
+	for i := range 1000 {
+		ask[fmt.Sprintf("other.org/%d", i)] = "1"
+	}
+	p.ask("one", ask)
+	p.rest()
+	p.wants("one", "Denied NotOffered")
+	if n := len(p.read("one").Resources.Message); n > brief.Message || n < brief.Message-4 {
+		t.Errorf("the message has %d bytes, want %d", n, brief.Message)
+	}
+	s := p.read("one")
+	if again := p.grants.Decide([]*Slice{s}, []*Tenant{p.tenants["one"]}, p.now); len(again) > 0 {
+		t.Errorf("it is told again: %+v", again[0].Status.Resources)
 	}
 }
 
