@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -52,11 +53,31 @@ func (f *refusals) wanted(claim *kube.Claim) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
 	}
+	if err := f.foreign(claim); err != nil {
+		return nil, err
+	}
 	out := wants(claim, f.Driver, f.Node)
 	if len(out) == 0 {
 		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has nothing of driver %s on this node: %w", f.Driver, gpu.ErrInvalid))
 	}
 	return out, nil
+}
+
+// foreign refuses a claim with a device of another node's pool. All that a claim has of this
+// driver is on one node, so some ResourceSlice lies: a stolen token of this node's could write
+// one where the policy of component dra is not in force. To prepare the rest would start a pod
+// without a GPU that it was promised.
+func (f *refusals) foreign(claim *kube.Claim) error {
+	for i := range claim.Results {
+		r := &claim.Results[i]
+		if r.Driver != f.Driver || strings.HasPrefix(r.Pool, f.Node+"/") {
+			continue
+		}
+		return never(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, and node %s offers only devices of its own pools (%s/…): "+
+			"find who wrote a ResourceSlice of that pool for this node (kubectl get resourceslices --field-selector spec.nodeName=%s), delete the slice, and make the claim anew: %w",
+			r.Request, r.Device, r.Pool, f.Node, f.Node, f.Node, gpu.ErrInvalid))
+	}
+	return nil
 }
 
 // prepare takes what a claim has been allocated, and waits until containers may be created

@@ -22,7 +22,7 @@ func TestClaimsThatAreRefused(t *testing.T) {
 		change func(*kube.Claim)
 		want   string
 	}{
-		"another node's pool":    {kube.Result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "nothing of driver gpus.example.com on this node"},
+		"another node's pool":    {kube.Result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "device gpu-00000000-shared of pool node-2/a100-sxm4-80gb, and node node-1 offers only devices of its own pools"},
 		"no such pool":           {kube.Result{Pool: "node-1/h100", Device: shareDevice}, nil, "no device gpu-00000000-shared in pool node-1/h100"},
 		"an older layout":        {kube.Result{Device: wholeDevice}, nil, "no device gpu-00000000 in pool"},
 		"without an amount":      {kube.Result{Device: shareDevice}, nil, "0 bytes of device"},
@@ -69,6 +69,44 @@ func TestClaimsThatAreRefused(t *testing.T) {
 			t.Errorf("deleted meanwhile: %v", err)
 		}
 	})
+}
+
+// An agent prepares what its own slices offer. A claim with a device of another node's pool has
+// nothing, and its pod does not start without that device: not by Prepare, and not by what the
+// loop takes before it withdraws something.
+func TestAgentPreparesOnlyWhatItsOwnSlicesOffer(t *testing.T) {
+	for name, results := range map[string][]kube.Result{
+		"another node's alone":     {{Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}},
+		"its own and another's":    {{Device: wholeDevice}, {Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}},
+		"another's and its own":    {{Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}, {Device: wholeDevice}},
+		"a pool that begins alike": {{Device: wholeDevice}, {Pool: "node-10/a100-sxm4-80gb", Device: wholeDevice}},
+		"a pool of the bare name":  {{Device: wholeDevice}, {Pool: "node-1", Device: wholeDevice}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t, 1, whole)
+				defer w.run(whole)()
+				claim := w.claim("a", results...)
+				for _, when := range []string{"at first", "after the loop has settled"} {
+					devices, err := w.Prepare(t.Context(), claim)
+					if err == nil || w.ledger.Held() {
+						t.Fatalf("%s %d devices are prepared of %d: %v", when, len(devices), len(results), err)
+					}
+					for _, says := range []string{"device gpu-00000000 of pool node-", "node node-1 offers only", "delete the slice"} {
+						if !strings.Contains(err.Error(), says) {
+							t.Errorf("%s: %v, want %q", when, err, says)
+						}
+					}
+					if _, err := w.Settle(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if refused := w.Refused(); len(refused) != 1 {
+					t.Errorf("the status says %v", refused)
+				}
+			})
+		})
+	}
 }
 
 // A claim of which one result cannot be had has nothing.

@@ -283,8 +283,8 @@ func (f *FrontEnd) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 	}
 	for i := range claims {
 		wants := wants(&claims[i], f.Driver, f.Node)
-		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 || f.gaveBack(&claims[i]) {
-			continue
+		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 || f.gaveBack(&claims[i]) || f.refusals.foreign(&claims[i]) != nil {
+			continue // what is refused would be prepared from here without its other devices
 		}
 		ready, _, err := f.findNow(wants)
 		if !ready || err != nil {
