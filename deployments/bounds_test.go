@@ -4,6 +4,7 @@ package deployments
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -59,7 +60,7 @@ func TestAgentsEventsAreBounded(t *testing.T) {
 	set := func(key string, value any) fields { return with(func(e fields) { e[key] = value }) }
 	const bound, newer = "a message of up to 1,024 characters", "/apis/events.k8s.io/v1/namespaces/default/events"
 	create := func(name string, body fields, refused string) try {
-		return try{name, http.MethodPost, events, asJSON, body, refused}
+		return try{name, http.MethodPost, events + "?dryRun=All", asJSON, body, refused}
 	}
 	s.inForce(t, as, try{"another's name", http.MethodPost, events, asJSON, set("reportingComponent", "kubelet"), "in its own name"})
 	about := with(func(e fields) {
@@ -68,7 +69,7 @@ func TestAgentsEventsAreBounded(t *testing.T) {
 		e["involvedObject"] = fields{"apiVersion": "v1", "kind": "Node", "name": "node-1", "uid": "node-1", "fieldPath": letters(300)}
 	})
 	s.try(t, as, []try{
-		create("the longest of its own", about, ""),
+		{"the longest of its own", http.MethodPost, events, asJSON, about, ""},
 		create("a message of 1.4 MB", set("message", letters(large)), bound),
 		create("a message of one letter too many", set("message", letters(1025)), bound),
 		create("a reason of one too many", set("reason", letters(129)), bound),
@@ -242,21 +243,19 @@ func TestAgentPublishesInItsOwnPoolsAlone(t *testing.T) {
 	s.inForce(t, thief, try{"another node's", http.MethodPost, slicesPath, asJSON, slice("gpu-2", "tried", "gpu-2/a100", 1), "ResourceSlices of the node that it runs on"})
 	s.create(t, slicesPath, slice("gpu-2", "real", "gpu-2/a100", 1))
 	s.create(t, slicesPath, slice("gpu-1", "old", "gpu-2/b200", 1)) // from before the policy
-	s.create(t, slicesPath, slice("gpu-1", "own", "gpu-1/b200", 1))
 	const pools, bare, owned = "in pools of the node that it runs on", "no labels, annotations or finalizers", "belong to its own Node and to nothing else"
 	create := func(name string, body fields, refused string) try {
-		return try{name, http.MethodPost, slicesPath, asJSON, body, refused}
+		return try{name, http.MethodPost, slicesPath + "?dryRun=All", asJSON, body, refused}
 	}
 	owner := func(kind, name string) []fields {
 		return []fields{{"apiVersion": "v1", "kind": kind, "name": name, "uid": "u", "controller": true}}
 	}
 	s.try(t, thief, []try{
-		create("in another node's pool", slice("gpu-1", "evil", "gpu-2/a100", 1), pools),
+		{"in another node's pool", http.MethodPost, slicesPath, asJSON, slice("gpu-1", "evil", "gpu-2/a100", 1), pools},
 		create("in another node's pool, of a higher generation", slice("gpu-1", "evil", "gpu-2/a100", 1<<40), pools),
 		create("with a taint that ends another node's pods", tainted, pools),
 		create("in a pool that begins alike", slice("gpu-1", "evil", "gpu-10/a100", 1), pools),
 		create("in a pool of the bare name", slice("gpu-1", "evil", "gpu-1", 1), pools),
-		{"its slice into another's pool", http.MethodPatch, slicesPath + "/own", merge, fields{"spec": fields{"pool": fields{"name": "gpu-2/b200"}}}, "cannot patch"},
 		{"a slice that stands in another's pool, away", http.MethodDelete, slicesPath + "/old", asJSON, nil, ""},
 		create("with a label", with("labels", fields{"a": "b"}), bare),
 		create("that cannot be deleted", with("finalizers", []string{"example.com/x"}), bare),
@@ -264,27 +263,54 @@ func TestAgentPublishesInItsOwnPoolsAlone(t *testing.T) {
 		create("that goes with something else", with("ownerReferences", owner("ConfigMap", "gpu-1")), owned),
 		create("that goes with another node", with("ownerReferences", owner("Node", "gpu-2")), owned),
 		create("with long managed fields", with("managedFields", managedBy("resource.k8s.io/v1", "", 1_000_000)), "up to 524,288 characters"),
-		create("its own", with("ownerReferences", owner("Node", "gpu-1")), ""),
+		{"its own", http.MethodPost, slicesPath, asJSON, with("ownerReferences", owner("Node", "gpu-1")), ""},
 	})
 	s.create(t, "/apis/resource.k8s.io/v1/deviceclasses", fields{"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": fields{"name": "any"},
 		"spec": fields{"selectors": []fields{{"cel": fields{"expression": `device.driver == "gpus.example.com"`}}}}})
-	s.create(t, "/apis/resource.k8s.io/v1/namespaces/train/resourceclaims", fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": fields{"name": "one"},
-		"spec": fields{"devices": fields{"requests": []fields{{"name": "r", "exactly": fields{"deviceClassName": "any"}}}}}})
-	s.create(t, "/api/v1/namespaces/train/pods", fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": "one"},
-		"spec": fields{"automountServiceAccountToken": false, "tolerations": []fields{{"operator": "Exists"}}, "resourceClaims": []fields{{"name": "c", "resourceClaimName": "one"}},
-			"affinity": fields{"nodeAffinity": fields{"requiredDuringSchedulingIgnoredDuringExecution": fields{"nodeSelectorTerms": []fields{{
-				"matchFields": []fields{{"key": "metadata.name", "operator": "In", "values": []string{"gpu-2"}}}}}}}},
-			"containers": []fields{{"name": "main", "image": "none", "resources": fields{"claims": []fields{{"name": "c"}}}}}}})
-	s.await(t, "a pod has the free GPU of gpu-2", func() error {
-		var p struct {
-			Spec   struct{ NodeName string }
-			Status struct{ Conditions []struct{ Message string } }
-		}
-		if err := s.do(t, nil, http.MethodGet, "/api/v1/namespaces/train/pods/one", "", nil, &p); err != nil || p.Spec.NodeName != "gpu-2" {
-			return fmt.Errorf("it is on node %q: %v, %v", p.Spec.NodeName, p.Status.Conditions, err)
-		}
-		return nil
-	})
+	// on has a pod for a node ask for a GPU, and says where it is once the scheduler has decided.
+	const pods = "/api/v1/namespaces/train/pods"
+	on := func(name, node string) (at, why string) {
+		t.Helper()
+		s.create(t, "/apis/resource.k8s.io/v1/namespaces/train/resourceclaims", fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": fields{"name": name},
+			"spec": fields{"devices": fields{"requests": []fields{{"name": "r", "exactly": fields{"deviceClassName": "any"}}}}}})
+		s.create(t, pods, fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name},
+			"spec": fields{"automountServiceAccountToken": false, "tolerations": []fields{{"operator": "Exists"}}, "resourceClaims": []fields{{"name": "c", "resourceClaimName": name}},
+				"affinity": fields{"nodeAffinity": fields{"requiredDuringSchedulingIgnoredDuringExecution": fields{"nodeSelectorTerms": []fields{{
+					"matchFields": []fields{{"key": "metadata.name", "operator": "In", "values": []string{node}}}}}}}},
+				"containers": []fields{{"name": "main", "image": "none", "resources": fields{"claims": []fields{{"name": "c"}}}}}}})
+		s.await(t, "the scheduler decides on pod "+name, func() error {
+			var p struct {
+				Spec   struct{ NodeName string }
+				Status struct {
+					Conditions []struct{ Type, Reason, Message string }
+				}
+			}
+			if err := s.do(t, nil, http.MethodGet, pods+"/"+name, "", nil, &p); err != nil {
+				return err
+			}
+			at = p.Spec.NodeName
+			for _, c := range p.Status.Conditions {
+				if c.Type == "PodScheduled" && c.Reason == "Unschedulable" {
+					why = c.Message
+				}
+			}
+			if at == "" && why == "" {
+				return errors.New("not yet")
+			}
+			return nil
+		})
+		return at, why
+	}
+	if at, why := on("own", "gpu-1"); at != "gpu-1" {
+		t.Errorf("a pod for the GPU of gpu-1 is on node %q: %s", at, why)
+	}
+	// The second one would be given the GPU of gpu-2 by the thief's slice.
+	if at, _ := on("second", "gpu-1"); at != "" {
+		t.Errorf("a second pod for the one GPU of gpu-1 is on node %q", at)
+	}
+	if at, why := on("other", "gpu-2"); at != "gpu-2" {
+		t.Errorf("a pod for the free GPU of gpu-2 is on node %q: %s", at, why)
+	}
 }
 
 // What an agent says of a claim is what its own driver has prepared on its own node, in short.
@@ -446,7 +472,7 @@ func TestPlacerAnswersItsOwnChecksAlone(t *testing.T) {
 		answer("a long message", "ours", check("message", letters(1025)), inShort),
 		answer("that it waits for years", "ours", check("requeueAfterSeconds", 1<<30), inShort),
 		answer("a long reason to try again", "ours", woken(letters(1025)), inShort),
-		answer("a cluster for it", "ours", func(of fields) { of["clusterName"] = "thief" }, "nothing but checks and conditions"),
+		answer("a cluster for it", "ours", func(of fields) { of["clusterName"] = "thief" }, "nothing but the states of its checks"),
 		answer("that a workload without its check may be tried again", "theirs", woken("m"), none),
 		annotate("which flavors a workload may have", "ours", fields{allowed: "on-prem", refused: ""}, ""),
 		annotate("the same without its check", "theirs", fields{allowed: "cloud"}, none),
