@@ -186,6 +186,8 @@ vuln:
 ifneq ($(SNAPSHOT),)
 	@rm -rf $(CACHE)/vulndb && mkdir $(CACHE)/vulndb && tar -xf $(SNAPSHOT) -C $(CACHE)/vulndb
 	@echo "database: $(notdir $(SNAPSHOT)), $$(ls $(CACHE)/vulndb | wc -l) entries as of $$(date -u +%F -r "$(CACHE)/vulndb/$$(ls -t $(CACHE)/vulndb | head -1)")"
+	@days=$$(( ($$(date +%s) - $$(date +%s -r "$(CACHE)/vulndb/$$(ls -t $(CACHE)/vulndb | head -1)")) / 86400 )); \
+	if [ $$days -gt 30 ]; then echo "WARNING: this database is $$days days old, and knows of nothing since: name a newer one in VULNDB" >&2; fi
 endif
 	$(VULNCHECK) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
 	$(VULNCHECK) -tags $(TAGS) $(HOOK)

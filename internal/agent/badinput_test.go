@@ -66,9 +66,9 @@ func TestBadClaims(t *testing.T) {
 		want   string
 		lasts  status.Reason // empty where it may pass
 	}{
-		"of another node's pool":              {of(kube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "nothing of driver", status.ClaimRefused},
+		"of another node's pool":              {of(kube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "only devices of its own pools", status.ClaimRefused},
 		"of a pool that is not there":         {func(c *kube.Claim) { c.Results[0].Pool = "NODE/h100" }, "this node has no device", status.ClaimOutdated},
-		"of a pool by the node's bare name":   {func(c *kube.Claim) { c.Results[0].Pool = "NODE" }, "nothing of driver", status.ClaimRefused},
+		"of a pool by the node's bare name":   {func(c *kube.Claim) { c.Results[0].Pool = "NODE" }, "only devices of its own pools", status.ClaimRefused},
 		"of a GPU that is not there":          {func(c *kube.Claim) { c.Results[0].Device = "gpu-0000000f-shared" }, "this node has no device", status.ClaimOutdated},
 		"of an older layout":                  {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001" }, "this node has no device", status.ClaimOutdated},
 		"of an older layout, a MIG device":    {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001-mig-1g10gb-0" }, "this node has no device", status.ClaimOutdated},

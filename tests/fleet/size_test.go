@@ -17,7 +17,6 @@ import (
 	"time"
 
 	core "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	extender "k8s.io/kube-scheduler/extender/v1"
@@ -190,17 +189,39 @@ func (w *world) change(over <-chan struct{}) (writes int) {
 	}
 }
 
-// question is one that kube-scheduler asks, of a pod with these requests.
-func (w *world) question(n int, asks map[string]int) ([]byte, error) {
-	requests := core.ResourceList{}
-	for name, count := range asks {
-		requests[core.ResourceName(name)] = *resource.NewQuantity(int64(count), resource.DecimalSI)
+// kinds are what pods ask for in TestSize and beside a hostile node, and kindNames their names.
+var (
+	kinds = map[string]map[string]int{
+		"24 units":     {"example.com/gpu-mem": 24},
+		"an instance":  {"example.com/mig-2g.20gb": 1},
+		"no such room": {"example.com/gpu-mem": 79 + 1},
 	}
-	return json.Marshal(extender.ExtenderArgs{
-		Pod: &core.Pod{ObjectMeta: meta.ObjectMeta{Name: fmt.Sprint("asks-", n), Namespace: namespace, UID: types.UID(fmt.Sprint("asks-", n))},
-			Spec: core.PodSpec{Containers: []core.Container{{Name: "main", Resources: core.ResourceRequirements{Requests: requests, Limits: requests}}}}},
-		NodeNames: &w.names,
-	})
+	kindNames = []string{"24 units", "an instance", "no such room"}
+)
+
+// asker is a pod that waits in the API for a node, and that no scheduler looks at.
+type asker struct{ uid, kind string }
+
+// askers makes so many, by turns of each kind.
+func (w *world) askers(count int) []asker {
+	w.t.Helper()
+	out := make([]asker, count)
+	for i := range out {
+		kind := kindNames[i%len(kindNames)]
+		of := spec(kinds[kind], "")
+		of["schedulerName"] = "nobody"
+		var made struct{ Metadata struct{ UID string } }
+		if err := w.Do(w.t, nil, http.MethodPost, pods, plane.JSON, map[string]any{"metadata": map[string]any{"name": fmt.Sprint("asks-", i)}, "spec": of}, &made); err != nil {
+			w.t.Fatal(err)
+		}
+		out[i] = asker{made.Metadata.UID, kind}
+	}
+	return out
+}
+
+// question is one that kube-scheduler asks of a pod.
+func question(of asker, names []string) ([]byte, error) {
+	return json.Marshal(extender.ExtenderArgs{Pod: &core.Pod{ObjectMeta: meta.ObjectMeta{Name: "asks", Namespace: namespace, UID: types.UID(of.uid)}}, NodeNames: &names})
 }
 
 // TestSize asks the placer's door about many nodes, one question after the other, as
@@ -224,19 +245,15 @@ func TestSize(t *testing.T) {
 	over := make(chan struct{})
 	var writes int
 	f.work.Go(func() { writes = w.change(over) })
-	kinds := map[string]map[string]int{
-		"24 units":     {"example.com/gpu-mem": 24},
-		"an instance":  {"example.com/mig-2g.20gb": 1},
-		"no such room": {"example.com/gpu-mem": 79 + 1},
-	}
 	took, outcomes := map[string][]time.Duration{}, map[string]map[bool]int{}
 	rng := rand.New(rand.NewPCG(17, 17))
 	late := 0
-	names := []string{"24 units", "an instance", "no such room"}
+	// As many pods as there are nodes, again and again: each gives up what it had before.
+	pods := w.askers(count)
 	for n := range questions {
-		kind := names[rng.IntN(len(names))]
-		// As many pods as there are nodes, again and again: each gives up what it had before.
-		body, err := w.question(n%count, kinds[kind])
+		pod := pods[rng.IntN(len(pods))]
+		kind := pod.kind
+		body, err := question(pod, w.names)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -259,7 +276,7 @@ func TestSize(t *testing.T) {
 		t.Errorf("%d of %d questions were not answered in time", late, questions)
 	}
 	var all []time.Duration
-	for _, kind := range names {
+	for _, kind := range kindNames {
 		all = append(all, took[kind]...)
 		t.Logf("%d nodes, %d pods, %s: %d questions, p50 %.1f ms, p99 %.1f ms, most %.1f ms; placed %d",
 			count, count*podsPerNode, kind, len(took[kind]), at(took[kind], 0.5), at(took[kind], 0.99), at(took[kind], 1), outcomes[kind][true])
