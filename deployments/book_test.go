@@ -56,6 +56,8 @@ type book struct {
 	door    string
 	p       *plane.Placer
 	r       *rand.Rand
+	// probe asks for all that there is, and more for more.
+	probe, more *corev1.Pod
 
 	mu sync.Mutex // guards what follows
 	// given has who was told in each round that the GPU is theirs.
@@ -131,7 +133,10 @@ func newBook(t *testing.T) *book {
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))
 	s.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.True))
 	s.flavor(t, "on-prem")
-	b := &book{apiServer: s, t: t, program: program(t), r: rand.New(rand.NewPCG(*bookSeed, 0)), door: plane.FreeAddress(t), given: map[string]map[string]bool{}}
+	b := &book{apiServer: s, t: t, program: program(t), r: rand.New(rand.NewPCG(*bookSeed, 0)), door: plane.FreeAddress(t), given: map[string]map[string]bool{},
+		probe: podOf("", "", all), more: podOf("", "", all+1)}
+	b.show(t, b.probe)
+	b.show(t, b.more)
 	b.start()
 	ctx, cancel := context.WithCancel(t.Context())
 	var done sync.WaitGroup
@@ -362,11 +367,11 @@ func (b *book) clear(name string, l lent) {
 	}
 	b.await(b.t, name+": the GPU is free again", func() error {
 		var answer extender.ExtenderPreemptionResult
-		err := askDoor(b.t.Context(), b.door, "preempt", extender.ExtenderPreemptionArgs{Pod: podOf("probe", "probe", all), NodeNameToMetaVictims: map[string]*extender.MetaVictims{"gpu-1": {}}}, &answer)
+		err := askDoor(b.t.Context(), b.door, "preempt", extender.ExtenderPreemptionArgs{Pod: b.probe, NodeNameToMetaVictims: map[string]*extender.MetaVictims{"gpu-1": {}}}, &answer)
 		if err == nil && len(answer.NodeNameToMetaVictims) == 0 {
 			// Nobody has room for more than all, and is told why.
 			var why extender.ExtenderFilterResult
-			err = errors.Join(errors.New("it is not"), askDoor(b.t.Context(), b.door, "filter", extender.ExtenderArgs{Pod: podOf("more", "more", all+1), NodeNames: &[]string{"gpu-1"}}, &why),
+			err = errors.Join(errors.New("it is not"), askDoor(b.t.Context(), b.door, "filter", extender.ExtenderArgs{Pod: b.more, NodeNames: &[]string{"gpu-1"}}, &why),
 				fmt.Errorf("%v", why.FailedNodes))
 		}
 		return err

@@ -230,8 +230,10 @@ func TestEachDoorsRights(t *testing.T) {
 func (w watched) askExtender(t *testing.T, door string) {
 	t.Helper()
 	w.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.False))
+	pod := podOf("", "", 79)
+	w.show(t, pod)
 	w.await(t, "a pod is refused", func() error {
-		placed, err := filter(t.Context(), door, podOf("waits", "waits", 79))
+		placed, err := filter(t.Context(), door, pod)
 		if placed {
 			err = fmt.Errorf("it is placed")
 		}

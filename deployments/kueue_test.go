@@ -155,6 +155,7 @@ func TestKueueDoor(t *testing.T) {
 	s.workload(t, "small", "cloud", "gpu-placer-cloud", 1, 20)
 	s.awaitCheck(t, "small", "Retry", "begins again with the first flavor")
 
+	s.namespace(t, "web")
 	hold := func(pod *corev1.Pod) { pod.Annotations = map[string]string{"example.com/gpu.hold": "job-one"} }
 	for _, test := range []struct {
 		what string
@@ -165,13 +166,13 @@ func TestKueueDoor(t *testing.T) {
 		{"one of another namespace's", func(pod *corev1.Pod) { hold(pod); pod.Namespace = "web" }, false},
 		{"its own", hold, true},
 	} {
-		if got := question(t, p, test.what, 50, test.of); got != test.want {
+		if got := s.question(t, p, 50, test.of); got != test.want {
 			t.Errorf("a pod, %s, is placed: %t, want %t", test.what, got, test.want)
 		}
 	}
 	p.Kill()
 	p = s.startPlacer(t, program, p.Door, "--doors=extender,kueue", "--lease=")
-	if question(t, p, "nobody's", 50, func(*corev1.Pod) {}) {
+	if s.question(t, p, 50, func(*corev1.Pod) {}) {
 		t.Error("after a kill somebody else has the room of a workload")
 	}
 	if n := p.Metric(t, `gpu_agent_placer_kueue_checks{state="Ready"}`); n != 2 {

@@ -4,6 +4,7 @@ package deployments
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -128,12 +129,13 @@ func (l lent) await(t *testing.T, units int, condition, message string) {
 	})
 }
 
-// question asks the placer's door for a node for a pod of so many units, of which of tells more. On
-// a busy machine the answer may come too late: then it asks again.
-func question(t *testing.T, p *plane.Placer, uid string, units int64, of func(*corev1.Pod)) (placed bool) {
+// question makes a pod of so many units, of which of tells more, and asks the placer's door for a
+// node. On a busy machine the answer may come too late: then it asks again.
+func (s *apiServer) question(t *testing.T, p *plane.Placer, units int64, of func(*corev1.Pod)) (placed bool) {
 	t.Helper()
-	pod := podOf(uid, uid, units)
+	pod := podOf("", "", units)
 	of(pod)
+	s.show(t, pod)
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
 		placed, err := filter(t.Context(), p.Door, pod)
 		if err == nil {
@@ -150,6 +152,21 @@ func podOf(name, uid string, units int64) *corev1.Pod {
 	amount := corev1.ResourceList{unitsName: *resource.NewQuantity(units, resource.DecimalSI)}
 	return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "train", UID: types.UID(uid)},
 		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Resources: corev1.ResourceRequirements{Requests: amount, Limits: amount}}}}}
+}
+
+// show makes a pod that no scheduler looks at, and that may not be bound yet: so a placer that
+// begins does not wait for it.
+func (s *apiServer) show(t *testing.T, pod *corev1.Pod) {
+	t.Helper()
+	pod.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"}
+	pod.GenerateName, pod.UID = cmp.Or(pod.GenerateName, "asks-"), ""
+	pod.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "test.example.com/never"}}
+	pod.Spec.AutomountServiceAccountToken, pod.Spec.Containers[0].Image = new(bool), "none"
+	var made corev1.Pod
+	if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/"+pod.Namespace+"/pods", asJSON, pod, &made); err != nil {
+		t.Fatal(err)
+	}
+	pod.UID = made.UID
 }
 
 // filter asks as kube-scheduler does; an error is no answer.
@@ -199,7 +216,7 @@ func shadowOf(consumer string) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		yes := true
 		p.Labels = map[string]string{"liqo.io/managed-by": "shadowpod", "liqo.io/creator-user": userOf(consumer)}
-		p.OwnerReferences = []metav1.OwnerReference{{APIVersion: "offloading.liqo.io/v1beta1", Kind: "ShadowPod", Name: p.Name, UID: "u", Controller: &yes}}
+		p.OwnerReferences = []metav1.OwnerReference{{APIVersion: "offloading.liqo.io/v1beta1", Kind: "ShadowPod", Name: cmp.Or(p.Name, "shadow"), UID: "u", Controller: &yes}}
 	}
 }
 
@@ -243,7 +260,7 @@ func TestLiqoDoor(t *testing.T) {
 		{40, local, false}, {39, local, true},
 		{40, shadowOf("milan"), true}, {71, shadowOf("paris"), true},
 	} {
-		if got := question(t, p, fmt.Sprint("pod-", i), test.units, test.of); got != test.want {
+		if got := s.question(t, p, test.units, test.of); got != test.want {
 			t.Errorf("pod %d, of %d units, is placed: %t, want %t", i, test.units, got, test.want)
 		}
 	}
@@ -252,7 +269,7 @@ func TestLiqoDoor(t *testing.T) {
 	// gone with it.
 	p.Kill()
 	p = s.startPlacer(t, program, p.Door, "--doors=extender,liqo", "--lease=")
-	if question(t, p, "again", 40, local) || !question(t, p, "again", 39, local) {
+	if s.question(t, p, 40, local) || !s.question(t, p, 39, local) {
 		t.Error("after a kill this cluster's own pods do not have what is left, or have more")
 	}
 	milan.await(t, 40, "Accepted Granted", "")
