@@ -27,6 +27,9 @@
 
 static int is_child;
 
+/* A request that is granted takes a fraction of this, in ns. */
+#define STANDING 100000000ull
+
 static const struct program *const all[] = {torch_programs, rmm_programs, jax_programs, nccl_programs, vllm_programs};
 
 uint64_t now_ns(void)
@@ -69,7 +72,7 @@ static uint64_t cpu_us(int who)
     return (uint64_t)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000000 + (uint64_t)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
 }
 
-int going(struct run *r) { return !r->tally->claimed && r->tally->operations < r->most && now_ns() < r->until; }
+int going(struct run *r) { return !r->tally->claimed && r->tally->operations < r->most && now_ns() < r->until + r->tally->stood; }
 
 static void raise_to(_Atomic uint64_t *to, uint64_t v)
 {
@@ -93,6 +96,10 @@ int ask_ended(struct run *r, const char *call, CUresult result)
         return 0;
     r->tally->granted++;
     raise_to(&r->tally->stalled, took);
+    /* A machine that other work keeps busy stands still for seconds, which are not the
+     * program's: what it has to do in its time it could not have done then. */
+    if (took > STANDING)
+        r->tally->stood += took - STANDING;
     return 1;
 }
 

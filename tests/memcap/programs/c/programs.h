@@ -36,6 +36,7 @@ struct tally {
     _Atomic uint64_t refusing;   /* ns that refusals took, in sum */
     _Atomic uint64_t slowest;    /* ns; the longest refusal */
     _Atomic uint64_t stalled;    /* ns; the longest request that was granted */
+    _Atomic uint64_t stood;      /* ns; what requests that were granted took too long */
     _Atomic uint64_t failed;     /* times the program was told that there is no memory, after all that its allocator does about it */
     _Atomic uint64_t starting;   /* µs of processor time until each process was ready to begin */
     _Atomic int claimed;         /* somebody writes, or has written, failure */
