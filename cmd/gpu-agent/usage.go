@@ -10,6 +10,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -140,12 +141,12 @@ func showUsage(_ context.Context, c console, args []string) error {
 	}
 	r.dir, r.format = filepath.Join(*stateDir, usageDir), format.value
 	if r.at != "" {
-		return r.presence(c.out)
+		return r.presence(c)
 	}
 	if r.gpu != "" {
 		return errors.New("gpu-agent usage: --gpu goes with --at")
 	}
-	return r.sums(c.out)
+	return r.sums(c)
 }
 
 // moment reads a time.
@@ -200,7 +201,7 @@ func (r *usageReport) naming() (func(*account.Grant) string, error) {
 }
 
 // sums prints what was granted and used.
-func (r *usageReport) sums(out io.Writer) error {
+func (r *usageReport) sums(c console) error {
 	by, err := r.naming()
 	if err != nil {
 		return err
@@ -218,9 +219,11 @@ func (r *usageReport) sums(out io.Writer) error {
 	}
 	report := account.NewReport(from, to, by)
 	book := account.NewBook(report)
-	if err := segments.Read(r.dir, from, book.Apply); err != nil {
+	left := account.Dropped{}
+	if err := segments.Read(r.dir, from, left.Noting(book.Apply)); err != nil {
 		return err
 	}
+	tellLeft(c.err, left, from)
 	sums := report.Sum(book)
 	heads := []string{strings.ToUpper(r.by), "GRANTS", "GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS"}
 	if r.format == "csv" {
@@ -231,7 +234,7 @@ func (r *usageReport) sums(out io.Writer) error {
 		s := &sums[i]
 		rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours), r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours)})
 	}
-	return r.print(out, sums, heads, rows)
+	return r.print(c.out, sums, heads, rows)
 }
 
 // hours is a figure, in a table with as much of it as people read.
@@ -247,17 +250,43 @@ func (r *usageReport) hours(h *float64) string {
 	return strconv.FormatFloat(*h, 'f', -1, 64)
 }
 
+// mostLeft bounds the owners that are named.
+const mostLeft = 10
+
+// tellLeft says of whom records from a time on are not in the journal any more.
+func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
+	told := 0
+	for _, o := range slices.SortedFunc(maps.Keys(left), account.Owner.Compare) {
+		l := left[o]
+		if o.Refused || l.Before.Before(from) {
+			continue
+		}
+		if told++; told > mostLeft {
+			fmt.Fprintln(out, "note: others had too many records, too")
+			return
+		}
+		whose := "namespace " + printable(o.Namespace)
+		if o.Namespace == "" {
+			whose = "no namespace"
+		}
+		fmt.Fprintf(out, "note: %d records of %s, from before %s, are not in the journal any more: what it had was more than its share of --usage-size\n",
+			l.Records, whose, l.Before.UTC().Format(time.RFC3339))
+	}
+}
+
 // presence prints who had something at a time.
-func (r *usageReport) presence(out io.Writer) error {
+func (r *usageReport) presence(c console) error {
 	at, err := r.moment(r.at, r.now)
 	if err != nil {
 		return err
 	}
 	who := account.NewPresence(at, r.gpu)
 	book := account.NewBook(who)
-	if err := segments.Read(r.dir, at, book.Apply); err != nil {
+	left := account.Dropped{}
+	if err := segments.Read(r.dir, at, left.Noting(book.Apply)); err != nil {
 		return err
 	}
+	tellLeft(c.err, left, at)
 	had := who.Who(book)
 	stamp := func(t time.Time) string {
 		if t.IsZero() {
@@ -274,7 +303,7 @@ func (r *usageReport) presence(out io.Writer) error {
 		h := &had[i]
 		rows = append(rows, []string{strconv.Itoa(h.Index), string(h.GPU), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64), h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until)})
 	}
-	return r.print(out, had, heads, rows)
+	return r.print(c.out, had, heads, rows)
 }
 
 // print prints rows, or as JSON what they are made of.

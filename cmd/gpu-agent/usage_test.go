@@ -73,6 +73,32 @@ func TestUsage(t *testing.T) {
 		t.Errorf("by pod: %+v, %v", sums, err)
 	}
 
+	// What had no room any more is told of, where it is of the time that is asked for.
+	s, err := segments.Open(filepath.Join(dir, usageDir), segments.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	before := time.Date(2026, 3, 1, 7, 0, 0, 0, time.UTC)
+	for _, r := range []*account.Record{
+		{Time: before.Add(9 * time.Hour), Event: account.Left, Count: 40, Before: before, Holder: account.Holder{Namespace: "train"}},
+		{Time: before.Add(10 * time.Hour), Event: account.Left, Count: 2, Before: before.Add(-time.Hour), Holder: account.Holder{Namespace: "train"}},
+		{Time: before.Add(10 * time.Hour), Event: account.Left, Of: account.Refused, Count: 5, Before: before, Holder: account.Holder{Namespace: "train"}},
+	} {
+		line, err := r.Append(nil)
+		if err == nil {
+			_, err = s.Append(line)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for since, want := range map[string]string{"2026-03-01T06:30": "note: 42 records of namespace train, from before 2026-03-01T07:00:00Z", "2026-03-01T08:00": ""} {
+		if _, said, err := command(t, "usage", "--state-dir", dir, "--since", since); err != nil || !strings.HasPrefix(said, want) || (want == "") != (said == "") || strings.Count(said, "\n") > 1 {
+			t.Errorf("since %s it says %q, want %q", since, said, want)
+		}
+	}
+
 	// Who had GPU 3 at noon?
 	got := usage("--at", "2026-03-01T12:00", "--gpu", "3")
 	if strings.Count(got, "\n") != 3 || !strings.Contains(got, "units 0-39") || !strings.Contains(got, "job-1") || !strings.Contains(got, "2026-03-01T15:00:00Z") || strings.Contains(got, "\x1b") {

@@ -76,6 +76,7 @@ func TestJournal(t *testing.T) {
 		{Time: at(10), Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: "x/mig-2g.12gb", Count: 1},
 		{Time: at(10), Event: usage.Refused, FrontEnd: ledger.DRA, Reason: "ClaimRefused"},
 		{Time: at(11), Event: usage.Lost, Count: 4},
+		{Time: at(11), Event: usage.Left, Count: 4, Before: at(-9)},
 		{Time: at(15), Event: usage.Began, Book: &usage.State{Next: 8, Open: []*usage.Grant{{Number: 1}, {Number: 7}}}}, // the end of 2 was lost
 		{Time: at(20), Event: usage.Used},
 	} {
@@ -99,7 +100,7 @@ func TestJournal(t *testing.T) {
 	if diff := cmp.Diff(want, told(d)); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
 	}
-	if d.Granted != 4 || d.Refused != 2 || d.Pending != 0 || len(d.Notes) != 3 {
+	if d.Granted != 4 || d.Refused != 2 || d.Pending != 0 || len(d.Notes) != 4 {
 		t.Errorf("%+v", d)
 	}
 	if d, err = j.Demand(nil, Options{Unit: unit, Back: true}); err != nil || len(d.Requests) != 4 || d.Refused != 2 {

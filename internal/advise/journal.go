@@ -25,9 +25,10 @@ type Journal struct {
 	refused []refusal
 	layouts map[gpu.UUID]string
 	// first and last are the times of records; lost counts those that could not be written,
-	// and claims the refused ones, whose size nobody tells.
-	first, last  time.Time
-	lost, claims int
+	// left those that the journal had no room for any more, and claims the refused claims,
+	// whose size nobody tells.
+	first, last        time.Time
+	lost, left, claims int
 }
 
 type granted struct {
@@ -81,6 +82,8 @@ func (j *Journal) Apply(r *usage.Record) {
 		}
 	case usage.Lost:
 		j.lost += r.Count
+	case usage.Left:
+		j.left += r.Count
 	}
 }
 
@@ -152,6 +155,9 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	g.others(j)
 	g.refused(j)
 	g.finish()
+	if j.left > 0 {
+		d.Notes = append(d.Notes, fmt.Sprintf("Records that the journal had no room for any more are missing: %d.", j.left))
+	}
 	if j.lost > 0 {
 		d.Notes = append(d.Notes, fmt.Sprintf("Records that could not be written are missing: %d.", j.lost))
 	}

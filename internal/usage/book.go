@@ -442,7 +442,12 @@ type Shown struct {
 	// could not be.
 	Written bool
 	Lost    uint64
+	// Dropped counts the records that the journal had no room for any more.
+	Dropped DroppedRecords
 }
+
+// DroppedRecords counts records of use, and of refusals.
+type DroppedRecords struct{ Use, Refused uint64 }
 
 // Part is what a container has of a GPU now.
 type Part struct {

@@ -25,6 +25,7 @@
 //	{"time":"…","event":"killed","namespace":"…","pod":"…","container":"…","gpu":"GPU-…","reason":"CapExceeded"}
 //	{"time":"…","event":"evicted","namespace":"…","pod":"…","reason":"CapEvicted"}
 //	{"time":"…","event":"lost","count":12}            records that could not be written
+//	{"time":"…","event":"left-out","namespace":"…","count":9,"before":"…"}  older records that had to go
 //
 // The time of "allocated" and "released" is the ledger's, to the nanosecond, and not that of
 // the write. A cut's op is a step on the hardware (destroy, create, enable, disable, reset,

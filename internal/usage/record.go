@@ -32,6 +32,7 @@ const (
 	Killed    Event = "killed"
 	Evicted   Event = "evicted"
 	Lost      Event = "lost"
+	Left      Event = "left-out"
 )
 
 // Record is one line of the journal. Which fields count depends on Event.
@@ -58,8 +59,12 @@ type Record struct {
 	Placement string        `json:"placement,omitempty"`
 	Reason    status.Reason `json:"reason,omitempty"`
 	Message   string        `json:"message,omitempty"`
-	Used      []Use         `json:"used,omitempty"`
-	Book      *State        `json:"book,omitempty"`
+	// Of and Before are of what was left out of the journal: Refused where that is what it
+	// tells of, and the time of the last of those records.
+	Of     Event     `json:"of,omitempty"`
+	Before time.Time `json:"before,omitzero"`
+	Used   []Use     `json:"used,omitempty"`
+	Book   *State    `json:"book,omitempty"`
 }
 
 // Holder is whose something is. All of it is empty where nobody has named one.

@@ -64,3 +64,11 @@ func (l *Late) Flush() error {
 	}
 	return l.store.Flush()
 }
+
+// Dropped is Store's.
+func (l *Late) Dropped() []usage.Record {
+	if l.store == nil {
+		return nil
+	}
+	return l.store.Dropped()
+}

@@ -4,6 +4,7 @@ package segments
 
 import (
 	"bufio"
+	"compress/gzip"
 	"errors"
 	"fmt"
 	"io"
@@ -56,7 +57,12 @@ func ReadLast(dir string, apply func(*usage.Record)) error {
 
 // head is the record that a segment begins with, nil where that is not a book.
 func head(dir string, g segment) (first *usage.Record) {
-	_ = each(dir, g, func(r *usage.Record) bool {
+	f, err := open(dir, g)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	_, _ = f.each(func(r *usage.Record) bool {
 		if r.Event == usage.Began && r.Book != nil {
 			first = r
 		}
@@ -66,9 +72,22 @@ func head(dir string, g segment) (first *usage.Record) {
 }
 
 func read(dir string, of []segment, apply func(*usage.Record)) error {
-	for _, g := range of {
+	files, err := openAll(dir, of)
+	if err != nil {
+		return fmt.Errorf("read the usage journal: %w", err)
+	}
+	defer func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
+	}()
+	covered := uint64(0) // the last one that was joined to one before
+	for _, f := range files {
+		if f.n <= covered {
+			continue // its removal was interrupted, or is under way
+		}
 		newer := 0
-		err := each(dir, g, func(r *usage.Record) bool {
+		x, err := f.each(func(r *usage.Record) bool {
 			if r.Book != nil && r.Book.Version > usage.Version {
 				newer = r.Book.Version
 				return false
@@ -78,34 +97,83 @@ func read(dir string, of []segment, apply func(*usage.Record)) error {
 		})
 		switch {
 		case newer > 0:
-			return fmt.Errorf("read the usage journal: %s is of version %d, and this program knows %d: use the one that wrote it: %w", g.name, newer, usage.Version, gpu.ErrNotSupported)
-		case errors.Is(err, fs.ErrNotExist): // it was the oldest, and has gone
+			return fmt.Errorf("read the usage journal: %s is of version %d, and this program knows %d: use the one that wrote it: %w", f.name, newer, usage.Version, gpu.ErrNotSupported)
 		case err != nil:
 			return fmt.Errorf("read the usage journal: %w", err)
+		}
+		if x != nil {
+			covered = x.Last
 		}
 	}
 	return nil
 }
 
-// each calls more for each record of a segment until that is false. A segment that is cut
-// short, or damaged, ends there.
-func each(dir string, g segment, more func(*usage.Record) bool) error {
-	f, err := open(dir, g)
-	if err != nil {
-		return err
+// openAll opens segments, so that all of them are there to the end of the reading: an agent
+// packs, joins and removes them meanwhile. Where one has gone while this looked, it looks
+// again.
+func openAll(dir string, of []segment) (files []file, err error) {
+	for range 5 {
+		for _, g := range of {
+			var f file
+			if f, err = open(dir, g); err != nil {
+				break
+			}
+			files = append(files, f)
+		}
+		if err == nil {
+			return files, nil
+		}
+		for _, f := range files {
+			_ = f.Close()
+		}
+		files = nil
+		if !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		first := of[0].n
+		all, lerr := list(os.DirFS(dir))
+		if lerr != nil {
+			return nil, lerr
+		}
+		err = nil
+		// What began with the first one may be in one before it now; it is read from there.
+		of = all.segments
+		for i := len(of) - 1; i > 0; i-- {
+			if of[i].n <= first {
+				of = of[i:]
+				break
+			}
+		}
 	}
-	defer f.Close()
-	lines := bufio.NewReader(f)
+	return nil, errors.New("its segments change too fast: try again")
+}
+
+// each calls more for each record of a segment until that is false, and returns the segment's
+// index, nil where it has none. A segment that is cut short, or damaged, ends there.
+func (f *file) each(more func(*usage.Record) bool) (*index, error) {
+	var x *index
+	from := io.Reader(f)
+	if f.packed {
+		z, err := gzip.NewReader(f)
+		switch {
+		case errors.Is(err, gzip.ErrHeader), errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+			return nil, nil // cut short within its header
+		case err != nil:
+			return nil, fmt.Errorf("read %s: %w", f.Name(), err)
+		}
+		from, x = z, indexOf(z.Extra)
+	}
+	lines := bufio.NewReader(from)
 	for {
 		line, err := lines.ReadBytes('\n')
 		if r := usage.Parse(line); r != nil && !more(r) {
-			return nil
+			return x, nil
 		}
 		switch {
-		case errors.Is(err, io.EOF), err != nil && g.packed:
-			return nil
+		case errors.Is(err, io.EOF), err != nil && f.packed:
+			return x, nil
 		case err != nil:
-			return err
+			return x, err
 		}
 	}
 }

@@ -3,10 +3,8 @@
 package segments
 
 import (
-	"compress/gzip"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -47,6 +45,8 @@ type Store struct {
 	size int64
 	// torn says that the last segment does not end in a newline.
 	torn bool
+	// dropped is what had to go, and nobody was told of yet.
+	dropped usage.Dropped
 }
 
 // Open makes the directory if it is missing, finishes what a killed predecessor had begun and
@@ -58,7 +58,7 @@ func Open(dir string, o Options) (*Store, error) {
 	if o.Segment <= 0 {
 		o.Segment = min(DefaultSegment, o.Max/4)
 	}
-	s := &Store{dir: dir, o: o}
+	s := &Store{dir: dir, o: o, dropped: usage.Dropped{}}
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return nil, fmt.Errorf("make the usage journal's directory: %w", err)
 	}
@@ -149,8 +149,12 @@ func (s *Store) Flush() error {
 	return nil
 }
 
-// Next begins the next segment with a line. Tidy is due then.
+// Next begins the next segment with a line. Tidy is due then. Where many containers have
+// ended within the hour, the line would fill the segment: then it goes without them.
 func (s *Store) Next(first []byte) error {
+	if int64(len(first)) > s.o.Segment/4 {
+		first = usage.WithoutSeries(first)
+	}
 	if err := s.Flush(); err != nil {
 		return err
 	}
@@ -168,7 +172,8 @@ func (s *Store) Next(first []byte) error {
 	return old.last.Close()
 }
 
-// Tidy packs the segments that are over, and removes the oldest beyond the bound.
+// Tidy packs the segments that are over, and has all of them fit the bound: refusals go
+// first, then the oldest of those who have the most. [Store.Dropped] tells of it.
 func (s *Store) Tidy() error {
 	all, err := list(s.root.FS())
 	if err != nil {
@@ -180,24 +185,8 @@ func (s *Store) Tidy() error {
 			errs = append(errs, s.pack(g.n))
 		}
 	}
-	if all, err = list(s.root.FS()); err != nil {
-		return s.hint("list", err)
-	}
 	// The last one may grow until it is full, and once more as long until it is packed.
-	room := s.o.Max - 2*s.o.Segment
-	for _, g := range slices.Backward(all.segments) {
-		if g.n == s.n {
-			continue
-		}
-		info, err := s.root.Lstat(g.name)
-		if err != nil {
-			errs = append(errs, err)
-			continue
-		}
-		if room -= info.Size(); room < 0 {
-			errs = append(errs, s.root.Remove(g.name))
-		}
-	}
+	errs = append(errs, s.fit(s.o.Max-2*s.o.Segment))
 	if err := errors.Join(errs...); err != nil {
 		return s.hint("tidy", err)
 	}
@@ -205,30 +194,24 @@ func (s *Store) Tidy() error {
 }
 
 // pack compresses a segment that is over.
-func (s *Store) pack(n uint64) (err error) {
+func (s *Store) pack(n uint64) error {
 	from, err := s.root.Open(name(n, plainSuffix))
 	if err != nil {
 		return err
 	}
 	defer from.Close()
-	temp := "." + name(n, tempSuffix)
-	to, err := s.root.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, fileMode)
+	c, err := newCopied()
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if err != nil {
-			_ = s.root.Remove(temp)
-		}
-	}()
-	z, err := gzip.NewWriterLevel(to, gzip.BestCompression)
-	if err != nil {
-		return errors.Join(err, to.Close())
-	}
-	if err := errors.Join(usage.Thin(from, z), z.Close(), to.Sync(), to.Close()); err != nil {
+	if err := c.Copy(from, usage.Omit{}); err != nil {
 		return err
 	}
-	if err := s.root.Rename(temp, name(n, packedSuffix)); err != nil {
+	rest, weights, _, err := c.close()
+	if err != nil {
+		return err
+	}
+	if err := s.put(n, index{Last: n, Weights: weights}, rest); err != nil {
 		return err
 	}
 	return s.root.Remove(name(n, plainSuffix))
@@ -292,22 +275,17 @@ func list(dir fs.FS) (listing, error) {
 	return l, nil
 }
 
-// open opens a segment to be read, in the form in which it stands now.
-func open(dir string, g segment) (io.ReadCloser, error) {
+// file is a segment that is open to be read, in the form in which it stood.
+type file struct {
+	segment
+	*os.File
+}
+
+func open(dir string, g segment) (file, error) {
 	f, err := os.Open(filepath.Join(dir, g.name))
 	if errors.Is(err, fs.ErrNotExist) && !g.packed { // it was packed meanwhile
-		g.packed = true
-		f, err = os.Open(filepath.Join(dir, name(g.n, packedSuffix)))
+		g.packed, g.name = true, name(g.n, packedSuffix)
+		f, err = os.Open(filepath.Join(dir, g.name))
 	}
-	if err != nil || !g.packed {
-		return f, err
-	}
-	z, err := gzip.NewReader(f)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("read %s: %w", f.Name(), err), f.Close())
-	}
-	return struct {
-		io.Reader
-		io.Closer
-	}{z, f}, nil
+	return file{g, f}, err
 }

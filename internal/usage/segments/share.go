@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package segments
+
+import (
+	"compress/gzip"
+	"errors"
+	"math"
+	"slices"
+
+	"example.com/gpu-agent/internal/usage"
+)
+
+const (
+	// spare is the part of the room that is made free when it is full, so that most segments
+	// cost nothing, and ration the part that refusals keep when others want more.
+	spare, ration = 8, 8
+	// patience is how often the room is shared out anew before the oldest segments go as a
+	// whole: what an owner's lines come to when they are compressed is an estimate.
+	patience = 4
+)
+
+// fit makes all segments but the last fit into a room. Who has more than a share loses the
+// oldest of it.
+func (s *Store) fit(room int64) error {
+	var err error
+	var files []info
+	for try := 0; try < patience && err == nil; try++ {
+		total, others, lerr := s.sizes()
+		if err = lerr; err != nil || total <= room {
+			break
+		}
+		if files, err = s.infos(); err == nil {
+			err = s.rewrite(files, share(files, room-others, try > 0))
+		}
+	}
+	// Whatever went wrong, the disk is others', too.
+	return errors.Join(err, s.bound(room, files))
+}
+
+// sizes returns how much all segments but the last take, and how much of that those that are
+// not packed: packing them has failed.
+func (s *Store) sizes() (total, others int64, err error) {
+	all, err := list(s.root.FS())
+	if err != nil {
+		return 0, 0, err
+	}
+	for _, g := range all.segments {
+		if g.n == s.n {
+			continue
+		}
+		stat, err := s.root.Lstat(g.name)
+		if err != nil {
+			return 0, 0, err
+		}
+		if total += stat.Size(); !g.packed {
+			others += stat.Size()
+		}
+	}
+	return total, others, nil
+}
+
+// bound removes the oldest segments that do not fit into a room. What is known of them is
+// counted.
+func (s *Store) bound(room int64, known []info) error {
+	all, err := list(s.root.FS())
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, g := range slices.Backward(all.segments) {
+		if g.n == s.n {
+			continue
+		}
+		stat, err := s.root.Lstat(g.name)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if room -= stat.Size(); room >= 0 {
+			continue
+		}
+		f := info{segment: g}
+		if i := slices.IndexFunc(known, func(k info) bool { return k.n == g.n }); i >= 0 {
+			f = known[i]
+		}
+		errs = append(errs, s.drop(f))
+	}
+	return errors.Join(errs...)
+}
+
+// share says what goes of whom in each segment. Refusals go first, until no more of them are left than
+// their ration; then all others' are levelled, so that nobody loses anything who has less than
+// the one who keeps the most. The oldest goes first, of the last segment that is concerned
+// only a part, unless coarse is true.
+func share(files []info, room int64, coarse bool) []map[usage.Owner]usage.Trim {
+	held := [2]map[usage.Owner]int64{{}, {}} // use, and refusals
+	over := -(room - room/spare)
+	sum := [2]int64{}
+	for i := range files {
+		over += files[i].size
+		for o := range files[i].Of {
+			n := files[i].packedOf(o)
+			held[class(o)][o] += n
+			sum[class(o)] += n
+		}
+	}
+	trims := make([]map[usage.Owner]usage.Trim, len(files))
+	for i := range trims {
+		trims[i] = map[usage.Owner]usage.Trim{}
+	}
+	for _, c := range []int{1, 0} {
+		most := sum[c]
+		if c == 1 {
+			most -= room / ration
+		}
+		take := min(over, most)
+		if take <= 0 {
+			continue
+		}
+		over -= take
+		least := level(held[c], sum[c]-take)
+		for o, n := range held[c] {
+			if n > least {
+				trim(files, trims, o, n-least, coarse)
+			}
+		}
+	}
+	return trims
+}
+
+func class(o usage.Owner) int {
+	if o.Refused {
+		return 1
+	}
+	return 0
+}
+
+// packedOf is about how much of the packed segment an owner has.
+func (i *info) packedOf(o usage.Owner) int64 {
+	return int64(float64(i.size) * float64(i.Of[o].Bytes) / float64(max(1, i.Bytes)))
+}
+
+// trim takes so much of an owner from the oldest segments.
+func trim(files []info, trims []map[usage.Owner]usage.Trim, o usage.Owner, much int64, coarse bool) {
+	for i := range files {
+		w, there := files[i].Of[o]
+		if !there {
+			continue
+		}
+		if much <= 0 {
+			return
+		}
+		n := files[i].packedOf(o)
+		if n <= much || coarse {
+			trims[i][o] = usage.Trim{All: true}
+		} else {
+			trims[i][o] = usage.Trim{Bytes: int64(float64(much) / float64(n) * float64(w.Bytes))}
+		}
+		much -= n
+	}
+}
+
+// level is the most that anybody keeps where all together keep so much.
+func level(held map[usage.Owner]int64, budget int64) int64 {
+	sizes := make([]int64, 0, len(held))
+	for _, n := range held {
+		sizes = append(sizes, n)
+	}
+	slices.Sort(sizes)
+	for i, n := range sizes {
+		if left := int64(len(sizes) - i); n >= budget/left {
+			return max(0, budget/left)
+		}
+		budget -= n
+	}
+	return math.MaxInt64
+}
+
+// rewrite leaves out of the segments what is trimmed, and joins those that have become small.
+func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error {
+	seen := map[usage.Owner]bool{}
+	for at := 0; at < len(files); {
+		first := at
+		size := files[at].after(trims[at])
+		meet(seen, &files[at], trims[at])
+		if empty(&files[at], trims[at]) {
+			if err := s.drop(files[at]); err != nil {
+				return err
+			}
+			at++
+			continue
+		}
+		changed := len(trims[at]) > 0
+		for at++; at < len(files) && !files[at-1].Damaged; at++ {
+			more := files[at].after(trims[at])
+			if size+more > s.o.Segment || begins(seen, &files[at], trims[at]) {
+				break
+			}
+			meet(seen, &files[at], trims[at])
+			size += more
+			changed = true
+		}
+		if !changed {
+			continue
+		}
+		if err := s.join(files[first:at], trims[first:at]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// after is about how many bytes are left of a segment, before they are compressed.
+func (i *info) after(trims map[usage.Owner]usage.Trim) int64 {
+	left := i.Bytes
+	for o, t := range trims {
+		if t.All {
+			left -= i.Of[o].Bytes
+		} else {
+			left -= t.Bytes
+		}
+	}
+	return left
+}
+
+// empty reports whether nothing but a book is left.
+func empty(i *info, trims map[usage.Owner]usage.Trim) bool {
+	for o := range i.Of {
+		if !trims[o].All {
+			return false
+		}
+	}
+	return !i.Damaged
+}
+
+func meet(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) {
+	for o := range i.Of {
+		if !trims[o].All {
+			seen[o] = true
+		}
+	}
+}
+
+// begins reports whether what is left of some owner begins with the book of this segment: the
+// segments before do not lead to it any more.
+func begins(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) bool {
+	for o, w := range i.Of {
+		if w.Open && !trims[o].All && !seen[o] {
+			return true
+		}
+	}
+	return false
+}
+
+// join writes segments as one, under the number of the first, without what is trimmed.
+func (s *Store) join(files []info, trims []map[usage.Owner]usage.Trim) error {
+	c, err := newCopied()
+	if err != nil {
+		return err
+	}
+	x := index{Last: files[len(files)-1].Last}
+	for i := range files {
+		o := usage.Omit{Joined: i > 0}
+		if len(trims[i]) > 0 {
+			o.Trims = trims[i]
+			if err := s.unpack(files[i].name, func(z *gzip.Reader) error {
+				o.Survey = usage.NewSurvey(z)
+				return nil
+			}); err != nil {
+				return err
+			}
+		}
+		err := s.unpack(files[i].name, func(z *gzip.Reader) error { return c.Copy(z, o) })
+		if errors.Is(err, usage.ErrRead) { // the next one's book makes up for what is missing
+			x.Damaged, x.Last = true, files[i].Last
+			files = files[:i+1]
+			break
+		}
+		if err != nil {
+			return err
+		}
+	}
+	rest, weights, dropped, err := c.close()
+	if err != nil {
+		return err
+	}
+	x.Weights = weights
+	if err := s.put(files[0].n, x, rest); err != nil {
+		return err
+	}
+	for o, l := range dropped {
+		s.dropped.Add(o, l)
+	}
+	for _, f := range files[1:] {
+		if err := s.root.Remove(f.name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Store) unpack(name string, read func(*gzip.Reader) error) error {
+	f, err := s.root.Open(name)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		return errors.Join(usage.ErrRead, err)
+	}
+	return read(z)
+}
+
+// drop removes a segment.
+func (s *Store) drop(f info) error {
+	if err := s.root.Remove(f.name); err != nil {
+		return err
+	}
+	for o, w := range f.Of {
+		if w.Records > 0 {
+			s.dropped.Add(o, usage.Loss{Records: w.Records, Before: f.Until})
+		}
+	}
+	return nil
+}
+
+// Dropped returns records that tell of what had to go since the last call.
+func (s *Store) Dropped() []usage.Record {
+	out := s.dropped.Records()
+	clear(s.dropped)
+	return out
+}
