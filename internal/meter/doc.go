@@ -15,7 +15,8 @@
 // The meter has a goroutine of its own, and nobody waits for it. Allocate does not know it:
 // the ledger keeps what has ended ([ledger.Ends]), and the meter compares what there is
 // with its book. Times are the ledger's, so a look that comes late changes nothing. Others
-// leave their records in a bounded list.
+// leave their records in a bounded list, of which refusals have a quarter; when it is full, the
+// namespace with the most records loses the newest.
 //
 // Every minute it takes a sample: what the watchdog last saw a grant's
 // containers use counts for the time since the sample before. So what is used is right within
@@ -36,7 +37,8 @@
 //
 // # A full disk
 //
-// Records wait in memory, the last thousand of them; what is beyond is counted as lost. When
+// Records wait in memory, a thousand of them, of which a quarter may tell of refusals; what is
+// beyond is counted as lost. When
 // there is room again they are written, and where some were lost the whole book. The condition
 // UsageUnwritten says so meanwhile. Nothing else of the agent depends on the journal.
 //

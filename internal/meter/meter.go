@@ -29,9 +29,9 @@ const (
 	DefaultIdle  = time.Hour
 	// leastGap is the least time between writes: what comes in between is written together.
 	leastGap = 100 * time.Millisecond
-	// mostPending and mostNoted bound the records that wait to be written, and those that
-	// others have left.
-	mostPending, mostNoted = 1000, 1000
+	// mostPending bounds the records that wait to be written, and mostRefused those of them,
+	// too, that tell of refusals.
+	mostPending = 1000
 	// flushEvery is how often the journal is flushed to the disk.
 	flushEvery = time.Minute
 	// fades is for how many scrapes the totals of an ended container are shown.
@@ -53,6 +53,8 @@ type Journal interface {
 	Fresh() bool
 	Next(first []byte) error
 	Tidy() error
+	// Dropped returns records that tell of what Tidy had to remove since the last call.
+	Dropped() []usage.Record
 	Flush() error
 }
 
@@ -98,13 +100,14 @@ type Meter struct {
 
 	mu sync.Mutex
 	// Guarded by mu:
-	noted    []usage.Record // by others, not taken yet
-	unnoted  int            // those that did not fit
+	noted    notes // by others, not taken yet
+	unnoted  int   // those that did not fit
 	shown    usage.Shown
 	fading   map[usage.Key]int // scrapes left of containers that have ended
 	idle     []status.Condition
 	trouble  status.Cause
 	lostEver uint64
+	dropped  usage.DroppedRecords
 
 	// The rest belongs to Run's goroutine.
 
@@ -122,10 +125,13 @@ type Meter struct {
 	sampled time.Time
 	pending []byte
 	waiting int // records in pending
-	lost    int // since the last write that succeeded
-	flushed time.Time
-	ended   []usage.Key // since the last write that succeeded
-	told    map[uint64]bool
+	refused int // those of them that tell of refusals
+	// Since the last write that succeeded, lost counts records that did not fit, and missed
+	// those without which the book is right all the same: that need not be written for them.
+	lost, missed int
+	flushed      time.Time
+	ended        []usage.Key // since the last write that succeeded
+	told         map[uint64]bool
 }
 
 // place is a grant on a GPU, by its number and the GPU's index.
@@ -195,9 +201,7 @@ func (m *Meter) Note(r usage.Record) {
 	}
 	r.Message = brief.Cut(r.Message, mostText)
 	m.mu.Lock()
-	if len(m.noted) < mostNoted {
-		m.noted = append(m.noted, r)
-	} else {
+	if !m.noted.add(r) {
 		m.unnoted++
 	}
 	m.mu.Unlock()
@@ -266,9 +270,9 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 	if sample {
 		m.sample(ctx, at)
 	}
-	news := sample || m.waiting > 0 || m.lost > 0
+	news := sample || m.waiting > 0 || m.lost > 0 || m.missed > 0
 	m.write(at)
-	if m.waiting > 0 || m.lost > 0 {
+	if m.waiting > 0 || m.lost > 0 || m.missed > 0 {
 		state = unsettled
 	}
 	m.looked.Store(state)
@@ -299,13 +303,13 @@ func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
 		m.orphans(held)
 	}
 	m.mu.Lock()
-	noted, unnoted := m.noted, m.unnoted
-	m.noted, m.unnoted = nil, 0
+	noted, unnoted := m.noted.take(), m.unnoted
+	m.unnoted = 0
 	m.mu.Unlock()
 	for i := range noted {
 		m.add(&noted[i])
 	}
-	m.lost += unnoted
+	m.missed += unnoted
 	m.label(ctx)
 	return !known || m.before > 1 && !m.Heard() || m.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
 }
@@ -454,7 +458,11 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 func (m *Meter) add(r *usage.Record) {
 	r.Round()
 	m.book.Apply(r)
-	if m.waiting >= mostPending {
+	switch {
+	case r.Event == usage.Refused && m.refused >= mostRefused:
+		m.missed++ // others' records need the room
+		return
+	case m.waiting >= mostPending:
 		m.lost++
 		return
 	}
@@ -465,12 +473,14 @@ func (m *Meter) add(r *usage.Record) {
 		return
 	}
 	m.pending = out
-	m.waiting++
+	if m.waiting++; r.Event == usage.Refused {
+		m.refused++
+	}
 }
 
 // write writes what waits.
 func (m *Meter) write(at time.Time) {
-	if m.waiting > 0 || m.lost > 0 {
+	if m.waiting > 0 || m.lost > 0 || m.missed > 0 {
 		if err := m.writePending(at); err != nil {
 			m.fail(err)
 			return
@@ -484,6 +494,10 @@ func (m *Meter) write(at time.Time) {
 		}
 		if err == nil {
 			err = m.Journal.Tidy()
+			m.takeDropped(at)
+			if err == nil && m.waiting > 0 {
+				err = m.writePending(at)
+			}
 		}
 		m.fail(err)
 	}
@@ -495,30 +509,51 @@ func (m *Meter) write(at time.Time) {
 
 func (m *Meter) writePending(at time.Time) error {
 	out := m.pending
+	var more []usage.Record
+	if m.lost > 0 || m.missed > 0 {
+		more = append(more, usage.Record{Time: at, Event: usage.Lost, Count: m.lost + m.missed})
+	}
 	if m.lost > 0 {
 		// Whoever reads has missed something: the book tells what it came to.
+		more = append(more, usage.Record{Time: at, Event: usage.Began, Book: m.book.State(at)})
+	}
+	for i := range more {
 		var err error
-		for _, r := range []usage.Record{{Time: at, Event: usage.Lost, Count: m.lost}, {Time: at, Event: usage.Began, Book: m.book.State(at)}} {
-			if out, err = r.Append(out); err != nil {
-				return err
-			}
+		if out, err = more[i].Append(out); err != nil {
+			return err
 		}
 	}
 	if n, err := m.Journal.Append(out); err != nil {
 		// What is whole there need not be written again.
 		whole := bytes.LastIndexByte(out[:min(n, len(m.pending))], '\n') + 1
 		m.waiting -= bytes.Count(out[:whole], []byte("\n"))
+		m.refused -= bytes.Count(out[:whole], []byte(`"event":"refused"`))
 		m.pending = m.pending[whole:]
 		return err
 	}
 	m.mu.Lock()
-	m.lostEver += uint64(m.lost)
+	m.lostEver += uint64(m.lost + m.missed)
 	m.mu.Unlock()
-	m.pending, m.waiting, m.lost = m.pending[:0], 0, 0
+	m.pending, m.waiting, m.refused, m.lost, m.missed = m.pending[:0], 0, 0, 0, 0
 	if cap(m.pending) > 64<<10 {
 		m.pending = nil
 	}
 	return nil
+}
+
+// takeDropped takes down what the journal had no room for any more.
+func (m *Meter) takeDropped(at time.Time) {
+	for _, r := range m.Journal.Dropped() {
+		r.Time = at
+		m.add(&r)
+		m.mu.Lock()
+		if r.Of == usage.Refused {
+			m.dropped.Refused += uint64(r.Count)
+		} else {
+			m.dropped.Use += uint64(r.Count)
+		}
+		m.mu.Unlock()
+	}
 }
 
 // fail notes that the journal could not be written, or that it could.

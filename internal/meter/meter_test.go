@@ -37,6 +37,8 @@ type paper struct {
 	cut   int // how many bytes the next write puts down before its process is killed; -1 for all
 	began int // where the last segment does
 	most  int // size at which the next one begins
+	// dropped is what is told of at the next Tidy.
+	dropped usage.Dropped
 }
 
 func (p *paper) Last(apply func(*usage.Record)) error {
@@ -72,6 +74,12 @@ func (p *paper) put(lines []byte) {
 func (p *paper) Full() bool  { return len(p.text)-p.began > p.most }
 func (p *paper) Fresh() bool { return len(p.text) == p.began }
 func (p *paper) Tidy() error { return nil }
+
+func (p *paper) Dropped() []usage.Record {
+	out := p.dropped.Records()
+	p.dropped = nil
+	return out
+}
 
 func (p *paper) Flush() error {
 	if p.full {
@@ -719,4 +727,119 @@ func TestRoundsWithoutNews(t *testing.T) {
 	woken("its end", true)
 	n.turn(false)
 	woken("nothing since its end", false)
+}
+
+// counts of a journal's records by namespace; those of refusals have a "!".
+func (n *node) counts() map[string]int {
+	out := map[string]int{}
+	for line := range bytes.Lines(n.paper.text) {
+		switch r := usage.Parse(line); {
+		case r == nil:
+		case r.Event == usage.Refused:
+			out["!"+r.Namespace]++
+		case r.Event == usage.Killed, r.Event == usage.Evicted, r.Event == usage.Cut, r.Event == usage.Lost, r.Event == usage.Began:
+			out[string(r.Event)+r.Namespace] += max(1, r.Count)
+		}
+	}
+	return out
+}
+
+func of(event usage.Event, namespace string) usage.Record {
+	return usage.Record{Event: event, Holder: usage.Holder{Namespace: namespace}}
+}
+
+// More refusals than fit between two looks leave room for what others tell, and those of one
+// namespace for those of another one. They have no book written for them.
+func TestNotedRefusalsLeaveRoom(t *testing.T) {
+	n := newNode(t)
+	n.turn(true)
+	for range 5000 {
+		n.meter.Note(of(usage.Refused, "greedy"))
+	}
+	for range 20 {
+		n.meter.Note(of(usage.Refused, "train"))
+		n.meter.Note(of(usage.Killed, "train"))
+		n.meter.Note(of(usage.Cut, ""))
+	}
+	n.turn(false)
+	got := n.counts()
+	if got["killedtrain"] != 20 || got["cut"] != 20 || got["!train"] != 20 || got["!greedy"] != mostRefused-20 {
+		t.Errorf("of 20 of each of train, and 5000 refusals of another namespace, there are %v", got)
+	}
+	if got["lost"] != 5000-(mostRefused-20) || int(n.meter.Scraped().Lost) != got["lost"] {
+		t.Errorf("%d are said to be lost, want %d", got["lost"], 5000-(mostRefused-20))
+	}
+	if got["began"] != 1 {
+		t.Errorf("%d books were written, want the first alone", got["began"])
+	}
+}
+
+// The same of what is no refusal, and in the order in which it came.
+func TestNotedRecordsHaveShares(t *testing.T) {
+	var q notes
+	lost := 0
+	for i := range 3000 {
+		r := of(usage.Killed, "greedy")
+		r.Count = i
+		if !q.add(r) {
+			lost++
+		}
+		if i%100 == 0 {
+			r.Namespace = fmt.Sprint("train-", i%300)
+			if !q.add(r) {
+				lost++
+			}
+		}
+	}
+	got := q.take()
+	by, last := map[string]int{}, -1
+	for _, r := range got {
+		by[r.Namespace]++
+		if r.Count < last {
+			t.Errorf("%d comes after %d", r.Count, last)
+		}
+		last = r.Count
+	}
+	if len(got) != mostNoted-mostRefused || lost != 3030-len(got) || by["train-0"] != 10 || by["train-100"] != 10 || by["train-200"] != 10 {
+		t.Errorf("%d have found room, %d are lost: %v", len(got), lost, by)
+	}
+	if len(q.take()) != 0 {
+		t.Error("they are taken twice")
+	}
+}
+
+// While the disk is full, refusals take a quarter of what waits, and others' records are
+// written when there is room again.
+func TestWaitingRefusalsLeaveRoom(t *testing.T) {
+	n := newNode(t)
+	n.turn(true)
+	n.paper.full = true
+	for range 2 * mostPending {
+		n.meter.Note(of(usage.Refused, "greedy"))
+		n.turn(false)
+	}
+	for range 20 {
+		n.meter.Note(of(usage.Killed, "train"))
+		n.turn(false)
+	}
+	n.paper.full = false
+	n.turn(false)
+	got := n.counts()
+	if got["killedtrain"] != 20 || got["!greedy"] != mostRefused || got["lost"] != 2*mostPending-mostRefused {
+		t.Errorf("with room again there are %v", got)
+	}
+}
+
+// What the journal had no room for any more is written down, and counted.
+func TestDroppedRecords(t *testing.T) {
+	n := newNode(t)
+	n.paper.most = 0
+	n.paper.dropped = usage.Dropped{{Namespace: "greedy"}: {Records: 7, Before: noon}, {Refused: true}: {Records: 30, Before: noon}}
+	n.turn(true)
+	if got := n.meter.Scraped().Dropped; got != (usage.DroppedRecords{Use: 7, Refused: 30}) {
+		t.Errorf("counted are %+v", got)
+	}
+	if got := strings.Count(string(n.paper.text), `"event":"left-out"`); got != 2 || n.meter.waiting != 0 {
+		t.Errorf("%d lines tell of it, and %d records wait", got, n.meter.waiting)
+	}
 }

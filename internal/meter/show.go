@@ -49,7 +49,8 @@ func (m *Meter) show(at time.Time) {
 	} else {
 		shown.Series = m.shown.Series
 	}
-	shown.Written, shown.Lost = m.trouble == status.Cause{}, m.lostEver+uint64(m.lost)
+	shown.Written, shown.Lost = m.trouble == status.Cause{}, m.lostEver+uint64(m.lost+m.missed)
+	shown.Dropped = m.dropped
 	m.shown, m.idle = shown, conditions
 	m.mu.Unlock()
 	if news {

@@ -29,14 +29,15 @@ var (
 
 	ofContainer = []string{"namespace", "pod", "container", "gpu"}
 
-	grantedGPU    = desc(prefix+"container_granted_gpu_seconds_total", "GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
-	usedGPU       = desc(prefix+"container_used_gpu_seconds_total", "The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
-	grantedMemory = desc(prefix+"container_granted_memory_byte_seconds_total", "GPU memory that a container was granted, times seconds.", ofContainer...)
-	usedMemory    = desc(prefix+"container_used_memory_byte_seconds_total", "GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
-	smTime        = desc(prefix+"container_sm_seconds_total", "Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its processes. None where the driver has none (MIG).", ofContainer...)
-	idleFor       = desc(prefix+"container_idle_seconds", "How long a container has had no process on a GPU of which it holds something; 0 while it has one. None while that is not known.", ofContainer...)
-	journalUp     = desc(prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
-	recordsLost   = desc(prefix+"usage_records_lost_total", "Records of the usage journal that could not be written, since the start.")
+	grantedGPU     = desc(prefix+"container_granted_gpu_seconds_total", "GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
+	usedGPU        = desc(prefix+"container_used_gpu_seconds_total", "The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
+	grantedMemory  = desc(prefix+"container_granted_memory_byte_seconds_total", "GPU memory that a container was granted, times seconds.", ofContainer...)
+	usedMemory     = desc(prefix+"container_used_memory_byte_seconds_total", "GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
+	smTime         = desc(prefix+"container_sm_seconds_total", "Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its processes. None where the driver has none (MIG).", ofContainer...)
+	idleFor        = desc(prefix+"container_idle_seconds", "How long a container has had no process on a GPU of which it holds something; 0 while it has one. None while that is not known.", ofContainer...)
+	journalUp      = desc(prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
+	recordsLost    = desc(prefix+"usage_records_lost_total", "Records of the usage journal that could not be written, since the start.")
+	recordsDropped = desc(prefix+"usage_records_dropped_total", "Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
 
 	// As OpenCost and Kubecost look for it.
 	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a quarter of one, 2 for two.", "namespace", "pod", "container", "node")
@@ -65,6 +66,8 @@ func (a *Account) Collect(out chan<- prometheus.Metric) {
 	u := a.Usage()
 	send(journalUp, prometheus.GaugeValue, truth(u.Written))
 	send(recordsLost, prometheus.CounterValue, float64(u.Lost))
+	send(recordsDropped, prometheus.CounterValue, float64(u.Dropped.Use), "use")
+	send(recordsDropped, prometheus.CounterValue, float64(u.Dropped.Refused), "refused")
 	for i := range u.Series {
 		s := &u.Series[i]
 		of := labelsOf(&s.Key)

@@ -17,7 +17,7 @@ func sampleAccount() *Account {
 		return usage.Key{Namespace: "work", Pod: pod, Container: "main", GPU: gpu.UUID("GPU-" + n)}
 	}
 	return &Account{Node: "node-1", Usage: func() usage.Shown {
-		return usage.Shown{Written: true,
+		return usage.Shown{Written: true, Dropped: usage.DroppedRecords{Use: 7, Refused: 9},
 			Series: []usage.Series{{Key: key("quarter", "0"), Amounts: usage.Amounts{GrantedGPU: 900, GrantedMiB: 7200, UsedGPU: 450, UsedMiB: 3600, SM: 10, Known: true, SMKnown: true}},
 				{Key: key("unseen", "0"), Amounts: usage.Amounts{GrantedGPU: 1}}},
 			Now:  []usage.Part{{Key: key("quarter", "0"), Share: .25}, {Key: key("two", "0"), Share: 1}, {Key: key("two", "1"), Index: 1, Share: 1}},
@@ -49,6 +49,8 @@ func TestAccountMetrics(t *testing.T) {
 		`container_gpu_allocation{container="main",namespace="work",node="node-1",pod="two"} 2`,
 		`DCGM_FI_DEV_FB_USED{Hostname="node-1",UUID="GPU-0",container="main",device="nvidia0",gpu="0",modelName="NVIDIA A100",namespace="work",pod="quarter"} 1024`,
 		"gpu_agent_usage_journal_up 1",
+		`gpu_agent_usage_records_dropped_total{of="use"} 7`,
+		`gpu_agent_usage_records_dropped_total{of="refused"} 9`,
 	} {
 		if !strings.Contains(page, want+"\n") {
 			t.Errorf("no %s in\n%s", want, page)

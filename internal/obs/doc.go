@@ -88,6 +88,7 @@
 //	container_idle_seconds{namespace,pod,container,gpu}                       since when no process has been there; 0 while one is
 //	usage_journal_up                            1 while the usage journal can be written
 //	usage_records_lost_total                    records of it that could not be
+//	usage_records_dropped_total{of}             records that it had no room for any more, of use or refused
 //	unclaimed_processes{gpu,kind}               processes on a GPU without an allocation, kind intruder, no-pod or unlisted
 //
 // Beside them are the process's own (process_*) and a few of the Go

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package meter
+
+import (
+	"cmp"
+	"slices"
+
+	"example.com/gpu-agent/internal/usage"
+)
+
+const (
+	// mostNoted bounds the records that others have left, and mostRefused those of them that
+	// tell of refusals: a quarter, since pods that are refused cost their tenants nothing.
+	mostNoted, mostRefused = 1000, 250
+)
+
+// notes are records that others have left, until they are taken. Where there are too many, the
+// newest of the owner with the most are lost. The zero value has none.
+type notes struct {
+	use, refused queue
+	seq          uint64
+}
+
+// queue is the part of notes that has a bound of its own.
+type queue struct {
+	of map[usage.Owner][]note
+	n  int
+}
+
+type note struct {
+	seq uint64
+	usage.Record
+}
+
+// add reports whether all records have found room.
+func (n *notes) add(r usage.Record) bool {
+	n.seq++
+	o := usage.Owner{Refused: r.Event == usage.Refused, Namespace: r.Namespace}
+	if o.Refused {
+		return n.refused.add(o, note{n.seq, r}, mostRefused)
+	}
+	return n.use.add(o, note{n.seq, r}, mostNoted-mostRefused)
+}
+
+func (q *queue) add(o usage.Owner, r note, most int) bool {
+	fits := q.n < most
+	if !fits {
+		longest := o
+		for p := range q.of {
+			if c := cmp.Compare(len(q.of[p]), len(q.of[longest])); c > 0 || c == 0 && p != o && longest != o && p.Compare(longest) < 0 {
+				longest = p
+			}
+		}
+		if longest == o {
+			return false
+		}
+		last := len(q.of[longest]) - 1
+		q.of[longest][last] = note{}
+		q.of[longest] = q.of[longest][:last]
+		q.n--
+	}
+	if q.of == nil {
+		q.of = map[usage.Owner][]note{}
+	}
+	q.of[o] = append(q.of[o], r)
+	q.n++
+	return fits
+}
+
+// take returns the records in the order in which they came, and forgets them.
+func (n *notes) take() []usage.Record {
+	all := make([]note, 0, n.use.n+n.refused.n)
+	for _, q := range []*queue{&n.use, &n.refused} {
+		for _, of := range q.of {
+			all = append(all, of...)
+		}
+		*q = queue{}
+	}
+	slices.SortFunc(all, func(a, b note) int { return cmp.Compare(a.seq, b.seq) })
+	out := make([]usage.Record, len(all))
+	for i := range all {
+		out[i] = all[i].Record
+	}
+	return out
+}
