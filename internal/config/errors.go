@@ -129,8 +129,12 @@ func (m *mistakes) err() error {
 // quote shows text from the file in a message: printable, on one line, and no
 // longer than a person reads.
 func quote(s string) string {
-	if r := []rune(s); len(r) > 60 {
-		s = string(r[:60]) + "…"
+	n := 0
+	for i := range s { // a long text is not looked at to its end
+		if n++; n > 60 {
+			s = s[:i] + "…"
+			break
+		}
 	}
 	return strconv.Quote(s)
 }

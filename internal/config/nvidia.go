@@ -79,6 +79,9 @@ func allZero(counts *yaml.Node) bool {
 
 // indices reads the MIG manager's list of devices, which may be empty.
 func (p *parser) indices(s *selector, n *yaml.Node) {
+	if p.tooMany(n, "devices", len(n.Content), mostGPUs, noSuchNode) {
+		return
+	}
 	lines := make(map[int]int)
 	for _, c := range n.Content {
 		p.index(s, c, lines)
@@ -90,6 +93,9 @@ func (p *parser) indices(s *selector, n *yaml.Node) {
 func (p *parser) deviceFilter(n *yaml.Node) []board {
 	nodes := []*yaml.Node{n}
 	if n.Kind == yaml.SequenceNode {
+		if p.tooMany(n, "device-filter", len(n.Content), mostFilters, "there are not so many models: name those that the nodes have") {
+			return nil
+		}
 		nodes = n.Content
 	} else if n.ShortTag() == "!!null" {
 		return nil

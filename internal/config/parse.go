@@ -231,10 +231,16 @@ func (p *parser) devices(s *selector, n *yaml.Node) {
 	}
 }
 
+// Why lists are no longer.
+const (
+	noSuchNode = "no node has so many GPUs: name those of a node, or all"
+	noSuchGPU  = "no GPU has so many MIG profiles: name those of a model"
+)
+
 // deviceList reads indices or UUIDs. A list that mixes them could name one GPU
 // twice without anybody seeing it, so it holds one kind.
 func (p *parser) deviceList(s *selector, n *yaml.Node) {
-	nodes, _ := p.items(n, "devices")
+	nodes, _ := p.few(n, "devices", mostGPUs, noSuchNode)
 	indexLine, uuidLine := make(map[int]int), make(map[gpu.UUID]int)
 	for _, c := range nodes {
 		if c.Kind == yaml.ScalarNode && c.ShortTag() == "!!str" {
@@ -288,6 +294,9 @@ func badUUID(s string) string {
 // geometry reads profiles with their counts, which must not be less than low.
 // The spelling of a name may be changed before it is read.
 func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string) string) []mig.Count {
+	if p.tooMany(n, what, len(n.Content)/2, mostProfiles, noSuchGPU) {
+		return nil
+	}
 	ps, _ := p.pairs(n, what)
 	counts := make([]mig.Count, 0, len(ps))
 	lines := make(map[mig.Name]int)
@@ -313,7 +322,7 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 }
 
 func (p *parser) profiles(n *yaml.Node) []mig.Name {
-	nodes, _ := p.items(n, "profiles")
+	nodes, _ := p.few(n, "profiles", mostProfiles, noSuchGPU)
 	var names []mig.Name
 	lines := make(map[mig.Name]int)
 	for _, c := range nodes {

@@ -34,6 +34,10 @@ func document(m *mistakes, data []byte) *yaml.Node {
 	}
 	lines := bytes.Split(bytes.TrimSuffix(data, []byte("\n")), []byte("\n"))
 	m.lines = len(lines)
+	if line, bad := measure(data); bad != "" {
+		m.add(line, "%s", bad)
+		return nil
+	}
 	docs, err := decode(data, 2)
 	if err != nil {
 		line, reason := explain(err)
@@ -69,7 +73,7 @@ func decode(data []byte, limit int) (docs []*yaml.Node, err error) {
 			err = fmt.Errorf("cannot be read: %v", p)
 		}
 	}()
-	loader, err := yaml.NewLoader(bytes.NewReader(data))
+	loader, err := yaml.NewLoader(bytes.NewReader(data), yaml.WithPlugin(shallow{}))
 	for err == nil && len(docs) < limit {
 		n := new(yaml.Node)
 		if err = loader.Load(n); err == nil {
@@ -140,6 +144,10 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 			x.at(n, "the aliases of this file stand for more than %d values: write them out", maxAliased)
 			return false
 		}
+	}
+	if len(n.Value) > mostText {
+		x.at(n, "a text of %d bytes: at most %d are read, and no name, pattern or number is longer", len(n.Value), mostText)
+		return false
 	}
 	if x.active[n] {
 		x.at(n, "the anchor %s holds itself", quote(n.Anchor))
@@ -249,6 +257,9 @@ func (m *mistakes) pairs(n *yaml.Node, what string) ([]pair, bool) {
 
 // fields is pairs for a mapping whose keys are known.
 func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[string]*yaml.Node, bool) {
+	if n.Kind == yaml.MappingNode && m.tooMany(n, what, len(n.Content)/2, mostKeys, "it has "+list(known, "and")+": leave out the others") {
+		return nil, false
+	}
 	ps, ok := m.pairs(n, what)
 	if !ok {
 		return nil, false
@@ -264,6 +275,14 @@ func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[strin
 		}
 	}
 	return out, true
+}
+
+// few is items of a list that has no more elements than most, and why.
+func (m *mistakes) few(n *yaml.Node, what string, most int, why string) ([]*yaml.Node, bool) {
+	if n.Kind == yaml.SequenceNode && m.tooMany(n, what, len(n.Content), most, why) {
+		return nil, false
+	}
+	return m.items(n, what)
 }
 
 // items returns the elements of a list that has at least one.
