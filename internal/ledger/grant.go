@@ -117,7 +117,7 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
 	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}, NoRoom: r.NoRoom}
-	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0
+	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0 || r.Replica > mostReplica || r.Of > mostReplica
 	switch r.Kind {
 	case Whole:
 		out.Cap = NoCap

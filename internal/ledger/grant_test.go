@@ -55,6 +55,7 @@ func TestRecordsThatAreRefused(t *testing.T) {
 		``, `null`, `[]`, `{}`, `{"gpu":"GPU-a"}`, `{"gpu":"GPU-a","kind":"half"}`, `{"gpu":"MIG-a","kind":"whole"}`, `{"gpu":"GPU-a","kind":"units"}`,
 		`{"gpu":"GPU-a","kind":"units","units":""}`, `{"gpu":"GPU-a","kind":"units","units":"3-1"}`, `{"gpu":"GPU-a","kind":"units","units":"1,1"}`,
 		`{"gpu":"GPU-a","kind":"units","units":"0-4294967296"}`, `{"gpu":"GPU-a","kind":"units","units":"0","unitMiB":-1}`,
+		`{"gpu":"GPU-a","kind":"units","units":"0-16777216"}`, `{"gpu":"GPU-a","kind":"replica","of":4000000000}`, `{"gpu":"GPU-a","kind":"replica","replica":2147483647}`,
 		`{"gpu":"GPU-a","kind":"placement","profile":"7x"}`, `{"gpu":"GPU-a","kind":"replica","replica":-1}`, `{"gpu":"GPU-a","kind":"replica","cap":-1}`,
 	} {
 		g := Grant{GPU: "GPU-before"}

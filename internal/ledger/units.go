@@ -102,8 +102,13 @@ func (s UnitSet) MarshalText() ([]byte, error) {
 	return b, nil
 }
 
-// mostUnit is far above what any list has, and small enough for every sum of sets.
-const mostUnit = 1 << 24
+// mostUnit is far above what any GPU has, a tebibyte in units of a mebibyte, and small enough
+// for every list of numbers: whoever reads a record may count to it. mostReplica is the same of
+// replicas, of which the kubelet lists no more than 60,000.
+const (
+	mostUnit    = 1 << 20
+	mostReplica = 1 << 16
+)
 
 // UnmarshalText reads what MarshalText writes. The error wraps gpu.ErrInvalid.
 func (s *UnitSet) UnmarshalText(text []byte) error {
