@@ -22,26 +22,41 @@ type cordons struct {
 	gpus map[gpu.UUID]bool
 	// unknown are the words of the annotation that name no GPU of this node.
 	unknown []string
+	// more is how many words were not read.
+	more int
 }
+
+// mostCordons is how many words of the annotation are read: a node has up to 16 GPUs, and each
+// round reads them anew.
+const mostCordons = 2048
 
 // cordonsOf reads the annotation's value. Empty words count for nothing.
 func cordonsOf(said string, inv *gpu.Inventory) cordons {
 	c := cordons{gpus: map[gpu.UUID]bool{}}
-	for word := range strings.SplitSeq(said, ",") {
-		if word = strings.TrimSpace(word); word == "" {
-			continue
-		}
-		known := false
-		for i := range inv.GPUs {
-			if d := &inv.GPUs[i]; word == "all" || word == string(d.UUID) || word == strconv.Itoa(d.Index) {
-				c.gpus[d.UUID], known = true, true
-			}
-		}
-		if !known {
+	for range mostCordons {
+		word, rest, more := strings.Cut(said, ",")
+		said = rest
+		if word = strings.TrimSpace(word); word != "" && !c.add(word, inv) {
 			c.unknown = append(c.unknown, word)
 		}
+		if !more {
+			return c
+		}
+	}
+	if said != "" {
+		c.more = 1 + strings.Count(said, ",")
 	}
 	return c
+}
+
+// add cordons what a word names, and reports whether it names anything.
+func (c *cordons) add(word string, inv *gpu.Inventory) (known bool) {
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; word == "all" || word == string(d.UUID) || word == strconv.Itoa(d.Index) {
+			c.gpus[d.UUID], known = true, true
+		}
+	}
+	return known
 }
 
 // conditions are remarks: cordons are no fault, and nothing that the partition waits for.
@@ -52,6 +67,9 @@ func (c *cordons) conditions(domain string, inv *gpu.Inventory) (out []status.Co
 			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: pods that have something of it go on, and no other gets any", d.Name(), key).
 				Condition(status.Noted, string(d.UUID)))
 		}
+	}
+	if c.more > 0 {
+		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s has more than %d words: the last %d are not read; name GPUs once each, or write all", key, mostCordons, c.more).Condition(status.Noted, ""))
 	}
 	if len(c.unknown) > 0 {
 		slices.Sort(c.unknown)

@@ -46,6 +46,27 @@ func TestWhichGPUsAreCordoned(t *testing.T) {
 	}
 }
 
+// An annotation of the largest size costs no more than one of 2048 words: the rest is not read,
+// and said not to be. What stands before it counts.
+func TestCordonOfManyWords(t *testing.T) {
+	inv := machine(3)
+	work := func(words int) float64 {
+		said := "1," + strings.Repeat("9,", words)
+		c := cordonsOf(said, inv)
+		if !c.gpus[uuid(1)] || len(c.gpus) != 1 {
+			t.Errorf("of %d words %v are cordoned", words, c.gpus)
+		}
+		if told := c.conditions("example.com", inv); (words > mostCordons) != strings.Contains(told[1].Message, "has more than 2048 words") {
+			t.Errorf("of %d words the node says %+v", words, told)
+		}
+		return testing.AllocsPerRun(3, func() { cordonsOf(said, inv) })
+	}
+	few, many := work(2000), work(120_000)
+	if many > 2*few {
+		t.Errorf("120,000 words take %v allocations, and 2000 take %v", many, few)
+	}
+}
+
 // New pods are kept off a GPU that an operator has cordoned, at once and until the cordon
 // is taken back; who has something of it keeps it. A process that starts knows of it before
 // the API server answers.
