@@ -121,7 +121,7 @@ func TestCheckHoldsSums(t *testing.T) {
 	}
 	for name, change := range map[string]func(*gpunode.Status){
 		"two GPUs of as many as a node": func(s *gpunode.Status) { s.GPUs[0].Total, s.GPUs[1].Total = 60_000, 1 },
-		"numbers beyond any list":       func(s *gpunode.Status) { s.GPUs[0].Holders[0].Devices = set("0-16777216") },
+		"numbers beyond any list":       func(s *gpunode.Status) { s.GPUs[0].Holders[0].Devices = set("0-60000") },
 		"more used than listed":         func(s *gpunode.Status) { s.GPUs[0].Used, s.GPUs[1].Used = set("0-59999"), set("0") },
 		"all held five times": func(s *gpunode.Status) {
 			for range 5 {
