@@ -49,8 +49,6 @@ type Fleet struct {
 	// only what goes through the device plugin. Shown is closed when there is another pod.
 	asks  map[string]placer.Pod
 	shown chan struct{}
-	// asking is how many requests wait for a pod to be shown.
-	asking int
 	// dra are the nodes that offer something through DRA.
 	dra map[string]bool
 	// missing are the kinds of which no list has come yet.
@@ -257,16 +255,10 @@ func (f *Fleet) Known(ctx context.Context, uid string) error {
 			return nil
 		}
 		shown := f.shown
-		f.asking++
 		f.mu.Unlock()
 		select {
 		case <-shown:
 		case <-ctx.Done():
-		}
-		f.mu.Lock()
-		f.asking--
-		f.mu.Unlock()
-		if ctx.Err() != nil {
 			return errUnknown
 		}
 	}

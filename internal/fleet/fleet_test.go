@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -346,7 +347,9 @@ func TestNothingIsPlacedWhereTheKubeletHasLostTheAgent(t *testing.T) {
 }
 
 // TestOnlyTheUIDCounts: whoever reaches the door may name any pod, and say of it what he likes.
-func TestOnlyTheUIDCounts(t *testing.T) {
+func TestOnlyTheUIDCounts(t *testing.T) { synctest.Test(t, onlyTheUIDCounts) }
+
+func onlyTheUIDCounts(t *testing.T) {
 	f := known("n")
 	f.SetGPUNode("n", says(first))
 	handler := extender.New(f, extender.Options{Deadline: 300 * time.Millisecond})
@@ -389,15 +392,7 @@ func TestOnlyTheUIDCounts(t *testing.T) {
 	answered := make(chan string)
 	f.DeletePod("waits")
 	go func() { answered <- post(late, "n") }()
-	for { // until it waits
-		f.mu.Lock()
-		n := f.asking
-		f.mu.Unlock()
-		if n > 0 {
-			break
-		}
-		time.Sleep(time.Millisecond)
-	}
+	synctest.Wait() // until it waits
 	f.SetPod(late)
 	want("a pod that is shown meanwhile", <-answered, `"NodeNames":["n"]`)
 }

@@ -71,9 +71,7 @@ func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]str
 // Where that finds none, the hold gets the seats that it had before.
 func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entry, among []string) (string, *Refusal)) (at [][]string, err error) {
 	if no := tooMany(groups); no != nil {
-		if hs.seat(h, before); len(before) == 0 {
-			hs.b.Drop(h.id)
-		}
+		hs.restore(h, before)
 		return nil, no
 	}
 	missing := h.missing(groups)
@@ -82,9 +80,7 @@ func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entr
 		node, no := best(&s.entry, groups[s.group].Among)
 		if no != nil {
 			found := len(h.seats)
-			if hs.seat(h, before); len(before) == 0 {
-				hs.b.Drop(h.id)
-			}
+			hs.restore(h, before)
 			no.Found, no.Of = found, found+len(missing)-i
 			return nil, no
 		}
@@ -92,6 +88,13 @@ func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entr
 		hs.seat(h, append(slices.Clone(h.seats), s))
 	}
 	return h.at(len(groups)), nil
+}
+
+// restore gives a hold the seats that it had before, of which there may be none.
+func (hs *holds) restore(h *hold, before []*seat) {
+	if hs.seat(h, before); len(before) == 0 {
+		hs.b.Drop(h.id)
+	}
 }
 
 // MaxSeats is for how many pods a hold has room at most. Whoever writes a workload writes any
