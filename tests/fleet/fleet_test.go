@@ -372,17 +372,24 @@ func (f *fleet) tell(sent int) {
 	f.t.Logf("resident: the placer %.1f MB, an agent %.1f MB in the mean", resident(f.t, f.placer.PID()), agents/float64(len(f.nodes)))
 }
 
-// resident is the memory of a process in MB.
+// resident is how much memory a process has, in MB.
 func resident(t *testing.T, pid int) float64 {
+	t.Helper()
+	return memory(t, pid, "VmRSS") / 1e6
+}
+
+// memory is a line of a process's status that counts memory, in bytes: VmRSS is what it has, and
+// VmHWM the most that it has had.
+func memory(t *testing.T, pid int, line string) float64 {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, rest, _ := strings.Cut(string(text), "VmRSS:")
+	_, rest, _ := strings.Cut(string(text), line+":")
 	var kib float64
 	if _, err := fmt.Sscanf(rest, "%f kB", &kib); err != nil {
 		t.Fatalf("process %d does not say how much memory it has: %v", pid, err)
 	}
-	return kib * 1024 / 1e6
+	return kib * 1024
 }

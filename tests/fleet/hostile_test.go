@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
-	"os"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -36,14 +34,8 @@ var hostile = []struct {
 }
 
 // tables is a status with a card of so many profiles and placements on so many GPUs.
-func tables(gpus, profiles, starts, memory int) string {
-	var card struct {
-		Name         string           `json:"name"`
-		MemorySlices int              `json:"memorySlices"`
-		Profiles     []map[string]any `json:"profiles"`
-	}
-	card.Name, card.MemorySlices = "c", memory
-	var offers []map[string]any
+func tables(gpus, profiles, starts, memory int) map[string]any {
+	var of, offers []map[string]any
 	for i := range profiles {
 		name := fmt.Sprintf("%dg.%dgb", i%7+1, i+1)
 		var at []int
@@ -51,7 +43,7 @@ func tables(gpus, profiles, starts, memory int) string {
 		for s := range min(starts, memory) {
 			at, text = append(at, s), append(text, fmt.Sprint(s))
 		}
-		card.Profiles = append(card.Profiles, map[string]any{"name": name, "computeSlices": i%7 + 1, "memorySlices": 1, "starts": at})
+		of = append(of, map[string]any{"name": name, "computeSlices": i%7 + 1, "memorySlices": 1, "starts": at})
 		offers = append(offers, map[string]any{"profile": name, "resource": "example.com/mig-" + []string{"2g.20gb", name}[min(i, 1)], "placements": text, "free": text, "largest": 1})
 	}
 	var list []map[string]any
@@ -60,11 +52,7 @@ func tables(gpus, profiles, starts, memory int) string {
 		list = append(list, map[string]any{"uuid": fmt.Sprint("GPU-h-", i), "index": i, "memoryMiB": 1, "total": 0, "free": 0, "largest": 0, "api": "device-plugin", "kind": "placement",
 			"conditions": ready, "mig": map[string]any{"card": "c", "onDemand": true, "offers": offers}})
 	}
-	text, err := json.Marshal(map[string]any{"cards": []any{card}, "gpus": list})
-	if err != nil {
-		panic(err)
-	}
-	return string(text)
+	return map[string]any{"cards": []any{map[string]any{"name": "c", "memorySlices": memory, "profiles": of}}, "gpus": list}
 }
 
 // TestOneHostileNode has one of many nodes lie in a hundred ways, and a tenant ask for what there
@@ -125,7 +113,7 @@ func TestOneHostileNode(t *testing.T) {
 	close(over)
 	f.work.Wait()
 	passed := f.placer.Metric(t, "gpu_agent_placer_passed_over_nodes")
-	peak := peak(t, f.placer.PID())
+	peak := memory(t, f.placer.PID(), "VmHWM") / (1 << 20)
 	t.Logf("one node lied %d times, %d times more the API server refused it; p99 %.2f times that without; at most %.0f MiB resident; passed over at the end: %.0f",
 		written.Load(), refused.Load(), at(with, 0.99)/at(without, 0.99), peak, passed)
 	if int(written.Load()) < lies/4 {
@@ -144,7 +132,7 @@ func TestOneHostileNode(t *testing.T) {
 func (w *world) lie(over <-chan struct{}, written, refused *atomic.Int32) {
 	rng := rand.New(rand.NewPCG(35, 35))
 	node := w.names[0]
-	honest, err := json.Marshal(w.says[node])
+	honest, err := json.Marshal(w.says[node]) // of which others write while we do
 	if err != nil {
 		w.t.Error(err)
 	}
@@ -157,7 +145,8 @@ func (w *world) lie(over <-chan struct{}, written, refused *atomic.Int32) {
 		case <-time.After(20 * time.Millisecond):
 		}
 		way := hostile[i%len(hostile)]
-		says := way.says
+		text := []byte(way.says)
+		var says map[string]any
 		switch {
 		case way.pod != nil:
 			if err := w.Do(w.t, nil, http.MethodPost, pods, plane.JSON, map[string]any{"metadata": map[string]any{"name": fmt.Sprint("lies-", i)}, "spec": spec(way.pod, node)}, nil); err != nil {
@@ -170,31 +159,18 @@ func (w *world) lie(over <-chan struct{}, written, refused *atomic.Int32) {
 			// As large as is believed, and somewhat larger.
 			says = tables(1+rng.IntN(16), 1+rng.IntN(20), 1+rng.IntN(10), 1+rng.IntN(64))
 		case i%7 == 0:
-			says = string(honest) // and makes up for it
+			text = honest // and makes up for it
 		}
-		var status map[string]any
-		if json.Unmarshal([]byte(says), &status) != nil {
-			continue
+		if says == nil {
+			if err := json.Unmarshal(text, &says); err != nil {
+				w.t.Error(err)
+				return
+			}
 		}
-		if err := w.Do(w.t, nil, http.MethodPatch, gpuNodes+"/"+node+"/status", plane.Merge, map[string]any{"status": status}, nil); err != nil {
+		if err := w.Do(w.t, nil, http.MethodPatch, gpuNodes+"/"+node+"/status", plane.Merge, map[string]any{"status": says}, nil); err != nil {
 			refused.Add(1)
 		} else {
 			written.Add(1)
 		}
 	}
-}
-
-// peak is the most memory that a process has had, in MiB.
-func peak(t *testing.T, pid int) float64 {
-	t.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, rest, _ := strings.Cut(string(text), "VmHWM:")
-	var kib float64
-	if _, err := fmt.Sscanf(rest, "%f kB", &kib); err != nil {
-		t.Fatalf("process %d does not say how much memory it has had: %v", pid, err)
-	}
-	return kib / 1024
 }
