@@ -4,19 +4,11 @@ package config
 
 import (
 	"fmt"
-	"runtime"
 	"strings"
 	"testing"
-)
 
-// spend returns how many bytes are allocated while f runs, all together.
-func spend(f func()) uint64 {
-	var before, after runtime.MemStats
-	runtime.ReadMemStats(&before)
-	f()
-	runtime.ReadMemStats(&after)
-	return after.TotalAlloc - before.TotalAlloc
-}
+	"example.com/gpu-agent/tests/cost"
+)
 
 // listed is n elements with commas between.
 func listed(n int, of func(i int) string) string {
@@ -54,7 +46,7 @@ func TestFilesOfTooMuchCostLittle(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			var err error
 			in := []byte(tt.in)
-			if got := spend(func() { _, err = Parse("f", in) }); got > uint64(20*len(in)) {
+			if got := cost.Allocated(func() { _, err = Parse("f", in) }); got > uint64(20*len(in)) {
 				t.Errorf("%d bytes are allocated for a file of %d", got, len(in))
 			}
 			if lines := told(t, err); !strings.HasPrefix(lines[0], tt.want) || len(lines) != 1 {
@@ -125,7 +117,7 @@ func TestWorkGrowsWithTheFile(t *testing.T) {
 			work := func(n int) (uint64, error) {
 				var err error
 				in := []byte(tt.in(n))
-				return spend(func() {
+				return cost.Allocated(func() {
 					var f *File
 					if f, err = Parse("f", in); err == nil {
 						_, err = f.Desire("default", node("NVIDIA A30"), Node{Unit: 1024})
@@ -174,7 +166,7 @@ func TestHugeCountsCostLittle(t *testing.T) {
 	inv := cards(t, "a100-80")
 	work := func(n int) uint64 {
 		f := mustParse(t, head+fmt.Sprintf("    - {devices: all, mode: mig, geometry: {1g.10gb: %d, 2g.20gb: %d, 1c.3g.40gb: %d}}\n", n, n, n))
-		return spend(func() {
+		return cost.Allocated(func() {
 			if _, err := f.Desire("default", inv, Node{Unit: 1024}); err == nil {
 				t.Errorf("a geometry with %d of each fits", n)
 			}

@@ -6,8 +6,9 @@ import (
 	"bytes"
 	"net/http"
 	"net/http/httptest"
-	"runtime"
 	"testing"
+
+	"example.com/gpu-agent/tests/cost"
 )
 
 // FuzzDoor posts anything. Each request is answered by one of the protocol's numbers, and costs no
@@ -23,19 +24,18 @@ func FuzzDoor(f *testing.F) {
 		if filter {
 			path = "/filter"
 		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		r := httptest.NewRequest(http.MethodPost, path, bytes.NewReader(body))
-		r.Header.Set("Content-Type", "application/json")
-		w := httptest.NewRecorder()
-		New(&shelf{room: map[string]bool{"a": true}}, Options{}).ServeHTTP(w, r)
-		switch w.Code {
-		case http.StatusOK, http.StatusBadRequest, http.StatusServiceUnavailable:
-		default:
-			t.Errorf("%d %s", w.Code, w.Body)
-		}
-		runtime.ReadMemStats(&after)
-		if took := after.TotalAlloc - before.TotalAlloc; took > 8<<20+uint64(200*len(body)) {
+		took := cost.Allocated(func() {
+			r := httptest.NewRequest(http.MethodPost, path, bytes.NewReader(body))
+			r.Header.Set("Content-Type", "application/json")
+			w := httptest.NewRecorder()
+			New(&shelf{room: map[string]bool{"a": true}}, Options{}).ServeHTTP(w, r)
+			switch w.Code {
+			case http.StatusOK, http.StatusBadRequest, http.StatusServiceUnavailable:
+			default:
+				t.Errorf("%d %s", w.Code, w.Body)
+			}
+		})
+		if took > 8<<20+uint64(200*len(body)) {
 			t.Errorf("%d bytes cost %d KiB", len(body), took>>10)
 		}
 	})

@@ -5,13 +5,13 @@ package fleet
 import (
 	"encoding/json"
 	"fmt"
-	"runtime"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/tests/cost"
 )
 
 // FuzzFleet tells a fleet of a Node, a GPUNode and pods as somebody else has written them, and asks for
@@ -36,32 +36,31 @@ func FuzzFleet(f *testing.F) {
 		if json.Unmarshal(text, &in) != nil || len(in.Pods) > 50 {
 			return
 		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		f := known("honest")
-		in.Node.Name = "hostile"
-		f.SetNode(&in.Node)
-		_ = f.SetGPUNode("hostile", in.Says) // what cannot be is passed over
-		for i := range in.Pods {
-			p := &in.Pods[i]
-			if p.UID = types.UID(fmt.Sprint("theirs-", i)); p.Spec.NodeName != "" {
-				p.Spec.NodeName = "hostile"
+		took := cost.Allocated(func() {
+			f := known("honest")
+			in.Node.Name = "hostile"
+			f.SetNode(&in.Node)
+			_ = f.SetGPUNode("hostile", in.Says) // what cannot be is passed over
+			for i := range in.Pods {
+				p := &in.Pods[i]
+				if p.UID = types.UID(fmt.Sprint("theirs-", i)); p.Spec.NodeName != "" {
+					p.Spec.NodeName = "hostile"
+				}
+				f.SetPod(p)
+				_, _, _ = f.Place(t.Context(), string(p.UID), []string{"hostile", "honest"})
+				_, _ = f.Fits(t.Context(), string(p.UID), "hostile", []string{"theirs-0"})
 			}
-			f.SetPod(p)
-			_, _, _ = f.Place(t.Context(), string(p.UID), []string{"hostile", "honest"})
-			_, _ = f.Fits(t.Context(), string(p.UID), "hostile", []string{"theirs-0"})
-		}
-		f.lapse()
-		f.usable("hostile")
-		f.usable("honest")
-		for i := range in.Pods {
-			f.DeletePod(string(in.Pods[i].UID))
-		}
-		if on, refused, err := place(t.Context(), f, asks("ours", "79"), []string{"honest"}); on != "honest" {
-			t.Errorf("an honest pod is placed on %q: %v, %v", on, refused, err)
-		}
-		runtime.ReadMemStats(&after)
-		if took := after.TotalAlloc - before.TotalAlloc; took > 256<<20 {
+			f.lapse()
+			f.usable("hostile")
+			f.usable("honest")
+			for i := range in.Pods {
+				f.DeletePod(string(in.Pods[i].UID))
+			}
+			if on, refused, err := place(t.Context(), f, asks("ours", "79"), []string{"honest"}); on != "honest" {
+				t.Errorf("an honest pod is placed on %q: %v, %v", on, refused, err)
+			}
+		})
+		if took > 256<<20 {
 			t.Errorf("%d bytes cost %d MiB", len(text), took>>20)
 		}
 	})

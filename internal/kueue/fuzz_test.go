@@ -4,11 +4,12 @@ package kueue
 
 import (
 	"encoding/json"
-	"runtime"
 	"testing"
 	"time"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/tests/cost"
 )
 
 // FuzzDecide reads a workload, a flavor and a check as somebody else has written them, and decides. A
@@ -28,34 +29,33 @@ func FuzzDecide(f *testing.F) {
 		if json.Unmarshal(text, &in) != nil {
 			return
 		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		c := newCluster(t, map[string][]int{"a": {79}, "b": {79, 79}})
-		ours := c.job("ours", "o-1", "here", "room", [2]int{1, 40})
-		if w, err := ReadWorkload(&unstructured.Unstructured{Object: in.Workload}); err == nil && in.Workload != nil {
-			if w.UID = "theirs"; w.Created.Before(ours.Created) {
-				w.Created = ours.Created.Add(time.Second) // who came first has his room first
+		took := cost.Allocated(func() {
+			c := newCluster(t, map[string][]int{"a": {79}, "b": {79, 79}})
+			ours := c.job("ours", "o-1", "here", "room", [2]int{1, 40})
+			if w, err := ReadWorkload(&unstructured.Unstructured{Object: in.Workload}); err == nil && in.Workload != nil {
+				if w.UID = "theirs"; w.Created.Before(ours.Created) {
+					w.Created = ours.Created.Add(time.Second) // who came first has his room first
+				}
+				w.Priority = min(w.Priority, ours.Priority)
+				c.view.Workloads = append(c.view.Workloads, w)
 			}
-			w.Priority = min(w.Priority, ours.Priority)
-			c.view.Workloads = append(c.view.Workloads, w)
-		}
-		if x, err := ReadFlavor(&unstructured.Unstructured{Object: in.Flavor}, "example.com"); err == nil && in.Flavor != nil && c.view.Flavors[x.Name] == nil {
-			c.view.Flavors[x.Name] = x
-		}
-		if x, err := ReadCheck(&unstructured.Unstructured{Object: in.Check}); err == nil && in.Check != nil && c.view.Checks[x.Name] == nil {
-			c.view.Checks[x.Name] = x
-		}
-		for i := range 3 {
-			c.Decide(&c.view, start.Add(time.Duration(i)*time.Minute))
-		}
-		if at, no := c.Hold("another", "x/another", nil); at == nil && no != nil {
-			t.Errorf("the books hold nothing any more: %v", no)
-		}
-		if parts := c.Books.Holds(); len(parts) == 0 {
-			t.Error("our workload has no room")
-		}
-		runtime.ReadMemStats(&after)
-		if took := after.TotalAlloc - before.TotalAlloc; took > 64<<20+uint64(1000*len(text)) {
+			if x, err := ReadFlavor(&unstructured.Unstructured{Object: in.Flavor}, "example.com"); err == nil && in.Flavor != nil && c.view.Flavors[x.Name] == nil {
+				c.view.Flavors[x.Name] = x
+			}
+			if x, err := ReadCheck(&unstructured.Unstructured{Object: in.Check}); err == nil && in.Check != nil && c.view.Checks[x.Name] == nil {
+				c.view.Checks[x.Name] = x
+			}
+			for i := range 3 {
+				c.Decide(&c.view, start.Add(time.Duration(i)*time.Minute))
+			}
+			if at, no := c.Hold("another", "x/another", nil); at == nil && no != nil {
+				t.Errorf("the books hold nothing any more: %v", no)
+			}
+			if parts := c.Books.Holds(); len(parts) == 0 {
+				t.Error("our workload has no room")
+			}
+		})
+		if took > 64<<20+uint64(1000*len(text)) {
 			t.Errorf("%d bytes cost %d MiB", len(text), took>>20)
 		}
 	})

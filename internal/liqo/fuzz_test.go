@@ -4,11 +4,12 @@ package liqo
 
 import (
 	"encoding/json"
-	"runtime"
 	"testing"
 	"time"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/tests/cost"
 )
 
 // FuzzGrants reads a slice and a tenant as another cluster has written them, and decides. One that asks
@@ -29,35 +30,34 @@ func FuzzGrants(f *testing.F) {
 		if json.Unmarshal(text, &in) != nil {
 			return
 		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		p := newPeers(t)
-		p.cluster.units("a", 79, 79)
-		p.cluster.onDemand("b", "1g.10gb", "3g.40gb")
-		p.ask("ours", map[string]any{memory: "40"})
-		all := []*Slice{p.read("ours")}
-		if theirs, err := ReadSlice(&unstructured.Unstructured{Object: in.Slice}); err == nil && in.Slice != nil {
-			if theirs.UID = "theirs"; !theirs.Created.After(all[0].Created) {
-				theirs.Created = all[0].Created.Add(time.Second) // who came first has his room first
+		took := cost.Allocated(func() {
+			p := newPeers(t)
+			p.cluster.units("a", 79, 79)
+			p.cluster.onDemand("b", "1g.10gb", "3g.40gb")
+			p.ask("ours", map[string]any{memory: "40"})
+			all := []*Slice{p.read("ours")}
+			if theirs, err := ReadSlice(&unstructured.Unstructured{Object: in.Slice}); err == nil && in.Slice != nil {
+				if theirs.UID = "theirs"; !theirs.Created.After(all[0].Created) {
+					theirs.Created = all[0].Created.Add(time.Second) // who came first has his room first
+				}
+				theirs.Granted = nil
+				all = append(all, theirs)
 			}
-			theirs.Granted = nil
-			all = append(all, theirs)
-		}
-		tenants := []*Tenant{p.tenants["ours"]}
-		if theirs, err := ReadTenant(&unstructured.Unstructured{Object: in.Tenant}); err == nil && in.Tenant != nil && theirs.Cluster != "ours" {
-			tenants = append(tenants, theirs)
-		}
-		granted := false
-		for i := range 3 {
-			for _, d := range p.grants.Decide(all, tenants, p.now.Add(time.Duration(i)*time.Minute)) {
-				granted = granted || d.Slice.UID == "ours" && d.Status != nil
+			tenants := []*Tenant{p.tenants["ours"]}
+			if theirs, err := ReadTenant(&unstructured.Unstructured{Object: in.Tenant}); err == nil && in.Tenant != nil && theirs.Cluster != "ours" {
+				tenants = append(tenants, theirs)
 			}
-		}
-		if !granted {
-			t.Error("our slice is told nothing")
-		}
-		runtime.ReadMemStats(&after)
-		if took := after.TotalAlloc - before.TotalAlloc; took > 128<<20+uint64(1000*len(text)) {
+			granted := false
+			for i := range 3 {
+				for _, d := range p.grants.Decide(all, tenants, p.now.Add(time.Duration(i)*time.Minute)) {
+					granted = granted || d.Slice.UID == "ours" && d.Status != nil
+				}
+			}
+			if !granted {
+				t.Error("our slice is told nothing")
+			}
+		})
+		if took > 128<<20+uint64(1000*len(text)) {
 			t.Errorf("%d bytes cost %d MiB", len(text), took>>20)
 		}
 	})

@@ -7,34 +7,25 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"runtime"
 	"strings"
 	"testing"
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/tests/cost"
 )
 
 // A question may take so many trials on a node: of the pod alone, beside the others, of those that
 // are to come, and of what is kept.
 const mostTrials = 8
 
-// cost is what doing something takes: bytes that are allocated, and steps.
-func cost(b *Books, do func()) (bytes uint64, steps int) {
-	var before, after runtime.MemStats
-	was := b.taken
-	runtime.ReadMemStats(&before)
-	do()
-	runtime.ReadMemStats(&after)
-	return after.TotalAlloc - before.TotalAlloc, b.taken - was
-}
-
 // cheap fails the test if a question costs more than so many MiB and trials.
 func cheap(t *testing.T, what string, b *Books, mib uint64, do func()) {
 	t.Helper()
-	bytes, steps := cost(b, do)
-	if bytes > mib<<20 || steps > mostTrials*maxSteps {
+	before := b.taken
+	bytes := cost.Allocated(do)
+	if steps := b.taken - before; bytes > mib<<20 || steps > mostTrials*maxSteps {
 		t.Errorf("%s took %d MiB and %d steps, want at most %d and %d", what, bytes>>20, steps, mib, mostTrials*maxSteps)
 	}
 }
