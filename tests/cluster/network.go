@@ -3,6 +3,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -132,14 +133,12 @@ func (s Spec) peerThere() (bool, error) {
 		return false, fmt.Errorf("enter the network of node %s: %w", s.Join.Name, err)
 	}
 	defer handle.Close()
-	links, err := handle.LinkList()
+	// One link by its name: a list is interrupted by a link that comes or goes meanwhile.
+	if _, err = handle.LinkByName(s.linkPeer()); errors.As(err, new(netlink.LinkNotFoundError)) {
+		return false, nil
+	}
 	if err != nil {
-		return false, fmt.Errorf("list the links of node %s: %w", s.Join.Name, err)
+		return false, fmt.Errorf("look for the link %s of node %s: %w", s.linkPeer(), s.Join.Name, err)
 	}
-	for _, link := range links {
-		if link.Attrs().Name == s.linkPeer() {
-			return true, nil
-		}
-	}
-	return false, nil
+	return true, nil
 }
