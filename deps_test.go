@@ -87,6 +87,7 @@ var packages = []entry{
 	{"internal/health", 1, "which GPUs are healthy, from events and readings"},
 	{"pkg/gpu", 0, "the words for hardware"},
 	{"internal/workload", 0, "the words for pods"},
+	{"internal/amount", 0, "quantities that somebody outside has written"},
 	{"internal/brief", 0, "bounds on what is said: texts, lists of names, lines in the log"},
 	{"pkg/memcap/lib/build", outside, "compiles the libraries that the agent carries"},
 	{"deployments/...", outside, "manifests and their tests"},

@@ -16,7 +16,7 @@ import (
 	"syscall"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	extender "k8s.io/kube-scheduler/extender/v1"
 )
 
@@ -209,7 +209,7 @@ type question func(context.Context, Books) (answer any, how Outcome, err error)
 // read makes sense of a request, and says which pod it is about.
 func read(v Verb, body []byte) (q question, uid string, err error) {
 	if v == Preempt {
-		var args extender.ExtenderPreemptionArgs
+		var args preemption
 		if err := decode(body, &args, &args.Pod); err != nil {
 			return nil, "", err
 		}
@@ -218,7 +218,7 @@ func read(v Verb, body []byte) (q question, uid string, err error) {
 		}
 		return func(ctx context.Context, b Books) (any, Outcome, error) { return preempt(ctx, b, &args) }, string(args.Pod.UID), nil
 	}
-	var args extender.ExtenderArgs
+	var args filtering
 	if err := decode(body, &args, &args.Pod); err != nil {
 		return nil, "", err
 	}
@@ -228,8 +228,22 @@ func read(v Verb, body []byte) (q question, uid string, err error) {
 	return func(ctx context.Context, b Books) (any, Outcome, error) { return filter(ctx, b, &args) }, string(args.Pod.UID), nil
 }
 
+// filtering is what is read of an extender.ExtenderArgs. Whoever asks could make up the pod's
+// spec, and its amounts can take minutes to decode, so none of that is read.
+type filtering struct {
+	Pod       *metav1.PartialObjectMetadata
+	NodeNames *[]string
+}
+
+// preemption is what is read of an extender.ExtenderPreemptionArgs.
+type preemption struct {
+	Pod                   *metav1.PartialObjectMetadata
+	NodeNameToVictims     map[string]json.RawMessage
+	NodeNameToMetaVictims map[string]*extender.MetaVictims
+}
+
 // decode reads arguments, of which pod is a part.
-func decode(body []byte, args any, pod **corev1.Pod) error {
+func decode(body []byte, args any, pod **metav1.PartialObjectMetadata) error {
 	if err := json.Unmarshal(body, args); err != nil {
 		return fmt.Errorf("read the request: %w", err)
 	}
@@ -277,7 +291,7 @@ func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) 
 }
 
 // filter answers with the one best node.
-func filter(ctx context.Context, b Books, args *extender.ExtenderArgs) (any, Outcome, error) {
+func filter(ctx context.Context, b Books, args *filtering) (any, Outcome, error) {
 	node, refused, err := b.Place(ctx, string(args.Pod.UID), *args.NodeNames)
 	if err != nil {
 		return nil, "", fmt.Errorf("place %s/%s: %w", args.Pod.Namespace, args.Pod.Name, err)
@@ -289,7 +303,7 @@ func filter(ctx context.Context, b Books, args *extender.ExtenderArgs) (any, Out
 }
 
 // preempt keeps the nodes on which the eviction of pods opens room.
-func preempt(ctx context.Context, b Books, args *extender.ExtenderPreemptionArgs) (any, Outcome, error) {
+func preempt(ctx context.Context, b Books, args *preemption) (any, Outcome, error) {
 	out := &extender.ExtenderPreemptionResult{NodeNameToMetaVictims: map[string]*extender.MetaVictims{}}
 	how := Refused
 	for node, victims := range args.NodeNameToMetaVictims {

@@ -16,6 +16,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/amount"
 )
 
 // lowerTries is how often a request is repeated because the kubelet has written
@@ -108,8 +110,11 @@ func allocatablePath(name string) string {
 func readAmounts(object *unstructured.Unstructured) map[string]resource.Quantity {
 	amounts, _, _ := unstructured.NestedStringMap(object.Object, "status", "allocatable")
 	out := map[string]resource.Quantity{}
-	for name, amount := range amounts {
-		if q, err := resource.ParseQuantity(amount); err == nil && strings.Contains(name, "/") {
+	for name, value := range amounts {
+		if amount.Check(value) != nil || !strings.Contains(name, "/") {
+			continue
+		}
+		if q, err := resource.ParseQuantity(value); err == nil {
 			out[name] = q
 		}
 	}

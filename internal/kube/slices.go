@@ -5,9 +5,12 @@ package kube
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/internal/amount"
 )
 
 // ResourceSlice is one that a driver of this node publishes, in the words and the JSON of
@@ -136,7 +139,11 @@ func (q Quantity) MarshalJSON() ([]byte, error) {
 // UnmarshalJSON reads a quantity that is a whole number.
 func (q *Quantity) UnmarshalJSON(data []byte) error {
 	var of resource.Quantity
-	if err := json.Unmarshal(data, &of); err != nil {
+	err := amount.Check(strings.Trim(string(data), `"`)) // a number, or a text without escapes
+	if err == nil {
+		err = json.Unmarshal(data, &of)
+	}
+	if err != nil {
 		return fmt.Errorf("read a quantity: %w", err)
 	}
 	*q = Quantity(of.Value())

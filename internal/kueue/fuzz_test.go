@@ -21,6 +21,7 @@ func FuzzDecide(f *testing.F) {
 		  "status":{"conditions":[{"type":"QuotaReserved","status":"True"}],"admission":{"podSetAssignments":[{"name":"main","flavors":{"example.com/gpu-mem":"here"},"count":9000000000000000000}]},"admissionChecks":[{"name":"room","state":"Pending"}]}}}`,
 		`{"workload":{"metadata":{"uid":"u"},"spec":{"priority":-5,"podSets":[{"name":"a","count":-1},{"name":"a","count":3}]},"status":{"conditions":[{"type":"QuotaReserved","status":"True"}],"reclaimablePods":[{"name":"a","count":-9000000000000000000}],"admissionChecks":[{"name":"room","state":"Retry","retryCount":2147483647,"requeueAfterSeconds":-1}]}},
 		  "flavor":{"metadata":{"uid":"f","name":"here"},"spec":{"nodeLabels":{"site":"on-prem"}}},"check":{"metadata":{"uid":"c","name":"room"},"spec":{"controllerName":"example.com/gpu-placer"}}}`,
+		`{"workload":{"metadata":{"uid":"u"},"spec":{"podSets":[{"name":"a","count":1,"template":{"spec":{"containers":[{"resources":{"requests":{"cpu":"1e-999999999"}}}]}}}]}}}`,
 	} {
 		f.Add([]byte(text))
 	}

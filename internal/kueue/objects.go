@@ -15,6 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"example.com/gpu-agent/internal/amount"
 )
 
 // The resources that are followed, as of Kueue v0.19.
@@ -188,7 +190,11 @@ const (
 
 // read makes a typed value of an object.
 func read(o *unstructured.Unstructured, into any) error {
-	text, err := o.MarshalJSON()
+	var text []byte
+	err := amount.Check(o.Object)
+	if err == nil {
+		text, err = o.MarshalJSON()
+	}
 	if err == nil {
 		err = json.Unmarshal(text, into)
 	}

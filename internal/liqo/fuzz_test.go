@@ -22,6 +22,7 @@ func FuzzGrants(f *testing.F) {
 		  "status":{"conditions":[{"type":"Authentication","status":"Accepted"}],"resources":{"example.com/gpu-mem":"60000"}}},
 		  "tenant":{"metadata":{"uid":"t","namespace":"liqo-tenant-b"},"spec":{"clusterID":"b"}}}`,
 		`{"slice":{"metadata":{"uid":"u"},"spec":{"resources":{"example.com/gpu-mem":"-1"}},"status":{"nodeLabels":{"a":"b"}}}}`,
+		`{"slice":{"metadata":{"uid":"u"},"spec":{"resources":{"cpu":"1e-999999999"}}}}`,
 	} {
 		f.Add([]byte(text))
 	}

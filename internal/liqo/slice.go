@@ -14,6 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"example.com/gpu-agent/internal/amount"
 )
 
 // The resources that are followed, as of Liqo v1.2.0.
@@ -184,9 +186,13 @@ func (r *reader) amounts(path ...string) corev1.ResourceList {
 	r.note(err, path)
 	out := corev1.ResourceList{}
 	for name, value := range all {
-		amount, err := resource.ParseQuantity(fmt.Sprint(value))
+		var q resource.Quantity
+		err := amount.Check(value)
+		if err == nil {
+			q, err = resource.ParseQuantity(fmt.Sprint(value))
+		}
 		r.note(err, append(path[:len(path):len(path)], name))
-		out[corev1.ResourceName(name)] = amount
+		out[corev1.ResourceName(name)] = q
 	}
 	return out
 }
