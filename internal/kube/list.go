@@ -22,14 +22,22 @@ type GPUNode struct {
 }
 
 // List reads once, in pages, the Nodes with such labels, in kubectl's words, that have a
-// GPUNode. The error says what the server does not have or does not allow, or which GPUNode
-// makes no sense.
+// GPUNode. A node whose GPUNode says what cannot be is logged and passed over: none can keep the
+// others from being read. The error says what the server does not have or does not allow.
 func (c *Cluster) List(ctx context.Context, selector string) ([]GPUNode, error) {
 	says := map[string]*gpunode.Status{}
 	all := schema.GroupVersionResource{Group: c.options.Domain, Version: gpunode.Version, Resource: gpunode.Plural}
-	err := c.pages(ctx, all, "", func(o *unstructured.Unstructured) (err error) {
-		says[o.GetName()], err = readGPUNode(o)
-		return err
+	err := c.pages(ctx, all, "", func(o *unstructured.Unstructured) error {
+		status, err := readGPUNode(o)
+		if err == nil {
+			err = status.Check()
+		}
+		if err != nil {
+			c.log.Warn("passing over a node whose GPUNode says what cannot be", "node", o.GetName(), "err", err)
+			return nil
+		}
+		says[o.GetName()] = status
+		return nil
 	})
 	if apierrors.IsNotFound(err) {
 		err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)", gpunode.Plural, c.options.Domain, err)

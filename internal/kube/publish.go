@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -89,8 +90,14 @@ func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []Res
 	}
 	meddled = s.compare(have)
 	want = slices.Clone(want)
-	generations(want, have)
 	var errs []error
+	for _, name := range slices.Sorted(maps.Keys(have)) {
+		if have[name].lost() {
+			errs = append(errs, s.deleteSlice(ctx, have[name].object))
+			delete(have, name)
+		}
+	}
+	generations(want, have)
 	for i := range want {
 		if err := s.writeSlice(ctx, driver, node, &want[i], have[want[i].Name]); err != nil {
 			errs = append(errs, fmt.Errorf("publish ResourceSlice %s: %w", want[i].Name, err))
@@ -128,6 +135,12 @@ func (s *ourSlices) checkServer(ctx context.Context) error {
 	defer s.mu.Unlock()
 	s.fit = true
 	return nil
+}
+
+// lost says that the slice cannot be made what it should be: nobody can read it, or its pool
+// can have no newer generation.
+func (p publishedSlice) lost() bool {
+	return p.Pool.Generation < 1 || p.Pool.Generation == math.MaxInt64
 }
 
 // compare returns the slices that are not as they were left.
@@ -344,15 +357,22 @@ func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]publ
 	}); err != nil {
 		return nil, err
 	}
+	return s.readOwn(list), nil
+}
+
+// readOwn reads slices, by name. One that nobody can read has no pool.
+func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]publishedSlice {
 	out := map[string]publishedSlice{}
 	for i := range list.Items {
-		slice, err := readSlice(&list.Items[i])
+		o := &list.Items[i]
+		slice, err := readSlice(o)
 		if err != nil {
-			return nil, err
+			s.log.Warn("replacing a ResourceSlice of this node that nobody can read", "slice", o.GetName(), "err", err)
+			slice = publishedSlice{object: o}
 		}
-		out[slice.Name] = slice
+		out[o.GetName()] = slice
 	}
-	return out, nil
+	return out
 }
 
 func readSlice(o *unstructured.Unstructured) (publishedSlice, error) {

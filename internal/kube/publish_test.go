@@ -5,6 +5,7 @@ package kube
 import (
 	"encoding/json"
 	"errors"
+	"math"
 	"net/http"
 	"slices"
 	"strings"
@@ -174,6 +175,16 @@ func TestSlicesThatSomebodyElseChanges(t *testing.T) {
 	s.put("resourceslices", "", "00000", nil)
 	s.put("resourceslices", "", "00001", nil)
 	publish("00000", "00001")
+
+	// Slices that nothing newer can follow, and that nobody can read.
+	last := clone(s.all("resourceslices")[0])
+	last["spec"].(map[string]any)["pool"].(map[string]any)["generation"] = math.MaxInt64
+	name = last["metadata"].(map[string]any)["name"].(string)
+	s.put("resourceslices", "", name, last)
+	odd := clone(last)
+	odd["spec"].(map[string]any)["pool"] = "odd"
+	s.put("resourceslices", "", "00008", odd)
+	publish(slices.Sorted(slices.Values([]string{name, "00008"}))...)
 
 	// What a predecessor has left is nobody else's.
 	s.put("resourceslices", "", "00009", another)
