@@ -33,7 +33,7 @@ help:
 	@echo 'make burst-down end those'
 	@echo 'make test       what every change must pass, pods on a real node included; needs root for these'
 	@echo 'make test-all   all that is known, once: before a release'
-	@echo 'make soak       the same with the long counts, and two hours of fuzzing'
+	@echo 'make soak       the same with the long counts, and ten minutes of each fuzz test'
 	@echo 'make unit       the tests that need no node'
 	@echo 'make lint       gofmt, go vet, staticcheck'
 	@echo 'make bench      speed and memory, NVIDIA'"'"'s device plugin beside the agent'

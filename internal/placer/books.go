@@ -99,6 +99,8 @@ type entry struct {
 	needs  map[string]int
 	names  []string
 	pinned bool
+	// largest is the largest MIG device that it asks for, by slicesOf, and sum how many devices.
+	largest, sum int
 	// shape is the same for pods that ask for the same.
 	shape string
 	// reserved is a node, until a time.
@@ -266,6 +268,10 @@ func (b *Books) SetPod(p Pod) {
 func (e *entry) set(p Pod) {
 	e.Pod, e.needs, e.pinned = p, p.needs(), p.pinned()
 	e.names, e.shape = sorted(e.needs), fmt.Sprint(p.Containers)
+	e.largest, e.sum = 0, 0
+	for name, n := range e.needs {
+		e.largest, e.sum = max(e.largest, slicesOf(name)), e.sum+n
+	}
 }
 
 // DeletePod forgets a pod.

@@ -85,7 +85,7 @@ func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entr
 			return nil, no
 		}
 		s.node = node
-		hs.seat(h, append(slices.Clone(h.seats), s))
+		hs.add(h, s)
 	}
 	return h.at(len(groups)), nil
 }
@@ -295,6 +295,22 @@ func (hs *holds) seat(h *hold, seats []*seat) {
 	hs.reseat(h)
 }
 
+// add gives a hold one seat more. Those that it has need not be looked at anew where all members
+// sit: a hold of thousands of seats gets them one after the other.
+func (hs *holds) add(h *hold, s *seat) {
+	sitting := 0
+	for _, o := range h.seats {
+		if o.by != nil {
+			sitting++
+		}
+	}
+	if h.seats = append(h.seats, s); sitting < len(h.members) {
+		hs.reseat(h)
+		return
+	}
+	hs.open(s, true)
+}
+
 // reseat finds out which member has which seat. Where a pod has got its room elsewhere, its
 // seat goes with it.
 func (hs *holds) reseat(h *hold) {
@@ -381,15 +397,7 @@ func (n *node) seatsOn() (out []*seat) {
 
 // heavier sorts what pods ask for, the hardest to place first.
 func heavier(x, y *entry) int {
-	size := func(e *entry) (most, sum int) {
-		for name, n := range e.needs {
-			most, sum = max(most, slicesOf(name)), sum+n
-		}
-		return most, sum
-	}
-	mostX, sumX := size(x)
-	mostY, sumY := size(y)
-	return cmp.Or(cmp.Compare(mostY, mostX), cmp.Compare(sumY, sumX), cmp.Compare(x.shape, y.shape))
+	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape))
 }
 
 // lost are open seats of a hold for which there is no room any more.
@@ -486,30 +494,47 @@ func (hs *holds) judgeSeat(h *hold, e *entry, name string, alone verdict) (v ver
 		return alone, false
 	}
 	mine := n.seatOf(h, e)
-	if own = mine != nil; alone.why == "" {
+	if own = mine != nil; alone.why == "" || !own && e.seat == nil {
 		return alone, own
 	}
+	// A hold of thousands of seats is asked about the same full nodes for each of them.
+	r, key := hs.b.room(name), seatKey{h.id, e.shape, own}
+	v, known := r.seats[key]
+	if !known {
+		if v = hs.tryon(h, e, n, mine); v.why != "" && !own {
+			v = alone
+		}
+		if r.seats == nil {
+			r.seats = map[seatKey]verdict{}
+		}
+		if len(r.seats) < maxVerdicts && len(e.shape) <= maxShape {
+			r.seats[key] = v
+		}
+	}
+	return v, own
+}
+
+// tryon judges a pod beside the seats on a node, without the one that would be its own.
+func (hs *holds) tryon(h *hold, e *entry, n *node, mine *seat) verdict {
 	aside := n.seatsOn()
 	if e.seat != nil {
 		aside = slices.DeleteFunc(aside, func(s *seat) bool { return !slices.Contains(h.seats, s) })
 	}
-	if !own && (e.seat == nil || len(aside) == 0) {
-		return alone, own
+	if mine == nil && len(aside) == 0 {
+		return verdict{why: "no seats"}
 	}
 	r := hs.b.roomOf(n, besides(aside))
-	if v = r.judge(e); v.why == "" && (own || len(r.pending) == 0) {
-		_, before := r.seated(nil, aside)
-		fits, after := r.seated(&e.Pod, slices.DeleteFunc(slices.Clone(aside), func(s *seat) bool { return s == mine }))
-		if fits && len(after) <= len(before) {
-			v.spoilt, v.left = hs.b.room(name).expect().score(&e.Pod)
-			return v, own
-		}
-		v.why, v.waits = "other pods of the same hold are to have the room first", true
+	v := r.judge(e)
+	if v.why != "" || mine == nil && len(r.pending) > 0 {
+		return verdict{why: cmp.Or(v.why, "others are to come"), waits: v.waits}
 	}
-	if !own {
-		return alone, own
+	_, before := r.seated(nil, aside)
+	fits, after := r.seated(&e.Pod, slices.DeleteFunc(slices.Clone(aside), func(s *seat) bool { return s == mine }))
+	if !fits || len(after) > len(before) {
+		return verdict{why: "other pods of the same hold are to have the room first", waits: true}
 	}
-	return v, own
+	v.spoilt, v.left = n.room.expect().score(&e.Pod)
+	return v
 }
 
 // who is the pod for people.

@@ -38,6 +38,14 @@ type room struct {
 	// the largest requests, by resource.
 	verdicts map[string]verdict
 	blocks   map[string]int
+	// seats are the answers to seats of holds, and to pods that have one here.
+	seats map[seatKey]verdict
+}
+
+// seatKey is what the answer to a seat depends on besides the room.
+type seatKey struct {
+	hold, shape string
+	own         bool
 }
 
 // verdict is what a room says to a pod: why it refuses, or how bad a choice it is.
@@ -82,6 +90,8 @@ type space struct {
 	// counts the others; of a GPU of which nothing new can be had, all are held.
 	total, free int
 	held        []bool
+	// lowest is a number below which all are held.
+	lowest int
 	// MIG: standing may not be destroyed, warm exists and nobody has it, places are the
 	// placements that can be had, by resource, and all are those that the card has.
 	of             *cardOf

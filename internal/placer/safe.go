@@ -46,7 +46,17 @@ func (r *room) items(p *Pod, family string) (out []item) {
 // Where that takes more than maxSteps, it is not sure.
 func (r *room) safe(family string, items []item, fixed int) bool {
 	steps := newSteps(r.taken)
+	type request struct {
+		item
+		fixed bool
+	}
+	seen := map[request]bool{}
 	for i, it := range items {
+		of := request{it, i < fixed}
+		if seen[of] {
+			continue // the others are the same
+		}
+		seen[of] = true
 		if !steps.spend(len(items) + len(r.gpus)) {
 			return false
 		}

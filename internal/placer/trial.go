@@ -155,6 +155,63 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	if t.kinds[resource] == ledger.Placement {
 		return t.takePlacements(resource, n, must)
 	}
+	if len(must) > 0 {
+		return t.takeBeside(resource, n, must)
+	}
+	// What is free is counted and not listed: a crowd of small pods is tried for each of its pods.
+	var of []timeslice.Free
+	var at []int
+	free := 0
+	for i := range t.gpus {
+		if s := &t.gpus[i]; s.resource == resource && s.free > 0 {
+			of, at = append(of, timeslice.Free{GPU: s.uuid, N: s.free, Rank: s.rank}), append(at, i)
+			free += s.free
+		}
+	}
+	if n > free || !t.steps.spend(len(t.gpus)+n) {
+		return nil, false
+	}
+	switch t.kinds[resource] {
+	case ledger.Units:
+		g := timeslice.Fullest(of, n)
+		if g < 0 {
+			return nil, false
+		}
+		ids = t.lowest(ids, at[g], n)
+	case ledger.Replica:
+		chosen := timeslice.Fewest(of, n)
+		if len(chosen) < n {
+			return nil, false
+		}
+		for _, g := range chosen {
+			ids = t.lowest(ids, at[g], 1)
+		}
+	default: // which GPUs they are makes no difference to the number that is left
+		for _, i := range at {
+			if m := min(t.gpus[i].free, n-len(ids)); m > 0 {
+				ids = t.lowest(ids, i, m)
+			}
+		}
+	}
+	return ids, true
+}
+
+// lowest takes the n lowest free devices of a GPU, and appends them to ids.
+func (t *trial) lowest(ids []string, gpu, n int) []string {
+	s := &t.gpus[gpu]
+	s.free -= n
+	for number := s.lowest; n > 0; number++ {
+		t.steps.spend(1)
+		if s.lowest = number + 1; !s.held[number] {
+			s.held[number] = true
+			ids, n = append(ids, s.id(number)), n-1
+		}
+	}
+	return ids
+}
+
+// takeBeside is take of a container that gets some devices again.
+func (t *trial) takeBeside(resource string, n int, must []string) (ids []string, ok bool) {
 	total := 0
 	for i := range t.gpus {
 		total += t.gpus[i].total
@@ -177,7 +234,7 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 		ids, err = timeslice.PreferUnits(free, must, n, t.rank)
 	case ledger.Replica:
 		ids, err = timeslice.PreferReplicas(free, must, n, t.rank)
-	default: // which GPUs they are makes no difference to the number that is left
+	default:
 		if len(must)+len(free) < n {
 			return nil, false
 		}

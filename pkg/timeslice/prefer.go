@@ -4,6 +4,7 @@ package timeslice
 
 import (
 	"fmt"
+	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -26,37 +27,47 @@ func PreferUnits(available, must []string, n int, rank map[gpu.UUID]int) ([]stri
 	if n == 0 {
 		return nil, nil
 	}
-	best, largest, pinned := -1, -1, -1
+	t.ranked(rank)
+	best, largest, pinned := Fullest(t.gpus, n), -1, -1
 	for g := range t.gpus {
-		if t.gpus[g].must > 0 {
+		if t.gpus[g].Must > 0 {
 			if pinned >= 0 {
-				a, b := t.gpus[pinned].uuid, t.gpus[g].uuid
+				a, b := t.gpus[pinned].GPU, t.gpus[g].GPU
 				return nil, fmt.Errorf("units of both %s and %s are to be in the answer, but a request lives on one GPU: %w", min(a, b), max(a, b), gpu.ErrInvalid)
 			}
 			pinned = g
 		}
-		if t.gpus[g].free >= n && (best < 0 || t.before(g, best, rank)) {
-			best = g
-		}
-		if largest < 0 || t.gpus[g].free > t.gpus[largest].free || t.gpus[g].free == t.gpus[largest].free && t.before(g, largest, rank) {
+		if largest < 0 || t.gpus[g].N > t.gpus[largest].N || t.gpus[g].N == t.gpus[largest].N && t.gpus[g].before(&t.gpus[largest]) {
 			largest = g
 		}
 	}
 	held := 0
 	if pinned >= 0 {
-		largest, held = pinned, t.gpus[pinned].must
-		if best = pinned; t.gpus[pinned].free < n {
+		largest, held = pinned, t.gpus[pinned].Must
+		if best = pinned; t.gpus[pinned].N < n {
 			best = -1
 		}
 	}
 	if best < 0 {
 		e := &FitError{Asked: n, Held: held}
 		if largest >= 0 {
-			e.Largest, e.GPU = t.gpus[largest].free, gpu.UUID(t.gpus[largest].uuid)
+			e.Largest, e.GPU = t.gpus[largest].N, t.gpus[largest].GPU
 		}
 		return nil, e
 	}
 	return t.lowest(best, n)
+}
+
+// Fullest is the GPU of which [PreferUnits] chooses n units where none are given: where it is in
+// the list, -1 where none has as many free.
+func Fullest(of []Free, n int) int {
+	best := -1
+	for g := range of {
+		if of[g].N >= n && (best < 0 || of[g].before(&of[best])) {
+			best = g
+		}
+	}
+	return best
 }
 
 // PreferReplicas chooses one replica of each of n GPUs: those of must, then the
@@ -74,8 +85,8 @@ func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]s
 		return nil, err
 	}
 	for g := range t.gpus {
-		if t.gpus[g].must > 1 {
-			return nil, fmt.Errorf("%d replicas of %s are to be in the answer, but each is of a different GPU: %w", t.gpus[g].must, t.gpus[g].uuid, gpu.ErrInvalid)
+		if t.gpus[g].Must > 1 {
+			return nil, fmt.Errorf("%d replicas of %s are to be in the answer, but each is of a different GPU: %w", t.gpus[g].Must, t.gpus[g].GPU, gpu.ErrInvalid)
 		}
 	}
 	if n > len(t.gpus) {
@@ -96,23 +107,33 @@ func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]s
 			of[p.gpu] = i
 		}
 	}
-	// n and the number of GPUs are small: take the best one n times.
+	t.ranked(rank)
 	answer := make([]string, 0, n)
-	for range n {
-		best := -1
-		for g := range of {
-			if of[g] < 0 {
-				continue
-			}
-			if best < 0 || t.gpus[g].must > t.gpus[best].must ||
-				t.gpus[g].must == t.gpus[best].must && t.before(g, best, rank) {
-				best = g
-			}
-		}
-		answer = append(answer, t.id(of[best]))
-		of[best] = -1
+	for _, g := range Fewest(t.gpus, n) {
+		answer = append(answer, t.id(of[g]))
 	}
 	return answer, nil
+}
+
+// Fewest are the n GPUs of which [PreferReplicas] chooses a replica each, by their places in the
+// list, those of which one is given first; fewer where fewer have one free.
+func Fewest(of []Free, n int) []int {
+	var all []int
+	for g := range of {
+		if of[g].N > 0 {
+			all = append(all, g)
+		}
+	}
+	slices.SortFunc(all, func(a, b int) int {
+		switch x, y := &of[a], &of[b]; {
+		case x.Must != y.Must:
+			return y.Must - x.Must
+		case x.before(y):
+			return -1
+		}
+		return 1
+	})
+	return all[:min(n, len(all))]
 }
 
 // OneGPU is the GPU that all units of a grant are on. Units of several GPUs are
@@ -127,12 +148,12 @@ func OneGPU(ids []string) (gpu.UUID, error) {
 	case 0:
 		return "", fmt.Errorf("no device granted: %w", gpu.ErrInvalid)
 	case 1:
-		return gpu.UUID(t.gpus[0].uuid), nil
+		return t.gpus[0].GPU, nil
 	}
 	e := &FitError{Asked: len(ids)}
 	for _, g := range t.gpus {
-		if uuid := gpu.UUID(g.uuid); g.free > e.Largest || g.free == e.Largest && uuid < e.GPU {
-			e.Largest, e.GPU = g.free, uuid
+		if g.N > e.Largest || g.N == e.Largest && g.GPU < e.GPU {
+			e.Largest, e.GPU = g.N, g.GPU
 		}
 	}
 	return "", e
@@ -154,7 +175,7 @@ func DistinctGPUs(ids []string) ([]gpu.UUID, error) {
 	// Each ID brought a GPU of its own, so the GPUs are in the order of ids.
 	uuids := make([]gpu.UUID, len(t.gpus))
 	for i := range t.gpus {
-		uuids[i] = gpu.UUID(t.gpus[i].uuid)
+		uuids[i] = t.gpus[i].GPU
 	}
 	return uuids, nil
 }

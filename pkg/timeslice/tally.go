@@ -17,7 +17,7 @@ type tally struct {
 	// pieces is available, then must, parsed.
 	pieces []piece
 	// gpus is in order of first appearance, which no answer may depend on.
-	gpus []onGPU
+	gpus []Free
 	at   map[string]int // where in gpus a UUID is
 }
 
@@ -29,9 +29,13 @@ type piece struct {
 	must   bool
 }
 
-type onGPU struct {
-	uuid       string
-	free, must int
+// Free is how many devices of a GPU are free, for those who count them without a list of IDs.
+type Free struct {
+	GPU gpu.UUID
+	// N is how many are free, and Must how many of these are to be in the answer.
+	N, Must int
+	// Rank is the GPU's place; math.MaxInt for one that has none.
+	Rank int
 }
 
 func count(available, must []string, n int) (*tally, error) {
@@ -45,7 +49,7 @@ func count(available, must []string, n int) (*tally, error) {
 		available: available,
 		must:      must,
 		pieces:    make([]piece, len(available), len(available)+len(must)),
-		gpus:      make([]onGPU, 0, 16),
+		gpus:      make([]Free, 0, 16),
 		at:        make(map[string]int, 16),
 	}
 	for i, id := range available {
@@ -57,7 +61,7 @@ func count(available, must []string, n int) (*tally, error) {
 		if g < 0 {
 			return nil, idError(id)
 		}
-		t.gpus[g].free++
+		t.gpus[g].N++
 		t.pieces[i] = piece{gpu: int32(g), number: uint16(number)}
 	}
 	if len(must) == 0 {
@@ -83,17 +87,17 @@ func count(available, must []string, n int) (*tally, error) {
 			return nil, fmt.Errorf("device %s is named twice: %w", id, gpu.ErrInvalid)
 		}
 		musts[k] = struct{}{}
-		t.gpus[g].free++
-		t.gpus[g].must++
+		t.gpus[g].N++
+		t.gpus[g].Must++
 		t.pieces = append(t.pieces, piece{gpu: k.gpu, number: k.number, must: true})
 	}
 	for i := range available {
 		p := &t.pieces[i]
-		if t.gpus[p.gpu].must == 0 {
+		if t.gpus[p.gpu].Must == 0 {
 			continue
 		}
 		if _, ok := musts[key{p.gpu, p.number}]; ok {
-			t.gpus[p.gpu].free--
+			t.gpus[p.gpu].N--
 			p.gpu = -1
 		}
 	}
@@ -109,29 +113,30 @@ func (t *tally) find(uuid string) int {
 	if !validUUID(uuid) {
 		return -1
 	}
-	t.gpus = append(t.gpus, onGPU{uuid: uuid})
+	t.gpus = append(t.gpus, Free{GPU: gpu.UUID(uuid), Rank: math.MaxInt})
 	t.at[uuid] = len(t.gpus) - 1
 	return len(t.gpus) - 1
 }
 
-// before is the order in which GPUs are used up: the fullest first, then by
-// rank, then by UUID, so that no two are equal.
-func (t *tally) before(a, b int, rank map[gpu.UUID]int) bool {
-	x, y := &t.gpus[a], &t.gpus[b]
-	if x.free != y.free {
-		return x.free < y.free
+// ranked notes the GPUs' places.
+func (t *tally) ranked(rank map[gpu.UUID]int) {
+	for i := range t.gpus {
+		if r, ok := rank[t.gpus[i].GPU]; ok {
+			t.gpus[i].Rank = r
+		}
 	}
-	if rx, ry := rankOf(x, rank), rankOf(y, rank); rx != ry {
-		return rx < ry
-	}
-	return x.uuid < y.uuid
 }
 
-func rankOf(g *onGPU, rank map[gpu.UUID]int) int {
-	if r, ok := rank[gpu.UUID(g.uuid)]; ok {
-		return r
+// before is the order in which GPUs are used up: the fullest first, then by
+// rank, then by UUID, so that no two are equal.
+func (f *Free) before(o *Free) bool {
+	if f.N != o.N {
+		return f.N < o.N
 	}
-	return math.MaxInt
+	if f.Rank != o.Rank {
+		return f.Rank < o.Rank
+	}
+	return f.GPU < o.GPU
 }
 
 func (t *tally) id(i int) string {
@@ -160,7 +165,7 @@ func (t *tally) lowest(g, n int) ([]string, error) {
 		}
 		at[p.number] = int32(i) + 1
 	}
-	optional := n - t.gpus[g].must
+	optional := n - t.gpus[g].Must
 	answer := make([]string, 0, n)
 	for _, i := range at {
 		switch {

@@ -336,7 +336,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, set: long, commands: fuzz})
+		all = append(all, stage{name: "fuzz", what: "the invariants of each fuzz test, ten minutes each", after: []string{"unit"}, set: long, commands: fuzz})
 	}
 	return slices.DeleteFunc(all, func(s stage) bool { return s.set > of }), nil
 }
@@ -371,7 +371,7 @@ func fuzzing(files []string) ([]command, error) {
 		for _, m := range fuzzTest.FindAllSubmatch(src, -1) {
 			// Minimising a large seed would take all the time there is.
 			all = append(all, command{in: filepath.Dir(f),
-				args: []string{"go", "test", "-run=^$", "-fuzz=^" + string(m[1]) + "$", "-fuzztime=5m", "-fuzzminimizetime=10x"}})
+				args: []string{"go", "test", "-run=^$", "-fuzz=^" + string(m[1]) + "$", "-fuzztime=10m", "-fuzzminimizetime=10x"}})
 		}
 	}
 	return all, nil
