@@ -99,6 +99,9 @@ var packages = []entry{
 // alone, which every package of that floor does.
 var tools = []string{"internal/atomicfile", "internal/socket"}
 
+// mains are the programs of the product.
+var mains = []string{"cmd/gpu-agent", "pkg/memcap/lib/hide"}
+
 // doors are outside systems that one package alone knows, by the prefix of their import
 // path.
 var doors = []struct{ prefix, owner, reason string }{
@@ -341,8 +344,8 @@ func (h *inspector) calls(p, dir string, r entry, f *ast.File, names map[string]
 		switch pkg, name := names[x.Name], sel.Sel.Name; {
 		case pkg == "time" && r.floor <= 1 && slices.Contains(impureTime, name):
 			h.add(p, "uses time.%s: floors 0 and 1 have no clock, what time it is is an argument", name)
-		case (pkg == "os" && name == "Exit" || pkg == "log" && strings.HasPrefix(name, "Fatal")) && dir != "cmd/gpu-agent":
-			h.add(p, "uses %s.%s: only cmd/gpu-agent ends the process, everyone else returns an error", pkg, name)
+		case (pkg == "os" && name == "Exit" || pkg == "log" && strings.HasPrefix(name, "Fatal")) && !slices.Contains(mains, dir):
+			h.add(p, "uses %s.%s: only a program's main package ends the process, everyone else returns an error", pkg, name)
 		}
 		return true
 	})
@@ -413,8 +416,8 @@ func TestRulesBite(t *testing.T) {
 		{"a clock by another name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport clock \"time\"\n\nvar f = clock.Sleep\n", "uses time.Sleep"},
 		{"a clock by no name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport . \"time\"\n\nvar f = Sleep\n", "dot import"},
 		{"the product knows a test", "internal/agent/x.go", source(module+"/tests/emulator", ""), "knows no test"},
-		{"an exit", "internal/agent/x.go", source("os", "func f() { os.Exit(1) }"), "only cmd/gpu-agent ends the process"},
-		{"a fatal log", "internal/obs/x.go", source("log", "func f() { log.Fatalf(\"\") }"), "only cmd/gpu-agent ends the process"},
+		{"an exit", "internal/agent/x.go", source("os", "func f() { os.Exit(1) }"), "main package ends the process"},
+		{"a fatal log", "internal/obs/x.go", source("log", "func f() { log.Fatalf(\"\") }"), "main package ends the process"},
 		{"no entry", "pkg/extra/x.go", source("", ""), "which floor is it on?"},
 		{"no entry at the top", "x.go", source("", ""), "which floor is it on?"},
 		{"a second program", "cmd/other/x.go", source("", ""), "which floor is it on?"},

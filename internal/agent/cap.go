@@ -132,8 +132,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	case k.openCaps:
 		over.Mounts = append(over.Mounts, bind(kit.Mark, lib.OpenMark))
 	case capped:
-		// The driver libraries that the image brings stand for nobody's cap.
-		over.Mounts = append(over.Mounts, bind(kit.Empty, lib.CompatDir))
+		over.Hooks = append(over.Hooks, kit.Hook())
 	}
 	return over, nil
 }

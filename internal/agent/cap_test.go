@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -26,7 +27,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-var testKit = lib.Kit{CUDA: "/kit/libcuda.so.1", NVML: "/kit/libnvidia-ml.so.1", Empty: "/kit/empty", Mark: "/kit/open"}
+var testKit = lib.Kit{CUDA: "/kit/libcuda.so.1", NVML: "/kit/libnvidia-ml.so.1", Hide: "/kit/hide", Mark: "/kit/open"}
 
 // driverParts is what the emulated drivers of these tests say that containers
 // need.
@@ -236,6 +237,17 @@ func mountAt(t *testing.T, b *bench, key, path string) string {
 	return at
 }
 
+// hidden reports whether the image's own driver libraries are, before any other hook runs.
+func hidden(t *testing.T, b *bench, key string) bool {
+	t.Helper()
+	spec, err := b.Agent.gates.files.Read(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hooks := spec.Devices[0].ContainerEdits.Hooks
+	return len(hooks) > 0 && reflect.DeepEqual(*hooks[0], testKit.Hook())
+}
+
 // capsOf is what an allocation's grants say of its GPUs' memory, as far as that is known.
 func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 	for _, u := range c.GPUs() {
@@ -319,12 +331,9 @@ partitions:
 					t.Errorf("%s: %q stands at %s, want %q", c.resource, got, path, want)
 				}
 			}
-			compat := testKit.Empty
-			if c.want == lib.None {
-				compat = "" // who has all of a GPU may bring what libraries he likes
-			}
-			if got := mountAt(t, b, key, lib.CompatDir); got != compat {
-				t.Errorf("%s: %q stands at %s, want %q", c.resource, got, lib.CompatDir, compat)
+			// Who has all of a GPU may bring what libraries he likes.
+			if got, want := hidden(t, b, key), c.want != lib.None; got != want {
+				t.Errorf("%s: the image's libraries are hidden: %v, want %v", c.resource, got, want)
 			}
 		}
 		if got := b.Offered(); len(got) != 3 {

@@ -92,6 +92,7 @@ type meter struct {
 	quiet   bool
 	nobody  bool // has counted anything
 	undone  uint64
+	peak    uint64 // by the count
 	// each is what processes count, by PID, and countErr why that cannot be told.
 	each     map[int]uint64
 	countErr error
@@ -317,7 +318,7 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	m.ended++
 	m.spent += m.cost
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
+	return lib.Reading{Used: driver + m.managed, PeakUsed: m.peak, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }
@@ -631,7 +632,7 @@ func TestMeters(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.container("old", []int{20}, 4*gib, gpu0)
-	m := &meter{w: w, managed: gib}
+	m := &meter{w: w, managed: gib, peak: 3 * gib}
 	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Second)
 		if c := g.State().Containers; len(c) != 2 || c[0].Guarantee != string(memcap.API) || c[0].UsedMiB == nil || used(c[0]) != 0 {
@@ -645,7 +646,7 @@ func TestMeters(t *testing.T) {
 			t.Errorf("%d readings begun and %d ended", m.begun, m.ended)
 		}
 		c := g.State().Containers
-		if len(c) != 2 || used(c[0]) != 2*gib || c[0].Refusals != 7 || c[0].Uncounted != 3 || c[0].UndoneMiB != 5 || c[0].Guarantee != string(memcap.API) {
+		if len(c) != 2 || used(c[0]) != 2*gib || c[0].Refusals != 7 || c[0].Uncounted != 3 || c[0].UndoneMiB != 5 || c[0].PeakMiB != 3<<10 || c[0].Guarantee != string(memcap.API) {
 			t.Errorf("with counters: %+v", c)
 		}
 		if used(c[1]) != gib || c[1].Guarantee != string(memcap.Watchdog) {

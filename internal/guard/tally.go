@@ -119,7 +119,7 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, claim bool) {
 	t.reading, t.sound = reading, true
 	if all.known {
 		t.used = reading.Used
-		t.peak = max(t.peak, t.used)
+		t.peak = max(t.peak, t.used, reading.PeakUsed)
 	}
 }
 

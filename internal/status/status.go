@@ -248,7 +248,7 @@ type Container struct {
 	// UsedMiB is what counts against the cap, as the watchdog last saw it: what the
 	// driver reports for the container's processes, and managed memory, for which
 	// there is only the container's own word; nil if unknown. PeakMiB is the most of
-	// that so far.
+	// that so far; with a cap also between two looks, by the container's own count.
 	UsedMiB *uint64 `json:"usedMiB"`
 	PeakMiB uint64  `json:"peakMiB"`
 	// Guarantee is how strong the cap is: "hardware", "driver", "api" or

@@ -20,6 +20,8 @@ type Overlay struct {
 	Overrides []Override
 	// Mounts are added as they are. Of two on one path the later one wins.
 	Mounts []specs.Mount
+	// Hooks run before those of the parts, which write down what libraries there are.
+	Hooks []specs.Hook
 }
 
 // Override mounts a file where containers look for a library of the driver. The
@@ -55,6 +57,11 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 	for i := range o.Mounts {
 		edits.Mounts = append(edits.Mounts, &o.Mounts[i])
 	}
+	first := make([]*specs.Hook, len(o.Hooks))
+	for i := range o.Hooks {
+		first[i] = &o.Hooks[i]
+	}
+	edits.Hooks = slices.Concat(first, edits.Hooks)
 	return nil
 }
 

@@ -221,7 +221,49 @@ func TestCaps(t *testing.T) {
 	b.must(node.DeletePods(b.ctx))
 	b.sub("a whole GPU and a share", wholeAndShare)
 	b.must(node.DeletePods(b.ctx))
+	b.sub("images and volumes stay as they are", imagesStay)
+	b.must(node.DeletePods(b.ctx))
 	b.sub("from zero", fromZero)
+}
+
+// imagesStay: driver libraries that an image or a volume brings are hidden from a container with
+// a cap, wherever they are, and from no other. Where there are none, nothing is made: neither a
+// directory in a volume or an image, nor a container that does not start.
+func imagesStay(b *bench) {
+	const dir = "/var/lib/toolkits"
+	_, err := node.Exec(b.ctx, "sh", "-c", "cd "+dir+" 2>/dev/null || mkdir -p "+dir+" && cd "+dir+" && mkdir -p read write bring/compat bring-12/compat && : >bring/compat/libcuda.so.1 && : >bring-12/compat/libcuda.so.1")
+	b.must(err)
+	pods := map[string]*lab.RunningPod{}
+	for name, c := range map[string]struct {
+		mount     lab.Mount
+		resources map[string]int
+	}{
+		"nothing":   {resources: map[string]int{lab.Memory: 1}},
+		"read-only": {lab.Mount{Host: dir + "/read", Path: "/usr/local/cuda", ReadOnly: true}, map[string]int{lab.Memory: 1}},
+		"writable":  {lab.Mount{Host: dir + "/write", Path: "/usr/local/cuda"}, map[string]int{lab.Memory: 1}},
+		"bring":     {lab.Mount{Host: dir + "/bring", Path: "/usr/local/cuda", ReadOnly: true}, map[string]int{lab.Memory: 1}},
+		"version":   {lab.Mount{Host: dir + "/bring-12", Path: "/usr/local/cuda-12.4"}, map[string]int{lab.Memory: 1, lab.Replicas: 1}},
+		"whole":     {lab.Mount{Host: dir + "/bring", Path: "/usr/local/cuda"}, map[string]int{lab.GPU: 1}},
+	} {
+		main := lab.Container{Resources: c.resources}
+		if c.mount.Host != "" {
+			main.Mounts = []lab.Mount{c.mount}
+		}
+		pods[name] = b.create(lab.Pod{Name: "image-" + name, Containers: []lab.Container{main}})
+	}
+	for name, want := range map[string]string{
+		"nothing": "", "read-only": "/usr/local/cuda\n", "writable": "/usr/local/cuda\n",
+		"bring": "/usr/local/cuda\n/usr/local/cuda/compat\n", "version": "/usr/local/cuda-12.4\n/usr/local/cuda-12.4/compat\n",
+		"whole": "/usr/local/cuda\n/usr/local/cuda/compat\n/usr/local/cuda/compat/libcuda.so.1\n",
+	} {
+		b.must(pods[name].Running(b.ctx))
+		if out, err := pods[name].Exec(b.ctx, "", "sh", "-c", "find /usr/local/cuda* 2>/dev/null | sort"); err != nil || string(out) != want {
+			b.Errorf("%s has %q, %v, want %q", name, out, err, want)
+		}
+	}
+	if out, err := node.Exec(b.ctx, "sh", "-c", "cd "+dir+" && find * | LC_ALL=C sort"); err != nil || string(out) != "bring\nbring-12\nbring-12/compat\nbring-12/compat/libcuda.so.1\nbring/compat\nbring/compat/libcuda.so.1\nread\nwrite\n" {
+		b.Errorf("the volumes have %q, %v", out, err)
+	}
 }
 
 // ours are the metrics about caps.

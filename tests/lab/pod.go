@@ -70,7 +70,10 @@ type Container struct {
 }
 
 // Mount shows a container what the node has at a path, at the same or another.
-type Mount struct{ Host, Path string }
+type Mount struct {
+	Host, Path string
+	ReadOnly   bool
+}
 
 // Scripts for Container.Then.
 const (
@@ -283,7 +286,7 @@ func (n *Node) podSpec(p Pod) object {
 			for _, m := range c.Mounts {
 				volume := fmt.Sprintf("host-%d", len(volumes))
 				volumes = append(volumes, object{"name": volume, "hostPath": object{"path": m.Host}})
-				mounts = append(mounts, object{"name": volume, "mountPath": m.Path})
+				mounts = append(mounts, object{"name": volume, "mountPath": m.Path, "readOnly": m.ReadOnly})
 			}
 			var of []any
 			for _, name := range c.Claims {

@@ -4,6 +4,8 @@ package lib
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -40,6 +42,8 @@ func TestAwkwardDriver(t *testing.T) {
 		{"awkward", "the right override is found where the driver's answers to cuGetProcAddress are no functions that it exports, " +
 			"and nothing is counted twice where it calls its own functions by name", nil},
 		{"graphics", "contexts of OpenGL and VDPAU are counted", nil},
+		{"limits", "a limit that takes memory is not raised where the driver does not tell what it was", nil},
+		{"starts", "what a short program has left behind does not have the next one wait for a reading", nil},
 		{"reopen", "a program that opens and closes the library all the time, with an allocation in between, is one process in the count", nil},
 		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
 		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",
@@ -99,8 +103,22 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 	if err := makePage(filepath.Join(root, limit), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
 	}
+	if program == "starts" {
+		// An agent that reads every second, and has not yet.
+		f, err := os.OpenFile(filepath.Join(root, limit), os.O_WRONLY, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = f.WriteAt(binary.LittleEndian.AppendUint64(nil, 1000), atEvery)
+		if err := errors.Join(err, f.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
 	if lacks != nil {
-		if library, err = Hide(library, filepath.Join(built, cudaName)); err != nil {
+		if library, err = Hide(library, filepath.Join(built, cudaName)); err == nil {
+			library, err = Link(library, filepath.Join(built, cudaName))
+		}
+		if err != nil {
 			t.Fatal(err)
 		}
 	}

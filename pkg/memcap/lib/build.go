@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 //go:embed c/*.c c/*.h
@@ -138,6 +140,27 @@ func build(ctx context.Context, out, root string) error {
 		if err := os.Rename(filepath.Join(done, name), filepath.Join(out, name)); err != nil {
 			return fmt.Errorf("keep %s: %w", name, err)
 		}
+	}
+	return nil
+}
+
+// BuildHide compiles the program hide, for the machine that gcc compiles for, into the folder
+// out. It runs the go command, in a folder of this module. The program is static, since the container
+// runtime runs it on the host.
+func BuildHide(ctx context.Context, out string) error {
+	machine, err := gcc(ctx, "", "-dumpmachine")
+	if err != nil {
+		return fmt.Errorf("build the program %s: %w", hideName, err)
+	}
+	arch := map[string]string{"x86_64": "amd64", "aarch64": "arm64"}[strings.Split(machine, "-")[0]]
+	if arch == "" {
+		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w", hideName, machine, gpu.ErrNotSupported)
+	}
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=",
+		"-o", filepath.Join(out, hideName), "example.com/gpu-agent/pkg/memcap/lib/hide")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOAMD64=v1", "GOARM64=v8.0")
+	if said, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the program %s: %w\n%s", hideName, err, said)
 	}
 	return nil
 }

@@ -17,7 +17,9 @@
 // for the two functions by which nvidia-smi and similar programs ask for a GPU's memory.
 // Programs take what dlsym finds for what the driver can do, so dlsym must not find in our
 // library what the driver lacks. The libraries are built with every name that any driver
-// has; when they are installed, [Fit] hides those that this driver's library lacks.
+// has; when they are installed, [Fit] hides those that this driver's library lacks. Linkers
+// look for names in the library itself, so Fit adds a table for them with all that the driver's
+// has ([Link]).
 //
 // Nothing runs before the first call of such a function; and afterwards there is no thread,
 // no signal handler and no exit handler. Of the C library only the function that lists

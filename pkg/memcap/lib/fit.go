@@ -13,9 +13,9 @@ import (
 )
 
 // Fit is Install of libraries that are fitted to a driver, whose own libraries are the
-// files cuda and nvml: a function that the driver lacks cannot be found in ours.
-// Programs ask dlsym what a driver can do, and would call a function that they find. The
-// error is that of Install. It wraps gpu.ErrDriver if the driver's libraries cannot be
+// files cuda and nvml: a function that the driver lacks cannot be found in ours, and a
+// linker finds all that it has. Programs ask dlsym what a driver can do, and would call a
+// function that they find. The error is that of Install. It wraps gpu.ErrDriver if the driver's libraries cannot be
 // read.
 func Fit(dir, cuda, nvml string) (Kit, error) {
 	files, _, err := content()
@@ -23,7 +23,10 @@ func Fit(dir, cuda, nvml string) (Kit, error) {
 		return Kit{}, err
 	}
 	for i, real := range []string{cuda, nvml} {
-		if files[i].data, err = Hide(files[i].data, real); err != nil {
+		if files[i].data, err = Hide(files[i].data, real); err == nil {
+			files[i].data, err = Link(files[i].data, real)
+		}
+		if err != nil {
 			return Kit{}, fmt.Errorf("fit the cap's %s to the driver: %w", files[i].name, err)
 		}
 	}
@@ -57,7 +60,7 @@ func Hide(library []byte, real string) ([]byte, error) {
 	}
 	out := bytes.Clone(library)
 	for i, s := range symbols {
-		if s.Section == elf.SHN_UNDEF || has[s.Name] {
+		if _, there := has[s.Name]; there || s.Section == elf.SHN_UNDEF {
 			continue
 		}
 		n := uint64(i + 1) // the table's first entry is no symbol
@@ -71,7 +74,7 @@ func Hide(library []byte, real string) ([]byte, error) {
 }
 
 // exported returns the names that a library defines.
-func exported(file string) (map[string]bool, error) {
+func exported(file string) (map[string]elf.Symbol, error) {
 	f, err := elf.Open(file)
 	if err != nil {
 		return nil, err
@@ -81,10 +84,10 @@ func exported(file string) (map[string]bool, error) {
 	if err != nil {
 		return nil, err
 	}
-	has := map[string]bool{}
+	has := map[string]elf.Symbol{}
 	for _, s := range symbols {
 		if s.Section != elf.SHN_UNDEF && elf.ST_BIND(s.Info) != elf.STB_LOCAL {
-			has[s.Name] = true
+			has[s.Name] = s
 		}
 	}
 	return has, nil

@@ -17,8 +17,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// built has the libraries that `go run ./pkg/memcap/lib/build` makes, or just a README if
-// they were not built.
+// built has what `go run ./pkg/memcap/lib/build` makes, or just a README if that was not run.
 //
 //go:embed built/*
 var built embed.FS
@@ -27,7 +26,7 @@ var built embed.FS
 // are below the directory that was given to Install.
 type Kit struct {
 	CUDA, NVML string // the libraries, to be mounted over the driver's
-	Empty      string // a directory with nothing in it, for CompatDir
+	Hide       string // the program that Hook runs
 	Mark       string // an empty file, for OpenMark
 }
 
@@ -42,9 +41,9 @@ func (k Kit) Version() string { return filepath.Base(filepath.Dir(k.CUDA)) }
 // errNotBuilt says that a program has no libraries.
 var errNotBuilt = fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
 
-// content returns the libraries, CUDA's first, and the hash of their content.
+// content returns the libraries, CUDA's first, and the program hide, and the hash of all that.
 func content() (files []file, hash string, err error) {
-	for _, name := range []string{cudaName, nvmlName} {
+	for _, name := range []string{cudaName, nvmlName, hideName} {
 		data, err := built.ReadFile("built/" + name)
 		if err != nil {
 			return nil, "", errNotBuilt
@@ -61,7 +60,7 @@ var ownHash = sync.OnceValue(func() string {
 	return hash
 })
 
-// hashOf returns the first 16 hex digits of a SHA-256 over the libraries.
+// hashOf returns the first 16 hex digits of a SHA-256 over files.
 func hashOf(files []file) string {
 	h := sha256.New()
 	for _, f := range files {
@@ -87,15 +86,15 @@ func Install(dir string) (Kit, error) {
 }
 
 const (
-	emptyName = "empty"
-	markName  = "open"
+	hideName = "hide"
+	markName = "open"
 )
 
 func install(top, hash string, files []file) (Kit, error) {
 	home := filepath.Join(top, hash)
 	kit := Kit{
 		CUDA: filepath.Join(home, cudaName), NVML: filepath.Join(home, nvmlName),
-		Empty: filepath.Join(home, emptyName), Mark: filepath.Join(home, markName),
+		Hide: filepath.Join(home, hideName), Mark: filepath.Join(home, markName),
 	}
 	if err := os.MkdirAll(top, 0o755); err != nil {
 		return Kit{}, err
@@ -115,7 +114,6 @@ func install(top, hash string, files []file) (Kit, error) {
 	}
 	err = errors.Join(
 		os.WriteFile(filepath.Join(tmp, markName), nil, 0o444),
-		os.Mkdir(filepath.Join(tmp, emptyName), 0o755),
 		os.Chmod(tmp, 0o755))
 	if err != nil {
 		return Kit{}, err
@@ -142,9 +140,6 @@ func mend(home, tmp string, files []file) error {
 			return err
 		}
 	}
-	if err := os.Mkdir(filepath.Join(home, emptyName), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
 	if !whole(home, files) {
 		return fmt.Errorf("%s is not what was written there", home)
 	}
@@ -159,8 +154,7 @@ func whole(home string, files []file) bool {
 			return false
 		}
 	}
-	inside, err := os.ReadDir(filepath.Join(home, emptyName))
-	return err == nil && len(inside) == 0
+	return true
 }
 
 // Prune removes versions of the libraries below dir that no allocation's CDI file names, as

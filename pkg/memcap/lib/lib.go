@@ -20,8 +20,16 @@ const (
 	RealNVML  = Root + "/driver/libnvidia-ml.so.1" // likewise
 	ClaimsDir = Root + "/claims"                   // the pages; see PagesDir
 	OpenMark  = Root + "/open"                     // if it exists, what cannot be counted passes
-	CompatDir = "/usr/local/cuda/compat"           // where images bring driver libraries of their own
 )
+
+// compatDirs are where images bring driver libraries of their own, as patterns.
+var compatDirs = []string{"/usr/local/cuda/compat", "/usr/local/cuda-*/compat"}
+
+// Hook covers the driver libraries that an image brings: they stand for nobody's cap. It touches
+// directories that are there alone, so it makes none in an image or in a volume.
+func (k Kit) Hook() specs.Hook {
+	return specs.Hook{HookName: "createContainer", Path: k.Hide, Args: append([]string{hideName}, compatDirs...)}
+}
 
 // The two pages of an allocation's GPU, by their names in PagesDir.
 const (

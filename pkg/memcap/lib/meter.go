@@ -41,6 +41,10 @@ type Reading struct {
 	// memory; where the driver has no figure, what is bound plus the last correction. What
 	// was borrowed elsewhere does not count, and what is lent does.
 	Used uint64
+	// PeakUsed is the most that was used so far, by the count, so that it has what came and went
+	// between two readings. It is at most the limit, or Used where that is more. A context counts
+	// in it with what it was expected to take (DefaultContext).
+	PeakUsed uint64
 	// Correction is what the container has more than is bound, in bytes; less is negative.
 	Correction int64
 	// Quiet says that nothing was under way, so that the correction is exact.
@@ -149,6 +153,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		figure = driver + c.Managed + m.taken.open(c)
 	}
 	r.Used = figure + c.Lent - min(figure, c.Borrowed)
+	r.PeakUsed = max(r.Used, min(r.Used+max(c.Peak, c.Bound)-c.Bound, m.page.load(atLimit)))
 	// Views show the figure itself plus what was counted since. That needs a reading with
 	// no large allocation or context under way, which the figure may have or not.
 	switch {

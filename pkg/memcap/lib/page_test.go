@@ -365,6 +365,35 @@ func TestIntervalRule(t *testing.T) {
 	}
 }
 
+// TestPeakBetweenReadings: what came and went between two readings is in the peak, in what the
+// driver would have said, and what the page says beyond the limit is not.
+func TestPeakBetweenReadings(t *testing.T) {
+	const limit = 8 * aGiB
+	for _, c := range []struct{ bound, peak, driver, want uint64 }{
+		{100 << 20, 100 << 20, 150 << 20, 150 << 20},
+		{100 << 20, 7 * aGiB, 150 << 20, 7*aGiB + 50<<20},
+		{0, 7 * aGiB, 0, 7 * aGiB},
+		{100 << 20, 100 * aGiB, 150 << 20, limit},
+		{100 << 20, 100 * aGiB, 9 * aGiB, 9 * aGiB}, // somebody goes around the library
+		{100 << 20, 0, 150 << 20, 150 << 20},        // written by a program
+	} {
+		p := newTenant(t)
+		p.lives()
+		_, m := aMeter(t, p, time.Second)
+		p.set(useBound, 1<<amountBits|c.bound/unit)
+		p.set(pageSize+slotReserved, c.bound)
+		p.set(pageSize+slotCommitted, c.bound)
+		p.set(pageSize+slotPID, 1)
+		p.set(usePeak, c.peak)
+		if err := m.Begin(); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := m.End(c.driver, true); err != nil || r.PeakUsed != c.want {
+			t.Errorf("%+v: the peak is %d, %v", c, r.PeakUsed, err)
+		}
+	}
+}
+
 // TestReadingBesideIdleRoom: what processes keep idle is bound and nobody's memory. A
 // reading beside it is exact, unless some of it was allocated or freed meanwhile.
 func TestReadingBesideIdleRoom(t *testing.T) {
@@ -544,7 +573,7 @@ func TestMeterRefusals(t *testing.T) {
 
 func TestInstall(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "cap")
-	one := []file{{cudaName, []byte("one")}, {nvmlName, []byte("uno")}}
+	one := []file{{cudaName, []byte("one")}, {nvmlName, []byte("uno")}, {hideName, []byte("eins")}}
 	const first, second = "0000000000000001", "0000000000000002"
 	kit, err := install(top, first, one)
 	if err != nil {
@@ -557,13 +586,13 @@ func TestInstall(t *testing.T) {
 			t.Fatalf("%+v, %v", again, err)
 		}
 	}
-	if _, err := install(top, second, []file{{cudaName, []byte("two")}, {nvmlName, []byte("due")}}); err != nil {
+	if _, err := install(top, second, []file{{cudaName, []byte("two")}, {nvmlName, []byte("due")}, {hideName, nil}}); err != nil {
 		t.Fatal(err)
 	}
 	if data, err := os.ReadFile(kit.CUDA); err != nil || string(data) != "one" || inode(t, kit.CUDA) != old {
 		t.Errorf("the older one is %q now, %v", data, err)
 	}
-	for path, want := range map[string]os.FileMode{kit.CUDA: 0o755, kit.NVML: 0o755, kit.Mark: 0o444, kit.Empty: os.ModeDir | 0o755, filepath.Dir(kit.CUDA): os.ModeDir | 0o755} {
+	for path, want := range map[string]os.FileMode{kit.CUDA: 0o755, kit.NVML: 0o755, kit.Mark: 0o444, kit.Hide: 0o755, filepath.Dir(kit.CUDA): os.ModeDir | 0o755} {
 		if info, err := os.Stat(path); err != nil || info.Mode() != want {
 			t.Errorf("%s: %v, %v", path, info.Mode(), err)
 		}
@@ -575,7 +604,7 @@ func TestInstall(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	if err := errors.Join(os.Truncate(kit.CUDA, 0), os.Remove(kit.Mark), os.Remove(kit.Empty)); err != nil {
+	if err := errors.Join(os.Truncate(kit.CUDA, 0), os.Remove(kit.Mark), os.Remove(kit.Hide)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := install(top, first, one); err != nil || !whole(filepath.Dir(kit.CUDA), one) {

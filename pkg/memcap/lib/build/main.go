@@ -18,7 +18,11 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := lib.Build(ctx, out); err != nil {
+	err := lib.Build(ctx, out)
+	if err == nil {
+		err = lib.BuildHide(ctx, out)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}

@@ -607,11 +607,22 @@ static void await_reading(const struct account *a, struct hearing *h)
         nap_us(h->nap);
 }
 
+/* near says whether n more bytes come near the ceiling: a quarter of it is more than what is not
+ * counted usually takes. */
+static bool near(const struct account *a, uint64_t n)
+{
+    uint64_t ceiling = account_ceiling(a);
+    return AMOUNT(count_read(&a->usage->bound)) + n > ceiling - ceiling / 4;
+}
+
 void account_await_measure(struct account *a, uint64_t n)
 {
-    uint64_t contexts = count_read(&a->usage->unmeasured), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED), ceiling = account_ceiling(a);
-    /* A quarter is more than what is not counted usually takes. */
-    if (n > limit || AMOUNT(count_read(&a->usage->bound)) + n <= ceiling - ceiling / 4 || unheard(a))
+    uint64_t contexts = count_read(&a->usage->unmeasured), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
+    if (n > limit || !near(a, n) || unheard(a))
+        return;
+    /* What programs that have ended left in bound is no reason to wait: short ones, one after the
+     * other, would each wait for a reading. */
+    if (reap(a) && !near(a, n))
         return;
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     struct hearing h = {.begun = true, .asked = true, .one = patience(2000 * (every < 5000 ? every : 5000))};

@@ -79,7 +79,7 @@ static CUresult change(struct process *p, struct account *a, const struct where 
     uint64_t key = at->context * LIMITS + (uint64_t)limit;
     CUresult r = CALL(cuCtxGetLimit, &was, limit);
     if (r != CUDA_SUCCESS)
-        return CALL(cuCtxSetLimit, limit, value); /* it has no such limit */
+        return r; /* what it would take cannot be known */
     if (!table_take(&p->table, key, SPACE_LIMIT, &e))
         e = (struct entry){.key = key, .owner = was, .space = SPACE_LIMIT, .how = HOW_GUESS, .device = at->device};
     size_t before = unused(), after = before;

@@ -53,6 +53,18 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
     return context != (CUcontext)0x1000 || attempts++ == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
+/* Limits can be set and not be read. */
+EXPORT CUresult cuCtxSetLimit(int limit, size_t value)
+{
+    (void)limit, (void)value;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetLimit(size_t *value, int limit)
+{
+    (void)value, (void)limit;
+    return 215; /* CUDA_ERROR_UNSUPPORTED_LIMIT */
+}
+
 static int retained;
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
