@@ -118,10 +118,9 @@ func (k kit) hold(t *testing.T, bytes uint64) held {
 	uuid := gpu.UUID(m.World.State().GPUs[0].UUID)
 	files, err := pages.Write(key, promised, []lib.Limit{{GPU: uuid, Bytes: bytes, Context: 300 * mib}})
 	must(err)
-	must(os.Mkdir(filepath.Join(dir, "empty"), 0o755))
 	caps := filepath.Join(dir, "caps")
 	must(os.CopyFS(caps, os.DirFS(built)))
-	kit := lib.Kit{CUDA: filepath.Join(caps, "libcuda.so.1"), NVML: filepath.Join(caps, "libnvidia-ml.so.1"), Empty: filepath.Join(dir, "empty")}
+	kit := lib.Kit{CUDA: filepath.Join(caps, "libcuda.so.1"), NVML: filepath.Join(caps, "libnvidia-ml.so.1")}
 	must(errors.Join(emulib.Pad(kit.CUDA), emulib.Pad(kit.NVML)))
 
 	edits, image := m.Plain(0)

@@ -45,16 +45,19 @@ type door struct {
 // Where a tenant may have a driver library of its own.
 const ownLibrary = "/opt/tenant/libcuda.so.1"
 
+// Where images of CUDA have driver libraries.
+const compatDir = "/usr/local/cuda/compat"
+
 // socket leads the emulated driver to its daemon from wherever it was loaded.
 var socket = "GPU_EMULATOR_SOCKET=/run/nvidia-persistenced/socket"
 
 func doors(t *testing.T) []door {
 	all := []door{
-		{name: "compat", probe: "soname", env: []string{"LD_LIBRARY_PATH=" + lib.CompatDir, socket}, change: withCompat},
-		{name: "compat, open", probe: "soname", env: []string{"LD_LIBRARY_PATH=" + lib.CompatDir, socket}, brief: true,
+		{name: "compat", probe: "soname", env: []string{"LD_LIBRARY_PATH=" + compatDir, socket}, change: withCompat},
+		{name: "compat, open", probe: "soname", env: []string{"LD_LIBRARY_PATH=" + compatDir, socket}, brief: true,
 			change: func(r *rig, edits *specs.ContainerEdits, image *capsule.Image) {
 				withCompat(r, edits, image)
-				edits.Mounts = slices.DeleteFunc(edits.Mounts, func(m *specs.Mount) bool { return m.ContainerPath == lib.CompatDir })
+				edits.Hooks = slices.DeleteFunc(edits.Hooks, capsule.Hides)
 			}},
 		{name: "own copy", probe: "path", env: []string{"LIBCUDA=" + ownLibrary, socket}, brief: true,
 			change: func(r *rig, _ *specs.ContainerEdits, image *capsule.Image) { image.Files[ownLibrary] = r.driver() }},
@@ -92,7 +95,7 @@ func withCompat(r *rig, _ *specs.ContainerEdits, image *capsule.Image) {
 	if image.Files == nil {
 		image.Files = map[string][]byte{}
 	}
-	image.Files[lib.CompatDir+"/libcuda.so.1"] = r.driver()
+	image.Files[compatDir+"/libcuda.so.1"] = r.driver()
 }
 
 type mode struct {

@@ -440,10 +440,7 @@ func kit(ctx context.Context, dir string) (lib.Kit, error) {
 	}
 	k := lib.Kit{
 		CUDA: filepath.Join(built, "libcuda.so.1"), NVML: filepath.Join(built, "libnvidia-ml.so.1"),
-		Empty: filepath.Join(dir, "empty"), Mark: filepath.Join(dir, "mark"),
-	}
-	if err := os.MkdirAll(k.Empty, 0o755); err != nil {
-		return lib.Kit{}, err
+		Hide: "/hide", Mark: filepath.Join(dir, "mark"), // package capsule hides by itself
 	}
 	return k, os.WriteFile(k.Mark, nil, 0o644)
 }

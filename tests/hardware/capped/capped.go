@@ -120,10 +120,7 @@ func (c *Card) choose(ctx context.Context, least gpu.MiB) error {
 
 // install fits the cap's libraries to the driver.
 func (c *Card) install(config Config) error {
-	c.kit = lib.Kit{Empty: filepath.Join(c.dir, "empty"), Mark: filepath.Join(c.dir, "mark")}
-	if err := os.Mkdir(c.kit.Empty, 0o755); err != nil {
-		return err
-	}
+	c.kit = lib.Kit{Hide: "/hide", Mark: filepath.Join(c.dir, "mark")} // package capsule hides by itself
 	if err := os.WriteFile(c.kit.Mark, nil, 0o644); err != nil {
 		return err
 	}
@@ -213,7 +210,8 @@ func (c *Card) Room(ctx context.Context, name string, bytes uint64, mounts ...Mo
 				{Library: "libcuda.so", HostPath: c.kit.CUDA, Real: lib.RealCUDA},
 				{Library: "libnvidia-ml.so", HostPath: c.kit.NVML, Real: lib.RealNVML},
 			},
-			Mounts: append(lib.Mounts(key, pages), specs.Mount{HostPath: c.kit.Empty, ContainerPath: lib.CompatDir, Options: options}),
+			Mounts: lib.Mounts(key, pages),
+			Hooks:  []specs.Hook{c.kit.Hook()},
 		}
 	}
 	spec, err := cdi.Spec("example.com", key, c.parts, []gpu.UUID{c.GPU.UUID}, over)

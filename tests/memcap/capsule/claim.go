@@ -56,7 +56,8 @@ func (c Claim) Apply(edits specs.ContainerEdits) specs.ContainerEdits {
 	if c.Open {
 		mounts = append(mounts, bind(c.Kit.Mark, lib.OpenMark))
 	} else {
-		mounts = append(mounts, bind(c.Kit.Empty, lib.CompatDir))
+		hide := c.Kit.Hook()
+		edits.Hooks = append([]*specs.Hook{&hide}, edits.Hooks...)
 	}
 	edits.Mounts = mounts
 	return edits

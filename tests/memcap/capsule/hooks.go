@@ -29,12 +29,21 @@ func numberOf(old string, d *specs.DeviceNode) (int, error) {
 	return int(st.Rdev), nil
 }
 
-// hooks does inside the container what NVIDIA's hooks do there, of those that make the
-// driver's libraries loadable: links, and the loader's cache with more folders. Others,
+// Hides reports whether a hook is the agent's own, which hides driver libraries of the image.
+func Hides(h *specs.Hook) bool { return len(h.Args) > 0 && h.Args[0] == "hide" }
+
+// hooks does inside the container what the agent's hook and NVIDIA's do there, of those that
+// make the driver's libraries loadable: links, and the loader's cache with more folders. Others,
 // which keep programs from loading modules or changing nodes, change nothing for a test.
 func hooks(all []*specs.Hook) error {
 	var folders []string
 	for _, h := range all {
+		if Hides(h) {
+			if err := hide(h.Args[1:]); err != nil {
+				return err
+			}
+			continue
+		}
 		for i := 1; i < len(h.Args); i++ {
 			flag, value, ok := strings.Cut(h.Args[i], "=")
 			if !ok && i+1 < len(h.Args) {
@@ -59,6 +68,23 @@ func hooks(all []*specs.Hook) error {
 	}
 	if out, err := exec.Command("/sbin/ldconfig", folders...).CombinedOutput(); err != nil {
 		return fmt.Errorf("make the loader's cache: %w\n%s", err, out)
+	}
+	return nil
+}
+
+// hide covers folders of the image, as pkg/memcap/lib/hide does before the container's root is its
+// own.
+func hide(patterns []string) error {
+	for _, p := range patterns {
+		names, err := filepath.Glob(p)
+		if err != nil {
+			return fmt.Errorf("hide %s: %w", p, err)
+		}
+		for _, name := range names {
+			if err := unix.Mount("hidden", name, "tmpfs", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0555,size=4k"); err != nil {
+				return fmt.Errorf("hide %s: %w", name, err)
+			}
+		}
 	}
 	return nil
 }

@@ -71,7 +71,7 @@ func without(edits specs.ContainerEdits) (specs.ContainerEdits, error) {
 	}
 	var mounts []*specs.Mount
 	for _, m := range edits.Mounts {
-		if strings.HasPrefix(m.ContainerPath, lib.Root+"/") || m.ContainerPath == lib.CompatDir {
+		if strings.HasPrefix(m.ContainerPath, lib.Root+"/") {
 			continue
 		}
 		for prefix, host := range real {
