@@ -27,7 +27,7 @@ ARCHIVE := $(CACHE)/images/gpu-agent.tar
 .PHONY: help
 help:
 	@echo 'make demo       a real one-node Kubernetes with 8 emulated GPUs, the agent on it,'
-	@echo '                and pods that ask for shares; needs root, takes about 10 minutes at first'
+	@echo '                and pods that ask for shares; needs root, takes some 20 minutes at first'
 	@echo 'make demo-down  end it; nothing stays but the cache'
 	@echo 'make burst      two such nodes, on-prem and a cloud: jobs go on-prem first, then to the cloud, and back'
 	@echo 'make burst-down end those'
