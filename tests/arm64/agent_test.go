@@ -62,8 +62,11 @@ func (k kit) agent(t *testing.T) string {
 	for _, name := range []string{"libcuda.so.1", "libnvidia-ml.so.1"} {
 		replace[filepath.Join(top, "pkg/memcap/lib/built", name)] = filepath.Join(caps, name)
 	}
-	text, err := json.Marshal(map[string]any{"Replace": replace})
 	dir := t.TempDir()
+	hide := filepath.Join(dir, "hide")
+	k.build(t, hide, "build", "-tags", "netgo,osusergo", "./pkg/memcap/lib/hide")
+	replace[filepath.Join(top, "pkg/memcap/lib/built/hide")] = hide
+	text, err := json.Marshal(map[string]any{"Replace": replace})
 	overlay, program := filepath.Join(dir, "overlay.json"), filepath.Join(dir, "gpu-agent")
 	if err == nil {
 		err = os.WriteFile(overlay, text, 0o600)
