@@ -110,7 +110,9 @@ func (b *bench) put(t *testing.T, name, file string) stand {
 	}
 	data, err := os.ReadFile(filepath.Join(b.caps, name))
 	if err == nil {
-		data, err = lib.Hide(data, file)
+		if data, err = lib.Hide(data, file); err == nil {
+			data, err = lib.Link(data, file)
+		}
 	}
 	if err == nil {
 		err = os.WriteFile(s.cap, data, 0o755)
@@ -168,6 +170,17 @@ func say(t *testing.T, input string, env []string, program string, args ...strin
 // exports are the names that a library defines, in order.
 func exports(t *testing.T, file string) []string {
 	t.Helper()
+	return defined(t, file, func(elf.Symbol) bool { return true })
+}
+
+// functions are those of exports that are no variables, which are there for debuggers.
+func functions(t *testing.T, file string) []string {
+	t.Helper()
+	return defined(t, file, func(s elf.Symbol) bool { return elf.ST_TYPE(s.Info) == elf.STT_FUNC })
+}
+
+func defined(t *testing.T, file string, is func(elf.Symbol) bool) []string {
+	t.Helper()
 	f, err := elf.Open(file)
 	if err != nil {
 		t.Fatal(err)
@@ -179,7 +192,7 @@ func exports(t *testing.T, file string) []string {
 	}
 	var names []string
 	for _, s := range symbols { // what is hidden is undefined
-		if s.Section != elf.SHN_UNDEF {
+		if s.Section != elf.SHN_UNDEF && is(s) {
 			names = append(names, s.Name)
 		}
 	}

@@ -43,20 +43,20 @@ func (b *bench) judgeNames(t *testing.T, program string, s stand) {
 			t.Errorf("%s: dlsym finds %s: %s; want %s", s.name, symbol, whose, want)
 		}
 	}
-	t.Logf("%s has %d names, of which the cap has %d", s.name, len(theirs), len(exports(t, s.cap)))
+	t.Logf("%s has %d names, of which the cap has %d", s.name, len(theirs), len(overrides))
 }
 
-// TestLinked: a program that is linked against the driver's library gets what dlsym
-// would find.
+// TestLinked: a program that is linked against the cap's library, as fitted to a driver, finds
+// every function of the driver's there, and gets what dlsym would find.
 func TestLinked(t *testing.T) {
 	b := open(t)
 	for _, d := range judges {
 		t.Run(d.version, func(t *testing.T) {
 			cuda, _ := b.install(t, d)
-			dir, theirs, ours := t.TempDir(), exports(t, cuda.file), exports(t, cuda.cap)
+			dir, theirs, ours := t.TempDir(), functions(t, cuda.file), b.overrides(t, cuda.name)
 			write(t, filepath.Join(dir, "linked.h"), "NAME("+strings.Join(theirs, ")\nNAME(")+")\n")
 			program := filepath.Join(dir, "linked")
-			build(t, "linked.c", program, "-I"+dir, "-fPIC", "-Wl,--allow-shlib-undefined", cuda.file)
+			build(t, "linked.c", program, "-I"+dir, "-fPIC", "-Wl,--allow-shlib-undefined", cuda.cap)
 			lines := say(t, "", []string{"LD_BIND_NOW=1", "LD_LIBRARY_PATH=" + filepath.Dir(cuda.cap)}, program, cuda.real)
 			if len(lines) != len(theirs) {
 				t.Errorf("%d lines of %d names", len(lines), len(theirs))
