@@ -16,7 +16,7 @@ import (
 	"example.com/gpu-agent/tests/cost"
 )
 
-// little fails a test in which an object from the API costs more than this.
+// little fails the test if what is done with a text from the API allocates more than it may.
 func little(t *testing.T, text []byte, do func()) {
 	t.Helper()
 	if took := cost.Allocated(do); took > 8<<20+uint64(500*len(text)) {
@@ -24,13 +24,18 @@ func little(t *testing.T, text []byte, do func()) {
 	}
 }
 
-// read is an object as the API server sends it; nil where it cannot be one.
-func read(text []byte) *unstructured.Unstructured {
-	var object map[string]any
-	if json.Unmarshal(text, &object) != nil || object == nil {
-		return nil
+// fuzzObjects has do read objects as the API server sends them, which is to cost little.
+func fuzzObjects(f *testing.F, seeds []string, do func(*testing.T, *unstructured.Unstructured)) {
+	for _, text := range seeds {
+		f.Add([]byte(text))
 	}
-	return &unstructured.Unstructured{Object: object}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var object map[string]any
+		if json.Unmarshal(text, &object) != nil || object == nil {
+			return
+		}
+		little(t, text, func() { do(t, &unstructured.Unstructured{Object: object}) })
+	})
 }
 
 func alone() *apiServer {
@@ -40,47 +45,38 @@ func alone() *apiServer {
 // FuzzNode reads the agent's Node as somebody else has written it, and makes of it all that the
 // agent would write there.
 func FuzzNode(f *testing.F) {
-	for _, text := range []string{
+	fuzzObjects(f, []string{
 		`{}`,
 		`{"metadata":{"name":"node-1","labels":{"example.com/gpu.partition":"a"},"annotations":{"example.com/gpu.cordoned":"GPU-1"},
 		  "managedFields":[{"manager":"gpu-agent","operation":"Apply","fieldsV1":{"f:metadata":{"f:labels":{"f:example.com/a":{}}}}},{"manager":"x","operation":"Update","fieldsV1":{"f:metadata":{"f:labels":{"f:example.com/a":{},"f:":{}}}}}]},
 		  "spec":{"unschedulable":true,"taints":[{"key":"example.com/starting","effect":"NoSchedule"},{"key":"x"},7]},
 		  "status":{"allocatable":{"example.com/gpu-mem":"79","example.com/gpu":"9e9","cpu":"1"},"conditions":[{"type":"example.com/GPUsHealthy","status":"True"},null],"nodeInfo":{"kubeletVersion":"v1.36.2-gke.1"}}}`,
 		`{"status":{"allocatable":{"example.com/gpu-mem":"1e99","example.com/~/x":"-1","example.com/a":"1e-999999999","example.com/b":"999999999999999999999999999E"}}}`,
-	} {
-		f.Add([]byte(text))
-	}
-	f.Fuzz(func(t *testing.T, text []byte) {
-		object := read(text)
-		if object == nil {
-			return
+	}, func(t *testing.T, object *unstructured.Unstructured) {
+		n := &ourNode{apiServer: alone()}
+		node := readNode(object)
+		n.see(&node)
+		n.options.Allocatable = func(map[string]int64) {}
+		n.allocatable(&node)
+		labels, annotations := n.wanted(&node, Marks{Labels: map[string]string{"example.com/a": "b"}, Guests: map[string]string{"other.com/c": "d"}, KeepLabels: true})
+		if labels["example.com/a"] != "b" {
+			t.Errorf("the agent's own label is %q", labels["example.com/a"])
 		}
-		little(t, text, func() {
-			n := &ourNode{apiServer: alone()}
-			node := readNode(object)
-			n.see(&node)
-			n.options.Allocatable = func(map[string]int64) {}
-			n.allocatable(&node)
-			labels, annotations := n.wanted(&node, Marks{Labels: map[string]string{"example.com/a": "b"}, Guests: map[string]string{"other.com/c": "d"}, KeepLabels: true})
-			if labels["example.com/a"] != "b" {
-				t.Errorf("the agent's own label is %q", labels["example.com/a"])
-			}
-			gone := map[string]any{}
-			n.shared(gone, "labels", node.labels, labels)
-			n.shared(gone, "annotations", node.annotations, annotations)
-			if _, err := json.Marshal(gone); err != nil {
-				t.Error(err)
-			}
-			want := map[string]int64{"example.com/gpu-mem": 3}
-			names, _, err := lowering(node.amounts, want)
-			if q := node.amounts["example.com/gpu-mem"]; err != nil || len(names) > 0 && q.Value() <= 3 {
-				t.Errorf("%v is lowered to 3: %v, %v", q, names, err)
-			}
-			if _, err := untaint(&node, n.options.StartupTaint, node.Allocatable); err != nil {
-				t.Error(err)
-			}
-			node.condition("example.com/GPUsHealthy")
-		})
+		gone := map[string]any{}
+		n.shared(gone, "labels", node.labels, labels)
+		n.shared(gone, "annotations", node.annotations, annotations)
+		if _, err := json.Marshal(gone); err != nil {
+			t.Error(err)
+		}
+		want := map[string]int64{"example.com/gpu-mem": 3}
+		names, _, err := lowering(node.amounts, want)
+		if q := node.amounts["example.com/gpu-mem"]; err != nil || len(names) > 0 && q.Value() <= 3 {
+			t.Errorf("%v is lowered to 3: %v, %v", q, names, err)
+		}
+		if _, err := untaint(&node, n.options.StartupTaint, node.Allocatable); err != nil {
+			t.Error(err)
+		}
+		node.condition("example.com/GPUsHealthy")
 	})
 }
 
@@ -138,59 +134,41 @@ func FuzzSlices(f *testing.F) {
 
 // FuzzClaim reads a ResourceClaim as a tenant has made it.
 func FuzzClaim(f *testing.F) {
-	for _, text := range []string{
+	fuzzObjects(f, []string{
 		`{}`,
 		`{"metadata":{"namespace":"a","name":"b","uid":"c"},"status":{"allocation":{"devices":{"results":[{"request":"r","driver":"gpus.example.com","pool":"node-1/a100","device":"gpu-0","shareID":"s","consumedCapacity":{"memory":"3Gi"}},{"driver":"x"}],
 		  "config":[{"source":"FromClass","requests":["r"],"opaque":{"driver":"gpus.example.com","parameters":{"kind":"x"}}}]}},"reservedFor":[{"resource":"pods","name":"p","uid":"u"},{"apiGroup":"x"}],"devices":[{"driver":"gpus.example.com"}]}}`,
 		`{"status":{"allocation":{"devices":{"results":[{"driver":"gpus.example.com","consumedCapacity":{"memory":"1e999999999"}}]}}}}`,
-	} {
-		f.Add([]byte(text))
-	}
-	f.Fuzz(func(t *testing.T, text []byte) {
-		object := read(text)
-		if object == nil {
-			return
+	}, func(t *testing.T, object *unstructured.Unstructured) {
+		claim, err := readClaim(object, "gpus.example.com")
+		if err == nil && slices.ContainsFunc(claim.Results, func(r Result) bool { return r.Driver != "gpus.example.com" }) {
+			t.Errorf("it has what another driver is told: %+v", claim.Results)
 		}
-		little(t, text, func() {
-			claim, err := readClaim(object, "gpus.example.com")
-			if err == nil && slices.ContainsFunc(claim.Results, func(r Result) bool { return r.Driver != "gpus.example.com" }) {
-				t.Errorf("it has what another driver is told: %+v", claim.Results)
-			}
-		})
 	})
 }
 
 // FuzzGPUNode reads a GPUNode: the agent its own, the export and the placer anybody's. What Check
 // lets through is what was written, and says the same when it is written again.
 func FuzzGPUNode(f *testing.F) {
-	for _, text := range []string{
+	fuzzObjects(f, []string{
 		`{}`,
 		`{"status":{"memoryUnitMiB":1024,"conditions":[{"type":"Ready","status":"True"}],"gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","total":79,"used":"0-3,7","holders":[{"namespace":"a","pod":"b","devices":"0-3"}]}]}}`,
 		`{"status":{"gpus":[{"uuid":"GPU-1","total":2147483647,"used":"0-16777216"},{"uuid":"GPU-1"}],"cards":[{"name":"c","profiles":[{"name":"1g.10gb","starts":[0,1,2,99999999]}]}]}}`,
-	} {
-		f.Add([]byte(text))
-	}
-	f.Fuzz(func(t *testing.T, text []byte) {
-		object := read(text)
-		if object == nil {
+	}, func(t *testing.T, object *unstructured.Unstructured) {
+		status, err := readGPUNode(object)
+		if err != nil || status.Check() != nil {
 			return
 		}
-		little(t, text, func() {
-			status, err := readGPUNode(object)
-			if err != nil || status.Check() != nil {
-				return
-			}
-			written, err := json.Marshal(status)
-			if err != nil {
-				t.Fatal(err)
-			}
-			again := new(gpunode.Status)
-			if err := json.Unmarshal(written, again); err != nil {
-				t.Fatal(err)
-			}
-			if err := again.Check(); err != nil {
-				t.Errorf("%s is refused when it is read again: %v", written, err)
-			}
-		})
+		written, err := json.Marshal(status)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again := new(gpunode.Status)
+		if err := json.Unmarshal(written, again); err != nil {
+			t.Fatal(err)
+		}
+		if err := again.Check(); err != nil {
+			t.Errorf("%s is refused when it is read again: %v", written, err)
+		}
 	})
 }
