@@ -110,9 +110,7 @@ func (b *bench) put(t *testing.T, name, file string) stand {
 	}
 	data, err := os.ReadFile(filepath.Join(b.caps, name))
 	if err == nil {
-		if data, err = lib.Hide(data, file); err == nil {
-			data, err = lib.Link(data, file)
-		}
+		data, err = lib.FitOne(data, file)
 	}
 	if err == nil {
 		err = os.WriteFile(s.cap, data, 0o755)

@@ -23,10 +23,7 @@ func Fit(dir, cuda, nvml string) (Kit, error) {
 		return Kit{}, err
 	}
 	for i, real := range []string{cuda, nvml} {
-		if files[i].data, err = Hide(files[i].data, real); err == nil {
-			files[i].data, err = Link(files[i].data, real)
-		}
-		if err != nil {
+		if files[i].data, err = FitOne(files[i].data, real); err != nil {
 			return Kit{}, fmt.Errorf("fit the cap's %s to the driver: %w", files[i].name, err)
 		}
 	}
@@ -35,6 +32,16 @@ func Fit(dir, cuda, nvml string) (Kit, error) {
 		return Kit{}, fmt.Errorf("install the cap's library: %w", err)
 	}
 	return kit, nil
+}
+
+// FitOne returns a copy of a library of ours that is fitted to the driver's, the file real: by
+// Hide, and by Link.
+func FitOne(library []byte, real string) ([]byte, error) {
+	out, err := Hide(library, real)
+	if err != nil {
+		return nil, err
+	}
+	return Link(out, real)
 }
 
 // Hide returns a copy of a library of ours without the names that the driver's library,

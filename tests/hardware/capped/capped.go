@@ -133,7 +133,7 @@ func (c *Card) install(config Config) error {
 			if !strings.HasPrefix(filepath.Base(m.ContainerPath), name+".") {
 				continue
 			}
-			if data, err = lib.Hide(data, config.Driver.Seen(m.HostPath)); err != nil {
+			if data, err = lib.FitOne(data, config.Driver.Seen(m.HostPath)); err != nil {
 				return err
 			}
 		}
