@@ -99,7 +99,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 			return none, fmt.Errorf("find the cap of %s on %s: %w", c.Resource, u, gpu.ErrNotFound)
 		}
 		capped = capped || limit.Bytes != lib.None
-		l := lib.Limit{GPU: u, Bytes: limit.Bytes}
+		l := lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode}
 		if !c.Adopted {
 			l.Since = c.Taken
 		}

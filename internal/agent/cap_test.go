@@ -252,7 +252,7 @@ func hidden(t *testing.T, b *bench, key string) bool {
 func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 	for _, u := range c.GPUs() {
 		if limit := c.Cap(u); limit.Known {
-			out = append(out, lib.Limit{GPU: u, Bytes: limit.Bytes})
+			out = append(out, lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode})
 		}
 	}
 	return out

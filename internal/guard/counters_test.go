@@ -46,7 +46,7 @@ func TestMetersLeaveNothing(t *testing.T) {
 		if err := meter.Begin(); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := meter.End(0, true); err != nil {
+		if _, err := meter.End(0, true, nil); err != nil {
 			t.Fatal(err)
 		}
 		if err := meter.Close(); err != nil {

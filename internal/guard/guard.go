@@ -148,7 +148,7 @@ type Pages interface {
 type Meter interface {
 	// Begin is called before the driver is asked and End with its answer.
 	Begin() error
-	End(driver uint64, known bool) (lib.Reading, error)
+	End(driver uint64, known bool, each map[lib.Process]uint64) (lib.Reading, error)
 	// Moved says whether there is anything new since the last reading.
 	Moved(since lib.Reading) (bool, error)
 	// Cost is the CPU time that the last reading took, as far as it has come: its
@@ -197,6 +197,7 @@ type Guard struct {
 
 	roster
 	tallies tallies
+	names   names
 	seen    map[place]*sight
 	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
@@ -251,6 +252,7 @@ func New(o Options, w Worlds) *Guard {
 			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
 		roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
 		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
+		names:   names{proc: w.Proc},
 		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{}, users: map[gpu.UUID]map[int]string{},
 		unable: map[gpu.UUID]time.Time{},
 	}

@@ -312,7 +312,7 @@ func (m *meter) Begin() error {
 	return nil
 }
 
-func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
+func (m *meter) End(driver uint64, known bool, _ map[lib.Process]uint64) (lib.Reading, error) {
 	m.w.mu.Lock()
 	defer m.w.mu.Unlock()
 	m.ended++

@@ -70,7 +70,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memor
 	}
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
 		c := held[key]
-		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster, c != nil && c.Owner == ledger.DRA)
+		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster, &g.names, c != nil && c.Owner == ledger.DRA)
 	}
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
@@ -233,7 +233,7 @@ func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool)
 		if p.Container == "" || !has(p.Container) {
 			continue
 		}
-		namespace, inner, err := g.w.Proc.Inside(p.PID)
+		name, err := g.names.of(p.PID, p.Start)
 		if errors.Is(err, gpu.ErrNotFound) {
 			return // it has ended meanwhile, and the next sample lacks it
 		}
@@ -241,8 +241,8 @@ func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool)
 			g.voice.once("inside", "cannot tell which process counts what; of containers that share an allocation the one with the most memory is ended", "err", err)
 			return
 		}
-		names[p.PID] = lib.Process{Namespace: namespace, PID: inner}
-		counted[names[p.PID]] = 0
+		names[p.PID] = name
+		counted[name] = 0
 	}
 	if err := meter.Counted(counted); err != nil {
 		return // the reading tells of it

@@ -85,7 +85,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 // give the others that much room once more. An allocation of a claim may be another pod's
 // too: there any container may be the next that is not listed yet, or whose CDI devices the
 // runtime has not told yet, for as long as it is new.
-func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, claim bool) {
+func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, claim bool) {
 	if len(r.of[at.allocation]) == 0 {
 		t.close() // they have ended: the page is the next one's
 		return
@@ -104,7 +104,7 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, claim bool) {
 		}
 	}
 	all := sc.of(at.allocation)
-	reading, err := t.meter.End(all.bytes, all.known)
+	reading, err := t.meter.End(all.bytes, all.known, n.figures(sc, at.allocation))
 	t.cost = t.meter.Cost()
 	if err != nil {
 		ts.spoilt(at, t, err)

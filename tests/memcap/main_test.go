@@ -172,6 +172,7 @@ type share struct {
 	gpu     int    // its index on the machine
 	bytes   uint64 // lib.None is a whole one
 	context uint64 // what the page says of contexts; 0 is what they take
+	code    uint64 // what is held back for each; the agent's is lib.DefaultCode
 }
 
 // box is a container that holds a claim, with a reader for each of its GPUs.
@@ -210,7 +211,7 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 		if s.context == 0 {
 			s.context = context300
 		}
-		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context})
+		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code})
 		gpus = append(gpus, s.gpu)
 	}
 	files, err := r.pages.Write(key, promised, limits)

@@ -37,6 +37,7 @@ type post struct {
 
 	mu    sync.Mutex
 	ended []string // how containers were ended; guarded by mu
+	looks int      // guarded by mu
 	log   bytes.Buffer
 }
 
@@ -79,6 +80,9 @@ func (p *post) kills() []string {
 }
 
 func (p *post) Processes(_ context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	p.mu.Lock()
+	p.looks++
+	p.mu.Unlock()
 	st := p.r.m.World.State()
 	var out []gpu.Process
 	for _, e := range st.Processes {
@@ -129,8 +133,11 @@ func (p *post) Container(pid int) (node.Owner, error) {
 	return p.owner(start), nil
 }
 
-// Inside is asked of containers that share an allocation, and here is one alone.
-func (p *post) Inside(int) (namespace, inner uint64, err error) { return 0, 0, gpu.ErrNotSupported }
+func (p *post) Inside(pid int) (namespace, inner uint64, err error) {
+	proc := node.NewProc("")
+	defer proc.Close()
+	return proc.Inside(pid)
+}
 
 // startTime is field 22 of /proc/<pid>/stat, see proc(5).
 func startTime(pid int) (uint64, error) {
@@ -209,4 +216,80 @@ func TestWhoCountsWhat(t *testing.T) {
 		t.Errorf("%+v counts %d bytes, %v, want a GiB and a context", who, counted[who], err)
 	}
 	k.quit()
+}
+
+// Processes that have filled their cap as they may, and load code later, stay within it, and
+// nobody ends them. On an H200 a context has 518 MiB and PyTorch's first kernel takes 92 MiB; one
+// that has loaded much more takes nothing from what is kept for the others.
+func TestLateCode(t *testing.T) {
+	const bare, code = 518 * MiB, 92 * MiB
+	for _, c := range []struct {
+		name  string
+		limit uint64
+		n     int
+		much  uint64 // what the first of them has loaded before
+	}{
+		{"three", 4 * GiB, 3, 0},
+		{"five", 8 * GiB, 5, 0},
+		{"five, one of which has loaded much", 8 * GiB, 5, 700 * MiB},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: 1, ContextMiB: bare / MiB})
+			shares := []share{{gpu: 0, bytes: c.limit, context: lib.DefaultContext, code: lib.DefaultCode}}
+			b := r.unread(t, watched(), shares, false, nil)
+			p := r.watch(t, b, shares)
+			looked := func(n int) {
+				t.Helper()
+				p.mu.Lock()
+				from := p.looks
+				p.mu.Unlock()
+				await(t, "the watchdog's looks", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return p.looks >= from+n }, func() any { return p.log.String() })
+			}
+			load := func(k *tool, bytes uint64) {
+				t.Helper()
+				if err := r.m.World.AddProcess(emulator.Process{PID: b.HostPID(k.p.PID), Kind: emulator.Compute, MiB: bytes / MiB}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			var tools []*tool
+			for range c.n {
+				k := b.tool(t, "probe", nil)
+				if f := k.ask("took", "take cuMemAlloc_v2 %d 1", 2*MiB); f["result"] != "0" {
+					t.Fatalf("%q", k.said)
+				}
+				tools = append(tools, k)
+			}
+			looked(1)
+			if c.much > 0 {
+				load(tools[0], c.much)
+				looked(1)
+			}
+			for _, k := range tools {
+				if f := k.ask("took", "take cuMemAlloc_v2 %d 1000", 32*MiB); f["result"] != "2" {
+					t.Fatalf("%q", k.said)
+				}
+			}
+			late := tools
+			if c.much > 0 {
+				late = tools[1:]
+			}
+			if left := c.limit - r.used(0); left < uint64(len(late))*code || left > uint64(len(late))*code+64*MiB {
+				t.Errorf("%d MiB are left for %d processes' code", left/MiB, len(late))
+			}
+			for _, k := range late {
+				load(k, code)
+			}
+			looked(2)
+			if peak := r.peak(0); peak > c.limit {
+				t.Errorf("a peak of %d MiB, %d over the cap", peak/MiB, (peak-c.limit)/MiB)
+			}
+			for _, k := range p.kills() {
+				t.Errorf("the watchdog would have ended it: %s", k)
+			}
+			for _, k := range tools {
+				k.quit()
+			}
+		})
+	}
 }

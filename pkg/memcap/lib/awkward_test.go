@@ -44,6 +44,8 @@ func TestAwkwardDriver(t *testing.T) {
 		{"graphics", "contexts of OpenGL and VDPAU are counted", nil},
 		{"limits", "a limit that takes memory is not raised where the driver does not tell what it was", nil},
 		{"starts", "what a short program has left behind does not have the next one wait for a reading", nil},
+		{"modules", "far from the cap a module costs two looks at the card, and another container's allocation is not charged with it", nil},
+		{"neighbour", "what another container takes while a module is loaded is not charged while the agent is away", nil},
 		{"reopen", "a program that opens and closes the library all the time, with an allocation in between, is one process in the count", nil},
 		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
 		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",
@@ -68,7 +70,7 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 	const uuid = gpu.UUID("GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a")
 	builds := [][]string{
 		{"-std=gnu2x", "-O2", "-shared", "-fPIC", "-Wl,-soname," + cudaName, "-Ic", "testdata/driver.c", "testdata/stubs.c", "-o", cudaName},
-		{"-std=gnu17", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ic", "testdata/" + program + ".c", "-ldl", "-o", program},
+		{"-std=gnu17", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ic", "-DCAP_ROOT=\"" + awkwardRoot + "\"", "testdata/" + program + ".c", "-ldl", "-lpthread", "-o", program},
 	}
 	hides := "{ local: " + strings.Join(append([]string{"nothing"}, lacks...), ";") + "; };"
 	built := once(t, program, []any{builds, hides}, func(ctx context.Context, dir string) error {
@@ -103,7 +105,7 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 	if err := makePage(filepath.Join(root, limit), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
 	}
-	if program == "starts" {
+	if program == "starts" || program == "modules" {
 		// An agent that reads every second, and has not yet.
 		f, err := os.OpenFile(filepath.Join(root, limit), os.O_WRONLY, 0)
 		if err != nil {

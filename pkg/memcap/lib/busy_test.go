@@ -84,7 +84,7 @@ func TestReadingsOfABusyContainer(t *testing.T) {
 		err := m.Begin()
 		var r Reading
 		if err == nil {
-			r, err = m.End(uint64(driver.Load()), true)
+			r, err = m.End(uint64(driver.Load()), true, nil)
 		}
 		if err != nil {
 			// Where the hypervisor takes the processor away, that counts as the reader's time.

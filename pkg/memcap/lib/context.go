@@ -26,9 +26,9 @@ func (m *Meter) estimate(each uint64, now time.Time) {
 	}
 	steps := now.Sub(m.estimated) / estimateBack
 	m.estimated = m.estimated.Add(steps * estimateBack)
-	was := m.page.load(atContext)
-	if next := expected(was, each, uint64(steps)); next != was {
-		m.page.store(atContext, next)
+	m.page.setContext(expected(m.page.context(), each, uint64(steps)))
+	if each != 0 {
+		m.bare = min(m.bare, max(each, LeastContext))
 	}
 }
 

@@ -154,7 +154,7 @@ func readOnce(t *testing.T, m *Meter, driver uint64, known bool) Reading {
 	if err := m.Begin(); err != nil {
 		t.Fatal(err)
 	}
-	r, err := m.End(driver, known)
+	r, err := m.End(driver, known, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -180,7 +180,7 @@
 //	usage, err := pages.OpenUsage(key, uuid)
 //	meter, err := pages.Meter(key, uuid, usage)
 //	err = meter.Begin()
-//	reading, err := meter.End(driversFigure, true)
+//	reading, err := meter.End(driversFigure, true, ofEach)
 //
 // # What it cannot do
 //

@@ -32,6 +32,7 @@ type Meter struct {
 	each     uint64 // what a context took by the latest quiet reading; 0 is unknown
 	// estimated is when what is expected of a context was last raised.
 	estimated time.Time
+	bare      uint64 // the least that a context was ever seen to take, in bytes
 }
 
 // Reading is the outcome of one reading.
@@ -64,7 +65,7 @@ func (p *Pages) Meter(key string, u gpu.UUID, usage *Usage) (*Meter, error) {
 	if err != nil {
 		return nil, fmt.Errorf("meter allocation %s on %s: %w", key, u, notFound(err))
 	}
-	return &Meter{pages: p, page: page, usage: usage}, nil
+	return &Meter{pages: p, page: page, usage: usage, bare: page.context()}, nil
 }
 
 // Close ends the meter. The page keeps what it says.
@@ -104,7 +105,8 @@ func (m *Meter) Begin() error {
 func (m *Meter) Cost() time.Duration { return m.took }
 
 // End must be called with what the driver says that the container's processes have on
-// the GPU, in bytes, or with known false where it does not say.
+// the GPU, in bytes, or with known false where it does not say. each is what each of them has;
+// nil where that is not known.
 //
 // Let T be the counted memory that the processes have, without managed memory, which the
 // driver's figure lacks, and without promises, which it may lack. If bound and all idle
@@ -120,7 +122,7 @@ func (m *Meter) Cost() time.Duration { return m.took }
 // Of the possible corrections the safe one is used: it may contain what was lost although
 // the driver still had it. So the page also says how small it may be, and a process that
 // would then have room asks for another reading before it refuses.
-func (m *Meter) End(driver uint64, known bool) (Reading, error) {
+func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
 	}
@@ -139,14 +141,21 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
 		m.taken = nil
+		m.bare = m.page.context()
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// If the second look was steady, so was the first. No attempt may be under way: what
 	// it takes beyond bound for a moment would lower the ceiling.
 	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
 	r := Reading{Counters: c}
-	var each uint64 // what a context takes, by this reading
-	next, r.Quiet, each = m.conclude(was, next, c, driver, known, still)
+	var context uint64 // what one takes, by this reading
+	next, r.Quiet, context = m.conclude(was, next, c, driver, known, still)
+	m.estimate(context, time.Now())
+	next.surely = 0
+	if r.Quiet {
+		next.held = m.held(c, driver, each)
+		next.surely = next.held
+	}
 	r.Correction = next.correction
 	figure := uint64(max(0, int64(c.Bound)+next.correction)) // of those who count here
 	if known {
@@ -158,14 +167,13 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	// no large allocation or context under way, which the figure may have or not.
 	switch {
 	case known && still && max(underWay(m.first), underWay(c)) <= shownSlack:
-		next.shown, next.shownAt, next.dead = int64(figure)-int64(c.Bound), c.Settled, c.Dead
+		next.shown, next.shownAt, next.dead = int64(figure+next.held)-int64(c.Bound), c.Settled, c.Dead
 	case was.nonce != c.Nonce || !known:
-		next.shown, next.shownAt, next.dead = next.correction, next.settled, 0
+		next.shown, next.shownAt, next.dead = next.correction+int64(next.held), next.settled, 0
 	}
-	if next != was || m.page.load(atCeiling) != m.page.limitLess(next.correction) {
+	if next != was || m.page.load(atCeiling) != m.page.limitLess(next.correction+int64(next.held)) {
 		m.page.publish(next)
 	}
-	m.estimate(each, time.Now())
 	if m.asked {
 		m.page.store(atDone, m.page.load(atBegun))
 		m.page.wake(atDone)

@@ -43,6 +43,7 @@ const (
 	atUUID    = 32
 	atUsage   = 96
 	atSince   = 104
+	atCode    = 112
 	atNonce   = 128
 	atCeiling = 136
 	atStamp   = 144
@@ -54,6 +55,8 @@ const (
 	atDead    = 192
 	atRoof    = 200
 	atRoofOf  = 208
+	atHeld    = 216
+	atSurely  = 224
 
 	uuidRoom = 64
 
@@ -71,6 +74,7 @@ const (
 	useBorrows   = 200
 
 	useUnmeasured = 208
+	useUnread     = 216
 
 	slotReserved  = 0
 	slotCommitted = 8
@@ -95,9 +99,12 @@ type Limit struct {
 	// Bytes is the cap, contexts included. None: the GPU has no cap, and nothing is
 	// counted.
 	Bytes uint64
-	// Context is what a context is charged until the driver has been read, in bytes;
+	// Context is what a context is expected to take until the driver has been read, in bytes;
 	// 0 means DefaultContext. An existing page keeps the value that was learnt since.
 	Context uint64
+	// Code is what a context may take later for code that is loaded with its first kernels, in
+	// bytes. So much of the cap is held back for each; see DefaultCode. 0: nothing is.
+	Code uint64
 	// Since is when the allocation was made or renewed. A usage page that is older
 	// belongs to an earlier holder and is not used again. Zero: that time is not known,
 	// and the page is kept.
@@ -201,6 +208,9 @@ func (l Limit) check() error {
 	if !plainName(string(l.GPU)) || len(l.GPU) >= uuidRoom {
 		return fmt.Errorf("GPU %q: %w", l.GPU, gpu.ErrInvalid)
 	}
+	if l.Context >= most || l.Code >= most {
+		return fmt.Errorf("a context of %d bytes and %d of code on %s, which no GPU has: %w", l.Context, l.Code, l.GPU, gpu.ErrInvalid)
+	}
 	if l.Bytes != None && l.Bytes >= most {
 		return fmt.Errorf("limit of %d bytes of %s, which no GPU has: %w", l.Bytes, l.GPU, gpu.ErrInvalid)
 	}
@@ -213,6 +223,8 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
 	}
+	// What is held back must not keep a context from being made.
+	l.Code = min(l.Code, l.Bytes-min(l.Bytes, l.Context))
 	everyMS := uint64(max(0, every.Milliseconds()))
 	if every > 0 {
 		everyMS = max(1, everyMS)
@@ -227,15 +239,18 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if uuid := page.b[atUUID : atUUID+uuidRoom]; string(uuid[:len(l.GPU)]) != string(l.GPU) || uuid[len(l.GPU)] != 0 {
 		return makePage(path, everyMS, l, usage)
 	}
+	context := page.context()
 	if usage != 0 {
 		// What was learnt about contexts was learnt from the old page's holder.
-		page.store(atContext, l.Context)
+		context = l.Context
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
 	}
-	if context := page.load(atContext); context < LeastContext || context > DefaultContext {
-		page.store(atContext, l.Context) // another version of the agent has written it
+	if context < LeastContext || context > DefaultContext {
+		context = l.Context // another version of the agent has written it
 	}
+	page.store(atCode, l.Code)
+	page.setContext(context)
 	if page.load(atEvery) != everyMS {
 		page.store(atEvery, everyMS)
 	}
@@ -262,7 +277,8 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	b := make([]byte, pageSize)
 	copy(b, limitMagic)
 	binary.LittleEndian.PutUint64(b[atLimit:], l.Bytes)
-	binary.LittleEndian.PutUint64(b[atContext:], l.Context)
+	binary.LittleEndian.PutUint64(b[atContext:], l.Context+l.Code)
+	binary.LittleEndian.PutUint64(b[atCode:], l.Code)
 	binary.LittleEndian.PutUint64(b[atEvery:], everyMS)
 	binary.LittleEndian.PutUint64(b[atUsage:], usage)
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
@@ -397,6 +413,19 @@ func (p mappedPage) wake(at int) {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
 }
 
+// context returns what a context is expected to take, in bytes, and setContext sets it. The page
+// has the sum with what its code may take: that is what a process charges.
+func (p mappedPage) context() uint64 {
+	context := p.load(atContext)
+	return context - min(context, p.load(atCode))
+}
+
+func (p mappedPage) setContext(bytes uint64) {
+	if sum := bytes + p.load(atCode); sum != p.load(atContext) {
+		p.store(atContext, sum)
+	}
+}
+
 func (p mappedPage) limitLess(c int64) uint64 {
 	limit := p.load(atLimit)
 	switch {
@@ -412,6 +441,9 @@ func (p mappedPage) limitLess(c int64) uint64 {
 type reading struct {
 	nonce, stamp, settled uint64
 	correction            int64
+	// held is what is held back for code, in bytes, beyond the correction; see held. Its part
+	// of the roof is surely.
+	held, surely uint64
 	// shown is for what programs are shown: the driver's figure less bound, at a time when
 	// shownAt had been settled and dead processes had dead bytes of bound.
 	shown         int64
@@ -429,9 +461,11 @@ func (p mappedPage) reading() reading {
 	r := reading{
 		nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled),
 		shown: int64(p.load(atShown)), shownAt: p.load(atShownAt), dead: p.load(atDead), leastOf: p.load(atRoofOf),
+		held: p.load(atHeld), surely: p.load(atSurely),
 	}
 	if limit := p.load(atLimit); limit != None && r.nonce != 0 {
-		r.correction, r.least = int64(limit-p.load(atCeiling)), int64(limit-p.load(atRoof))
+		r.correction = int64(limit-p.load(atCeiling)) - int64(r.held)
+		r.least = int64(limit-p.load(atRoof)) - int64(r.surely)
 	}
 	return r
 }
@@ -440,13 +474,15 @@ func (p mappedPage) reading() reading {
 // and go by the lower of the limit and the ceiling.
 func (p mappedPage) publish(r reading) {
 	p.store(atNonce, writing)
-	p.store(atCeiling, p.limitLess(r.correction))
+	p.store(atCeiling, p.limitLess(r.correction+int64(r.held)))
 	p.store(atStamp, r.stamp)
 	p.store(atSettled, r.settled)
 	p.store(atShown, uint64(r.shown))
 	p.store(atShownAt, r.shownAt)
 	p.store(atDead, r.dead)
-	p.store(atRoof, p.limitLess(r.least))
+	p.store(atRoof, p.limitLess(r.least+int64(r.surely)))
 	p.store(atRoofOf, r.leastOf)
+	p.store(atHeld, r.held)
+	p.store(atSurely, r.surely)
 	p.store(atNonce, r.nonce)
 }

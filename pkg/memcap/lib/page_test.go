@@ -345,7 +345,7 @@ func TestIntervalRule(t *testing.T) {
 				if s.after != same {
 					say(s.after)
 				}
-				r, err := m.End(s.driver<<20, s.driver != unknown)
+				r, err := m.End(s.driver<<20, s.driver != unknown, nil)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -388,7 +388,7 @@ func TestPeakBetweenReadings(t *testing.T) {
 		if err := m.Begin(); err != nil {
 			t.Fatal(err)
 		}
-		if r, err := m.End(c.driver, true); err != nil || r.PeakUsed != c.want {
+		if r, err := m.End(c.driver, true, nil); err != nil || r.PeakUsed != c.want {
 			t.Errorf("%+v: the peak is %d, %v", c, r.PeakUsed, err)
 		}
 	}
@@ -417,7 +417,7 @@ func TestReadingBesideIdleRoom(t *testing.T) {
 				t.Fatal(err)
 			}
 			p.set(pageSize+slotIdle, test.after|40<<20/unit)
-			r, err := m.End(130<<20, true)
+			r, err := m.End(130<<20, true, nil)
 			if err != nil || r.Quiet != test.quiet || r.Correction != test.correction<<20 {
 				t.Errorf("%+v, %v: want quiet %v and a correction of %d MiB", r, err, test.quiet, test.correction)
 			}
@@ -466,7 +466,7 @@ func TestRoof(t *testing.T) {
 				t.Fatal(err)
 			}
 			say(test.after)
-			if _, err := m.End(test.driver<<20, true); err != nil {
+			if _, err := m.End(test.driver<<20, true, nil); err != nil {
 				t.Fatal(err)
 			}
 			below := func(at int) int64 { return int64(8*aGiB-m.page.load(at)) >> 20 }
@@ -512,7 +512,7 @@ func TestReadingInTheMomentOfAnUndo(t *testing.T) {
 				t.Fatal(err)
 			}
 			p.set(useAttempt, test.after)
-			r, err := m.End(132<<20, true)
+			r, err := m.End(132<<20, true, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -548,7 +548,7 @@ func TestCorrectionSurvives(t *testing.T) {
 func TestMeterRefusals(t *testing.T) {
 	p := newTenant(t)
 	pages, m := aMeter(t, p, time.Second)
-	if _, err := m.End(0, true); err == nil {
+	if _, err := m.End(0, true, nil); err == nil {
 		t.Error("a reading that was not begun ended")
 	}
 	for name, err := range map[string]error{
@@ -680,7 +680,7 @@ func TestReadingsOfALoan(t *testing.T) {
 			if err := m.Begin(); err != nil {
 				t.Fatal(err)
 			}
-			r, err := m.End(test.driver<<20, true)
+			r, err := m.End(test.driver<<20, true, nil)
 			if err != nil || !r.Quiet || r.Bound != test.bound<<20 || r.Used != test.used<<20 || r.Correction != int64(test.driver-test.bound)<<20 {
 				t.Errorf("%+v, %v: want %d MiB bound and %d used", r, err, test.bound, test.used)
 			}

@@ -50,6 +50,11 @@ func (t taken) of(p promise) uint64 {
 	return 0
 }
 
+// in returns how many bytes are taken of what the owner of a slot was promised.
+func (t taken) in(slot int, pid uint64) uint64 {
+	return t.of(promise{slot, pid, most})
+}
+
 // open returns what of a page's promises is not known to be taken.
 func (t taken) open(c Counters) uint64 {
 	var sum uint64

@@ -72,7 +72,7 @@ func TestPromises(t *testing.T) {
 				if err := m.Begin(); err != nil {
 					t.Fatal(err)
 				}
-				r, err := m.End(l.driver<<20, true)
+				r, err := m.End(l.driver<<20, true, nil)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -27,6 +27,8 @@ type Usage struct {
 	// The watchdog reads hundreds of pages a second, and should not allocate for that.
 	head [headSize]byte
 	some [pageSize]byte // some of the slots
+	// users are the processes of the last Read that count.
+	users []user
 	took time.Duration  // CPU time of the last Read
 }
 
@@ -159,6 +161,7 @@ func (u *Usage) Read() (Counters, error) {
 	}
 	// The slots are read after the header, so that what Settled includes is no longer in
 	// Committed.
+	u.users = u.users[:0]
 	var idle uint64
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -194,6 +197,7 @@ func (u *Usage) Read() (Counters, error) {
 			c.Reserved += reserved
 		default:
 			c.living(i, slot, reserved, committed)
+			u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), committed-min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised)))
 		}
 	}
 	if err := u.readAt(head[:8], useBound); err != nil {

@@ -91,7 +91,7 @@ func (r *Reader) round(m *lib.Meter) error {
 	r.mu.Lock()
 	known = known && !r.blind
 	r.mu.Unlock()
-	reading, err := m.End(used, known)
+	reading, err := m.End(used, known, nil)
 	if err != nil {
 		return err
 	}

@@ -115,7 +115,7 @@ func read(ctx context.Context, stateDir, key string, u gpu.UUID) (*reading, erro
 				err = meter.Begin()
 			}
 			if err == nil {
-				_, err = meter.End(c.Bound-c.Managed, true)
+				_, err = meter.End(c.Bound-c.Managed, true, nil)
 			}
 			if err != nil {
 				r.err = err

@@ -519,8 +519,7 @@ static bool beyond(const struct account *a, uint64_t n)
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
-/* unheard says that the agent does not read, or has not since we last asked. */
-static bool unheard(const struct account *a)
+bool account_unheard(const struct account *a)
 {
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
 }
@@ -566,7 +565,7 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
         return HEARD_NEWS;
     }
     bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
-    h->over = known || unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
+    h->over = known || account_unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
         return HEARD_NEWS;
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
@@ -615,11 +614,27 @@ static bool near(const struct account *a, uint64_t n)
     return AMOUNT(count_read(&a->usage->bound)) + n > ceiling - ceiling / 4;
 }
 
+bool account_is_near(const struct account *a) { return account_unheard(a) || near(a, 0); }
+
+/* charge_unread charges what modules may have taken, since no reading will tell. */
+static void charge_unread(struct account *a)
+{
+    uint64_t n = __atomic_exchange_n(&a->usage->unread, 0, __ATOMIC_SEQ_CST);
+    if (!n || n >= MOST)
+        return;
+    account_force(a, n / UNIT * UNIT);
+    account_guessed(a);
+}
+
 void account_await_measure(struct account *a, uint64_t n)
 {
-    uint64_t contexts = count_read(&a->usage->unmeasured), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
-    if (n > limit || !near(a, n) || unheard(a))
+    uint64_t unmeasured = count_read(&a->usage->unmeasured), unread = count_read(&a->usage->unread), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
+    if (n > limit || !near(a, n))
         return;
+    if (account_unheard(a)) {
+        charge_unread(a);
+        return;
+    }
     /* What programs that have ended left in bound is no reason to wait: short ones, one after the
      * other, would each wait for a reading. */
     if (reap(a) && !near(a, n))
@@ -632,8 +647,12 @@ void account_await_measure(struct account *a, uint64_t n)
     count_add(&a->usage->asks, 1);
     while (hear(a, &h, n) == HEARD_NOTHING)
         await_reading(a, &h);
-    if (h.readings)
-        __atomic_compare_exchange_n(&a->usage->unmeasured, &contexts, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (!h.readings) {
+        charge_unread(a);
+        return;
+    }
+    __atomic_compare_exchange_n(&a->usage->unread, &unread, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    __atomic_compare_exchange_n(&a->usage->unmeasured, &unmeasured, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 /* contend tries to reserve n until there is nothing left to wait for: neither a reading,
@@ -734,7 +753,7 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
-        if (n <= limit && unheard(a) && try_below(a, n, 0, ceiling_alone))
+        if (n <= limit && account_unheard(a) && try_below(a, n, 0, ceiling_alone))
             return true;
     }
     count_add(&a->usage->refusals, 1);

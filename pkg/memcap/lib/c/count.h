@@ -345,8 +345,14 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
  * ceiling for the first time since a context was charged. Programs can take many GiB in the
  * time between two readings, and what was given is not taken back. Until then a context may
  * have taken more than was expected, and so may what comes with its first kernels and
- * pools. No lock may be held. account_unmeasured is called when a context was charged. */
-static inline void account_unmeasured(struct account *a) { count_add(&a->usage->unmeasured, 1); }
+ * pools. No lock may be held. account_unmeasured is called when a context was charged, or when
+ * so many bytes may have been taken that were not charged: if no reading comes, they are. */
+static inline void account_unmeasured(struct account *a, uint64_t bytes)
+{
+    if (bytes)
+        count_add(&a->usage->unread, bytes);
+    count_add(&a->usage->unmeasured, 1);
+}
 COLD void account_await_measure(struct account *a, uint64_t n);
 static inline void account_measure(struct account *a, uint64_t n)
 {
@@ -395,6 +401,11 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * was not counted. It waits for a reading; n is an estimate of that memory in bytes, for
  * the case that no reading tells. */
 bool account_within(struct account *a, uint64_t n);
+
+/* account_is_near says whether the room that is left may matter now: bound is near the ceiling,
+ * or the agent does not read. account_unheard says the latter. */
+bool account_is_near(const struct account *a);
+bool account_unheard(const struct account *a);
 
 /* account_exactly returns the ceiling where a reading was exact and nothing was guessed
  * since, else 0. With waits it waits for a reading first. */

@@ -1,12 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* Modules. Nobody knows before a module is loaded how much memory its code and variables
- * take. So we load it, and charge what the card then has less of free memory. We know what
- * other processes of the container have got or freed meanwhile, and leave that out. On a
- * card that other containers use too, the difference is no more than a hint. So if the
- * container would be over its cap by it, the agent's reading decides. If it really is
- * over, the module is unloaded again and the load refused. Code that a driver loads only
- * when it is first used is seen by the next reading. */
+ * take. What the card then has less of free memory is at least that, unless something was freed
+ * at that moment; other containers have a part in it.
+ *
+ * Far from the cap, where that leaves half of the room, it is enough. Nothing is charged: the
+ * agent's next reading has the module, and who comes near the cap before it waits for one
+ * (account_measure). If none comes, the agent is away, and what the card had less is charged then.
+ *
+ * Near the cap it is charged, without what other processes of the container have got or freed
+ * meanwhile, which we know while nothing is under way. If that exceeds the cap, the agent's
+ * reading decides. If the container really is over, the module is unloaded again and the load
+ * refused. While the agent is away no reading will correct what is charged for another
+ * container's allocation. So a module that seems large is loaded twice, and the smaller of the
+ * two figures counts.
+ *
+ * Code that a driver loads only when it is first used is held back by the agent (DefaultCode). */
 
 #include "charge.h"
 
@@ -14,8 +23,14 @@ struct load {
     struct process *p;
     struct account *a; /* NULL: nothing is counted */
     struct where at;
-    uint64_t beside; /* bytes; see below */
+    bool near;
+    uint64_t before; /* bytes: what the card had free, near the cap as beside returns it */
+    uint64_t took;   /* bytes, at most */
+    int loads;
 };
+
+/* SURE is a figure in bytes that is too small to be looked at twice. */
+#define SURE ((uint64_t)16 << 20)
 
 /* beside returns the sum of what the card has free and what the driver has given to the
  * container, in bytes. The second is known exactly while nothing is under way, so it waits
@@ -37,51 +52,84 @@ static bool beside(struct account *a, uint64_t *bytes)
     return true;
 }
 
+static bool look(const struct load *l, uint64_t *bytes)
+{
+    size_t left, total;
+    if (l->near)
+        return beside(l->a, bytes);
+    if (CALL(cuMemGetInfo_v2, &left, &total) != CUDA_SUCCESS)
+        return false;
+    *bytes = left;
+    return true;
+}
+
 static struct load begin(struct process *p)
 {
-    struct load l = {.p = p};
+    struct load l = {.p = p, .took = MOST};
     bool refuse;
-    if (p && where(p, &l.at)) {
-        l.a = account_of(p, l.at.device, &refuse);
-        if (l.a && !beside(l.a, &l.beside))
-            l.a = NULL;
-    }
+    if (!p || !where(p, &l.at) || !(l.a = account_of(p, l.at.device, &refuse)))
+        return l;
+    l.near = account_is_near(l.a);
+    if (!look(&l, &l.before))
+        l.a = NULL;
     return l;
+}
+
+/* again finds out what a module took that was just loaded, and says whether to unload it and to
+ * load it once more. */
+static bool again(struct load *l)
+{
+    uint64_t after, took;
+    if (!look(l, &after))
+        return false;
+    took = l->before > after ? l->before - after : 0;
+    l->took = took < l->took ? took : l->took;
+    return !l->loads++ && l->took > SURE && account_unheard(l->a);
 }
 
 /* fits charges a module that was loaded. False: there is no room for it. */
 static bool fits(struct load *l, uint64_t key)
 {
-    uint64_t left;
-    struct entry old;
-    if (!l->a || !beside(l->a, &left))
+    struct account *a = l->a;
+    struct entry e = {.key = key, .owner = l->at.context, .space = SPACE_MODULE, .how = HOW_GUESS, .device = l->at.device}, old;
+    account_guessed(a);
+    if (l->took == MOST || !(e.bytes = round_up(l->took, UNIT)))
         return true;
-    account_guessed(l->a);
-    struct entry e = {.key = key, .owner = l->at.context, .space = SPACE_MODULE, .how = HOW_GUESS, .device = l->at.device};
-    e.bytes = l->beside > left ? round_up(l->beside - left, UNIT) : 0;
-    if (!e.bytes)
+    uint64_t bound = AMOUNT(count_read(&a->usage->bound)), ceiling = account_ceiling(a);
+    if (!l->near && bound < ceiling && e.bytes <= (ceiling - bound) / 2) {
+        account_unmeasured(a, e.bytes);
         return true;
-    if (!account_reserve_quickly(l->a, e.bytes)) {
-        if (account_within(l->a, e.bytes))
+    }
+    if (!account_reserve_quickly(a, e.bytes)) {
+        if (account_within(a, e.bytes))
             return true; /* that reading counts the module */
-        account_undone(l->a, e.bytes);
-        count_add(&l->a->usage->refusals, 1);
+        account_undone(a, e.bytes);
+        count_add(&a->usage->refusals, 1);
         return false;
     }
-    account_commit(l->a, e.bytes);
+    account_commit(a, e.bytes);
     table_put(&l->p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
     return true;
 }
 
-#define LOAD(name, undo, ...)                          \
-    struct load l = begin(ENTER());                    \
-    CUresult r = CALL(name, __VA_ARGS__);              \
-    if (r != CUDA_SUCCESS || !l.a || !out)             \
-        return r;                                      \
-    if (fits(&l, (uintptr_t)*out))                     \
-        return r;                                      \
-    CALL(undo, *out);                                  \
-    account_guessed(l.a);                              \
+#define LOAD(name, undo, ...)                       \
+    struct load l = begin(ENTER());                 \
+    CUresult r = CALL(name, __VA_ARGS__);           \
+    if (r != CUDA_SUCCESS || !l.a || !out)          \
+        return r;                                   \
+    if (again(&l)) {                                \
+        CALL(undo, *out);                           \
+        bool looked = look(&l, &l.before);          \
+        r = CALL(name, __VA_ARGS__);                \
+        if (r != CUDA_SUCCESS)                      \
+            return r;                               \
+        if (looked)                                 \
+            again(&l);                              \
+    }                                               \
+    if (fits(&l, (uintptr_t)*out))                  \
+        return r;                                   \
+    CALL(undo, *out);                               \
+    account_guessed(l.a);                           \
     return CUDA_ERROR_OUT_OF_MEMORY;
 
 #define UNLOAD(name, handle)                                            \

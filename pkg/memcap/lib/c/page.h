@@ -35,12 +35,13 @@
 struct limit_page {
     char magic[8];
     uint64_t limit;    /* bytes; NO_LIMIT: none */
-    uint64_t context;  /* bytes to expect of one context */
+    uint64_t context;  /* bytes to expect of one context, with its code */
     uint64_t every_ms; /* how often the agent reads the driver, in milliseconds; 0: never */
     char uuid[64];
     uint64_t usage; /* the nonce of the usage page that belongs to this one */
     uint64_t since; /* for the agent: when the allocation was taken that the page belongs to, in ns */
-    uint64_t gap[2];
+    uint64_t code;  /* for the agent: the part of context that is code */
+    uint64_t gap;
     /* The agent's last reading of the driver, for the usage page with that nonce. It is
      * one cache line. While the agent writes it, nonce is WRITING; 0 means no reading. */
     uint64_t nonce;
@@ -61,6 +62,8 @@ struct limit_page {
      * nothing is charged or given back by guess. */
     uint64_t roof;
     uint64_t roof_stamp; /* 1 + the usage page's guesses at that reading; 0: no roof */
+    /* For the agent: by how much ceiling and roof are lower for code that contexts may yet load. */
+    uint64_t held, surely;
 };
 
 /* bound = [version:24 | units of 512 bytes:40]: how much of this GPU the container's
@@ -117,8 +120,9 @@ struct usage_page {
     uint64_t guesses;
     uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
     uint64_t borrows; /* 1 once a process has borrowed for this page */
-    uint64_t unmeasured; /* contexts since bound was last near the ceiling; see account_measure */
-    uint64_t gap3[PAGE / 8 - 27];
+    uint64_t unmeasured; /* contexts and modules since bound was last near the ceiling; see account_measure */
+    uint64_t unread;     /* bytes that modules may have taken since, and nobody charged; see module.c */
+    uint64_t gap3[PAGE / 8 - 28];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -180,6 +184,7 @@ AT(limit_page, every_ms, 24);
 AT(limit_page, uuid, 32);
 AT(limit_page, usage, 96);
 AT(limit_page, since, 104);
+AT(limit_page, code, 112);
 AT(limit_page, nonce, 128);
 AT(limit_page, ceiling, 136);
 AT(limit_page, stamp, 144);
@@ -191,6 +196,8 @@ AT(limit_page, shown_settled, 184);
 AT(limit_page, shown_dead, 192);
 AT(limit_page, roof, 200);
 AT(limit_page, roof_stamp, 208);
+AT(limit_page, held, 216);
+AT(limit_page, surely, 224);
 AT(usage_page, nonce, 8);
 AT(usage_page, bound, 64);
 AT(usage_page, asks, 128);
@@ -207,6 +214,7 @@ AT(slot, others_reserved, 64);
 AT(slot, promised, 80);
 AT(usage_page, borrows, 200);
 AT(usage_page, unmeasured, 208);
+AT(usage_page, unread, 216);
 AT(slot, idle, 88);
 AT(slot, borrowed, 96);
 AT(slot, lends, 104);

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+// held returns how many bytes the processes with contexts may yet take for code, by a quiet
+// reading. A driver loads a kernel's code when it is first run. No call asks for that memory,
+// so none can be refused, and a container whose programs have filled their cap as they may
+// would exceed it. So each context is to have what it takes without code (m.bare) and what
+// code may take (atCode), and what it has not got of that yet is held back:
+//
+//	a context of 518 MiB, code of 92 MiB, and the driver's figure beyond what was counted is
+//	518 MiB          92 MiB are held back
+//	560 MiB          50 MiB
+//	610 MiB or more   0
+//
+// Each process is looked at by itself: what one has loaded beyond its part says nothing of the
+// others. Where each is nil, or lacks a process, only their sum can be looked at.
+func (m *Meter) held(c Counters, driver uint64, each map[Process]uint64) uint64 {
+	code := m.page.load(atCode)
+	if code == 0 || c.Contexts == 0 {
+		return 0
+	}
+	some := m.usage.users
+	for i := range some {
+		if _, known := each[some[i].Process]; !known {
+			rest := c.Committed - min(c.Committed, c.Expected+c.Managed+m.taken.open(c))
+			return lacks(c.Contexts, m.bare+code, driver, rest)
+		}
+	}
+	var sum uint64
+	for i := range some {
+		p := &some[i]
+		sum += lacks(p.contexts, m.bare+code, each[p.Process], p.rest+m.taken.in(p.slot, p.PID))
+	}
+	return sum
+}
+
+// lacks returns by how many bytes contexts have less than they may take, where the driver's
+// figure has the rest in it too.
+func lacks(contexts, context, driver, rest uint64) uint64 {
+	has, may := driver-min(driver, rest), contexts*context
+	return may - min(may, has)
+}
+
+// A user is a living process that counts, as its slots say. rest is what the driver's figure has
+// of it besides its contexts, in bytes, without promises.
+type user struct {
+	Process
+	slot           int
+	contexts, rest uint64
+}
+
+// addUser adds what a slot says to its process. A program that has loaded the library twice has
+// two slots.
+func (u *Usage) addUser(slot int, p Process, contexts, rest uint64) {
+	for i := range u.users {
+		if is := &u.users[i]; is.Process == p {
+			is.contexts, is.rest = is.contexts+contexts, is.rest+rest
+			return
+		}
+	}
+	u.users = append(u.users, user{p, slot, contexts, rest})
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"testing"
+	"time"
+)
+
+// TestCodeIsHeldBack: so much of the cap is left for the code that living processes may yet
+// load, by what the driver's figure shows of each.
+func TestCodeIsHeldBack(t *testing.T) {
+	const context, code, alloc = 500, 90, 1000 // MiB
+	type process struct{ contexts, has uint64 } // MiB by the driver, beside what it has allocated
+	names := func(n int) (out []Process) {
+		for i := range n {
+			out = append(out, Process{Namespace: 7, PID: uint64(100 + i)})
+		}
+		return out
+	}
+	for name, c := range map[string]struct {
+		processes []process
+		held      int64 // MiB, where each is known
+		together  int64 // where only the sum is
+	}{
+		"nothing loaded":                        {[]process{{1, 500}, {1, 500}}, 180, 180},
+		"some of it":                            {[]process{{1, 560}, {1, 500}}, 120, 120},
+		"all of it":                             {[]process{{1, 590}, {1, 600}}, 0, 0},
+		"one has loaded much":                   {[]process{{1, 1200}, {1, 500}, {1, 510}}, 170, 0},
+		"two contexts in one":                   {[]process{{2, 1010}}, 170, 170},
+		"a process without a context":           {[]process{{1, 500}, {0, 0}}, 90, 90},
+		"a context that the driver has not yet": {[]process{{1, 0}}, 590, 590},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, how := range []string{"each", "together", "one unknown"} {
+				p := newTenant(t)
+				p.lock(int64(len(c.processes)))
+				pages := somePages(t)
+				if _, err := pages.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 16 * aGiB, Context: context << 20, Code: code << 20}}); err != nil {
+					t.Fatal(err)
+				}
+				p.isOf(pages, aKey)
+				m, err := pages.Meter(aKey, aGPU, p.usage())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer m.Close()
+				if got := m.page.load(atContext); got != (context+code)<<20 {
+					t.Fatalf("a context is charged %d MiB", got>>20)
+				}
+				var bound, driver uint64
+				each := map[Process]uint64{}
+				for i, who := range names(len(c.processes)) {
+					is := c.processes[i]
+					expected := is.contexts * (context + code)
+					at := pageSize + i*slotSize
+					p.set(at+slotPIDs, who.Namespace)
+					p.set(at+slotPID, who.PID)
+					p.set(at+slotReserved, (expected+alloc)<<20)
+					p.set(at+slotCommitted, (expected+alloc)<<20)
+					p.set(at+slotExpected, expected<<20)
+					p.set(at+slotContexts, is.contexts)
+					bound += (expected + alloc) << 20
+					driver += (is.has + alloc) << 20
+					each[who] = (is.has + alloc) << 20
+				}
+				p.set(useHigh, uint64(len(c.processes)))
+				p.set(useBound, 1<<amountBits|bound/unit)
+				want := c.together
+				switch how {
+				case "each":
+					want = c.held
+				case "together":
+					each = nil
+				case "one unknown":
+					delete(each, names(1)[0])
+				}
+				if err := m.Begin(); err != nil {
+					t.Fatal(err)
+				}
+				r, err := m.End(driver, true, each)
+				if err != nil || !r.Quiet {
+					t.Fatalf("%+v, %v", r, err)
+				}
+				// What may be allocated, and what there is with all the code that may come.
+				room := int64(m.page.load(atCeiling)) - int64(bound)
+				if left := int64(16*aGiB) - int64(driver) - want<<20; room != left {
+					t.Errorf("%s: %d MiB are left, want %d", how, room>>20, left>>20)
+				}
+				if roof := int64(m.page.load(atRoof)); roof != int64(m.page.load(atCeiling)) {
+					t.Errorf("%s: the roof is %d MiB, the ceiling %d", how, roof>>20, m.page.load(atCeiling)>>20)
+				}
+				// What programs are shown as free is what they may have.
+				if free := int64(16*aGiB) - int64(bound) - int64(m.page.load(atShown)); free != room {
+					t.Errorf("%s: %d MiB are shown as free, %d may be had", how, free>>20, room>>20)
+				}
+				// Another agent goes on from the page.
+				if is := m.page.reading(); is.correction != r.Correction || int64(is.held) != want<<20 {
+					t.Errorf("%s: the page says %+v, want a correction of %d and %d MiB held", how, is, r.Correction, want)
+				}
+			}
+		})
+	}
+}
+
+// TestCodeOfASmallShare: what is held back keeps no context from being made.
+func TestCodeOfASmallShare(t *testing.T) {
+	for limit, want := range map[uint64]uint64{256: DefaultContext >> 20, 512: 512, 540: 540, 4096: 610} {
+		pages := somePages(t)
+		if _, err := pages.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: limit << 20, Code: DefaultCode}}); err != nil {
+			t.Fatal(err)
+		}
+		if got := contextOf(t, pages, aKey); got != want<<20 {
+			t.Errorf("under %d MiB a context is charged %d MiB, want %d", limit, got>>20, want)
+		}
+	}
+}
