@@ -63,18 +63,11 @@ func (m *model) free(s string) []access {
 	return []access{m.add("count_add", "committed", "c"+s, -1), driver(-1, "d"+s, nil), m.bind("b"+s, -1), m.add("count_add", "reserved", "r"+s, -1)}
 }
 
-// sum reads a slot's pair of words; on arm64 the second stays 0 in slots.
-func (m *model) sum(first, others, s string) []access {
-	return []access{m.load("slot_sum first", first, s), m.load("slot_sum others", others, s+" others"), m.load("slot_sum again", first, s+" again")}
-}
-
 // repair makes bound what is reserved in a slot, and more where another slot has it.
 func (m *model) repair(more int, slots ...string) thread {
 	t := thread{name: "repairer", accesses: []access{m.load("count_read", "bound", "b"), m.load("high", "high", "high")}}
 	for _, s := range slots {
-		t.accesses = append(t.accesses, m.load("count_read", "idle"+s, "before"+s))
-		t.accesses = append(t.accesses, m.sum("reserved"+s, "others"+s, "r"+s)...)
-		t.accesses = append(t.accesses, m.load("count_read", "idle"+s, "after"+s))
+		t.accesses = append(t.accesses, m.load("count_read", "idle"+s, "before"+s), m.load("slot_reserved", "reserved"+s, "r"+s), m.load("count_read", "idle"+s, "after"+s))
 	}
 	all := func(r *registers) int {
 		n := more
@@ -89,7 +82,7 @@ func (m *model) repair(more int, slots ...string) thread {
 		func(r *registers) int { return r.of("b") - amount(r.of("b")) + step + all(r) },
 		func(r *registers) bool {
 			for _, s := range slots {
-				if r.of("before"+s) != r.of("after"+s) || r.of("r"+s) != r.of("r"+s+" again") {
+				if r.of("before"+s) != r.of("after"+s) {
 					return false // it reads again, which is a later repair
 				}
 			}
@@ -236,7 +229,7 @@ func (m *model) programs() []program {
 		{name: "what is settled is committed no more", first: one,
 			threads: []thread{with("owner", m.lose()), with("agent", []access{{kind: load, at: "settled", into: "settled"}, {kind: fence}, {kind: load, at: "committed", into: "committed"}})},
 			never:   func(_, reg func(string) int) bool { return reg("agent.settled")+reg("agent.committed") > 1 }},
-		m.repaid(), m.attempts(), m.pair(0), m.pair(1), m.closed(),
+		m.repaid(), m.attempts(), m.closed(),
 	}
 	for killed := 0; killed <= 4; killed++ {
 		all = append(all, m.reaped(fmt.Sprintf("a process killed after %d steps of an allocation", killed), 0, m.allocate("1")[:killed]))
@@ -306,24 +299,12 @@ func (m *model) attempts() program {
 	return p
 }
 
-// pair: a sum of two words is never below what it was at any moment.
-func (m *model) pair(swapped int) program {
-	at := []string{"first", "others"}
-	return program{name: "a pair of words, " + at[swapped] + " first", threads: []thread{
-		{name: "writer", accesses: []access{m.add("count_add", at[swapped], "a", 1), m.add("count_add", at[1-swapped], "b", -1)}},
-		{name: "reader", accesses: m.sum("first", "others", "sum")},
-	}, never: func(_, reg func(string) int) bool {
-		return reg("reader.sum") == reg("reader.sum again") && reg("reader.sum")+reg("reader.sum others") < 0
-	}}
-}
-
-// closed: of a thread that enters a pool and one that closes it, one sees the other, also where
-// the kernel has no barrier for all threads.
+// closed: of a thread that enters a pool and one that closes it, one sees the other.
 func (m *model) closed() program {
 	return program{name: "a pool is entered and closed", threads: []thread{
-		{name: "enters", accesses: []access{m.add("count_add", "others", "was", 1), m.load("enter_pool", "closed", "closed")}},
-		{name: "closes", accesses: append([]access{m.store("close_pool", "closed", 1)}, m.sum("first", "others", "sum")...)},
-	}, never: func(_, reg func(string) int) bool { return reg("enters.closed") == 0 && reg("closes.sum others") == 0 }}
+		{name: "enters", accesses: []access{m.add("count_add", "flight", "was", 1), m.load("enter_pool", "closed", "closed")}},
+		{name: "closes", accesses: []access{m.store("close_pool", "closed", 1), m.load("count_read", "flight", "flight")}},
+	}, never: func(_, reg func(string) int) bool { return reg("enters.closed") == 0 && reg("closes.flight") == 0 }}
 }
 
 // reaped: a process dies after some steps, and another reaps it, which may itself be killed

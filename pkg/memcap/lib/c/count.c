@@ -146,18 +146,11 @@ static bool blank(const struct slot *s) { return !slot_reserved(s) && !slot_comm
  * a reading may give all that it had as room, so none of it may be the lender's too. */
 static void end_loans(struct slot *s) { __atomic_store_n(&s->borrowed, 0, __ATOMIC_SEQ_CST); }
 
-/* clear reaps a slot; the caller holds its lock. If the caller dies between the two words
- * of committed, the next one finds the rest. That is no more than the slot's share, as
- * long as the word that is below zero is cleared last. */
+/* clear reaps a slot; the caller holds its lock. */
 static void clear(struct account *a, struct slot *s)
 {
-    uint64_t *one = &s->committed, *two = &s->others_committed;
-    if (count_read(one) >= MOST) {
-        one = two;
-        two = &s->committed;
-    }
-    uint64_t c = __atomic_exchange_n(one, 0, __ATOMIC_RELAXED);
-    c += __atomic_exchange_n(two, 0, __ATOMIC_RELAXED);
+    uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_RELAXED);
+    c += __atomic_exchange_n(&s->others_committed, 0, __ATOMIC_RELAXED);
     if (c && c < MOST) {
         /* Settle all of it: a dying process closes its descriptors before it releases
          * the lock, so a reading may have found it alive and without memory. */
@@ -335,7 +328,6 @@ static int take_slot(struct account *a)
             __atomic_store_n(&s->pids, own_pids(), __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
             a->slot = s;
-            a->first = __builtin_thread_pointer();
             a->keeps_far = IDLE_MOST;
             return 0;
         }

@@ -48,11 +48,9 @@
  * least the sum of the shares. Bound is below the sum of committed only if a process
  * has written to the page by hand; it is raised to R then.
  *
- * Reserved and committed are sums of two words each (slot_add), read one after the other.
- * The sum of reserved would be too small if it lacked what one thread has added and
- * included what another has taken off since. Between these two steps either bound changed,
- * and the CAS fails; or idle changed, which is read before and after the two words, and
- * they are read again.
+ * The sum of reserved would be too small if what is idle became reserved, or reserved idle,
+ * while the two are read. Then idle has changed, which is read before and after reserved, and
+ * both are read again.
  *
  * The agent compares bound with the driver's figure for the living processes, and moves
  * the ceiling by the difference. That stays right as long as what leaves bound leaves the
@@ -119,11 +117,9 @@ struct account {
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
-    const void *first; /* the only thread that changes the slot's first words */
     uint64_t nonce;
     uint64_t waited; /* 1 + page->done when a reading was awaited in vain; 0: never */
     uint32_t careful; /* the ceiling was reached a short time ago; see account_reserve_quickly */
-    uint32_t shared; /* other threads than the first have kept idle memory too */
     uint64_t keeps; /* how many bytes may be idle, and when far from the ceiling */
     uint64_t keeps_far;
     uint32_t lock;    /* guards answers; held for moments only */
@@ -205,40 +201,9 @@ static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_a
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* first_thread says whether the calling thread is the slot's first. */
-static inline bool first_thread(const struct account *a)
-{
-#if defined(__x86_64__)
-    return __builtin_expect(__builtin_thread_pointer() == a->first, 1);
-#else
-    (void)a;
-    return false;
-#endif
-}
-
-/* slot_add adds to a slot's reserved or committed, a pair of words. A locked instruction
- * takes as long as thirty others, and an allocation with its free would need four. So the
- * thread that took the slot, which in most programs is the one that allocates, changes the
- * first word without a lock. Others see its changes in order: x86 keeps the order of
- * stores, and changes of bound are locked. Other processors, which do not keep it, use
- * locked instructions only. A thread that starts after the first one has ended may get
- * its address, and is the first then. */
-static inline void slot_add(const struct account *a, uint64_t *first, uint64_t *others, uint64_t n)
-{
-#if defined(__x86_64__)
-    if (first_thread(a)) {
-        __asm__ volatile("addq %1, %0" : "+m"(*first) : "er"(n) : "memory", "cc");
-        return;
-    }
-    count_add(others, n);
-#else
-    (void)a, (void)others;
-    count_add(first, n);
-#endif
-}
-static inline void reserved_add(struct account *a, uint64_t n) { slot_add(a, &a->slot->reserved, &a->slot->others_reserved, n); }
+static inline void reserved_add(struct account *a, uint64_t n) { count_add(&a->slot->reserved, n); }
 static inline void reserved_sub(struct account *a, uint64_t n) { reserved_add(a, 0 - n); }
-static inline void committed_add(struct account *a, uint64_t n) { slot_add(a, &a->slot->committed, &a->slot->others_committed, n); }
+static inline void committed_add(struct account *a, uint64_t n) { count_add(&a->slot->committed, n); }
 static inline void committed_sub(struct account *a, uint64_t n) { committed_add(a, 0 - n); }
 
 /* The steps. Amounts are in bytes, multiples of 512 below MOST. */
@@ -268,10 +233,7 @@ static inline void account_return(struct account *a, uint64_t n)
 /* IDLE_MOST is enough for two requests of a pool (see pool.h), or many smaller ones. */
 #define IDLE_MOST ((uint64_t)64 << 20)
 
-/* account_cancel gives n back. It keeps n idle as long as not too much is. While idle is
- * 0, no other process changes the word, so a first thread that is the only one needs no
- * locked instruction. If a second thread begins at this moment, what it keeps may be lost
- * from idle, once; the next repair takes that off bound. */
+/* account_cancel gives n back. It keeps n idle as long as not too much is. */
 static inline void account_cancel(struct account *a, uint64_t n)
 {
     uint64_t was = __atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED);
@@ -279,13 +241,7 @@ static inline void account_cancel(struct account *a, uint64_t n)
         account_return(a, n);
         return;
     }
-    if (first_thread(a) && AMOUNT(was) == 0 && !__atomic_load_n(&a->shared, __ATOMIC_RELAXED)) {
-        __atomic_store_n(&a->slot->idle, was + STEP + n / UNIT, __ATOMIC_RELEASE);
-    } else {
-        if (!first_thread(a))
-            __atomic_store_n(&a->shared, 1, __ATOMIC_SEQ_CST);
-        count_add(&a->slot->idle, STEP + n / UNIT);
-    }
+    count_add(&a->slot->idle, STEP + n / UNIT);
     reserved_sub(a, n);
 }
 

@@ -77,10 +77,9 @@ struct limit_page {
 /* A slot belongs to one loaded copy of this library. That is a process; a program that
  * loads a second copy by dlmopen has two slots. Amounts are bytes, in multiples of 512.
  *
- * Reserved and committed are sums of two words each. The first word is changed only by
- * the first thread of the process, which needs no locked instruction for that. The other
- * is in a cache line of its own, and all other threads change it. One thread may add an
- * amount and another take it off, so one word alone may be below zero; see slot_add.
+ * Reserved and committed are sums of two words each. An earlier library, under which a
+ * process may still run, has other threads than the first change the second word. So one word
+ * alone may be below zero.
  *
  * Idle is a word like bound, with a version and units. */
 struct slot {
@@ -134,21 +133,14 @@ static inline bool slot_free(int fd, uint64_t index)
     return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-/* slot_sum returns the sum of a pair of words. It reads again where the first word
- * changed meanwhile: the sum may then be one that never was. */
-static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
+static inline uint64_t slot_reserved(const struct slot *s)
 {
-    uint64_t a = __atomic_load_n(first, __ATOMIC_SEQ_CST), b, again;
-    for (int tries = 0; tries < 100; tries++, a = again) {
-        b = __atomic_load_n(others, __ATOMIC_ACQUIRE);
-        again = __atomic_load_n(first, __ATOMIC_RELAXED);
-        if (a == again)
-            break;
-    }
-    return a + b;
+    return __atomic_load_n(&s->reserved, __ATOMIC_ACQUIRE) + __atomic_load_n(&s->others_reserved, __ATOMIC_ACQUIRE);
 }
-static inline uint64_t slot_reserved(const struct slot *s) { return slot_sum(&s->reserved, &s->others_reserved); }
-static inline uint64_t slot_committed(const struct slot *s) { return slot_sum(&s->committed, &s->others_committed); }
+static inline uint64_t slot_committed(const struct slot *s)
+{
+    return __atomic_load_n(&s->committed, __ATOMIC_ACQUIRE) + __atomic_load_n(&s->others_committed, __ATOMIC_ACQUIRE);
+}
 
 /* idle_in returns how many bytes are idle in n slots. */
 static inline uint64_t idle_in(const struct slot *s, uint64_t n)

@@ -179,11 +179,7 @@ static CUresult pass(const struct request *q)
  * of which waits for the GPU. A thread that has waited too long opens it. */
 static bool waits(struct wait *w) { return wait_more(w) < PATIENCE_US; }
 
-/* Other threads may see what the first thread takes off a moment later. */
-static void flight_sub(const struct account *a, struct pool *pool, uint64_t n)
-{
-    slot_add(a, &pool->flight, &pool->others_flight, 0 - n);
-}
+static void flight_sub(struct pool *pool, uint64_t n) { count_sub(&pool->flight, n); }
 
 COLD static void await_open(struct pool *pool)
 {
@@ -193,28 +189,22 @@ COLD static void await_open(struct pool *pool)
 }
 
 /* enter_pool enters a pool and then looks whether it is closed; close_pool closes it and
- * then looks whether anybody is in it. Each needs a fence between its two steps. Pools
- * are entered far more often, so close_pool does the fence for both. */
-static void enter_pool(const struct process *p, const struct account *a, struct pool *pool, uint64_t n)
+ * then looks whether anybody is in it. */
+static void enter_pool(struct pool *pool, uint64_t n)
 {
     for (;;) {
-        if (__atomic_load_n(&p->fences, __ATOMIC_RELAXED) == FENCES_GOOD)
-            slot_add(a, &pool->flight, &pool->others_flight, FLIGHT + n / UNIT);
-        else
-            count_add(first_thread(a) ? &pool->flight : &pool->others_flight, FLIGHT + n / UNIT);
+        count_add(&pool->flight, FLIGHT + n / UNIT);
         if (__builtin_expect(!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST), 1))
             return;
-        flight_sub(a, pool, FLIGHT + n / UNIT);
+        flight_sub(pool, FLIGHT + n / UNIT);
         await_open(pool);
     }
 }
 
 /* close_pool keeps other threads out of a pool, and waits for those that are in it. */
-static void close_pool(const struct process *p, struct pool *pool)
+static void close_pool(struct pool *pool)
 {
     __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&p->fences, __ATOMIC_RELAXED) == FENCES_GOOD)
-        fence_all_threads();
     for (struct wait w = {0}; pool_flight(pool) >= 2 * FLIGHT && waits(&w);)
         ;
 }
@@ -229,9 +219,9 @@ COLD static void leave_destroyed(struct process *p, struct pool *pool)
     spin_unlock(&pool->lock);
 }
 
-static void leave_pool(struct process *p, const struct account *a, struct pool *pool, uint64_t n)
+static void leave_pool(struct process *p, struct pool *pool, uint64_t n)
 {
-    flight_sub(a, pool, n / UNIT + FLIGHT);
+    flight_sub(pool, n / UNIT + FLIGHT);
     if (n)
         pool_hope(pool);
     if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
@@ -246,7 +236,7 @@ static bool remember(struct process *p, struct pool *pool, CUdeviceptr at, uint6
     if (!table_put(&p->table, &e, &old))
         return false;
     if (__builtin_expect(old.how, 0))
-        flight_sub(&p->accounts[p->pools[old.owner].device], &p->pools[old.owner], old.bytes / UNIT);
+        flight_sub(&p->pools[old.owner], old.bytes / UNIT);
     return true;
 }
 
@@ -360,7 +350,7 @@ COLD static CUresult settle_ordinary(struct process *p, const struct request *q,
 static CUresult ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t there;
-    enter_pool(p, a, pool, n);
+    enter_pool(pool, n);
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     if (__builtin_expect(told_more(a, pool), 0))
         look(p, a, pool);
@@ -371,7 +361,7 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
         account_cancel(a, held);
     else
         r = settle_ordinary(p, q, pool, a, r, n, held, trims);
-    leave_pool(p, a, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
+    leave_pool(p, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     return r;
 }
 
@@ -400,13 +390,13 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
 {
     uint64_t there, over = 0, most = growth_of(p, pool, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
-    enter_pool(p, a, pool, n);
+    enter_pool(pool, n);
     if (pool->exportable)
-        close_pool(p, pool);
+        close_pool(pool);
     if (!begin_alone(pool) || !has_room(p, a, pool, held) || (pool->exportable && !place_for(p, pool, n))) {
         open_pool(pool);
         __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
-        leave_pool(p, a, pool, n);
+        leave_pool(p, pool, n);
         if (held)
             account_cancel(a, held);
         return NOT_ATTEMPTED;
@@ -421,19 +411,19 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
         spin_unlock(&pool->lock);
     }
     if (over && fits) { /* perhaps another thread's, which has yet to pay for it */
-        close_pool(p, pool);
+        close_pool(pool);
         spin_lock(&pool->lock);
         fits = settle_alone(p, pool, a, n, 0, MAYBE, &over);
         spin_unlock(&pool->lock);
     } else if (!fits) {
-        close_pool(p, pool);
+        close_pool(pool);
     }
     if (!fits)
         *r = undo(p, q, pool, a, *r, held, over);
     open_pool(pool);
     __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
     reserved_sub(a, most);
-    leave_pool(p, a, pool, *r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
+    leave_pool(p, pool, *r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     return *r == CUDA_ERROR_OUT_OF_MEMORY ? WOULD_GROW : ATTEMPTED;
 }
 
@@ -560,7 +550,7 @@ static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresu
         not_freed(p, e);
         return true;
     }
-    flight_sub(&p->accounts[pool->device], pool, e->bytes / UNIT);
+    flight_sub(pool, e->bytes / UNIT);
     if (__builtin_expect(pool->exportable, 0))
         place_freed(p, pool, e);
     if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))

@@ -51,7 +51,7 @@ struct request {
 /* The two parts of struct pool's flight: FLIGHT for each allocation under way, and what
  * lives in units. */
 #define FLIGHT ((uint64_t)1 << 48)
-static inline uint64_t pool_flight(const struct pool *pool) { return slot_sum(&pool->flight, &pool->others_flight); }
+static inline uint64_t pool_flight(const struct pool *pool) { return count_read(&pool->flight); }
 static inline uint64_t pool_live(const struct pool *pool) { return (pool_flight(pool) & (FLIGHT - 1)) * UNIT; }
 
 /* PATIENCE_US is how long a thread waits in all for other threads at a pool. */

@@ -32,8 +32,6 @@ static struct pool *learn(struct process *p, CUmempool handle, enum means means,
     uint64_t home = home_of(handle);
     spin_lock(&p->lock);
     pool = known(p, handle);
-    if (!pool && !p->fences)
-        __atomic_store_n(&p->fences, fence_begin() ? FENCES_GOOD : FENCES_NONE, __ATOMIC_RELEASE);
     for (uint32_t i = 0; !pool && i < MAX_POOLS / 4; i++) {
         struct pool *at = &p->pools[(home + i) % MAX_POOLS];
         if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))

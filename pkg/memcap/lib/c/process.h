@@ -51,7 +51,7 @@ struct pool {
     uint32_t places; /* recorded since they were last looked through; see export.c */
     uint32_t alone;  /* 1: an attempt is under way, so it must not be trimmed */
     uint32_t closed; /* 1: an attempt is being undone, so nothing else may be allocated */
-    uint64_t flight, others_flight; /* [allocations under way:16 | live units of 512 bytes:48], a sum of two words as in a slot */
+    uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */
     uint64_t hopeless; /* bytes: what is free cannot serve requests from this size on; see reuse.c */
     uint32_t hopes;    /* how often hopeless was ended */
     struct spare {     /* giving back to make room; see pools.c */
@@ -78,8 +78,6 @@ struct graph_pool { /* a device's graph memory; see graph.c */
 enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 #define NO_STAND_IN (~(uint64_t)0)
 
-enum fences { FENCES_UNKNOWN, FENCES_GOOD, FENCES_NONE }; /* see fence_all_threads */
-
 struct process {
     uint32_t ready; /* 0 in a forked child before its first call */
     uint32_t lock;  /* guards standing, contexts and the recording of pools */
@@ -97,7 +95,6 @@ struct process {
     uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
-    uint32_t fences; /* enum fences, set before the first pool is recorded */
     uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of pools_charged that is, or was, not 0 */
     uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */

@@ -108,20 +108,6 @@ static inline void sys_unmap(void *at, size_t size)
         SYS2(SYS_munmap, at, size);
 }
 
-/* fence_all_threads is a full memory barrier in every thread of this process, for which
- * only the caller pays. If one side of a handshake between threads runs a thousand times
- * as often as the other, the frequent side then needs no locked instruction. fence_begin
- * must be called before it; it says whether the kernel supports this. fence_possible says
- * so without the registration, which may take milliseconds. */
-enum { FENCE = 1 << 3, FENCE_BEGIN = 1 << 4 }; /* MEMBARRIER_CMD_[REGISTER_]PRIVATE_EXPEDITED */
-static inline bool fence_possible(void)
-{
-    long can = SYS2(SYS_membarrier, 0, 0); /* MEMBARRIER_CMD_QUERY */
-    return can > 0 && (can & FENCE) && (can & FENCE_BEGIN);
-}
-static inline bool fence_begin(void) { return SYS2(SYS_membarrier, FENCE_BEGIN, 0) == 0; }
-static inline void fence_all_threads(void) { SYS2(SYS_membarrier, FENCE, 0); }
-
 static inline uint64_t now_us(void)
 {
     struct timespec t = {0, 0};

@@ -101,79 +101,11 @@ static void drop(struct shard *s, struct entry *e)
     s->used--;
 }
 
-/* --- locks ---------------------------------------------------------------- */
-
-/* If a program has forbidden itself the call meanwhile, all threads have still passed a
- * barrier long before this time is over. */
-enum { FENCE_NAP_US = 10000 };
-
-/* share takes the table from its owner, and waits until the owner is outside. */
-static void share(struct table *t)
-{
-    uint64_t owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
-    if (owner == OWNED_BY_ALL)
-        return;
-    if (owner != OWNED_NO_MORE)
-        __atomic_compare_exchange_n(&t->owner, &owner, OWNED_NO_MORE, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    if (fence_begin())
-        fence_all_threads();
-    else
-        nap_us(FENCE_NAP_US);
-    for (struct wait w = {0}; __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);)
-        wait_more(&w);
-    __atomic_store_n(&t->owner, OWNED_BY_ALL, __ATOMIC_RELEASE);
-}
-
-/* meet is called by a thread that is not the owner. It returns whether the thread has
- * become the owner; otherwise the table belongs to all threads then. */
-COLD static bool meet(struct table *t)
-{
-    uint64_t nobody = OWNED_BY_NOBODY, self = (uintptr_t)__builtin_thread_pointer();
-    if (__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == OWNED_BY_NOBODY &&
-        __atomic_compare_exchange_n(&t->owner, &nobody, fence_possible() ? self : OWNED_BY_ALL, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == self;
-    share(t);
-    return false;
-}
-
-static inline bool enter_owned(struct table *t)
-{
-    uint64_t self = (uintptr_t)__builtin_thread_pointer();
-    if (__builtin_expect(__atomic_load_n(&t->owner, __ATOMIC_RELAXED) != self, 0))
-        return false;
-    __atomic_store_n(&t->inside, 1, __ATOMIC_RELAXED);
-    __asm__ volatile("" ::: "memory"); /* the barrier that belongs here is in share */
-    if (__builtin_expect(__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == self, 1))
-        return true;
-    __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
-    return false;
-}
-
-/* lock_shard returns whether the thread is inside as the owner. unlock_shard needs that
- * answer. */
-static inline bool lock_shard(struct table *t, struct shard *s)
-{
-    while (!enter_owned(t))
-        if (__atomic_load_n(&t->owner, __ATOMIC_ACQUIRE) == OWNED_BY_ALL || !meet(t)) {
-            spin_lock(&s->lock);
-            return false;
-        }
-    return true;
-}
-
-static inline void unlock_shard(struct table *t, struct shard *s, bool inside)
-{
-    if (inside)
-        __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
-    else
-        spin_unlock(&s->lock);
-}
-
 /* lock_for locks the shard of a key, with room for two more if there is memory. */
-static struct shard *lock_for(struct table *t, uint64_t hash, bool *room, bool *inside)
+static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
 {
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
-    *inside = lock_shard(t, s);
+    spin_lock(&s->lock);
     *room = (s->bits && s->used < ((uint64_t)1 << s->bits) / 2) || grow(t, s);
     return s;
 }
@@ -181,8 +113,8 @@ static struct shard *lock_for(struct table *t, uint64_t hash, bool *room, bool *
 bool table_put(struct table *t, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(e->key, e->space);
-    bool ok, inside;
-    struct shard *s = lock_for(t, hash, &ok, &inside);
+    bool ok;
+    struct shard *s = lock_for(t, hash, &ok);
     old->how = 0;
     if (ok) {
         struct entry *at = find(s, hash, e->key, e->space);
@@ -192,7 +124,7 @@ bool table_put(struct table *t, const struct entry *e, struct entry *old)
             s->used++;
         *at = *e;
     }
-    unlock_shard(t, s, inside);
+    spin_unlock(&s->lock);
     return ok;
 }
 
@@ -215,7 +147,7 @@ bool table_take_then(struct table *t, uint64_t key, enum space space, struct ent
     uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     bool found = false;
-    bool inside = lock_shard(t, s);
+    spin_lock(&s->lock);
     if (s->bits) {
         struct entry *at = find(s, hash, key, space);
         if (at->how) {
@@ -226,7 +158,7 @@ bool table_take_then(struct table *t, uint64_t key, enum space space, struct ent
                 edit_locked(s, key2, space2, edit, arg);
         }
     }
-    unlock_shard(t, s, inside);
+    spin_unlock(&s->lock);
     return found;
 }
 
@@ -235,8 +167,8 @@ bool table_take(struct table *t, uint64_t key, enum space space, struct entry *o
 bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(key, space);
-    bool ok, inside;
-    struct shard *s = lock_for(t, hash, &ok, &inside);
+    bool ok;
+    struct shard *s = lock_for(t, hash, &ok);
     old->how = 0;
     if (ok) {
         struct entry *at = find(s, hash, key, space);
@@ -257,17 +189,17 @@ bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (
             *at = *e;
         }
     }
-    unlock_shard(t, s, inside);
+    spin_unlock(&s->lock);
     return ok;
 }
 
 bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
 {
-    bool ok, inside;
-    struct shard *s = lock_for(t, spread(key, space), &ok, &inside);
+    bool ok;
+    struct shard *s = lock_for(t, spread(key, space), &ok);
     if (ok)
         edit_locked(s, key, space, edit, arg);
-    unlock_shard(t, s, inside);
+    spin_unlock(&s->lock);
     return ok;
 }
 
@@ -276,7 +208,7 @@ bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(
     uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     bool found = false;
-    bool inside = lock_shard(t, s);
+    spin_lock(&s->lock);
     if (s->bits) {
         struct entry *at = find(s, hash, key, space);
         found = at->how;
@@ -285,7 +217,7 @@ bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(
         if (found && !at->how)
             drop(s, at);
     }
-    unlock_shard(t, s, inside);
+    spin_unlock(&s->lock);
     return found;
 }
 
@@ -294,7 +226,7 @@ int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void
     int got = 0;
     for (int n = 0; n < SHARDS && got < room; n++) {
         struct shard *s = &t->shards[n];
-        bool inside = lock_shard(t, s);
+        spin_lock(&s->lock);
         for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && got < room;)
             if (s->entries[i].how && pick(&s->entries[i], arg)) {
                 out[got++] = s->entries[i];
@@ -302,7 +234,7 @@ int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void
             } else {
                 i++;
             }
-        unlock_shard(t, s, inside);
+        spin_unlock(&s->lock);
     }
     return got;
 }
@@ -312,10 +244,10 @@ bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void
     bool any = false;
     for (int n = 0; n < SHARDS && !any; n++) {
         struct shard *s = &t->shards[n];
-        bool inside = lock_shard(t, s);
+        spin_lock(&s->lock);
         for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && !any; i++)
             any = s->entries[i].how && pick(&s->entries[i], arg);
-        unlock_shard(t, s, inside);
+        spin_unlock(&s->lock);
     }
     return any;
 }

@@ -5,13 +5,6 @@
  * So a look-up costs the same with one entry as with a hundred thousand, and threads
  * seldom wait for each other.
  *
- * A locked instruction takes as long as thirty others, and most programs allocate in one
- * thread. So the table belongs to the thread that uses it first, until another thread uses
- * it. This owner takes no locks: it writes that it is inside, and then reads whether the
- * table is still its own. The first other thread takes the table away, has all threads
- * pass a memory barrier (fence_all_threads), and waits until the owner is outside. From
- * then on all threads take the locks.
- *
  * It lies in memory that a forked child does not have: a child begins with an empty
  * table, as it begins without allocations. */
 #ifndef CAP_TABLE_H
@@ -46,12 +39,7 @@ enum { SHARD_BITS = 6, SHARDS = 1 << SHARD_BITS };
 struct table {
     struct shard shards[SHARDS];
     struct entry *first; /* the first entries of all shards; NULL: none yet */
-    uint64_t owner;      /* a thread's pointer, or one of the states below */
-    uint32_t inside;     /* 1: the owner is using the table, without a lock */
 };
-
-/* Nobody has used the table; it is being taken from its owner; it belongs to all threads. */
-enum { OWNED_BY_NOBODY, OWNED_NO_MORE, OWNED_BY_ALL };
 
 /* table_put adds an entry. If there is one with that key, it replaces it and returns it
  * in *old; else old->how is 0. False: no memory. */
