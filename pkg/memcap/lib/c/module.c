@@ -6,7 +6,8 @@
  *
  * Far from the cap, where that leaves half of the room, it is enough. Nothing is charged: the
  * agent's next reading has the module, and who comes near the cap before it waits for one
- * (account_measure). If none comes, the agent is away, and what the card had less is charged then.
+ * (account_measure), or has loaded so much that this may be so. If none comes, the agent is away,
+ * and what the card had less is charged then.
  *
  * Near the cap it is charged, without what other processes of the container have got or freed
  * meanwhile, which we know while nothing is under way. If that exceeds the cap, the agent's
@@ -69,6 +70,7 @@ static struct load begin(struct process *p)
     bool refuse;
     if (!p || !where(p, &l.at) || !(l.a = account_of(p, l.at.device, &refuse)))
         return l;
+    account_measure(l.a, count_read(&l.a->usage->unread));
     l.near = account_is_near(l.a);
     if (!look(&l, &l.before))
         l.a = NULL;
@@ -95,8 +97,8 @@ static bool fits(struct load *l, uint64_t key)
     account_guessed(a);
     if (l->took == MOST || !(e.bytes = round_up(l->took, UNIT)))
         return true;
-    uint64_t bound = AMOUNT(count_read(&a->usage->bound)), ceiling = account_ceiling(a);
-    if (!l->near && bound < ceiling && e.bytes <= (ceiling - bound) / 2) {
+    uint64_t may = AMOUNT(count_read(&a->usage->bound)) + count_read(&a->usage->unread), ceiling = account_ceiling(a);
+    if (!l->near && may < ceiling && e.bytes <= (ceiling - may) / 2) {
         account_unmeasured(a, e.bytes);
         return true;
     }
