@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "programs.h"
 
@@ -186,6 +187,10 @@ static void *work_async(void *arg)
                 columns[i].at = 0;
                 r->tally->failed++;
                 MUST(r, cu->cuStreamSynchronize(r->seat.stream));
+                /* Until others have given something back. Else it asks again as fast as it is
+                 * refused, hundreds of times while a busy machine runs something else, and a
+                 * full card, which takes longer to refuse, seems to have refused less. */
+                usleep(1000);
                 continue;
             }
             columns[i].size = bytes;
