@@ -439,7 +439,6 @@ COLD static CUresult near(struct process *p, const struct request *q, struct poo
     uint32_t bit = growth_bit(p, n), fine = __atomic_load_n(&p->fine, __ATOMIC_RELAXED) & bit, coarse = __atomic_load_n(&p->coarse, __ATOMIC_RELAXED) & bit;
     uint64_t wants = fine && !coarse ? exact : held;
     CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
-    pool_is_near(pool);
     if (wants < held && account_reserve_quickly(a, wants))
         r = ordinary(p, q, pool, a, n, wants);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && n <= LARGE)

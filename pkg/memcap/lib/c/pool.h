@@ -133,14 +133,8 @@ static inline void pool_hope(struct pool *pool)
     __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
 }
 
-/* pool_is_near is called before a stream may have to wait for others. From then on each
- * free is recorded. */
-void pool_is_near(struct pool *pool);
-
-/* freed_on records that a stream has freed something of a pool. freers_end forgets the
- * pool's streams. */
+/* freed_on records that a stream has freed something of a pool. */
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);
-void freers_end(struct pool *pool);
 
 /* capturing says whether a stream is being captured into a graph. */
 COLD bool capturing_now(CUstream s, bool per_thread);

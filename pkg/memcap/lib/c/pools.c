@@ -84,7 +84,6 @@ void pool_leave(struct process *p, struct pool *pool)
         settle(&p->accounts[pool->device], &pool->r, 0, 0);
     uint64_t i = (uint64_t)(pool - p->pools);
     __atomic_and_fetch(&p->pools_charged[i / 64], ~((uint64_t)1 << i % 64), __ATOMIC_ACQ_REL);
-    freers_end(pool);
     if (pool->exportable)
         places_end(p, pool);
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
@@ -500,8 +499,6 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
     trim(p, pool, charge - want);
     unrelax(r, &mode);
     bool made = account_reserve_quickly(a, n);
-    if (made)
-        __atomic_store_n(&pool->near, false, __ATOMIC_RELAXED);
     wait = made ? wait / 2 : 2 * wait + 1 < LONGEST_PAUSE ? 2 * wait + 1 : wait;
     __atomic_store_n(&s->wait, wait, __ATOMIC_RELAXED);
     __atomic_store_n(&s->pause, wait, __ATOMIC_RELAXED);

@@ -38,15 +38,23 @@ struct reserve {
     bool managed; /* managed memory, which the driver's figures lack */
 };
 
+/* A stream that has freed something in a pool, or, after it was destroyed, the last event on it;
+ * see reuse.c. */
+enum { FREERS = 64, LAST_FREERS = 4 };
+struct freer {
+    uint64_t key;    /* the stream; 0: it was destroyed, and only the event is left */
+    uint64_t number; /* of its context; 0: this place is free */
+    CUcontext context;
+    CUevent event; /* NULL, unless the stream was destroyed */
+};
+
 /* A memory pool; see pool.c. */
-enum { LAST_FREERS = 4 };
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
     uint32_t used;   /* 1: this place is taken */
     uint32_t lock;   /* guards r; held for moments only */
     int32_t device;  /* DEVICE_CURRENT: a managed pool of no device that was not used yet */
     bool passed;     /* not counted: of the host, or another process's */
-    bool near;       /* an allocation had no room to let it grow */
     bool exportable; /* other processes can open it */
     uint32_t places; /* recorded since they were last looked through; see export.c */
     uint32_t alone;  /* 1: an attempt is under way, so it must not be trimmed */
@@ -57,11 +65,9 @@ struct pool {
     struct spare {     /* giving back to make room; see pools.c */
         uint32_t wait, pause; /* how many requests to wait after a failure, and how many of them are left */
     } spare;
-    uint64_t freer[LAST_FREERS]; /* a word for each of the streams that freed last */
     uint64_t keeps;    /* bytes: its release threshold */
     uint64_t most;     /* bytes: its greatest size, which the driver enforces; 0: it has none. See bound.c */
     uint64_t trimmed;  /* how often it was trimmed */
-    struct freers *freers;
     struct reserve r;
 };
 
@@ -106,6 +112,9 @@ struct process {
     uint32_t obeys;                         /* whether the driver keeps pools to a greatest size: OBEYS and so on */
     uint32_t contexts_ended;
     uint32_t captures; /* 1: the program has captured a stream */
+    uint32_t freeing;  /* a lock, held while freers are looked at or their streams destroyed */
+    struct freer freers[FREERS];
+    uint64_t last_freers[LAST_FREERS]; /* a word for each of the streams that freed last */
     uint64_t piece;    /* bytes by which pools were seen to grow, if that is more than PIECE */
     uint32_t coarse, fine; /* how pools were seen to grow; see pool.c */
     struct graph_pool graphs[MAX_DEVICES];
