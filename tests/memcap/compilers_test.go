@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/install"
 	emulib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/memcap/capsule"
 )
@@ -123,7 +124,7 @@ type compiler struct {
 // -lcuda and runs: with a share, which it cannot exceed, with a whole GPU, and with an instance.
 func TestCompilers(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 1, MIG: true}}})
-	if err := r.m.World.CreateInstance(1, "1g.10gb", -1, false); err != nil {
+	if err := r.m.World.CreateInstance(1, "1g.10gb", 0, false); err != nil {
 		t.Fatal(err)
 	}
 	goroot, err := exec.CommandContext(t.Context(), "go", "env", "GOROOT", "GOCACHE").Output()
@@ -131,15 +132,22 @@ func TestCompilers(t *testing.T) {
 		t.Fatal(err)
 	}
 	env := strings.Fields(string(goroot))
+	r.fit(t)
 	put := func(_ *specs.ContainerEdits, image *capsule.Image) { image.Files = sources }
-	instance := gpu.UUID(r.m.World.State().GPUs[1].MIG.Instances[0].Compute[0].UUID)
+	gi := r.m.World.State().GPUs[1].MIG.Instances[0]
+	withInstance := func(edits *specs.ContainerEdits, image *capsule.Image) {
+		image.Files = sources
+		for _, minor := range []int{gi.Minor, gi.Compute[0].Minor} {
+			edits.DeviceNodes = append(edits.DeviceNodes, &specs.DeviceNode{Path: "/dev/" + install.CapabilityNode(minor), Type: "c", Major: install.MajorCapabilities, Minor: int64(minor)})
+		}
+	}
 	containers := []struct {
 		name, want, devices string
 		*box
 	}{
 		{"a share", "2\n", "0", r.claim(t, "share", []share{{gpu: 0, bytes: GiB}}, false, put)},
 		{"a whole GPU", "0\n", "0", r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, put)},
-		{"an instance", "0\n", string(instance), r.claim(t, "instance", []share{{gpu: 1, bytes: lib.None}}, false, put)},
+		{"an instance", "0\n", gi.Compute[0].UUID, r.claim(t, "instance", []share{{gpu: 1, bytes: lib.None, instance: gpu.UUID(gi.Compute[0].UUID)}}, false, withInstance)},
 	}
 	for _, c := range []compiler{
 		{name: "C", tool: "gcc", script: "gcc -o /tmp/c /src/main.c -lcuda && /tmp/c"},
@@ -162,6 +170,24 @@ func TestCompilers(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// fit has containers get the library as the agent installs it, fitted to the driver's.
+func (r *rig) fit(t *testing.T) {
+	t.Helper()
+	edits, _ := r.m.Plain(0)
+	i := slices.IndexFunc(edits.Mounts, func(m *specs.Mount) bool { return strings.Contains(m.ContainerPath, "libcuda.so.") })
+	data, err := os.ReadFile(r.kit.CUDA)
+	if err == nil {
+		data, err = lib.FitOne(data, edits.Mounts[i].HostPath)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.kit.CUDA = filepath.Join(t.TempDir(), "libcuda.so.1")
+	if err := os.WriteFile(r.kit.CUDA, data, 0o755); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -173,6 +173,8 @@ type share struct {
 	bytes   uint64 // lib.None is a whole one
 	context uint64 // what the page says of contexts; 0 is what they take
 	code    uint64 // what is held back for each; the agent's is lib.DefaultCode
+	// instance is the MIG instance that the share is, which programs know by its own UUID.
+	instance gpu.UUID
 }
 
 // box is a container that holds a claim, with a reader for each of its GPUs.
@@ -212,6 +214,9 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 			s.context = context300
 		}
 		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code})
+		if s.instance != "" {
+			limits = append(limits, lib.Limit{GPU: s.instance, Bytes: lib.None})
+		}
 		gpus = append(gpus, s.gpu)
 	}
 	files, err := r.pages.Write(key, promised, limits)

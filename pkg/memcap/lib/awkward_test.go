@@ -46,6 +46,7 @@ func TestAwkwardDriver(t *testing.T) {
 		{"starts", "what a short program has left behind does not have the next one wait for a reading", nil},
 		{"modules", "far from the cap a module costs two looks at the card, and another container's allocation is not charged with it", nil},
 		{"neighbour", "what another container takes while a module is loaded is not charged while the agent is away", nil},
+		{"multicast", "what is bound to a multicast object stays charged after all else has let go of it", nil},
 		{"reopen", "a program that opens and closes the library all the time, with an allocation in between, is one process in the count", nil},
 		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
 		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",

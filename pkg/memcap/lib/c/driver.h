@@ -231,6 +231,10 @@ LAYOUT(CUmapinfo, 96);
     X(cuLibraryLoadData, (CUlibrary *, const void *, int *, void **, unsigned int, int *, void **, unsigned int)) \
     X(cuLibraryLoadFromFile, (CUlibrary *, const char *, int *, void **, unsigned int, int *, void **, unsigned int)) \
     X(cuLibraryUnload, (CUlibrary))                                                           \
+    X(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long))   \
+    X(cuMulticastBindMem_v2, (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
+    X(cuMulticastBindAddr, (CUhandle, size_t, CUdeviceptr, size_t, unsigned long long))       \
+    X(cuMulticastBindAddr_v2, (CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long)) \
     X(cuStreamBeginCapture, (CUstream))                                                       \
     X(cuStreamBeginCapture_ptsz, (CUstream))                                                  \
     X(cuStreamBeginCapture_v2, (CUstream, int))                                               \

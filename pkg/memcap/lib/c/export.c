@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Exports by address: a descriptor for another device's driver (dma-buf), and a handle
- * for another process (IPC). Either may keep the memory after it was freed here. */
+/* Exports by address: a descriptor for another device's driver (dma-buf), a handle for another
+ * process (IPC), and what is bound to a multicast object. Each may keep the memory after it was
+ * freed here. */
 
 #include "export.h"
 #include "pool.h"
@@ -67,6 +68,32 @@ EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at)
     if (p && r == CUDA_SUCCESS)
         exported(p, at, 1);
     return r;
+}
+
+/* Memory that is bound to a multicast object can be reached by way of that. No document says
+ * whether it exists as long as it is bound, after all else has let go of it; that is assumed. */
+#define BIND(name, note, ...)              \
+    struct process *p = ENTER();           \
+    CUresult r = CALL(name, __VA_ARGS__);  \
+    if (p && r == CUDA_SUCCESS)            \
+        note;                              \
+    return r;
+
+EXPORT CUresult cuMulticastBindMem(CUhandle to, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
+{
+    BIND(cuMulticastBindMem, handle_exported(p, handle), to, at, handle, offset, size, flags)
+}
+EXPORT CUresult cuMulticastBindMem_v2(CUhandle to, CUdevice device, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
+{
+    BIND(cuMulticastBindMem_v2, handle_exported(p, handle), to, device, at, handle, offset, size, flags)
+}
+EXPORT CUresult cuMulticastBindAddr(CUhandle to, size_t at, CUdeviceptr memory, size_t size, unsigned long long flags)
+{
+    BIND(cuMulticastBindAddr, exported(p, memory, size), to, at, memory, size, flags)
+}
+EXPORT CUresult cuMulticastBindAddr_v2(CUhandle to, CUdevice device, size_t at, CUdeviceptr memory, size_t size, unsigned long long flags)
+{
+    BIND(cuMulticastBindAddr_v2, exported(p, memory, size), to, device, at, memory, size, flags)
 }
 
 void let_go_of_theirs(struct process *p)

@@ -146,6 +146,16 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
 }
 EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size) { return at && size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 
+/* It may exist as long as it is bound. */
+EXPORT CUresult cuMulticastBindMem(CUhandle to, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
+{
+    return to == 7 && !at && handle == 0x3000 && !offset && size && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+EXPORT CUresult cuMulticastBindAddr_v2(CUhandle to, CUdevice device, size_t at, CUdeviceptr memory, size_t size, unsigned long long flags)
+{
+    return to == 7 && !device && !at && memory && size && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 static CUresult anything(void) { return 801; }
 
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status)
