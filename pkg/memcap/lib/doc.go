@@ -161,9 +161,11 @@
 // Contexts by the estimate of the limit page. An increase of a context's limits (stack,
 // heap and so on) is charged before the driver is called. A driver may take that memory
 // only with the first kernel. The meter sees in the driver's figure whether it has
-// (promise.go), and cuCtxSetLimit then waits for a reading. Modules when they are loaded,
-// by what the card then has less; a module that exceeds the cap is unloaded again, and the
-// load refused.
+// (promise.go), and cuCtxSetLimit then waits for a reading. Modules when they are loaded
+// near the cap, by what the card then has less; a module that exceeds the cap is unloaded
+// again, and the load refused. Far from it the next reading has them (c/module.c). For code
+// that the driver loads with its first kernel so much is kept free as a context of that GPU
+// may take ([DefaultCode], held.go).
 //
 // Exported memory stays charged after its owner has freed it, until the owner exits or a
 // reading shows that it is gone. Imports and host memory are not charged, because they are

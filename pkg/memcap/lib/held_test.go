@@ -10,7 +10,7 @@ import (
 // TestCodeIsHeldBack: so much of the cap is left for the code that living processes may yet
 // load, by what the driver's figure shows of each.
 func TestCodeIsHeldBack(t *testing.T) {
-	const context, code, alloc = 500, 90, 1000 // MiB
+	const context, code, alloc = 500, 90, 1000  // MiB
 	type process struct{ contexts, has uint64 } // MiB by the driver, beside what it has allocated
 	names := func(n int) (out []Process) {
 		for i := range n {

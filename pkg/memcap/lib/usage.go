@@ -29,7 +29,7 @@ type Usage struct {
 	some [pageSize]byte // some of the slots
 	// users are the processes of the last Read that count.
 	users []user
-	took time.Duration  // CPU time of the last Read
+	took  time.Duration // CPU time of the last Read
 }
 
 // OpenUsage opens the usage page of an allocation on a GPU. The error is gpu.ErrNotFound
