@@ -19,7 +19,6 @@ import (
 const (
 	noNamespaces = "qemu-user clones into no namespaces and no cgroups"
 	noOpenat2    = "qemu-user has no openat2"
-	noFilters    = "qemu-user installs no filters of system calls (seccomp)"
 	noProgram    = "outside of a user namespace no kernel runs the arm64 nvidia-smi that it starts"
 	noLink       = "qemu-user starts /proc/self/exe by the program's path, which is another user's"
 )
@@ -30,11 +29,7 @@ var left = map[string]map[string]string{
 	"internal/guard": {"TestLimiter": noOpenat2},
 	"pkg/gpu/nvml":   {"TestReset": noProgram, "TestLongReset": noProgram, "TestAllAtOnce": noProgram, "TestResetThatLosesTheDriver": noProgram},
 	"internal/node":  {"TestCgroupDir": noOpenat2, "TestEndByCgroup": noNamespaces, "TestSeesNode": noNamespaces},
-	"pkg/memcap/lib": {
-		"TestTableGoesToAllThreads/without_barriers":                    noFilters,
-		"TestTableGoesToAllThreads/barriers_forbidden_once_it_is_owned": noFilters,
-		"TestUsagePagesWithoutMounting":                                 noLink,
-	},
+	"pkg/memcap/lib": {"TestUsagePagesWithoutMounting": noLink},
 }
 
 // nodes are packages whose tests make device nodes, which no user namespace may: they run
@@ -47,7 +42,7 @@ var short = map[string]string{
 	"internal/atomicfile": ".",
 	"internal/state":      ".",
 	"pkg/gpu/nvml":        "^Test(Capabilities|EachProfileAtEachPlace|Health|LinksAreCountedAgain|Splits)$",
-	"pkg/memcap/lib":      "^Test(Layout|PageBytes|Exports|NeedsLittle|AwkwardDriver|Counted|UsagePage.*|Meter.*|AReadingWakes|Storm|PairsLeaveTheSharedWordAlone|TableGoesToAllThreads)$",
+	"pkg/memcap/lib":      "^Test(Layout|PageBytes|Exports|NeedsLittle|AwkwardDriver|Counted|UsagePage.*|Meter.*|AReadingWakes|Storm|PairsLeaveTheSharedWordAlone|TableOfAllThreads)$",
 }
 
 func TestPackages(t *testing.T) {

@@ -44,6 +44,7 @@ func TestAwkwardDriver(t *testing.T) {
 		{"graphics", "contexts of OpenGL and VDPAU are counted", nil},
 		{"limits", "a limit that takes memory is not raised where the driver does not tell what it was", nil},
 		{"starts", "what a short program has left behind does not have the next one wait for a reading", nil},
+		{"short", "a program that has just begun does not wait for a reading where contexts have never taken more than was expected", nil},
 		{"modules", "far from the cap a module costs two looks at the card, and another container's allocation is not charged with it", nil},
 		{"neighbour", "what another container takes while a module is loaded is not charged while the agent is away", nil},
 		{"multicast", "what is bound to a multicast object stays charged after all else has let go of it", nil},
@@ -106,13 +107,13 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 	if err := makePage(filepath.Join(root, limit), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
 	}
-	if program == "starts" || program == "modules" {
-		// An agent that reads every second, and has not yet.
+	// An agent that reads every second, and has not yet.
+	for at, word := range map[string]map[int]uint64{"starts": {atEvery: 1000}, "modules": {atEvery: 1000}, "short": {atEvery: 1000, atSure: 1}}[program] {
 		f, err := os.OpenFile(filepath.Join(root, limit), os.O_WRONLY, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = f.WriteAt(binary.LittleEndian.AppendUint64(nil, 1000), atEvery)
+		_, err = f.WriteAt(binary.LittleEndian.AppendUint64(nil, word), int64(at))
 		if err := errors.Join(err, f.Close()); err != nil {
 			t.Fatal(err)
 		}

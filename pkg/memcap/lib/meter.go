@@ -33,6 +33,7 @@ type Meter struct {
 	// estimated is when what is expected of a context was last raised.
 	estimated time.Time
 	bare      uint64 // the least that a context was ever seen to take, in bytes
+	worst     uint64 // the most that one was, code included
 }
 
 // Reading is the outcome of one reading.
@@ -141,7 +142,7 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
 		m.taken = nil
-		m.bare = m.page.context()
+		m.bare, m.worst = m.page.context(), 0
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// If the second look was steady, so was the first. No attempt may be under way: what
@@ -155,6 +156,7 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 	if r.Quiet {
 		next.held = m.held(c, driver, each)
 		next.surely = next.held
+		m.assure()
 	}
 	r.Correction = next.correction
 	figure := uint64(max(0, int64(c.Bound)+next.correction)) // of those who count here

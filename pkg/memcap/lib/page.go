@@ -44,6 +44,7 @@ const (
 	atUsage   = 96
 	atSince   = 104
 	atCode    = 112
+	atSure    = 120
 	atNonce   = 128
 	atCeiling = 136
 	atStamp   = 144
@@ -243,6 +244,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if usage != 0 {
 		// What was learnt about contexts was learnt from the old page's holder.
 		context = l.Context
+		page.store(atSure, 0)
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
 	}

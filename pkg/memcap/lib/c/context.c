@@ -29,6 +29,7 @@ static void context_done(struct process *p, struct charge *c, CUcontext context)
     count_add(&s->contexts, 1);
     account_commit(c->a, c->bytes);
     account_guessed(c->a);
+    __atomic_store_n(&c->a->begun, now_us(), __ATOMIC_RELAXED);
     account_unmeasured(c->a, 0);
     table_put(&p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
 }

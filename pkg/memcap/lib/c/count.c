@@ -632,6 +632,8 @@ void account_await_measure(struct account *a, uint64_t n)
     if (reap(a) && !near(a, n))
         return;
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    if (!unread && __atomic_load_n(&a->page->sure, __ATOMIC_RELAXED) && now_us() - __atomic_load_n(&a->begun, __ATOMIC_RELAXED) < 1000 * every)
+        return;
     struct hearing h = {.begun = true, .asked = true, .one = patience(2000 * (every < 5000 ? every : 5000))};
     h.all = h.one;
     /* In this order: a reading that begins because of this ask has a higher number. */

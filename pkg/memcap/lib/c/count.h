@@ -132,6 +132,7 @@ struct account {
     char path[PATH_ROOM]; /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when we looked */
+    uint64_t begun; /* when this process's last context was made, in microseconds */
     uint64_t stuck; /* the page's attempt that was waited for in vain */
     uint64_t undoing; /* bytes beyond bound that this process is about to give back */
     /* relief frees what the process can spare, before so many bytes are refused. */
@@ -301,7 +302,8 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
  * ceiling for the first time since a context was charged. Programs can take many GiB in the
  * time between two readings, and what was given is not taken back. Until then a context may
  * have taken more than was expected, and so may what comes with its first kernels and
- * pools. No lock may be held. account_unmeasured is called when a context was charged, or when
+ * pools. Where the contexts of this page have never taken more, a new one need not wait before
+ * the time of a reading has passed: that is all that a short program takes. No lock may be held. account_unmeasured is called when a context was charged, or when
  * so many bytes may have been taken that were not charged: if no reading comes, they are. */
 static inline void account_unmeasured(struct account *a, uint64_t bytes)
 {

@@ -41,7 +41,7 @@ struct limit_page {
     uint64_t usage; /* the nonce of the usage page that belongs to this one */
     uint64_t since; /* for the agent: when the allocation was taken that the page belongs to, in ns */
     uint64_t code;  /* for the agent: the part of context that is code */
-    uint64_t gap;
+    uint64_t sure;  /* 1: no context of this usage page was seen to take more than that */
     /* The agent's last reading of the driver, for the usage page with that nonce. It is
      * one cache line. While the agent writes it, nonce is WRITING; 0 means no reading. */
     uint64_t nonce;
@@ -177,6 +177,7 @@ AT(limit_page, uuid, 32);
 AT(limit_page, usage, 96);
 AT(limit_page, since, 104);
 AT(limit_page, code, 112);
+AT(limit_page, sure, 120);
 AT(limit_page, nonce, 128);
 AT(limit_page, ceiling, 136);
 AT(limit_page, stamp, 144);

@@ -4,13 +4,13 @@
  * against a driver that is one number for each process, and die at any moment.
  *
  *     hammer storm LIMIT_PAGE USAGE_PAGE PROCESSES THREADS KILLS SEED
- *     hammer step LIMIT_PAGE USAGE_PAGE life|others|idle|reclaim|reap|mixed|export STRIDE
+ *     hammer step LIMIT_PAGE USAGE_PAGE life|idle|reclaim|reap|mixed|export STRIDE
  *     hammer layout
  *
  * storm kills at random times; step kills a process after each single
- * instruction (or each STRIDEth) of an allocation and its end, on the first thread or
- * on another, with room that is idle, of taking what another has idle, of a reaping, or of letting go of exported memory. The dead one that is
- * reaped has freed on one thread what another had taken. A STRIDE of 0 is after each change, see step.h.
+ * instruction (or each STRIDEth) of an allocation and its end, with room that is idle, of
+ * taking what another has idle, of a reaping, or of letting go of exported memory. The dead
+ * one that is reaped had an earlier library. A STRIDE of 0 is after each change, see step.h.
  * Both look on that bound is never below what the driver gave, and that
  * in the end it is just what the living have. */
 #include <errno.h>
@@ -207,8 +207,6 @@ static void stepped(const char *what, struct cell *c)
     must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
     must(ptrace(PTRACE_TRACEME, 0, 0, 0) == 0, "it may not be traced and does not stop");
     mark();
-    if (!strcmp(what, "others"))
-        a.first = NULL;
     if (!strcmp(what, "idle")) { /* there is room for all of that */
         take(&a, c, 2 * MIB);
         mark();
@@ -220,9 +218,8 @@ static void stepped(const char *what, struct cell *c)
         mark();
         take(&a, c, 3 * MIB);
         mark();
-        a.first = NULL;
         give(&a, c, 3 * MIB);
-    } else if (!strcmp(what, "life") || !strcmp(what, "others")) {
+    } else if (!strcmp(what, "life")) {
         take(&a, c, 6 * MIB);
         mark();
         account_reserve(&a, 2 * MIB);
@@ -254,22 +251,22 @@ static void stepped(const char *what, struct cell *c)
     _exit(0);
 }
 
-/* dead leaves a slot behind in the middle of things. Of the two words of what it has
- * one is below zero if mixed, the other one if reversed. */
+/* dead leaves a slot behind in the middle of things. If mixed, it is one of an earlier library,
+ * and of the two words of what it has one is below zero; the other one if reversed. */
 static void dead(struct cell *c, bool mixed, bool reversed)
 {
     pid_t pid = fork();
     if (pid == 0) {
         struct account a = {0};
         must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
-        const void *first = a.first;
         must(take(&a, c, 2 * MIB) && take(&a, c, 2 * MIB), "take");
         if (mixed) {
-            a.first = reversed ? NULL : first;
-            must(take(&a, c, 4 * MIB), "take");
-            a.first = reversed ? first : NULL;
-            give(&a, c, 4 * MIB);
             give(&a, c, 2 * MIB);
+            uint64_t n = reversed ? 0 - 6 * MIB : 6 * MIB;
+            count_add(&a.slot->committed, n);
+            count_sub(&a.slot->others_committed, n);
+            count_add(&a.slot->reserved, n);
+            count_sub(&a.slot->others_reserved, n);
         }
         account_reserve(&a, 2 * MIB);
         kill(getpid(), SIGKILL);
@@ -365,12 +362,12 @@ static int layout(void)
 {
 #define SAY(type, field) printf("%s.%s %zu\n", #type, #field, offsetof(struct type, field))
     SAY(limit_page, limit), SAY(limit_page, context), SAY(limit_page, every_ms), SAY(limit_page, uuid);
-    SAY(limit_page, usage), SAY(limit_page, since), SAY(limit_page, nonce);
+    SAY(limit_page, usage), SAY(limit_page, since), SAY(limit_page, code), SAY(limit_page, sure), SAY(limit_page, nonce);
     SAY(limit_page, ceiling), SAY(limit_page, stamp), SAY(limit_page, begun), SAY(limit_page, done), SAY(limit_page, settled);
-    SAY(limit_page, shown), SAY(limit_page, shown_settled), SAY(limit_page, shown_dead), SAY(limit_page, roof), SAY(limit_page, roof_stamp);
+    SAY(limit_page, shown), SAY(limit_page, shown_settled), SAY(limit_page, shown_dead), SAY(limit_page, roof), SAY(limit_page, roof_stamp), SAY(limit_page, held), SAY(limit_page, surely);
     SAY(usage_page, nonce), SAY(usage_page, bound), SAY(usage_page, asks), SAY(usage_page, refusals), SAY(usage_page, peak);
     SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, undone), SAY(usage_page, uncounted), SAY(usage_page, guesses), SAY(usage_page, attempt), SAY(usage_page, borrows);
-    SAY(usage_page, unmeasured), SAY(usage_page, slots);
+    SAY(usage_page, unmeasured), SAY(usage_page, unread), SAY(usage_page, slots);
     SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids), SAY(slot, others_reserved), SAY(slot, others_committed),
         SAY(slot, promised), SAY(slot, exported), SAY(slot, idle), SAY(slot, borrowed), SAY(slot, lends);
     printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));

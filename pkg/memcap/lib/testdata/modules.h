@@ -35,7 +35,7 @@ static uint64_t word(long at)
 }
 
 /* bound_mib is what the page says, without what is idle in the only slot. */
-static uint64_t bound_mib(void)
+static inline uint64_t bound_mib(void)
 {
     return (AMOUNT(word(offsetof(struct usage_page, bound))) - AMOUNT(word(offsetof(struct usage_page, slots) + offsetof(struct slot, idle)))) >> 20;
 }

@@ -1,21 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The table of what a process holds, and how it goes from the thread that used it first to
- * all threads.
+/* The table of what a process holds.
  *
- *     table ROUNDS [never|later]
+ *     table ROUNDS
  *
  * In each round threads begin with a new table at about the same time, and change one
  * entry so that a change is lost if two threads are at it at once. Every entry that a
- * thread puts has to be there when it takes it. With never the kernel refuses membarrier
- * from the start; with later, from when the first thread has used the table. */
-#include <linux/filter.h>
-#include <linux/seccomp.h>
+ * thread puts has to be there when it takes it. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "table.h"
@@ -25,7 +19,6 @@ enum { THREADS = 3, EDITS = 300, KEY = 1 << 20 };
 static struct table *table;
 static uint64_t round_now, done; /* of all threads together */
 static uint64_t rounds;
-static bool later;
 
 static void must(bool ok, const char *what)
 {
@@ -55,19 +48,6 @@ static void use(int thread, uint64_t n)
     }
 }
 
-static void forbid(void)
-{
-    struct sock_filter filter[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0), /* the system call's number */
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_membarrier, 0, 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    };
-    struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
-    must(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && SYS3(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0,
-         "the kernel has no filters");
-}
-
 static void *work(void *arg)
 {
     int thread = (int)(uintptr_t)arg;
@@ -89,18 +69,10 @@ int main(int argc, char **argv)
     if (argc < 2)
         return 2;
     rounds = strtoul(argv[1], NULL, 10);
-    later = argc > 2 && strcmp(argv[2], "later") == 0;
-    if (argc > 2 && !later)
-        forbid();
     pthread_t threads[THREADS];
-    uint64_t first = later ? EDITS : 0, owned = 0;
     for (uint64_t r = 1; r <= rounds; r++) {
         table = sys_map(sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
         must(table, "no memory");
-        use(THREADS, first);
-        owned += table->owner == (uintptr_t)__builtin_thread_pointer();
-        if (r == 1 && later)
-            forbid();
         for (int i = 0; r == 1 && i < THREADS; i++)
             must(pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)i) == 0, "no threads");
         __atomic_store_n(&round_now, r, __ATOMIC_RELEASE);
@@ -108,13 +80,11 @@ int main(int argc, char **argv)
             wait_more(&w);
         struct entry all;
         must(table_take(table, KEY, SPACE_HANDLE, &all), "the entry of all threads is not there");
-        must(all.bytes == first + THREADS * EDITS, "a change was lost");
+        must(all.bytes == THREADS * EDITS, "a change was lost");
         for (int i = 0; i < SHARDS; i++)
             must(table->shards[i].used == 0 && !table->shards[i].lock, "something is left");
-        must(!table->inside, "the owner is still inside");
         sys_unmap(table, sizeof *table);
     }
-    must(owned == (later ? 1 : 0), "the first thread did not own the table, or not the first table alone");
     for (int i = 0; i < THREADS; i++)
         pthread_join(threads[i], NULL);
     printf("all is well\n");
