@@ -149,6 +149,8 @@ type Meter interface {
 	// Begin is called before the driver is asked and End with its answer.
 	Begin() error
 	End(driver uint64, known bool, each map[lib.Process]uint64) (lib.Reading, error)
+	// Asked says whether a process waits for a reading.
+	Asked() bool
 	// Moved says whether there is anything new since the last reading.
 	Moved(since lib.Reading) (bool, error)
 	// Cost is the CPU time that the last reading took, as far as it has come: its
@@ -198,8 +200,10 @@ type Guard struct {
 	roster
 	tallies tallies
 	names   names
-	seen    map[place]*sight
-	looked  map[gpu.UUID]time.Time
+	// answerFrom is when those who ask for a reading are next listened to.
+	answerFrom time.Time
+	seen       map[place]*sight
+	looked     map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]Uninvited
 	// calm has the GPUs on which all was in order.
@@ -289,10 +293,18 @@ func (g *Guard) Run(ctx context.Context) error {
 			}
 			timer.Stop()
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-ticker.C:
+		for due := false; !due; {
+			asks := time.NewTimer(askEvery)
+			select {
+			case <-ctx.Done():
+				asks.Stop()
+				return ctx.Err()
+			case <-ticker.C:
+				due = true
+			case <-asks.C:
+				g.answer(ctx)
+			}
+			asks.Stop()
 		}
 	}
 }

@@ -91,6 +91,7 @@ type meter struct {
 	spent   time.Duration
 	quiet   bool
 	nobody  bool // has counted anything
+	asks    bool // all the time
 	undone  uint64
 	peak    uint64 // by the count
 	// each is what processes count, by PID, and countErr why that cannot be told.
@@ -319,6 +320,12 @@ func (m *meter) End(driver uint64, known bool, _ map[lib.Process]uint64) (lib.Re
 	m.spent += m.cost
 	m.driver, m.known = driver, known
 	return lib.Reading{Used: driver + m.managed, PeakUsed: m.peak, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
+}
+
+func (m *meter) Asked() bool {
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	return m.asks
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }

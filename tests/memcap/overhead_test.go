@@ -4,7 +4,9 @@ package memcap
 
 import (
 	"context"
+	"slices"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
@@ -140,5 +142,50 @@ func TestBlind(t *testing.T) {
 			}
 			k.quit()
 		})
+	}
+}
+
+// A short program that fills its cap, right after another one like it, waits for the agent once:
+// what that one had may not be the driver's again yet. The agent answers at once, and not with its
+// next look.
+func TestShortPrograms(t *testing.T) {
+	const programs = 20
+	r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: 1})
+	shares := []share{{gpu: 0, bytes: 4 * GiB, context: lib.DefaultContext, code: lib.DefaultCode}}
+	b := r.unread(t, watched(), shares, false, nil)
+	r.watch(t, b, shares)
+	bare := bareRig(t, emulator.Spec{Model: "H200-141GB", Count: 1})
+	edits, image := bare.m.Plain(0)
+	capsule.Bind(&edits, bare.probe, "/probe")
+	plain, err := bare.m.Open(t.Context(), edits, image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Close()
+	run := func(c *capsule.Container) (took []time.Duration) {
+		for range programs {
+			began := time.Now()
+			k, err := startTool(t, c, "probe", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if f := k.ask("took", "take cuMemAlloc_v2 %d 3", GiB); f["result"] != "0" {
+				t.Fatalf("%q", k.said)
+			}
+			k.quit()
+			took = append(took, time.Since(began))
+		}
+		slices.Sort(took)
+		return took
+	}
+	with, without := run(b.Container), run(plain)
+	t.Logf("a program takes %v with the cap, at most %v; without %v, at most %v", with[programs/2], with[programs-1], without[programs/2], without[programs-1])
+	u, err := r.pages.OpenUsage(b.key, r.uuid(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	if c, err := u.Read(); err != nil || c.Asks > programs+1 || c.Refusals > 0 {
+		t.Errorf("%d programs have asked for %d readings, and were refused %d times: %v", programs, c.Asks, c.Refusals, err)
 	}
 }

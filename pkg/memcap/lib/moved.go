@@ -17,3 +17,10 @@ func (m *Meter) Moved(since Reading) (bool, error) {
 	return since.Nonce == 0 || at(useNonce) != since.Nonce || at(useBound) != since.Word || at(useAsks) != m.lastAsks ||
 		at(useRefusals) != since.Refusals, nil
 }
+
+// Asked reports whether a process has asked for a reading since the last one began. An error is
+// the next reading's to tell.
+func (m *Meter) Asked() bool {
+	var word [8]byte
+	return m.usage.readAt(word[:], useAsks) == nil && binary.LittleEndian.Uint64(word[:]) != m.lastAsks
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const (
+	// askEvery is how often it is looked whether a process waits for a reading. A program that
+	// comes near its cap does so once, and a short one lasts no longer than that.
+	askEvery = 20 * time.Millisecond
+	// askShare is for how many times as long as answers took none is given. Anybody may ask
+	// all the time.
+	askShare = 19
+)
+
+// answer looks at the GPUs for which a process waits for a reading.
+func (g *Guard) answer(ctx context.Context) {
+	began := time.Now()
+	if began.Before(g.answerFrom) {
+		return
+	}
+	var asked map[gpu.UUID]bool
+	for p, t := range g.tallies.by {
+		if t.meter == nil || !t.sound || asked[p.gpu] || t.cost >= expensive || !t.meter.Asked() {
+			continue
+		}
+		if asked == nil {
+			asked = map[gpu.UUID]bool{}
+		}
+		asked[p.gpu] = true
+	}
+	if asked == nil {
+		return
+	}
+	gpus, held := g.w.Allocations.Offered(), g.held()
+	for i := range gpus {
+		if d := &gpus[i]; asked[d.UUID] && ctx.Err() == nil {
+			g.look(ctx, d, held, nil)
+		}
+	}
+	now := time.Now()
+	g.answerFrom = now.Add(askShare * now.Sub(began))
+}
