@@ -103,7 +103,7 @@ func kustomized(t *testing.T, on ...string) []object {
 		patches += "  - patch: '{apiVersion: apps/v1, kind: Deployment, metadata: {name: gpu-placer, namespace: gpu-placer}, spec: {template: {spec: {containers: " +
 			"[{name: gpu-placer, env: [{name: GPU_AGENT_DOORS, value: \"extender,kueue,liqo\"}]}]}}}}'\n"
 	}
-	for _, name := range []string{"gke", "monitoring", "openshift"} {
+	for _, name := range []string{"gke", "monitoring", "network-policy", "openshift"} {
 		if slices.Contains(resources, "placer") && slices.Contains(on, name) {
 			parts = append(parts, "placer/"+name)
 		}
@@ -327,6 +327,8 @@ func TestChartValues(t *testing.T) {
 		{[]string{"evict"}, []string{"evict.after=5"}, []string{"~ " + agent + ".env[GPU_AGENT_EVICT_AFTER].value = 5"}},
 		{[]string{"network-policy"}, []string{"networkPolicy.namespace=scrapers"},
 			[]string{"~ NetworkPolicy gpu-agent/gpu-agent.spec.ingress[0].from[0].namespaceSelector.matchLabels.kubernetes.io/metadata.name = scrapers"}},
+		{[]string{"network-policy", "placer"}, []string{"networkPolicy.schedulers={198.51.100.0/24}"},
+			[]string{"~ NetworkPolicy gpu-placer/gpu-placer.spec.ingress[0].from[0].ipBlock.cidr = 198.51.100.0/24"}},
 		{[]string{"monitoring"}, []string{"monitoring.labels.release=prometheus"},
 			[]string{"+ PodMonitor gpu-agent/gpu-agent.metadata.labels.release = prometheus", "+ PrometheusRule gpu-agent/gpu-agent.metadata.labels.release = prometheus"}},
 		{[]string{"startup-taint"}, []string{"startupTaint.key=node.test/wait"},

@@ -60,8 +60,14 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- $_ := set $object.spec "extendedResourceName" (printf "%s/%s" $resourceDomain (base .)) -}}
 {{- end -}}
 {{- else if eq $object.kind "NetworkPolicy" -}}
-{{- $from := index (index $object.spec.ingress 0).from 0 -}}
+{{- /* The last rule is Prometheus's; before it the placer has one for schedulers. */ -}}
+{{- $from := index (last $object.spec.ingress).from 0 -}}
 {{- $_ := set $from.namespaceSelector.matchLabels "kubernetes.io/metadata.name" $values.networkPolicy.namespace -}}
+{{- if eq $object.metadata.name "gpu-placer" -}}
+{{- $door := first $object.spec.ingress -}}{{- $hosts := list -}}
+{{- range $values.networkPolicy.schedulers -}}{{- $hosts = append $hosts (dict "ipBlock" (dict "cidr" .)) -}}{{- end -}}
+{{- $_ := set $door "from" (concat $hosts (rest $door.from)) -}}
+{{- end -}}
 {{- else if has $object.kind (list "PodMonitor" "PrometheusRule") -}}
 {{- $_ := set $object.metadata "labels" (merge (dict) $values.monitoring.labels $object.metadata.labels) -}}
 {{- range $group := get $object.spec "groups" | default list -}}
