@@ -27,8 +27,21 @@ func (m *Meter) estimate(each uint64, now time.Time) {
 	steps := now.Sub(m.estimated) / estimateBack
 	m.estimated = m.estimated.Add(steps * estimateBack)
 	m.page.setContext(expected(m.page.context(), each, uint64(steps)))
-	if each != 0 {
-		m.bare = min(m.bare, max(each, LeastContext))
+}
+
+// barely notes the least that contexts were seen to take, by a quiet reading with so many bytes
+// for each. What was charged by guess counts here: where it makes contexts look small, it makes
+// look small in held what they have, too. Of several contexts, as in clean, the larger of two
+// readings in a row counts.
+func (m *Meter) barely(c Counters, each uint64) {
+	was := m.seen
+	m.seen = each
+	if c.Contexts > 1 {
+		each = max(each, was)
+	}
+	if each = max(each, LeastContext); each < m.bare && m.seen != 0 && (c.Contexts == 1 || was != 0) {
+		m.bare = each
+		m.page.store(atBare, m.bare) // for the next agent, who may see contexts with code in them alone
 	}
 }
 

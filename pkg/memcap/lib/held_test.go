@@ -103,6 +103,42 @@ func TestCodeIsHeldBack(t *testing.T) {
 	}
 }
 
+// TestGuessesHoldNothingBack: what a context takes is known for what is held back, too, where
+// something was charged by guess: one that was made and ended before, for example.
+func TestGuessesHoldNothingBack(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	pages := somePages(t)
+	if _, err := pages.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 4 * aGiB, Code: DefaultCode}}); err != nil {
+		t.Fatal(err)
+	}
+	p.isOf(pages, aKey)
+	m, err := pages.Meter(aKey, aGPU, p.usage())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	p.has(1, aGiB+DefaultContext+DefaultCode, DefaultContext+DefaultCode, 1)
+	p.set(useGuesses, 3)
+	readOnce(t, m, aGiB+300<<20, true)
+	if got := m.page.reading().held; got != DefaultCode {
+		t.Errorf("%d MiB are held back, want %d", got>>20, DefaultCode>>20)
+	}
+	if got := contextOf(t, pages, aKey); got != DefaultContext+DefaultCode {
+		t.Errorf("a context is charged %d MiB: a guess has changed that", got>>20)
+	}
+	// The next agent sees it with its code alone.
+	next, err := pages.Meter(aKey, aGPU, p.usage())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer next.Close()
+	readOnce(t, next, aGiB+400<<20, true)
+	if got := m.page.reading().held; got != 0 {
+		t.Errorf("%d MiB are held back of a context that has its code, by an agent that came after", got>>20)
+	}
+}
+
 // TestCodeOfASmallShare: what is held back keeps no context from being made.
 func TestCodeOfASmallShare(t *testing.T) {
 	for limit, want := range map[uint64]uint64{256: DefaultContext >> 20, 512: 512, 540: 540, 4096: 610} {

@@ -32,6 +32,7 @@ type Meter struct {
 	each     uint64 // what a context took by the latest quiet reading; 0 is unknown
 	// estimated is when what is expected of a context was last raised.
 	estimated time.Time
+	seen      uint64 // what a context took by the latest quiet reading; 0 is unknown
 	bare      uint64 // the least that a context was ever seen to take, in bytes
 	worst     uint64 // the most that one was, code included
 }
@@ -66,7 +67,7 @@ func (p *Pages) Meter(key string, u gpu.UUID, usage *Usage) (*Meter, error) {
 	if err != nil {
 		return nil, fmt.Errorf("meter allocation %s on %s: %w", key, u, notFound(err))
 	}
-	return &Meter{pages: p, page: page, usage: usage, bare: page.context()}, nil
+	return &Meter{pages: p, page: page, usage: usage, bare: page.bare()}, nil
 }
 
 // Close ends the meter. The page keeps what it says.
@@ -142,7 +143,7 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
 		m.taken = nil
-		m.bare, m.worst = m.page.context(), 0
+		m.bare, m.seen, m.worst = m.page.bare(), 0, 0
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// If the second look was steady, so was the first. No attempt may be under way: what
@@ -208,7 +209,9 @@ func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, st
 		m.contexts = c.Contexts
 		if quiet {
 			next.least = max(next.least, low)
-			each = m.clean(c, perContext(c, driver, m.taken.open(c)))
+			each = perContext(c, driver, m.taken.open(c))
+			m.barely(c, each)
+			each = m.clean(c, each)
 			if m.first.Guesses == c.Guesses {
 				next.stamp = c.Guesses + 1
 			}

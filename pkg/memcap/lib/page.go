@@ -58,6 +58,7 @@ const (
 	atRoofOf  = 208
 	atHeld    = 216
 	atSurely  = 224
+	atBare    = 232
 
 	uuidRoom = 64
 
@@ -245,6 +246,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		// What was learnt about contexts was learnt from the old page's holder.
 		context = l.Context
 		page.store(atSure, 0)
+		page.store(atBare, 0)
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
 	}
@@ -420,6 +422,14 @@ func (p mappedPage) wake(at int) {
 func (p mappedPage) context() uint64 {
 	context := p.load(atContext)
 	return context - min(context, p.load(atCode))
+}
+
+// bare returns the least that a context was seen to take, or what one is expected to.
+func (p mappedPage) bare() uint64 {
+	if bytes := p.load(atBare); bytes >= LeastContext && bytes <= DefaultContext {
+		return bytes
+	}
+	return p.context()
 }
 
 func (p mappedPage) setContext(bytes uint64) {

@@ -64,6 +64,7 @@ struct limit_page {
     uint64_t roof_stamp; /* 1 + the usage page's guesses at that reading; 0: no roof */
     /* For the agent: by how much ceiling and roof are lower for code that contexts may yet load. */
     uint64_t held, surely;
+    uint64_t bare; /* and the least that a context was seen to take, in bytes; 0: unknown */
 };
 
 /* bound = [version:24 | units of 512 bytes:40]: how much of this GPU the container's
@@ -191,6 +192,7 @@ AT(limit_page, roof, 200);
 AT(limit_page, roof_stamp, 208);
 AT(limit_page, held, 216);
 AT(limit_page, surely, 224);
+AT(limit_page, bare, 232);
 AT(usage_page, nonce, 8);
 AT(usage_page, bound, 64);
 AT(usage_page, asks, 128);
