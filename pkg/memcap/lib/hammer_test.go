@@ -202,6 +202,15 @@ func TestWaitingForAReadingIsCheap(t *testing.T) {
 	}
 }
 
+// TestWaitedInVain: what was lost is room again while the agent does not answer, also right after
+// a reading that told nothing: a refusal by what was known then is not repeated.
+func TestWaitedInVain(t *testing.T) {
+	limit, usage := limitPage(t, 8<<30)
+	if out, err := exec.CommandContext(t.Context(), counter(t, "vain"), limit, usage).CombinedOutput(); err != nil || string(out) != "1 1\n" {
+		t.Errorf("granted: %q, %v; want both", out, err)
+	}
+}
+
 // TestReadingThatCannotTell: while a process asks for room at the cap, another has
 // lost memory and more is under way there. The first reading cannot tell whether the
 // last one that was exact had what was lost, and errs to refuse: that is no answer, and

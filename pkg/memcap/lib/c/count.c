@@ -707,7 +707,9 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         } else
             await_reading(a, &h);
     }
-    if (now.amount + n > now.ceiling) /* room since the last try is the next request's */
+    /* Room since the last try is the next request's. While the agent does not answer, the answer
+     * is not this one (ceiling_alone). */
+    if (now.amount + n > now.ceiling && !account_unheard(a))
         remember(a, n, &now);
     return false;
 }
@@ -747,8 +749,8 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
-        if (n <= limit && account_unheard(a) && try_below(a, n, 0, ceiling_alone))
-            return true;
+        if (n <= limit && (account_unheard(a) ? try_below(a, n, 0, ceiling_alone) : try(a, n)))
+            return true; /* or by a reading that came just now */
     }
     count_add(&a->usage->refusals, 1);
     return false;
