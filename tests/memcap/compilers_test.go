@@ -118,6 +118,7 @@ type compiler struct {
 	name, script string
 	tool         string   // its program
 	packages     []string // of Debian, where this machine has no such program
+	slow         bool     // for the long form
 }
 
 // TestCompilers: in a container with a compiler, a program of each language is linked with
@@ -152,11 +153,14 @@ func TestCompilers(t *testing.T) {
 	for _, c := range []compiler{
 		{name: "C", tool: "gcc", script: "gcc -o /tmp/c /src/main.c -lcuda && /tmp/c"},
 		{name: "C that opens libcuda.so", tool: "gcc", script: "gcc -o /tmp/open /src/open.c -ldl && /tmp/open"},
-		{name: "Go", tool: "go", script: "cd /src/go && go build -o /tmp/go . && /tmp/go"},
-		{name: "Rust", tool: "rustc", packages: []string{"rustc"}, script: "rustc -o /tmp/rust /src/main.rs && /tmp/rust"},
-		{name: "CMake", tool: "cmake", packages: []string{"cmake"}, script: "cmake -S /src -B /tmp/build >/tmp/log && cmake --build /tmp/build >>/tmp/log || { cat /tmp/log; exit 1; }; /tmp/build/program"},
+		{name: "Go", tool: "go", slow: true, script: "cd /src/go && go build -o /tmp/go . && /tmp/go"},
+		{name: "Rust", tool: "rustc", slow: true, packages: []string{"rustc"}, script: "rustc -o /tmp/rust /src/main.rs && /tmp/rust"},
+		{name: "CMake", tool: "cmake", slow: true, packages: []string{"cmake"}, script: "cmake -S /src -B /tmp/build >/tmp/log && cmake --build /tmp/build >>/tmp/log || { cat /tmp/log; exit 1; }; /tmp/build/program"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			if c.slow && testing.Short() {
+				t.Skip("make test-all has it")
+			}
 			dir, libs, err := c.find(t.Context())
 			if err != nil {
 				t.Skip(err)

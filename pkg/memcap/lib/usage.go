@@ -137,6 +137,7 @@ func (u *Usage) Read() (Counters, error) {
 	defer runtime.UnlockOSThread()
 	began := threadTime()
 	defer func() { u.took = threadTime() - began }()
+	u.users = u.users[:0]
 	head := u.head[:]
 	if err := u.readAt(head, 0); err != nil {
 		return Counters{}, err
@@ -161,7 +162,6 @@ func (u *Usage) Read() (Counters, error) {
 	}
 	// The slots are read after the header, so that what Settled includes is no longer in
 	// Committed.
-	u.users = u.users[:0]
 	var idle uint64
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -196,8 +196,7 @@ func (u *Usage) Read() (Counters, error) {
 		case lends:
 			c.Reserved += reserved
 		default:
-			c.living(i, slot, reserved, committed)
-			u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), committed-min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised)))
+			u.living(&c, i, slot, reserved, committed)
 		}
 	}
 	if err := u.readAt(head[:8], useBound); err != nil {
@@ -215,7 +214,9 @@ func (u *Usage) Read() (Counters, error) {
 }
 
 // living adds what the slot of a living process says.
-func (c *Counters) living(i int, slot func(int) uint64, reserved, committed uint64) {
+func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, committed uint64) {
+	rest := committed - min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised))
+	u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), rest)
 	c.Processes++
 	c.Borrowed += min(slot(slotBorrowed), reserved)
 	c.Reserved += reserved
