@@ -37,6 +37,7 @@ func TestAnswer(t *testing.T) {
 					time.Sleep(c.driver)
 					w.mu.Lock()
 				}
+				pass(6 * time.Second) // after a long calm the first who asks waits for a look of the guard's own
 				before = m.ended
 				pass(10 * time.Second)
 				// A look in answer has the calm forgotten, so that the guard's own looks are four a second.

@@ -319,7 +319,15 @@ func (m *meter) End(driver uint64, known bool, _ map[lib.Process]uint64) (lib.Re
 	m.ended++
 	m.spent += m.cost
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, PeakUsed: m.peak, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
+	return lib.Reading{Used: driver + m.managed, PeakUsed: m.peak, Counters: lib.Counters{Word: m.word, Asks: m.askedSoFar(), Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
+}
+
+// askedSoFar is how often a process has asked: once before each reading, if it asks all the time.
+func (m *meter) askedSoFar() uint64 {
+	if m.asks {
+		return uint64(m.ended)
+	}
+	return 0
 }
 
 func (m *meter) Asked() bool {

@@ -24,6 +24,7 @@ type tally struct {
 	sound   bool      // they have made sense since they were opened
 	spoilt  int       // how often they turned out to be nonsense
 	sought  time.Time // when they were last looked for
+	lively  time.Time // when they were found, or a process last asked for a reading
 	missing bool      // nobody counts though there is memory
 	reading lib.Reading
 	read    time.Time     // when they were read for the first time, or last if they are expensive
@@ -67,7 +68,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	t.sought = now
 	m, err := ts.pages.Meter(at.allocation, at.gpu)
 	if err == nil {
-		t.meter = m
+		t.meter, t.lively = m, now
 		return true
 	}
 	t.missing = true
@@ -115,6 +116,9 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 	}
 	// There is memory and nobody counts: a process goes around the library. A process that
 	// ended between the driver's answer and this one had counted in the last reading.
+	if reading.Asks != t.reading.Asks {
+		t.lively = time.Now()
+	}
 	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
 	t.reading, t.sound = reading, true
 	if all.known {
