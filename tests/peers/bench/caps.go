@@ -23,7 +23,7 @@ import (
 // Targets of the cap in the process, see the issue that asks for them.
 const (
 	mostCounted = 200.0 // ns for an allocation and its end together
-	mostExec    = 0.3  // ms
+	mostExec    = 0.3   // ms
 )
 
 // field is what is known of the one other cap in a process that is in wide use.
