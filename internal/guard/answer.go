@@ -16,8 +16,8 @@ const (
 	// askShare is for how many times as long as answers took none is given. Anybody may ask
 	// all the time.
 	askShare = 19
-	// askFor is for how long it is looked so often after the last ask, or after counters were
-	// found: to look at a hundred pages fifty times a second costs 4 % of a processor.
+	// askFor is for how long it is looked so often after the last ask, which a look of the guard's
+	// own has found: to look at a hundred pages fifty times a second costs 4 % of a processor.
 	askFor = 10 * time.Second
 )
 

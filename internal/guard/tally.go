@@ -24,7 +24,7 @@ type tally struct {
 	sound   bool      // they have made sense since they were opened
 	spoilt  int       // how often they turned out to be nonsense
 	sought  time.Time // when they were last looked for
-	lively  time.Time // when they were found, or a process last asked for a reading
+	lively  time.Time // when a process last asked for a reading
 	missing bool      // nobody counts though there is memory
 	reading lib.Reading
 	read    time.Time     // when they were read for the first time, or last if they are expensive
@@ -68,7 +68,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	t.sought = now
 	m, err := ts.pages.Meter(at.allocation, at.gpu)
 	if err == nil {
-		t.meter, t.lively = m, now
+		t.meter = m
 		return true
 	}
 	t.missing = true
