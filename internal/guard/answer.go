@@ -10,14 +10,14 @@ import (
 )
 
 const (
-	// askEvery is how often it is looked whether a process waits for a reading. A program that
-	// comes near its cap does so once, and a short one lasts no longer than that.
+	// askEvery is how often the guard looks whether a process waits for a reading. A program that
+	// comes near its cap waits once, and a short one lasts no longer than that.
 	askEvery = 20 * time.Millisecond
-	// askShare is for how many times as long as answers took none is given. Anybody may ask
-	// all the time.
+	// askShare is how much longer the guard rests after an answer than the answer took. A tenant
+	// may ask all the time.
 	askShare = 19
-	// askFor is for how long it is looked so often after the last ask, which a look of the guard's
-	// own has found: to look at a hundred pages fifty times a second costs 4 % of a processor.
+	// askFor is how long after an ask the guard looks so often. It finds the first ask with a look
+	// of its own: to look at a hundred pages fifty times a second costs 4 % of a processor.
 	askFor = 10 * time.Second
 )
 

@@ -294,17 +294,14 @@ func (g *Guard) Run(ctx context.Context) error {
 			timer.Stop()
 		}
 		for due := false; !due; {
-			asks := time.NewTimer(askEvery)
 			select {
 			case <-ctx.Done():
-				asks.Stop()
 				return ctx.Err()
 			case <-ticker.C:
 				due = true
-			case <-asks.C:
+			case <-time.After(askEvery):
 				g.answer(ctx)
 			}
-			asks.Stop()
 		}
 	}
 }

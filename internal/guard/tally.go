@@ -116,10 +116,10 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 	}
 	// There is memory and nobody counts: a process goes around the library. A process that
 	// ended between the driver's answer and this one had counted in the last reading.
+	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
 	if reading.Asks != t.reading.Asks {
 		t.lively = time.Now()
 	}
-	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
 	t.reading, t.sound = reading, true
 	if all.known {
 		t.used = reading.Used
