@@ -52,48 +52,38 @@ bool range_was_exported(struct process *p, CUdeviceptr at)
     return true;
 }
 
-EXPORT CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr at, size_t size, int type, unsigned long long flags)
-{
-    struct process *p = ENTER();
-    CUresult r = CALL(cuMemGetHandleForAddressRange, out, at, size, type, flags);
-    if (p && r == CUDA_SUCCESS)
-        exported(p, at, size);
-    return r;
-}
-
-EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at)
-{
-    struct process *p = ENTER();
-    CUresult r = CALL(cuIpcGetMemHandle, out, at);
-    if (p && r == CUDA_SUCCESS)
-        exported(p, at, 1);
-    return r;
-}
-
-/* Memory that is bound to a multicast object can be reached by way of that. No document says
- * whether it exists as long as it is bound, after all else has let go of it; that is assumed. */
-#define BIND(name, note, ...)              \
+/* THEN calls the driver, and then does something if that has succeeded. */
+#define THEN(name, what, ...)              \
     struct process *p = ENTER();           \
     CUresult r = CALL(name, __VA_ARGS__);  \
     if (p && r == CUDA_SUCCESS)            \
-        note;                              \
+        what;                              \
     return r;
 
+EXPORT CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr at, size_t size, int type, unsigned long long flags)
+{
+    THEN(cuMemGetHandleForAddressRange, exported(p, at, size), out, at, size, type, flags)
+}
+
+EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at) { THEN(cuIpcGetMemHandle, exported(p, at, 1), out, at) }
+
+/* Memory that is bound to a multicast object can be reached by way of that. No document says
+ * whether it exists as long as it is bound, after all else has let go of it; that is assumed. */
 EXPORT CUresult cuMulticastBindMem(CUhandle to, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
 {
-    BIND(cuMulticastBindMem, handle_exported(p, handle), to, at, handle, offset, size, flags)
+    THEN(cuMulticastBindMem, handle_exported(p, handle), to, at, handle, offset, size, flags)
 }
 EXPORT CUresult cuMulticastBindMem_v2(CUhandle to, CUdevice device, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
 {
-    BIND(cuMulticastBindMem_v2, handle_exported(p, handle), to, device, at, handle, offset, size, flags)
+    THEN(cuMulticastBindMem_v2, handle_exported(p, handle), to, device, at, handle, offset, size, flags)
 }
 EXPORT CUresult cuMulticastBindAddr(CUhandle to, size_t at, CUdeviceptr memory, size_t size, unsigned long long flags)
 {
-    BIND(cuMulticastBindAddr, exported(p, memory, size), to, at, memory, size, flags)
+    THEN(cuMulticastBindAddr, exported(p, memory, size), to, at, memory, size, flags)
 }
 EXPORT CUresult cuMulticastBindAddr_v2(CUhandle to, CUdevice device, size_t at, CUdeviceptr memory, size_t size, unsigned long long flags)
 {
-    BIND(cuMulticastBindAddr_v2, exported(p, memory, size), to, device, at, memory, size, flags)
+    THEN(cuMulticastBindAddr_v2, exported(p, memory, size), to, device, at, memory, size, flags)
 }
 
 void let_go_of_theirs(struct process *p)
@@ -110,14 +100,7 @@ CUresult uncounted_freed(struct process *p, CUresult r)
     return r;
 }
 
-EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at)
-{
-    struct process *p = ENTER();
-    CUresult r = CALL(cuIpcCloseMemHandle, at);
-    if (p && r == CUDA_SUCCESS)
-        let_go_of_theirs(p);
-    return r;
-}
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at) { THEN(cuIpcCloseMemHandle, let_go_of_theirs(p), at) }
 
 /* --- pools that others can open --------------------------------------------- */
 
