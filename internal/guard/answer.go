@@ -21,6 +21,22 @@ const (
 	askFor = 10 * time.Second
 )
 
+// listen has a value when it is time to look whether a process waits for a reading; it is nil
+// where none has asked of late.
+func (ts *tallies) listen(now time.Time) <-chan time.Time {
+	for _, t := range ts.by {
+		if t.listens(now) {
+			return time.After(askEvery)
+		}
+	}
+	return nil
+}
+
+// listens says that a process has asked for a reading of late.
+func (t *tally) listens(now time.Time) bool {
+	return t.meter != nil && t.sound && t.cost < expensive && now.Sub(t.lively) <= askFor
+}
+
 // answer looks at the GPUs for which a process waits for a reading.
 func (g *Guard) answer(ctx context.Context) {
 	began := time.Now()
@@ -29,7 +45,7 @@ func (g *Guard) answer(ctx context.Context) {
 	}
 	var asked map[gpu.UUID]bool
 	for p, t := range g.tallies.by {
-		if t.meter == nil || !t.sound || asked[p.gpu] || t.cost >= expensive || began.Sub(t.lively) > askFor || !t.meter.Asked() {
+		if asked[p.gpu] || !t.listens(began) || !t.meter.Asked() {
 			continue
 		}
 		if asked == nil {

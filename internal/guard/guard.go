@@ -299,7 +299,7 @@ func (g *Guard) Run(ctx context.Context) error {
 				return ctx.Err()
 			case <-ticker.C:
 				due = true
-			case <-time.After(askEvery):
+			case <-g.tallies.listen(time.Now()):
 				g.answer(ctx)
 			}
 		}
