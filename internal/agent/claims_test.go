@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
@@ -416,6 +417,48 @@ func TestPromisedIsHeldByASuccessor(t *testing.T) {
 			t.Errorf("it was promised: %v; the partition is %s", err, b.state())
 		}
 	})
+}
+
+// The kubelet's checkpoint names a pod of another device plugin, and while the runtime is silent nobody
+// knows whether that pod lives. The agent keeps such a GPU's layout until it knows which claims there
+// are: what was promised through DRA before its start is prepared when the runtime and the API server
+// answer again.
+func TestPromiseOutlivesADoubt(t *testing.T) {
+	for entry, suffix := range map[string]string{"mode: shared": "-shared", "mode: shared, replicas: 3": "-replicas", "mode: whole": ""} {
+		for _, known := range []bool{false, true} { // the partition, before the first look
+			t.Run(fmt.Sprint(entry, ", the partition is known: ", known), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					o, dir := newOutside(1), t.TempDir()
+					o.dra = newScheduled()
+					file := throughDRA(entry)
+					b := start(t, o, dir, file)
+					claim := o.dra.allocate(t, "a", "00000000"+suffix, map[string]kube.Quantity{"-shared": 3}[suffix])
+					b.end()
+					o.dra.Away(errors.New("no route to host"))
+					o.with(func() {
+						o.entries = []node.Entry{theirs("uid-of-an-ended-pod", string(uuid(0)))}
+						o.runtimeErr = errors.New("the runtime starts")
+						o.unheard = !known
+					})
+					b = start(t, o, dir, map[bool]string{true: file}[known])
+					defer b.end()
+					time.Sleep(10 * time.Second)
+					if mode := b.Status().GPUs[0].Mode; mode == "off" {
+						t.Errorf("the GPU is %s, and a claim was promised some of it", mode)
+					}
+					b.node(nil, false)
+					b.SetFile("p.yaml", []byte(file))
+					time.Sleep(10 * time.Second)
+					o.with(func() { o.runtimeErr = nil })
+					o.dra.Away(nil)
+					time.Sleep(time.Minute)
+					if _, err := o.dra.prepare(t.Context(), claim); err != nil {
+						t.Errorf("%v (the node: %s %q)", err, b.state(), b.message())
+					}
+				})
+			})
+		}
+	}
 }
 
 // GPUs of the device plugin are laid out anew without a word of the API server on claims.

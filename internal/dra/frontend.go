@@ -260,15 +260,17 @@ func (f *FrontEnd) showLocked() {
 	}
 }
 
-// Offers reports whether something of a GPU is in the slices, tainted or not.
+// Offers reports whether something of a GPU may be in the slices, tainted or not. Before the first
+// Publish the slices are those of the process before this one, and of any GPU.
 func (f *FrontEnd) Offers(u gpu.UUID) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.published != nil {
-		for _, d := range f.published.Devices {
-			if d.GPU == u {
-				return true
-			}
+	if f.published == nil {
+		return true
+	}
+	for _, d := range f.published.Devices {
+		if d.GPU == u {
+			return true
 		}
 	}
 	return false
