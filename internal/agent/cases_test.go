@@ -533,3 +533,64 @@ func TestHolderIsAsOldAsItsContainer(t *testing.T) {
 		since(&made)
 	})
 }
+
+// A kubelet whose checkpoint is corrupt starts without it. What runs goes on with its devices, which
+// the kubelet counts as free; for an init container that has ended long ago it allocates anew, and
+// keeps that as long as the pod lives.
+func TestKubeletLosesItsCheckpoint(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		unit := func(of, n int) string { return fmt.Sprintf("%s::%d", uuid(of), n) }
+		b.hold("train", names.Units, unit(0, 0), unit(0, 1))
+		time.Sleep(time.Minute)
+		running := runtime{b.outside}.containers()
+		b.with(func() {
+			b.old = slices.DeleteFunc(running, func(c node.Container) bool { return c.Pod != "train" })
+			train := workload.Pod{Namespace: "ns", Name: "train"}
+			b.pods = append(b.pods, train)
+			b.sandboxes = map[string]workload.Pod{"uid-train": train}
+			b.holdings = nil
+		})
+		b.LookAtCheckpoint()
+		time.Sleep(time.Minute)
+		var all []string
+		for i := range 2 {
+			for n := range 4 {
+				all = append(all, unit(i, n))
+			}
+		}
+		init, err := b.source(names.Units).Prefer(all, nil, 2)
+		if err != nil || slices.Contains(init, unit(0, 0)) || slices.Contains(init, unit(0, 1)) {
+			t.Fatalf("the agent prefers %v (%v), and a container that runs has units 0 and 1 of GPU 0", init, err)
+		}
+		if _, err := b.source(names.Units).Allocate(init); err != nil {
+			t.Fatal(err)
+		}
+		b.with(func() {
+			b.init = []node.Holding{{Namespace: "ns", Pod: "train", Container: "init", Resource: names.Units, IDs: init}}
+		})
+		b.LookAtCheckpoint()
+		time.Sleep(time.Minute)
+		var over []string
+		for _, g := range b.Status().GPUs {
+			for _, h := range g.Holders {
+				if h.Pod != "train" || (h.Container == "init") != h.Over {
+					t.Errorf("holder %+v", h)
+				}
+				over = append(over, h.Container)
+			}
+		}
+		if !slices.Equal(over, []string{"c", "init"}) {
+			t.Errorf("the holders are %v", over)
+		}
+		b.SetFile("p.yaml", []byte(allWhole))
+		time.Sleep(time.Minute)
+		if b.state() != "blocked" {
+			t.Errorf("the node is %s beside a container that runs", b.state())
+		}
+		b.with(func() { b.old, b.init, b.pods, b.sandboxes = nil, nil, b.pods[:len(b.pods)-1], nil })
+		time.Sleep(2 * plan.Linger)
+		b.want("applied", "", "0 1")
+	})
+}

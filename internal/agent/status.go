@@ -27,12 +27,14 @@ type scene struct {
 	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
 	held    map[string]map[string]bool
 	holders map[string]*ledger.Allocation
+	// over says of an allocation that its init container has ended.
+	over func(id string) bool
 }
 
 // scene looks at the node: the last round's inventory and outcome, and the offer and the
 // allocations as they are now.
 func (r *reporter) scene() *scene {
-	at := &scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
+	at := &scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}, r.front.Over}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -132,7 +134,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
-				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After,
+				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After, Over: at.over(c.ID),
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())

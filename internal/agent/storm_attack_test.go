@@ -24,7 +24,7 @@ import (
 )
 
 // stormAttacks narrows a storm that has found something.
-var stormAttacks = flag.String("storm.attacks", "others,clock,hang,many,state", "what a storm attacks with")
+var stormAttacks = flag.String("storm.attacks", "others,clock,hang,many,state,checkpoint", "what a storm attacks with")
 
 func attacks(with string) bool { return slices.Contains(strings.Split(*stormAttacks, ","), with) }
 

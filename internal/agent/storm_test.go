@@ -114,13 +114,34 @@ type stormPod struct {
 	// unasked says that the kubelet has restarted since its admission and does not
 	// call PreStartContainer for it.
 	unasked bool
-	// wants is what each container asks for; the first is an init container where
-	// there are two.
-	wants []map[string]int
-	// at is the container that is to run, len(wants) when all have.
+	// parts are its containers: init containers and sidecars first.
+	parts []stormPart
+	// at is the first of them that has not run, or for a sidecar not begun; app containers run
+	// beside each other when no other is left.
 	at int
 	// claim is what it has by the second front-end, nil for a pod of the first.
 	claim *claimant
+}
+
+// stormPart is a container of a pod, by the name that says what it is: "init", "sidecar" (an init
+// container that stays beside the others), "app" or "app-2".
+type stormPart struct {
+	name  string
+	wants map[string]int // by resource
+}
+
+func (c *stormPart) isApp() bool { return strings.HasPrefix(c.name, "app") }
+
+// due are the containers that the kubelet would start, of which none of these names runs.
+func (p *stormPod) due(runs map[string]bool) (out []int) {
+	begun := p.at == len(p.parts) || p.parts[p.at].isApp()
+	for i := range p.parts {
+		c := &p.parts[i]
+		if !runs[c.name] && (i == p.at || i < p.at && c.name == "sidecar" || begun && c.isApp()) {
+			out = append(out, i)
+		}
+	}
+	return out
 }
 
 // The driver's MIG side.
@@ -148,14 +169,18 @@ func (s *storm) Wish(string, time.Duration)                   {}
 
 type stormContainer struct {
 	node.Container
-	pod *stormPod
-	ids map[string][]string // by resource
+	pod  *stormPod
+	part int                 // of the pod's
+	ids  map[string][]string // by resource
 	// caps are the capability nodes that it got, limits what the pages of its allocations
 	// said when it started, by key and GPU.
 	caps   []string
 	limits map[string]uint64
 	// hangs says that it does not die, whatever is done to it.
 	hangs bool
+	// lost says that the kubelet has lost count of what it has, and may give that to others: it
+	// allocates anew before the container starts again, so the file is not needed for that.
+	lost bool
 }
 
 // note puts a line of the node's into the agents' log.
@@ -501,115 +526,148 @@ func (s *storm) source(resource string) plugin.Source {
 	return s.sources[resource]
 }
 
-// admit is a pod's admission: for each container in turn, the devices of the init
-// container before it first, then what the agent prefers of what is free.
+// admit is a pod's admission: each container in turn is allocated what it wants, unless it runs.
+// A pod that cannot have it all is refused.
 func (s *storm) admit(p *stormPod) {
 	p.active = true
 	s.locked(func() { s.pods[p.uid] = p })
-	fail := func() { s.locked(func() { p.active = false; s.done["refused"]++ }) }
-	for i, wants := range p.wants {
-		for _, resource := range slices.Sorted(maps.Keys(wants)) {
-			n := wants[resource]
-			source := s.source(resource)
-			if source == nil {
-				fail()
-				return
-			}
-			var ids, free []string
+	for i := range p.parts {
+		runs := false
+		s.locked(func() { runs = s.runsLocked(p)[p.parts[i].name] })
+		if !runs && !s.allocate(p, i) {
 			s.locked(func() {
-				s.freeLocked()
-				taken := map[string]bool{}
-				for _, e := range s.entries {
-					for _, id := range e.IDs {
-						if e.Resource == resource {
-							taken[id] = true
-						}
-					}
-					if e.PodUID == p.uid && e.Container == "init" && e.Resource == resource && i > 0 {
-						ids = append(ids, e.IDs[:min(n, len(e.IDs))]...)
-					}
-				}
-				for id, healthy := range s.devices[resource] {
-					if healthy && !taken[id] {
-						free = append(free, id)
-					}
-				}
-				slices.Sort(free)
+				s.endLocked(func(c *stormContainer) bool { return c.pod == p })
+				p.active = false
+				s.done["refused"]++
 			})
-			if len(ids) < n {
-				if len(ids)+len(free) < n {
-					fail()
-					return
+			return
+		}
+	}
+}
+
+// runsLocked are the names of the containers of a pod that run.
+func (s *storm) runsLocked(p *stormPod) map[string]bool {
+	out := map[string]bool{}
+	for _, c := range s.containers {
+		if c.pod == p {
+			out[c.Name] = true
+		}
+	}
+	return out
+}
+
+// allocate is the kubelet's allocation for a container, of what it does not have yet: the devices of
+// the pod's init container first, where no other of its containers has taken them over, then what the
+// agent prefers of what is free.
+func (s *storm) allocate(p *stormPod, part int) bool {
+	c := &p.parts[part]
+	for _, resource := range slices.Sorted(maps.Keys(c.wants)) {
+		n := c.wants[resource]
+		source := s.source(resource)
+		if source == nil {
+			return false
+		}
+		var ids, free []string
+		has := false
+		s.locked(func() {
+			s.freeLocked()
+			taken, again := map[string]bool{}, map[string]bool{}
+			for _, e := range s.entries {
+				if e.Resource != resource {
+					continue
 				}
-				before := s.offer()
-				chosen, err := source.Prefer(append(slices.Clone(free), ids...), ids, n)
-				if err != nil {
-					fail()
-					return
+				has = has || e.PodUID == p.uid && e.Container == c.name
+				for _, id := range e.IDs {
+					taken[id] = true
+					if e.PodUID == p.uid {
+						again[id] = e.Container == "init"
+					}
 				}
-				s.checkChoice(before, resource, free, ids, chosen)
-				ids = chosen
 			}
-			ids = slices.Clone(ids)
-			slices.Sort(ids)
-			grant, err := source.Allocate(ids)
-			s.locked(func() { maps.Copy(s.granted, grant.Annotations) })
+			for _, id := range slices.Sorted(maps.Keys(again)) {
+				if again[id] && len(ids) < n {
+					ids = append(ids, id)
+				}
+			}
+			for id, healthy := range s.devices[resource] {
+				if healthy && !taken[id] {
+					free = append(free, id)
+				}
+			}
+			slices.Sort(free)
+		})
+		if has {
+			continue
+		}
+		if len(ids) < n {
+			if len(ids)+len(free) < n {
+				return false
+			}
+			before := s.offer()
+			chosen, err := source.Prefer(append(slices.Clone(free), ids...), ids, n)
 			if err != nil {
-				fail()
-				return
+				return false
 			}
-			if !s.beside && s.rng.IntN(50) == 0 && !s.unreadable {
-				// Killed before it had written the allocation down, and in half of the
-				// cases before it had answered. Then only the kubelet's checkpoint can
-				// tell that a device was given to the next pod while the container of
-				// the one before is still dying: where that cannot be read either,
-				// nobody knows.
-				s.restartAgent()
-				if s.rng.IntN(2) == 0 {
-					s.locked(func() { s.done["unanswered"]++ })
-					fail()
-					return
-				}
-			}
-			if strings.HasSuffix(resource, "gpu-mem") {
-				if _, err := timeslice.OneGPU(ids); err != nil {
-					s.t.Errorf("granted over two GPUs: %v", err)
-				}
-			}
-			s.locked(func() {
-				s.entries = append(s.entries, node.Entry{PodUID: p.uid, Container: p.container(i), Resource: resource, IDs: ids})
-				s.writeLocked()
-				s.done["granted"]++
-				s.note("granted %s of pod %s: %v is allocation %s", resource, p.uid, ids, cdi.Key(resource, ids))
-			})
+			s.checkChoice(before, resource, free, ids, chosen)
+			ids = chosen
 		}
+		ids = slices.Clone(ids)
+		slices.Sort(ids)
+		grant, err := source.Allocate(ids)
+		s.locked(func() { maps.Copy(s.granted, grant.Annotations) })
+		if err != nil {
+			return false
+		}
+		if !s.beside && s.rng.IntN(50) == 0 && !s.unreadable {
+			// Killed before it had written the allocation down, and in half of the
+			// cases before it had answered. Then only the kubelet's checkpoint can
+			// tell that a device was given to the next pod while the container of
+			// the one before is still dying: where that cannot be read either,
+			// nobody knows.
+			s.restartAgent()
+			if s.rng.IntN(2) == 0 {
+				s.locked(func() { s.done["unanswered"]++ })
+				return false
+			}
+		}
+		if strings.HasSuffix(resource, "gpu-mem") {
+			if _, err := timeslice.OneGPU(ids); err != nil {
+				s.t.Errorf("granted over two GPUs: %v", err)
+			}
+		}
+		s.locked(func() {
+			s.entries = append(s.entries, node.Entry{PodUID: p.uid, Container: c.name, Resource: resource, IDs: ids})
+			s.writeLocked()
+			s.done["granted"]++
+			s.note("granted %s of pod %s: %v is allocation %s", c.name, p.uid, ids, cdi.Key(resource, ids))
+		})
 	}
+	return true
 }
 
-func (p *stormPod) container(i int) string {
-	if i < len(p.wants)-1 {
-		return "init"
-	}
-	return "app"
-}
-
-// startContainer is the kubelet's start of the container whose turn it is:
-// PreStartContainer, then the runtime, which wants every CDI file.
+// startContainer is the kubelet's start of a container that is due: an allocation where it has lost
+// count of it, PreStartContainer, then the runtime, which wants every CDI file.
 func (s *storm) startContainer(p *stormPod) {
-	s.mu.Lock()
-	has := s.livesLocked(p)
 	c := &stormContainer{pod: p, ids: map[string][]string{}, limits: map[string]uint64{}}
-	for _, e := range s.entries {
-		if e.PodUID == p.uid && p.at < len(p.wants) && e.Container == p.container(p.at) {
-			c.ids[e.Resource] = e.IDs
-		}
-	}
-	s.mu.Unlock()
-	if p.unasked && s.down || has || !p.active || p.at >= len(p.wants) || len(c.ids) != len(p.wants[p.at]) {
+	var due []int
+	s.locked(func() { due = p.due(s.runsLocked(p)) })
+	if p.unasked && s.down || !p.active || len(due) == 0 {
 		return
 	}
-	c.Container = node.Container{ID: fmt.Sprintf("%s-%d-%d", p.uid, p.at, time.Now().UnixNano()), PodUID: p.uid, Namespace: "ns", Pod: p.name,
-		Name: p.container(p.at), Running: true, Annotations: map[string]string{}}
+	c.part = due[s.rng.IntN(len(due))]
+	part := &p.parts[c.part]
+	if !s.allocate(p, c.part) {
+		return
+	}
+	s.locked(func() {
+		for _, e := range s.entries {
+			if e.PodUID == p.uid && e.Container == part.name {
+				c.ids[e.Resource] = e.IDs
+			}
+		}
+	})
+	c.Container = node.Container{ID: fmt.Sprintf("%s-%s-%d", p.uid, part.name, time.Now().UnixNano()), PodUID: p.uid, Namespace: "ns", Pod: p.name,
+		Name: part.name, Running: true, Annotations: map[string]string{}}
 	for resource, ids := range c.ids {
 		source := s.source(resource)
 		if source == nil {
@@ -651,7 +709,12 @@ func (s *storm) startContainer(p *stormPod) {
 	c.Created = time.Now().Add(s.attack.skew)
 	s.containers = append(s.containers, c)
 	s.news = append(s.news, node.ContainerEvent{Kind: node.EventStarted, Container: c.Container})
-	s.done["started"]++
+	if s.done["started"]++; part.name == "sidecar" && c.part == p.at {
+		p.at++
+	}
+	if len(s.runsLocked(p)) > 1 {
+		s.done["beside each other"]++
+	}
 	s.note("started %s with %v", c.ID, c.Annotations)
 }
 
@@ -719,7 +782,7 @@ func (s *storm) step() {
 			if s.mig && s.rng.IntN(5) > 0 {
 				w := map[string]int{}
 				for range 1 + s.rng.IntN(2) {
-					w["example.com/mig-"+[]string{"1g.10gb", "1g.10gb", "1g.10gb.me", "2g.20gb", "3g.40gb", "4g.40gb"}[s.rng.IntN(6)]] = 1 + s.rng.IntN(5)/4
+					w["example.com/mig-"+[]string{"1g.10gb", "1g.10gb", "1g.10gb.me", "2g.20gb", "3g.40gb", "4g.40gb", "1c.3g.40gb", "2c.3g.40gb"}[s.rng.IntN(8)]] = 1 + s.rng.IntN(5)/4
 				}
 				return w
 			}
@@ -734,25 +797,33 @@ func (s *storm) step() {
 				return map[string]int{names.Units: 1 + s.rng.IntN(5)}
 			}
 		}
-		p.wants = append(p.wants, want())
-		if s.rng.IntN(3) == 0 {
-			p.wants = append(p.wants, want())
+		for _, c := range []struct {
+			name string
+			odds int
+		}{{"init", 3}, {"sidecar", 6}, {"app", 1}, {"app-2", 6}} {
+			if s.rng.IntN(c.odds) == 0 {
+				p.parts = append(p.parts, stormPart{c.name, want()})
+			}
 		}
 		s.admit(p)
 	case n < 55:
 		if p := one(); p != nil {
 			s.startContainer(p)
 		}
-	case n < 65: // the running container ends: an init container's turn is over, an app container starts again
+	case n < 65: // a container ends: an init container's turn is over, another starts again
 		if p := one(); p != nil {
 			s.locked(func() {
-				if s.livesLocked(p) {
+				of := slices.DeleteFunc(slices.Clone(s.containers), func(c *stormContainer) bool { return c.pod != p })
+				if len(of) == 0 {
+					return
+				}
+				ended := of[s.rng.IntN(len(of))]
+				s.endLocked(func(c *stormContainer) bool { return c == ended })
+				if ended.Name == "init" {
+					p.at++
+				} else if s.rng.IntN(3) == 0 {
 					end(p)
-					if p.at < len(p.wants)-1 {
-						p.at++
-					} else if s.rng.IntN(3) == 0 {
-						p.active = false // completed; its object stays
-					}
+					p.active = false // completed; its object stays
 				}
 			})
 		}
@@ -782,7 +853,7 @@ func (s *storm) step() {
 			strings.ReplaceAll(allShared, "shared", "off"),
 			"version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: shared\n    - devices: [1, 2]\n      mode: whole\n"}[s.rng.IntN(6)]
 		if s.mig {
-			layouts := []string{demand, demand, demand, sevenSmall, twoLarge, "{mode: mig, geometry: {1g.10gb: 3, 3g.40gb: 1}}", "{mode: mig, geometry: {}}",
+			layouts := []string{demand, demand, demand, sevenSmall, twoLarge, "{mode: mig, geometry: {1g.10gb: 3, 3g.40gb: 1}}", splits, splits, "{mode: mig, geometry: {}}",
 				"{mode: mig, profiles: [1g.10gb, 3g.40gb]}", "{mode: whole}", "{mode: shared}", "{mode: off}"}
 			var gpus []string
 			for range s.gpus {
@@ -838,6 +909,9 @@ func (s *storm) offered() (out []string) {
 	return out
 }
 
+// splits is a layout with compute instances that share a GPU instance.
+const splits = "{mode: mig, geometry: {1c.3g.40gb: 1, 2c.3g.40gb: 1, 1g.10gb: 3}}"
+
 // heal ends what the driver, the witnesses and other plugins are in, if anything.
 func (s *storm) heal() {
 	s.locked(func() {
@@ -887,14 +961,35 @@ func (s *storm) restartAgent() {
 }
 
 // restartKubelet forgets what the kubelet had in memory alone. It knows its pods
-// again some time later.
+// again some time later. Where it has lost its checkpoint too, it leaves containers that run as they
+// are, with no devices in its account, and allocates again for all others of their pods.
 func (s *storm) restartKubelet() {
+	lost := attacks("checkpoint") && !s.beside && !s.unreadable && s.rng.IntN(4) == 0
+	var again []*stormPod
 	s.locked(func() {
+		if lost {
+			s.file = nil
+			s.attack.guests = nil
+			s.writes++
+			s.done["checkpoints lost"]++
+			s.note("the kubelet has lost its checkpoint")
+			for _, c := range s.containers {
+				c.lost = true
+			}
+			for _, uid := range slices.Sorted(maps.Keys(s.pods)) {
+				if p := s.pods[uid]; p.active && p.claim == nil {
+					again = append(again, p)
+				}
+			}
+		}
 		s.entries = slices.Clone(s.file)
 		s.deaf = true
 		s.done["kubelets"]++
 	})
 	s.claims.restarted()
+	for _, p := range again {
+		s.admit(p)
+	}
 }
 
 // check is what must be true at any moment.
@@ -928,12 +1023,13 @@ func (s *storm) check(when string) {
 			key := cdi.Key(resource, ids)
 			went := s.attack.went[key] && !s.agent.reader.answered
 			s.attack.went[key] = s.specs[key] == nil && (sick || went)
-			if s.specs[key] == nil && c.pod.active && !sick && !went {
-				s.t.Errorf("%s: %s runs and the file of its allocation on %v is gone", when, c.ID, ids)
+			if s.specs[key] == nil && c.pod.active && !sick && !went && !c.lost {
+				a, held := s.agent.ledger.Get(key)
+				s.t.Errorf("%s: %s runs and the file of its allocation on %v is gone; it is held %v, %s, after %q", when, c.ID, ids, held, a.Phase, a.After)
 			}
 			s.checkCap(when, c, resource, ids)
 			for _, id := range ids {
-				if other := users[resource+" "+id]; other != nil && other.pod != c.pod {
+				if other := users[resource+" "+id]; other != nil {
 					s.t.Errorf("%s: %s and %s run on %s", when, other.ID, c.ID, id)
 				}
 				users[resource+" "+id] = c
@@ -946,6 +1042,14 @@ func (s *storm) check(when string) {
 					continue
 				}
 				layouts[u][resource] = c
+			}
+		}
+	}
+	for _, e := range s.entries {
+		if key := cdi.Key(e.Resource, e.IDs); s.agent.front.Over(key) {
+			s.done["of ended init containers"]++
+			if p := s.pods[e.PodUID]; p.active && (e.Container != "init" || p.at == 0) {
+				s.t.Errorf("%s: the agent says that %s of pod %s has ended, of allocation %s", when, e.Container, e.PodUID, key)
 			}
 		}
 	}
@@ -1134,7 +1238,7 @@ func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 			s.check(when)
 		}
 		look("start")
-		p := &stormPod{uid: "uid", name: "pod", wants: []map[string]int{{names.Units: 1}}}
+		p := &stormPod{uid: "uid", name: "pod", parts: []stormPart{{"app", map[string]int{names.Units: 1}}}}
 		s.admit(p)
 		look("admitted")
 		s.startContainer(p)

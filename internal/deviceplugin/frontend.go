@@ -67,6 +67,8 @@ type evidence struct {
 	// started says that the runtime has made a container of it, listed that
 	// PodResources has named one of its devices.
 	started, listed bool
+	// over says that it is of an init container that has ended.
+	over bool
 	// written is when the file of an adopted one was written, zero where that is not
 	// known: its Allocate was not later than a moment before.
 	written time.Time

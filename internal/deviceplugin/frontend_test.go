@@ -1096,3 +1096,51 @@ func TestDevicesOfTwoPods(t *testing.T) {
 		t.Errorf("it is %s, after %q", a.Phase, a.After)
 	}
 }
+
+// What the kubelet has for an init container that has ended is told apart from what waits for its
+// container: the pod is older than the allocation, and nothing else names the container.
+func TestOfAnInitContainerThatHasEnded(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*Observation)
+		over   bool
+	}{
+		"ended":                         {func(*Observation) {}, true},
+		"a pod that has not begun":      {func(o *Observation) { o.Began = nil }, false},
+		"a sidecar that began after it": {func(o *Observation) { o.Began["uid"] = o.Asked }, false},
+		"an app container": {func(o *Observation) {
+			o.Listed = []node.Holding{{Namespace: "ns", Pod: "p", Container: "init", Resource: memName, IDs: o.Entries[0].IDs}}
+		}, false},
+		"it runs": {func(o *Observation) {
+			o.Uses = []Use{{ID: "c", Key: cdi.Key(memName, o.Entries[0].IDs), Holder: holder("ns", "p", "init", "uid"), Created: o.Asked}}
+		}, false},
+		"a kubelet that does not know pods": {func(o *Observation) { o.Trusted = false }, false},
+		"a checkpoint that cannot be read":  {func(o *Observation) { o.Checkpoint = false }, false},
+		"two pods": {func(o *Observation) {
+			o.Entries = append(o.Entries, node.Entry{PodUID: "other", Container: "c", Resource: memName, IDs: o.Entries[0].IDs})
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, clock := newDesk()
+			d.Publish(func([]ledger.Allocation) *Offer { return units(nil) })
+			ids := []string{timeslice.ID(gpuA, 0), timeslice.ID(gpuA, 1)}
+			began := clock.now()
+			clock.pass(time.Hour)
+			a, err := d.Allocate(memName, ids)
+			if err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Minute)
+			o := Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Began: map[string]time.Time{"uid": began},
+				Entries: []node.Entry{{PodUID: "uid", Container: "init", Resource: memName, IDs: ids}}, Pods: map[string]workload.Pod{"uid": {Namespace: "ns", Name: "p"}}}
+			c.change(&o)
+			d.Reconcile(o)
+			if got := d.Over(a.ID); got != c.over {
+				t.Errorf("its init container has ended: %v, want %v", got, c.over)
+			}
+			d.Reconcile(Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, Entries: o.Entries, Pods: o.Pods})
+			if got := d.Over(a.ID); got != c.over {
+				t.Errorf("after a short look: %v, want %v", got, c.over)
+			}
+		})
+	}
+}

@@ -35,6 +35,8 @@ type Observation struct {
 	List, Trusted bool
 	// Pods has the names of pods by UID, where they are known.
 	Pods map[string]workload.Pod
+	// Began is when the oldest of the containers that each pod has now was created, by UID.
+	Began map[string]time.Time
 }
 
 // Use is a container of the runtime that has an allocation.
@@ -92,6 +94,9 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 			}
 		}
 		f.nameLocked(&a, e, s, &o)
+		if o.List && o.Runtime {
+			e.over = o.Checkpoint && o.Trusted && f.overLocked(&a, e, s, &o)
+		}
 		overlaps := slices.ContainsFunc(e.ids, func(id string) bool { return s.held[e.resource][id] })
 		e.listed = e.listed || overlaps
 		age := o.Asked.Sub(a.Taken)
@@ -197,6 +202,28 @@ func (f *FrontEnd) metLocked(id string, at time.Time) {
 		m.last = at
 	}
 	f.met[id] = m
+}
+
+// overLocked reports whether the kubelet has an allocation for an init container that has ended. A
+// kubelet that has lost its checkpoint allocates anew for all containers of a pod that do not run. It
+// does so before it creates any container of a new pod: so this pod is older. PodResources leaves
+// plain init containers out.
+func (f *FrontEnd) overLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) bool {
+	_, listed := s.listed[a.ID]
+	if a.Adopted || e.started || listed || len(s.uses[a.ID]) > 0 || len(e.podUIDs) != 1 {
+		return false
+	}
+	began := o.Began[e.podUIDs[0]]
+	return !began.IsZero() && began.Before(a.Taken)
+}
+
+// Over reports whether an allocation is of an init container that has ended: no container comes for
+// it, and the kubelet gives it back when its pod ends.
+func (f *FrontEnd) Over(id string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	e := f.seen[id]
+	return e != nil && e.over
 }
 
 // nameLocked works out who the holder is, the surest word first.

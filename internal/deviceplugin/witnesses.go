@@ -238,7 +238,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		t.Runtime, containers = false, nil
 		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", w.Stranger()))
 	}
-	t.Uses = w.uses(containers)
+	t.Uses, t.Began = w.uses(containers), oldest(containers)
 	// After the runtime: then it has an entry for every pod that has a container.
 	if err := w.readCheckpoint(&t); err != nil {
 		errs = append(errs, err)
@@ -309,6 +309,18 @@ func (w *Witnesses) uses(containers []node.Container) []Use {
 		for _, key := range cdi.Keys(w.Domain, c.Annotations, c.CDI) {
 			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[cdi.AnnotationName(w.Domain, key)],
 				Holder: ledger.Holder{Pod: c.InPod(), Container: c.Name}})
+		}
+	}
+	return out
+}
+
+// oldest is when the first of the containers that each pod has was created, by the pod's UID.
+func oldest(containers []node.Container) map[string]time.Time {
+	out := map[string]time.Time{}
+	for i := range containers {
+		c := &containers[i]
+		if at, known := out[c.PodUID]; !known || c.Created.Before(at) {
+			out[c.PodUID] = c.Created
 		}
 	}
 	return out

@@ -81,6 +81,7 @@ func (p *printer) placements(devices []tenant) {
 		if d.Beside != "" {
 			reasons[i] = join("; ", reasons[i], "shared with "+d.Beside)
 		}
+		reasons[i] = join("; ", reasons[i], d.Kept)
 		if d.Waits != "" {
 			reasons[i] = join("; ", reasons[i], "waits for the end of "+d.Waits)
 		}

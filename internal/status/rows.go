@@ -113,11 +113,20 @@ type tenant struct {
 	Holds      string     // empty for a MIG device, and if only the watchdog knows the container
 	Age, Waits string
 	Beside     string  // the pods that share it
+	Kept       string  // why it is held though nothing uses it
 	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
 }
 
 // mostBeside is how many of the pods that share a claim are shown: it may have 256.
 const mostBeside = 5
+
+// kept says why a holder has devices that nothing uses; it is empty otherwise.
+func (h *Holder) kept() string {
+	if !h.Over {
+		return ""
+	}
+	return "kept until the pod ends: its init container has ended"
+}
 
 // tenants joins the holders of a GPU with what the watchdog knows about their memory.
 // It returns the lines of two tables: MIG devices that exist, are held or could not be
@@ -144,14 +153,14 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 		if p.Held() {
 			d.Name, d.Memory = who(p.Namespace, p.Pod, p.Container), take(p.Namespace, p.Pod, p.Container)
 			if h := g.holder(p); h != nil {
-				d.Age, d.Waits, d.Beside = since(h.Since, now), h.Waits, brief.List(h.Beside, mostBeside)
+				d.Age, d.Waits, d.Beside, d.Kept = since(h.Since, now), h.Waits, brief.List(h.Beside, mostBeside), h.kept()
 			}
 		}
 		devices = append(devices, d)
 	}
 	for _, h := range g.Others() {
 		others = append(others, tenant{Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, now),
-			Waits: h.Waits, Beside: brief.List(h.Beside, mostBeside), Memory: take(h.Namespace, h.Pod, h.Container)})
+			Waits: h.Waits, Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Memory: take(h.Namespace, h.Pod, h.Container)})
 	}
 	for _, c := range containers {
 		others = append(others, tenant{Name: who(c.Namespace, c.Pod, c.Container), Memory: c.memory(most)})

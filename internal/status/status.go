@@ -227,6 +227,9 @@ type Holder struct {
 	Waits string `json:"waits,omitempty"`
 	// Beside are the other pods that share the devices, "namespace/pod": those of a claim.
 	Beside []string `json:"beside,omitempty"`
+	// Over says that Container is an init container that has ended: nothing uses the devices, and the
+	// kubelet gives them back when the pod ends.
+	Over bool `json:"over,omitempty"`
 }
 
 // Container is a container's memory on one GPU. A container that holds two GPUs is

@@ -387,6 +387,9 @@ func (p *printer) holders(list []tenant) {
 		if b := list[i].Beside; b != "" {
 			p.wrapped(indent+"  ", faint, "shared with "+b)
 		}
+		if k := list[i].Kept; k != "" {
+			p.wrapped(indent+"  ", faint, k)
+		}
 		if w := list[i].Waits; w != "" {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}
