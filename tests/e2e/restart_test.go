@@ -107,10 +107,9 @@ func (b *bench) decided(name string) {
 // One pod of each kind, and the kubelet starts anew again and again, by turns
 // asked to and killed. No container that runs is hurt, all is on offer again
 // each time, and each new kubelet lives. Of a pod with a container that does not run,
-// one in back-off or an init container that has ended, the kubelet asks whether that
-// container's resource is there. Such a pod lives on if the agent's list has come before
-// the kubelet looks at it, which is counted. (An init container of a resource that the
-// pod's others have too is no such container: they run.)
+// one in back-off, an init container that has ended or a container that waits for one,
+// the kubelet asks whether that container's resource is there. Such a pod lives on if the
+// agent's list has come before the kubelet looks at it, which is counted.
 func TestTwentyKubeletRestarts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it")
@@ -142,6 +141,16 @@ func TestTwentyKubeletRestarts(t *testing.T) {
 		b.must(pod.Running(b.ctx))
 		return pod
 	}
+	ended := func(n int) *lab.RunningPod {
+		pod := b.create(lab.Pod{Name: fmt.Sprintf("init-ended-%d", n), Init: named("init", memory(4, "")), Containers: []lab.Container{memory(8, "")}})
+		b.must(pod.Running(b.ctx))
+		return pod
+	}
+	waits := func(n int) *lab.RunningPod {
+		pod := b.create(lab.Pod{Name: fmt.Sprintf("init-runs-%d", n), Init: named("init", memory(4, lab.Wait)), Containers: []lab.Container{memory(8, "")}})
+		b.initRuns(pod, "init")
+		return pod
+	}
 	static, err := node.StaticPod(b.ctx, lab.Pod{Name: "static", Containers: []lab.Container{memory(4, "")}})
 	b.must(err)
 	kinds := []struct {
@@ -152,17 +161,18 @@ func TestTwentyKubeletRestarts(t *testing.T) {
 		{"plain, memory", b.pod("memory", lab.Memory, 24), nil},
 		{"plain, replica", b.pod("replica", lab.Replicas, 1), nil},
 		{"plain, whole GPU", b.pod("whole", lab.GPU, 1), nil},
-		{"init container ended", b.create(lab.Pod{Name: "init-ended", Init: named("init", memory(4, "")), Containers: []lab.Container{memory(8, "")}}), nil},
+		{"beside a sidecar", b.create(lab.Pod{Name: "beside", Init: []lab.Container{{Name: "sidecar", Sidecar: true, Resources: map[string]int{lab.Memory: 2}, Then: lab.Wait}}, Containers: []lab.Container{memory(4, "")}}), nil},
+		{"init container ended", ended(0), ended},
 		{"init container ended, of another resource", other(0), other},
 		{"static", static, nil},
-		{"init container runs", b.create(lab.Pod{Name: "init-runs", Init: named("init", memory(4, lab.Wait)), Containers: []lab.Container{memory(8, "")}}), nil},
+		{"init container runs", waits(0), waits},
 		{"CrashLoopBackOff", crash(0), crash},
 	}
-	last := len(kinds) - 1
-	for _, k := range kinds[:last-1] {
-		b.must(k.pod.Running(b.ctx))
+	for _, k := range kinds {
+		if k.anew == nil {
+			b.must(k.pod.Running(b.ctx))
+		}
 	}
-	b.initRuns(kinds[last-1].pod, "init")
 
 	rounds := count(5, 20)
 	survived := make([]int, len(kinds))
@@ -179,7 +189,7 @@ func TestTwentyKubeletRestarts(t *testing.T) {
 		before := b.processes(pods...)
 		for _, k := range kinds {
 			if k.anew != nil {
-				delete(before, k.pod.Name+"/main")
+				maps.DeleteFunc(before, func(name string, _ lab.Process) bool { return strings.HasPrefix(name, k.pod.Name+"/") })
 			}
 		}
 		restart, how := node.RestartKubelet, "asked to end"

@@ -67,6 +67,8 @@ type Container struct {
 	Mounts []Mount
 	// Privileged gives it all of the node's devices, as no claim would.
 	Privileged bool
+	// Sidecar has an init container stay beside the others.
+	Sidecar bool
 }
 
 // Mount shows a container what the node has at a path, at the same or another.
@@ -300,13 +302,17 @@ func (n *Node) podSpec(p Pod) object {
 				of = append(of, object{"name": name})
 				claims = append(claims, object{"name": name, "resourceClaimTemplateName": template})
 			}
-			out = append(out, object{
+			container := object{
 				"name": c.name(), "image": image, "imagePullPolicy": pull,
 				"command":         []string{"/bin/sh", "-c", prelude + look + script},
 				"resources":       object{"limits": limits, "claims": of},
 				"volumeMounts":    mounts,
 				"securityContext": object{"privileged": c.Privileged},
-			})
+			}
+			if c.Sidecar {
+				container["restartPolicy"] = "Always"
+			}
+			out = append(out, container)
 		}
 		return out
 	}
