@@ -3,6 +3,7 @@
 package memcap
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -111,4 +112,62 @@ func TestOneClaimSeveralContainers(t *testing.T) {
 	}
 	k.quit()
 	a.close(t)
+}
+
+// A container that holds a share of one GPU and the whole of another has the edits of two CDI devices,
+// in whatever order the runtime takes them: each mounts the proxy at the same path. The share is a cap
+// in both orders, also for what is linked with -lcuda or opens libcuda.so, and the whole GPU has none.
+func TestAShareBesideAWholeGPU(t *testing.T) {
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	r.fit(t)
+	dir, libs, err := compiler{tool: "gcc"}.find(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, order := range [][]int{{0, 1}, {1, 0}} {
+		t.Run(fmt.Sprint("GPUs ", order), func(t *testing.T) {
+			var edits specs.ContainerEdits
+			var image capsule.Image
+			for _, i := range order {
+				key, bytes := fmt.Sprint("beside-", i, "-", order[0]), []uint64{1 * GiB, lib.None}[i]
+				pages, err := r.pages.Write(key, promised, []lib.Limit{{GPU: r.uuid(i), Bytes: bytes, Context: context300}})
+				if err != nil {
+					t.Fatal(err)
+				}
+				var plain specs.ContainerEdits
+				plain, image = r.m.Plain(i)
+				plain = capsule.Claim{Kit: r.kit, Key: key, Pages: pages}.Apply(plain)
+				edits.DeviceNodes = append(edits.DeviceNodes, plain.DeviceNodes...)
+				edits.Mounts = append(edits.Mounts, plain.Mounts...)
+				edits.Hooks = append(edits.Hooks, plain.Hooks...)
+				edits.Env = append(edits.Env, plain.Env...)
+			}
+			capsule.Bind(&edits, r.probe, "/probe")
+			image.Files = sources
+			c, err := r.m.Open(t.Context(), edits, image)
+			if err != nil {
+				t.Fatal(err)
+			}
+			b := &box{Container: c, r: r}
+			defer func() {
+				if err := c.Close(); err != nil {
+					t.Error(err)
+				}
+			}()
+			for device, want := range []string{"2", "0"} {
+				k := b.tool(t, "probe", []string{fmt.Sprint("CUDA_VISIBLE_DEVICES=", device)})
+				if f := k.ask("took", "take cuMemAlloc_v2 %d", 2*GiB); f["result"] != want {
+					t.Errorf("2 GiB of GPU %d: %q, want result %s", device, k.said, want)
+				}
+				k.quit()
+				for _, script := range []string{"gcc -o /tmp/c /src/main.c -lcuda && /tmp/c", "gcc -o /tmp/open /src/open.c -ldl && /tmp/open"} {
+					said, status, err := b.Run(t.Context(), capsule.Program{Args: []string{"/bin/sh", "-c", script}, Env: []string{
+						"PATH=" + dir + ":/usr/bin:/bin", "LD_LIBRARY_PATH=" + libs, "HOME=/tmp", fmt.Sprint("CUDA_VISIBLE_DEVICES=", device)}})
+					if err != nil || status != 0 || said != want+"\n" {
+						t.Errorf("%s on GPU %d: %v, status %#x, %q, want %s", script, device, err, uint32(status), said, want)
+					}
+				}
+			}
+		})
+	}
 }

@@ -254,12 +254,12 @@ func (l *layout) lay() error {
 	return os.Remove(old)
 }
 
-// place makes room for a file.
+// place makes room for a file. One that is mounted there stays below what comes.
 func place(name string) error {
 	if err := os.MkdirAll(filepath.Dir(name), 0o755); err != nil {
 		return fmt.Errorf("make room for %s: %w", name, err)
 	}
-	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.EBUSY) {
 		return fmt.Errorf("make room for %s: %w", name, err)
 	}
 	return nil
@@ -309,9 +309,9 @@ func mount(old string, m *specs.Mount) error {
 	if st.IsDir() {
 		err = os.MkdirAll(m.ContainerPath, 0o755)
 	} else if err = place(m.ContainerPath); err == nil {
-		err = os.WriteFile(m.ContainerPath, nil, 0o644)
+		err = unix.Mknod(m.ContainerPath, unix.S_IFREG|0o644, 0)
 	}
-	if err != nil {
+	if err != nil && !errors.Is(err, unix.EEXIST) {
 		return err
 	}
 	bind := uintptr(unix.MS_BIND)
