@@ -338,7 +338,7 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 		troubled = troubled || s.trouble[u] != "" || s.agent.reader.inv.ByUUID(u) == nil
 	}
 	switch {
-	case p.doubt != "":
+	case p.doubt != "", !p.pod.active: // its claim is no more
 		return true
 	case errors.Is(err, errAway):
 		return c.mishap.After(began) || c.away
@@ -354,7 +354,7 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 	case errors.Is(err, ledger.ErrNotOpen):
 		return troubled || errors.Is(err, context.DeadlineExceeded) || s.mig // a call of the driver in ten fails there
 	case errors.Is(err, gpu.ErrNotFound):
-		return !p.pod.active || troubled && strings.Contains(text, "has no device")
+		return troubled && strings.Contains(text, "has no device")
 	}
 	return false
 }
@@ -527,8 +527,8 @@ func (c *stormClaims) checkSlices(when string, allocated map[string]kube.Claim) 
 			have[d.Name] = true
 		}
 	}
-	if len(have) == 0 {
-		return // wiped, or nothing is offered
+	if len(have) == 0 || !c.s.agent.partitions.judged {
+		return // wiped, or nothing is offered; or this agent has written nothing yet
 	}
 	for uid, claim := range allocated {
 		for _, r := range claim.Results {
