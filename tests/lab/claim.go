@@ -35,6 +35,27 @@ func (n *Node) CreateClaim(ctx context.Context, c Claim) error {
 	return nil
 }
 
+// Allocated are the devices that the API server says a claim has, by name; there are none where it is
+// not allocated.
+func (n *Node) Allocated(ctx context.Context, claim string) (devices []string, err error) {
+	var o struct {
+		Status struct {
+			Allocation *struct {
+				Devices struct{ Results []struct{ Device string } }
+			}
+		}
+	}
+	if err := n.api.get(ctx, claimsPath+"/"+claim, &o); err != nil {
+		return nil, fmt.Errorf("read claim %s: %w", claim, err)
+	}
+	if o.Status.Allocation != nil {
+		for _, r := range o.Status.Allocation.Devices.Results {
+			devices = append(devices, r.Device)
+		}
+	}
+	return devices, nil
+}
+
 // DeleteClaims deletes the claims, of which no pod may be left.
 func (n *Node) DeleteClaims(ctx context.Context) error {
 	if err := n.api.do(ctx, http.MethodDelete, claimsPath, "", nil, nil); err != nil {
