@@ -32,7 +32,6 @@
 //	TestOthersGoAndComeBack           containers run on while containerd is away
 //	TestRefusal                       the user reads why
 //	TestResourceClaims                the scheduler places claims, and the kubelet has them prepared and given back
-//	TestClaimsMove                    40 claims beside kills, and a claim that gets another GPU while the node is away
 //	TestTopology                      GPUs and CPUs of one NUMA node
 //	TestWatchdog                      a container over its cap is ended, and no other
 //	TestWithdrawalDuringAllocate      the kubelet lives while devices leave its lists
