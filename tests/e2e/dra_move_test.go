@@ -72,7 +72,7 @@ func crowdOfClaims(b *bench) {
 	harm.Go(func() {
 		wiped = node.DeleteSlices(b.ctx, draDriver)
 		killed = agent.Crash(b.ctx)
-		kubelet = node.CrashKubelet(b.ctx)
+		kubelet = errors.Join(node.Kill(b.ctx, lab.Kubelet), node.StartAgain(b.ctx, lab.Kubelet))
 	})
 	for i, pod := range pods {
 		b.comes(pod)
