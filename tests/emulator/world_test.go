@@ -67,6 +67,35 @@ func TestUnitsOfMemory(t *testing.T) {
 	want(t, "models", len(emulator.Models()), len(units))
 }
 
+// A call that a driver has no answer to is counted all the same, by names and patterns of
+// the world, of a model or of one GPU.
+func TestNotSupported(t *testing.T) {
+	spec, err := emulator.ParseSpec([]byte(`
+model: H100-80GB
+count: 2
+notSupported: [nvmlEventSet*, nvmlSystemGetCudaDriverVersion_v2]
+gpus:
+  - {index: 1, notSupported: [nvmlDeviceGetName]}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := newWorld(t, spec)
+	s := open(t, w, emulator.Opening{})
+	want(t, "event sets", ret(s.EventSetCreate()), emulator.NotSupported)
+	want(t, "the CUDA version", ret(s.CUDAVersion()), emulator.NotSupported)
+	want(t, "the name of GPU 0", ret(s.Name(0)), emulator.Success)
+	want(t, "the name of GPU 1", ret(s.Name(1)), emulator.NotSupported)
+	want(t, "the name of no GPU", ret(s.Name(5)), emulator.InvalidArgument)
+	if n := len(w.Calls(0)); n != 4 {
+		t.Errorf("%d calls were counted, want 4", n)
+	}
+	if err := w.Lose(1); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "the name of a lost GPU", ret(s.Name(1)), emulator.GPUIsLost)
+}
+
 // The tables must be sound in themselves: placements lie inside the GPU and
 // the driver's instance count is what placements allow.
 func TestMIGTables(t *testing.T) {
@@ -123,6 +152,9 @@ func TestSpecIsRefused(t *testing.T) {
 		"gpus: [{index: 1, pci: \"07:00.0\"}]":             "one PCI address",
 		"gpus: [{index: 1, pci: there}]":                   "address",
 		"gpus: [{index: 1, reservedMiB: 90000}]":           "leave nothing",
+		"notSupported: [nvmlDeviceGetMemory]":              "nvmlDeviceGetMemory",
+		"notSupported: [cuInit]":                           "cuInit",
+		"gpus: [{index: 1, notSupported: [\"[\"]}]":        "GPU 1",
 	} {
 		spec, err := emulator.ParseSpec([]byte(text))
 		if err == nil {
