@@ -12,12 +12,22 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// prove checks whether a GPU can have the MIG layout of an entry, according to its
+// noShares is why a GPU without memory of its own cannot be shared. A share of the machine's
+// memory would be given out twice, by the kubelet as well, and nothing could hold a container
+// to it: what a program allocates on the host is the GPU's to use, too.
+const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, so there is nothing to have a share of: %s work"
+
+// prove checks whether a GPU can have the layout of an entry, according to its
 // driver. reason says why it cannot, as a sentence without the GPU's name; it is empty if
 // the GPU can. unproven is Want.Unproven.
 func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
+	case d.Memory == 0 && d.Fault == "" && (w.Mode == Shared || w.Mode == Dynamic):
+		if m.Capable {
+			return false, fmt.Sprintf(noShares, "whole, mig and off")
+		}
+		return false, fmt.Sprintf(noShares, "whole and off")
 	case w.Mode != MIG && w.Mode != Dynamic:
 		return false, ""
 	case d.Fault != "" && len(m.Profiles) == 0:

@@ -294,3 +294,40 @@ func BenchmarkDesire(b *testing.B) {
 		}
 	}
 }
+
+// A GPU without memory of its own (GB10, Thor) can be what needs none, and no share of it is
+// promised. One that is broken is not judged by a memory that nobody could read.
+func TestNoSharesWithoutMemory(t *testing.T) {
+	geometry := []mig.Count{{Profile: profile(t, "1g.10gb"), N: 1}}
+	for _, c := range []struct {
+		want           Want
+		mig, fault, ok bool
+	}{
+		{Want{Mode: Whole}, false, false, true},
+		{Want{Mode: Off}, false, false, true},
+		{Want{Mode: Keep}, false, false, true},
+		{Want{Mode: Shared}, false, false, false},
+		{Want{Mode: Shared, Replicas: 4}, false, false, false},
+		{Want{Mode: Shared}, true, false, false},
+		{Want{Mode: Dynamic, OnDemand: true}, true, false, false},
+		{Want{Mode: MIG, OnDemand: true}, true, false, true},
+		{Want{Mode: MIG, Geometry: geometry}, true, false, true},
+		{Want{Mode: Shared}, false, true, true},
+	} {
+		d := gpu.Device{}
+		if c.mig {
+			d.MIG = cards(t, "a100-80").GPUs[0].MIG
+		}
+		if c.fault {
+			d.Fault = "it cannot be read"
+		}
+		_, reason := prove(&c.want, &d)
+		if (reason == "") != c.ok || !c.ok && (!strings.Contains(reason, "memory") || strings.Contains(reason, "mig") != c.mig) {
+			t.Errorf("%+v of a GPU with MIG %v and a fault %v: %q", c.want, c.mig, c.fault, reason)
+		}
+		d.Memory = 81920
+		if _, reason := prove(&c.want, &d); reason != "" {
+			t.Errorf("%+v of a GPU with memory: %q", c.want, reason)
+		}
+	}
+}
