@@ -24,24 +24,29 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
 	case d.Memory == 0 && d.Fault == "" && (w.Mode == Shared || w.Mode == Dynamic):
+		can := withoutMIG(d)
 		if m.Capable {
-			return false, fmt.Sprintf(noShares, "whole, mig and off")
+			can = "whole, mig and off"
 		}
-		return false, fmt.Sprintf(noShares, "whole and off")
+		return false, fmt.Sprintf(noShares, can)
 	case w.Mode != MIG && w.Mode != Dynamic:
 		return false, ""
 	case d.Fault != "" && len(m.Profiles) == 0:
 		return true, "" // it must not stop the others from being configured
 	case !m.Capable:
-		return false, "this model has no MIG: whole, shared and off work"
+		return false, "this model has no MIG: " + withoutMIG(d) + " work"
 	case len(m.Profiles) == 0:
-		return false, "the driver tells no MIG profiles, which it does from R510 on: whole, shared and off work"
+		return false, "the driver tells no MIG profiles, which it does from R510 on: " + withoutMIG(d) + " work"
 	}
 	var have []mig.Name
 	for _, p := range m.Profiles {
 		if n, err := mig.Parse(p.Name); err == nil {
 			have = append(have, n)
 		}
+	}
+	if len(have) == 0 {
+		_, odd := mig.NewCard(m)
+		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) + " work; " + sentence(odd)
 	}
 	slices.SortFunc(have, mig.Compare)
 	var lacks []string
@@ -61,6 +66,14 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 		return false, sentence(errors.Join(err, odd))
 	}
 	return !card.Known(), ""
+}
+
+// withoutMIG lists the modes of a GPU that do without MIG.
+func withoutMIG(d *gpu.Device) string {
+	if d.Memory == 0 && d.Fault == "" {
+		return "whole and off"
+	}
+	return "whole, shared and off"
 }
 
 // sentence is an error as a message of a partition file has it: on one line, and
