@@ -113,8 +113,12 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 		if d.MIG.Enabled {
 			mig = "on"
 		}
-		fmt.Fprintf(w, "%d\t%s\t%d MiB\t%d MiB\t%s\t%s\t%s\t/dev/nvidia%d\t%s\n",
-			d.Index, d.Model, d.Memory, d.Reserved, d.PCI, numa, mig, d.Minor, d.UUID)
+		memory, reserved := fmt.Sprintf("%d MiB", d.Memory), fmt.Sprintf("%d MiB", d.Reserved)
+		if d.Memory == 0 { // it has none of its own
+			memory, reserved = "-", "-"
+		}
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t/dev/nvidia%d\t%s\n",
+			d.Index, d.Model, memory, reserved, d.PCI, numa, mig, d.Minor, d.UUID)
 	}
 	return w.Flush()
 }

@@ -67,9 +67,6 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 			bad("uuid %s is that of gpus[%d], too", d.UUID, j)
 		}
 		uuids[d.UUID] = i
-		if has && d.Memory == 0 && d.Fault == "" {
-			bad("memoryMiB is 0")
-		}
 		if d.Reserved > d.Memory {
 			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
 		}

@@ -12,26 +12,41 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// prove checks whether a GPU can have the MIG layout of an entry, according to its
+// noShares is why a GPU without memory of its own cannot be shared. A share of the machine's
+// memory would be given out twice, by the kubelet as well, and nothing could hold a container
+// to it: what a program allocates on the host is the GPU's to use, too.
+const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, so there is nothing to have a share of: %s work"
+
+// prove checks whether a GPU can have the layout of an entry, according to its
 // driver. reason says why it cannot, as a sentence without the GPU's name; it is empty if
 // the GPU can. unproven is Want.Unproven.
 func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
+	case d.Memory == 0 && d.Fault == "" && (w.Mode == Shared || w.Mode == Dynamic):
+		can := withoutMIG(d)
+		if m.Capable {
+			can = "whole, mig and off"
+		}
+		return false, fmt.Sprintf(noShares, can)
 	case w.Mode != MIG && w.Mode != Dynamic:
 		return false, ""
 	case d.Fault != "" && len(m.Profiles) == 0:
 		return true, "" // it must not stop the others from being configured
 	case !m.Capable:
-		return false, "this model has no MIG: whole, shared and off work"
+		return false, "this model has no MIG: " + withoutMIG(d) + " work"
 	case len(m.Profiles) == 0:
-		return false, "the driver tells no MIG profiles, which it does from R510 on: whole, shared and off work"
+		return false, "the driver tells no MIG profiles, which it does from R510 on: " + withoutMIG(d) + " work"
 	}
 	var have []mig.Name
 	for _, p := range m.Profiles {
 		if n, err := mig.Parse(p.Name); err == nil {
 			have = append(have, n)
 		}
+	}
+	if len(have) == 0 {
+		_, odd := mig.NewCard(m)
+		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) + " work; " + sentence(odd)
 	}
 	slices.SortFunc(have, mig.Compare)
 	var lacks []string
@@ -51,6 +66,14 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 		return false, sentence(errors.Join(err, odd))
 	}
 	return !card.Known(), ""
+}
+
+// withoutMIG lists the modes of a GPU that do without MIG.
+func withoutMIG(d *gpu.Device) string {
+	if d.Memory == 0 && d.Fault == "" {
+		return "whole and off"
+	}
+	return "whole, shared and off"
 }
 
 // sentence is an error as a message of a partition file has it: on one line, and

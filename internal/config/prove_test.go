@@ -199,13 +199,24 @@ func TestProve(t *testing.T) {
 	on := func(names ...string) *gpu.Inventory {
 		inv := new(gpu.Inventory)
 		for _, n := range names {
-			d := gpu.Device{UUID: gpu.UUID("GPU-" + strconv.Itoa(len(inv.GPUs)))}
+			d := gpu.Device{UUID: gpu.UUID("GPU-" + strconv.Itoa(len(inv.GPUs))), Memory: 81920}
 			switch n {
 			case "no MIG":
 			case "lost":
 				d.Fault = "GPU is lost"
 			case "old driver":
 				d.MIG.Capable = true
+			case "odd names":
+				d.MIG = gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "small"}, {Name: "1x.10gb"}}}
+			case "GB10":
+				d.Memory = 0
+			case "Thor":
+				d.Memory, d.MIG.Capable = 0, true
+				for _, p := range []string{"1g.0gb", "2g.0gb+gfx", "3g.0gb"} {
+					n := profile(t, p)
+					d.MIG.Profiles = append(d.MIG.Profiles, gpu.Profile{Name: p, Slices: n.Slices, Max: 1,
+						Placements: []gpu.Placement{{Start: (3 - n.Slices) / 2 * 2, Size: n.Slices}}})
+				}
 			case "no placements":
 				d = cards(t, "a100-80").GPUs[0]
 				for i := range d.MIG.Profiles {
@@ -227,6 +238,11 @@ func TestProve(t *testing.T) {
 		{"no MIG", "geometry: {}", on("no MIG"), "f:4: GPU 0: this model has no MIG: whole, shared and off work"},
 		{"no MIG, on demand", "profiles: [1g.10gb]", on("a100-80", "no MIG"), "f:4: GPU 1: this model has no MIG: whole, shared and off work"},
 		{"a driver that tells no profiles", "geometry: {}", on("old driver"), "f:4: GPU 0: the driver tells no MIG profiles, which it does from R510 on: whole, shared and off work"},
+		{"no MIG, and no memory", "geometry: {}", on("GB10"), "f:4: GPU 0: this model has no MIG: whole and off work"},
+		{"no profile that is understood", "profiles: [1g.10gb]", on("odd names"), "f:4: GPU 0: none of its MIG profiles is understood, so nothing could be offered: whole, shared and off work; " +
+			`leave out profile "small": a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb; leave out profile "1x.10gb": a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb`},
+		{"profiles without memory", "geometry: {1g.0gb: 1, 2g.0gb+gfx: 1}", on("Thor"), ""},
+		{"profiles without memory, beside each other", "geometry: {2g.0gb+gfx: 1, 3g.0gb: 1}", on("Thor"), "f:4: GPU 0: 1x2g.0gb+gfx 1x3g.0gb: they need 5 memory slices and this GPU has 3"},
 		{"no such profile", "geometry: {1g.5gb: 1, 9g.999gb: 3, 1g.10gb: 1}", on("a100-80"), "f:4: GPU 0: there is no profile 1g.5gb or 9g.999gb: " + have},
 		{"no such profile, on demand", "profiles: [1g.10gb, 1g.5gb]", on("a100-80"), "f:4: GPU 0: there is no profile 1g.5gb: " + have},
 		{"a part of what is not there", "geometry: {1c.3g.20gb: 1}", on("a100-80"), "f:4: GPU 0: there is no profile 1c.3g.20gb: " + have},
@@ -291,6 +307,43 @@ func BenchmarkDesire(b *testing.B) {
 	for b.Loop() {
 		if _, err := f.Desire("default", inv, Node{Unit: 1024}); err != nil {
 			b.Fatal(err)
+		}
+	}
+}
+
+// A GPU without memory of its own (GB10, Thor) can be what needs none, and no share of it is
+// promised. One that is broken is not judged by a memory that nobody could read.
+func TestNoSharesWithoutMemory(t *testing.T) {
+	geometry := []mig.Count{{Profile: profile(t, "1g.10gb"), N: 1}}
+	for _, c := range []struct {
+		want           Want
+		mig, fault, ok bool
+	}{
+		{Want{Mode: Whole}, false, false, true},
+		{Want{Mode: Off}, false, false, true},
+		{Want{Mode: Keep}, false, false, true},
+		{Want{Mode: Shared}, false, false, false},
+		{Want{Mode: Shared, Replicas: 4}, false, false, false},
+		{Want{Mode: Shared}, true, false, false},
+		{Want{Mode: Dynamic, OnDemand: true}, true, false, false},
+		{Want{Mode: MIG, OnDemand: true}, true, false, true},
+		{Want{Mode: MIG, Geometry: geometry}, true, false, true},
+		{Want{Mode: Shared}, false, true, true},
+	} {
+		d := gpu.Device{}
+		if c.mig {
+			d.MIG = cards(t, "a100-80").GPUs[0].MIG
+		}
+		if c.fault {
+			d.Fault = "it cannot be read"
+		}
+		_, reason := prove(&c.want, &d)
+		if (reason == "") != c.ok || !c.ok && (!strings.Contains(reason, "memory") || strings.Contains(reason, "mig") != c.mig) {
+			t.Errorf("%+v of a GPU with MIG %v and a fault %v: %q", c.want, c.mig, c.fault, reason)
+		}
+		d.Memory = 81920
+		if _, reason := prove(&c.want, &d); reason != "" {
+			t.Errorf("%+v of a GPU with memory: %q", c.want, reason)
 		}
 	}
 }

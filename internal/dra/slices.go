@@ -133,9 +133,14 @@ func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []k
 	for part := range slices.Chunk(gpus, setsInSlice) {
 		var s kube.ResourceSlice
 		for _, d := range part {
+			if len(in.counters(d)) == 0 {
+				continue // its one device needs none
+			}
 			s.Counters = append(s.Counters, kube.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
 		}
-		out = append(out, s)
+		if len(s.Counters) > 0 {
+			out = append(out, s)
+		}
 	}
 	return out
 }
@@ -146,7 +151,10 @@ const memory = "memory"
 
 // counters are all that a GPU has.
 func (in *Input) counters(d *gpu.Device) map[string]kube.Amount {
-	out := map[string]kube.Amount{memory: {Value: bytes(d.Memory)}}
+	out := map[string]kube.Amount{}
+	if d.Memory > 0 { // else it has none of its own
+		out[memory] = kube.Amount{Value: bytes(d.Memory)}
+	}
 	if card := in.Cards[d.UUID]; card != nil {
 		for _, c := range card.Counters() {
 			out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
@@ -206,8 +214,10 @@ func (in *Input) devices(d *gpu.Device) []Device {
 
 // device is one device as it is published.
 func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice {
-	out := kube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]kube.Capacity{},
-		Consumes: []kube.Consumption{{Set: "gpu-" + short, Counters: in.takes(d, of)}}}
+	out := kube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]kube.Capacity{}}
+	if takes := in.takes(d, of); len(takes) > 0 {
+		out.Consumes = []kube.Consumption{{Set: "gpu-" + short, Counters: takes}}
+	}
 	if in.Taints != nil {
 		out.Taints = in.Taints(of)
 	}
@@ -233,7 +243,9 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 			out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(l.N), Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}
 		}
 	default:
-		out.Capacity[memory] = kube.Capacity{Value: bytes(d.Memory)}
+		if d.Memory > 0 {
+			out.Capacity[memory] = kube.Capacity{Value: bytes(d.Memory)}
+		}
 	}
 	return out
 }

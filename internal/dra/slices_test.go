@@ -155,6 +155,45 @@ func TestPublishedShare(t *testing.T) {
 	}
 }
 
+// A GPU without memory of its own has no figure of any: neither a capacity nor a counter, which
+// selectors and quotas would take for 0 bytes. One with MIG has its memory slices all the same.
+func TestGPUWithoutMemory(t *testing.T) {
+	inv := several(t, "a100-80gb.json", 2)
+	inv.GPUs[0].Memory, inv.GPUs[0].Reserved, inv.GPUs[0].MIG = 0, 0, gpu.MIG{}
+	inv.GPUs[1].Memory, inv.GPUs[1].Reserved = 0, 0
+	p := Build(input(t, inv, whole))
+	devices, counters := 0, 0
+	for _, s := range p.Slices {
+		if len(s.Devices)+len(s.Counters) == 0 {
+			t.Errorf("slice %s is empty", s.Name)
+		}
+		for _, c := range s.Counters {
+			counters++
+			if _, ok := c.Counters[memory]; ok || len(c.Counters) == 0 {
+				t.Errorf("counters %+v", c)
+			}
+		}
+		for _, d := range s.Devices {
+			devices++
+			if _, ok := d.Capacity[memory]; ok {
+				t.Errorf("%s has the capacity %+v", d.Name, d.Capacity)
+			}
+			for _, c := range d.Consumes {
+				if _, ok := c.Counters[memory]; ok || len(c.Counters) == 0 {
+					t.Errorf("%s takes %+v", d.Name, c)
+				}
+			}
+		}
+	}
+	if devices != 2 || counters != 1 {
+		t.Errorf("%d devices and %d sets of counters, want 2 and 1", devices, counters)
+	}
+	inv.GPUs = inv.GPUs[:1]
+	if p := Build(input(t, inv, whole)); len(p.Slices) != 1 || len(p.Slices[0].Devices[0].Consumes) != 0 {
+		t.Errorf("a GPU alone has the slices %+v", p.Slices)
+	}
+}
+
 // kubernetes#140802: what is held and leaves its slice gives its counters back, and the
 // scheduler puts somebody else there. So it stays, and keeps off what follows it.
 func TestHeldDeviceThatNoLayoutHas(t *testing.T) {

@@ -165,6 +165,9 @@ func TestRefused(t *testing.T) {
 	}
 	twins := a("mig")
 	twins.Labels[domain+"/gpu.site"] = "on.prem"
+	unified := a("whole")
+	unified.GPUs = slices.Clone(unified.GPUs)
+	unified.GPUs[0].Memory = 0
 	dra := func(k *Kueue) { k.Claims = true }
 	at := func(clouds ...Cloud) func(*Kueue) { return func(k *Kueue) { k.Clouds = clouds } }
 	elsewhere := []Node{recorded(t, "c-1", "h100-80gb", "mig", cloud), recorded(t, "c-2", "h100-80gb", "shared", cloud)}
@@ -180,6 +183,7 @@ func TestRefused(t *testing.T) {
 		"replicas of two sizes":   {quotas(a("replicas"), recorded(t, "a-2", "a100-40gb", "replicas", onPrem)), nil, []string{"gpu.shared is of 10Gi on a-2 and 20Gi on a-1"}},
 		"units of two sizes":      {quotas(a("shared"), other), nil, []string{"gpu-mem is of 512Mi on a-2 and 1Gi on a-1", "--memory-unit"}},
 		"17 flavors":              {many, nil, []string{"17 kinds of nodes", "the 16 flavors", "--selector"}},
+		"memory of the machine's": {quotas(unified), nil, []string{"a-1 have GPUs without memory of their own", "--selector"}},
 		"65 resources":            {quotas(crowded), nil, []string{"more than the 64"}},
 		"two flavors of a name":   {quotas(a("mig"), twins), nil, []string{"would both be called on-prem-a100-sxm4-80gb-mig", "gpu.site"}},
 		"no labels":               {quotas(unlabelled), nil, []string{"no label example.com/gpu.site", "kubectl label node", "no label example.com/gpu.model"}},

@@ -86,6 +86,7 @@ func (k *Kueue) book() (*book, error) {
 // measure finds how much memory each name stands for.
 func (b *book) measure(nodes []Node) {
 	by := map[string]map[gpu.MiB][]string{} // name, size, nodes
+	var unsized []string
 	for i := range nodes {
 		n := &nodes[i]
 		for j := range n.GPUs {
@@ -98,9 +99,15 @@ func (b *book) measure(nodes []Node) {
 					by[name] = map[gpu.MiB][]string{}
 				}
 				size := g.size(name, p, n.Unit)
+				if g.Memory == 0 {
+					unsized = append(unsized, n.Name)
+				}
 				by[name][size] = append(by[name][size], n.Name)
 			}
 		}
+	}
+	if len(unsized) > 0 {
+		b.refuse("%s have GPUs without memory of their own, which a quota of GPU memory cannot count: keep those nodes out of the export (--selector)", names(unsized))
 	}
 	for _, name := range slices.Sorted(maps.Keys(by)) {
 		sizes := slices.Sorted(maps.Keys(by[name]))

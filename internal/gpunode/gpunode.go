@@ -83,7 +83,7 @@ type GPU struct {
 	// Index is the driver's number of the GPU.
 	Index int    `json:"index" max:"65535"`
 	Model string `json:"model,omitempty" max:"256"`
-	// MemoryMiB is all of its memory.
+	// MemoryMiB is all of its memory; 0 where it has none of its own, but the machine's.
 	MemoryMiB int `json:"memoryMiB" max:"16777216"`
 	// Mode is the partition's word for the layout: "whole", "shared", "mig", "dynamic" or
 	// "off"; empty while no partition is in force.

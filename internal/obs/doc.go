@@ -40,7 +40,7 @@
 //	build_info{version,goversion}               1
 //	driver_info{driver,cuda}                    1
 //	gpu_info{gpu,index,model,mode}              1; join other GPU metrics with it by gpu
-//	gpu_memory_bytes{gpu}                       size of the GPU's memory
+//	gpu_memory_bytes{gpu}                       size of the GPU's memory, where it has its own
 //	gpu_healthy{gpu}                            1 or 0
 //	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
 //	driver_hangs                                1 while the driver does not answer

@@ -358,7 +358,9 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 
 func sendGPU(send sender, g *status.GPU, watched bool) {
 	send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
-	send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
+	if g.MemoryMiB > 0 { // else it has none of its own
+		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
+	}
 	send(gpuHealthy, truth(g.Health == status.Healthy), g.UUID)
 	if g.Class != "" {
 		send(gpuFault, 1, g.UUID, g.Class)

@@ -445,3 +445,15 @@ func TestRun(t *testing.T) {
 		t.Errorf("without an address: %v", err)
 	}
 }
+
+// A GPU without memory of its own has no size: 0 bytes would be one.
+func TestNoMemoryIsNoSize(t *testing.T) {
+	addr := serve(t, Options{Status: func() status.Status {
+		return status.Status{GPUs: []status.GPU{{UUID: "GPU-a", MemoryMiB: 1024}, {UUID: "GPU-b"}}}
+	}})
+	_, body := get(t, addr, "/metrics")
+	if !strings.Contains(body, `gpu_agent_gpu_memory_bytes{gpu="GPU-a"} 1.073741824e+09`) || strings.Contains(body, `gpu_agent_gpu_memory_bytes{gpu="GPU-b"}`) ||
+		!strings.Contains(body, `gpu_agent_gpu_info{gpu="GPU-b"`) {
+		t.Errorf("metrics:\n%s", body)
+	}
+}

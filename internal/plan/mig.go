@@ -255,6 +255,10 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		in.unplanned(d, w, have, err, out)
 		return
 	}
+	if odd := g.card.Odd(); odd != nil && w.OnDemand && len(w.Profiles) == 0 {
+		out.say(status.Noted, d.UUID, status.Why(status.ProfileUnknown, "%s offers all of its MIG profiles that this version understands, and not the others: %s",
+			d.Name(), strings.NewReplacer(": "+gpu.ErrInvalid.Error(), "", "\n", "; ").Replace(odd.Error())))
+	}
 	if !have.Known && len(g.holders) > 0 {
 		have = placementsThrough(g.owner, nil) // the agent has restarted
 	}

@@ -243,6 +243,34 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 	}
 }
 
+// What a GPU offers on demand is all that its driver has and this version understands. What is
+// left out is said, unless the partition lists what it offers.
+func TestProfilesThatAreNotUnderstood(t *testing.T) {
+	inv := machine(1)
+	d := &inv.GPUs[0]
+	d.MIG = a100()
+	d.MIG.Enabled = true
+	d.MIG.Profiles = append(d.MIG.Profiles, gpu.Profile{Name: "half", Placements: []gpu.Placement{{Size: 4}}})
+	card, _ := mig.NewCard(&d.MIG)
+	for _, listed := range []bool{false, true} {
+		want := config.Want{GPU: d.UUID, Mode: config.MIG, OnDemand: true}
+		if listed {
+			want.Profiles = []mig.Name{{Slices: 1, GB: 10}}
+		}
+		got := Make(Input{Inventory: inv, Wanted: []config.Want{want}, Layouts: map[gpu.UUID]Layout{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}})
+		if listed && len(got.Conditions) == 0 {
+			continue
+		}
+		if len(got.Conditions) != 1 || got.Conditions[0].Reason != status.ProfileUnknown || got.Conditions[0].Type != status.Noted ||
+			!strings.Contains(got.Conditions[0].Message, `"half"`) || listed {
+			t.Errorf("with a list %v: conditions %+v", listed, got.Conditions)
+		}
+		if len(got.Layouts[d.UUID].Placements) == 0 {
+			t.Error("the others are not offered")
+		}
+	}
+}
+
 func TestBlockedSentence(t *testing.T) {
 	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
 	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {

@@ -44,6 +44,7 @@ const (
 	MIGUnsupported       Reason = "MIGUnsupported"
 	MIGOff               Reason = "MIGOff"
 	InstanceUnknown      Reason = "InstanceUnknown"
+	ProfileUnknown       Reason = "ProfileUnknown"
 	ForeignInstance      Reason = "ForeignInstance"
 	TimeSliceUnsupported Reason = "TimeSliceUnsupported"
 	ResetDue             Reason = "ResetDue"

@@ -94,7 +94,8 @@ type GPU struct {
 	// PCI is the bus address and NUMA the NUMA node; empty and nil if unknown.
 	PCI  string `json:"pci,omitempty"`
 	NUMA *int   `json:"numa,omitempty"`
-	// MemoryMiB is the size of the whole GPU's memory.
+	// MemoryMiB is the size of the whole GPU's memory; 0 where it has none of its own, but
+	// the machine's.
 	MemoryMiB uint64 `json:"memoryMiB"`
 	// Mode is the partition's word for the layout: whole, shared, mig, dynamic or off; empty
 	// while no partition is in force.

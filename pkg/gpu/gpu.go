@@ -99,7 +99,8 @@ type Device struct {
 	Model             string `json:"model,omitempty"`
 	ComputeCapability string `json:"computeCapability,omitempty"`
 	// Memory is all of the card's memory, what the driver keeps for itself
-	// included.
+	// included. It is 0 where the driver has no figure of it: the GPU has no memory of its
+	// own, but the machine's (GB10, Thor).
 	Memory MiB `json:"memoryMiB"`
 	// Reserved is what the driver and firmware keep; no process can have it.
 	Reserved MiB `json:"reservedMiB,omitempty"`

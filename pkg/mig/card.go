@@ -29,6 +29,7 @@ type Card struct {
 	placements []Placement
 	memory     int // memory slices
 	known      bool
+	odd        error
 	// room[a*(memory+1)+b] is what the free run of memory slices a…b-1 is worth:
 	// the sum of the sizes of all that could be placed in it.
 	room []int64
@@ -102,7 +103,8 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 	}
 	c.placements = slices.Clip(c.placements)
 	c.measure()
-	return c, errors.Join(errs...)
+	c.odd = errors.Join(errs...)
+	return c, c.odd
 }
 
 func newProfile(from *gpu.Profile) (p profile, reason string) {
@@ -186,6 +188,9 @@ func (c *Card) worth(taken uint64) (sum int64) {
 func (c *Card) index(n Name) int {
 	return slices.IndexFunc(c.profiles, func(p profile) bool { return p.name == n })
 }
+
+// Odd is why profiles were left out, as [NewCard] has said; nil if none was.
+func (c *Card) Odd() error { return c.odd }
 
 // Known says whether the placements of all profiles are known. Some drivers
 // tell them only with MIG on.

@@ -15,6 +15,7 @@
 //	1g.24gb+me.all   with all of them
 //	4g.96gb+gfx      able to do graphics
 //	1c.3g.40gb       a compute instance of one slice inside a GPU instance of three
+//	2g.0gb+gfx       of a GPU whose memory is the machine's (Thor), so instances have none
 //
 // The grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]. [Parse] is strict: one
 // spelling for one profile, so that a name can be a map key, a resource name

@@ -23,7 +23,7 @@ type Name struct {
 	// Slices is the number of compute slices of the GPU instance.
 	Slices int
 	// GB is the memory figure of the name, which is rounded: for people and for
-	// comparing, never for sizes.
+	// comparing, never for sizes. It is 0 on a GPU that has no memory of its own.
 	GB int
 	// Attr is "+me", "-me", "+me.all", "+gfx" or what else the driver appends,
 	// sign included; empty for most profiles.
@@ -98,9 +98,9 @@ func Compare(a, b Name) int {
 	)
 }
 
-// grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]: numbers have one spelling, and an
+// grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]: numbers have one spelling, only the memory may be 0, and an
 // attribute is words of small letters and digits. The words are the driver's business.
-var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.([1-9][0-9]{0,3})gb([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
+var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.(0|[1-9][0-9]{0,3})gb([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
 
 // parse returns a reason instead of an error, so that Parse alone words it.
 func parse(s string) (n Name, reason string) {

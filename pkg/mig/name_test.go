@@ -21,6 +21,9 @@ func TestParse(t *testing.T) {
 		{"1g.24gb-me", Name{Slices: 1, GB: 24, Attr: "-me"}, "mig-1g.24gb-me"},
 		{"1g.24gb+me.all", Name{Slices: 1, GB: 24, Attr: "+me.all"}, "mig-1g.24gb.me.all"},
 		{"1c.3g.40gb", Name{Compute: 1, Slices: 3, GB: 40}, "mig-1c.3g.40gb"},
+		{"1g.0gb", Name{Slices: 1}, "mig-1g.0gb"},
+		{"2g.0gb+gfx", Name{Slices: 2, Attr: "+gfx"}, "mig-2g.0gb.gfx"},
+		{"1c.2g.0gb", Name{Compute: 1, Slices: 2}, "mig-1c.2g.0gb"},
 		{"1c.2g.24gb+me", Name{Compute: 1, Slices: 2, GB: 24, Attr: "+me"}, "mig-1c.2g.24gb.me"},
 	} {
 		got, err := Parse(tc.in)
@@ -52,6 +55,9 @@ func TestParseRefuses(t *testing.T) {
 		{"g.10gb", "a name is like 1g.10gb"},
 		{"0g.10gb", "a name is like 1g.10gb"},
 		{"01g.10gb", "a name is like 1g.10gb"},
+		{"1g.00gb", "a name is like 1g.10gb"},
+		{"0c.1g.0gb", "a name is like 1g.10gb"},
+		{"1g.gb", "a name is like 1g.10gb"},
 		{"1g.010gb", "a name is like 1g.10gb"},
 		{"-1g.10gb", "a name is like 1g.10gb"},
 		{"１g.10gb", "a name is like 1g.10gb"},

@@ -60,7 +60,19 @@ var pro = []row{
 	{"4g.96gb+gfx", 4, 1, 12, []int{0}, &gpu.Engines{Decode: 4, Encode: 4, JPEG: 4, OFA: 1}},
 }
 
-// silent is the same card under a driver that tells no engines.
+// thor is a GPU whose memory is the machine's: NVIDIA's MIG user guide has its names and
+// engines, a device told the placements of 1g and 2g.
+var thor = []row{
+	{"1g.0gb", 1, 1, 1, []int{2}, &gpu.Engines{Decode: 1, Encode: 1, JPEG: 1}},
+	{"1g.0gb+me", 1, 1, 1, []int{2}, &gpu.Engines{Decode: 1, Encode: 1, JPEG: 1, OFA: 1}},
+	{"1g.0gb+gfx", 1, 1, 1, []int{2}, &gpu.Engines{Decode: 1, Encode: 1, JPEG: 1}},
+	{"2g.0gb", 2, 1, 2, []int{0}, &gpu.Engines{Decode: 1, Encode: 1, JPEG: 1}},
+	{"2g.0gb+gfx", 2, 1, 2, []int{0}, &gpu.Engines{Decode: 1, Encode: 1, JPEG: 1}},
+	{"3g.0gb", 3, 1, 3, []int{0}, &gpu.Engines{Decode: 2, Encode: 2, JPEG: 2, OFA: 1}},
+	{"3g.0gb+gfx", 3, 1, 3, []int{0}, &gpu.Engines{Decode: 2, Encode: 2, JPEG: 2, OFA: 1}},
+}
+
+// silent is an RTX PRO 6000 under a driver that tells no engines.
 var silent = func() []row {
 	out := append([]row(nil), pro...)
 	for i := range out {
@@ -79,6 +91,7 @@ var families = []struct {
 	{"A30", a30},
 	{"RTX PRO 6000", pro},
 	{"RTX PRO 6000, engines unknown", silent},
+	{"Thor", thor},
 }
 
 // inventory is the table as a driver reports it with MIG on.

@@ -128,10 +128,14 @@ func (w *World) usedLocked(g *gpu) uint64 {
 	return used
 }
 
+// ownMemory says whether a target has memory of its own: an instance of a GPU whose memory is
+// the machine's has none, and its processes share the GPU's.
+func (t target) ownMemory() bool { return t.gi != nil && t.gi.profile.MemoryMiB > 0 }
+
 // usedOnLocked is what processes have on the GPU instance of a MIG device, all
 // of its compute instances together, or on a whole GPU.
 func (w *World) usedOnLocked(t target) uint64 {
-	if t.gi == nil {
+	if !t.ownMemory() {
 		return w.usedLocked(t.g)
 	}
 	used := uint64(0)
@@ -152,7 +156,7 @@ func (w *World) usedOnLocked(t target) uint64 {
 
 // room is what processes can have of a GPU or a MIG device, in bytes.
 func (t target) room() uint64 {
-	if t.gi == nil {
+	if !t.ownMemory() {
 		return (t.g.MemoryMiB - t.g.ReservedMiB) << 20
 	}
 	return t.gi.profile.MemoryMiB << 20

@@ -267,10 +267,16 @@ func (s *Session) admitLocked(call string, h Handle) (r, late Return) {
 	if _, open := w.sessions[s.p]; !open {
 		return Uninitialized, Success // a call that was on its way when its process died
 	}
+	if slices.ContainsFunc(w.lacks, func(pattern string) bool { return matches(pattern, call) }) {
+		return NotSupported, Success
+	}
 	if h == NoHandle {
 		return Success, late
 	}
-	_, r = s.targetLocked(h)
+	t, r := s.targetLocked(h)
+	if r == Success && slices.ContainsFunc(t.g.NotSupported, func(pattern string) bool { return matches(pattern, call) }) {
+		return NotSupported, Success
+	}
 	return r, late
 }
 

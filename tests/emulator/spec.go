@@ -73,6 +73,9 @@ type Spec struct {
 	ContextMiB uint64 `yaml:"contextMiB"`
 	// MIG says how the driver deals with it.
 	MIG MIGSpec `yaml:"mig"`
+	// NotSupported are calls that the driver answers NotSupported: exported names, or
+	// patterns of path.Match such as nvmlEventSet*.
+	NotSupported []string `yaml:"notSupported"`
 	// GPUs overrides single GPUs.
 	GPUs []GPUSpec `yaml:"gpus"`
 }
@@ -99,6 +102,9 @@ type GPUSpec struct {
 	ECC *bool `yaml:"ecc"`
 	// MIG is the mode that the GPU begins in. Default off.
 	MIG bool `yaml:"mig"`
+	// NotSupported are calls that are answered NotSupported where they are about this
+	// GPU, beside those of the model; as in Spec.
+	NotSupported []string `yaml:"notSupported"`
 }
 
 // Model is what all GPUs of one product have in common. The tables under
@@ -117,6 +123,8 @@ type Model struct {
 	NVLinkVersion     int       `yaml:"nvlinkVersion"`
 	NVSwitches        int       `yaml:"nvswitches"`
 	MIG               *MIGTable `yaml:"mig"`
+	// NotSupported are the calls that the model's driver has no answer to; as in Spec.
+	NotSupported []string `yaml:"notSupported"`
 }
 
 // MIGTable is what a model's driver says about MIG. A model without one is not
@@ -281,6 +289,9 @@ func (s Spec) validate() error {
 	if err := s.MIG.validate(); err != nil {
 		return err
 	}
+	if err := checkCalls(s.NotSupported); err != nil {
+		return err
+	}
 	seen := map[int]bool{}
 	for _, g := range s.GPUs {
 		if g.Index < 0 || g.Index >= s.Count {
@@ -292,6 +303,27 @@ func (s Spec) validate() error {
 		seen[g.Index] = true
 	}
 	return nil
+}
+
+// checkCalls refuses patterns that name no call of NVML which the world answers: without
+// it, a name that is spelt wrong would go unnoticed.
+func checkCalls(patterns []string) error {
+	for _, pattern := range patterns {
+		known := false
+		for call := range calls {
+			known = known || strings.HasPrefix(call, "nvml") && matches(pattern, call)
+		}
+		if !known {
+			return fmt.Errorf("notSupported: %q is neither the name nor a pattern of a call that is answered", pattern)
+		}
+	}
+	return nil
+}
+
+// matches says whether a pattern of path.Match is of a call.
+func matches(pattern, call string) bool {
+	ok, err := path.Match(pattern, call)
+	return ok && err == nil
 }
 
 // cudaNumber is a CUDA version as the driver gives it: 13.0 is 13000.

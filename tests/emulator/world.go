@@ -27,7 +27,8 @@ const XidGPULost = 79
 // see of it they get through a Session.
 type World struct {
 	cuda  int
-	dmem  bool // the kernel has the dmem controller
+	dmem  bool     // the kernel has the dmem controller
+	lacks []string // Spec.NotSupported
 	board *board
 	mig   MIGSpec
 	sleep func(d time.Duration, dead <-chan struct{})
@@ -163,6 +164,7 @@ func New(spec Spec) (*World, error) {
 		driver:   spec.Driver,
 		cuda:     cuda,
 		dmem:     spec.Dmem,
+		lacks:    spec.NotSupported,
 		mig:      spec.MIG,
 		sleep:    sleep,
 		sessions: map[*process]struct{}{},
@@ -233,6 +235,10 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	}
 	if m.ContextMiB == 0 {
 		m.ContextMiB = defaultContextMiB
+	}
+	m.NotSupported = slices.Concat(m.NotSupported, o.NotSupported)
+	if err := checkCalls(m.NotSupported); err != nil {
+		return nil, fmt.Errorf("GPU %d: %w", index, err)
 	}
 	g := &gpu{Model: m, slot: index, ecc: o.ECC == nil || *o.ECC, lost: o.Lost, unplugged: o.Unplugged, uuid: o.UUID, minor: index}
 	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {

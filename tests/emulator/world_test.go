@@ -58,13 +58,47 @@ func TestUnitsOfMemory(t *testing.T) {
 		"A100-SXM4-40GB": 39, "A100-SXM4-80GB": 79, "A30": 23, "H100-80GB": 79,
 		"H200-141GB": 139, "B200": 178, "RTX-PRO-6000": 94, "V100-SXM2-32GB": 31, "V100-SXM3-32GB": 31,
 	}
+	unified := []string{"GB10", "Thor"} // which tell no memory
 	for _, model := range emulator.Models() {
 		s := open(t, newWorld(t, emulator.Spec{Model: model, Count: 1}), emulator.Opening{})
+		if slices.Contains(unified, model) {
+			want(t, model+": memory", ret(s.Memory(0)), emulator.NotSupported)
+			continue
+		}
 		m := must[emulator.Memory](t, "memory")(s.Memory(0))
 		want(t, model+": units of 1 GiB", (m.Total-m.Reserved)>>30, units[model])
 		want(t, model+": sum", m.Reserved+m.Used+m.Free, m.Total)
 	}
-	want(t, "models", len(emulator.Models()), len(units))
+	want(t, "models", len(emulator.Models()), len(units)+len(unified))
+}
+
+// A call that a driver has no answer to is counted all the same, by names and patterns of
+// the world, of a model or of one GPU.
+func TestNotSupported(t *testing.T) {
+	spec, err := emulator.ParseSpec([]byte(`
+model: H100-80GB
+count: 2
+notSupported: [nvmlEventSet*, nvmlSystemGetCudaDriverVersion_v2]
+gpus:
+  - {index: 1, notSupported: [nvmlDeviceGetName]}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := newWorld(t, spec)
+	s := open(t, w, emulator.Opening{})
+	want(t, "event sets", ret(s.EventSetCreate()), emulator.NotSupported)
+	want(t, "the CUDA version", ret(s.CUDAVersion()), emulator.NotSupported)
+	want(t, "the name of GPU 0", ret(s.Name(0)), emulator.Success)
+	want(t, "the name of GPU 1", ret(s.Name(1)), emulator.NotSupported)
+	want(t, "the name of no GPU", ret(s.Name(5)), emulator.InvalidArgument)
+	if n := len(w.Calls(0)); n != 4 {
+		t.Errorf("%d calls were counted, want 4", n)
+	}
+	if err := w.Lose(1); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "the name of a lost GPU", ret(s.Name(1)), emulator.GPUIsLost)
 }
 
 // The tables must be sound in themselves: placements lie inside the GPU and
@@ -123,6 +157,9 @@ func TestSpecIsRefused(t *testing.T) {
 		"gpus: [{index: 1, pci: \"07:00.0\"}]":             "one PCI address",
 		"gpus: [{index: 1, pci: there}]":                   "address",
 		"gpus: [{index: 1, reservedMiB: 90000}]":           "leave nothing",
+		"notSupported: [nvmlDeviceGetMemory]":              "nvmlDeviceGetMemory",
+		"notSupported: [cuInit]":                           "cuInit",
+		"gpus: [{index: 1, notSupported: [\"[\"]}]":        "GPU 1",
 	} {
 		spec, err := emulator.ParseSpec([]byte(text))
 		if err == nil {

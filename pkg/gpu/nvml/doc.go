@@ -57,6 +57,20 @@
 // of about R515: before it there is a call for each link, and one speed for all.
 // Limits per cgroup are R615's (SetMemoryLimit): before it there are none.
 //
+// # What a driver does not support
+//
+// Cards and drivers answer NOT_SUPPORTED to what they do not have. The table in calls.go has
+// a row for each function that is called, and decides what that costs, for all of the package:
+//
+//   - an optional function is done without. What it would have told stays unknown, which the
+//     row says, and the GPU is sound: its value is zero, nil or left out, never a guess.
+//   - without a vital one the row's scope cannot be had: anything at all, that GPU, that GPU in
+//     MIG mode, or a change. The error, or Device.Fault, names the function.
+//
+// Memory is optional. A GPU that has none of its own, but the machine's, as GB10 and Thor
+// have, answers NOT_SUPPORTED to both forms of the question (seen with driver 580), lists
+// what each process has, and computes as any other. Its Device.Memory is 0.
+//
 // # GPUs that fail
 //
 // One lost GPU does not hide the others. Inventory keeps it, by the UUID and

@@ -184,56 +184,6 @@ func newDriver(s *session) *Driver {
 	return d
 }
 
-// required is what every driver since R470 exports and this package calls,
-// directly or through NVIDIA's generator. go-nvml chooses the newest of the
-// versions of a name by itself.
-var required = []string{
-	"nvmlInit_v2",
-	"nvmlShutdown",
-	"nvmlSystemGetDriverVersion",
-	"nvmlSystemGetCudaDriverVersion",
-	"nvmlDeviceGetCount_v2",
-	"nvmlDeviceGetHandleByIndex_v2",
-	"nvmlDeviceGetHandleByUUID",
-	"nvmlDeviceGetIndex",
-	"nvmlDeviceGetUUID",
-	"nvmlDeviceGetName",
-	"nvmlDeviceGetMinorNumber",
-	"nvmlDeviceGetPciInfo_v3",
-	"nvmlDeviceGetMemoryInfo",
-	"nvmlDeviceGetCudaComputeCapability",
-	"nvmlDeviceGetMemoryAffinity",
-	"nvmlDeviceGetNvLinkState",
-	"nvmlDeviceGetNvLinkRemotePciInfo_v2",
-	"nvmlDeviceGetComputeRunningProcesses",
-	"nvmlDeviceGetGraphicsRunningProcesses",
-	"nvmlDeviceGetMigMode",
-	"nvmlDeviceIsMigDeviceHandle",
-	"nvmlDeviceGetMaxMigDeviceCount",
-	"nvmlDeviceGetMigDeviceHandleByIndex",
-	"nvmlDeviceGetGpuInstanceId",
-	"nvmlDeviceGetComputeInstanceId",
-	"nvmlDeviceGetAttributes_v2",
-	"nvmlDeviceGetGpuInstances",
-	"nvmlDeviceGetGpuInstancePossiblePlacements",
-	"nvmlDeviceGetGpuInstanceById",
-	"nvmlDeviceCreateGpuInstanceWithPlacement",
-	"nvmlDeviceSetMigMode",
-	"nvmlGpuInstanceGetInfo",
-	"nvmlGpuInstanceDestroy",
-	"nvmlGpuInstanceGetComputeInstanceProfileInfo",
-	"nvmlGpuInstanceGetComputeInstances",
-	"nvmlGpuInstanceGetComputeInstanceById",
-	"nvmlGpuInstanceCreateComputeInstance",
-	"nvmlComputeInstanceGetInfo_v2",
-	"nvmlComputeInstanceDestroy",
-	"nvmlDeviceGetSupportedEventTypes",
-	"nvmlDeviceRegisterEvents",
-	"nvmlEventSetCreate",
-	"nvmlEventSetWait_v2",
-	"nvmlEventSetFree",
-}
-
 // inFlight says what keeps the library from being initialised anew, or let go of.
 func (g *gates) inFlight() string {
 	g.mu.Lock()
@@ -374,9 +324,9 @@ func check(library string) (string, error) {
 		return "", fmt.Errorf("load the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	defer probe.Close()
-	for _, symbol := range required {
-		if probe.Lookup(symbol) != nil {
-			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w", library, symbol, gpu.ErrNotSupported)
+	for _, f := range functions {
+		if !f.newer && probe.Lookup(f.symbol) != nil {
+			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w", library, f.symbol, gpu.ErrNotSupported)
 		}
 	}
 	if !filepath.IsAbs(library) {
@@ -387,7 +337,7 @@ func check(library string) (string, error) {
 
 func (s *session) initialise() (nvml.Interface, error) {
 	lib := nvml.New(nvml.WithLibraryPath(s.library))
-	return lib, failed("initialise the driver", lib.Init())
+	return lib, nvmlInit.failed("initialise the driver", lib.Init())
 }
 
 // Close ends Events and lets go of the driver: this process then has nothing of
@@ -457,7 +407,7 @@ func (s *session) shutdown(what string) error {
 		if ret == nvml.ERROR_UNINITIALIZED {
 			return nil
 		}
-		if err := failed(what, ret); err != nil {
+		if err := nvmlShutdown.failed(what, ret); err != nil {
 			return err
 		}
 	}
@@ -500,10 +450,10 @@ func onGPU[T any](s *session, u gpu.UUID, f func(nvml.Device) (T, error)) func()
 	}
 }
 
-// has reports whether the library exports a symbol. It must be asked before
+// has reports whether the library exports a function. It must be asked before
 // any call that R470 lacks: go-nvml ends the process at a missing one.
-func (s *session) has(symbol string) bool {
-	return s.lib.Extensions().LookupSymbol(symbol) == nil
+func (s *session) has(f *function) bool {
+	return s.lib.Extensions().LookupSymbol(f.symbol) == nil
 }
 
 // Library is the file that the driver's library was loaded from. A name without a slash
@@ -514,17 +464,17 @@ func (s *session) Library() string { return s.library }
 // not know.
 func (s *session) handle(u gpu.UUID) (nvml.Device, error) {
 	h, ret := s.lib.DeviceGetHandleByUUID(string(u))
-	return h, failed("find "+string(u), sought(ret))
+	return h, nvmlDeviceGetHandleByUUID.failed("find "+string(u), sought(ret))
 }
 
 // byIndex finds the GPU at an index. With an error the UUID is empty.
 func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
 	h, ret := s.lib.DeviceGetHandleByIndex(index)
-	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
+	if err := nvmlDeviceGetHandleByIndex.failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
 		return h, "", err
 	}
 	uuid, ret := h.GetUUID()
-	return h, gpu.UUID(uuid), failed(fmt.Sprintf("read the UUID of GPU %d", index), ret)
+	return h, gpu.UUID(uuid), nvmlDeviceGetUUID.failed(fmt.Sprintf("read the UUID of GPU %d", index), ret)
 }
 
 // readings reads what changes all the time: memory, processes, health.
@@ -533,7 +483,8 @@ type readings struct{ *session }
 // Memory reads the memory of GPUs now, in one visit: each visit wakes a thread, which
 // costs more than the question. Amounts are rounded down to whole MiB, but
 // the reserved one up, so that total less reserved never promises too much.
-// On a driver before R510 reserved is 0 and counts as used.
+// On a driver before R510 reserved is 0 and counts as used. A GPU of which the driver has no
+// figures, as one whose memory is the machine's, is left out.
 //
 // With an error, the GPUs that could be read are in the answer nevertheless.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
@@ -544,9 +495,13 @@ func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]g
 			if ctx.Err() != nil {
 				break // the caller has left, and others want to come in
 			}
-			m, err := onGPU(r.session, u, r.memory)()
+			h, err := r.handle(u)
 			if err == nil {
-				of[u] = m
+				var m gpu.Memory
+				var told bool
+				if m, told, err = r.memory(h); told {
+					of[u] = m
+				}
 			}
 			errs = append(errs, in(string(u), err))
 		}
@@ -556,27 +511,31 @@ func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]g
 
 const mebibyte = 1 << 20
 
-func (r *readings) memory(h nvml.Device) (gpu.Memory, error) {
-	if r.has("nvmlDeviceGetMemoryInfo_v2") {
-		m, ret := h.GetMemoryInfo_v2()
-		if ret == nvml.SUCCESS {
-			return gpu.Memory{
-				Total:    gpu.MiB(m.Total / mebibyte),
-				Reserved: gpu.MiB((m.Reserved + mebibyte - 1) / mebibyte),
-				Used:     gpu.MiB(m.Used / mebibyte),
-				Free:     gpu.MiB(m.Free / mebibyte),
-			}, nil
+// memory reads the memory of a GPU. told is false where the driver has no figures: the GPU has
+// no memory of its own.
+func (r *readings) memory(h nvml.Device) (m gpu.Memory, told bool, err error) {
+	const what = "read the memory"
+	if r.has(nvmlDeviceGetMemoryInfoV2) {
+		v2, ret := h.GetMemoryInfo_v2()
+		if told, err = nvmlDeviceGetMemoryInfoV2.told(what, ret); err != nil {
+			return m, false, err
 		}
-		if err := refused(ret); !errors.Is(err, gpu.ErrNotSupported) {
-			return gpu.Memory{}, err
+		if told && v2.Total > 0 {
+			return gpu.Memory{
+				Total:    gpu.MiB(v2.Total / mebibyte),
+				Reserved: gpu.MiB((v2.Reserved + mebibyte - 1) / mebibyte),
+				Used:     gpu.MiB(v2.Used / mebibyte),
+				Free:     gpu.MiB(v2.Free / mebibyte),
+			}, true, nil
 		}
 	}
-	m, ret := h.GetMemoryInfo()
+	v1, ret := h.GetMemoryInfo()
+	told, err = nvmlDeviceGetMemoryInfo.told(what, ret)
 	return gpu.Memory{
-		Total: gpu.MiB(m.Total / mebibyte),
-		Used:  gpu.MiB(m.Used / mebibyte),
-		Free:  gpu.MiB(m.Free / mebibyte),
-	}, refused(ret)
+		Total: gpu.MiB(v1.Total / mebibyte),
+		Used:  gpu.MiB(v1.Used / mebibyte),
+		Free:  gpu.MiB(v1.Free / mebibyte),
+	}, told && v1.Total > 0, err
 }
 
 // Processes lists what the driver sees on a GPU, by PID, then kind. PIDs are
@@ -584,7 +543,9 @@ func (r *readings) memory(h nvml.Device) (gpu.Memory, error) {
 // out: without the host's PID namespace the list says nothing. A process with
 // contexts of two kinds is there twice. On a GPU in MIG mode the processes of
 // all its instances are listed.
-// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
+//
+// Errors: gpu.ErrNotFound for a UUID that the driver does not know; gpu.ErrNotSupported where
+// it does not list processes that compute, which are not none then.
 func (r *readings) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	return ask(ctx, r.session, "list the processes on", u, r.processes)
 }
@@ -593,20 +554,18 @@ func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 	var all []gpu.Process
 	for _, list := range []struct {
 		kind gpu.ProcessKind
+		call *function
 		read func() ([]nvml.ProcessInfo, nvml.Return)
 	}{
-		{gpu.Compute, h.GetComputeRunningProcesses},
-		{gpu.Graphics, h.GetGraphicsRunningProcesses},
-		{gpu.MPS, h.GetMPSComputeRunningProcesses},
+		{gpu.Compute, nvmlDeviceGetComputeProcesses, h.GetComputeRunningProcesses},
+		{gpu.Graphics, nvmlDeviceGetGraphicProcesses, h.GetGraphicsRunningProcesses},
+		{gpu.MPS, nvmlDeviceGetMPSProcesses, h.GetMPSComputeRunningProcesses},
 	} {
-		if list.kind == gpu.MPS && !r.has("nvmlDeviceGetMPSComputeRunningProcesses") {
+		if list.call.newer && !r.has(list.call) {
 			continue
 		}
 		infos, ret := list.read()
-		if ret == nvml.ERROR_NOT_SUPPORTED {
-			continue // this card has no such processes
-		}
-		if err := failed("list those of kind "+string(list.kind), ret); err != nil {
+		if _, err := list.call.told("list those of kind "+string(list.kind), ret); err != nil {
 			return nil, err
 		}
 		for _, info := range infos {

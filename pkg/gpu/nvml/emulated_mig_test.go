@@ -1108,3 +1108,26 @@ func TestProfilesAreReadOncePerKindOfCard(t *testing.T) {
 		t.Errorf("profiles of an A30 between two H100s: %q", mixed)
 	}
 }
+
+// A Thor has no memory of its own, so its profiles and instances have none, and nothing else
+// is different with them.
+func TestInstancesWithoutMemory(t *testing.T) {
+	n := emulate(t, inMIG("Thor", 1))
+	d := open(t, n)
+	g := inventory(t, d).GPUs[0]
+	if g.Fault != "" || g.Memory != 0 || len(g.MIG.Profiles) != 7 {
+		t.Fatalf("it is read as %+v", g)
+	}
+	create(t, d, g.UUID, "2g.0gb+gfx", gpu.Placement{Size: 2}, 0)
+	small := create(t, d, g.UUID, "1g.0gb+me", gpu.Placement{Start: 2, Size: 1}, 0)
+	if got, want := stand(t, d, g.UUID), "2g.0gb+gfx@0, 1g.0gb+me@2"; got != want {
+		t.Errorf("there stand %s, want %s", got, want)
+	}
+	if _, err := d.CreateInstance(wait(t), g.UUID, "3g.0gb", gpu.Placement{Size: 3}, 0); !errors.Is(err, gpu.ErrNoRoom) {
+		t.Errorf("all of it beside them: %v, want ErrNoRoom", err)
+	}
+	try(t, d.DestroyInstance(wait(t), g.UUID, small))
+	if got, want := n.really(0), "2g.0gb+gfx@0: 2g.0gb+gfx.0"; got != want {
+		t.Errorf("there really stand %s, want %s", got, want)
+	}
+}

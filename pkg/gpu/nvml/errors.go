@@ -10,18 +10,6 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// refused translates the driver's answer into an error of package gpu, nil for success.
-// The driver's own text stays in the message; its code does not stay in the chain.
-func refused(ret nvml.Return) error {
-	if ret == nvml.SUCCESS {
-		return nil
-	}
-	return fmt.Errorf("%w (the driver says %q)", meaning(ret), ret.Error())
-}
-
-// failed is refused with the name of the step.
-func failed(step string, ret nvml.Return) error { return in(step, refused(ret)) }
-
 // in adds to an error what was being done. It is nil for nil.
 func in(step string, err error) error {
 	if err == nil {

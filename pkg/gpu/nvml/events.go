@@ -62,7 +62,8 @@ const (
 // but for a new initialisation.
 //
 // It returns an error that wraps gpu.ErrTimeout if a wait inside the driver
-// hangs when it should end. Only one Events runs at a time; another waits for
+// hangs when it should end, and one that wraps gpu.ErrNotSupported if the driver has no
+// events: faults, and GPUs that come and go, are then found by reading. Only one Events runs at a time; another waits for
 // the first one's end.
 func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	d.watching.Lock()
@@ -100,6 +101,9 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		if w.changed && !w.putOff || err == nil && w.started && grown(before, w.gpus) {
 			w.tell(now)
 		}
+		if errors.Is(err, gpu.ErrNotSupported) {
+			return fmt.Errorf("watch the GPUs for errors: %w", err)
+		}
 		if err != nil {
 			// What was watched before does not count: it is news when it answers.
 			w.anew, w.armed, w.started = true, armed{}, true
@@ -114,6 +118,9 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 			return err
 		}
 		d.disarm(w.armed)
+		if errors.Is(why.failure, gpu.ErrNotSupported) {
+			return fmt.Errorf("watch the GPUs for errors: %w", why.failure)
+		}
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
 		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && (w.putOff || d.stale.Load())
@@ -306,7 +313,7 @@ func (d *Driver) renew() (held, err error) {
 
 // initialised takes up the driver after it was let go of.
 func (d *Driver) initialised() error {
-	if err := failed("initialise the driver", d.lib.Init()); err != nil {
+	if err := nvmlInit.failed("initialise the driver", d.lib.Init()); err != nil {
 		return err
 	}
 	d.stale.Store(false)
@@ -320,11 +327,11 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 	a := armed{gpus: map[nvml.Device]gpu.UUID{}}
 	at := map[int]gpu.UUID{}
 	count, ret := d.lib.DeviceGetCount()
-	if err := failed("count the GPUs", ret); err != nil {
+	if err := nvmlDeviceGetCount.failed("count the GPUs", ret); err != nil {
 		return a, err
 	}
 	if a.set, ret = d.lib.EventSetCreate(); ret != nvml.SUCCESS {
-		return a, failed("make an event set", ret)
+		return a, nvmlEventSetCreate.failed("make an event set", ret)
 	}
 	for i := range count {
 		h, u, err := d.registerOne(a.set, i, lost)
@@ -371,13 +378,13 @@ func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]boo
 		return h, u, fmt.Errorf("watch %s: %w", u, gpu.ErrLost)
 	}
 	supported, ret := h.GetSupportedEventTypes()
-	if err := failed("read the event types of "+string(u), ret); err != nil {
+	if err := nvmlDeviceGetSupportedEventTypes.failed("read the event types of "+string(u), ret); err != nil {
 		return h, u, err
 	}
 	if supported&nvml.EventTypeXidCriticalError == 0 {
 		return h, u, fmt.Errorf("watch %s for critical errors: %w", u, gpu.ErrNotSupported)
 	}
-	return h, u, failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
+	return h, u, nvmlDeviceRegisterEvents.failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
 }
 
 // disarm frees the set. No wait on it is under way.
@@ -387,7 +394,8 @@ func (d *Driver) disarm(a armed) {
 	defer cancel()
 	// Not open: Close has begun, perhaps, and waits for this.
 	if _, err := through(ctx, d.waits, "free an event set", func() (struct{}, error) {
-		return struct{}{}, failed("free an event set", a.set.Free())
+		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
+		return struct{}{}, err
 	}, nil); err != nil {
 		d.log.Warn("an event set is left behind", "err", err)
 	}
@@ -441,7 +449,10 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 				w.report(w.event(ctx, n.data))
 				break
 			}
-			over, why.failure = true, failed("wait for events", n.ret)
+			over, why.failure = true, nvmlEventSetWait.failed("wait for events", n.ret)
+			if errors.Is(why.failure, gpu.ErrNotSupported) {
+				break // nothing has happened
+			}
 			if errors.Is(why.failure, gpu.ErrLost) {
 				why.lost = w.reportLost(ctx)
 			}
@@ -617,7 +628,7 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	const what = "read the UUID of a GPU with an error"
 	u, err := through(ctx, w.waits, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
-		return gpu.UUID(uuid), failed(what, ret)
+		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)
 	if err != nil {
 		w.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU", nil, "xid", e.Xid, "err", err)

@@ -5,7 +5,6 @@ package nvml
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -27,38 +26,38 @@ func (r *readings) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
 func (r *readings) health(h nvml.Device) (gpu.Health, error) {
 	var health gpu.Health
 	for _, figure := range []struct {
-		symbol, what string
-		read         func() nvml.Return
+		call *function
+		what string
+		read func() nvml.Return
 	}{
-		{"nvmlDeviceGetTotalEccErrors", "ECC errors", func() nvml.Return {
+		{nvmlDeviceGetTotalEccErrors, "ECC errors", func() nvml.Return {
 			n, ret := h.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 			if ret == nvml.SUCCESS {
 				health.Uncorrected = &n
 			}
 			return ret
 		}},
-		{"nvmlDeviceGetRemappedRows", "remapped rows", func() nvml.Return {
+		{nvmlDeviceGetRemappedRows, "remapped rows", func() nvml.Return {
 			_, _, pending, failure, ret := h.GetRemappedRows()
 			if ret == nvml.SUCCESS {
 				health.RemapPending, health.RemapFailed = pending, failure
 			}
 			return ret
 		}},
-		{"nvmlDeviceGetRetiredPagesPendingStatus", "pages to be retired", func() nvml.Return {
+		{nvmlDeviceGetRetiredPagePending, "pages to be retired", func() nvml.Return {
 			pending, ret := h.GetRetiredPagesPendingStatus()
 			health.RetirePending = ret == nvml.SUCCESS && pending == nvml.FEATURE_ENABLED
 			return ret
 		}},
-		{"nvmlDeviceGetFieldValues", "recovery action", func() (ret nvml.Return) {
+		{nvmlDeviceGetFieldValues, "recovery action", func() (ret nvml.Return) {
 			health.Recovery, ret = recovery(h)
 			return ret
 		}},
 	} {
-		if !r.has(figure.symbol) {
+		if !r.has(figure.call) {
 			continue
 		}
-		err := failed(figure.what, figure.read())
-		if err != nil && !errors.Is(err, gpu.ErrNotSupported) {
+		if _, err := figure.call.told(figure.what, figure.read()); err != nil {
 			return gpu.Health{}, err
 		}
 	}

@@ -71,7 +71,7 @@ func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at g
 	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
 		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
 	if ret == nvml.SUCCESS {
-		defer func() { err = undone(err, gi.Destroy, "GPU instance") }()
+		defer func() { err = undone(err, nvmlGpuInstanceDestroy, gi.Destroy, "GPU instance") }()
 		if s, err = describe(gi, "the GPU instance made for it"); err != nil {
 			return in, err
 		}
@@ -80,7 +80,7 @@ func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at g
 		own, listed := m.standingOf(h, u, p)
 		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
 		if listed != nil || i < 0 {
-			return in, advised(refused(ret), p)
+			return in, advised(nvmlDeviceCreateGpuInstanceWithPlacement.refused(ret), p)
 		}
 		s = own[i]
 		if in, err = m.inPlace(h, u, s, computeSlices, ci); err != nil || in.GI == s.id {
@@ -91,11 +91,11 @@ func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at g
 }
 
 // undone takes back, after an error, what was made before it.
-func undone(err error, destroy func() nvml.Return, what string) error {
+func undone(err error, f *function, destroy func() nvml.Return, what string) error {
 	if err == nil {
 		return nil
 	}
-	if left := failed("destroy it again", destroy()); left != nil {
+	if left := f.failed("destroy it again", destroy()); left != nil {
 		return fmt.Errorf("%w; the %s made for it is left behind: %w", err, what, left)
 	}
 	return err
@@ -147,21 +147,27 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 		return known, nil
 	}
 	var list []computeProfile
+	var none error // what the driver said, where it has told nothing
 	for number := range mostProfiles {
 		info, ret := s.gi.GetComputeInstanceProfileInfo(number, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
 			break
 		}
-		if ret == nvml.ERROR_NOT_SUPPORTED {
+		err := nvmlGpuInstanceGetComputeInstanceProfileInfo.failed(fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name), ret)
+		if errors.Is(err, gpu.ErrNotSupported) {
+			none = err
 			continue // another GPU instance profile has it
 		}
-		if err := failed(fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name), ret); err != nil {
+		if err != nil {
 			return nil, err
 		}
 		list = append(list, computeProfile{
 			id: int(info.Id), slices: int(info.SliceCount), max: max(int(info.InstanceCount), 1),
 			engines: int(info.SharedCopyEngineCount + info.SharedDecoderCount + info.SharedEncoderCount + info.SharedJpegCount + info.SharedOfaCount),
 		})
+	}
+	if len(list) == 0 && none != nil {
+		return nil, none
 	}
 	m.profiles.mu.Lock()
 	defer m.profiles.mu.Unlock()
@@ -185,12 +191,12 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	for _, p := range list {
 		of := fmt.Sprintf("compute instances of %d compute slices in GPU instance %d", p.slices, s.id)
 		cis, ret := s.gi.GetComputeInstances(&nvml.ComputeInstanceProfileInfo{Id: uint32(p.id), InstanceCount: uint32(p.max)})
-		if err := failed("list the "+of, ret); err != nil {
+		if err := nvmlGpuInstanceGetComputeInstances.failed("list the "+of, ret); err != nil {
 			return nil, err
 		}
 		for _, ci := range cis {
 			info, ret := ci.GetInfo()
-			if err := failed("read one of the "+of, ret); err != nil {
+			if err := nvmlComputeInstanceGetInfo.failed("read one of the "+of, ret); err != nil {
 				return nil, err
 			}
 			found = append(found, compute{int(info.Id), int(info.Placement.Start), p})
@@ -253,12 +259,12 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 		return none, err
 	}
 	defer func() {
-		if err = undone(err, made.Destroy, "compute instance"); err != nil {
+		if err = undone(err, nvmlComputeInstanceDestroy, made.Destroy, "compute instance"); err != nil {
 			in = none
 		}
 	}()
 	info, ret := made.GetInfo()
-	if err := failed("read the compute instance", ret); err != nil {
+	if err := nvmlComputeInstanceGetInfo.failed("read the compute instance", ret); err != nil {
 		return none, err
 	}
 	in.CI, in.CIStart = int(info.Id), int(info.Placement.Start)
@@ -274,12 +280,12 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 // told that. All of a GPU instance has one place only.
 func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
-	if p.slices == s.profile.Slices || !m.has("nvmlGpuInstanceCreateComputeInstanceWithPlacement") || !m.has("nvmlGpuInstanceGetComputeInstancePossiblePlacements") {
+	if p.slices == s.profile.Slices || !m.has(nvmlGpuInstanceCreateComputeAt) || !m.has(nvmlGpuInstanceGetComputePlacements) {
 		made, ret := s.gi.CreateComputeInstance(kind)
-		return made, refused(ret)
+		return made, nvmlGpuInstanceCreateComputeInstance.refused(ret)
 	}
 	places, ret := s.gi.GetComputeInstancePossiblePlacements(kind)
-	if err := failed("list the places of compute instances", ret); err != nil {
+	if err := nvmlGpuInstanceGetComputePlacements.failed("list the places of compute instances", ret); err != nil {
 		return nil, err
 	}
 	i := slices.IndexFunc(places, func(at nvml.ComputeInstancePlacement) bool { return int(at.Start) == ci })
@@ -287,7 +293,7 @@ func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.Compu
 		return nil, fmt.Errorf("want one of the compute slices (start and size) %v: %w", places, gpu.ErrInvalid)
 	}
 	made, ret := s.gi.CreateComputeInstanceWithPlacement(kind, &places[i])
-	return made, refused(ret)
+	return made, nvmlGpuInstanceCreateComputeAt.refused(ret)
 }
 
 // DestroyInstance destroys an instance as MIG or the inventory lists it: the compute
@@ -315,7 +321,7 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 		return err
 	}
 	gi, ret := h.GetGpuInstanceById(in.GI)
-	if err := failed(fmt.Sprintf("find GPU instance %d", in.GI), sought(ret)); err != nil {
+	if err := nvmlDeviceGetGpuInstanceById.failed(fmt.Sprintf("find GPU instance %d", in.GI), sought(ret)); err != nil {
 		return err
 	}
 	s, err := describe(gi, "GPU instance "+strconv.Itoa(in.GI))
@@ -331,7 +337,7 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 		others, gone, err = m.destroyCompute(u, s, computeSlices, in)
 	}
 	if err == nil && !others {
-		err = pinned(refused(gi.Destroy()))
+		err = pinned(nvmlGpuInstanceDestroy.refused(gi.Destroy()))
 	}
 	if err != nil && gone {
 		if _, left := m.createCompute(u, s, computeSlices, in.CIStart); left != nil {
@@ -356,19 +362,19 @@ func sought(ret nvml.Return) nvml.Return {
 func (m *migSide) destroyCompute(u gpu.UUID, s standing, computeSlices int, in gpu.Instance) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
-		if err := failed(fmt.Sprintf("find compute instance %d", in.CI), ret); err != nil {
+		if err := nvmlGpuInstanceGetComputeInstanceById.failed(fmt.Sprintf("find compute instance %d", in.CI), ret); err != nil {
 			return false, false, err
 		}
 		if computeSlices < s.profile.Slices {
 			info, ret := ci.GetInfo()
-			if err := failed("read its compute instance", ret); err != nil {
+			if err := nvmlComputeInstanceGetInfo.failed("read its compute instance", ret); err != nil {
 				return false, false, err
 			}
 			if int(info.Placement.Start) != in.CIStart {
 				return false, false, fmt.Errorf("compute instance %d begins at compute slice %d now: %w; read the instances anew", in.CI, info.Placement.Start, gpu.ErrNotFound)
 			}
 		}
-		if err := pinned(refused(ci.Destroy())); err != nil {
+		if err := pinned(nvmlComputeInstanceDestroy.refused(ci.Destroy())); err != nil {
 			return false, false, err
 		}
 		destroyed = true
@@ -420,7 +426,7 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 			activation, ret = h.SetMigMode(mode)
 			d.sets.yield()
 		}
-		if err := refused(ret); err != nil {
+		if err := nvmlDeviceSetMigMode.refused(ret); err != nil {
 			if errors.Is(err, gpu.ErrInUse) {
 				err = fmt.Errorf("%w; destroy its instances and end its clients", err)
 			}
@@ -438,7 +444,7 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 			d.log.Debug("a change of MIG mode waits for a reset", "gpu", u, "on", on, "driver", activation.Error())
 			return none, nil
 		}
-		return none, refused(activation)
+		return none, nvmlDeviceSetMigMode.refused(activation)
 	}))
 	return err
 }

@@ -37,15 +37,16 @@ func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
 func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 	var inv gpu.Inventory
 	version, ret := d.lib.SystemGetDriverVersion()
-	if err := failed("read the driver's version", ret); err != nil {
+	if err := nvmlSystemGetDriverVersion.failed("read the driver's version", ret); err != nil {
 		return inv, err
 	}
 	inv.Driver = version
-	if cuda, ret := d.lib.SystemGetCudaDriverVersion(); ret == nvml.SUCCESS {
+	cuda, ret := d.lib.SystemGetCudaDriverVersion()
+	if told, _ := nvmlSystemGetCudaDriverVersion.told("read the CUDA version", ret); told {
 		inv.CUDA = fmt.Sprintf("%d.%d", cuda/1000, cuda%1000/10)
 	}
 	count, ret := d.lib.DeviceGetCount()
-	if err := failed("count the GPUs", ret); err != nil {
+	if err := nvmlDeviceGetCount.failed("count the GPUs", ret); err != nil {
 		return inv, err
 	}
 
@@ -100,18 +101,18 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	}
 	dev.UUID = u
 	pci, ret := h.GetPciInfo()
-	if err := failed("read the PCI address of "+string(u), ret); err != nil {
+	if err := nvmlDeviceGetPciInfo.failed("read the PCI address of "+string(u), ret); err != nil {
 		return dev, nil, err
 	}
 	dev.PCI = busID(pci)
 	dev.PCIDevice = fmt.Sprintf("0x%08X", pci.PciDeviceId)
 	dev.PCISubsystem = fmt.Sprintf("0x%08X", pci.PciSubSystemId)
 	if dev.Minor, ret = h.GetMinorNumber(); ret != nvml.SUCCESS {
-		return dev, nil, failed("read the minor number of "+string(u), ret)
+		return dev, nil, nvmlDeviceGetMinorNumber.failed("read the minor number of "+string(u), ret)
 	}
-	memory, err := d.memory(h)
+	memory, _, err := d.memory(h)
 	if err != nil {
-		return dev, nil, fmt.Errorf("read the memory of %s: %w", u, err)
+		return dev, nil, fmt.Errorf("%s: %w", u, err)
 	}
 	dev.Memory, dev.Reserved = memory.Total, memory.Reserved
 
@@ -120,9 +121,13 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		dev.Model, dev.ComputeCapability, dev.NUMA = known.Model, known.ComputeCapability, known.NUMA
 	} else {
 		if dev.Model, ret = h.GetName(); ret != nvml.SUCCESS {
-			return dev, nil, failed("read the name of "+string(u), ret)
+			return dev, nil, nvmlDeviceGetName.failed("read the name of "+string(u), ret)
 		}
-		if major, minor, ret := h.GetCudaComputeCapability(); ret == nvml.SUCCESS {
+		if err := d.givable(h, u); err != nil {
+			return dev, nil, err
+		}
+		major, minor, ret := h.GetCudaComputeCapability()
+		if told, _ := nvmlDeviceGetCudaComputeCapability.told("read the compute capability", ret); told {
 			dev.ComputeCapability = fmt.Sprintf("%d.%d", major, minor)
 		}
 		dev.NUMA = nearest(h)
@@ -130,6 +135,19 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	d.profiles.see(&dev)
 	dev.MIG, err = d.mig(h, dev.UUID)
 	return dev, h, err
+}
+
+// givable asks what NVIDIA's generator asks of a GPU (Parts) and nothing else here does: a GPU
+// that it cannot describe can be given to no container, which is better known from the start.
+func (d *Driver) givable(h nvml.Device, u gpu.UUID) error {
+	if _, err := d.handle(u); err != nil {
+		return err
+	}
+	if _, ret := h.GetIndex(); ret != nvml.SUCCESS {
+		return nvmlDeviceGetIndex.failed("read the index of "+string(u), ret)
+	}
+	_, ret := h.IsMigDeviceHandle()
+	return nvmlDeviceIsMigDeviceHandle.failed("ask whether it is a MIG device of "+string(u), ret)
 }
 
 // remembered is the last good reading of a GPU that cannot be read now. The GPU is found
@@ -214,7 +232,7 @@ func text(c []int8) string {
 func nearest(h nvml.Device) *int {
 	const most = 1024 // the kernel's own limit, CONFIG_NODES_SHIFT
 	mask, ret := h.GetMemoryAffinity(most, nvml.AFFINITY_SCOPE_NODE)
-	if ret != nvml.SUCCESS {
+	if told, _ := nvmlDeviceGetMemoryAffinity.told("read the nearest memory", ret); !told {
 		return nil
 	}
 	node, found := 0, 0

@@ -101,7 +101,8 @@ func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
 			break // the card has fewer
 		}
-		if ret == nvml.ERROR_NOT_SUPPORTED {
+		told, err := nvmlDeviceGetNvLinkState.told("read the state of an NVLink", ret)
+		if !told && err == nil {
 			continue
 		}
 		l := lane{number: number}
@@ -109,7 +110,7 @@ func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 			l = before[at]
 			l.asked = false
 		}
-		if ret == nvml.SUCCESS {
+		if told {
 			l.up = state == nvml.FEATURE_ENABLED
 		} else {
 			own.anew = true
@@ -170,7 +171,7 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 	if len(fresh) == 0 {
 		return
 	}
-	typed, versioned := r.has("nvmlDeviceGetNvLinkRemoteDeviceType"), r.has("nvmlDeviceGetNvLinkVersion")
+	typed, versioned := r.has(nvmlDeviceGetNvLinkRemoteDeviceType), r.has(nvmlDeviceGetNvLinkVersion)
 	speeds := r.speeds(h, fresh)
 	version := 0 // of all: a GPU's links are of one generation
 	for i, f := range fresh {
@@ -179,18 +180,21 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 			l.mbps = int(speeds[i])
 		}
 		if versioned && version == 0 {
-			if v, ret := h.GetNvLinkVersion(l.number); ret == nvml.SUCCESS {
+			v, ret := h.GetNvLinkVersion(l.number)
+			if told, _ := nvmlDeviceGetNvLinkVersion.told("read the version of an NVLink", ret); told {
 				version = generation(v)
 			}
 		}
 		l.version = cmp.Or(version, l.version)
 		if typed {
-			if kind, ret := h.GetNvLinkRemoteDeviceType(l.number); ret == nvml.SUCCESS && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
+			kind, ret := h.GetNvLinkRemoteDeviceType(l.number)
+			if told, _ := nvmlDeviceGetNvLinkRemoteDeviceType.told("read what an NVLink leads to", ret); told && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
 				l.switched, l.known, l.asked = true, true, true
 				continue
 			}
 		}
-		if remote, ret := h.GetNvLinkRemotePciInfo(l.number); ret == nvml.SUCCESS && busID(remote) != "" {
+		remote, ret := h.GetNvLinkRemotePciInfo(l.number)
+		if told, _ := nvmlDeviceGetNvLinkRemotePciInfo.told("read where an NVLink leads", ret); told && busID(remote) != "" {
 			l.peer, l.switched, l.known, l.asked = busID(remote), false, true, true
 		}
 	}
@@ -220,7 +224,7 @@ const notGiven = ^uint64(0)
 // ok says that the call as a whole succeeded.
 func (r *linkReader) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
 	values = slices.Repeat([]uint64{notGiven}, len(lanes))
-	if !r.has("nvmlDeviceGetFieldValues") {
+	if !r.has(nvmlDeviceGetFieldValues) {
 		return values, false
 	}
 	asked := make([]nvml.FieldValue, len(lanes))
@@ -327,24 +331,26 @@ func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 	var state uint8
 	var status, clique uint32
 	var cluster [16]uint8
-	var ret nvml.Return
+	var told bool
+	var err error
+	const what = "read the NVLink fabric"
 	switch {
-	case r.has("nvmlDeviceGetGpuFabricInfoV"): // the first one has the number 2
-		var info nvml.GpuFabricInfo_v2
-		info, ret = h.GetGpuFabricInfoV().V2()
+	case r.has(nvmlDeviceGetGpuFabricInfoV): // the first one has the number 2
+		info, ret := h.GetGpuFabricInfoV().V2()
+		told, err = nvmlDeviceGetGpuFabricInfoV.told(what, ret)
 		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
-	case r.has("nvmlDeviceGetGpuFabricInfo"):
-		var info nvml.GpuFabricInfo
-		info, ret = h.GetGpuFabricInfo()
+	case r.has(nvmlDeviceGetGpuFabricInfo):
+		info, ret := h.GetGpuFabricInfo()
+		told, err = nvmlDeviceGetGpuFabricInfo.told(what, ret)
 		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
 	default:
 		return nil
 	}
 	switch {
-	case ret == nvml.ERROR_NOT_SUPPORTED:
-		return nil
-	case ret != nvml.SUCCESS:
+	case err != nil:
 		return before
+	case !told:
+		return nil
 	case state != nvml.GPU_FABRIC_STATE_COMPLETED || nvml.Return(status) != nvml.SUCCESS || cluster == [16]uint8{}:
 		return nil
 	}

@@ -31,15 +31,14 @@ type memoryLimits struct{ *session }
 // on a kernel that has them; gpu.ErrInvalid for a path that is not absolute and for
 // more than the card has.
 func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
-	const symbol = "nvmlDeviceSetMemoryLimits_v1"
 	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
 	_, err := call(ctx, l.session, what, func() (none struct{}, _ error) {
-		h, err := l.limited(symbol, u, cgroup)
+		h, err := l.limited(nvmlDeviceSetMemoryLimits, u, cgroup)
 		if err != nil {
 			return none, err
 		}
 		// nvml.h: 0 and NoLimit together clear it.
-		return none, limitRefused(h.SetMemoryLimits_v1(cgroup, 0, bytes))
+		return none, limitRefused(nvmlDeviceSetMemoryLimits, h.SetMemoryLimits_v1(cgroup, 0, bytes))
 	})
 	return err
 }
@@ -47,34 +46,33 @@ func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup st
 // MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
 // gpu.ErrNotFound where there is no limit.
 func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
-	const symbol = "nvmlDeviceGetMemoryLimits_v1"
 	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
 	return call(ctx, l.session, what, func() (gpu.MemoryLimit, error) {
-		h, err := l.limited(symbol, u, cgroup)
+		h, err := l.limited(nvmlDeviceGetMemoryLimits, u, cgroup)
 		if err != nil {
 			return gpu.MemoryLimit{}, err
 		}
 		m, ret := h.GetMemoryLimits_v1(cgroup)
-		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, limitRefused(ret)
+		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, limitRefused(nvmlDeviceGetMemoryLimits, ret)
 	})
 }
 
 // limited finds the GPU of a call about limits.
-func (l *memoryLimits) limited(symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
+func (l *memoryLimits) limited(f *function, u gpu.UUID, cgroup string) (nvml.Device, error) {
 	if !filepath.IsAbs(cgroup) || strings.ContainsRune(cgroup, 0) {
 		return nil, fmt.Errorf("want an absolute path: %w", gpu.ErrInvalid)
 	}
-	if !l.has(symbol) {
-		return nil, fmt.Errorf("%s has no %s; driver R615 is the first: %w", l.library, symbol, gpu.ErrNotSupported)
+	if !l.has(f) {
+		return nil, fmt.Errorf("%s has no %s; driver R615 is the first: %w", l.library, f.symbol, gpu.ErrNotSupported)
 	}
 	return l.handle(u)
 }
 
 // limitRefused knows what the operating system's refusal means here: the path does
 // not open as a cgroup.
-func limitRefused(ret nvml.Return) error {
+func limitRefused(f *function, ret nvml.Return) error {
 	if ret == nvml.ERROR_OPERATING_SYSTEM {
 		ret = nvml.ERROR_NOT_FOUND
 	}
-	return refused(ret)
+	return f.refused(ret)
 }

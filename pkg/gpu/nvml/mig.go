@@ -102,10 +102,7 @@ type computeProfile struct {
 // mig reads a GPU's MIG side.
 func (side *migSide) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 	current, pending, ret := h.GetMigMode()
-	if ret == nvml.ERROR_NOT_SUPPORTED {
-		return gpu.MIG{}, nil
-	}
-	if err := failed("read the MIG mode of "+string(u), ret); err != nil {
+	if told, err := nvmlDeviceGetMigMode.told("read the MIG mode of "+string(u), ret); !told {
 		return gpu.MIG{}, err
 	}
 	m := gpu.MIG{Capable: true, Enabled: current == nvml.DEVICE_MIG_ENABLE}
@@ -159,7 +156,7 @@ func complete(profiles []gpu.Profile) bool {
 // more. Names are the driver's own: names computed from sizes are wrong on
 // some boards. Before R510 the driver tells no names and there are none here.
 func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
-	if !m.has("nvmlDeviceGetGpuInstanceProfileInfoV") {
+	if !m.has(nvmlDeviceGetGpuInstanceProfileInfoV) {
 		return nil, nil
 	}
 	var list []gpu.Profile
@@ -168,14 +165,15 @@ func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error)
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
 			break
 		}
-		if ret == nvml.ERROR_NOT_SUPPORTED {
-			continue // another model has it
-		}
-		if err := failed(fmt.Sprintf("read MIG profile %d of %s", number, u), ret); err != nil {
+		told, err := nvmlDeviceGetGpuInstanceProfileInfoV.told(fmt.Sprintf("read MIG profile %d of %s", number, u), ret)
+		if err != nil {
 			return nil, err
 		}
+		if !told {
+			continue // another model has it
+		}
 		places, ret := h.GetGpuInstancePossiblePlacements(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)})
-		if ret == nvml.SUCCESS {
+		if told, _ := nvmlDeviceGetGpuInstancePossiblePlacements.told("read the placements", ret); told {
 			for _, at := range places {
 				p.Placements = append(p.Placements, gpu.Placement{Start: int(at.Start), Size: int(at.Size)})
 			}
@@ -288,7 +286,7 @@ func overlap(a, b gpu.Placement) bool { return a.Start < b.Start+b.Size && b.Sta
 // standingOf lists the GPU instances of one profile.
 func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
 	list, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
-	if err := failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
+	if err := nvmlDeviceGetGpuInstances.failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
 		return nil, err
 	}
 	var found []standing
@@ -312,14 +310,14 @@ func describe(gi nvml.GpuInstance, what string) (standing, error) {
 	return standing{
 		gi: gi, id: int(info.Id), profile: gpu.Profile{ID: int(info.ProfileId)},
 		at: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)},
-	}, failed("read "+what, ret)
+	}, nvmlGpuInstanceGetInfo.failed("read "+what, ret)
 }
 
 // devices lists the compute instances that stand in GPU instances, without
 // whether they are busy: those are what the driver calls MIG devices.
 func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
 	most, ret := h.GetMaxMigDeviceCount()
-	if err := failed("count the MIG devices of "+string(u), ret); err != nil {
+	if err := nvmlDeviceGetMaxMigDeviceCount.failed("count the MIG devices of "+string(u), ret); err != nil {
 		return nil, err
 	}
 	room := 0 // compute slices that no device was found for
@@ -333,11 +331,11 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 			continue // an empty seat
 		}
 		what := fmt.Sprintf("MIG device %d of %s", seat, u)
-		if err := failed("find "+what, ret); err != nil {
+		if err := nvmlDeviceGetMigDeviceHandleByIndex.failed("find "+what, ret); err != nil {
 			return nil, err
 		}
 		gi, ret := dev.GetGpuInstanceId()
-		if err := failed("read the GPU instance of "+what, ret); err != nil {
+		if err := nvmlDeviceGetGpuInstanceId.failed("read the GPU instance of "+what, ret); err != nil {
 			return nil, err
 		}
 		at := slices.IndexFunc(in, func(s standing) bool { return s.id == gi })
@@ -360,10 +358,10 @@ func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.In
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	var ret nvml.Return
 	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {
-		return in, 0, failed("read the compute instance of "+what, ret)
+		return in, 0, nvmlDeviceGetComputeInstanceId.failed("read the compute instance of "+what, ret)
 	}
 	uuid, ret := dev.GetUUID()
-	if err := failed("read the UUID of "+what, ret); err != nil {
+	if err := nvmlDeviceGetUUID.failed("read the UUID of "+what, ret); err != nil {
 		return in, 0, err
 	}
 	in.UUID = gpu.UUID(uuid)
@@ -371,7 +369,7 @@ func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.In
 		return in, 1, nil
 	}
 	a, ret := dev.GetAttributes()
-	if err := failed("read the attributes of "+what, ret); err != nil {
+	if err := nvmlDeviceGetAttributes.failed("read the attributes of "+what, ret); err != nil {
 		return in, 0, err
 	}
 	computeSlices = int(a.ComputeInstanceSliceCount)
@@ -380,10 +378,10 @@ func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.In
 	}
 	in.Profile = fmt.Sprintf("%dc.%s", computeSlices, s.profile.Name)
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
-	if err := failed("find the compute instance of "+what, ret); err != nil {
+	if err := nvmlGpuInstanceGetComputeInstanceById.failed("find the compute instance of "+what, ret); err != nil {
 		return in, 0, err
 	}
 	info, ret := ci.GetInfo()
 	in.CIStart = int(info.Placement.Start)
-	return in, computeSlices, failed("read the compute instance of "+what, ret)
+	return in, computeSlices, nvmlComputeInstanceGetInfo.failed("read the compute instance of "+what, ret)
 }

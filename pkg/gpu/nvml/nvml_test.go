@@ -46,18 +46,18 @@ func TestEveryReturnHasAMeaning(t *testing.T) {
 		nvml.Return(12345):                   gpu.ErrDriver,
 	}
 	for ret, want := range sentinels {
-		err := failed("read it", ret)
+		err := nvmlDeviceGetName.failed("read it", ret)
 		if !errors.Is(err, want) {
 			t.Errorf("%d: %v, want %v", ret, err, want)
 		}
 		if _, ok := errors.AsType[nvml.Return](err); ok {
 			t.Errorf("%d: the driver's code left the package in %#v", ret, err)
 		}
-		if !strings.HasPrefix(err.Error(), "read it: ") {
+		if !strings.HasPrefix(err.Error(), "read it: ") || !strings.Contains(err.Error(), "nvmlDeviceGetName") {
 			t.Errorf("%d: %q does not say what failed", ret, err)
 		}
 	}
-	if err := failed("read it", nvml.SUCCESS); err != nil {
+	if err := nvmlDeviceGetName.failed("read it", nvml.SUCCESS); err != nil {
 		t.Errorf("success: %v", err)
 	}
 }

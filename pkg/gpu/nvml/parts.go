@@ -76,7 +76,7 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 		return none, err
 	}
 	count, ret := r.lib.DeviceGetCount()
-	if err := failed("count the GPUs", ret); err != nil {
+	if err := nvmlDeviceGetCount.failed("count the GPUs", ret); err != nil {
 		return none, err
 	}
 	for i := range count {
@@ -102,7 +102,7 @@ func (r *partsReader) deviceParts(generator nvcdi.Interface, index int) (u gpu.U
 	// The generator takes the minor number from the same call; ours keeps the
 	// driver's reason in terms that a reader can act on.
 	minor, ret := h.GetMinorNumber()
-	if err := failed("read the minor number of "+string(u), ret); err != nil {
+	if err := nvmlDeviceGetMinorNumber.failed("read the minor number of "+string(u), ret); err != nil {
 		return u, none, err
 	}
 	devices, err := generator.GetDeviceSpecsByID(string(u))

@@ -25,7 +25,7 @@ import (
 func (r *readings) Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
 	return call(ctx, r.session, "read how busy processes keep GPUs", func() (map[gpu.UUID]map[int]float64, error) {
 		out, errs := map[gpu.UUID]map[int]float64{}, []error(nil)
-		if !r.has("nvmlDeviceGetProcessUtilization") {
+		if !r.has(nvmlDeviceGetUtilization) {
 			return out, nil
 		}
 		since := uint64(max(0, since.UnixMicro()))
@@ -39,13 +39,14 @@ func (r *readings) Utilization(ctx context.Context, since time.Time, gpus ...gpu
 				continue
 			}
 			samples, ret := h.GetProcessUtilization(since)
-			switch ret {
-			case nvml.SUCCESS, nvml.ERROR_NOT_FOUND: // the latter says that nobody was busy
-				out[u] = busy(samples, since)
-			case nvml.ERROR_NOT_SUPPORTED:
-			default:
-				errs = append(errs, in(string(u), refused(ret)))
+			if ret == nvml.ERROR_NOT_FOUND { // nobody was busy
+				ret = nvml.SUCCESS
 			}
+			told, err := nvmlDeviceGetUtilization.told(string(u), ret)
+			if told {
+				out[u] = busy(samples, since)
+			}
+			errs = append(errs, err)
 		}
 		return out, errors.Join(errs...)
 	})

@@ -144,8 +144,12 @@ static void table(void)
         char name[NVML_DEVICE_NAME_V2_BUFFER_SIZE], used[48];
         nvmlMemory_v2_t memory = {.version = nvmlMemory_v2};
         must(CALL(nvmlDeviceGetName, gpus[i], name, sizeof name), "name");
-        must(CALL(nvmlDeviceGetMemoryInfo_v2, gpus[i], &memory), "memory");
-        snprintf(used, sizeof used, "%lluMiB / %lluMiB", memory.used >> 20, memory.total >> 20);
+        nvmlReturn_t told = CALL(nvmlDeviceGetMemoryInfo_v2, gpus[i], &memory);
+        snprintf(used, sizeof used, "Not Supported"); // in the real one's words
+        if (told != NVML_ERROR_NOT_SUPPORTED) {
+            must(told, "memory");
+            snprintf(used, sizeof used, "%lluMiB / %lluMiB", memory.used >> 20, memory.total >> 20);
+        }
         printf("| %3u  %-42.42s %-17s %21s |\n", index_of(gpus[i]), name, address_of(gpus[i]), used);
     }
     rule('-');
