@@ -17,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -739,6 +740,70 @@ func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A pod whose claim was given a placement that the driver refuses to make waited there without
+// end, while others were free. After three refusals the claim is one that can never be
+// prepared, and no other is sent there, also when its neighbours can be made.
+func TestClaimOfAPlacementThatTheDriverRefuses(t *testing.T) {
+	for name, c := range map[string]struct {
+		says error
+		ends bool // the claim's pod
+	}{
+		"no room":        {gpu.ErrNoRoom, true},
+		"an argument":    {gpu.ErrInvalid, true},
+		"unsaid":         {gpu.ErrDriver, true},
+		"it hangs":       {gpu.ErrTimeout, false},
+		"a reset is due": {gpu.ErrLost, false},
+		"loaded anew":    {gpu.ErrNoDriver, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := migMachine(1, 0)
+				o.dra = newScheduled()
+				o.refuses = map[string]error{"create 3g.40gb@4": fmt.Errorf("create a GPU instance: %w", c.says)}
+				b := start(t, o, t.TempDir(), throughDRA("mode: mig"))
+				defer b.end()
+				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
+				ends := func() bool {
+					_, d := o.dra.Device("-mig-3g40gb-4")
+					return slices.ContainsFunc(d.Taints, func(t kube.Taint) bool { return t.Effect == kube.NoExecute })
+				}
+				claim := o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)
+				o.dra.Edit("ns", "a", func(k *kube.Claim) { k.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}} })
+				for range 2 { // the kubelet comes again
+					_, err := o.dra.prepare(t.Context(), claim)
+					if err == nil || !strings.Contains(err.Error(), c.says.Error()) || strings.Contains(err.Error(), "make the claim anew") != c.ends {
+						t.Errorf("%v", err)
+					}
+				}
+				if synctest.Wait(); b.ledger.Held() == c.ends || o.dra.taint(t, "-mig-3g40gb-4") != "GPUInstanceFailed" {
+					t.Errorf("held: %+v; withdrawn because of %q", b.ledger.Allocations(), o.dra.taint(t, "-mig-3g40gb-4"))
+				}
+				time.Sleep(40 * time.Second) // half a minute, and a few for the tries
+				if synctest.Wait(); ends() != c.ends {
+					t.Errorf("its pod is ended: %v, want %v", ends(), c.ends)
+				}
+				o.dra.Remove("ns", "a")
+				o.dra.unprepare(t, claim)
+				other := o.dra.allocate(t, "b", "-mig-3g40gb-0", 0)
+				if _, err := o.dra.prepare(t.Context(), other); err != nil {
+					t.Error(err)
+				}
+				if synctest.Wait(); (o.dra.taint(t, "-mig-3g40gb-4") == "GPUInstanceFailed") != c.ends || ends() {
+					t.Errorf("when another one was made, it is withdrawn because of %q, and ends pods: %v", o.dra.taint(t, "-mig-3g40gb-4"), ends())
+				}
+				o.with(func() { o.refuses = nil })
+				time.Sleep(failingFor)
+				if synctest.Wait(); o.dra.taint(t, "-mig-3g40gb-4") != "" {
+					t.Errorf("in time it is withdrawn because of %q", o.dra.taint(t, "-mig-3g40gb-4"))
+				}
+				if _, err := o.dra.prepare(t.Context(), o.dra.allocate(t, "c", "-mig-3g40gb-4", 0)); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
 }
 
 // firstIsHeldByOne is what the kubelet is told while unit 1 of GPU 0 is held and all is

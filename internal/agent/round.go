@@ -279,7 +279,7 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	if a.partitions.judged {
 		// Before that the slices stay as the last process has left them: what is held is
 		// all that would be in them, and claims of the rest would be refused.
-		a.claims.publish(&in, a.kept(offer))
+		a.claims.publish(&in, a.kept(offer), a.executor.refusedPlacements(time.Now()))
 	}
 	return offer
 }

@@ -14,9 +14,13 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // refusedWorld is one in which pod p has a claim that can never be prepared.
@@ -127,6 +131,89 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 				time.Sleep(2 * endAfter)
 				if synctest.Wait(); len(w.Refused()) > 0 || strings.Contains(w.says(), "claim-refused") {
 					t.Errorf("the claim is gone: %+v; %s", w.Refused(), w.says())
+				}
+			})
+		})
+	}
+}
+
+// A claim of a placement that the driver refuses to make is given up while it waits, with all
+// that it has, and refused until the driver is asked again. One whose containers may be there
+// keeps what it has.
+func TestPlacementThatTheDriverRefuses(t *testing.T) {
+	for name, c := range map[string]struct {
+		before func(*refusedWorld, dra.Claim)
+		keeps  bool
+	}{
+		"it waits":                    {func(*refusedWorld, dra.Claim) {}, false},
+		"the kubelet has it prepared": {func(w *refusedWorld, c dra.Claim) { w.cluster.Know(c) }, true},
+		"a container has it": {func(w *refusedWorld, c dra.Claim) {
+			w.locked(func() {
+				w.containers = []node.Container{{CDI: []string{"example.com/gpu=" + cdi.Key("claim/"+c.UID, []string{"r0#0"})}}}
+			})
+		}, true},
+		"a container has nobody knows what": {func(w *refusedWorld, c dra.Claim) {
+			w.locked(func() { w.containers = []node.Container{{CDIUnknown: true}} })
+		}, true},
+		"it stands": {func(w *refusedWorld, c dra.Claim) { w.open() }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &refusedWorld{world: newWorld(t, 2, onDemand)}
+				w.ledger = ledger.New(func() {}, time.Now) // the loop opens nothing
+				w.restart()
+				w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}
+				defer w.run(onDemand)()
+				claim := w.claim("a", kube.Result{Device: migDevice}, kube.Result{Device: "gpu-00000001-mig-1g10gb-0"})
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+				answer := make(chan error, 1)
+				ask := func() {
+					go func() {
+						ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+						defer cancel()
+						_, err := w.Prepare(ctx, claim)
+						answer <- err
+					}()
+				}
+				ask()
+				time.Sleep(time.Second)
+				c.before(w, claim)
+				w.refuses = map[mig.Place]status.Cause{{GPU: w.in.Inventory.GPUs[0].UUID, Placement: w.published.Devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), migDevice}].Placement}: status.Why(status.GPUInstanceFailed, "no room")}
+				w.lay(onDemand)
+				began := time.Now()
+				err := <-answer
+				if c.keeps {
+					if time.Since(began) > time.Minute || len(w.ledger.Allocations()) != 2 || len(w.Refused()) > 0 {
+						t.Errorf("%v: %+v, %+v", err, w.ledger.Allocations(), w.Refused())
+					}
+					return
+				}
+				for range 2 {
+					if err == nil || !strings.Contains(err.Error(), "the GPU's driver refuses device "+migDevice) || !strings.Contains(err.Error(), "no room") || w.ledger.Held() {
+						t.Errorf("%v: %+v", err, w.ledger.Allocations())
+					}
+					if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() { // takes it no more
+						t.Errorf("%v: %+v", err, w.ledger.Allocations())
+					}
+					ask()
+					err = <-answer
+				}
+				if !time.Now().Equal(began) {
+					t.Errorf("it waited for %v", time.Since(began))
+				}
+				time.Sleep(endAfter)
+				if got := w.says(); got != migDevice+" example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused" {
+					t.Errorf("it is said: %s", got)
+				}
+				if d := w.named(migDevice); !slices.Contains(d.Taints, kube.Taint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: kube.NoSchedule}) {
+					t.Errorf("the next claim is sent there: %+v", d.Taints)
+				}
+				// The driver is to be asked again.
+				w.refuses = nil
+				w.lay(onDemand)
+				time.Sleep(endAfter)
+				if synctest.Wait(); len(w.Refused()) > 0 || len(w.named(migDevice).Taints) > 0 {
+					t.Errorf("%+v, %+v", w.Refused(), w.named(migDevice).Taints)
 				}
 			})
 		})

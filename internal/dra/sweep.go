@@ -246,8 +246,7 @@ func (f *sweeper) begin(claims []kube.Claim, state *node.DRAState, used map[stri
 		}
 	}
 	f.listed = true
-	close(f.news)
-	f.news = make(chan struct{})
+	f.tellLocked()
 	f.showLocked()
 	f.Wake() // for what was taken over
 }
