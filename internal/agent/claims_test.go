@@ -742,6 +742,78 @@ func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
 	})
 }
 
+// A claim's time slice is the GPU's before a container of it may start, whatever the partition
+// says, and as long as the claim has the GPU; also across a start of the agent.
+func TestTimeSliceOfAClaim(t *testing.T) {
+	for name, c := range map[string]struct{ entry, device, after string }{
+		"shared":               {"mode: shared", "-shared", "default"},
+		"replicas":             {"mode: shared, replicas: 2", "-replicas", "default"},
+		"whole":                {"mode: whole", "gpu-00000000", "default"},
+		"the partition's goes": {"mode: shared, timeSlice: short", "-shared", "short"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o, dir := newOutside(1), t.TempDir()
+				o.dra = newScheduled()
+				b := start(t, o, dir, throughDRA(c.entry))
+				defer func() { b.end() }()
+				claim := func(name string) kubelet.Claim {
+					gib := kube.Quantity(0)
+					if c.device == "-shared" {
+						gib = 1
+					}
+					claim := o.dra.allocate(t, name, c.device, gib)
+					o.dra.Edit("ns", name, func(k *kube.Claim) {
+						k.Configs = []kube.ClaimConfig{{Parameters: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)}}
+					})
+					return claim
+				}
+				is := func(when, want string) {
+					t.Helper()
+					synctest.Wait()
+					o.with(func() {
+						if got := string(o.slices[uuid(0)]); got != want {
+							t.Errorf("%s: the time slice is %q, want %q", when, got, want)
+						}
+					})
+				}
+				// While it cannot be set, the pod waits, and is told for what.
+				o.with(func() { o.sliceErr = fmt.Errorf("no root: %w", gpu.ErrNoPermission) })
+				first := claim("first")
+				if _, err := o.dra.prepare(t.Context(), first); err == nil || !strings.Contains(err.Error(), "the time slice of its GPU is not set yet") || b.specOf(key(first)) != nil {
+					t.Errorf("%v", err)
+				}
+				o.with(func() { o.sliceErr = nil })
+				if _, err := o.dra.prepare(t.Context(), first); err != nil {
+					t.Fatal(err)
+				}
+				is("prepared", "long")
+				b.end()
+				asks := o.sliceAsks
+				b = start(t, o, dir, throughDRA(c.entry))
+				time.Sleep(time.Minute)
+				is("after a start", "long")
+				if o.sliceAsks > asks+1 {
+					t.Errorf("after a start the driver was asked %d times", o.sliceAsks-asks)
+				}
+				o.dra.Remove("ns", "first")
+				o.dra.unprepare(t, first)
+				time.Sleep(time.Minute)
+				is("the claim has ended", c.after)
+
+				// What a GPU cannot have keeps nobody off.
+				o.with(func() { o.sliceErr = fmt.Errorf("no tool: %w", gpu.ErrNotSupported) })
+				if _, err := o.dra.prepare(t.Context(), claim("second")); err != nil {
+					t.Error(err)
+				}
+				if synctest.Wait(); !slices.ContainsFunc(b.Status().Conditions, func(k status.Condition) bool { return k.Reason == status.TimeSliceUnsupported }) {
+					t.Errorf("the status says %+v", b.Status().Conditions)
+				}
+			})
+		})
+	}
+}
+
 // A pod whose claim was given a placement that the driver refuses to make waited there without
 // end, while others were free. After three refusals the claim is one that can never be
 // prepared, and no other is sent there, also when its neighbours can be made.

@@ -249,7 +249,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	}
 	if a.reader.usable() {
 		var err error
-		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now)
+		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now, a.ledger.Allocations())
 		p.fail(err)
 	}
 }

@@ -25,16 +25,21 @@ import (
 
 // A claim that can never be prepared as it is keeps its pod in ContainerCreating, and its
 // devices from others. So it is told, looked at again after a while, and its pods are
-// ended: their controllers make them anew, with a new claim.
+// ended: their controllers make them anew, with a new claim. Where the new one would ask for
+// the same that there is not (configuration, above all), that would only go round in
+// circles: such pods are told, and left. An admission policy keeps most of them from being
+// made.
 const (
 	// endAfter is how long the pods of a refused claim are left after that, and after
 	// what was done in vain.
 	endAfter = 30 * time.Second
 	// taintLook is how often a claim is looked at whose pods a taint is to end.
 	taintLook = 2 * time.Second
-	// mostRefused is how many refused claims are remembered. What is beyond that is
-	// told by the kubelet alone, until there is room.
+	// mostRefused is how many refused claims are remembered, and mostLeft how many of them
+	// may be ones whose pods are left. What is beyond that is told by the kubelet alone,
+	// until there is room.
 	mostRefused = 100
+	mostLeft    = 50
 )
 
 // refusals are the claims of a front-end that can never be prepared as they are.
@@ -77,7 +82,22 @@ func lasting(err error) (status.Cause, bool) {
 		return status.Cause{}, false
 	}
 	c := status.CauseOf(err, "")
-	return c, c.Reason == status.ClaimOutdated || c.Reason == status.ClaimRefused
+	return c, c.Reason == status.ClaimOutdated || c.Reason == status.ClaimRefused || c.Reason == status.ClaimUnsupported
+}
+
+// ends reports whether the pods of a claim that was refused for that reason are ended. One
+// that is unsupported would be made anew with the same words.
+func ends(why status.Cause) bool { return why.Reason != status.ClaimUnsupported }
+
+// roomLocked reports whether another claim may be remembered that was refused for that reason.
+func (f *refusals) roomLocked(why status.Cause) bool {
+	left := 0
+	for _, r := range f.refused {
+		if !ends(r.cause) {
+			left++
+		}
+	}
+	return len(f.refused) < mostRefused && (ends(why) || left < mostLeft)
 }
 
 // note remembers what the Prepare of a claim came to.
@@ -89,7 +109,7 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 	switch {
 	case err == nil:
 		f.forgiveLocked(claim.UID)
-	case lasts && known == nil && len(f.refused) < mostRefused:
+	case lasts && known == nil && f.roomLocked(cause):
 		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause,
 			pods: brief.List(podNames(claim.Pods), 3), next: f.Now().Add(endAfter)}
 		select {
@@ -224,13 +244,13 @@ func (f *refusals) deal(ctx context.Context, uid string) {
 		return
 	}
 	var pods []workload.Pod
-	if err == nil {
+	if err == nil && ends(of.cause) {
 		pods, err = f.waitingHere(ctx, claim)
 	}
 	switch {
 	case err != nil:
 		f.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()}, "because", err)
-	case len(pods) == 0: // it is gone, or comes yet
+	case len(pods) == 0: // it is gone, comes yet, or is left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
 		f.later(uid, now.Add(taintLook))
 	case of.tainted.IsZero() && f.taint(ctx, uid, claim):
