@@ -111,9 +111,9 @@ func (c *claims) found(id string, r ledger.Record, taken time.Time) error {
 	return c.front.Found(id, r, taken)
 }
 
-// publish says what the loop says to the other front-end, and of which devices that one has
-// the resource's name yet.
-func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool) {
+// publish says what the loop says to the other front-end, of which devices that one has
+// the resource's name yet, and which placements the driver refuses.
+func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool, refused map[mig.Place]status.Cause) {
 	if c.front == nil {
 		return
 	}
@@ -123,7 +123,7 @@ func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool) {
 		}
 		c.start()
 	}
-	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards, Failing: in.Failing, Drain: in.Drain,
+	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards, Failing: in.Failing, Refused: refused, Drain: in.Drain,
 		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Guarantee: string(c.caps)})
 }
 

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -782,6 +783,142 @@ func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A claim's time slice is the GPU's before a container of it may start, whatever the partition
+// says, and as long as the claim has the GPU; also across a start of the agent.
+func TestTimeSliceOfAClaim(t *testing.T) {
+	for name, c := range map[string]struct{ entry, device, after string }{
+		"shared":               {"mode: shared", "-shared", "default"},
+		"replicas":             {"mode: shared, replicas: 2", "-replicas", "default"},
+		"whole":                {"mode: whole", "gpu-00000000", "default"},
+		"the partition's goes": {"mode: shared, timeSlice: short", "-shared", "short"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o, dir := newOutside(1), t.TempDir()
+				o.dra = newScheduled()
+				b := start(t, o, dir, throughDRA(c.entry))
+				defer func() { b.end() }()
+				claim := func(name string) kubelet.Claim {
+					gib := kube.Quantity(0)
+					if c.device == "-shared" {
+						gib = 1
+					}
+					claim := o.dra.allocate(t, name, c.device, gib)
+					o.dra.Edit("ns", name, func(k *kube.Claim) {
+						k.Configs = []kube.ClaimConfig{{Parameters: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)}}
+					})
+					return claim
+				}
+				is := func(when, want string) {
+					t.Helper()
+					synctest.Wait()
+					o.with(func() {
+						if got := string(o.slices[uuid(0)]); got != want {
+							t.Errorf("%s: the time slice is %q, want %q", when, got, want)
+						}
+					})
+				}
+				// While it cannot be set, the pod waits, and is told for what.
+				o.with(func() { o.sliceErr = fmt.Errorf("no root: %w", gpu.ErrNoPermission) })
+				first := claim("first")
+				if _, err := o.dra.prepare(t.Context(), first); err == nil || !strings.Contains(err.Error(), "the time slice of its GPU is not set yet") || b.specOf(key(first)) != nil {
+					t.Errorf("%v", err)
+				}
+				o.with(func() { o.sliceErr = nil })
+				if _, err := o.dra.prepare(t.Context(), first); err != nil {
+					t.Fatal(err)
+				}
+				is("prepared", "long")
+				b.end()
+				asks := o.sliceAsks
+				b = start(t, o, dir, throughDRA(c.entry))
+				time.Sleep(time.Minute)
+				is("after a start", "long")
+				if o.sliceAsks > asks+1 {
+					t.Errorf("after a start the driver was asked %d times", o.sliceAsks-asks)
+				}
+				o.dra.Remove("ns", "first")
+				o.dra.unprepare(t, first)
+				time.Sleep(time.Minute)
+				is("the claim has ended", c.after)
+
+				// What a GPU cannot have keeps nobody off.
+				o.with(func() { o.sliceErr = fmt.Errorf("no tool: %w", gpu.ErrNotSupported) })
+				if _, err := o.dra.prepare(t.Context(), claim("second")); err != nil {
+					t.Error(err)
+				}
+				if synctest.Wait(); !slices.ContainsFunc(b.Status().Conditions, func(k status.Condition) bool { return k.Reason == status.TimeSliceUnsupported }) {
+					t.Errorf("the status says %+v", b.Status().Conditions)
+				}
+			})
+		})
+	}
+}
+
+// A pod whose claim was given a placement that the driver refuses to make waited there without
+// end, while others were free. After three refusals the claim is one that can never be
+// prepared, and no other is sent there, also when its neighbours can be made.
+func TestClaimOfAPlacementThatTheDriverRefuses(t *testing.T) {
+	for name, c := range map[string]struct {
+		says error
+		ends bool // the claim's pod
+	}{
+		"no room":        {gpu.ErrNoRoom, true},
+		"an argument":    {gpu.ErrInvalid, true},
+		"unsaid":         {gpu.ErrDriver, true},
+		"it hangs":       {gpu.ErrTimeout, false},
+		"a reset is due": {gpu.ErrLost, false},
+		"loaded anew":    {gpu.ErrNoDriver, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := migMachine(1, 0)
+				o.dra = newScheduled()
+				o.refuses = map[string]error{"create 3g.40gb@4": fmt.Errorf("create a GPU instance: %w", c.says)}
+				b := start(t, o, t.TempDir(), throughDRA("mode: mig"))
+				defer b.end()
+				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
+				ends := func() bool {
+					_, d := o.dra.Device("-mig-3g40gb-4")
+					return slices.ContainsFunc(d.Taints, func(t kube.Taint) bool { return t.Effect == kube.NoExecute })
+				}
+				claim := o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)
+				o.dra.Edit("ns", "a", func(k *kube.Claim) { k.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}} })
+				for range 2 { // the kubelet comes again
+					_, err := o.dra.prepare(t.Context(), claim)
+					if err == nil || !strings.Contains(err.Error(), c.says.Error()) || strings.Contains(err.Error(), "make the claim anew") != c.ends {
+						t.Errorf("%v", err)
+					}
+				}
+				if synctest.Wait(); b.ledger.Held() == c.ends || o.dra.taint(t, "-mig-3g40gb-4") != "GPUInstanceFailed" {
+					t.Errorf("held: %+v; withdrawn because of %q", b.ledger.Allocations(), o.dra.taint(t, "-mig-3g40gb-4"))
+				}
+				time.Sleep(40 * time.Second) // half a minute, and a few for the tries
+				if synctest.Wait(); ends() != c.ends {
+					t.Errorf("its pod is ended: %v, want %v", ends(), c.ends)
+				}
+				o.dra.Remove("ns", "a")
+				o.dra.unprepare(t, claim)
+				other := o.dra.allocate(t, "b", "-mig-3g40gb-0", 0)
+				if _, err := o.dra.prepare(t.Context(), other); err != nil {
+					t.Error(err)
+				}
+				if synctest.Wait(); (o.dra.taint(t, "-mig-3g40gb-4") == "GPUInstanceFailed") != c.ends || ends() {
+					t.Errorf("when another one was made, it is withdrawn because of %q, and ends pods: %v", o.dra.taint(t, "-mig-3g40gb-4"), ends())
+				}
+				o.with(func() { o.refuses = nil })
+				time.Sleep(failingFor)
+				if synctest.Wait(); o.dra.taint(t, "-mig-3g40gb-4") != "" {
+					t.Errorf("in time it is withdrawn because of %q", o.dra.taint(t, "-mig-3g40gb-4"))
+				}
+				if _, err := o.dra.prepare(t.Context(), o.dra.allocate(t, "c", "-mig-3g40gb-4", 0)); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
 }
 
 // firstIsHeldByOne is what the kubelet is told while unit 1 of GPU 0 is held and all is

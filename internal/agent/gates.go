@@ -40,6 +40,7 @@ type gatekeeper struct {
 	reader   *reader
 	layouts  *layouts
 	executor *executor
+	slices   *timeSlices
 	journal  *journal
 	pages    *pageSweeper
 	// witnesses say who has what.
@@ -156,7 +157,7 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 				}
 				k.removed[c.ID] = true
 			}
-		case c.IsOpen(), c.Phase == ledger.Reserved, k.reader.parts == nil:
+		case c.IsOpen(), c.Phase == ledger.Reserved, k.reader.parts == nil, k.unsliced(c):
 		default:
 			if err := k.writeFile(c); err != nil {
 				failed(err)
@@ -214,6 +215,12 @@ func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 		}
 	}
 	return nil
+}
+
+// unsliced reports whether the driver has yet to be asked for a time slice that an
+// allocation has.
+func (k *gatekeeper) unsliced(c *ledger.Allocation) bool {
+	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !k.slices.stands(g) })
 }
 
 // faulty reports whether the driver cannot say what a container would need of a

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,12 +25,13 @@ import (
 // hardware is what outside has of MIG: it refuses what a card refuses.
 type hardware struct {
 	// Guarded by outside.mu:
-	ops     []string      // what took effect, in order
-	calls   int           // of those that change something
-	failAt  map[int]error // by number of the call, from 1
-	failAll error         // of every create
-	chance  func() error  // of every call, if set
-	took    time.Duration // of each call
+	ops     []string         // what took effect, in order
+	calls   int              // of those that change something
+	failAt  map[int]error    // by number of the call, from 1
+	failAll error            // of every create
+	refuses map[string]error // by what is asked, "create 3g.40gb@4"
+	chance  func() error     // of every call, if set
+	took    time.Duration    // of each call
 	// ampere: a mode comes into force with a reset.
 	ampere   bool
 	resetErr error
@@ -79,7 +81,7 @@ func (o *outside) change(u gpu.UUID, what string, do func(d *gpu.Device) error) 
 	o.calls++
 	err, took := o.failAt[o.calls], o.took
 	if err == nil && strings.HasPrefix(what, "create") {
-		err = o.failAll
+		err = cmp.Or(o.failAll, o.refuses[what])
 	}
 	if err == nil && o.chance != nil {
 		err = o.chance()

@@ -249,7 +249,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	}
 	if a.reader.usable() {
 		var err error
-		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now)
+		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now, a.ledger.Allocations())
 		p.fail(err)
 	}
 }
@@ -279,7 +279,7 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	if a.partitions.judged {
 		// Before that the slices stay as the last process has left them: what is held is
 		// all that would be in them, and claims of the rest would be refused.
-		a.claims.publish(&in, a.kept(offer))
+		a.claims.publish(&in, a.kept(offer), a.executor.refusedPlacements(time.Now()))
 	}
 	return offer
 }

@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -55,31 +57,52 @@ func (t *timeSlices) inForce() map[gpu.UUID]gpu.TimeSlice {
 	return out
 }
 
-// set makes the driver's time slices what the partition says. A GPU that never had one
-// set is left alone where none is asked for.
-func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want, layouts map[gpu.UUID]plan.Layout) (note string, err error) {
+// claimed are the time slices that claims ask for: of one GPU they are alike, which the ledger
+// sees to.
+func claimed(allocations []ledger.Allocation) map[gpu.UUID]gpu.TimeSlice {
+	out := map[gpu.UUID]gpu.TimeSlice{}
+	for i := range allocations {
+		for _, g := range allocations[i].Grants {
+			if g.TimeSlice != "" {
+				out[g.GPU] = g.TimeSlice
+			}
+		}
+	}
+	return out
+}
+
+// stands reports whether the driver has been asked for the time slice of a grant, whether or
+// not it can have it. Before that its container may not start: it would keep another one.
+func (t *timeSlices) stands(g ledger.Grant) bool {
+	return g.TimeSlice == "" || t.of[g.GPU].is == g.TimeSlice
+}
+
+// set makes the driver's time slices what claims ask for, and where none does what the
+// partition says. A GPU that never had one set is left alone where none is asked for, and so
+// is one in MIG mode, which has none.
+func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want, layouts map[gpu.UUID]plan.Layout, allocations []ledger.Allocation) (note string, err error) {
 	var notes []string
 	var errs []error
-	for _, w := range wanted {
-		d := inv.ByUUID(w.GPU)
-		if d == nil || d.Fault != "" {
+	claims := claimed(allocations)
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		want := claims[d.UUID]
+		if w := slices.IndexFunc(wanted, func(w config.Want) bool { return w.GPU == d.UUID }); d.Fault != "" || d.MIG.Enabled || w < 0 && want == "" {
 			continue
+		} else if want == "" && wanted[w].TimeSlice != gpu.TimeSliceDefault && layouts[d.UUID].Mode() == string(config.Shared) {
+			want = wanted[w].TimeSlice
 		}
-		want := w.TimeSlice
-		if want == gpu.TimeSliceDefault || layouts[w.GPU].Mode() != string(config.Shared) {
-			want = ""
-		}
-		have, asked := t.of[w.GPU]
+		have, asked := t.of[d.UUID]
 		if want == "" {
 			if !asked || have.note != "" {
-				delete(t.of, w.GPU)
+				delete(t.of, d.UUID)
 				continue
 			}
 			want = gpu.TimeSliceDefault // what we set is ours to put back
 		}
 		if !asked || have.is != want || have.epoch != epoch {
 			cctx, cancel := context.WithTimeout(ctx, driverPatience)
-			err := t.driver.SetTimeSlice(cctx, w.GPU, want)
+			err := t.driver.SetTimeSlice(cctx, d.UUID, want)
 			cancel()
 			have = slice{is: want, epoch: epoch}
 			if errors.Is(err, gpu.ErrNotSupported) {
@@ -90,8 +113,8 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 				}
 				continue
 			}
-			t.of[w.GPU] = have
-			t.log.Info("time slice", "gpu", w.GPU, "slice", string(want), "note", have.note)
+			t.of[d.UUID] = have
+			t.log.Info("time slice", "gpu", d.UUID, "slice", string(want), "note", have.note)
 		}
 		if have.note != "" {
 			notes = append(notes, have.note)

@@ -61,6 +61,8 @@ func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 		return status.CauseOf(k.reader.partsErr, status.DriverFilesUnknown)
 	case k.reader.parts == nil:
 		return unknown("it is not known yet which driver files containers need")
+	case k.unsliced(c):
+		return status.Why(status.DriverFailed, "the time slice of its GPU is not set yet")
 	case c.Phase == ledger.Reserved && k.witnesses.Err() != nil:
 		return status.Why(status.HoldersUnknown, "it is not known whether its devices are free: %v", k.witnesses.Err())
 	}

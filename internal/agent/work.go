@@ -34,7 +34,9 @@ const (
 	// tries for each of the kubelet's, which comes back after half a minute.
 	wishPauseMax = 10 * time.Second
 	// mostFailures is after how many failures in a row a placement is withdrawn, and
-	// failingFor for how long, unless something is made on its GPU meanwhile.
+	// failingFor for how long, unless something is made on its GPU meanwhile. A placement
+	// that the driver has refused so often stays withdrawn then, too: that others can be
+	// made says nothing of it.
 	mostFailures = 3
 	failingFor   = 10 * time.Minute
 	// busySoon is how often GPUs are read while a change or a container waits for
@@ -99,6 +101,21 @@ func (r *result) failure() failure {
 	return f
 }
 
+// refused reports whether the driver has refused what an instance needs that an allocation
+// waits for: to make it, or to destroy another one. The driver has answered, and what it
+// said is not of itself or the whole GPU. To refuse another MIG mode is none of that, since
+// a reset may be due.
+func (r *result) refused() bool {
+	if r.Placement == (mig.Placement{}) || r.failed.Op != mig.Create && r.failed.Op != mig.Destroy {
+		return false
+	}
+	switch gpu.ErrorKind(r.err) {
+	case gpu.ErrInUse, gpu.ErrNoRoom, gpu.ErrNotSupported, gpu.ErrNoPermission, gpu.ErrInvalid, gpu.ErrDriver:
+		return true
+	}
+	return false // it did not answer, was lost or loaded anew, or the process ends
+}
+
 // rest is a pause after work that failed.
 type rest struct {
 	until time.Time
@@ -124,9 +141,11 @@ func backOff(most time.Duration) wait.Backoff {
 // failing is a placement that could not be made, or without one the MIG mode of a dynamic
 // GPU.
 type failing struct {
-	n     int
-	until time.Time
-	why   status.Cause
+	n int
+	// refusals are those failures that were refusals of the driver.
+	refusals int
+	until    time.Time
+	why      status.Cause
 }
 
 // executor does on the hardware what was planned, on each GPU one job at a time, and
@@ -459,7 +478,10 @@ func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		e.log.Info("work done", "gpu", r.GPU, "allocation", r.Allocation, "steps", r.String())
 		delete(e.rests, plan.Want{GPU: r.GPU})
 		delete(e.rests, r.Want())
-		maps.DeleteFunc(e.failing, func(at mig.Place, _ *failing) bool { return at.GPU == r.GPU })
+		maps.DeleteFunc(e.failing, func(at mig.Place, f *failing) bool {
+			made := slices.Contains(r.Steps, mig.Step{Op: mig.Create, Placement: at.Placement})
+			return at.GPU == r.GPU && (made || f.refusals < mostFailures)
+		})
 	case errors.Is(r.err, errPlanAgain):
 		e.log.Info("work is planned again", "gpu", r.GPU, "allocation", r.Allocation, "steps", r.String())
 	default:
@@ -469,6 +491,7 @@ func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 
 // failed notes that a job did not come to its end.
 func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
+	refused := r.refused() // what is added to the error is of other steps
 	if len(r.undone) > 0 {
 		back := plan.Work{Steps: r.undone}
 		r.err = fmt.Errorf("%w; put back: %s", r.err, back.String())
@@ -491,6 +514,9 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Placement: r.Placement})
 	had := f.n
 	f.n++
+	if refused {
+		f.refusals++
+	}
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
 	if r.Placement == (mig.Placement{}) { // the MIG mode of a dynamic GPU
@@ -536,6 +562,14 @@ func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 			out[at] = f.why
 		}
 	}
+	return out
+}
+
+// refusedPlacements are those of failingPlacements that the driver has refused so often
+// that what waits for them is to be had elsewhere.
+func (e *executor) refusedPlacements(now time.Time) map[mig.Place]status.Cause {
+	out := e.failingPlacements(now)
+	maps.DeleteFunc(out, func(at mig.Place, _ status.Cause) bool { return e.failing[at].refusals < mostFailures })
 	return out
 }
 

@@ -68,6 +68,10 @@ type want struct {
 	// amount is what it has of the device's capacity, by name.
 	amount map[string]kube.Quantity
 	admin  bool
+	// slice is the time slice that it asks for, empty for none, and named says that it
+	// does so by the name of its request.
+	slice gpu.TimeSlice
+	named bool
 	// pods are those that may use the claim.
 	pods []workload.Pod
 }
@@ -80,8 +84,9 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 		if r.Driver != driver || !strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
+		slice, named := sliceOf(c, r)
 		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
-			amount: r.Capacity, admin: r.Admin, pods: c.Pods})
+			amount: r.Capacity, admin: r.Admin, slice: slice, named: named, pods: c.Pods})
 		n[r.Request]++
 	}
 	for i := range out {
@@ -96,13 +101,16 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
 	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.admin}
 	layout := f.offer.Changes.Layouts[g.GPU]
+	if err := f.sliceLocked(&g, w, beside); err != nil {
+		return g, err
+	}
 	switch {
 	case w.admin && g.Kind != ledger.Placement:
 		g.Kind = ledger.Whole
 	case w.admin:
 		// It takes no room, so nothing is made for it.
 		if d := f.offer.Inventory.ByUUID(g.GPU); mig.Find(d.MIG.Instances, g.Placement) == nil {
-			return g, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound)
+			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
 		}
 	case g.Kind == ledger.Units || g.Kind == ledger.Replica:
 		if !layout.Has(g.Kind) {
@@ -178,19 +186,6 @@ var names = map[ledger.Kind]string{ledger.Units: "memory units", ledger.Replica:
 // deviceOf is the device that a grant is of.
 func deviceOf(g *ledger.Grant) Device {
 	return Device{GPU: g.GPU, Kind: g.Kind, Placement: g.Placement}
-}
-
-// refuseConfig refuses configuration for the driver: it has none.
-func refuseConfig(c *kube.Claim) error {
-	if len(c.Configs) == 0 {
-		return nil
-	}
-	var kind struct {
-		APIVersion string `json:"apiVersion"`
-		Kind       string `json:"kind"`
-	}
-	_ = json.Unmarshal(c.Configs[0].Parameters, &kind) // what cannot be read has no kind
-	return never(status.ClaimRefused, fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid))
 }
 
 // same reports whether two results are of one share.

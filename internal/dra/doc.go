@@ -49,7 +49,8 @@
 // A share has no numbers in this API; it gets the lowest that are free. What is not there
 // yet is waited for, up to the kubelet's patience: room that an ending claim has, an
 // instance, and after a start of the agent the claims themselves. Only what can never be
-// had is refused: a device of an older layout, an amount, configuration. The pods of such a
+// had is refused: a device of an older layout, an amount, configuration, an instance that
+// the hardware's driver refuses to make. The pods of such a
 // claim are told, and ended half a minute later, by a taint or by eviction; none that has
 // a container, and none of another node.
 //

@@ -14,9 +14,15 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // refusedWorld is one in which pod p has a claim that can never be prepared.
@@ -56,7 +62,8 @@ func (w *refusedWorld) says() string {
 	return strings.Join(out, ", ")
 }
 
-var peersConfig = []kube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`)}}
+// elsewhere is a device of another node's pool, for which a claim is refused.
+var elsewhere = kube.Result{Request: "x", Driver: driver, Pool: "node-2/a100", Device: "gpu-1"}
 
 // A claim that can never be prepared is told at once and ended half a minute later: by a
 // taint where its device has nobody else, else by eviction; and nobody who runs is.
@@ -103,7 +110,7 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 				}
 				defer w.run(layout)()
 				claim := w.claim("a", c.result)
-				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods, o.Configs = []workload.Pod{ours}, peersConfig })
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods, o.Results = []workload.Pod{ours}, append(o.Results, elsewhere) })
 				if c.before != nil {
 					c.before(w)
 				}
@@ -127,6 +134,174 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 				time.Sleep(2 * endAfter)
 				if synctest.Wait(); len(w.Refused()) > 0 || strings.Contains(w.says(), "claim-refused") {
 					t.Errorf("the claim is gone: %+v; %s", w.Refused(), w.says())
+				}
+			})
+		})
+	}
+}
+
+// A claim that asks for what this driver has not made its pod go round in circles: its pod was
+// ended, made anew with the same words, and refused again, and each time it had a GPU. It is
+// told, and left; when it has become possible, it is prepared.
+func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
+	const peers = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`
+	for name, c := range map[string]struct {
+		layout func(*gpu.Device, *mig.Card) plan.Layout
+		result kube.Result
+		config []kube.ClaimConfig
+	}{
+		"configuration":           {whole, kube.Result{Device: wholeDevice}, []kube.ClaimConfig{{Parameters: json.RawMessage(peers)}}},
+		"configuration of class":  {whole, kube.Result{Device: wholeDevice}, []kube.ClaimConfig{{Parameters: json.RawMessage(peers), Requests: []string{"r0"}, FromClass: true}}},
+		"a slice of an instance":  {onDemand, kube.Result{Device: migDevice}, []kube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
+		"access to what is not":   {onDemand, kube.Result{Device: migDevice, Admin: true}, nil},
+		"a slice for such access": {whole, kube.Result{Device: wholeDevice, Admin: true}, []kube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &refusedWorld{world: newWorld(t, 1, c.layout)}
+				w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+				defer w.run(c.layout)()
+				claim := w.claim("a", c.result)
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) {
+					o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}}, c.config
+				})
+				// What the loop takes before it withdraws something is no way around it.
+				if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
+					t.Errorf("%v: %+v", err, w.ledger.Allocations())
+				}
+				for range 10 {
+					if _, err := w.Prepare(t.Context(), claim); err == nil || w.ledger.Held() {
+						t.Fatalf("%v: %+v", err, w.ledger.Allocations())
+					}
+					time.Sleep(endAfter)
+				}
+				if got := w.says(); got != "p ClaimUnsupported" {
+					t.Errorf("it is said: %s", got)
+				}
+				if said := w.Refused(); len(said) != 1 || said[0].Reason != status.ClaimUnsupported || said[0].Subject != "ns/a" {
+					t.Errorf("the status says %+v", said)
+				}
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Configs = nil })
+				w.in.Inventory.GPUs[0].MIG.Instances = []gpu.Instance{{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, UUID: "MIG-a"}}
+				w.lay(c.layout)
+				time.Sleep(endAfter)
+				if synctest.Wait(); len(w.Refused()) > 0 {
+					t.Errorf("it has become possible, and the status says %+v", w.Refused())
+				}
+				if _, err := w.Prepare(t.Context(), claim); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+// However many claims are left as they are, there is room for those whose pods are ended.
+func TestClaimsThatAreLeftTakeNoRoomFromOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &refusedWorld{world: newWorld(t, 1, shared)}
+		w.Evict = w.evict
+		defer w.run(shared)()
+		for i := range 3 * mostRefused {
+			name := fmt.Sprintf("p-%03d", i)
+			claim := w.claim(name, kube.Result{Device: shareDevice})
+			w.cluster.Edit("ns", name, func(o *kube.Claim) {
+				o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}}, []kube.ClaimConfig{{Parameters: json.RawMessage(`{}`)}}
+			})
+			if _, err := w.Prepare(t.Context(), claim); err == nil {
+				t.Fatal("prepared")
+			}
+		}
+		w.locked(func() { w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}} })
+		claim := w.claim("a", kube.Result{Device: wholeDevice})
+		w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		if _, err := w.Prepare(t.Context(), claim); err == nil {
+			t.Fatal("prepared")
+		}
+		time.Sleep(endAfter)
+		if got := w.says(); got != "p ClaimEnded, p ClaimOutdated, evicted p u" || len(w.Refused()) != mostLeft+1 {
+			t.Errorf("of %d refused it is said: %s", len(w.Refused()), got)
+		}
+	})
+}
+
+// A claim of a placement that the driver refuses to make is given up while it waits, with all
+// that it has, and refused until the driver is asked again. One whose containers may be there
+// keeps what it has.
+func TestPlacementThatTheDriverRefuses(t *testing.T) {
+	for name, c := range map[string]struct {
+		before func(*refusedWorld, dra.Claim)
+		keeps  bool
+	}{
+		"it waits":                    {func(*refusedWorld, dra.Claim) {}, false},
+		"the kubelet has it prepared": {func(w *refusedWorld, c dra.Claim) { w.cluster.Know(c) }, true},
+		"a container has it": {func(w *refusedWorld, c dra.Claim) {
+			w.locked(func() {
+				w.containers = []node.Container{{CDI: []string{"example.com/gpu=" + cdi.Key("claim/"+c.UID, []string{"r0#0"})}}}
+			})
+		}, true},
+		"a container has nobody knows what": {func(w *refusedWorld, c dra.Claim) {
+			w.locked(func() { w.containers = []node.Container{{CDIUnknown: true}} })
+		}, true},
+		"it stands": {func(w *refusedWorld, c dra.Claim) { w.open() }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &refusedWorld{world: newWorld(t, 2, onDemand)}
+				w.ledger = ledger.New(func() {}, time.Now) // the loop opens nothing
+				w.restart()
+				w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}
+				defer w.run(onDemand)()
+				claim := w.claim("a", kube.Result{Device: migDevice}, kube.Result{Device: "gpu-00000001-mig-1g10gb-0"})
+				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+				answer := make(chan error, 1)
+				ask := func() {
+					go func() {
+						ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+						defer cancel()
+						_, err := w.Prepare(ctx, claim)
+						answer <- err
+					}()
+				}
+				ask()
+				time.Sleep(time.Second)
+				c.before(w, claim)
+				w.refuses = map[mig.Place]status.Cause{{GPU: w.in.Inventory.GPUs[0].UUID, Placement: w.published.Devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), migDevice}].Placement}: status.Why(status.GPUInstanceFailed, "no room")}
+				w.lay(onDemand)
+				began := time.Now()
+				err := <-answer
+				if c.keeps {
+					if time.Since(began) > time.Minute || len(w.ledger.Allocations()) != 2 || len(w.Refused()) > 0 {
+						t.Errorf("%v: %+v, %+v", err, w.ledger.Allocations(), w.Refused())
+					}
+					return
+				}
+				for range 2 {
+					if err == nil || !strings.Contains(err.Error(), "the GPU's driver refuses device "+migDevice) || !strings.Contains(err.Error(), "no room") || w.ledger.Held() {
+						t.Errorf("%v: %+v", err, w.ledger.Allocations())
+					}
+					if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() { // takes it no more
+						t.Errorf("%v: %+v", err, w.ledger.Allocations())
+					}
+					ask()
+					err = <-answer
+				}
+				if !time.Now().Equal(began) {
+					t.Errorf("it waited for %v", time.Since(began))
+				}
+				time.Sleep(endAfter)
+				if got := w.says(); got != migDevice+" example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused" {
+					t.Errorf("it is said: %s", got)
+				}
+				if d := w.named(migDevice); !slices.Contains(d.Taints, kube.Taint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: kube.NoSchedule}) {
+					t.Errorf("the next claim is sent there: %+v", d.Taints)
+				}
+				// The driver is to be asked again.
+				w.refuses = nil
+				w.lay(onDemand)
+				time.Sleep(endAfter)
+				if synctest.Wait(); len(w.Refused()) > 0 || len(w.named(migDevice).Taints) > 0 {
+					t.Errorf("%+v, %+v", w.Refused(), w.named(migDevice).Taints)
 				}
 			})
 		})

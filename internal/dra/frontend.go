@@ -95,7 +95,7 @@ type FrontEnd struct {
 	offer     *Offer
 	published *Published
 	basis     basis // what published was built from
-	// news is closed when published or listed become others.
+	// news is closed when published, listed or what GPUs' drivers refuse become others.
 	news   chan struct{}
 	faults faults
 	// listed says that the API server has been asked once for the claims that there are:
@@ -132,7 +132,7 @@ func (f *faults) of(d Device) string {
 	if why := f.gpus[d.GPU]; why != "" || d.Kind != ledger.Placement {
 		return why
 	}
-	return f.placements[mig.Place{GPU: d.GPU, Placement: d.Placement}]
+	return f.placements[placeOf(d)]
 }
 
 // returned is a claim that was given back: the pods that it was for, and when.
@@ -163,6 +163,9 @@ type Offer struct {
 	Cards    map[gpu.UUID]*mig.Card
 	// Failing are placements that cannot be made, with the reason.
 	Failing map[mig.Place]status.Cause
+	// Refused are those of Failing that the GPU's driver has refused so often that their
+	// claims are to be made anew, elsewhere.
+	Refused map[mig.Place]status.Cause
 	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
 	Drain bool
 	// Others are the GPUs that somebody else gives out too.
@@ -185,9 +188,17 @@ func (f *FrontEnd) Publish(o Offer) {
 	defer f.mu.Unlock()
 	if f.offer == nil {
 		f.sweeper.poke() // the claims can be understood now
+	} else if !maps.Equal(f.offer.Refused, o.Refused) {
+		f.tellLocked()
 	}
 	f.offer = &o
 	f.showLocked()
+}
+
+// tellLocked tells those who wait that there is news.
+func (f *FrontEnd) tellLocked() {
+	close(f.news)
+	f.news = make(chan struct{})
 }
 
 // SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
@@ -243,8 +254,7 @@ func (f *FrontEnd) showLocked() {
 		same = was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
 	}
 	if !same {
-		close(f.news)
-		f.news = make(chan struct{})
+		f.tellLocked()
 	}
 	if !f.listed {
 		return

@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
@@ -42,6 +43,7 @@ type world struct {
 	pods       []workload.Pod   // guarded by mu: that the kubelet has
 	events     []string         // guarded by mu: "pod reason"
 	ledger     *ledger.Ledger
+	refuses    map[mig.Place]status.Cause // what the hardware's driver refuses
 	journal    map[string]ledger.Record
 	wakes      atomic.Int64
 }
@@ -105,7 +107,7 @@ func (w *world) lay(layout func(*gpu.Device, *mig.Card) plan.Layout) {
 		changes.MIG[d.UUID] = ledger.MIG{Card: w.in.Cards[d.UUID]}
 	}
 	w.ledger.SetMIG(changes.MIG)
-	w.Publish(Offer{Inventory: w.in.Inventory, Changes: changes, Cards: w.in.Cards, Guarantee: "api", Drain: true})
+	w.Publish(Offer{Inventory: w.in.Inventory, Changes: changes, Cards: w.in.Cards, Guarantee: "api", Drain: true, Failing: w.refuses, Refused: w.refuses})
 }
 
 // run has the front-end run, with the kubelet there, until the test ends.

@@ -23,6 +23,7 @@ func FuzzPrepare(f *testing.F) {
 		`{"results":[{"request":"r/a","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000000-shared","adminAccess":true},{"request":"r/a","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"9223372036854775807"}}]}`,
 		`{"results":[{"pool":"node-2/x","device":"gpu-00000000"},{"pool":"node-1/","device":""}],"configs":[{"Parameters":[1],"FromClass":true},{"Requests":["r","r"],"Parameters":{"kind":"GpuConfig"}}]}`,
 		`{"results":[{"request":"r","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"1Gi"}}],"configs":[{"Requests":["r"],"Parameters":{"apiVersion":"gpu.example.com/v1","kind":"ShareConfig"}}],"pods":[{"Name":"p","UID":"u"}]}`,
+		`{"results":[{"request":"r","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"1Gi"}}],"configs":[{"Parameters":` + string(sliced("Long")) + `},{"Requests":["r"],"Parameters":` + string(sliced("Short")) + `,"FromClass":true}]}`,
 	} {
 		f.Add([]byte(text))
 	}

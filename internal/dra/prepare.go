@@ -34,7 +34,9 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 		if err == nil { // the call before it may have ended without that
 			go f.tell(&kube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
 		}
-		return devices, err
+		if err == nil || !f.refusals.giveUp(ctx, shares) {
+			return devices, err
+		}
 	}
 	claim, err := f.API.Claim(ctx, f.Driver, c.Namespace, c.Name)
 	switch {
@@ -103,7 +105,10 @@ func (f *FrontEnd) prepare(ctx context.Context, claim *kube.Claim) ([]dra.Device
 			if err == nil {
 				time.AfterFunc(tellAfter, func() { f.tell(claim, shares) })
 			}
-			return devices, err
+			if err == nil || !f.refusals.giveUp(ctx, shares) {
+				return devices, err
+			}
+			continue // to be told why
 		case !errors.Is(err, ledger.ErrTaken):
 			return nil, err
 		}
@@ -194,6 +199,9 @@ func (f *FrontEnd) take(wants []want) (news <-chan struct{}, err error) {
 			}
 			continue
 		}
+		if err := f.refusals.unmadeLocked(w); err != nil {
+			return nil, err
+		}
 		g, err := f.grantLocked(w, asked)
 		if err != nil {
 			return f.news, err
@@ -218,6 +226,8 @@ func (f *FrontEnd) take(wants []want) (news <-chan struct{}, err error) {
 
 // open waits until containers may be created with a claim's allocations.
 func (f *FrontEnd) open(ctx context.Context, shares []share) ([]dra.Device, error) {
+	ctx, cancel := f.refusals.whileMakeable(ctx, shares)
+	defer cancel()
 	all, ctx := errgroup.WithContext(ctx)
 	out := make([]dra.Device, len(shares))
 	slices.SortFunc(shares, func(a, b share) int { return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N)) })

@@ -18,22 +18,28 @@ import (
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 
 	"golang.org/x/time/rate"
 )
 
 // A claim that can never be prepared as it is keeps its pod in ContainerCreating, and its
 // devices from others. So it is told, looked at again after a while, and its pods are
-// ended: their controllers make them anew, with a new claim.
+// ended: their controllers make them anew, with a new claim. Where the new one would ask for
+// the same that there is not (configuration, above all), that would only go round in
+// circles: such pods are told, and left. An admission policy keeps most of them from being
+// made.
 const (
 	// endAfter is how long the pods of a refused claim are left after that, and after
 	// what was done in vain.
 	endAfter = 30 * time.Second
 	// taintLook is how often a claim is looked at whose pods a taint is to end.
 	taintLook = 2 * time.Second
-	// mostRefused is how many refused claims are remembered. What is beyond that is
-	// told by the kubelet alone, until there is room.
+	// mostRefused is how many refused claims are remembered, and mostLeft how many of them
+	// may be ones whose pods are left. What is beyond that is told by the kubelet alone,
+	// until there is room.
 	mostRefused = 100
+	mostLeft    = 50
 )
 
 // refusals are the claims of a front-end that can never be prepared as they are.
@@ -76,7 +82,22 @@ func lasting(err error) (status.Cause, bool) {
 		return status.Cause{}, false
 	}
 	c := status.CauseOf(err, "")
-	return c, c.Reason == status.ClaimOutdated || c.Reason == status.ClaimRefused
+	return c, c.Reason == status.ClaimOutdated || c.Reason == status.ClaimRefused || c.Reason == status.ClaimUnsupported
+}
+
+// ends reports whether the pods of a claim that was refused for that reason are ended. One
+// that is unsupported would be made anew with the same words.
+func ends(why status.Cause) bool { return why.Reason != status.ClaimUnsupported }
+
+// roomLocked reports whether another claim may be remembered that was refused for that reason.
+func (f *refusals) roomLocked(why status.Cause) bool {
+	left := 0
+	for _, r := range f.refused {
+		if !ends(r.cause) {
+			left++
+		}
+	}
+	return len(f.refused) < mostRefused && (ends(why) || left < mostLeft)
 }
 
 // note remembers what the Prepare of a claim came to.
@@ -88,7 +109,7 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 	switch {
 	case err == nil:
 		f.forgiveLocked(claim.UID)
-	case lasts && known == nil && len(f.refused) < mostRefused:
+	case lasts && known == nil && f.roomLocked(cause):
 		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause,
 			pods: brief.List(podNames(claim.Pods), 3), next: f.Now().Add(endAfter)}
 		select {
@@ -223,13 +244,13 @@ func (f *refusals) deal(ctx context.Context, uid string) {
 		return
 	}
 	var pods []workload.Pod
-	if err == nil {
+	if err == nil && ends(of.cause) {
 		pods, err = f.waitingHere(ctx, claim)
 	}
 	switch {
 	case err != nil:
 		f.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()}, "because", err)
-	case len(pods) == 0: // it is gone, or comes yet
+	case len(pods) == 0: // it is gone, comes yet, or is left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
 		f.later(uid, now.Add(taintLook))
 	case of.tainted.IsZero() && f.taint(ctx, uid, claim):
@@ -284,6 +305,9 @@ func (f *refusals) never(claim *kube.Claim) error {
 	defer f.mu.Unlock()
 	var asked []ledger.Request
 	for i := range wants {
+		if err := f.unmadeLocked(&wants[i]); err != nil {
+			return err
+		}
 		g, err := f.grantLocked(&wants[i], asked)
 		if err != nil && !errors.Is(err, ledger.ErrTaken) {
 			return err
@@ -304,6 +328,80 @@ func (f *refusals) lateLocked(wants []want) error {
 		}
 	}
 	return nil
+}
+
+// placeOf is the MIG placement that a device stands for, if it is one.
+func placeOf(d Device) mig.Place { return mig.Place{GPU: d.GPU, Placement: d.Placement} }
+
+// unmadeLocked is why the GPU's driver makes no instance for a result, nil where nothing is
+// known against it. That lasts for as long as its placement is withdrawn.
+func (f *refusals) unmadeLocked(w *want) error {
+	if why, refused := f.offer.Refused[placeOf(w.device)]; refused && !w.admin {
+		return never(status.ClaimRefused, fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to have another one: %w", w.Device, why.Message, gpu.ErrInvalid))
+	}
+	return nil
+}
+
+// refusesLocked reports whether the GPU's driver refuses to make something that a claim has
+// and that does not stand.
+func (f *refusals) refusesLocked(shares []share) bool {
+	return slices.ContainsFunc(shares, func(s share) bool {
+		a, has := f.Ledger.Get(s.id())
+		if !has || a.IsOpen() || a.Grants[0].NoRoom { // nothing is made for that
+			return false
+		}
+		_, refused := f.offer.Refused[placeOf(deviceOf(&a.Grants[0]))]
+		return refused
+	})
+}
+
+// whileMakeable returns a context that ends with ctx, or when the GPU's driver is known to
+// refuse what a claim has.
+func (f *refusals) whileMakeable(ctx context.Context, shares []share) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	go func() {
+		for ctx.Err() == nil {
+			f.mu.Lock()
+			refused, news := f.offer != nil && f.refusesLocked(shares), f.news
+			f.mu.Unlock()
+			if refused {
+				cancel()
+			}
+			select {
+			case <-news:
+			case <-ctx.Done():
+			}
+		}
+	}()
+	return ctx, cancel
+}
+
+// giveUp gives back what a claim has where the GPU's driver refuses to make it, and reports
+// whether it did. It does not where the kubelet has been told that the claim is prepared, or
+// where a container may have it: that one's pod is not ended.
+func (f *refusals) giveUp(ctx context.Context, shares []share) bool {
+	f.mu.Lock()
+	refused := f.offer != nil && f.refusesLocked(shares)
+	f.mu.Unlock()
+	if !refused {
+		return false
+	}
+	uid := shares[0].UID
+	state, err := f.Kubelet.DRAState()
+	if err != nil && !errors.Is(err, gpu.ErrNotFound) || answered(&state, f.Driver, uid) {
+		return false
+	}
+	used, sure, err := inContainers(ctx, f.Runtime, f.Domain)
+	if err != nil || !sure || slices.ContainsFunc(shares, func(s share) bool { return used[s.id()] }) {
+		return false
+	}
+	f.mu.Lock()
+	for i := range shares {
+		f.endLocked(shares[i].id(), uid)
+	}
+	f.mu.Unlock()
+	f.Wake()
+	return true
 }
 
 // taint has a taint end the pods of a refused claim, by way of a device that nobody else

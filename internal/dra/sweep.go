@@ -246,8 +246,7 @@ func (f *sweeper) begin(claims []kube.Claim, state *node.DRAState, used map[stri
 		}
 	}
 	f.listed = true
-	close(f.news)
-	f.news = make(chan struct{})
+	f.tellLocked()
 	f.showLocked()
 	f.Wake() // for what was taken over
 }
@@ -282,9 +281,9 @@ func (f *FrontEnd) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 		return nil, fmt.Errorf("list the claims: %w", err)
 	}
 	for i := range claims {
-		wants := wants(&claims[i], f.Driver, f.Node)
-		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 || f.gaveBack(&claims[i]) || f.refusals.foreign(&claims[i]) != nil {
-			continue // what is refused would be prepared from here without its other devices
+		wants, err := f.refusals.wanted(&claims[i])
+		if _, ok := f.taken(claims[i].UID); ok || err != nil || f.gaveBack(&claims[i]) {
+			continue // what is refused would be prepared from here
 		}
 		ready, _, err := f.findNow(wants)
 		if !ready || err != nil {

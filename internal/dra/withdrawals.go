@@ -73,7 +73,7 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 	if why := w.Changes.Leaving[d.GPU][d.Placement]; why.Message != "" && (drains || !w.Changes.Blocks(d.GPU)) {
 		return why.Reason
 	}
-	return w.Failing[mig.Place{GPU: d.GPU, Placement: d.Placement}].Reason
+	return w.Failing[placeOf(d)].Reason
 }
 
 // occupied reports whether a placement has no room beside an instance that stands and may

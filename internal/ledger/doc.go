@@ -30,7 +30,7 @@
 //	{"gpu":"GPU-5a2f…","kind":"units","units":"0-23","unitMiB":1024,"cap":25769803776}
 //	{"gpu":"GPU-5a2f…","kind":"replica","replica":2,"of":4,"cap":20937965568}
 //	{"gpu":"GPU-5a2f…","kind":"placement","profile":"3g.40gb","start":4,"size":4}
-//	{"gpu":"GPU-5a2f…","kind":"whole"}
+//	{"gpu":"GPU-5a2f…","kind":"whole","timeSlice":"long"}
 //
 // A grant that was worked out from device IDs alone, since no record is left, lacks
 // what the IDs do not say: the size of a unit and the number of replicas, which are

@@ -65,6 +65,9 @@ type Grant struct {
 	// NoRoom says that it takes nothing from anybody: its holder looks after the GPU,
 	// beside those who have it.
 	NoRoom bool
+	// TimeSlice is how long a process may keep the GPU before the next one's turn, as
+	// the claim asks; empty where it does not. A GPU has one.
+	TimeSlice gpu.TimeSlice
 }
 
 // Fix returns the grant with the cap that its holder was given, in bytes, and with
@@ -93,14 +96,15 @@ type record struct {
 	Replica int      `json:"replica,omitempty"`
 	Of      int      `json:"of,omitempty"`
 	*mig.Placement
-	Cap    *uint64 `json:"cap,omitempty"`
-	NoRoom bool    `json:"noRoom,omitempty"`
+	Cap       *uint64       `json:"cap,omitempty"`
+	NoRoom    bool          `json:"noRoom,omitempty"`
+	TimeSlice gpu.TimeSlice `json:"timeSlice,omitempty"`
 }
 
 // MarshalJSON writes the grant's record. Whole GPUs and MIG instances have no cap,
 // which need not be said.
 func (g Grant) MarshalJSON() ([]byte, error) {
-	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of, NoRoom: g.NoRoom}
+	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of, NoRoom: g.NoRoom, TimeSlice: g.TimeSlice}
 	if g.Kind == Placement {
 		r.Placement = &g.Placement
 	} else if g.Kind != Whole && g.Cap.Known {
@@ -116,8 +120,15 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 	if err := json.Unmarshal(data, &r); err != nil {
 		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
-	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}, NoRoom: r.NoRoom}
+	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}, NoRoom: r.NoRoom, TimeSlice: r.TimeSlice}
 	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0 || r.Replica > mostReplica || r.Of > mostReplica
+	switch r.TimeSlice {
+	case "":
+	case gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong:
+		bad = bad || r.Kind == Placement || r.NoRoom // which have none to set
+	default:
+		bad = true
+	}
 	switch r.Kind {
 	case Whole:
 		out.Cap = NoCap

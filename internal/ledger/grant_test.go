@@ -38,6 +38,7 @@ func TestRecord(t *testing.T) {
 		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Placement, Placement: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, Cap: NoCap},
 			`{"gpu":"GPU-a","kind":"placement","profile":"1c.3g.40gb","start":4,"size":4,"ci":1}`},
 		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}, `{"gpu":"GPU-a","kind":"whole","noRoom":true}`},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, TimeSlice: gpu.TimeSliceLong}, `{"gpu":"GPU-a","kind":"whole","timeSlice":"long"}`},
 	} {
 		got, err := json.Marshal(c.grant)
 		if err != nil || string(got) != c.want {
@@ -57,6 +58,8 @@ func TestRecordsThatAreRefused(t *testing.T) {
 		`{"gpu":"GPU-a","kind":"units","units":"0-4294967296"}`, `{"gpu":"GPU-a","kind":"units","units":"0","unitMiB":-1}`,
 		`{"gpu":"GPU-a","kind":"units","units":"0-16777216"}`, `{"gpu":"GPU-a","kind":"replica","of":4000000000}`, `{"gpu":"GPU-a","kind":"replica","replica":2147483647}`,
 		`{"gpu":"GPU-a","kind":"placement","profile":"7x"}`, `{"gpu":"GPU-a","kind":"replica","replica":-1}`, `{"gpu":"GPU-a","kind":"replica","cap":-1}`,
+		`{"gpu":"GPU-a","kind":"whole","timeSlice":"2ms"}`, `{"gpu":"GPU-a","kind":"whole","noRoom":true,"timeSlice":"long"}`,
+		`{"gpu":"GPU-a","kind":"placement","profile":"3g.40gb","start":4,"size":4,"timeSlice":"long"}`,
 	} {
 		g := Grant{GPU: "GPU-before"}
 		err := json.Unmarshal([]byte(text), &g)

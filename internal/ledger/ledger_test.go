@@ -62,6 +62,38 @@ func TestTake(t *testing.T) {
 	}
 }
 
+// A GPU has one time slice: whoever asks for another one has no room beside the first, and
+// who asks for none goes along with it.
+func TestTimeSlicesOfOneGPU(t *testing.T) {
+	of := func(u gpu.UUID, unit int, slice gpu.TimeSlice) []Grant {
+		g := unitsOf(u, unit)
+		g[0].TimeSlice = slice
+		return g
+	}
+	l := newLedger()
+	for i, c := range []struct {
+		grants []Grant
+		taken  bool
+	}{
+		{of("GPU-a", 0, ""), false},
+		{of("GPU-a", 1, gpu.TimeSliceLong), false},
+		{of("GPU-a", 2, gpu.TimeSliceShort), true},
+		{of("GPU-a", 2, gpu.TimeSliceDefault), true},
+		{of("GPU-a", 2, gpu.TimeSliceLong), false},
+		{of("GPU-a", 3, ""), false},
+		{of("GPU-b", 2, gpu.TimeSliceShort), false},
+	} {
+		if _, err := l.Take(Request{ID: fmt.Sprint(i), Owner: DRA, Grants: c.grants}); c.taken != errors.Is(err, ErrTaken) {
+			t.Errorf("%+v: %v", c.grants, err)
+		}
+	}
+	l.Release(DRA, "1")
+	l.Release(DRA, "4")
+	if _, err := l.Take(Request{ID: "short", Owner: DRA, Grants: of("GPU-a", 2, gpu.TimeSliceShort)}); err != nil {
+		t.Error(err)
+	}
+}
+
 // What takes nothing keeps nobody off, also not through another front-end.
 func TestNoRoom(t *testing.T) {
 	l := newLedger()

@@ -218,6 +218,8 @@ func clash(card *mig.Card, a, b *Grant) bool {
 		return false
 	case a.Kind != b.Kind:
 		return true // two promises of the same memory
+	case a.TimeSlice != "" && b.TimeSlice != "" && a.TimeSlice != b.TimeSlice:
+		return true // of the GPU
 	case a.Kind == Units:
 		return a.Unit != 0 && b.Unit != 0 && a.Unit != b.Unit || a.Units.Meets(b.Units)
 	case a.Kind == Replica:

@@ -68,7 +68,9 @@ const (
 	// Of claims that can never be prepared as they are.
 	ClaimOutdated Reason = "ClaimOutdated"
 	ClaimRefused  Reason = "ClaimRefused"
-	ClaimEnded    Reason = "ClaimEnded"
+	// One that would be made anew with the same words.
+	ClaimUnsupported Reason = "ClaimUnsupported"
+	ClaimEnded       Reason = "ClaimEnded"
 )
 
 // Reasons of Events, and of the node's condition. Some are those of conditions, too.

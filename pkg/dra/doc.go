@@ -3,7 +3,7 @@
 // Package dra serves a driver of dynamic resource allocation to the kubelet: it prepares
 // the ResourceClaims of pods that are to start here, gives them back, and says how the
 // driver's devices are. It is the only package that knows these protocols: the kubelet's
-// plugin registration (v1), DRAPlugin (v1) and DRAResourceHealth (v1alpha1).
+// plugin registration (v1), DRAPlugin (v1) and DRAResourceHealth (v1 and v1alpha1).
 //
 //	s, err := dra.New(dra.Options{Name: "gpus.example.com", Driver: driver, Logger: log})
 //	go s.Run(ctx)

@@ -140,7 +140,7 @@ func TestRegistration(t *testing.T) {
 		connected := dial(t, s.path)
 		connected.Connect()
 		info := register(t, s.path, accepted)
-		if info.Type != registration.DRAPlugin || info.Name != name || info.Endpoint != "" || !slices.Equal(info.SupportedVersions, []string{"v1.DRAPlugin", "v1alpha1.DRAResourceHealth"}) {
+		if info.Type != registration.DRAPlugin || info.Name != name || info.Endpoint != "" || !slices.Equal(info.SupportedVersions, []string{"v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"}) {
 			t.Errorf("the kubelet is told %+v", info)
 		}
 		<-s.registered
@@ -295,6 +295,36 @@ func TestHealth(t *testing.T) {
 	watch()
 	for range 3 {
 		<-stream.sent
+	}
+}
+
+// A kubelet of 1.37 asks for healths by v1, one before it by v1alpha1.
+func TestHealthIsServedByBothNames(t *testing.T) {
+	d := &scripted{}
+	d.setHealth(Health{Pool: "p", Name: "gpu-1", Message: "Xid 79"})
+	s := run(t, t.TempDir(), d)
+	info := register(t, s.path, accepted)
+	asked := 0
+	for _, name := range info.SupportedVersions {
+		if !strings.HasSuffix(name, ".DRAResourceHealth") {
+			continue
+		}
+		asked++
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		stream, err := dial(t, s.path).NewStream(ctx, &health.DRAResourceHealth_ServiceDesc.Streams[0], "/"+name+"/NodeWatchResources")
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := &health.NodeWatchResourcesResponse{}
+		if err := errors.Join(stream.SendMsg(&health.NodeWatchResourcesRequest{}), stream.CloseSend(), stream.RecvMsg(got)); err != nil {
+			t.Errorf("%s: %v", name, err)
+		} else if len(got.Devices) != 1 || got.Devices[0].Device.DeviceName != "gpu-1" || got.Devices[0].Health != health.HealthStatus_UNHEALTHY {
+			t.Errorf("%s says %v", name, got)
+		}
+	}
+	if asked != 2 {
+		t.Errorf("the kubelet is told %q", info.SupportedVersions)
 	}
 }
 

@@ -43,11 +43,19 @@ const maxHealth = 1024
 // three times as long.
 const healthEvery = 30 * time.Second
 
+// healthV1 is the health service of Kubernetes 1.37. Its messages are those of v1alpha1 to
+// the byte, so the pinned k8s.io/kubelet serves it under its name; v0.37 has types for it.
+// Kubelets before 1.37 know v1alpha1 alone, and from 1.40 on v1 alone.
+const healthV1 = "v1.DRAResourceHealth"
+
 func (s *Server) newServer(stop context.Context) *grpc.Server {
 	a := &service{Server: s, ration: brief.NewRation(s.opts.Logger, time.Now, time.AfterFunc), stop: stop, healthEvery: healthEvery}
 	server := grpc.NewServer(grpc.UnaryInterceptor(a.observe), grpc.StatsHandler(a), grpc.WaitForHandlers(true))
 	api.RegisterDRAPluginServer(server, a)
 	health.RegisterDRAResourceHealthServer(server, a)
+	v1 := health.DRAResourceHealth_ServiceDesc
+	v1.ServiceName = healthV1
+	server.RegisterService(&v1, a)
 	registration.RegisterRegistrationServer(server, a)
 	return server
 }
@@ -57,7 +65,7 @@ func (a *service) GetInfo(context.Context, *registration.InfoRequest) (*registra
 	return &registration.PluginInfo{
 		Type:              registration.DRAPlugin,
 		Name:              a.opts.Name,
-		SupportedVersions: []string{api.DRAPluginService, health.DRAResourceHealth_ServiceDesc.ServiceName},
+		SupportedVersions: []string{api.DRAPluginService, healthV1, health.DRAResourceHealth_ServiceDesc.ServiceName},
 	}, nil
 }
 

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// A claim and its DeviceClass may have configuration for the driver. One kind is known:
+// what NVIDIA's driver takes for time slices. The admission policy gpu-agent-claims
+// (deployments/components/dra) refuses any other when the claim is made. What a class has,
+// and what was made while the policy was not in force, is refused here.
+
+// known are the objects that configuration may be, with what each asks for. Nothing is left
+// out of them and nothing added: a field that is passed over would be a promise not kept.
+var known = func() (out []knownConfig) {
+	add := func(sharing map[string]any, slice gpu.TimeSlice) {
+		sharing["strategy"] = "TimeSlicing"
+		out = append(out, knownConfig{map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}, slice})
+	}
+	add(map[string]any{}, gpu.TimeSliceDefault)
+	for interval, slice := range map[string]gpu.TimeSlice{"Default": gpu.TimeSliceDefault, "Short": gpu.TimeSliceShort, "Medium": gpu.TimeSliceMedium, "Long": gpu.TimeSliceLong} {
+		add(map[string]any{"timeSlicingConfig": map[string]any{"interval": interval}}, slice)
+	}
+	return out
+}()
+
+type knownConfig struct {
+	object any // as encoding/json reads it
+	slice  gpu.TimeSlice
+}
+
+// readConfig returns the time slice that a configuration asks for. The error wraps
+// gpu.ErrInvalid where it asks for something else.
+func readConfig(c *kube.ClaimConfig) (gpu.TimeSlice, error) {
+	var object any
+	err := json.Unmarshal(c.Parameters, &object)
+	if i := slices.IndexFunc(known, func(k knownConfig) bool { return err == nil && reflect.DeepEqual(k.object, object) }); i >= 0 {
+		return known[i].slice, nil
+	}
+	var is struct{ APIVersion, Kind string }
+	_ = json.Unmarshal(c.Parameters, &is) // what cannot be read has no kind
+	whose := "configuration"
+	if c.FromClass {
+		whose = "its DeviceClass has configuration"
+	}
+	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone (kind GpuConfig of resource.nvidia.com/v1beta1, sharing.strategy TimeSlicing, timeSlicingConfig.interval Default, Short, Medium or Long): "+
+		"leave it out, and say what is wanted by class and capacity: %w", whose, brief.Cut(is.Kind, longest), brief.Cut(is.APIVersion, longest), gpu.ErrInvalid)
+}
+
+// longest is how much of a name that somebody else chose is said again, in bytes.
+const longest = 100
+
+// refuseConfig refuses configuration that is not known.
+func refuseConfig(c *kube.Claim) error {
+	for i := range c.Configs {
+		if _, err := readConfig(&c.Configs[i]); err != nil {
+			return never(status.ClaimUnsupported, err)
+		}
+	}
+	return nil
+}
+
+// sliceOf returns the time slice that a claim asks for in a result, empty where it asks for
+// none. The last configuration that is for the result's request counts. named says that it
+// names exactly that request.
+func sliceOf(c *kube.Claim, r *kube.Result) (slice gpu.TimeSlice, named bool) {
+	for i := range slices.Backward(c.Configs) {
+		requests := c.Configs[i].Requests
+		named := slices.Contains(requests, r.Request)
+		if !named && len(requests) > 0 && !slices.ContainsFunc(requests, func(of string) bool { return strings.HasPrefix(r.Request, of+"/") }) {
+			continue
+		}
+		slice, _ := readConfig(&c.Configs[i]) // refused before
+		return slice, named
+	}
+	return "", false
+}
+
+// sliceLocked puts the time slice that a result asks for into its grant. A MIG instance and
+// access that takes nothing have none: they are passed over where the configuration does not
+// name their request, and refused where it does. The error wraps ledger.ErrTaken while
+// another claim has another time slice on the GPU.
+func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request) error {
+	if w.slice == "" {
+		return nil
+	}
+	if w.admin || g.Kind == ledger.Placement {
+		if w.named {
+			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, and what that has (%s) has none of its own: leave the request out of the configuration: %w", w.Request, w.Device, gpu.ErrInvalid))
+		}
+		return nil
+	}
+	other := func(grants []ledger.Grant) int {
+		return slices.IndexFunc(grants, func(o ledger.Grant) bool {
+			return o.GPU == g.GPU && o.TimeSlice != "" && o.TimeSlice != w.slice
+		})
+	}
+	for i := range beside {
+		if j := other(beside[i].Grants); j >= 0 {
+			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices of one GPU, %s and %s: %w", beside[i].Grants[j].TimeSlice, w.slice, gpu.ErrInvalid))
+		}
+	}
+	for _, a := range f.Ledger.Allocations() {
+		if j := other(a.Grants); j >= 0 {
+			return fmt.Errorf("device %s: its GPU has the time slice %s for another claim (allocation %s), and %s is asked for: %w", w.Device, a.Grants[j].TimeSlice, a.ID, w.slice, ledger.ErrTaken)
+		}
+	}
+	g.TimeSlice = w.slice
+	return nil
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// sliced is NVIDIA's configuration of a time slice.
+func sliced(interval string) json.RawMessage {
+	return json.RawMessage(fmt.Sprintf(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":%q}}}`, interval))
+}
+
+// Configuration is NVIDIA's, of time slices, to the letter: what is passed over would be a
+// promise that is not kept.
+func TestConfiguration(t *testing.T) {
+	const head = `"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"`
+	for text, want := range map[string]gpu.TimeSlice{
+		string(sliced("Default")): gpu.TimeSliceDefault, string(sliced("Short")): gpu.TimeSliceShort,
+		string(sliced("Medium")): gpu.TimeSliceMedium, string(sliced("Long")): gpu.TimeSliceLong,
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing"}}`:         gpu.TimeSliceDefault,
+		` { "sharing" : {"strategy":"TimeSlicing"} , ` + head + ` } `: gpu.TimeSliceDefault,
+
+		string(sliced("long")): "", string(sliced("")): "", string(sliced("2ms")): "",
+		`{` + head + `}`:                                                                                    "",
+		`{` + head + `,"sharing":null}`:                                                                     "",
+		`{` + head + `,"sharing":"TimeSlicing"}`:                                                            "",
+		`{` + head + `,"sharing":{"strategy":"MPS"}}`:                                                       "",
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing","mpsConfig":{}}}`:                                "",
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{}}}`:                        "",
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":3}}}`:            "",
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long","n":1}}}`: "",
+		`{` + head + `,"sharing":{"strategy":"TimeSlicing"},"color":"red"}`:                                 "",
+		`{` + head + `,"Sharing":{"strategy":"TimeSlicing"}}`:                                               "",
+		`{"apiVersion":"resource.nvidia.com/v1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`:   "",
+		strings.Replace(string(sliced("Long")), "GpuConfig", "MigDeviceConfig", 1):                          "",
+		`[` + string(sliced("Long")) + `]`:                                                                  "", string(sliced("Long")) + `x`: "", `{"kind":`: "", ``: "", `null`: "",
+	} {
+		got, err := readConfig(&kube.ClaimConfig{Parameters: json.RawMessage(text)})
+		if got != want || (err == nil) != (want != "") || err != nil && !errors.Is(err, gpu.ErrInvalid) {
+			t.Errorf("%s is %q, %v; want %q", text, got, err, want)
+		}
+	}
+}
+
+// A result has the time slice of the last configuration that is for its request.
+func TestTimeSliceOfAResult(t *testing.T) {
+	of := func(interval string, requests ...string) kube.ClaimConfig {
+		return kube.ClaimConfig{Requests: requests, Parameters: sliced(interval)}
+	}
+	for name, c := range map[string]struct {
+		configs []kube.ClaimConfig
+		slice   gpu.TimeSlice
+		named   bool
+	}{
+		"none":                            {nil, "", false},
+		"of all requests":                 {[]kube.ClaimConfig{of("Long")}, gpu.TimeSliceLong, false},
+		"of the request":                  {[]kube.ClaimConfig{of("Long", "other", "gpu/a")}, gpu.TimeSliceLong, true},
+		"of its alternatives":             {[]kube.ClaimConfig{of("Long", "gpu")}, gpu.TimeSliceLong, false},
+		"of another request":              {[]kube.ClaimConfig{of("Long", "gpu/b", "g", "gpu/a/a")}, "", false},
+		"of all, then of the request":     {[]kube.ClaimConfig{of("Long"), of("Short", "gpu/a")}, gpu.TimeSliceShort, true},
+		"of the request, then of another": {[]kube.ClaimConfig{of("Long", "gpu/a"), of("Short", "x")}, gpu.TimeSliceLong, true},
+	} {
+		slice, named := sliceOf(&kube.Claim{Configs: c.configs}, &kube.Result{Request: "gpu/a"})
+		if slice != c.slice || named != c.named {
+			t.Errorf("%s: %q, %v; want %q, %v", name, slice, named, c.slice, c.named)
+		}
+	}
+}
+
+// Of two time slices of one GPU the first holder's counts, and the second waits until that has
+// ended. Who asks for none goes along. A MIG instance has none of its own.
+func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		defer w.run(shared)()
+		ask := func(name, interval string, patience time.Duration) error {
+			claim := w.claim(name, kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+			w.cluster.Edit("ns", name, func(c *kube.Claim) {
+				if interval != "" {
+					c.Configs = []kube.ClaimConfig{{Parameters: sliced(interval)}}
+				}
+			})
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			_, err := w.Prepare(ctx, claim)
+			return err
+		}
+		for _, c := range [][2]string{{"none", ""}, {"first", "Long"}, {"same", "Long"}, {"after", ""}} {
+			if err := ask(c[0], c[1], time.Second); err != nil {
+				t.Error(c, err)
+			}
+		}
+		if err := ask("second", "Short", 30*time.Second); !errors.Is(err, ledger.ErrTaken) || !strings.Contains(err.Error(), "its GPU has the time slice long for another claim") || len(w.Refused()) > 0 {
+			t.Errorf("%v; %+v", err, w.Refused())
+		}
+		slices := map[gpu.TimeSlice]int{}
+		for _, a := range w.ledger.Allocations() {
+			slices[a.Grants[0].TimeSlice]++
+			if r := w.journal[a.ID]; r.Grants[0].TimeSlice != a.Grants[0].TimeSlice {
+				t.Errorf("the record is %+v, of %+v", r, a)
+			}
+		}
+		if slices[""] != 2 || slices[gpu.TimeSliceLong] != 2 || len(slices) != 2 {
+			t.Errorf("held: %v", slices)
+		}
+		done := make(chan error, 1)
+		go func() { done <- ask("third", "Short", time.Hour) }()
+		time.Sleep(10 * time.Second)
+		for _, name := range []string{"first", "same"} {
+			if err := w.Unprepare(t.Context(), dra.Claim{Namespace: "ns", Name: name, UID: "uid-" + name}); err != nil {
+				t.Error(err)
+			}
+		}
+		began := time.Now()
+		if err := <-done; err != nil || time.Since(began) > 0 {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+
+		two := w.claim("two", kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "two", func(c *kube.Claim) {
+			c.Configs = []kube.ClaimConfig{{Parameters: sliced("Short")}, {Parameters: sliced("Long"), Requests: []string{"r1"}}}
+		})
+		if _, err := w.Prepare(t.Context(), two); err == nil || !strings.Contains(err.Error(), "two time slices of one GPU, short and long") {
+			t.Errorf("of one claim: %v", err)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, onDemand)
+		defer w.run(onDemand)()
+		claim := w.claim("a", kube.Result{Device: migDevice})
+		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Configs = []kube.ClaimConfig{{Parameters: sliced("Long")}} })
+		if _, err := w.Prepare(t.Context(), claim); err != nil || w.ledger.Allocations()[0].Grants[0].TimeSlice != "" {
+			t.Errorf("%v: %+v", err, w.ledger.Allocations())
+		}
+	})
+}
