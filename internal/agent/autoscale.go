@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/status"
@@ -45,7 +46,8 @@ func delivered(plugins Plugins, c *claims) bool {
 }
 
 // readyCondition says whether pods that ask for GPUs can be sent to the node: for
-// controllers that turn conditions into taints. A node whose GPUs are all in use is ready.
+// controllers that turn conditions into taints. A node whose GPUs are all in use, cordoned or
+// being changed is ready.
 //
 // known is false while this process starts: what the one before it said stays for
 // silentFor, or a taint would come and go with every update of the agent.
@@ -54,27 +56,76 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condit
 	say := func(why status.Reason, format string, args ...any) {
 		c.Reason, c.Message = string(why), fmt.Sprintf(format, args...)
 	}
-	well := 0
+	well, given := 0, 0
+	var none []string
+	var first status.Reason // why the first of none can not be given out
 	for i := range snap.Inventory.GPUs {
-		if !snap.sick(snap.Inventory.GPUs[i].UUID) {
-			well++
+		d := &snap.Inventory.GPUs[i]
+		if snap.sick(d.UUID) {
+			continue
 		}
+		well++
+		why := snap.offersNothing(d.UUID)
+		if why == (status.Cause{}) || snap.changes(d.UUID) {
+			given++
+			continue
+		}
+		first, none = cmp.Or(first, why.Reason), append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message))
 	}
 	switch all := len(snap.Inventory.GPUs); {
 	case snap.usable.absent != (status.Cause{}) && snap.Hangs == "":
 		say(snap.usable.absent.Reason, "%s", snap.usable.absent.Message)
 	case !snap.usable.offered:
 		say(status.Starting, "%s", cmp.Or(snap.Missing, "the kubelet does not have the node's devices yet"))
+		if snap.Outcome.State == Invalid {
+			c.Reason = string(snap.Outcome.Reason)
+		}
 		return c, now.Sub(snap.usable.began) >= silentFor
 	case all == 0:
 		say(status.GPUMissing, "the driver has no GPUs")
 	case well == 0:
 		say(status.GPUUnhealthy, "all %d GPUs are unhealthy", all)
+	case given == 0:
+		say(first, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
 	default:
 		c.Status = kube.True
-		say(status.Offered, "%d of %d GPUs can be given out", well, all)
+		say(status.Offered, "%s", sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))
 	}
 	return c, true
+}
+
+// mostNamed is how many GPUs a condition gives the reasons of: a node has up to 16, and most
+// have the same.
+const mostNamed = 4
+
+// offersNothing is why there is nothing of a GPU that anybody could have, even if it were
+// idle; it is zero where there is something. Faults, cordons and holders are left aside.
+func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
+	layout := s.Layouts[u]
+	if layout.Offers && layout.N > 0 && s.Others[u] == "" {
+		return none
+	}
+	for _, c := range s.Conditions { // the gravest first
+		if c.Subject == string(u) && slices.Contains([]status.Type{status.Failed, status.Refused, status.Blocked, status.Pending}, c.Type) {
+			return c.Cause
+		}
+	}
+	switch {
+	case s.Others[u] != "":
+		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", s.Others[u])
+	case !layout.Known:
+		return status.Why(status.PartitionUnset, "no partition is in force")
+	default:
+		return status.Why(status.NotOffered, "the node's partition does not offer it")
+	}
+}
+
+// changes reports whether a GPU is being changed at this moment, or waits for nothing but
+// the kubelet's lists: what it is to offer comes by itself.
+func (s *Snapshot) changes(u gpu.UUID) bool {
+	return s.Work[u] != "" || slices.ContainsFunc(s.Conditions, func(c status.Condition) bool {
+		return c.Subject == string(u) && c.Type == status.Pending && (c.Reason == status.GPUChange || c.Reason == status.ListsFull)
+	})
 }
 
 // sick reports whether nothing of a GPU can be had for its faults.

@@ -15,7 +15,6 @@ import (
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
-	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // gpuNode is what the GPUNode object says of the node: the same as s, which was shown from
@@ -123,15 +122,11 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 			return status.Why(status.GPUUnhealthy, "%s", v.Reason)
 		}
 	}
-	switch {
-	case !layout.Known:
-		return status.Why(status.PartitionUnset, "no partition is in force")
-	case at.Others[u] != "":
-		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", at.Others[u])
+	switch none := at.offersNothing(u); {
+	case none != (status.Cause{}):
+		return none
 	case at.cordoned(u):
 		return status.Why(status.GPUCordoned, "an operator keeps new pods off the GPU")
-	case !layout.Offers:
-		return status.Why(status.NotOffered, "the node's partition does not offer it")
 	case g.Resource == "":
 		return status.Cause{}
 	}
@@ -145,8 +140,8 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 			if dev.GPU != u || !dev.Leaving && (dev.Healthy || at.held[r.Name][dev.ID]) {
 				continue
 			}
-			if _, n, err := timeslice.ParseID(dev.ID); err == nil && n >= layout.N {
-				continue // of the layout before, which lingers
+			if lingers(dev.ID, layout) {
+				continue
 			}
 			if g.Blocked != "" {
 				return status.Why(at.blockedBy(g.UUID), "%s", g.Blocked)

@@ -305,7 +305,7 @@ func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
 func (a *Agent) finish(p *pass) error {
 	f := &p.findings
 	if a.reader.inv != nil {
-		f.work = a.executor.conditions(a.reader.inv, a.partitions.gen)
+		f.work = a.executor.conditions(a.reader.inv, p.changes.Work, a.partitions.gen)
 	}
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,

@@ -17,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // scene is all that a Status is made from.
@@ -96,7 +97,7 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 		g.Mode = layout.Mode()
 	}
 	if layout.Has(ledger.Units) {
-		g.UnitMiB = uint64(r.opts.MemoryUnit)
+		g.UnitMiB = uint64(cmp.Or(layout.Unit, r.opts.MemoryUnit)) // a GPU in use keeps the unit that it has
 	}
 	switch {
 	case layout.Through(ledger.DRA):
@@ -171,9 +172,13 @@ func (at *scene) count(gpus []status.GPU) {
 			if g == nil || g.Resource != r.Name && r.Kind != ledger.Placement {
 				continue
 			}
+			held := at.held[r.Name][dev.ID]
+			if !held && lingers(dev.ID, at.Layouts[dev.GPU]) {
+				continue
+			}
 			g.Total++
 			switch {
-			case at.held[r.Name][dev.ID]:
+			case held:
 				g.Used++
 			case dev.Healthy:
 				g.Free++
@@ -182,6 +187,13 @@ func (at *scene) count(gpus []status.GPU) {
 			}
 		}
 	}
+}
+
+// lingers reports whether a device is not of its GPU's layout: it is of the one before, and
+// still listed.
+func lingers(id string, layout plan.Layout) bool {
+	_, n, err := timeslice.ParseID(id)
+	return err == nil && n >= layout.N && (layout.Kind == ledger.Units || layout.Kind == ledger.Replica)
 }
 
 // countClaims counts what a GPU has for claims, in the pieces of its layout; those of a

@@ -655,11 +655,15 @@ func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 }
 
 // conditions say what failed for the partition and is tried again later, which GPUs
-// wait for a reset or a reboot, and what is being done.
-func (e *executor) conditions(inv *gpu.Inventory, gen uint64) (out []status.Condition) {
+// wait for a reset or a reboot, what is being done, and which of the work that is planned has
+// not begun.
+func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint64) (out []status.Condition) {
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
+		next := slices.IndexFunc(planned, func(w plan.Work) bool { return w.GPU == d.UUID && w.Allocation == "" })
 		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
+		case (r == nil || r.gen != gen) && next >= 0 && e.jobs[d.UUID] == nil:
+			out = append(out, status.Why(status.GPUChange, "%s: %s, which has not begun", d.Name(), &planned[next]).Condition(status.Pending, string(d.UUID)))
 		case r == nil || r.gen != gen:
 		case errors.Is(r.err, errResetDue):
 			out = append(out, status.CauseOf(r.err, status.ResetDue).Condition(status.Pending, string(d.UUID)))

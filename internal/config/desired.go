@@ -202,6 +202,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 			reason := ""
 			w.Unproven, reason = prove(&w, dev)
 			cannot.add(e.line, reason, dev.Index)
+			cannot.add(e.line, memoryUnits(&w, dev, on.Unit), dev.Index)
 			if w.Mode != Off {
 				w.API = cmp.Or(w.API, on.API, ledger.DevicePlugin)
 			}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -160,6 +161,75 @@ func TestDesireRefuses(t *testing.T) {
 			}
 			if diff := cmp.Diff(strings.Join(tc.want, "\n"), err.Error()); diff != "" {
 				t.Errorf("-want +got:\n%s", diff)
+			}
+		})
+	}
+}
+
+// A GPU that would offer nothing, although its entry wants it to offer something, is refused
+// with the reason, and not taken for one that fits.
+func TestNothingToOfferIsRefused(t *testing.T) {
+	memory := func(total, reserved gpu.MiB) *gpu.Inventory {
+		inv := node("Tesla T4", "Tesla T4")
+		for i := range inv.GPUs {
+			inv.GPUs[i].Memory, inv.GPUs[i].Reserved = total, reserved
+		}
+		return inv
+	}
+	onlyFirst := cards(t, "a100-80")
+	onlyFirst.GPUs = onlyFirst.GPUs[:1]
+	odd := func(change func(*gpu.MIG)) *gpu.Inventory {
+		inv := &gpu.Inventory{GPUs: slices.Clone(onlyFirst.GPUs)}
+		m := &inv.GPUs[0].MIG
+		m.Profiles = slices.Clone(m.Profiles)
+		change(m)
+		return inv
+	}
+	unread := odd(func(m *gpu.MIG) {
+		m.Profiles = []gpu.Profile{{Name: "huge", Placements: []gpu.Placement{{Start: 0, Size: 8}}}}
+	})
+	untold := func(on bool) *gpu.Inventory {
+		return odd(func(m *gpu.MIG) {
+			m.Enabled = on
+			for i := range m.Profiles {
+				m.Profiles[i].Placements = nil
+			}
+		})
+	}
+	broken := memory(0, 0)
+	for i := range broken.GPUs {
+		broken.GPUs[i].Fault = "GPU is lost"
+	}
+	const gib = 1024
+	for _, tc := range []struct {
+		name, entry string
+		inv         *gpu.Inventory
+		unit        gpu.MiB
+		want        string // "" where it is accepted
+	}{
+		{"a unit that is larger than the GPU", "mode: shared", memory(15360, 443), 16 * gib,
+			"f:4: GPUs 0 and 1: it would offer no unit of memory: one is 16384 MiB (--memory-unit), and programs can have 14917 MiB of this GPU; set --memory-unit to 8192 MiB or less, or give the GPU replicas or the mode whole"},
+		{"the same through DRA", "mode: shared, api: dra", memory(15360, 443), 16 * gib, "it would offer no unit of memory"},
+		{"a unit that is larger than any GPU", "mode: shared", cards(t, "h100-80"), 100 * gib, "set --memory-unit to 65536 MiB or less"},
+		{"a unit that fits just so", "mode: shared", memory(15360, 443), 14917, ""},
+		{"replicas need no unit", "mode: shared, replicas: 4", memory(15360, 443), 16 * gib, ""},
+		{"a GPU without a figure", "mode: shared", memory(0, 0), gib, "the driver tells no memory that programs can have; give it replicas, or the mode whole"},
+		{"a GPU that cannot be described", "mode: shared", broken, gib, ""},
+		{"dynamic, with a unit that is larger than the GPU", "mode: dynamic, api: dra", onlyFirst, 100 * gib, "it would offer no unit of memory"},
+		{"no profile is understood", "mode: mig", unread, gib, `f:4: GPU 0: it would offer nothing, since this version understands none of its MIG profiles: leave out profile "huge": `},
+		{"dynamic, and no profile is understood", "mode: dynamic, api: dra", unread, gib, "none of its MIG profiles is understood"},
+		{"no placement is told in MIG mode", "mode: mig, profiles: [1g.10gb, 3g.40gb]", untold(true), gib,
+			"f:4: GPU 0: it would offer nothing: the driver tells no place for 1g.10gb and 3g.40gb, although MIG is on"},
+		{"no placement is told before that", "mode: mig", untold(false), gib, ""},
+		{"no placement makes sense", "mode: mig, profiles: [1g.10gb]", odd(func(m *gpu.MIG) {
+			m.Profiles[0].Placements = []gpu.Placement{{Start: -1, Size: 1}}
+		}), gib, `it would offer nothing: leave out profile "1g.10gb": 1 memory slices from -1 on is no placement`},
+		{"MIG without an instance is meant so", "mode: mig, geometry: {}", onlyFirst, gib, ""},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			_, err := mustParse(t, head+"    - {devices: all, "+tc.entry+"}\n").Desire("default", tc.inv, Node{Unit: tc.unit})
+			if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
+				t.Errorf("%v, want %q", err, tc.want)
 			}
 		})
 	}

@@ -43,6 +43,9 @@
 //     moment is left as it is when no entry matches it: a card that died must
 //     not stop the others from being configured.)
 //   - an index or a UUID that the node lacks is a mistake;
+//   - so is a GPU that would offer nothing although it is to offer something: one that is
+//     smaller than a unit of memory, or of whose MIG profiles none is understood or has a
+//     place;
 //   - so is a partition that makes more devices of the node than the kubelet can be
 //     told of (30,000, of all GPUs and resources together); the error names the entry
 //     that makes the most;

@@ -5,11 +5,13 @@ package config
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 	"slices"
 	"strings"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // noShares is why a GPU without memory of its own cannot be shared. A share of the machine's
@@ -58,10 +60,13 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	if len(lacks) > 0 {
 		return false, fmt.Sprintf("there is no profile %s: there are %s", list(lacks, "or"), join(have))
 	}
-	if w.OnDemand || len(w.Geometry) == 0 {
+	if !w.OnDemand && len(w.Geometry) == 0 {
 		return false, ""
 	}
 	card, odd := mig.NewCard(m)
+	if w.OnDemand {
+		return false, onDemand(w, m, card, odd)
+	}
 	if err := card.Feasible(w.Geometry); err != nil {
 		return false, sentence(errors.Join(err, odd))
 	}
@@ -74,6 +79,44 @@ func withoutMIG(d *gpu.Device) string {
 		return "whole and off"
 	}
 	return "whole, shared and off"
+}
+
+// onDemand says why a GPU would offer no placement on demand; it is empty where it would
+// offer some, and where its driver tells placements only while MIG is on. card is the GPU's,
+// and odd what is left out of it.
+func onDemand(w *Want, m *gpu.MIG, card *mig.Card, odd error) string {
+	wanted := func(n mig.Name) bool { return len(w.Profiles) == 0 || slices.Contains(w.Profiles, n) }
+	if slices.ContainsFunc(card.Placements(), func(p mig.Placement) bool { return wanted(p.Profile) }) {
+		return ""
+	}
+	var of []mig.Name // prove has found some
+	told := m.Enabled
+	for i := range m.Profiles {
+		if n, err := mig.Parse(m.Profiles[i].Name); err == nil && wanted(n) {
+			of, told = append(of, n), told || len(m.Profiles[i].Placements) > 0
+		}
+	}
+	switch {
+	case !told:
+		return ""
+	case odd != nil:
+		return "it would offer nothing: " + sentence(odd)
+	}
+	return fmt.Sprintf("it would offer nothing: the driver tells no place for %s, although MIG is on", join(of))
+}
+
+// memoryUnits says why a GPU would offer no unit of memory, as prove does; it is empty where
+// it would, or is not to.
+func memoryUnits(w *Want, d *gpu.Device, unit gpu.MiB) string {
+	inUnits := w.Mode == Shared && w.Replicas == 0 || w.Mode == Dynamic
+	switch {
+	case !inUnits || unit == 0 || d.Fault != "" || timeslice.Units(d, unit) > 0:
+		return "" // what cannot be described must not stop the others from being configured
+	case d.Usable() == 0:
+		return "it would offer no unit of memory: the driver tells no memory that programs can have; give it replicas, or the mode whole"
+	}
+	return fmt.Sprintf("it would offer no unit of memory: one is %d MiB (--memory-unit), and programs can have %d MiB of this GPU; set --memory-unit to %d MiB or less, or give the GPU replicas or the mode whole",
+		unit, d.Usable(), 1<<(bits.Len64(uint64(d.Usable()))-1))
 }
 
 // sentence is an error as a message of a partition file has it: on one line, and

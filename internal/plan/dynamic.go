@@ -70,6 +70,14 @@ func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 	if have.Has(ledger.Units) && (have.Unit == to.Unit || inUnits) {
 		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameUnits
 	}
+	err := in.offersNone(g, w)
+	if to.N == 0 {
+		err = status.Why(status.PartitionUnfit, "it has %d MiB that programs can have, and a memory unit has %d MiB, so it would offer no memory", g.Usable(), in.Unit)
+	}
+	if err != nil {
+		out.say(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v", g.Name(), targetText(w), err))
+		return have, leaving
+	}
 	return to, leaving
 }
 

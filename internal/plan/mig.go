@@ -408,8 +408,11 @@ func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Change
 // and returns its layout meanwhile. What the target does not keep is added to leaving.
 func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Placement]status.Cause, block func(status.Reason, []string), out *Changes) Layout {
 	plan, err := in.change(g, wanted)
+	if err == nil && wanted.OnDemand {
+		err = in.offersNone(g, w)
+	}
 	if err != nil {
-		out.say(status.Refused, g.UUID, status.Why(status.NoRoom, "%s cannot be %s: %v", g.Name(), targetText(w), err))
+		out.say(status.Refused, g.UUID, status.Why(status.CauseOf(err, status.NoRoom).Reason, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
 	keep := map[mig.Placement]bool{}
@@ -539,6 +542,15 @@ func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
 		placements = slices.DeleteFunc(slices.Clone(placements), func(s mig.Placement) bool { return !slices.Contains(w.Profiles, s.Profile) })
 	}
 	return placements
+}
+
+// offersNone is why a GPU would offer nothing on demand; nil where it would offer something,
+// and where that is told only once it is in MIG mode.
+func (in *Input) offersNone(g *gpuWithMIG, w config.Want) error {
+	if len(in.onDemand(g, w)) > 0 || !g.MIG.Enabled && !g.card.Known() {
+		return nil
+	}
+	return status.Why(status.PartitionUnfit, "its driver tells of no place for an instance that this version understands, so it would offer nothing")
 }
 
 // of are those placements of a layout that the GPU can have.

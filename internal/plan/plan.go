@@ -96,6 +96,21 @@ func (c Layout) Mode() string {
 	}
 }
 
+// division is into what a shared GPU is divided, for people: " (4 replicas)".
+func (c Layout) division() string {
+	switch {
+	case !c.Offers:
+		return ""
+	case c.Kind == ledger.Units && c.Unit > 0:
+		return fmt.Sprintf(" (units of %d MiB)", c.Unit)
+	case c.Kind == ledger.Units:
+		return " (units of memory)"
+	case c.Kind == ledger.Replica:
+		return fmt.Sprintf(" (%d replicas)", c.N)
+	}
+	return ""
+}
+
 // layoutOf is the layout that a wish means on a GPU that has nothing to do with MIG. ok
 // is false where the wish is to leave the GPU as it is.
 func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
@@ -224,7 +239,8 @@ type Input struct {
 // the layout that its allocations speak of. A GPU with allocations keeps its layout; one
 // without takes the wanted one. GPUs that wanted does not name, or that it
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
-// have no room for now is withdrawn, and laid out when others have left them.
+// have no room for now is withdrawn, and laid out when others have left them. One that would
+// offer nothing although it is to offer something is Refused, and keeps what it has.
 func Make(in Input) Changes {
 	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{}, Stuck: map[gpu.UUID]status.Cause{}}
 	want := map[gpu.UUID]config.Want{}
@@ -254,6 +270,10 @@ func Make(in Input) Changes {
 		case other != "":
 			out.say(status.Refused, d.UUID, notOffered(d, other))
 			to = Layout{Known: true}
+		case ok && to.N == 0 && d.Fault == "": // what cannot be described is said to be faulty elsewhere
+			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, so it would offer nothing",
+				d.Name(), to.Mode(), d.Usable(), in.Unit))
+			to = have
 		}
 		holders, waits := in.inTheWay(d.UUID, have, to)
 		if !have.Equal(to) && !waits && !in.rows.Fits(d.UUID, to) {
@@ -309,11 +329,16 @@ func (in *Input) inTheWay(u gpu.UUID, have, to Layout) (names []string, waits bo
 	return holdersOf(in.Allocations, u, "")
 }
 
-// between adds the front-ends of a change that is about them.
+// between adds what a change is about where that is not the mode: how the GPU is shared, and
+// the front-ends.
 func (b Blocked) between(have, to Layout) Blocked {
-	if b.API = have.speaksOther(to); b.API {
+	b.API = have.speaksOther(to)
+	switch {
+	case b.API:
 		b.From += " (api: " + string(api(have.API)) + ")"
 		b.To += " (api: " + string(api(to.API)) + ")"
+	case b.From == b.To: // shared in another way
+		b.From, b.To = b.From+have.division(), b.To+to.division()
 	}
 	return b
 }

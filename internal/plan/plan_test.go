@@ -143,15 +143,15 @@ func TestPlan(t *testing.T) {
 		{name: "an allocation on two GPUs holds both", layouts: []Layout{replicaLayout(2), replicaLayout(2), replicaLayout(2), replicaLayout(2)},
 			allocations: []ledger.Allocation{held("a", replica(0, 1), replica(2, 0))},
 			wants:       wants("shared/4", "shared/4", "shared/4", "shared/2"),
-			plan:        "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
+			plan:        "shared2 waits(shared (2 replicas)→shared (4 replicas): ns/a); shared4!; shared2 waits(shared (2 replicas)→shared (4 replicas): ns/a); shared2"},
 		{name: "after a restart the layout is read off the allocations",
 			allocations: []ledger.Allocation{held("a", units(0, 1)), held("b", whole(1)), held("c", replica(2, 2)), held("d", replica(3, 2))},
 			wants:       wants("shared", "shared", "shared/2", "shared/5"),
-			plan:        "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
+			plan:        "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared (3 replicas)→shared (2 replicas): ns/c); shared5"},
 		{name: "after a restart with another unit, no held ID is lost",
 			allocations: []ledger.Allocation{held("a", units(0, 9))},
 			wants:       wants("shared", "shared", "shared", "shared"),
-			plan:        "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
+			plan:        "shared10 waits(shared (units of memory)→shared (units of 1024 MiB): ns/a); shared4!; shared4!; shared4!"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			inv := machine(4)
@@ -267,6 +267,48 @@ func TestProfilesThatAreNotUnderstood(t *testing.T) {
 		}
 		if len(got.Layouts[d.UUID].Placements) == 0 {
 			t.Error("the others are not offered")
+		}
+	}
+}
+
+// A GPU that would offer nothing, although it is to offer something, is refused and keeps
+// what it has.
+func TestNothingToOfferIsRefused(t *testing.T) {
+	nothing := Layout{Known: true, Offers: true, Kind: ledger.Units, Unit: 8 * unit}
+	inv := machine(7)
+	inv.GPUs[6].MIG = a100()
+	inv.GPUs[3].Fault = "GPU is lost"
+	for i, on := range map[int]bool{4: false, 5: true} {
+		d := &inv.GPUs[i]
+		d.MIG = a100()
+		d.MIG.Enabled = on
+		for j := range d.MIG.Profiles {
+			d.MIG.Profiles[j].Placements = []gpu.Placement{{Start: -1, Size: 1}} // which is none
+		}
+	}
+	cards := map[gpu.UUID]*mig.Card{}
+	for _, d := range inv.GPUs[4:] {
+		cards[d.UUID], _ = mig.NewCard(&d.MIG)
+	}
+	all := wants("shared", "shared", "shared", "shared", "mig", "mig", "dynamic")
+	all[4].OnDemand, all[5].OnDemand = true, true
+	// GPU 2 is as a process left it that did not mind.
+	have := map[gpu.UUID]Layout{uuid(0): wholeLayout, uuid(2): nothing, uuid(4): wholeLayout, uuid(6): wholeLayout}
+	got := Make(Input{Inventory: inv, Wanted: all, Layouts: have, Unit: 8 * unit, MIG: MIGInput{Cards: cards}})
+	if text, want := planText(&got, inv), "whole; unset; shared0; shared0!; whole; unset; whole"; text != want {
+		t.Errorf("%s, want %s", text, want)
+	}
+	if len(got.Work) > 0 {
+		t.Errorf("work on the hardware: %+v", got.Work)
+	}
+	said := map[string]status.Condition{}
+	for _, c := range got.Conditions {
+		said[c.Subject] = c
+	}
+	for i := range inv.GPUs {
+		c, ok := said[string(uuid(i))]
+		if want := i != 3; ok != want || ok && (c.Type != status.Refused || c.Reason != status.PartitionUnfit || !strings.Contains(c.Message, "would offer no")) {
+			t.Errorf("of GPU %d is said %+v", i, c)
 		}
 	}
 }
