@@ -216,7 +216,7 @@ func TestNothingToOfferIsRefused(t *testing.T) {
 		{"a GPU without a figure", "mode: shared", memory(0, 0), gib, "the driver tells no memory that programs can have; give it replicas, or the mode whole"},
 		{"a GPU that cannot be described", "mode: shared", broken, gib, ""},
 		{"dynamic, with a unit that is larger than the GPU", "mode: dynamic, api: dra", onlyFirst, 100 * gib, "it would offer no unit of memory"},
-		{"no profile is understood", "mode: mig", unread, gib, `f:4: GPU 0: it would offer nothing, since this version understands none of its MIG profiles: leave out profile "huge": `},
+		{"no profile is understood", "mode: mig", unread, gib, `f:4: GPU 0: none of its MIG profiles is understood, so nothing could be offered: whole, shared and off work; leave out profile "huge": `},
 		{"dynamic, and no profile is understood", "mode: dynamic, api: dra", unread, gib, "none of its MIG profiles is understood"},
 		{"no placement is told in MIG mode", "mode: mig, profiles: [1g.10gb, 3g.40gb]", untold(true), gib,
 			"f:4: GPU 0: it would offer nothing: the driver tells no place for 1g.10gb and 3g.40gb, although MIG is on"},
