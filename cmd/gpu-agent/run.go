@@ -195,7 +195,7 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	boot, err := node.BootID(f.driver.proc)
 	if err != nil {
-		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)
+		log.Warn("cannot tell one boot of the machine from the next; of what was laid out and withdrawn before, nothing is believed", "err", err)
 	}
 	kubelet := node.NewPodResources(f.node.kubeletDir)
 	defer kubelet.Close()

@@ -121,7 +121,7 @@ type Options struct {
 	// some pod is believed.
 	Pod workload.Pod
 	// Boot names this run of the machine; what is remembered of another run is
-	// not believed.
+	// not believed. Where it is empty, nothing is but faults.
 	Boot   string
 	Health health.Options
 	Log    *slog.Logger
@@ -195,7 +195,7 @@ func New(o Options, w Worlds) *Agent {
 	a.served = &served{plugins: w.Plugins, lowering: w.Lowering, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
 		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
 	}}
-	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wake)
+	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wasReset, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
 		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, slices: a.slices, journal: a.journal, witnesses: a.witnesses,

@@ -137,7 +137,7 @@ func (o *outside) Inventory(ctx context.Context) (gpu.Inventory, error) {
 		return gpu.Inventory{}, o.err
 	}
 	o.linksRead = slices.Clone(o.inv.GPUs)
-	return gpu.Inventory{Driver: o.inv.Driver, GPUs: slices.Clone(o.inv.GPUs)}, nil
+	return gpu.Inventory{Driver: o.inv.Driver, Load: o.inv.Load, GPUs: slices.Clone(o.inv.GPUs)}, nil
 }
 
 func (o *outside) LinksChanged(context.Context) (bool, error) {
@@ -827,7 +827,7 @@ func TestDriverHangs(t *testing.T) {
 		if c := b.condition; c.Status != kube.Unknown || !strings.Contains(c.Message, "hardware work waits") {
 			t.Errorf("condition %+v", c)
 		}
-		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 94, GI: -1, CI: -1}
 		b.want("applied", "0.0x 0.1x 0.2x 0.3x 1.0 1.1 1.2 1.3", "")
 		b.with(func() { b.hang = nil })
 		close(hang)

@@ -52,10 +52,10 @@ func TestGPUReadyOverTheLifeOfANode(t *testing.T) {
 			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(index), Xid: 79, GI: -1, CI: -1}
 			synctest.Wait()
 		}
-		b.with(func() { b.outside.inv.GPUs[0].Fault = "GPU is lost" })
+		b.with(func() { b.outside.inv.GPUs[0].Fault, b.outside.inv.GPUs[0].Lost = "GPU is lost", true })
 		sick(0)
 		b.wantReadies("one of two is lost", is)
-		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
+		b.with(func() { b.outside.inv.GPUs[1].Fault, b.outside.inv.GPUs[1].Lost = "GPU is lost", true })
 		sick(1)
 		b.wantReadies("both are", is, "False GPUUnhealthy")
 		b.with(func() { b.outside.inv = machine(2) })
@@ -166,7 +166,7 @@ func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
 
 		// The Node is made anew while no GPU can be had.
 		for i := range 2 {
-			b.with(func() { b.outside.inv.GPUs[i].Fault = "GPU is lost" })
+			b.with(func() { b.outside.inv.GPUs[i].Fault, b.outside.inv.GPUs[i].Lost = "GPU is lost", true })
 			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(i), Xid: 79, GI: -1, CI: -1}
 		}
 		synctest.Wait()

@@ -83,7 +83,7 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 				Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
 			b.holdings = nil
 			b.outside.inv = machine(2)
-			b.outside.inv.GPUs[0].Fault = "GPU is lost"
+			b.outside.inv.GPUs[0].Fault, b.outside.inv.GPUs[0].Lost = "GPU is lost", true
 		})
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
 		time.Sleep(2 * deviceplugin.Grace)

@@ -182,7 +182,7 @@ func TestGPUNodeIsWrittenWhenThereIsNews(t *testing.T) {
 		if n := g.count(); n != 2 {
 			t.Errorf("%d writes for two pods, want 2", n)
 		}
-		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 94, GI: -1, CI: -1}
 		b.wantIs(g, soon, "not Available: GPUUnhealthy not Healthy: GPUUnhealthy")
 		time.Sleep(2 * testHold)
 		b.wantIs(g, soon, "gpu-mem free 6/8 largest 3")

@@ -254,7 +254,7 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	r.faults.instances.Store(inv)
 	r.setCards()
 	// As merged: a GPU that the driver cannot name has its name here.
-	seen := health.Reading{}
+	seen := health.Reading{Load: inv.Load}
 	for i := range inv.GPUs {
 		g := got.health[inv.GPUs[i].UUID]
 		g.Device = inv.GPUs[i]

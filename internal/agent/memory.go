@@ -22,7 +22,8 @@ func (a *Agent) remember() {
 	if same && len(doc.GPUs) > 0 {
 		a.reader.restore(doc.GPUs)
 	}
-	a.health.Restore(doc.Faults, same)
+	// Where no boot has a name, a fault stays: a reboot that nobody saw loads the driver anew.
+	a.health.Restore(doc.Faults, same || doc.Boot == "" || a.opts.Boot == "")
 	a.reader.faults.apply()
 	a.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {

@@ -181,7 +181,7 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.with(func() {
 			for i := range o.inv.GPUs {
 				was[i] = o.inv.GPUs[i].MIG
-				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault = gpu.MIG{}, "GPU is lost"
+				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault, o.inv.GPUs[i].Lost = gpu.MIG{}, "GPU is lost", true
 			}
 		})
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
@@ -196,7 +196,7 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		}
 		b.with(func() {
 			for i := range o.inv.GPUs {
-				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault = was[i], ""
+				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault, o.inv.GPUs[i].Lost = was[i], "", false
 			}
 		})
 		time.Sleep(inventoryEvery + 2*testHold)

@@ -38,6 +38,8 @@ type partitions struct {
 	judged bool
 	// cordons are of the newest annotation that was heard.
 	cordons cordons
+	// resets are of the newest WasResetAnnotation.
+	resets resets
 	// desired is the last answer of the partition file.
 	desired struct {
 		of  question
@@ -58,8 +60,8 @@ type input struct {
 	chosen string
 	// labelKnown is false until the node has been seen, where there is one.
 	labelKnown bool
-	// cordon is the value of CordonAnnotation.
-	cordon string
+	// cordon and reset are the values of CordonAnnotation and WasResetAnnotation.
+	cordon, reset string
 	// letGo is why the driver is to be let go; "" where it is not.
 	letGo string
 	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
@@ -136,6 +138,7 @@ func (a *Agent) SetNode(n kube.Node) {
 		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
 		in.letGo = letGoReason(&n, a.opts.Domain)
 		in.cordon = n.Annotations[a.opts.Domain+"/"+CordonAnnotation]
+		in.reset = n.Annotations[a.opts.Domain+"/"+WasResetAnnotation]
 		in.migManager = n.Labels[migManagerLabel]
 		in.allocatable = n.Allocatable
 		in.podsTell = n.PodsTellDevices

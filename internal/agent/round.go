@@ -94,6 +94,7 @@ func (a *Agent) readHardware(ctx context.Context, p *pass) error {
 func (a *Agent) want(p *pass) {
 	if p.in.labelKnown { // until then the last agent's
 		a.partitions.cordons = cordonsOf(p.in.cordon, a.reader.inv)
+		a.tellResets(p.in.reset)
 	}
 	note, err := a.partitions.resolve(p.in, a.reader.inv, a.reader.answered)
 	if p.configErr = err; a.reader.letGo == "" {
@@ -323,7 +324,7 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.account.conditions())
+	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
 	a.reporter.finish(s, f)
 	poke(a.stirred)
 	poke(a.object.news)

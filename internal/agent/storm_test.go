@@ -23,6 +23,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -927,6 +928,12 @@ func (s *storm) heal() {
 		clear(s.foreign)
 	})
 	s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	s.resetGPUs()
+}
+
+// resetGPUs has an operator say that all GPUs were reset, without which some faults stay.
+func (s *storm) resetGPUs() {
+	s.agent.SetNode(kube.Node{Annotations: map[string]string{"example.com/" + WasResetAnnotation: "all@" + time.Now().UTC().Format(time.RFC3339Nano)}})
 }
 
 // restartAgent ends the agent and starts another, which hears of the partition at
@@ -1125,6 +1132,7 @@ func (s *storm) calm() {
 	s.telling()
 	s.agent.SetFile("p.yaml", []byte(allShared))
 	for range 200 { // longer than a clock jumps
+		s.resetGPUs()
 		s.round(nil)
 		time.Sleep(30 * time.Second)
 	}

@@ -161,6 +161,8 @@ type executor struct {
 	// event sends an Event, and wake has a round come when a job has ended.
 	event func(workload.Pod, kube.EventType, string, string)
 	wake  func()
+	// wasReset tells that a GPU has been reset.
+	wasReset func(gpu.UUID)
 	// neverReset and idleTTL are the Options of these names.
 	neverReset bool
 	idleTTL    time.Duration
@@ -187,9 +189,10 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error), wake func()) *executor {
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error), wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		wasReset: wasReset,
+		driver:   w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, kube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
@@ -448,6 +451,7 @@ func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error 
 	if err := e.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
+	e.wasReset(d.UUID)
 	if m, err = e.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
 		err = fmt.Errorf("%w: a reset was not enough", errResetDue)
 	}

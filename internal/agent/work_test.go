@@ -54,7 +54,7 @@ func TestHappened(t *testing.T) {
 // What failed is told once for as long as it fails of the same: the words of an error
 // have process IDs and times in them, which change from one try to the next.
 func TestTheSameFailureInOtherWordsIsToldOnce(t *testing.T) {
-	e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{}, nil, nil, nil)
+	e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{}, nil, nil, nil, nil)
 	var told []string
 	e.event = func(_ workload.Pod, _ kube.EventType, _, message string) { told = append(told, message) }
 	d := gpu.Device{UUID: "GPU-a"}

@@ -26,26 +26,46 @@
 // the last complaint. A clean reading has an answer for that GPU and repeats no
 // complaint of that class. Some classes ask for more:
 //
-//	lost          79, a loss reported, a GPU not listed      quiet, and the figures back
-//	remap-failed  64, or no spare row in a reading           quiet, and the figures back
-//	memory        48 95 140                                  quiet, and the figures back
-//	recovery      154, or a recovery action in a reading     quiet, and no action asked for
-//	firmware      61 62 119 120 143                          quiet, and no action asked for
-//	link          74 121 149                                 quiet, and no action asked for
-//	engine        69 92 (and ignored ones, once not ignored) quiet
-//	contained     63 94                                      quiet, or the instance is gone
-//	unknown-xid   all others                                 quiet
-//	unreadable    any other error for this GPU               quiet
-//	driver        no driver, or another one than loaded      the first good reading
+//	lost          79, a loss reported, a GPU not listed          a reset, and the figures back
+//	remap-failed  64, or no spare row in a reading               a reset, and the figures back
+//	memory        48 95 140                                      a reset, and the figures back
+//	recovery      154, or a recovery action in a reading         a reset, and no action asked for
+//	firmware      61 62 119 120 143                              a reset, and no action asked for
+//	link          74 149                                         a reset, and no action asked for
+//	engine        69 92 121 (and ignored ones, once they count)  quiet
+//	contained     63 94                                          quiet, or the instance is gone
+//	unknown-xid   all others                                     quiet
+//	unreadable    any other error for this GPU                   quiet
+//	driver        no driver, or another one than loaded          the first good reading
 //
 // "The figures back" means no uncorrected errors since the last reset, no row or
-// page pending, none that failed, no recovery action. These go back only by a
-// reset, so a GPU does not recover by waiting. A figure that the card does not
-// have counts neither way; where it has none, quiet decides.
+// page pending, none that failed, no recovery action. A figure that the card does not
+// have counts neither way.
 //
 // The uncorrected count and a pending remap are no fault by themselves: after
 // a contained error both are there, and the GPU works on. Counting them would
 // make a GPU unhealthy for each contained error.
+//
+// # What proves a reset
+//
+// A fault that asks for a reset waits for one. Silence proves nothing: a GPU whose system
+// processor hangs reports no more errors, and its programs are on it still. What proves one,
+// since the last complaint:
+//
+//   - the machine was started anew ([Monitor.Restore]);
+//   - another loading of the driver answers (Reading.Load);
+//   - the driver asked for a reset or a reboot, and asks for nothing now
+//     (gpu.Health.Recovery, from R550 on). That it never asked proves nothing;
+//   - a fault's own trace is gone, for that fault alone: uncorrected errors (memory), which
+//     nvidia-smi -p 0 clears, too; no spare row (remap-failed); the driver had lost the GPU
+//     or did not list it, and has it again (lost); the driver asks for nothing, after Xid
+//     154, which says that what it asks for has changed (recovery);
+//   - of an Xid that named no GPU, the driver asks for nothing: another was meant;
+//   - somebody says so ([Monitor.WasReset]): the agent, of its own, or an operator.
+//
+// What has been seen of these is in the records, since a GPU can mostly be reset only while
+// no agent has it open. Where the driver cannot tell a figure, that is neither that it is set
+// nor that it is gone.
 //
 // # Flapping
 //
@@ -64,7 +84,7 @@
 //
 // [Monitor.Records] and [Monitor.Restore] carry faults over a restart, so that
 // a restart of the agent or the kubelet clears no fault. A reboot resets every card:
-// after it only a failed remap is remembered.
+// after it only a failed remap is remembered, until the driver says otherwise.
 //
 // Memory is bounded: one fault per class and instance, and GPUs that only events
 // know are few and forgotten by the next reading that does not list them.
@@ -76,8 +96,9 @@
 // Management", error recovery and response flags); 48, 63 and 64 as the three Xids
 // of page retirement ("Dynamic Page Retirement"); that a failed remap stays set
 // once there ever was one, and that remap figures cannot be asked for while a GPU
-// has MIG instances (NVML's nvmlDeviceGetRemappedRows). On such a GPU the quiet and
-// the other figures decide alone.
+// has MIG instances (NVML's nvmlDeviceGetRemappedRows); that the errors of 121 are
+// corrected and do no harm, and that a reset at leisure trains the link anew ("XID
+// Errors"); that Xid 154 tells each change of the recovery action, to none as well.
 //
 // The names of the Xids in the table are meant as those of NVIDIA's Xid catalogue
 // ("XID Errors"), in this package's words; where they differ, trust the

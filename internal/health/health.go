@@ -54,8 +54,10 @@ type Subject struct {
 
 // Reading is what the driver said when it was asked.
 type Reading struct {
-	// Err is set where nothing could be read; GPUs means nothing then.
-	Err  error
+	// Err is set where nothing could be read; the rest means nothing then.
+	Err error
+	// Load is which loading of the driver has answered (gpu.Inventory).
+	Load string
 	GPUs []GPUReading
 }
 
@@ -96,6 +98,16 @@ type Record struct {
 	Last    time.Time `json:"last"`
 	Strikes int       `json:"strikes,omitempty"`
 	Over    bool      `json:"over,omitempty"`
+	// Load is the loading of the driver at the last complaint. Reset says that a reset has
+	// been seen since then, the others what else has: each is gone only after one.
+	Load   string `json:"load,omitempty"`
+	Reset  bool   `json:"reset,omitempty"`
+	Asked  bool   `json:"asked,omitempty"`
+	Errors bool   `json:"errors,omitempty"`
+	Failed bool   `json:"failed,omitempty"`
+	Away   bool   `json:"away,omitempty"`
+	// Nameless says that no complaint has named the GPU: it may be another's fault.
+	Nameless bool `json:"nameless,omitempty"`
 }
 
 // Monitor decides. It is safe for several goroutines.
@@ -111,6 +123,7 @@ type Monitor struct {
 	waiting      string
 	waitingSince time.Time
 	lastRead     time.Time // of the last reading, whatever it said
+	load         string    // of the last reading that told it
 }
 
 // card is a GPU and its faults.
@@ -134,6 +147,19 @@ type fault struct {
 	strikes     int       // doublings of the hold
 	clean       bool      // a reading since the last complaint was clean
 	over        bool      // recovered; kept to notice flapping
+	traces
+}
+
+// traces are what is known of a reset of the GPU since a fault's last complaint.
+type traces struct {
+	reset bool   // one has been seen
+	load  string // the loading of the driver then; empty where not known
+	// What has been seen since the fault began, and is gone only after a reset: that the
+	// driver asked for one, uncorrected errors, that no spare row was left, and that the
+	// driver had lost the GPU.
+	asked, errors, failed, away bool
+	// nameless says that no complaint has named the GPU.
+	nameless bool
 }
 
 // complaint is one reason why a subject is unhealthy.
@@ -142,7 +168,14 @@ type complaint struct {
 	xid    uint64
 	detail string
 	needs  string
+	away   bool   // the driver has lost the GPU
+	load   string // of the driver that complains; empty where not known
+	// nameless says that the complaint is of all GPUs, since it named none.
+	nameless bool
 }
+
+// traces are what a first complaint leaves.
+func (c *complaint) traces() traces { return traces{load: c.load, away: c.away, nameless: c.nameless} }
 
 // New returns a Monitor that knows no GPU.
 func New(o Options) *Monitor {
@@ -201,14 +234,15 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 		if e.GPU == "" {
 			return false
 		}
-		c = complaint{key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset}
+		c = complaint{key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset, away: true}
 	default:
 		return false
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	c.load = m.load
 	if e.GPU == "" {
-		c.key = place(c.class, -1, -1) // an instance's number means nothing without its GPU
+		c.key, c.nameless = place(c.class, -1, -1), true // an instance's number means nothing without its GPU
 		for _, g := range m.gpus {
 			if g.known {
 				changed = g.complain(c, now) || changed
@@ -267,7 +301,7 @@ func (g *card) complain(c complaint, now time.Time) bool {
 		f = g.faults[c.key]
 	}
 	if f == nil {
-		g.faults[c.key] = &fault{xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now}
+		g.faults[c.key] = &fault{xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, traces: c.traces()}
 		return true
 	}
 	if f.clean || f.over {
@@ -278,14 +312,16 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	}
 	f.clean = false
 	f.last = now
+	again := f.reset // a reset has not helped
+	f.reset, f.load, f.away, f.nameless = false, c.load, f.away || c.away, f.nameless && c.nameless
 	switch {
 	case f.over:
-		f.over, f.since = false, now
+		f.over, f.since, f.traces = false, now, c.traces()
 	case c.class == ClassRecovery && c.xid == 0 && c.needs != f.needs:
 		// What the driver asks for now replaces what it asked for, and an Xid
 		// that only said that it asks for something.
 	case needsRank(c.needs) <= needsRank(f.needs):
-		return false // nothing that the operator does not know yet
+		return again // else nothing that the operator does not know yet
 	}
 	f.xid, f.detail, f.needs = c.xid, clip(c.detail), c.needs
 	return true
@@ -327,6 +363,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 		return changed
 	}
 
+	m.load = cmp.Or(r.Load, m.load)
 	listed := make(map[gpu.UUID]bool, len(r.GPUs))
 	var hung []string
 	for _, gr := range r.GPUs {
@@ -343,7 +380,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			hung = append(hung, fmt.Sprintf("%s: %v", u, gr.Err))
 			continue
 		}
-		changed = g.read(gr, m.hold, now) || changed
+		changed = g.read(gr, m.load, m.hold, now) || changed
 	}
 	for u, g := range m.gpus {
 		if listed[u] {
@@ -355,7 +392,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			continue
 		}
 		changed = g.endDriver() || changed
-		changed = g.complain(complaint{key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing}, now) || changed
+		changed = g.complain(complaint{key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing, away: true, load: m.load}, now) || changed
 	}
 	slices.Sort(hung)
 	return m.waitLocked(strings.Join(hung, "; "), now) || changed
@@ -382,13 +419,14 @@ func noDriver(err error) complaint {
 	return c
 }
 
-// read takes in an answer about this GPU.
-func (g *card) read(gr GPUReading, hold time.Duration, now time.Time) (changed bool) {
+// read takes in an answer about this GPU, by the driver of that loading.
+func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Time) (changed bool) {
 	complaints := judge(gr)
 	if !slices.ContainsFunc(complaints, func(c complaint) bool { return c.class == ClassDriver }) {
 		changed = g.endDriver()
 	}
 	for _, c := range complaints {
+		c.load = load
 		changed = g.complain(c, now) || changed
 	}
 	answers := gr.Device.Fault == "" && (gr.Err == nil || errors.Is(gr.Err, gpu.ErrNotSupported))
@@ -396,28 +434,89 @@ func (g *card) read(gr GPUReading, hold time.Duration, now time.Time) (changed b
 		if f.last.After(now) {
 			f.last = now // the clock was put back
 		}
+		complained := slices.ContainsFunc(complaints, func(c complaint) bool { return c.key == k })
+		if !f.over && f.waits(k.class) {
+			changed = f.look(k.class, gr.Health, load, answers && !complained) || changed
+		}
 		switch {
 		case f.over:
 			if now.Sub(f.last) > flapWindow {
 				delete(g.faults, k)
 			}
 			continue
-		case !answers || slices.ContainsFunc(complaints, func(c complaint) bool { return c.key == k }):
+		case !answers || complained:
 			continue
 		case k.gi >= 0 && !exists(gr.Device, k):
 			changed = true
 			delete(g.faults, k)
 			continue
+		case f.waits(k.class) && !f.reset:
+			continue
 		case rules[rank(k.class)].proof && !proved(gr.Health):
 			continue
 		case k.class == ClassFirmware || k.class == ClassLink || k.class == ClassRecovery:
-			if gr.Health != nil && gr.Health.Recovery != gpu.RecoveryNone {
+			if gr.Health != nil && gr.Health.Recovery.Needed() {
 				continue
 			}
 		}
 		f.clean = true
 		if now.Sub(f.last) >= hold<<f.strikes {
 			f.over, changed = true, true
+		}
+	}
+	return changed
+}
+
+// waits says that a fault ends only after a reset: silence says nothing of a GPU that runs on
+// with what is broken in it. Of a class that this version does not know, what it asks for counts.
+func (f *fault) waits(class Class) bool {
+	return rules[rank(class)].reset || gpu.Recovery(f.needs).Resets()
+}
+
+// look finds in an answer what only a reset leaves behind, and reports whether it found what
+// was not known. here says that the driver has the GPU and complains of nothing of the class.
+func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (changed bool) {
+	was, begun := f.reset, false
+	if load != "" && f.load != "" && load != f.load {
+		begun = true // the driver was loaded anew
+	}
+	f.load = cmp.Or(load, f.load)
+	if here && f.away {
+		begun = true // the driver could find it again only as a GPU that has come
+	}
+	if h != nil {
+		begun = begun || f.asked && h.Recovery == gpu.RecoveryNone || f.errors && h.Uncorrected != nil && *h.Uncorrected == 0 ||
+			f.failed && h.Remap != nil && !h.Remap.Failed
+		// Xid 154 says that what the driver asks for has changed: it may be to nothing. And of
+		// several GPUs that a complaint may be about, those are not meant of which the driver
+		// asks for nothing.
+		begun = begun || (class == ClassRecovery || f.nameless) && h.Recovery == gpu.RecoveryNone
+	}
+	if begun {
+		f.traces = traces{load: f.load, reset: true}
+	}
+	if h != nil {
+		if h.Recovery.Resets() {
+			f.asked, f.reset = true, false
+		}
+		f.errors = f.errors || class == ClassMemory && h.Uncorrected != nil && *h.Uncorrected > 0
+		f.failed = f.failed || class == ClassRemapFailed && h.Remap != nil && h.Remap.Failed
+	}
+	return f.reset != was
+}
+
+// WasReset takes in that a GPU was reset at a time: faults that complained of it before then
+// end by it, once the GPU is quiet. It says whether a verdict changed.
+func (m *Monitor) WasReset(u gpu.UUID, at time.Time) (changed bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	g := m.gpus[u]
+	if g == nil {
+		return false
+	}
+	for k, f := range g.faults {
+		if !f.over && !f.reset && f.waits(k.class) && f.last.Before(at) {
+			f.traces, changed = traces{load: f.load, reset: true}, true
 		}
 	}
 	return changed
@@ -452,7 +551,7 @@ func exists(d gpu.Device, k key) bool {
 // A figure that the card does not have counts for neither.
 func proved(h *gpu.Health) bool {
 	return h == nil || (h.Uncorrected == nil || *h.Uncorrected == 0) &&
-		!h.RemapPending && !h.RemapFailed && !h.RetirePending && h.Recovery == gpu.RecoveryNone
+		(h.Remap == nil || *h.Remap == gpu.Remap{}) && !h.RetirePending && !h.Recovery.Needed()
 }
 
 // judge returns the faults in an answer. Counters by themselves are no fault: an
@@ -460,7 +559,7 @@ func proved(h *gpu.Health) bool {
 // waits for a reset while the GPU works on.
 func judge(gr GPUReading) (all []complaint) {
 	add := func(class Class, detail, needs string) {
-		all = append(all, complaint{key: place(class, -1, -1), detail: detail, needs: needs})
+		all = append(all, complaint{key: place(class, -1, -1), detail: detail, needs: needs, away: class == ClassLost})
 	}
 	if f := gr.Device.Fault; f != "" {
 		if gr.Device.Gone || gr.Device.Lost {
@@ -479,10 +578,10 @@ func judge(gr GPUReading) (all []complaint) {
 		add(ClassUnreadable, err.Error(), NeedsNothing)
 	}
 	if h := gr.Health; h != nil {
-		if h.RemapFailed {
+		if h.Remap != nil && h.Remap.Failed {
 			add(ClassRemapFailed, "no spare memory row is left for a broken one", NeedsReset)
 		}
-		if h.Recovery != gpu.RecoveryNone {
+		if h.Recovery.Needed() {
 			add(ClassRecovery, fmt.Sprintf("the driver asks for recovery: %s", h.Recovery), string(h.Recovery))
 		}
 	}
@@ -501,7 +600,7 @@ func (m *Monitor) Verdicts() []Verdict {
 			}
 			all = append(all, Verdict{
 				Subject: Subject{u, k.gi, k.ci}, Class: k.class, Xid: f.xid,
-				Reason: f.reason(k.class), Since: f.since, Needs: f.needs,
+				Reason: f.reason(k.class) + f.outlook(k.class), Since: f.since, Needs: f.needs,
 			})
 		}
 	}
@@ -532,10 +631,25 @@ func (f *fault) reason(class Class) string {
 	if f.needs == NeedsRestart {
 		do = "restart the agent's pod"
 	}
-	if do == "" {
+	switch {
+	case do != "":
+	case f.waits(class):
 		do = doReset
+	default:
+		do = "it is watched for a while"
 	}
 	return fmt.Sprintf("%s: %s%s; %s", class, cmp.Or(f.detail, "no details are known"), since, do)
+}
+
+// outlook is what a fault that waits for a reset waits for.
+func (f *fault) outlook(class Class) string {
+	switch {
+	case !f.waits(class):
+		return ""
+	case f.reset:
+		return "; a reset has been seen, and the GPU is watched"
+	}
+	return "; it stays unhealthy until a reset is seen"
 }
 
 // Waiting returns which hardware work hangs and since when; an empty string
@@ -587,6 +701,7 @@ func (m *Monitor) Records() []Record {
 			all = append(all, Record{
 				GPU: u, GI: k.gi, CI: k.ci, Class: k.class, Xid: f.xid, Detail: f.detail, Needs: f.needs,
 				Since: f.since.Round(0).UTC(), Last: f.last.Round(0).UTC(), Strikes: f.strikes, Over: f.over,
+				Load: f.load, Reset: f.reset, Asked: f.asked, Errors: f.errors, Failed: f.failed, Away: f.away, Nameless: f.nameless,
 			})
 		}
 	}
@@ -597,8 +712,8 @@ func (m *Monitor) Records() []Record {
 }
 
 // Restore takes in what an earlier process knew; it is for a Monitor that has
-// seen nothing yet. sameBoot says that the machine has not been started anew
-// since: otherwise only what a reboot does not repair is kept.
+// seen nothing yet. sameBoot is false where the machine is known to have been started anew
+// since, which is a reset of every GPU: then only what that may not have repaired is kept.
 //
 // A record without a GPU is dropped. One with a class that this version does not
 // know becomes an unknown fault of the whole GPU: it is withdrawn for a minute rather
@@ -621,6 +736,10 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 		f := &fault{
 			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: sane(r.Since), last: sane(r.Last),
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
+			traces: traces{reset: r.Reset, load: clip(r.Load), asked: r.Asked, errors: r.Errors, failed: r.Failed, away: r.Away, nameless: r.Nameless},
+		}
+		if !sameBoot {
+			f.traces = traces{reset: true}
 		}
 		if f.last.IsZero() {
 			f.last = f.since

@@ -6,8 +6,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"reflect"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -99,36 +102,37 @@ func TestIgnoredXidsChangeNothing(t *testing.T) {
 	}
 }
 
-// TestXids walks each Xid through its recovery: bad is a reading that must keep
-// the GPU unfit however long it lasts, where the class asks for more than quiet.
+// TestXids walks each Xid through its recovery. Of a class that asks for a reset, bad is a
+// reading after which the GPU stays unhealthy however long it lasts, also when it was reset.
 func TestXids(t *testing.T) {
-	uncorrected, failed, pending := gpu.Health{Uncorrected: ptr(1)}, gpu.Health{RemapFailed: true}, gpu.Health{RemapPending: true}
+	uncorrected, failed, pending := gpu.Health{Uncorrected: ptr(1)}, gpu.Health{Remap: &gpu.Remap{Failed: true}}, gpu.Health{Remap: &gpu.Remap{Pending: true}}
 	action := gpu.Health{Recovery: gpu.RecoveryReset}
 	for _, tc := range []struct {
-		xid  uint64
-		want Class
-		bad  []gpu.Health
-		fine []gpu.Health // readings that must not hold a GPU back
+		xid   uint64
+		want  Class
+		reset bool
+		bad   []gpu.Health
+		fine  []gpu.Health // readings that must not hold a GPU back
 	}{
-		{48, ClassMemory, []gpu.Health{uncorrected, pending, action, {RetirePending: true}}, []gpu.Health{{}}},
-		{61, ClassFirmware, []gpu.Health{action}, []gpu.Health{uncorrected}},
-		{62, ClassFirmware, []gpu.Health{action}, nil},
-		{63, ClassContained, nil, []gpu.Health{pending}},
-		{64, ClassRemapFailed, []gpu.Health{failed, uncorrected}, []gpu.Health{{}}},
-		{69, ClassEngine, nil, nil},
-		{74, ClassLink, []gpu.Health{action}, nil},
-		{79, ClassLost, []gpu.Health{action, uncorrected}, []gpu.Health{{}}},
-		{92, ClassEngine, nil, nil},
-		{94, ClassContained, nil, []gpu.Health{uncorrected}},
-		{95, ClassMemory, []gpu.Health{uncorrected, action}, nil},
-		{119, ClassFirmware, []gpu.Health{action}, nil},
-		{120, ClassFirmware, []gpu.Health{action}, nil},
-		{121, ClassLink, []gpu.Health{action}, nil},
-		{140, ClassMemory, []gpu.Health{uncorrected}, nil},
-		{143, ClassFirmware, []gpu.Health{action}, nil},
-		{149, ClassLink, []gpu.Health{action}, nil},
-		{154, ClassRecovery, []gpu.Health{action}, nil},
-		{4711, ClassUnknown, nil, []gpu.Health{uncorrected}},
+		{48, ClassMemory, true, []gpu.Health{uncorrected, pending, action, {RetirePending: true}}, []gpu.Health{{}}},
+		{61, ClassFirmware, true, []gpu.Health{action}, []gpu.Health{uncorrected}},
+		{62, ClassFirmware, true, []gpu.Health{action}, nil},
+		{63, ClassContained, false, nil, []gpu.Health{pending}},
+		{64, ClassRemapFailed, true, []gpu.Health{failed, uncorrected}, []gpu.Health{{}}},
+		{69, ClassEngine, false, nil, nil},
+		{74, ClassLink, true, []gpu.Health{action}, nil},
+		{79, ClassLost, true, []gpu.Health{action, uncorrected}, []gpu.Health{{}}},
+		{92, ClassEngine, false, nil, nil},
+		{94, ClassContained, false, nil, []gpu.Health{uncorrected}},
+		{95, ClassMemory, true, []gpu.Health{uncorrected, action}, nil},
+		{119, ClassFirmware, true, []gpu.Health{action}, nil},
+		{120, ClassFirmware, true, []gpu.Health{action}, nil},
+		{121, ClassEngine, false, nil, []gpu.Health{uncorrected}},
+		{140, ClassMemory, true, []gpu.Health{uncorrected}, nil},
+		{143, ClassFirmware, true, []gpu.Health{action}, nil},
+		{149, ClassLink, true, []gpu.Health{action}, nil},
+		{154, ClassRecovery, true, []gpu.Health{action}, nil},
+		{4711, ClassUnknown, false, nil, []gpu.Health{uncorrected}},
 	} {
 		t.Run(fmt.Sprint(tc.xid), func(t *testing.T) {
 			m := fresh(t)
@@ -139,6 +143,21 @@ func TestXids(t *testing.T) {
 			v := m.Verdicts()[0]
 			if v.Xid != tc.xid || !v.Since.Equal(t0) || !strings.HasPrefix(v.Reason, fmt.Sprintf("Xid %d: ", tc.xid)) || !strings.Contains(v.Reason, "since 2026-03-01T12:00:00Z; ") {
 				t.Errorf("verdict %+v", v)
+			}
+			if (v.Needs == NeedsReset) != tc.reset || strings.HasSuffix(v.Reason, "; it stays unhealthy until a reset is seen") != tc.reset {
+				t.Errorf("it needs %q: %s; waits for a reset %v", v.Needs, v.Reason, tc.reset)
+			}
+			if tc.reset {
+				for _, s := range []int{60, 64, 3600, 1_000_000} {
+					if m.Reading(clean, at(s)) {
+						t.Fatalf("%d s of silence healed it", s)
+					}
+				}
+				m = fresh(t)
+				m.Event(xid(a, tc.xid), t0)
+				if !m.WasReset(a, at(1)) || m.WasReset(a, at(1)) {
+					t.Error("that it was reset is to change a verdict once")
+				}
 			}
 			if m.Reading(clean, at(59)) {
 				t.Fatal("recovered before the hold was over")
@@ -151,10 +170,12 @@ func TestXids(t *testing.T) {
 			for _, h := range tc.bad {
 				m := fresh(t)
 				m.Event(xid(a, tc.xid), t0)
+				m.WasReset(a, at(1))
 				m.Reading(reading(sick(a, h), good(b)), at(5000))
 				if got := m.Verdicts(); !slices.ContainsFunc(got, func(v Verdict) bool { return v.GPU == a && v.Class == tc.want }) {
 					t.Errorf("%+v recovered it", h)
 				}
+				m.WasReset(a, at(5001))
 				m.Reading(clean, at(5060))
 				m.Reading(clean, at(10000))
 				want(t, m, "")
@@ -162,6 +183,7 @@ func TestXids(t *testing.T) {
 			for _, h := range tc.fine {
 				m := fresh(t)
 				m.Event(xid(a, tc.xid), t0)
+				m.WasReset(a, at(1))
 				m.Reading(reading(sick(a, h), good(b)), at(60))
 				want(t, m, "")
 			}
@@ -169,8 +191,129 @@ func TestXids(t *testing.T) {
 	}
 }
 
+// TestWhatProvesAReset has what a GPU is seen to be after Xid 119 or another fault that asks
+// for a reset, and whether that proves one. What has been proved, or seen, is not forgotten by
+// an agent that restarts in between.
+func TestWhatProvesAReset(t *testing.T) {
+	loaded := func(load string, gs ...GPUReading) Reading { return Reading{Load: load, GPUs: gs} }
+	asks := func(r gpu.Recovery) Reading {
+		return loaded("1", sick(a, gpu.Health{Uncorrected: ptr(0), Recovery: r}), good(b))
+	}
+	errs := func(n uint64) Reading { return loaded("1", sick(a, gpu.Health{Uncorrected: ptr(n)}), good(b)) }
+	rows := func(r *gpu.Remap) Reading { return loaded("1", sick(a, gpu.Health{Remap: r}), good(b)) }
+	gone := loaded("1", with(good(a), func(g *GPUReading) { g.Device.Fault, g.Device.Lost = "lost", true }), good(b))
+	mute := loaded("1", with(good(a), func(g *GPUReading) { g.Health = nil }), good(b))
+	ok := loaded("1", good(a), good(b))
+	for _, tc := range []struct {
+		name   string
+		xid    uint64
+		seen   []Reading
+		proves bool
+	}{
+		{"nothing", 119, []Reading{ok}, false},
+		{"a recovery that was asked for", 119, []Reading{asks(gpu.RecoveryReset), asks(gpu.RecoveryNone)}, true},
+		{"a reboot that was asked for", 95, []Reading{asks(gpu.RecoveryReboot), asks(gpu.RecoveryNone)}, true},
+		{"a recovery that was never asked for", 119, []Reading{asks(gpu.RecoveryNone), asks(gpu.RecoveryNone)}, false},
+		{"a recovery that is asked for again", 119, []Reading{asks(gpu.RecoveryReset), asks(gpu.RecoveryNone), asks(gpu.RecoveryReset)}, false},
+		{"a driver that tells no recovery any more", 119, []Reading{asks(gpu.RecoveryReset), asks(gpu.RecoveryUnknown), mute}, false},
+		{"to be drained, and done", 119, []Reading{asks(gpu.RecoveryDrain), asks(gpu.RecoveryNone)}, false},
+		{"what the driver asks for, to nothing", 154, []Reading{asks(gpu.RecoveryNone)}, true},
+		{"what the driver asks for, untold", 154, []Reading{asks(gpu.RecoveryUnknown)}, false},
+		{"another loading of the driver", 119, []Reading{ok, loaded("2", good(a), good(b))}, true},
+		{"the same loading", 119, []Reading{ok, ok}, false},
+		{"a loading that is not told any more", 119, []Reading{ok, loaded("", good(a), good(b)), ok}, false},
+		{"no driver, and the same again", 119, []Reading{{Err: gpu.ErrNoDriver}, ok}, false},
+		{"no driver, and another loading", 119, []Reading{{Err: gpu.ErrNoDriver}, loaded("2", good(a), good(b))}, true},
+		{"errors that are gone", 48, []Reading{errs(2), errs(0)}, true},
+		{"errors that were never there", 48, []Reading{errs(0)}, false},
+		{"errors that are gone, of another fault", 119, []Reading{errs(2), errs(0)}, false},
+		{"no spare row, and there is one", 64, []Reading{rows(&gpu.Remap{Failed: true}), rows(&gpu.Remap{})}, true},
+		{"no spare row, and nobody knows", 64, []Reading{rows(&gpu.Remap{Failed: true}), rows(nil)}, false},
+		{"it was lost, and is there", 79, []Reading{gone, ok}, true},
+		{"it was not listed, and is", 79, []Reading{loaded("1", good(b)), ok}, true},
+		{"it was never away", 79, []Reading{ok}, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			for _, restart := range []bool{false, true} {
+				m := New(Options{})
+				m.Reading(ok, at(-10))
+				m.Event(xid(a, tc.xid), t0)
+				now := 1
+				for _, r := range tc.seen {
+					m.Reading(r, at(now))
+					now++
+					if restart {
+						next := New(Options{})
+						next.Restore(m.Records(), true)
+						next.Know(a, b)
+						m = next
+					}
+				}
+				// The last that was seen, for as long as it takes.
+				last := tc.seen[len(tc.seen)-1]
+				for _, s := range []int{100, 10_000, 100_000} {
+					m.Reading(last, at(s))
+				}
+				if got := brief(m); (got == "") != tc.proves {
+					t.Errorf("with restarts %v: %q, proves %v", restart, got, tc.proves)
+				}
+			}
+		})
+	}
+}
+
+// An Xid that names no GPU may be of any: each is unhealthy, and those of which the driver asks
+// for nothing are not for ever. One that is named later is meant.
+func TestNamelessXid(t *testing.T) {
+	none := func(u gpu.UUID) GPUReading { return sick(u, gpu.Health{Recovery: gpu.RecoveryNone}) }
+	m := New(Options{})
+	m.Reading(reading(none(a), none(b)), at(-10))
+	m.Event(xid("", 119), t0)
+	want(t, m, "GPU-a firmware, GPU-b firmware")
+	m.Reading(reading(none(a), good(b)), at(59))
+	again := New(Options{})
+	again.Restore(m.Records(), true)
+	again.Reading(reading(none(a), good(b)), at(100))
+	want(t, again, "GPU-b firmware") // of which the driver does not tell
+	again.Reading(reading(none(a), none(b)), at(200))
+	want(t, again, "")
+
+	m.Event(xid(b, 119), at(60))
+	m.Reading(reading(none(a), none(b)), at(10_000))
+	want(t, m, "GPU-b firmware")
+}
+
+// A person's word that a GPU was reset is for what was complained of before, and for no other
+// GPU; what comes back after it waits again.
+func TestWasReset(t *testing.T) {
+	m := fresh(t)
+	m.Event(xid(a, 119), at(10))
+	m.Event(xid(b, 119), at(10))
+	if m.WasReset(a, at(9)) || m.WasReset(a, at(10)) || m.WasReset("GPU-c", at(20)) {
+		t.Error("a reset before the fault, or of no GPU, changed a verdict")
+	}
+	m.WasReset(a, at(20))
+	if v := m.Verdicts()[0]; !strings.HasSuffix(v.Reason, "; a reset has been seen, and the GPU is watched") {
+		t.Errorf("after it: %s", v.Reason)
+	}
+	again := New(Options{})
+	again.Restore(m.Records(), true)
+	again.Reading(clean, at(100))
+	want(t, again, "GPU-b firmware")
+
+	if !m.Event(xid(a, 119), at(30)) {
+		t.Error("that the reset has not helped changed no verdict")
+	}
+	m.WasReset(a, at(20))
+	m.Reading(clean, at(10_000))
+	want(t, m, "GPU-a firmware, GPU-b firmware")
+}
+
 func TestTableIsWhole(t *testing.T) {
 	for n, mean := range xids {
+		if waits := rules[rank(mean.class)].reset; waits != (mean.needs == NeedsReset) || waits != strings.Contains(mean.do, "reset") && n != 63 && n != 121 && n != 154 {
+			t.Errorf("Xid %d needs %q and says %q; its class waits for a reset: %v", n, mean.needs, mean.do, waits)
+		}
 		if rank(mean.class) < 0 || mean.what == "" || mean.do == "" || strings.HasSuffix(mean.what, ".") {
 			t.Errorf("Xid %d: %+v", n, mean)
 		}
@@ -189,6 +332,8 @@ func TestReadings(t *testing.T) {
 	failing := func(err error) GPUReading {
 		return with(good(a), func(g *GPUReading) { g.Health, g.Err = nil, fmt.Errorf("read it: %w", err) })
 	}
+	// A driver that tells what it asks for and of its rows, which is none.
+	told := reading(sick(a, gpu.Health{Uncorrected: ptr(0), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}), good(b))
 	for _, tc := range []struct {
 		name  string
 		r     Reading
@@ -204,9 +349,9 @@ func TestReadings(t *testing.T) {
 		{"an error", reading(failing(gpu.ErrDriver), good(b)), "GPU-a unreadable", false},
 		{"not supported", reading(failing(gpu.ErrNotSupported), good(b)), "", true},
 		{"not listed", reading(good(b)), "GPU-a lost", false},
-		{"no spare row", reading(sick(a, gpu.Health{RemapFailed: true}), good(b)), "GPU-a remap-failed", false},
+		{"no spare row", reading(sick(a, gpu.Health{Remap: &gpu.Remap{Failed: true}}), good(b)), "GPU-a remap-failed", false},
 		{"a recovery action", reading(sick(a, gpu.Health{Recovery: gpu.RecoveryDrainReset}), good(b)), "GPU-a recovery", false},
-		{"counters alone", reading(sick(a, gpu.Health{Uncorrected: ptr(7), RemapPending: true, RetirePending: true}), good(b)), "", true},
+		{"counters alone", reading(sick(a, gpu.Health{Uncorrected: ptr(7), Remap: &gpu.Remap{Pending: true}, RetirePending: true}), good(b)), "", true},
 		{"no driver", Reading{Err: gpu.ErrNoDriver}, "GPU-a driver, GPU-b driver", true},
 		{"another driver", Reading{Err: gpu.ErrReloaded}, "GPU-a driver, GPU-b driver", true},
 		{"no driver for one", reading(failing(gpu.ErrNoDriver), good(b)), "GPU-a driver", true},
@@ -223,13 +368,13 @@ func TestReadings(t *testing.T) {
 			}
 			want(t, m, tc.want)
 			if tc.quick {
-				m.Reading(clean, at(1001))
+				m.Reading(told, at(1001))
 				want(t, m, "")
 				return
 			}
-			m.Reading(clean, at(1059))
+			m.Reading(told, at(1059))
 			want(t, m, tc.want)
-			m.Reading(clean, at(1060))
+			m.Reading(told, at(1060))
 			want(t, m, "")
 		})
 	}
@@ -287,7 +432,7 @@ func TestAll(t *testing.T) {
 
 func TestHangingIsNoFault(t *testing.T) {
 	m := fresh(t)
-	m.Event(xid(a, 48), t0)
+	m.Event(xid(a, 94), t0)
 	before := m.Verdicts()
 	hung := Reading{Err: fmt.Errorf("list: %w", gpu.ErrTimeout)}
 	if !m.Reading(hung, at(100)) || m.Reading(hung, at(200)) {
@@ -344,7 +489,7 @@ func TestDue(t *testing.T) {
 	if d := m.Due(t0); !d.IsZero() {
 		t.Errorf("due %v while all is well", d)
 	}
-	m.Event(xid(a, 48), t0)
+	m.Event(xid(a, 69), t0)
 	for _, tc := range []struct{ read, due int }{{0, 10}, {10, 20}, {55, 60}} {
 		m.Reading(clean, at(tc.read))
 		if d := m.Due(at(tc.read)); !d.Equal(at(tc.due)) {
@@ -364,7 +509,7 @@ func TestReasons(t *testing.T) {
 	m := fresh(t)
 	m.Event(xid(a, 79), t0)
 	got := m.Verdicts()[0].Reason
-	if w := "Xid 79: the GPU has fallen off the bus, since 2026-03-01T12:00:00Z; drain the node and reset the GPU or reboot"; got != w {
+	if w := "Xid 79: the GPU has fallen off the bus, since 2026-03-01T12:00:00Z; drain the node and reset the GPU or reboot; it stays unhealthy until a reset is seen"; got != w {
 		t.Errorf("reason %q, want %q", got, w)
 	}
 	m.Event(xid(b, 154), t0)
@@ -385,11 +530,20 @@ func TestMemory(t *testing.T) {
 	again.Restore(m.Records(), true)
 	want(t, again, "GPU-a remap-failed, GPU-b lost, GPU-b/2/0 contained")
 	again.Reading(reading(good(b)), at(100))
-	want(t, again, "GPU-a lost, GPU-a remap-failed")
+	want(t, again, "GPU-a lost, GPU-a remap-failed, GPU-b lost")
 
+	// A reboot resets every card, and gives none a spare row.
 	rebooted := New(Options{})
 	rebooted.Restore(m.Records(), false)
 	want(t, rebooted, "GPU-a remap-failed")
+	failed := reading(sick(a, gpu.Health{Remap: &gpu.Remap{Failed: true}}), good(b))
+	rebooted.Reading(failed, at(100))
+	rebooted.Reading(clean, at(1000)) // nobody knows, as of a GPU with MIG instances
+	want(t, rebooted, "GPU-a remap-failed")
+	rebooted = New(Options{})
+	rebooted.Restore(m.Records(), false)
+	rebooted.Reading(clean, at(100))
+	want(t, rebooted, "")
 
 	known := New(Options{})
 	known.Know(a, b, "")
@@ -400,7 +554,16 @@ func TestMemory(t *testing.T) {
 	odd.Restore([]Record{{GPU: "", Class: ClassLost}, {GPU: a, Class: "of a newer version", GI: 3, Strikes: 1 << 30}, {GPU: b, Class: ClassMemory, GI: 7}}, true)
 	want(t, odd, "GPU-a unknown-xid, GPU-b memory")
 	odd.Reading(clean, t0)
+	want(t, odd, "GPU-b memory")
+	odd.WasReset(b, t0)
+	odd.Reading(clean, t0)
 	want(t, odd, "")
+
+	// What a newer version says that needs a reset waits for one here, too.
+	newer := New(Options{})
+	newer.Restore([]Record{{GPU: a, Class: "of a newer version", Needs: NeedsReset}, {GPU: b, Class: "another", Needs: "drain and reset"}}, true)
+	newer.Reading(clean, at(100_000))
+	want(t, newer, "GPU-a unknown-xid, GPU-b unknown-xid")
 }
 
 func TestBounds(t *testing.T) {
@@ -448,7 +611,7 @@ func TestSeveralGoroutines(t *testing.T) {
 	settle(t, m, at(200))
 }
 
-// settle gives clean readings for longer than the longest hold and wants no
+// settle resets all GPUs, gives clean readings for longer than the longest hold and wants no
 // verdict after it.
 func settle(t *testing.T, m *Monitor, now time.Time) {
 	t.Helper()
@@ -458,8 +621,13 @@ func settle(t *testing.T, m *Monitor, now time.Time) {
 			all = append(all, good(r.GPU))
 		}
 	}
-	for i := range 3 {
-		m.Reading(Reading{GPUs: append(slices.Clone(all), good(a), good(b))}, now.Add(time.Duration(i)*16*DefaultHold))
+	all = append(all, good(a), good(b))
+	for i := range 4 {
+		at := now.Add(time.Duration(i) * 16 * DefaultHold)
+		m.Reading(Reading{GPUs: all}, at)
+		for _, g := range all {
+			m.WasReset(g.Device.UUID, at.Add(1))
+		}
 	}
 	want(t, m, "")
 }
@@ -479,7 +647,7 @@ func TestRandomWalk(t *testing.T) {
 	for seed := range uint64(20) {
 		rnd := rand.New(rand.NewPCG(seed, 3))
 		numbers := []uint64{13, 31, 48, 63, 64, 69, 74, 79, 94, 95, 119, 154, 999}
-		healths := []gpu.Health{{}, {Uncorrected: ptr(0)}, {Uncorrected: ptr(3)}, {RemapFailed: true}, {RemapPending: true}, {Recovery: gpu.RecoveryDrain}}
+		healths := []gpu.Health{{}, {Uncorrected: ptr(0)}, {Uncorrected: ptr(3)}, {Remap: &gpu.Remap{Failed: true}}, {Remap: &gpu.Remap{Pending: true}}, {Recovery: gpu.RecoveryDrain}}
 		m, now := fresh(t), t0
 		state := map[gpu.UUID]GPUReading{a: good(a), b: good(b)}
 		for step := range 300 {
@@ -578,4 +746,75 @@ func FuzzRestore(f *testing.F) {
 		}
 		settle(t, next, now)
 	})
+}
+
+// docs/operations.md has the classes, with the Xids of each but the ignored and the unknown ones,
+// and whether they wait for a reset; doc.go has the same.
+func TestDocsAgree(t *testing.T) {
+	own := map[Class][]uint64{}
+	for n, mean := range xids {
+		if !slices.Contains(DefaultIgnored, n) {
+			own[mean.class] = append(own[mean.class], n)
+		}
+	}
+	number := regexp.MustCompile(`\d+`)
+	compare := func(where string, classes []string, from string, waits bool) {
+		t.Helper()
+		var want []uint64
+		for _, c := range classes {
+			r := rank(Class(c))
+			if r < 0 {
+				t.Errorf("%s has the class %q", where, c)
+				continue
+			}
+			if rules[r].reset != waits {
+				t.Errorf("%s: %s waits for a reset: %v", where, c, waits)
+			}
+			want = append(want, own[Class(c)]...)
+		}
+		var got []uint64
+		for _, n := range number.FindAllString(from, -1) {
+			v, _ := strconv.ParseUint(n, 10, 64)
+			got = append(got, v)
+		}
+		slices.Sort(want)
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			t.Errorf("%s has for %q the Xids %v, the table %v", where, classes, got, want)
+		}
+	}
+
+	text, err := os.ReadFile("../../docs/operations.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, _ := strings.Cut(string(text), "\n## A GPU that fails\n")
+	section, _, _ = strings.Cut(section, "\n### ")
+	rows, waits := 0, false
+	for _, m := range regexp.MustCompile("(?m)^\\| (`.+`) \\| (.+) \\| (.+) \\|$").FindAllStringSubmatch(section, -1) {
+		if m[3] != "the same" {
+			waits = strings.HasPrefix(m[3], "[reset]")
+		}
+		classes := strings.Split(strings.ReplaceAll(m[1], "`", ""), ", ")
+		compare("docs/operations.md", classes, m[2], waits)
+		rows += len(classes)
+	}
+	if rows != len(rules) {
+		t.Errorf("docs/operations.md has %d classes of %d", rows, len(rules))
+	}
+
+	if text, err = os.ReadFile("doc.go"); err != nil {
+		t.Fatal(err)
+	}
+	rows = 0
+	for _, m := range regexp.MustCompile(`(?m)^//\t([a-z-]+) +(\S.*?)  +(\S.*)$`).FindAllStringSubmatch(string(text), -1) {
+		if rank(Class(m[1])) < 0 {
+			continue
+		}
+		compare("doc.go", []string{m[1]}, m[2], strings.HasPrefix(m[3], "a reset"))
+		rows++
+	}
+	if rows != len(rules) {
+		t.Errorf("doc.go has %d classes of %d", rows, len(rules))
+	}
 }

@@ -23,7 +23,8 @@ const (
 	ClassFirmware Class = "firmware"
 	// ClassLink: NVLink, or the link to the CPU.
 	ClassLink Class = "link"
-	// ClassEngine: an engine of the GPU, or what drives it, failed.
+	// ClassEngine: an engine of the GPU, or what drives it, failed, or what is wrong does
+	// no harm.
 	ClassEngine Class = "engine"
 	// ClassContained: a memory error that hit only the programs that used that memory.
 	ClassContained Class = "contained"
@@ -49,7 +50,9 @@ type rule struct {
 	class Class
 	// instance: a fault that names a MIG instance concerns that one alone.
 	instance bool
-	// proof: quiet is not enough, the figures must have gone back as well.
+	// reset: quiet is not enough, the GPU must have been reset since.
+	reset bool
+	// proof: the figures must have gone back as well.
 	proof bool
 	// boot: a reboot does not repair it, so it is remembered over one.
 	boot bool
@@ -57,12 +60,12 @@ type rule struct {
 
 // rules is in the order of severity, worst first.
 var rules = []rule{
-	{class: ClassLost, proof: true},
-	{class: ClassRemapFailed, proof: true, boot: true},
-	{class: ClassMemory, proof: true},
-	{class: ClassRecovery},
-	{class: ClassFirmware},
-	{class: ClassLink},
+	{class: ClassLost, reset: true, proof: true},
+	{class: ClassRemapFailed, reset: true, proof: true, boot: true},
+	{class: ClassMemory, reset: true, proof: true},
+	{class: ClassRecovery, reset: true},
+	{class: ClassFirmware, reset: true},
+	{class: ClassLink, reset: true},
 	{class: ClassEngine},
 	{class: ClassContained, instance: true},
 	{class: ClassUnknown},
@@ -107,7 +110,7 @@ var xids = map[uint64]meaning{
 	48:  {ClassMemory, "uncorrectable (double bit) ECC error", doReset, NeedsReset},
 	61:  {ClassFirmware, "internal micro-controller breakpoint", doReset, NeedsReset},
 	62:  {ClassFirmware, "internal micro-controller halt", doReset, NeedsReset},
-	63:  {ClassContained, "a memory row or page was marked for replacement", "reset the GPU when it is next idle", NeedsNothing},
+	63:  {ClassContained, "a memory row or page was marked for replacement", "nothing: the next reset replaces it", NeedsNothing},
 	64:  {ClassRemapFailed, "a broken memory row or page could not be replaced", "reset the GPU; if it comes again, have the card replaced", NeedsReset},
 	69:  {ClassEngine, "graphics engine class error", doRestart, NeedsNothing},
 	74:  {ClassLink, "NVLink error", "drain the GPU and reset it; if it comes again, check the link's hardware", NeedsReset},
@@ -117,7 +120,7 @@ var xids = map[uint64]meaning{
 	95:  {ClassMemory, "uncontained memory error", doReset, NeedsReset},
 	119: {ClassFirmware, "the GPU's system processor (GSP) did not answer in time", doReset, NeedsReset},
 	120: {ClassFirmware, "error of the GPU's system processor (GSP)", doReset, NeedsReset},
-	121: {ClassLink, "error of the chip-to-chip link (C2C)", "reset the GPU when it is next idle", NeedsReset},
+	121: {ClassEngine, "corrected errors of the chip-to-chip link (C2C)", "nothing: the next reset trains the link anew", NeedsNothing},
 	140: {ClassMemory, "unrecovered ECC error", doReset, NeedsReset},
 	143: {ClassFirmware, "the GPU could not be initialised", doReset, NeedsReset},
 	149: {ClassLink, "NVLink 5 error", doReset, NeedsReset},

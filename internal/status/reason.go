@@ -41,6 +41,7 @@ const (
 	OtherOwner           Reason = "OtherOwner"
 	GPUCordoned          Reason = "GPUCordoned"
 	CordonUnknown        Reason = "CordonUnknown"
+	WasResetUnknown      Reason = "WasResetUnknown"
 	MIGUnsupported       Reason = "MIGUnsupported"
 	MIGOff               Reason = "MIGOff"
 	InstanceUnknown      Reason = "InstanceUnknown"

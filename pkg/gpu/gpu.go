@@ -18,6 +18,9 @@ type Inventory struct {
 	Driver string `json:"driver,omitempty"`
 	// CUDA is the newest CUDA version the driver serves, "major.minor".
 	CUDA string `json:"cuda,omitempty"`
+	// Load tells one loading of the driver's kernel module from another on the same boot of
+	// the machine; empty where that is not known. It is no part of the document.
+	Load string `json:"-"`
 	// Machine is the firmware's name of the machine (DMI's product name), for
 	// example "DGXH100".
 	Machine string `json:"machine,omitempty"`
@@ -315,9 +318,8 @@ type Health struct {
 	// Uncorrected is the number of uncorrected ECC errors since the driver was
 	// loaded or the GPU reset (the volatile count); nil where it is not known.
 	Uncorrected *uint64
-	// RemapPending says that a row of memory is to be replaced at the next
-	// reset, RemapFailed that no spare row is left (Ampere and later).
-	RemapPending, RemapFailed bool
+	// Remap is nil where it is not known: before Ampere, and while MIG instances stand.
+	Remap *Remap
 	// RetirePending says that a page is to be retired at the next load of the
 	// driver (before Ampere).
 	RetirePending bool
@@ -325,15 +327,31 @@ type Health struct {
 	Recovery Recovery
 }
 
+// Remap is what is known of broken rows of a GPU's memory.
+type Remap struct {
+	// Pending says that a row is to be replaced at the next reset, Failed that there once
+	// was no spare row left for one.
+	Pending, Failed bool
+}
+
 // Recovery is what must be done to a GPU before it works again, in the driver's
-// judgement.
+// judgement. One that this version does not know is in the driver's words.
 type Recovery string
 
-// Recoveries; the zero value is none, or a driver that does not say.
+// Recoveries; the zero value is a driver that does not say.
 const (
-	RecoveryNone       Recovery = ""
+	RecoveryUnknown    Recovery = ""
+	RecoveryNone       Recovery = "none"
 	RecoveryReset      Recovery = "reset"
 	RecoveryReboot     Recovery = "reboot"
 	RecoveryDrain      Recovery = "drain"
 	RecoveryDrainReset Recovery = "drain and reset"
 )
+
+// Needed says that the driver asks for something.
+func (r Recovery) Needed() bool { return r != RecoveryUnknown && r != RecoveryNone }
+
+// Resets says that what the driver asks for makes the GPU begin anew.
+func (r Recovery) Resets() bool {
+	return r == RecoveryReset || r == RecoveryReboot || r == RecoveryDrainReset
+}

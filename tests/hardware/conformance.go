@@ -334,7 +334,7 @@ func health(t *testing.T, opts nvml.Options) {
 			count = strconv.FormatUint(*h.Uncorrected, 10)
 		}
 		t.Logf("%s: uncorrected errors %s, remapping pending %v failed %v, retirement pending %v, recovery %q",
-			dev.UUID, count, h.RemapPending, h.RemapFailed, h.RetirePending, h.Recovery)
+			dev.UUID, count, h.Remap != nil && h.Remap.Pending, h.Remap != nil && h.Remap.Failed, h.RetirePending, h.Recovery)
 	}
 }
 

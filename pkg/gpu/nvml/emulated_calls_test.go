@@ -28,9 +28,10 @@ var vanishes = map[string]func(*gpu.Device, *gpu.Health){
 	"nvmlDeviceGetMPSComputeRunningProcesses": nil,
 	"nvmlDeviceGetProcessUtilization":         nil,
 	"nvmlDeviceGetTotalEccErrors":             func(_ *gpu.Device, h *gpu.Health) { h.Uncorrected = nil },
-	"nvmlDeviceGetRemappedRows":               nil,
+	"nvmlDeviceGetRemappedRows":               func(_ *gpu.Device, h *gpu.Health) { h.Remap = nil },
 	"nvmlDeviceGetRetiredPagesPendingStatus":  nil,
-	"nvmlDeviceGetFieldValues": func(d *gpu.Device, _ *gpu.Health) {
+	"nvmlDeviceGetFieldValues": func(d *gpu.Device, h *gpu.Health) {
+		h.Recovery = gpu.RecoveryUnknown
 		for i := range d.Links {
 			d.Links[i].LaneMBps = 0
 		}

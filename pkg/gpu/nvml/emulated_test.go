@@ -263,20 +263,20 @@ func TestHealth(t *testing.T) {
 		is    emulator.Health
 		want  gpu.Health
 	}{
-		{"sound", 0, emulator.Health{}, gpu.Health{Uncorrected: count(0)}},
-		{"corrected errors only", 0, emulator.Health{Corrected: emulator.Errors{Volatile: 9, Aggregate: 9}}, gpu.Health{Uncorrected: count(0)}},
-		{"errors before the last reset", 0, emulator.Health{Uncorrected: emulator.Errors{Aggregate: 9}}, gpu.Health{Uncorrected: count(0)}},
-		{"uncorrected errors", 0, emulator.Health{Uncorrected: emulator.Errors{Volatile: 3, Aggregate: 9}}, gpu.Health{Uncorrected: count(3)}},
-		{"a row to be remapped", 0, emulator.Health{RemapPending: true}, gpu.Health{Uncorrected: count(0), RemapPending: true}},
-		{"no row left", 0, emulator.Health{RemapFailed: true}, gpu.Health{Uncorrected: count(0), RemapFailed: true}},
-		{"rows remapped", 0, emulator.Health{RemappedUncorrectable: 3}, gpu.Health{Uncorrected: count(0)}},
-		{"needs a reset", 0, emulator.Health{Recovery: emulator.RecoveryReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReset}},
-		{"needs a reboot", 0, emulator.Health{Recovery: emulator.RecoveryReboot}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReboot}},
-		{"needs to be drained", 0, emulator.Health{Recovery: emulator.RecoveryDrain}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrain}},
-		{"needs to be drained and reset", 0, emulator.Health{Recovery: emulator.RecoveryDrainReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrainReset}},
-		{"a card of before Ampere", 1, emulator.Health{}, gpu.Health{Uncorrected: count(0)}},
-		{"a page to be retired", 1, emulator.Health{RetirePending: true}, gpu.Health{Uncorrected: count(0), RetirePending: true}},
-		{"ECC is off", 2, emulator.Health{RemapPending: true}, gpu.Health{RemapPending: true}},
+		{"sound", 0, emulator.Health{}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}},
+		{"corrected errors only", 0, emulator.Health{Corrected: emulator.Errors{Volatile: 9, Aggregate: 9}}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}},
+		{"errors before the last reset", 0, emulator.Health{Uncorrected: emulator.Errors{Aggregate: 9}}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}},
+		{"uncorrected errors", 0, emulator.Health{Uncorrected: emulator.Errors{Volatile: 3, Aggregate: 9}}, gpu.Health{Uncorrected: count(3), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}},
+		{"a row to be remapped", 0, emulator.Health{RemapPending: true}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{Pending: true}, Recovery: gpu.RecoveryNone}},
+		{"no row left", 0, emulator.Health{RemapFailed: true}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{Failed: true}, Recovery: gpu.RecoveryNone}},
+		{"rows remapped", 0, emulator.Health{RemappedUncorrectable: 3}, gpu.Health{Uncorrected: count(0), Remap: &gpu.Remap{}, Recovery: gpu.RecoveryNone}},
+		{"needs a reset", 0, emulator.Health{Recovery: emulator.RecoveryReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReset, Remap: &gpu.Remap{}}},
+		{"needs a reboot", 0, emulator.Health{Recovery: emulator.RecoveryReboot}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReboot, Remap: &gpu.Remap{}}},
+		{"needs to be drained", 0, emulator.Health{Recovery: emulator.RecoveryDrain}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrain, Remap: &gpu.Remap{}}},
+		{"needs to be drained and reset", 0, emulator.Health{Recovery: emulator.RecoveryDrainReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrainReset, Remap: &gpu.Remap{}}},
+		{"a card of before Ampere", 1, emulator.Health{}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryNone}},
+		{"a page to be retired", 1, emulator.Health{RetirePending: true}, gpu.Health{Uncorrected: count(0), RetirePending: true, Recovery: gpu.RecoveryNone}},
+		{"ECC is off", 2, emulator.Health{RemapPending: true}, gpu.Health{Remap: &gpu.Remap{Pending: true}, Recovery: gpu.RecoveryNone}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			try(t, n.SetHealth(c.index, c.is))
@@ -329,8 +329,12 @@ func show(h gpu.Health) string {
 	if h.Uncorrected != nil {
 		count = fmt.Sprint(*h.Uncorrected)
 	}
-	h.Uncorrected = nil
-	return fmt.Sprintf("%+v with %s uncorrected errors", h, count)
+	rows := "unknown rows"
+	if h.Remap != nil {
+		rows = fmt.Sprintf("%+v", *h.Remap)
+	}
+	h.Uncorrected, h.Remap = nil, nil
+	return fmt.Sprintf("%+v with %s, and %s uncorrected errors", h, rows, count)
 }
 
 // Events of lost GPUs name them, and nothing is said of the others. The time
@@ -754,5 +758,42 @@ func BenchmarkPlace(b *testing.B) {
 		if inv.Machine == "" {
 			b.Fatal("it says nothing")
 		}
+	}
+}
+
+// A driver that was loaded anew is told from the one before, also where it is the same version,
+// and nothing else changes that: a reset, a GPU that is gone and back, another process.
+func TestLoadIsTold(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	load := func() string {
+		t.Helper()
+		d, err := nvml.Open(wait(t), n.opts)
+		try(t, err)
+		inv := inventory(t, d)
+		try(t, d.Close())
+		return inv.Load
+	}
+	first := load()
+	if first == "" {
+		t.Fatal("no loading is told")
+	}
+	try(t, n.hand.Reset(0))
+	try(t, n.hand.Unplug(1))
+	try(t, n.hand.Plug(1))
+	if again := load(); again != first {
+		t.Errorf("without another loading it is told as %s, and was %s", again, first)
+	}
+	for range 3 {
+		try(t, n.hand.Unload())
+		try(t, n.hand.Load(""))
+		now := load()
+		if now == "" || now == first {
+			t.Errorf("another loading is told as %q, and the one before was %s", now, first)
+		}
+		first = now
+	}
+	n.opts.SysRoot = t.TempDir()
+	if now := load(); now != "" {
+		t.Errorf("where the kernel shows no module it is told as %s", now)
 	}
 }

@@ -259,11 +259,11 @@ func TestRecovery(t *testing.T) {
 		{"of the bus", nvml.FieldValue{ValueType: unsigned, Value: value(6)}, nvml.SUCCESS, gpu.RecoveryReset, nvml.SUCCESS},
 		{"of the system", nvml.FieldValue{ValueType: unsigned, Value: value(7)}, nvml.SUCCESS, gpu.RecoveryReboot, nvml.SUCCESS},
 		{"a newer one", nvml.FieldValue{ValueType: unsigned, Value: value(99)}, nvml.SUCCESS, "recovery action 99 of the driver", nvml.SUCCESS},
-		{"a driver without the field", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_INVALID_ARGUMENT)}, nvml.SUCCESS, gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED},
-		{"a card without it", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_NOT_SUPPORTED)}, nvml.SUCCESS, gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED},
-		{"the field fails", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_GPU_IS_LOST)}, nvml.SUCCESS, gpu.RecoveryNone, nvml.ERROR_GPU_IS_LOST},
-		{"a value of another type", nvml.FieldValue{Value: value(1)}, nvml.SUCCESS, gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED},
-		{"the call fails", nvml.FieldValue{}, nvml.ERROR_UNKNOWN, gpu.RecoveryNone, nvml.ERROR_UNKNOWN},
+		{"a driver without the field", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_INVALID_ARGUMENT)}, nvml.SUCCESS, gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED},
+		{"a card without it", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_NOT_SUPPORTED)}, nvml.SUCCESS, gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED},
+		{"the field fails", nvml.FieldValue{NvmlReturn: uint32(nvml.ERROR_GPU_IS_LOST)}, nvml.SUCCESS, gpu.RecoveryUnknown, nvml.ERROR_GPU_IS_LOST},
+		{"a value of another type", nvml.FieldValue{Value: value(1)}, nvml.SUCCESS, gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED},
+		{"the call fails", nvml.FieldValue{}, nvml.ERROR_UNKNOWN, gpu.RecoveryUnknown, nvml.ERROR_UNKNOWN},
 	} {
 		h := &mock.Device{GetFieldValuesFunc: func(fields []nvml.FieldValue) nvml.Return {
 			if len(fields) != 1 || fields[0].FieldId != nvml.FI_DEV_GET_GPU_RECOVERY_ACTION {

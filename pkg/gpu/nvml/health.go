@@ -40,7 +40,7 @@ func (r *readings) health(h nvml.Device) (gpu.Health, error) {
 		{nvmlDeviceGetRemappedRows, "remapped rows", func() nvml.Return {
 			_, _, pending, failure, ret := h.GetRemappedRows()
 			if ret == nvml.SUCCESS {
-				health.RemapPending, health.RemapFailed = pending, failure
+				health.Remap = &gpu.Remap{Pending: pending, Failed: failure}
 			}
 			return ret
 		}},
@@ -70,17 +70,17 @@ func (r *readings) health(h nvml.Device) (gpu.Health, error) {
 func recovery(h nvml.Device) (gpu.Recovery, nvml.Return) {
 	fields := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
 	if ret := h.GetFieldValues(fields); ret != nvml.SUCCESS {
-		return gpu.RecoveryNone, ret
+		return gpu.RecoveryUnknown, ret
 	}
 	switch ret := nvml.Return(fields[0].NvmlReturn); ret {
 	case nvml.SUCCESS:
 	case nvml.ERROR_INVALID_ARGUMENT: // a number from after the driver's time
-		return gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED
+		return gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED
 	default:
-		return gpu.RecoveryNone, ret
+		return gpu.RecoveryUnknown, ret
 	}
 	if nvml.ValueType(fields[0].ValueType) != nvml.VALUE_TYPE_UNSIGNED_INT {
-		return gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED
+		return gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED
 	}
 	return action(binary.NativeEndian.Uint32(fields[0].Value[:])), nvml.SUCCESS
 }

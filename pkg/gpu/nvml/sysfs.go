@@ -9,8 +9,10 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -71,9 +73,9 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 		m.rest.NICs = read.NICs
 	}
 	if err == nil {
-		m.rest.Machine, m.rest.NUMA = read.Machine, read.NUMA
+		m.rest.Machine, m.rest.NUMA, m.rest.Load = read.Machine, read.NUMA, read.Load
 	}
-	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	inv.Load, inv.Machine, inv.NUMA, inv.NICs = m.rest.Load, m.rest.Machine, cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		now, known := m.gpus[dev.UUID]
@@ -107,11 +109,27 @@ func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inve
 	defer cancel()
 	return through(ctx, door, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
+		asked.Load = loaded(sys)
 		for i := range asked.GPUs {
 			readPCI(sys, &asked.GPUs[i])
 		}
 		return asked, nil
 	}, nil)
+}
+
+// loaded names the loading of the driver: sysfs makes the module's directory anew for each, and
+// numbers its directories one after the other (kernfs, since Linux 4.13; before, a number may
+// come again, and then a new loading looks like the old one). It is empty where there is no
+// such directory.
+func loaded(sys fs.FS) string {
+	info, err := fs.Stat(sys, "module/nvidia")
+	if err != nil {
+		return ""
+	}
+	if st, ok := info.Sys().(*syscall.Stat_t); ok {
+		return strconv.FormatUint(st.Ino, 10)
+	}
+	return ""
 }
 
 // withoutCards is sysfs without RDMA network cards.

@@ -287,6 +287,9 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		// What is not the driver's own stays, without it.
 		files = map[string]string{"proc/devices": devices, "proc/modules": ""}
 		gone = []string{"proc/driver/nvidia", "proc/driver/nvidia-caps", "sys/module/nvidia", "sys/bus/pci/drivers/nvidia"}
+		if laid("/sys/module/nvidia") {
+			setAside(dir)
+		}
 	}
 	t, err := sysfs(st)
 	if err != nil {
@@ -347,6 +350,17 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		return nil
 	}
 	return instances(dir, st)
+}
+
+// setAside keeps the directory of the module that is unloaded until the next is: sysfs gives no
+// two of them one inode number, and a file system would give the next one the same.
+func setAside(dir string) {
+	modules := filepath.Join(dir, "sys/module")
+	aside := filepath.Join(modules, ".unloaded")
+	if _, err := os.Stat(filepath.Join(modules, "nvidia")); err == nil {
+		_ = os.RemoveAll(aside)
+		_ = os.Rename(filepath.Join(modules, "nvidia"), aside) // not that of a mount
+	}
 }
 
 // withoutDriver takes the lines of NVIDIA's drivers out of the text of a

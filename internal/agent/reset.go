@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// WasResetAnnotation is the Node's annotation, below Options.Domain, by which an operator says
+// that GPUs were reset, which not every driver shows: indices, UUIDs or "all", each with the
+// time of the reset, "3@2026-03-01T12:00:00Z", with commas between. It ends faults that are
+// older, so it may stay. The agent reads it and never writes it.
+const WasResetAnnotation = "gpu.was-reset"
+
+// mostResets is how many words of the annotation are read.
+const mostResets = 64
+
+// resets are when GPUs were reset, as an operator says.
+type resets struct {
+	at map[gpu.UUID]time.Time
+	// odd are the words of the annotation that say nothing, or something of later than now.
+	odd []string
+	// more says that the rest was not read.
+	more bool
+}
+
+// resetsOf reads the annotation's value. Empty words count for nothing.
+func resetsOf(said string, inv *gpu.Inventory, now time.Time) resets {
+	r := resets{at: map[gpu.UUID]time.Time{}}
+	for range mostResets {
+		word, rest, more := strings.Cut(said, ",")
+		said = rest
+		if word = strings.TrimSpace(word); word != "" && !r.add(word, inv, now) {
+			r.odd = append(r.odd, word)
+		}
+		if !more {
+			return r
+		}
+	}
+	r.more = said != ""
+	return r
+}
+
+// add takes in a word, and reports whether it says anything.
+func (r *resets) add(word string, inv *gpu.Inventory, now time.Time) (known bool) {
+	name, when, _ := strings.Cut(word, "@")
+	at, err := time.Parse(time.RFC3339, when)
+	if err != nil || at.After(now) {
+		return false
+	}
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; name == "all" || name == string(d.UUID) || name == strconv.Itoa(d.Index) {
+			if known = true; at.After(r.at[d.UUID]) {
+				r.at[d.UUID] = at
+			}
+		}
+	}
+	return known
+}
+
+// conditions are remarks on an annotation that is not understood.
+func (r *resets) conditions(domain string) []status.Condition {
+	if len(r.odd) == 0 && !r.more {
+		return nil
+	}
+	slices.Sort(r.odd)
+	said := brief.Cut(strings.Join(r.odd, ", "), brief.Text)
+	if r.more {
+		said += " and more"
+	}
+	return []status.Condition{status.Why(status.WasResetUnknown,
+		"the node's annotation %s/%s says %s, which is not understood: it takes an index, a UUID or all, @, and a time that is not to come, 3@2026-03-01T12:00:00Z, with commas between, at most %d of them",
+		domain, WasResetAnnotation, said, mostResets).Condition(status.Noted, "")}
+}
+
+// tellResets tells the monitor which GPUs an operator says were reset.
+func (a *Agent) tellResets(said string) {
+	now := time.Now()
+	a.partitions.resets = resetsOf(said, a.reader.inv, now)
+	for u, at := range a.partitions.resets.at {
+		if a.health.WasReset(u, at) {
+			a.log.Info("an operator says that a GPU was reset", "gpu", string(u), "at", at)
+			a.reader.faults.look()
+		}
+	}
+}
+
+// wasReset takes in that the agent itself has reset a GPU.
+func (a *Agent) wasReset(u gpu.UUID) {
+	a.health.WasReset(u, time.Now())
+	a.reader.faults.look()
+}
