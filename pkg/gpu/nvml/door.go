@@ -28,6 +28,7 @@ type door struct {
 	// Guarded by mu:
 	inside *visit        // nil while nobody is
 	hung   chan struct{} // closed while the call inside is taken for hung
+	moved  uint64        // how often a call has gone in or out
 }
 
 // visit is one call inside the door.
@@ -67,6 +68,7 @@ func (d *door) enter(ctx context.Context, what string) (*visit, error) {
 	v := &visit{what: what, since: time.Now()}
 	d.mu.Lock()
 	d.inside = v
+	d.moved++
 	d.mu.Unlock()
 	return v, nil
 }
@@ -148,6 +150,7 @@ func (d *door) shut(v *visit) {
 func (d *door) leave() {
 	d.mu.Lock()
 	d.inside = nil
+	d.moved++
 	select {
 	case <-d.hung:
 		d.hung = make(chan struct{})
@@ -155,6 +158,14 @@ func (d *door) leave() {
 	}
 	d.mu.Unlock()
 	d.token <- struct{}{}
+}
+
+// moves is how often a call has gone in or out: the same at two moments, nothing began or
+// ended inside between them.
+func (d *door) moves() uint64 {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.moved
 }
 
 // underWay names the call that is inside, empty if none is.

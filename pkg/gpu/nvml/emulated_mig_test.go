@@ -587,6 +587,40 @@ func TestReadingsBesideChanges(t *testing.T) {
 	}
 }
 
+// However many of its questions come too late because the agent itself makes and destroys
+// instances meanwhile, a reading sees a sound GPU. Here each question takes longer than
+// an instance stands.
+func TestReadingsThatEveryChangeCrosses(t *testing.T) {
+	n := emulate(t, inMIG("A100-SXM4-80GB", 1))
+	d := open(t, n)
+	u := inventory(t, d).GPUs[0].UUID
+	try(t, n.Inject(emulator.Fault{Call: "nvmlGpuInstanceGetInfo", Delay: 2 * time.Millisecond}))
+	try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetGpuInstanceId", Delay: 20 * time.Millisecond}))
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for i := 0; ctx.Err() == nil; i++ {
+			in, err := d.CreateInstance(wait(t), u, "1g.10gb", at(i%7, 1), 0)
+			if err == nil {
+				err = d.DestroyInstance(wait(t), u, in)
+			}
+			if err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	}()
+	for range 20 {
+		if inv := inventory(t, d); inv.GPUs[0].Fault != "" {
+			t.Errorf("a fault: %s", inv.GPUs[0].Fault)
+			break
+		}
+	}
+	stop()
+	<-done
+}
+
 // Close does not pull the library away under a creation, and can be repeated.
 func TestCloseDuringACreation(t *testing.T) {
 	n := emulate(t, inMIG("A100-SXM4-80GB", 1))

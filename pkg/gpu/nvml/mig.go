@@ -24,6 +24,10 @@ const (
 	// mostReadings bounds how often what exists is read because an instance went
 	// away meanwhile, or a question failed.
 	mostReadings = 5
+	// mostCrossed bounds how often more it is read because of this process's own work
+	// on that GPU. The hardware takes 0.1 to 1 s for each piece of work, and a reading
+	// takes some milliseconds, so that few readings are crossed one after the other.
+	mostCrossed = 100
 )
 
 // migSide reads and changes the MIG side of GPUs.
@@ -206,13 +210,20 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
 // that has none. What comes or goes meanwhile is in it or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
-	for range mostReadings {
+	own := m.card(u)
+	for failed, crossed := 0, 0; failed < mostReadings && crossed < mostCrossed; {
+		before := own.moves()
 		// An instance that goes away between two questions about it makes the
 		// second one wrong, and not the GPU. And of the dozens of questions one may
 		// fail as any call may: a GPU that cannot be read gives nothing out.
 		list, err = m.readInstances(h, u, profiles)
 		if !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) && !errors.Is(err, gpu.ErrDriver) {
 			break
+		}
+		if own.moves() == before {
+			failed++
+		} else {
+			crossed++
 		}
 	}
 	return list, err
