@@ -402,6 +402,11 @@ func (r *runner) command(ctx context.Context, i int, c command, screen, log io.W
 	// A group of its own, so that the test binaries below `go test` are told
 	// too: what they have set up they take down.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if os.Geteuid() == 0 {
+		// And mounts of its own: those of a test that is killed, or that its timeout
+		// ends, go with its last process.
+		cmd.SysProcAttr.Unshareflags = syscall.CLONE_NEWNS
+	}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
 	cmd.WaitDelay = time.Minute
 
