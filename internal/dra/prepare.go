@@ -226,11 +226,11 @@ func (f *FrontEnd) take(wants []want) (news <-chan struct{}, err error) {
 
 // open waits until containers may be created with a claim's allocations.
 func (f *FrontEnd) open(ctx context.Context, shares []share) ([]dra.Device, error) {
-	ctx, cancel := f.refusals.whileMakeable(ctx, shares)
+	slices.SortFunc(shares, func(a, b share) int { return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N)) })
+	ctx, cancel := f.refusals.whileMakeable(ctx, shares) // it reads them from now on
 	defer cancel()
 	all, ctx := errgroup.WithContext(ctx)
 	out := make([]dra.Device, len(shares))
-	slices.SortFunc(shares, func(a, b share) int { return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N)) })
 	for i := range shares {
 		s := &shares[i]
 		out[i] = dra.Device{Requests: []string{s.Request}, Pool: s.Pool, Name: s.Device, Share: s.Share, CDI: []string{cdi.DeviceName(f.Domain, s.id())}}
