@@ -33,8 +33,9 @@ const (
 	classesHead = `# SPDX-License-Identifier: Apache-2.0
 
 # DeviceClasses for the devices that agents publish. Written by
-# "go test ./deployments -run TestDeviceClasses -update": one for each profile that a
-# recorded node has.
+# "go test ./deployments -run TestDeviceClasses -update": one for each profile of a card that
+# is recorded or of which NVIDIA tells the profiles. mig.example.com is any MIG instance, for
+# claims that say in a selector which ones they take, and for profiles that are not here.
 #
 # extendedResourceName is a resource that the device plugin has too. So a pod that asks for
 # it runs unchanged on either kind of node: where a node's kubelet has the resource, the
@@ -59,6 +60,35 @@ const (
 # every node.
 `
 )
+
+// unrecorded are the profiles of cards that no recorded node has, as NVIDIA's MIG manager
+// lists them (mig-parted's config-default.yaml, and the GPU operator's).
+var unrecorded = map[string]string{
+	"H100 NVL":         "1g.12gb 1g.12gb+me 1g.24gb 2g.24gb 3g.47gb 4g.47gb 7g.94gb",
+	"H100 96GB, GH200": "1g.12gb 1g.12gb+me 1g.24gb 2g.24gb 3g.48gb 4g.48gb 7g.96gb",
+	"H20":              "1g.12gb 1g.12gb+me 1g.24gb 2g.24gb 3g.48gb 4g.48gb 7g.96gb",
+	"GH200 144GB":      "1g.18gb 1g.18gb+me 1g.36gb 2g.36gb 3g.72gb 4g.72gb 7g.144gb",
+	"GB200":            "1g.23gb 1g.23gb+me 1g.47gb 2g.47gb 3g.93gb 4g.93gb 7g.186gb",
+	"GB200 189GB":      "1g.23gb 1g.23gb+me 1g.47gb 2g.47gb 3g.95gb 4g.95gb 7g.189gb",
+	"B300":             "1g.34gb 1g.34gb+me 1g.67gb 2g.67gb 3g.135gb 4g.135gb 7g.269gb",
+	"GB300":            "1g.35gb 1g.35gb+me 1g.70gb 2g.70gb 3g.139gb 4g.139gb 7g.278gb",
+}
+
+// unrecordedProfiles are the same, read.
+func unrecordedProfiles(t *testing.T) map[mig.Name]bool {
+	t.Helper()
+	out := map[mig.Name]bool{}
+	for card, all := range unrecorded {
+		for _, text := range strings.Fields(all) {
+			p, err := mig.Parse(text)
+			if err != nil {
+				t.Fatal(card, err)
+			}
+			out[p] = true
+		}
+	}
+	return out
+}
 
 // deviceClass is how a class is written: what devices are its own, and the resource that
 // stands for it.
@@ -89,11 +119,12 @@ func deviceClasses(t *testing.T) []deviceClass {
 		return fmt.Sprintf("device.driver == \"gpus.%[1]s\" &&\ncel.bind(of, device.attributes[\"gpus.%[1]s\"],\nhas(of.type) && of.type == %[2]q%[3]s)", domain, kind, more)
 	}
 	out := []deviceClass{
-		{"gpu." + domain, domain + "/gpu", of("gpu", "")},
-		{"gpu.shared." + domain, domain + "/gpu.shared", of("replica", "")},
-		{"gpu-memory." + domain, "", of("shared", "")},
+		{"gpu." + domain, domain + "/gpu", of("gpu", " && !has(of.sharing)")},
+		{"gpu.shared." + domain, domain + "/gpu.shared", of("gpu", ` && has(of.sharing) && of.sharing == "replicas"`)},
+		{"gpu-memory." + domain, "", of("gpu", ` && has(of.sharing) && of.sharing == "memory"`)},
+		{"mig." + domain, "", of("mig", "")},
 	}
-	profiles := map[mig.Name]bool{}
+	profiles := unrecordedProfiles(t)
 	for _, file := range recorded(t) {
 		inv, err := config.ReadInventory(read(t, file))
 		if err != nil {
@@ -185,8 +216,9 @@ func typed(t *testing.T, s *kube.ResourceSlice) *resource.ResourceSlice {
 	return out
 }
 
-// Each device that an agent publishes is of exactly one class, the one of its kind, and no
-// class fails on a device of whomever: one error stops the scheduler for every node.
+// Each device that an agent publishes is of exactly one class, the one of its kind, and a MIG
+// instance of that of any instance besides; and no class fails on a device of whomever: one
+// error stops the scheduler for every node.
 func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 	all := readClasses(t)
 	compiled := map[string]cel.CompilationResult{}
@@ -210,8 +242,10 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 				names = append(names, name)
 			}
 		}
+		slices.Sort(names)
 		return names
 	}
+	const anyInstance = "mig.example.com"
 	had, ways := map[string]bool{}, 4
 	if testing.Short() {
 		ways = 1 // the first GPU is divided, and one of the others is what else there is
@@ -223,14 +257,16 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 				s := typed(t, &published.Slices[i])
 				for _, d := range s.Spec.Devices {
 					of := published.Devices[dra.DeviceName{Pool: s.Spec.Pool.Name, Name: d.Name}]
-					want := map[ledger.Kind]string{ledger.Whole: "gpu.example.com", ledger.Units: "gpu-memory.example.com", ledger.Replica: "gpu.shared.example.com"}[of.Kind]
+					want := []string{map[ledger.Kind]string{ledger.Whole: "gpu.example.com", ledger.Units: "gpu-memory.example.com", ledger.Replica: "gpu.shared.example.com"}[of.Kind]}
 					if of.Kind == ledger.Placement {
-						want = of.Placement.Profile.Resource() + ".example.com"
+						want = []string{of.Placement.Profile.Resource() + ".example.com", anyInstance}
 					}
-					had[want] = true
+					for _, name := range want {
+						had[name] = true
+					}
 					ours := cel.Device{Driver: s.Spec.Driver, AllowMultipleAllocations: d.AllowMultipleAllocations, Attributes: d.Attributes, Capacity: d.Capacity}
-					if got := chosen(d.Name, ours); !slices.Equal(got, []string{want}) {
-						t.Errorf("%s of %s is of the classes %q, want %s", d.Name, file, got, want)
+					if got := chosen(d.Name, ours); !slices.Equal(got, want) {
+						t.Errorf("%s of %s is of the classes %q, want %q", d.Name, file, got, want)
 					}
 					theirs := ours
 					theirs.Driver = "gpu.example.org"
@@ -241,16 +277,28 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 			}
 		}
 	}
-	for name := range all {
-		if !had[name] {
-			t.Errorf("no recorded node has a device of class %s", name)
+	instance := "mig"
+	for p := range unrecordedProfiles(t) {
+		profile, want := p.String(), []string{p.Resource() + ".example.com", anyInstance}
+		had[want[0]] = true
+		device := cel.Device{Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"type": {StringValue: &instance}, "profile": {StringValue: &profile}}}
+		if got := chosen("a "+profile, device); !slices.Equal(got, want) {
+			t.Errorf("%s is of the classes %q, want %q", profile, got, want)
 		}
 	}
-	text, instance, number := "gpu", "mig", int64(7)
+	for name := range all {
+		if !had[name] {
+			t.Errorf("no card has a device of class %s", name)
+		}
+	}
+	text, otherwise, number := "gpu", "otherwise", int64(7)
+	if got := chosen("an instance without a profile", cel.Device{Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"type": {StringValue: &instance}}}); !slices.Equal(got, []string{anyInstance}) {
+		t.Errorf("an instance without a profile is of the classes %q", got)
+	}
 	for what, d := range map[string]cel.Device{
 		"a device of ours without attributes":             {Driver: "gpus.example.com"},
 		"one without a type":                              {Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"profile": {StringValue: &text}}},
-		"an instance without a profile":                   {Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"type": {StringValue: &instance}}},
+		"a GPU that is shared in a way to come":           {Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"type": {StringValue: &text}, "sharing": {StringValue: &otherwise}}},
 		"one whose attributes are of another kind":        {Driver: "gpus.example.com", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"type": {IntValue: &number}, "profile": {IntValue: &number}}},
 		"a device of another driver without attributes":   {Driver: "nic.example.org"},
 		"one that says of itself what ours say of theirs": {Driver: "gpu.example.org", Attributes: map[resource.QualifiedName]resource.DeviceAttribute{"gpus.example.com/type": {StringValue: &text}}},
@@ -313,6 +361,7 @@ func TestDeviceClassesInTheScheduler(t *testing.T) {
 		{"mig-7g.80gb.example.com", []int64{2}, 2, 2},
 		{"mig-7g.80gb.example.com", []int64{3}, 0, 0},
 		{"mig-1g.5gb.example.com", []int64{1}, 0, 0}, // another card's
+		{"mig.example.com", []int64{1, 2}, 3, 3},
 		{"gpu-memory.example.com", []int64{1, 1}, 2, 2},
 		{"gpu-memory.example.com", []int64{1, 1, 1}, 0, 0}, // each has all of a GPU
 		{"gpu.shared.example.com", []int64{2}, 2, 2},

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/advise"
+	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/usage/segments"
 	"example.com/gpu-agent/pkg/gpu"
@@ -51,7 +52,7 @@ func (r *adviceRequest) register(c console, args []string) error {
 	fs.StringVar(&r.trace, "trace", "", "`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
 	fs.StringVar(&r.inventory, "inventory", "", inventoryUsage)
 	fs.StringVar(&r.config, "config", "", "partition `file` that has the present partition (default: as the journal says it)")
-	fs.StringVar(&r.partition, "partition", partitionDefault, "`name` of the present partition, and of the one that is printed")
+	fs.StringVar(&r.partition, "partition", agent.DefaultPartition, "`name` of the present partition, and of the one that is printed")
 	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the beginning of journal and trace)")
 	fs.StringVar(&r.until, "until", "", "`time` to end at (default: their end)")
 	fs.StringVar(&r.node, "node", "", "this node's `name` in the trace (default: that of the pods that the journal has)")

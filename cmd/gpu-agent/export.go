@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/export"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/pkg/gpu"
@@ -94,7 +95,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, arg
 		if err != nil {
 			return nil, err
 		}
-		want, err := partitions.Desire(cmp.Or(partition, partitionDefault), inv, s.of.node())
+		want, err := partitions.Desire(cmp.Or(partition, agent.DefaultPartition), inv, s.of.node())
 		if err != nil {
 			return nil, err
 		}

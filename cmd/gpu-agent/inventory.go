@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -144,83 +143,4 @@ func inventoryFrom(ctx context.Context, c console, d *driverFlags, file string) 
 		return nil, fmt.Errorf("%s: %w", file, err)
 	}
 	return inv, nil
-}
-
-// readPartitions reads a partition file, and - from the standard input: in the agent's
-// container, where there is no file, and the GPUs are.
-func readPartitions(c console, file string) (*config.File, error) {
-	if file == "-" {
-		data, err := io.ReadAll(c.in)
-		if err != nil {
-			return nil, fmt.Errorf("read the standard input: %w", err)
-		}
-		return config.Parse("standard input", data)
-	}
-	data, err := os.ReadFile(file)
-	if err != nil {
-		return nil, err
-	}
-	return config.Parse(file, data)
-}
-
-func check(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "check", " FILE", "Reads a partition file, or the standard input where it is -, and holds each of its\npartitions against the GPUs of this node, or of --inventory. What is wrong goes to standard error as file:line: reason.")
-	var d driverFlags
-	d.register(fs)
-	var from, partition string
-	fs.StringVar(&from, "inventory", "", inventoryUsage)
-	var of partitionFlags
-	of.register(fs)
-	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
-	rest, err := parse(fs, args)
-	if err != nil {
-		return err
-	}
-	if len(rest) != 1 {
-		fs.Usage()
-		return errUsage
-	}
-	file, err := readPartitions(c, rest[0])
-	if err != nil {
-		return err
-	}
-	inv, err := inventoryFrom(ctx, c, &d, from)
-	if err != nil {
-		return err
-	}
-	names := file.Names()
-	if partition != "" {
-		names = []string{partition}
-	}
-	bad := 0
-	for _, name := range names {
-		want, err := file.Desire(name, inv, of.node())
-		if err == nil {
-			err = file.Prove(want, inv)
-		}
-		if err != nil {
-			bad++
-			fmt.Fprintln(c.err, err)
-		} else {
-			fmt.Fprintf(c.out, "%s: partition %s fits%s\n", rest[0], name, throughDRA(want.GPUs))
-		}
-	}
-	if bad > 0 {
-		return fmt.Errorf("%s: %d of %d partitions cannot be had on these %d GPUs", rest[0], bad, len(names), len(inv.GPUs))
-	}
-	return nil
-}
-
-// throughDRA says how many of these GPUs are to be offered through DRA, if any are.
-func throughDRA(want []config.Want) string {
-	n := 0
-	for i := range want {
-		if want[i].API == ledger.DRA {
-			n++
-		}
-	}
-	if n == 0 {
-		return ""
-	}
-	return fmt.Sprintf(" (%d of %d GPUs through dra)", n, len(want))
 }

@@ -19,7 +19,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   run         own this node's GPUs: lay out, offer, account (the DaemonSet's program)
   inventory   print what the driver says of this node's GPUs (-o json for tools)
   check FILE  check a partition file against this node, or against --inventory FILE
-  plan        print which MIG instances a partition would destroy and create
+  plan        print what a partition would make of this node, or of --inventory FILE, and whom it waits for
   topology    print how close GPUs, CPUs and network cards are to each other
   status      print what the agent on this node offers and who holds it
   usage       print who was granted how much of this node's GPUs, who used it, and who had them when
@@ -65,6 +65,8 @@ func main() {
 		os.Exit(2)
 	case errors.Is(err, errBlocked): // and says by whom in its output
 		os.Exit(3)
+	case errors.Is(err, errNotApplied): // and says why in its output
+		os.Exit(4)
 	default:
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)

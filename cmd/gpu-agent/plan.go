@@ -6,81 +6,139 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
+	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/ledger"
-	planner "example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
 )
 
-// errBlocked says that busy instances are in the way of a plan that was printed. It has
-// an exit status of its own.
-var errBlocked = errors.New("blocked")
+// Errors of a plan that was printed, and says why. Each has an exit status of its own.
+var (
+	errBlocked    = errors.New("blocked")
+	errNotApplied = errors.New("not applied")
+)
 
-// partitionDefault is the one that a node without a label has.
-const partitionDefault = "default"
-
-// gpuPlan is one GPU's way to its partition.
-type gpuPlan struct {
-	*gpu.Device
-	want config.Want
-	mig.Plan
+// asking are the flags of commands that ask what a partition would come to: the agent on this
+// node, or where there is none an inventory.
+type asking struct {
+	driver    driverFlags
+	inventory string
+	stateDir  string
+	domain    string
+	of        partitionFlags
+	// given are the flags of the command line, and asked says that an agent has answered.
+	given map[string]bool
+	asked bool
 }
 
-// The JSON of a plan. No list in it is null; where something is blocked there is
-// no step, and the result is what exists now.
-type (
-	planJSON struct {
-		GPUs []gpuPlanJSON `json:"gpus"`
+func (a *asking) register(fs *flag.FlagSet) {
+	a.driver.register(fs)
+	fs.StringVar(&a.inventory, "inventory", "", inventoryUsage)
+	fs.StringVar(&a.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the files of this node's agent, which is asked at its socket there")
+	fs.StringVar(&a.domain, "resource-domain", "example.com", "`domain` of the resources, where no agent is asked")
+	a.of.register(fs)
+}
+
+// parse reads flags, and which of them the command line has.
+func (a *asking) parse(fs *flag.FlagSet, args []string) (rest []string, err error) {
+	rest, err = parse(fs, args)
+	a.given = map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { a.given[f.Name] = true })
+	return rest, err
+}
+
+// patience is how long a command waits for the agent.
+const patience = time.Minute
+
+// agent asks the agent on this node. It is false where there is none, or the question is of
+// an inventory.
+func (a *asking) agent(ctx context.Context, q status.Question) (answer status.Answer, asked bool, err error) {
+	if a.inventory != "" {
+		return answer, false, nil
 	}
-	gpuPlanJSON struct {
-		UUID gpu.UUID `json:"uuid"`
-		// API is absent where that is the device plugin, or nothing is offered.
-		API     ledger.FrontEnd `json:"api,omitempty"`
-		Steps   []stepJSON      `json:"steps"`
-		Result  []placementJSON `json:"result"`
-		Blocked []blockedJSON   `json:"blocked"`
+	// The agent has flags of its own; those of this command line ask what if it had others.
+	if a.given["memory-unit"] {
+		q.UnitMiB = uint64(a.of.unit)
 	}
-	// placementJSON is an instance at its place. Only parts of a GPU instance have a
-	// ci: the first of its compute slices that is theirs.
-	placementJSON struct {
-		Profile string `json:"profile"`
-		Start   int    `json:"start"`
-		CI      *int   `json:"ci,omitempty"`
+	if a.given["api"] {
+		q.API = a.of.api.value
 	}
-	// stepJSON of turning MIG on or off has no profile.
-	stepJSON struct {
-		Op mig.Op `json:"op"`
-		placementJSON
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	answer, err = obs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
+	if errors.Is(err, obs.ErrNoAgent) {
+		return answer, false, nil
 	}
-	blockedJSON struct {
-		placementJSON
-		Reason string `json:"reason"`
-		Holder string `json:"holder,omitempty"`
+	if errors.Is(err, os.ErrPermission) {
+		err = fmt.Errorf("%w: its socket is for root alone; name a recorded inventory with --inventory to go without the agent", err)
 	}
-)
+	a.asked = err == nil
+	return answer, true, err
+}
+
+// partitionFile is a partition file that parsed, what messages call it, and its text.
+type partitionFile struct {
+	*config.File
+	name string
+	data []byte
+}
+
+// readPartitions reads a partition file, and - from the standard input: in the agent's
+// container, where there is no file, and the GPUs are.
+func readPartitions(c console, file string) (f partitionFile, err error) {
+	if f.name = file; file == "-" {
+		f.name = "standard input"
+		if f.data, err = io.ReadAll(io.LimitReader(c.in, maxInput)); err != nil {
+			return f, fmt.Errorf("read the standard input: %w", err)
+		}
+	} else if f.data, err = os.ReadFile(file); err != nil {
+		return f, err
+	}
+	f.File, err = config.Parse(f.name, f.data)
+	return f, err
+}
+
+// maxInput is more than any partition file may have, and how much of one is read.
+const maxInput = 2 << 20
+
+// mistaken prints mistakes of a partition file as file:line: reason.
+func mistaken(c console, name string, of []status.Mistake) {
+	for _, m := range of {
+		fmt.Fprintf(c.err, "%s:%d: %s\n", name, m.Line, m.Message)
+	}
+}
 
 func plan(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "plan", "", "Prints what would be done to the GPUs of this node, or of --inventory, to make a\npartition of them: which MIG instances go and which are made, and where. It does\nnothing. The exit status is 3 if busy instances are in the way on some GPU.")
-	var d driverFlags
-	d.register(fs)
-	var from, file, partition string
-	fs.StringVar(&from, "inventory", "", inventoryUsage)
+	fs := newFlags(c, "plan", "", `Prints what this node's GPUs would become by a partition: layouts, each step on the
+hardware, whom they wait for, and what pods can ask for then. It does nothing. The
+agent on this node answers; without one, and with --inventory, holders are not known.
+The exit status is 0 if the partition would be applied, 3 if holders are in the way on
+some GPU, 4 if it would be pending or failed for another reason, and 1 if it is wrong.`)
+	var a asking
+	a.register(fs)
+	var file, partition string
 	fs.StringVar(&file, "config", "", "partition `file`; - for the standard input")
-	fs.StringVar(&partition, "partition", partitionDefault, "`name` of the partition")
-	var of partitionFlags
-	of.register(fs)
+	fs.StringVar(&partition, "partition", "", "`name` of the partition (default: the one that the node's label chooses; without an agent, default)")
 	format := choice{"text", []string{"text", "json"}}
 	fs.Var(&format, "o", "output `format`: text or json")
-	if err := parseFlags(fs, args); err != nil {
+	rest, err := a.parse(fs, args)
+	switch {
+	case err != nil:
 		return err
-	}
-	if file == "" {
+	case len(rest) > 0:
+		return fmt.Errorf("%s: unexpected argument %q", fs.Name(), rest[0])
+	case file == "":
 		fmt.Fprintln(c.err, "gpu-agent plan: --config is missing: it names the partition file")
 		return errUsage
 	}
@@ -88,136 +146,176 @@ func plan(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	inv, err := inventoryFrom(ctx, c, &d, from)
+	q := status.Question{File: f.data}
+	if partition != "" {
+		q.Partitions = []string{partition}
+	}
+	answer, asked, err := a.agent(ctx, q)
 	if err != nil {
 		return err
 	}
-	want, err := f.Desire(partition, inv, of.node())
-	if err != nil {
-		return err
+	if !asked {
+		p, err := a.without(ctx, c, f.File, cmp.Or(partition, agent.DefaultPartition))
+		if err != nil {
+			return err
+		}
+		answer.Plans = []status.Plan{p}
 	}
-	plans, err := planAll(c, inv, want)
-	if err != nil {
-		return err
+	if len(answer.Mistakes) > 0 || len(answer.Plans) != 1 {
+		mistaken(c, f.name, answer.Mistakes)
+		return fmt.Errorf("%s: the agent on this node does not take it", f.name)
+	}
+	p := answer.Plans[0]
+	if p.State == string(agent.Invalid) {
+		mistaken(c, f.name, p.Mistakes)
+		return fmt.Errorf("%s: partition %s cannot be had on these GPUs", f.name, p.Partition)
 	}
 	if format.value == "json" {
-		err = printJSON(c.out, planAsJSON(plans))
+		err = printJSON(c.out, p)
 	} else {
-		err = printPlan(c.out, plans)
+		err = status.WritePlan(c.out, p)
 	}
-	if err == nil && slices.ContainsFunc(plans, func(g gpuPlan) bool { return len(g.Blocked) > 0 }) {
-		err = errBlocked
+	switch {
+	case err != nil:
+		return err
+	case p.State == string(agent.Applied):
+		return nil
+	case p.State == string(agent.Blocked):
+		return errBlocked
+	default:
+		return errNotApplied
 	}
-	return err
 }
 
-// planAll plans each GPU of an inventory, in its order.
-func planAll(c console, inv *gpu.Inventory, want config.Desired) ([]gpuPlan, error) {
-	plans := make([]gpuPlan, len(inv.GPUs))
-	for i := range inv.GPUs {
-		g := gpuPlan{Device: &inv.GPUs[i], want: want.GPUs[i]}
-		var odd, err error
-		if g.Plan, odd, err = planner.Bare(g.Device, g.want); err != nil {
-			return nil, fmt.Errorf("plan GPU %d (%s): %w", g.Index, g.UUID, err)
+// without answers from an inventory, where there is no agent to ask.
+func (a *asking) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
+	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
+	if err != nil {
+		return status.Plan{}, err
+	}
+	return a.from(c, inv, f, partition), nil
+}
+
+func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
+	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.domain, f, partition)
+	if odd != nil {
+		fmt.Fprintln(c.err, odd)
+	}
+	if a.inventory == "" {
+		p.Unknown = append([]string{"what an agent would know: none answers at " + filepath.Join(a.stateDir, state.Socket)}, p.Unknown...)
+	}
+	return p
+}
+
+func check(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "check", " FILE", `Reads a partition file, or the standard input where it is -, and holds each of its
+partitions against this node, or against --inventory. The agent on this node answers, and
+says what a partition would wait for; without one, and with --inventory, holders are not
+known. What is wrong goes to standard error as file:line: reason, and the exit status is
+1. A partition that fits and would wait for holders is not wrong.`)
+	var a asking
+	a.register(fs)
+	var partition string
+	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
+	rest, err := a.parse(fs, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) != 1 {
+		fs.Usage()
+		return errUsage
+	}
+	f, err := readPartitions(c, rest[0])
+	if err != nil {
+		return err
+	}
+	names := f.Names()
+	if partition != "" {
+		names = []string{partition}
+	}
+	plans, err := a.all(ctx, c, &f, names)
+	if err != nil {
+		return err
+	}
+	bad := 0
+	for i := range plans {
+		if !tellFit(c, f.name, rest[0], &plans[i]) {
+			bad++
 		}
-		if odd != nil {
-			fmt.Fprintf(c.err, "GPU %d (%s): %v\n", g.Index, g.UUID, odd)
+	}
+	if bad > 0 {
+		return fmt.Errorf("%s: %d of %d partitions cannot be had on these GPUs", rest[0], bad, len(names))
+	}
+	if !a.asked && len(plans) > 0 {
+		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(plans[0].Unknown, "; "))
+	}
+	return nil
+}
+
+// all are the plans of several partitions, in brief.
+func (a *asking) all(ctx context.Context, c console, f *partitionFile, names []string) (plans []status.Plan, err error) {
+	for part := range slices.Chunk(names, status.MostAsked) {
+		answer, asked, err := a.agent(ctx, status.Question{File: f.data, Partitions: part, Brief: true})
+		if err != nil {
+			return nil, err
 		}
-		plans[i] = g
+		if !asked {
+			break
+		}
+		if mistaken(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
+			return nil, fmt.Errorf("%s: the agent on this node does not take it", f.name)
+		}
+		plans = append(plans, answer.Plans...)
+	}
+	if len(plans) == len(names) {
+		return plans, nil
+	}
+	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
+	if err != nil {
+		return nil, err
+	}
+	plans = nil
+	for _, partition := range names {
+		plans = append(plans, a.from(c, inv, f.File, partition))
 	}
 	return plans, nil
 }
 
-func planAsJSON(plans []gpuPlan) planJSON {
-	at := func(s mig.Placement) placementJSON {
-		out := placementJSON{Start: s.Start}
-		if s.Profile != (mig.Name{}) {
-			out.Profile = s.Profile.String()
+// tellFit says whether a partition fits, and reports that it does.
+func tellFit(c console, name, file string, p *status.Plan) bool {
+	wrong := slices.Concat(p.Mistakes, p.Open)
+	mistaken(c, name, wrong)
+	refused := false
+	for _, k := range p.Conditions {
+		if k.Type == status.Refused {
+			fmt.Fprintf(c.err, "%s: partition %s: %s\n", name, p.Partition, k.Message)
+			refused = true
 		}
-		if s.Profile.Compute != 0 {
-			out.CI = &s.CI
-		}
-		return out
 	}
-	out := planJSON{GPUs: make([]gpuPlanJSON, len(plans))}
-	for i, p := range plans {
-		g := gpuPlanJSON{UUID: p.UUID, Steps: []stepJSON{}, Result: []placementJSON{}, Blocked: []blockedJSON{}}
-		if p.want.API == ledger.DRA {
-			g.API = ledger.DRA
-		}
-		for _, s := range p.Steps {
-			g.Steps = append(g.Steps, stepJSON{s.Op, at(s.Placement)})
-		}
-		for _, s := range p.Result {
-			g.Result = append(g.Result, at(s))
-		}
-		for _, b := range p.Blocked {
-			g.Blocked = append(g.Blocked, blockedJSON{at(b.Placement), b.Reason, b.Holder})
-		}
-		out.GPUs[i] = g
+	if len(wrong) > 0 || refused {
+		return false
 	}
-	return out
+	own, waits := "", ""
+	if p.Own {
+		own = ", the node's own,"
+	}
+	if p.State != string(agent.Applied) {
+		waits = fmt.Sprintf("; now it would be %s: %s", p.State, p.Message)
+	}
+	fmt.Fprintf(c.out, "%s: partition %s%s fits%s%s\n", file, p.Partition, own, throughDRA(p.GPUs), waits)
+	return true
 }
 
-// printPlan is the plan for people: a line for each GPU, below it what is to be
-// done or what is in the way, and what exists then.
-func printPlan(out io.Writer, plans []gpuPlan) error {
-	var b strings.Builder
-	for i := range plans {
-		p := &plans[i]
-		fmt.Fprintf(&b, "GPU %d  %s  %s: %s\n", p.Index, p.UUID, cmp.Or(p.Model, "unknown model"), describeWant(&p.want))
-		switch {
-		case p.Fault != "":
-			fmt.Fprintf(&b, "  nothing can be done: %s\n", p.Fault)
-		case len(p.Blocked) > 0:
-			fmt.Fprintln(&b, "  blocked; these must end first:")
-			for _, s := range p.Blocked {
-				fmt.Fprintf(&b, "    %s\n", describeStanding(s))
-			}
-		case len(p.Steps) == 0:
-			fmt.Fprintln(&b, "  nothing to do")
-		}
-		for _, s := range p.Steps {
-			fmt.Fprintf(&b, "  %s\n", s)
-		}
-		if len(p.Result) > 0 {
-			names := make([]string, len(p.Result))
-			for j, s := range p.Result {
-				names[j] = s.String()
-			}
-			fmt.Fprintf(&b, "  = %s\n", strings.Join(names, " "))
-		}
-		if p.want.Unproven && p.Fault == "" {
-			fmt.Fprintln(&b, "  this driver tells placements once MIG is on: plan again then")
+// throughDRA says how many of these GPUs are to be offered through DRA, if any are.
+func throughDRA(of []status.PlannedGPU) string {
+	n := 0
+	for i := range of {
+		if of[i].API != "" {
+			n++
 		}
 	}
-	_, err := io.WriteString(out, b.String())
-	return err
-}
-
-// describeStanding is an instance and why it is in the way.
-func describeStanding(s mig.Standing) string {
-	parts := slices.DeleteFunc([]string{s.Reason, s.Holder}, func(p string) bool { return p == "" })
-	if len(parts) == 0 {
-		return s.Placement.String()
+	if n == 0 {
+		return ""
 	}
-	return s.Placement.String() + " (" + strings.Join(parts, ", ") + ")"
-}
-
-// describeWant is what a GPU is to become, in a few words.
-func describeWant(w *config.Want) (text string) {
-	switch {
-	case w.Mode == config.Keep:
-		return "as it is"
-	case w.Mode != config.MIG:
-		text = string(w.Mode)
-	case w.OnDemand:
-		text = "mig, on demand"
-	default:
-		text = "mig, " + mig.DescribeCounts(w.Geometry)
-	}
-	if w.API == ledger.DRA {
-		text += ", through dra"
-	}
-	return text
+	return fmt.Sprintf(" (%d of %d GPUs through dra)", n, len(of))
 }

@@ -15,6 +15,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/mig"
 
 	"github.com/google/go-cmp/cmp"
@@ -111,9 +112,8 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// TestPlanJSON holds what tools rely on: the keys and no others, lists that are
-// never null, every GPU in the inventory's order, and of a GPU that is blocked
-// no step, and a result that is what stands.
+// TestPlanJSON holds what tools rely on: lists that are never null, every GPU in the
+// inventory's order, and of a GPU that is blocked no step, and a result that is what stands.
 func TestPlanJSON(t *testing.T) {
 	inv, err := config.ReadInventory(read(t, cut))
 	if err != nil {
@@ -134,65 +134,51 @@ func TestPlanJSON(t *testing.T) {
 		if strings.Contains(out, "null") {
 			t.Errorf("%s: something is null: %s", partition, out)
 		}
-		type placement struct {
-			Profile *string `json:"profile"`
-			Start   *int    `json:"start"`
-			CI      *int    `json:"ci"`
-		}
-		var doc struct {
-			GPUs []struct {
-				UUID  string `json:"uuid"`
-				Steps []struct {
-					Op mig.Op `json:"op"`
-					placement
-				} `json:"steps"`
-				Result  []placement `json:"result"`
-				Blocked []struct {
-					placement
-					Reason string `json:"reason"`
-					Holder string `json:"holder"`
-				} `json:"blocked"`
-			} `json:"gpus"`
-		}
+		var doc status.Plan
 		dec := json.NewDecoder(strings.NewReader(out))
 		dec.DisallowUnknownFields()
 		if err := dec.Decode(&doc); err != nil {
 			t.Fatalf("%s: %v", partition, err)
 		}
-		if len(doc.GPUs) != len(inv.GPUs) {
-			t.Fatalf("%s: %d GPUs of %d", partition, len(doc.GPUs), len(inv.GPUs))
+		if len(doc.GPUs) != len(inv.GPUs) || doc.Partition != partition || len(doc.Unknown) == 0 {
+			t.Fatalf("%s: %d GPUs of %d, partition %q, unknown: %q", partition, len(doc.GPUs), len(inv.GPUs), doc.Partition, doc.Unknown)
 		}
-		check := func(s placement, op mig.Op) {
+		check := func(s status.PlannedInstance, op string) {
 			t.Helper()
-			if s.Profile == nil || s.Start == nil {
-				t.Fatalf("%s: a placement lacks profile or start: %s", partition, out)
-			}
-			if op == mig.Enable || op == mig.Disable {
-				if *s.Profile != "" || *s.Start != 0 || s.CI != nil {
+			if op == string(mig.Enable) || op == string(mig.Disable) {
+				if s != (status.PlannedInstance{}) {
 					t.Errorf("%s: %s has a placement", partition, op)
 				}
 				return
 			}
-			n, err := mig.Parse(*s.Profile)
+			n, err := mig.Parse(s.Profile)
 			if err != nil || (n.Compute != 0) != (s.CI != nil) {
-				t.Errorf("%s: %s: %v; ci is there for parts alone", partition, *s.Profile, err)
+				t.Errorf("%s: %s: %v; ci is there for parts alone", partition, s.Profile, err)
 			}
 		}
 		blocked := false
 		for i, g := range doc.GPUs {
-			if g.UUID != string(inv.GPUs[i].UUID) || g.Steps == nil || g.Result == nil || g.Blocked == nil {
+			if g.UUID != string(inv.GPUs[i].UUID) || g.Index != i || g.Steps == nil || g.Result == nil || g.Blocked == nil {
 				t.Errorf("%s: GPU %d is %+v", partition, i, g)
 			}
 			for _, s := range g.Steps {
-				check(s.placement, s.Op)
+				check(s.PlannedInstance, s.Op)
+				changes := s.Profile == "" && (s.Op == string(mig.Enable)) != inv.GPUs[i].MIG.Enabled
+				if s.Reset != changes {
+					t.Errorf("%s: GPU %d: %s: a change of an A100's MIG mode takes a reset, and nothing else does", partition, i, &s)
+				}
 			}
 			for _, s := range g.Result {
-				check(s, mig.Create)
+				check(s, string(mig.Create))
 			}
 			for _, b := range g.Blocked {
 				blocked = true
-				check(b.placement, mig.Destroy)
-				if b.Reason != "busy" || b.Holder == "" {
+				if off := g.Wanted == "off"; off != (b.PlannedInstance == nil) {
+					t.Errorf("%s: GPU %d: %+v", partition, i, b)
+				} else if !off {
+					check(*b.PlannedInstance, string(mig.Destroy))
+				}
+				if b.Reason != status.HeldByPods || b.Holder == "" {
 					t.Errorf("%s: GPU %d: %+v does not say who holds it", partition, i, b)
 				}
 			}
@@ -201,8 +187,8 @@ func TestPlanJSON(t *testing.T) {
 				t.Errorf("%s: GPU %d is blocked: %+v", partition, i, g)
 			}
 		}
-		if blocked != errors.Is(err, errBlocked) {
-			t.Errorf("%s: %v, and blocked is %v", partition, err, blocked)
+		if blocked != errors.Is(err, errBlocked) || blocked != (doc.State == "blocked") {
+			t.Errorf("%s: %v, state %s, and blocked is %v", partition, err, doc.State, blocked)
 		}
 	}
 }
@@ -222,7 +208,7 @@ func TestPlanCommandLine(t *testing.T) {
 	}{
 		{[]string{"--config", plans, "--inventory", plain}, 0, "enable MIG mode", ""},
 		{[]string{"-o", "json", "--partition=default", "--inventory=" + plain, "--config=" + plans}, 0, `"op": "enable"`, ""},
-		{[]string{"--config", plans, "--inventory", cut}, 3, "1g.10gb@5 (busy, train/train-3)", ""},
+		{[]string{"--config", plans, "--inventory", cut}, 3, "1g.10gb@5 (train/train-3)", ""},
 		{[]string{"--config", plans, "--inventory", cut, "-o", "json"}, 3, `"holder": "train/train-3"`, ""},
 		{[]string{"--config", plans, "--inventory", bare}, 0, "create 3g.40gb@0", ""},
 		{[]string{"--config", plans, "--inventory", lost}, 0, "nothing can be done: GPU is lost", ""},

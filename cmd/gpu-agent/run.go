@@ -316,8 +316,10 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
 
+	door := obs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: log, Foresee: loop.Foresee}
+
 	services := []func(context.Context) error{
-		plugins.Run, page.Run,
+		plugins.Run, page.Run, door.Run,
 		func(ctx context.Context) error { return followPartitions(ctx, &f, cluster, loop) },
 	}
 	if cluster != nil {

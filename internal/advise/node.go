@@ -140,7 +140,8 @@ func settle(d *gpu.Device, w *config.Want) (map[mig.Placement]bool, error) {
 	if !d.MIG.Enabled {
 		return made, nil
 	}
-	p, _, err := plan.Bare(d, *w)
+	card, _ := mig.NewCard(&d.MIG) // what is left out of it cannot be wanted
+	p, err := mig.Change(&d.MIG, card, nil, mig.Target{MIG: true, OnDemand: w.OnDemand, Geometry: w.Geometry})
 	if err != nil {
 		return nil, err
 	}

@@ -785,6 +785,36 @@ func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
 	})
 }
 
+// The UUIDs of MIG instances that stand as the partition says are published. Those on demand
+// are not: they come and go with claims, and no claim writes a slice.
+func TestUUIDsOfInstances(t *testing.T) {
+	for entry, want := range map[string]string{"mode: mig, geometry: {3g.40gb: 2}": "MIG-0-3g.40gb-4-0", "mode: mig": "", "mode: dynamic": ""} {
+		t.Run(entry, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := migMachine(1, 0)
+				o.dra = newScheduled()
+				b := start(t, o, t.TempDir(), throughDRA(entry))
+				defer b.end()
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				before := o.dra.Writes()
+				if _, err := o.dra.prepare(t.Context(), o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				got := ""
+				if _, d := o.dra.Device("-mig-3g40gb-4"); d.Attributes["uuid"].String != nil {
+					got = *d.Attributes["uuid"].String
+				}
+				if got != want || o.dra.Writes() != before {
+					t.Errorf("UUID %q, want %q; %d writes", got, want, o.dra.Writes()-before)
+				}
+			})
+		})
+	}
+}
+
 // A claim's time slice is the GPU's before a container of it may start, whatever the partition
 // says, and as long as the claim has the GPU; also across a start of the agent.
 func TestTimeSliceOfAClaim(t *testing.T) {

@@ -81,6 +81,14 @@
 // drivers' ResourceSlices say which GPUs they are. Where that cannot be told, no GPU is
 // offered.
 //
+// # What another partition would come to (foresee.go)
+//
+// Each round leaves in its [Snapshot] what its last plan was made from. [Agent.Foresee] makes
+// plans of that with another partition and the allocations of the moment, until nothing is left
+// to do, and shows the end as the status would. It runs beside the loop, asks neither the driver
+// nor the API server, and changes nothing. Claims that the kubelet has not had prepared yet are
+// not known to it: the loop learns of them when it has withdrawn what they may have.
+//
 // # Hardware (look.go, faults.go)
 //
 // A reading runs beside the loop, which waits a second for it and then goes on with what

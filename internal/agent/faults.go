@@ -75,10 +75,16 @@ func (f *faults) apply() {
 	// Two verdicts must not overtake each other on their way.
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.tell(faultsIn(f.monitor.Verdicts(), f.instances.Load()))
+}
+
+// faultsIn says of which GPUs of an inventory nothing can be had for its faults, and of which
+// MIG devices on others, each with the reasons. inv is nil where nobody knows yet what stands.
+func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	reasons := map[gpu.UUID][]string{}
 	ofPlacements := map[mig.Place][]string{}
-	for _, v := range f.monitor.Verdicts() {
-		placements, known := f.placementsOf(v.Subject)
+	for _, v := range verdicts {
+		placements, known := placementsOf(v.Subject, inv)
 		if !known {
 			reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
 		}
@@ -87,22 +93,20 @@ func (f *faults) apply() {
 			ofPlacements[at] = append(ofPlacements[at], v.Reason)
 		}
 	}
-	faults := map[gpu.UUID]string{}
+	gpus, placements = map[gpu.UUID]string{}, map[mig.Place]string{}
 	for u, why := range reasons {
-		faults[u] = strings.Join(slices.Compact(why), "; ")
+		gpus[u] = strings.Join(slices.Compact(why), "; ")
 	}
-	placements := map[mig.Place]string{}
 	for at, why := range ofPlacements {
 		placements[at] = strings.Join(slices.Compact(why), "; ")
 	}
-	f.tell(faults, placements)
+	return gpus, placements
 }
 
 // placementsOf finds the MIG devices that a fault of an instance concerns: none where
 // that has gone since. It is false for a fault of the whole GPU, and where nobody
 // knows yet what stands on it.
-func (f *faults) placementsOf(s health.Subject) (placements []mig.Placement, known bool) {
-	inv := f.instances.Load()
+func placementsOf(s health.Subject, inv *gpu.Inventory) (placements []mig.Placement, known bool) {
 	if s.GI < 0 || inv == nil {
 		return nil, false
 	}

@@ -19,8 +19,8 @@ import (
 
 // gpuNode is what the GPUNode object says of the node: the same as s, which was shown from
 // the scene, for programs that place pods.
-func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, unit gpu.MiB, caps memcap.Level) *gpunode.Status {
-	out := &gpunode.Status{MemoryUnitMiB: int(unit), HoldersIn: in}
+func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Level) *gpunode.Status {
+	out := &gpunode.Status{MemoryUnitMiB: int(at.unit), HoldersIn: in}
 	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
 	if at.Missing != "" || at.At.IsZero() {
 		// A driver that is not there is why, as in the Node's GPUReady: it may last.
@@ -252,7 +252,7 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 func (r *reporter) GPUNode(in gpunode.HoldersIn) *gpunode.Status {
 	at := r.scene()
 	s := r.show(at)
-	return at.gpuNode(&s, in, r.opts.MemoryUnit, r.claims.caps)
+	return at.gpuNode(&s, in, r.claims.caps)
 }
 
 // holdersIn says where the holders of devices are told on a node from which in came.

@@ -459,6 +459,14 @@ type parts struct {
 	kit lib.Kit
 }
 
+// closed is why no container can be given anything of the driver; empty where one can.
+func (r *reader) closed() string {
+	if r.parts == nil && r.partsErr != nil {
+		return r.partsErr.Error()
+	}
+	return ""
+}
+
 // partsDue reports whether what containers need of the driver is to be learnt anew.
 func (r *reader) partsDue() bool { return r.partsOf != r.epoch }
 

@@ -173,13 +173,10 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	if !in.labelKnown {
 		return status.Why(status.NodeUnknown, "waiting for the node's labels"), nil
 	}
-	name := in.chosen
-	if name == "" {
-		if !slices.Contains(in.file.Names(), "default") {
-			p.judged = true
-			return status.Why(status.PartitionUnset, "the node has no partition label and the file no partition \"default\": nothing changes"), in.fileErr
-		}
-		name = "default"
+	name, unset := in.choice(in.file)
+	if unset != (status.Cause{}) {
+		p.judged = true
+		return unset, in.fileErr
 	}
 	p.chosen = name
 	if q := (question{in.file, name, inv}); q != p.desired.of {
@@ -203,6 +200,19 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	p.wanted, p.active = d.GPUs, name
 	return note, in.fileErr
 }
+
+// choice is which partition of a file the node follows, and why none.
+func (in *input) choice(f *config.File) (name string, unset status.Cause) {
+	if name = in.chosen; name == "" {
+		if name = DefaultPartition; !slices.Contains(f.Names(), name) {
+			unset = status.Why(status.PartitionUnset, "the node has no partition label and the file no partition %q: nothing changes", name)
+		}
+	}
+	return name, unset
+}
+
+// DefaultPartition is the one that a node without a label follows.
+const DefaultPartition = "default"
 
 // question is what a partition means on what there is; neither a file nor an
 // inventory changes. To answer it takes a while where geometries are proven.

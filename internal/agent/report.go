@@ -102,6 +102,10 @@ type Snapshot struct {
 	Made    map[gpu.UUID]map[mig.Placement]bool
 	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
 	Failing map[mig.Place]status.Cause
+	// basis is what the round's last plan was made from, for those who ask what another
+	// partition would come to, and lasting is what decides the state whatever the partition is.
+	basis   *basis
+	lasting []status.Condition
 }
 
 // Keys of the node's labels, annotation and condition, below the domain.
@@ -206,7 +210,8 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 	refusals := f.in.refusals(now, silentFor)
 	failed, noted := r.claims.conditions(now)
 	f.work = append(f.work, noted...)
-	f.judge(s, slices.Concat(refusals, unregistered(r.resources(s.Unknown)), failed))
+	s.lasting = slices.Concat(refusals, unregistered(r.resources(s.Unknown)), failed)
+	f.judge(s, s.lasting)
 	s.Conditions = slices.Concat(s.Conditions, r.more(s), f.besides)
 	status.SortConditions(s.Conditions, old.Conditions, now)
 	o := &s.Outcome
@@ -298,13 +303,19 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 		}
 	}
 	out = append(out, r.claims.refused()...)
+	out = append(out, s.leaves()...)
+	for at, why := range s.Failing {
+		out = append(out, why.Condition(status.Leaving, mig.ID(at.GPU, at.Placement)))
+	}
+	return out
+}
+
+// leaves says which MIG devices go, or are withdrawn.
+func (s *Snapshot) leaves() (out []status.Condition) {
 	for u, placements := range s.Leaving {
 		for placement, why := range placements {
 			out = append(out, why.Condition(status.Leaving, mig.ID(u, placement)))
 		}
-	}
-	for at, why := range s.Failing {
-		out = append(out, why.Condition(status.Leaving, mig.ID(at.GPU, at.Placement)))
 	}
 	return out
 }

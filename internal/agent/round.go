@@ -121,11 +121,16 @@ func (a *Agent) plan(p *pass) {
 	now := time.Now()
 	a.layouts.expire(now)
 	p.allocations = a.gates.allocations()
-	mig := a.executor.input(p.allocations, now)
-	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Allocations: p.allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
-		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig})
+	changes := plan.Make(a.planInput(p.allocations, now))
 	p.changes = &changes
+}
+
+// planInput is what a plan is made from now.
+func (a *Agent) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
+	mig := a.executor.input(allocations, now)
+	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
+	return plan.Input{Inventory: a.reader.inv, Allocations: allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
+		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig}
 }
 
 // unchecked reports whether there is an allocation of which nobody has looked whether
@@ -270,9 +275,7 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Failing = a.executor.failingPlacements(time.Now())
 	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
 	in.Cordoned = a.partitions.cordons.gpus
-	if a.reader.parts == nil && a.reader.partsErr != nil {
-		in.Closed = a.reader.partsErr.Error()
-	}
+	in.Closed = a.reader.closed()
 	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
 		in.Held = allocations
 		return deviceplugin.Build(in)
@@ -321,8 +324,11 @@ func (a *Agent) finish(p *pass) error {
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if a.reader.parts == nil && a.reader.partsErr != nil {
-		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
+	if closed := a.reader.closed(); closed != "" {
+		f.missing = append(f.missing, "it does not know which driver files containers need: "+closed)
+	}
+	if a.reader.inv != nil {
+		s.basis = a.basis(p.allocations)
 	}
 	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
 	a.reporter.finish(s, f)

@@ -23,6 +23,8 @@ import (
 // scene is all that a Status is made from.
 type scene struct {
 	*Snapshot
+	names       *deviceplugin.Names
+	unit        gpu.MiB // what a memory unit is from now on
 	view        *deviceplugin.Offer
 	allocations []ledger.Allocation
 	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
@@ -35,7 +37,13 @@ type scene struct {
 // scene looks at the node: the last round's inventory and outcome, and the offer and the
 // allocations as they are now.
 func (r *reporter) scene() *scene {
-	at := &scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}, r.front.Over}
+	at := newScene(r.snapshot.Load(), r.names, r.opts.MemoryUnit, r.front.Offer(), r.ledger.Allocations())
+	at.over = r.front.Over
+	return at
+}
+
+func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, view *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
+	at := &scene{s, names, unit, view, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -52,7 +60,7 @@ func (r *reporter) scene() *scene {
 func (r *reporter) Status() status.Status {
 	at := r.scene()
 	s := r.show(at)
-	n := at.gpuNode(&s, gpunode.InPods, r.opts.MemoryUnit, r.claims.caps)
+	n := at.gpuNode(&s, gpunode.InPods, r.claims.caps)
 	s.SaturationPercent = &n.Summary.SaturationPercent
 	for i := range s.Resources {
 		r := &s.Resources[i]
@@ -78,16 +86,22 @@ func (r *reporter) show(at *scene) status.Status {
 		Conditions: at.Conditions,
 		Topology:   at.Matrix,
 		Resources:  r.resources(at.Unknown),
+		GPUs:       at.gpus(),
 	}
-	for i := range at.Inventory.GPUs {
-		s.GPUs = append(s.GPUs, r.gpu(&at.Inventory.GPUs[i], at))
-	}
-	at.count(s.GPUs)
 	return s
 }
 
+// gpus shows the GPUs.
+func (at *scene) gpus() (out []status.GPU) {
+	for i := range at.Inventory.GPUs {
+		out = append(out, at.gpu(&at.Inventory.GPUs[i]))
+	}
+	at.count(out)
+	return out
+}
+
 // gpu shows a GPU.
-func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
+func (at *scene) gpu(d *gpu.Device) status.GPU {
 	g := status.GPU{
 		Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
 		PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
@@ -97,13 +111,13 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 		g.Mode = layout.Mode()
 	}
 	if layout.Has(ledger.Units) {
-		g.UnitMiB = uint64(cmp.Or(layout.Unit, r.opts.MemoryUnit)) // a GPU in use keeps the unit that it has
+		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps the unit that it has
 	}
 	switch {
 	case layout.Through(ledger.DRA):
 		g.API = string(ledger.DRA)
 	case layout.Offers && layout.Kind != ledger.Placement:
-		g.Resource = r.names.Of(layout.Kind, mig.Name{})
+		g.Resource = at.names.Of(layout.Kind, mig.Name{})
 	}
 	var reasons []string
 	for _, v := range at.Verdicts { // the worst first

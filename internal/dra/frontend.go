@@ -166,6 +166,8 @@ type Offer struct {
 	// Refused are those of Failing that the GPU's driver has refused so often that their
 	// claims are to be made anew, elsewhere.
 	Refused map[mig.Place]status.Cause
+	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them.
+	Fixed map[gpu.UUID]bool
 	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
 	Drain bool
 	// Others are the GPUs that somebody else gives out too.
@@ -215,7 +217,7 @@ func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]
 // showLocked publishes what follows from the offer, the faults and who has what.
 func (f *FrontEnd) showLocked() {
 	o := f.offer
-	in := Input{Node: f.Node, Driver: f.Driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee, Layouts: map[gpu.UUID]plan.Layout{}}
+	in := Input{Node: f.Node, Driver: f.Driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee, Fixed: o.Fixed, Layouts: map[gpu.UUID]plan.Layout{}}
 	for u, l := range o.Changes.Layouts {
 		if l.Through(ledger.DRA) {
 			in.Layouts[u] = l

@@ -97,10 +97,10 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 			}
 			published := Build(Input{Node: "node-1", Driver: driver, Inventory: inv, Cards: map[gpu.UUID]*mig.Card{d.UUID: card}, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{
 				d.UUID: {Known: true, Offers: true, Dynamic: true, Kind: ledger.Placement, N: units, Unit: 1024, Placements: card.Placements()}}})
-			ofType := func(name string) string {
-				return fmt.Sprintf(`device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == %q`, name)
+			shared := func(is string) string {
+				return `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "gpu" && ` + is + `has(device.attributes["gpus.example.com"].sharing)`
 			}
-			known := room.Classes{"whole": class("whole", ofType("gpu")), "shared": class("shared", ofType("shared"))}
+			known := room.Classes{"whole": class("whole", shared("!")), "shared": class("shared", shared(""))}
 			names := []string{"whole", "shared"}
 			profiles := map[string]mig.Name{}
 			for _, p := range card.Placements() {

@@ -26,6 +26,9 @@ type Input struct {
 	Cards   map[gpu.UUID]*mig.Card
 	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
 	Guarantee string
+	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them:
+	// the UUIDs of these are published. Those on demand have another one each time.
+	Fixed map[gpu.UUID]bool
 	// Departing are devices that no layout has any more, and that some claim may still
 	// name: they stay in their slices.
 	Departing []Device
@@ -49,6 +52,8 @@ const (
 	setsInSlice = 8
 	// maxDevices is how many devices, where they consume counters or have taints.
 	maxDevices = 64
+	// maxEach is how many attributes and capacities a device may have together.
+	maxEach = 32
 )
 
 // Build says what is published. It is pure.
@@ -102,12 +107,13 @@ type basis struct {
 	layouts   map[gpu.UUID]plan.Layout
 	cards     map[gpu.UUID]*mig.Card
 	guarantee string
+	fixed     map[gpu.UUID]bool
 	// taints are those of every device that is listed.
 	taints map[Device][]kube.Taint
 }
 
 func (in *Input) basis() basis {
-	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, map[Device][]kube.Taint{}}
+	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, in.Fixed, map[Device][]kube.Taint{}}
 	for i := range in.Inventory.GPUs {
 		for _, of := range in.devices(&in.Inventory.GPUs[i]) {
 			out.taints[of] = in.Taints(of)
@@ -225,7 +231,14 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 	switch of.Kind {
 	case ledger.Placement:
 		if p := profile(d, of.Placement.Profile); p != nil {
-			out.Capacity = instanceCapacity(p)
+			out.Capacity = capacity(p.Memory, *p)
+		}
+		// NVIDIA's names of the memory slices that it is on. A card with more than others
+		// leaves them out where they would be too many.
+		if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <= maxEach {
+			for i := range of.Placement.Size {
+				out.Capacity["memorySlice"+strconv.Itoa(of.Placement.Start+i)] = kube.Capacity{Value: 1}
+			}
 		}
 	case ledger.Units:
 		out.Shared = true
@@ -243,38 +256,45 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 			out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(l.N), Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}
 		}
 	default:
-		if d.Memory > 0 {
-			out.Capacity[memory] = kube.Capacity{Value: bytes(d.Memory)}
+		// As NVIDIA's driver has it, the most that any profile has: of an A100 that is 98 of
+		// its 108 multiprocessors. A GPU without MIG tells of none.
+		out.Capacity = capacity(d.Memory, d.MIG.Profiles...)
+	}
+	return out
+}
+
+// capacity is what a device has, by NVIDIA's names: memory, and of the rest the most that
+// one of these profiles has.
+func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]kube.Capacity {
+	out := map[string]kube.Capacity{}
+	most := func(name string, n int) {
+		out[name] = kube.Capacity{Value: max(out[name].Value, kube.Quantity(n))}
+	}
+	if of > 0 {
+		out[memory] = kube.Capacity{Value: bytes(of)}
+	}
+	for i := range profiles {
+		p := &profiles[i]
+		if p.SMs > 0 {
+			most("multiprocessors", p.SMs)
+		}
+		if e := p.Engines; e != nil {
+			most("copyEngines", e.Copy)
+			most("decoders", e.Decode)
+			most("encoders", e.Encode)
+			most("jpegEngines", e.JPEG)
+			most("ofaEngines", e.OFA)
 		}
 	}
 	return out
 }
 
-// instanceCapacity is what a MIG instance has, by NVIDIA's names.
-func instanceCapacity(p *gpu.Profile) map[string]kube.Capacity {
-	out := map[string]kube.Capacity{}
-	add := func(name string, n kube.Quantity) { out[name] = kube.Capacity{Value: n} }
-	if p.Memory > 0 {
-		add(memory, bytes(p.Memory))
-	}
-	if p.SMs > 0 {
-		add("multiprocessors", kube.Quantity(p.SMs))
-	}
-	if e := p.Engines; e != nil {
-		add("copyEngines", kube.Quantity(e.Copy))
-		add("decoders", kube.Quantity(e.Decode))
-		add("encoders", kube.Quantity(e.Encode))
-		add("jpegEngines", kube.Quantity(e.JPEG))
-		add("ofaEngines", kube.Quantity(e.OFA))
-	}
-	return out
-}
+// types are the values of the attribute "type". NVIDIA's driver has no other for a GPU that
+// several claims share.
+var types = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Placement: "mig", ledger.Units: "gpu", ledger.Replica: "gpu"}
 
-// types are the values of the attribute "type".
-var types = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Placement: "mig", ledger.Units: "shared", ledger.Replica: "replica"}
-
-// attributes are what selectors see of a device: NVIDIA's names, and index, guarantee and
-// the NVLink domain besides.
+// attributes are what selectors see of a device: NVIDIA's names, and index, guarantee, the
+// NVLink domain and of a shared GPU how it is shared besides.
 func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute {
 	out := map[string]kube.Attribute{}
 	text := func(name, value string) {
@@ -297,10 +317,18 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute 
 	case ledger.Whole:
 		text("uuid", string(d.UUID))
 	case ledger.Placement:
+		if one := mig.Find(d.MIG.Instances, of.Placement); one != nil && in.Fixed[d.UUID] {
+			text("uuid", string(one.UUID))
+		}
 		text("parentUUID", string(d.UUID))
 		text("profile", of.Placement.Profile.String())
-	default:
-		text("parentUUID", string(d.UUID))
+	case ledger.Units:
+		text("uuid", string(d.UUID))
+		text("sharing", "memory")
+		text("guarantee", in.Guarantee)
+	case ledger.Replica:
+		text("uuid", string(d.UUID))
+		text("sharing", "replicas")
 		text("guarantee", in.Guarantee)
 	}
 	number("index", int64(d.Index))

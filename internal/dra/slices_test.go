@@ -5,6 +5,7 @@ package dra
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"reflect"
 	"regexp"
 	"slices"
@@ -63,6 +64,10 @@ func shared(*gpu.Device, *mig.Card) plan.Layout {
 	return plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}
 }
 
+func replicas(*gpu.Device, *mig.Card) plan.Layout {
+	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: 4}
+}
+
 func whole(*gpu.Device, *mig.Card) plan.Layout {
 	return plan.Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
 }
@@ -75,7 +80,19 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 	for file := range models(t) {
 		inv := several(t, file, 17)
 		in := input(t, inv, dynamic)
+		in.Fixed = map[gpu.UUID]bool{}
 		for i := range inv.GPUs {
+			// All that can be said of a device is said of each.
+			d, numa := &inv.GPUs[i], 1
+			d.NUMA, d.Path, d.Fabric, in.Fixed[d.UUID] = &numa, []string{"pci0000:16"}, &gpu.Fabric{Cluster: strings.Repeat("c", 36), Clique: 1}, true
+			d.MIG.Profiles = slices.Clone(d.MIG.Profiles)
+			for j := range d.MIG.Profiles {
+				p := &d.MIG.Profiles[j]
+				p.Memory, p.SMs, p.Engines = 1024, 14, &gpu.Engines{Copy: 1}
+			}
+			for _, at := range in.Cards[d.UUID].Placements() {
+				d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: at.Profile.String(), Placement: gpu.Placement{Start: at.Start, Size: at.Size}, UUID: "MIG-x"})
+			}
 			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Replica})
 		}
 		p := Build(in)
@@ -108,6 +125,80 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 		}
 		if again := Build(in); !reflect.DeepEqual(again, p) {
 			t.Errorf("%s: built twice, the slices differ", file)
+		}
+	}
+}
+
+// A device is described as NVIDIA's driver describes it: a selector and a request for capacity
+// that were written for that one find the same here.
+func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
+	const u = "GPU-00000000-0000-4000-8000-000000000000"
+	engines := map[string]kube.Quantity{"copyEngines": 7, "decoders": 5, "encoders": 0, "jpegEngines": 1, "ofaEngines": 1}
+	of := func(memory kube.Quantity, more map[string]kube.Quantity) map[string]kube.Quantity {
+		out := map[string]kube.Quantity{"memory": memory}
+		maps.Copy(out, more)
+		return out
+	}
+	whole98 := of(80<<30, engines)
+	whole98["multiprocessors"] = 98
+	for name, c := range map[string]struct {
+		layout     func(*gpu.Device, *mig.Card) plan.Layout
+		fixed      bool
+		device     string
+		attributes map[string]string // of these; empty for none
+		capacity   map[string]kube.Quantity
+	}{
+		"whole":    {whole, false, "gpu-00000000", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "profile": "", "sharing": ""}, whole98},
+		"memory":   {shared, false, "-shared", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "memory"}, of(79<<30, nil)},
+		"replicas": {replicas, false, "-replicas", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "replicas"}, map[string]kube.Quantity{"replicas": 4}},
+		"on demand": {onDemand, false, "-mig-3g40gb-4", map[string]string{"type": "mig", "uuid": "", "parentUUID": u, "profile": "3g.40gb", "sharing": ""},
+			of(39.25*(1<<30), map[string]kube.Quantity{"multiprocessors": 42, "copyEngines": 3, "decoders": 2, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice4": 1, "memorySlice5": 1, "memorySlice6": 1, "memorySlice7": 1})},
+		"a geometry": {onDemand, true, "-mig-1g10gb-2", map[string]string{"type": "mig", "uuid": "MIG-a", "parentUUID": u, "profile": "1g.10gb"},
+			of(9.5*(1<<30), map[string]kube.Quantity{"multiprocessors": 14, "copyEngines": 1, "decoders": 0, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice2": 1})},
+		"of a geometry, and does not stand": {onDemand, true, "-mig-1g10gb-3", map[string]string{"uuid": ""}, nil},
+	} {
+		inv := several(t, "a100-80gb.json", 1)
+		inv.GPUs[0].Memory = 80 << 10
+		for i := range inv.GPUs[0].MIG.Profiles { // as an A100's driver says
+			switch p := &inv.GPUs[0].MIG.Profiles[i]; p.Name {
+			case "1g.10gb":
+				p.SMs, p.Engines = 14, &gpu.Engines{Copy: 1}
+			case "3g.40gb":
+				p.SMs, p.Engines = 42, &gpu.Engines{Copy: 3, Decode: 2}
+			case "7g.80gb":
+				p.SMs, p.Engines = 98, &gpu.Engines{Copy: 7, Decode: 5, JPEG: 1, OFA: 1}
+			}
+		}
+		inv.GPUs[0].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, UUID: "MIG-a"}, {Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, UUID: "MIG-b"}}
+		in := input(t, inv, c.layout)
+		in.Fixed = map[gpu.UUID]bool{u: c.fixed}
+		found := false
+		for _, s := range Build(in).Slices {
+			for _, d := range s.Devices {
+				if !strings.HasSuffix(d.Name, c.device) {
+					continue
+				}
+				found = true
+				for k, want := range c.attributes {
+					got := ""
+					if a := d.Attributes[k]; a.String != nil {
+						got = *a.String
+					}
+					if got != want {
+						t.Errorf("%s: %s is %q, want %q", name, k, got, want)
+					}
+				}
+				got := map[string]kube.Quantity{}
+				for k, q := range d.Capacity {
+					got[k] = q.Value
+				}
+				if c.capacity != nil && !maps.Equal(got, c.capacity) {
+					t.Errorf("%s has\n%v, want\n%v", name, got, c.capacity)
+				}
+			}
+		}
+		if !found {
+			t.Errorf("%s: no device %s", name, c.device)
 		}
 	}
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package obs is the agent's HTTP server: metrics for Prometheus, probes for the
-// kubelet, and the node's status for people and programs.
+// kubelet, the node's status for people and programs, and at a socket of its own the door
+// at which commands ask what a partition would come to.
 //
 //	/metrics   Prometheus text
 //	/healthz   200 while the loop makes progress; else 503 and the reason
@@ -32,6 +33,11 @@
 // kubectl exec and kubectl port-forward end up inside. It recognizes a browser by
 // its Accept header; ?format=html and ?format=json choose explicitly, and without an
 // Accept header the answer is JSON. [Fetch] is its client, for `gpu-agent status`.
+//
+// [Door] is at a Unix socket in the agent's state directory, which only the agent's user can
+// connect to: a question costs more than a page, its body is a partition file, and the answer
+// names pods of every namespace. A question is read within bounds before its turn comes, and
+// one is answered at a time. [AskDoor] is its client, for `gpu-agent plan` and `check`.
 //
 // # Metrics
 //

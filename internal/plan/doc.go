@@ -62,6 +62,17 @@
 //	a claim of 3g.40gb@4, not in MIG mode                  Work: enable MIG mode; then: create 3g.40gb@4
 //	a reset that may not be, or a process on an instance   Stuck: the devices of the other mode are withdrawn
 //
+// # What a partition would come to
+//
+// [Foresee] makes one plan after the other, as if the work of each had been done, until nothing
+// is left to do:
+//
+//	f := plan.Foresee(in, status.Cause{})
+//	f.Steps[gpu]            // enable MIG mode (with a reset), create 3g.40gb@0, create 3g.40gb@4
+//	f.Changes.Blocked       // whom the rest waits for
+//
+// It is what `gpu-agent plan` tells, with the input that the agent's loop has.
+//
 // The package has no clock and does not know the driver, the kubelet's lists or device
 // IDs. Why an allocation has to wait is told to its pod ([Changes].Trouble), so no other
 // tenant's pod is named there; Blocked and Conditions are for operators.

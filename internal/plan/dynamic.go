@@ -4,7 +4,6 @@ package plan
 
 import (
 	"slices"
-	"strings"
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
@@ -139,10 +138,9 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 	}
 }
 
-// neverChanges reports whether a GPU's MIG mode cannot change under this agent: Ampere needs
-// a reset for it, Hopper and later GPUs do not (NVIDIA's MIG user guide, "Enable MIG Mode").
+// neverChanges reports whether a GPU's MIG mode cannot change under this agent.
 func (in *Input) neverChanges(g *gpuWithMIG) bool {
-	return in.MIG.NeverReset && strings.HasPrefix(g.ComputeCapability, "8.")
+	return in.MIG.NeverReset && resetsForMIG(g.Device)
 }
 
 // otherMode reports whether those who have a GPU need the MIG mode that it is not in, and no

@@ -433,6 +433,7 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 	}
 	if len(by) > 0 {
 		block(status.Reason(plan.Blocked[0].Reason), by)
+		out.Blocked[len(out.Blocked)-1].In = plan.Blocked
 	}
 	if len(plan.Steps) > 0 {
 		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: plan.Steps, Leaving: leaving})

@@ -96,6 +96,19 @@ func (c Layout) Mode() string {
 	}
 }
 
+// Words is the layout for people who compare it with another: "shared (units of 1024 MiB)",
+// "whole, through dra"; empty where nothing is known.
+func (c Layout) Words() string {
+	if !c.Known {
+		return ""
+	}
+	words := c.Mode() + c.division()
+	if c.Through(ledger.DRA) {
+		words += ", through dra"
+	}
+	return words
+}
+
 // division is into what a shared GPU is divided, for people: " (4 replicas)".
 func (c Layout) division() string {
 	switch {
@@ -144,6 +157,9 @@ type Blocked struct {
 	Reason status.Reason
 	// Holders is sorted, each once.
 	Holders []string
+	// In are the MIG instances in the way, each with its holder; empty where the holders have
+	// the GPU as something else, or all of them are in the way.
+	In []mig.Standing
 	// API says that the GPU is to be offered through another front-end.
 	API bool
 }

@@ -76,6 +76,8 @@ func Remove(dir string) error {
 		r.empty(path)
 	}
 	r.empty(hooksDir)
+	r.socket(Socket)
+	r.socket(temporary(Socket))
 	r.tree(capDir)
 	r.tree(usageDir)
 	// In a container dir is a mount, and what it is mounted on is read-only.
@@ -101,6 +103,15 @@ func (r *remover) failed(err error) {
 func (r *remover) isDir(name string) bool {
 	info, err := r.root.Lstat(name)
 	return err == nil && info.IsDir()
+}
+
+// socket removes a socket, at which nobody listens any more: the directory is locked.
+func (r *remover) socket(name string) {
+	info, err := r.root.Lstat(name)
+	if err == nil && info.Mode().Type() == fs.ModeSocket {
+		err = r.root.Remove(name)
+	}
+	r.failed(err)
 }
 
 // plain removes a regular file; anything else of that name is not the agent's.

@@ -27,6 +27,9 @@ const (
 	badFile      = "state.json.bad"
 	journalFile  = "claims.journal"
 
+	// Socket is the name of the agent's socket in the directory, at which commands ask it.
+	Socket = "agent.sock"
+
 	fileMode = 0o600
 	// dirMode lets hook programs be run by a runtime in a user namespace.
 	dirMode = 0o711

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -464,6 +465,12 @@ func TestRemove(t *testing.T) {
 			do(t, s.Close())
 			for _, name := range []string{badFile, temporary(journalFile), temporary(documentFile)} {
 				do(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+			}
+			for _, name := range []string{Socket, temporary(Socket)} { // of an agent that was killed
+				l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unix"})
+				do(t, err)
+				l.SetUnlinkOnClose(false)
+				do(t, l.Close())
 			}
 			if foreign != "" {
 				do(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, foreign)), 0o755))

@@ -22,6 +22,7 @@ const (
 	pagesKind     kind = "the pages of memory caps"
 	librariesKind kind = "the libraries of memory caps"
 	hookKind      kind = "the hook program"
+	socketKind    kind = "the socket at which commands ask"
 	cdiKind       kind = "CDI files"
 	slicesKind    kind = "ResourceSlices"
 	claimsKind    kind = "claims"
@@ -64,6 +65,8 @@ var kinds = []struct {
 		"pkg/memcap/lib", "internal/atomicfile", "internal/agent/cap.go", "internal/agent/gates.go", "internal/agent/round.go"}},
 	{librariesKind, regexp.MustCompile(`/state/cap(/|$)`), []string{
 		"pkg/memcap/lib", "internal/agent/cap.go"}},
+	{socketKind, regexp.MustCompile(`/state/\.?agent\.sock[^/]*$`), []string{
+		"internal/obs/door.go", "internal/socket"}},
 	{documentKind, regexp.MustCompile(`/state(/[^/]*)?$`), []string{
 		"internal/state", "internal/atomicfile", "internal/agent/memory.go", "internal/agent/round.go"}},
 	{hardwareKind, nil, []string{
@@ -113,6 +116,8 @@ func TestEachPathIsOfAKind(t *testing.T) {
 		dir + "/state/.claims.journal.tmp":             journalKind,
 		dir + "/state/usage/0000000001.jsonl":          usageKind,
 		dir + "/state/hooks/1f/.nvidia-cdi-hook.1.tmp": hookKind,
+		dir + "/state/agent.sock":                      socketKind,
+		dir + "/state/.agent.sock.tmp":                 socketKind,
 		dir + "/state/cap/limits/.new-1f":              pagesKind,
 		dir + "/state/cap/usage/1f/GPU-1":              pagesKind,
 		dir + "/state/cap":                             librariesKind,

@@ -3,6 +3,7 @@
 package crowd
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -127,7 +128,7 @@ func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler f
 		found := map[string]bool{}
 		for i := range list.Items {
 			for _, d := range list.Items[i].Spec.Devices {
-				found[attribute(&d, "uuid")+attribute(&d, "parentUUID")] = len(d.Taints) == 0
+				found[cmp.Or(attribute(&d, "parentUUID"), attribute(&d, "uuid"))] = len(d.Taints) == 0
 			}
 		}
 		if want := gpus * len(layout); len(found) != want {
@@ -357,7 +358,7 @@ func (c *cluster) devices(claim *resource.ResourceClaim) (out []device, err erro
 		if d == nil {
 			return nil, fmt.Errorf("its claim has device %s, which is in no slice", r.Device)
 		}
-		has := device{gpu: attribute(d, "uuid") + attribute(d, "parentUUID"), use: attribute(d, "type"), profile: attribute(d, "profile")}
+		has := device{gpu: cmp.Or(attribute(d, "parentUUID"), attribute(d, "uuid")), use: cmp.Or(attribute(d, "sharing"), attribute(d, "type")), profile: attribute(d, "profile")}
 		if has.profile != "" {
 			if _, err := fmt.Sscanf(r.Device[strings.LastIndexByte(r.Device, '-')+1:], "%d", &has.start); err != nil {
 				return nil, fmt.Errorf("device %s does not say where it starts", r.Device)

@@ -80,7 +80,7 @@ func (s *claimServer) slices(driver string) (int, error) {
 // published is a device in a slice.
 type published struct {
 	pool, name string
-	// kind is "gpu", "mig" or "shared", of both programs; gpu is the UUID of the GPU.
+	// kind is "gpu" or "mig", of both programs, or "shared"; gpu is the UUID of the GPU.
 	kind, profile, gpu string
 }
 
@@ -109,8 +109,11 @@ func (s *claimServer) devices(driver string) (all []published, whole bool, err e
 	for _, slice := range list.Items {
 		whole = whole && slice.Spec.Pool.ResourceSliceCount == len(list.Items)
 		for _, d := range slice.Spec.Devices {
-			a := d.Attributes
-			all = append(all, published{slice.Spec.Pool.Name, d.Name, a["type"].String, a["profile"].String, cmp.Or(a["parentUUID"].String, a["uuid"].String)})
+			a, kind := d.Attributes, d.Attributes["type"].String
+			if a["sharing"].String != "" {
+				kind = "shared"
+			}
+			all = append(all, published{slice.Spec.Pool.Name, d.Name, kind, a["profile"].String, cmp.Or(a["parentUUID"].String, a["uuid"].String)})
 		}
 	}
 	slices.SortFunc(all, func(a, b published) int { return strings.Compare(a.name, b.name) })

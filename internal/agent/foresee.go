@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// basis is what the loop made its last plan from, but for the allocations: for anybody to
+// make another plan from. Nothing of it is changed.
+type basis struct {
+	plan.Input
+	// on is what counts of the node beside its GPUs.
+	on config.Node
+	// halted is why nothing is done to the hardware now, zero where it is, and closed why
+	// nothing can be given out, empty where it can.
+	halted  status.Cause
+	closed  string
+	cordons cordons
+}
+
+// basis keeps what the next plan would be made from.
+func (a *Agent) basis(allocations []ledger.Allocation) *basis {
+	b := &basis{Input: a.planInput(allocations, time.Now()), on: a.partitions.on, closed: a.reader.closed(), cordons: a.partitions.cordons}
+	b.Allocations, b.MIG.Made = nil, a.executor.made()
+	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
+	for u, of := range b.Past {
+		past[u] = slices.Clone(of)
+	}
+	if b.Past = past; a.reader.letting != "" || !a.reader.usable() {
+		b.halted = a.reader.absent()
+	}
+	return b
+}
+
+// foresight says what partitions would come to: on this agent's node, or on one of which
+// nothing is known but an inventory.
+type foresight struct {
+	// Snapshot has a basis.
+	*Snapshot
+	allocations []ledger.Allocation
+	names       *deviceplugin.Names
+	domain      string
+	drain       bool
+	caps        memcap.Level
+	unknown     []string
+}
+
+// Foresee answers what partitions would make of the node, by the plans that the loop would
+// make. It touches no hardware and asks nobody: what the loop knew after its last round
+// counts, and who has what now. The error says why it cannot tell yet.
+func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
+	snap := a.reporter.snapshot.Load()
+	if snap.basis == nil || !snap.Answered {
+		return status.Answer{}, errors.New("this agent has just started and has not read the driver yet: ask again in a while")
+	}
+	if len(q.Partitions) > status.MostAsked {
+		return status.Answer{}, errors.New("too many partitions in one question")
+	}
+	file, err := config.Parse("partitions", q.File)
+	if err != nil {
+		return status.Answer{Mistakes: mistakes(err)}, nil
+	}
+	if q.UnitMiB > 0 || q.API != "" {
+		b := *snap.basis
+		b.on.Unit, b.on.API = cmp.Or(gpu.MiB(q.UnitMiB), b.on.Unit), cmp.Or(ledger.FrontEnd(q.API), b.on.API)
+		b.Unit = b.on.Unit
+		s := *snap
+		s.basis = &b
+		snap = &s
+	}
+	f := &foresight{Snapshot: snap, allocations: a.ledger.Allocations(), names: a.names, domain: a.opts.Domain, drain: !a.opts.KeepOffering, caps: a.claims.caps}
+	if a.claims.inUse() {
+		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: the agent asks the API server for them before it takes anything away"}
+	}
+	in := a.partitions.heard()
+	own, unset := in.choice(file)
+	if !in.labelKnown {
+		own, unset = "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
+	}
+	var out status.Answer
+	for _, name := range q.Partitions {
+		p := f.plan(file, name, q.Brief)
+		p.Own = unset == (status.Cause{}) && name == own
+		out.Plans = append(out.Plans, p)
+	}
+	switch {
+	case len(q.Partitions) > 0:
+	case unset != (status.Cause{}):
+		out.Plans = []status.Plan{{Own: true, State: string(Pending), Reason: unset.Reason, Message: unset.Message, Conditions: []status.Condition{unset.Condition(status.Pending, "")},
+			GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}}
+	default:
+		p := f.plan(file, own, q.Brief)
+		p.Own = true
+		out.Plans = []status.Plan{p}
+	}
+	return out, nil
+}
+
+// ForeseeFrom answers the same of a node of which nothing is known but an inventory. A MIG
+// instance that the inventory calls busy has the holder that it names, or is in use by an
+// unknown process; all others count as the agent's own. odd is what is left out of what the
+// inventory says.
+func ForeseeFrom(inv *gpu.Inventory, on config.Node, domain string, file *config.File, partition string) (p status.Plan, odd error) {
+	b := &basis{on: on, Input: plan.Input{Unit: on.Unit, Layouts: map[gpu.UUID]plan.Layout{}, Others: map[gpu.UUID]string{},
+		MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}}
+	f := &foresight{Snapshot: &Snapshot{basis: b}, names: deviceplugin.ResourceNames(domain), domain: domain, drain: true, caps: memcap.API,
+		unknown: []string{"which pods hold something of these GPUs, but for the MIG instances that the inventory calls busy", "how the GPUs are laid out now, apart from MIG", "the partition that the node's label chooses"}}
+	copied := *inv
+	copied.GPUs = slices.Clone(inv.GPUs)
+	b.Inventory = &copied
+	for i := range copied.GPUs {
+		d := &copied.GPUs[i]
+		if d.MIG.Capable {
+			card, err := mig.NewCard(&d.MIG)
+			if err != nil {
+				odd = errors.Join(odd, status.Why(status.MIGUnsupported, "%s: %v", d.Name(), err))
+			}
+			b.MIG.Cards[d.UUID] = card
+		}
+		f.stand(d)
+	}
+	return f.plan(file, partition, false), odd
+}
+
+// stand takes in the MIG instances of an inventory, which a person may have written.
+func (f *foresight) stand(d *gpu.Device) {
+	made := map[mig.Placement]bool{}
+	var instances []gpu.Instance
+	for i, s := range mig.Stand(&d.MIG) {
+		in := gpu.Instance{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI, GI: i + 1, Busy: s.Pinned}
+		switch {
+		case s.Profile == (mig.Name{}):
+			in.Profile = s.Reason // no name, and so no plan is made
+		case s.Empty:
+			in.CI = -1
+		case s.Pinned && s.Holder != "":
+			in.Busy = false
+			namespace, name, _ := strings.Cut(s.Holder, "/")
+			if name == "" {
+				namespace, name = "", s.Holder
+			}
+			f.allocations = append(f.allocations, ledger.Allocation{ID: cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}), Owner: ledger.DevicePlugin, Phase: ledger.Open,
+				Resource: f.names.Of(ledger.Placement, s.Profile), Holder: ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
+				Grants: []ledger.Grant{{GPU: d.UUID, Piece: ledger.Piece{Kind: ledger.Placement, Placement: s.Placement}}}})
+		}
+		made[s.Placement] = true
+		instances = append(instances, in)
+	}
+	d.MIG.Instances = instances
+	f.basis.MIG.Made[d.UUID] = made
+}
+
+// plan says what a partition of a file would come to.
+func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan {
+	out := status.Plan{Partition: name, Unknown: f.unknown, GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
+	in := f.basis.Input
+	in.Allocations = f.allocations
+	want, err := file.Desire(name, in.Inventory, f.basis.on)
+	if err != nil {
+		why := status.CauseOf(err, status.PartitionUnfit)
+		out.State, out.Reason, out.Message, out.Mistakes = string(Invalid), why.Reason, why.Message, mistakes(err)
+		return out
+	}
+	out.Open = mistakes(file.Prove(want, in.Inventory))
+	in.Wanted = want.GPUs
+	then := plan.Foresee(in, f.basis.halted)
+	end := f.end(&then, want.GPUs)
+	o := &end.Outcome
+	out.State, out.Reason, out.Message, out.Conditions = string(o.State), o.Reason, o.Message, slices.Clone(end.Conditions)
+	slices.SortStableFunc(out.Conditions, status.Condition.Compare)
+	for i := range want.GPUs {
+		out.GPUs = append(out.GPUs, f.gpu(&want.GPUs[i], &then))
+	}
+	if !brief {
+		out.Offers = f.offers(&then, end)
+	}
+	return out
+}
+
+// end is the snapshot that the last round before the end would leave.
+func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
+	s := &Snapshot{Inventory: then.Inventory, Answered: true, Layouts: then.Changes.Layouts, Wanted: wanted, Others: f.basis.Others, At: f.At, Hangs: f.Hangs,
+		Made: then.Made, Leaving: then.Changes.Leaving, Failing: map[mig.Place]status.Cause{}}
+	for at, why := range f.Failing {
+		if len(then.Steps[at.GPU]) == 0 { // else something was made there since, and it is tried again
+			s.Failing[at] = why
+		}
+	}
+	for _, v := range f.Verdicts {
+		// That of an instance ends with the instance.
+		if placements, _ := placementsOf(v.Subject, then.Inventory); v.GI < 0 || len(placements) > 0 {
+			s.Verdicts = append(s.Verdicts, v)
+		}
+	}
+	of := findings{changes: &then.Changes}
+	if halted := f.basis.halted; halted.Reason == status.DriverLetGo {
+		of.note = halted
+	}
+	for _, u := range sortedKeys(then.Waits) {
+		of.work = append(of.work, then.Waits[u].Condition(status.Pending, string(u)))
+	}
+	if slices.EqualFunc(wanted, f.Wanted, config.Want.Equal) {
+		// What is wanted already, and has failed, is tried again later.
+		for _, c := range f.Conditions {
+			if failed := c.Reason == status.GPUChangeFailed || c.Reason == status.ResetDue; failed && len(then.Steps[gpu.UUID(c.Subject)]) > 0 {
+				of.work = append(of.work, c)
+			}
+		}
+	}
+	of.judge(s, f.lasting)
+	return s
+}
+
+// gpu is one GPU's way to its partition.
+func (f *foresight) gpu(w *config.Want, then *plan.Forecast) status.PlannedGPU {
+	d := then.Inventory.ByUUID(w.GPU)
+	g := status.PlannedGPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, Wanted: describeWant(w), Fault: d.Fault, Untold: then.Untold[d.UUID],
+		From: f.basis.Layouts[d.UUID].Words(), To: then.Changes.Layouts[d.UUID].Words(),
+		Steps: []status.PlannedStep{}, Result: []status.PlannedInstance{}, Blocked: []status.InTheWay{}}
+	if w.API == ledger.DRA {
+		g.API = string(ledger.DRA)
+	}
+	for _, s := range then.Steps[d.UUID] {
+		of := status.PlannedStep{Op: string(s.Op), Reset: s.Reset}
+		if s.Placement != (mig.Placement{}) {
+			of.PlannedInstance = planned(s.Placement)
+		} else {
+			g.ResetUnknown = g.ResetUnknown || d.ComputeCapability == ""
+		}
+		g.Steps = append(g.Steps, of)
+	}
+	var stands []mig.Placement
+	for i := range d.MIG.Instances {
+		if p, err := mig.PlacementOf(&d.MIG.Instances[i]); err == nil && d.MIG.Instances[i].CI >= 0 {
+			stands = append(stands, p)
+		}
+	}
+	slices.SortFunc(stands, mig.ComparePlacements)
+	for _, p := range stands {
+		g.Result = append(g.Result, planned(p))
+	}
+	for _, b := range then.Changes.Blocked {
+		if b.GPU != d.UUID {
+			continue
+		}
+		for _, s := range b.In {
+			at := planned(s.Placement)
+			g.Blocked = append(g.Blocked, status.InTheWay{PlannedInstance: &at, Reason: status.Reason(s.Reason), Holder: s.Holder})
+		}
+		if len(b.In) == 0 {
+			for _, who := range b.Holders {
+				g.Blocked = append(g.Blocked, status.InTheWay{Reason: b.Reason, Holder: who})
+			}
+		}
+	}
+	return g
+}
+
+func planned(p mig.Placement) status.PlannedInstance {
+	out := status.PlannedInstance{Profile: p.Profile.String(), Start: p.Start}
+	if p.Profile.Compute != 0 {
+		out.CI = &p.CI
+	}
+	return out
+}
+
+// offers is what pods can ask for in the end.
+func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedOffer {
+	// The front-end says what there is beside those who have something.
+	books := ledger.New(func() {}, time.Now)
+	for i := range f.allocations {
+		a := &f.allocations[i]
+		_, _ = books.Found(a.ID, a.Record(), a.Taken) // each was in a ledger, or has one grant
+	}
+	front := deviceplugin.New(books, time.Now)
+	front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {
+		return deviceplugin.Build(deviceplugin.Input{Inventory: then.Inventory, Changes: &then.Changes, Held: held, Names: f.names, Cards: f.basis.MIG.Cards, Failing: end.Failing,
+			Drain: f.drain, Others: f.basis.Others, Cordoned: f.basis.cordons.gpus, Closed: f.basis.closed})
+	})
+	front.SetFaults(faultsIn(end.Verdicts, end.Inventory))
+	end.Conditions = slices.Concat(end.Conditions, end.leaves(), f.basis.cordons.conditions(f.domain, then.Inventory))
+	at := newScene(end, f.names, f.basis.on.Unit, front.Offer(), f.allocations)
+	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names)
+}
+
+// offersOf is what pods can ask for of a node, through either front-end.
+func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffer {
+	type key struct{ resource, api string }
+	sum := map[key]status.PlannedOffer{}
+	add := func(resource, api string, total, free, largest int, onOne bool) {
+		k := key{resource, api}
+		o := sum[k]
+		o.Resource, o.API, o.Total, o.Free = resource, api, o.Total+total, o.Free+free
+		if onOne { // a request lives on one GPU
+			o.Largest = max(o.Largest, largest)
+		} else {
+			o.Largest += largest
+		}
+		sum[k] = o
+	}
+	for _, r := range n.Resources {
+		add(r.Name, "", r.Total, r.Free, r.Largest, false)
+	}
+	for i := range n.GPUs {
+		g := &n.GPUs[i]
+		if g.API != string(ledger.DRA) {
+			continue
+		}
+		kind := g.Kind
+		if g.Mode == string(config.Dynamic) {
+			kind = ledger.Units
+			idle := 0
+			if g.Free == g.Total {
+				idle = 1
+			}
+			add(names.Of(ledger.Whole, mig.Name{}), g.API, 1, idle, idle, false)
+		}
+		if kind != ledger.Placement {
+			add(names.Of(kind, mig.Name{}), g.API, g.Total, g.Free, g.Largest, kind == ledger.Units)
+		}
+		if g.MIG == nil {
+			continue
+		}
+		for _, o := range g.MIG.Offers {
+			if p, err := mig.Parse(o.Profile); err == nil && o.Resource == "" {
+				add(names.Of(ledger.Placement, p), g.API, len(o.Placements), len(o.Free), o.Largest, false)
+			}
+		}
+	}
+	out := []status.PlannedOffer{}
+	for _, k := range slices.SortedFunc(maps.Keys(sum), func(a, b key) int { return cmp.Or(cmp.Compare(a.resource, b.resource), cmp.Compare(a.api, b.api)) }) {
+		if o := sum[k]; o.Total > 0 {
+			out = append(out, o)
+		}
+	}
+	return out
+}
+
+// mistakes are what an error says of lines of a partition file.
+func mistakes(err error) (out []status.Mistake) {
+	all, ok := errors.AsType[config.Errors](err)
+	if !ok && err != nil {
+		return []status.Mistake{{Line: 1, Message: err.Error()}}
+	}
+	for _, e := range all {
+		out = append(out, status.Mistake{Line: e.Line, Message: e.Msg})
+	}
+	return out
+}
+
+// describeWant is what a GPU is to become, in a few words.
+func describeWant(w *config.Want) (text string) {
+	switch {
+	case w.Mode == config.Keep:
+		return "as it is"
+	case w.Mode != config.MIG:
+		text = string(w.Mode)
+	case w.OnDemand:
+		text = "mig, on demand"
+	default:
+		text = "mig, " + mig.DescribeCounts(w.Geometry)
+	}
+	if w.API == ledger.DRA {
+		text += ", through dra"
+	}
+	return text
+}
