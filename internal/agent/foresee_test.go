@@ -218,7 +218,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	rng := rand.New(rand.NewPCG(seed, 11))
 	const gpus = 3
 	o := migMachine(gpus)
-	o.dra, o.ampere, o.took = newScheduled(), rng.IntN(2) == 0, 100*time.Millisecond
+	o.dra, o.ampere, o.took, o.memory = newScheduled(), rng.IntN(2) == 0, 100*time.Millisecond, newMemory()
 	for i := range o.inv.GPUs {
 		d := &o.inv.GPUs[i]
 		d.ComputeCapability = map[bool]string{true: "8.0", false: "9.0"}[o.ampere]
@@ -228,7 +228,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 			met["a foreign instance"]++
 		}
 	}
-	b := start(t, o, t.TempDir(), "")
+	b := start(t, o, "", "")
 	defer b.end()
 	f := &foreseen{bench: b, rng: rng, gpus: gpus, met: met}
 	b.opts.ReclaimForeign, b.opts.KeepOffering = rng.IntN(3) == 0, rng.IntN(3) == 0
@@ -479,8 +479,8 @@ func TestPlanOfALiveNode(t *testing.T) {
 func TestForeseeBesideRounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(2, 0, 1)
-		o.took, o.dra = time.Second, newScheduled()
-		b := start(t, o, t.TempDir(), migPartition(demand, demand))
+		o.took, o.dra, o.memory = time.Second, newScheduled(), newMemory()
+		b := start(t, o, "", migPartition(demand, demand))
 		defer b.end()
 		done := make(chan struct{})
 		go func() {
