@@ -47,6 +47,8 @@ type outside struct {
 	memory *memory
 	caps   *pages
 	unit   gpu.MiB // --memory-unit
+	// neverReset, reclaim and keepOffering are Options.
+	neverReset, reclaim, keepOffering bool
 	hardware
 	mu sync.Mutex // guards what follows
 	// The driver.
@@ -472,7 +474,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
-		HoldersIn: o.holdersIn, HoldScaleDown: o.hold,
+		HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),
 	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
 	o.with(func() { o.agent = b.Agent })
