@@ -63,7 +63,7 @@ const patience = time.Minute
 
 // agent asks the agent on this node. It is false where there is none, or the question is of
 // an inventory.
-func (a *asking) agent(ctx context.Context, q status.Question) (answer status.Answer, asked bool, err error) {
+func (a *asking) agent(ctx context.Context, c console, q status.Question) (answer status.Answer, asked bool, err error) {
 	if a.inventory != "" {
 		return answer, false, nil
 	}
@@ -78,6 +78,7 @@ func (a *asking) agent(ctx context.Context, q status.Question) (answer status.An
 	defer cancel()
 	answer, err = obs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
 	if errors.Is(err, obs.ErrNoAgent) {
+		fmt.Fprintf(c.err, "%v: the driver alone is asked\n", err)
 		return answer, false, nil
 	}
 	if errors.Is(err, os.ErrPermission) {
@@ -150,7 +151,7 @@ some GPU, 4 if it would be pending or failed for another reason, and 1 if it is 
 	if partition != "" {
 		q.Partitions = []string{partition}
 	}
-	answer, asked, err := a.agent(ctx, q)
+	answer, asked, err := a.agent(ctx, c, q)
 	if err != nil {
 		return err
 	}
@@ -200,9 +201,6 @@ func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition s
 	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.domain, f, partition)
 	if odd != nil {
 		fmt.Fprintln(c.err, odd)
-	}
-	if a.inventory == "" {
-		p.Unknown = append([]string{"what an agent would know: none answers at " + filepath.Join(a.stateDir, state.Socket)}, p.Unknown...)
 	}
 	return p
 }
@@ -255,7 +253,7 @@ known. What is wrong goes to standard error as file:line: reason, and the exit s
 // all are the plans of several partitions, in brief.
 func (a *asking) all(ctx context.Context, c console, f *partitionFile, names []string) (plans []status.Plan, err error) {
 	for part := range slices.Chunk(names, status.MostAsked) {
-		answer, asked, err := a.agent(ctx, status.Question{File: f.data, Partitions: part, Brief: true})
+		answer, asked, err := a.agent(ctx, c, status.Question{File: f.data, Partitions: part, Brief: true})
 		if err != nil {
 			return nil, err
 		}

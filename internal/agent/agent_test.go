@@ -20,6 +20,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	specs "tags.cncf.io/container-device-interface/specs-go"
+
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
@@ -40,8 +42,13 @@ import (
 type outside struct {
 	// unheard says that nothing is heard of the Node when the agent starts.
 	unheard bool
-	caps    *pages
-	unit    gpu.MiB // --memory-unit
+	// memory has the CDI files and the agent's own state, where it is set: a disk that others
+	// keep busy takes its time to flush each.
+	memory *memory
+	caps   *pages
+	unit   gpu.MiB // --memory-unit
+	// neverReset, reclaim and keepOffering are Options.
+	neverReset, reclaim, keepOffering bool
 	hardware
 	mu sync.Mutex // guards what follows
 	// The driver.
@@ -448,20 +455,26 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 
 func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench {
 	t.Helper()
-	files, err := dir.Open(cdiDir, "example.com")
-	if err != nil {
-		t.Fatal(err)
-	}
-	store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
-	if err != nil {
-		t.Fatal(err)
+	var files Files = o.memory
+	var store Store = o.memory
+	leave := func() error { return nil }
+	if o.memory == nil {
+		onDisk, err := dir.Open(cdiDir, "example.com")
+		if err != nil {
+			t.Fatal(err)
+		}
+		kept, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		files, store, leave = onDisk, kept, kept.Close
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
-		HoldersIn: o.holdersIn, HoldScaleDown: o.hold,
+		HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),
 	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
 	o.with(func() { o.agent = b.Agent })
@@ -477,7 +490,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		if err := <-done; !errors.Is(err, want) {
 			t.Errorf("Run ended with %v, want %v", err, want)
 		}
-		if err := store.Close(); err != nil {
+		if err := leave(); err != nil {
 			t.Error(err)
 		}
 	}
@@ -489,6 +502,67 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	}
 	synctest.Wait()
 	return b
+}
+
+// memory is a directory of CDI files and the agent's state, in memory. The state's methods
+// are called by one goroutine.
+type memory struct {
+	mu          sync.Mutex // guards files and written
+	files       map[string]*specs.Spec
+	written     map[string]time.Time
+	document    state.Document
+	allocations []state.Allocation
+}
+
+func newMemory() *memory {
+	return &memory{files: map[string]*specs.Spec{}, written: map[string]time.Time{}}
+}
+
+func (m *memory) Write(key string, spec *specs.Spec) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.files[key], m.written[key] = spec, time.Now()
+	return nil
+}
+
+func (m *memory) Remove(key string) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.files, key)
+	return nil
+}
+
+func (m *memory) List() ([]string, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return sortedKeys(m.files), nil
+}
+
+func (m *memory) Read(key string) (*specs.Spec, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.files[key] == nil {
+		return nil, gpu.ErrNotFound
+	}
+	return m.files[key], nil
+}
+
+func (m *memory) Written(key string) (time.Time, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.written[key], nil
+}
+
+func (m *memory) Document() state.Document        { return m.document }
+func (m *memory) Save(d state.Document) error     { m.document = d; return nil }
+func (m *memory) Allocations() []state.Allocation { return slices.Clone(m.allocations) }
+func (m *memory) Append(a state.Allocation) error {
+	m.allocations = append(m.allocations, a)
+	return nil
+}
+func (m *memory) Keep(all []state.Allocation) error {
+	m.allocations = all
+	return nil
 }
 
 // testHold is how long a GPU must be well before it is believed.

@@ -47,7 +47,8 @@ func delivered(plugins Plugins, c *claims) bool {
 
 // readyCondition says whether pods that ask for GPUs can be sent to the node: for
 // controllers that turn conditions into taints. A node whose GPUs are all in use, cordoned or
-// being changed is ready.
+// being changed is ready. So is one whose GPUs are all off, or somebody else's: no pod that asks
+// for ours would come, and a taint would keep the others away.
 //
 // known is false while this process starts: what the one before it said stays for
 // silentFor, or a taint would come and go with every update of the agent.
@@ -58,7 +59,7 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condit
 	}
 	well, given := 0, 0
 	var none []string
-	var first status.Reason // why the first of none can not be given out
+	var lacks status.Reason // why one has nothing that is to have something
 	for i := range snap.Inventory.GPUs {
 		d := &snap.Inventory.GPUs[i]
 		if snap.sick(d.UUID) {
@@ -70,7 +71,9 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condit
 			given++
 			continue
 		}
-		first, none = cmp.Or(first, why.Reason), append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message))
+		if none = append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message)); why.Reason != status.NotOffered && why.Reason != status.OtherOwner {
+			lacks = cmp.Or(lacks, why.Reason)
+		}
 	}
 	switch all := len(snap.Inventory.GPUs); {
 	case snap.usable.absent != (status.Cause{}) && snap.Hangs == "":
@@ -85,8 +88,8 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condit
 		say(status.GPUMissing, "the driver has no GPUs")
 	case well == 0:
 		say(status.GPUUnhealthy, "all %d GPUs are unhealthy", all)
-	case given == 0:
-		say(first, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
+	case given == 0 && lacks != "":
+		say(lacks, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
 	default:
 		c.Status = kube.True
 		say(status.Offered, "%s", sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))

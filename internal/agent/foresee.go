@@ -187,7 +187,7 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	out.State, out.Reason, out.Message, out.Conditions = string(o.State), o.Reason, o.Message, slices.Clone(end.Conditions)
 	slices.SortStableFunc(out.Conditions, status.Condition.Compare)
 	for i := range want.GPUs {
-		out.GPUs = append(out.GPUs, f.gpu(&want.GPUs[i], &then))
+		out.GPUs = append(out.GPUs, f.gpu(&then.Inventory.GPUs[i], &want.GPUs[i], &then))
 	}
 	if !brief {
 		out.Offers = f.offers(&then, end)
@@ -229,9 +229,8 @@ func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 	return s
 }
 
-// gpu is one GPU's way to its partition.
-func (f *foresight) gpu(w *config.Want, then *plan.Forecast) status.PlannedGPU {
-	d := then.Inventory.ByUUID(w.GPU)
+// gpu is the way to its partition of one GPU, as it is then.
+func (f *foresight) gpu(d *gpu.Device, w *config.Want, then *plan.Forecast) status.PlannedGPU {
 	g := status.PlannedGPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, Wanted: describeWant(w), Fault: d.Fault, Untold: then.Untold[d.UUID],
 		From: f.basis.Layouts[d.UUID].Words(), To: then.Changes.Layouts[d.UUID].Words(),
 		Steps: []status.PlannedStep{}, Result: []status.PlannedInstance{}, Blocked: []status.InTheWay{}}

@@ -218,7 +218,8 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	rng := rand.New(rand.NewPCG(seed, 11))
 	const gpus = 3
 	o := migMachine(gpus)
-	o.dra, o.ampere, o.took = newScheduled(), rng.IntN(2) == 0, 100*time.Millisecond
+	o.dra, o.ampere, o.took, o.memory = newScheduled(), rng.IntN(2) == 0, 100*time.Millisecond, newMemory()
+	o.neverReset, o.reclaim, o.keepOffering = rng.IntN(4) == 0, rng.IntN(3) == 0, rng.IntN(3) == 0
 	for i := range o.inv.GPUs {
 		d := &o.inv.GPUs[i]
 		d.ComputeCapability = map[bool]string{true: "8.0", false: "9.0"}[o.ampere]
@@ -228,15 +229,13 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 			met["a foreign instance"]++
 		}
 	}
-	b := start(t, o, t.TempDir(), "")
+	b := start(t, o, "", "")
 	defer b.end()
 	f := &foreseen{bench: b, rng: rng, gpus: gpus, met: met}
-	b.opts.ReclaimForeign, b.opts.KeepOffering = rng.IntN(3) == 0, rng.IntN(3) == 0
 	f.SetFile("p.yaml", []byte(f.partitions()))
 	wait := func(d time.Duration) { time.Sleep(d); synctest.Wait() }
 	settle := func() { wait(2 * plan.Linger) } // longer than a device lingers
 	settle()
-	b.executor.neverReset = rng.IntN(4) == 0
 	f.holders()
 	wait(2 * holdersEvery)
 	f.trouble()
@@ -302,10 +301,10 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	var wanted []string
 	for i := range want.GPUs {
 		g := &want.GPUs[i]
-		if b.executor.neverReset {
+		if o.neverReset {
 			done[i] = slices.Compact(done[i]) // it is tried again and again
 		}
-		if diff := cmp.Diff(did(g.Steps, !b.executor.neverReset), done[i]); diff != "" {
+		if diff := cmp.Diff(did(g.Steps, !o.neverReset), done[i]); diff != "" {
 			complain("GPU %d: -foreseen +done: %s", i, diff)
 		}
 		said := b.Status().GPUs[i].Blocked
@@ -321,7 +320,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 			met["dynamic"]++
 		}
 		for _, s := range g.Steps {
-			if s.Reset && b.executor.neverReset {
+			if s.Reset && o.neverReset {
 				met["left to an operator"]++
 			} else if s.Reset {
 				met["reset"]++
@@ -479,8 +478,8 @@ func TestPlanOfALiveNode(t *testing.T) {
 func TestForeseeBesideRounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(2, 0, 1)
-		o.took, o.dra = time.Second, newScheduled()
-		b := start(t, o, t.TempDir(), migPartition(demand, demand))
+		o.took, o.dra, o.memory = time.Second, newScheduled(), newMemory()
+		b := start(t, o, "", migPartition(demand, demand))
 		defer b.end()
 		done := make(chan struct{})
 		go func() {

@@ -45,9 +45,17 @@ func TestNothingToOfferIsTold(t *testing.T) {
 	}{
 		{"a unit that is larger than the GPUs", two, func(o *outside) { o.unit = 16 * 1024 }, allShared, "invalid", "False PartitionUnfit: ", "it would offer no unit of memory"},
 		{"no placement in MIG mode", func() *outside { return migMachine(2) }, untold, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig}\n", "invalid", "False PartitionUnfit: ", "would offer nothing"},
-		{"all switched off", two, nil, strings.ReplaceAll(allShared, "shared", "off"), "applied", "False NotOffered: none of 2 GPUs", ""},
-		{"MIG without an instance", func() *outside { return migMachine(2, 0, 1) }, nil, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig, geometry: {}}\n", "applied", "False NotOffered: none of 2 GPUs", ""},
+		{"all switched off", two, nil, strings.ReplaceAll(allShared, "shared", "off"), "applied",
+			"True Offered: 0 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
+		{"MIG without an instance", func() *outside { return migMachine(2, 0, 1) }, nil, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig, geometry: {}}\n", "applied",
+			"True Offered: 0 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
 		{"no partition for this node", two, nil, strings.ReplaceAll(allShared, "default", "other"), "pending", "False PartitionUnset: none of 2 GPUs", ""},
+		{"all somebody else's", two, func(o *outside) {
+			o.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)), string(uuid(1))}}
+		}, allWhole, "failed",
+			"True Offered: 0 of 2 GPUs can be given out; GPU 0: ", "another device plugin"},
+		{"one is off, and the other is too small", two, func(o *outside) { o.inv.GPUs[1].Memory, o.unit = 900, 1024 }, "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: off}\n    - {devices: [1], mode: shared}\n", "invalid",
+			"False PartitionUnfit: ", "it would offer no unit of memory"},
 		{"one is switched off", two, nil, "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: off}\n    - {devices: [1], mode: whole}\n", "applied",
 			"True Offered: 1 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
 	} {

@@ -337,7 +337,7 @@ func sentences(words ...string) string {
 // unready is what Ready waits for.
 func (f *findings) unready(s *Snapshot, now time.Time) string {
 	out := slices.Clone(f.missing)
-	offers := slices.ContainsFunc(slices.Collect(maps.Values(s.Layouts)), func(l plan.Layout) bool { return l.Offers })
+	offers := slices.ContainsFunc(slices.Collect(maps.Values(s.Layouts)), func(l plan.Layout) bool { return l.Offers && l.N > 0 })
 	switch {
 	case !f.in.labelKnown:
 		out = append(out, "the node's labels have not been heard of")
