@@ -52,7 +52,8 @@
 // had is refused: a device of an older layout, an amount, configuration, an instance that
 // the hardware's driver refuses to make. The pods of such a
 // claim are told, and ended half a minute later, by a taint or by eviction; none that has
-// a container, and none of another node.
+// a container, none of another node, and none whose next claim would ask for the same. The
+// one configuration that is known is NVIDIA's of time slices, which are the grant's.
 //
 // A claim ends with the kubelet's Unprepare, or when the kubelet's account, the container
 // runtime and the API server all know nothing of it. All containers and pods that use a
