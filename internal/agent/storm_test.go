@@ -888,6 +888,9 @@ func (s *storm) step() {
 		s.restartAgent()
 	case n < 93:
 		u := uuid(s.rng.IntN(s.gpus))
+		if s.rng.IntN(2) == 0 {
+			s.resetGPUs() // of the faults before
+		}
 		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
 		s.locked(func() { s.done["faults"]++ })
 	case n < 95:

@@ -312,7 +312,7 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	}
 	f.clean = false
 	f.last = now
-	again := f.reset // a reset has not helped
+	outlook := f.outlook(c.class)
 	f.reset, f.load, f.away, f.nameless = false, c.load, f.away || c.away, f.nameless && c.nameless
 	switch {
 	case f.over:
@@ -321,7 +321,7 @@ func (g *card) complain(c complaint, now time.Time) bool {
 		// What the driver asks for now replaces what it asked for, and an Xid
 		// that only said that it asks for something.
 	case needsRank(c.needs) <= needsRank(f.needs):
-		return again // else nothing that the operator does not know yet
+		return f.outlook(c.class) != outlook // else nothing that the operator does not know yet
 	}
 	f.xid, f.detail, f.needs = c.xid, clip(c.detail), c.needs
 	return true
@@ -648,6 +648,8 @@ func (f *fault) outlook(class Class) string {
 		return ""
 	case f.reset:
 		return "; a reset has been seen, and the GPU is watched"
+	case class == ClassLost && f.away:
+		return "; it stays unhealthy until the driver has it again"
 	}
 	return "; it stays unhealthy until a reset is seen"
 }

@@ -512,6 +512,10 @@ func TestReasons(t *testing.T) {
 	if w := "Xid 79: the GPU has fallen off the bus, since 2026-03-01T12:00:00Z; drain the node and reset the GPU or reboot; it stays unhealthy until a reset is seen"; got != w {
 		t.Errorf("reason %q, want %q", got, w)
 	}
+	m.Event(gpu.Event{Kind: gpu.EventLost, GPU: a}, t0)
+	if got := m.Verdicts()[0].Reason; !strings.HasSuffix(got, "; it stays unhealthy until the driver has it again") {
+		t.Errorf("of a GPU that is away: %q", got)
+	}
 	m.Event(xid(b, 154), t0)
 	m.Reading(reading(good(a), sick(b, gpu.Health{Recovery: gpu.RecoveryDrainReset})), at(1))
 	m.Reading(reading(good(a), sick(b, gpu.Health{Recovery: gpu.RecoveryReboot})), at(2))
