@@ -5,13 +5,13 @@ package dra
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"strconv"
 	"strings"
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
-	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -32,10 +32,16 @@ type share struct {
 	Pool    string `json:"pool"`
 	Device  string `json:"device"`
 	Share   string `json:"share,omitempty"`
+	// Amount is what it has of the device's capacities, by name, in units of one: bytes, where
+	// it is memory.
+	Amount map[string]int64 `json:"amount,omitempty"`
+	Admin  bool             `json:"admin,omitempty"`
 }
 
-// id is the allocation's. It follows from the claim's UID and the request alone, so that
-// a container that is created anew finds the CDI device that it had.
+// id is the allocation's. It follows from the claim's UID and the request alone: the kubelet
+// keeps the name of the CDI device for the claim's next pods and after its own restart, when
+// it adds what it is answered to what it has. So the name may come to stand for another
+// device, and never does before no container has the one before: see agree.
 func (s *share) id() string {
 	return cdi.Key("claim/"+s.UID, []string{s.Request + "#" + strconv.Itoa(s.N)})
 }
@@ -65,11 +71,6 @@ func readShare(id, ref string) (share, error) {
 type want struct {
 	share
 	device Device
-	// amount is what it has of the device's capacity, by name.
-	amount map[string]kube.Quantity
-	admin  bool
-	// pods are those that may use the claim.
-	pods []workload.Pod
 }
 
 // wants are the results of a claim's allocation that are of a driver and a node.
@@ -80,8 +81,12 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 		if r.Driver != driver || !strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
-		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
-			amount: r.Capacity, admin: r.Admin, pods: c.Pods})
+		amount := map[string]int64{}
+		for name, n := range r.Capacity {
+			amount[name] = int64(n)
+		}
+		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
+			Pool: r.Pool, Device: r.Device, Share: r.Share, Amount: amount, Admin: r.Admin}})
 		n[r.Request]++
 	}
 	for i := range out {
@@ -94,12 +99,12 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 // free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
 // where the claim cannot be met. beside is what the claim asks for besides.
 func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
-	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.admin}
+	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.Admin}
 	layout := f.offer.Changes.Layouts[g.GPU]
 	switch {
-	case w.admin && g.Kind != ledger.Placement:
+	case w.Admin && g.Kind != ledger.Placement:
 		g.Kind = ledger.Whole
-	case w.admin:
+	case w.Admin:
 		// It takes no room, so nothing is made for it.
 		if d := f.offer.Inventory.ByUUID(g.GPU); mig.Find(d.MIG.Instances, g.Placement) == nil {
 			return g, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound)
@@ -110,7 +115,7 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 		}
 		n := 1
 		if g.Kind == ledger.Units {
-			amount, unit := w.amount[memory], bytes(layout.Unit)
+			amount, unit := w.Amount[memory], int64(bytes(layout.Unit))
 			if n = int(amount / unit); amount <= 0 || amount%unit != 0 || n > layout.N {
 				return g, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid))
 			}
@@ -193,7 +198,16 @@ func refuseConfig(c *kube.Claim) error {
 	return never(status.ClaimRefused, fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid))
 }
 
-// same reports whether two results are of one share.
+// same reports whether two results of a claim's request are one: the claim has not been
+// allocated anew, or has been given the very same.
 func (s *share) same(o *share) bool {
-	return s.Pool == o.Pool && s.Device == o.Device && s.Share == o.Share
+	return s.Of == o.Of && s.Pool == o.Pool && s.Device == o.Device && s.Share == o.Share && s.Admin == o.Admin && maps.Equal(s.Amount, o.Amount)
+}
+
+// String is for people.
+func (s *share) String() string {
+	if n := s.Amount[memory]; n > 0 {
+		return fmt.Sprintf("%d MiB of device %s", n>>20, s.Device)
+	}
+	return "device " + s.Device
 }

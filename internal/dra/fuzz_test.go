@@ -21,8 +21,8 @@ func FuzzPrepare(f *testing.F) {
 		`{}`,
 		`{"results":[{"request":"r","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000000-shared","shareID":"a","consumedCapacity":{"memory":"24Gi"}}]}`,
 		`{"results":[{"request":"r/a","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000000-shared","adminAccess":true},{"request":"r/a","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"9223372036854775807"}}]}`,
-		`{"results":[{"pool":"node-2/x","device":"gpu-00000000"},{"pool":"node-1/","device":""}],"configs":[{"Parameters":[1],"FromClass":true},{"Requests":["r","r"],"Parameters":{"kind":"GpuConfig"}}]}`,
-		`{"results":[{"request":"r","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"1Gi"}}],"configs":[{"Requests":["r"],"Parameters":{"apiVersion":"gpu.example.com/v1","kind":"ShareConfig"}}],"pods":[{"Name":"p","UID":"u"}]}`,
+		`{"results":[{"pool":"node-2/x","device":"gpu-00000000"},{"pool":"node-1/","device":""}],"configs":[{"Parameters":[1]},{"Parameters":{"kind":"GpuConfig"}}]}`,
+		`{"results":[{"request":"r","pool":"node-1/a100-sxm4-80gb","device":"gpu-00000001-shared","consumedCapacity":{"memory":"1Gi"}}],"configs":[{"Parameters":{"apiVersion":"gpu.example.com/v1","kind":"ShareConfig"}}],"pods":[{"Name":"p","UID":"u"}]}`,
 	} {
 		f.Add([]byte(text))
 	}
@@ -35,7 +35,7 @@ func FuzzPrepare(f *testing.F) {
 			w := newWorld(t, 2, shared)
 			defer w.run(shared)()
 			took := cost.Allocated(func() {
-				theirs.Namespace, theirs.Name, theirs.Deleting = "ns", "theirs", false
+				theirs.Namespace, theirs.Name = "ns", "theirs"
 				for i := range theirs.Results {
 					theirs.Results[i].Driver = driver
 				}

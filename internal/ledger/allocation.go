@@ -48,8 +48,8 @@ type Allocation struct {
 	// Ref is its front-end's own word for it, which is kept in records and which nobody
 	// else reads.
 	Ref string
-	// Epoch grows with every Take and Renew of the ledger: what is said of an older one
-	// is not heard.
+	// Epoch grows with every Take and Renew of the ledger, and where an allocation is
+	// superseded or reinstated: what is said of an older one is not heard.
 	Epoch uint64
 	// Grants are its pieces. They are not changed but replaced.
 	Grants []Grant

@@ -230,9 +230,9 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 // Supersede says that the name of an allocation stands for something else at its front-end
 // now. No container is created with it any more, and it waits for the end of those that have
 // it: others names them, and told does in words for the pod that the name is for now. Neither
-// is empty. It is not heard where the allocation was renewed since epoch; the channel is nil
-// then, and else it is closed when no CDI file stands for it: see Gone. It may be said again,
-// with other words.
+// is empty. It is not heard where there has been another epoch since; the channel is nil then,
+// and else it is closed when no CDI file stands for it: see Gone. It begins a new epoch, and may
+// be said again, with other words, which begins none.
 func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -241,7 +241,8 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <
 		return nil
 	}
 	if !a.Superseded {
-		a.Superseded, a.gone = true, make(chan struct{})
+		l.epoch++
+		a.Superseded, a.gone, a.Epoch = true, make(chan struct{}), l.epoch
 	}
 	if a.Phase == Open {
 		l.moveLocked(a, Taken)
@@ -251,12 +252,14 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <
 	return a.gone
 }
 
-// Reinstate takes Supersede back: the name of an allocation stands for the same again.
+// Reinstate takes Supersede back: the name of an allocation stands for the same again. It begins
+// a new epoch.
 func (l *Ledger) Reinstate(id string, epoch uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if a := l.allocations[id]; a != nil && a.Epoch == epoch && a.Superseded {
-		a.Superseded, a.After, a.told = false, "", ""
+		l.epoch++
+		a.Superseded, a.After, a.told, a.Epoch = false, "", "", l.epoch
 		l.moveLocked(a, Taken)
 	}
 }

@@ -302,6 +302,9 @@ func TestSupersede(t *testing.T) {
 			t.Error("an answer of another epoch is heard")
 		}
 		gone := l.Supersede("a", a.Epoch, "ns/p", "the pod before")
+		if now, _ := l.Get("a"); l.Supersede("a", a.Epoch, "x", "y") != nil || l.Supersede("a", now.Epoch, "ns/p", "the pod before") != gone {
+			t.Error("said again, it is another epoch")
+		}
 		is := func(when string, over bool) {
 			t.Helper()
 			select {
@@ -316,7 +319,9 @@ func TestSupersede(t *testing.T) {
 			}
 		}
 		l.Looked("a", a.Epoch, "", "")
-		if l.SetOpen("a", a.Epoch) {
+		now, _ := l.Get("a")
+		l.Looked("a", now.Epoch, "", "")
+		if l.SetOpen("a", a.Epoch) || l.SetOpen("a", now.Epoch) {
 			t.Errorf("from %s it opens", phase)
 		}
 		if err := l.Prepare(ended, "a"); !errors.Is(err, ErrNotOpen) || !strings.Contains(err.Error(), "the pod before") {
@@ -329,14 +334,18 @@ func TestSupersede(t *testing.T) {
 		l.Gone("a")
 		is("then", true)
 		l.Reinstate("a", a.Epoch)
-		if now, _ := l.Get("a"); now.Phase != Taken || now.Superseded || now.After != "" {
+		if now, _ := l.Get("a"); !now.Superseded {
+			t.Error("an answer of another epoch is heard")
+		}
+		l.Reinstate("a", now.Epoch)
+		if now, _ = l.Get("a"); now.Phase != Taken || now.Superseded || now.After != "" {
 			t.Errorf("reinstated: %+v", now)
 		}
-		if !l.SetOpen("a", a.Epoch) {
+		if !l.SetOpen("a", now.Epoch) {
 			t.Error("reinstated, it does not open")
 		}
 		l.Gone("a") // by a round that has seen it before
-		gone = l.Supersede("a", a.Epoch, "ns/p", "the pod before")
+		gone = l.Supersede("a", now.Epoch, "ns/p", "the pod before")
 		is("superseded again", false)
 		for _, tr := range l.Passed() {
 			if !slices.ContainsFunc(Transitions, func(in Step) bool { return in.Transition == tr }) {
