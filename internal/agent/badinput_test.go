@@ -58,7 +58,7 @@ func TestBadClaims(t *testing.T) {
 	}
 	config := func(text string, class bool) func(*kube.Claim) {
 		return func(c *kube.Claim) {
-			c.Configs = []kube.ClaimConfig{{Requests: []string{"gpu"}, Parameters: json.RawMessage(text), FromClass: class}}
+			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(text)}}
 		}
 	}
 	for name, c := range map[string]struct {

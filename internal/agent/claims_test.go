@@ -184,6 +184,105 @@ func TestClaims(t *testing.T) {
 	}
 }
 
+// A claim that is allocated anew while a container has what it had before: that keeps its GPU and
+// its page until it ends, and no other container is created with it, also where the kubelet asks for
+// the claim no more and where the agent starts anew. Then the claim's name stands for what it was
+// given.
+func TestContainersOfAClaimThatIsAllocatedAnew(t *testing.T) {
+	for name, c := range map[string]struct {
+		entry         string
+		before, after string // devices
+		restart, asks bool
+		limit, then   uint64
+	}{
+		"another GPU":                      {"mode: whole", "gpu-00000000", "gpu-00000001", false, true, memcap.None, memcap.None},
+		"another GPU, not asked for":       {"mode: whole", "gpu-00000000", "gpu-00000001", false, false, memcap.None, memcap.None},
+		"another GPU, and another agent":   {"mode: whole", "gpu-00000000", "gpu-00000001", true, true, memcap.None, memcap.None},
+		"another GPU, another agent alone": {"mode: whole", "gpu-00000000", "gpu-00000001", true, false, memcap.None, memcap.None},
+		"another amount":                   {"mode: shared", "gpu-00000000-shared", "gpu-00000000-shared", false, true, 3 << 30, 1 << 30},
+		"another amount, not asked for":    {"mode: shared", "gpu-00000000-shared", "gpu-00000000-shared", true, false, 3 << 30, 1 << 30},
+		"another instance":                 {"mode: mig", "gpu-00000000-mig-3g40gb-4", "gpu-00000001-mig-1g10gb-6", false, true, memcap.None, memcap.None},
+		"another instance, not asked for":  {"mode: mig", "gpu-00000000-mig-3g40gb-4", "gpu-00000001-mig-1g10gb-6", false, false, memcap.None, memcap.None},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o, dir := newOutside(2), t.TempDir()
+				if c.entry == "mode: mig" {
+					o = migMachine(2, 0, 1)
+				}
+				o.dra = newScheduled()
+				b := start(t, o, dir, throughDRA(c.entry))
+				defer func() { b.end() }()
+				time.Sleep(time.Minute)
+				claim := o.dra.allocate(t, "a", c.before, 3)
+				if _, err := o.dra.prepare(t.Context(), claim); err != nil {
+					t.Fatal(err)
+				}
+				mine, second := key(claim), workload.Pod{Namespace: "ns", Name: "p", UID: "second"}
+				container := node.Container{ID: "c", PodUID: "first", Namespace: "ns", Pod: "p", Name: "main", Running: true, CDI: []string{cdi.DeviceName("example.com", mine)}}
+				o.with(func() { o.old = append(o.old, container) })
+				time.Sleep(time.Minute)
+				of := func(device string) int { return int(device[len("gpu-0000000")] - '0') }
+				o.dra.Edit("ns", "a", func(k *kube.Claim) {
+					k.Pods, k.Results[0].Device = []workload.Pod{second}, c.after
+					if c.entry == "mode: shared" {
+						k.Results[0].Share, k.Results[0].Capacity = "another", map[string]kube.Quantity{"memory": 1 << 30}
+					}
+				})
+				prepared := make(chan error, 1)
+				if c.asks {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+					if devices, err := o.dra.prepare(ctx, claim); err == nil {
+						t.Errorf("its container runs: %+v", devices)
+					}
+					cancel()
+				} else {
+					o.dra.Refer(claim)
+				}
+				synctest.Wait()
+				if c.restart {
+					b.end()
+					b = start(t, o, dir, throughDRA(c.entry))
+				}
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				a, ok := b.ledger.Get(mine)
+				if bytes, err := o.caps.Limit(mine, uuid(of(c.before))); !ok || !a.On(uuid(of(c.before))) || b.specOf(mine) != nil || err != nil || bytes != c.limit {
+					t.Errorf("its container runs: %+v, %v; the file stands: %v; the page allows %d, %v", a, ok, b.specOf(mine) != nil, bytes, err)
+				}
+				if text := fmt.Sprint(b.Status().Conditions); !strings.Contains(text, "ns/p (with ") {
+					t.Errorf("the status says %s", text)
+				}
+				if c.asks {
+					go func() { _, err := o.dra.prepare(t.Context(), claim); prepared <- err }()
+					synctest.Wait()
+				}
+				o.with(func() { o.old = nil })
+				began := time.Now()
+				o.container <- node.ContainerEvent{Kind: node.EventStopped, Container: container}
+				if c.asks {
+					if err := <-prepared; err != nil {
+						t.Error(err)
+					}
+				}
+				synctest.Wait()
+				a, ok = b.ledger.Get(mine)
+				spec := b.specOf(mine)
+				if !ok || !a.IsOpen() || !a.On(uuid(of(c.after))) || spec == nil || time.Since(began) > 0 {
+					t.Fatalf("after %s: %+v, %v; the file stands: %v", time.Since(began), a, ok, spec != nil)
+				}
+				minor := o.inv.ByUUID(uuid(of(c.after))).Minor
+				if path := spec.Devices[0].ContainerEdits.DeviceNodes[0].Path; path != fmt.Sprint("/dev/nvidia", minor) && !strings.HasPrefix(path, fmt.Sprintf("/dev/nvidia-caps/gpu%d-", minor)) {
+					t.Errorf("the file has %s", path)
+				}
+				if bytes, err := o.caps.Limit(mine, uuid(of(c.after))); err != nil || bytes != c.then {
+					t.Errorf("the page allows %d bytes, %v", bytes, err)
+				}
+			})
+		})
+	}
+}
+
 func placementOf(t *testing.T, profile string, start int) mig.Placement {
 	t.Helper()
 	n, err := mig.Parse(profile)

@@ -121,8 +121,8 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 			trouble[c.ID] = status.CauseOf(err, status.FilesFailed)
 			errs = append(errs, fmt.Errorf("the CDI file of allocation %s (%s): %w", c.ID, c.Holder, err))
 		}
-		shut := k.inOtherMode(c)
-		if c.Kind() == ledger.Placement {
+		shut := k.inOtherMode(c) || c.Superseded
+		if c.Kind() == ledger.Placement && !c.Superseded {
 			if slices.ContainsFunc(c.GPUs(), k.unread) {
 				continue // what the process before this one wrote stands
 			}
@@ -156,6 +156,9 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 					continue
 				}
 				k.removed[c.ID] = true
+			}
+			if c.Superseded {
+				k.ledger.Gone(c.ID)
 			}
 		case c.IsOpen(), c.Phase == ledger.Reserved, k.reader.parts == nil, k.unsliced(c):
 		default:

@@ -11,7 +11,6 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
-	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -32,10 +31,16 @@ type share struct {
 	Pool    string `json:"pool"`
 	Device  string `json:"device"`
 	Share   string `json:"share,omitempty"`
+	// Amount is how much of the GPU's memory it has, in bytes; zero where it has no memory
+	// units. Admin says that it takes nothing. The allocation's grants say so in the ledger.
+	Amount int64 `json:"-"`
+	Admin  bool  `json:"-"`
 }
 
-// id is the allocation's. It follows from the claim's UID and the request alone, so that
-// a container that is created anew finds the CDI device that it had.
+// id is the allocation's. It follows from the claim's UID and the request alone: the kubelet
+// keeps the name of the CDI device for the claim's next pods and after its own restart, when
+// it adds what it is answered to what it has. So the name may come to stand for another
+// device, and never does before no container has the one before: see agree.
 func (s *share) id() string {
 	return cdi.Key("claim/"+s.UID, []string{s.Request + "#" + strconv.Itoa(s.N)})
 }
@@ -48,8 +53,9 @@ func (s *share) ref() string {
 	return string(data)
 }
 
-// readShare reads an allocation's reference. The error wraps gpu.ErrInvalid.
-func readShare(id, ref string) (share, error) {
+// readShare reads an allocation's reference, and what its grants say. The error wraps
+// gpu.ErrInvalid.
+func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	var s share
 	err := json.Unmarshal([]byte(ref), &s)
 	if err == nil && (s.UID == "" || s.id() != id) {
@@ -58,6 +64,11 @@ func readShare(id, ref string) (share, error) {
 	if err != nil {
 		return share{}, fmt.Errorf("read what allocation %s is of: %w: %w", id, err, gpu.ErrInvalid)
 	}
+	for i := range grants {
+		g := &grants[i]
+		s.Amount += int64(g.Units.Len()) * int64(bytes(g.Unit))
+		s.Admin = s.Admin || g.NoRoom
+	}
 	return s, nil
 }
 
@@ -65,15 +76,10 @@ func readShare(id, ref string) (share, error) {
 type want struct {
 	share
 	device Device
-	// amount is what it has of the device's capacity, by name.
-	amount map[string]kube.Quantity
-	admin  bool
 	// slice is the time slice that it asks for, empty for none, and named says that it
 	// does so by the name of its request.
 	slice gpu.TimeSlice
 	named bool
-	// pods are those that may use the claim.
-	pods []workload.Pod
 }
 
 // wants are the results of a claim's allocation that are of a driver and a node.
@@ -85,8 +91,8 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 			continue
 		}
 		slice, named := sliceOf(c, r)
-		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
-			amount: r.Capacity, admin: r.Admin, slice: slice, named: named, pods: c.Pods})
+		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
+			Pool: r.Pool, Device: r.Device, Share: r.Share, Amount: int64(r.Capacity[memory]), Admin: r.Admin}, slice: slice, named: named})
 		n[r.Request]++
 	}
 	for i := range out {
@@ -99,15 +105,15 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 // free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
 // where the claim cannot be met. beside is what the claim asks for besides.
 func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
-	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.admin}
+	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.Admin}
 	layout := f.offer.Changes.Layouts[g.GPU]
 	if err := f.sliceLocked(&g, w, beside); err != nil {
 		return g, err
 	}
 	switch {
-	case w.admin && g.Kind != ledger.Placement:
+	case w.Admin && g.Kind != ledger.Placement:
 		g.Kind = ledger.Whole
-	case w.admin:
+	case w.Admin:
 		// It takes no room, so nothing is made for it.
 		if d := f.offer.Inventory.ByUUID(g.GPU); mig.Find(d.MIG.Instances, g.Placement) == nil {
 			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
@@ -118,7 +124,7 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 		}
 		n := 1
 		if g.Kind == ledger.Units {
-			amount, unit := w.amount[memory], bytes(layout.Unit)
+			amount, unit := w.Amount, int64(bytes(layout.Unit))
 			if n = int(amount / unit); amount <= 0 || amount%unit != 0 || n > layout.N {
 				return g, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid))
 			}
@@ -188,7 +194,18 @@ func deviceOf(g *ledger.Grant) Device {
 	return Device{GPU: g.GPU, Kind: g.Kind, Placement: g.Placement}
 }
 
-// same reports whether two results are of one share.
-func (s *share) same(o *share) bool {
-	return s.Pool == o.Pool && s.Device == o.Device && s.Share == o.Share
+// is reports whether what the ledger has is what a claim's request has been given: the claim
+// has not been allocated anew, or has been given the very same. Only of memory units
+// the amount is the result's own: that of another share is its device's.
+func (s *share) is(given *share) bool {
+	return s.Of == given.Of && s.Pool == given.Pool && s.Device == given.Device && s.Share == given.Share && s.Admin == given.Admin &&
+		(s.Amount == 0 || s.Amount == given.Amount)
+}
+
+// String is for people.
+func (s *share) String() string {
+	if n := s.Amount; n > 0 {
+		return fmt.Sprintf("%d MiB of device %s", n>>20, s.Device)
+	}
+	return "device " + s.Device
 }

@@ -39,6 +39,9 @@ type Kubelet interface {
 	// DRAState is what the kubelet has prepared. The error wraps gpu.ErrNotFound where it
 	// never has.
 	DRAState() (node.DRAState, error)
+	// FollowDRAState calls back whenever the kubelet may have written that anew, until ctx
+	// ends, whose error it returns.
+	FollowDRAState(ctx context.Context, changed func()) error
 }
 
 // KubeletDir is the directory of a kubelet.
@@ -47,10 +50,17 @@ type KubeletDir string
 // DRAState reads what that kubelet has prepared.
 func (d KubeletDir) DRAState() (node.DRAState, error) { return node.ReadDRAState(string(d)) }
 
+// FollowDRAState follows that kubelet's file.
+func (d KubeletDir) FollowDRAState(ctx context.Context, changed func()) error {
+	return node.FollowDRAState(ctx, string(d), changed)
+}
+
 // Runtime is what the front-end asks the container runtime: *node.Runtime.
 type Runtime interface {
 	// Containers are those that have been created and have not ended.
 	Containers(context.Context) ([]node.Container, error)
+	// Pods are those whose sandbox stands, by UID.
+	Pods(context.Context) (map[string]workload.Pod, error)
 }
 
 // Options are what a FrontEnd is made of. All are required but Fault and Evict.
@@ -95,6 +105,10 @@ type FrontEnd struct {
 	offer     *Offer
 	published *Published
 	basis     basis // what published was built from
+	// withdrew is the number of the last writing that keeps claims off something that they
+	// could have before, and withdraws says that the next one does.
+	withdrew  uint64
+	withdraws bool
 	// news is closed when published, listed or what GPUs' drivers refuse become others.
 	news   chan struct{}
 	faults faults
@@ -107,13 +121,18 @@ type FrontEnd struct {
 	// leaving are the devices that no layout has and that a claim may still name, with the
 	// number of the writing that taints them.
 	leaving map[Device]uint64
-	// claims are the allocations of each claim, by its UID.
-	claims map[string][]string
+	// claims are what claims have here, by UID.
+	claims map[string]*held
+	// anew are the claims that were allocated anew while they had something here, by UID,
+	// until they have what they were given then.
+	anew map[string]dra.Claim
+	// census is the last list of claims that Settle has begun, nil where that was used.
+	census *census
 	// returned are the claims that the kubelet has given back, by UID. The API server has
 	// them allocated for a while yet.
 	returned map[string]returned
-	// uses are the allocations that containers have, with the containers of each, and
-	// usesAt is when the runtime was asked for them.
+	// uses are the allocations that containers have, with the containers of each, but for
+	// those that have ended since, and usesAt is when the runtime was asked for them.
 	uses   map[string][]ledger.Holder
 	usesAt time.Time
 	// sweeper lists the claims where that is due.
@@ -135,18 +154,20 @@ func (f *faults) of(d Device) string {
 	return f.placements[placeOf(d)]
 }
 
-// returned is a claim that was given back: the pods that it was for, and when.
+// returned is a claim that was given back: what it had, the pods that it was for by UID, and
+// when.
 type returned struct {
-	pods []workload.Pod
-	at   time.Time
+	shares []share
+	pods   map[string]bool
+	at     time.Time
 }
 
 // New returns a front-end that publishes nothing yet.
 func New(o Options) *FrontEnd {
 	o.Fault = cmp.Or(o.Fault, kube.NoSchedule)
 	f := &FrontEnd{Options: o, began: o.Now(), publisher: NewPublisher(o.Driver, o.API, o.Log), news: make(chan struct{}),
-		leaving: map[Device]uint64{}, claims: map[string][]string{}, returned: map[string]returned{}}
-	f.refusals, f.sweeper = newRefusals(f), &sweeper{f, make(chan struct{}, 1)}
+		leaving: map[Device]uint64{}, claims: map[string]*held{}, anew: map[string]dra.Claim{}, returned: map[string]returned{}}
+	f.refusals, f.sweeper = newRefusals(f), &sweeper{f, make(chan struct{}, 1), make(chan struct{}, 1)}
 	f.publisher.written, f.publisher.told = f.sweeper.lookAgain, o.Wake
 	return f
 }
@@ -252,6 +273,7 @@ func (f *FrontEnd) showLocked() {
 	same := true
 	if now := in.basis(); f.published == nil || !reflect.DeepEqual(now, f.basis) {
 		was := f.published
+		f.withdraws = f.withdraws || was == nil || f.basis.withdraws(&now)
 		f.published, f.basis = Build(in), now
 		same = was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
 	}
@@ -264,6 +286,9 @@ func (f *FrontEnd) showLocked() {
 	n := f.publisher.last()
 	if !same || n == 0 {
 		n = f.publisher.Set(f.published.Slices)
+	}
+	if f.withdraws {
+		f.withdraws, f.withdrew = false, n
 	}
 	for d, at := range f.leaving {
 		if at == 0 {

@@ -40,12 +40,18 @@ type world struct {
 	cluster    *claims.Cluster
 	mu         sync.Mutex
 	containers []node.Container // guarded by mu
+	sandboxes  []workload.Pod   // guarded by mu: of pods without a container, too
 	pods       []workload.Pod   // guarded by mu: that the kubelet has
 	events     []string         // guarded by mu: "pod reason"
 	ledger     *ledger.Ledger
 	refuses    map[mig.Place]status.Cause // what the hardware's driver refuses
 	journal    map[string]ledger.Record
 	wakes      atomic.Int64
+	stop       func() // of what runs
+	// shut says that the loop opens nothing, and asked, if set, is called once while the runtime
+	// is asked for its containers.
+	shut  atomic.Bool
+	asked atomic.Pointer[func()]
 }
 
 func (w *world) locked(f func()) {
@@ -56,8 +62,26 @@ func (w *world) locked(f func()) {
 
 func (w *world) Containers(context.Context) ([]node.Container, error) {
 	w.mu.Lock()
+	out := slices.Clone(w.containers)
+	w.mu.Unlock()
+	if f := w.asked.Swap(nil); f != nil {
+		(*f)()
+	}
+	return out, nil
+}
+
+// Pods are those with a sandbox that stands: those that were named, and those with containers.
+func (w *world) Pods(context.Context) (map[string]workload.Pod, error) {
+	w.mu.Lock()
 	defer w.mu.Unlock()
-	return slices.Clone(w.containers), nil
+	out := map[string]workload.Pod{}
+	for _, p := range w.sandboxes {
+		out[p.UID] = p
+	}
+	for i := range w.containers {
+		out[w.containers[i].PodUID] = w.containers[i].InPod()
+	}
+	return out, nil
 }
 
 func (w *world) listing(context.Context) (node.Listing, error) {
@@ -83,14 +107,17 @@ func newWorld(t *testing.T, n int, layout func(*gpu.Device, *mig.Card) plan.Layo
 // restart begins a front-end with what the ledger has.
 func (w *world) restart() {
 	w.FrontEnd = New(Options{Domain: "example.com", Driver: driver, Node: w.in.Node, Ledger: w.ledger, API: w.cluster, Kubelet: w.cluster, Runtime: w,
-		Listing: w.listing, Tell: w.event, Granted: func(a *ledger.Allocation) { w.journal[a.ID] = a.Record() }, Wake: func() { w.wakes.Add(1) }, Now: time.Now, Log: slog.New(slog.DiscardHandler)})
+		Listing: w.listing, Tell: w.event, Granted: func(a *ledger.Allocation) { w.journal[a.ID] = a.Record() }, Wake: func() { w.wakes.Add(1); w.open() }, Now: time.Now, Log: slog.New(slog.DiscardHandler)})
 }
 
 // open is the loop.
 func (w *world) open() {
 	held := w.ledger.Allocations()
 	for i := range held {
-		if held[i].Phase == ledger.Making {
+		if held[i].Superseded {
+			w.ledger.Gone(held[i].ID)
+		}
+		if held[i].Phase == ledger.Making && !w.shut.Load() {
 			w.ledger.SetOpen(held[i].ID, held[i].Epoch)
 		}
 	}
@@ -129,8 +156,12 @@ func (w *world) run(layout func(*gpu.Device, *mig.Card) plan.Layout) (stop func(
 // claim makes a claim of devices, by their names without the GPU's, and returns what the
 // kubelet knows of it.
 func (w *world) claim(name string, results ...kube.Result) dra.Claim {
-	c := kube.Claim{Namespace: "ns", Name: name}
-	for i, r := range results {
+	return w.cluster.Put(kube.Claim{Namespace: "ns", Name: name, Results: w.results(results)})
+}
+
+// results are those of a claim, where only devices are named: of request r0, r1 and so on.
+func (w *world) results(of []kube.Result) (out []kube.Result) {
+	for i, r := range of {
 		if r.Request == "" {
 			r.Request = fmt.Sprintf("r%d", i)
 		}
@@ -138,9 +169,48 @@ func (w *world) claim(name string, results ...kube.Result) dra.Claim {
 		if r.Pool == "" {
 			r.Pool = poolName(w.in.Node, w.in.Inventory.GPUs[0].Model)
 		}
-		c.Results = append(c.Results, r)
+		out = append(out, r)
 	}
-	return w.cluster.Put(c)
+	return out
+}
+
+// kubelets is what the kubelet knows of a claim.
+func (w *world) kubelets(c kube.Claim) dra.Claim {
+	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
+}
+
+// reserve says for which pods a claim is.
+func (w *world) reserve(name string, pods ...workload.Pod) {
+	w.cluster.Edit("ns", name, func(c *kube.Claim) { c.Pods = pods })
+}
+
+// keyOf is the allocation of a claim's request.
+func keyOf(c dra.Claim, request string) string {
+	return cdi.Key("claim/"+c.UID, []string{request + "#0"})
+}
+
+// containerOf is a container of a pod with these allocations.
+func containerOf(p workload.Pod, ids ...string) node.Container {
+	c := node.Container{ID: p.UID + "-main", Name: "main", Namespace: p.Namespace, Pod: p.Name, PodUID: p.UID, Running: true}
+	for _, id := range ids {
+		c.CDI = append(c.CDI, cdi.DeviceName("example.com", id))
+	}
+	return c
+}
+
+// look is what the loop learns from the runtime.
+func (w *world) look() {
+	holders := map[string][]ledger.Holder{}
+	now := time.Now()
+	w.locked(func() {
+		for i := range w.containers {
+			c := &w.containers[i]
+			for _, id := range cdi.Keys("example.com", nil, c.CDI) {
+				holders[id] = append(holders[id], ledger.Holder{Pod: c.InPod(), Container: c.Name})
+			}
+		}
+	})
+	w.Observe(holders, now)
 }
 
 func (w *world) remove(name string) { w.cluster.Remove("ns", name) }
@@ -421,8 +491,8 @@ func TestContainerTellsWhatAClaimHas(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		claim := w.claim("a", kube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(7)})
 		id := cdi.Key("claim/"+claim.UID, []string{"gpu#0"})
-		w.containers = []node.Container{{Name: "main", CDI: []string{cdi.DeviceName("example.com", id)}}}
 		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
+		w.containers = []node.Container{containerOf(pod, id)}
 		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod} })
 		defer w.run(shared)()
 		a, ok := w.ledger.Get(id)
@@ -480,14 +550,18 @@ func TestOfferAfterTheStart(t *testing.T) {
 	})
 }
 
-// What is in records is taken over as it is, and prepared again without the API server.
+// What is in records is taken over as it is, and prepared again without the API server for a pod
+// that has a container with it. For another pod it is not: the claim may have been allocated
+// anew, and only the API server knows.
 func TestFoundInRecords(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		stop := w.run(shared)
 		defer stop()
 		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(7)}, kube.Result{Device: shareDevice, Capacity: memoryOf(9)})
-		devices, err := w.Prepare(t.Context(), claim)
+		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
+		w.reserve("a", pod)
+		devices, err := w.cluster.Prepare(t.Context(), w, claim)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -504,10 +578,20 @@ func TestFoundInRecords(t *testing.T) {
 			}
 		}
 		defer w.run(shared)()
-		again, err := w.Prepare(t.Context(), claim)
+		if again, err := w.cluster.Prepare(t.Context(), w, claim); err == nil {
+			t.Errorf("nobody has said that it has what the pod was given: %v", again)
+		}
+		w.locked(func() { w.containers = []node.Container{containerOf(pod, keyOf(claim, "r0"))} })
+		w.look()
+		again, err := w.cluster.Prepare(t.Context(), w, claim)
 		if err != nil || fmt.Sprint(again) != fmt.Sprint(devices) {
 			t.Errorf("%v, %v; want %v", again, err, devices)
 		}
+		w.reserve("a", pod, workload.Pod{Namespace: "ns", Name: "q", UID: "2"})
+		if again, err := w.cluster.Prepare(t.Context(), w, claim); err == nil {
+			t.Errorf("nobody has said that it has what the second pod was given: %v", again)
+		}
+		w.locked(func() { w.containers = nil })
 		if err := w.Unprepare(t.Context(), claim); err != nil || w.ledger.Held() {
 			t.Errorf("%v, %v", err, w.ledger.Allocations())
 		}
@@ -674,6 +758,7 @@ func TestClaimIsToldAllTheSame(t *testing.T) {
 		if _, err := w.Prepare(t.Context(), claim); err != nil {
 			t.Fatal(err)
 		}
+		time.Sleep(tellAfter)
 		if synctest.Wait(); len(w.cluster.Told(claim.UID)) != 1 {
 			t.Error("prepared again, it is not told")
 		}

@@ -36,7 +36,7 @@ func FuzzPrepare(f *testing.F) {
 			w := newWorld(t, 2, shared)
 			defer w.run(shared)()
 			took := cost.Allocated(func() {
-				theirs.Namespace, theirs.Name, theirs.Deleting = "ns", "theirs", false
+				theirs.Namespace, theirs.Name = "ns", "theirs"
 				for i := range theirs.Results {
 					theirs.Results[i].Driver = driver
 				}

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -38,13 +37,13 @@ func (f *FrontEnd) Leave(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("list the claims: %w", err)
 	}
-	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return len(c.Pods) == 0 || len(wants(&c, f.Driver, f.Node)) == 0 })
+	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return !c.Reserved() || len(wants(&c, f.Driver, f.Node)) == 0 })
 	for {
 		state, err := f.Kubelet.DRAState()
 		if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 			return fmt.Errorf("read what the kubelet has prepared: %w", err)
 		}
-		claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return f.has(&state, c.UID) })
+		claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return answered(&state, f.Driver, c.UID) })
 		if len(claims) == 0 {
 			return nil
 		}
@@ -54,10 +53,4 @@ func (f *FrontEnd) Leave(ctx context.Context) error {
 			return fmt.Errorf("the kubelet has not had claim %s/%s prepared", claims[0].Namespace, claims[0].Name)
 		}
 	}
-}
-
-// has reports whether the kubelet's account has the devices of a claim. It has the claim
-// itself before it asks for them.
-func (f *FrontEnd) has(state *node.DRAState, uid string) bool {
-	return slices.ContainsFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid && len(c.Devices[f.Driver]) > 0 })
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"reflect"
 	"slices"
 	"time"
 
@@ -62,7 +63,9 @@ func newRefusals(f *FrontEnd) *refusals {
 type refusal struct {
 	claim dra.Claim
 	cause status.Cause
-	pods  string // whose it is, for people
+	// results are what it was given: of another allocation nothing was refused yet.
+	results []kube.Result
+	pods    string // whose it is, for people
 	// next is when it is looked at again.
 	next time.Time
 	// tainted is when a taint was to end its pods, zero before that, and on is what has
@@ -104,13 +107,13 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 	cause, lasts := lasting(err)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	known := f.refused[claim.UID]
-	switch {
-	case err == nil:
-		f.forgiveLocked(claim.UID)
+	if known := f.refused[claim.UID]; known != nil && (err == nil || !reflect.DeepEqual(known.results, claim.Results)) {
+		f.forgiveLocked(claim.UID) // what was refused is what it had before
+	}
+	switch known := f.refused[claim.UID]; {
 	case lasts && known == nil && f.roomLocked(cause):
-		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause,
-			pods: brief.List(podNames(claim.Pods), 3), next: f.Now().Add(endAfter)}
+		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause, results: claim.Results,
+			pods: brief.List(podNames(claim), 3), next: f.Now().Add(endAfter)}
 		select {
 		case f.wake <- struct{}{}:
 		default:
@@ -136,9 +139,13 @@ func (f *refusals) tellRefused(claim *kube.Claim, cause status.Cause) {
 	}
 }
 
-func podNames(pods []workload.Pod) (out []string) {
-	for _, p := range pods {
-		out = append(out, p.String())
+// podNames are those that a claim is reserved for.
+func podNames(c *kube.Claim) (out []string) {
+	for _, p := range c.Pods {
+		out = append(out, "pod "+p.String())
+	}
+	for _, o := range c.Others {
+		out = append(out, o.String())
 	}
 	return out
 }
@@ -242,6 +249,10 @@ func (f *refusals) deal(ctx context.Context, uid string) {
 		f.Wake()
 		return
 	}
+	if err == nil && !reflect.DeepEqual(claim.Results, of.results) { // its pods are told of that first
+		f.note(claim, f.never(claim))
+		return
+	}
 	var pods []workload.Pod
 	if err == nil && curable(of.cause) {
 		pods, err = f.waitingHere(ctx, claim)
@@ -280,7 +291,7 @@ func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.Cl
 		return nil, true, nil
 	case err != nil:
 		return nil, false, fmt.Errorf("read the claim: %w", err)
-	case claim.UID != r.claim.UID, len(claim.Results) == 0, len(claim.Pods) == 0:
+	case claim.UID != r.claim.UID, len(claim.Results) == 0, !claim.Reserved():
 		return nil, true, nil
 	}
 	if _, ok := f.taken(claim.UID); ok {
@@ -428,7 +439,7 @@ func (f *refusals) conditions() (out []status.Condition) {
 		r := f.refused[uid]
 		text := r.cause.Message
 		if r.pods != "" {
-			text = "of pod " + r.pods + ": " + text
+			text = "of " + r.pods + ": " + text
 		}
 		out = append(out, status.Why(r.cause.Reason, "claim %s can never be prepared, %s", r.name(), text).Condition(status.Waiting, r.name()))
 	}

@@ -122,6 +122,17 @@ func (in *Input) basis() basis {
 	return out
 }
 
+// withdraws reports whether something is kept from claims by another basis that is not by this
+// one.
+func (b *basis) withdraws(now *basis) bool {
+	for d, taints := range now.taints {
+		if was, listed := b.taints[d]; listed && len(taints) > 0 && !slices.Equal(was, taints) {
+			return true
+		}
+	}
+	return false
+}
+
 // near orders GPUs so that neighbours are beside each other.
 func near(a, b *gpu.Device) int {
 	numa := func(d *gpu.Device) int {

@@ -22,7 +22,7 @@ func placeOf(d Device) mig.Place { return mig.Place{GPU: d.GPU, Placement: d.Pla
 // unmadeLocked is why the GPU's driver makes no instance for a result, nil where nothing is
 // known against it. That lasts for as long as its placement is withdrawn.
 func (f *refusals) unmadeLocked(w *want) error {
-	if why, refused := f.offer.Refused[placeOf(w.device)]; refused && !w.admin {
+	if why, refused := f.offer.Refused[placeOf(w.device)]; refused && !w.Admin {
 		return never(status.ClaimRefused, fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to have another one: %w", w.Device, why.Message, gpu.ErrInvalid))
 	}
 	return nil
@@ -78,7 +78,7 @@ func (f *refusals) giveUp(ctx context.Context, shares []share) bool {
 		return false
 	}
 	used, sure, err := inContainers(ctx, f.Runtime, f.Domain)
-	if err != nil || !sure || slices.ContainsFunc(shares, func(s share) bool { return used[s.id()] }) {
+	if err != nil || !sure || slices.ContainsFunc(shares, func(s share) bool { return len(used[s.id()]) > 0 }) {
 		return false
 	}
 	f.mu.Lock()

@@ -8,8 +8,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"math/rand/v2"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -25,22 +28,40 @@ import (
 // claimPage is how many claims are asked for at a time.
 const claimPage = 200
 
+// claimSpread bounds the pause that Claims makes after the first page of several, as a part of
+// the time that its caller has.
+const claimSpread = 4
+
 // Claim is what a ResourceClaim says to one driver. What it says to others is left out.
 type Claim struct {
 	Namespace, Name, UID string
-	// Deleting says that somebody has deleted it. It stays while pods use it.
-	Deleting bool
 	// Results are the devices that the scheduler gave it; none before, and after it took
 	// them back.
 	Results []Result
 	// Configs are what class and claim say of the devices. The class's come first; a
 	// later one has precedence.
 	Configs []ClaimConfig
-	// Pods are those that may use the claim.
+	// Pods are those that may use the claim: it is reserved for them. As long as one is there
+	// and has not ended, the claim keeps its allocation.
 	Pods []workload.Pod
-	// Told says that the driver has said in the claim what its devices are: see
+	// Others are what else it is reserved for: objects whose pods may use it, as those of a
+	// PodGroup do. They keep the allocation, too. Which pods they have is not known.
+	Others []Consumer
+	// Told says that the driver has said in the claim what each of its devices is: see
 	// SetClaimDevices.
 	Told bool
+}
+
+// Reserved reports whether the claim is for anybody.
+func (c *Claim) Reserved() bool { return len(c.Pods)+len(c.Others) > 0 }
+
+// Consumer is an object, other than a pod, that a claim is reserved for. It is in the claim's
+// namespace.
+type Consumer struct{ APIGroup, Resource, Namespace, Name, UID string }
+
+// String is for people: "podgroups.scheduling.k8s.io train/job-1".
+func (c Consumer) String() string {
+	return strings.TrimSuffix(c.Resource+"."+c.APIGroup, ".") + " " + c.Namespace + "/" + c.Name
 }
 
 // Result is a device that the scheduler gave a claim, in the words of resource.k8s.io/v1.
@@ -95,9 +116,12 @@ type claimObject struct {
 			}
 		}
 		ReservedFor []struct{ APIGroup, Resource, Name, UID string }
-		Devices     []struct{ Driver string }
+		Devices     []claimDevice
 	}
 }
+
+// claimDevice is of which device a driver says something in a claim's status.
+type claimDevice struct{ Driver, Pool, Device, ShareID string }
 
 // Claim reads one ResourceClaim. The error wraps gpu.ErrNotFound where there is none of
 // that name; whether it is the same as before says its UID.
@@ -125,12 +149,21 @@ func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Cl
 // Claims reads the claims that have a device of a driver of this node: of a pool whose
 // name begins with the node's and a slash. The server cannot select them, so each call
 // reads all claims of the cluster, a page at a time. They are sorted by namespace and name.
+//
+// All nodes may ask at once: after an edit that is for all, or when all agents start anew. So
+// where there is more than a page of claims the rest is asked for after a random pause, which is
+// in proportion to how much is left, and a quarter of the time that is left until ctx ends at
+// most. In a cluster with up to 200 claims nobody pauses; with 20,000 it is up to 5 s.
 func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
 	var claims []Claim
 	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 		bounded, cancel := context.WithTimeout(ctx, c.timing.request)
 		defer cancel()
-		return c.api.Resource(resourceClaims).List(bounded, o)
+		list, err := c.api.Resource(resourceClaims).List(bounded, o)
+		if err == nil && o.Continue == "" && list.GetContinue() != "" {
+			err = c.spread(ctx, list.GetRemainingItemCount())
+		}
+		return list, err
 	})
 	pages.PageSize, pages.PageBufferSize = claimPage, 1
 	err := pages.EachListItem(ctx, metav1.ListOptions{}, func(item runtime.Object) error {
@@ -153,6 +186,28 @@ func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
 	return claims, nil
 }
 
+// spread waits at random, so that nodes that list at the same moment do not go on doing so. left
+// is how many claims are left; nil where the server does not say.
+func (c *Client) spread(ctx context.Context, left *int64) error {
+	pages := time.Duration(1)
+	if left != nil {
+		pages = time.Duration(min(max(*left, 0), math.MaxInt32)/claimPage + 1)
+	}
+	most := pages * c.timing.claimPage
+	if until, ok := ctx.Deadline(); ok {
+		most = min(most, time.Until(until)/claimSpread)
+	}
+	if most <= 0 {
+		return nil
+	}
+	select {
+	case <-time.After(rand.N(most)):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
 // readClaim reads what a ResourceClaim says to a driver.
 func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 	data, err := o.MarshalJSON()
@@ -163,7 +218,7 @@ func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 	if err := json.Unmarshal(data, &object); err != nil {
 		return nil, fmt.Errorf("read ResourceClaim %s/%s: %w", o.GetNamespace(), o.GetName(), err)
 	}
-	claim := &Claim{Namespace: o.GetNamespace(), Name: o.GetName(), UID: string(o.GetUID()), Deleting: o.GetDeletionTimestamp() != nil}
+	claim := &Claim{Namespace: o.GetNamespace(), Name: o.GetName(), UID: string(o.GetUID())}
 	for _, r := range object.Status.Allocation.Devices.Results {
 		if r.Driver == driver {
 			claim.Results = append(claim.Results, r)
@@ -174,12 +229,16 @@ func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 			claim.Configs = append(claim.Configs, ClaimConfig{Requests: config.Requests, Parameters: config.Opaque.Parameters, FromClass: config.Source == "FromClass"})
 		}
 	}
-	for _, d := range object.Status.Devices {
-		claim.Told = claim.Told || d.Driver == driver
-	}
+	// What is said of a device that it had before says nothing of what it has now.
+	claim.Told = slices.ContainsFunc(object.Status.Devices, func(d claimDevice) bool { return d.Driver == driver }) &&
+		!slices.ContainsFunc(claim.Results, func(r Result) bool {
+			return !slices.Contains(object.Status.Devices, claimDevice{driver, r.Pool, r.Device, r.Share})
+		})
 	for _, user := range object.Status.ReservedFor {
 		if user.APIGroup == "" && user.Resource == pods.Resource {
 			claim.Pods = append(claim.Pods, workload.Pod{Namespace: claim.Namespace, Name: user.Name, UID: user.UID})
+		} else {
+			claim.Others = append(claim.Others, Consumer{user.APIGroup, user.Resource, claim.Namespace, user.Name, user.UID})
 		}
 	}
 	return claim, nil

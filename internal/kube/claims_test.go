@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -42,7 +45,8 @@ const claimStatus = `{
 				{"source": "FromClaim", "requests": ["mem"], "opaque": {"driver": "gpus.example.com", "parameters": {"apiVersion": "v1", "kind": "C"}}}]}},
 	"reservedFor": [
 		{"resource": "pods", "name": "job-1", "uid": "p-1"},
-		{"apiGroup": "scheduling.example.org", "resource": "pods", "name": "group", "uid": "g-1"}]}`
+		{"apiGroup": "scheduling.example.org", "resource": "pods", "name": "group", "uid": "g-1"},
+		{"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "gang", "uid": "g-2"}]}`
 
 // serveClaims reads as the real server does, and takes what is applied to a status; which
 // elements of a list that changes is tried at the real one (deployments).
@@ -55,7 +59,7 @@ func (s *server) serveClaims(w http.ResponseWriter, r *http.Request, verb, names
 		metadata, to := map[string]any{"resourceVersion": "1"}, len(items)
 		if limit > 0 && from+limit < to {
 			to = from + limit
-			metadata["continue"] = strconv.Itoa(to)
+			metadata["continue"], metadata["remainingItemCount"] = strconv.Itoa(to), len(items)-to
 		}
 		for _, item := range items[from:to] {
 			item["kind"], item["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
@@ -96,8 +100,7 @@ func (s *server) serveClaims(w http.ResponseWriter, r *http.Request, verb, names
 	answer(w, object)
 }
 
-// A driver is told its own results and configurations, and pods alone of those who may
-// use the claim.
+// A driver is told its own results and configurations, and whom the claim is reserved for.
 func TestClaim(t *testing.T) {
 	s := newServer(t)
 	s.claim("train", "c", "u-1", claimStatus)
@@ -113,18 +116,24 @@ func TestClaim(t *testing.T) {
 		Configs: []ClaimConfig{
 			{Requests: []string{}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"A"}`), FromClass: true},
 			{Requests: []string{"mem"}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"C"}`)}},
-		Pods: []workload.Pod{{Namespace: "train", Name: "job-1", UID: "p-1"}}}
+		Pods:   []workload.Pod{{Namespace: "train", Name: "job-1", UID: "p-1"}},
+		Others: []Consumer{{"scheduling.example.org", "pods", "train", "group", "g-1"}, {"scheduling.k8s.io", "podgroups", "train", "gang", "g-2"}}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("- want, + got:\n%s", diff)
 	}
-	for driver, told := range map[string]bool{"gpus.example.com": true, "nics.example.com": false} {
-		s.claim("train", "told", "u-4", `{"devices": [{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1"}]}`)
-		if got, err := c.Claim(t.Context(), driver, "train", "told"); err != nil || got.Told != told {
-			t.Errorf("%s: %+v, %v", driver, got, err)
+	for said, told := range map[string]bool{
+		`{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1", "shareID": "s"}`: true,
+		`{"driver": "nics.example.com", "pool": "node-1/a100", "device": "gpu-1", "shareID": "s"}`: false,
+		`{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-0", "shareID": "s"}`: false, // that it had before
+		`{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1"}`:                 false,
+	} {
+		s.claim("train", "told", "u-4", `{"allocation": {"devices": {"results": [{"driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1", "shareID": "s"}]}}, "devices": [`+said+`]}`)
+		if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "told"); err != nil || got.Told != told {
+			t.Errorf("%s: %+v, %v", said, got, err)
 		}
 	}
 	s.claim("train", "new", "u-2", `{}`)
-	if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "new"); err != nil || len(got.Results) > 0 || got.Deleting {
+	if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "new"); err != nil || len(got.Results) > 0 {
 		t.Errorf("a claim without an allocation: %+v, %v", got, err)
 	}
 	if _, err := c.Claim(t.Context(), "gpus.example.com", "train", "none"); !errors.Is(err, gpu.ErrNotFound) {
@@ -170,6 +179,80 @@ func TestClaims(t *testing.T) {
 	if list, err := c.Claims(t.Context(), "gpus.example.com"); err == nil {
 		t.Errorf("without a server there are %d claims", len(list))
 	}
+}
+
+// The names of consumers that are no pods are for people.
+func TestConsumer(t *testing.T) {
+	for want, c := range map[string]Consumer{
+		"podgroups.scheduling.k8s.io train/gang": {APIGroup: "scheduling.k8s.io", Resource: "podgroups", Namespace: "train", Name: "gang"},
+		"things train/thing":                     {Resource: "things", Namespace: "train", Name: "thing"},
+	} {
+		if c.String() != want {
+			t.Errorf("%q, want %q", c, want)
+		}
+	}
+}
+
+// Nodes that list at the same moment do not go on doing so: where there is more than a page, each
+// pauses at random before the rest.
+func TestClaimsOfManyNodes(t *testing.T) {
+	s := newServer(t)
+	for i := range claimPage + 1 {
+		s.claim("other", fmt.Sprintf("c-%03d", i), "u", `{}`)
+	}
+	c, _ := connect(t, s)
+	c.timing.claimPage = 1000 * time.Hour
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { _, err := c.Claims(ctx, "gpus.example.com"); done <- err }()
+	for len(s.asked("list resourceclaims")) == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	cancel()
+	if err := <-done; !errors.Is(err, context.Canceled) || len(s.asked("list resourceclaims")) != 1 {
+		t.Errorf("%v after %d requests", err, len(s.asked("list resourceclaims")))
+	}
+}
+
+// The pause is in proportion to what is left, and a quarter of what the caller has at most.
+func TestClaimsPause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := &Client{apiServer: &apiServer{timing: timing{claimPage: 50 * time.Millisecond}}}
+		for _, of := range []struct {
+			left     *int64
+			patience time.Duration
+			most     time.Duration
+		}{
+			{new(int64(19_800)), 0, 5 * time.Second},
+			{new(int64(300)), 0, 100 * time.Millisecond},
+			{nil, 0, 50 * time.Millisecond},
+			{new(int64(1 << 62)), 10 * time.Second, 2500 * time.Millisecond},
+			{new(int64(-1)), time.Second, 50 * time.Millisecond},
+		} {
+			var longest time.Duration
+			for range 200 {
+				ctx, cancel := t.Context(), context.CancelFunc(func() {})
+				if of.patience > 0 {
+					ctx, cancel = context.WithTimeout(ctx, of.patience)
+				}
+				began := time.Now()
+				if err := c.spread(ctx, of.left); err != nil {
+					t.Error(err)
+				}
+				longest = max(longest, time.Since(began))
+				cancel()
+			}
+			if longest > of.most || longest < of.most*8/10 {
+				t.Errorf("%+v: up to %s", of, longest)
+			}
+		}
+		ended, cancel := context.WithTimeout(t.Context(), time.Second)
+		time.Sleep(2 * time.Second)
+		defer cancel()
+		if err := c.spread(ended, nil); err != nil {
+			t.Errorf("the next page says so: %v", err)
+		}
+	})
 }
 
 // What is written names the claim by its UID, so that one that has its name by now is

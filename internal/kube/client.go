@@ -218,6 +218,8 @@ type timing struct {
 	// An Event repeated within quiet of its last write is only counted; within
 	// window, its count is written; later, it is a new Event.
 	quiet, window time.Duration
+	// claimPage is for how long Claims may pause, for each page that is left.
+	claimPage time.Duration
 }
 
 // New prepares a client. It reads the credentials but makes no request, so it
@@ -297,7 +299,7 @@ func prepare(o Options, perSecond float32) (*apiServer, error) {
 			relist: o.Relist, recheck: time.Hour, watch: 5 * time.Minute, grace: 30 * time.Second,
 			request: 30 * time.Second, lived: 5 * time.Second,
 			pauseMin: 200 * time.Millisecond, pauseMax: 30 * time.Second,
-			quiet: time.Minute, window: 10 * time.Minute,
+			quiet: time.Minute, window: 10 * time.Minute, claimPage: 50 * time.Millisecond,
 		},
 		now:     time.Now,
 		failing: map[string]time.Time{},

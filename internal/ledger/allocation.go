@@ -48,8 +48,8 @@ type Allocation struct {
 	// Ref is its front-end's own word for it, which is kept in records and which nobody
 	// else reads.
 	Ref string
-	// Epoch grows with every Take and Renew of the ledger: what is said of an older one
-	// is not heard.
+	// Epoch grows with every Take and Renew of the ledger, and where an allocation is
+	// superseded or reinstated: what is said of an older one is not heard.
 	Epoch uint64
 	// Grants are its pieces. They are not changed but replaced.
 	Grants []Grant
@@ -77,10 +77,17 @@ type Allocation struct {
 	// Twice says that the kubelet has given it to two pods, each of which it believes to
 	// have it alone: then a Prepare lets one container through, and shuts it again.
 	Twice bool
+	// Superseded says that its name stands for something else at its front-end now, as that of
+	// a claim does that was allocated anew: it is Waiting until the containers that have it
+	// have ended, and then it ends. See Ledger.Supersede.
+	Superseded bool
 	// Holder is who has it, where that is known, and Beside the other pods that have it
 	// too, as those of a claim do.
 	Holder Holder
 	Beside []workload.Pod
+	// For is whom it was given to where that is no pod, in words for people; empty where it
+	// is. What stands there has pods that may come and go.
+	For string
 }
 
 // Holder is a container.
@@ -112,8 +119,11 @@ func (h Holder) Told(namespace, id string) string {
 	return "allocation " + id
 }
 
-// Who names the pods that have it.
+// Who names the pods that have it, or what it was given to where no pod is known.
 func (a *Allocation) Who() string {
+	if a.For != "" && len(a.Pods()) == 0 {
+		return a.For
+	}
 	names := []string{a.Holder.String()}
 	for _, p := range a.Beside {
 		names = append(names, p.String())

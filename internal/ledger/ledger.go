@@ -49,6 +49,9 @@ type allocation struct {
 	Allocation
 	// open is closed when Phase becomes Open, and replaced when it is that no more.
 	open chan struct{}
+	// gone is closed when no CDI file stands for one that is Superseded, and replaced when
+	// it becomes that.
+	gone chan struct{}
 	// told is After in words for the allocation's own pod.
 	told string
 }
@@ -183,7 +186,7 @@ func (a *allocation) date(taken, now time.Time) {
 func (l *Ledger) addLocked(a Allocation) *allocation {
 	a.Phase = Reserved
 	l.version++
-	l.allocations[a.ID] = &allocation{Allocation: a, open: make(chan struct{})}
+	l.allocations[a.ID] = &allocation{Allocation: a, open: make(chan struct{}), gone: make(chan struct{})}
 	return l.allocations[a.ID]
 }
 
@@ -210,7 +213,7 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
-	if a == nil || a.Epoch != epoch || a.Phase == Open {
+	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded {
 		return
 	}
 	a.After, a.told = others, told
@@ -222,6 +225,56 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 	default:
 		l.moveLocked(a, Making)
 	}
+}
+
+// Supersede says that the name of an allocation stands for something else at its front-end
+// now. No container is created with it any more, and it waits for the end of those that have
+// it: others names them, and told does in words for the pod that the name is for now. Neither
+// is empty. It is not heard where there has been another epoch since; the channel is nil then,
+// and else it is closed when no CDI file stands for it: see Gone. It begins a new epoch, and may
+// be said again, with other words, which begins none.
+func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <-chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil || a.Epoch != epoch {
+		return nil
+	}
+	if !a.Superseded {
+		l.epoch++
+		a.Superseded, a.gone, a.Epoch = true, make(chan struct{}), l.epoch
+	}
+	if a.Phase == Open {
+		l.moveLocked(a, Taken)
+	}
+	a.After, a.told, a.Asked = others, told, time.Time{} // nobody starts with it
+	l.moveLocked(a, Waiting)
+	return a.gone
+}
+
+// Reinstate takes Supersede back: the name of an allocation stands for the same again. It begins
+// a new epoch.
+func (l *Ledger) Reinstate(id string, epoch uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil && a.Epoch == epoch && a.Superseded {
+		l.epoch++
+		a.Superseded, a.After, a.told, a.Epoch = false, "", "", l.epoch
+		l.moveLocked(a, Taken)
+	}
+}
+
+// Gone says that no CDI file stands for an allocation that is Superseded.
+func (l *Ledger) Gone(id string) {
+	l.edit(id, func(a *allocation) {
+		select {
+		case <-a.gone:
+		default:
+			if a.Superseded {
+				close(a.gone)
+			}
+		}
+	})
 }
 
 // Prepare waits until the container of an allocation may be created. It may be called
@@ -330,6 +383,11 @@ func (l *Ledger) Shut(id string) {
 // Event of the pod. So it names no pod but by Holder.Told.
 func (l *Ledger) SetCause(id string, why status.Cause) {
 	l.edit(id, func(a *allocation) { a.Cause = why })
+}
+
+// SetFor says whom an allocation was given to where that is no pod, in words for people.
+func (l *Ledger) SetFor(id, who string) {
+	l.edit(id, func(a *allocation) { a.For = who })
 }
 
 // SetHolder says who has an allocation, and which other pods do.

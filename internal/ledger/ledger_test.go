@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -236,7 +237,7 @@ func TestTransitions(t *testing.T) {
 		id := fmt.Sprint("a", rng.IntN(3))
 		a, known := l.Get(id)
 		r := Request{ID: id, Owner: DevicePlugin, Grants: unitsOf("GPU-a", rng.IntN(4)), Overlap: true}
-		switch rng.IntN(7) {
+		switch rng.IntN(9) {
 		case 0:
 			if _, err := l.Take(r); (err == nil) == known {
 				t.Fatalf("take %+v: %v", a, err)
@@ -261,6 +262,15 @@ func TestTransitions(t *testing.T) {
 			if rng.IntN(3) == 0 {
 				l.Release(DevicePlugin, id)
 			}
+		case 7:
+			if l.Supersede(id, a.Epoch, "ns/p", "ns/p"); known && rng.IntN(2) == 0 {
+				l.Gone(id)
+			}
+		case 8:
+			l.Reinstate(id, a.Epoch)
+		}
+		if a, known := l.Get(id); known && a.Superseded && a.Phase != Waiting {
+			t.Fatalf("superseded, and %s", a.Phase)
 		}
 	}
 	passed := l.Passed()
@@ -294,5 +304,102 @@ func TestMeets(t *testing.T) {
 		if sets[0].Meets(sets[1]) != want || sets[1].Meets(sets[0]) != want {
 			t.Fatalf("%v and %v: want %v", numbers[0], numbers[1], want)
 		}
+	}
+}
+
+// One whose ID stands for something else opens for nobody, keeps its pieces, and is as it was
+// when that is taken back. Whoever ends it hears when no file stands for it any more.
+func TestSupersede(t *testing.T) {
+	for _, phase := range []Phase{Reserved, Taken, Making, Open} {
+		l := newLedger()
+		a, err := l.Take(Request{ID: "a", Owner: DRA, Grants: unitsOf("GPU-a", 0, 1)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if phase != Reserved {
+			l.Looked("a", a.Epoch, "", "")
+		}
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		if phase == Making || phase == Open {
+			_ = l.Prepare(ended, "a") // it is to start
+		}
+		if phase == Open {
+			l.SetOpen("a", a.Epoch)
+		}
+		if now, _ := l.Get("a"); now.Phase != phase {
+			t.Fatalf("%s, want %s", now.Phase, phase)
+		}
+		if l.Supersede("a", a.Epoch+1, "x", "y") != nil {
+			t.Error("an answer of another epoch is heard")
+		}
+		gone := l.Supersede("a", a.Epoch, "ns/p", "the pod before")
+		if now, _ := l.Get("a"); l.Supersede("a", a.Epoch, "x", "y") != nil || l.Supersede("a", now.Epoch, "ns/p", "the pod before") != gone {
+			t.Error("said again, it is another epoch")
+		}
+		is := func(when string, over bool) {
+			t.Helper()
+			select {
+			case <-gone:
+				if !over {
+					t.Errorf("%s: its file is gone", when)
+				}
+			default:
+				if over {
+					t.Errorf("%s: its file stands", when)
+				}
+			}
+		}
+		l.Looked("a", a.Epoch, "", "")
+		now, _ := l.Get("a")
+		l.Looked("a", now.Epoch, "", "")
+		if l.SetOpen("a", a.Epoch) || l.SetOpen("a", now.Epoch) {
+			t.Errorf("from %s it opens", phase)
+		}
+		if err := l.Prepare(ended, "a"); !errors.Is(err, ErrNotOpen) || !strings.Contains(err.Error(), "the pod before") {
+			t.Errorf("it lets a container through: %v", err)
+		}
+		if now, _ := l.Get("a"); now.Phase != Waiting || !now.Superseded || now.After != "ns/p" || len(now.Grants) != 1 {
+			t.Errorf("from %s: %+v", phase, now)
+		}
+		is("before the loop has looked", false)
+		l.Gone("a")
+		is("then", true)
+		l.Reinstate("a", a.Epoch)
+		if now, _ := l.Get("a"); !now.Superseded {
+			t.Error("an answer of another epoch is heard")
+		}
+		l.Reinstate("a", now.Epoch)
+		if now, _ = l.Get("a"); now.Phase != Taken || now.Superseded || now.After != "" {
+			t.Errorf("reinstated: %+v", now)
+		}
+		if !l.SetOpen("a", now.Epoch) {
+			t.Error("reinstated, it does not open")
+		}
+		l.Gone("a") // by a round that has seen it before
+		gone = l.Supersede("a", now.Epoch, "ns/p", "the pod before")
+		is("superseded again", false)
+		for _, tr := range l.Passed() {
+			if !slices.ContainsFunc(Transitions, func(in Step) bool { return in.Transition == tr }) {
+				t.Errorf("it went from %s to %s, which is not in the table", tr.From, tr.To)
+			}
+		}
+	}
+}
+
+// What was given to something that is no pod is told by that, until a pod is known.
+func TestWhoHasItWithoutAPod(t *testing.T) {
+	l := newLedger()
+	if _, err := l.Take(Request{ID: "a", Owner: DRA, Grants: unitsOf("GPU-a", 0)}); err != nil {
+		t.Fatal(err)
+	}
+	l.SetFor("a", "podgroups.scheduling.k8s.io ns/gang")
+	a, _ := l.Get("a")
+	if a.Who() != "podgroups.scheduling.k8s.io ns/gang" {
+		t.Error(a.Who())
+	}
+	l.SetHolder("a", Holder{Pod: workload.Pod{Namespace: "ns", Name: "gang-0"}})
+	if a, _ = l.Get("a"); a.Who() != "ns/gang-0" {
+		t.Error(a.Who())
 	}
 }

@@ -10,7 +10,8 @@ const (
 	// Reserved: it was given, and it is not known yet whether the holder before is
 	// still on its pieces.
 	Reserved Phase = "reserved"
-	// Waiting: somebody still is.
+	// Waiting: somebody still is. Or it is Superseded, and its own containers have not ended
+	// yet: then it never opens.
 	Waiting Phase = "waiting"
 	// Taken: nobody else is on its pieces.
 	Taken Phase = "taken"
@@ -34,14 +35,14 @@ type Step struct {
 
 // Transitions are all that there are. An allocation begins as Reserved.
 var Transitions = []Step{
-	{Transition{Reserved, Waiting}, "a look finds its pieces in use"},
+	{Transition{Reserved, Waiting}, "a look finds its pieces in use, or it is superseded"},
 	{Transition{Reserved, Taken}, "a look finds its pieces free, and its container is not to start yet"},
 	{Transition{Reserved, Making}, "a look finds its pieces free, and its container is to start"},
-	{Transition{Waiting, Taken}, "the holder before has ended, and its container is not to start yet"},
+	{Transition{Waiting, Taken}, "the holder before has ended, and its container is not to start yet; or it is reinstated"},
 	{Transition{Waiting, Making}, "the holder before has ended, and its container is to start"},
-	{Transition{Taken, Waiting}, "a look finds its pieces in use"},
+	{Transition{Taken, Waiting}, "a look finds its pieces in use, or it is superseded"},
 	{Transition{Taken, Making}, "its container is to start"},
-	{Transition{Making, Waiting}, "a look finds its pieces in use"},
+	{Transition{Making, Waiting}, "a look finds its pieces in use, or it is superseded"},
 	{Transition{Taken, Open}, "what its container needs stands"},
 	{Transition{Making, Open}, "what its container needs stands"},
 	{Transition{Open, Taken}, "what its container needs stands no more"},

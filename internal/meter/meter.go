@@ -337,6 +337,14 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		}
 		g = nil
 	}
+	if g != nil && !samePieces(g, a.Grants) { // what a claim's name stands for may have changed while nobody looked
+		when := at
+		if g.Number < m.before {
+			when = m.vouched
+		}
+		m.end(a.ID, when, "its name stands for other pieces now", nil)
+		g = nil
+	}
 	h := usage.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, UID: a.Holder.UID, Container: a.Holder.Container}
 	since := a.Taken
 	if g != nil && g.Pod != "" && h.Pod != "" && !sameContainer(&g.Holder, &h) {
@@ -355,6 +363,17 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		h.Labels = g.Labels
 		m.add(&usage.Record{Time: at, Event: usage.Named, Grant: g.Number, Holder: h})
 	}
+}
+
+// samePieces reports whether a grant is of these pieces, in whatever order, as far as they are
+// known without the driver.
+func samePieces(g *usage.Grant, grants []ledger.Grant) bool {
+	return len(g.Held) == len(grants) && !slices.ContainsFunc(grants, func(now ledger.Grant) bool {
+		return !slices.ContainsFunc(g.Held, func(h usage.Held) bool {
+			return h.GPU == now.GPU && h.Kind == now.Kind && slices.Equal(h.Units, now.Units) && h.Replica == now.Replica &&
+				(h.Placement == nil || h.Placement.Profile == now.Placement.Profile && h.Placement.Start == now.Placement.Start && h.Placement.CI == now.Placement.CI)
+		})
+	})
 }
 
 // sameContainer reports whether two names may be of one container: what is empty is not known

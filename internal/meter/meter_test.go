@@ -250,6 +250,34 @@ func TestTwoHoldersEndBeforeALook(t *testing.T) {
 	}
 }
 
+// A claim that was allocated anew while the agent was away has another GPU under the same ID. Its
+// account went on as that of the GPU that it had before.
+func TestIDThatStandsForOtherPieces(t *testing.T) {
+	n := newNode(t)
+	n.take("a", record("GPU-0", 0, 19), "first")
+	n.turn(true)
+	n.pass(time.Minute)
+	n.turn(true)
+	n.start() // it is killed, and its records are lost
+	n.pass(time.Hour)
+	if _, err := n.ledger.Found("a", record("GPU-1", 0, 39), time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	n.hold("a", "first") // a pod of the same claim, before a container tells which
+	n.turn(true)
+	n.pass(time.Minute)
+	n.turn(true)
+	open := n.meter.book.Open()
+	if len(open) != 1 || open[0].Held[0].GPU != "GPU-1" || !open[0].Since.Equal(n.now.Add(-time.Minute)) {
+		t.Errorf("open are %+v", open)
+	}
+	for _, s := range n.meter.shown.Series {
+		if want := map[gpu.UUID]float64{"GPU-0": .25 * 60, "GPU-1": .5 * 60}[s.GPU]; s.GrantedGPU != want {
+			t.Errorf("%s comes to %v GPU seconds, want %v", s.GPU, s.GrantedGPU, want)
+		}
+	}
+}
+
 // A new segment's first record vouches for all that the one before did.
 func TestASegmentBeginsWithinAMillisecond(t *testing.T) {
 	n := newNode(t)

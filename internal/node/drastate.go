@@ -4,6 +4,7 @@ package node
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 
 // What the kubelet calls its account of claims, and its format, since Kubernetes 1.34.
 const (
+	draFile    = "dra_manager_state"
 	draKind    = "DRACheckpoint"
 	draVersion = "checkpoint.dra.kubelet.k8s.io/v1"
 )
@@ -62,7 +64,7 @@ type DRAState struct {
 // whole one, or has another format. A directory that cannot be seen says nothing of what
 // the kubelet has prepared: its error answers to neither.
 func ReadDRAState(kubeletDir string) (DRAState, error) {
-	path := filepath.Join(kubeletDir, "dra_manager_state")
+	path := filepath.Join(kubeletDir, draFile)
 	data, stamp, err := readRegular(path, maxCheckpoint)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, unseen := os.Stat(kubeletDir); unseen != nil {
@@ -81,6 +83,13 @@ func ReadDRAState(kubeletDir string) (DRAState, error) {
 		return DRAState{}, &failure{gpu.ErrInvalid, "understand the kubelet's account of claims " + path, err}
 	}
 	return DRAState{Claims: claims, Stamp: stamp}, nil
+}
+
+// FollowDRAState calls back whenever that account may have been written anew, at once where
+// inotify works, until ctx ends, whose error it returns. The kubelet writes a pod into it
+// before it makes the pod's sandbox, also where it asks no driver for it.
+func FollowDRAState(ctx context.Context, kubeletDir string, changed func()) error {
+	return WatchFile(ctx, filepath.Join(kubeletDir, draFile), func([]byte, error) { changed() })
 }
 
 // decodeDRAState returns the claims of an account, sorted. A claim that cannot be

@@ -35,6 +35,7 @@ type Cluster struct {
 	told     map[string][]kube.ClaimDevice
 	prepared map[string]*node.PreparedClaim
 	watchers map[*watcher]bool
+	readers  map[*watcher]bool // of the kubelet's account
 	// writes counts the publications; away and refuses are why the server does not answer,
 	// and why it takes no slices.
 	writes        int
@@ -261,16 +262,52 @@ func (c *Cluster) DRAState() (s node.DRAState, err error) {
 	return s, nil
 }
 
-// Know has the kubelet's account say that these claims are prepared, and no others.
+// FollowDRAState tells when the kubelet writes its account.
+func (c *Cluster) FollowDRAState(ctx context.Context, changed func()) error {
+	w := &watcher{changed}
+	c.mu.Lock()
+	if c.readers == nil {
+		c.readers = map[*watcher]bool{}
+	}
+	c.readers[w] = true
+	c.mu.Unlock()
+	<-ctx.Done()
+	c.mu.Lock()
+	delete(c.readers, w)
+	c.mu.Unlock()
+	return ctx.Err()
+}
+
+// wrote has the account's readers know that it was written.
+func (c *Cluster) wrote() {
+	c.mu.Lock()
+	all := slices.Collect(maps.Keys(c.readers))
+	c.mu.Unlock()
+	for _, w := range all {
+		w.changed()
+	}
+}
+
+// Know has the kubelet's account say that these claims are prepared as they are allocated
+// now, and no others.
 func (c *Cluster) Know(all ...dra.Claim) {
+	defer c.wrote()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.prepared = nil
 	for i := range all {
-		c.knowLocked(all[i]).Devices[c.Driver] = []node.PreparedDevice{{}}
+		known := c.knowLocked(all[i])
+		for j := range c.claims {
+			if c.claims[j].UID == known.UID {
+				for _, r := range c.claims[j].Results {
+					known.Devices[c.Driver] = append(known.Devices[c.Driver], node.PreparedDevice{Requests: []string{r.Request}, Pool: r.Pool, Device: r.Device, Share: r.Share})
+				}
+			}
+		}
 	}
 }
 
+// knowLocked writes a claim into the account, for the pods that it is reserved for.
 func (c *Cluster) knowLocked(claim dra.Claim) *node.PreparedClaim {
 	if c.prepared == nil {
 		c.prepared = map[string]*node.PreparedClaim{}
@@ -278,8 +315,19 @@ func (c *Cluster) knowLocked(claim dra.Claim) *node.PreparedClaim {
 	p := c.prepared[claim.UID]
 	if p == nil {
 		p = &node.PreparedClaim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID, Devices: map[string][]node.PreparedDevice{c.Driver: nil}}
-		c.prepared[claim.UID] = p
+	} else {
+		p = new(*p) // others read the account: it is replaced, not changed
 	}
+	p.PodUIDs = slices.Clone(p.PodUIDs)
+	for i := range c.claims {
+		for _, pod := range c.claims[i].Pods {
+			if c.claims[i].UID == claim.UID && pod.UID != "" && !slices.Contains(p.PodUIDs, pod.UID) {
+				p.PodUIDs = append(p.PodUIDs, pod.UID)
+			}
+		}
+	}
+	slices.Sort(p.PodUIDs)
+	c.prepared[claim.UID] = p
 	return p
 }
 
@@ -289,22 +337,31 @@ func (c *Cluster) Prepare(ctx context.Context, driver dra.Driver, claim dra.Clai
 	c.mu.Lock()
 	c.knowLocked(claim)
 	c.mu.Unlock()
+	c.wrote()
 	ctx, cancel := context.WithTimeout(ctx, dra.Patience)
 	defer cancel()
 	devices, err := driver.Prepare(ctx, claim)
 	if err != nil {
 		return nil, err
 	}
+	defer c.wrote()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	// The account is replaced, not changed: others read it.
-	known := *c.knowLocked(claim)
+	known := c.knowLocked(claim)
 	known.Devices = map[string][]node.PreparedDevice{}
 	for _, d := range devices {
 		known.Devices[c.Driver] = append(known.Devices[c.Driver], node.PreparedDevice{Requests: d.Requests, Pool: d.Pool, Device: d.Name, Share: d.Share, CDI: d.CDI})
 	}
-	c.prepared[claim.UID] = &known
 	return devices, nil
+}
+
+// Refer is the kubelet that has a claim for another pod, and takes it for prepared: it asks no
+// driver. The pod is one of those that the claim is reserved for.
+func (c *Cluster) Refer(claim dra.Claim) {
+	c.mu.Lock()
+	c.knowLocked(claim)
+	c.mu.Unlock()
+	c.wrote()
 }
 
 // Unprepare is the kubelet's call to a driver when no pod has a claim any more.
@@ -312,6 +369,7 @@ func (c *Cluster) Unprepare(ctx context.Context, driver dra.Driver, claim dra.Cl
 	if err := driver.Unprepare(ctx, claim); err != nil {
 		return err
 	}
+	defer c.wrote()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.prepared, claim.UID)

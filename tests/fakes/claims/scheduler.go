@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // ErrNoRoom says that the scheduler finds no device for a claim: its pod stays Pending.
@@ -36,22 +37,53 @@ func Named(suffix string) func(*kube.PoolDevice) bool {
 func (c *Cluster) Schedule(namespace, name string, requests ...Request) (dra.Claim, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	claim := kube.Claim{Namespace: namespace, Name: name, UID: fmt.Sprintf("uid-%s-%d", name, c.made+1)}
+	claim.Pods = []workload.Pod{{Namespace: namespace, Name: name, UID: "pod-" + claim.UID}}
+	var err error
+	if claim.Results, err = c.chooseLocked(requests); err != nil {
+		return dra.Claim{}, fmt.Errorf("claim %s/%s: %w", namespace, name, err)
+	}
+	return c.putLocked(claim), nil
+}
+
+// Allocate gives a claim that a user has made, and that has nothing now, the first devices that
+// fit, for a pod. Where there are none it has nothing still.
+func (c *Cluster) Allocate(namespace, name string, pod workload.Pod, requests ...Request) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range c.claims {
+		o := &c.claims[i]
+		if o.Namespace != namespace || o.Name != name || len(o.Results) > 0 {
+			continue
+		}
+		results, err := c.chooseLocked(requests)
+		if err != nil {
+			return fmt.Errorf("claim %s/%s: %w", namespace, name, err)
+		}
+		o.Results, o.Pods = results, []workload.Pod{pod}
+		delete(c.told, o.UID) // the API server keeps nothing of what is not allocated
+		return nil
+	}
+	return fmt.Errorf("claim %s/%s is not there, or is allocated: %w", namespace, name, gpu.ErrNotFound)
+}
+
+// chooseLocked chooses devices.
+func (c *Cluster) chooseLocked(requests []Request) (results []kube.Result, _ error) {
 	b := c.booksLocked()
 	c.made++
-	claim := kube.Claim{Namespace: namespace, Name: name, UID: fmt.Sprintf("uid-%s-%d", name, c.made), Pods: []workload.Pod{{Namespace: namespace, Name: name}}}
 	for i := range requests {
 		r, err := b.first(&requests[i])
 		if err != nil {
-			return dra.Claim{}, fmt.Errorf("request %s of claim %s/%s: %w", requests[i].Name, namespace, name, err)
+			return nil, fmt.Errorf("request %s: %w", requests[i].Name, err)
 		}
 		r.Driver = c.Driver
 		if r.Share != "" {
 			r.Share = fmt.Sprintf("share-%d-%d", c.made, i)
 		}
-		claim.Results = append(claim.Results, r)
+		results = append(results, r)
 		b.add(&r)
 	}
-	return c.putLocked(claim), nil
+	return results, nil
 }
 
 // books are what the scheduler knows: the devices, and what is left of counters and
