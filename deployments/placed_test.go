@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -192,12 +191,12 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 		hangs = hangs[:1]
 	}
 	for i, hangs := range hangs {
-		p.Signal(t, syscall.SIGSTOP)
+		p.Hang(t)
 		name := fmt.Sprintf("hung-%d", i)
 		s.ask(t, name, 5)
 		s.awaitPlaced(t, name, "gpu-1")
 		time.Sleep(hangs)
-		p.Signal(t, syscall.SIGCONT)
+		p.Resume(t)
 		s.awaitUnguarded(t, p, float64(3+i))
 	}
 	if n := p.Metric(t, `gpu_agent_placer_answers_total{outcome="placed",verb="filter"}`); n != 1 {

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -25,18 +26,27 @@ func stateOf(t *testing.T, answer func(status.Question) (status.Answer, error)) 
 	if err != nil {
 		t.Fatal(err)
 	}
-	var all []status.Question // the door asks one after the other
+	var mu sync.Mutex
+	var all []status.Question // guarded by mu
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	door := obs.Door{Path: filepath.Join(dir, state.Socket), Logger: slog.New(slog.DiscardHandler), Foresee: func(q status.Question) (status.Answer, error) {
+		mu.Lock()
 		all = append(all, q)
+		mu.Unlock()
 		return answer(q)
 	}}
 	go func() { _ = door.Run(ctx); close(done) }()
 	t.Cleanup(func() { cancel(); <-done; os.RemoveAll(dir) })
 	for {
 		if _, err := os.Lstat(door.Path); err == nil {
-			return dir, func() []status.Question { out := all; all = nil; return out }
+			return dir, func() []status.Question {
+				mu.Lock()
+				defer mu.Unlock()
+				out := all
+				all = nil
+				return out
+			}
 		}
 		time.Sleep(time.Millisecond)
 	}

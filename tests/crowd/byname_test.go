@@ -17,7 +17,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -398,7 +397,7 @@ func TestPlacerAway(t *testing.T) {
 		how         string
 		begin, over func()
 	}{
-		{"hung", func() { c.placer.Signal(t, syscall.SIGSTOP) }, func() { c.placer.Signal(t, syscall.SIGCONT) }},
+		{"hung", func() { c.placer.Hang(t) }, func() { c.placer.Resume(t) }},
 		{"slow", func() { late.Store(int64(400 * time.Millisecond)) }, func() { late.Store(0) }},
 		{"killed", func() {
 			c.placer.Kill()

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // Placer is `gpu-agent placer`, a process that can be stopped and killed.
@@ -65,14 +67,35 @@ func (p *Placer) Kill() {
 // End has it end as a pod does, so that it gives its lease up.
 func (p *Placer) End(t testing.TB) {
 	t.Helper()
-	p.Signal(t, syscall.SIGTERM)
+	p.signal(t, syscall.SIGTERM)
 	if err := p.cmd.Wait(); err != nil {
 		t.Errorf("the placer ended with %v", err)
 	}
 }
 
-// Signal sends it a signal, such as SIGSTOP.
-func (p *Placer) Signal(t testing.TB, is syscall.Signal) {
+// Hang stops its threads, and Resume has them go on. On a busy machine a thread runs on for a
+// while after SIGSTOP was sent, and answers: so Hang waits until all of them stand still.
+func (p *Placer) Hang(t testing.TB) {
+	t.Helper()
+	p.signal(t, syscall.SIGSTOP)
+	for {
+		switch err := unix.Waitid(unix.P_PID, p.PID(), nil, unix.WSTOPPED|unix.WNOWAIT, nil); err {
+		case nil:
+			return
+		case unix.EINTR:
+		default:
+			t.Fatalf("wait until the placer stands still: %v", err)
+		}
+	}
+}
+
+// Resume ends Hang.
+func (p *Placer) Resume(t testing.TB) {
+	t.Helper()
+	p.signal(t, syscall.SIGCONT)
+}
+
+func (p *Placer) signal(t testing.TB, is syscall.Signal) {
 	t.Helper()
 	if err := p.cmd.Process.Signal(is); err != nil {
 		t.Fatal(err)
