@@ -702,10 +702,11 @@ func (n *node) capsDiffer(held map[string]holding) error {
 	return nil
 }
 
-// names are the files below a directory, sorted.
+// names are the files below a directory, sorted, without the agent's socket, which the next one
+// replaces.
 func names(dir string) (out []string, err error) {
 	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || d.IsDir() {
+		if err != nil || d.IsDir() || d.Type() == fs.ModeSocket {
 			return err
 		}
 		rel, err := filepath.Rel(dir, path)
