@@ -366,12 +366,13 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 		"an old answer": func(w *world, api *slowAPI, claim dra.Claim) {
 			w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })
 			w.look()
-			api.late = func() {
+			late := func() {
 				w.reallocate("a", nil, kube.Result{Device: other})
 				if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
 					w.t.Errorf("its container runs: %v", err)
 				}
 			}
+			api.late.Store(&late)
 			if devices, err := w.within(5*time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
 				w.t.Errorf("%+v, %v", devices, err)
 			}
@@ -421,17 +422,18 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 		"the same again": func(w *world, api *slowAPI, claim dra.Claim) {
 			w.cluster.Know() // lost
 			w.reallocate("a", nil)
-			api.late = func() {
+			late := func() {
 				w.reallocate("a", []workload.Pod{podOf("p", 2)}, kube.Result{Device: wholeDevice})
 				if _, err := w.within(time.Second, claim); err != nil {
 					w.t.Error(err)
 				}
 			}
+			api.late.Store(&late)
 			for range 3 {
 				w.look()
 				time.Sleep(sweepEvery)
 			}
-			if api.late != nil {
+			if api.late.Load() != nil {
 				w.t.Error("no sweep has asked")
 			}
 			w.gave(claim, true)
@@ -504,7 +506,7 @@ type slowAPI struct {
 	slow        atomic.Int64 // time.Duration
 	lists, asks atomic.Int64
 	// late, if set, is called once between an answer for one claim and its coming.
-	late func()
+	late atomic.Pointer[func()]
 }
 
 func (a *slowAPI) Claims(ctx context.Context, driver string) ([]kube.Claim, error) {
@@ -521,9 +523,8 @@ func (a *slowAPI) Claims(ctx context.Context, driver string) ([]kube.Claim, erro
 func (a *slowAPI) Claim(ctx context.Context, driver, namespace, name string) (*kube.Claim, error) {
 	a.asks.Add(1)
 	c, err := a.Cluster.Claim(ctx, driver, namespace, name)
-	if f := a.late; f != nil {
-		a.late = nil
-		f()
+	if f := a.late.Swap(nil); f != nil {
+		(*f)()
 	}
 	return c, err
 }
@@ -561,6 +562,8 @@ func TestRefusedClaimThatIsAllocatedAnew(t *testing.T) {
 func TestClaimIsToldOfWhatItHasNow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
+		var said [][]kube.ClaimDevice
+		w.API = &tellAPI{w.cluster, func(d []kube.ClaimDevice) { w.locked(func() { said = append(said, d) }) }}
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
 		if _, err := w.Prepare(t.Context(), claim); err != nil {
@@ -570,8 +573,6 @@ func TestClaimIsToldOfWhatItHasNow(t *testing.T) {
 		if _, err := w.Prepare(t.Context(), claim); err != nil { // before the first is told
 			t.Fatal(err)
 		}
-		var said [][]kube.ClaimDevice
-		w.API = &tellAPI{w.cluster, func(d []kube.ClaimDevice) { said = append(said, d) }}
 		time.Sleep(2 * tellAfter)
 		synctest.Wait()
 		if len(said) != 1 || said[0][0].Device != "gpu-00000001" || said[0][0].Data["gpu"] != string(w.in.Inventory.GPUs[1].UUID) {
