@@ -210,7 +210,7 @@ func (h *hold) seat(group int, containers []Container) *seat {
 	h.seq++
 	s := &seat{group: group}
 	// No pod has such a name, so that no GPUNode names it as a holder.
-	s.set(Pod{UID: fmt.Sprintf("hold %s %d", h.id, h.seq), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
+	s.set(Pod{UID: fmt.Sprintf("hold %s %08d", h.id, h.seq), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
 	s.seat = s
 	return s
 }
@@ -361,10 +361,12 @@ func (hs *holds) open(s *seat, open bool) {
 	if s.at = ""; open {
 		s.at = s.node
 		n.here[s.UID] = &s.entry
+		n.room = n.room.joined(&s.entry)
 	} else {
 		delete(n.here, s.UID)
+		n.room = nil
 	}
-	n.room, hs.b.quotas.moved = nil, true
+	hs.b.quotas.moved = true
 	hs.b.prune(s.node)
 }
 

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/rand/v2"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -379,4 +381,52 @@ func TestLeftPodsUseNoSeat(t *testing.T) {
 	f.give(waiting, "b")
 	f.wantHeld("g", "[[b]]", f.group(1, memName, 50))
 	f.wantPlaced(units("other", 29), "a")
+}
+
+// What is expected of a node to which seats come one after the other is what is found out anew.
+func TestSeatsOneAfterTheOther(t *testing.T) {
+	grown := 0
+	for seed := range uint64(40) {
+		r := rand.New(rand.NewPCG(seed, 12))
+		kind := []ledger.Kind{ledger.Units, ledger.Placement}[seed%2]
+		of := func() []Container {
+			if kind == ledger.Placement {
+				return asks("", []string{"example.com/mig-1g.10gb", "example.com/mig-2g.20gb", "example.com/mig-3g.40gb"}[r.IntN(3)], 1+r.IntN(2)).Containers
+			}
+			return units("", 1+r.IntN(9)).Containers
+		}
+		b := New()
+		var names []string
+		for i := range 3 {
+			m := newMachine(t, r, fmt.Sprintf("node-%d", i), kind, 4, 20)
+			names = append(names, m.name)
+			b.SetNode(m.name, m.says(), true)
+			for j := range r.IntN(3) { // who has been bound, and has no devices yet
+				b.SetPod(Pod{UID: fmt.Sprintf("%d-%d", i, j), Name: fmt.Sprintf("%d-%d", i, j), Node: m.name, Containers: of()})
+			}
+		}
+		for id := range 3 {
+			var groups []Group
+			for range 1 + r.IntN(3) {
+				groups = append(groups, Group{Containers: of(), N: 1 + r.IntN(6), Among: names})
+			}
+			if _, err := b.Hold(fmt.Sprint("h", id), "x/h", groups, start); err != nil {
+				continue
+			}
+			for _, name := range names {
+				n := b.nodes[name]
+				if n.room == nil || n.room.expected == nil {
+					continue
+				}
+				grown++
+				anew := b.roomOf(n, nil)
+				if want, got := anew.expect().gpus, n.room.expected.gpus; !reflect.DeepEqual(got, want) || len(anew.pending) != len(n.room.pending) {
+					t.Fatalf("seed %d: on %s %+v is expected, and anew %+v", seed, name, got, want)
+				}
+			}
+		}
+	}
+	if grown < 40 {
+		t.Errorf("%d nodes were looked at: the test shows little", grown)
+	}
 }

@@ -334,3 +334,26 @@ func BenchmarkPlace(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkHold has room held for as many pods as a hold may be for, on 200 nodes of 8 GPUs: the
+// placer answers nobody else meanwhile.
+func BenchmarkHold(b *testing.B) {
+	for kind, one := range map[ledger.Kind][]Container{ledger.Units: units("", 3).Containers, ledger.Placement: asks("", "example.com/mig-1g.10gb", 1).Containers} {
+		b.Run(string(kind), func(b *testing.B) {
+			books, r := New(), rand.New(rand.NewPCG(1, 1))
+			var names []string
+			for i := range 200 {
+				m := newMachine(b, r, fmt.Sprintf("node-%d", i), kind, 8, 79)
+				names = append(names, m.name)
+				books.SetNode(m.name, m.says(), true)
+			}
+			groups := []Group{{Containers: one, N: MaxSeats, Among: names}}
+			for b.Loop() {
+				if _, err := books.Hold("h", "x/h", groups, start); err != nil {
+					b.Fatal(err)
+				}
+				books.Drop("h")
+			}
+		})
+	}
+}

@@ -27,8 +27,10 @@ type room struct {
 	// pending are the pods whose devices are not all known, by UID.
 	pending []*entry
 	// expected is what is left once they have theirs, as far as one can tell; nil until
-	// somebody asks. It ranks nodes; nothing is promised on it.
+	// somebody asks, and rest are the steps that were left then. It ranks nodes; nothing is
+	// promised on it.
 	expected *trial
+	rest     int
 	// kept is what quotas have here, checked says that there is room for it, and chunks are
 	// the largest parts that more can be kept in, by resource.
 	kept    []Part

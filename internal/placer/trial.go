@@ -303,20 +303,45 @@ func (r *room) expect() *trial {
 	if r.expected == nil {
 		t := r.trial()
 		for _, e := range r.pending {
-			again := map[string][]string{}
-			for i := range e.Containers {
-				c := &e.Containers[i]
-				for _, name := range sorted(c.Requests) {
-					if _, ours := t.kinds[name]; ours && c.Requests[name] > 0 {
-						t.container(c, name, again) // what has no room now is not expected
-					}
-				}
-			}
+			t.expect(e)
 		}
-		t.least = map[string]int{}
-		r.expected = t
+		r.expectedIs(t)
 	}
 	return r.expected
+}
+
+func (r *room) expectedIs(t *trial) {
+	t.least = map[string]int{}
+	r.expected, r.rest = t, t.steps.left
+}
+
+// expect gives a pod what there is room for. The rest of what it asks for is not expected.
+func (t *trial) expect(e *entry) {
+	again := map[string][]string{}
+	for i := range e.Containers {
+		c := &e.Containers[i]
+		for _, name := range sorted(c.Requests) {
+			if _, ours := t.kinds[name]; ours && c.Requests[name] > 0 {
+				t.container(c, name, again)
+			}
+		}
+	}
+}
+
+// joined is the room once a pod has come that has no devices yet, nil where it has to be worked out
+// anew. A hold of thousands of seats gets them one after the other, and dozens of them are on
+// one node: what is left beside those that it has need not be found again for each.
+func (r *room) joined(e *entry) *room {
+	if r == nil || r.expected == nil || len(r.of.devices(&e.Pod)) > 0 || r.reported(e, nil) || r.of.cannot(e) != "" ||
+		len(r.pending) > 0 && r.pending[len(r.pending)-1].UID > e.UID {
+		return nil
+	}
+	next := &room{gpus: r.gpus, at: r.at, of: r.of, taken: r.taken, kinds: r.kinds, kept: r.kept, pending: append(slices.Clip(r.pending), e)}
+	t := r.expected.anew()
+	t.steps.left = r.rest // what answers have taken since is not of this
+	t.expect(e)
+	next.expectedIs(t)
+	return next
 }
 
 // score is how bad a choice a node is: what a pod spoils there beyond what it takes, and
