@@ -46,6 +46,8 @@ type stormClaims struct {
 	// went wrong beside the agent.
 	there  map[gpu.UUID]time.Time
 	mishap time.Time
+	// breaks are when the driver refused to make or to destroy an instance of a GPU.
+	breaks map[gpu.UUID][]time.Time
 	// stale are slices that are of an agent of which the present one knows nothing, and
 	// doubt is why.
 	stale []kube.ResourceSlice
@@ -79,7 +81,7 @@ type answer struct {
 }
 
 func newStormClaims(s *storm) *stormClaims {
-	return &stormClaims{s: s, Cluster: &faked.Cluster{Driver: draDriver, Called: s.called}, turn: 1, of: map[string]*claimant{}, there: map[gpu.UUID]time.Time{}}
+	return &stormClaims{s: s, Cluster: &faked.Cluster{Driver: draDriver, Called: s.called}, turn: 1, of: map[string]*claimant{}, breaks: map[gpu.UUID][]time.Time{}, there: map[gpu.UUID]time.Time{}}
 }
 
 // worlds are those of the agent that is about to start.
@@ -342,6 +344,14 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 		return true
 	case errors.Is(err, errAway):
 		return c.mishap.After(began) || c.away
+	case strings.Contains(text, "the GPU's driver refuses"):
+		for _, r := range p.results {
+			all := c.breaks[c.gpuOf(&r)]
+			if n := len(all) - mostFailures; n >= 0 && time.Since(all[n]) < 2*failingFor {
+				return true
+			}
+		}
+		return false
 	case strings.Contains(text, "does not know yet"):
 		return troubled
 	case errors.Is(err, ledger.ErrTaken), strings.Contains(text, "still ending"):
@@ -357,6 +367,13 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 		return troubled && strings.Contains(text, "has no device")
 	}
 	return false
+}
+
+// broke notes what the driver said to work on a GPU.
+func (c *stormClaims) broke(u gpu.UUID, err error) {
+	if err != nil {
+		c.s.locked(func() { c.breaks[u] = append(c.breaks[u], time.Now()) })
+	}
 }
 
 // gpuOf is the GPU that a result is of.

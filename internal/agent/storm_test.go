@@ -151,11 +151,13 @@ func (s *storm) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) { return s
 func (s *storm) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
 	in, err := s.hw.CreateInstance(ctx, u, profile, at, ci)
 	s.note("create %s@%d on %s: %d, %v", profile, at.Start, u, in.GI, err)
+	s.claims.broke(u, err)
 	return in, err
 }
 func (s *storm) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	err := s.hw.DestroyInstance(ctx, u, in)
 	s.note("destroy %s@%d (%d) on %s: %v", in.Profile, in.Start, in.GI, u, err)
+	s.claims.broke(u, err)
 	return err
 }
 func (s *storm) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
