@@ -39,10 +39,10 @@ func TestFaultWaitsForAReset(t *testing.T) {
 		"the driver was loaded anew":     {before: nothing, after: func(b *bench) { b.with(func() { b.outside.inv.Load = "2" }) }, heals: true},
 		"the node has booted":            {before: nothing, after: nothing, boot: "next", heals: true},
 		"no boot has a name":             {before: nothing, after: nothing, boot: "-"},
-		"an operator says so":            {before: nothing, after: word("0@2000-01-01T02:00:00Z"), heals: true},
-		"an operator says so of all":     {before: nothing, after: word("all@2000-01-01T02:00:00Z"), heals: true},
+		"an operator says so":            {before: nothing, after: word("0@2000-01-01T00:10:00Z"), heals: true},
+		"an operator says so of all":     {before: nothing, after: word("all@2000-01-01T00:10:00Z"), heals: true},
 		"an operator said so before":     {before: nothing, after: word("0@2000-01-01T00:00:00Z")},
-		"an operator says so of another": {before: nothing, after: word("1@2000-01-01T02:00:00Z")},
+		"an operator says so of another": {before: nothing, after: word("1@2000-01-01T00:10:00Z")},
 		"an operator says so of later":   {before: nothing, after: word("0@2001-01-01T00:00:00Z")},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -58,7 +58,7 @@ func TestFaultWaitsForAReset(t *testing.T) {
 				if s := b.Status().GPUs[0]; s.Needs != "reset" || !strings.Contains(s.Reason, "it stays unhealthy until a reset is seen") {
 					t.Errorf("it needs %q: %s", s.Needs, s.Reason)
 				}
-				time.Sleep(3 * time.Hour)
+				time.Sleep(20 * time.Minute)
 				b.want("applied", away, "")
 				b.end()
 
@@ -68,7 +68,7 @@ func TestFaultWaitsForAReset(t *testing.T) {
 				b = start(t, o, dir, allShared)
 				defer b.end()
 				c.after(b)
-				time.Sleep(time.Hour)
+				time.Sleep(10 * time.Minute)
 				want := away
 				if c.heals {
 					want = fourUnits

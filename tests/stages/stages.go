@@ -137,6 +137,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	if of > quick { // a fleet is measured
 		crowds.args = append(crowds.args, "./tests/fleet")
 	}
+	unitLimit := limit
+	if of > quick { // internal/agent alone takes a quarter of an hour beside the other lanes
+		unitLimit = longLimit
+	}
 	nodeTests := test("tests/cluster", "-count=1", limit, "./...")
 	if of == quick {
 		nodeTests = of.form(nodeTests)
@@ -165,7 +169,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		},
 		{
 			name: "unit", what: "tests that need no node, with the race detector where there is anything to race", after: []string{"host"}, lane: beside, fuller: true,
-			commands: unit(of, concurrent, alone, limit),
+			commands: unit(of, concurrent, alone, unitLimit),
 		},
 		{
 			name: "emulator", what: "the emulated driver's libraries and daemon", after: []string{"host"},
