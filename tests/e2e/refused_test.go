@@ -32,8 +32,10 @@ const (
 	// backOff is how long the scheduler may leave a pod alone for which there is room, and
 	// a little more.
 	backOff = 15 * time.Second
-	// creating is how long a pod may have a node and no container.
-	creating = 60 * time.Second
+	// creating is how long a pod may have a node and no container. A Prepare that fails is in an
+	// Event; this is for one that nobody answers. On a busy machine the runtime alone took half
+	// a minute for a sandbox, and another one for the container.
+	creating = 3 * time.Minute
 )
 
 // template names the ResourceClaimTemplate by which a container asks for devices.
