@@ -345,19 +345,17 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	return slices.DeleteFunc(all, func(s stage) bool { return s.set > of }), nil
 }
 
-// unit are the commands of the tests that need no node. In the short form the race detector
-// leaves sweeps out.
+// unit are the commands of the tests that need no node. The race detector leaves sweeps out.
 func unit(of set, concurrent, alone []string, limit string) []command {
-	if of != quick {
-		return []command{
-			hasty(test(".", append([]string{"-race", limit}, concurrent...)...)),
-			hasty(test(".", append([]string{limit}, alone...)...)),
-		}
+	form := []string{limit}
+	if of == quick {
+		form = append(form, "-short")
 	}
+	with := func(args ...string) command { return hasty(test(".", append(slices.Clone(form), args...)...)) }
 	return []command{
-		hasty(test(".", append([]string{"-race", limit, "-short", "-skip=" + sweepTests}, concurrent...)...)),
-		hasty(test(".", append([]string{limit, "-short"}, alone...)...)),
-		hasty(test(".", limit, "-short", "-run="+sweepTests, "./internal/agent")),
+		with(append([]string{"-race", "-skip=" + sweepTests}, concurrent...)...),
+		with(alone...),
+		with("-run="+sweepTests, "./internal/agent"),
 	}
 }
 
@@ -437,7 +435,7 @@ var sweeps = []string{"/pkg/mig", "/tests/hardware"}
 // sweepTests are tests of internal/agent that do arithmetic, or live through days of virtual
 // time, in one goroutine at a time: the race detector makes them several times as
 // long and has nothing to find in them that others do not show it.
-const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestHeldCutsFitTheLists|TestFileOfMistakes|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour)$"
+const sweepTests = "^(TestNoStateKeepsTheLoopBusy|TestEditsInARowFitTheLists|TestHeldCutsFitTheLists|TestFileOfMistakes|TestGPUNodeSaysWhatFits|TestSuccessorRestoresTooMuch|TestGPUNodeWritesAnHour|TestForeseen|TestFaultWaitsForAReset)$"
 
 // goPackage is one of the product's, by its import path.
 type goPackage struct {
