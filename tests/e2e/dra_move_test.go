@@ -110,6 +110,10 @@ func crowdOfClaims(b *bench) {
 		for _, e := range events {
 			switch e.Reason {
 			case "FailedPrepareDynamicResources":
+				if unasked(e.Message) {
+					b.Logf("%s: %s", pod, e.Message) // the driver was not asked
+					continue
+				}
 				// The kill ends the connection, or the kubelet has no driver for a moment.
 				if !strings.Contains(e.Message, "code = Unavailable") && !strings.Contains(e.Message, "is not registered") {
 					b.Errorf("%s: %s", pod, e.Message)
