@@ -203,11 +203,19 @@ func (f *FrontEnd) runsLocked(h *held, pod string) bool {
 	})
 }
 
+// accountOf is what the kubelet has of a claim, nil where it does not know it.
+func accountOf(state *node.DRAState, uid string) *node.PreparedClaim {
+	if i := slices.IndexFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid }); i >= 0 {
+		return &state.Claims[i]
+	}
+	return nil
+}
+
 // podsOf are the pods for which the kubelet has a claim, by UID: it writes them down before it
 // asks a driver for it.
 func podsOf(state *node.DRAState, uid string) []string {
-	if i := slices.IndexFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid }); i >= 0 {
-		return state.Claims[i].PodUIDs
+	if c := accountOf(state, uid); c != nil {
+		return c.PodUIDs
 	}
 	return nil
 }
@@ -275,9 +283,9 @@ func (f *FrontEnd) theirs(c *kube.Claim, wants []want, state *node.DRAState, use
 			}
 		}
 	}
-	i := slices.IndexFunc(state.Claims, func(p node.PreparedClaim) bool { return p.UID == c.UID })
-	return i >= 0 && !slices.ContainsFunc(wants, func(w want) bool {
-		return !slices.ContainsFunc(state.Claims[i].Devices[f.Driver], func(d node.PreparedDevice) bool {
+	had := accountOf(state, c.UID)
+	return had != nil && !slices.ContainsFunc(wants, func(w want) bool {
+		return !slices.ContainsFunc(had.Devices[f.Driver], func(d node.PreparedDevice) bool {
 			return d.Pool == w.Pool && d.Device == w.Device && d.Share == w.Share
 		})
 	})

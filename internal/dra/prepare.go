@@ -15,7 +15,6 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
@@ -168,12 +167,8 @@ func sharesOf(wants []want) []share {
 func (f *FrontEnd) nameHolder(id string, c *kube.Claim) {
 	if len(c.Pods) > 0 {
 		f.Ledger.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
-	} else if len(c.Others) > 0 {
-		var names []string
-		for _, o := range c.Others {
-			names = append(names, o.String())
-		}
-		f.Ledger.SetFor(id, brief.List(names, 3))
+	} else if c.Reserved() {
+		f.Ledger.SetFor(id, consumers(c))
 	}
 }
 

@@ -110,10 +110,9 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 	if known := f.refused[claim.UID]; known != nil && (err == nil || !reflect.DeepEqual(known.results, claim.Results)) {
 		f.forgiveLocked(claim.UID) // what was refused is what it had before
 	}
-	switch known := f.refused[claim.UID]; {
-	case lasts && known == nil && f.roomLocked(cause):
+	if lasts && f.refused[claim.UID] == nil && f.roomLocked(cause) {
 		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause, results: claim.Results,
-			pods: brief.List(podNames(claim), 3), next: f.Now().Add(endAfter)}
+			pods: consumers(claim), next: f.Now().Add(endAfter)}
 		select {
 		case f.wake <- struct{}{}:
 		default:
@@ -139,15 +138,16 @@ func (f *refusals) tellRefused(claim *kube.Claim, cause status.Cause) {
 	}
 }
 
-// podNames are those that a claim is reserved for.
-func podNames(c *kube.Claim) (out []string) {
+// consumers names those that a claim is reserved for.
+func consumers(c *kube.Claim) string {
+	var out []string
 	for _, p := range c.Pods {
 		out = append(out, "pod "+p.String())
 	}
 	for _, o := range c.Others {
 		out = append(out, o.String())
 	}
-	return out
+	return brief.List(out, 3)
 }
 
 // forgiveLocked forgets a refusal, if there is one, and takes its taint away.

@@ -345,15 +345,11 @@ func (f *sweeper) suspectsLocked(state *node.DRAState, used map[string][]workloa
 			}
 			return f.usesAt.After(a.Taken) && f.Now().Sub(a.Taken) >= grace
 		}
-		if !prepared(state, uid) && !slices.ContainsFunc(h.ids, func(id string) bool { return !old(id) }) {
+		if accountOf(state, uid) == nil && !slices.ContainsFunc(h.ids, func(id string) bool { return !old(id) }) {
 			uids[uid] = h.served
 		}
 	}
 	return uids
-}
-
-func prepared(state *node.DRAState, uid string) bool {
-	return slices.ContainsFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid })
 }
 
 // inContainers are the allocations that containers have now, with the containers' pods; sure says
@@ -376,7 +372,8 @@ func inContainers(ctx context.Context, r Runtime, domain string) (out map[string
 // answered reports whether the kubelet has been told that a claim is prepared. One that it
 // is having prepared is in its account, too, and may wait for the room of the one before.
 func answered(state *node.DRAState, driver, uid string) bool {
-	return slices.ContainsFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid && len(c.Devices[driver]) > 0 })
+	c := accountOf(state, uid)
+	return c != nil && len(c.Devices[driver]) > 0
 }
 
 // begin compares what was found in records with what the API server says, as of at, takes over

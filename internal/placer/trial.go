@@ -310,6 +310,7 @@ func (r *room) expect() *trial {
 	return r.expected
 }
 
+// expectedIs notes what is left once those who are about to have devices have them.
 func (r *room) expectedIs(t *trial) {
 	t.least = map[string]int{}
 	r.expected, r.rest = t, t.steps.left
