@@ -109,9 +109,7 @@ func TestClaimThatIsAllocatedAnew(t *testing.T) {
 					defer func() { w.stop() }()
 					claim := w.claim("a", c.before...)
 					w.reserve("a", podOf("p", 1))
-					if _, err := w.Prepare(t.Context(), claim); err != nil {
-						t.Fatal(err)
-					}
+					w.prepares(claim)
 					w.reallocate("a", []workload.Pod{podOf("p", 2)}, c.after...)
 					learn(w, claim)
 					devices, err := w.within(time.Second, claim)
@@ -165,9 +163,7 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 		defer w.run(shared)()
 		claim := w.claim("a", kube.Result{Device: shareDevice, Share: "a", Capacity: memoryOf(60)})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		id := keyOf(claim, "r0")
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), id)} })
 		w.look()
@@ -217,9 +213,7 @@ func TestClaimThatIsAllocatedBack(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })
 		w.look()
 		w.reallocate("a", nil, kube.Result{Device: "gpu-00000001"})
@@ -244,9 +238,7 @@ func TestKubeletThatTakesAClaimForPrepared(t *testing.T) {
 				defer w.run(onDemand)()
 				claim := w.claim("a", kube.Result{Device: migDevice})
 				w.reserve("a", podOf("p", 1))
-				if _, err := w.cluster.Prepare(t.Context(), w, claim); err != nil {
-					t.Fatal(err)
-				}
+				w.kubeletPrepares(claim)
 				id := keyOf(claim, "r0")
 				if ends {
 					w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), id)} })
@@ -283,9 +275,7 @@ func TestClaimThatIsAllocatedAnewWhereAnotherIsYet(t *testing.T) {
 		claim, before := w.claim("a", kube.Result{Device: wholeDevice}), w.claim("before", kube.Result{Device: "gpu-00000001"})
 		w.reserve("a", podOf("p", 1))
 		for _, c := range []dra.Claim{claim, before} {
-			if _, err := w.cluster.Prepare(t.Context(), w, c); err != nil {
-				t.Fatal(err)
-			}
+			w.kubeletPrepares(c)
 		}
 		w.remove("before") // by force
 		w.reallocate("a", []workload.Pod{podOf("p", 2)}, kube.Result{Device: "gpu-00000001"})
@@ -294,9 +284,7 @@ func TestClaimThatIsAllocatedAnewWhereAnotherIsYet(t *testing.T) {
 		if held := w.ledger.Allocations(); len(held) != 1 || held[0].ID != keyOf(before, "r0") {
 			t.Errorf("%+v", held)
 		}
-		if err := w.cluster.Unprepare(t.Context(), w, before); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletGivesBack(before)
 		w.gave(claim, true)
 	})
 }
@@ -337,17 +325,13 @@ func TestOldWordOfAClaim(t *testing.T) {
 		w.API = api
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		api.slow.Store(int64(5 * time.Second))
 		settled := make(chan error)
 		go func() { _, err := w.Settle(t.Context()); settled <- err }()
 		synctest.Wait()
 		w.reallocate("a", nil, kube.Result{Device: "gpu-00000001"})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		if err := <-settled; err != nil { // with the list from before
 			t.Error(err)
 		}
@@ -446,9 +430,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 				w.API = api
 				defer w.run(whole)()
 				claim := w.claim("a", kube.Result{Device: wholeDevice})
-				if _, err := w.Prepare(t.Context(), claim); err != nil {
-					t.Fatal(err)
-				}
+				w.prepares(claim)
 				race(w, api, claim)
 			})
 		})
@@ -463,9 +445,7 @@ func TestStartOpensWhatWasAllocatedAnew(t *testing.T) {
 		w.stop = w.run(whole)
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
 		w.shut.Store(true)
 		w.reallocate("a", []workload.Pod{podOf("p", 2)}, kube.Result{Device: "gpu-00000001"})
 		w.cluster.Refer(claim)
@@ -487,9 +467,7 @@ func TestClaimThatIsGivenLess(t *testing.T) {
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
 		w.reallocate("a", []workload.Pod{podOf("p", 2)}, kube.Result{Device: wholeDevice})
 		for range 2 {
 			if devices, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil || len(devices) != 1 {
@@ -566,13 +544,9 @@ func TestClaimIsToldOfWhatItHasNow(t *testing.T) {
 		w.API = &tellAPI{w.cluster, func(d []kube.ClaimDevice) { w.locked(func() { said = append(said, d) }) }}
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		w.reallocate("a", nil, kube.Result{Device: "gpu-00000001"})
-		if _, err := w.Prepare(t.Context(), claim); err != nil { // before the first is told
-			t.Fatal(err)
-		}
+		w.prepares(claim) // before the first is told
 		time.Sleep(2 * tellAfter)
 		synctest.Wait()
 		if len(said) != 1 || said[0][0].Device != "gpu-00000001" || said[0][0].Data["gpu"] != string(w.in.Inventory.GPUs[1].UUID) {
@@ -603,9 +577,7 @@ func TestSweepsAskForSingleClaims(t *testing.T) {
 		mine, gone := w.claim("mine", kube.Result{Device: wholeDevice}), w.claim("gone", kube.Result{Device: "gpu-00000001"})
 		w.reserve("mine", podOf("p", 1))
 		for _, c := range []dra.Claim{mine, gone} {
-			if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, c); err != nil {
-				t.Fatal(err)
-			}
+			w.kubeletPrepares(c)
 		}
 		w.cluster.Know(mine)
 		w.remove("gone")
@@ -634,9 +606,7 @@ func TestEndsOnTheRuntimesLastWord(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
 		time.Sleep(time.Second)
 		w.look()
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })

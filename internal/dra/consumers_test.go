@@ -35,15 +35,11 @@ func TestClaimOfAPodGroupIsPromised(t *testing.T) {
 		defer w.run(onDemand)()
 		c := w.forGang("a", kube.Result{Device: migDevice})
 		claim := w.kubelets(c)
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
 		if held := w.ledger.Allocations(); held[0].Who() != "podgroups.scheduling.k8s.io ns/gang" {
 			t.Errorf("it is held for %q", held[0].Who())
 		}
-		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletGivesBack(claim)
 		w.lay(whole) // an edit
 		if _, err := w.Settle(t.Context()); err != nil || !w.ledger.Held() {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
@@ -116,12 +112,8 @@ func TestClaimThatItsSecondPodIsYetToHave(t *testing.T) {
 		w.reserve("a", podOf("p", 1))
 		w.cluster.Refer(claim) // the kubelet has it for this pod alone
 		w.reserve("a", podOf("p", 1), podOf("q", 1))
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
-		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
+		w.kubeletGivesBack(claim)
 		w.lay(whole)
 		if _, err := w.Settle(t.Context()); err != nil || !w.ledger.Held() {
 			t.Errorf("the second pod is to have it: %v, %+v", err, w.ledger.Allocations())
@@ -136,12 +128,8 @@ func TestClaimThatWasGivenBackAndAllocatedAnew(t *testing.T) {
 		defer w.run(onDemand)()
 		claim := w.claim("a", kube.Result{Device: migDevice})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
-		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
+		w.kubeletGivesBack(claim)
 		if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
 			t.Errorf("given back: %v, %+v", err, w.ledger.Allocations())
 		}
@@ -161,9 +149,7 @@ func TestUnprepareBetweenTwoStartsOfAContainer(t *testing.T) {
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
 		w.locked(func() { w.sandboxes = []workload.Pod{podOf("other", 1), podOf("p", 1)} })
 		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err == nil || !strings.Contains(err.Error(), "ns/p ") || !w.ledger.Held() {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
@@ -182,9 +168,7 @@ func TestUnprepareOfAClaimThatAPodHasWhichTheKubeletDoesNotName(t *testing.T) {
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		w.locked(func() { w.sandboxes = []workload.Pod{podOf("p", 1)} })
 		if err := w.Unprepare(t.Context(), claim); err == nil || !w.ledger.Held() {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
@@ -199,9 +183,7 @@ func TestHeldDeviceStaysBesideAnotherFrontEnds(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice, Admin: true})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		// The ID comes after the claim's.
 		if _, err := w.ledger.Take(ledger.Request{ID: "zz", Owner: ledger.DevicePlugin, Grants: []ledger.Grant{{GPU: w.in.Inventory.GPUs[0].UUID, Piece: ledger.Piece{Kind: ledger.Whole}}}}); err != nil {
 			t.Fatal(err)
@@ -235,9 +217,7 @@ func TestStartWithAnAccountOfBefore(t *testing.T) {
 					t.Errorf("one GPU, and these have it: %+v", held)
 				}
 				w.remove("before")
-				if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, before); err != nil {
-					t.Fatal(err)
-				}
+				w.kubeletGivesBack(before)
 				if inUse {
 					if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
 						t.Errorf("a container has what it had before: %v", err)

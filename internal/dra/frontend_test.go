@@ -179,6 +179,30 @@ func (w *world) kubelets(c kube.Claim) dra.Claim {
 	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 }
 
+// prepares asks for a claim, of which the kubelet's account says nothing.
+func (w *world) prepares(claim dra.Claim) {
+	w.t.Helper()
+	if _, err := w.Prepare(w.t.Context(), claim); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// kubeletPrepares asks for a claim as the kubelet does, which writes it into its account.
+func (w *world) kubeletPrepares(claim dra.Claim) {
+	w.t.Helper()
+	if _, err := w.cluster.Prepare(w.t.Context(), w.FrontEnd, claim); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// kubeletGivesBack gives a claim back as the kubelet does.
+func (w *world) kubeletGivesBack(claim dra.Claim) {
+	w.t.Helper()
+	if err := w.cluster.Unprepare(w.t.Context(), w.FrontEnd, claim); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
 // reserve says for which pods a claim is.
 func (w *world) reserve(name string, pods ...workload.Pod) {
 	w.cluster.Edit("ns", name, func(c *kube.Claim) { c.Pods = pods })
@@ -315,9 +339,7 @@ func TestPrepareWaitsForTheHolderBefore(t *testing.T) {
 				w := newWorld(t, 1, c.layout)
 				defer w.run(c.layout)()
 				first, after := w.claim("first", c.first), w.claim("after", c.after)
-				if _, err := w.Prepare(t.Context(), first); err != nil {
-					t.Fatal(err)
-				}
+				w.prepares(first)
 				if name == "another layout" {
 					w.lay(shared)
 				}
@@ -460,9 +482,7 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
 		before := w.claim("before", kube.Result{Device: wholeDevice})
-		if _, err := w.cluster.Prepare(t.Context(), w, before); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(before)
 		w.remove("before") // by force: its container runs
 		next := w.claim("next", kube.Result{Device: wholeDevice})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -511,9 +531,7 @@ func TestPromisedInPart(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
 		before := w.claim("before", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), before); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(before)
 		w.remove("before") // by force
 		both := w.claim("both", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})
 		if promised, err := w.Settle(t.Context()); err != nil || len(promised) != 1 || promised[0] != w.in.Inventory.GPUs[0].UUID {
@@ -638,12 +656,8 @@ func TestGivenBackIsNotPromised(t *testing.T) {
 		defer w.run(onDemand)()
 		claim := w.claim("a", kube.Result{Device: migDevice})
 		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{{Namespace: "ns", Name: "a", UID: "1"}} })
-		if _, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
-		if err := w.cluster.Unprepare(t.Context(), w.FrontEnd, claim); err != nil {
-			t.Fatal(err)
-		}
+		w.kubeletPrepares(claim)
+		w.kubeletGivesBack(claim)
 		w.lay(whole)
 		if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
 			t.Errorf("given back: %v, %+v", err, w.ledger.Allocations())
@@ -662,9 +676,7 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		id := w.ledger.Allocations()[0].ID
 		nobody, somebody := map[string][]ledger.Holder{}, map[string][]ledger.Holder{id: {{Container: "main"}}}
 		keeps := func(what string, holders map[string][]ledger.Holder) {
@@ -706,9 +718,7 @@ func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
 				w := newWorld(t, 1, whole)
 				stop := w.run(whole)
 				claim := w.claim("a", kube.Result{Device: wholeDevice})
-				if _, err := w.Prepare(t.Context(), claim); err != nil {
-					t.Fatal(err)
-				}
+				w.prepares(claim)
 				stop()
 				time.Sleep(time.Second)
 				w.ledger = ledger.New(w.open, time.Now)
@@ -745,9 +755,7 @@ func TestClaimIsToldAllTheSame(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
 		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		synctest.Wait()
 		untold := func() {
 			if err := w.cluster.SetClaimDevices(t.Context(), driver, &kube.Claim{UID: claim.UID}, nil); err != nil {
@@ -755,9 +763,7 @@ func TestClaimIsToldAllTheSame(t *testing.T) {
 			}
 		}
 		untold()
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		time.Sleep(tellAfter)
 		if synctest.Wait(); len(w.cluster.Told(claim.UID)) != 1 {
 			t.Error("prepared again, it is not told")
@@ -789,9 +795,7 @@ func TestHoldersOfAClaimWereOnePod(t *testing.T) {
 		}
 		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
 		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod("p"), pod("q")} })
-		if _, err := w.Prepare(t.Context(), claim); err != nil {
-			t.Fatal(err)
-		}
+		w.prepares(claim)
 		a := w.ledger.Allocations()[0]
 		if a.Who() != "ns/p, ns/q" {
 			t.Errorf("%q", a.Who())
@@ -872,9 +876,7 @@ func TestClaimsWriteNoSlices(t *testing.T) {
 		before := w.cluster.Writes()
 		for i := range 500 {
 			c := w.claim(fmt.Sprint(i), kube.Result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), Capacity: memoryOf(kube.Quantity(1 + i%16))})
-			if _, err := w.Prepare(t.Context(), c); err != nil {
-				t.Fatal(err)
-			}
+			w.prepares(c)
 			w.lay(shared) // a round
 			if err := w.Unprepare(t.Context(), c); err != nil {
 				t.Fatal(err)
