@@ -76,6 +76,7 @@ var packages = []entry{
 	{"pkg/topology", 1, "how near GPUs are"},
 	{"pkg/cdi", 1, "a claim's CDI spec as a value"},
 	{"internal/config", 1, "partition files"},
+	{"internal/piece", 1, "what somebody can have of a GPU: the kinds of pieces"},
 	{"internal/ledger", 1, "allocations: what is given out, and how far it is"},
 	{"internal/plan", 1, "layouts, steps, and who is in the way"},
 	{"internal/usage", 1, "the usage journal's records, the book and the reports that follow from them"},

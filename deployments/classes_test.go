@@ -15,7 +15,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 
 	core "k8s.io/api/core/v1"
@@ -257,8 +257,8 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 				s := typed(t, &published.Slices[i])
 				for _, d := range s.Spec.Devices {
 					of := published.Devices[dra.DeviceName{Pool: s.Spec.Pool.Name, Name: d.Name}]
-					want := []string{map[ledger.Kind]string{ledger.Whole: "gpu.example.com", ledger.Units: "gpu-memory.example.com", ledger.Replica: "gpu.shared.example.com"}[of.Kind]}
-					if of.Kind == ledger.Placement {
+					want := []string{map[piece.Kind]string{piece.KindWhole: "gpu.example.com", piece.KindUnits: "gpu-memory.example.com", piece.KindReplica: "gpu.shared.example.com"}[of.Kind]}
+					if of.Kind == piece.KindPlacement {
 						want = []string{of.Placement.Profile.Resource() + ".example.com", anyInstance}
 					}
 					for _, name := range want {

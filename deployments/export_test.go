@@ -21,7 +21,7 @@ import (
 	"go.yaml.in/yaml/v4"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/tests/plane"
 )
 
@@ -138,8 +138,8 @@ func (s *apiServer) exportsCluster(t *testing.T) {
 	label := func(site, mode string) fields {
 		return fields{"example.com/gpu.site": site, "example.com/gpu.model": "NVIDIA-A100-SXM4-80GB", "example.com/gpu.mode": mode, "node.kubernetes.io/instance-type": "p4de"}
 	}
-	shared := gpunode.GPU{UUID: "GPU-1", Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Kind: ledger.Units, Total: 79, Free: 79}
-	divided := gpunode.GPU{UUID: "GPU-2", Model: shared.Model, MemoryMiB: 81920, Mode: "mig", API: "device-plugin", Kind: ledger.Placement,
+	shared := gpunode.GPU{UUID: "GPU-1", Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Kind: piece.KindUnits, Total: 79, Free: 79}
+	divided := gpunode.GPU{UUID: "GPU-2", Model: shared.Model, MemoryMiB: 81920, Mode: "mig", API: "device-plugin", Kind: piece.KindPlacement,
 		MIG: &gpunode.MIG{Card: "a", OnDemand: true, Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}}}}}
 	cards := []gpunode.Card{{Name: "a", MemorySlices: 8, Profiles: []gpunode.Profile{{Name: "3g.40gb", ComputeSlices: 3, MemorySlices: 4, Starts: []int{0, 4}, Max: 2}}}}
 	for name, node := range map[string]struct {

@@ -15,7 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -85,13 +85,13 @@ func compareSchema(t *testing.T, path string, s *schema, is reflect.Type, most, 
 		is = is.Elem()
 	}
 	want := map[reflect.Kind]string{reflect.Struct: "object", reflect.Slice: "array", reflect.String: "string", reflect.Int: "integer", reflect.Bool: "boolean"}[is.Kind()]
-	if is == reflect.TypeFor[time.Time]() || is == reflect.TypeFor[ledger.UnitSet]() {
+	if is == reflect.TypeFor[time.Time]() || is == reflect.TypeFor[piece.Set]() {
 		want = "string"
 	}
 	switch {
 	case s.Type != want:
 		t.Errorf("%s is of type %q, want %q", path, s.Type, want)
-	case is == reflect.TypeFor[ledger.UnitSet](): // as text it has another bound
+	case is == reflect.TypeFor[piece.Set](): // as text it has another bound
 		if s.MaxLength == 0 || most == "" {
 			t.Errorf("%s: maxLength %d, at most %q ranges", path, s.MaxLength, most)
 		}
@@ -140,10 +140,10 @@ func fullGPUNode(t *testing.T) *gpunode.Status {
 		GPUs: []gpunode.GPU{{
 			UUID: "GPU-a", Index: 1, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Guarantee: "api", Cordoned: true,
 			Conditions: []gpunode.Condition{condition(gpunode.Healthy, gpunode.True), condition(gpunode.Available, gpunode.False)},
-			Resource:   "example.com/gpu-mem", Kind: ledger.Units, Total: 79, Used: ledger.SetOf([]int{0, 1, 2, 9}), Free: 75, Largest: 75,
+			Resource:   "example.com/gpu-mem", Kind: piece.KindUnits, Total: 79, Used: piece.SetOf([]int{0, 1, 2, 9}), Free: 75, Largest: 75,
 			MIG: &gpunode.MIG{Card: "c", OnDemand: true, Used: []string{"1g.10gb@0"}, Blocked: []string{"1g.10gb@1"}, Warm: []string{"3g.40gb@4"},
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
-			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "example.com/gpu-mem", Devices: ledger.SetOf([]int{0, 9}), Placements: []string{"3g.40gb@4"}}},
+			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "example.com/gpu-mem", Devices: piece.SetOf([]int{0, 9}), Placements: []string{"3g.40gb@4"}}},
 		}},
 		Cards: []gpunode.Card{{Name: "c", MemorySlices: 8, Profiles: []gpunode.Profile{{Name: "3g.40gb", ComputeSlices: 3, MemorySlices: 4, Starts: []int{0, 4}, Max: 2,
 			Engines: &gpunode.Engines{Decode: 1, Encode: 1, JPEG: 1, OFA: 1}}}}},
@@ -163,7 +163,7 @@ func unset(t *testing.T, path string, v reflect.Value) {
 		t.Errorf("%s is not set, and so not tried", path)
 	case v.Kind() == reflect.Pointer:
 		unset(t, path, v.Elem())
-	case v.Kind() == reflect.Slice && v.Len() > 0 && v.Type() != reflect.TypeFor[ledger.UnitSet]():
+	case v.Kind() == reflect.Slice && v.Len() > 0 && v.Type() != reflect.TypeFor[piece.Set]():
 		unset(t, path+"[]", v.Index(0))
 	case v.Kind() == reflect.Struct && v.Type() != reflect.TypeFor[time.Time]():
 		for i := range v.NumField() {

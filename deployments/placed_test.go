@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/tests/plane"
@@ -29,7 +29,7 @@ func sharedGPU(i int, available gpunode.ConditionStatus) gpunode.GPU {
 	condition := func(kind string, is gpunode.ConditionStatus) gpunode.Condition {
 		return gpunode.Condition{Type: kind, Status: is, Reason: "R", LastTransitionTime: time.Unix(1e9, 0)}
 	}
-	return gpunode.GPU{UUID: gpuOf(i), Index: i, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Resource: unitsName, Kind: ledger.Units, Total: 79, Free: 79, Largest: 79,
+	return gpunode.GPU{UUID: gpuOf(i), Index: i, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Resource: unitsName, Kind: piece.KindUnits, Total: 79, Free: 79, Largest: 79,
 		Conditions: []gpunode.Condition{condition(gpunode.Healthy, gpunode.True), condition(gpunode.Available, available)}}
 }
 

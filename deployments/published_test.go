@@ -15,7 +15,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -34,7 +34,7 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 	}
 	in := dra.Input{Node: "node-1", Driver: "gpus.example.com", Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{},
 		Taints: func(d dra.Device) []kube.Taint {
-			if d.Kind != ledger.Whole {
+			if d.Kind != piece.KindWhole {
 				return nil
 			}
 			return []kube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: kube.NoExecute}, {Key: "example.com/withdrawn", Effect: kube.NoSchedule}}
@@ -47,10 +47,10 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 		}
 		in.Cards[d.UUID] = card
 		in.Layouts[d.UUID] = []plan.Layout{
-			{Known: true, Offers: true, Kind: ledger.Placement, N: len(card.Placements()), Placements: card.Placements()},
-			{Known: true, Offers: true, Kind: ledger.Units, N: int(d.Usable() / 1024), Unit: 1024},
-			{Known: true, Offers: true, Kind: ledger.Replica, N: 4},
-			{Known: true, Offers: true, Kind: ledger.Whole, N: 1},
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindPlacement, N: len(card.Placements()), Placements: card.Placements()}},
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: int(d.Usable() / 1024), Unit: 1024}},
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: 4}},
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindWhole, N: 1}},
 		}[(first+i)%4]
 	}
 	return dra.Build(in)

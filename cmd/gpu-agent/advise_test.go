@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/usage/segments"
 	"example.com/gpu-agent/pkg/gpu"
@@ -50,7 +51,7 @@ func crowdedDay(t *testing.T, inv *gpu.Inventory) (journal, trace string) {
 		d, id := &inv.GPUs[n%2], uint64(n+1)
 		records = append(records,
 			&account.Record{Time: at(minute), Event: account.Allocated, Grant: id, Allocation: fmt.Sprint("a", id), Resource: "example.com/gpu-mem", Count: 30,
-				Pieces: []account.Piece{{GPU: d.UUID, Index: d.Index, Kind: ledger.Units, Units: ledger.UnitSet{{First: 0, Last: 29}}, Share: .38, MemoryMiB: 30 << 10}}},
+				Pieces: []account.Piece{{GPU: d.UUID, Index: d.Index, Of: piece.Units{Set: piece.Set{{First: 0, Last: 29}}}, Share: .38, MemoryMiB: 30 << 10}}},
 			&account.Record{Time: at(minute), Event: account.Named, Grant: id, Holder: account.Holder{Namespace: "team", Pod: fmt.Sprint("p-", n), UID: fmt.Sprint("u", n)}},
 			&account.Record{Time: at(minute + 60), Event: account.Released, Grant: id})
 		pod(n, minute, 30, `{"phase": "Running"}`)

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/usage/segments"
 )
@@ -27,7 +27,7 @@ func journal(t *testing.T) (stateDir string) {
 	at := func(hour int) time.Time { return time.Date(2026, 3, 1, hour, 0, 0, 0, time.UTC) }
 	took := func(n uint64, hour, first, last int) *account.Record {
 		return &account.Record{Time: at(hour), Event: account.Allocated, Grant: n, Allocation: "id" + string(rune('0'+n)), Resource: "example.com/gpu-mem", Count: last - first + 1,
-			Pieces: []account.Piece{{GPU: "GPU-c", Index: 3, Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: last}}, Share: float64(last-first+1) / 80, MemoryMiB: uint64(last-first+1) << 10}}}
+			Pieces: []account.Piece{{GPU: "GPU-c", Index: 3, Of: piece.Units{Set: piece.Set{{First: first, Last: last}}}, Share: float64(last-first+1) / 80, MemoryMiB: uint64(last-first+1) << 10}}}
 	}
 	var text []byte
 	for _, r := range []*account.Record{

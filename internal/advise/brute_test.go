@@ -14,6 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -629,11 +630,11 @@ func (j *job) request(i int) Request {
 	}
 	switch j.what {
 	case 4:
-		r.Asks = []Ask{{Kind: ledger.Whole, Count: j.n}}
+		r.Asks = []Ask{{Kind: piece.KindWhole, Count: j.n}}
 	case 3:
-		r.Asks = []Ask{{Kind: ledger.Units, Count: 1, Memory: gpu.MiB(j.n) * unit}}
+		r.Asks = []Ask{{Kind: piece.KindUnits, Count: 1, Memory: gpu.MiB(j.n) * unit}}
 	default:
-		r.Asks = []Ask{{Kind: ledger.Placement, Count: j.n, Profile: profile(labels[j.what])}}
+		r.Asks = []Ask{{Kind: piece.KindPlacement, Count: j.n, Profile: profile(labels[j.what])}}
 	}
 	return r
 }

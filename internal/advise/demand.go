@@ -9,14 +9,14 @@ import (
 	"strings"
 	"time"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
 
 // Ask is what one container asks for of one resource.
 type Ask struct {
-	Kind ledger.Kind
+	Kind piece.Kind
 	// Count is the number of GPUs, replicas or MIG instances; 1 for memory units, which are
 	// a single piece of one GPU.
 	Count int
@@ -29,16 +29,13 @@ type Ask struct {
 
 // String is the ask in words, by which two of them are the same.
 func (a Ask) String() string {
-	switch a.Kind {
-	case ledger.Units:
-		return "gpu-mem of " + size(a.Memory)
-	case ledger.Replica:
-		return times(a.Count, "gpu.shared of "+size(a.Memory))
-	case ledger.Placement:
+	switch {
+	case a.Kind.InMIG():
 		return times(a.Count, a.Profile.Resource())
-	default:
-		return times(a.Count, "gpu")
+	case a.Kind.Alone():
+		return times(a.Count, a.Kind.Short())
 	}
+	return times(a.Count, a.Kind.Short()+" of "+size(a.Memory))
 }
 
 func times(n int, what string) string {

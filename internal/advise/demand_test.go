@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -24,12 +25,12 @@ func at(minute int) time.Time { return noon.Add(time.Duration(minute) * time.Min
 
 // units is a piece of memory units of GPU 0.
 func units(first, last int) []usage.Piece {
-	return []usage.Piece{{GPU: "GPU-0", Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: last}}, Share: .25, MemoryMiB: uint64(last-first+1) * unit}}
+	return []usage.Piece{{GPU: "GPU-0", Of: piece.Units{Set: piece.Set{{First: first, Last: last}}}, Share: .25, MemoryMiB: uint64(last-first+1) * unit}}
 }
 
 func instances(places ...int) (out []usage.Piece) {
 	for _, start := range places {
-		out = append(out, usage.Piece{GPU: "GPU-0", Kind: ledger.Placement, Placement: &mig.Placement{Profile: profile("1g.6gb"), Start: start, Size: 1}, Share: .25, MemoryMiB: 5950})
+		out = append(out, usage.Piece{GPU: "GPU-0", Of: piece.Instance(mig.Placement{Profile: profile("1g.6gb"), Start: start, Size: 1}), Share: .25, MemoryMiB: 5950})
 	}
 	return out
 }
@@ -56,7 +57,7 @@ func TestJournal(t *testing.T) {
 	}
 	for _, r := range []usage.Record{
 		{Time: at(0), Event: usage.Began, Book: &usage.State{Next: 3, Open: []*usage.Grant{
-			{Number: 1, Allocation: "old", Resource: "x/gpu", Since: at(-30), Held: []usage.Held{{Piece: usage.Piece{GPU: "GPU-1", Kind: ledger.Whole, Share: 1, MemoryMiB: 24576}}}, Holder: who("a")},
+			{Number: 1, Allocation: "old", Resource: "x/gpu", Since: at(-30), Held: []usage.Held{{Piece: usage.Piece{GPU: "GPU-1", Of: piece.Whole{}, Share: 1, MemoryMiB: 24576}}}, Holder: who("a")},
 			{Number: 2, Allocation: "lost", Resource: "x/gpu-mem", Since: at(-20), Held: []usage.Held{{Piece: units(0, 0)[0]}}}}}},
 		{Time: at(1), Event: usage.Cut, Op: "layout", GPU: "GPU-0", Placement: "shared"},
 		{Time: at(2), Event: usage.Cut, Op: "create", GPU: "GPU-0", Placement: "1g.6gb@0"},
@@ -70,7 +71,7 @@ func TestJournal(t *testing.T) {
 		{Time: at(7), Event: usage.Released, Grant: 5},
 		{Time: at(13), Event: usage.Released, Grant: 4},
 		// One that looks after the GPU takes no room.
-		{Time: at(8), Event: usage.Allocated, Grant: 6, Allocation: "admin", Pieces: []usage.Piece{{GPU: "GPU-0", Kind: ledger.Whole}}},
+		{Time: at(8), Event: usage.Allocated, Grant: 6, Allocation: "admin", Pieces: []usage.Piece{{GPU: "GPU-0", Of: piece.Whole{}}}},
 		{Time: at(9), Event: usage.Allocated, Grant: 7, Allocation: "nobody", Pieces: units(2, 3)},
 		{Time: at(10), Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: "x/gpu-mem", Count: 2, Reason: "NotOneGPU"},
 		{Time: at(10), Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: "x/mig-2g.12gb", Count: 1},
@@ -143,7 +144,7 @@ func TestPresent(t *testing.T) {
 	}
 	var j Journal
 	j.Apply(&usage.Record{Time: at(0), Event: usage.Cut, Op: "layout", GPU: "GPU-0", Placement: "shared"})
-	j.Apply(&usage.Record{Time: at(1), Event: usage.Allocated, Grant: 1, Pieces: []usage.Piece{{GPU: "GPU-0", Kind: ledger.Replica, Of: 3, Share: .3, MemoryMiB: 8000}}})
+	j.Apply(&usage.Record{Time: at(1), Event: usage.Allocated, Grant: 1, Pieces: []usage.Piece{{GPU: "GPU-0", Of: piece.Replica{Of: 3}, Share: .3, MemoryMiB: 8000}}})
 	if wants, ok := j.Present(inv); !ok || wants[0].Mode != config.Shared || wants[0].Replicas != 3 {
 		t.Errorf("replicas: %+v", wants)
 	}
@@ -228,7 +229,7 @@ func TestTrace(t *testing.T) {
 func TestRules(t *testing.T) {
 	node := smalls(2)
 	ask := func(name string, second, hold, units int) Request {
-		return Request{name, time.Duration(second) * time.Second, time.Duration(hold) * time.Second, []Ask{{Kind: ledger.Units, Count: 1, Memory: gpu.MiB(units) * unit}}}
+		return Request{name, time.Duration(second) * time.Second, time.Duration(hold) * time.Second, []Ask{{Kind: piece.KindUnits, Count: 1, Memory: gpu.MiB(units) * unit}}}
 	}
 	// One unit is left on a GPU and two on the other: to the scheduler that is room for three.
 	d := &Demand{Begin: at(0), End: at(2), Requests: []Request{ask("a", 0, 35, 3), ask("b", 0, 35, 2), ask("c", 2, 5, 3)}}
@@ -265,10 +266,10 @@ func TestSearchLimits(t *testing.T) {
 	node := smalls(6)
 	d := &Demand{Begin: at(0), End: at(10)}
 	for i := range 8 {
-		d.Requests = append(d.Requests, Request{fmt.Sprint(i), time.Minute, ToTheEnd, []Ask{{Kind: ledger.Placement, Count: 1, Profile: profile([]string{"1g.6gb", "2g.12gb"}[i%2])}}})
+		d.Requests = append(d.Requests, Request{fmt.Sprint(i), time.Minute, ToTheEnd, []Ask{{Kind: piece.KindPlacement, Count: 1, Profile: profile([]string{"1g.6gb", "2g.12gb"}[i%2])}}})
 	}
 	for i := range 3 {
-		d.Requests = append(d.Requests, Request{fmt.Sprint("w", i), 2 * time.Minute, ToTheEnd, []Ask{{Kind: ledger.Whole, Count: 1}}})
+		d.Requests = append(d.Requests, Request{fmt.Sprint("w", i), 2 * time.Minute, ToTheEnd, []Ask{{Kind: piece.KindWhole, Count: 1}}})
 	}
 	a, err := Search(node, nil, d, Rules{}, Limits{Tries: 150})
 	if err != nil {

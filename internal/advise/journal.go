@@ -11,7 +11,9 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -272,23 +274,16 @@ func (g *gathering) refused(j *Journal) {
 
 // ask reads what somebody asks for by a resource's name.
 func (o *Options) ask(resource string, n int) (Ask, bool) {
-	_, short, _ := strings.Cut(resource, "/")
-	switch a := (Ask{Count: n}); short {
-	case "gpu":
-		a.Kind = ledger.Whole
-		return a, true
-	case "gpu-mem":
-		a.Kind, a.Count, a.Memory = ledger.Units, 1, gpu.MiB(n)*o.Unit
-		return a, true
-	case "gpu.shared":
-		a.Kind = ledger.Replica
-		return a, true
-	default:
-		var err error
-		a.Kind = ledger.Placement
-		a.Profile, err = mig.ParseResource(short)
-		return a, err == nil
+	kind, ok := deviceplugin.KindOf(resource)
+	a := Ask{Kind: kind, Count: n}
+	if kind.Together() {
+		a.Count, a.Memory = 1, gpu.MiB(n)*o.Unit
 	}
+	if kind.InMIG() {
+		_, short, _ := strings.Cut(resource, "/")
+		a.Profile, _ = mig.ParseResource(short) // it has been read before
+	}
+	return a, ok
 }
 
 // finish makes up the holds that nobody saw.
@@ -309,19 +304,15 @@ func (g *gathering) finish() {
 func asksOf(pieces []usage.Piece) (out []Ask) {
 	for i := range pieces {
 		p := &pieces[i]
-		a := Ask{Kind: p.Kind, Count: 1, Memory: gpu.MiB(p.MemoryMiB)}
-		switch {
-		case p.Share == 0 && p.MemoryMiB == 0:
+		if p.Share == 0 && p.MemoryMiB == 0 {
 			continue // it takes no room
-		case p.Kind == ledger.Placement && p.Placement == nil:
-			continue
-		case p.Kind == ledger.Placement:
-			a.Profile, a.Memory = p.Placement.Profile, 0
-		case p.Kind == ledger.Whole:
-			a.Memory = 0
+		}
+		a := Ask{Kind: p.Of.Kind(), Count: 1, Profile: piece.At(p.Of).Profile}
+		if a.Kind.Shared() {
+			a.Memory = gpu.MiB(p.MemoryMiB)
 		}
 		at := slices.IndexFunc(out, func(o Ask) bool { o.Count = 1; return o == a })
-		if at >= 0 && a.Kind != ledger.Units {
+		if at >= 0 && !a.Kind.Together() {
 			out[at].Count++
 			continue
 		}
@@ -363,7 +354,7 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 		for _, g := range j.grants {
 			for i := range g.pieces {
 				if p := &g.pieces[i]; p.GPU == d.UUID && g.since.After(last) {
-					last, w.Replicas = g.since, p.Of
+					last, w.Replicas = g.since, piece.Infer([]piece.Piece{p.Of}, d, piece.Division{}, 0).Wish().Replicas
 				}
 			}
 		}

@@ -10,6 +10,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
@@ -112,13 +113,11 @@ func (n *node) arrange() error {
 func (n *node) become(resource string) bool {
 	kind, _ := names.Kind(resource)
 	to := config.Want{API: ledger.DevicePlugin}
-	switch kind {
-	case ledger.Whole:
-		to.Mode = config.Whole
-	case ledger.Units:
-		to.Mode, to.TimeSlice, to.Compute = config.Shared, gpu.TimeSliceDefault, config.ComputeTimeSlice
-	default:
-		to.Mode, to.OnDemand = config.MIG, true
+	switch to.Mode = config.Mode(kind.Mode()); to.Mode {
+	case config.Shared:
+		to.TimeSlice, to.Compute = gpu.TimeSliceDefault, config.ComputeTimeSlice
+	case config.MIG:
+		to.OnDemand = true
 	}
 	for i := range n.wants {
 		to.GPU = n.wants[i].GPU
@@ -231,14 +230,14 @@ func (n *node) make(grants []ledger.Grant) {
 	made := false
 	for i := range grants {
 		g := &grants[i]
-		if g.Kind != ledger.Placement || !n.demand[g.GPU] || slices.Contains(n.standing[g.GPU], g.Placement) {
+		if at, ok := g.Placement(); !ok || !n.demand[g.GPU] || slices.Contains(n.standing[g.GPU], at) {
 			continue
 		}
 		var stand []mig.Standing
 		for _, s := range n.standing[g.GPU] {
 			stand = append(stand, mig.Standing{Placement: s, Pinned: n.held(g.GPU, s)})
 		}
-		p, err := n.input.Cards[g.GPU].Make(stand, g.Placement)
+		p, err := n.input.Cards[g.GPU].Make(stand, piece.At(g.Piece))
 		if err != nil {
 			continue // nothing that the front-end gives out
 		}
@@ -261,7 +260,7 @@ func (n *node) stand() {
 
 // held reports whether a pod has an instance.
 func (n *node) held(u gpu.UUID, s mig.Placement) bool {
-	return n.inUse[names.Of(ledger.Placement, s.Profile)][mig.ID(u, s)]
+	return n.inUse[names.OfProfile(s.Profile)][mig.ID(u, s)]
 }
 
 // put takes back what a container had: the kubelet's devices at once, and the allocation.

@@ -315,7 +315,7 @@ func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
 	}
 	if r.rules.Lag == 0 {
 		r.hear(true)
-	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind() == ledger.Placement }) {
+	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind().InMIG() }) {
 		r.push(event{at: r.at + r.rules.Lag})
 	}
 	return has, served

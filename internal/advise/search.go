@@ -196,7 +196,7 @@ func (s *search) profiles(d *gpu.Device) (out []mig.Name) {
 	weight := map[mig.Name]int{}
 	for i := range s.demand.Requests {
 		for _, a := range s.demand.Requests[i].Asks {
-			if a.Kind == ledger.Placement && slices.Contains(all, a.Profile) {
+			if a.Kind.InMIG() && slices.Contains(all, a.Profile) {
 				weight[a.Profile]++
 				continue
 			}

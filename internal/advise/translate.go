@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -97,37 +98,37 @@ func (n *node) ways(a Ask) (out []want) {
 // ever, and memory by a claim.
 func (n *node) claims(a Ask) []want {
 	kind := a.Kind
-	if kind == ledger.Replica {
-		kind = ledger.Units
+	if !kind.Dynamic() {
+		kind = piece.OfDynamic
 	}
 	w, ok := n.as(a, kind, a.Profile)
 	if !ok {
 		return nil
 	}
-	w.resource, w.own = names.Of(kind, a.Profile), kind != ledger.Units
+	w.resource, w.own = names.Of(kind, a.Profile), kind != piece.OfDynamic
 	return []want{w}
 }
 
 // as is how many devices of a kind an ask needs; ok is false where none will do.
-func (n *node) as(a Ask, kind ledger.Kind, profile mig.Name) (w want, ok bool) {
-	if kind == a.Kind && profile == a.Profile && kind != ledger.Units {
+func (n *node) as(a Ask, kind piece.Kind, profile mig.Name) (w want, ok bool) {
+	if kind == a.Kind && profile == a.Profile && !kind.Together() {
 		return want{n: a.Count, memory: gpu.MiB(a.Count) * n.least(kind, profile)}, true
 	}
 	each, enough := n.needs(a)
 	has := n.least(kind, profile)
-	switch kind {
-	case ledger.Units: // all on one GPU
+	switch {
+	case kind.Together(): // all on one GPU
 		unit := n.unit()
-		if a.Kind == ledger.Whole && a.Count > 1 || !enough || unit == 0 {
+		if a.Kind.Alone() && a.Count > 1 || !enough || unit == 0 {
 			return w, false
 		}
 		w.n = int((each*gpu.MiB(a.Count) + unit - 1) / unit)
-		if a.Kind == ledger.Whole { // all that one has
+		if a.Kind.Alone() { // all that one has
 			w.n = int(each / unit)
 		}
 		w.memory = gpu.MiB(w.n) * unit
 		return w, w.n > 0
-	case ledger.Placement:
+	case kind.InMIG():
 		return want{n: a.Count, memory: gpu.MiB(a.Count) * has}, n.serves(a, each, enough, profile)
 	default:
 		return want{n: a.Count, memory: gpu.MiB(a.Count) * has}, enough && has >= each
@@ -137,12 +138,12 @@ func (n *node) as(a Ask, kind ledger.Kind, profile mig.Name) (w want, ok bool) {
 // needs is how much memory each device of an ask has on this node; enough is false where that
 // is not known.
 func (n *node) needs(a Ask) (each gpu.MiB, enough bool) {
-	switch a.Kind {
-	case ledger.Whole:
+	switch {
+	case a.Kind.Alone():
 		for i := range n.inv.GPUs {
 			each = max(each, n.inv.GPUs[i].Usable())
 		}
-	case ledger.Placement:
+	case a.Kind.InMIG():
 		each = n.instance(a.Profile)
 	default:
 		each = a.Memory
@@ -164,10 +165,10 @@ func (n *node) serves(a Ask, each gpu.MiB, enough bool, profile mig.Name) bool {
 	switch {
 	case profile.Compute != 0:
 		return false // parts of an instance share its memory
-	case a.Kind == ledger.Whole:
+	case a.Kind.Alone():
 		return profile.Attr == "" && profile.Slices == most.Slices
-	case a.Kind == ledger.Placement && profile.Attr != a.Profile.Attr && a.Profile.Attr != "-me",
-		a.Kind != ledger.Placement && profile.Attr != "":
+	case a.Kind.InMIG() && profile.Attr != a.Profile.Attr && a.Profile.Attr != "-me",
+		!a.Kind.InMIG() && profile.Attr != "":
 		return false
 	}
 	return enough && n.instance(profile) >= each && profile.Slices >= a.Profile.Slices
@@ -186,11 +187,11 @@ func (n *node) instance(profile mig.Name) (memory gpu.MiB) {
 }
 
 // least is the memory that any device of a kind has at least.
-func (n *node) least(kind ledger.Kind, profile mig.Name) (memory gpu.MiB) {
-	switch kind {
-	case ledger.Placement:
+func (n *node) least(kind piece.Kind, profile mig.Name) (memory gpu.MiB) {
+	switch {
+	case kind.InMIG():
 		return n.instance(profile)
-	case ledger.Units:
+	case kind.Together():
 		return n.unit()
 	}
 	for i := range n.inv.GPUs {

@@ -139,7 +139,7 @@ func (c *Account) cut(u gpu.UUID, s mig.Step, err error) {
 // laidOut notes what a GPU is laid out as from now on.
 func (c *Account) laidOut(u gpu.UUID, to plan.Layout) {
 	as := to.Mode()
-	if to.Kind == ledger.Placement && !to.Dynamic {
+	if to.InMIG() && !to.Dynamic {
 		as = plan.Names(to.Placements)
 	}
 	c.note(usage.Record{Event: usage.Cut, GPU: u, Op: "layout", Placement: as})

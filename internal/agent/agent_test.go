@@ -602,10 +602,10 @@ func (b *bench) want(state, units, whole string) {
 	if got := b.state(); got != state {
 		b.t.Errorf("state %q, want %q (%q)", got, state, b.message())
 	}
-	if got := listed(b.front.Offer(), names.Units); got != units {
+	if got := listed(b.front.Offer(), memResource); got != units {
 		b.t.Errorf("units %s, want %s", got, units)
 	}
-	if got := listed(b.front.Offer(), names.Whole); got != whole {
+	if got := listed(b.front.Offer(), wholeResource); got != whole {
 		b.t.Errorf("whole %s, want %s", got, whole)
 	}
 }
@@ -657,7 +657,7 @@ func TestEditWithAHolder(t *testing.T) {
 		defer b.end()
 		b.want("applied", fourUnits, "")
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-		b.hold("train-3", names.Units, ids...)
+		b.hold("train-3", memResource, ids...)
 		if n := len(b.files()); n != 1 {
 			t.Fatalf("%d files, want the allocation's: %v", n, b.files())
 		}
@@ -669,7 +669,7 @@ func TestEditWithAHolder(t *testing.T) {
 			t.Errorf("message %q does not name GPU and holder", m)
 		}
 		// The other GPU went ahead; nobody new gets onto the waiting one.
-		if _, err := b.source(names.Units).Allocate(ids[:1]); err == nil || !strings.Contains(err.Error(), "leaving") {
+		if _, err := b.source(memResource).Allocate(ids[:1]); err == nil || !strings.Contains(err.Error(), "leaving") {
 			t.Errorf("a leaving device was granted to somebody else: %v", err)
 		}
 
@@ -724,7 +724,7 @@ func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		b := start(t, o, dir, allShared)
-		if _, err := b.source(names.Units).Allocate([]string{string(uuid(0)) + "::1"}); err != nil {
+		if _, err := b.source(memResource).Allocate([]string{string(uuid(0)) + "::1"}); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(answerTime)
@@ -751,7 +751,7 @@ func TestRestartTakesAllocationsOver(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-		b.hold("train-3", names.Units, ids...)
+		b.hold("train-3", memResource, ids...)
 		before, err := os.ReadFile(b.files()[0])
 		if err != nil {
 			t.Fatal(err)
@@ -761,7 +761,7 @@ func TestRestartTakesAllocationsOver(t *testing.T) {
 		// Partitions may not be had, the API server being away: a container of
 		// before starts again all the same.
 		b = start(t, o, cdiDir, "")
-		if err := b.front.Prepare(t.Context(), names.Units, ids); err != nil {
+		if err := b.front.Prepare(t.Context(), memResource, ids); err != nil {
 			t.Errorf("without partitions the container cannot start again: %v", err)
 		}
 		b.end()
@@ -777,7 +777,7 @@ func TestRestartTakesAllocationsOver(t *testing.T) {
 		if err != nil || !bytes.Equal(before, after) {
 			t.Errorf("the allocation's file changed: %v", err)
 		}
-		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+		if err := b.source(memResource).Prepare(t.Context(), ids); err != nil {
 			t.Errorf("the container cannot start again: %v", err)
 		}
 		o.with(func() { o.deaf = false })
@@ -794,7 +794,7 @@ func TestLostGPU(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
 		const secondIsSick = "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"
-		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		b.hold("train-3", memResource, string(uuid(1))+"::1")
 		time.Sleep(holdersEvery)
 		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
@@ -857,7 +857,7 @@ func TestGPULeaves(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		b := start(t, o, dir, allShared)
 		const secondIsGone = "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"
-		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		b.hold("train-3", memResource, string(uuid(1))+"::1")
 		// The driver's package remembers it, and says so each time.
 		b.with(func() { b.outside.inv.GPUs[1].Fault, b.outside.inv.GPUs[1].Gone = "not listed", true })
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
@@ -896,7 +896,7 @@ func TestDriverHangs(t *testing.T) {
 		hang := make(chan struct{})
 		b.with(func() { b.hang = hang })
 		time.Sleep(inventoryEvery + 2*driverPatience)
-		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		b.hold("train-3", memResource, string(uuid(1))+"::1")
 		b.want("applied", fourUnits, "")
 		if c := b.condition; c.Status != kube.Unknown || !strings.Contains(c.Message, "hardware work waits") {
 			t.Errorf("condition %+v", c)
@@ -986,7 +986,7 @@ func TestDriverIsLetGo(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				o := newOutside(2)
 				b := start(t, o, t.TempDir(), allShared)
-				b.hold("train-3", names.Units, string(uuid(1))+"::1")
+				b.hold("train-3", memResource, string(uuid(1))+"::1")
 				b.node(want.labels, want.cordoned)
 				synctest.Wait()
 				if o.letGo != want.letGo {
@@ -1020,20 +1020,20 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		o.partsGate = gate
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.front.Offer(), names.Units); got != fourUnits {
+		if got := listed(b.front.Offer(), memResource); got != fourUnits {
 			t.Errorf("units %s, want %s", got, fourUnits)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+		if _, err := b.source(memResource).Allocate(ids); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if err := b.source(names.Units).Prepare(ctx, ids); !errors.Is(err, ledger.ErrNotOpen) {
+		if err := b.source(memResource).Prepare(ctx, ids); !errors.Is(err, ledger.ErrNotOpen) {
 			t.Errorf("a container without parts: %v, want ledger.ErrNotOpen", err)
 		}
 		close(gate)
-		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+		if err := b.source(memResource).Prepare(t.Context(), ids); err != nil {
 			t.Error(err)
 		}
 
@@ -1041,7 +1041,7 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		b.with(func() { b.partsGate, b.outside.inv.GPUs[1].Fault = gate, "GPU is lost" })
 		b.event <- gpu.Event{Kind: gpu.EventLost}
 		synctest.Wait()
-		if got, want := listed(b.front.Offer(), names.Units), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
+		if got, want := listed(b.front.Offer(), memResource), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
 			t.Errorf("units %s, want %s", got, want)
 		}
 		close(gate)
@@ -1118,13 +1118,13 @@ func TestAllocationsCostNoDriverCall(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
 		before := b.readings
-		src := b.source(names.Units)
+		src := b.source(memResource)
 		for n := range 4 {
 			ids := []string{fmt.Sprintf("%s::%d", uuid(0), n)}
 			if _, err := src.Prefer(ids, nil, 1); err != nil {
 				t.Fatal(err)
 			}
-			b.hold(fmt.Sprint("p", n), names.Units, ids...)
+			b.hold(fmt.Sprint("p", n), memResource, ids...)
 		}
 		if b.readings != before {
 			t.Errorf("%d readings of the driver for four allocations", b.readings-before)
@@ -1153,10 +1153,10 @@ func TestStatus(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
-		b.hold("a", names.Units, string(uuid(1))+"::3", string(uuid(1))+"::0")
+		b.hold("a", memResource, string(uuid(1))+"::3", string(uuid(1))+"::0")
 		s := b.Status()
 		g := s.GPUs[1]
-		if g.Mode != "shared" || g.Resource != names.Units || g.UnitMiB != 1024 || g.Total != 4 || g.Used != 2 || g.Free != 2 || g.Unhealthy != 0 || len(g.Holders) != 1 || g.Holders[0].Units != 2 {
+		if g.Mode != "shared" || g.Resource != memResource || g.UnitMiB != 1024 || g.Total != 4 || g.Used != 2 || g.Free != 2 || g.Unhealthy != 0 || len(g.Holders) != 1 || g.Holders[0].Units != 2 {
 			t.Errorf("GPU 1: %+v", g)
 		}
 		if s.Partition.State != "applied" || s.Partition.Source != "p.yaml" || s.Claims != 1 || s.GPUs[0].Used != 0 {

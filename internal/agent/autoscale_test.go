@@ -35,11 +35,11 @@ func (b *bench) wantReadies(when string, want ...string) {
 func TestGPUReadyOverTheLifeOfANode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
-		o.fares = []plugin.Status{{Resource: names.Units, Since: time.Now()}}
+		o.fares = []plugin.Status{{Resource: memResource, Since: time.Now()}}
 		b := start(t, o, dir, allShared)
 		b.want("applied", fourUnits, "")
 		b.wantReadies("the kubelet does not have the list yet")
-		b.with(func() { b.fares[0] = plugin.Status{Resource: names.Units, Registered: true} })
+		b.with(func() { b.fares[0] = plugin.Status{Resource: memResource, Registered: true} })
 		b.LookAtPlugins()
 		const is = "True Offered"
 		b.wantReadies("it has the list", is)
@@ -66,7 +66,7 @@ func TestGPUReadyOverTheLifeOfANode(t *testing.T) {
 		b.end()
 
 		// The next one has a driver, and a kubelet that comes a little later.
-		o.with(func() { o.readies, o.fares = nil, []plugin.Status{{Resource: names.Units, Since: time.Now()}} })
+		o.with(func() { o.readies, o.fares = nil, []plugin.Status{{Resource: memResource, Since: time.Now()}} })
 		b = start(t, o, dir, allShared)
 		time.Sleep(silentFor / 2)
 		b.wantReadies("a new process that is not ready yet")
@@ -99,7 +99,7 @@ func TestScaleDownIsHeldWhilePiecesAreInUse(t *testing.T) {
 				b := start(t, o, dir, allShared)
 				b.want("applied", fourUnits, "")
 				is("nobody has anything", false)
-				b.hold("train-3", names.Units, string(uuid(0))+"::1")
+				b.hold("train-3", memResource, string(uuid(0))+"::1")
 				time.Sleep(holdersEvery)
 				is("a pod has a unit", true)
 				b.end()
@@ -122,7 +122,7 @@ func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)
 		o.unheard = true
-		o.fares = []plugin.Status{{Resource: names.Units, Since: time.Now()}}
+		o.fares = []plugin.Status{{Resource: memResource, Since: time.Now()}}
 		o.untaintErr = errors.New("the admission policy says no")
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
@@ -141,8 +141,8 @@ func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
 					t.Errorf("%s: asked %d times and then %d times, conditions %v, want more: %v and %v", when, asked, len(o.untaints), got, more, conditions)
 				}
 				for _, resources := range o.untaints[asked:] {
-					if resources != names.Units {
-						t.Errorf("%s: asked once there is some of %q, want %s", when, resources, names.Units)
+					if resources != memResource {
+						t.Errorf("%s: asked once there is some of %q, want %s", when, resources, memResource)
 					}
 				}
 				asked = len(o.untaints)
@@ -151,7 +151,7 @@ func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
 		node := kube.Node{StartupTaint: true}
 		b.SetNode(node)
 		want("the kubelet has no devices", false)
-		b.with(func() { b.fares[0] = plugin.Status{Resource: names.Units, Registered: true} })
+		b.with(func() { b.fares[0] = plugin.Status{Resource: memResource, Registered: true} })
 		b.LookAtPlugins()
 		want("it has them, and that is refused", true, status.StartupTaintKept)
 		b.wantReadies("it is ready all the same", "True Offered")

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,9 +13,9 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
@@ -37,13 +38,10 @@ func (k *gatekeeper) allocations() []ledger.Allocation {
 func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 	return k.fixCaps(c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
 		layout := k.layouts.now[g.GPU]
-		switch same := layout.Has(g.Kind); {
-		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
-			return memcap.Units(g.Units.Len(), layout.Unit), nil
-		case g.Kind == ledger.Units:
-			return memcap.Units(g.Units.Len(), k.unit), nil
-		case same:
-			return memcap.Replica(d, layout.N), nil
+		of, _ := layout.Of(g.Kind())
+		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps the unit that it was laid out with, as long as it is held
+		if _, cap := g.In(piece.Share{Division: of, Usable: d.Usable()}); cap.Known {
+			return cap.Bytes, nil
 		}
 		_, err := k.caps.Limit(c.ID, g.GPU)
 		return 0, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
@@ -105,7 +103,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 		}
 		limits = append(limits, l)
 	}
-	if c.Kind() == ledger.Placement {
+	if c.Kind().InMIG() {
 		// Programs know an instance by its own UUID.
 		instances, _ := k.instancesOf(c)
 		for _, i := range instances {

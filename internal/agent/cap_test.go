@@ -20,6 +20,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -117,7 +118,7 @@ func TestLibrariesThatCannotBeInstalled(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		unit := string(uuid(0)) + "::0"
-		if _, err := b.source(names.Units).Allocate([]string{unit}); err == nil || !strings.Contains(err.Error(), "no space left") {
+		if _, err := b.source(memResource).Allocate([]string{unit}); err == nil || !strings.Contains(err.Error(), "no space left") {
 			t.Errorf("devices are given out without the library: %v", err)
 		}
 		if b.wantState("failed"); !strings.Contains(b.message(), "no space left") {
@@ -128,7 +129,7 @@ func TestLibrariesThatCannotBeInstalled(t *testing.T) {
 		b.caps.mu.Unlock()
 		pause(backOffMax)
 		b.wantState("applied")
-		b.hold("a", names.Units, unit)
+		b.hold("a", memResource, unit)
 	})
 }
 
@@ -149,7 +150,7 @@ func TestNobodyWaitsForPagesOfTheEnded(t *testing.T) {
 			t.Helper()
 			var want []string
 			for _, u := range units {
-				want = append(want, cdi.Key(names.Units, []string{u}))
+				want = append(want, cdi.Key(memResource, []string{u}))
 			}
 			if keys, _ := b.caps.List(); !slices.Equal(keys, slices.Sorted(slices.Values(want))) {
 				t.Errorf("%s: pages of %v, want %v", what, keys, want)
@@ -162,18 +163,18 @@ func TestNobodyWaitsForPagesOfTheEnded(t *testing.T) {
 		}
 		slow := make(chan struct{})
 		set(func(p *pages) { p.slow = slow })
-		b.hold("a", names.Units, unit(0))
+		b.hold("a", memResource, unit(0))
 		ends("a")
-		b.allocate("b", names.Units, unit(1))
-		if err := b.prepare(names.Units, unit(1)); err != nil {
+		b.allocate("b", memResource, unit(1))
+		if err := b.prepare(memResource, unit(1)); err != nil {
 			close(slow)
 			t.Fatalf("beside pages that are being removed: %v", err)
 		}
 		b.release("b")
-		b.hold("b", names.Units, unit(1))
-		b.allocate("a", names.Units, unit(0))
+		b.hold("b", memResource, unit(1))
+		b.allocate("a", memResource, unit(0))
 		prepared := make(chan error, 1)
-		go func() { prepared <- b.prepare(names.Units, unit(0)) }()
+		go func() { prepared <- b.prepare(memResource, unit(0)) }()
 		pause(time.Second)
 		if len(prepared) > 0 {
 			t.Error("an allocation got the pages of the one before it that were being removed")
@@ -384,14 +385,14 @@ func TestCapOutlivesLostState(t *testing.T) {
 		want                gpu.MiB
 		listed, later       string
 	}{
-		{"a unit of half the size", allShared, allShared, unit / 2, []string{"state.json"}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
-		{"a unit of half the size, and all is lost", allShared, allShared, unit / 2, []string{""}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
-		{"a unit of twice the size", allShared, allShared, 2 * unit, []string{"state.json"}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1"},
-		{"the same unit", allShared, allShared, unit, []string{"state.json"}, names.Units, 2, 2048, "0.0 0.1 0.2 0.3", "0.0 0.1 0.2 0.3"},
-		{"more replicas", replicas(2), replicas(4), unit, []string{"state.json"}, names.Replicas, 1, 2050, "0.0~ 0.1x", "0.0 0.1 0.2 0.3"},
-		{"fewer replicas", replicas(4), replicas(2), unit, []string{""}, names.Replicas, 1, 1025, "0.0~ 0.1x 0.2x 0.3x", "0.0 0.1"},
-		{"as many replicas", replicas(2), replicas(2), unit, []string{"state.json"}, names.Replicas, 1, 2050, "0.0 0.1", "0.0 0.1"},
-		{"nothing is lost", allShared, allShared, unit / 2, nil, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+		{"a unit of half the size", allShared, allShared, unit / 2, []string{"state.json"}, memResource, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+		{"a unit of half the size, and all is lost", allShared, allShared, unit / 2, []string{""}, memResource, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+		{"a unit of twice the size", allShared, allShared, 2 * unit, []string{"state.json"}, memResource, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1"},
+		{"the same unit", allShared, allShared, unit, []string{"state.json"}, memResource, 2, 2048, "0.0 0.1 0.2 0.3", "0.0 0.1 0.2 0.3"},
+		{"more replicas", replicas(2), replicas(4), unit, []string{"state.json"}, sharedResource, 1, 2050, "0.0~ 0.1x", "0.0 0.1 0.2 0.3"},
+		{"fewer replicas", replicas(4), replicas(2), unit, []string{""}, sharedResource, 1, 1025, "0.0~ 0.1x 0.2x 0.3x", "0.0 0.1"},
+		{"as many replicas", replicas(2), replicas(2), unit, []string{"state.json"}, sharedResource, 1, 2050, "0.0 0.1", "0.0 0.1"},
+		{"nothing is lost", allShared, allShared, unit / 2, nil, memResource, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -444,8 +445,8 @@ func TestCapOutlivesLostState(t *testing.T) {
 				b.hold("q", c.resource, ids[:1]...)
 				allocations := b.Allocations()
 				want := memcap.Units(1, c.unit)
-				if c.resource == names.Replicas {
-					want = memcap.Replica(&o.inv.GPUs[0], strings.Count(c.later, " ")+1)
+				if c.resource == sharedResource {
+					want = memcap.Replica(o.inv.GPUs[0].Usable(), strings.Count(c.later, " ")+1)
 				}
 				if got := capsOf(&allocations[0]); len(got) != 1 || got[0].Bytes != want {
 					t.Errorf("the next holder may have %+v, want %d", got, want)
@@ -462,10 +463,10 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		o := newOutside(1)
 		b := start(t, o, t.TempDir(), allShared)
 		ids := []string{fmt.Sprint(uuid(0), "::0"), fmt.Sprint(uuid(0), "::1")}
-		b.hold("p", names.Units, ids...)
+		b.hold("p", memResource, ids...)
 		time.Sleep(time.Minute)
 		b.lose("")
-		key := cdi.Key(names.Units, ids)
+		key := cdi.Key(memResource, ids)
 		if err := errors.Join(b.Agent.gates.files.Remove(key), o.caps.Remove(key)); err != nil {
 			t.Fatal(err)
 		}
@@ -477,13 +478,13 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		if len(allocations) != 1 {
 			t.Fatalf("%d allocations", len(allocations))
 		}
-		if got, want := allocations[0].Cap(uuid(0)), ledger.CapOf(2048<<20); got != want {
+		if got, want := allocations[0].Cap(uuid(0)), piece.CapOf(2048<<20); got != want {
 			t.Errorf("its container may have %+v, want %+v", got, want)
 		}
 		if got, err := o.caps.Limit(key, uuid(0)); err != nil || got != 2048<<20 {
 			t.Errorf("the page says %d MiB, %v; want 2048", got>>20, err)
 		}
-		if got, want := listed(b.front.Offer(), names.Units), "0.0~ 0.1~ 0.2x 0.3x"; got != want {
+		if got, want := listed(b.front.Offer(), memResource), "0.0~ 0.1~ 0.2x 0.3x"; got != want {
 			t.Errorf("%s are listed, want %s", got, want)
 		}
 	})
@@ -496,10 +497,10 @@ func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		resource string
 		layout   plan.Layout
 	}{
-		{names.Units, replicaLayout(2)},
-		{names.Units, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4}}, // of an unknown size
-		{names.Replicas, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}},
-		{names.Replicas, plan.Layout{Known: true}},
+		{memResource, replicaLayout(2)},
+		{memResource, plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4}}}, // of an unknown size
+		{sharedResource, plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: unit}}},
+		{sharedResource, plan.Layout{Known: true}},
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
 		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.layout
@@ -511,7 +512,7 @@ func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		if got := capsOf(&allocation); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.layout.Mode(), got)
 		}
-		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == names.Units) {
+		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == memResource) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.layout.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
@@ -538,13 +539,13 @@ func TestCountersOfAAllocation(t *testing.T) {
 		o := newOutside(1)
 		b := start(t, o, t.TempDir(), allShared)
 		id := string(uuid(0)) + "::0"
-		key := cdi.Key(names.Units, []string{id})
+		key := cdi.Key(memResource, []string{id})
 		since := func() time.Time {
 			o.caps.mu.Lock()
 			defer o.caps.mu.Unlock()
 			return o.caps.since[key]
 		}
-		b.hold("first", names.Units, id)
+		b.hold("first", memResource, id)
 		first := since()
 		if first.IsZero() {
 			t.Error("nobody knows since when an allocation is held that has just been given")
@@ -552,7 +553,7 @@ func TestCountersOfAAllocation(t *testing.T) {
 		time.Sleep(time.Minute)
 		b.release("first")
 		b.with(func() { b.entries = nil })
-		b.hold("second", names.Units, id)
+		b.hold("second", memResource, id)
 		if now := since(); !now.After(first) {
 			t.Errorf("the next holder has counters since %v, the one before had them since %v", now, first)
 		}
@@ -570,7 +571,7 @@ func TestCountersOfAAllocation(t *testing.T) {
 		if spoilt() {
 			t.Error("spoilt counters stay")
 		}
-		if err := b.prepare(names.Units, id); err != nil {
+		if err := b.prepare(memResource, id); err != nil {
 			t.Errorf("the container's next start: %v", err)
 		}
 		second := since()

@@ -34,18 +34,18 @@ func TestReplicasSurviveARestart(t *testing.T) {
 		o, cdiDir := newOutside(1), t.TempDir()
 		file := allShared + "      replicas: 4\n"
 		b := start(t, o, cdiDir, file)
-		b.hold("p", names.Replicas, string(uuid(0))+"::1")
-		before := listed(b.front.Offer(), names.Replicas)
+		b.hold("p", sharedResource, string(uuid(0))+"::1")
+		before := listed(b.front.Offer(), sharedResource)
 		b.end()
 
 		b = start(t, o, cdiDir, "") // the ConfigMap is a moment away
 		defer b.end()
-		if got := listed(b.front.Offer(), names.Replicas); got != before {
+		if got := listed(b.front.Offer(), sharedResource); got != before {
 			t.Errorf("without the partition: replicas %s, want %s as before", got, before)
 		}
 		b.SetFile("p.yaml", []byte(file))
 		synctest.Wait()
-		if got := listed(b.front.Offer(), names.Replicas); got != before || b.state() != "applied" {
+		if got := listed(b.front.Offer(), sharedResource); got != before || b.state() != "applied" {
 			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.message(), got, before)
 		}
 	})
@@ -57,11 +57,11 @@ func TestRestartKeepsOffering(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(1), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
-		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.hold("p", memResource, string(uuid(0))+"::1")
 		b.end()
 		b = start(t, o, cdiDir, "")
 		defer b.end()
-		if got := listed(b.front.Offer(), names.Units); got != "0.0 0.1 0.2 0.3" {
+		if got := listed(b.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3" {
 			t.Errorf("without the partition: %s", got)
 		}
 	})
@@ -75,12 +75,12 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-		key := cdi.Key(names.Units, ids)
-		b.hold("p", names.Units, ids...)
+		key := cdi.Key(memResource, ids)
+		b.hold("p", memResource, ids...)
 		time.Sleep(2 * holdersEvery)
 		b.with(func() {
 			b.old = []node.Container{{ID: "pc", PodUID: "uid-p", Namespace: "ns", Pod: "p", Name: "c", Running: true, Created: b.made[key],
-				Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+				Annotations: map[string]string{cdi.AnnotationName("example.com", key): memResource}}}
 			b.holdings = nil
 			b.outside.inv = machine(2)
 			b.outside.inv.GPUs[0].Fault, b.outside.inv.GPUs[0].Lost = "GPU is lost", true
@@ -109,7 +109,7 @@ func TestHeldIDsOfAnUnknownGPUStayListed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)
 		b := start(t, o, t.TempDir(), allShared)
-		b.hold("p", names.Units, string(uuid(1))+"::1", string(uuid(1))+"::2")
+		b.hold("p", memResource, string(uuid(1))+"::1", string(uuid(1))+"::2")
 		b.end()
 		o.with(func() { o.inv = machine(1) })
 		b = start(t, o, t.TempDir(), allShared)
@@ -129,14 +129,14 @@ func TestWipedCDIDirectory(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1"}
-		b.hold("p", names.Units, ids...)
+		b.hold("p", memResource, ids...)
 		for _, f := range b.files() {
 			if err := os.Remove(f); err != nil {
 				t.Fatal(err)
 			}
 		}
 		time.Sleep(10 * time.Minute)
-		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+		if err := b.source(memResource).Prepare(t.Context(), ids); err != nil {
 			t.Error(err)
 		}
 		if len(b.files()) != 1 {
@@ -151,7 +151,7 @@ func TestSlowDriverAtStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(1), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
-		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.hold("p", memResource, string(uuid(0))+"::1")
 		time.Sleep(2 * holdersEvery)
 		b.end()
 		hang := make(chan struct{})
@@ -173,7 +173,7 @@ func TestResourceDomainChanges(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(1), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
-		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.hold("p", memResource, string(uuid(0))+"::1")
 		time.Sleep(2 * holdersEvery)
 		b.end()
 
@@ -225,7 +225,7 @@ func TestOtherPluginRestarts(t *testing.T) {
 		b.with(func() { b.allocatable = nil }) // GetAllocatableResources has healthy devices only
 		time.Sleep(othersEvery + holdersEvery)
 		synctest.Wait()
-		if got := listed(b.front.Offer(), names.Units); got != "1.0 1.1 1.2 1.3" {
+		if got := listed(b.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
 			t.Errorf("GPU 0 is offered while ns/theirs has it: %s", got)
 		}
 	})
@@ -262,8 +262,8 @@ func TestSameNameAgain(t *testing.T) {
 		defer b.end()
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		b.hold("web-0", names.Units, string(uuid(0))+"::1")
-		b.writesOnResend(ctx, names.Units)
+		b.hold("web-0", memResource, string(uuid(0))+"::1")
+		b.writesOnResend(ctx, memResource)
 		time.Sleep(2 * holdersEvery)
 		b.release("web-0")
 		b.with(func() { b.pods = append(b.pods, workload.Pod{Namespace: "ns", Name: "web-0"}) }) // with no GPU now
@@ -281,7 +281,7 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
-		b.hold("q", names.Units, string(uuid(1))+"::0")
+		b.hold("q", memResource, string(uuid(1))+"::0")
 		time.Sleep(2 * holdersEvery)
 		b.end()
 
@@ -290,8 +290,8 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		key := cdi.Key(names.Units, ids)
-		if err := store.Append(state.Allocation{Key: key, Record: recordFor(names.Units, ids...)}); err != nil {
+		key := cdi.Key(memResource, ids)
+		if err := store.Append(state.Allocation{Key: key, Record: recordFor(memResource, ids...)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()
@@ -299,7 +299,7 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 			o.err = fmt.Errorf("open: %w", gpu.ErrNoDriver)
 			// Its pod was deleted by force: the kubelet says nothing of it.
 			o.old = []node.Container{{ID: "pc", PodUID: "uid-p", Namespace: "ns", Pod: "p", Name: "c", Running: true,
-				Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+				Annotations: map[string]string{cdi.AnnotationName("example.com", key): memResource}}}
 		})
 		b = start(t, o, cdiDir, allShared)
 		time.Sleep(2 * holdersEvery)
@@ -327,7 +327,7 @@ func TestClockPutBack(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		if err := store.Append(state.Allocation{Key: cdi.Key(names.Units, ids), Record: recordFor(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
+		if err := store.Append(state.Allocation{Key: cdi.Key(memResource, ids), Record: recordFor(memResource, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()
@@ -335,7 +335,7 @@ func TestClockPutBack(t *testing.T) {
 		defer b.end()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		if err := b.source(names.Units).Prepare(ctx, ids); err != nil {
+		if err := b.source(memResource).Prepare(ctx, ids); err != nil {
 			t.Errorf("its container cannot start: %v", err)
 		}
 		time.Sleep(time.Hour)
@@ -387,7 +387,7 @@ func TestPartsTimeOut(t *testing.T) {
 		o.partsErr = fmt.Errorf("list the driver's parts: %w", gpu.ErrTimeout)
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.front.Offer(), names.Units); strings.Contains(got, "x") && b.state() == "applied" {
+		if got := listed(b.front.Offer(), memResource); strings.Contains(got, "x") && b.state() == "applied" {
 			t.Errorf("state applied and nothing on offer: %s", got)
 		}
 		b.with(func() { b.outside.partsErr = nil })
@@ -403,8 +403,8 @@ func TestClockPutBackBetween(t *testing.T) {
 		o, cdiDir := newOutside(1), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
 		ids := []string{string(uuid(0)) + "::1"}
-		b.hold("p", names.Units, ids...)
-		b.with(func() { b.made[cdi.Key(names.Units, ids)] = time.Now().Add(-time.Hour) })
+		b.hold("p", memResource, ids...)
+		b.with(func() { b.made[cdi.Key(memResource, ids)] = time.Now().Add(-time.Hour) })
 		time.Sleep(2 * holdersEvery)
 		b.end()
 		b = start(t, o, cdiDir, allShared)
@@ -460,7 +460,7 @@ func TestIndicesMove(t *testing.T) {
 		})
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
 		synctest.Wait()
-		if got := listed(b.front.Offer(), names.Units); got != units {
+		if got := listed(b.front.Offer(), memResource); got != units {
 			t.Errorf("GPU 0 fell off the bus: units %s, want %s", got, units)
 		}
 		b.end()
@@ -468,7 +468,7 @@ func TestIndicesMove(t *testing.T) {
 		defer b.end()
 		time.Sleep(2 * plan.Linger)
 		synctest.Wait()
-		if got := listed(b.front.Offer(), names.Units); got != units {
+		if got := listed(b.front.Offer(), memResource); got != units {
 			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.message(), got, units)
 		}
 	})
@@ -482,15 +482,15 @@ func TestGateOfDevicesGivenAgain(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1"}
-		b.hold("old", names.Units, ids...)
+		b.hold("old", memResource, ids...)
 		time.Sleep(time.Minute)
-		key := cdi.Key(names.Units, ids)
+		key := cdi.Key(memResource, ids)
 		b.with(func() { // deleted by force, and its container lives
 			b.old = []node.Container{{ID: "x", PodUID: "uid-old", Namespace: "ns", Pod: "old", Name: "c", Running: true,
-				Created: b.made[key], Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+				Created: b.made[key], Annotations: map[string]string{cdi.AnnotationName("example.com", key): memResource}}}
 			b.holdings, b.runtimeErr = nil, errors.New("it does not answer in time")
 		})
-		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+		if _, err := b.source(memResource).Allocate(ids); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(10 * time.Second)
@@ -509,7 +509,7 @@ func TestHolderIsAsOldAsItsContainer(t *testing.T) {
 		b := start(t, o, cdiDir, allShared)
 		ids := []string{string(uuid(0)) + "::1"}
 		given := time.Now()
-		b.hold("p", names.Units, ids...)
+		b.hold("p", memResource, ids...)
 		since := func(want *time.Time) {
 			t.Helper()
 			h := b.Status().GPUs[0].Holders
@@ -529,7 +529,7 @@ func TestHolderIsAsOldAsItsContainer(t *testing.T) {
 		since(nil)
 		b.with(func() { b.runtimeErr = nil })
 		time.Sleep(time.Minute)
-		made := b.made[cdi.Key(names.Units, ids)]
+		made := b.made[cdi.Key(memResource, ids)]
 		since(&made)
 	})
 }
@@ -542,7 +542,7 @@ func TestKubeletLosesItsCheckpoint(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
 		unit := func(of, n int) string { return fmt.Sprintf("%s::%d", uuid(of), n) }
-		b.hold("train", names.Units, unit(0, 0), unit(0, 1))
+		b.hold("train", memResource, unit(0, 0), unit(0, 1))
 		time.Sleep(time.Minute)
 		running := runtime{b.outside}.containers()
 		b.with(func() {
@@ -560,15 +560,15 @@ func TestKubeletLosesItsCheckpoint(t *testing.T) {
 				all = append(all, unit(i, n))
 			}
 		}
-		init, err := b.source(names.Units).Prefer(all, nil, 2)
+		init, err := b.source(memResource).Prefer(all, nil, 2)
 		if err != nil || slices.Contains(init, unit(0, 0)) || slices.Contains(init, unit(0, 1)) {
 			t.Fatalf("the agent prefers %v (%v), and a container that runs has units 0 and 1 of GPU 0", init, err)
 		}
-		if _, err := b.source(names.Units).Allocate(init); err != nil {
+		if _, err := b.source(memResource).Allocate(init); err != nil {
 			t.Fatal(err)
 		}
 		b.with(func() {
-			b.init = []node.Holding{{Namespace: "ns", Pod: "train", Container: "init", Resource: names.Units, IDs: init}}
+			b.init = []node.Holding{{Namespace: "ns", Pod: "train", Container: "init", Resource: memResource, IDs: init}}
 		})
 		b.LookAtCheckpoint()
 		time.Sleep(time.Minute)

@@ -125,7 +125,7 @@ func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool, ref
 	}
 	fixed := map[gpu.UUID]bool{}
 	for u, l := range in.Changes.Layouts {
-		fixed[u] = l.Kind == ledger.Placement && !l.Dynamic && !in.OnDemand(u)
+		fixed[u] = l.InMIG() && !l.Dynamic && !in.OnDemand(u)
 	}
 	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards, Failing: in.Failing, Refused: refused, Fixed: fixed, Drain: in.Drain,
 		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Guarantee: string(c.caps)})

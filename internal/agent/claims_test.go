@@ -15,8 +15,8 @@ import (
 
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -160,7 +160,7 @@ func TestClaims(t *testing.T) {
 				}
 				limit := c.limit
 				if d := &o.inv.GPUs[0]; name == "replicas" {
-					limit = memcap.Replica(d, 4)
+					limit = memcap.Replica(d.Usable(), 4)
 				}
 				if bytes, err := o.caps.Limit(key(claim), uuid(0)); err != nil || bytes != limit || b.specOf(key(claim)) == nil {
 					t.Errorf("%d, %v", bytes, err)
@@ -312,7 +312,7 @@ func TestClaimsOutliveTheAgent(t *testing.T) {
 				}
 				b = start(t, o, dir, throughDRA("mode: shared"))
 				defer b.end()
-				if a, ok := b.ledger.Get(key(claim)); !ok || !a.IsOpen() || a.Cap(uuid(0)) != ledger.CapOf(3<<30) {
+				if a, ok := b.ledger.Get(key(claim)); !ok || !a.IsOpen() || a.Cap(uuid(0)) != piece.CapOf(3<<30) {
 					t.Errorf("%+v, %v", a, ok)
 				}
 				again, err := o.dra.prepare(t.Context(), claim)
@@ -574,8 +574,8 @@ func TestClaimsHoldUpNobodyElse(t *testing.T) {
 		o.dra.Away(errors.New("no route to host"))
 		began := time.Now()
 		b.SetFile("p.yaml", []byte(file("whole")))
-		if synctest.Wait(); listed(b.front.Offer(), names.Whole) != "1" || time.Since(began) > 0 {
-			t.Errorf("%s after %v: %s", listed(b.front.Offer(), names.Whole), time.Since(began), b.message())
+		if synctest.Wait(); listed(b.front.Offer(), wholeResource) != "1" || time.Since(began) > 0 {
+			t.Errorf("%s after %v: %s", listed(b.front.Offer(), wholeResource), time.Since(began), b.message())
 		}
 		if text := b.log.String(); strings.Contains(text, "through DRA") {
 			t.Errorf("the API server was asked for claims:\n%s", text)
@@ -592,7 +592,7 @@ func TestGPUChangesItsAPI(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		id := string(uuid(0)) + "::1"
-		b.hold("train-3", names.Units, id)
+		b.hold("train-3", memResource, id)
 		time.Sleep(time.Minute)
 		b.SetFile("p.yaml", []byte(throughDRA("mode: shared")))
 		b.want("blocked", firstIsHeldByOne, "")
@@ -761,7 +761,7 @@ func TestNameMovesAsAWhole(t *testing.T) {
 		}
 		const inUse = "example.com/withdrawn=NameInUse"
 		shows("example.com/gpu", "example.com/other")
-		b.hold("train-3", names.Whole, string(uuid(0)))
+		b.hold("train-3", wholeResource, string(uuid(0)))
 		time.Sleep(time.Minute)
 		b.SetFile("p.yaml", []byte(throughDRA("mode: whole")))
 		synctest.Wait()

@@ -120,7 +120,7 @@ func TestCordonKeepsNewPodsOffAGPU(t *testing.T) {
 		}
 		b := start(t, o, dir, allShared)
 		says(b, "")
-		b.hold("train-1", names.Units, string(uuid(0))+"::2", string(uuid(0))+"::3")
+		b.hold("train-1", memResource, string(uuid(0))+"::2", string(uuid(0))+"::3")
 		is(b, "without a cordon", all-2, all)
 		says(b, "0")
 		is(b, "one is cordoned", 0, all, status.GPUCordoned)

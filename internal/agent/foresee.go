@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -158,8 +159,8 @@ func (f *foresight) stand(d *gpu.Device) {
 				namespace, name = "", s.Holder
 			}
 			f.allocations = append(f.allocations, ledger.Allocation{ID: cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}), Owner: ledger.DevicePlugin, Phase: ledger.Open,
-				Resource: f.names.Of(ledger.Placement, s.Profile), Holder: ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
-				Grants: []ledger.Grant{{GPU: d.UUID, Piece: ledger.Piece{Kind: ledger.Placement, Placement: s.Placement}}}})
+				Resource: f.names.OfProfile(s.Profile), Holder: ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
+				Grants: []ledger.Grant{{GPU: d.UUID, Piece: piece.Instance(s.Placement)}}})
 		}
 		made[s.Placement] = true
 		instances = append(instances, in)
@@ -323,24 +324,26 @@ func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffe
 		if g.API != string(ledger.DRA) {
 			continue
 		}
-		kind := g.Kind
 		if g.Mode == string(config.Dynamic) {
-			kind = ledger.Units
 			idle := 0
 			if g.Free == g.Total {
 				idle = 1
 			}
-			add(names.Of(ledger.Whole, mig.Name{}), g.API, 1, idle, idle, false)
+			for _, k := range piece.Kinds() {
+				if k.Dynamic() && k.Alone() {
+					add(names.Of(k, mig.Name{}), g.API, 1, idle, idle, false)
+				}
+			}
 		}
-		if kind != ledger.Placement {
-			add(names.Of(kind, mig.Name{}), g.API, g.Total, g.Free, g.Largest, kind == ledger.Units)
+		if k := g.Kind.Counted(); g.Total > 0 {
+			add(names.Of(k, mig.Name{}), g.API, g.Total, g.Free, g.Largest, k.Together())
 		}
 		if g.MIG == nil {
 			continue
 		}
 		for _, o := range g.MIG.Offers {
 			if p, err := mig.Parse(o.Profile); err == nil && o.Resource == "" {
-				add(names.Of(ledger.Placement, p), g.API, len(o.Placements), len(o.Free), o.Largest, false)
+				add(names.OfProfile(p), g.API, len(o.Placements), len(o.Free), o.Largest, false)
 			}
 		}
 	}

@@ -362,7 +362,7 @@ func TestPlanOfALiveNode(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			b := start(t, newOutside(2), t.TempDir(), allShared)
 			defer b.end()
-			b.hold("train-3", names.Units, string(uuid(0))+"::1")
+			b.hold("train-3", memResource, string(uuid(0))+"::1")
 			time.Sleep(holdersEvery)
 			p := b.ask(allWhole)
 			if g := p.GPUs[0]; p.State != "blocked" || p.Reason != status.HeldByPods || len(g.Blocked) != 1 || g.Blocked[0].Holder != "ns/train-3" || g.From != g.To {
@@ -371,7 +371,7 @@ func TestPlanOfALiveNode(t *testing.T) {
 			if g := p.GPUs[1]; g.From != "shared (units of 1024 MiB)" || g.To != "whole" || len(g.Blocked) > 0 {
 				t.Errorf("%+v", g)
 			}
-			if want := []status.PlannedOffer{{Resource: names.Whole, Total: 1, Free: 1, Largest: 1}, {Resource: names.Units, Total: 4}}; !cmp.Equal(p.Offers, want) {
+			if want := []status.PlannedOffer{{Resource: wholeResource, Total: 1, Free: 1, Largest: 1}, {Resource: memResource, Total: 4}}; !cmp.Equal(p.Offers, want) {
 				t.Errorf("pods can ask for %+v, want %+v", p.Offers, want)
 			}
 		})

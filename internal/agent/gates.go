@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -122,7 +123,7 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 			errs = append(errs, fmt.Errorf("the CDI file of allocation %s (%s): %w", c.ID, c.Holder, err))
 		}
 		shut := k.inOtherMode(c) || c.Superseded
-		if c.Kind() == ledger.Placement && !c.Superseded {
+		if c.Kind().InMIG() && !c.Superseded {
 			if slices.ContainsFunc(c.GPUs(), k.unread) {
 				continue // what the process before this one wrote stands
 			}
@@ -180,7 +181,7 @@ func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 	}
 	parts, names := k.reader.parts.Parts, c.GPUs()
 	gate := ""
-	if c.Kind() == ledger.Placement {
+	if c.Kind().InMIG() {
 		instances, stand := k.instancesOf(c)
 		if !stand {
 			return fmt.Errorf("an instance is gone: %w", gpu.ErrNotFound)
@@ -214,7 +215,7 @@ func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 	if gate != "" {
 		k.made[c.ID] = gate
 		if !c.Asked.IsZero() {
-			k.observer.Wish(c.Grants[0].Placement.Profile.String(), time.Since(c.Asked))
+			k.observer.Wish(piece.At(c.Grants[0].Piece).Profile.String(), time.Since(c.Asked))
 		}
 	}
 	return nil

@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -34,12 +35,12 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		if layout.Offers {
 			to.API, to.Kind = string(cmp.Or(layout.API, ledger.DevicePlugin)), layout.Kind
 			switch {
-			case layout.Kind == ledger.Placement && !layout.Dynamic:
+			case layout.InMIG() && !layout.Dynamic:
 				to.Guarantee = string(memcap.Hardware)
-			case layout.Kind != ledger.Whole:
+			case !layout.Kind.Alone():
 				to.Guarantee = string(caps)
 			}
-			if layout.Kind != ledger.Placement || layout.Dynamic {
+			if layout.Counts() {
 				to.Total = layout.N
 			}
 		}
@@ -48,7 +49,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		}
 		if gpunode.Is(to.Conditions, gpunode.Available) && to.Total > 0 {
 			to.Free = min(g.Free, to.Total)
-			if to.Largest = to.Free; to.Kind == ledger.Whole || to.Kind == ledger.Replica {
+			if to.Largest = to.Free; !to.Kind.Counted().Together() {
 				to.Largest = min(1, to.Free)
 			}
 		}
@@ -67,21 +68,17 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 }
 
 // used are the numbers of the devices of a GPU that are held; a whole GPU's is 0.
-func (at *scene) used(u gpu.UUID, kind ledger.Kind) ledger.UnitSet {
+func (at *scene) used(u gpu.UUID, kind piece.Kind) piece.Set {
 	var numbers []int
 	for i := range at.allocations {
 		for j := range at.allocations[i].Grants {
-			switch g := &at.allocations[i].Grants[j]; {
-			case g.GPU != u || g.Kind != kind || g.NoRoom:
-			case kind == ledger.Units:
-				numbers = slices.AppendSeq(numbers, g.Units.All())
-			default:
-				numbers = append(numbers, g.Replica)
+			if g := &at.allocations[i].Grants[j]; g.GPU == u && g.Kind() == kind && !g.NoRoom {
+				numbers = slices.AppendSeq(numbers, g.Numbers().All())
 			}
 		}
 	}
 	slices.Sort(numbers)
-	return ledger.SetOf(slices.Compact(numbers))
+	return piece.SetOf(slices.Compact(numbers))
 }
 
 // gpuConditions say whether a GPU is healthy, and whether what is free of it can be had.
@@ -232,12 +229,12 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 		}
 		of := scene{allocations: at.allocations[i : i+1]}
 		h := gpunode.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, Container: a.Holder.Container, Resource: a.Resource}
-		if a.Owner == ledger.DevicePlugin && a.Kind() != ledger.Placement {
+		if a.Owner == ledger.DevicePlugin && !a.Kind().InMIG() {
 			h.Devices = of.used(u, a.Kind())
 		}
 		for j := range a.Grants {
-			if g := &a.Grants[j]; g.GPU == u && g.Kind == ledger.Placement {
-				h.Placements = append(h.Placements, g.Placement.String())
+			if g := &a.Grants[j]; g.GPU == u && g.Kind().InMIG() {
+				h.Placements = append(h.Placements, g.Piece.String())
 			}
 		}
 		out = append(out, h)

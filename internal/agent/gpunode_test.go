@@ -87,25 +87,25 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 		"off": {file: "version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: off\n    - devices: [1]\n      mode: whole\n",
 			want: []string{"0 off not Available: NotOffered", "1 whole device-plugin whole used [] free 1/1 largest 1",
 				"gpu free 1/1 largest 1", "1 whole, 1 off | gpu 1/1 | gpu 1 | 0%"}},
-		"whole": {file: allWhole, do: func(b *bench) { b.hold("a", names.Whole, string(uuid(1))) },
+		"whole": {file: allWhole, do: func(b *bench) { b.hold("a", wholeResource, string(uuid(1))) },
 			want: []string{"0 whole device-plugin whole used [] free 1/1 largest 1", "1 whole device-plugin whole used [0] free 0/1 largest 0",
 				"gpu free 1/2 largest 1", "2 whole | gpu 1/2 | gpu 1 | 50%"}},
 		"units": {file: allShared, do: func(b *bench) {
-			b.hold("a", names.Units, string(uuid(0))+"::0", string(uuid(0))+"::1", string(uuid(0))+"::3")
+			b.hold("a", memResource, string(uuid(0))+"::0", string(uuid(0))+"::1", string(uuid(0))+"::3")
 		},
 			want: []string{"0 shared device-plugin units by api used [0-1,3] free 1/4 largest 1", "1 shared device-plugin units by api used [] free 4/4 largest 4",
 				"gpu-mem free 5/8 largest 4", "2 shared | gpu-mem 5/8 | gpu-mem 4 | 37%"}},
 		"replicas": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, replicas: 3}\n",
-			do: func(b *bench) { b.hold("a", names.Replicas, string(uuid(0))+"::2") },
+			do: func(b *bench) { b.hold("a", sharedResource, string(uuid(0))+"::2") },
 			want: []string{"0 shared device-plugin replica by api used [2] free 2/3 largest 1", "1 shared device-plugin replica by api used [] free 3/3 largest 1",
 				"gpu.shared free 5/6 largest 2", "2 shared | gpu.shared 5/6 | gpu.shared 2 | 16%"}},
 		"drained": {file: allShared, do: func(b *bench) {
-			b.hold("a", names.Units, string(uuid(0))+"::1")
+			b.hold("a", memResource, string(uuid(0))+"::1")
 			b.SetFile("p.yaml", []byte(allWhole))
 		}, want: []string{"0 shared device-plugin units by api used [1] free 0/4 largest 0 not Available: HeldByPods", "1 whole device-plugin whole used [] free 1/1 largest 1",
 			"gpu free 1/1 largest 1", "gpu-mem free 0/4 largest 0", "1 whole, 1 shared | gpu 1/1, gpu-mem 0/4 | gpu 1, gpu-mem 0 | 50%"}},
 		"unhealthy": {file: allShared, do: func(b *bench) {
-			b.hold("a", names.Units, string(uuid(1))+"::1")
+			b.hold("a", memResource, string(uuid(1))+"::1")
 			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
 		}, want: []string{"0 shared device-plugin units by api used [] free 4/4 largest 4",
 			"1 shared device-plugin units by api used [1] free 0/4 largest 0 not Available: GPUUnhealthy not Healthy: GPUUnhealthy",
@@ -210,7 +210,7 @@ func TestGPUNodeNamesHolders(t *testing.T) {
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		b.hold("a", large, migID(0, "3g.40gb@4"))
-		b.hold("b", names.Units, string(uuid(1))+"::1", string(uuid(1))+"::2")
+		b.hold("b", memResource, string(uuid(1))+"::1", string(uuid(1))+"::2")
 		time.Sleep(holdersEvery)
 		synctest.Wait()
 		text := says(b.GPUNode(gpunode.InObject))

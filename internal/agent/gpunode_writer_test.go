@@ -173,11 +173,11 @@ func TestGPUNodeIsWrittenWhenThereIsNews(t *testing.T) {
 			t.Errorf("%d writes for a start, want 1", n)
 		}
 		// A unit of the first GPU: the largest request fits as before.
-		b.hold("a", names.Units, string(uuid(0))+"::0")
+		b.hold("a", memResource, string(uuid(0))+"::0")
 		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
 		b.wantIs(g, occupancyWithin, "gpu-mem free 7/8 largest 4")
 		// One of the other: less can be had.
-		b.hold("b", names.Units, string(uuid(1))+"::0")
+		b.hold("b", memResource, string(uuid(1))+"::0")
 		b.wantIs(g, soon, "gpu-mem free 6/8 largest 3")
 		if n := g.count(); n != 2 {
 			t.Errorf("%d writes for two pods, want 2", n)
@@ -309,7 +309,7 @@ func TestGPUNodeWithHoldersIsWrittenAtEveryChange(t *testing.T) {
 			t.Errorf("holders are said to be in %s", g.has.HoldersIn)
 		}
 		g.count()
-		b.hold("a", names.Units, string(uuid(0))+"::0")
+		b.hold("a", memResource, string(uuid(0))+"::0")
 		time.Sleep(holdersEvery)
 		b.wantIs(g, soon, "held by ns/a/c [0][]")
 		if n := g.count(); n > 2 { // taken, and then named
@@ -389,7 +389,7 @@ func TestGPUNodeAfterAnOutage(t *testing.T) {
 		b := withGPUNodes(t, newOutside(2), g, t.TempDir(), allShared, gpunode.InPods)
 		defer b.end()
 		time.Sleep(time.Hour)
-		b.hold("a", names.Units, string(uuid(0))+"::0")
+		b.hold("a", memResource, string(uuid(0))+"::0")
 		g.mu.Lock()
 		g.fails = nil
 		g.mu.Unlock()

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -21,7 +22,7 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
-		in := mig.Find(d.MIG.Instances, g.Placement)
+		in := mig.Find(d.MIG.Instances, piece.At(g.Piece))
 		if in == nil || in.CI < 0 {
 			return nil, false
 		}
@@ -37,7 +38,7 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 // MIG mode or on its way: no container can use it as a whole.
 func (k *gatekeeper) inOtherMode(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
-		if g.Kind == ledger.Placement || g.NoRoom {
+		if g.Kind().InMIG() || g.NoRoom {
 			return false
 		}
 		d := k.reader.inv.ByUUID(g.GPU)

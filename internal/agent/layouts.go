@@ -11,7 +11,6 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -44,7 +43,7 @@ func (l *layouts) settle(changes *plan.Changes) {
 	for _, u := range sortedKeys(changes.Layouts) {
 		// MIG devices come and go one by one.
 		old, to := l.now[u], changes.Layouts[u]
-		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
+		if old.InMIG() && to.InMIG() && !old.Equal(to) {
 			l.keep(u, old)
 			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Placements), "to", plan.Names(to.Placements))
 			l.told(u, to)
@@ -76,31 +75,13 @@ func (l *layouts) expire(now time.Time) {
 func (l *layouts) linger(c *ledger.Allocation) {
 	for i := range c.Grants {
 		g := &c.Grants[i]
-		have := l.now[g.GPU]
-		same := have.Has(g.Kind)
-		had := plan.Layout{Known: true, Offers: true, Kind: g.Kind, N: 1}
-		switch g.Kind {
-		case ledger.Whole:
-			if same {
-				continue
-			}
-		case ledger.Placement:
-			if had = plan.Placements([]mig.Placement{g.Placement}); same && slices.Contains(have.Placements, g.Placement) {
-				continue
-			}
-		default:
-			// Only what it had: its last device may be the 30,000th of its GPU.
-			numbers := ledger.SetOf([]int{g.Replica})
-			if g.Kind == ledger.Units {
-				numbers = g.Units
-			}
-			if same {
-				numbers = numbers.From(have.N)
-			}
-			if had.Alone, had.N = numbers, numbers.Len(); had.N == 0 {
-				continue
-			}
+		// Only what it had: its last device may be the 30,000th of its GPU.
+		have, _ := l.now[g.GPU].Of(g.Kind())
+		rest, some := have.Rest(g.Piece)
+		if !some {
+			continue
 		}
+		had := plan.Divided(rest)
 		l.keep(g.GPU, had)
 	}
 }
@@ -112,7 +93,7 @@ func (l *layouts) linger(c *ledger.Allocation) {
 func (l *layouts) restore(listed []state.Layout, now time.Time) {
 	rows := plan.NewRows()
 	for _, w := range listed {
-		was, ok := w.Layout, slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
+		was, ok := w.Layout, w.Kind.Known()
 		was.Known, was.Offers = true, true
 		switch {
 		case !ok:

@@ -8,6 +8,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -18,6 +19,13 @@ import (
 const unit = gpu.MiB(1024)
 
 var names = deviceplugin.ResourceNames("example.com")
+
+// Names of the resources that every node has.
+const (
+	wholeResource  = "example.com/gpu"
+	memResource    = "example.com/gpu-mem"
+	sharedResource = "example.com/gpu.shared"
+)
 
 func uuid(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", i)) }
 
@@ -63,7 +71,7 @@ func grantsOf(resource string, ids ...string) []ledger.Grant {
 }
 
 func replicaLayout(n int) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: n}}
 }
 
 // listed is a resource's list, a word a device.

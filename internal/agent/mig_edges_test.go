@@ -84,14 +84,14 @@ func TestPendingModeOfAWholeGPU(t *testing.T) {
 			defer b.end()
 			id := string(uuid(0))
 			if held {
-				b.hold("a", names.Whole, id)
+				b.hold("a", wholeResource, id)
 			}
 			o.with(func() { o.took = 5 * time.Second })
 			on := true
 			b.edit(0, func(m *gpu.MIG) { m.Pending = &on })
 			for range 320 {
 				time.Sleep(time.Second)
-				if got := b.health(names.Whole, id); got != "healthy" {
+				if got := b.health(wholeResource, id); got != "healthy" {
 					t.Errorf("held %v: the GPU is %q, state %s: %s", held, got, b.state(), b.message())
 					break
 				}
@@ -143,7 +143,7 @@ func TestHolderOfAnInstanceOnAWholeGPU(t *testing.T) {
 		o.with(func() { o.entries = nil })
 		time.Sleep(deviceplugin.Grace + 2*holdersEvery)
 		b.wantState("applied")
-		b.wantHealth(names.Whole, string(uuid(0)), "healthy")
+		b.wantHealth(wholeResource, string(uuid(0)), "healthy")
 	})
 }
 

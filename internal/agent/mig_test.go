@@ -350,7 +350,7 @@ func TestGeometryEdit(t *testing.T) {
 		b.wantHealth(small, migID(0, "1g.10gb@0"), "unhealthy")
 		b.wantHealth(small, migID(1, "1g.10gb@0"), "unhealthy")
 		b.wantHealth(small, migID(1, "1g.10gb@5"), "leaving")
-		b.wantHealth(names.Whole, string(uuid(2)), "healthy")
+		b.wantHealth(wholeResource, string(uuid(2)), "healthy")
 		if _, err := b.source(small).Allocate([]string{migID(1, "1g.10gb@0")}); err == nil {
 			t.Error("a withdrawn instance was granted")
 		}
@@ -373,7 +373,7 @@ func TestGeometryEdit(t *testing.T) {
 		time.Sleep(time.Second)
 		b.wantState("applied")
 		b.wantStanding(1, "")
-		b.wantHealth(names.Whole, string(uuid(1)), "healthy")
+		b.wantHealth(wholeResource, string(uuid(1)), "healthy")
 	})
 }
 
@@ -677,8 +677,8 @@ func TestResetNeverAsksForIt(t *testing.T) {
 		if m := b.message(); !strings.Contains(m, "GPU 0") || !strings.Contains(m, "reset") {
 			t.Errorf("message %q", m)
 		}
-		b.wantHealth(names.Whole, string(uuid(1)), "healthy") // nothing else stops
-		b.with(func() {                                       // somebody reboots, or resets it
+		b.wantHealth(wholeResource, string(uuid(1)), "healthy") // nothing else stops
+		b.with(func() {                                         // somebody reboots, or resets it
 			d := &b.outside.inv.GPUs[0]
 			d.MIG.Enabled, d.MIG.Pending = true, nil
 		})

@@ -136,7 +136,7 @@ func TestUnitsAreShownAsTheyAre(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		b := start(t, o, dir, allShared)
-		b.hold("train-3", names.Units, string(uuid(1))+"::3")
+		b.hold("train-3", memResource, string(uuid(1))+"::3")
 		b.end()
 		shown := func(when, want string) {
 			t.Helper()

@@ -181,7 +181,7 @@ func TestIdleUnitsOfAGPUThatOthersHaveAreWithdrawn(t *testing.T) {
 		o := migMachine(1)
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.hold("p", memResource, string(uuid(0))+"::1")
 		b.SetFile("p.yaml", []byte(migPartition(demand)))
 		b.want("blocked", "0.0x 0.1~ 0.2x 0.3x", "")
 		b.with(func() {
@@ -425,13 +425,13 @@ func TestKubeletIsNotAskedAboutOurOwnLists(t *testing.T) {
 		b.LookAtCheckpoint()
 		pause(othersSoon)
 		written("nothing of others", false, func() {
-			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: names.Units, IDs: []string{"x"}}}
+			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: memResource, IDs: []string{"x"}}}
 		})
 		written("somebody's plugin has other devices", true, func() { o.allocatable = map[string][]string{"rdma/hca": {"mlx5_1"}} })
 		written("nothing since", false, func() { o.init = nil })
 		written("somebody's pod", true, func() { o.entries = []node.Entry{theirs("uid-1", "mlx5_1")} })
 		written("the same pod", false, func() {
-			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: names.Units, IDs: []string{"x"}}}
+			o.init = []node.Holding{{Namespace: "ns", Pod: "p", Resource: memResource, IDs: []string{"x"}}}
 		})
 		written("it lacks our devices", true, func() { o.forgetful = true })
 		b.with(func() { o.forgetful = false })

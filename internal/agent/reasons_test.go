@@ -103,7 +103,7 @@ func TestReasonsWereSentences(t *testing.T) {
 		}
 		want("applied", "")
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-		b.hold("train-3", names.Units, ids...)
+		b.hold("train-3", memResource, ids...)
 		time.Sleep(time.Minute) // the kubelet is asked, and names the holder
 		edited := time.Now()
 		b.SetFile("p.yaml", []byte(allWhole))
@@ -117,7 +117,7 @@ func TestReasonsWereSentences(t *testing.T) {
 		if events := strings.Join(b.events, "\n"); strings.Count(events, "is blocked (HeldByPods): GPU 0") != 1 {
 			t.Errorf("no Event has the reason:\n%s", events)
 		}
-		_, err := b.source(names.Units).Allocate(ids[:1])
+		_, err := b.source(memResource).Allocate(ids[:1])
 		if err == nil || status.CauseOf(err, "").Reason != status.NotOffered {
 			t.Errorf("a leaving device: %v, for %q", err, status.CauseOf(err, "").Reason)
 		}

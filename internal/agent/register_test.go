@@ -40,7 +40,7 @@ func (b *bench) wantRegistered(state string, registered bool, words string) {
 	if len(r) != 1 || r[0].Registered != registered || !strings.Contains(r[0].Error, words) || (words == "") != (r[0].Error == "") || registered != (r[0].Since == nil) {
 		b.t.Errorf("status %+v, want registered %v, %q", r, registered, words)
 	}
-	if m := b.message(); state == "failed" && !strings.Contains(m, names.Units+" is not registered with the kubelet: ") || !strings.Contains(m, words) {
+	if m := b.message(); state == "failed" && !strings.Contains(m, memResource+" is not registered with the kubelet: ") || !strings.Contains(m, words) {
 		b.t.Errorf("the node says %q", m)
 	}
 }
@@ -52,9 +52,9 @@ func TestRegistrationTroubleIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
-		well := plugin.Status{Resource: names.Units, Registered: true, Devices: 8, Bytes: 400}
+		well := plugin.Status{Resource: memResource, Registered: true, Devices: 8, Bytes: 400}
 		ill := func(why string) plugin.Status {
-			return plugin.Status{Resource: names.Units, Since: time.Now(), Devices: 8, Bytes: 400, Err: errors.New(why)}
+			return plugin.Status{Resource: memResource, Since: time.Now(), Devices: 8, Bytes: 400, Err: errors.New(why)}
 		}
 		b.fare(well)
 		b.wantRegistered("applied", true, "")
@@ -82,7 +82,7 @@ func TestRegistrationTroubleIsTold(t *testing.T) {
 		time.Sleep(othersSoon)
 		b.wantRegistered("applied", true, "")
 		b.with(func() {
-			if len(b.suspected) == 0 || b.suspected[0] != names.Units {
+			if len(b.suspected) == 0 || b.suspected[0] != memResource {
 				t.Errorf("the kubelet lists none of our devices, and suspected are %v", b.suspected)
 			}
 		})
@@ -91,7 +91,7 @@ func TestRegistrationTroubleIsTold(t *testing.T) {
 		b.with(func() { b.forgetful = false })
 		time.Sleep(holdersEvery)
 		b.wantRegistered("applied", true, "")
-		if s := b.Status().Resources; len(s) != 1 || s[0] != (status.Resource{Name: names.Units, Devices: 8, Registered: true, Free: 8, Largest: 4}) {
+		if s := b.Status().Resources; len(s) != 1 || s[0] != (status.Resource{Name: memResource, Devices: 8, Registered: true, Free: 8, Largest: 4}) {
 			t.Errorf("status %+v", s)
 		}
 	})

@@ -50,7 +50,7 @@ func TestFaultWaitsForAReset(t *testing.T) {
 				o, dir := newOutside(2), t.TempDir()
 				o.inv.Load = "1"
 				b := start(t, o, dir, allShared)
-				b.hold("train", names.Units, string(uuid(0))+"::1")
+				b.hold("train", memResource, string(uuid(0))+"::1")
 				time.Sleep(time.Minute)
 				c.before(b)
 				b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 119, GI: -1, CI: -1}
@@ -88,7 +88,7 @@ func TestOwnResetEndsAFault(t *testing.T) {
 		defer b.end()
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 119, GI: -1, CI: -1}
 		time.Sleep(time.Hour)
-		b.wantHealth(names.Whole, string(uuid(0)), "unhealthy")
+		b.wantHealth(wholeResource, string(uuid(0)), "unhealthy")
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge)))
 		time.Sleep(time.Hour)
 		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")

@@ -154,7 +154,7 @@ func (a *Agent) askHolders(ctx context.Context, p *pass) {
 	for i := range ended {
 		if c := &ended[i]; a.names.Ours(c.Resource) {
 			a.layouts.linger(c)
-			if c.Kind() == ledger.Placement { // look what is on the instance: it may be wanted for something else
+			if c.Kind().InMIG() { // look what is on the instance: it may be wanted for something else
 				a.reader.stale.Store(true)
 			}
 		}
@@ -301,7 +301,7 @@ func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
 	}
 	return func(d dra.Device) bool {
 		// No claim is made for memory by its name.
-		return d.Kind != ledger.Units && names[a.names.Of(d.Kind, d.Placement.Profile)]
+		return !d.Kind.Together() && names[a.names.Of(d.Kind, d.Placement.Profile)]
 	}
 }
 

@@ -56,7 +56,7 @@ var allocationPhases = []phase{
 		select { // nothing is served where no GPU is known
 		case want := <-b.sources:
 			b.sources <- want
-			_, _ = want[names.Units].Allocate([]string{string(uuid(0)) + "::1"}) // refused where its GPU is ill
+			_, _ = want[memResource].Allocate([]string{string(uuid(0)) + "::1"}) // refused where its GPU is ill
 		default:
 		}
 	}},
@@ -87,7 +87,7 @@ func TestNoStateKeepsTheLoopBusy(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			o, dir := newOutside(2), t.TempDir()
 			b := start(t, o, dir, allShared)
-			b.hold("train-3", names.Units, string(uuid(0))+"::1")
+			b.hold("train-3", memResource, string(uuid(0))+"::1")
 			time.Sleep(holdersEvery)
 			b.end()
 			for _, p := range phases {

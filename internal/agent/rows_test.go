@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -76,7 +77,7 @@ func TestTooManyReplicasAreNotApplied(t *testing.T) {
 		b := start(t, newOutside(8), t.TempDir(), "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, replicas: 4}\n")
 		defer b.end()
 		l := lists{b, map[string]time.Time{}}
-		if got := l.look()[b.names.Replicas]; got != 32 {
+		if got := l.look()[sharedResource]; got != 32 {
 			t.Fatalf("%d replicas", got)
 		}
 		b.SetFile("p.yaml", []byte("version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, replicas: 10000}\n"))
@@ -84,7 +85,7 @@ func TestTooManyReplicasAreNotApplied(t *testing.T) {
 		if m := b.message(); b.state() != "invalid" || !strings.Contains(m, "p.yaml:4: ") || !strings.Contains(m, "makes 80000 devices") || !strings.Contains(m, "last good") {
 			t.Errorf("%s: %s", b.state(), m)
 		}
-		if got := l.look()[b.names.Replicas]; got != 32 {
+		if got := l.look()[sharedResource]; got != 32 {
 			t.Errorf("%d replicas, want the 32 of the last good partition", got)
 		}
 	})
@@ -101,12 +102,12 @@ func TestEditsInARowFitTheLists(t *testing.T) {
 		b := start(t, newOutside(gpus), t.TempDir(), replicasOn(0, gpus, mostReplicas))
 		defer b.end()
 		l := lists{b, map[string]time.Time{}}
-		if l.look()[b.names.Replicas] != mostReplicas {
+		if l.look()[sharedResource] != mostReplicas {
 			t.Fatalf("the first partition is not offered: %s: %s", b.state(), b.message())
 		}
 		b.SetFile("p.yaml", []byte(replicasOn(1, gpus, mostReplicas)))
 		synctest.Wait()
-		if got := l.look(); b.state() != "applied" || got[b.names.Replicas] != mostReplicas || got[b.names.Whole] != gpus-1 {
+		if got := l.look(); b.state() != "applied" || got[sharedResource] != mostReplicas || got[wholeResource] != gpus-1 {
 			t.Fatalf("one edit is to be had at once, and is %s: %s (%v)", b.state(), b.message(), got)
 		}
 		for i := 2; i < gpus; i++ {
@@ -123,7 +124,7 @@ func TestEditsInARowFitTheLists(t *testing.T) {
 			synctest.Wait()
 			l.look()
 		}
-		if got := l.look(); b.state() != "applied" || got[b.names.Replicas] != mostReplicas || got[b.names.Whole] != gpus-1 {
+		if got := l.look(); b.state() != "applied" || got[sharedResource] != mostReplicas || got[wholeResource] != gpus-1 {
 			t.Errorf("%s: %s (%v)", b.state(), b.message(), got)
 		}
 	})
@@ -141,7 +142,7 @@ func TestHeldCutsFitTheLists(t *testing.T) {
 			synctest.Wait()
 			l.look()
 			if i < 2 {
-				b.hold(fmt.Sprintf("pod-%d", i), b.names.Replicas, timeslice.ID(uuid(i), 17))
+				b.hold(fmt.Sprintf("pod-%d", i), sharedResource, timeslice.ID(uuid(i), 17))
 			}
 		}
 		if m := b.message(); b.state() != "blocked" || !strings.Contains(m, "GPU 0") || !strings.Contains(m, "GPU 2 ("+string(uuid(2))+") is withdrawn and waits") {
@@ -161,11 +162,11 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 		}
 		doc := state.Document{Boot: o.boot, GPUs: machine(8).GPUs}
 		for i := range 8 {
-			doc.Layouts = append(doc.Layouts, state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}},
-				state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Kind: ledger.Units, N: timeslice.MaxListed}, Until: time.Now().Add(plan.Linger)}})
+			doc.Layouts = append(doc.Layouts, state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindReplica, N: timeslice.MaxListed}}}},
+				state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindUnits, N: timeslice.MaxListed}}, Until: time.Now().Add(plan.Linger)}})
 			// And a holder of the last device of each GPU.
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
-			if err := store.Append(state.Allocation{Key: cdi.Key(names.Replicas, []string{id}), Record: recordFor(names.Replicas, id), Allocated: time.Now()}); err != nil {
+			if err := store.Append(state.Allocation{Key: cdi.Key(sharedResource, []string{id}), Record: recordFor(sharedResource, id), Allocated: time.Now()}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -184,7 +185,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 		}
 		for i := range 8 { // what is held stays listed for its holder
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
-			if dev := b.device(b.names.Replicas, id); dev == nil || !dev.Healthy {
+			if dev := b.device(sharedResource, id); dev == nil || !dev.Healthy {
 				t.Errorf("%s is listed as %+v", id, dev)
 			}
 		}
@@ -194,7 +195,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 			synctest.Wait()
 			l.look()
 		}
-		if got := l.look(); b.state() != "applied" || got[b.names.Replicas] != 32 {
+		if got := l.look(); b.state() != "applied" || got[sharedResource] != 32 {
 			t.Errorf("%s: %s (%v)", b.state(), b.message(), got)
 		}
 	})
@@ -217,11 +218,11 @@ func (b *bench) device(resource, id string) *deviceplugin.Device {
 func TestEndedAllocationLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
 	a.reader.inv = machine(1)
-	a.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
+	a.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: 1024}}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
-	a.layouts.linger(&ledger.Allocation{Resource: a.names.Units, Grants: grantsOf(a.names.Units, ids...)})
+	a.layouts.linger(&ledger.Allocation{Resource: memResource, Grants: grantsOf(memResource, ids...)})
 	got := a.layouts.past[uuid(0)]
-	if len(got) != 1 || fmt.Sprint(deviceplugin.LayoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
+	if len(got) != 1 || fmt.Sprint(deviceplugin.DivisionIDs(got[0].Division, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)
 	}
 }

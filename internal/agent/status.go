@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -110,13 +111,13 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	if layout.Known {
 		g.Mode = layout.Mode()
 	}
-	if layout.Has(ledger.Units) {
+	if layout.Offers && layout.Kind.Counted().Together() && layout.Counts() {
 		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps the unit that it has
 	}
 	switch {
 	case layout.Through(ledger.DRA):
 		g.API = string(ledger.DRA)
-	case layout.Offers && layout.Kind != ledger.Placement:
+	case layout.Offers && !layout.Kind.InMIG():
 		g.Resource = at.names.Of(layout.Kind, mig.Name{})
 	}
 	var reasons []string
@@ -143,13 +144,13 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		n := 0
 		for j := range c.Grants {
 			if g := &c.Grants[j]; g.GPU == u {
-				n += max(1, g.Units.Len())
+				n += piece.Count(g.Piece)
 			}
 		}
 		if n > 0 {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
-				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After, Over: at.over(c.ID),
+				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Taken, Waits: c.After, Over: at.over(c.ID),
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -183,7 +184,7 @@ func (at *scene) count(gpus []status.GPU) {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
 			g := index[dev.GPU]
-			if g == nil || g.Resource != r.Name && r.Kind != ledger.Placement {
+			if g == nil || g.Resource != r.Name && !r.Kind.InMIG() {
 				continue
 			}
 			held := at.held[r.Name][dev.ID]
@@ -207,13 +208,13 @@ func (at *scene) count(gpus []status.GPU) {
 // still listed.
 func lingers(id string, layout plan.Layout) bool {
 	_, n, err := timeslice.ParseID(id)
-	return err == nil && n >= layout.N && (layout.Kind == ledger.Units || layout.Kind == ledger.Replica)
+	return err == nil && n >= layout.N && layout.Kind.Shared()
 }
 
 // countClaims counts what a GPU has for claims, in the pieces of its layout; those of a
 // dynamic one are its memory units.
 func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
-	if layout.Kind == ledger.Placement && !layout.Dynamic {
+	if !layout.Counts() {
 		for _, dev := range at.forClaims(gpu.UUID(g.UUID)) {
 			g.Total++
 			switch {
@@ -231,16 +232,14 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 	for i := range at.allocations {
 		for j := range at.allocations[i].Grants {
 			switch of := &at.allocations[i].Grants[j]; {
-			case string(of.GPU) != g.UUID || !layout.Has(of.Kind) || of.NoRoom:
-			case of.Kind == ledger.Units:
-				g.Used += of.Units.Len()
-			case layout.Dynamic && of.Kind == ledger.Placement: // by its part of the memory slices
+			case string(of.GPU) != g.UUID || !layout.Has(of.Kind()) || of.NoRoom:
+			case layout.Dynamic && of.Kind().InMIG(): // by its part of the memory slices
 				width := memorySlices(at.Inventory.ByUUID(of.GPU))
-				g.Used += (of.Placement.Size*layout.N + width - 1) / max(width, 1)
-			case layout.Dynamic:
+				g.Used += (piece.At(of.Piece).Size*layout.N + width - 1) / max(width, 1)
+			case layout.Dynamic && of.Kind().Alone():
 				g.Used = layout.N
 			default:
-				g.Used++
+				g.Used += piece.Count(of.Piece)
 			}
 		}
 	}
@@ -259,15 +258,15 @@ func (at *scene) cordoned(u gpu.UUID) bool {
 // list them: healthy where no claim is on their memory slices, and nobody keeps pods off.
 func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 	layout := at.Layouts[u]
-	if !layout.Through(ledger.DRA) || layout.Kind != ledger.Placement {
+	if !layout.Through(ledger.DRA) || !layout.InMIG() {
 		return nil
 	}
 	for _, p := range layout.Placements {
 		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.cordoned(u)}
 		for i := range at.allocations {
 			for _, g := range at.allocations[i].Grants {
-				on := g.Placement
-				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || g.Kind == ledger.Placement && (on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size))
+				on := piece.At(g.Piece)
+				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || g.Kind().InMIG() && (on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size))
 			}
 		}
 		out = append(out, dev)
@@ -279,7 +278,7 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 // there are none.
 func (at *scene) mig(d *gpu.Device) *status.MIG {
 	layout := at.Layouts[d.UUID]
-	offers := layout.Offers && layout.Kind == ledger.Placement
+	offers := layout.InMIG()
 	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && at.Work[d.UUID] == "" {
 		return nil
 	}
@@ -313,7 +312,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		}
 	}
 	for i := range at.view.Resources {
-		if r := &at.view.Resources[i]; r.Kind == ledger.Placement {
+		if r := &at.view.Resources[i]; r.Kind.InMIG() {
 			list(r.Name, r.Devices)
 		}
 	}
@@ -376,7 +375,7 @@ func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) s
 		return status.PlacementFree
 	case dev.Healthy:
 		return status.PlacementWarm
-	case at.Leaving[dev.GPU][dev.Placement] != (status.Cause{}), !layout.Offers, layout.Kind != ledger.Placement:
+	case at.Leaving[dev.GPU][dev.Placement] != (status.Cause{}), !layout.InMIG():
 		return status.PlacementLeaving
 	case s.State == status.PlacementForeign:
 		return status.PlacementForeign

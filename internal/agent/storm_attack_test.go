@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
@@ -267,7 +268,7 @@ func (s *storm) crowdLocked() {
 	free := 0
 	for i := range s.gpus {
 		if u := uuid(i); !held[u] {
-			layouts = append(layouts, state.Layout{GPU: u, Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}})
+			layouts = append(layouts, state.Layout{GPU: u, Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindReplica, N: timeslice.MaxListed}}}})
 			free++
 		}
 	}
@@ -385,7 +386,7 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 	}
 	need, enough := len(chosen)-len(must), false
 	switch knew.view.Resources[at].Kind {
-	case ledger.Units:
+	case piece.KindUnits:
 		for u, n := range good {
 			enough = enough || n >= need && (len(must) == 0 || taken[u])
 		}
@@ -413,11 +414,11 @@ func (s *storm) giveLocked(c *stormContainer) {
 			bytes, err := s.pages.Limit(key, u)
 			fits := err == nil && bytes > 0
 			switch resource {
-			case names.Units: // of the size that they had when it was admitted
+			case memResource: // of the size that they had when it was admitted
 				fits = fits && slices.ContainsFunc([]gpu.MiB{unit / 2, unit, 2 * unit}, func(size gpu.MiB) bool {
 					return bytes == uint64(len(ids))*uint64(size)<<20
 				})
-			case names.Replicas:
+			case sharedResource:
 				fits = fits && bytes < uint64(machine(1).GPUs[0].Memory)<<20
 			default:
 				fits = bytes == lib.None

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -523,15 +524,20 @@ func sameGrants(a, b []ledger.Grant) bool { return fmt.Sprintf("%+v", a) == fmt.
 
 // overlap reports whether two grants of a GPU cannot stand together.
 func overlap(a, b *ledger.Grant) bool {
-	switch {
-	case a.Kind != b.Kind || a.Kind == ledger.Whole:
+	if a.Kind() != b.Kind() {
 		return true
-	case a.Kind == ledger.Replica:
-		return a.Replica == b.Replica
-	case a.Kind == ledger.Placement:
-		return a.Placement.Start < b.Placement.Start+b.Placement.Size && b.Placement.Start < a.Placement.Start+a.Placement.Size
 	}
-	return slices.ContainsFunc(slices.Collect(a.Units.All()), func(n int) bool { return slices.Contains(slices.Collect(b.Units.All()), n) })
+	switch x := a.Piece.(type) {
+	case piece.Replica:
+		return x.Number == b.Piece.(piece.Replica).Number
+	case piece.Placement:
+		y := b.Piece.(piece.Placement)
+		return x.At.Start < y.At.Start+y.At.Size && y.At.Start < x.At.Start+x.At.Size
+	case piece.Units:
+		other := slices.Collect(b.Piece.(piece.Units).Set.All())
+		return slices.ContainsFunc(slices.Collect(x.Set.All()), func(n int) bool { return slices.Contains(other, n) })
+	}
+	return true
 }
 
 // checkSlices: a device that a claim names is in its slice, or the scheduler gives its
@@ -574,7 +580,7 @@ func (c *stormClaims) checkRunning(when string, o *stormContainer, layouts map[g
 		if layouts[g.GPU] == nil {
 			layouts[g.GPU] = map[string]*stormContainer{}
 		}
-		layouts[g.GPU]["a claim of "+string(g.Kind)] = o
+		layouts[g.GPU]["a claim of "+string(g.Kind())] = o
 	}
 }
 

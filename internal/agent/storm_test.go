@@ -798,13 +798,13 @@ func (s *storm) step() {
 			}
 			switch s.rng.IntN(6) {
 			case 0:
-				return map[string]int{names.Whole: 1}
+				return map[string]int{wholeResource: 1}
 			case 1:
-				return map[string]int{names.Replicas: 1 + s.rng.IntN(2)}
+				return map[string]int{sharedResource: 1 + s.rng.IntN(2)}
 			case 2:
-				return map[string]int{names.Units: 1 + s.rng.IntN(3), names.Whole: 1}
+				return map[string]int{memResource: 1 + s.rng.IntN(3), wholeResource: 1}
 			default:
-				return map[string]int{names.Units: 1 + s.rng.IntN(5)}
+				return map[string]int{memResource: 1 + s.rng.IntN(5)}
 			}
 		}
 		for _, c := range []struct {
@@ -1155,7 +1155,7 @@ func (s *storm) calm() {
 	for _, r := range s.agent.front.Offer().Resources {
 		listed += len(r.Devices)
 		for _, d := range r.Devices {
-			if !d.Healthy || r.Name != names.Units {
+			if !d.Healthy || r.Name != memResource {
 				s.t.Errorf("%s of %s is %v: %s", d.ID, r.Name, d.Healthy, d.Reason)
 			}
 		}
@@ -1260,7 +1260,7 @@ func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 			s.check(when)
 		}
 		look("start")
-		p := &stormPod{uid: "uid", name: "pod", parts: []stormPart{{"app", map[string]int{names.Units: 1}}}}
+		p := &stormPod{uid: "uid", name: "pod", parts: []stormPart{{"app", map[string]int{memResource: 1}}}}
 		s.admit(p)
 		look("admitted")
 		s.startContainer(p)

@@ -55,7 +55,7 @@ func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 			return status.Why(status.GPUUnhealthy, "%s: %s", d.Name(), d.Fault)
 		}
 		return status.Why(status.GPUMissing, "this node has no GPU %s", u)
-	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), k.unread):
+	case c.Kind().InMIG() && slices.ContainsFunc(c.GPUs(), k.unread):
 		return unknown("this process has not read the driver yet")
 	case k.reader.parts == nil && k.reader.partsErr != nil:
 		return status.CauseOf(k.reader.partsErr, status.DriverFilesUnknown)

@@ -155,7 +155,7 @@ func TestWaitingPodsAreToldWhatIs(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				o, file, resource, id := newOutside(1), allShared, names.Units, unit0
+				o, file, resource, id := newOutside(1), allShared, memResource, unit0
 				if c.mig {
 					o, file, resource, id = migMachine(1, 0), migPartition(demand), large, migID(0, "3g.40gb@0")
 				}

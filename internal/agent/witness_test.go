@@ -57,12 +57,12 @@ func TestCheckpointIsRenewed(t *testing.T) {
 		defer b.end()
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		b.hold("job", names.Units, string(uuid(0))+"::1")
-		b.writesOnResend(ctx, names.Units)
+		b.hold("job", memResource, string(uuid(0))+"::1")
+		b.writesOnResend(ctx, memResource)
 		// The next one has the same devices, and ends soon after.
 		for round := range 3 {
 			if round > 0 {
-				b.hold("job", names.Units, string(uuid(0))+"::1")
+				b.hold("job", memResource, string(uuid(0))+"::1")
 			}
 			time.Sleep(holdersEvery)
 			b.release("job")
@@ -87,12 +87,12 @@ func TestReleaseIsAwaited(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		ids := []string{string(uuid(0)) + "::1"}
-		b.hold("job", names.Units, ids...)
-		b.writesOnResend(ctx, names.Units)
+		b.hold("job", memResource, ids...)
+		b.writesOnResend(ctx, memResource)
 		time.Sleep(2*holdersEvery + time.Second)
-		key := cdi.Key(names.Units, ids)
+		key := cdi.Key(memResource, ids)
 		b.container <- node.ContainerEvent{Kind: node.EventStopped, Container: node.Container{Name: "c",
-			Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+			Annotations: map[string]string{cdi.AnnotationName("example.com", key): memResource}}}
 		time.Sleep(1200 * time.Millisecond) // the kubelet takes its time
 		if len(b.Allocations()) != 1 {
 			t.Error("the allocation ended before the kubelet let go")
@@ -116,12 +116,12 @@ func TestStartedContainerIsNamed(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1"}
-		b.hold("p", names.Units, ids...)
+		b.hold("p", memResource, ids...)
 		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "" {
 			t.Fatalf("allocations %+v", c)
 		}
 		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
-			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
+			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(memResource, ids)): memResource}}}
 		synctest.Wait()
 		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "p" || !b.front.Started(c[0].ID) {
 			t.Errorf("allocations %+v", c)
@@ -135,11 +135,11 @@ func TestInitContainerKeepsItsAllocation(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+		if _, err := b.source(memResource).Allocate(ids); err != nil {
 			t.Fatal(err)
 		}
 		b.with(func() {
-			b.init = []node.Holding{{Namespace: "ns", Pod: "p", Container: "init", Resource: names.Units, IDs: ids}}
+			b.init = []node.Holding{{Namespace: "ns", Pod: "p", Container: "init", Resource: memResource, IDs: ids}}
 		})
 		time.Sleep(time.Hour)
 		synctest.Wait()
@@ -163,22 +163,22 @@ func TestNextHolderWaits(t *testing.T) {
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
 		for name, next := range map[string][]string{"the same devices": ids, "one of them": ids[1:]} {
-			b.hold("old", names.Units, ids...)
+			b.hold("old", memResource, ids...)
 			time.Sleep(time.Minute)
 			b.with(func() { // by force
 				b.old = []node.Container{{ID: "x", PodUID: "uid-old", Namespace: "ns", Pod: "old", Name: "c", Running: true,
-					Created: b.made[cdi.Key(names.Units, ids)], Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
+					Created: b.made[cdi.Key(memResource, ids)], Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(memResource, ids)): memResource}}}
 				b.holdings = nil
 			})
-			src := b.source(names.Units)
+			src := b.source(memResource)
 			if _, err := src.Allocate(next); err != nil {
 				t.Fatal(err)
 			}
-			key := cdi.Key(names.Units, next)
+			key := cdi.Key(memResource, next)
 			ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
 			err := src.Prepare(ctx, next)
 			cancel()
-			if !errors.Is(err, ledger.ErrNotOpen) || !strings.Contains(err.Error(), "previous holder still ending: allocation "+cdi.Key(names.Units, ids)) {
+			if !errors.Is(err, ledger.ErrNotOpen) || !strings.Contains(err.Error(), "previous holder still ending: allocation "+cdi.Key(memResource, ids)) {
 				t.Errorf("%s: %v", name, err)
 			}
 			if slices.ContainsFunc(b.files(), func(f string) bool { return strings.Contains(f, key) }) {
@@ -204,7 +204,7 @@ func TestWrongRuntime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
-		b.hold("train-3", names.Units, string(uuid(0))+"::1")
+		b.hold("train-3", memResource, string(uuid(0))+"::1")
 		time.Sleep(2 * holdersEvery)
 		b.with(func() { b.holdings, b.runtimeErr = nil, errors.New("no such socket") })
 		time.Sleep(silentFor) // it may be starting again
@@ -244,7 +244,7 @@ func TestOthersGPUs(t *testing.T) {
 		time.Sleep(othersEvery + holdersEvery)
 		b.want("applied", fourUnits, "")
 		// It comes back while a pod of ours has GPU 1.
-		b.hold("train-3", names.Units, string(uuid(1))+"::2")
+		b.hold("train-3", memResource, string(uuid(1))+"::2")
 		b.with(func() { b.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)), string(uuid(1))}} })
 		b.LookAtCheckpoint() // the kubelet writes at every list
 		time.Sleep(2 * othersSoon)

@@ -8,12 +8,11 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -54,17 +53,14 @@ type Input struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are for [FrontEnd.SetFaults] to add.
 func Build(in Input) *Offer {
-	v := &Offer{Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]Share{}}
+	v := &Offer{Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{}}
 	lists := map[string][][]Device{} // by resource, of each GPU
-	kinds := map[string]ledger.Kind{}
+	kinds := map[string]piece.Kind{}
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		v.Rank[d.UUID] = d.Index
-		switch layout := in.Changes.Layouts[d.UUID]; layout.Kind {
-		case ledger.Units:
-			v.Shares[d.UUID] = Share{Unit: layout.Unit}
-		case ledger.Replica:
-			v.Shares[d.UUID] = Share{Replicas: layout.N, Replica: memcap.Replica(d, layout.N)}
+		if layout := in.Changes.Layouts[d.UUID]; layout.Kind.Shared() {
+			v.Shares[d.UUID] = piece.Share{Division: layout.Division, Usable: d.Usable()}
 		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)
@@ -99,10 +95,10 @@ const (
 
 // align adds the NUMA nodes to the devices of a resource: to all of them or to
 // none, since where some have one the kubelet leaves the others out of its count.
-func align(in *Input, kind ledger.Kind, devices []Device) {
+func align(in *Input, kind piece.Kind, devices []Device) {
 	switch {
 	case in.Aligned == AlignAll:
-	case in.Aligned == AlignFixed && (kind == ledger.Whole || kind == ledger.Placement):
+	case in.Aligned == AlignFixed && !kind.Shared():
 	default:
 		return
 	}
@@ -114,7 +110,7 @@ func align(in *Input, kind ledger.Kind, devices []Device) {
 	}
 	for i := range devices {
 		u := devices[i].GPU
-		if !numa[u].Known || in.Aligned != AlignAll && kind == ledger.Placement && in.OnDemand(u) {
+		if !numa[u].Known || in.Aligned != AlignAll && kind.InMIG() && in.OnDemand(u) {
 			return
 		}
 	}
@@ -139,11 +135,11 @@ func strays(in *Input) []deviceList {
 			if a.Owner != ledger.DevicePlugin || named && in.Inventory.ByUUID(g.GPU) != nil {
 				continue
 			}
-			dev := Device{GPU: g.GPU, Placement: g.Placement, Reason: "this node has no GPU " + string(g.GPU)}
+			dev := Device{GPU: g.GPU, Placement: piece.At(g.Piece), Reason: "this node has no GPU " + string(g.GPU)}
 			if !named {
 				dev.Healthy, dev.Leaving, dev.Reason = true, true, "the node's resources have other names now"
 			}
-			for _, dev.ID = range PieceIDs(g.GPU, &g.Piece) {
+			for _, dev.ID = range pieceIDs(g.GPU, g.Piece) {
 				if !listed[a.Resource+" "+dev.ID] {
 					listed[a.Resource+" "+dev.ID] = true
 					l.devices = append(l.devices, dev)
@@ -160,13 +156,13 @@ func strays(in *Input) []deviceList {
 // deviceList is what one GPU has of one resource.
 type deviceList struct {
 	resource string
-	kind     ledger.Kind
+	kind     piece.Kind
 	devices  []Device
 }
 
 // name is a device's. A unit and a replica can have the same ID, so it is known by both.
 type name struct {
-	kind ledger.Kind
+	kind piece.Kind
 	id   string
 }
 
@@ -180,8 +176,8 @@ type gpuLists struct {
 	held       []name
 	isHeld     map[name]bool
 	placements map[string]mig.Placement
-	// foreign says that the GPU is held by way of another front-end, or under a name
-	// that resources have no more.
+	// foreign says that the GPU is held by way of another front-end, under a name that
+	// resources have no more, or as a kind of piece that this version does not know.
 	foreign bool
 	// parting are the placements that go with their holders, with the reason.
 	parting map[mig.Placement]status.Cause
@@ -225,7 +221,7 @@ func (l *gpuLists) holders() {
 		if !a.On(l.gpu.UUID) {
 			continue
 		}
-		if a.Owner != ledger.DevicePlugin || !l.Names.Ours(a.Resource) {
+		if a.Owner != ledger.DevicePlugin || !l.Names.Ours(a.Resource) || !a.Kind().Known() {
 			l.foreign = l.foreign || a.Takes(l.gpu.UUID)
 			continue
 		}
@@ -234,10 +230,10 @@ func (l *gpuLists) holders() {
 			if g.GPU != l.gpu.UUID {
 				continue
 			}
-			for _, id := range PieceIDs(g.GPU, &g.Piece) {
-				n := name{g.Kind, id}
+			for _, id := range pieceIDs(g.GPU, g.Piece) {
+				n := name{g.Kind(), id}
 				l.held, l.isHeld[n] = append(l.held, n), true
-				l.placements[id] = g.Placement
+				l.placements[id] = piece.At(g.Piece)
 			}
 		}
 	}
@@ -257,7 +253,7 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
 	case slices.Contains(l.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
-	case drains && l.layout.Kind != ledger.Placement: // placements each for itself, see add
+	case drains && !l.layout.InMIG(): // placements each for itself, see add
 		withdrawn = "the GPU's partition changes when its holders end"
 	case l.Cordoned[u]: // what is held stays
 		return "an operator keeps new pods off the GPU", ""
@@ -274,7 +270,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	}
 	l.listed[n] = true
 	dev := Device{ID: n.id, GPU: l.gpu.UUID, Healthy: true}
-	if n.kind == ledger.Placement {
+	if n.kind.InMIG() {
 		dev.Placement = l.sized(l.gpu.UUID, l.placements[n.id])
 		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}]} {
 			if why.Message != "" && leaving == "" {
@@ -299,7 +295,10 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 
 // ids are the device IDs of a layout; what MIG devices stand for is kept.
 func (l *gpuLists) ids(c plan.Layout) []string {
-	ids := LayoutIDs(c, l.gpu.UUID)
+	if !c.Offers {
+		return nil
+	}
+	ids := DivisionIDs(c.Division, l.gpu.UUID)
 	for i, s := range c.Placements {
 		l.placements[ids[i]] = s
 	}
@@ -316,32 +315,4 @@ func (in *Input) sized(u gpu.UUID, s mig.Placement) mig.Placement {
 	}
 	s.Size = 0
 	return s
-}
-
-// LayoutIDs are the device IDs of a GPU with a layout.
-func LayoutIDs(c plan.Layout, u gpu.UUID) []string {
-	if !c.Offers {
-		return nil
-	}
-	switch {
-	case c.Kind == ledger.Whole:
-		return []string{string(u)}
-	case c.Kind == ledger.Placement:
-		out := make([]string, len(c.Placements))
-		for i, s := range c.Placements {
-			out[i] = mig.ID(u, s)
-		}
-		return out
-	case len(c.Alone) > 0:
-		out := make([]string, 0, c.N)
-		for n := range c.Alone.All() {
-			out = append(out, timeslice.ID(u, n))
-		}
-		return out
-	}
-	out := make([]string, c.N)
-	for i := range out {
-		out[i] = timeslice.ID(u, i)
-	}
-	return out
 }

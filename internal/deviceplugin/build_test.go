@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -38,12 +39,12 @@ func holds(resource string, ids ...string) ledger.Allocation {
 }
 
 var (
-	wholeLayout  = plan.Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
-	sharedLayout = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
+	wholeLayout  = plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindWhole, N: 1}}
+	sharedLayout = plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: 1024}}
 )
 
 func replicaLayout(n int) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: n}}
 }
 
 // listed is a resource's list, a word a device.
@@ -78,9 +79,9 @@ func listed(v *Offer, resource string) string {
 
 // Build lists what a GPU has, had and has given away.
 func TestBuild(t *testing.T) {
-	two := []ledger.Allocation{holds(names.Units, timeslice.ID(nth(0), 1))}
-	claim := ledger.Allocation{ID: "claim", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{1})}}}}
-	admin := ledger.Allocation{ID: "admin", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: ledger.Piece{Kind: ledger.Whole}, NoRoom: true}}}
+	two := []ledger.Allocation{holds(memName, timeslice.ID(nth(0), 1))}
+	claim := ledger.Allocation{ID: "claim", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: piece.Units{Set: piece.SetOf([]int{1})}}}}
+	admin := ledger.Allocation{ID: "admin", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: piece.Whole{}, NoRoom: true}}}
 	for _, tt := range []struct {
 		name   string
 		in     Input
@@ -102,7 +103,7 @@ func TestBuild(t *testing.T) {
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
 		{name: "what was offered before lingers", in: Input{Past: map[gpu.UUID][]plan.Past{nth(1): {{Layout: replicaLayout(2)}, {Layout: sharedLayout}, {Layout: sharedLayout}}}},
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
-		{name: "a held ID that no layout has stays for its holder", in: Input{Held: []ledger.Allocation{holds(names.Units, timeslice.ID(nth(1), 7))}},
+		{name: "a held ID that no layout has stays for its holder", in: Input{Held: []ledger.Allocation{holds(memName, timeslice.ID(nth(1), 7))}},
 			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
 		{name: "waiting to speak another API, whatever --when-busy says", in: Input{Held: two}, blocks: true, api: true,
 			units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
@@ -126,7 +127,7 @@ func TestBuild(t *testing.T) {
 				in.Changes.Layouts[nth(0)] = layout
 			}
 			v := Build(in)
-			for resource, want := range map[string]string{names.Units: tt.units, names.Whole: tt.whole, names.Replicas: tt.shares} {
+			for resource, want := range map[string]string{memName: tt.units, gpuName: tt.whole, repName: tt.shares} {
 				if got := listed(v, resource); got != want {
 					t.Errorf("%s: %s, want %s", resource, got, want)
 				}
@@ -142,7 +143,7 @@ func TestNUMAHints(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return plan.Placements([]mig.Placement{{Profile: p, Start: start, CI: ci}})
+		return plan.Divided(piece.Instances([]mig.Placement{{Profile: p, Start: start, CI: ci}}))
 	}
 	const one = "example.com/mig-1g.10gb"
 	for _, tt := range []struct {
@@ -153,12 +154,12 @@ func TestNUMAHints(t *testing.T) {
 		unknown  int // this GPU's NUMA node is
 		want     map[string]string
 	}{
-		{"none", AlignNone, [2]plan.Layout{wholeLayout, wholeLayout}, -1, -1, map[string]string{names.Whole: "- -"}},
-		{"whole", AlignFixed, [2]plan.Layout{wholeLayout, wholeLayout}, -1, -1, map[string]string{names.Whole: "0 1"}},
-		{"a node is not known", AlignFixed, [2]plan.Layout{wholeLayout, wholeLayout}, -1, 1, map[string]string{names.Whole: "- -"}},
-		{"one of each", AlignFixed, [2]plan.Layout{wholeLayout, sharedLayout}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
-		{"units where they are asked for", AlignAll, [2]plan.Layout{wholeLayout, sharedLayout}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
-		{"replicas", AlignFixed, [2]plan.Layout{replicaLayout(2), wholeLayout}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
+		{"none", AlignNone, [2]plan.Layout{wholeLayout, wholeLayout}, -1, -1, map[string]string{gpuName: "- -"}},
+		{"whole", AlignFixed, [2]plan.Layout{wholeLayout, wholeLayout}, -1, -1, map[string]string{gpuName: "0 1"}},
+		{"a node is not known", AlignFixed, [2]plan.Layout{wholeLayout, wholeLayout}, -1, 1, map[string]string{gpuName: "- -"}},
+		{"one of each", AlignFixed, [2]plan.Layout{wholeLayout, sharedLayout}, -1, -1, map[string]string{gpuName: "0", memName: "- - - -"}},
+		{"units where they are asked for", AlignAll, [2]plan.Layout{wholeLayout, sharedLayout}, -1, -1, map[string]string{gpuName: "0", memName: "1 1 1 1"}},
+		{"replicas", AlignFixed, [2]plan.Layout{replicaLayout(2), wholeLayout}, -1, -1, map[string]string{repName: "- -", gpuName: "1"}},
 		{"fixed MIG", AlignFixed, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
 		{"MIG on demand", AlignFixed, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
 		{"MIG on demand where it is asked for", AlignAll, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
@@ -208,7 +209,7 @@ func TestMIGDeviceUnderAFormerName(t *testing.T) {
 	}
 	f.Publish(func(held []ledger.Allocation) *Offer {
 		return Build(Input{Inventory: machine(1), Names: names, Held: held, Cards: map[gpu.UUID]*mig.Card{nth(0): card},
-			Changes: &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{nth(0): plan.Placements(card.Placements())}, MIG: map[gpu.UUID]ledger.MIG{nth(0): {Card: card}}}})
+			Changes: &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{nth(0): plan.Divided(piece.Instances(card.Placements()))}, MIG: map[gpu.UUID]ledger.MIG{nth(0): {Card: card}}}})
 	})
 	devices, _ := f.List(a.Resource)
 	if len(devices) != 1 || devices[0].ID != id[0] || !devices[0].Healthy || !devices[0].Leaving {

@@ -3,6 +3,7 @@
 package deviceplugin
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,9 +13,9 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -172,13 +173,12 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 			return nil, errors.New(dev.refusal())
 		}
 	}
-	if err := r.together(ids); err != nil {
-		return nil, r.withCapacity(err)
+	row, ok := rows[r.Kind]
+	if !ok {
+		return nil, piece.UnknownKind{Word: r.Kind}
 	}
-	if r.Kind == ledger.Placement && len(ids) > 1 {
-		if err := fitTogether(f.ledger, r, ids); err != nil {
-			return nil, err
-		}
+	if err := row.together(f, r, ids); err != nil {
+		return nil, err
 	}
 	return r, nil
 }
@@ -191,22 +191,15 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 	}
 	for i := range grants {
 		g := &grants[i]
-		share := f.lists.base.Shares[g.GPU]
-		switch g.Kind {
-		case ledger.Units:
-			if g.Unit = share.Unit; g.Unit == 0 {
-				g.Unit = unit(f.ledger, g.GPU)
-			}
-			if g.Unit != 0 {
-				g.Cap = ledger.CapOf(memcap.Units(g.Units.Len(), g.Unit))
-			}
-		case ledger.Replica:
-			if share.Replicas != 0 {
-				g.Of, g.Cap = share.Replicas, ledger.CapOf(share.Replica)
-			}
-		case ledger.Placement:
-			g.Placement = r.Devices[r.index[ids[i]]].Placement
+		if r.Kind.InMIG() { // the ID does not say how large it is
+			g.Piece = piece.Instance(r.Devices[r.index[ids[i]]].Placement)
 		}
+		share := f.lists.base.Shares[g.GPU]
+		if share.Kind != r.Kind {
+			share = piece.Share{}
+		}
+		share.Unit = cmp.Or(share.Unit, unit(f.ledger, g.GPU))
+		g.Piece, g.Cap = g.In(share)
 	}
 	return grants, nil
 }
@@ -216,8 +209,8 @@ func unit(l *ledger.Ledger, u gpu.UUID) gpu.MiB {
 	held := l.Allocations()
 	for i := range held {
 		for _, g := range held[i].Grants {
-			if g.GPU == u && g.Unit != 0 {
-				return g.Unit
+			if size := g.Size(); g.GPU == u && size != 0 {
+				return size
 			}
 		}
 	}
@@ -226,7 +219,7 @@ func unit(l *ledger.Ledger, u gpu.UUID) gpu.MiB {
 
 func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	f.seen[a.ID] = e
-	if a.Kind() == ledger.Placement {
+	if a.Kind().InMIG() {
 		f.lists.moved = append(f.lists.moved, a.GPUs()...)
 	}
 }
@@ -243,22 +236,11 @@ func (f *FrontEnd) Release(id string) ledger.Allocation {
 
 func (f *FrontEnd) endLocked(id string) ledger.Allocation {
 	a, _ := f.ledger.Release(ledger.DevicePlugin, id)
-	if a.Kind() == ledger.Placement {
+	if a.Kind().InMIG() {
 		f.lists.moved = append(f.lists.moved, a.GPUs()...)
 	}
 	delete(f.seen, id)
 	return a
-}
-
-// together checks that the devices make sense together.
-func (r *Resource) together(ids []string) (err error) {
-	switch r.Kind {
-	case ledger.Units:
-		_, err = timeslice.OneGPU(ids)
-	case ledger.Replica:
-		_, err = timeslice.DistinctGPUs(ids)
-	}
-	return err
 }
 
 // withCapacity tells a refusal what the resource could give at best, so that

@@ -16,6 +16,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -106,7 +107,7 @@ func holder(namespace, pod, container, uid string) ledger.Holder {
 
 // units is a view of two GPUs in memory units; change may alter each device.
 func units(change func(*Device)) *Offer {
-	v := &Offer{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
+	v := &Offer{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: piece.KindUnits}}}
 	for _, u := range []gpu.UUID{gpuA, gpuB} {
 		for n := range perGPU {
 			dev := Device{ID: timeslice.ID(u, n), GPU: u, Healthy: true}
@@ -194,7 +195,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 func TestReplicasOfOneGPU(t *testing.T) {
 	d, _ := newDesk()
 	v := units(nil)
-	v.Resources[0].Name, v.Resources[0].Kind = repName, ledger.Replica
+	v.Resources[0].Name, v.Resources[0].Kind = repName, piece.KindReplica
 	d.set(v)
 	if _, err := d.Allocate(repName, ids(gpuA, 0, 1)); err == nil {
 		t.Error("two replicas of one GPU were granted")
@@ -207,7 +208,7 @@ func TestReplicasOfOneGPU(t *testing.T) {
 func TestPreferWhole(t *testing.T) {
 	d, _ := newDesk()
 	d.set(&Offer{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Topology: topology.New(&gpu.Inventory{GPUs: []gpu.Device{{UUID: gpuB}, {Index: 1, UUID: gpuA}}}),
-		Resources: []Resource{{Name: gpuName, Kind: ledger.Whole, Devices: []Device{
+		Resources: []Resource{{Name: gpuName, Kind: piece.KindWhole, Devices: []Device{
 			{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
 	got, err := d.Prefer(gpuName, []string{string(gpuA), string(gpuB)}, nil, 1)
 	if err != nil || len(got) != 1 || got[0] != string(gpuB) {
@@ -771,7 +772,7 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	default:
 	}
 	// A resource that is offered no more stays, without devices.
-	d.set(&Offer{Resources: []Resource{{Name: gpuName, Kind: ledger.Whole}}})
+	d.set(&Offer{Resources: []Resource{{Name: gpuName, Kind: piece.KindWhole}}})
 	<-ch
 	if devs, _ := d.List(memName); len(devs) != 0 {
 		t.Errorf("%d devices of a resource that is gone", len(devs))

@@ -80,7 +80,7 @@ func (l *lists) show() {
 	l.moved = l.moved[:0]
 	for i := range o.Resources {
 		r := &o.Resources[i]
-		if r.Kind == ledger.Placement || len(l.faults.gpus) > 0 {
+		if r.Kind.InMIG() || len(l.faults.gpus) > 0 {
 			r.Devices = lay(r.Devices, r, rooms, &l.faults)
 		}
 		switch old := l.offer.resource(r.Name); {
@@ -117,7 +117,7 @@ func (l *lists) showMoved() {
 	var o *Offer
 	for i := range l.offer.Resources {
 		r := &l.offer.Resources[i]
-		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
+		if !r.Kind.InMIG() || len(r.Devices) == 0 {
 			continue
 		}
 		devices := lay(r.Devices, &l.base.Resources[i], rooms, &l.faults)

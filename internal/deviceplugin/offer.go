@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -27,20 +28,11 @@ type Offer struct {
 	// are best broken up. Nil joins none.
 	Topology *topology.Graph
 	// Shares is how GPUs are divided that several containers have at once.
-	Shares map[gpu.UUID]Share
+	Shares map[gpu.UUID]piece.Share
 	// MIG has every GPU that Resources have placements of. A placement is listed Healthy
 	// where it would be if its GPU were empty: what has no room beside the
 	// allocations and what else may not go is the front-end's to find out.
 	MIG map[gpu.UUID]ledger.MIG
-}
-
-// Share is how a GPU is divided that several containers have at once.
-type Share struct {
-	// Unit is the size of a memory unit; 0 where the GPU has none, or that is not known.
-	Unit gpu.MiB
-	// Replicas is how many there are, and Replica what one may have, in bytes.
-	Replicas int
-	Replica  uint64
 }
 
 // Resource is one extended resource and its devices.
@@ -50,7 +42,7 @@ type Resource struct {
 	// Kind is what one device stands for, and so which sets of them make sense
 	// together: units lie on one GPU, replicas on different ones, and placements can
 	// stand beside each other, on one GPU or several.
-	Kind ledger.Kind
+	Kind piece.Kind
 	// Devices is in the order in which the kubelet is told of them.
 	Devices []Device
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -18,7 +19,7 @@ import (
 func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
 	out := shown
 	var room *ledger.Room
-	placed := base.Kind == ledger.Placement
+	placed := base.Kind.InMIG()
 	for i, dev := range base.Devices {
 		if placed && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // lists go by GPU
 			room = rooms[dev.GPU]
@@ -52,7 +53,7 @@ func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults
 // placementGPUs are the GPUs that an offer lists placements of, each once.
 func (o *Offer) placementGPUs() (out []gpu.UUID) {
 	for i := range o.Resources {
-		if r := &o.Resources[i]; r.Kind == ledger.Placement {
+		if r := &o.Resources[i]; r.Kind.InMIG() {
 			for j := range r.Devices {
 				if u := r.Devices[j].GPU; !slices.Contains(out, u) {
 					out = append(out, u)
@@ -98,11 +99,11 @@ func takers(l *ledger.Ledger, dev *Device) string {
 	if dev.Placement == (mig.Placement{}) {
 		return ""
 	}
-	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: ledger.Piece{Kind: ledger.Placement, Placement: dev.Placement}}}
+	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: piece.Instance(dev.Placement)}}
 	held := l.Allocations()
 	var names []string
 	for i := range held {
-		if a := &held[i]; a.Kind() == ledger.Placement && l.Overlap(a.Grants, wanted) {
+		if a := &held[i]; a.Kind().InMIG() && l.Overlap(a.Grants, wanted) {
 			names = append(names, a.Holder.Told("", a.ID))
 		}
 	}

@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -150,7 +151,7 @@ func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *Offer {
 			}
 			name := "example.com/" + s.Profile.Resource()
 			if byName[name] == nil {
-				byName[name] = &Resource{Name: name, Kind: ledger.Placement}
+				byName[name] = &Resource{Name: name, Kind: piece.KindPlacement}
 			}
 			byName[name].Devices = append(byName[name].Devices, dev)
 		}
@@ -318,7 +319,7 @@ func TestPlacementsOfOneRequest(t *testing.T) {
 				t.Fatalf("grants %v of %v", allocation.Grants, c.request)
 			}
 			for i, id := range allocation.IDs {
-				if p := allocation.Grants[i]; mig.ID(p.GPU, p.Placement) != id || p.Placement.Size == 0 || !allocation.On(p.GPU) {
+				if p := allocation.Grants[i]; mig.ID(p.GPU, piece.At(p.Piece)) != id || piece.At(p.Piece).Size == 0 || !allocation.On(p.GPU) {
 					t.Errorf("placement %d of %v is %v on %v", i, allocation.IDs, p, allocation.GPUs())
 				}
 			}
@@ -473,7 +474,7 @@ func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 	}
 	early := d.Allocations()
 	for _, c := range early {
-		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || c.Grants[0].Placement.Profile.String() != "2g.20gb" || c.Grants[0].Placement.Size != 0 {
+		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || piece.At(c.Grants[0].Piece).Profile.String() != "2g.20gb" || piece.At(c.Grants[0].Piece).Size != 0 {
 			t.Errorf("allocation of %v: placements %v", c.IDs, c.Grants)
 		}
 	}
@@ -482,10 +483,10 @@ func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 		t.Errorf("on offer: %s, want %s", got, want)
 	}
 	for i, c := range d.Allocations() {
-		if c.Grants[0].Placement.Size != 2 {
+		if piece.At(c.Grants[0].Piece).Size != 2 {
 			t.Errorf("allocation of %v: placements %v", c.IDs, c.Grants)
 		}
-		if early[i].Grants[0].Placement.Size != 0 {
+		if piece.At(early[i].Grants[0].Piece).Size != 0 {
 			t.Error("what was handed out before has changed")
 		}
 	}
@@ -541,7 +542,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	}
 	// Under another name it cannot be had twice.
 	v := view()
-	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: ledger.Placement, Devices: []Device{
+	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: piece.KindPlacement, Devices: []Device{
 		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Placement: placement(t, card, "3g.40gb@4"), Healthy: true}}})
 	d.set(v)
 	_, err = d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4"))
@@ -1120,7 +1121,7 @@ func (w *walker) check(step string) {
 	for _, c := range w.d.Allocations() {
 		live[c.ID] = true
 		for _, p := range c.Grants {
-			if p.Placement.Size == 0 {
+			if piece.At(p.Piece).Size == 0 {
 				w.t.Fatalf("%s: allocation of %v has placements %v", step, c.IDs, c.Grants)
 			}
 		}
@@ -1223,7 +1224,7 @@ func BenchmarkAllocate(b *testing.B) {
 			}
 		})
 	}
-	mem := &Offer{Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
+	mem := &Offer{Resources: []Resource{{Name: memName, Kind: piece.KindUnits}}}
 	cards := map[gpu.UUID]*mig.Card{}
 	var before [][]string
 	for i := range 8 {

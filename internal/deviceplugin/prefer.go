@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
@@ -32,27 +33,32 @@ func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]s
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
-	if r.Kind == ledger.Placement {
-		return f.preferPlacements(v, r, available, must, n)
+	row, ok := rows[r.Kind]
+	if !ok {
+		return nil, piece.UnknownKind{Word: r.Kind}
 	}
-	s := f.supply(r, available, must)
-	var out []string
-	var err error
-	switch r.Kind {
-	case ledger.Units:
-		out, err = s.units(n, rank(f.ledger, v, r))
-	case ledger.Replica:
-		out, err = s.replicas(n, rank(f.ledger, v, r))
-	default:
-		out, err = s.whole(n, v.Topology, untouched(f.ledger, r))
-	}
+	return row.prefer(&preference{front: f, offer: v, of: r, available: available, must: must, n: n})
+}
+
+// preference is a request to choose n of the available devices of a resource, must among them.
+type preference struct {
+	front           *FrontEnd
+	offer           *Offer
+	of              *Resource
+	available, must []string
+	n               int
+}
+
+// told adds to an error what the resource could give at best, and why devices that the kubelet
+// offers were passed over.
+func (s *supply) told(r *Resource, err error) error {
 	if err == nil {
-		return out, nil
+		return nil
 	}
 	if err = r.withCapacity(err); s.refusal != "" {
 		err = fmt.Errorf("%w; %s", err, s.refusal)
 	}
-	return nil, err
+	return err
 }
 
 // supply is what a request can be served from. A device is in one of its lists.
@@ -67,14 +73,15 @@ type supply struct {
 }
 
 // supply sorts out what the kubelet offers.
-func (f *FrontEnd) supply(r *Resource, available, must []string) *supply {
-	s := &supply{must: must, idle: make([]string, 0, len(available))}
-	taken, gpus := f.covered(r.Name)
-	given := make(map[string]bool, len(must))
-	for _, id := range must {
+func (p *preference) supply() *supply {
+	r := p.of
+	s := &supply{must: p.must, idle: make([]string, 0, len(p.available))}
+	taken, gpus := p.front.covered(r.Name)
+	given := make(map[string]bool, len(p.must))
+	for _, id := range p.must {
 		given[id] = true
 	}
-	for _, id := range available {
+	for _, id := range p.available {
 		if len(given) > 0 && given[id] {
 			continue // the kubelet names the musts among the available, too
 		}

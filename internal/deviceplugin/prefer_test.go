@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -89,20 +89,20 @@ func (n *testNode) hang(ids ...string) {
 // A pod that was deleted by force leaves its GPU to a container that hangs. The
 // next pods get the other seven, and start; only the eighth waits.
 func TestPreferAvoidsTheGPUOfAHangingContainer(t *testing.T) {
-	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
+	for _, kind := range []piece.Kind{piece.KindWhole, piece.KindUnits, piece.KindReplica} {
 		name, all := gpuName, []string{string(nth(0))}
-		if kind != ledger.Whole {
+		if kind != piece.KindWhole {
 			all = ids(nth(0), 0, 1, 2, 3, 4, 5, 6, 7)
-			name = map[ledger.Kind]string{ledger.Units: memName, ledger.Replica: repName}[kind]
+			name = map[piece.Kind]string{piece.KindUnits: memName, piece.KindReplica: repName}[kind]
 		}
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t, paired(name, kind))
 			count := 1
 			switch kind {
-			case ledger.Units:
+			case piece.KindUnits:
 				n.hang(all...)
 				count = perGPU
-			case ledger.Replica:
+			case piece.KindReplica:
 				for _, id := range all {
 					n.hang(id)
 				}
@@ -110,7 +110,7 @@ func TestPreferAvoidsTheGPUOfAHangingContainer(t *testing.T) {
 				n.hang(all...)
 			}
 			pods := 7
-			if kind == ledger.Replica {
+			if kind == piece.KindReplica {
 				pods *= perGPU
 			}
 			for i := range pods {
@@ -142,9 +142,9 @@ func TestPreferTakesNoMoreAllocationedDevicesThanItNeeds(t *testing.T) {
 		init, want []string
 		n          int
 	}{
-		{name: "whole GPUs", view: paired(gpuName, ledger.Whole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
+		{name: "whole GPUs", view: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
 			want: whole(0, 1, 2, 3, 5, 6, 7)},
-		{name: "whole GPUs that an init container had", view: paired(gpuName, ledger.Whole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
+		{name: "whole GPUs that an init container had", view: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
 			want: whole(1, 2)},
 		{name: "units of a GPU that has enough", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 5, want: ids(gpuA, 3, 4, 5, 6, 7)},
 		{name: "units of another GPU", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 6, want: ids(gpuB, 0, 1, 2, 3, 4, 5)},
@@ -154,8 +154,8 @@ func TestPreferTakesNoMoreAllocationedDevicesThanItNeeds(t *testing.T) {
 			want: ids(gpuA, 0, 1, 4, 5)},
 		{name: "more units than are idle beside an init container's", view: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 7,
 			want: ids(gpuA, 0, 1, 2, 4, 5, 6, 7)},
-		{name: "replicas", view: paired(repName, ledger.Replica), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
-		{name: "a replica of every GPU", view: paired(repName, ledger.Replica), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
+		{name: "replicas", view: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
+		{name: "a replica of every GPU", view: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
 			ids(nth(5), 4), ids(nth(5), 5), ids(nth(5), 6), ids(nth(5), 7)}, n: 8, want: append(append(append(append(append(append(append(ids(nth(0), 0),
 			ids(nth(1), 0)...), ids(nth(2), 0)...), ids(nth(3), 0)...), ids(nth(4), 0)...), ids(nth(5), 0)...), ids(nth(6), 0)...), ids(nth(7), 0)...)},
 	} {
@@ -181,8 +181,8 @@ func TestPreferTakesNoMoreAllocationedDevicesThanItNeeds(t *testing.T) {
 // A leaving device that the kubelet offers, since the pod that had it was deleted
 // by force, refuses no pod while another device is there.
 func TestPreferNeverChoosesALeavingDevice(t *testing.T) {
-	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
-		name := map[ledger.Kind]string{ledger.Whole: gpuName, ledger.Units: memName, ledger.Replica: repName}[kind]
+	for _, kind := range []piece.Kind{piece.KindWhole, piece.KindUnits, piece.KindReplica} {
+		name := map[piece.Kind]string{piece.KindWhole: gpuName, piece.KindUnits: memName, piece.KindReplica: repName}[kind]
 		t.Run(name, func(t *testing.T) {
 			v := paired(name, kind)
 			leaving := func(dev *Device) bool { return dev.GPU == nth(0) }
@@ -223,12 +223,12 @@ func TestPreferWalk(t *testing.T) {
 		rounds = 750 // make test-all has all
 	}
 	for round := range rounds {
-		kind := []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica}[rng.IntN(3)]
-		name := map[ledger.Kind]string{ledger.Whole: gpuName, ledger.Units: memName, ledger.Replica: repName}[kind]
+		kind := []piece.Kind{piece.KindWhole, piece.KindUnits, piece.KindReplica}[rng.IntN(3)]
+		name := map[piece.Kind]string{piece.KindWhole: gpuName, piece.KindUnits: memName, piece.KindReplica: repName}[kind]
 		d, clock := newDesk()
 		v := paired(name, kind)
 		r := &v.Resources[0]
-		if kind != ledger.Whole { // so that there is little to choose from
+		if kind != piece.KindWhole { // so that there is little to choose from
 			r.Devices = slices.DeleteFunc(r.Devices, func(Device) bool { return rng.IntN(2) == 0 })
 		}
 		d.set(v)
@@ -290,10 +290,10 @@ func TestPreferWalk(t *testing.T) {
 
 // leastTaken is how many allocated devices a request needs at least, -1 where it
 // cannot be served.
-func leastAllocationed(kind ledger.Kind, n int, idle, all map[gpu.UUID]int) int {
+func leastAllocationed(kind piece.Kind, n int, idle, all map[gpu.UUID]int) int {
 	least := -1
 	switch kind {
-	case ledger.Units:
+	case piece.KindUnits:
 		for u := range all {
 			if need := max(0, n-idle[u]); all[u] >= n && (least < 0 || need < least) {
 				least = need

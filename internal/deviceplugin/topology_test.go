@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -19,14 +19,14 @@ func nth(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-
 
 // paired is eight GPUs of which each two neighbours are joined, four
 // on each NUMA node; what they offer is of one kind.
-func paired(name string, kind ledger.Kind) *Offer {
+func paired(name string, kind piece.Kind) *Offer {
 	inv := &gpu.Inventory{}
 	v := &Offer{Rank: map[gpu.UUID]int{}, Resources: []Resource{{Name: name, Kind: kind}}}
 	for i := range 8 {
 		u, numa := nth(i), i/4
 		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: u, NUMA: &numa, Links: []gpu.Link{{To: i ^ 1, NVLink: 4}}})
 		v.Rank[u] = i
-		if kind == ledger.Whole {
+		if kind == piece.KindWhole {
 			v.Resources[0].Devices = append(v.Resources[0].Devices, Device{ID: string(u), GPU: u, Healthy: true})
 			continue
 		}
@@ -78,7 +78,7 @@ func take(t *testing.T, d *desk, resource string, n int, except ...int) string {
 // that aligns NUMA nodes lets choose among a part.
 func TestWholeGPUsThatAreJoined(t *testing.T) {
 	d, _ := newDesk()
-	d.set(paired(gpuName, ledger.Whole))
+	d.set(paired(gpuName, piece.KindWhole))
 	for i, step := range []struct {
 		n    int
 		want string
@@ -93,7 +93,7 @@ func TestWholeGPUsThatAreJoined(t *testing.T) {
 
 func TestOneOfABrokenPair(t *testing.T) {
 	d, _ := newDesk()
-	d.set(paired(gpuName, ledger.Whole))
+	d.set(paired(gpuName, piece.KindWhole))
 	if _, err := d.Allocate(gpuName, []string{string(nth(3))}); err != nil {
 		t.Fatal(err)
 	}
@@ -112,7 +112,7 @@ func TestOneOfABrokenPair(t *testing.T) {
 // is broken up, and only then break up another one.
 func TestSharesGoToBrokenPairs(t *testing.T) {
 	d, _ := newDesk()
-	d.set(paired(memName, ledger.Units))
+	d.set(paired(memName, piece.KindUnits))
 	if _, err := d.Allocate(memName, ids(nth(5), 0, 1, 2, 3, 4, 5)); err != nil {
 		t.Fatal(err)
 	}
@@ -133,7 +133,7 @@ func TestSharesGoToBrokenPairs(t *testing.T) {
 	}
 
 	d, _ = newDesk()
-	d.set(paired(repName, ledger.Replica))
+	d.set(paired(repName, piece.KindReplica))
 	if _, err := d.Allocate(repName, ids(nth(3), 0)); err != nil {
 		t.Fatal(err)
 	}
@@ -166,7 +166,7 @@ func TestNUMAIsNews(t *testing.T) {
 func TestTopologyIsKnownAfterAMIGAllocation(t *testing.T) {
 	d, _ := newDesk()
 	card := a100.card(t)
-	v := paired(gpuName, ledger.Whole)
+	v := paired(gpuName, piece.KindWhole)
 	placed := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
 	v.MIG, v.Resources = placed.MIG, append(v.Resources, placed.Resources...)
 	d.set(v)

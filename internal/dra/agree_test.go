@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
@@ -172,7 +173,7 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 			t.Errorf("its container runs: %+v, %v", devices, err)
 		}
 		a, _ := w.ledger.Get(id)
-		if a.IsOpen() || a.Phase != ledger.Waiting || a.Grants[0].Units.Len() != 60 || a.Cap(a.Grants[0].GPU) != ledger.CapOf(60<<30) {
+		if a.IsOpen() || a.Phase != ledger.Waiting || piece.Count(a.Grants[0].Piece) != 60 || a.Cap(a.Grants[0].GPU) != piece.CapOf(60<<30) {
 			t.Errorf("what the container has: %+v", a)
 		}
 		next := w.claim("next", kube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(60)})
@@ -255,7 +256,7 @@ func TestKubeletThatTakesAClaimForPrepared(t *testing.T) {
 				w.look()
 				synctest.Wait()
 				a, ok := w.ledger.Get(id)
-				if !ok || !a.IsOpen() || a.Grants[0].GPU != w.in.Inventory.GPUs[1].UUID || a.Grants[0].Placement.Start != 6 || time.Since(began) > 0 {
+				if !ok || !a.IsOpen() || a.Grants[0].GPU != w.in.Inventory.GPUs[1].UUID || piece.At(a.Grants[0].Piece).Start != 6 || time.Since(began) > 0 {
 					t.Errorf("after %s: %+v, %v", time.Since(began), a, ok)
 				}
 				if told := w.cluster.Told(claim.UID); len(told) != 1 || told[0].Device != "gpu-00000001-mig-1g10gb-6" {

@@ -10,11 +10,10 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
-	"example.com/gpu-agent/pkg/mig"
 )
 
 // share is what one result of a claim's allocation stands for. The ledger keeps it, in
@@ -66,7 +65,7 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	}
 	for i := range grants {
 		g := &grants[i]
-		s.Amount += int64(g.Units.Len()) * int64(bytes(g.Unit))
+		s.Amount += int64(piece.Count(g.Piece)) * int64(bytes(g.Size()))
 		s.Admin = s.Admin || g.NoRoom
 	}
 	return s, nil
@@ -101,50 +100,9 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 	return out
 }
 
-// grantLocked makes the grant that a result stands for, with the lowest numbers that are
-// free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
-// where the claim cannot be met. beside is what the claim asks for besides.
-func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
-	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.Admin}
-	layout := f.offer.Changes.Layouts[g.GPU]
-	if err := f.sliceLocked(&g, w, beside); err != nil {
-		return g, err
-	}
-	switch {
-	case w.Admin && g.Kind != ledger.Placement:
-		g.Kind = ledger.Whole
-	case w.Admin:
-		// It takes no room, so nothing is made for it.
-		if d := f.offer.Inventory.ByUUID(g.GPU); mig.Find(d.MIG.Instances, g.Placement) == nil {
-			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
-		}
-	case g.Kind == ledger.Units || g.Kind == ledger.Replica:
-		if !layout.Has(g.Kind) {
-			return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: make the claim anew: %w", w.Device, gpu.ErrInvalid))
-		}
-		n := 1
-		if g.Kind == ledger.Units {
-			amount, unit := w.Amount, int64(bytes(layout.Unit))
-			if n = int(amount / unit); amount <= 0 || amount%unit != 0 || n > layout.N {
-				return g, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid))
-			}
-		}
-		free, err := freeNumbers(f.Ledger, &g, layout.N, n, beside)
-		if err != nil {
-			return g, fmt.Errorf("device %s: %w", w.Device, err)
-		}
-		if g.Kind == ledger.Units {
-			g.Units, g.Unit, g.Cap = ledger.SetOf(free), layout.Unit, ledger.CapOf(memcap.Units(n, layout.Unit))
-		} else {
-			g.Replica, g.Of, g.Cap = free[0], layout.N, ledger.CapOf(memcap.Replica(f.offer.Inventory.ByUUID(g.GPU), layout.N))
-		}
-	}
-	return g, nil
-}
-
 // freeNumbers are the n lowest numbers, of so many units or replicas of a GPU, that nobody
 // has.
-func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.Request) (free []int, err error) {
+func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request) (free []int, err error) {
 	var grants []ledger.Grant
 	for _, a := range l.Allocations() {
 		grants = append(grants, a.Grants...)
@@ -153,24 +111,22 @@ func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.R
 	for i := range beside {
 		grants = append(grants, beside[i].Grants...)
 		for _, o := range beside[i].Grants {
-			if o.GPU == g.GPU && !o.NoRoom {
-				own += max(1, o.Units.Len())
+			if o.GPU == d.GPU && !o.NoRoom {
+				own += piece.Count(o.Piece)
 			}
 		}
 	}
 	if own > of {
-		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has %d of its %d %s: %w", own, of, names[g.Kind], gpu.ErrInvalid))
+		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}
 	for i := range grants {
 		switch o := &grants[i]; {
-		case o.GPU != g.GPU || o.NoRoom:
-		case o.Kind != g.Kind:
+		case o.GPU != d.GPU || o.NoRoom:
+		case o.Kind() != d.Kind:
 			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrTaken)
-		case o.Kind == ledger.Replica:
-			taken[o.Replica] = true
 		default:
-			for k := range o.Units.All() {
+			for k := range o.Numbers().All() {
 				taken[k] = true
 			}
 		}
@@ -181,17 +137,14 @@ func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.R
 		}
 	}
 	if len(free) < n {
-		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, names[g.Kind], n, ledger.ErrTaken)
+		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, d.Kind.Several(), n, ledger.ErrTaken)
 	}
 	return free, nil
 }
 
-// names are what a device's parts are called.
-var names = map[ledger.Kind]string{ledger.Units: "memory units", ledger.Replica: "replicas"}
-
 // deviceOf is the device that a grant is of.
 func deviceOf(g *ledger.Grant) Device {
-	return Device{GPU: g.GPU, Kind: g.Kind, Placement: g.Placement}
+	return Device{GPU: g.GPU, Kind: g.Kind(), Placement: piece.At(g.Piece)}
 }
 
 // is reports whether what the ledger has is what a claim's request has been given: the claim

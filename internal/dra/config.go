@@ -95,7 +95,7 @@ func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request
 	if w.slice == "" {
 		return nil
 	}
-	if w.Admin || g.Kind == ledger.Placement {
+	if w.Admin || w.device.Kind.InMIG() {
 		if w.named {
 			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, and what that has (%s) has none of its own: leave the request out of the configuration: %w", w.Request, w.Device, gpu.ErrInvalid))
 		}

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/workload"
 )
 
@@ -185,7 +186,7 @@ func TestHeldDeviceStaysBesideAnotherFrontEnds(t *testing.T) {
 		claim := w.claim("a", kube.Result{Device: wholeDevice, Admin: true})
 		w.prepares(claim)
 		// The ID comes after the claim's.
-		if _, err := w.ledger.Take(ledger.Request{ID: "zz", Owner: ledger.DevicePlugin, Grants: []ledger.Grant{{GPU: w.in.Inventory.GPUs[0].UUID, Piece: ledger.Piece{Kind: ledger.Whole}}}}); err != nil {
+		if _, err := w.ledger.Take(ledger.Request{ID: "zz", Owner: ledger.DevicePlugin, Grants: []ledger.Grant{{GPU: w.in.Inventory.GPUs[0].UUID, Piece: piece.Whole{}}}}); err != nil {
 			t.Fatal(err)
 		}
 		w.cluster.Know(claim)

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -42,9 +42,9 @@ func BenchmarkFilter(b *testing.B) {
 		return !slices.Contains([]string{"1g.10gb", "3g.40gb"}, p.Profile.String())
 	})
 	for name, layout := range map[string]plan.Layout{
-		"dynamic":      {Known: true, Offers: true, Dynamic: true, Kind: ledger.Placement, N: 79, Unit: 1024, Placements: card.Placements()},
-		"two-profiles": {Known: true, Offers: true, Dynamic: true, Kind: ledger.Placement, N: 79, Unit: 1024, Placements: some},
-		"shared":       {Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024},
+		"dynamic":      {Known: true, Offers: true, Dynamic: true, Division: piece.Division{Kind: piece.KindPlacement, N: 79, Unit: 1024, Placements: card.Placements()}},
+		"two-profiles": {Known: true, Offers: true, Dynamic: true, Division: piece.Division{Kind: piece.KindPlacement, N: 79, Unit: 1024, Placements: some}},
+		"shared":       {Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 79, Unit: 1024}},
 	} {
 		b.Run(name, func(b *testing.B) { filter(b, inv, card, layout) })
 	}

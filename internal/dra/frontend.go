@@ -148,7 +148,7 @@ type faults struct {
 }
 
 func (f *faults) of(d Device) string {
-	if why := f.gpus[d.GPU]; why != "" || d.Kind != ledger.Placement {
+	if why := f.gpus[d.GPU]; why != "" || !d.Kind.InMIG() {
 		return why
 	}
 	return f.placements[placeOf(d)]
@@ -246,7 +246,7 @@ func (f *FrontEnd) showLocked() {
 	}
 	has := func(d Device) bool {
 		l := in.Layouts[d.GPU]
-		return l.Has(d.Kind) && (d.Kind != ledger.Placement || slices.Contains(l.Placements, d.Placement))
+		return l.Has(d.Kind) && (!d.Kind.InMIG() || slices.Contains(l.Placements, d.Placement))
 	}
 	keep := func(d Device) {
 		if _, known := f.leaving[d]; !known && !has(d) {

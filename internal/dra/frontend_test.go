@@ -20,6 +20,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -296,7 +297,7 @@ func TestPrepare(t *testing.T) {
 					}
 					a, _ := w.ledger.Get(id)
 					got, err := json.Marshal(a.Grants[0])
-					if err != nil || string(got) != c.want[i] || !a.IsOpen() || a.Cap(a.Grants[0].GPU) != ledger.CapOf(c.caps[i]) {
+					if err != nil || string(got) != c.want[i] || !a.IsOpen() || a.Cap(a.Grants[0].GPU) != piece.CapOf(c.caps[i]) {
 						t.Errorf("%s, %v, %+v", got, err, a)
 					}
 					if r := w.journal[id]; r.Ref == "" || r.Owner != ledger.DRA {
@@ -466,7 +467,7 @@ func TestStartKnowsTheClaims(t *testing.T) {
 			t.Errorf("a claim names it: %+v", w.cluster.Slices())
 		}
 		a, ok := w.ledger.Get(cdi.Key("claim/uid-running", []string{"r0#0"}))
-		if !ok || a.Grants[0].Cap != ledger.CapOf(5<<30) {
+		if !ok || a.Grants[0].Cap != piece.CapOf(5<<30) {
 			t.Errorf("%+v, %v", a, ok)
 		}
 		if _, err := w.Prepare(t.Context(), waits); err != nil {
@@ -516,7 +517,7 @@ func TestContainerTellsWhatAClaimHas(t *testing.T) {
 		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod} })
 		defer w.run(shared)()
 		a, ok := w.ledger.Get(id)
-		if !ok || a.Grants[0].Cap != ledger.CapOf(7<<30) {
+		if !ok || a.Grants[0].Cap != piece.CapOf(7<<30) {
 			t.Errorf("%+v, %v", a, ok)
 		}
 		if pods := a.Pods(); len(pods) != 1 || pods[0] != pod { // before the runtime is asked again
@@ -634,7 +635,7 @@ func TestPromisedIsHeld(t *testing.T) {
 		if _, err := w.Settle(t.Context()); err != nil || len(w.ledger.Allocations()) != 1 {
 			t.Fatalf("%v, %+v", err, w.ledger.Allocations())
 		}
-		if a := w.ledger.Allocations()[0]; a.Phase != ledger.Taken || a.Grants[0].Placement.Start != 4 {
+		if a := w.ledger.Allocations()[0]; a.Phase != ledger.Taken || piece.At(a.Grants[0].Piece).Start != 4 {
 			t.Errorf("%+v", a)
 		}
 		w.remove("promised") // its pod never came

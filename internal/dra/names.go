@@ -9,7 +9,7 @@ import (
 	"fmt"
 	"strings"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -20,7 +20,7 @@ func DriverName(domain string) string { return "gpus." + domain }
 // Device is what one device of a ResourceSlice stands for.
 type Device struct {
 	GPU  gpu.UUID
-	Kind ledger.Kind
+	Kind piece.Kind
 	// Placement is what a device of kind Placement stands for.
 	Placement mig.Placement
 }
@@ -49,21 +49,7 @@ func digits(u gpu.UUID) string {
 }
 
 // name is the device's in its pool, a DNS label; short is its GPU's.
-func (d *Device) name(short string) string {
-	switch d.Kind {
-	case ledger.Units:
-		return "gpu-" + short + "-shared"
-	case ledger.Replica:
-		return "gpu-" + short + "-replicas"
-	case ledger.Placement:
-		// As in NVIDIA's names: 1g.10gb+me at memory slice 3 is mig-1g10gb-me-3.
-		p := d.Placement.Profile
-		attr := strings.NewReplacer("+", "-", "-", "-no-", ".", "-", "_", "-").Replace(p.Attr)
-		return fmt.Sprintf("gpu-%s-mig-%dg%dgb%s-%d", short, p.Slices, p.GB, attr, d.Placement.Start)
-	default:
-		return "gpu-" + short
-	}
-}
+func (d *Device) name(short string) string { return rows[d.Kind].name(d, short) }
 
 // compareDevices orders devices.
 func compareDevices(a, b Device) int {
@@ -84,14 +70,15 @@ func everyDevice(node string, inv *gpu.Inventory, cards map[gpu.UUID]*mig.Card) 
 	short := shorts(all)
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
-		add := func(of Device) { out[DeviceName{poolName(node, d.Model), of.name(short[d.UUID])}] = of }
-		for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
-			add(Device{GPU: d.UUID, Kind: kind})
-		}
-		if card := cards[d.UUID]; card != nil {
-			for _, p := range card.Placements() {
-				add(Device{GPU: d.UUID, Kind: ledger.Placement, Placement: p})
+		all := everyPiece(d.UUID, func(k piece.Kind) (piece.Division, bool) {
+			of := piece.Division{Kind: k}
+			if card := cards[d.UUID]; k.InMIG() && card != nil {
+				of.Placements = card.Placements()
 			}
+			return of, true
+		})
+		for _, of := range all {
+			out[DeviceName{poolName(node, d.Model), of.name(short[d.UUID])}] = of
 		}
 	}
 	return out

@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
@@ -330,9 +331,9 @@ func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
 		switch {
 		case g.NoRoom:
 			delete(data, "guarantee") // no cap at all
-		case g.Kind == ledger.Placement:
-			data["instance"] = g.Placement.String()
-		case g.Cap != ledger.NoCap:
+		case g.Kind().InMIG():
+			data["instance"] = g.Piece.String()
+		case g.Cap != piece.NoCap:
 			data["guarantee"] = offer.Guarantee
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}

@@ -369,7 +369,7 @@ func (f *refusals) taint(ctx context.Context, uid string, claim *kube.Claim) boo
 		d, listed := f.published.Devices[name]
 		at, withdrawn := f.leaving[d]
 		closed := withdrawn && at > 0 && at <= f.publisher.done() // the server has the taint
-		if !listed || result.Driver != f.Driver || others[name] || f.heldLocked(d) || (d.Kind == ledger.Units || d.Kind == ledger.Replica) && !closed {
+		if !listed || result.Driver != f.Driver || others[name] || f.heldLocked(d) || d.Kind.Shared() && !closed {
 			continue
 		}
 		now := f.Now()

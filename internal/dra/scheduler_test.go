@@ -14,7 +14,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -96,7 +96,7 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 				t.Fatal(err)
 			}
 			published := Build(Input{Node: "node-1", Driver: driver, Inventory: inv, Cards: map[gpu.UUID]*mig.Card{d.UUID: card}, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{
-				d.UUID: {Known: true, Offers: true, Dynamic: true, Kind: ledger.Placement, N: units, Unit: 1024, Placements: card.Placements()}}})
+				d.UUID: {Known: true, Offers: true, Dynamic: true, Division: piece.Division{Kind: piece.KindPlacement, N: units, Unit: 1024, Placements: card.Placements()}}}})
 			shared := func(is string) string {
 				return `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "gpu" && ` + is + `has(device.attributes["gpus.example.com"].sharing)`
 			}
@@ -127,11 +127,11 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 				}
 				// What the hardware has room for.
 				var standing []mig.Placement
-				kinds, free := map[ledger.Kind]bool{}, units
+				kinds, free := map[piece.Kind]bool{}, units
 				for i := range held {
 					kinds[held[i].of.Kind] = true
 					free -= held[i].units
-					if held[i].of.Kind == ledger.Placement {
+					if held[i].of.Kind == piece.KindPlacement {
 						standing = append(standing, held[i].of.Placement)
 					}
 				}
@@ -139,7 +139,7 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 				if p, ok := profiles[name]; ok {
 					want = len(held) == len(standing) && slices.ContainsFunc(card.Placements(), func(s mig.Placement) bool { return s.Profile == p && card.Fits(standing, s) })
 				} else if n > 0 {
-					want = len(held) == 0 || kinds[ledger.Units] && len(kinds) == 1 && n <= free
+					want = len(held) == 0 || kinds[piece.KindUnits] && len(kinds) == 1 && n <= free
 				}
 				device, share := a.ask(name, n, held)
 				if (device.Device != "") != want {
@@ -151,7 +151,7 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 				}
 				granted++
 				of := published.Devices[DeviceName{published.Slices[0].Pool.Name, device.Device}]
-				if of.Kind == ledger.Placement && !card.Fits(standing, of.Placement) {
+				if of.Kind == piece.KindPlacement && !card.Fits(standing, of.Placement) {
 					t.Fatalf("%s beside %v: the scheduler gives %v", name, held, of)
 				}
 				held = append(held, given{of, n, structured.MakeDeviceID(device.Driver, device.Pool, device.Device), share})

@@ -10,7 +10,6 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -182,7 +181,7 @@ func (in *Input) counters(d *gpu.Device) map[string]kube.Amount {
 
 // takes is what a device takes of its GPU's counters: all but for MIG.
 func (in *Input) takes(d *gpu.Device, of Device) map[string]kube.Amount {
-	if of.Kind != ledger.Placement {
+	if !of.Kind.InMIG() {
 		return in.counters(d)
 	}
 	out := map[string]kube.Amount{}
@@ -209,18 +208,7 @@ func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
 
 // devices are what is listed of a GPU: what its layout has, and then what is departing.
 func (in *Input) devices(d *gpu.Device) []Device {
-	var out []Device
-	l := in.Layouts[d.UUID]
-	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
-		if l.Has(kind) {
-			out = append(out, Device{GPU: d.UUID, Kind: kind})
-		}
-	}
-	if l.Has(ledger.Placement) {
-		for _, p := range l.Placements {
-			out = append(out, Device{GPU: d.UUID, Kind: ledger.Placement, Placement: p})
-		}
-	}
+	out := everyPiece(d.UUID, in.Layouts[d.UUID].Of)
 	for _, o := range in.Departing {
 		if o.GPU == d.UUID && !slices.Contains(out, o) {
 			out = append(out, o)
@@ -238,39 +226,8 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 	if in.Taints != nil {
 		out.Taints = in.Taints(of)
 	}
-	l := in.Layouts[d.UUID]
-	switch of.Kind {
-	case ledger.Placement:
-		if p := profile(d, of.Placement.Profile); p != nil {
-			out.Capacity = capacity(p.Memory, *p)
-		}
-		// NVIDIA's names of the memory slices that it is on. A card with more than others
-		// leaves them out where they would be too many.
-		if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <= maxEach {
-			for i := range of.Placement.Size {
-				out.Capacity["memorySlice"+strconv.Itoa(of.Placement.Start+i)] = kube.Capacity{Value: 1}
-			}
-		}
-	case ledger.Units:
-		out.Shared = true
-		if l.Has(ledger.Units) && l.N > 0 {
-			total, unit := bytes(l.Unit)*kube.Quantity(l.N), bytes(l.Unit)
-			// A claim that names no amount gets all: a silent share of the least size
-			// would be a surprise at the first allocation.
-			out.Capacity[memory] = kube.Capacity{Value: total, Policy: &kube.RequestPolicy{Default: total, Range: &kube.Range{Min: unit, Max: total, Step: unit}}}
-		}
-	case ledger.Replica:
-		out.Shared = true
-		if l.Has(ledger.Replica) {
-			// One to a claim: two replicas of one GPU are no more than one. The device
-			// has no memory, since a claim takes of every capacity of such a device.
-			out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(l.N), Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}
-		}
-	default:
-		// As NVIDIA's driver has it, the most that any profile has: of an A100 that is 98 of
-		// its 108 multiprocessors. A GPU without MIG tells of none.
-		out.Capacity = capacity(d.Memory, d.MIG.Profiles...)
-	}
+	division, _ := in.Layouts[d.UUID].Of(of.Kind)
+	rows[of.Kind].capacity(d, of, division, &out)
 	return out
 }
 
@@ -300,10 +257,6 @@ func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]kube.Capacity {
 	return out
 }
 
-// types are the values of the attribute "type". NVIDIA's driver has no other for a GPU that
-// several claims share.
-var types = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Placement: "mig", ledger.Units: "gpu", ledger.Replica: "gpu"}
-
 // attributes are what selectors see of a device: NVIDIA's names, and index, guarantee, the
 // NVLink domain and of a shared GPU how it is shared besides.
 func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute {
@@ -322,25 +275,11 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute 
 			out[name] = kube.Attribute{Version: &v}
 		}
 	}
-	text("type", types[of.Kind])
+	row := rows[of.Kind]
+	text("type", row.kind)
 	text("guarantee", "hardware")
-	switch of.Kind {
-	case ledger.Whole:
-		text("uuid", string(d.UUID))
-	case ledger.Placement:
-		if one := mig.Find(d.MIG.Instances, of.Placement); one != nil && in.Fixed[d.UUID] {
-			text("uuid", string(one.UUID))
-		}
-		text("parentUUID", string(d.UUID))
-		text("profile", of.Placement.Profile.String())
-	case ledger.Units:
-		text("uuid", string(d.UUID))
-		text("sharing", "memory")
-		text("guarantee", in.Guarantee)
-	case ledger.Replica:
-		text("uuid", string(d.UUID))
-		text("sharing", "replicas")
-		text("guarantee", in.Guarantee)
+	for name, value := range row.attributes(in, d, of) {
+		text(name, value)
 	}
 	number("index", int64(d.Index))
 	text("productName", d.Model)

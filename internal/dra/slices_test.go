@@ -13,7 +13,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -51,7 +51,7 @@ func input(t testing.TB, inv *gpu.Inventory, layout func(*gpu.Device, *mig.Card)
 }
 
 func onDemand(_ *gpu.Device, c *mig.Card) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(c.Placements()), Placements: c.Placements()}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindPlacement, N: len(c.Placements()), Placements: c.Placements()}}
 }
 
 func dynamic(d *gpu.Device, c *mig.Card) plan.Layout {
@@ -61,15 +61,15 @@ func dynamic(d *gpu.Device, c *mig.Card) plan.Layout {
 }
 
 func shared(*gpu.Device, *mig.Card) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 79, Unit: 1024}}
 }
 
 func replicas(*gpu.Device, *mig.Card) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: 4}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: 4}}
 }
 
 func whole(*gpu.Device, *mig.Card) plan.Layout {
-	return plan.Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+	return plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindWhole, N: 1}}
 }
 
 // Whatever the card, slices keep to the API's limits, and names are DNS labels that tell
@@ -93,7 +93,7 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 			for _, at := range in.Cards[d.UUID].Placements() {
 				d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: at.Profile.String(), Placement: gpu.Placement{Start: at.Start, Size: at.Size}, UUID: "MIG-x"})
 			}
-			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Replica})
+			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: piece.KindReplica})
 		}
 		p := Build(in)
 		devices, sets := 0, map[string]bool{}
@@ -291,7 +291,7 @@ func TestHeldDeviceThatNoLayoutHas(t *testing.T) {
 	inv := several(t, "a100-80gb.json", 1)
 	in := input(t, inv, onDemand)
 	u := inv.GPUs[0].UUID
-	held := Device{GPU: u, Kind: ledger.Placement, Placement: in.Layouts[u].Placements[2]}
+	held := Device{GPU: u, Kind: piece.KindPlacement, Placement: in.Layouts[u].Placements[2]}
 	in.Layouts[u] = whole(nil, nil)
 	ask := func() string {
 		p := Build(in)
@@ -315,7 +315,7 @@ func TestHeldDeviceOfAnUnknownCard(t *testing.T) {
 	inv := several(t, "a100-80gb.json", 1)
 	in := input(t, inv, onDemand)
 	u := inv.GPUs[0].UUID
-	in.Departing = []Device{{GPU: u, Kind: ledger.Placement, Placement: in.Layouts[u].Placements[2]}}
+	in.Departing = []Device{{GPU: u, Kind: piece.KindPlacement, Placement: in.Layouts[u].Placements[2]}}
 	in.Cards, in.Layouts = nil, nil
 	if p := Build(in); len(p.Devices) != 1 || len(p.Slices) != 2 {
 		t.Errorf("%+v", p)

@@ -20,6 +20,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -351,8 +352,8 @@ func (s *storm) round() {
 			delete(s.files, a.ID)
 			s.ledger.Gone(a.ID)
 		case a.Phase == ledger.Taken || a.Phase == ledger.Making:
-			if a.Kind() == ledger.Placement {
-				place := mig.Place{GPU: a.Grants[0].GPU, Placement: a.Grants[0].Placement}
+			if a.Kind() == piece.KindPlacement {
+				place := mig.Place{GPU: a.Grants[0].GPU, Placement: piece.At(a.Grants[0].Piece)}
 				if !s.made[place] && a.Asked.IsZero() {
 					continue // its instance is made when its container is to start
 				}
@@ -592,7 +593,7 @@ func (s *storm) run(p *stormPod) {
 
 // fits reports whether a grant is of the device and the amount of a result.
 func fits(x *share, g *ledger.Grant) bool {
-	return strings.HasPrefix(x.Device, "gpu-"+string(g.GPU[4:12])) && (g.Kind != ledger.Units || int64(g.Units.Len())<<30 == x.Amount)
+	return strings.HasPrefix(x.Device, "gpu-"+string(g.GPU[4:12])) && (g.Kind() != piece.KindUnits || int64(piece.Count(g.Piece))<<30 == x.Amount)
 }
 
 // terminate is the end of a pod: its container, its sandbox, unprepareResources, and then the API server hears of it.

@@ -51,7 +51,7 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 		return status.NotInPartition
 	case w.leaves:
 		return status.AgentEnds
-	case slices.Contains(w.Changing, d.GPU), drains && (d.Kind != ledger.Placement || !inMIG):
+	case slices.Contains(w.Changing, d.GPU), drains && !(d.Kind.InMIG() && inMIG):
 		return status.GPUChange
 	case w.Others[d.GPU] != "":
 		return status.OtherOwner
@@ -63,9 +63,9 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 		return status.NameInUse
 	case w.Closed != "":
 		return status.DriverFilesUnknown
-	case w.Changes.Stuck[d.GPU].Message != "" && (d.Kind == ledger.Placement) != inMIG:
+	case w.Changes.Stuck[d.GPU].Message != "" && d.Kind.InMIG() != inMIG:
 		return w.Changes.Stuck[d.GPU].Reason
-	case d.Kind != ledger.Placement:
+	case !d.Kind.InMIG():
 		return ""
 	case w.occupied(d):
 		return status.NoRoom
@@ -87,5 +87,5 @@ func (w *withdrawals) occupied(d Device) bool {
 
 // elsewhere reports whether somebody has the GPU through the other front-end.
 func (w *withdrawals) elsewhere(d Device) bool {
-	return slices.ContainsFunc(w.held, func(a ledger.Allocation) bool { return a.Owner != ledger.DRA && a.On(d.GPU) })
+	return slices.ContainsFunc(w.held, func(a ledger.Allocation) bool { return a.On(d.GPU) && (a.Owner != ledger.DRA || !a.Kind().Known()) })
 }

@@ -15,7 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -296,13 +296,13 @@ func says(t *testing.T, card *gpunode.Card, g GPU) gpunode.GPU {
 	out := gpunode.GPU{Index: g.Index, Model: g.Model, MemoryMiB: int(g.Memory), Mode: string(g.Mode), API: string(g.API)}
 	switch {
 	case g.Replicas > 0:
-		out.Kind, out.Total = ledger.Replica, g.Replicas
+		out.Kind, out.Total = piece.KindReplica, g.Replicas
 	case g.Mode == config.Dynamic:
-		out.Kind, out.Total = ledger.Placement, g.Units
+		out.Kind, out.Total = piece.KindPlacement, g.Units
 	case g.Units > 0:
-		out.Kind, out.Total = ledger.Units, g.Units
+		out.Kind, out.Total = piece.KindUnits, g.Units
 	case g.Mode == config.Whole:
-		out.Kind, out.Total = ledger.Whole, 1
+		out.Kind, out.Total = piece.KindWhole, 1
 	}
 	if g.Profiles == nil {
 		return out
@@ -311,7 +311,7 @@ func says(t *testing.T, card *gpunode.Card, g GPU) gpunode.GPU {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out.Kind, out.MIG = ledger.Placement, &gpunode.MIG{Card: card.Name}
+	out.Kind, out.MIG = piece.KindPlacement, &gpunode.MIG{Card: card.Name}
 	for _, p := range g.Profiles {
 		if p.Devices == 0 {
 			continue

@@ -12,6 +12,7 @@ import (
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -157,12 +158,10 @@ func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 	for i := range s.GPUs {
 		from := &s.GPUs[i]
 		g := GPU{Index: from.Index, Model: from.Model, Memory: gpu.MiB(from.MemoryMiB), Mode: config.Mode(from.Mode), API: ledger.FrontEnd(from.API)}
-		switch {
-		case from.Kind == ledger.Units || g.Mode == config.Dynamic:
+		if from.Kind.Counted().Together() {
 			g.Units = from.Total
-		case from.Kind == ledger.Replica:
-			g.Replicas = from.Total
 		}
+		g.Replicas = piece.Division{Kind: from.Kind, N: from.Total}.Wish().Replicas
 		if m := from.MIG; m != nil && (g.Mode == config.MIG || g.Mode == config.Dynamic) {
 			if c := slices.IndexFunc(s.Cards, func(c gpunode.Card) bool { return c.Name == m.Card }); c >= 0 {
 				g.Slices, g.Profiles = s.Cards[c].MemorySlices, offeredProfiles(&s.Cards[c], m)

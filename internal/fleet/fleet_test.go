@@ -22,7 +22,7 @@ import (
 
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/placer"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -56,7 +56,7 @@ func says(uuids ...string) *gpunode.Status {
 	for i, uuid := range uuids {
 		out.GPUs = append(out.GPUs, gpunode.GPU{
 			UUID: uuid, Index: i, Mode: "shared", API: "device-plugin",
-			Resource: memory, Kind: ledger.Units, Total: 79, Free: 79, Largest: 79,
+			Resource: memory, Kind: piece.KindUnits, Total: 79, Free: 79, Largest: 79,
 			Conditions: []gpunode.Condition{{Type: gpunode.Healthy, Status: gpunode.True}, {Type: gpunode.Available, Status: gpunode.True}},
 		})
 	}

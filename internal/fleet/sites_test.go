@@ -10,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 )
 
 // A GPU counts as long as anybody holds a piece of it, once, for the site of its node.
@@ -24,7 +24,7 @@ func TestUseOfSites(t *testing.T) {
 		s := says(first, second)
 		for i, yes := range used {
 			if yes {
-				s.GPUs[i].Used = ledger.SetOf([]int{3, 4})
+				s.GPUs[i].Used = piece.SetOf([]int{3, 4})
 			}
 		}
 		f.SetNode(n)

@@ -15,7 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -393,7 +393,7 @@ func TestManyShapesOfOneNamespace(t *testing.T) {
 	// A node is full, and then not.
 	full := says(first, second)
 	for i := range full.GPUs {
-		full.GPUs[i].Used = ledger.UnitSet{{First: 0, Last: 78}}
+		full.GPUs[i].Used = piece.Set{{First: 0, Last: 78}}
 	}
 	if err := f.SetGPUNode("n7", full); err != nil {
 		t.Fatal(err)

@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -46,7 +47,7 @@ func (s *Status) Check() error {
 		if g.API == string(ledger.DRA) {
 			continue // nobody counts its devices by number
 		}
-		if g.Kind != ledger.Placement {
+		if !g.Kind.InMIG() {
 			listed += g.Total
 		}
 		used += g.Used.Len()
@@ -98,7 +99,7 @@ func within(v reflect.Value, path string) error {
 			}
 		}
 	case reflect.Struct:
-		if v.Type() == reflect.TypeFor[time.Time]() || v.Type() == reflect.TypeFor[ledger.UnitRange]() {
+		if v.Type() == reflect.TypeFor[time.Time]() || v.Type() == reflect.TypeFor[piece.Range]() {
 			return nil
 		}
 		for i := range v.NumField() {

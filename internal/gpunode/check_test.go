@@ -14,7 +14,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -25,10 +25,10 @@ func node() *gpunode.Status {
 		MemoryUnitMiB: 1024, HoldersIn: gpunode.InObject, Conditions: condition,
 		GPUs: []gpunode.GPU{{
 			UUID: "GPU-a", Index: 1, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Guarantee: "api", Conditions: slices.Clone(condition),
-			Resource: "example.com/gpu-mem", Kind: ledger.Units, Total: 79, Used: ledger.SetOf([]int{0, 9}), Free: 75, Largest: 75,
+			Resource: "example.com/gpu-mem", Kind: piece.KindUnits, Total: 79, Used: piece.SetOf([]int{0, 9}), Free: 75, Largest: 75,
 			MIG: &gpunode.MIG{Card: "c", Used: []string{"1g.10gb@0"}, Blocked: []string{"1g.10gb@1"}, Warm: []string{"3g.40gb@4"},
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
-			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "r", Devices: ledger.SetOf([]int{0}), Placements: []string{"3g.40gb@4"}}},
+			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "r", Devices: piece.SetOf([]int{0}), Placements: []string{"3g.40gb@4"}}},
 		}},
 		Cards: []gpunode.Card{{Name: "c", MemorySlices: 8, Profiles: []gpunode.Profile{{Name: "3g.40gb", ComputeSlices: 3, MemorySlices: 4, Starts: []int{0, 4}, Max: 2,
 			Engines: &gpunode.Engines{Decode: 1}}}}},
@@ -86,7 +86,7 @@ func TestCheckHoldsEachField(t *testing.T) {
 				refused(name, s)
 				element := func(s *gpunode.Status) reflect.Value { return field(s).Index(0) }
 				switch each, err := strconv.Atoi(f.Tag.Get("each")); {
-				case f.Type == reflect.TypeFor[ledger.UnitSet]():
+				case f.Type == reflect.TypeFor[piece.Set]():
 				case f.Type.Elem().Kind() == reflect.Struct:
 					fields(element, name+"[0]")
 				case err != nil:
@@ -113,7 +113,7 @@ func TestCheckHoldsEachField(t *testing.T) {
 
 // TestCheckHoldsSums: what each GPU may have, all of them may not.
 func TestCheckHoldsSums(t *testing.T) {
-	set := func(text string) (s ledger.UnitSet) {
+	set := func(text string) (s piece.Set) {
 		if err := s.UnmarshalText([]byte(text)); err != nil {
 			t.Fatal(err)
 		}
@@ -136,7 +136,7 @@ func TestCheckHoldsSums(t *testing.T) {
 		},
 	} {
 		s := node()
-		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: "GPU-b", API: "device-plugin", Kind: ledger.Units})
+		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: "GPU-b", API: "device-plugin", Kind: piece.KindUnits})
 		if err := s.Check(); err != nil {
 			t.Fatal(err)
 		}

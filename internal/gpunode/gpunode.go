@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 )
 
@@ -105,13 +105,13 @@ type GPU struct {
 	// Kind says what one device is: the "whole" GPU, one of its memory "units" (a request
 	// is for units of one GPU) or a "replica" (a request is for replicas of different
 	// GPUs); "placement" for mig, and for dynamic, whose Total counts memory units.
-	Kind ledger.Kind `json:"kind,omitempty" max:"16"`
+	Kind piece.Kind `json:"kind,omitempty" max:"16"`
 	// Total is how many devices the GPU has: 1, its memory units or its replicas; 0 for mig
 	// and off, and where nothing is known. A device's number is below Total, and a whole
 	// GPU's is 0.
 	Total int `json:"total" max:"16777216"`
 	// Used has the numbers of the devices that are held.
-	Used ledger.UnitSet `json:"used,omitempty" max:"30000"`
+	Used piece.Set `json:"used,omitempty" max:"30000"`
 	// Free is how many devices can be had now: 0 where the GPU is not Available.
 	Free int `json:"free" max:"16777216"`
 	// Largest is how many of them one container can have: all memory units that are free,
@@ -168,8 +168,8 @@ type Holder struct {
 	Resource string `json:"resource,omitempty" max:"316"`
 	// Devices are the numbers of its devices, as in GPU.Used, and Placements its MIG
 	// devices.
-	Devices    ledger.UnitSet `json:"devices,omitempty" max:"30000"`
-	Placements []string       `json:"placements,omitempty" max:"512" each:"64"`
+	Devices    piece.Set `json:"devices,omitempty" max:"30000"`
+	Placements []string  `json:"placements,omitempty" max:"512" each:"64"`
 }
 
 // Cut shortens the messages of all conditions to brief.Text: some are words of a driver or an

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -27,7 +26,7 @@ func (s *Status) Sum() {
 		if g.Resource != "" {
 			r := s.resource(g.Resource)
 			r.Total, r.Free = r.Total+g.Total, r.Free+g.Free
-			if g.Kind == ledger.Units {
+			if g.Kind.Together() {
 				r.Largest = max(r.Largest, g.Largest)
 			} else {
 				r.Largest += g.Largest
@@ -128,9 +127,6 @@ type tally struct {
 	memory, idle int
 }
 
-// words are what summaries call devices, by kind.
-var words = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Units: "gpu-mem", ledger.Replica: "gpu.shared"}
-
 func (t *tally) add(g *GPU, card *mig.Card) {
 	t.gpus++
 	if !Is(g.Conditions, Healthy) {
@@ -141,16 +137,18 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 		return
 	}
 	free, total := g.Free, g.Total
-	switch word := cmp.Or(words[g.Kind], words[ledger.Units]); {
+	switch counted := g.Kind.Counted(); {
 	case g.MIG != nil && g.Mode == "mig":
 		free, total = g.MIG.free(card)
 		t.free["mig"], t.total["mig"] = t.free["mig"]+free, t.total["mig"]+total
 		if size := g.MemoryMiB / max(total, 1) * sizeOf(card, g.MIG.Largest); size > t.size {
 			t.profile, t.size = g.MIG.Largest, size
 		}
-	case g.Kind == ledger.Units || g.Kind == ledger.Placement:
+	case counted.Together():
+		word := counted.Short()
 		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, max(t.largest[word], g.Largest)
-	case total > 0:
+	case counted.Known() && total > 0:
+		word := counted.Short()
 		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, t.largest[word]+g.Largest
 	}
 	t.memory += g.MemoryMiB

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -147,7 +148,7 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 // grantsOn has something of each of these GPUs, with this cap.
 func grantsOn(gpus []gpu.UUID, limit uint64) (out []ledger.Grant) {
 	for _, u := range gpus {
-		out = append(out, ledger.Grant{GPU: u, Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{0})}, Cap: ledger.CapOf(limit)})
+		out = append(out, ledger.Grant{GPU: u, Piece: piece.Units{Set: piece.SetOf([]int{0})}, Cap: piece.CapOf(limit)})
 	}
 	return out
 }
@@ -705,7 +706,7 @@ func TestUnknownCapIsNotJudged(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, gib, gpu0)
 	w.container("b", []int{20}, gib, gpu1)
-	w.allocations[0].Grants[0].Cap = ledger.Cap{}
+	w.allocations[0].Grants[0].Cap = piece.Cap{}
 	unknown := w.allocations[0].Grants[0].GPU
 	w.uses(10, gpu0, 3*gib)
 	w.uses(20, gpu1, 3*gib)

@@ -18,6 +18,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -49,7 +50,7 @@ func newCluster(t *testing.T, nodes map[string][]int) *cluster {
 		c.labels[name] = map[string]string{"site": site, corev1.LabelHostname: name}
 		s := &gpunode.Status{HoldersIn: gpunode.InPods, Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 		for i, n := range gpus {
-			s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%s-%d", name, i), Index: i, API: string(ledger.DevicePlugin), Kind: ledger.Units, Resource: memory, Total: n,
+			s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%s-%d", name, i), Index: i, API: string(ledger.DevicePlugin), Kind: piece.KindUnits, Resource: memory, Total: n,
 				Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}})
 		}
 		s.Sum()

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -140,7 +141,7 @@ func (a *Allocation) Pods() []workload.Pod {
 }
 
 // Kind is what its pieces are.
-func (a *Allocation) Kind() Kind { return a.Grants[0].Kind }
+func (a *Allocation) Kind() piece.Kind { return a.Grants[0].Kind() }
 
 // IsOpen reports whether its container may be created.
 func (a *Allocation) IsOpen() bool { return a.Phase == Open }
@@ -167,14 +168,14 @@ func (a *Allocation) Takes(u gpu.UUID) bool {
 }
 
 // Cap is what its holder may have of a GPU's memory.
-func (a *Allocation) Cap(u gpu.UUID) (cap Cap) {
+func (a *Allocation) Cap(u gpu.UUID) (cap piece.Cap) {
 	for i := range a.Grants {
 		switch g := &a.Grants[i]; {
 		case g.GPU != u:
 		case !g.Cap.Known:
-			return Cap{}
+			return piece.Cap{}
 		default: // of several replicas of one GPU, which the kubelet gives though nobody asked it to, all count
-			cap = CapOf(cap.Bytes + min(g.Cap.Bytes, memcap.None-cap.Bytes))
+			cap = piece.CapOf(cap.Bytes + min(g.Cap.Bytes, memcap.None-cap.Bytes))
 		}
 	}
 	return cap
@@ -218,8 +219,8 @@ func (r *Record) check() error {
 		return errors.New("nothing was granted")
 	}
 	for i := range r.Grants {
-		if r.Grants[i].Kind != r.Grants[0].Kind {
-			return fmt.Errorf("pieces of two kinds, %s and %s, in one allocation", r.Grants[0].Kind, r.Grants[i].Kind)
+		if first, k := r.Grants[0].Kind(), r.Grants[i].Kind(); k != first {
+			return fmt.Errorf("pieces of two kinds, %s and %s, in one allocation", first, k)
 		}
 	}
 	return nil

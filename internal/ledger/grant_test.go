@@ -10,6 +10,7 @@ import (
 	"slices"
 	"testing"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -30,15 +31,15 @@ func TestRecord(t *testing.T) {
 		grant Grant
 		want  string
 	}{
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{0, 1, 2, 7}), Unit: 1024}, Cap: CapOf(4 << 30)},
+		{Grant{GPU: "GPU-a", Piece: piece.Units{Set: piece.SetOf([]int{0, 1, 2, 7}), Unit: 1024}, Cap: piece.CapOf(4 << 30)},
 			`{"gpu":"GPU-a","kind":"units","units":"0-2,7","unitMiB":1024,"cap":4294967296}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{5})}, Cap: Cap{}}, `{"gpu":"GPU-a","kind":"units","units":"5"}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Replica, Replica: 2, Of: 4}, Cap: CapOf(0)}, `{"gpu":"GPU-a","kind":"replica","replica":2,"of":4,"cap":0}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap}, `{"gpu":"GPU-a","kind":"whole"}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Placement, Placement: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, Cap: NoCap},
+		{Grant{GPU: "GPU-a", Piece: piece.Units{Set: piece.SetOf([]int{5})}, Cap: piece.Cap{}}, `{"gpu":"GPU-a","kind":"units","units":"5"}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Replica{Number: 2, Of: 4}, Cap: piece.CapOf(0)}, `{"gpu":"GPU-a","kind":"replica","replica":2,"of":4,"cap":0}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap}, `{"gpu":"GPU-a","kind":"whole"}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Placement{At: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, Cap: piece.NoCap},
 			`{"gpu":"GPU-a","kind":"placement","profile":"1c.3g.40gb","start":4,"size":4,"ci":1}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}, `{"gpu":"GPU-a","kind":"whole","noRoom":true}`},
-		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, TimeSlice: gpu.TimeSliceLong}, `{"gpu":"GPU-a","kind":"whole","timeSlice":"long"}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}, `{"gpu":"GPU-a","kind":"whole","noRoom":true}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, TimeSlice: gpu.TimeSliceLong}, `{"gpu":"GPU-a","kind":"whole","timeSlice":"long"}`},
 	} {
 		got, err := json.Marshal(c.grant)
 		if err != nil || string(got) != c.want {
@@ -53,7 +54,7 @@ func TestRecord(t *testing.T) {
 
 func TestRecordsThatAreRefused(t *testing.T) {
 	for _, text := range []string{
-		``, `null`, `[]`, `{}`, `{"gpu":"GPU-a"}`, `{"gpu":"GPU-a","kind":"half"}`, `{"gpu":"MIG-a","kind":"whole"}`, `{"gpu":"GPU-a","kind":"units"}`,
+		``, `null`, `[]`, `{}`, `{"gpu":"GPU-a"}`, `{"gpu":"GPU-a","kind":""}`, `{"gpu":"MIG-a","kind":"whole"}`, `{"gpu":"GPU-a","kind":"units"}`,
 		`{"gpu":"GPU-a","kind":"units","units":""}`, `{"gpu":"GPU-a","kind":"units","units":"3-1"}`, `{"gpu":"GPU-a","kind":"units","units":"1,1"}`,
 		`{"gpu":"GPU-a","kind":"units","units":"0-4294967296"}`, `{"gpu":"GPU-a","kind":"units","units":"0","unitMiB":-1}`,
 		`{"gpu":"GPU-a","kind":"units","units":"0-16777216"}`, `{"gpu":"GPU-a","kind":"replica","of":4000000000}`, `{"gpu":"GPU-a","kind":"replica","replica":2147483647}`,
@@ -72,26 +73,46 @@ func TestRecordsThatAreRefused(t *testing.T) {
 	}
 }
 
+// A newer version's piece, of a kind that this one does not know, is kept as it was and
+// leaves nobody room on its GPU.
+func TestRecordOfAnUnknownKind(t *testing.T) {
+	const text = `{"gpu":"GPU-a","kind":"slot","of":7,"slot":3,"cap":1024,"timeSlice":"long"}`
+	var g Grant
+	if err := json.Unmarshal([]byte(text), &g); err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Kind().Check(); !errors.Is(err, piece.UnknownKind{Word: "slot"}) {
+		t.Errorf("its kind's error is %v", err)
+	}
+	if got, err := json.Marshal(g); err != nil || string(got) != text {
+		t.Errorf("it is written again as %s, %v; want %s", got, err, text)
+	}
+	for _, other := range []piece.Piece{piece.Whole{}, piece.Units{}, piece.Replica{}, piece.Placement{}, g.Piece} {
+		if !overlap(nil, []Grant{g}, []Grant{{GPU: "GPU-a", Piece: other}}) || !overlap(nil, []Grant{{GPU: "GPU-a", Piece: other}}, []Grant{g}) {
+			t.Errorf("%v has room beside it", other)
+		}
+	}
+}
+
 // A cap tells what follows from it, and nothing where nothing does.
 func TestFix(t *testing.T) {
-	units, replica := Piece{Kind: Units, Units: SetOf([]int{3, 4})}, Piece{Kind: Replica, Replica: 1}
+	units, replica := piece.Units{Set: piece.SetOf([]int{3, 4})}, piece.Replica{Number: 1}
 	for _, c := range []struct {
-		piece Piece
+		of    piece.Piece
 		bytes uint64
-		unit  gpu.MiB
-		of    int
+		want  piece.Piece
 	}{
-		{units, 2 << 30, 1024, 0},
-		{units, 2047 << 20, 0, 0},
-		{units, memcap.None, 0, 0},
-		{replica, 2050 << 20, 0, 2},
-		{replica, 1025 << 20, 0, 4},
-		{replica, 0, 0, 0},
-		{Piece{Kind: Whole}, memcap.None, 0, 0},
+		{units, 2 << 30, piece.Units{Set: units.Set, Unit: 1024}},
+		{units, 2047 << 20, units},
+		{units, memcap.None, units},
+		{replica, 2050 << 20, piece.Replica{Number: 1, Of: 2}},
+		{replica, 1025 << 20, piece.Replica{Number: 1, Of: 4}},
+		{replica, 0, replica},
+		{piece.Whole{}, memcap.None, piece.Whole{}},
 	} {
-		g := Grant{GPU: "GPU-a", Piece: c.piece}.Fix(c.bytes, 4100)
-		if g.Cap != CapOf(c.bytes) || g.Unit != c.unit || g.Of != c.of {
-			t.Errorf("%+v with a cap of %d MiB is %+v", c.piece, c.bytes>>20, g)
+		g := Grant{GPU: "GPU-a", Piece: c.of}.Fix(c.bytes, 4100)
+		if g.Cap != piece.CapOf(c.bytes) || !reflect.DeepEqual(g.Piece, c.want) {
+			t.Errorf("%+v with a cap of %d MiB is %+v", c.of, c.bytes>>20, g)
 		}
 	}
 }
@@ -99,14 +120,14 @@ func TestFix(t *testing.T) {
 // A set is what a map of the same numbers is.
 func TestUnitSet(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	draw := func() (UnitSet, []int) {
+	draw := func() (piece.Set, []int) {
 		var numbers []int
 		for n := range 40 {
 			if rng.IntN(3) == 0 {
 				numbers = append(numbers, n)
 			}
 		}
-		return SetOf(numbers), numbers
+		return piece.SetOf(numbers), numbers
 	}
 	for range 2000 {
 		a, in := draw()
@@ -121,7 +142,7 @@ func TestUnitSet(t *testing.T) {
 			t.Fatalf("%v from %d on is %v", in, from, got)
 		}
 		text, err := a.MarshalText()
-		var back UnitSet
+		var back piece.Set
 		if err == nil && len(in) > 0 {
 			err = back.UnmarshalText(text)
 		}

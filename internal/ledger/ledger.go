@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -418,9 +419,9 @@ func (a *allocation) learn(grants []Grant) {
 		return
 	}
 	for i := range grants {
-		if g := &grants[i]; g.GPU == a.Grants[i].GPU && g.Kind == a.Grants[i].Kind && g.Cap.Known && !a.Grants[i].Cap.Known {
+		if g := &grants[i]; g.GPU == a.Grants[i].GPU && piece.Same(g.Piece, a.Grants[i].Piece) && g.Cap.Known && !a.Grants[i].Cap.Known {
 			a.Grants = slices.Clone(a.Grants) // others may read it
-			a.Grants[i].Unit, a.Grants[i].Of, a.Grants[i].Cap = g.Unit, g.Of, g.Cap
+			a.Grants[i].Piece, a.Grants[i].Cap = g.Piece, g.Cap
 		}
 	}
 }

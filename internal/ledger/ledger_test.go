@@ -12,13 +12,14 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
 func unitsOf(u gpu.UUID, numbers ...int) []Grant {
-	return []Grant{{GPU: u, Piece: Piece{Kind: Units, Units: SetOf(numbers), Unit: 1024}, Cap: CapOf(uint64(len(numbers)) << 30)}}
+	return []Grant{{GPU: u, Piece: piece.Units{Set: piece.SetOf(numbers), Unit: 1024}, Cap: piece.CapOf(uint64(len(numbers)) << 30)}}
 }
 
 func newLedger() *Ledger {
@@ -39,10 +40,10 @@ func TestTake(t *testing.T) {
 		{"other units", DevicePlugin, false, unitsOf("GPU-a", 2, 3), false},
 		{"the same units", DevicePlugin, false, unitsOf("GPU-a", 1, 2), true},
 		{"the same units, of one that ends", DevicePlugin, true, unitsOf("GPU-a", 1, 2), false},
-		{"units of another size", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{5}), Unit: 512}}}, true},
-		{"a replica of the GPU", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Replica, Of: 4}}}, true},
-		{"the GPU, and nothing of it", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}, false},
-		{"the GPU through another front-end, and nothing of it", DRA, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}, false},
+		{"units of another size", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Units{Set: piece.SetOf([]int{5}), Unit: 512}}}, true},
+		{"a replica of the GPU", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Replica{Of: 4}}}, true},
+		{"the GPU, and nothing of it", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}}, false},
+		{"the GPU through another front-end, and nothing of it", DRA, false, []Grant{{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}}, false},
 		{"another GPU", "other", false, unitsOf("GPU-b", 0), false},
 		{"through another front-end", "other", false, unitsOf("GPU-a", 2, 3), true},
 		{"through another front-end, of one that ends", "other", true, unitsOf("GPU-a", 2, 3), true},
@@ -98,7 +99,7 @@ func TestTimeSlicesOfOneGPU(t *testing.T) {
 // What takes nothing keeps nobody off, also not through another front-end.
 func TestNoRoom(t *testing.T) {
 	l := newLedger()
-	r := Request{ID: "admin", Owner: DRA, Ref: "of whom", Grants: []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}}
+	r := Request{ID: "admin", Owner: DRA, Ref: "of whom", Grants: []Grant{{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}}}
 	if a, err := l.Take(r); err != nil || a.Record().Ref != "of whom" {
 		t.Fatal(a, err)
 	}
@@ -290,7 +291,7 @@ func TestTransitions(t *testing.T) {
 func TestMeets(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 2000 {
-		var sets [2]UnitSet
+		var sets [2]piece.Set
 		var numbers [2][]int
 		for i := range sets {
 			for n := range 20 {
@@ -298,7 +299,7 @@ func TestMeets(t *testing.T) {
 					numbers[i] = append(numbers[i], n)
 				}
 			}
-			sets[i] = SetOf(numbers[i])
+			sets[i] = piece.SetOf(numbers[i])
 		}
 		want := slices.ContainsFunc(numbers[0], func(n int) bool { return slices.Contains(numbers[1], n) })
 		if sets[0].Meets(sets[1]) != want || sets[1].Meets(sets[0]) != want {

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -41,19 +42,14 @@ func (l *Ledger) SetMIG(gpus map[gpu.UUID]MIG) {
 func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
 	out, copied := grants, false
 	for i := range grants {
-		g := &grants[i]
-		card := by[g.GPU].Card
-		if g.Kind != Placement || g.Placement.Size > 0 || card == nil {
-			continue
-		}
-		s, ok := card.Placement(g.Placement.Profile, g.Placement.Start, g.Placement.CI)
+		p, ok := piece.Sized(grants[i].Piece, by[grants[i].GPU].Card)
 		if !ok {
 			continue
 		}
 		if !copied {
 			out, copied = slices.Clone(grants), true
 		}
-		out[i].Placement = s
+		out[i].Piece = p
 	}
 	return out
 }
@@ -103,14 +99,15 @@ func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 		for i := range a.Grants {
 			g := &a.Grants[i]
 			r := rooms[g.GPU]
-			if g.Kind != Placement || g.NoRoom || r == nil {
+			at, ok := g.Placement()
+			if !ok || g.NoRoom || r == nil {
 				continue
 			}
-			r.held = append(r.held, held{a.Resource, g.Placement})
+			r.held = append(r.held, held{a.Resource, at})
 			// One of unknown size cannot stand: its GPU has no such profile, or
 			// nobody knows yet what it has.
-			if g.Placement.Size > 0 {
-				r.take(g.Placement, false)
+			if at.Size > 0 {
+				r.take(at, false)
 			}
 		}
 	}
@@ -134,14 +131,9 @@ func (r *Room) take(s mig.Placement, free bool) {
 	r.taken = append(r.taken, taken{placement: s, free: free})
 }
 
-// samePlace reports whether two placements are one, whether or not their size is known.
-func samePlace(a, b mig.Placement) bool {
-	return a.Profile == b.Profile && a.Start == b.Start && a.CI == b.CI
-}
-
 // Has reports whether an allocation has a placement, under that name of a resource.
 func (r *Room) Has(resource string, s mig.Placement) bool {
-	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && samePlace(h.placement, s) })
+	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && piece.SamePlace(h.placement, s) })
 }
 
 // Free are the placements that stand, that may not go and that may be given out.
@@ -216,18 +208,8 @@ func clash(card *mig.Card, a, b *Grant) bool {
 	switch {
 	case a.NoRoom || b.NoRoom:
 		return false
-	case a.Kind != b.Kind:
-		return true // two promises of the same memory
 	case a.TimeSlice != "" && b.TimeSlice != "" && a.TimeSlice != b.TimeSlice:
 		return true // of the GPU
-	case a.Kind == Units:
-		return a.Unit != 0 && b.Unit != 0 && a.Unit != b.Unit || a.Units.Meets(b.Units)
-	case a.Kind == Replica:
-		return a.Of != 0 && b.Of != 0 && a.Of != b.Of || a.Replica == b.Replica
-	case a.Kind == Placement:
-		return samePlace(a.Placement, b.Placement) ||
-			// As far as it is known what can stand on the GPU.
-			card != nil && a.Placement.Size > 0 && b.Placement.Size > 0 && !card.Fits([]mig.Placement{a.Placement}, b.Placement)
 	}
-	return true
+	return piece.Clash(a.Piece, b.Piece, card)
 }

@@ -18,6 +18,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/placer"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -46,7 +47,7 @@ func newCluster(t *testing.T) *cluster {
 func (c *cluster) units(name string, free ...int) {
 	s := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 	for i, n := range free {
-		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%s-%d", name, i), Index: i, API: string(ledger.DevicePlugin), Kind: ledger.Units, Resource: memory, Total: n,
+		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%s-%d", name, i), Index: i, API: string(ledger.DevicePlugin), Kind: piece.KindUnits, Resource: memory, Total: n,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}})
 	}
 	c.set(name, s)
@@ -74,7 +75,7 @@ func (c *cluster) onDemand(name string, profiles ...string) {
 		}
 	}
 	c.set(name, &gpunode.Status{Cards: []gpunode.Card{*card}, Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}},
-		GPUs: []gpunode.GPU{{UUID: "GPU-" + name, API: string(ledger.DevicePlugin), Kind: ledger.Placement, MIG: m,
+		GPUs: []gpunode.GPU{{UUID: "GPU-" + name, API: string(ledger.DevicePlugin), Kind: piece.KindPlacement, MIG: m,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}}}})
 }
 

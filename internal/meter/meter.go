@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/workload"
@@ -354,7 +355,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 	if g == nil {
 		r := usage.Record{Time: since, Event: usage.Allocated, Grant: m.book.Next(), Allocation: a.ID, FrontEnd: a.Owner, Resource: a.Resource, Adopted: a.Adopted, Pieces: usage.PiecesOf(a.Grants, inv)}
 		for i := range a.Grants {
-			r.Count += max(1, a.Grants[i].Units.Len())
+			r.Count += piece.Count(a.Grants[i].Piece)
 		}
 		m.add(&r)
 		g = m.book.Of(a.ID)
@@ -370,8 +371,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 func samePieces(g *usage.Grant, grants []ledger.Grant) bool {
 	return len(g.Held) == len(grants) && !slices.ContainsFunc(grants, func(now ledger.Grant) bool {
 		return !slices.ContainsFunc(g.Held, func(h usage.Held) bool {
-			return h.GPU == now.GPU && h.Kind == now.Kind && slices.Equal(h.Units, now.Units) && h.Replica == now.Replica &&
-				(h.Placement == nil || h.Placement.Profile == now.Placement.Profile && h.Placement.Start == now.Placement.Start && h.Placement.CI == now.Placement.CI)
+			return h.GPU == now.GPU && piece.Same(h.Of, now.Piece)
 		})
 	})
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/workload"
@@ -144,7 +145,7 @@ func (n *node) turn(sample bool) {
 
 func record(u gpu.UUID, first, last int) ledger.Record {
 	return ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem", Grants: []ledger.Grant{{GPU: u,
-		Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: last}}, Unit: 1024}, Cap: ledger.CapOf(uint64(last-first+1) << 30)}}}
+		Piece: piece.Units{Set: piece.Set{{First: first, Last: last}}, Unit: 1024}, Cap: piece.CapOf(uint64(last-first+1) << 30)}}}
 }
 
 func (n *node) take(id string, r ledger.Record, pod string) {

@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -226,7 +227,7 @@ func (n *node) most(g *gpunode.GPU) map[string]int {
 	out := map[string]int{}
 	switch {
 	case g.API != string(ledger.DevicePlugin):
-	case g.Kind != ledger.Placement:
+	case g.Kind != piece.KindPlacement:
 		out[g.Resource] = g.Total
 	case g.MIG != nil:
 		c := n.cards[g.MIG.Card]

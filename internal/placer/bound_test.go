@@ -8,7 +8,7 @@ import (
 	"slices"
 	"testing"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -62,13 +62,13 @@ func TestUnitsWhateverTheAgentChooses(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 5))
 	safe, unsafe, lost := 0, 0, 0
 	for range 4000 {
-		room := &room{kinds: map[string]ledger.Kind{memName: ledger.Units}}
+		room := &room{kinds: map[string]piece.Kind{memName: piece.KindUnits}}
 		var free, total, sizes []int
 		for range 1 + r.IntN(3) {
 			n := 2 + r.IntN(5)
 			f := n - r.IntN(2)*r.IntN(n)
 			free, total = append(free, f), append(total, n)
-			room.gpus = append(room.gpus, space{resource: memName, kind: ledger.Units, total: n, free: f})
+			room.gpus = append(room.gpus, space{resource: memName, kind: piece.KindUnits, total: n, free: f})
 		}
 		var items []item
 		for range 2 + r.IntN(3) {
@@ -147,14 +147,14 @@ func TestPlacementsWhateverTheAgentChooses(t *testing.T) {
 	r := rand.New(rand.NewPCG(6, 6))
 	safe, unsafe, lost := 0, 0, 0
 	for range 600 {
-		room := &room{kinds: map[string]ledger.Kind{}}
+		room := &room{kinds: map[string]piece.Kind{}}
 		for name := range all {
-			room.kinds[name] = ledger.Placement
+			room.kinds[name] = piece.KindPlacement
 		}
 		var standing [][]mig.Placement
 		var held []int
 		for range 1 + r.IntN(2) {
-			s := space{kind: ledger.Placement, card: card, onDemand: true, all: all, places: map[string][]mig.Placement{}}
+			s := space{kind: piece.KindPlacement, card: card, onDemand: true, all: all, places: map[string][]mig.Placement{}}
 			for range r.IntN(3) {
 				if p := card.Placements()[r.IntN(len(card.Placements()))]; card.Fits(s.standing, p) {
 					s.standing = append(s.standing, p)
@@ -197,12 +197,12 @@ func TestReplicasWhateverTheAgentChooses(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	safe, lost := 0, 0
 	for range 3000 {
-		room := &room{kinds: map[string]ledger.Kind{repName: ledger.Replica}}
+		room := &room{kinds: map[string]piece.Kind{repName: piece.KindReplica}}
 		var free []int
 		for range 1 + r.IntN(4) {
 			f := r.IntN(4)
 			free = append(free, f)
-			room.gpus = append(room.gpus, space{resource: repName, kind: ledger.Replica, total: 3, free: f})
+			room.gpus = append(room.gpus, space{resource: repName, kind: piece.KindReplica, total: 3, free: f})
 		}
 		var items []item
 		for range 1 + r.IntN(4) {

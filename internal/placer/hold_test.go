@@ -13,7 +13,7 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 )
 
 // group is n pods with one container that asks for something.
@@ -60,7 +60,7 @@ func (f *fleet) give(p Pod, node string) {
 }
 
 func TestAGroupIsHeldAsAWhole(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 2, 79, "a", "b")(t)
 	no := f.wantNotHeld("g", "room for 4 of 5 pods", f.group(5, memName, 50))
 	if no.Found != 4 || no.Of != 5 || no.Largest[memName].N != 29 {
 		t.Errorf("%+v", no)
@@ -88,7 +88,7 @@ func TestAGroupIsHeldAsAWhole(t *testing.T) {
 
 // TestMembersUseWhatIsHeld goes through the lives of a hold and its pods.
 func TestMembersUseWhatIsHeld(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b", "c")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b", "c")(t)
 	f.wantHeld("g", "[[a b]]", f.group(2, memName, 79))
 	if !f.books.HasRoom(units("", 79).of("g"), "a") || f.books.HasRoom(units("", 79), "a") {
 		t.Error("what is held is for members alone")
@@ -123,7 +123,7 @@ func (f *fleet) wantRoom(node string, free bool) {
 
 // TestASeatIsKeptForTheNextPod: a Job's pod that has failed is made anew.
 func TestASeatIsKeptForTheNextPod(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b")(t)
 	f.wantHeld("g", "[[a]]", f.group(1, memName, 79))
 	f.give(units("m1", 79).of("g"), "a")
 	f.books.DeletePod("m1")
@@ -147,7 +147,7 @@ func TestASeatIsKeptForTheNextPod(t *testing.T) {
 // TestMoreThanIsSafeInOneHold: four pods of 39 fit on two GPUs of 79 by the agent's packing,
 // and two strangers might be in their way.
 func TestMoreThanIsSafeInOneHold(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a")(t)
+	f := of(piece.KindUnits, 2, 79, "a")(t)
 	f.wantPlaced(units("stranger", 1), "a")
 	if no := f.wantNotHeld("g", "room for 3 of 4", f.group(4, memName, 39)); !no.Waits {
 		t.Error("it does not wait for a pod that has not reported")
@@ -167,7 +167,7 @@ func TestMoreThanIsSafeInOneHold(t *testing.T) {
 }
 
 func TestAHoldLosesItsRoom(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b")(t)
 	f.wantHeld("g", "[[a]]", f.group(1, memName, 79))
 	if lost := f.books.Lost("g"); len(lost) != 0 {
 		t.Fatal(lost)
@@ -192,7 +192,7 @@ func TestAHoldLosesItsRoom(t *testing.T) {
 
 // TestAHoldFromPodsThatAreThere has pods that came before their hold did.
 func TestAHoldFromPodsThatAreThere(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b", "c")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b", "c")(t)
 	f.give(units("m1", 79).of("g"), "b")
 	f.wantHeld("g", "[[a b]]", f.group(2, memName, 79))
 	// And as somebody has written it down.
@@ -213,7 +213,7 @@ func TestAHoldFromPodsThatAreThere(t *testing.T) {
 // Pods of a hold on nodes that its groups are not for have nothing to do with it: they may be those
 // of a job that comes back from there. On a node that takes no new pods they keep their seats.
 func TestPodsElsewhereHaveNoSeat(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b", "cloud")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b", "cloud")(t)
 	f.give(units("m1", 79).of("g"), "cloud")
 	here := Group{Containers: units("", 79).Containers, N: 1, Among: []string{"a"}}
 	f.wantHeld("g", "[[a]]", here)
@@ -229,7 +229,7 @@ func TestPodsElsewhereHaveNoSeat(t *testing.T) {
 
 // TestQuotasAndHoldsKeepOffEachOther has one GPU.
 func TestQuotasAndHoldsKeepOffEachOther(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a")(t)
+	f := of(piece.KindUnits, 1, 79, "a")(t)
 	f.books.Keep("q", map[string]int{memName: 40}, nil)
 	f.wantNotHeld("g", "", f.group(1, memName, 40))
 	f.wantHeld("g", "[[a]]", f.group(1, memName, 39))
@@ -369,7 +369,7 @@ func (f *fleet) come() {
 // A group that begins anew has seats of its own beside its pods that are ending. A pod that waited
 // before uses one of them.
 func TestLeftPodsUseNoSeat(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b")(t)
 	f.wantHeld("g", "[[a]]", f.group(1, memName, 50))
 	f.give(units("old", 50).of("g"), "a")
 	waiting := units("new", 50).of("g")
@@ -388,9 +388,9 @@ func TestSeatsOneAfterTheOther(t *testing.T) {
 	grown := 0
 	for seed := range uint64(40) {
 		r := rand.New(rand.NewPCG(seed, 12))
-		kind := []ledger.Kind{ledger.Units, ledger.Placement}[seed%2]
+		kind := []piece.Kind{piece.KindUnits, piece.KindPlacement}[seed%2]
 		of := func() []Container {
-			if kind == ledger.Placement {
+			if kind == piece.KindPlacement {
 				return asks("", []string{"example.com/mig-1g.10gb", "example.com/mig-2g.20gb", "example.com/mig-3g.40gb"}[r.IntN(3)], 1+r.IntN(2)).Containers
 			}
 			return units("", 1+r.IntN(9)).Containers

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/tests/cost"
 )
 
@@ -31,7 +31,7 @@ func cheap(t *testing.T, what string, b *Books, mib uint64, do func()) {
 }
 
 // plain is a node with GPUs of a kind.
-func plain(kind ledger.Kind, resource string, gpus, total int) *gpunode.Status {
+func plain(kind piece.Kind, resource string, gpus, total int) *gpunode.Status {
 	s := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 	for i := range gpus {
 		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%d", i), Index: i, API: "device-plugin", Kind: kind, Resource: resource, Total: total, Free: total,
@@ -44,7 +44,7 @@ func plain(kind ledger.Kind, resource string, gpus, total int) *gpunode.Status {
 func table(t *testing.T, gpus, profiles, starts, size, memory int) *gpunode.Status {
 	t.Helper()
 	card := gpunode.Card{Name: "c", MemorySlices: memory}
-	s := plain(ledger.Placement, "", gpus, 0)
+	s := plain(piece.KindPlacement, "", gpus, 0)
 	var offers []gpunode.Offer
 	for i := range profiles {
 		p := gpunode.Profile{Name: fmt.Sprintf("%dg.%dgb", i%7+1, i+1), ComputeSlices: i%7 + 1, MemorySlices: size}
@@ -68,7 +68,7 @@ func table(t *testing.T, gpus, profiles, starts, size, memory int) *gpunode.Stat
 func honest(t *testing.T) (b *Books, served func()) {
 	t.Helper()
 	b = New()
-	b.SetNode("honest", plain(ledger.Units, memName, 2, 79), true)
+	b.SetNode("honest", plain(piece.KindUnits, memName, 2, 79), true)
 	n := 0
 	return b, func() {
 		t.Helper()
@@ -93,13 +93,13 @@ func TestNumbersOfPodsSizeNothing(t *testing.T) {
 			b, served := honest(t)
 			told, _ := h100(t)
 			for _, name := range []string{"honest", "hostile"} {
-				s := plain(ledger.Units, memName, 2, 79)
+				s := plain(piece.KindUnits, memName, 2, 79)
 				if name == "hostile" {
 					s.Cards = []gpunode.Card{*told}
-					mig := plain(ledger.Placement, "", 1, 0).GPUs[0]
+					mig := plain(piece.KindPlacement, "", 1, 0).GPUs[0]
 					mig.UUID, mig.MIG = "GPU-mig", &gpunode.MIG{Card: told.Name, OnDemand: true, Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: "example.com/mig-1g.10gb", Placements: []string{"0", "1"}, Free: []string{"0", "1"}}}}
-					s.GPUs[0].Kind, s.GPUs[0].Resource = ledger.Replica, repName
-					s.GPUs[1].Kind, s.GPUs[1].Resource, s.GPUs[1].Total = ledger.Whole, gpuName, 1
+					s.GPUs[0].Kind, s.GPUs[0].Resource = piece.KindReplica, repName
+					s.GPUs[1].Kind, s.GPUs[1].Resource, s.GPUs[1].Total = piece.KindWhole, gpuName, 1
 					s.GPUs = append(s.GPUs, mig)
 				}
 				b.SetNode(name, s, true)
@@ -122,7 +122,7 @@ func TestNumbersOfPodsSizeNothing(t *testing.T) {
 // TestManyPodsOnANode: with a thousand pods that are to come a question is refused or answered, and
 // never goes on for long.
 func TestManyPodsOnANode(t *testing.T) {
-	for _, of := range []*gpunode.Status{plain(ledger.Units, memName, 128, 468), plain(ledger.Replica, memName, 128, 468), table(t, 16, 16, 8, 1, 8)} {
+	for _, of := range []*gpunode.Status{plain(piece.KindUnits, memName, 128, 468), plain(piece.KindReplica, memName, 128, 468), table(t, 16, 16, 8, 1, 8)} {
 		b, served := honest(t)
 		if err := of.Check(); err != nil {
 			t.Fatal(err)
@@ -200,7 +200,7 @@ func TestCardsGoWithTheirNodes(t *testing.T) {
 // TestANodeThatIsPassedOver says why, and is used again with the next news.
 func TestANodeThatIsPassedOver(t *testing.T) {
 	b := New()
-	s := plain(ledger.Units, memName, 1, 79)
+	s := plain(piece.KindUnits, memName, 1, 79)
 	b.SetNode("a", s, true)
 	b.PassOver("a", "it says what cannot be")
 	_, err := b.Place(context.Background(), units("1", 1), []string{"a"}, start)
@@ -234,7 +234,7 @@ func TestHoldOfAnyNumberOfPods(t *testing.T) {
 // Who has gone gets no reservation, and the search for him ends.
 func TestWhoHasGoneReservesNothing(t *testing.T) {
 	b := New()
-	b.SetNode("a", plain(ledger.Units, memName, 1, 79), true)
+	b.SetNode("a", plain(piece.KindUnits, memName, 1, 79), true)
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if at, err := b.Place(ctx, units("1", 79), []string{"a"}, start); !errors.Is(err, context.Canceled) {
@@ -295,7 +295,7 @@ func FuzzBooks(f *testing.F) {
 // few nodes until these are full. What one of them costs must not grow with those before it. Before,
 // a hold of 512 took 164 and 360 million steps, and half a minute in which nobody else was answered.
 func TestACrowdOfSmallPods(t *testing.T) {
-	for name, says := range map[string]*gpunode.Status{memName: plain(ledger.Units, memName, 8, 79), "example.com/mig-1g.1gb": table(t, 8, 7, 8, 1, 8)} {
+	for name, says := range map[string]*gpunode.Status{memName: plain(piece.KindUnits, memName, 8, 79), "example.com/mig-1g.1gb": table(t, 8, 7, 8, 1, 8)} {
 		b := New()
 		var among []string
 		for i := range 100 {

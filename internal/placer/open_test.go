@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 )
 
 // guest lets a hold of one pod have its room on a node.
@@ -37,7 +37,7 @@ func profile(name string) string { return "example.com/mig-" + name }
 // Seven jobs of 1g fill a card. Three of them next to each other make room for a 3g, and not
 // the three that came last.
 func TestRoomIsOpenedWhereJobsAreNeighbours(t *testing.T) {
-	f := of(ledger.Placement, 1, 0, "a")(t)
+	f := of(piece.KindPlacement, 1, 0, "a")(t)
 	for _, i := range []int{0, 1, 2, 3, 4, 5, 6} {
 		f.guest(fmt.Sprint("job-", i), profile("1g.10gb"), 1, "a")
 	}
@@ -80,10 +80,10 @@ func TestRoomIsOpenedWhereJobsAreNeighbours(t *testing.T) {
 // What pods have left is waited for, and nobody else ends meanwhile, until it takes too long.
 func TestLeftDevicesAreWaitedFor(t *testing.T) {
 	for _, c := range []struct {
-		kind             ledger.Kind
+		kind             piece.Kind
 		resource, urgent string
 		n, wants         int
-	}{{ledger.Units, memName, memName, 39, 60}, {ledger.Placement, profile("3g.40gb"), profile("7g.80gb"), 1, 1}} {
+	}{{piece.KindUnits, memName, memName, 39, 60}, {piece.KindPlacement, profile("3g.40gb"), profile("7g.80gb"), 1, 1}} {
 		f := of(c.kind, 1, 79, "a", "b")(t)
 		for _, id := range []string{"one", "two", "three", "four"} {
 			node, err := f.books.Place(context.Background(), asks("p-"+id, c.resource, c.n).of(id), f.names, f.now)
@@ -137,7 +137,7 @@ func TestLeftDevicesAreWaitedFor(t *testing.T) {
 
 // Nobody ends where it is not known yet who has what.
 func TestNobodyEndsForWhatIsNotKnown(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a")(t)
+	f := of(piece.KindUnits, 1, 79, "a")(t)
 	f.guest("small", memName, 40, "a")
 	vague := units("p-vague", 20)
 	vague.Node = "a"
@@ -156,7 +156,7 @@ func TestNobodyEndsForWhatIsNotKnown(t *testing.T) {
 
 // Nobody ends where there is room, or where no end makes any.
 func TestNobodyEndsInVain(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 1, 79, "a", "b")(t)
 	f.guest("small", memName, 40, "a")
 	f.give(units("p-fixed", 40), "b")
 	guests := []Guest{{ID: "small"}}
@@ -190,16 +190,16 @@ func TestTheFewestEnd(t *testing.T) {
 	all := rounds(40, 1000)
 	for seed := range uint64(all) {
 		r := rand.New(rand.NewPCG(seed, 18))
-		kind, urgent := ledger.Placement, asks("", names[2+r.IntN(2)], 1)
+		kind, urgent := piece.KindPlacement, asks("", names[2+r.IntN(2)], 1)
 		if seed%2 == 1 {
-			kind, urgent = ledger.Units, units("", 30+r.IntN(49))
+			kind, urgent = piece.KindUnits, units("", 30+r.IntN(49))
 		}
 		f := of(kind, 1, 79, "a", "b")(t)
 		f.r = r
 		var guests []Guest
 		for i := range 9 {
 			p := asks("", names[r.IntN(3)], 1)
-			if kind == ledger.Units {
+			if kind == piece.KindUnits {
 				p = units("", 5+r.IntN(30))
 			}
 			id := fmt.Sprint("job-", i)

@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -28,7 +29,7 @@ func asks(uid, resource string, n int) Pod {
 }
 
 // of is a fleet of machines with n GPUs of a kind each.
-func of(kind ledger.Kind, n, total int, names ...string) func(*testing.T) *fleet {
+func of(kind piece.Kind, n, total int, names ...string) func(*testing.T) *fleet {
 	return func(t *testing.T) *fleet {
 		t.Helper()
 		var makes []func(*rand.Rand) *machine
@@ -56,7 +57,7 @@ func (f *fleet) wantRefused(p Pod, part string) {
 }
 
 func TestThreePodsOf50OnTwoGPUsOf79(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a")(t)
+	f := of(piece.KindUnits, 2, 79, "a")(t)
 	f.wantPlaced(units("1", 50), "a")
 	f.wantPlaced(units("2", 50), "a")
 	f.wantRefused(units("3", 50), "have not reported their devices yet")
@@ -102,7 +103,7 @@ func TestWhatEndsAReservation(t *testing.T) {
 		{"asked again elsewhere", func(f *fleet) { _, _ = f.books.Place(context.Background(), first, []string{"b"}, f.now) }, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := of(ledger.Units, 1, 8, "a")(t)
+			f := of(piece.KindUnits, 1, 8, "a")(t)
 			f.wantPlaced(first, "a")
 			c.do(f)
 			if c.name == "nominated, then not" {
@@ -132,11 +133,11 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 		{"the GPU is cordoned", func(s *gpunode.Status) { s.GPUs[0].Cordoned = true }, true, false},
 		{"the GPU goes through DRA", func(s *gpunode.Status) { s.GPUs[0].API = string(ledger.DRA) }, true, false},
 		{"the GPU is off", func(s *gpunode.Status) { s.GPUs[0] = gpunode.GPU{UUID: "GPU-a-0"} }, true, false},
-		{"it is full", func(s *gpunode.Status) { s.GPUs[0].Used = ledger.UnitSet{{First: 0, Last: 7}} }, true, false},
-		{"it has one unit", func(s *gpunode.Status) { s.GPUs[0].Used = ledger.UnitSet{{First: 0, Last: 3}, {First: 5, Last: 7}} }, true, true},
+		{"it is full", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 7}} }, true, false},
+		{"it has one unit", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 3}, {First: 5, Last: 7}} }, true, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := of(ledger.Units, 1, 8, "a")(t)
+			f := of(piece.KindUnits, 1, 8, "a")(t)
 			says := f.machines["a"].says()
 			c.change(says)
 			f.books.SetNode("a", says, c.ready)
@@ -145,7 +146,7 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 			}
 		})
 	}
-	f := of(ledger.Units, 1, 8, "a")(t)
+	f := of(piece.KindUnits, 1, 8, "a")(t)
 	f.books.DeleteNode("a")
 	f.wantRefused(units("p", 1), "no example.com/gpu-mem is free")
 	if len(f.books.nodes) != 0 || len(f.books.pods) != 0 {
@@ -155,14 +156,14 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 
 // TestBestNodeSpoilsLeast has one question for each kind of device.
 func TestBestNodeSpoilsLeast(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a", "b", "c")(t)
+	f := of(piece.KindUnits, 2, 79, "a", "b", "c")(t)
 	f.wantPlaced(units("1", 40), "a")
 	f.wantPlaced(units("2", 60), "a") // on its empty GPU, which is as good as any other
 	f.wantPlaced(units("3", 39), "b") // a has room only if its pods have come to lie well
 	f.wantPlaced(units("4", 79), "b") // and not on c, where both are empty
 	f.wantPlaced(units("5", 79), "c")
 
-	f = of(ledger.Placement, 2, 0, "a", "b")(t)
+	f = of(piece.KindPlacement, 2, 0, "a", "b")(t)
 	f.wantPlaced(asks("1", "example.com/mig-1g.10gb", 1), "a")
 	f.wantPlaced(asks("2", "example.com/mig-7g.80gb", 1), "a")
 	f.wantPlaced(asks("3", "example.com/mig-7g.80gb", 1), "b")
@@ -172,7 +173,7 @@ func TestBestNodeSpoilsLeast(t *testing.T) {
 
 // TestPodsThatHoldANodeForThemselves: what init containers had comes again.
 func TestPodsThatHoldANodeForThemselves(t *testing.T) {
-	f := of(ledger.Units, 2, 8, "a")(t)
+	f := of(piece.KindUnits, 2, 8, "a")(t)
 	p := units("p", 6)
 	p.Containers = append([]Container{{Init: true, Requests: map[string]int{memName: 8}}}, p.Containers...)
 	f.wantPlaced(p, "a")
@@ -200,7 +201,7 @@ func requests(r *rand.Rand, n, largest int) (out []int) {
 func TestPackedDemand(t *testing.T) {
 	for _, c := range []struct{ gpus, largest int }{{8, 79}, {8, 9}, {2, 79}, {4, 30}} {
 		t.Run(fmt.Sprintf("gpus=%d/largest=%d", c.gpus, c.largest), func(t *testing.T) {
-			f := of(ledger.Units, c.gpus, 79, "a", "b", "c", "d")(t)
+			f := of(piece.KindUnits, c.gpus, 79, "a", "b", "c", "d")(t)
 			waiting := requests(f.r, 500, c.largest)
 			demand := 0
 			for _, n := range waiting {
@@ -259,7 +260,7 @@ func (f *fleet) held() (n int) {
 
 // TestRefusalsNameEachNode is what a person reads of a pod that waits.
 func TestRefusalsNameEachNode(t *testing.T) {
-	f := of(ledger.Units, 1, 8, "a", "b")(t)
+	f := of(piece.KindUnits, 1, 8, "a", "b")(t)
 	f.books.SetNode("b", f.machines["b"].says(), false)
 	_, err := f.books.Place(context.Background(), units("p", 9), append(f.names, "c"), f.now)
 	var no *Refusal
@@ -281,7 +282,7 @@ func TestRefusalsNameEachNode(t *testing.T) {
 
 // BenchmarkPlace asks 1,000 nodes of 8 GPUs with 5,000 pods.
 func BenchmarkPlace(b *testing.B) {
-	for _, kind := range []ledger.Kind{ledger.Units, ledger.Placement} {
+	for _, kind := range []piece.Kind{piece.KindUnits, piece.KindPlacement} {
 		b.Run(string(kind), func(b *testing.B) {
 			books, r := New(), rand.New(rand.NewPCG(1, 1))
 			var names []string
@@ -291,7 +292,7 @@ func BenchmarkPlace(b *testing.B) {
 				books.SetNode(m.name, m.says(), true)
 				for j := range 5 {
 					p := units(fmt.Sprintf("%d-%d", i, j), 1+r.IntN(79))
-					if kind == ledger.Placement {
+					if kind == piece.KindPlacement {
 						p = asks(p.UID, "example.com/mig-2g.20gb", 1)
 					}
 					p.Node = m.name
@@ -303,7 +304,7 @@ func BenchmarkPlace(b *testing.B) {
 				books.SetNode(m.name, m.says(), true)
 			}
 			p := units("new", 20)
-			if kind == ledger.Placement {
+			if kind == piece.KindPlacement {
 				p = asks("new", "example.com/mig-3g.40gb", 1)
 			}
 			_, _ = books.Place(context.Background(), p, names, start)
@@ -338,7 +339,7 @@ func BenchmarkPlace(b *testing.B) {
 // BenchmarkHold has room held for as many pods as a hold may be for, on 200 nodes of 8 GPUs: the
 // placer answers nobody else meanwhile.
 func BenchmarkHold(b *testing.B) {
-	for kind, one := range map[ledger.Kind][]Container{ledger.Units: units("", 3).Containers, ledger.Placement: asks("", "example.com/mig-1g.10gb", 1).Containers} {
+	for kind, one := range map[piece.Kind][]Container{piece.KindUnits: units("", 3).Containers, piece.KindPlacement: asks("", "example.com/mig-1g.10gb", 1).Containers} {
 		b.Run(string(kind), func(b *testing.B) {
 			books, r := New(), rand.New(rand.NewPCG(1, 1))
 			var names []string

@@ -9,7 +9,7 @@ import (
 	"sort"
 	"strings"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -365,10 +365,10 @@ func (r *room) chunk(resource string) int {
 	t := r.expect()
 	for i := range t.gpus {
 		switch s := &t.gpus[i]; {
-		case s.kind == ledger.Placement:
+		case s.kind == piece.KindPlacement:
 			most += len(s.places[resource])
 		case s.resource != resource:
-		case s.kind == ledger.Units:
+		case s.kind == piece.KindUnits:
 			most = max(most, s.free)
 		default:
 			most += min(s.free, 1)

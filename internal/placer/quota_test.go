@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -40,7 +40,7 @@ func none() string { return fmt.Sprint(map[string]int(nil)) }
 
 // TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom has two nodes with two GPUs of 79 units.
 func TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a", "b")(t)
+	f := of(piece.KindUnits, 2, 79, "a", "b")(t)
 	keep := func(id string, n int) map[string]int { return f.books.Keep(id, map[string]int{memName: n}, nil) }
 	keep("one", 100)
 	f.wantKept("one", "a:79 a:21 ", none())
@@ -60,7 +60,7 @@ func TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom(t *testing.T) {
 
 // TestOthersDoNotGetWhatIsKept places pods beside a quota and as its members.
 func TestOthersDoNotGetWhatIsKept(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a")(t)
+	f := of(piece.KindUnits, 1, 79, "a")(t)
 	f.books.Keep("q", map[string]int{memName: 40}, nil)
 	f.wantRefused(units("large", 40), "the largest free block of "+memName+" is 39, on a; the rest is kept for other clusters")
 	if err := f.books.Fits(units("large", 40), "a", nil, f.now); err == nil {
@@ -84,7 +84,7 @@ func TestOthersDoNotGetWhatIsKept(t *testing.T) {
 
 // TestAMemberIsCountedOnce goes through a member's life.
 func TestAMemberIsCountedOnce(t *testing.T) {
-	f := of(ledger.Units, 1, 79, "a")(t)
+	f := of(piece.KindUnits, 1, 79, "a")(t)
 	f.books.Keep("q", map[string]int{memName: 79}, nil)
 	p := member("q", "m", memName, 20)
 	f.wantPlaced(p, "a")
@@ -110,7 +110,7 @@ func TestAMemberIsCountedOnce(t *testing.T) {
 }
 
 func TestKeptRoomFollowsTheInventory(t *testing.T) {
-	f := of(ledger.Whole, 2, 1, "a", "b")(t)
+	f := of(piece.KindWhole, 2, 1, "a", "b")(t)
 	f.books.Keep("old", map[string]int{gpuName: 2}, nil)
 	f.books.Keep("young", map[string]int{gpuName: 2}, nil)
 	f.wantKept("old", "a:2 ", none())
@@ -137,7 +137,7 @@ func TestKeptRoomFollowsTheInventory(t *testing.T) {
 // TestWhoWantsMoreComesAfterWhatIsKept: a process that begins is told of quotas before it knows of
 // nodes. When it does, one that wants more then gets nothing of what the other one had.
 func TestWhoWantsMoreComesAfterWhatIsKept(t *testing.T) {
-	f := of(ledger.Units, 2, 79, "a")(t)
+	f := of(piece.KindUnits, 2, 79, "a")(t)
 	f.books.DeleteNode("a")
 	f.books.Keep("old", map[string]int{memName: 40}, nil)
 	f.books.Keep("young", map[string]int{memName: 118}, nil)
@@ -167,7 +167,7 @@ func TestMIGOnDemandExcludes(t *testing.T) {
 		{"a profile that there is not", map[string]int{"example.com/mig-5g.50gb": 1}, map[string]int{"example.com/mig-5g.50gb": 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := of(ledger.Placement, 1, 0, "a")(t)
+			f := of(piece.KindPlacement, 1, 0, "a")(t)
 			if short := f.books.Keep("q", c.want, nil); !maps.Equal(short, c.short) {
 				t.Errorf("%v lacks %v, want %v", c.want, short, c.short)
 			}
@@ -183,9 +183,9 @@ func TestRandomQuotas(t *testing.T) {
 	for seed := range uint64(rounds(4, 40)) {
 		mixed := func(name string) func(*rand.Rand) *machine {
 			return func(r *rand.Rand) *machine {
-				m := newMachine(t, r, name, ledger.Units, 1+r.IntN(3), 8)
-				for _, kind := range []ledger.Kind{ledger.Replica, ledger.Whole, ledger.Placement} {
-					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[ledger.Kind]int{ledger.Replica: 2, ledger.Whole: 1}[kind])
+				m := newMachine(t, r, name, piece.KindUnits, 1+r.IntN(3), 8)
+				for _, kind := range []piece.Kind{piece.KindReplica, piece.KindWhole, piece.KindPlacement} {
+					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
 					m.gpus = append(m.gpus, more.gpus...)
 					maps.Copy(m.rank, more.rank)
 				}

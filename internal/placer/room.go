@@ -9,6 +9,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -23,7 +24,7 @@ type room struct {
 	// taken counts the steps of all trials.
 	taken *int
 	// kinds has the resources that the node offers.
-	kinds map[string]ledger.Kind
+	kinds map[string]piece.Kind
 	// pending are the pods whose devices are not all known, by UID.
 	pending []*entry
 	// expected is what is left once they have theirs, as far as one can tell; nil until
@@ -86,7 +87,7 @@ func (r *room) judge(p *entry) verdict {
 type space struct {
 	uuid     gpu.UUID
 	rank     int
-	kind     ledger.Kind
+	kind     piece.Kind
 	resource string
 	// total is how many devices the GPU has, held tells which of them are held, and free
 	// counts the others; of a GPU of which nothing new can be had, all are held.
@@ -105,7 +106,7 @@ type space struct {
 
 // roomOf is the room of a node as if the pods named by without were gone, and some devices free.
 func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
-	r := &room{of: n, taken: &b.taken, at: map[string]int{}, kinds: map[string]ledger.Kind{}, kept: n.kept}
+	r := &room{of: n, taken: &b.taken, at: map[string]int{}, kinds: map[string]piece.Kind{}, kept: n.kept}
 	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
 		return r
 	}
@@ -127,14 +128,14 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		}
 		s := space{uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
 		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
-		if g.Kind == ledger.Placement {
+		if g.Kind == piece.KindPlacement {
 			n.placements(&s, g, open, gone)
 		} else {
 			s.numbers(g, open, gone)
 			r.kinds[g.Resource] = g.Kind
 		}
 		for name := range s.places {
-			r.kinds[name] = ledger.Placement
+			r.kinds[name] = piece.KindPlacement
 		}
 		r.at[g.UUID] = len(r.gpus)
 		r.gpus = append(r.gpus, s)
@@ -208,7 +209,7 @@ func (s *space) numbers(g *gpunode.GPU, open bool, gone map[string]bool) {
 
 // id is the ID of a device that has a number.
 func (s *space) id(number int) string {
-	if s.kind == ledger.Whole {
+	if s.kind == piece.KindWhole {
 		return string(s.uuid)
 	}
 	return timeslice.ID(s.uuid, number)
@@ -300,7 +301,7 @@ func (r *room) hold(id string) {
 		return
 	}
 	s := &r.gpus[i]
-	if s.kind == ledger.Placement {
+	if s.kind == piece.KindPlacement {
 		if s.card == nil {
 			return
 		}
@@ -391,7 +392,7 @@ func (p *Pod) pinned() bool {
 
 // family is the resources that compete with one: MIG profiles all with each other.
 func (r *room) family(resource string) string {
-	if r.kinds[resource] == ledger.Placement {
+	if r.kinds[resource] == piece.KindPlacement {
 		return "mig"
 	}
 	return resource
@@ -431,10 +432,10 @@ func (r *room) largest(resource string) (n int) {
 	for i := range r.gpus {
 		s := &r.gpus[i]
 		switch {
-		case s.kind == ledger.Placement:
+		case s.kind == piece.KindPlacement:
 			n += len(s.places[resource])
 		case s.resource != resource:
-		case s.kind == ledger.Units:
+		case s.kind == piece.KindUnits:
 			n = max(n, s.free)
 		default:
 			n += min(s.free, 1)

@@ -7,7 +7,7 @@ import (
 	"math"
 	"slices"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -26,7 +26,7 @@ func (r *room) items(p *Pod, family string) (out []item) {
 			n := requests[name]
 			switch {
 			case n <= 0 || r.family(name) != family:
-			case r.kinds[name] == ledger.Placement:
+			case r.kinds[name] == piece.KindPlacement:
 				for range n {
 					out = append(out, item{name, 1})
 				}
@@ -84,9 +84,9 @@ func (r *room) spare(family string, it item, others []item, take int, steps *ste
 		return r.sparePlacements(it.resource, others, take, steps)
 	}
 	switch r.kinds[it.resource] {
-	case ledger.Units:
+	case piece.KindUnits:
 		return r.spareUnits(it, others, steps)
-	case ledger.Replica:
+	case piece.KindReplica:
 		return r.spareReplicas(it, others)
 	}
 	free := 0

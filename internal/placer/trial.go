@@ -6,7 +6,7 @@ import (
 	"maps"
 	"slices"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -16,7 +16,7 @@ import (
 type trial struct {
 	gpus  []space
 	at    map[string]int // as in the room
-	kinds map[string]ledger.Kind
+	kinds map[string]piece.Kind
 	rank  map[gpu.UUID]int
 	// steps are shared with those that it is copied to.
 	steps *steps
@@ -58,7 +58,7 @@ func (r *room) try(p *Pod, from int, t *trial, again map[string][]string, tries 
 	for _, name := range sorted(c.Requests) {
 		switch kind, ours := t.kinds[name]; {
 		case !ours || c.Requests[name] <= 0:
-		case kind == ledger.Placement:
+		case kind == piece.KindPlacement:
 			placed = append(placed, name)
 		default:
 			numbered = append(numbered, name) // they do not compete with each other
@@ -152,7 +152,7 @@ func (t *trial) container(c *Container, resource string, again map[string][]stri
 
 // take chooses devices as the agent would, and takes them.
 func (t *trial) take(resource string, n int, must []string) (ids []string, ok bool) {
-	if t.kinds[resource] == ledger.Placement {
+	if t.kinds[resource] == piece.KindPlacement {
 		return t.takePlacements(resource, n, must)
 	}
 	if len(must) > 0 {
@@ -172,13 +172,13 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 		return nil, false
 	}
 	switch t.kinds[resource] {
-	case ledger.Units:
+	case piece.KindUnits:
 		g := timeslice.Fullest(of, n)
 		if g < 0 {
 			return nil, false
 		}
 		ids = t.lowest(ids, at[g], n)
-	case ledger.Replica:
+	case piece.KindReplica:
 		chosen := timeslice.Fewest(of, n)
 		if len(chosen) < n {
 			return nil, false
@@ -230,9 +230,9 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 	}
 	var err error
 	switch t.kinds[resource] {
-	case ledger.Units:
+	case piece.KindUnits:
 		ids, err = timeslice.PreferUnits(free, must, n, t.rank)
-	case ledger.Replica:
+	case piece.KindReplica:
 		ids, err = timeslice.PreferReplicas(free, must, n, t.rank)
 	default:
 		if len(must)+len(free) < n {
@@ -364,9 +364,9 @@ func (t *trial) score(p *Pod) (spoilt, left int) {
 				}
 			}
 			switch kind {
-			case ledger.Units:
+			case piece.KindUnits:
 				spoilt += t.remnant(name, n)
-			case ledger.Placement:
+			case piece.KindPlacement:
 				spoilt += n * t.loss(name)
 			}
 		}

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 )
 
 // fleet is a few machines, the pods on them, and an API that tells the books of both late.
@@ -383,10 +383,10 @@ func TestRandomWalks(t *testing.T) {
 	for seed := range uint64(rounds(5, 60)) {
 		mixed := func(name string, in gpunode.HoldersIn) func(*rand.Rand) *machine {
 			return func(r *rand.Rand) *machine {
-				m := newMachine(t, r, name, ledger.Units, 1+r.IntN(3), 8)
+				m := newMachine(t, r, name, piece.KindUnits, 1+r.IntN(3), 8)
 				m.holders = in
-				for _, kind := range []ledger.Kind{ledger.Replica, ledger.Whole, ledger.Placement} {
-					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[ledger.Kind]int{ledger.Replica: 2, ledger.Whole: 1}[kind])
+				for _, kind := range []piece.Kind{piece.KindReplica, piece.KindWhole, piece.KindPlacement} {
+					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
 					m.gpus = append(m.gpus, more.gpus...)
 					maps.Copy(m.rank, more.rank)
 				}

@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -39,7 +40,7 @@ type machine struct {
 type device struct {
 	uuid     gpu.UUID
 	index    int
-	kind     ledger.Kind
+	kind     piece.Kind
 	total    int
 	onDemand bool
 	static   []mig.Placement
@@ -67,12 +68,12 @@ func h100(t testing.TB) (*gpunode.Card, *mig.Card) {
 }
 
 // newMachine has n GPUs of a kind; of placements, every third GPU has fixed devices.
-func newMachine(t testing.TB, r *rand.Rand, name string, kind ledger.Kind, n, total int) *machine {
+func newMachine(t testing.TB, r *rand.Rand, name string, kind piece.Kind, n, total int) *machine {
 	m := &machine{name: name, holders: gpunode.InPods, rank: map[gpu.UUID]int{}}
 	m.told, m.card = h100(t)
 	for i := range n {
 		d := &device{uuid: gpu.UUID(fmt.Sprintf("GPU-%s-%d", name, i)), index: i, kind: kind, total: total, by: map[string]string{}}
-		if kind == ledger.Placement {
+		if kind == piece.KindPlacement {
 			d.onDemand, d.total = i%3 != 2, 0
 			if !d.onDemand {
 				for _, text := range []string{"3g.40gb@0", "1g.10gb@4", "1g.10gb@5", "1g.20gb@6"} {
@@ -92,11 +93,11 @@ func newMachine(t testing.TB, r *rand.Rand, name string, kind ledger.Kind, n, to
 
 // resource is what a GPU's devices are of.
 func (d *device) resource() string {
-	return map[ledger.Kind]string{ledger.Units: memName, ledger.Replica: repName, ledger.Whole: gpuName}[d.kind]
+	return map[piece.Kind]string{piece.KindUnits: memName, piece.KindReplica: repName, piece.KindWhole: gpuName}[d.kind]
 }
 
 func (d *device) id(n int) string {
-	if d.kind == ledger.Whole {
+	if d.kind == piece.KindWhole {
 		return string(d.uuid)
 	}
 	return timeslice.ID(d.uuid, n)
@@ -144,7 +145,7 @@ func (m *machine) says() *gpunode.Status {
 			}
 			return holders[uid]
 		}
-		if d.kind == ledger.Placement {
+		if d.kind == piece.KindPlacement {
 			g.MIG = &gpunode.MIG{Card: m.told.Name, OnDemand: d.onDemand}
 			for _, p := range m.standing(d) {
 				g.MIG.Used = append(g.MIG.Used, p.String())
@@ -173,10 +174,10 @@ func (m *machine) says() *gpunode.Status {
 				if d.by[d.id(n)] != "" {
 					used = append(used, n)
 					h := holder(d.id(n))
-					h.Devices = append(h.Devices, ledger.UnitRange{First: n, Last: n})
+					h.Devices = append(h.Devices, piece.Range{First: n, Last: n})
 				}
 			}
-			g.Used = ledger.SetOf(used)
+			g.Used = piece.SetOf(used)
 		}
 		if m.holders == gpunode.InObject {
 			for _, uid := range slices.Sorted(maps.Keys(holders)) {
@@ -256,7 +257,7 @@ func (m *machine) prefer(r *rand.Rand, name string, must []string, n int) ([]str
 	var offers []mig.Offer
 	var places, given []mig.Place
 	for _, d := range m.gpus {
-		if d.kind == ledger.Placement {
+		if d.kind == piece.KindPlacement {
 			o := mig.Offer{GPU: d.uuid, Card: m.card, Taken: m.standing(d), Warm: d.warm, Rank: m.rank[d.uuid]}
 			if !d.onDemand {
 				o.Taken, o.Warm = d.static, m.available(d)
@@ -328,7 +329,7 @@ func (m *machine) canPlace(name string, n int) bool {
 		case name == repName || name == gpuName:
 			free += min(own, 1)
 		}
-		if d.kind == ledger.Placement {
+		if d.kind == piece.KindPlacement {
 			free += m.most(d, name, m.standing(d), m.available(d))
 		}
 	}

@@ -33,7 +33,7 @@ func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
 	for i := range in.Allocations {
 		switch a := &in.Allocations[i]; {
 		case !a.Takes(u):
-		case a.Kind() == ledger.Placement:
+		case a.Kind().InMIG():
 			placed = append(placed, a)
 		default:
 			plain = append(plain, a)
@@ -46,13 +46,13 @@ func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
 func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
 	leaving = map[mig.Placement]status.Cause{}
 	others, elsewhere := holdersOf(in.Allocations, g.UUID, api(w.API))
-	_, held := holdersOf(in.Allocations, g.UUID, "")
+	_, anyHeld := holdersOf(in.Allocations, g.UUID, "")
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "":
 		out.say(status.Refused, g.UUID, notOffered(g.Device, in.Others[g.UUID]))
-		if !held {
+		if !anyHeld {
 			return Layout{Known: true}, leaving
 		}
 		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
@@ -65,9 +65,10 @@ func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 	}
 	to = placementsThrough(w.API, in.onDemand(g, w))
 	to.Dynamic, to.N, to.Unit = true, timeslice.Units(g.Device, in.Unit), in.Unit
-	inUnits := slices.ContainsFunc(in.Allocations, func(a ledger.Allocation) bool { return a.Takes(g.UUID) && a.Kind() == ledger.Units })
-	if have.Has(ledger.Units) && (have.Unit == to.Unit || inUnits) {
-		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameUnits
+	counted := to.Kind.Counted()
+	held := slices.ContainsFunc(in.Allocations, func(a ledger.Allocation) bool { return a.Takes(g.UUID) && a.Kind() == counted })
+	if have.Has(counted) && (have.Unit == to.Unit || held) {
+		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameSize
 	}
 	err := in.offersNone(g, w)
 	if to.N == 0 {

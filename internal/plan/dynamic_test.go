@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -92,8 +93,8 @@ func TestDynamic(t *testing.T) {
 		{name: "a GPU with a fault", as: func(d *gpu.Device, _ *Input) { d.Fault = "lost" }, held: []ledger.Allocation{claim("a", whole(0))}, mode: "whole", trouble: "a: GPU 0 (" + string(uuid(0)) + "): lost"},
 		{name: "somebody else gives it out", as: func(d *gpu.Device, in *Input) { in.Others = map[gpu.UUID]string{d.UUID: "NVIDIA's plugin"} }, mode: "off"},
 		{name: "a pod has it through the device plugin", as: with(wholeLayout, ledger.DevicePlugin), held: []ledger.Allocation{by(ledger.DevicePlugin, held("a", whole(0)))}, mode: "whole", waits: true},
-		{name: "a claim has shares of it", as: with(Layout{Known: true, Offers: true, Kind: ledger.Units, N: 2, Unit: 2 * unit}, ledger.DRA), held: []ledger.Allocation{claim("a", units(0, 0))}, units: 2},
-		{name: "other units", as: with(Layout{Known: true, Offers: true, Kind: ledger.Units, N: 2, Unit: 2 * unit}, ledger.DRA)},
+		{name: "a claim has shares of it", as: with(Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 2, Unit: 2 * unit}}, ledger.DRA), held: []ledger.Allocation{claim("a", units(0, 0))}, units: 2},
+		{name: "other units", as: with(Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 2, Unit: 2 * unit}}, ledger.DRA)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inv := machine(1)
@@ -128,7 +129,7 @@ func TestDynamic(t *testing.T) {
 			if n == 0 {
 				n = 4
 			}
-			if layout.Dynamic && (layout.N != n || len(layout.Placements) != len(card.Placements()) || !layout.Through(ledger.DRA) || !layout.Has(ledger.Whole) || !layout.Has(ledger.Units) || layout.Has(ledger.Replica)) {
+			if layout.Dynamic && (layout.N != n || len(layout.Placements) != len(card.Placements()) || !layout.Through(ledger.DRA) || !layout.Has(piece.KindWhole) || !layout.Has(piece.KindUnits) || layout.Has(piece.KindReplica)) {
 				t.Errorf("it offers %+v", layout)
 			}
 			work, of := "", ""
@@ -206,7 +207,7 @@ func TestDynamicGoes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			have := Placements(card.Placements())
+			have := Divided(piece.Instances(card.Placements()))
 			have.Dynamic, have.N, have.Unit, have.API = true, 4, unit, ledger.DRA
 			c.want.GPU = d.UUID
 			got := Make(Input{Inventory: inv, Allocations: c.held, Layouts: map[gpu.UUID]Layout{d.UUID: have}, Unit: unit, Wanted: []config.Want{c.want},

@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -81,7 +82,7 @@ func TestForesee(t *testing.T) {
 		}, steps: "create 3g.40gb@0, create 3g.40gb@4", then: "3g.40gb@0 3g.40gb@4", mode: "mig"},
 		{name: "room in the lists comes with time", want: config.Want{Mode: config.Shared, Replicas: 20_000}, in: func(d *gpu.Device, in *Input) {
 			in.Layouts[d.UUID] = wholeLayout
-			in.Past = map[gpu.UUID][]Past{d.UUID: {{Layout: Layout{Known: true, Offers: true, Kind: ledger.Units, N: 45_000}}}}
+			in.Past = map[gpu.UUID][]Past{d.UUID: {{Layout: Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 45_000}}}}}
 		}, mode: "shared"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -71,7 +72,7 @@ func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || w.Mode == config.Dynamic || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Allocations, func(c ledger.Allocation) bool {
-			return c.Kind() == ledger.Placement && c.Takes(d.UUID)
+			return c.Kind().InMIG() && c.Takes(d.UUID)
 		})
 }
 
@@ -137,7 +138,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		if !c.Takes(d.UUID) {
 			continue
 		}
-		if c.Kind() != ledger.Placement {
+		if !c.Kind().InMIG() {
 			g.others = append(g.others, c.Who())
 			continue
 		}
@@ -149,7 +150,8 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			if g.holders = append(g.holders, c.Who()); len(g.holders) == 1 {
 				g.owner = c.Owner
 			}
-			placement, ok := g.card.Placement(has.Placement.Profile, has.Placement.Start, has.Placement.CI)
+			at := piece.At(has.Piece)
+			placement, ok := g.card.Placement(at.Profile, at.Start, at.CI)
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
 			}
@@ -199,16 +201,9 @@ func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	return false
 }
 
-// Placements offers placements, in an order that does not depend on theirs.
-func Placements(placements []mig.Placement) Layout {
-	sorted := slices.Clone(placements)
-	slices.SortFunc(sorted, mig.ComparePlacements)
-	return Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Placements: sorted}
-}
-
-// placementsThrough is Placements through a front-end.
+// placementsThrough is the layout of a GPU in MIG mode that offers placements.
 func placementsThrough(f ledger.FrontEnd, placements []mig.Placement) Layout {
-	c := Placements(placements)
+	c := Divided(piece.Instances(placements))
 	c.API = f
 	return c
 }
@@ -271,7 +266,7 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	}
 	to, leaving := in.next(g, w, have, out)
 	work := in.MIG.Working[d.UUID]
-	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
+	if work == nil && have.InMIG() && to.Offers && !have.Equal(to) {
 		// What does not stand is withdrawn before the work like what does.
 		for _, s := range g.of(have) {
 			if _, goes := leaving[s]; !goes && !slices.Contains(to.Placements, s) {
@@ -302,7 +297,7 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 		out.Layouts[d.UUID] = have
 	}
 	for i := range in.Allocations {
-		if c := &in.Allocations[i]; c.Kind() == ledger.Placement && c.Takes(d.UUID) && d.Fault == "" && d.MIG.Capable {
+		if c := &in.Allocations[i]; c.Kind().InMIG() && c.Takes(d.UUID) && d.Fault == "" && d.MIG.Capable {
 			out.Trouble[c.ID] = status.CauseOf(err, status.MIGUnsupported)
 		}
 	}
@@ -312,7 +307,7 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 // with their holder, with the reason.
 func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
 	held := len(g.holders)+len(g.others) > 0
-	offers := have.Offers && have.Kind == ledger.Placement
+	offers := have.InMIG()
 	wanted, ok := target(w)
 	block := func(reason status.Reason, by []string) {
 		b := Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)}
@@ -449,7 +444,7 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 		return placementsThrough(w.API, in.onDemand(g, w))
 	case wanted.MIG:
 		return placementsThrough(w.API, g.listed())
-	case have.Offers && have.Kind == ledger.Placement:
+	case have.InMIG():
 		return placementsThrough(have.API, g.listed())
 	default:
 		return Layout{Known: true}
@@ -593,11 +588,11 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) || have.speaksOther(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
+	if !to.InMIG() || !have.InMIG() || have.speaksOther(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Changing = append(out.Changing, u)
 		}
-		if !placements {
+		if !to.InMIG() {
 			return
 		}
 	}

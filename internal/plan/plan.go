@@ -11,10 +11,10 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // Linger is how long a withdrawn device stays listed as Unhealthy before its ID
@@ -31,35 +31,49 @@ type Layout struct {
 	// Offers is false for a GPU in mode off.
 	Offers bool `json:"-"`
 	// API is the front-end through which it is offered; empty is the device plugin.
-	API  ledger.FrontEnd `json:"api,omitempty"`
-	Kind ledger.Kind     `json:"kind"`
-	// N is the number of devices: 1, the memory units, or the replicas.
-	N int `json:"n"`
-	// Unit is the size of a memory unit, 0 for other kinds and where it is not
-	// known.
-	Unit gpu.MiB `json:"unitMiB,omitempty"`
-	// Placements are the MIG devices of kind Placement, in the order of the list; N counts
-	// them.
-	Placements []mig.Placement `json:"placements,omitempty"`
-	// Dynamic says of kind Placement that the GPU is offered whole and as memory besides;
+	API ledger.FrontEnd `json:"api,omitempty"`
+	piece.Division
+	// Dynamic says of MIG instances that the GPU is offered whole and as memory besides;
 	// N counts memory units then. It is one of these at a time: whoever comes first has
 	// the MIG mode changed.
 	Dynamic bool `json:"dynamic,omitempty"`
-	// Alone are the numbers of the only devices of kind Units or Replica, where they
-	// linger without the others; empty where the first N are meant.
-	Alone ledger.UnitSet `json:"alone,omitempty"`
 }
+
+// Divided is the layout of a GPU that is offered so, through the device plugin.
+func Divided(of piece.Division) Layout { return Layout{Known: true, Offers: true, Division: of} }
 
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit && c.Dynamic == o.Dynamic &&
-		slices.Equal(c.Placements, o.Placements) && slices.Equal(c.Alone, o.Alone)
+	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Dynamic == o.Dynamic && c.Division.Equal(o.Division)
+}
+
+// Of is into which devices of a kind the GPU is divided; ok is false where it offers none.
+func (c Layout) Of(k piece.Kind) (of piece.Division, ok bool) {
+	switch {
+	case !c.Offers || c.Kind != k && !(c.Dynamic && k.Dynamic()):
+		return piece.Division{}, false
+	case !c.Dynamic:
+		return c.Division, true
+	case k.InMIG():
+		return piece.Division{Kind: k, N: len(c.Placements), Placements: c.Placements}, true
+	case k.Alone():
+		return piece.Division{Kind: k, N: 1}, true
+	}
+	return piece.Division{Kind: k, N: c.N, Unit: c.Unit}, true
 }
 
 // Has reports whether pieces of a kind are offered.
-func (c Layout) Has(k ledger.Kind) bool {
-	return c.Offers && (c.Kind == k || c.Dynamic && (k == ledger.Whole || k == ledger.Units))
+func (c Layout) Has(k piece.Kind) bool {
+	_, ok := c.Of(k)
+	return ok
 }
+
+// InMIG reports whether MIG instances are offered: of a dynamic GPU, besides others.
+func (c Layout) InMIG() bool { return c.Offers && c.Kind.InMIG() }
+
+// Counts reports whether N counts the devices of its kind, or of a dynamic one its memory units:
+// those of a GPU in MIG mode are counted by their placements.
+func (c Layout) Counts() bool { return c.Offers && (!c.Kind.InMIG() || c.Dynamic) }
 
 // Through reports whether a GPU is offered through a front-end.
 func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && api(c.API) == f }
@@ -71,11 +85,10 @@ func (c Layout) speaksOther(o Layout) bool { return c.Offers && o.Offers && api(
 // where it does not say.
 func api(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
 
-// sameUnits reports whether both offer memory units. Their number follows from
-// what the driver keeps for itself, which can move by some MiB from one reading
-// to the next: a GPU keeps the number that it was first given.
-func (c Layout) sameUnits(o Layout) bool {
-	return c.Offers && o.Offers && c.Kind == ledger.Units && o.Kind == ledger.Units && c.N > 0 && c.Unit == o.Unit
+// sameSize reports whether both offer devices of one size: a GPU keeps the number that it was
+// first given.
+func (c Layout) sameSize(o Layout) bool {
+	return c.Offers && o.Offers && c.SameSize(o.Division)
 }
 
 // Mode is the word that people use for the layout.
@@ -85,15 +98,10 @@ func (c Layout) Mode() string {
 		return "unset"
 	case !c.Offers:
 		return string(config.Off)
-	case c.Kind == ledger.Whole:
-		return string(config.Whole)
 	case c.Dynamic:
 		return string(config.Dynamic)
-	case c.Kind == ledger.Placement:
-		return string(config.MIG)
-	default:
-		return string(config.Shared)
 	}
+	return c.Kind.Mode()
 }
 
 // Words is the layout for people who compare it with another: "shared (units of 1024 MiB)",
@@ -111,15 +119,8 @@ func (c Layout) Words() string {
 
 // division is into what a shared GPU is divided, for people: " (4 replicas)".
 func (c Layout) division() string {
-	switch {
-	case !c.Offers:
-		return ""
-	case c.Kind == ledger.Units && c.Unit > 0:
-		return fmt.Sprintf(" (units of %d MiB)", c.Unit)
-	case c.Kind == ledger.Units:
-		return " (units of memory)"
-	case c.Kind == ledger.Replica:
-		return fmt.Sprintf(" (%d replicas)", c.N)
+	if words := c.Division.String(); c.Offers && words != "" {
+		return " (" + words + ")"
 	}
 	return ""
 }
@@ -127,19 +128,16 @@ func (c Layout) division() string {
 // layoutOf is the layout that a wish means on a GPU that has nothing to do with MIG. ok
 // is false where the wish is to leave the GPU as it is.
 func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
-	switch w.Mode {
-	case config.Whole:
-		return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Whole, N: 1}, true
-	case config.Off:
+	if w.Mode == config.Off {
 		return Layout{Known: true}, true
-	case config.Shared:
-		if w.Replicas > 0 {
-			return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Replica, N: w.Replicas}, true
-		}
-		return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
-	default:
+	}
+	of, ok := piece.Divide(piece.Wish{Mode: string(w.Mode), Replicas: w.Replicas, Unit: unit}, d)
+	if !ok {
 		return Layout{}, false
 	}
+	c = Divided(of)
+	c.API = w.API
+	return c, true
 }
 
 // mostNamed is how many holders of one GPU a sentence names; a GPU of many units may
@@ -278,7 +276,7 @@ func Make(in Input) Changes {
 		}
 		if !ok {
 			to = have
-		} else if have.sameUnits(to) {
+		} else if have.sameSize(to) {
 			to.N = have.N
 		}
 		switch other := in.Others[d.UUID]; {
@@ -374,37 +372,23 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 // that their holders were given, through the front-end that they came by.
 func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
-	of := 0
+	var pieces []piece.Piece
 	for i := range allocations {
 		for j := range allocations[i].Grants {
 			g := &allocations[i].Grants[j]
-			if g.GPU != d.UUID || g.NoRoom || c.Offers && (g.Kind != c.Kind || allocations[i].Owner != c.API) {
+			if g.GPU != d.UUID || g.NoRoom || !g.Kind().Known() || c.Offers && (g.Kind() != c.Kind || allocations[i].Owner != c.API) {
 				continue // two kinds at once: the first one counts, and the other's devices are listed as leaving
 			}
-			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind
-			switch g.Kind {
-			case ledger.Whole:
-				c.N = 1
-			case ledger.Units:
-				c.N, c.Unit = max(c.N, g.Units.Most()+1), max(c.Unit, g.Unit)
-			case ledger.Replica:
-				c.N, of = max(c.N, g.Replica+1), max(of, g.Of)
-			}
+			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind()
+			pieces = append(pieces, g.Piece)
 		}
 	}
-	switch {
-	case c.Kind == ledger.Units:
-		size := cmp.Or(c.Unit, unit)
-		all := timeslice.Units(d, size)
-		if all >= c.N {
-			c.N, c.Unit = all, size // they agree with it
+	if c.Offers {
+		var wish piece.Division
+		if to.Offers {
+			wish = to.Division
 		}
-	// The number of replicas cannot be read off a few of them, but off what they may
-	// have; else, where the wish agrees with what is held, it was the wish before, too.
-	case c.Kind == ledger.Replica && of > 0:
-		c.N = max(c.N, of)
-	case c.Kind == ledger.Replica && to.Offers && to.Kind == ledger.Replica && to.N >= c.N:
-		c.N = to.N
+		c.Division = piece.Infer(pieces, d, wish, unit)
 	}
 	return c
 }

@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -53,15 +54,15 @@ func held(pod string, grants ...ledger.Grant) ledger.Allocation {
 
 // units are memory units of one GPU.
 func units(on int, n ...int) ledger.Grant {
-	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf(n)}}
+	return ledger.Grant{GPU: uuid(on), Piece: piece.Units{Set: piece.SetOf(n)}}
 }
 
 func replica(on, n int) ledger.Grant {
-	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Replica, Replica: n}}
+	return ledger.Grant{GPU: uuid(on), Piece: piece.Replica{Number: n}}
 }
 
 func whole(on int) ledger.Grant {
-	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Whole}}
+	return ledger.Grant{GPU: uuid(on), Piece: piece.Whole{}}
 }
 
 // placement is what there is of GPU 0, whose size nobody has said.
@@ -71,7 +72,7 @@ func placement(t *testing.T, profile string, start int) []ledger.Grant {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return []ledger.Grant{{GPU: uuid(0), Piece: ledger.Piece{Kind: ledger.Placement, Placement: mig.Placement{Profile: name, Start: start}}}}
+	return []ledger.Grant{{GPU: uuid(0), Piece: piece.Placement{At: mig.Placement{Profile: name, Start: start}}}}
 }
 
 func wants(modes ...string) []config.Want {
@@ -93,7 +94,7 @@ func planText(c *Changes, inv *gpu.Inventory) string {
 	for _, d := range inv.GPUs {
 		layout := c.Layouts[d.UUID]
 		fmt.Fprintf(&b, "%s", layout.Mode())
-		if layout.Offers && layout.Kind != ledger.Whole {
+		if layout.Offers && layout.Kind != piece.KindWhole {
 			fmt.Fprintf(&b, "%d", layout.N)
 		}
 		for _, u := range c.Changing {
@@ -112,12 +113,12 @@ func planText(c *Changes, inv *gpu.Inventory) string {
 }
 
 var (
-	wholeLayout  = Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
-	sharedLayout = Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
+	wholeLayout  = Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindWhole, N: 1}}
+	sharedLayout = Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: unit}}
 )
 
 func replicaLayout(n int) Layout {
-	return Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
+	return Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: n}}
 }
 
 func TestPlan(t *testing.T) {
@@ -134,7 +135,7 @@ func TestPlan(t *testing.T) {
 			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
 		{name: "what the file does not speak of stays", layouts: []Layout{wholeLayout, sharedLayout, sharedLayout, sharedLayout},
 			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
-		{name: "a reading with other reserved memory is no new layout", layouts: []Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
+		{name: "a reading with other reserved memory is no new layout", layouts: []Layout{{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 5, Unit: unit}}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
 		{name: "idle ones go ahead, a held one waits", layouts: []Layout{sharedLayout, sharedLayout, sharedLayout, sharedLayout},
 			allocations: []ledger.Allocation{held("b", units(1, 0, 1)), held("a", units(1, 2)), held("", units(2, 1))},
@@ -223,7 +224,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
 				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Pod: workload.Pod{Namespace: c.namespace}}}
-			in := Input{Inventory: inv, Allocations: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Placements())},
+			in := Input{Inventory: inv, Allocations: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Divided(piece.Instances(card.Placements()))},
 				Others: map[gpu.UUID]string{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {
 				in.Others[d.UUID] = c.other
@@ -274,7 +275,7 @@ func TestProfilesThatAreNotUnderstood(t *testing.T) {
 // A GPU that would offer nothing, although it is to offer something, is refused and keeps
 // what it has.
 func TestNothingToOfferIsRefused(t *testing.T) {
-	nothing := Layout{Known: true, Offers: true, Kind: ledger.Units, Unit: 8 * unit}
+	nothing := Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, Unit: 8 * unit}}
 	inv := machine(7)
 	inv.GPUs[6].MIG = a100()
 	inv.GPUs[3].Fault = "GPU is lost"
@@ -358,18 +359,18 @@ func TestAPIWaitsForHolders(t *testing.T) {
 			blocked: "stays whole (api: device-plugin), not yet whole (api: dra), until these end: ns/a"},
 		{name: "a claim has it", have: through(dra, sharedLayout), held: []ledger.Allocation{by(dra, held("a", units(0, 1)))}, want: config.Want{Mode: config.Whole, API: dp}, through: dra,
 			blocked: "stays shared (api: dra), not yet whole (api: device-plugin), until these end: ns/a"},
-		{name: "other reserved memory", have: through(dp, Layout{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}), want: config.Want{Mode: config.Shared, API: dra}, through: dra, now: true},
+		{name: "other reserved memory", have: through(dp, Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 5, Unit: unit}}), want: config.Want{Mode: config.Shared, API: dra}, through: dra, now: true},
 		{name: "an administrator looks at it", have: through(dra, wholeLayout), held: []ledger.Allocation{by(dra, held("a", admin))}, want: config.Want{Mode: config.Whole, API: dp}, through: dp, now: true},
 		{name: "found at a start", held: []ledger.Allocation{by(dp, held("a", units(0, 1)))}, want: config.Want{Mode: config.Shared, API: dra}, through: dp,
 			blocked: "stays shared (api: device-plugin), not yet shared (api: dra), until these end: ns/a"},
-		{name: "MIG, nobody has anything", mig: true, have: through(dp, Placements([]mig.Placement{at})), want: fixed, through: dra, now: true},
-		{name: "MIG, a pod has it", mig: true, have: through(dp, Placements([]mig.Placement{at})), held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
+		{name: "MIG, nobody has anything", mig: true, have: through(dp, Divided(piece.Instances([]mig.Placement{at}))), want: fixed, through: dra, now: true},
+		{name: "MIG, a pod has it", mig: true, have: through(dp, Divided(piece.Instances([]mig.Placement{at}))), held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
 			blocked: "(api: device-plugin), not yet 1x1g.10gb (api: dra), until these end: ns/a", drains: true},
 		{name: "MIG, found at a start", mig: true, held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
 			blocked: "(api: dra), until these end: ns/a", drains: true},
 		{name: "MIG, found at a start with a claim", mig: true, held: []ledger.Allocation{by(dra, held("a", placement(t, "1g.10gb", 1)...))}, want: throughPlugin, through: dra,
 			blocked: "(api: device-plugin), until these end: ns/a", drains: true},
-		{name: "MIG, left as it is", mig: true, have: through(dra, Placements([]mig.Placement{at})), want: config.Want{}, through: dra},
+		{name: "MIG, left as it is", mig: true, have: through(dra, Divided(piece.Instances([]mig.Placement{at}))), want: config.Want{}, through: dra},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inv := machine(1)
@@ -433,7 +434,7 @@ func TestNoWishBlocksNothing(t *testing.T) {
 // them.
 func TestRows(t *testing.T) {
 	const most = timeslice.MaxListed
-	few := Layout{Known: true, Offers: true, Kind: ledger.Units, N: 1, Alone: ledger.SetOf([]int{7})}
+	few := Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 1, Alone: piece.SetOf([]int{7})}}
 	for _, tt := range []struct {
 		name string
 		have []Layout // of GPU 0
@@ -470,7 +471,7 @@ func TestCrowdedGPUIsWithdrawn(t *testing.T) {
 	inv := machine(2)
 	in := Input{Inventory: inv, Wanted: wants("whole", "shared/20000"), Unit: unit,
 		Layouts: map[gpu.UUID]Layout{uuid(0): replicaLayout(30_000), uuid(1): wholeLayout},
-		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.MaxListed - 49_999}}}}}
+		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: timeslice.MaxListed - 49_999}}}}}}
 	got := Make(in)
 	if text := planText(&got, inv); text != "whole!; off!" || len(got.Conditions) != 1 || got.Conditions[0].Reason != status.ListsFull ||
 		!strings.Contains(got.Conditions[0].Message, "laid out as 20000 devices") {

@@ -4,6 +4,7 @@ package plan
 
 import (
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -25,7 +26,7 @@ type Rows struct {
 
 type row struct {
 	gpu  gpu.UUID
-	kind ledger.Kind
+	kind piece.Kind
 }
 
 // NewRows returns a count of nothing.
@@ -33,7 +34,7 @@ func NewRows() *Rows { return &Rows{of: map[row]int{}} }
 
 // more is how many devices a layout adds.
 func (r *Rows) more(u gpu.UUID, c Layout) int {
-	if !c.Through(ledger.DevicePlugin) || c.Kind == ledger.Whole || c.Kind == ledger.Placement {
+	if !c.Through(ledger.DevicePlugin) || !c.Kind.Shared() {
 		return 0
 	}
 	if len(c.Alone) > 0 { // some of a GPU's devices, not its first ones
@@ -74,8 +75,8 @@ func (in *Input) listed() *Rows {
 		}
 		for j := range c.Grants {
 			// What no layout has is listed for its holder's sake.
-			if g := &c.Grants[j]; g.Kind != ledger.Placement && r.of[row{g.GPU, g.Kind}] == 0 {
-				r.sum += max(1, g.Units.Len())
+			if g := &c.Grants[j]; !g.Kind().InMIG() && r.of[row{g.GPU, g.Kind()}] == 0 {
+				r.sum += piece.Count(g.Piece)
 			}
 		}
 	}

@@ -23,6 +23,7 @@ import (
 
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -31,17 +32,17 @@ import (
 var noon = time.Date(2026, 11, 21, 12, 0, 0, 123456789, time.UTC)
 
 func allocation(n int) Allocation {
-	units := ledger.SetOf([]int{n, n + 1, n + 7})
+	units := piece.SetOf([]int{n, n + 1, n + 7})
 	return Allocation{Key: fmt.Sprint("key-", n), Allocated: noon.Add(time.Duration(n) * time.Second),
 		Record: ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem",
-			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Units, Units: units, Unit: 1024}, Cap: ledger.CapOf(3 << 30)}}}}
+			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: piece.Units{Set: units, Unit: 1024}, Cap: piece.CapOf(3 << 30)}}}}
 }
 
 var full = Document{
 	Boot:       "b1",
 	GPUs:       []gpu.Device{{Index: 1, UUID: "GPU-a", Memory: 81920, MIG: gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "1g.10gb"}}, Instances: []gpu.Instance{{Profile: "1g.10gb", GI: 3}}}}},
 	Faults:     []health.Record{{GPU: "GPU-a", Xid: 79, Class: health.ClassLost, Since: noon}},
-	Layouts:    []Layout{{GPU: "GPU-a", Past: plan.Past{Layout: plan.Layout{Kind: ledger.Units, N: 79}, Until: noon}}},
+	Layouts:    []Layout{{GPU: "GPU-a", Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindUnits, N: 79}}, Until: noon}}},
 	TimeSlices: map[gpu.UUID]gpu.TimeSlice{"GPU-b": gpu.TimeSliceLong, "GPU-a": gpu.TimeSliceShort},
 }
 
@@ -511,7 +512,7 @@ func FuzzLine(f *testing.F) {
 	f.Add("0123456789abcdef", "b\"\\<\u2028\x00\x7f", 3, int64(0))
 	f.Fuzz(func(t *testing.T, key, resource string, number int, at int64) {
 		c := Allocation{Key: key, Allocated: time.Unix(at, at&0xffff).UTC(), Record: ledger.Record{Resource: resource, Grants: []ledger.Grant{
-			{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Replica, Replica: max(0, number), Of: max(0, -number)}, Cap: ledger.CapOf(uint64(at))}}}}
+			{GPU: "GPU-a", Piece: piece.Replica{Number: max(0, number), Of: max(0, -number)}, Cap: piece.CapOf(uint64(at))}}}}
 		line, err := encodeLine(c)
 		if err != nil {
 			return

@@ -4,11 +4,14 @@ package usage
 
 import (
 	"cmp"
+	"encoding/json"
+	"errors"
 	"maps"
 	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -58,6 +61,11 @@ type Grant struct {
 // Held is a piece with what it has come to.
 type Held struct {
 	Piece
+	Charge
+}
+
+// Charge is what a piece has come to.
+type Charge struct {
 	// Gone is the part of it that was given to somebody else since, From the time since when
 	// that is so, zero for the grant's beginning, and Seconds the seconds times share before.
 	Gone    float64   `json:"gone,omitempty"`
@@ -65,6 +73,21 @@ type Held struct {
 	Seconds float64   `json:"seconds,omitempty"`
 	// Use is nil before anything is known.
 	Use *Use `json:"use,omitempty"`
+}
+
+// MarshalJSON writes the piece's record, with what it has come to.
+func (h Held) MarshalJSON() ([]byte, error) {
+	p, err := json.Marshal(h.Piece)
+	c, errCharge := json.Marshal(h.Charge)
+	if err := errors.Join(err, errCharge); err != nil {
+		return nil, err
+	}
+	return piece.Join(p, c), nil
+}
+
+// UnmarshalJSON reads what MarshalJSON writes.
+func (h *Held) UnmarshalJSON(data []byte) error {
+	return errors.Join(h.read(data, "gone", "from", "seconds", "use"), json.Unmarshal(data, &h.Charge))
 }
 
 // Key names a container on a GPU, as series of metrics do.

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -32,7 +33,7 @@ var card = gpu.Device{Index: 3, UUID: "GPU-3", Memory: 80 << 10, MIG: gpu.MIG{Ca
 func inventory() *gpu.Inventory { return &gpu.Inventory{GPUs: []gpu.Device{card}} }
 
 func units(first, last int) ledger.Grant {
-	return ledger.Grant{GPU: "GPU-3", Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: last}}, Unit: 1024}, Cap: ledger.CapOf(uint64(last-first+1) << 30)}
+	return ledger.Grant{GPU: "GPU-3", Piece: piece.Units{Set: piece.Set{{First: first, Last: last}}, Unit: 1024}, Cap: piece.CapOf(uint64(last-first+1) << 30)}
 }
 
 func placed(profile string, start, size, ci int) ledger.Grant {
@@ -40,13 +41,13 @@ func placed(profile string, start, size, ci int) ledger.Grant {
 	if err != nil {
 		panic(err)
 	}
-	return ledger.Grant{GPU: "GPU-3", Piece: ledger.Piece{Kind: ledger.Placement, Placement: mig.Placement{Profile: name, Start: start, Size: size, CI: ci}}, Cap: ledger.NoCap}
+	return ledger.Grant{GPU: "GPU-3", Piece: piece.Placement{At: mig.Placement{Profile: name, Start: start, Size: size, CI: ci}}, Cap: piece.NoCap}
 }
 
 // A quarter of a GPU is charged a quarter, a MIG instance its memory slices, a whole GPU one,
 // and who only looks after it nothing.
 func TestShares(t *testing.T) {
-	whole := ledger.Grant{GPU: "GPU-3", Piece: ledger.Piece{Kind: ledger.Whole}, Cap: ledger.NoCap}
+	whole := ledger.Grant{GPU: "GPU-3", Piece: piece.Whole{}, Cap: piece.NoCap}
 	watching := whole
 	watching.NoRoom = true
 	for _, tt := range []struct {
@@ -58,14 +59,14 @@ func TestShares(t *testing.T) {
 		{watching, 0, 0},
 		{units(0, 19), .25, 20 << 10},
 		{units(0, 79), 1, 80 << 10},
-		{ledger.Grant{GPU: "GPU-3", Piece: ledger.Piece{Kind: ledger.Replica, Of: 4}, Cap: ledger.CapOf(20 << 30)}, .25, 20 << 10},
+		{ledger.Grant{GPU: "GPU-3", Piece: piece.Replica{Of: 4}, Cap: piece.CapOf(20 << 30)}, .25, 20 << 10},
 		{placed("1g.10gb", 6, 1, 0), .125, 9728},
 		{placed("3g.40gb", 4, 4, 0), .5, 40192},
 		{placed("3g.40gb", 4, 0, 0), .5, 40192}, // of a size that nobody knows yet
 		{placed("7g.80gb", 0, 8, 0), 1, 80640},
 		{placed("1c.3g.40gb", 4, 4, 2), .5 / 3, 40192 / 3},
 		// Of a record without sizes, by its cap.
-		{ledger.Grant{GPU: "GPU-3", Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.UnitSet{{First: 0, Last: 7}}}, Cap: ledger.CapOf(8 << 30)}, .1, 8 << 10},
+		{ledger.Grant{GPU: "GPU-3", Piece: piece.Units{Set: piece.Set{{First: 0, Last: 7}}}, Cap: piece.CapOf(8 << 30)}, .1, 8 << 10},
 	} {
 		p := PiecesOf([]ledger.Grant{tt.grant}, inventory())[0]
 		if math.Abs(p.Share-tt.share) > 1e-12 || p.MemoryMiB != tt.memory || p.Index != 3 {

@@ -40,7 +40,10 @@ func (o *Owner) UnmarshalText(text []byte) error {
 // Compare orders owners.
 func (o Owner) Compare(p Owner) int {
 	if o.Refused != p.Refused {
-		return int(truth(o.Refused) - truth(p.Refused))
+		if o.Refused {
+			return 1
+		}
+		return -1
 	}
 	return strings.Compare(o.Namespace, p.Namespace)
 }

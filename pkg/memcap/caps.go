@@ -54,12 +54,12 @@ func Units(n int, unit gpu.MiB) uint64 {
 }
 
 // Replica returns the cap of one of a GPU's replicas, in bytes: an equal part of
-// what processes can have of the GPU, in whole MiB.
-func Replica(d *gpu.Device, replicas int) uint64 {
+// what processes can have of the GPU, usable, in whole MiB.
+func Replica(usable gpu.MiB, replicas int) uint64 {
 	if replicas <= 0 {
 		return 0
 	}
-	return times(uint64(d.Usable())/uint64(replicas), 1)
+	return times(uint64(usable)/uint64(replicas), 1)
 }
 
 // times returns n × size MiB in bytes, and never None: a product beyond 64 bits

@@ -57,7 +57,7 @@ func TestReplica(t *testing.T) {
 		{math.MaxUint64, 0, 1, most},
 	} {
 		d := &gpu.Device{Memory: tc.memory, Reserved: tc.reserved}
-		if got := Replica(d, tc.replicas); got != tc.want {
+		if got := Replica(d.Usable(), tc.replicas); got != tc.want {
 			t.Errorf("%d MiB less %d in %d: %d bytes, want %d", tc.memory, tc.reserved, tc.replicas, got, tc.want)
 		}
 	}

@@ -170,6 +170,11 @@ func startupKey(t *testing.T) string {
 
 var ours = deviceplugin.ResourceNames("example.com")
 
+const (
+	memory = "example.com/gpu-mem"
+	whole  = "example.com/gpu"
+)
+
 // with is a node's resources beside cpu and memory.
 func with(counts map[string]int) map[string]int {
 	out := map[string]int{"cpu": 64, "memory": 512}
@@ -184,8 +189,7 @@ func TestClusterAutoscaler(t *testing.T) {
 	c := clusterAutoscaler{t, read(t, "cluster-autoscaler")}
 	key := startupKey(t)
 	held := map[string]string{agent.HoldAnnotation: "true"}
-	theirs := deviceplugin.ResourceNames("nvidia.com")
-	full := with(map[string]int{ours.Units: 158, "cpu": 4, "memory": 16})
+	full := with(map[string]int{memory: 158, "cpu": 4, "memory": 16})
 	for _, test := range []struct {
 		name string
 		node node
@@ -196,29 +200,29 @@ func TestClusterAutoscaler(t *testing.T) {
 		removable bool
 	}{
 		{"registered with the taint", node{taints: []string{key + " NoSchedule"}, allocatable: with(nil)}, false, "memory", 0, true},
-		{"the kubelet has the devices, and has not reported", node{taints: []string{key + " NoSchedule"}, allocatable: with(map[string]int{ours.Units: 0})}, false, "memory", 0, true},
-		{"the agent has taken the taint away", node{allocatable: with(map[string]int{ours.Units: 158})}, true, "memory", 0, true},
+		{"the kubelet has the devices, and has not reported", node{taints: []string{key + " NoSchedule"}, allocatable: with(map[string]int{memory: 0})}, false, "memory", 0, true},
+		{"the agent has taken the taint away", node{allocatable: with(map[string]int{memory: 158})}, true, "memory", 0, true},
 		{"without a taint, before the kubelet has the devices: ready, and of no use", node{allocatable: with(nil)}, true, "memory", 0, true},
 		{"the older prefix", node{taints: []string{"ignore-taint.cluster-autoscaler.kubernetes.io/gpu-agent NoSchedule"}, allocatable: with(nil)}, false, "memory", 0, true},
 		{"the older prefix, to end pods", node{taints: []string{"ignore-taint.cluster-autoscaler.kubernetes.io/gpu-agent NoExecute"}, allocatable: with(nil)}, false, "memory", 0, true},
 		{"a status taint", node{taints: []string{"status-taint.cluster-autoscaler.kubernetes.io/gpus NoSchedule"}, allocatable: with(nil)}, true, "memory", 0, true},
 		{"the taint of the Node Readiness Controller", node{taints: []string{"readiness.k8s.io/example.com.gpus NoSchedule"}, allocatable: with(nil)}, true, "memory", 0, true},
 
-		{"full", node{allocatable: with(map[string]int{ours.Units: 158}), requested: full}, true, "cpu", 4.0 / 64, true},
-		{"full, and held", node{annotations: held, allocatable: with(map[string]int{ours.Units: 158}), requested: full}, true, "cpu", 4.0 / 64, false},
+		{"full", node{allocatable: with(map[string]int{memory: 158}), requested: full}, true, "cpu", 4.0 / 64, true},
+		{"full, and held", node{annotations: held, allocatable: with(map[string]int{memory: 158}), requested: full}, true, "cpu", 4.0 / 64, false},
 		{"full on demand: nothing is left to give out", node{annotations: held, allocatable: with(map[string]int{"example.com/mig-1g.10gb": 7, "example.com/mig-3g.40gb": 0}),
 			requested: map[string]int{"example.com/mig-1g.10gb": 7}}, true, "memory", 0, false},
-		{"full by cpu", node{allocatable: with(map[string]int{ours.Whole: 8}), requested: map[string]int{"cpu": 60, ours.Whole: 8}}, true, "cpu", 60.0 / 64, false},
-		{"somebody else's word", node{annotations: map[string]string{agent.HoldAnnotation: "false"}, allocatable: with(map[string]int{ours.Units: 158}), requested: full}, true, "cpu", 4.0 / 64, true},
-		{"all GPUs unhealthy", node{allocatable: with(map[string]int{ours.Units: 0})}, true, "memory", 0, true},
+		{"full by cpu", node{allocatable: with(map[string]int{whole: 8}), requested: map[string]int{"cpu": 60, whole: 8}}, true, "cpu", 60.0 / 64, false},
+		{"somebody else's word", node{annotations: map[string]string{agent.HoldAnnotation: "false"}, allocatable: with(map[string]int{memory: 158}), requested: full}, true, "cpu", 4.0 / 64, true},
+		{"all GPUs unhealthy", node{allocatable: with(map[string]int{memory: 0})}, true, "memory", 0, true},
 
-		{"the provider's label: it waits for ever", node{label: true, allocatable: with(map[string]int{ours.Units: 158})}, false, "nvidia.com/gpu", 0, true},
-		{"the provider's label, full: empty to it", node{label: true, allocatable: with(map[string]int{ours.Units: 158}), requested: full}, false, "nvidia.com/gpu", 0, true},
-		{"the provider's label, full and held", node{label: true, annotations: held, allocatable: with(map[string]int{ours.Units: 158}), requested: full}, false, "nvidia.com/gpu", 0, false},
-		{"NVIDIA's domain, whole GPUs", node{label: true, allocatable: with(map[string]int{theirs.Whole: 8}), requested: map[string]int{theirs.Whole: 6}}, true, theirs.Whole, 0.75, false},
-		{"NVIDIA's domain, whole GPUs, few in use", node{label: true, allocatable: with(map[string]int{theirs.Whole: 8}), requested: map[string]int{theirs.Whole: 4}}, true, theirs.Whole, 0.5, true},
-		{"NVIDIA's domain, units of memory", node{label: true, allocatable: with(map[string]int{theirs.Units: 158}), requested: map[string]int{theirs.Units: 158}}, false, "nvidia.com/gpu", 0, true},
-		{"NVIDIA's domain, both: units do not count", node{label: true, allocatable: with(map[string]int{theirs.Whole: 1, theirs.Units: 79}), requested: map[string]int{theirs.Units: 79}}, true, theirs.Whole, 0, true},
+		{"the provider's label: it waits for ever", node{label: true, allocatable: with(map[string]int{memory: 158})}, false, "nvidia.com/gpu", 0, true},
+		{"the provider's label, full: empty to it", node{label: true, allocatable: with(map[string]int{memory: 158}), requested: full}, false, "nvidia.com/gpu", 0, true},
+		{"the provider's label, full and held", node{label: true, annotations: held, allocatable: with(map[string]int{memory: 158}), requested: full}, false, "nvidia.com/gpu", 0, false},
+		{"NVIDIA's domain, whole GPUs", node{label: true, allocatable: with(map[string]int{"nvidia.com/gpu": 8}), requested: map[string]int{"nvidia.com/gpu": 6}}, true, "nvidia.com/gpu", 0.75, false},
+		{"NVIDIA's domain, whole GPUs, few in use", node{label: true, allocatable: with(map[string]int{"nvidia.com/gpu": 8}), requested: map[string]int{"nvidia.com/gpu": 4}}, true, "nvidia.com/gpu", 0.5, true},
+		{"NVIDIA's domain, units of memory", node{label: true, allocatable: with(map[string]int{"nvidia.com/gpu-mem": 158}), requested: map[string]int{"nvidia.com/gpu-mem": 158}}, false, "nvidia.com/gpu", 0, true},
+		{"NVIDIA's domain, both: units do not count", node{label: true, allocatable: with(map[string]int{"nvidia.com/gpu": 1, "nvidia.com/gpu-mem": 79}), requested: map[string]int{"nvidia.com/gpu-mem": 79}}, true, "nvidia.com/gpu", 0, true},
 	} {
 		if got := c.ready(test.node); got != test.ready {
 			t.Errorf("%s: ready %v, want %v", test.name, got, test.ready)
@@ -292,8 +296,8 @@ func TestKarpenter(t *testing.T) {
 	k := karpenter{t, read(t, "karpenter")}
 	key := startupKey(t)
 	const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
-	units := claim{[]string{key + " NoSchedule"}, map[string]int{"cpu": 4, ours.Units: 24}}
-	both := claim{units.startupTaints, map[string]int{small: 1, large: 1, ours.Whole: 0}}
+	units := claim{[]string{key + " NoSchedule"}, map[string]int{"cpu": 4, memory: 24}}
+	both := claim{units.startupTaints, map[string]int{small: 1, large: 1, whole: 0}}
 	for _, test := range []struct {
 		name  string
 		node  node
@@ -302,18 +306,18 @@ func TestKarpenter(t *testing.T) {
 		waits string
 	}{
 		{"the kubelet has just registered it", node{unready: true, taints: []string{key + " NoSchedule", "karpenter.sh/unregistered NoExecute"}}, units, "NodeNotReady"},
-		{"registered, with the taint", node{taints: []string{key + " NoSchedule"}, allocatable: with(map[string]int{ours.Units: 158})}, units, "StartupTaintsExist"},
+		{"registered, with the taint", node{taints: []string{key + " NoSchedule"}, allocatable: with(map[string]int{memory: 158})}, units, "StartupTaintsExist"},
 		{"without the taint, before the kubelet has reported", node{allocatable: with(nil)}, units, "ResourceNotRegistered"},
-		{"counts are zero after the kubelet's start", node{allocatable: with(map[string]int{ours.Units: 0})}, units, "ResourceNotRegistered"},
-		{"as the agent leaves it", node{allocatable: with(map[string]int{ours.Units: 158})}, units, ""},
-		{"the taint with another effect, which the agent takes away too", node{taints: []string{key + " NoExecute"}, allocatable: with(map[string]int{ours.Units: 158})}, units, ""},
-		{"somebody else's taint", node{taints: []string{"team.example.org/theirs NoSchedule"}, allocatable: with(map[string]int{ours.Units: 158})}, units, ""},
-		{"not reachable", node{taints: []string{"node.kubernetes.io/unreachable NoSchedule"}, allocatable: with(map[string]int{ours.Units: 158})}, units, "KnownEphemeralTaintsExist"},
+		{"counts are zero after the kubelet's start", node{allocatable: with(map[string]int{memory: 0})}, units, "ResourceNotRegistered"},
+		{"as the agent leaves it", node{allocatable: with(map[string]int{memory: 158})}, units, ""},
+		{"the taint with another effect, which the agent takes away too", node{taints: []string{key + " NoExecute"}, allocatable: with(map[string]int{memory: 158})}, units, ""},
+		{"somebody else's taint", node{taints: []string{"team.example.org/theirs NoSchedule"}, allocatable: with(map[string]int{memory: 158})}, units, ""},
+		{"not reachable", node{taints: []string{"node.kubernetes.io/unreachable NoSchedule"}, allocatable: with(map[string]int{memory: 158})}, units, "KnownEphemeralTaintsExist"},
 
 		{"on demand, as the agent leaves it", node{allocatable: with(map[string]int{small: 7, large: 2})}, both, ""},
 		{"on demand, a pod came too early and covers the large places", node{allocatable: with(map[string]int{small: 4, large: 0}), requested: map[string]int{small: 2}}, both, "ResourceNotRegistered"},
 		{"all GPUs were unhealthy before", node{allocatable: with(map[string]int{small: 0, large: 0})}, both, "ResourceNotRegistered"},
-		{"full of what was asked for", node{allocatable: with(map[string]int{ours.Units: 158}), requested: map[string]int{ours.Units: 158}}, units, ""},
+		{"full of what was asked for", node{allocatable: with(map[string]int{memory: 158}), requested: map[string]int{memory: 158}}, units, ""},
 	} {
 		if got := k.initialized(test.node, test.claim); got != test.waits {
 			t.Errorf("%s: it waits because of %q, want %q", test.name, got, test.waits)

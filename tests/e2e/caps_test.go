@@ -19,8 +19,8 @@ import (
 const (
 	miB = 1 << 20
 	giB = 1 << 30
-	// piece is what tests fill a cap with: what is left of it afterwards is less.
-	piece = 16 * miB
+	// chunk is what tests fill a cap with: what is left of it afterwards is less.
+	chunk = 16 * miB
 	// late is what is held back for code that the probe's context may yet load, and never does.
 	late = lib.DefaultCode
 	// estimate is what a context counts until the agent has seen one: without its
@@ -108,7 +108,7 @@ func (b *bench) used(pod *lab.RunningPod, container string, index int) uint64 {
 }
 
 // full checks that a container that was refused has its cap, and no byte more, but
-// for less than one piece, and what is held back for one process. The library waits for the
+// for less than one chunk, and what is held back for one process. The library waits for the
 // agent's look before it refuses, but not for ever: on a machine that is too busy it refuses by its
 // estimates, so with some left the probe, if there is one, asks again.
 func (b *bench) full(k *lab.Probe, pod *lab.RunningPod, container string, index int, limit, size uint64) {
@@ -160,27 +160,27 @@ func TestCaps(t *testing.T) {
 		}
 
 		k := b.probe(pod, "", nil)
-		got := b.fill(k, piece)
-		b.full(k, pod, "main", 0, limit, piece)
-		b.Logf("%d MiB could be allocated", got*piece/miB)
-		if a := b.ask(k, "info"); a.Result() != lab.Success || a.Bytes("total") != limit || a.Bytes("device-total") != limit || a.Bytes("free") >= piece {
-			b.Errorf("when it is full cuMemGetInfo says %s, want a total of %d and less free than %d", a, uint64(limit), piece)
+		got := b.fill(k, chunk)
+		b.full(k, pod, "main", 0, limit, chunk)
+		b.Logf("%d MiB could be allocated", got*chunk/miB)
+		if a := b.ask(k, "info"); a.Result() != lab.Success || a.Bytes("total") != limit || a.Bytes("device-total") != limit || a.Bytes("free") >= chunk {
+			b.Errorf("when it is full cuMemGetInfo says %s, want a total of %d and less free than %d", a, uint64(limit), chunk)
 		}
 		for id := range 10 {
 			if a := b.ask(k, "give %d", id); a.Result() != lab.Success {
 				b.Errorf("freed: %s", a)
 			}
 		}
-		if a := b.ask(k, "info"); a.Bytes("free") < 10*piece || a.Bytes("free") >= 11*piece {
-			b.Errorf("with ten pieces freed: %s, want %d free", a, 10*piece)
+		if a := b.ask(k, "info"); a.Bytes("free") < 10*chunk || a.Bytes("free") >= 11*chunk {
+			b.Errorf("with ten pieces freed: %s, want %d free", a, 10*chunk)
 		}
-		if again := b.fill(k, piece); again == 0 || again > 10 {
+		if again := b.fill(k, chunk); again == 0 || again > 10 {
 			b.Errorf("with ten pieces freed, %d could be taken, want 10", again)
 		}
-		b.full(k, pod, "main", 0, limit, piece)
+		b.full(k, pod, "main", 0, limit, chunk)
 
 		m := b.memory(pod, "main", 0, "that it is full", func(c lab.ContainerStatus) error {
-			if c.CapMiB == nil || c.UsedMiB == nil || *c.CapMiB != limit/miB || *c.UsedMiB <= (limit-late-piece)/miB || *c.UsedMiB > limit/miB ||
+			if c.CapMiB == nil || c.UsedMiB == nil || *c.CapMiB != limit/miB || *c.UsedMiB <= (limit-late-chunk)/miB || *c.UsedMiB > limit/miB ||
 				c.PeakMiB != *c.UsedMiB || c.Guarantee != "api" || c.Refusals < 2 || c.Processes != 1 {
 				return errors.New("want a full cap of 4 GiB, held by the api, 2 refusals, 1 process")
 			}
@@ -191,7 +191,7 @@ func TestCaps(t *testing.T) {
 		labels := fmt.Sprintf(`container="main",gpu=%q,namespace=%q,pod=%q`, driver.GPUs[0].UUID, lab.PodNamespace, pod.Name)
 		guarantee := fmt.Sprintf(`container="main",gpu=%q,guarantee="api",namespace=%q,pod=%q`, driver.GPUs[0].UUID, lab.PodNamespace, pod.Name)
 		used, peak := metrics[`gpu_agent_container_memory_used_bytes{`+labels+`}`], metrics[`gpu_agent_container_memory_peak_bytes{`+labels+`}`]
-		if metrics[`gpu_agent_container_memory_cap_bytes{`+guarantee+`}`] != limit || used <= limit-late-piece || used > limit || peak != used ||
+		if metrics[`gpu_agent_container_memory_cap_bytes{`+guarantee+`}`] != limit || used <= limit-late-chunk || used > limit || peak != used ||
 			metrics[`gpu_agent_container_memory_refusals_total{`+labels+`}`] != float64(m.Refusals) || metrics["gpu_agent_watchdog_up"] != 1 {
 			b.Errorf("the metrics do not say what the status does, %s: %v", m, ours(metrics))
 		}
@@ -356,9 +356,9 @@ func besideModules(b *bench) {
 	read(heavy, 1002, 2048)
 
 	light := b.tenant("light", 1)
-	b.take(b.probe(light, "main", nil), piece, 1)
+	b.take(b.probe(light, "main", nil), chunk, 1)
 	read(light, 300, 400)
-	b.take(b.probe(light, "main", nil), piece, 1)
+	b.take(b.probe(light, "main", nil), chunk, 1)
 }
 
 // A container that holds a whole GPU and a share of another has two claims. The
@@ -495,10 +495,10 @@ func fromZero(b *bench) {
 			a = lab.ParseAnswer(log[at:])
 			return nil
 		}))
-		if got := a.Bytes("count") * piece; a.Result() != lab.OutOfMemory || got+estimate+piece < limit || got > limit {
+		if got := a.Bytes("count") * chunk; a.Result() != lab.OutOfMemory || got+estimate+chunk < limit || got > limit {
 			b.Errorf("%s of %s: %s, want some 4 GiB and then a refusal", container, pod, a)
 		}
-		return a.Bytes("count") * piece / miB
+		return a.Bytes("count") * chunk / miB
 	}
 	b.Logf("the init container got %d MiB", granted("init"))
 	b.Logf("the app container got %d MiB", granted("main"))
@@ -514,6 +514,6 @@ func fromZero(b *bench) {
 	_, _, err = node.End(b.ctx, time.Minute, killed[0])
 	b.must(err)
 	k := b.probe(pod, "", nil)
-	b.Logf("after a kill -9 in the container another process got %d MiB", b.fill(k, piece)*piece/miB)
-	b.full(k, pod, "main", 0, limit, piece)
+	b.Logf("after a kill -9 in the container another process got %d MiB", b.fill(k, chunk)*chunk/miB)
+	b.full(k, pod, "main", 0, limit, chunk)
 }

@@ -19,8 +19,8 @@ import (
 	"time"
 
 	front "example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/ledger"
 	witness "example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
@@ -126,8 +126,8 @@ func draSlices(t *testing.T) (out []map[string]any) {
 	}
 	in := front.Input{Node: nodeName, Driver: draDriver, Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{}}
 	for i, layout := range []plan.Layout{
-		{Known: true, Offers: true, Kind: ledger.Placement, N: len(card.Placements()), Placements: card.Placements()},
-		{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}} {
+		{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindPlacement, N: len(card.Placements()), Placements: card.Placements()}},
+		{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 79, Unit: 1024}}} {
 		u := gpu.UUID(fmt.Sprintf("GPU-%d0000000-0000-4000-8000-000000000000", i+1))
 		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: u, Model: "NVIDIA H100 80GB HBM3", ComputeCapability: "9.0", Memory: 81559, PCI: fmt.Sprintf("00000000:0%d:00.0", i), MIG: table})
 		in.Layouts[u], in.Cards[u] = layout, card

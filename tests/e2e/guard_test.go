@@ -64,7 +64,7 @@ type bystander struct {
 func (b *bench) bystander(pod *lab.RunningPod, container string) *bystander {
 	b.Helper()
 	s := &bystander{pod: pod, container: container, probe: b.probe(pod, container, nil), processes: map[string]lab.Process{}}
-	b.take(s.probe, piece, 32)
+	b.take(s.probe, chunk, 32)
 	all, err := pod.Processes(b.ctx, container, "")
 	b.must(err)
 	for _, p := range all {
@@ -83,9 +83,9 @@ func (b *bench) unharmed(s *bystander) {
 		b.Error(err)
 		return
 	}
-	b.take(s.probe, piece, 1)
-	if used := b.used(s.pod, s.container, 0); used < 33*piece {
-		b.Errorf("container %s of %s has %d bytes, want its %d and more", s.container, s.pod, used, 33*piece)
+	b.take(s.probe, chunk, 1)
+	if used := b.used(s.pod, s.container, 0); used < 33*chunk {
+		b.Errorf("container %s of %s has %d bytes, want its %d and more", s.container, s.pod, used, 33*chunk)
 	}
 }
 

@@ -51,7 +51,7 @@ const programCap = 4 * GiB
 var programModes = []string{
 	"", "strict",
 	"reuse=eager,opportunistic=lazy,query=observes,shrink=never",
-	"holes=remap,piece-mib=2,large=blocks",
+	"holes=remap,chunk-mib=2,large=blocks",
 	"version=12040,follow=direct,used=pending," + suggested,
 }
 
@@ -129,7 +129,7 @@ type pair struct {
 
 // piece is how long one run is in the long form: long enough that starting and
 // ending do not count, and short enough for a median.
-const piece = 15 * time.Second
+const chunk = 15 * time.Second
 
 func (p *pair) say(format string, args ...any) {
 	p.wrong = append(p.wrong, fmt.Sprintf(format, args...))
@@ -167,7 +167,7 @@ func (p *pair) run(t *testing.T, seed uint64, total time.Duration) {
 	defer p.bare.Close()
 	defer p.with.close(t)
 	var ratios []float64
-	runs := max(1, int(total/piece))
+	runs := max(1, int(total/chunk))
 	for n := range runs {
 		s := seed + uint64(n)
 		with, err := p.once(t, p.with.Container, s, total/time.Duration(runs), math.MaxUint64)

@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -53,7 +54,7 @@ func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 	p := &post{r: r, b: b, claim: ledger.Allocation{ID: b.key, Resource: watchDomain + "/gpu-mem",
 		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: b.key}, Container: "main"}}}
 	for _, s := range shares {
-		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: ledger.Piece{Kind: ledger.Units}, Cap: ledger.CapOf(s.bytes)})
+		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: piece.Units{}, Cap: piece.CapOf(s.bytes)})
 	}
 	g := guard.New(guard.Options{Domain: watchDomain, Log: slog.New(slog.NewTextHandler(&p.log, nil))},
 		guard.Worlds{Driver: p, Allocations: p, Proc: p, Runtime: p, Pages: p, Observer: p})

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -300,7 +301,7 @@ func (w *writer) take(i int, stays time.Duration) {
 	first := w.r.IntN(79 - size)
 	at := w.at.Add(time.Duration(w.r.Int64N(int64(time.Second))))
 	w.write(&usage.Record{Time: at, Event: usage.Allocated, Grant: w.n, Allocation: fmt.Sprintf("%016x", w.r.Uint64()), FrontEnd: ledger.DevicePlugin, Resource: "example.com/gpu-mem", Count: size,
-		Pieces: []usage.Piece{{GPU: w.gpus[i], Index: i, Kind: ledger.Units, Units: ledger.UnitSet{{First: first, Last: first + size - 1}}, Share: float64(size) / 79, MemoryMiB: uint64(size) << 10}}})
+		Pieces: []usage.Piece{{GPU: w.gpus[i], Index: i, Of: piece.Units{Set: piece.Set{{First: first, Last: first + size - 1}}}, Share: float64(size) / 79, MemoryMiB: uint64(size) << 10}}})
 	w.write(&usage.Record{Time: at.Add(time.Duration(w.r.Int64N(int64(3 * time.Second)))), Event: usage.Named, Grant: w.n, Holder: usage.Holder{
 		Namespace: fmt.Sprintf("team-%d", w.r.IntN(12)), Pod: fmt.Sprintf("train-%x-%05x", w.r.Uint32(), w.r.Uint32()&0xfffff), UID: w.uuid(), Container: "main", Labels: map[string]string{"team": fmt.Sprintf("t%d", w.r.IntN(12))}}})
 	w.open = append(w.open, &tenant{n: w.n, gpu: i, size: uint64(size), ends: at.Add(stays)})

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -128,7 +129,7 @@ func (w *tenants) take(ns string) {
 	w.grants[n] = g
 	w.open = append(w.open, n)
 	w.write(&usage.Record{Time: w.at, Event: usage.Allocated, Grant: n, Allocation: w.text(16), FrontEnd: ledger.DevicePlugin, Resource: "example.com/gpu-mem", Count: 1,
-		Pieces: []usage.Piece{{GPU: gpu.UUID("GPU-0"), Kind: ledger.Units, Units: ledger.UnitSet{{First: int(n), Last: int(n)}}, Share: .1, MemoryMiB: 1 << 10}}})
+		Pieces: []usage.Piece{{GPU: gpu.UUID("GPU-0"), Of: piece.Units{Set: piece.Set{{First: int(n), Last: int(n)}}}, Share: .1, MemoryMiB: 1 << 10}}})
 	g.ns = ns // nobody knows before
 	w.write(&usage.Record{Time: w.at, Event: usage.Named, Grant: n, Holder: usage.Holder{Namespace: ns, Pod: "pod-" + w.text(8), UID: w.text(32), Container: "main"}})
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package ledger
+package piece
 
 import (
 	"fmt"
@@ -11,28 +11,28 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// UnitSet is a set of numbers of memory units, as ranges: ascending, apart from each
+// Set is a set of numbers of memory units, as ranges: ascending, apart from each
 // other, none empty. Its text is "0-23,40".
-type UnitSet []UnitRange
+type Set []Range
 
-// UnitRange is the numbers from First to Last, both included.
-type UnitRange struct{ First, Last int }
+// Range is the numbers from First to Last, both included.
+type Range struct{ First, Last int }
 
 // SetOf returns the set of numbers that are in ascending order, each once.
-func SetOf(ascending []int) UnitSet {
-	var s UnitSet
+func SetOf(ascending []int) Set {
+	var s Set
 	for _, n := range ascending {
 		if i := len(s) - 1; i >= 0 && s[i].Last == n-1 {
 			s[i].Last = n
 		} else {
-			s = append(s, UnitRange{n, n})
+			s = append(s, Range{n, n})
 		}
 	}
 	return s
 }
 
 // Len is how many numbers are in the set.
-func (s UnitSet) Len() (n int) {
+func (s Set) Len() (n int) {
 	for _, r := range s {
 		n += r.Last - r.First + 1
 	}
@@ -40,7 +40,7 @@ func (s UnitSet) Len() (n int) {
 }
 
 // Most is the largest number of the set, -1 where it is empty.
-func (s UnitSet) Most() int {
+func (s Set) Most() int {
 	if len(s) == 0 {
 		return -1
 	}
@@ -48,18 +48,18 @@ func (s UnitSet) Most() int {
 }
 
 // From returns the numbers of the set that are n or more.
-func (s UnitSet) From(n int) UnitSet {
-	var out UnitSet
+func (s Set) From(n int) Set {
+	var out Set
 	for _, r := range s {
 		if r.Last >= n {
-			out = append(out, UnitRange{max(r.First, n), r.Last})
+			out = append(out, Range{max(r.First, n), r.Last})
 		}
 	}
 	return out
 }
 
 // Meets reports whether two sets have a number in common.
-func (s UnitSet) Meets(t UnitSet) bool {
+func (s Set) Meets(t Set) bool {
 	for i, j := 0, 0; i < len(s) && j < len(t); {
 		switch {
 		case s[i].Last < t[j].First:
@@ -74,7 +74,7 @@ func (s UnitSet) Meets(t UnitSet) bool {
 }
 
 // All yields the numbers in ascending order.
-func (s UnitSet) All() iter.Seq[int] {
+func (s Set) All() iter.Seq[int] {
 	return func(yield func(int) bool) {
 		for _, r := range s {
 			for n := r.First; n <= r.Last; n++ {
@@ -86,8 +86,14 @@ func (s UnitSet) All() iter.Seq[int] {
 	}
 }
 
+// String is the set's text.
+func (s Set) String() string {
+	text, _ := s.MarshalText()
+	return string(text)
+}
+
 // MarshalText writes the set as "0-23,40".
-func (s UnitSet) MarshalText() ([]byte, error) {
+func (s Set) MarshalText() ([]byte, error) {
 	var b []byte
 	for i, r := range s {
 		if i > 0 {
@@ -103,19 +109,15 @@ func (s UnitSet) MarshalText() ([]byte, error) {
 }
 
 // mostUnit is far above what any GPU has, a tebibyte in units of a mebibyte, and small enough
-// for every list of numbers: whoever reads a record may count to it. mostReplica is the same of
-// replicas, of which the kubelet lists no more than 60,000.
-const (
-	mostUnit    = 1 << 20
-	mostReplica = 1 << 16
-)
+// for every list of numbers: whoever reads a record may count to it.
+const mostUnit = 1 << 20
 
 // UnmarshalText reads what MarshalText writes. The error wraps gpu.ErrInvalid.
-func (s *UnitSet) UnmarshalText(text []byte) error {
-	var out UnitSet
+func (s *Set) UnmarshalText(text []byte) error {
+	var out Set
 	for part := range strings.SplitSeq(string(text), ",") {
 		first, last, isRange := strings.Cut(part, "-")
-		r := UnitRange{}
+		r := Range{}
 		var err error
 		if r.First, err = strconv.Atoi(first); err == nil {
 			if r.Last = r.First; isRange {
