@@ -35,7 +35,7 @@ help:
 	@echo 'make test-all   all that is known, once: before a release'
 	@echo 'make soak       the same with the long counts, and ten minutes of each fuzz test'
 	@echo 'make unit       the tests that need no node'
-	@echo 'make lint       gofmt, go vet, staticcheck'
+	@echo 'make lint       gofmt, go vet, staticcheck, closed sets'
 	@echo 'make bench      speed and memory, NVIDIA'"'"'s device plugin beside the agent'
 	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU;'
 	@echo '                with BUDGET=9m, questions to it for so long'

@@ -359,6 +359,7 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 			}
 		}
 		return w, !last.IsZero() // otherwise replicas or memory: nobody knows
+	case config.Keep, config.MIG: // then it has the placements
 	}
 	if !known || text == "" {
 		return w, false

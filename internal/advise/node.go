@@ -118,6 +118,7 @@ func (n *node) become(resource string) bool {
 		to.TimeSlice, to.Compute = gpu.TimeSliceDefault, config.ComputeTimeSlice
 	case config.MIG:
 		to.OnDemand = true
+	case config.Whole, config.Keep, config.Off, config.Dynamic: // with nothing to choose
 	}
 	for i := range n.wants {
 		to.GPU = n.wants[i].GPU

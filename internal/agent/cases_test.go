@@ -5,6 +5,7 @@ package agent
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -18,7 +19,9 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
@@ -314,6 +317,58 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 		defer b.end()
 		if c := b.Allocations(); len(c) != 1 || c[0].ID != key {
 			t.Errorf("the next process knows of %d allocations, want that of the container that hangs", len(c))
+		}
+	})
+}
+
+// A newer version gave out a piece of a kind that this one does not know, before somebody went
+// back to this one. The GPU is given to nobody while the piece's container runs, and the node
+// says so; a restart changes nothing of that, and the container's end ends it.
+func TestAllocationOfAnUnknownKind(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cdiDir := t.TempDir()
+		store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r ledger.Record
+		text := fmt.Sprintf(`{"frontEnd":"device-plugin","resource":"example.com/gpu-slot","grants":[{"gpu":%q,"kind":"slot","slot":3,"cap":1073741824}]}`, uuid(0))
+		if err := json.Unmarshal([]byte(text), &r); err != nil {
+			t.Fatal(err)
+		}
+		key := cdi.Key("example.com/gpu-slot", []string{"GPU-slot-3"})
+		if err := store.Append(state.Allocation{Key: key, Record: r, Allocated: time.Now().Add(-time.Minute)}); err != nil {
+			t.Fatal(err)
+		}
+		store.Close()
+		o := newOutside(2)
+		o.old = []node.Container{{ID: "pc", PodUID: "uid-p", Namespace: "ns", Pod: "p", Name: "c", Running: true,
+			Annotations: map[string]string{cdi.AnnotationName("example.com", key): "example.com/gpu-slot"}}}
+		var b *bench
+		for range 2 {
+			b = start(t, o, cdiDir, allShared)
+			time.Sleep(2*deviceplugin.Grace + 2*holdersEvery)
+			if got := listed(b.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
+				t.Errorf("on offer: %s, want the other GPU's units alone", got)
+			}
+			if m := b.message(); b.state() != "failed" || !strings.Contains(m, string(uuid(0))) || !strings.Contains(m, piece.UnknownKind{Word: "slot"}.Error()) {
+				t.Errorf("the node is %s: %s", b.state(), m)
+			}
+			allocations := b.Allocations()
+			if len(allocations) != 1 || allocations[0].ID != key {
+				t.Fatalf("allocations %+v", allocations)
+			}
+			if again, err := json.Marshal(allocations[0].Record()); err != nil || string(again) != text {
+				t.Errorf("its record is %s, %v; want %s", again, err, text)
+			}
+			b.end()
+		}
+		o.with(func() { o.old = nil })
+		b = start(t, o, cdiDir, allShared)
+		defer b.end()
+		time.Sleep(2*deviceplugin.Grace + 2*holdersEvery)
+		if got := listed(b.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3" || b.state() != "applied" {
+			t.Errorf("after its end: %s, and the node is %s: %s", got, b.state(), b.message())
 		}
 	})
 }

@@ -309,7 +309,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 //
 // The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
 func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
-	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id {
+	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id && known(r.Grants) {
 		return fmt.Errorf("the record of allocation %s is of allocation %s: %w", id, key, gpu.ErrInvalid)
 	}
 	f.mu.Lock()

@@ -31,6 +31,8 @@ type row struct {
 }
 
 // rows has a row for each kind of piece.
+//
+//exhaustive:enforce
 var rows = map[piece.Kind]row{
 	piece.KindWhole: {
 		ids:  func(u gpu.UUID, _ piece.Piece) []string { return []string{string(u)} },
@@ -254,6 +256,11 @@ func IDs(grants []ledger.Grant) []string {
 	}
 	slices.Sort(out)
 	return out
+}
+
+// known reports whether this version knows the kinds of all grants.
+func known(grants []ledger.Grant) bool {
+	return !slices.ContainsFunc(grants, func(g ledger.Grant) bool { return !g.Kind().Known() })
 }
 
 // pieceIDs are the devices that a piece of a GPU is to the kubelet.

@@ -32,6 +32,8 @@ type row struct {
 }
 
 // rows has a row for each kind of piece.
+//
+//exhaustive:enforce
 var rows = map[piece.Kind]row{
 	piece.KindWhole: {
 		name: func(_ *Device, short string) string { return "gpu-" + short },

@@ -81,7 +81,7 @@ func FromInventory(name, domain string, inv *gpu.Inventory, wanted config.Desire
 				g.Units = timeslice.Units(d, unit)
 			}
 			g.Slices, g.Profiles = card.MemorySlices, wantedProfiles(card, &w)
-		default:
+		case config.Whole, config.Keep, config.Off:
 		}
 		n.GPUs = append(n.GPUs, g)
 	}

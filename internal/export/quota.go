@@ -289,9 +289,9 @@ func may(mode, name string) bool {
 		return name == "gpu-mem" || name == "gpu.shared"
 	case config.MIG:
 		return strings.HasPrefix(name, "mig-")
-	default:
-		return true
+	case config.Keep, config.Off, config.Dynamic:
 	}
+	return true
 }
 
 // check has the limits of Kueue and of the arguments.

@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -38,6 +39,22 @@ func node() *gpunode.Status {
 }
 
 // TestCheckHoldsEachField makes each field larger than its bound, and less than nothing.
+// A GPU of a kind that only a newer version knows can be had by nobody.
+func TestGPUOfAnUnknownKind(t *testing.T) {
+	var s gpunode.Status
+	text := `{"gpus":[{"uuid":"GPU-a","kind":"slot","total":4,"free":4,"largest":4,"conditions":[{"type":"Healthy","status":"True"},{"type":"Available","status":"True"}]},
+		{"uuid":"GPU-b","kind":"units","total":4,"free":4,"largest":4,"conditions":[{"type":"Available","status":"True"}]}]}`
+	if err := json.Unmarshal([]byte(text), &s); err != nil {
+		t.Fatal(err)
+	}
+	if c := s.GPUs[0].Conditions; gpunode.Is(c, gpunode.Available) || !gpunode.Is(c, gpunode.Healthy) || len(c) != 2 || c[1].Reason != status.UnknownKind || !strings.Contains(c[1].Message, "slot") {
+		t.Errorf("its conditions are %+v", c)
+	}
+	if !gpunode.Is(s.GPUs[1].Conditions, gpunode.Available) {
+		t.Errorf("the other is %+v", s.GPUs[1])
+	}
+}
+
 func TestCheckHoldsEachField(t *testing.T) {
 	if err := node().Check(); err != nil {
 		t.Fatal(err)

@@ -3,6 +3,7 @@
 package gpunode
 
 import (
+	"encoding/json"
 	"slices"
 	"time"
 
@@ -121,6 +122,20 @@ type GPU struct {
 	MIG *MIG `json:"mig,omitempty"`
 	// Holders are those who have something of the GPU, sorted, where HoldersIn is InObject.
 	Holders []Holder `json:"holders,omitempty" max:"1024"`
+}
+
+// UnmarshalJSON reads a GPU. One whose kind this version does not know is not Available,
+// whatever a newer version says of it.
+func (g *GPU) UnmarshalJSON(data []byte) error {
+	type plain GPU
+	if err := json.Unmarshal(data, (*plain)(g)); err != nil {
+		return err
+	}
+	if err := g.Kind.Check(); err != nil {
+		g.Conditions = slices.DeleteFunc(g.Conditions, func(c Condition) bool { return c.Type == Available })
+		g.Conditions = append(g.Conditions, Condition{Type: Available, Status: False, Reason: status.UnknownKind, Message: err.Error()})
+	}
+	return nil
 }
 
 // MIG is what a GPU has of MIG devices. A placement is written as in a device ID,

@@ -88,6 +88,7 @@ func (r *room) spare(family string, it item, others []item, take int, steps *ste
 		return r.spareUnits(it, others, steps)
 	case piece.KindReplica:
 		return r.spareReplicas(it, others)
+	case piece.KindWhole, piece.KindPlacement:
 	}
 	free := 0
 	for i := range r.gpus {

@@ -186,6 +186,8 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 		for _, g := range chosen {
 			ids = t.lowest(ids, at[g], 1)
 		}
+	case piece.KindWhole, piece.KindPlacement:
+		fallthrough
 	default: // which GPUs they are makes no difference to the number that is left
 		for _, i := range at {
 			if m := min(t.gpus[i].free, n-len(ids)); m > 0 {
@@ -234,6 +236,8 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 		ids, err = timeslice.PreferUnits(free, must, n, t.rank)
 	case piece.KindReplica:
 		ids, err = timeslice.PreferReplicas(free, must, n, t.rank)
+	case piece.KindWhole, piece.KindPlacement:
+		fallthrough
 	default:
 		if len(must)+len(free) < n {
 			return nil, false
@@ -368,6 +372,7 @@ func (t *trial) score(p *Pod) (spoilt, left int) {
 				spoilt += t.remnant(name, n)
 			case piece.KindPlacement:
 				spoilt += n * t.loss(name)
+			case piece.KindWhole, piece.KindReplica:
 			}
 		}
 	}

@@ -51,7 +51,7 @@ func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "":
-		out.say(status.Refused, g.UUID, notOffered(g.Device, in.Others[g.UUID]))
+		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !anyHeld {
 			return Layout{Known: true}, leaving
 		}

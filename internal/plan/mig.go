@@ -224,9 +224,9 @@ func target(w config.Want) (to mig.Target, ok bool) {
 		return mig.Target{MIG: true, OnDemand: w.OnDemand, Geometry: w.Geometry}, true
 	case config.Whole, config.Shared:
 		return mig.Target{}, true
-	default:
-		return mig.Target{}, false
+	case config.Keep, config.Off, config.Dynamic:
 	}
+	return mig.Target{}, false
 }
 
 // targetText is a wanted layout in words, for people.
@@ -318,7 +318,7 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "" && w.Mode != config.Off:
-		out.say(status.Refused, g.UUID, notOffered(g.Device, in.Others[g.UUID]))
+		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !held {
 			return Layout{Known: true}, leaving
 		}

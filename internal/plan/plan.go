@@ -5,6 +5,7 @@ package plan
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -245,6 +246,8 @@ type Input struct {
 	Past map[gpu.UUID][]Past
 
 	rows *Rows // what is listed before the plan, and what it adds
+	// unknown are the GPUs of Others that only a newer version of this program could give out.
+	unknown map[gpu.UUID]bool
 }
 
 // Make decides which GPUs change their layout now and which must wait. It is pure.
@@ -262,6 +265,7 @@ func Make(in Input) Changes {
 		want[w.GPU] = w
 	}
 	in.rows = in.listed()
+	in.leaveUnknown()
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		have := in.Layouts[d.UUID]
@@ -282,7 +286,7 @@ func Make(in Input) Changes {
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
 		case other != "":
-			out.say(status.Refused, d.UUID, notOffered(d, other))
+			out.say(status.Refused, d.UUID, in.notOffered(d))
 			to = Layout{Known: true}
 		case ok && to.N == 0 && d.Fault == "": // what cannot be described is said to be faulty elsewhere
 			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, so it would offer nothing",
@@ -319,8 +323,31 @@ func Make(in Input) Changes {
 	return out
 }
 
-func notOffered(d *gpu.Device, why string) status.Cause {
-	return status.Why(status.OtherOwner, "%s is not offered: %s", d.Name(), why)
+// leaveUnknown leaves GPUs alone of which somebody has a piece of a kind that this version does
+// not know, as those that somebody else gives out.
+func (in *Input) leaveUnknown() {
+	in.Others, in.unknown = maps.Clone(in.Others), map[gpu.UUID]bool{}
+	for i := range in.Allocations {
+		a := &in.Allocations[i]
+		for j := range a.Grants {
+			g := &a.Grants[j]
+			if err := g.Kind().Check(); err != nil && in.Others[g.GPU] == "" {
+				if in.Others == nil {
+					in.Others = map[gpu.UUID]string{}
+				}
+				in.Others[g.GPU], in.unknown[g.GPU] = fmt.Sprintf("%s has a piece of it, and %v", a.Who(), err), true
+			}
+		}
+	}
+}
+
+// notOffered is why a GPU of Others is not offered.
+func (in *Input) notOffered(d *gpu.Device) status.Cause {
+	reason := status.OtherOwner
+	if in.unknown[d.UUID] {
+		reason = status.UnknownKind
+	}
+	return status.Why(reason, "%s is not offered: %s", d.Name(), in.Others[d.UUID])
 }
 
 // holdersOf names who has something of a GPU through another front-end than except, and

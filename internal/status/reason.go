@@ -39,6 +39,7 @@ const (
 	DriverFilesUnknown   Reason = "DriverFilesUnknown"
 	GPUMissing           Reason = "GPUMissing"
 	OtherOwner           Reason = "OtherOwner"
+	UnknownKind          Reason = "UnknownKind"
 	GPUCordoned          Reason = "GPUCordoned"
 	CordonUnknown        Reason = "CordonUnknown"
 	WasResetUnknown      Reason = "WasResetUnknown"

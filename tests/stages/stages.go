@@ -153,7 +153,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
 		},
 		{
-			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"}, lane: beside,
+			name: "lint", what: "gofmt, go vet, staticcheck, closed sets", after: []string{"host"}, lane: beside,
 			commands: []command{
 				{args: append([]string{"gofmt", "-l", "--"}, files...), quiet: true},
 				run("go", "vet", "./..."),
@@ -161,6 +161,8 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 				{in: "tests/monitoring", args: []string{"go", "vet", "./..."}},
 				{in: "tests/tools", args: []string{"go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"}},
 				staticcheck("."),
+				{in: "tests/tools", args: []string{"go", "build", "-o", bin("closed"), "./closed"}},
+				run("go", "vet", "-vettool="+bin("closed"), "./cmd/...", "./internal/...", "./pkg/..."),
 				{in: "deployments/image", args: []string{"go", "vet", "./..."}},
 				staticcheck("deployments/image"),
 				staticcheck("tests/cluster"),
