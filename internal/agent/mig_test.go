@@ -541,7 +541,7 @@ func TestForeignInstances(t *testing.T) {
 }
 
 // A process that no allocation covers is not driven off its instance.
-func TestBusyWithoutAAllocation(t *testing.T) {
+func TestBusyWithoutAnAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)
 		b := start(t, o, t.TempDir(), migPartition(sevenSmall))

@@ -81,12 +81,12 @@ func (r *reporter) show(at *scene) status.Status {
 			Name: at.Outcome.Partition, State: string(at.Outcome.State), Reason: at.Outcome.Reason, Message: at.Outcome.Message,
 			Source: at.Source, Generation: at.Generation,
 		},
-		Claims:     len(at.allocations),
-		Hardware:   at.Hangs,
-		Conditions: at.Conditions,
-		Topology:   at.Matrix,
-		Resources:  r.resources(at.Unknown),
-		GPUs:       at.gpus(),
+		Allocations: len(at.allocations),
+		Hardware:    at.Hangs,
+		Conditions:  at.Conditions,
+		Topology:    at.Matrix,
+		Resources:   r.resources(at.Unknown),
+		GPUs:        at.gpus(),
 	}
 	return s
 }

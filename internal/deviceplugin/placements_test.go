@@ -229,7 +229,7 @@ func allocationOf(t *testing.T, d *desk, key string) allocation {
 
 // An allocation covers in the same moment what has no room beside it; at its end that is
 // back. Nobody else hears of it.
-func TestAAllocationCoversWhatHasNoRoomBesideIt(t *testing.T) {
+func TestAnAllocationCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
 	v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: a30.card(t)}, nil)

@@ -439,7 +439,7 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 	}
 	p := place{g.Number, h.Index}
 	u := m.uses[p]
-	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Claim == g.Allocation && c.GPU == string(h.GPU) })
+	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Allocation == g.Allocation && c.GPU == string(h.GPU) })
 	switch {
 	case i >= 0 && seen[i].UsedMiB == nil, i < 0 && u == nil:
 		return // not known: nothing is added

@@ -4,7 +4,7 @@
 // was granted an amount of a GPU's memory gets that amount, all of it and no
 // more, whatever it is that asks.
 //
-// # The claim
+// # The promise
 //
 // The cap's library stands at the driver library's path in a container and
 // counts what its processes allocate. Two things are promised of it. Never
