@@ -203,7 +203,7 @@ func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 	}
 	// A file of the holder before has the same words, and would keep its age: a
 	// successor must see that this one is of the last Allocate.
-	if written, err := k.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Taken) {
+	if written, err := k.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Given) {
 		if err := k.files.Remove(c.ID); err != nil {
 			return err
 		}

@@ -270,7 +270,7 @@ func migID(i int, placement string) string { return string(uuid(i)) + "::" + pla
 
 const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
 
-// health of a device in the view: "" where it is not listed.
+// health of a device in the offer: "" where it is not listed.
 func (b *bench) health(resource, id string) string {
 	b.t.Helper()
 	synctest.Wait()

@@ -25,7 +25,7 @@ type scene struct {
 	*Snapshot
 	names       *deviceplugin.Names
 	unit        gpu.MiB // what a memory unit is from now on
-	view        *deviceplugin.Offer
+	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
 	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
 	held    map[string]map[string]bool
@@ -42,8 +42,8 @@ func (r *reporter) scene() *scene {
 	return at
 }
 
-func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, view *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, unit, view, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
+func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
+	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -149,7 +149,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
-				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After, Over: at.over(c.ID),
+				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Given, Waits: c.After, Over: at.over(c.ID),
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -179,7 +179,7 @@ func (at *scene) count(gpus []status.GPU) {
 			at.countClaims(g, layout)
 		}
 	}
-	for _, r := range at.view.Resources {
+	for _, r := range at.offer.Resources {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
 			g := index[dev.GPU]
@@ -312,8 +312,8 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			}
 		}
 	}
-	for i := range at.view.Resources {
-		if r := &at.view.Resources[i]; r.Kind == ledger.Placement {
+	for i := range at.offer.Resources {
+		if r := &at.offer.Resources[i]; r.Kind == ledger.Placement {
 			list(r.Name, r.Devices)
 		}
 	}

@@ -292,7 +292,7 @@ func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 		if _, ok := slices.BinarySearch(e.ids, id); !ok {
 			continue
 		}
-		if a, _ := f.ledger.Get(key); !a.Adopted && now.Sub(a.Taken) < Grace {
+		if a, _ := f.ledger.Get(key); !a.Adopted && now.Sub(a.Given) < Grace {
 			return true
 		}
 	}

@@ -102,7 +102,7 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 }
 
 // grantLocked makes the grant that a result stands for, with the lowest numbers that are
-// free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
+// free. The error wraps ledger.ErrHeld where there are too few now, and gpu.ErrInvalid
 // where the claim cannot be met. beside is what the claim asks for besides.
 func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
 	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.Admin}
@@ -166,7 +166,7 @@ func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.R
 		switch o := &grants[i]; {
 		case o.GPU != g.GPU || o.NoRoom:
 		case o.Kind != g.Kind:
-			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrTaken)
+			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrHeld)
 		case o.Kind == ledger.Replica:
 			taken[o.Replica] = true
 		default:
@@ -181,7 +181,7 @@ func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.R
 		}
 	}
 	if len(free) < n {
-		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, names[g.Kind], n, ledger.ErrTaken)
+		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, names[g.Kind], n, ledger.ErrHeld)
 	}
 	return free, nil
 }
