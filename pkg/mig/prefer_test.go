@@ -225,7 +225,7 @@ func TestPrefer(t *testing.T) {
 		{"more must than are asked for", c, []string{"", ""}, nil, nil, "1g.10gb", "GPU-0::1g.10gb@2 GPU-0::1g.10gb@3", 1, "invalid argument"},
 		{"an idle one that must's media engines shut out", card(t, pro), []string{"", ""}, []string{"1g.24gb+me.all@6", ""}, []int{0, 1}, "1g.24gb", "GPU-0::1g.24gb@9", 4,
 			"GPU-0::1g.24gb@0 GPU-0::1g.24gb@3 GPU-0::1g.24gb@6 GPU-0::1g.24gb@9"},
-		// The instance of the claim that is promised has the media engines of the idle one.
+		// The instance of the allocation that is promised has the media engines of the idle one.
 		{"an idle one without media engines is not spared", c, []string{"1g.10gb+me@2"}, []string{"1g.10gb+me@0"}, nil, "1g.10gb", "", 2, "GPU-0::1g.10gb@0 GPU-0::1g.10gb@1"},
 		// Pinned and warm: stands for whoever wants it.
 		{"foreign and kept", c, []string{"1g.10gb@0", "3g.40gb@0"}, []string{"1g.10gb@0", ""}, nil, "1g.10gb", "", 1, "GPU-0::1g.10gb@0"},
