@@ -84,15 +84,15 @@ func (k *gatekeeper) adoptFiles() {
 
 // takeOver has an allocation of the process before this one in the ledger again, by
 // way of the front-end that it is of, where that has to know more of it than the ledger.
-func (k *gatekeeper) takeOver(id string, r ledger.Record, taken, file time.Time) error {
+func (k *gatekeeper) takeOver(id string, r ledger.Record, given, file time.Time) error {
 	var err error
 	switch {
 	case r.Owner == ledger.DevicePlugin:
-		err = k.front.Found(id, r, taken, file)
+		err = k.front.Found(id, r, given, file)
 	case r.Owner == ledger.DRA && k.claims.front != nil:
-		err = k.claims.found(id, r, taken)
+		err = k.claims.found(id, r, given)
 	default:
-		_, err = k.ledger.Found(id, r, taken)
+		_, err = k.ledger.Found(id, r, given)
 	}
 	if err == nil {
 		k.ledger.Filed(id, file)

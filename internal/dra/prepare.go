@@ -442,18 +442,18 @@ func (f *FrontEnd) endLocked(id, uid string) {
 
 // Found takes over an allocation that was made before this process started, from its
 // record. The error wraps gpu.ErrInvalid where the record is not of this ID.
-func (f *FrontEnd) Found(id string, r ledger.Record, taken time.Time) error {
+func (f *FrontEnd) Found(id string, r ledger.Record, given time.Time) error {
 	s, err := readShare(id, r.Ref, r.Grants)
 	if err != nil {
 		return err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.foundLocked(id, r, &s, taken)
+	return f.foundLocked(id, r, &s, given)
 }
 
-func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, taken time.Time) error {
-	added, err := f.Ledger.Found(id, r, taken)
+func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, given time.Time) error {
+	added, err := f.Ledger.Found(id, r, given)
 	if added {
 		h := f.heldLocked(s.UID)
 		h.ids = append(h.ids, id)

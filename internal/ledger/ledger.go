@@ -150,11 +150,11 @@ func (l *Ledger) freeLocked(r *Request) error {
 	return nil
 }
 
-// Found takes over an allocation that is older than this process, from its record; taken
-// is when it was taken, zero where nobody knows. One that the ledger has already learns
+// Found takes over an allocation that is older than this process, from its record; given
+// is when it was given, zero where nobody knows. One that the ledger has already learns
 // what it did not know. added is false then. The error wraps gpu.ErrInvalid where the
 // record is none, and ErrHeld where the ID is another front-end's.
-func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err error) {
+func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err error) {
 	now := l.now()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -166,20 +166,20 @@ func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err er
 			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrHeld)
 		}
 		a.learn(r.Grants)
-		a.date(taken, now)
+		a.date(given, now)
 		return false, nil
 	}
 	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Given: now, Adopted: true})
-	a.date(taken, now)
+	a.date(given, now)
 	return true, nil
 }
 
-// date says when an allocation that was taken over was last taken or renewed, if that is
+// date says when an allocation that was taken over was last given or renewed, if that is
 // known; of several records the last one read tells.
-func (a *allocation) date(taken, now time.Time) {
-	if a.Epoch == 0 && !taken.IsZero() {
+func (a *allocation) date(given, now time.Time) {
+	if a.Epoch == 0 && !given.IsZero() {
 		// As old as it is now, also when the clock is put back.
-		a.Given, a.Adopted, a.Fresh = now.Add(-now.Sub(taken)), false, true
+		a.Given, a.Adopted, a.Fresh = now.Add(-now.Sub(given)), false, true
 	}
 }
 
