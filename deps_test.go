@@ -74,7 +74,7 @@ var packages = []entry{
 	{"pkg/timeslice", 1, "sharing a GPU"},
 	{"pkg/memcap", 1, "caps and verdicts"},
 	{"pkg/topology", 1, "how near GPUs are"},
-	{"pkg/cdi", 1, "a claim's CDI spec as a value"},
+	{"pkg/cdi", 1, "an allocation's CDI spec as a value"},
 	{"internal/config", 1, "partition files"},
 	{"internal/piece", 1, "what somebody can have of a GPU: the kinds of pieces"},
 	{"internal/ledger", 1, "allocations: what is given out, and how far it is"},

@@ -691,7 +691,7 @@ func TestRenderedRuntimeClass(t *testing.T) {
 		t.Errorf("environment %v", env)
 	}
 	if env["GPU_AGENT_INTRUDERS"] != "end" {
-		t.Error("whoever gets GPUs by NVIDIA's runtime, without a claim, is only reported")
+		t.Error("whoever gets GPUs by NVIDIA's runtime, without an allocation, is only reported")
 	}
 	if s.SELinuxOptions.Type != "spc_t" {
 		t.Errorf("SELinux type %q: a container that is not privileged is kept from the host's directories and sockets", s.SELinuxOptions.Type)

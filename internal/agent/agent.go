@@ -202,7 +202,7 @@ func New(o Options, w Worlds) *Agent {
 		pages: &pageSweeper{caps: w.Caps, wake: a.wake, going: map[string]chan struct{}{}}, made: map[string]string{}, removed: map[string]bool{}}
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
 	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
-		in := a.partitions.heard()
+		in := a.partitions.latest()
 		return a.reporter.GPUNode(in.holdersIn(&a.opts))
 	}, a.reporter.Ready, o.Log)
 	a.account.begin(a, &w)
@@ -332,7 +332,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.reader.reading == nil && a.reader.letGo == "" {
 		wait = a.reader.nextReading(now).Sub(now)
 	}
-	in := a.partitions.heard()
+	in := a.partitions.latest()
 	for _, r := range in.refused {
 		if left := silentFor - now.Sub(r.since); left > 0 {
 			wait = min(wait, left)

@@ -619,7 +619,7 @@ func (b *bench) hold(pod, resource string, ids ...string) {
 		b.t.Fatal(err)
 	}
 	key := cdi.Key(resource, ids)
-	if want := "example.com/gpu=" + key; len(grant.CDI) != 1 || grant.CDI[0] != want || !strings.Contains(grant.Annotations["example.com/gpu-claim."+key], resource) {
+	if want := "example.com/gpu=" + key; len(grant.CDI) != 1 || grant.CDI[0] != want || !strings.Contains(grant.Annotations["example.com/gpu-allocation."+key], resource) {
 		b.t.Errorf("grant %+v, want %s and its annotation", grant, want)
 	}
 	if err := src.Prepare(b.t.Context(), ids); err != nil {
@@ -1159,7 +1159,7 @@ func TestStatus(t *testing.T) {
 		if g.Mode != "shared" || g.Resource != memResource || g.UnitMiB != 1024 || g.Total != 4 || g.Used != 2 || g.Free != 2 || g.Unhealthy != 0 || len(g.Holders) != 1 || g.Holders[0].Units != 2 {
 			t.Errorf("GPU 1: %+v", g)
 		}
-		if s.Partition.State != "applied" || s.Partition.Source != "p.yaml" || s.Claims != 1 || s.GPUs[0].Used != 0 {
+		if s.Partition.State != "applied" || s.Partition.Source != "p.yaml" || s.Allocations != 1 || s.GPUs[0].Used != 0 {
 			t.Errorf("status: %+v", s)
 		}
 		if err := b.Ready(); err != nil {

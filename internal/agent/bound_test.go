@@ -12,13 +12,13 @@ import (
 func TestAFileOfZerosChangesNothing(t *testing.T) {
 	p := &partitions{wake: func() {}}
 	p.SetFile("f", []byte("version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n"))
-	good := p.heard().file
+	good := p.latest().file
 	if good == nil {
-		t.Fatal(p.heard().fileErr)
+		t.Fatal(p.latest().fileErr)
 	}
 	zeros := []byte("version: v1\npartitions:\n  default:\n    - devices: [" + strings.Repeat("0,", 500_000) + "0]\n      mode: whole\n")
 	spent := testing.AllocsPerRun(1, func() { p.SetFile("f", zeros) })
-	if in := p.heard(); in.file != good || in.fileErr == nil || !strings.Contains(in.fileErr.Error(), "f:4: ") {
+	if in := p.latest(); in.file != good || in.fileErr == nil || !strings.Contains(in.fileErr.Error(), "f:4: ") {
 		t.Errorf("the file in force is %p, was %p; the newest one: %v", in.file, good, in.fileErr)
 	}
 	if spent > 100 {

@@ -99,7 +99,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 		capped = capped || limit.Bytes != lib.None
 		l := lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode}
 		if !c.Adopted {
-			l.Since = c.Taken
+			l.Since = c.Given
 		}
 		limits = append(limits, l)
 	}

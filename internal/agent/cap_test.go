@@ -259,7 +259,6 @@ func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 	return out
 }
 
-// TestCapsOfClaims: what containers may have, and what they get for it.
 // TestLibrariesFitTheDriver: with another driver, allocations get the libraries that were
 // fitted to it.
 func TestLibrariesFitTheDriver(t *testing.T) {
@@ -286,6 +285,7 @@ func TestLibrariesFitTheDriver(t *testing.T) {
 	})
 }
 
+// TestCapsOfAllocations: what containers may have, and what they get for it.
 func TestCapsOfAllocations(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(3)
@@ -492,7 +492,7 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 
 // An allocation whose GPU is laid out otherwise now than it says, and of which no
 // record is left, has the cap that its page says, for the watchdog too.
-func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
+func TestCapOfAnAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 	for _, c := range []struct {
 		resource string
 		layout   plan.Layout
@@ -530,11 +530,11 @@ func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 	}
 }
 
-// TestCountersOfAClaim: an allocation's counters are its holder's. Whoever gets the same
+// TestCountersOfAnAllocation: an allocation's counters are its holder's. Whoever gets the same
 // devices next does not go on with them, also where what was before could not be
 // removed; a new agent lets those who hold something go on; and counters that are
 // spoilt are made anew while their container runs, for its next start.
-func TestCountersOfAAllocation(t *testing.T) {
+func TestCountersOfAnAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(1)
 		b := start(t, o, t.TempDir(), allShared)

@@ -106,9 +106,9 @@ func (c *claims) leave(ctx context.Context) {
 }
 
 // found takes over an allocation from its record.
-func (c *claims) found(id string, r ledger.Record, taken time.Time) error {
+func (c *claims) found(id string, r ledger.Record, given time.Time) error {
 	c.start()
-	return c.front.Found(id, r, taken)
+	return c.front.Found(id, r, given)
 }
 
 // publish says what the loop says to the other front-end, of which devices that one has

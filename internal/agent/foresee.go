@@ -91,7 +91,7 @@ func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
 	if a.claims.inUse() {
 		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: the agent asks the API server for them before it takes anything away"}
 	}
-	in := a.partitions.heard()
+	in := a.partitions.latest()
 	own, unset := in.choice(file)
 	if !in.labelKnown {
 		own, unset = "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
@@ -288,7 +288,7 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	books := ledger.New(func() {}, time.Now)
 	for i := range f.allocations {
 		a := &f.allocations[i]
-		_, _ = books.Found(a.ID, a.Record(), a.Taken) // each was in a ledger, or has one grant
+		_, _ = books.Found(a.ID, a.Record(), a.Given) // each was in a ledger, or has one grant
 	}
 	front := deviceplugin.New(books, time.Now)
 	front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {

@@ -251,7 +251,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if label != "" {
 		labels["example.com/"+PartitionLabel] = label
 	}
-	annotations := map[string]string{"example.com/" + CordonAnnotation: b.partitions.heard().cordon}
+	annotations := map[string]string{"example.com/" + CordonAnnotation: b.partitions.latest().cordon}
 	q := status.Question{File: []byte(file)}
 	if label != "" && rng.IntN(2) == 0 {
 		q.Partitions = []string{label}

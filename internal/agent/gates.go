@@ -85,15 +85,15 @@ func (k *gatekeeper) adoptFiles() {
 
 // takeOver has an allocation of the process before this one in the ledger again, by
 // way of the front-end that it is of, where that has to know more of it than the ledger.
-func (k *gatekeeper) takeOver(id string, r ledger.Record, taken, file time.Time) error {
+func (k *gatekeeper) takeOver(id string, r ledger.Record, given, file time.Time) error {
 	var err error
 	switch {
 	case r.Owner == ledger.DevicePlugin:
-		err = k.front.Found(id, r, taken, file)
+		err = k.front.Found(id, r, given, file)
 	case r.Owner == ledger.DRA && k.claims.front != nil:
-		err = k.claims.found(id, r, taken)
+		err = k.claims.found(id, r, given)
 	default:
-		_, err = k.ledger.Found(id, r, taken)
+		_, err = k.ledger.Found(id, r, given)
 	}
 	if err == nil {
 		k.ledger.Filed(id, file)
@@ -204,7 +204,7 @@ func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 	}
 	// A file of the holder before has the same words, and would keep its age: a
 	// successor must see that this one is of the last Allocate.
-	if written, err := k.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Taken) {
+	if written, err := k.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Given) {
 		if err := k.files.Remove(c.ID); err != nil {
 			return err
 		}

@@ -127,8 +127,8 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 	case g.Resource == "":
 		return status.Cause{}
 	}
-	for i := range at.view.Resources {
-		r := &at.view.Resources[i]
+	for i := range at.offer.Resources {
+		r := &at.offer.Resources[i]
 		if r.Name != g.Resource {
 			continue
 		}

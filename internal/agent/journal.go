@@ -79,7 +79,7 @@ func (j *journal) trim(need []state.Allocation) error {
 func recordOf(c *ledger.Allocation) state.Allocation {
 	record := state.Allocation{Key: c.ID, Record: c.Record()}
 	if !c.Adopted {
-		record.Allocated = c.Taken
+		record.Allocated = c.Given
 	}
 	return record
 }

@@ -270,7 +270,7 @@ func migID(i int, placement string) string { return string(uuid(i)) + "::" + pla
 
 const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
 
-// health of a device in the view: "" where it is not listed.
+// health of a device in the offer: "" where it is not listed.
 func (b *bench) health(resource, id string) string {
 	b.t.Helper()
 	synctest.Wait()
@@ -541,7 +541,7 @@ func TestForeignInstances(t *testing.T) {
 }
 
 // A process that no allocation covers is not driven off its instance.
-func TestBusyWithoutAAllocation(t *testing.T) {
+func TestBusyWithoutAnAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)
 		b := start(t, o, t.TempDir(), migPartition(sevenSmall))

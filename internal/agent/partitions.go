@@ -15,7 +15,7 @@ import (
 )
 
 // partitions is what was heard of the partition file and of the node, and what that
-// means for the GPUs. hear and heard are for anybody, all else for the loop's goroutine.
+// means for the GPUs. hear and latest are for anybody, all else for the loop's goroutine.
 type partitions struct {
 	// on is what counts of the node beside its GPUs.
 	on config.Node
@@ -107,8 +107,8 @@ func (p *partitions) hear(change func(*input)) {
 	p.wake()
 }
 
-// heard returns what has been heard so far.
-func (p *partitions) heard() input {
+// latest returns what has been heard so far.
+func (p *partitions) latest() input {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.input

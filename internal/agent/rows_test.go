@@ -213,7 +213,7 @@ func (b *bench) device(resource, id string) *deviceplugin.Device {
 	return nil
 }
 
-// TestEndedClaimLingersAlone: what an allocation had beyond its GPU's layout is listed for a
+// TestEndedAllocationLingersAlone: what an allocation had beyond its GPU's layout is listed for a
 // minute, and nothing else with it.
 func TestEndedAllocationLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})

@@ -26,7 +26,7 @@ type scene struct {
 	*Snapshot
 	names       *deviceplugin.Names
 	unit        gpu.MiB // what a memory unit is from now on
-	view        *deviceplugin.Offer
+	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
 	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
 	held    map[string]map[string]bool
@@ -43,8 +43,8 @@ func (r *reporter) scene() *scene {
 	return at
 }
 
-func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, view *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, unit, view, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
+func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
+	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -82,12 +82,12 @@ func (r *reporter) show(at *scene) status.Status {
 			Name: at.Outcome.Partition, State: string(at.Outcome.State), Reason: at.Outcome.Reason, Message: at.Outcome.Message,
 			Source: at.Source, Generation: at.Generation,
 		},
-		Claims:     len(at.allocations),
-		Hardware:   at.Hangs,
-		Conditions: at.Conditions,
-		Topology:   at.Matrix,
-		Resources:  r.resources(at.Unknown),
-		GPUs:       at.gpus(),
+		Allocations: len(at.allocations),
+		Hardware:    at.Hangs,
+		Conditions:  at.Conditions,
+		Topology:    at.Matrix,
+		Resources:   r.resources(at.Unknown),
+		GPUs:        at.gpus(),
 	}
 	return s
 }
@@ -150,7 +150,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
-				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Taken, Waits: c.After, Over: at.over(c.ID),
+				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given, Waits: c.After, Over: at.over(c.ID),
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -180,7 +180,7 @@ func (at *scene) count(gpus []status.GPU) {
 			at.countClaims(g, layout)
 		}
 	}
-	for _, r := range at.view.Resources {
+	for _, r := range at.offer.Resources {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
 			g := index[dev.GPU]
@@ -311,8 +311,8 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			}
 		}
 	}
-	for i := range at.view.Resources {
-		if r := &at.view.Resources[i]; r.Kind.InMIG() {
+	for i := range at.offer.Resources {
+		if r := &at.offer.Resources[i]; r.Kind.InMIG() {
 			list(r.Name, r.Devices)
 		}
 	}

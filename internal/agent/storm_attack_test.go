@@ -329,7 +329,7 @@ func (s *storm) healthy() (out []string) {
 
 // offer is what the agent knows when it is asked which devices it prefers.
 type offer struct {
-	view        *deviceplugin.Offer
+	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
 }
 
@@ -340,21 +340,21 @@ func (s *storm) offer() offer { return offer{s.agent.front.Offer(), s.agent.Allo
 // changed beside the choice is no fault of it.
 func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []string) {
 	now := s.offer()
-	if now.view != knew.view || !slices.EqualFunc(now.allocations, knew.allocations, func(a, b ledger.Allocation) bool { return a.ID == b.ID }) {
+	if now.offer != knew.offer || !slices.EqualFunc(now.allocations, knew.allocations, func(a, b ledger.Allocation) bool { return a.ID == b.ID }) {
 		return
 	}
-	at := slices.IndexFunc(knew.view.Resources, func(r deviceplugin.Resource) bool { return r.Name == resource })
+	at := slices.IndexFunc(knew.offer.Resources, func(r deviceplugin.Resource) bool { return r.Name == resource })
 	if at < 0 {
 		return
 	}
 	why := map[string]string{}
-	for _, d := range knew.view.Resources[at].Devices {
+	for _, d := range knew.offer.Resources[at].Devices {
 		if d.Leaving || !d.Healthy {
 			why[d.ID] = "leaving: " + d.Reason
 		}
 	}
 	for _, c := range knew.allocations {
-		for _, d := range knew.view.Resources[at].Devices {
+		for _, d := range knew.offer.Resources[at].Devices {
 			if c.Owner != ledger.DevicePlugin && c.On(d.GPU) {
 				why[d.ID] = "on a GPU of another front-end's"
 			}
@@ -385,7 +385,7 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 		}
 	}
 	need, enough := len(chosen)-len(must), false
-	switch knew.view.Resources[at].Kind {
+	switch knew.offer.Resources[at].Kind {
 	case piece.KindUnits:
 		for u, n := range good {
 			enough = enough || n >= need && (len(must) == 0 || taken[u])

@@ -355,7 +355,7 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 		return false
 	case strings.Contains(text, "does not know yet"):
 		return troubled
-	case errors.Is(err, ledger.ErrTaken), strings.Contains(text, "still ending"):
+	case errors.Is(err, ledger.ErrHeld), strings.Contains(text, "still ending"):
 		for _, r := range p.results {
 			if c.there[c.gpuOf(&r)].After(began.Add(-2 * time.Minute)) {
 				return true

@@ -340,7 +340,7 @@ func TestRestoredAllocationHasAnAgeThatNoClockChanges(t *testing.T) {
 	if err := d.restore(recordOf(t, memName, ids(gpuA, 0)), written, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
-	at := d.Allocations()[0].Taken
+	at := d.Allocations()[0].Given
 	if !at.Round(0).Equal(written) {
 		t.Errorf("allocated at %s, want %s", at, written)
 	}

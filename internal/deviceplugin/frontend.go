@@ -274,7 +274,7 @@ func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 		if _, ok := slices.BinarySearch(e.ids, id); !ok {
 			continue
 		}
-		if a, _ := f.ledger.Get(key); !a.Adopted && now.Sub(a.Taken) < Grace {
+		if a, _ := f.ledger.Get(key); !a.Adopted && now.Sub(a.Given) < Grace {
 			return true
 		}
 	}
@@ -299,7 +299,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 }
 
 // Found takes over an allocation that was made before this process started, from its
-// record. taken is when it was taken, if that is known: then it is judged as if this
+// record. given is when it was given, if that is known: then it is judged as if this
 // process had seen it. Otherwise it is unconfirmed until kubelet or runtime name it.
 //
 // file is when its CDI file was written, zero where there is none or that is not known.
@@ -308,13 +308,13 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 // release it.
 //
 // The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
-func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
+func (f *FrontEnd) Found(id string, r ledger.Record, given, file time.Time) error {
 	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id && known(r.Grants) {
 		return fmt.Errorf("the record of allocation %s is of allocation %s: %w", id, key, gpu.ErrInvalid)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if err := f.foundLocked(id, r, taken); err != nil {
+	if err := f.foundLocked(id, r, given); err != nil {
 		return err
 	}
 	if a, _ := f.ledger.Get(id); a.Adopted && !file.IsZero() {
@@ -327,8 +327,8 @@ func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) erro
 // foundLocked takes an allocation over from its record alone: the offer may not have
 // its devices, since the partition can have changed while the agent was away. To one
 // that is there already the record adds what was not known.
-func (f *FrontEnd) foundLocked(id string, r ledger.Record, taken time.Time) error {
-	added, err := f.ledger.Found(id, r, taken)
+func (f *FrontEnd) foundLocked(id string, r ledger.Record, given time.Time) error {
+	added, err := f.ledger.Found(id, r, given)
 	if added {
 		a, _ := f.ledger.Get(id)
 		f.addLocked(&a, &evidence{resource: r.Resource, ids: IDs(r.Grants)})

@@ -105,7 +105,7 @@ func holder(namespace, pod, container, uid string) ledger.Holder {
 	return ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: pod, UID: uid}, Container: container}
 }
 
-// units is a view of two GPUs in memory units; change may alter each device.
+// units is an offer of two GPUs in memory units; change may alter each device.
 func units(change func(*Device)) *Offer {
 	v := &Offer{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: piece.KindUnits}}}
 	for _, u := range []gpu.UUID{gpuA, gpuB} {
@@ -120,7 +120,7 @@ func units(change func(*Device)) *Offer {
 	return v
 }
 
-// set publishes a view whatever the allocations are.
+// set publishes an offer whatever the allocations are.
 func (d *desk) set(v *Offer) { d.Publish(func([]ledger.Allocation) *Offer { return v }) }
 
 // recordOf is what a record of devices says that nothing is known of but their IDs.
@@ -740,7 +740,7 @@ func TestFaults(t *testing.T) {
 		t.Error("told of nothing new")
 	default:
 	}
-	check("in the next view", true)
+	check("in the next offer", true)
 	d.SetFaults(nil, nil)
 	<-told
 	check("after", false)
@@ -778,7 +778,7 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 		t.Errorf("%d devices of a resource that is gone", len(devs))
 	}
 	if v := d.Offer(); len(v.Resources) != 2 || v.Gen != 3 {
-		t.Errorf("view %+v, want both resources in generation 3", v)
+		t.Errorf("offer %+v, want both resources in generation 3", v)
 	}
 }
 
@@ -814,7 +814,7 @@ func TestWithdrawalRace(t *testing.T) {
 	}
 }
 
-// A view never shows a device as nobody's that was given away while the view
+// An offer never shows a device as nobody's that was given away while the offer
 // was built.
 func TestPublishBuildsAgain(t *testing.T) {
 	d, _ := newDesk()
@@ -829,9 +829,9 @@ func TestPublishBuildsAgain(t *testing.T) {
 		return units(func(dev *Device) { dev.Healthy = len(allocations) == builds-1 })
 	})
 	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || !same(d.Offer(), v) {
-		t.Errorf("after %d builds the view in force is not of the allocations as they are", builds)
+		t.Errorf("after %d builds the offer in force is not of the allocations as they are", builds)
 	}
-	// Allocations that never stop coming do not keep a view from being published.
+	// Allocations that never stop coming do not keep an offer from being published.
 	builds = 0
 	v = d.Publish(func([]ledger.Allocation) *Offer {
 		builds++
@@ -857,7 +857,7 @@ func ExampleFrontEnd() {
 	// example.com/gpu=5367ed5ad7076407
 }
 
-// same reports whether two views offer the same.
+// same reports whether two offers are the same.
 func same(a, b *Offer) bool {
 	return slices.EqualFunc(a.Resources, b.Resources, func(x, y Resource) bool {
 		return x.Name == y.Name && slices.Equal(x.Devices, y.Devices)

@@ -156,7 +156,7 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 		if room.Card == nil {
 			continue
 		}
-		o := mig.Offer{GPU: u, Card: room.Card, Taken: room.Placements, Warm: room.Free(), Rank: rank[u]}
+		o := mig.Offer{GPU: u, Card: room.Card, Pinned: room.Placements, Warm: room.Free(), Rank: rank[u]}
 		for _, s := range v.MIG[u].Warm {
 			if !slices.Contains(room.Placements, s) {
 				o.Warm = append(o.Warm, s)

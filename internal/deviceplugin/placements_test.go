@@ -138,7 +138,7 @@ func resourceOf(id string) string {
 	return "example.com/" + p.Resource()
 }
 
-// onDemand is a view of GPUs on which every placement is on offer.
+// onDemand is an offer of GPUs on which every placement is on offer.
 func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *Offer {
 	v := &Offer{Rank: map[gpu.UUID]int{}, MIG: map[gpu.UUID]ledger.MIG{}}
 	byName := map[string]*Resource{}
@@ -230,7 +230,7 @@ func allocationOf(t *testing.T, d *desk, key string) allocation {
 
 // An allocation covers in the same moment what has no room beside it; at its end that is
 // back. Nobody else hears of it.
-func TestAAllocationCoversWhatHasNoRoomBesideIt(t *testing.T) {
+func TestAnAllocationCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
 	v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: a30.card(t)}, nil)
@@ -412,14 +412,14 @@ func TestAdoptedPlacementsWaitForThoseInTheirPlace(t *testing.T) {
 	card := a100.card(t)
 	for _, c := range []struct {
 		name        string
-		view        bool
+		offer       bool
 		before, now []string
 		waits       bool
 	}{
 		{"the same placement", true, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
-		{"the same placement, no view yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
-		{"one that has it among others, no view yet", false, on(gpuA, "3g.40gb@0", "3g.40gb@4"), on(gpuA, "3g.40gb@0"), true},
-		{"a placement in its place, no view yet", false, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), false}, // that is found later
+		{"the same placement, no offer yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
+		{"one that has it among others, no offer yet", false, on(gpuA, "3g.40gb@0", "3g.40gb@4"), on(gpuA, "3g.40gb@0"), true},
+		{"a placement in its place, no offer yet", false, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), false}, // that is found later
 		{"a placement in its place", true, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), true},
 		{"a placement beside it", true, on(gpuA, "1g.10gb@4"), on(gpuA, "3g.40gb@0"), false},
 		{"the media engines of another place", true, on(gpuA, "1g.10gb+me@6"), on(gpuA, "1g.10gb+me@0"), true},
@@ -439,7 +439,7 @@ func TestAdoptedPlacementsWaitForThoseInTheirPlace(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if c.view {
+			if c.offer {
 				d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil))
 			}
 			clock.pass(time.Second)
@@ -457,8 +457,8 @@ func TestAdoptedPlacementsWaitForThoseInTheirPlace(t *testing.T) {
 }
 
 // What is known of an allocation after a restart is its IDs; what it covers is known
-// with the first view.
-func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
+// with the first offer.
+func TestPlacementsAdoptedBeforeTheFirstOffer(t *testing.T) {
 	d, clock := newDesk()
 	const resource = "example.com/mig-2g.20gb"
 	if err := d.restore(recordOf(t, resource, on(gpuA, "2g.20gb@4")), time.Time{}, time.Time{}); err != nil {
@@ -490,7 +490,7 @@ func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 			t.Error("what was handed out before has changed")
 		}
 	}
-	// With a view there, at once.
+	// With an offer there, at once.
 	told := told(d, "example.com/mig-1g.10gb")
 	if err := d.restore(recordOf(t, "example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
@@ -516,13 +516,13 @@ func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 func TestWhatStandsAndMayNotGo(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
-	view := func() *Offer {
+	offer := func() *Offer {
 		v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
 		v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: placementsOf(t, card, "2g.20gb@0"), Kept: placementsOf(t, card, "3g.40gb@4"),
 			Warm: placementsOf(t, card, "1g.10gb@2")}
 		return v
 	}
-	d.set(view())
+	d.set(offer())
 	const free = "1g.10gb@2 1g.10gb+me@2 1g.20gb@2 2g.20gb@2 1g.10gb@3 1g.10gb+me@3 3g.40gb@4"
 	if got := offered(d, gpuA); got != free {
 		t.Errorf("on offer: %s, want %s", got, free)
@@ -536,12 +536,12 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	if got := offered(d, gpuA); got != free {
 		t.Errorf("after the kept one was given out on offer are %s, want %s", got, free)
 	}
-	d.set(view())
+	d.set(offer())
 	if got := offered(d, gpuA); got != free {
-		t.Errorf("in the next view on offer are %s, want %s", got, free)
+		t.Errorf("the next offer has %s, want %s", got, free)
 	}
 	// Under another name it cannot be had twice.
-	v := view()
+	v := offer()
 	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: piece.KindPlacement, Devices: []Device{
 		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Placement: placement(t, card, "3g.40gb@4"), Healthy: true}}})
 	d.set(v)
@@ -553,7 +553,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 		t.Errorf("after its allocation has ended: %v", err)
 	}
 	// A foreign one that came where an allocation's was to be made.
-	v = view()
+	v = offer()
 	v.MIG[gpuA] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@4")}
 	d.set(v)
 	_, err = d.Allocate("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@4"))
@@ -632,7 +632,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 	}
 }
 
-// The allocation that comes while a view is built covers in that view, too.
+// The allocation that comes while an offer is built covers in that offer, too.
 func TestPlacementTakenWhileAViewIsBuilt(t *testing.T) {
 	d, _ := newDesk()
 	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
@@ -732,7 +732,7 @@ func TestPreferPlacements(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		before []string
-		view   func(*Offer)
+		offer  func(*Offer)
 		// available are all that are listed Healthy and not held, unless said.
 		available, must []string
 		resource        string
@@ -741,12 +741,12 @@ func TestPreferPlacements(t *testing.T) {
 		err             bool
 	}{
 		{name: "what stands idle, where it loses no more than another", resource: "example.com/mig-3g.40gb", n: 1,
-			view: func(v *Offer) {
+			offer: func(v *Offer) {
 				v.MIG[gpuB] = ledger.MIG{Card: card, Warm: placementsOf(t, card, "3g.40gb@4")}
 				v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: placementsOf(t, card, "7g.80gb@0")}
 			}, want: on(gpuB, "3g.40gb@4")},
 		{name: "what is kept and may be given out", resource: "example.com/mig-1g.10gb", n: 1,
-			view: func(v *Offer) { v.MIG[gpuB] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
+			offer: func(v *Offer) { v.MIG[gpuB] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
 		{name: "must", resource: "example.com/mig-3g.40gb", n: 1, before: on(gpuA, "3g.40gb@0"), must: on(gpuA, "3g.40gb@0"),
 			want: on(gpuA, "3g.40gb@0")},
 		{name: "must and one that fits beside it", resource: "example.com/mig-1g.10gb.me", n: 2, before: on(gpuA, "1g.10gb+me@0"),
@@ -759,9 +759,9 @@ func TestPreferPlacements(t *testing.T) {
 		{name: "none that was taken since the kubelet heard", resource: "example.com/mig-7g.80gb", n: 1, before: on(gpuA, "1g.10gb@0"),
 			available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...), want: on(gpuB, "7g.80gb@0")},
 		{name: "none of a broken GPU", resource: "example.com/mig-7g.80gb", n: 1, available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...),
-			view: func(v *Offer) { breakGPU(v, gpuA) }, want: on(gpuB, "7g.80gb@0")},
+			offer: func(v *Offer) { breakGPU(v, gpuA) }, want: on(gpuB, "7g.80gb@0")},
 		{name: "none that leaves", resource: "example.com/mig-3g.40gb", n: 1, available: on(gpuA, "3g.40gb@4"), err: true,
-			view: func(v *Offer) {
+			offer: func(v *Offer) {
 				for i := range v.Resources {
 					for j := range v.Resources[i].Devices {
 						v.Resources[i].Devices[j].Leaving = true
@@ -775,8 +775,8 @@ func TestPreferPlacements(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			d, _ := newDesk()
 			v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil)
-			if c.view != nil {
-				c.view(v)
+			if c.offer != nil {
+				c.offer(v)
 			}
 			d.set(v)
 			if c.before != nil {

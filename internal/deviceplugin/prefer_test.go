@@ -137,30 +137,30 @@ func TestPreferTakesNoMoreAllocationedDevicesThanItNeeds(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name       string
-		view       *Offer
+		offer      *Offer
 		hang       [][]string
 		init, want []string
 		n          int
 	}{
-		{name: "whole GPUs", view: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
+		{name: "whole GPUs", offer: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
 			want: whole(0, 1, 2, 3, 5, 6, 7)},
-		{name: "whole GPUs that an init container had", view: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
+		{name: "whole GPUs that an init container had", offer: paired(gpuName, piece.KindWhole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
 			want: whole(1, 2)},
-		{name: "units of a GPU that has enough", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 5, want: ids(gpuA, 3, 4, 5, 6, 7)},
-		{name: "units of another GPU", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 6, want: ids(gpuB, 0, 1, 2, 3, 4, 5)},
-		{name: "units of the GPU that lacks least", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2, 3, 4), ids(gpuB, 5, 6, 7)}, n: 6,
+		{name: "units of a GPU that has enough", offer: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 5, want: ids(gpuA, 3, 4, 5, 6, 7)},
+		{name: "units of another GPU", offer: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 6, want: ids(gpuB, 0, 1, 2, 3, 4, 5)},
+		{name: "units of the GPU that lacks least", offer: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2, 3, 4), ids(gpuB, 5, 6, 7)}, n: 6,
 			want: ids(gpuB, 0, 1, 2, 3, 4, 5)},
-		{name: "units beside an init container's", view: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 4,
+		{name: "units beside an init container's", offer: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 4,
 			want: ids(gpuA, 0, 1, 4, 5)},
-		{name: "more units than are idle beside an init container's", view: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 7,
+		{name: "more units than are idle beside an init container's", offer: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 7,
 			want: ids(gpuA, 0, 1, 2, 4, 5, 6, 7)},
-		{name: "replicas", view: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
-		{name: "a replica of every GPU", view: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
+		{name: "replicas", offer: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
+		{name: "a replica of every GPU", offer: paired(repName, piece.KindReplica), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
 			ids(nth(5), 4), ids(nth(5), 5), ids(nth(5), 6), ids(nth(5), 7)}, n: 8, want: append(append(append(append(append(append(append(ids(nth(0), 0),
 			ids(nth(1), 0)...), ids(nth(2), 0)...), ids(nth(3), 0)...), ids(nth(4), 0)...), ids(nth(5), 0)...), ids(nth(6), 0)...), ids(nth(7), 0)...)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			n := newNode(t, c.view)
+			n := newNode(t, c.offer)
 			for _, h := range c.hang {
 				n.hang(h...)
 			}

@@ -79,7 +79,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 	}
 	for key, e := range f.seen {
 		a, _ := f.ledger.Get(key)
-		if !o.Asked.After(a.Taken) && !a.Adopted {
+		if !o.Asked.After(a.Given) && !a.Adopted {
 			continue // what was said is of before
 		}
 		if o.Checkpoint {
@@ -99,7 +99,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 		}
 		overlaps := slices.ContainsFunc(e.ids, func(id string) bool { return s.held[e.resource][id] })
 		e.listed = e.listed || overlaps
-		age := o.Asked.Sub(a.Taken)
+		age := o.Asked.Sub(a.Given)
 		// The kubelet's writers of its checkpoint can overtake each other: what it
 		// lists counts too.
 		_, named := s.listed[key]
@@ -170,7 +170,7 @@ func (f *FrontEnd) Seen(u Use, now time.Time) {
 	defer f.mu.Unlock()
 	if e := f.seen[u.Key]; e != nil {
 		a, _ := f.ledger.Get(u.Key)
-		if f.mineLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Taken)) {
+		if f.mineLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
 			e.started = true
 			u.Since = u.Created
 			f.ledger.SetHolder(u.Key, u.Holder)
@@ -214,7 +214,7 @@ func (f *FrontEnd) overLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 		return false
 	}
 	began := o.Began[e.podUIDs[0]]
-	return !began.IsZero() && began.Before(a.Taken)
+	return !began.IsZero() && began.Before(a.Given)
 }
 
 // Over reports whether an allocation is of an init container that has ended: no container comes for
@@ -286,7 +286,7 @@ func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bo
 			return true
 		}
 	}
-	return a.Opened || same && inherited && u.Created.After(a.Taken)
+	return a.Opened || same && inherited && u.Created.After(a.Given)
 }
 
 // checkLocked finds out, for each allocation that is not open, whose containers are
@@ -306,11 +306,11 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 	}
 	for i := range held {
 		a, e := &held[i], f.seen[held[i].ID]
-		if e == nil || a.IsOpen() && !a.Twice || !o.Asked.After(a.Taken) && !a.Adopted {
+		if e == nil || a.IsOpen() && !a.Twice || !o.Asked.After(a.Given) && !a.Adopted {
 			continue
 		}
 		var others, told []string
-		if a.Twice && o.Asked.Sub(a.Through) < Grace {
+		if a.Twice && o.Asked.Sub(a.Entered) < Grace {
 			const somebody = "a container that is about to be created"
 			others, told = []string{somebody}, []string{somebody}
 		}

@@ -161,7 +161,7 @@ func TestNUMAIsNews(t *testing.T) {
 	}
 }
 
-// An allocation of a MIG placement changes the lists of a view and nothing else of it: GPUs
+// An allocation of a MIG placement changes the lists of an offer and nothing else of it: GPUs
 // that are joined are still given out together.
 func TestTopologyIsKnownAfterAMIGAllocation(t *testing.T) {
 	d, _ := newDesk()
@@ -176,7 +176,7 @@ func TestTopologyIsKnownAfterAMIGAllocation(t *testing.T) {
 	key := allocate(t, d, on(gpuA, "1g.10gb@0")...)
 	before := *d.Offer()
 	if before.Topology != v.Topology {
-		t.Error("after a MIG allocation the view knows no topology")
+		t.Error("after a MIG allocation the offer knows no topology")
 	}
 	// 2-3, 4-5 and 6-7 are the free pairs.
 	if got := take(t, d, gpuName, 2); got != "2 3" {

@@ -169,7 +169,7 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), id)} })
 		w.look()
 		w.reallocate("a", []workload.Pod{podOf("p", 2)}, kube.Result{Device: "gpu-00000001-shared", Share: "b", Capacity: memoryOf(20)})
-		if devices, err := w.within(10*time.Second, claim); !errors.Is(err, ledger.ErrTaken) || !strings.Contains(err.Error(), "ns/p") || !strings.Contains(err.Error(), shareDevice) {
+		if devices, err := w.within(10*time.Second, claim); !errors.Is(err, ledger.ErrHeld) || !strings.Contains(err.Error(), "ns/p") || !strings.Contains(err.Error(), shareDevice) {
 			t.Errorf("its container runs: %+v, %v", devices, err)
 		}
 		a, _ := w.ledger.Get(id)
@@ -177,7 +177,7 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 			t.Errorf("what the container has: %+v", a)
 		}
 		next := w.claim("next", kube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(60)})
-		if _, err := w.within(10*time.Second, next); !errors.Is(err, ledger.ErrTaken) {
+		if _, err := w.within(10*time.Second, next); !errors.Is(err, ledger.ErrHeld) {
 			t.Errorf("a container has it: %v", err)
 		}
 		promised, err := w.Settle(t.Context())
@@ -218,7 +218,7 @@ func TestClaimThatIsAllocatedBack(t *testing.T) {
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })
 		w.look()
 		w.reallocate("a", nil, kube.Result{Device: "gpu-00000001"})
-		if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
+		if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 			t.Errorf("its container runs: %v", err)
 		}
 		w.reallocate("a", nil, kube.Result{Device: wholeDevice})
@@ -353,12 +353,12 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 			w.look()
 			late := func() {
 				w.reallocate("a", nil, kube.Result{Device: other})
-				if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
+				if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 					w.t.Errorf("its container runs: %v", err)
 				}
 			}
 			api.late.Store(&late)
-			if devices, err := w.within(5*time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
+			if devices, err := w.within(5*time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 				w.t.Errorf("%+v, %v", devices, err)
 			}
 			if a, _ := w.ledger.Get(keyOf(claim, "r0")); !a.Superseded {

@@ -124,7 +124,7 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		switch o := &grants[i]; {
 		case o.GPU != d.GPU || o.NoRoom:
 		case o.Kind() != d.Kind:
-			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrTaken)
+			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrHeld)
 		default:
 			for k := range o.Numbers().All() {
 				taken[k] = true
@@ -137,7 +137,7 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		}
 	}
 	if len(free) < n {
-		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, d.Kind.Several(), n, ledger.ErrTaken)
+		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, d.Kind.Several(), n, ledger.ErrHeld)
 	}
 	return free, nil
 }

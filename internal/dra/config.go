@@ -89,7 +89,7 @@ func sliceOf(c *kube.Claim, r *kube.Result) (slice gpu.TimeSlice, named bool) {
 
 // sliceLocked puts the time slice that a result asks for into its grant. A MIG instance and
 // access that takes nothing have none: they are passed over where the configuration does not
-// name their request, and refused where it does. The error wraps ledger.ErrTaken while
+// name their request, and refused where it does. The error wraps ledger.ErrHeld while
 // another claim has another time slice on the GPU.
 func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request) error {
 	if w.slice == "" {
@@ -113,7 +113,7 @@ func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request
 	}
 	for _, a := range f.Ledger.Allocations() {
 		if j := other(a.Grants); j >= 0 {
-			return fmt.Errorf("device %s: its GPU has the time slice %s for another claim (allocation %s), and %s is asked for: %w", w.Device, a.Grants[j].TimeSlice, a.ID, w.slice, ledger.ErrTaken)
+			return fmt.Errorf("device %s: its GPU has the time slice %s for another claim (allocation %s), and %s is asked for: %w", w.Device, a.Grants[j].TimeSlice, a.ID, w.slice, ledger.ErrHeld)
 		}
 	}
 	g.TimeSlice = w.slice

@@ -103,7 +103,7 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 				t.Error(c, err)
 			}
 		}
-		if err := ask("second", "Short", 30*time.Second); !errors.Is(err, ledger.ErrTaken) || !strings.Contains(err.Error(), "its GPU has the time slice long for another claim") || len(w.Refused()) > 0 {
+		if err := ask("second", "Short", 30*time.Second); !errors.Is(err, ledger.ErrHeld) || !strings.Contains(err.Error(), "its GPU has the time slice long for another claim") || len(w.Refused()) > 0 {
 			t.Errorf("%v; %+v", err, w.Refused())
 		}
 		slices := map[gpu.TimeSlice]int{}

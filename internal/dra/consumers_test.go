@@ -220,7 +220,7 @@ func TestStartWithAnAccountOfBefore(t *testing.T) {
 				w.remove("before")
 				w.kubeletGivesBack(before)
 				if inUse {
-					if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrTaken) {
+					if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 						t.Errorf("a container has what it had before: %v", err)
 					}
 					w.locked(func() { w.containers = nil })

@@ -346,7 +346,7 @@ func TestPrepareWaitsForTheHolderBefore(t *testing.T) {
 				}
 				ctx, cancel := context.WithTimeout(t.Context(), dra.Patience)
 				defer cancel()
-				if _, err := w.Prepare(ctx, after); !errors.Is(err, ledger.ErrTaken) {
+				if _, err := w.Prepare(ctx, after); !errors.Is(err, ledger.ErrHeld) {
 					t.Errorf("in vain: %v", err)
 				}
 				began := time.Now()
@@ -488,7 +488,7 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 		next := w.claim("next", kube.Result{Device: wholeDevice})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if _, err := w.cluster.Prepare(ctx, w, next); !errors.Is(err, ledger.ErrTaken) {
+		if _, err := w.cluster.Prepare(ctx, w, next); !errors.Is(err, ledger.ErrHeld) {
 			t.Fatal(err)
 		}
 		stop()

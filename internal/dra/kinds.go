@@ -155,7 +155,7 @@ type question struct {
 }
 
 // grantLocked makes the grant that a result stands for, with the lowest numbers that are
-// free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
+// free. The error wraps ledger.ErrHeld where there are too few now, and gpu.ErrInvalid
 // where the claim cannot be met. beside is what the claim asks for besides.
 func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
 	d := w.device

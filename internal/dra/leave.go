@@ -37,7 +37,7 @@ func (f *FrontEnd) Leave(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("list the claims: %w", err)
 	}
-	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return !c.Reserved() || len(wants(&c, f.Driver, f.Node)) == 0 })
+	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return !c.HasConsumers() || len(wants(&c, f.Driver, f.Node)) == 0 })
 	for {
 		state, err := f.Kubelet.DRAState()
 		if err != nil && !errors.Is(err, gpu.ErrNotFound) {

@@ -131,7 +131,7 @@ func (f *FrontEnd) prepare(ctx context.Context, c dra.Claim, pods []string) (cla
 			}
 			continue // to be told why
 		}
-		if !errors.Is(err, ledger.ErrTaken) {
+		if !errors.Is(err, ledger.ErrHeld) {
 			return claim, nil, err
 		}
 		// Where that cannot be told now, it is asked again.
@@ -168,7 +168,7 @@ func sharesOf(wants []want) []share {
 func (f *FrontEnd) nameHolder(id string, c *kube.Claim) {
 	if len(c.Pods) > 0 {
 		f.Ledger.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
-	} else if c.Reserved() {
+	} else if c.HasConsumers() {
 		f.Ledger.SetFor(id, consumers(c))
 	}
 }
@@ -226,7 +226,7 @@ func (f *FrontEnd) findNow(wants []want) (ready bool, news <-chan struct{}, err 
 	return true, nil, nil
 }
 
-// take takes these results of a claim, or none. The error wraps ledger.ErrTaken where that
+// take takes these results of a claim, or none. The error wraps ledger.ErrHeld where that
 // may become possible; news tells of another layout then. pods are those for which the kubelet
 // has the claim.
 func (f *FrontEnd) take(c *kube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
@@ -237,12 +237,12 @@ func (f *FrontEnd) take(c *kube.Claim, wants []want, pods []string) (news <-chan
 		w := &wants[i]
 		if a, ok := f.Ledger.Get(w.id()); ok {
 			if s, err := readShare(a.ID, a.Ref, a.Grants); err != nil || a.Superseded || !s.is(&w.share) {
-				return f.news, fmt.Errorf("request %s has %s now, and had %s before, which has not ended yet: it waits for %s: %w", w.Request, &w.share, &s, a.After, ledger.ErrTaken)
+				return f.news, fmt.Errorf("request %s has %s now, and had %s before, which has not ended yet: it waits for %s: %w", w.Request, &w.share, &s, a.After, ledger.ErrHeld)
 			}
 			continue
 		}
 		if all := f.uses[w.id()]; len(all) > 0 {
-			return f.news, fmt.Errorf("request %s has %s now, and pod %s has a container with what the claim had before: %w", w.Request, &w.share, all[0].Pod, ledger.ErrTaken)
+			return f.news, fmt.Errorf("request %s has %s now, and pod %s has a container with what the claim had before: %w", w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
 		if err := f.refusals.unmadeLocked(w); err != nil {
 			return nil, err
@@ -443,18 +443,18 @@ func (f *FrontEnd) endLocked(id, uid string) {
 
 // Found takes over an allocation that was made before this process started, from its
 // record. The error wraps gpu.ErrInvalid where the record is not of this ID.
-func (f *FrontEnd) Found(id string, r ledger.Record, taken time.Time) error {
+func (f *FrontEnd) Found(id string, r ledger.Record, given time.Time) error {
 	s, err := readShare(id, r.Ref, r.Grants)
 	if err != nil {
 		return err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.foundLocked(id, r, &s, taken)
+	return f.foundLocked(id, r, &s, given)
 }
 
-func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, taken time.Time) error {
-	added, err := f.Ledger.Found(id, r, taken)
+func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, given time.Time) error {
+	added, err := f.Ledger.Found(id, r, given)
 	if added {
 		h := f.heldLocked(s.UID)
 		h.ids = append(h.ids, id)

@@ -291,7 +291,7 @@ func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.Cl
 		return nil, true, nil
 	case err != nil:
 		return nil, false, fmt.Errorf("read the claim: %w", err)
-	case claim.UID != r.claim.UID, len(claim.Results) == 0, !claim.Reserved():
+	case claim.UID != r.claim.UID, len(claim.Results) == 0, !claim.HasConsumers():
 		return nil, true, nil
 	}
 	if _, ok := f.taken(claim.UID); ok {
@@ -319,7 +319,7 @@ func (f *refusals) never(claim *kube.Claim) error {
 			return err
 		}
 		g, err := f.grantLocked(&wants[i], asked)
-		if err != nil && !errors.Is(err, ledger.ErrTaken) {
+		if err != nil && !errors.Is(err, ledger.ErrHeld) {
 			return err
 		}
 		if err == nil {
@@ -334,7 +334,7 @@ func (f *refusals) never(claim *kube.Claim) error {
 func (f *refusals) lateLocked(wants []want) error {
 	for i := range wants {
 		if _, gone := f.leaving[wants[i].device]; gone {
-			return never(status.ClaimOutdated, fmt.Errorf("device %s is not in its GPU's layout any more, and others have its room: make the claim anew: %w", wants[i].Device, ledger.ErrTaken))
+			return never(status.ClaimOutdated, fmt.Errorf("device %s is not in its GPU's layout any more, and others have its room: make the claim anew: %w", wants[i].Device, ledger.ErrHeld))
 		}
 	}
 	return nil

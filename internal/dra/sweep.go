@@ -340,10 +340,10 @@ func (f *sweeper) suspectsLocked(state *node.DRAState, used map[string][]workloa
 			switch {
 			case !ok || !sure || len(used[id]) > 0 || len(f.uses[id]) > 0:
 				return false
-			case a.Taken.Before(f.began):
+			case a.Given.Before(f.began):
 				return used != nil || !f.usesAt.IsZero()
 			}
-			return f.usesAt.After(a.Taken) && f.Now().Sub(a.Taken) >= grace
+			return f.usesAt.After(a.Given) && f.Now().Sub(a.Given) >= grace
 		}
 		if accountOf(state, uid) == nil && !slices.ContainsFunc(h.ids, func(id string) bool { return !old(id) }) {
 			uids[uid] = h.served
@@ -481,9 +481,9 @@ func (f *FrontEnd) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 		}
 		// What can never be taken cannot be prepared either, and its Prepare says why. Where
 		// the room of one result is taken still, it holds the others.
-		if _, err := f.take(c, wants, nil); errors.Is(err, ledger.ErrTaken) {
+		if _, err := f.take(c, wants, nil); errors.Is(err, ledger.ErrHeld) {
 			for j := range wants {
-				if _, err := f.take(c, wants[j:j+1], nil); errors.Is(err, ledger.ErrTaken) {
+				if _, err := f.take(c, wants[j:j+1], nil); errors.Is(err, ledger.ErrHeld) {
 					promised = append(promised, wants[j].device.GPU)
 				}
 			}

@@ -117,9 +117,9 @@ func TestCountsNothing(t *testing.T) {
 	})
 }
 
-// TestTwoContainersOfAClaim: one page counts for both, so what the driver says of
+// TestTwoContainersOfAnAllocation: one page counts for both, so what the driver says of
 // both is held against it, and each is judged by its own.
-func TestTwoContainersOfAAllocation(t *testing.T) {
+func TestTwoContainersOfAnAllocation(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.container("b", []int{20}, 0)

@@ -62,7 +62,7 @@ func containers(gpus []gpu.Device, held allocations, seen func(c *status.Contain
 			if !ok {
 				continue
 			}
-			c := status.Container{Claim: key, GPU: string(d.UUID), Index: d.Index, Guarantee: string(memcap.Hardware)}
+			c := status.Container{Allocation: key, GPU: string(d.UUID), Index: d.Index, Guarantee: string(memcap.Hardware)}
 			name(&c, &a.Holder)
 			if bytes != lib.None {
 				c.CapMiB, c.Guarantee = new(mib(bytes)), string(memcap.API)
@@ -73,7 +73,7 @@ func containers(gpus []gpu.Device, held allocations, seen func(c *status.Contain
 	}
 	slices.SortFunc(out, func(a, b status.Container) int {
 		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
-			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container), strings.Compare(a.Claim, b.Claim))
+			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container), strings.Compare(a.Allocation, b.Allocation))
 	})
 	return out
 }
@@ -88,7 +88,7 @@ func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
 
 // describe adds what is known of the containers of an allocation on a GPU.
 func (g *Guard) describe(c *status.Container, u gpu.UUID, bytes uint64) {
-	t := g.tallies.by[page{c.Claim, u}]
+	t := g.tallies.by[page{c.Allocation, u}]
 	used, known := uint64(0), true
 	if t != nil {
 		used, known = t.used, t.known
@@ -96,7 +96,7 @@ func (g *Guard) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		c.Refusals, c.Uncounted = t.reading.Refusals, t.reading.Uncounted
 	}
 	var levels []memcap.Level // of those that have been seen on it
-	for _, in := range g.of[c.Claim] {
+	for _, in := range g.of[c.Allocation] {
 		if in.Running || c.Container == "" {
 			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
@@ -166,7 +166,7 @@ func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container
 		}
 		sum := 0.0
 		for pid, key := range st.users[gpu.UUID(c.GPU)] {
-			if key == c.Claim {
+			if key == c.Allocation {
 				sum += of[pid]
 			}
 		}

@@ -34,10 +34,10 @@ func (w *world) ends(id string) {
 	maps.DeleteFunc(w.procs, func(_ int, p *proc) bool { return p.owner.ID == id })
 }
 
-// TestOneReaderOfAClaimsCounters: an init container that has ended is listed yet while
+// TestOneReaderOfAnAllocationsCounters: an init container that has ended is listed yet while
 // its successor runs. They have the same counters, which are read once in a look: who
 // waits for a reading is not told of one that was begun before.
-func TestOneReaderOfAAllocationsCounters(t *testing.T) {
+func TestOneReaderOfAnAllocationsCounters(t *testing.T) {
 	w := newWorld()
 	w.container("init", []int{10}, 4*gib, gpu0)
 	m := &meter{w: w}
@@ -93,10 +93,10 @@ func TestSuccessorNotListedYet(t *testing.T) {
 	})
 }
 
-// TestOtherPodOfAClaimNotListedYet: two pods share an allocation. What it has is not known
+// TestOtherPodOfAnAllocationNotListedYet: two pods share an allocation. What it has is not known
 // while the runtime does not list a container of the second pod yet, or has not told what that
 // was created with; after a while it is somebody else's.
-func TestOtherPodOfAClaimNotListedYet(t *testing.T) {
+func TestOtherPodOfAnAllocationNotListedYet(t *testing.T) {
 	w := newWorld()
 	w.container("first", nil, 4*gib, gpu0)
 	key := w.allocations[0].ID
@@ -138,7 +138,7 @@ func TestOtherPodOfAClaimNotListedYet(t *testing.T) {
 	})
 }
 
-// TestClaimGivenAgain: the counters are made anew where an allocation is given to somebody
+// TestAllocationGivenAgain: the counters are made anew where an allocation is given to somebody
 // else, while a container of who had it is still listed. The new ones are read as soon
 // as the old ones turn out not to be the allocation's any more.
 func TestAllocationGivenAgain(t *testing.T) {
@@ -168,9 +168,9 @@ func TestAllocationGivenAgain(t *testing.T) {
 	})
 }
 
-// TestTwoContainersOfAClaimOver: together they have more than the allocation's cap, and none
+// TestTwoContainersOfAnAllocationOver: together they have more than the allocation's cap, and none
 // of them alone. Nobody counts: the one with the most is ended, and that is enough.
-func TestTwoContainersOfAAllocationOver(t *testing.T) {
+func TestTwoContainersOfAnAllocationOver(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.another("b", "a", 20)
@@ -205,10 +205,10 @@ func (w *world) claim(id, key string, pid int) {
 	w.procs[pid] = &proc{owner: node.Owner{ID: id, PodUID: "uid-" + id, Start: uint64(pid)}, on: map[gpu.UUID]uint64{}}
 }
 
-// TestTwoPodsOfAClaimOver: two pods share an allocation, which their containers have by CDI
+// TestTwoPodsOfAnAllocationOver: two pods share an allocation, which their containers have by CDI
 // device alone. The one with the largest excess over its own count is ended, though the other
 // has more memory; where their counts cannot be told, or are false, the one with more.
-func TestTwoPodsOfAClaimOver(t *testing.T) {
+func TestTwoPodsOfAnAllocationOver(t *testing.T) {
 	for name, c := range map[string]struct {
 		counts map[int]uint64
 		err    error

@@ -52,8 +52,8 @@ type Claim struct {
 	Told bool
 }
 
-// Reserved reports whether the claim is for anybody.
-func (c *Claim) Reserved() bool { return len(c.Pods)+len(c.Others) > 0 }
+// HasConsumers reports whether the claim is for anybody.
+func (c *Claim) HasConsumers() bool { return len(c.Pods)+len(c.Others) > 0 }
 
 // Consumer is an object, other than a pod, that a claim is reserved for. It is in the claim's
 // namespace.

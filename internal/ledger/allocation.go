@@ -34,8 +34,8 @@ var (
 	// ErrNotOpen says that an allocation's container may not be created yet. It may be
 	// asked again.
 	ErrNotOpen = errors.New("the allocation is not ready")
-	// ErrTaken says that a piece is somebody else's.
-	ErrTaken = errors.New("somebody else has it")
+	// ErrHeld says that a piece is somebody else's.
+	ErrHeld = errors.New("somebody else has it")
 )
 
 // Allocation is what was given together, and how far it is.
@@ -61,20 +61,20 @@ type Allocation struct {
 	// After is who has to end before it can open, empty if nobody, for operators: a pod
 	// is told by way of Holder.Told.
 	After string
-	// Taken is when it was taken or last renewed, or of one that is Adopted when the
+	// Given is when it was given or last renewed, or of one that is Adopted when the
 	// ledger came to know it.
-	Taken time.Time
+	Given time.Time
 	// Adopted says that it is older than this process, and nobody knows since when.
 	Adopted bool
 	// Fresh says that a CDI file that stands for it may be of the holder before.
 	Fresh bool
-	// Opened says that it has been open since Taken.
+	// Opened says that it has been open since Given.
 	Opened bool
 	// Asked is when its container was first to start; zero where it has not been since
-	// Taken, or since the allocation was last open.
+	// Given, or since the allocation was last open.
 	Asked time.Time
-	// Through is when a container was last let through, by this holder or the one before.
-	Through time.Time
+	// Entered is when a container was last let in, by this holder or the one before.
+	Entered time.Time
 	// Twice says that the kubelet has given it to two pods, each of which it believes to
 	// have it alone: then a Prepare lets one container through, and shuts it again.
 	Twice bool

@@ -77,7 +77,7 @@ type Request struct {
 }
 
 // Take makes an allocation that is Reserved. A GPU is one front-end's at a time: the
-// error wraps ErrTaken where another one has something of it, and where somebody is on
+// error wraps ErrHeld where another one has something of it, and where somebody is on
 // the pieces and the request does not permit that. It does not wake the loop, which
 // would run beside the caller's answer and hold it up.
 func (l *Ledger) Take(r Request) (Allocation, error) {
@@ -96,7 +96,7 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	for i := range requests {
 		r := &requests[i]
 		if l.allocations[r.ID] != nil {
-			return nil, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrTaken)
+			return nil, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrHeld)
 		}
 		if err := l.freeLocked(r); err != nil {
 			return nil, err
@@ -105,7 +105,7 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	out := make([]Allocation, len(requests))
 	for i := range requests {
 		r := &requests[i]
-		a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Taken: now, Fresh: true})
+		a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Given: now, Fresh: true})
 		l.epoch++
 		a.Epoch = l.epoch
 		out[i] = a.Allocation
@@ -115,7 +115,7 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 
 // Renew gives an allocation of a front-end to the next holder, under the same ID, with
 // the pieces as they are now: a new pod, whose predecessor may still be ending, or the
-// next container of the same pod. It is Reserved again. The error wraps ErrTaken, as
+// next container of the same pod. It is Reserved again. The error wraps ErrHeld, as
 // Take's does, or gpu.ErrNotFound.
 func (l *Ledger) Renew(r Request) (Allocation, error) {
 	now := l.now()
@@ -132,7 +132,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
-	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true, Through: a.Through, Twice: a.Twice}
+	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice}
 	a.told = ""
 	return a.Allocation, nil
 }
@@ -143,19 +143,19 @@ func (l *Ledger) freeLocked(r *Request) error {
 		switch {
 		case o.ID == r.ID:
 		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
-			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrTaken)
+			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
-			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrTaken)
+			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrHeld)
 		}
 	}
 	return nil
 }
 
-// Found takes over an allocation that is older than this process, from its record; taken
-// is when it was taken, zero where nobody knows. One that the ledger has already learns
+// Found takes over an allocation that is older than this process, from its record; given
+// is when it was given, zero where nobody knows. One that the ledger has already learns
 // what it did not know. added is false then. The error wraps gpu.ErrInvalid where the
-// record is none, and ErrTaken where the ID is another front-end's.
-func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err error) {
+// record is none, and ErrHeld where the ID is another front-end's.
+func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err error) {
 	now := l.now()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -164,23 +164,23 @@ func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err er
 	}
 	if a := l.allocations[id]; a != nil {
 		if a.Owner != r.Owner {
-			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrTaken)
+			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrHeld)
 		}
 		a.learn(r.Grants)
-		a.date(taken, now)
+		a.date(given, now)
 		return false, nil
 	}
-	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true})
-	a.date(taken, now)
+	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Given: now, Adopted: true})
+	a.date(given, now)
 	return true, nil
 }
 
-// date says when an allocation that was taken over was last taken or renewed, if that is
+// date says when an allocation that was taken over was last given or renewed, if that is
 // known; of several records the last one read tells.
-func (a *allocation) date(taken, now time.Time) {
-	if a.Epoch == 0 && !taken.IsZero() {
+func (a *allocation) date(given, now time.Time) {
+	if a.Epoch == 0 && !given.IsZero() {
 		// As old as it is now, also when the clock is put back.
-		a.Taken, a.Adopted, a.Fresh = now.Add(-now.Sub(taken)), false, true
+		a.Given, a.Adopted, a.Fresh = now.Add(-now.Sub(given)), false, true
 	}
 }
 
@@ -309,7 +309,7 @@ func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
 		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
 	}
 	if a.Phase == Open {
-		a.Through = l.now()
+		a.Entered = l.now()
 		if a.Twice {
 			// What was seen before this does not open it for the next one.
 			l.epoch++
@@ -404,7 +404,7 @@ func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
 // Filed says that a CDI file stands for an allocation that was written at that time: one
 // that is not older than the allocation is its own, not one of the holder before.
 func (l *Ledger) Filed(id string, written time.Time) {
-	l.edit(id, func(a *allocation) { a.Fresh = a.Fresh && (written.IsZero() || written.Before(a.Taken)) })
+	l.edit(id, func(a *allocation) { a.Fresh = a.Fresh && (written.IsZero() || written.Before(a.Given)) })
 }
 
 // Learn says what the holder of an allocation was given, where that was not known. No

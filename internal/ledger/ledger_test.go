@@ -54,7 +54,7 @@ func TestTake(t *testing.T) {
 				t.Fatal(err)
 			}
 			a, err := l.Take(Request{ID: "second", Owner: c.owner, Grants: c.grants, Overlap: c.overlap})
-			if c.taken != errors.Is(err, ErrTaken) || !c.taken && (err != nil || a.Phase != Reserved || a.Epoch != 2) {
+			if c.taken != errors.Is(err, ErrHeld) || !c.taken && (err != nil || a.Phase != Reserved || a.Epoch != 2) {
 				t.Errorf("%+v, %v", a, err)
 			}
 			if held := l.Allocations(); c.taken && len(held) != 1 {
@@ -85,7 +85,7 @@ func TestTimeSlicesOfOneGPU(t *testing.T) {
 		{of("GPU-a", 3, ""), false},
 		{of("GPU-b", 2, gpu.TimeSliceShort), false},
 	} {
-		if _, err := l.Take(Request{ID: fmt.Sprint(i), Owner: DRA, Grants: c.grants}); c.taken != errors.Is(err, ErrTaken) {
+		if _, err := l.Take(Request{ID: fmt.Sprint(i), Owner: DRA, Grants: c.grants}); c.taken != errors.Is(err, ErrHeld) {
 			t.Errorf("%+v: %v", c.grants, err)
 		}
 	}
@@ -124,7 +124,7 @@ func TestOwner(t *testing.T) {
 	if _, err := l.Take(r); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := l.Take(r); !errors.Is(err, ErrTaken) {
+	if _, err := l.Take(r); !errors.Is(err, ErrHeld) {
 		t.Errorf("taken twice: %v", err)
 	}
 	other := r
@@ -135,7 +135,7 @@ func TestOwner(t *testing.T) {
 	if _, ok := l.Release("other", "a"); ok {
 		t.Error("released by another front-end")
 	}
-	if _, err := l.Found("a", Record{Owner: "other", Grants: r.Grants}, time.Time{}); !errors.Is(err, ErrTaken) {
+	if _, err := l.Found("a", Record{Owner: "other", Grants: r.Grants}, time.Time{}); !errors.Is(err, ErrHeld) {
 		t.Errorf("taken over by another front-end: %v", err)
 	}
 	if _, ok := l.Release(DevicePlugin, "a"); !ok || l.Held() {
@@ -154,7 +154,7 @@ func TestFound(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if a, _ := l.Get("a"); !a.Taken.Equal(now.Add(-time.Minute)) || a.Adopted || !a.Fresh || a.Epoch != 0 {
+	if a, _ := l.Get("a"); !a.Given.Equal(now.Add(-time.Minute)) || a.Adopted || !a.Fresh || a.Epoch != 0 {
 		t.Errorf("%+v, want it as of a minute ago", a)
 	}
 	if l.Filed("a", now.Add(-2*time.Minute)); !fresh(l, "a") {

@@ -36,7 +36,7 @@ func crowd(b *testing.B, grants int) (*Meter, *ledger.Ledger) {
 			b.Fatal(err)
 		}
 		l.SetHolder(id, ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: id, UID: id}, Container: "main"})
-		seen = append(seen, status.Container{Claim: id, GPU: string(u), UsedMiB: new(uint64(i)), Processes: 1})
+		seen = append(seen, status.Container{Allocation: id, GPU: string(u), UsedMiB: new(uint64(i)), Processes: 1})
 	}
 	m.turn(context.Background(), true)
 	return m, l

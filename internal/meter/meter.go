@@ -330,9 +330,9 @@ func (m *Meter) orphans(held []ledger.Allocation) {
 // meet compares an allocation with its grant in the book.
 func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, seen []status.Container) {
 	g := m.book.Of(a.ID)
-	if g != nil && !a.Adopted && a.Taken.After(g.Since) && g.Number < m.before {
-		if a.Taken.Before(m.began) { // by a predecessor, which had no time to write that down
-			m.end(a.ID, a.Taken, "it was given to the next holder", nil)
+	if g != nil && !a.Adopted && a.Given.After(g.Since) && g.Number < m.before {
+		if a.Given.Before(m.began) { // by a predecessor, which had no time to write that down
+			m.end(a.ID, a.Given, "it was given to the next holder", nil)
 		} else {
 			m.end(a.ID, m.vouched, "it ended while the agent was away", nil)
 		}
@@ -347,7 +347,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		g = nil
 	}
 	h := usage.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, UID: a.Holder.UID, Container: a.Holder.Container}
-	since := a.Taken
+	since := a.Given
 	if g != nil && g.Pod != "" && h.Pod != "" && !sameContainer(&g.Holder, &h) {
 		m.end(a.ID, at, "its next holder is "+h.Namespace+"/"+h.Pod, seen)
 		g, since = nil, at
@@ -439,7 +439,7 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 	}
 	p := place{g.Number, h.Index}
 	u := m.uses[p]
-	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Claim == g.Allocation && c.GPU == string(h.GPU) })
+	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Allocation == g.Allocation && c.GPU == string(h.GPU) })
 	switch {
 	case i >= 0 && seen[i].UsedMiB == nil, i < 0 && u == nil:
 		return // not known: nothing is added

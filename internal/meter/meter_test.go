@@ -163,8 +163,8 @@ func (n *node) hold(id, pod string) {
 }
 
 func (n *node) uses(id string, u gpu.UUID, mib uint64) {
-	n.seen = slices.DeleteFunc(n.seen, func(c status.Container) bool { return c.Claim == id && c.GPU == string(u) })
-	n.seen = append(n.seen, status.Container{Claim: id, GPU: string(u), UsedMiB: &mib})
+	n.seen = slices.DeleteFunc(n.seen, func(c status.Container) bool { return c.Allocation == id && c.GPU == string(u) })
+	n.seen = append(n.seen, status.Container{Allocation: id, GPU: string(u), UsedMiB: &mib})
 }
 
 func (n *node) series(pod string) (out usage.Series, ok bool) {
@@ -590,7 +590,7 @@ func TestIdleGrants(t *testing.T) {
 	n.take("c", record("GPU-1", 0, 9), "unknown")
 	n.uses("a", "GPU-0", 0)
 	n.uses("b", "GPU-0", 100)
-	n.seen = append(n.seen, status.Container{Claim: "c", GPU: "GPU-1"})
+	n.seen = append(n.seen, status.Container{Allocation: "c", GPU: "GPU-1"})
 	step := func(minutes int) {
 		t.Helper()
 		for range minutes {

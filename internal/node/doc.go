@@ -27,7 +27,7 @@
 //	if errors.Is(err, gpu.ErrNotFound) {
 //		// no kubelet has written one yet
 //	}
-//	runtime := node.NewRuntime(node.RuntimeOptions{Root: "/host", AnnotationPrefix: "example.com/gpu-claim."})
+//	runtime := node.NewRuntime(node.RuntimeOptions{Root: "/host", AnnotationPrefix: "example.com/gpu-allocation."})
 //	defer runtime.Close()
 //	alive, err := runtime.Containers(ctx)
 //

@@ -28,7 +28,7 @@ import (
 	"example.com/gpu-agent/tests/fakes"
 )
 
-const prefix = "example.com/gpu-claim."
+const prefix = "example.com/gpu-allocation."
 
 // criServer is a runtime that says what a test wants.
 type criServer struct {

@@ -65,7 +65,7 @@
 //	mig_slots{gpu,profile,state}                MIG devices that are held, warm, making, free, covered, leaving, foreign, failed
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
-//	claims                                      allocations that have not ended
+//	allocations                                 allocations that have not ended
 //	partition_state{partition,state}            1 for the present state, 0 for the others
 //	partition_generation                        grows by one with each accepted partition
 //	plugin_request_duration_seconds{resource,method,code}   histogram of kubelet calls
@@ -95,7 +95,7 @@
 //	usage_journal_up                            1 while the usage journal can be written
 //	usage_records_lost_total                    records of it that could not be
 //	usage_records_dropped_total{of}             records that it had no room for any more, of use or refused
-//	unclaimed_processes{gpu,kind}               processes on a GPU without an allocation, kind intruder, no-pod or unlisted
+//	unallocated_processes{gpu,kind}             processes on a GPU without an allocation, kind intruder, no-pod or unlisted
 //
 // Beside them are the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,

@@ -253,7 +253,7 @@ var (
 	canBeHad   = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude each other.", "resource")
 	largest    = gauge("resource_largest_request", "The largest request for a resource by one container that fits on the node now.", "resource")
 	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, 0 to 1. GPUs with mode off do not count.")
-	claims     = gauge("claims", "Allocations: sets of devices that were given together and have not ended.")
+	allocated  = gauge("allocations", "Allocations: sets of devices that were given together and have not ended.")
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
@@ -287,7 +287,7 @@ var (
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps runs: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
 		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
-	unclaimed = gauge("unclaimed_processes",
+	unallocated = gauge("unallocated_processes",
 		"Processes that use a GPU without an allocation on it: of a container (intruder), of no pod (no-pod), or of a container that the runtime does not list (unlisted). None while the watchdog is off.",
 		"gpu", "kind")
 )
@@ -322,7 +322,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	if s.Driver != "" {
 		send(driverInfo, 1, s.Driver, s.CUDA)
 	}
-	send(claims, float64(s.Claims))
+	send(allocated, float64(s.Allocations))
 	send(hangs, truth(s.Hardware != ""))
 	for _, r := range s.Resources {
 		send(registered, truth(r.Registered), r.Name)
@@ -372,9 +372,9 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 		send(devices, float64(o.Unhealthy), g.UUID, o.Resource, "unhealthy")
 	}
 	if watched {
-		send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
-		send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
-		send(unclaimed, float64(g.Unlisted), g.UUID, "unlisted")
+		send(unallocated, float64(g.Intruders), g.UUID, "intruder")
+		send(unallocated, float64(g.NoPod), g.UUID, "no-pod")
+		send(unallocated, float64(g.Unlisted), g.UUID, "unlisted")
 	}
 	if m := g.MIG; m != nil {
 		send(migEnabled, truth(m.Enabled), g.UUID)

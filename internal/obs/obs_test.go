@@ -205,7 +205,7 @@ func TestMetricsPage(t *testing.T) {
 		lines[line] = true
 	}
 	for _, want := range []string{
-		`gpu_agent_claims 6`,
+		`gpu_agent_allocations 6`,
 		`gpu_agent_resource_free{resource="example.com/gpu-mem"} 110`,
 		`gpu_agent_resource_largest_request{resource="example.com/gpu-mem"} 79`,
 		`gpu_agent_saturation_ratio 0.61`,
@@ -244,9 +244,9 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_watchdog_up 1`,
 		`gpu_agent_policy_in_force{policy="gpu-agent"} 1`,
 		`gpu_agent_policy_in_force{policy="gpu-agent-events"} 0`,
-		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="intruder"} 1`,
-		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="no-pod"} 2`,
-		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",kind="intruder"} 0`,
+		`gpu_agent_unallocated_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="intruder"} 1`,
+		`gpu_agent_unallocated_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="no-pod"} 2`,
+		`gpu_agent_unallocated_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",kind="intruder"} 0`,
 	} {
 		if !lines[want] {
 			t.Errorf("no line %s", want)
@@ -294,7 +294,7 @@ func TestMetricsOfOddStatus(t *testing.T) {
 		}
 		addr := serve(t, Options{Status: func() status.Status { return s }})
 		code, body := get(t, addr, "/metrics")
-		if code != http.StatusOK || !strings.Contains(body, "gpu_agent_claims 0") {
+		if code != http.StatusOK || !strings.Contains(body, "gpu_agent_allocations 0") {
 			t.Errorf("%+v: %d: %.300s", s, code, body)
 		}
 		// A rate needs a zero to start from.
@@ -321,7 +321,7 @@ func TestMetricsOfContainersThatAreGone(t *testing.T) {
 		}
 		return strings.Contains(body, part)
 	}
-	if !has(`pod="job-1"`) || !has("gpu_agent_unclaimed_processes{") {
+	if !has(`pod="job-1"`) || !has("gpu_agent_unallocated_processes{") {
 		t.Fatal("there is nothing to lose")
 	}
 	s := sample()
@@ -329,7 +329,7 @@ func TestMetricsOfContainersThatAreGone(t *testing.T) {
 	s.GPUs[0].Holders = nil
 	s.Watchdog = status.Watchdog{State: status.WatchdogOff, Reason: "x"}
 	show(s)
-	if has(`pod="job-1"`) || has("gpu_agent_unclaimed_processes{") || !has(`pod="big"`) || !has("gpu_agent_watchdog_up 0") {
+	if has(`pod="job-1"`) || has("gpu_agent_unallocated_processes{") || !has(`pod="big"`) || !has("gpu_agent_watchdog_up 0") {
 		t.Error("series of what is gone stay, or others went with them")
 	}
 }

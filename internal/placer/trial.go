@@ -268,10 +268,10 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 		if s.card == nil {
 			continue
 		}
-		o := mig.Offer{GPU: s.uuid, Card: s.card, Taken: s.standing, Warm: s.warm, Rank: s.rank}
+		o := mig.Offer{GPU: s.uuid, Card: s.card, Pinned: s.standing, Warm: s.warm, Rank: s.rank}
 		if !s.onDemand {
 			for _, of := range s.places {
-				o.Taken = slices.Concat(o.Taken, of)
+				o.Pinned = slices.Concat(o.Pinned, of)
 				o.Warm = slices.Concat(o.Warm, of)
 			}
 		}

@@ -258,9 +258,9 @@ func (m *machine) prefer(r *rand.Rand, name string, must []string, n int) ([]str
 	var places, given []mig.Place
 	for _, d := range m.gpus {
 		if d.kind == piece.KindPlacement {
-			o := mig.Offer{GPU: d.uuid, Card: m.card, Taken: m.standing(d), Warm: d.warm, Rank: m.rank[d.uuid]}
+			o := mig.Offer{GPU: d.uuid, Card: m.card, Pinned: m.standing(d), Warm: d.warm, Rank: m.rank[d.uuid]}
 			if !d.onDemand {
-				o.Taken, o.Warm = d.static, m.available(d)
+				o.Pinned, o.Warm = d.static, m.available(d)
 			}
 			offers = append(offers, o)
 			for _, p := range m.available(d) {

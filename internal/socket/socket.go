@@ -66,9 +66,9 @@ type Standing int
 
 // Standings.
 const (
-	Held  Standing = iota // it is ours
-	Gone                  // nothing is there, or nobody listens at what is there
-	Taken                 // somebody else listens there
+	Held     Standing = iota // it is ours
+	Gone                     // nothing is there, or nobody listens at what is there
+	Occupied                 // somebody else listens there
 )
 
 // Standing looks at the socket's file.
@@ -86,7 +86,7 @@ func (s *Socket) Standing() (Standing, error) {
 	if err != nil {
 		return Gone, nil
 	}
-	return Taken, c.Close()
+	return Occupied, c.Close()
 }
 
 // Remove closes the socket, and removes its file if it is still ours.
@@ -137,7 +137,7 @@ func Keep(s *Socket, path, temporary string) (*Socket, error) {
 			return nil, fmt.Errorf("look at socket: %w", err)
 		case st == Held:
 			return s, nil
-		case st == Taken:
+		case st == Occupied:
 			return nil, fmt.Errorf("another process listens at %s", path)
 		}
 	}

@@ -45,7 +45,7 @@ func TestStanding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want(older, Taken)
+	want(older, Occupied)
 	want(newer, Held)
 	if err := older.Remove(); err != nil {
 		t.Error(err)

@@ -13,8 +13,8 @@
 //	state.json       the Document: boot, GPUs last seen, faults, withdrawn layouts,
 //	                 time slices; one JSON value with its version
 //	state.json.bad   a state.json that could not be read, kept for inspection
-//	claims.journal   one line an allocation, added in the round after its Allocate
-//	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
+//	allocations.journal   one line an allocation, added in the round after its Allocate
+//	.state.json.tmp, .allocations.journal.tmp    while one of the two is replaced
 //	usage/           the usage journal; internal/usage/segments writes it, and only Remove
 //	                 looks at it here
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml

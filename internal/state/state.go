@@ -25,7 +25,7 @@ import (
 const (
 	documentFile = "state.json"
 	badFile      = "state.json.bad"
-	journalFile  = "claims.journal"
+	journalFile  = "allocations.journal"
 
 	// Socket is the name of the agent's socket in the directory, at which commands ask it.
 	Socket = "agent.sock"

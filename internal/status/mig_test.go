@@ -46,7 +46,7 @@ func cards() Status {
 	off, on := false, true
 	because := func(reason string) func(*Placement) { return func(s *Placement) { s.Reason = reason } }
 	s := Status{
-		Node: "gpu-node-2", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
+		Node: "gpu-node-2", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Allocations: 6,
 		Partition: Partition{Name: "cut", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 2,
 			Message: "GPU 1: train/train-3 holds 1g.10gb@5"},
 		Watchdog: Watchdog{State: WatchdogRunning},

@@ -19,8 +19,8 @@ type Status struct {
 	Driver    string    `json:"driver,omitempty"`
 	CUDA      string    `json:"cuda,omitempty"`
 	Partition Partition `json:"partition"`
-	// Claims is the number of allocations that have not ended, including those that the kubelet has not confirmed.
-	Claims int `json:"claims"`
+	// Allocations is the number of those that have not ended, including those that the kubelet has not confirmed.
+	Allocations int `json:"allocations"`
 	// Hardware says which call the driver does not answer, and since when; empty
 	// while it answers. Everything that needs no hardware goes on meanwhile.
 	Hardware string `json:"hardware,omitempty"`
@@ -241,8 +241,8 @@ type Container struct {
 	Namespace string `json:"namespace,omitempty"`
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
-	// Claim is the ID of its allocation.
-	Claim string `json:"claim"`
+	// Allocation is the ID of its allocation.
+	Allocation string `json:"allocation"`
 	// GPU and Index are the GPU's UUID and index.
 	GPU   string `json:"gpu"`
 	Index int    `json:"index"`

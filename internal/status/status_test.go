@@ -27,7 +27,7 @@ func ago(d time.Duration) *time.Time {
 func sample() Status {
 	const h100 = "NVIDIA H100 80GB HBM3"
 	return Status{
-		Node: "gpu-node-1", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
+		Node: "gpu-node-1", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Allocations: 6,
 		Partition: Partition{Name: "research", State: "blocked", Reason: HeldByPods, Source: "configmap gpu/gpu-partitions", Generation: 3,
 			Message: "GPU 2: train/train-3 holds 40 units of gpu-mem; the GPU becomes whole when the pod has ended"},
 		Conditions: []Condition{

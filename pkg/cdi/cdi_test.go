@@ -73,8 +73,8 @@ func TestKeysOfAContainer(t *testing.T) {
 	}
 }
 
-func TestKeysOfDifferentClaimsDiffer(t *testing.T) {
-	claims := []struct {
+func TestKeysOfDifferentAllocationsDiffer(t *testing.T) {
+	allocations := []struct {
 		resource string
 		ids      []string
 	}{
@@ -86,7 +86,7 @@ func TestKeysOfDifferentClaimsDiffer(t *testing.T) {
 		{"example.com/gpu", []string{""}},
 	}
 	seen := map[string]string{}
-	for _, c := range claims {
+	for _, c := range allocations {
 		name := fmt.Sprintf("%s %q", c.resource, c.ids)
 		key := cdi.Key(c.resource, c.ids)
 		if other, ok := seen[key]; ok {
@@ -101,7 +101,7 @@ func TestNames(t *testing.T) {
 	for got, want := range map[string]string{
 		cdi.DeviceName(domain, key):     "example.com/gpu=0123456789abcdef",
 		cdi.FileName(domain, key):       "example.com-gpu-0123456789abcdef.json",
-		cdi.AnnotationName(domain, key): "example.com/gpu-claim.0123456789abcdef",
+		cdi.AnnotationName(domain, key): "example.com/gpu-allocation.0123456789abcdef",
 	} {
 		if got != want {
 			t.Errorf("got %q, want %q", got, want)
@@ -121,7 +121,7 @@ func TestNames(t *testing.T) {
 		"example.com-gpu-../../etc/passwd.json", "example.com-gpu-0123456789abcdef.json.tmp",
 	} {
 		if got, ok := cdi.ParseFileName(domain, foreign); ok {
-			t.Errorf("ParseFileName(%q) = %q: not a claim's file", foreign, got)
+			t.Errorf("ParseFileName(%q) = %q: not an allocation's file", foreign, got)
 		}
 	}
 }
@@ -299,7 +299,7 @@ func TestSpecRefuses(t *testing.T) {
 	}
 }
 
-// readBack is what a runtime does with a claim's file: the CDI library parses
+// readBack is what a runtime does with an allocation's file: the CDI library parses
 // it strictly and validates every part.
 func readBack(t *testing.T, spec *specs.Spec) *cdilib.Spec {
 	t.Helper()
@@ -319,7 +319,7 @@ func readBack(t *testing.T, spec *specs.Spec) *cdilib.Spec {
 }
 
 // FuzzSpecIsValidAndDeterministic makes parts out of random but well-formed
-// pieces, many of them repeated, and holds the claim's spec against the CDI
+// pieces, many of them repeated, and holds the allocation's spec against the CDI
 // library and against itself with the GPUs in another order.
 func FuzzSpecIsValidAndDeterministic(f *testing.F) {
 	for seed := range uint64(64) {

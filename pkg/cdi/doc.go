@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cdi describes a claim to a container runtime: it turns "these GPUs
-// for that claim" into a Container Device Interface (CDI) spec, as a value.
+// Package cdi describes an allocation to a container runtime: it turns "these GPUs
+// for that allocation" into a Container Device Interface (CDI) spec, as a value.
 //
-// A claim is what the kubelet once asked for: a resource and some device IDs.
+// An allocation is what the kubelet once asked for: a resource and some device IDs.
 // Its [Key] names it everywhere: in the device name that Allocate answers with
 // ([DeviceName]), in the file that the runtime finds that device in
 // ([FileName]), and in the annotation by which the container is recognised
 // later ([AnnotationName]).
 //
-// A claim's spec is self-contained. It holds one device, named by the key, and
+// An allocation's spec is self-contained. It holds one device, named by the key, and
 // that device carries everything: the driver's common files and hooks, the
-// device nodes of each GPU, and whatever else the claim needs. So a runtime
+// device nodes of each GPU, and whatever else the allocation needs. So a runtime
 // reads one file and no other, and the presence of the file alone says whether
-// the claim may start: no file, no container.
+// the allocation may start: no file, no container.
 //
 //	parts, _ := driver.Parts(ctx)                      // what containers need, per GPU
 //	key := cdi.Key("example.com/gpu-mem", ids)         // "5f0c…"

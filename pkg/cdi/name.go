@@ -16,16 +16,16 @@ import (
 const class = "gpu"
 
 // keyDigits is the length of a key, in hexadecimal digits: 64 bits, so that
-// two claims of one node never meet by chance.
+// two allocations of one node never meet by chance.
 const keyDigits = 16
 
-// Key names a claim: the first 16 hexadecimal digits, in lower case, of
+// Key names an allocation: the first 16 hexadecimal digits, in lower case, of
 // SHA-256 over the resource's full name followed by each device ID, sorted by
 // bytes and preceded by one NUL:
 //
 //	resource NUL id NUL id …
 //
-// NUL occurs in neither, so no two claims spell the same bytes. The order of
+// NUL occurs in neither, so no two allocations spell the same bytes. The order of
 // ids does not matter, and ids is left as it is.
 func Key(resource string, ids []string) string {
 	sorted := slices.Clone(ids)
@@ -72,17 +72,17 @@ func ValidateDomain(domain string) error {
 // Kind is the CDI kind of every spec of a domain, "example.com/gpu".
 func Kind(domain string) string { return domain + "/" + class }
 
-// DeviceName is what Allocate answers with: the claim's fully qualified CDI
+// DeviceName is what Allocate answers with: the allocation's fully qualified CDI
 // device, "example.com/gpu=<key>".
 func DeviceName(domain, key string) string { return Kind(domain) + "=" + key }
 
-// FileName is the base name of the claim's file, "example.com-gpu-<key>.json".
+// FileName is the base name of the allocation's file, "example.com-gpu-<key>.json".
 // It is the same in every version of the agent, so that one can end what
 // another began. The domain must be valid (ValidateDomain).
 func FileName(domain, key string) string { return filePrefix(domain) + key + fileSuffix }
 
 // ParseFileName is FileName backwards; ok says whether the file is one of the
-// domain's claims.
+// domain's allocations.
 func ParseFileName(domain, name string) (key string, ok bool) {
 	key, ok = strings.CutPrefix(name, filePrefix(domain))
 	if !ok {
@@ -99,11 +99,11 @@ const fileSuffix = ".json"
 
 func filePrefix(domain string) string { return domain + "-" + class + "-" }
 
-// AnnotationName is the name of the annotation that marks a claim's container
-// at the runtime, "example.com/gpu-claim.<key>". The name carries the key, not
+// AnnotationName is the name of the annotation that marks an allocation's container
+// at the runtime, "example.com/gpu-allocation.<key>". The name carries the key, not
 // the value, because the kubelet keeps only one value of a name when a
 // container uses two resources.
-func AnnotationName(domain, key string) string { return domain + "/gpu-claim." + key }
+func AnnotationName(domain, key string) string { return domain + "/gpu-allocation." + key }
 
 // Keys are the allocations of a domain that a container has, sorted, each once: those
 // that its annotations are named for, which the device plugin's answer to Allocate put

@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Overlay is what a claim's container gets beside its parts, and in place of
+// Overlay is what an allocation's container gets beside its parts, and in place of
 // some of them. The zero value changes nothing.
 type Overlay struct {
 	// Overrides are the driver libraries that are replaced.

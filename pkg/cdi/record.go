@@ -10,10 +10,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Record writes down in a claim's spec what was granted, as an annotation of the
-// spec: the one that the claim's container has too. The file then is the claim's
+// Record writes down in an allocation's spec what was granted, as an annotation of the
+// spec: the one that the allocation's container has too. The file then is the allocation's
 // record, and needs no second one beside it: a new process reads its predecessor's
-// claims from the directory. What the record's text says is the caller's affair.
+// allocations from the directory. What the record's text says is the caller's affair.
 // Annotations need CDI 0.6.0.
 func Record(spec *specs.Spec, domain, record string) error {
 	if len(spec.Devices) != 1 {
@@ -27,7 +27,7 @@ func Record(spec *specs.Spec, domain, record string) error {
 	return nil
 }
 
-// ReadRecord returns the key of the claim that a spec is of and what Record wrote.
+// ReadRecord returns the key of the allocation that a spec is of and what Record wrote.
 // The error wraps gpu.ErrInvalid where there is no record of the device that the spec
 // names.
 func ReadRecord(spec *specs.Spec, domain string) (key, record string, err error) {

@@ -40,7 +40,7 @@
 //     figures of a container are the least that it has, and can be enough for a verdict.
 //   - A tolerance covers what cannot be predicted to the byte.
 //   - A change of the cap begins a new suspicion.
-//   - Containers that share a claim have its cap together, and their sum is judged.
+//   - Containers that share an allocation have its cap together, and their sum is judged.
 //     One of them is named: the one with the largest excess over what it counts by
 //     itself, and of equals the one that came last. Where nobody counts, or the counts are
 //     false, that is the one with the most memory, as the kernel's OOM killer chooses in a
@@ -51,7 +51,7 @@
 //     pod never are.
 //   - An intruder, a container on a GPU of which it holds nothing, is one only
 //     after it was seen as that without a break for a while: its processes may be
-//     known before its claim is.
+//     known before its allocation is.
 //
 // # PIDs
 //

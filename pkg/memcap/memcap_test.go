@@ -187,7 +187,7 @@ func TestJudge(t *testing.T) {
 			{0, over, nil}, {4000, []Process{unknown(1, "a")}, nil}, {8000, over, nil}, {8250, over, is("over a")}}},
 		{"samples that are missing", four, everyone, false, []step{
 			{0, over, nil}, {4000, over, is("over a")}, {9001, over, nil}, {9251, over, is("over a")}}},
-		{"two claims add up", []Allowance{{"a", g, 2 * gib, ""}, {"a", g, 3 * gib, ""}}, everyone, false, []step{
+		{"two allocations add up", []Allowance{{"a", g, 2 * gib, ""}, {"a", g, 3 * gib, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
 		{"all of the GPU beside a share", []Allowance{{"a", g, 2 * gib, ""}, {"a", g, None, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
@@ -225,11 +225,11 @@ func TestJudge(t *testing.T) {
 	}
 }
 
-// TestContainersOfOneClaimTogether: a claim's cap is for all of its containers
+// TestContainersOfOneAllocationTogether: an allocation's cap is for all of its containers
 // together. The one with the largest excess over its own count is ended, where nobody
 // counts the one with the most, and what the others have then is judged
 // anew.
-func TestContainersOfOneClaimTogether(t *testing.T) {
+func TestContainersOfOneAllocationTogether(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
 	type step struct {
 		ms        int
@@ -321,8 +321,8 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// TestClaimsComeAndGo changes what a container holds while it offends.
-func TestClaimsComeAndGo(t *testing.T) {
+// TestAllocationsComeAndGo changes what a container holds while it offends.
+func TestAllocationsComeAndGo(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
 	j := NewJudge(Policy{})
 	over := []Process{has(1, "a", 5*gib)}
@@ -331,7 +331,7 @@ func TestClaimsComeAndGo(t *testing.T) {
 		allowances []Allowance
 		want       int
 	}{
-		{0, nil, 0}, {2500, nil, 0}, // its claim is late
+		{0, nil, 0}, {2500, nil, 0}, // its allocation is late
 		{4900, []Allowance{{"a", g, 8 * gib, ""}}, 0}, {5100, nil, 0}, {9000, nil, 0}, {10099, nil, 0},
 		{10200, []Allowance{{"a", g, 4 * gib, ""}}, 0}, {10400, []Allowance{{"a", g, 3 * gib, ""}}, 0}, // another cap, another doubt
 		{10600, []Allowance{{"a", g, 3 * gib, ""}}, 1},

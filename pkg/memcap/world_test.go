@@ -35,22 +35,22 @@ type world struct {
 }
 
 type container struct {
-	id     string
-	caps   [2]uint64 // by GPU; 0: no claim
-	split  bool      // the claim is two
-	claim  string    // what it shares with others, empty if nothing
-	born   int       // ms
-	listed int       // ms from which its claims are known
-	known  int       // ms from which the runtime is known to have listed it
-	ended  int       // ms, 0: runs
-	forgot int       // ms from which its claims are gone again
+	id         string
+	caps       [2]uint64 // by GPU; 0: no allocation
+	split      bool      // the allocation is two
+	allocation string    // what it shares with others, empty if nothing
+	born       int       // ms
+	listed     int       // ms from which its allocations are known
+	known      int       // ms from which the runtime is known to have listed it
+	ended      int       // ms, 0: runs
+	forgot     int       // ms from which its allocations are gone again
 }
 
-// together is what a container has with all those that share its claim.
+// together is what a container has with all those that share its allocation.
 func (c *container) together(has map[*container]uint64) uint64 {
 	sum := has[c]
 	for o, bytes := range has {
-		if o != c && c.claim != "" && o.claim == c.claim {
+		if o != c && c.allocation != "" && o.allocation == c.allocation {
 			sum += bytes
 		}
 	}
@@ -112,11 +112,11 @@ func (w *world) step() {
 			}
 		}
 		c.listed, c.known = w.ms+w.r.IntN(latestNews), w.ms+w.r.IntN(latestNews)
-		if w.r.IntN(2) == 0 { // it shares a claim with another one
-			c.claim, c.split = c.id, false
+		if w.r.IntN(2) == 0 { // it shares an allocation with another one
+			c.allocation, c.split = c.id, false
 			for _, o := range w.containers {
-				if o.claim != "" && o.ended == 0 {
-					c.claim, c.caps = o.claim, o.caps
+				if o.allocation != "" && o.ended == 0 {
+					c.allocation, c.caps = o.allocation, o.caps
 				}
 			}
 		}
@@ -264,13 +264,13 @@ func TestTruth(t *testing.T) {
 	// without one in between that does not; lately has what was true at each
 	// sample of a doubt's length.
 	overSince, hereSince := map[key]time.Time{}, map[key]time.Time{}
-	// claimSince and judgedBefore are the same for claims that are shared, and whom of
+	// sharedSince and judgedBefore are the same for allocations that are shared, and whom of
 	// those the last verdict named: it begins anew when that one is gone.
 	type shared struct {
-		claim string
-		g     int
+		allocation string
+		g          int
 	}
-	claimSince, judgedBefore := map[shared]time.Time{}, map[shared]string{}
+	sharedSince, judgedBefore := map[shared]time.Time{}, map[shared]string{}
 	type moment struct {
 		at time.Time
 		truth
@@ -303,9 +303,9 @@ func TestTruth(t *testing.T) {
 					delete(hereSince, k)
 				}
 			}
-			for k := range claimSince {
+			for k := range sharedSince {
 				if k.g == g {
-					delete(claimSince, k)
+					delete(sharedSince, k)
 				}
 			}
 		}
@@ -328,7 +328,7 @@ func TestTruth(t *testing.T) {
 				if limit == 0 || w.ms < c.listed || c.ended > 0 && w.ms >= c.forgot {
 					continue
 				}
-				h := Allowance{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit, c.claim}
+				h := Allowance{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit, c.allocation}
 				if c.split && limit != None {
 					h.Cap = limit - gib
 					allowances = append(allowances, Allowance{c.id, h.GPU, gib, ""})
@@ -352,11 +352,11 @@ func TestTruth(t *testing.T) {
 			}
 			convicted[v.Container] = true
 			c := byID[v.Container]
-			if c != nil && c.claim != "" && v.Kind == Over {
-				if named[c.claim] != "" {
-					t.Fatalf("seed %d, round %d: %s and %s of one claim at once", *judgeSeed, round, named[c.claim], c.id)
+			if c != nil && c.allocation != "" && v.Kind == Over {
+				if named[c.allocation] != "" {
+					t.Fatalf("seed %d, round %d: %s and %s of one allocation at once", *judgeSeed, round, named[c.allocation], c.id)
 				}
-				named[c.claim] = c.id
+				named[c.allocation] = c.id
 			}
 			i := slices.IndexFunc(lately[g], func(m moment) bool { return m.at.Equal(v.First) })
 			switch {
@@ -369,7 +369,7 @@ func TestTruth(t *testing.T) {
 			case v.Kind == Over && i >= 0 && c.together(lately[g][i].used) <= policy.Limit(c.caps[g]):
 				t.Fatalf("seed %d, round %d: %+v, which then truly had %d", *judgeSeed, round, v, c.together(lately[g][i].used))
 			case v.Kind == Intruder && (c.caps[g] != 0 || !tr.here[c] || i >= 0 && !lately[g][i].here[c] || s.At.Sub(v.First) < policy.Grace):
-				t.Fatalf("seed %d, round %d: %+v, which has a claim or is not there", *judgeSeed, round, v)
+				t.Fatalf("seed %d, round %d: %+v, which has an allocation or is not there", *judgeSeed, round, v)
 			}
 		}
 
@@ -378,8 +378,8 @@ func TestTruth(t *testing.T) {
 		for _, c := range w.containers {
 			k := key{c, g}
 			shown := known(c.id) && (c.ended == 0 || w.ms < c.forgot)
-			if c.claim != "" {
-				its := shared{c.claim, g}
+			if c.allocation != "" {
+				its := shared{c.allocation, g}
 				if limits[its] = c.caps[g]; shown && w.ms >= c.listed {
 					plain[its] += tr.plain[c]
 				}
@@ -404,15 +404,15 @@ func TestTruth(t *testing.T) {
 		}
 		for its, limit := range limits {
 			if who := judgedBefore[its]; who != "" && !slices.ContainsFunc(s.Processes, func(p Process) bool { return p.Container == who }) {
-				delete(claimSince, its)
+				delete(sharedSince, its)
 			}
-			judgedBefore[its] = named[its.claim]
+			judgedBefore[its] = named[its.allocation]
 			if limit == 0 || plain[its] <= policy.Limit(limit) {
-				delete(claimSince, its)
-			} else if _, ok := claimSince[its]; !ok {
-				claimSince[its] = s.At
-			} else if s.At.Sub(claimSince[its]) >= policy.Spacing && named[its.claim] == "" {
-				t.Fatalf("seed %d, round %d: those of claim %s on GPU %d have at least %d of %d since %v and go free", *judgeSeed, round, its.claim, g, plain[its], limit, s.At.Sub(claimSince[its]))
+				delete(sharedSince, its)
+			} else if _, ok := sharedSince[its]; !ok {
+				sharedSince[its] = s.At
+			} else if s.At.Sub(sharedSince[its]) >= policy.Spacing && named[its.allocation] == "" {
+				t.Fatalf("seed %d, round %d: those of allocation %s on GPU %d have at least %d of %d since %v and go free", *judgeSeed, round, its.allocation, g, plain[its], limit, s.At.Sub(sharedSince[its]))
 			}
 		}
 		// Now and then an offender is ended, as its watchdog would do.

@@ -85,7 +85,7 @@ func BenchmarkNode(b *testing.B) {
 			var available []Place
 			for _, o := range offers {
 				for _, start := range row.starts {
-					if s, ok := o.Card.Placement(p, start, 0); ok && o.Card.Fits(o.Taken, s) {
+					if s, ok := o.Card.Placement(p, start, 0); ok && o.Card.Fits(o.Pinned, s) {
 						available = append(available, Place{o.GPU, s})
 					}
 				}
@@ -96,7 +96,7 @@ func BenchmarkNode(b *testing.B) {
 			}
 			for g := range offers {
 				if o := &offers[g]; o.GPU == got[0].GPU {
-					o.Taken = append(o.Taken, got[0].Placement)
+					o.Pinned = append(o.Pinned, got[0].Placement)
 					now := make([]Standing, 0, 8)
 					for _, s := range o.Warm {
 						now = append(now, Standing{Placement: s})

@@ -78,7 +78,7 @@ func ExamplePrefer() {
 	}
 	half, _ := mig.Parse("3g.40gb")
 	held, _ := c.Placement(half, 0, 0)
-	offers := []mig.Offer{{GPU: "GPU-a", Card: c}, {GPU: "GPU-b", Card: c, Taken: []mig.Placement{held}}}
+	offers := []mig.Offer{{GPU: "GPU-a", Card: c}, {GPU: "GPU-b", Card: c, Pinned: []mig.Placement{held}}}
 	var free []mig.Place
 	for _, o := range offers {
 		for _, s := range c.Placements() {

@@ -161,8 +161,8 @@ func FuzzPlan(f *testing.F) {
 		for _, u := range []gpu.UUID{"GPU-0", "GPU-1"} {
 			o := Offer{GPU: u, Card: c, Rank: d.roll(2)}
 			for _, s := range c.Placements() {
-				if d.roll(4) == 0 && c.Fits(o.Taken, s) {
-					o.Taken = append(o.Taken, s)
+				if d.roll(4) == 0 && c.Fits(o.Pinned, s) {
+					o.Pinned = append(o.Pinned, s)
 				} else if d.roll(4) == 0 {
 					o.Warm = append(o.Warm, s)
 				}
@@ -180,9 +180,9 @@ func FuzzPlan(f *testing.F) {
 			return
 		}
 		for _, o := range offers {
-			standing := slices.Clone(o.Taken)
+			standing := slices.Clone(o.Pinned)
 			for _, p := range got {
-				if p.GPU == o.GPU && !slices.Contains(o.Taken, p.Placement) {
+				if p.GPU == o.GPU && !slices.Contains(o.Pinned, p.Placement) {
 					if !c.Fits(standing, p.Placement) {
 						t.Fatalf("Prefer(%+v, …, %d) = %v: %s does not fit beside %v", offers, n, got, p.Placement, standing)
 					}

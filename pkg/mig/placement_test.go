@@ -78,7 +78,7 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// A claim that was taken over from its device ID does not know how large its place is.
+// An allocation that was taken over from its device ID does not know how large its place is.
 func TestFindGoesByProfileAndStart(t *testing.T) {
 	at := []gpu.Instance{
 		{Profile: "of no known form"},

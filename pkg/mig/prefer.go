@@ -15,10 +15,10 @@ import (
 type Offer struct {
 	GPU  gpu.UUID
 	Card *Card
-	// Taken may not be destroyed: what allocations have, busy and foreign instances.
+	// Pinned may not be destroyed: what allocations have, busy and foreign instances.
 	// Warm exists. What is in Warm alone is idle and may be destroyed for another;
 	// what is in both exists, may not be destroyed and may be given out.
-	Taken, Warm []Placement
+	Pinned, Warm []Placement
 	// Rank decides between GPUs that are as good as each other; less is better.
 	Rank int
 }
@@ -68,7 +68,7 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 	b := &budget{steps}
 	most := 0
 	for i := range offers {
-		most = max(most, len(offers[i].Taken)+len(offers[i].Warm))
+		most = max(most, len(offers[i].Pinned)+len(offers[i].Warm))
 	}
 	if err := b.spend((len(offers) + most) * (1 + len(available))); err != nil { // to sort them
 		return nil, err
@@ -119,7 +119,7 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 // table is an offer with what is chosen and known of it so far.
 type table struct {
 	*Offer
-	taken []Placement // Taken, and those of must
+	taken []Placement // Pinned, and those of must
 	fit   []Placement // available, not taken, each of them fits beside what is taken
 	// best[k] is the value of the best choice of k of fit. It ends where more do not
 	// fit, and begins with the value of choosing none.
@@ -139,7 +139,7 @@ func newTables(offers []Offer) (tables, error) {
 		if o.Card == nil {
 			return nil, fmt.Errorf("choose placements: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
 		}
-		ts[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Placement, 0, 8)}
+		ts[i] = table{Offer: o, taken: slices.Clone(o.Pinned), fit: make([]Placement, 0, 8)}
 	}
 	slices.SortFunc(ts, func(a, b table) int {
 		return cmp.Or(cmp.Compare(a.Rank, b.Rank), cmp.Compare(a.GPU, b.GPU))

@@ -38,14 +38,14 @@ func newDesk(r *rand.Rand, fields []*field, cards []*Card) *desk {
 			switch r.IntN(5) {
 			case 0, 1:
 				taken |= 1 << i
-				o.Taken = append(o.Taken, s)
+				o.Pinned = append(o.Pinned, s)
 			case 2:
 				warm |= 1 << i
 				o.Warm = append(o.Warm, s)
 			case 3:
 				taken |= 1 << i
 				warm |= 1 << i
-				o.Taken, o.Warm = append(o.Taken, s), append(o.Warm, s)
+				o.Pinned, o.Warm = append(o.Pinned, s), append(o.Warm, s)
 			}
 		}
 		d.f, d.offers = append(d.f, f), append(d.offers, o)
@@ -225,11 +225,11 @@ func TestPrefer(t *testing.T) {
 		{"more must than are asked for", c, []string{"", ""}, nil, nil, "1g.10gb", "GPU-0::1g.10gb@2 GPU-0::1g.10gb@3", 1, "invalid argument"},
 		{"an idle one that must's media engines shut out", card(t, pro), []string{"", ""}, []string{"1g.24gb+me.all@6", ""}, []int{0, 1}, "1g.24gb", "GPU-0::1g.24gb@9", 4,
 			"GPU-0::1g.24gb@0 GPU-0::1g.24gb@3 GPU-0::1g.24gb@6 GPU-0::1g.24gb@9"},
-		// The instance of the claim that is promised has the media engines of the idle one.
+		// The instance of the allocation that is promised has the media engines of the idle one.
 		{"an idle one without media engines is not spared", c, []string{"1g.10gb+me@2"}, []string{"1g.10gb+me@0"}, nil, "1g.10gb", "", 2, "GPU-0::1g.10gb@0 GPU-0::1g.10gb@1"},
-		// Taken and warm: stands for whoever wants it.
+		// Pinned and warm: stands for whoever wants it.
 		{"foreign and kept", c, []string{"1g.10gb@0", "3g.40gb@0"}, []string{"1g.10gb@0", ""}, nil, "1g.10gb", "", 1, "GPU-0::1g.10gb@0"},
-		// Taken alone: its holder is about to end.
+		// Pinned alone: its holder is about to end.
 		{"ending holders come last", c, []string{"3g.40gb@0 1g.10gb@4 1g.10gb@5", "7g.80gb@0"}, nil, nil, "1g.10gb", "", 2, "GPU-0::1g.10gb@4 GPU-0::1g.10gb@6"},
 		{"splits where the GPU instance is taken", c, []string{"", "1c.3g.40gb@4.1"}, nil, nil, "1c.3g.40gb", "", 2, "GPU-1::1c.3g.40gb@4.0 GPU-1::1c.3g.40gb@4.2"},
 		{"splits share a new GPU instance", c, []string{"", "7g.80gb@0"}, nil, nil, "1c.3g.40gb", "", 3, "GPU-0::1c.3g.40gb@4.0 GPU-0::1c.3g.40gb@4.1 GPU-0::1c.3g.40gb@4.2"},
@@ -242,7 +242,7 @@ func TestPrefer(t *testing.T) {
 		var offers []Offer
 		var available, must []Place
 		for g := range tc.taken {
-			o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", g)), Card: tc.card, Taken: placements(stand(t, tc.card, tc.taken[g]))}
+			o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", g)), Card: tc.card, Pinned: placements(stand(t, tc.card, tc.taken[g]))}
 			if tc.warm != nil {
 				o.Warm = placements(stand(t, tc.card, tc.warm[g]))
 			}

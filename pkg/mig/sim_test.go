@@ -49,7 +49,7 @@ func leastUsed(offers []Offer, places []Place) (Place, bool) {
 	used := func(u gpu.UUID) (n int) {
 		for _, o := range offers {
 			if o.GPU == u {
-				for _, s := range o.Taken {
+				for _, s := range o.Pinned {
 					n += s.Size
 				}
 			}
@@ -60,7 +60,7 @@ func leastUsed(offers []Offer, places []Place) (Place, bool) {
 	least := 1 << 20
 	for _, p := range places {
 		i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-		if offers[i].Card.Fits(offers[i].Taken, p.Placement) && used(p.GPU) < least {
+		if offers[i].Card.Fits(offers[i].Pinned, p.Placement) && used(p.GPU) < least {
 			best, least = p, used(p.GPU)
 		}
 	}
@@ -109,7 +109,7 @@ func simulate(t *testing.T, c *Card, weights []int, load float64, place func([]O
 				return false
 			}
 			i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-			offers[i].Taken = slices.DeleteFunc(offers[i].Taken, func(s Placement) bool { return s == p.Placement })
+			offers[i].Pinned = slices.DeleteFunc(offers[i].Pinned, func(s Placement) bool { return s == p.Placement })
 			return true
 		})
 		for due += rate; due >= 1; due-- {
@@ -134,10 +134,10 @@ func simulate(t *testing.T, c *Card, weights []int, load float64, place func([]O
 				continue
 			}
 			i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-			if !c.Fits(offers[i].Taken, p.Placement) {
-				t.Fatalf("%v is preferred beside %v", p, offers[i].Taken)
+			if !c.Fits(offers[i].Pinned, p.Placement) {
+				t.Fatalf("%v is preferred beside %v", p, offers[i].Pinned)
 			}
-			offers[i].Taken = append(offers[i].Taken, p.Placement)
+			offers[i].Pinned = append(offers[i].Pinned, p.Placement)
 			pods = append(pods, running{p, until})
 			if now >= life {
 				given += seven[k].size

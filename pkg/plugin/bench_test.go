@@ -97,7 +97,7 @@ func BenchmarkAllocate(b *testing.B) {
 			if _, err := timeslice.OneGPU(ids); err != nil {
 				return Grant{}, err
 			}
-			return Grant{CDI: []string{"example.com/gpu=0123456789abcdef"}, Annotations: map[string]string{"example.com/gpu-claim.0123456789abcdef": gpuMem}}, nil
+			return Grant{CDI: []string{"example.com/gpu=0123456789abcdef"}, Annotations: map[string]string{"example.com/gpu-allocation.0123456789abcdef": gpuMem}}, nil
 		}
 		var ids []string
 		for _, d := range devices(24) {

@@ -124,7 +124,7 @@ func (k kit) hold(t *testing.T, bytes uint64) held {
 	must(errors.Join(emulib.Pad(kit.CUDA), emulib.Pad(kit.NVML)))
 
 	edits, image := m.Plain(0)
-	edits = capsule.Claim{Key: key, Pages: files, Kit: kit}.Apply(edits)
+	edits = capsule.Allocation{Key: key, Pages: files, Kit: kit}.Apply(edits)
 	for from, to := range map[string]string{programs: "/probe", k.qemu: "/qemu", k.libs: "/arm64"} {
 		capsule.Bind(&edits, from, to)
 	}

@@ -180,25 +180,25 @@ func TestIdentity(t *testing.T) {
 
 func TestSlots(t *testing.T) {
 	l := Layout{cache: t.TempDir()}
-	claim := func(name string) int {
+	take := func(name string) int {
 		t.Helper()
 		n := l.node(name)
 		if err := os.MkdirAll(n.dir, 0o755); err != nil {
 			t.Fatal(err)
 		}
 		spec := Spec{Name: name}
-		if err := claimSlot(l, n, &spec); err != nil {
+		if err := takeSlot(l, n, &spec); err != nil {
 			t.Fatal(err)
 		}
 		return spec.Slot
 	}
-	if got := []int{claim("a"), claim("b"), claim("c"), claim("b")}; !reflect.DeepEqual(got, []int{0, 1, 2, 1}) {
+	if got := []int{take("a"), take("b"), take("c"), take("b")}; !reflect.DeepEqual(got, []int{0, 1, 2, 1}) {
 		t.Errorf("got slots %v", got)
 	}
 	if err := os.Remove(l.node("b").path("spec.json")); err != nil {
 		t.Fatal(err)
 	}
-	if got := claim("d"); got != 1 {
+	if got := take("d"); got != 1 {
 		t.Errorf("got slot %d, want the one that b gave back", got)
 	}
 }

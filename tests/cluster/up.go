@@ -127,7 +127,7 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 	if spec.Links, err = links(l, n, spec); err != nil {
 		return err
 	}
-	if err := claimSlot(l, n, &spec); err != nil {
+	if err := takeSlot(l, n, &spec); err != nil {
 		return err
 	}
 	admin, err := writeConfig(n, l, spec)
@@ -159,9 +159,9 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 	return nil
 }
 
-// claimSlot gives spec the lowest slot that no other node has, and writes it
-// down, which is what claims it.
-func claimSlot(l Layout, n Node, spec *Spec) error {
+// takeSlot gives spec the lowest slot that no other node has, and writes it
+// down, which is what takes it.
+func takeSlot(l Layout, n Node, spec *Spec) error {
 	unlock, err := l.lock("slots")
 	if err != nil {
 		return err

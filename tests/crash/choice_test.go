@@ -309,7 +309,7 @@ func TestEachKindIsInTheThird(t *testing.T) {
 		}
 	}
 	for _, c := range (choice{}).cuts(map[string]int{"hooks/1/nvidia-cdi-hook": 8 << 20, "cap/1/libcuda.so.1": 3 << 20, "state.json": 2000, "usage/0000000001.jsonl": 900,
-		"claims.journal": 300, "cap/limits/1f/GPU-1": 4096}) {
+		"allocations.journal": 300, "cap/limits/1f/GPU-1": 4096}) {
 		count("cuts", kindOf(change{"cut", "/state/" + c.name}))
 	}
 	for test, kinds := range want {

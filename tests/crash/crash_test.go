@@ -39,7 +39,7 @@ type operation struct {
 	// strike, if set, is what happens at the change in place of the agent's end.
 	strike func(*node)
 	// workers is how many nodes it is tried on at once, many where a kill is
-	// followed by half a minute of waiting: so long a claim is kept that no witness
+	// followed by half a minute of waiting: so long an allocation is kept that no witness
 	// speaks of. Each agent takes three inotify instances, of which Linux gives a
 	// user 128.
 	workers int

@@ -149,7 +149,7 @@ func cutSome(ctx context.Context, t *testing.T, m *machine, w, of int) (done map
 	return done, nil
 }
 
-// cutNode is a node of which the agent has everything to remember: a claim of a
+// cutNode is a node of which the agent has everything to remember: an allocation of a
 // running container, one of a container that is still to be made, a change that
 // is done and one that waits for holders.
 func cutNode(ctx context.Context, m *machine) (*node, error) {

@@ -4,13 +4,13 @@
 // to its directories and to the hardware, and holds what its successor makes of
 // that against what the kubelet and the container runtime have.
 //
-// # The claim
+// # The promise
 //
 // The agent may end at any moment: kill -9, a node without memory, an upgrade.
 // What it has on disk is then between two states. Whatever that is, the next
 // process must come to the truth, which others have: the kubelet, whose
 // checkpoint and PodResources say who holds which device, the runtime, whose
-// containers carry their claims' keys, and the partition file. A running
+// containers carry their allocations' keys, and the partition file. A running
 // container must not notice.
 //
 // # How it is tested
@@ -31,7 +31,7 @@
 // with its tracer, so no process is left behind however a test ends.
 //
 //	k  an Allocate and the start of its container
-//	 1  write    state/claims.journal
+//	 1  write    state/allocations.journal
 //	…
 //	14  openat   cdi/.example.com-gpu-<key>.json.<random>.tmp
 //	15  fchmod   the same
@@ -68,7 +68,7 @@
 // container can be made.
 //
 // At the end, and again after the agent has looked at everything once more: its
-// claims are the devices that the kubelet and the runtime hold, with their pods'
+// allocations are the devices that the kubelet and the runtime hold, with their pods'
 // names; there are CDI files for those and no others; a running container's file
 // is the same to the byte; no temporary file is left; what is held or free is
 // listed Healthy and what is withdrawn is not; the partition's state is right.

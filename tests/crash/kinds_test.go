@@ -55,7 +55,7 @@ var kinds = []struct {
 		"internal/gpunode", "internal/kube", "internal/cleanup", "internal/agent/gpunode.go", "internal/agent/gpunode_writer.go", "cmd/gpu-agent/cleanup.go"}},
 	{cdiKind, regexp.MustCompile(`/cdi(/[^/]*)?$`), []string{
 		"pkg/cdi", "internal/atomicfile", "internal/agent/gates.go", "internal/agent/round.go"}},
-	{journalKind, regexp.MustCompile(`/state/\.?claims\.journal[^/]*$`), []string{
+	{journalKind, regexp.MustCompile(`/state/\.?allocations\.journal[^/]*$`), []string{
 		"internal/state", "internal/atomicfile", "internal/agent/journal.go", "internal/agent/memory.go", "internal/agent/round.go"}},
 	{usageKind, regexp.MustCompile(`/state/usage(/|$)`), []string{
 		"internal/usage", "internal/meter", "internal/agent/account.go"}},
@@ -112,8 +112,8 @@ func TestEachPathIsOfAKind(t *testing.T) {
 		dir + "/state/lock":                            documentKind,
 		dir + "/state/state.json":                      documentKind,
 		dir + "/state/.state.json.tmp":                 documentKind,
-		dir + "/state/claims.journal":                  journalKind,
-		dir + "/state/.claims.journal.tmp":             journalKind,
+		dir + "/state/allocations.journal":             journalKind,
+		dir + "/state/.allocations.journal.tmp":        journalKind,
 		dir + "/state/usage/0000000001.jsonl":          usageKind,
 		dir + "/state/hooks/1f/.nvidia-cdi-hook.1.tmp": hookKind,
 		dir + "/state/agent.sock":                      socketKind,

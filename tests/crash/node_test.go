@@ -46,7 +46,7 @@ const (
 	// depend on their number, and the time that it takes does.
 	unit  = "8GiB"
 	units = 9
-	// patience is more than anything takes, the half minute for which a claim
+	// patience is more than anything takes, the half minute for which an allocation
 	// that nobody names is kept included.
 	patience = 90 * time.Second
 )
@@ -549,8 +549,8 @@ func (n *node) differs(ctx context.Context) error {
 		return err
 	}
 	held := n.held()
-	if st.Claims != len(held) {
-		return fmt.Errorf("the agent has %d claims, the kubelet and the runtime %d", st.Claims, len(held))
+	if st.Allocations != len(held) {
+		return fmt.Errorf("the agent has %d allocations, the kubelet and the runtime %d", st.Allocations, len(held))
 	}
 	var want, got []string
 	for _, key := range slices.Sorted(maps.Keys(held)) {
@@ -583,7 +583,7 @@ func (n *node) differs(ctx context.Context) error {
 	return n.offerDiffers(held, st.Partition.State)
 }
 
-// holding is a claim, by the word of others.
+// holding is an allocation, by the word of others.
 type holding struct {
 	namespace, pod, resource string
 	ids                      []string
@@ -616,7 +616,7 @@ func (n *node) held() map[string]holding {
 	}
 	for _, c := range n.runtime.living(fakes.Pod{}) {
 		for name := range c.Annotations {
-			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
+			if key, ok := strings.CutPrefix(name, domain+"/gpu-allocation."); ok && held[key].pod == "" {
 				var r ledger.Record
 				if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil {
 					r.Resource = err.Error() // which no status has
@@ -674,7 +674,7 @@ func (n *node) filesDiffer(held map[string]holding) error {
 	return nil
 }
 
-// capsDiffer says which claims have no limit pages, or pages and no claim, and
+// capsDiffer says which allocations have no limit pages, or pages and no allocation, and
 // which CDI files name files of the agent's that are not there.
 func (n *node) capsDiffer(held map[string]holding) error {
 	pages, err := lib.OpenPages(n.state)
@@ -695,7 +695,7 @@ func (n *node) capsDiffer(held map[string]holding) error {
 				continue
 			}
 			if _, err := os.Stat(word); err != nil {
-				return fmt.Errorf("the CDI file of claim %s: %w", key, err)
+				return fmt.Errorf("the CDI file of allocation %s: %w", key, err)
 			}
 		}
 	}

@@ -319,7 +319,7 @@ func (d *demo) wholePod(ctx context.Context) error {
 }
 
 func (d *demo) status(ctx context.Context) error {
-	// The kubelet tells who holds a claim when it is asked, every few seconds.
+	// The kubelet tells who holds an allocation when it is asked, every few seconds.
 	err := d.agent.AwaitStatus(ctx, time.Minute, "the holders' names", func(s lab.Status) error {
 		named := map[string]bool{}
 		for _, g := range s.GPUs {

@@ -41,8 +41,8 @@ func begin(t *testing.T, partitions string, offers map[string]int) *bench {
 	// The kubelet may still name pods of an earlier test, and an agent without records goes by
 	// that: their room would be missing.
 	b.must(agent.AwaitStatus(b.ctx, waitLong, "nobody to hold anything", func(s lab.Status) error {
-		if s.Claims > 0 {
-			return fmt.Errorf("there are %d claims", s.Claims)
+		if s.Allocations > 0 {
+			return fmt.Errorf("there are %d allocations", s.Allocations)
 		}
 		return nil
 	}))

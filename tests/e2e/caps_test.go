@@ -273,7 +273,7 @@ func imagesStay(b *bench) {
 func ours(all map[string]float64) []string {
 	var out []string
 	for _, name := range slices.Sorted(maps.Keys(all)) {
-		for _, part := range []string{"container_memory", "_cap_", "watchdog", "unclaimed"} {
+		for _, part := range []string{"container_memory", "_cap_", "watchdog", "unallocated"} {
 			if strings.Contains(name, part) && !strings.Contains(name, "_bucket") {
 				out = append(out, fmt.Sprintf("%s %g", name, all[name]))
 				break
@@ -361,7 +361,7 @@ func besideModules(b *bench) {
 	b.take(b.probe(light, "main", nil), chunk, 1)
 }
 
-// A container that holds a whole GPU and a share of another has two claims. The
+// A container that holds a whole GPU and a share of another has two allocations. The
 // runtime applies them in an order that is chance, and so is whose file stands
 // where both want one. So it must be right in each of 50 starts, ten in the short
 // form: those of five pods at a time, whose init containers see what their app

@@ -66,7 +66,7 @@ type demand struct {
 	mu    sync.Mutex // guards what follows
 	pods  map[string]*demandPod
 	seen  map[string]*demandContainer // by container ID, those that run
-	given map[string]walkClaim        // by key, as the kubelet gave them out
+	given map[string]walkAllocation   // by key, as the kubelet gave them out
 	uids  map[string]bool
 	stamp witness.Stamp
 	wrong []string
@@ -219,7 +219,7 @@ func (d *demand) readCheckpoint() {
 	defer d.mu.Unlock()
 	d.stamp = file.Stamp
 	for _, e := range file.Entries {
-		d.given[cdi.Key(e.Resource, e.IDs)] = walkClaim{e.Resource, e.IDs}
+		d.given[cdi.Key(e.Resource, e.IDs)] = walkAllocation{e.Resource, e.IDs}
 	}
 }
 
@@ -236,11 +236,11 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 	met := &demandContainer{Container: c, process: process}
 	var want []string
 	for _, key := range cdi.Keys(lab.Domain, c.Annotations, c.CDI) {
-		claim, known := d.given[key]
+		allocation, known := d.given[key]
 		if !known {
 			return // the checkpoint is read again before the next look
 		}
-		for _, id := range claim.ids {
+		for _, id := range allocation.ids {
 			s, err := parsePlacement(id)
 			if err != nil {
 				d.breakLocked("%s: %v", met, err)
@@ -254,7 +254,7 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 				}
 				return
 			}
-			if profile := strings.TrimPrefix(claim.resource, lab.Domain+"/mig-"); lab.MIG(i.compute.Profile) != claim.resource {
+			if profile := strings.TrimPrefix(allocation.resource, lab.Domain+"/mig-"); lab.MIG(i.compute.Profile) != allocation.resource {
 				d.breakLocked("%s has asked for %s and has %s", met, profile, i)
 			}
 			met.has = append(met.has, i)
@@ -502,7 +502,7 @@ func (b *bench) crowd(n int, o crowdOptions) *demand {
 			Endpoint: node.File("/run/containerd/containerd.sock"), AnnotationPrefix: cdi.AnnotationName(lab.Domain, ""),
 			DRA: func() bool { return o.byClaims },
 		}),
-		pods: map[string]*demandPod{}, seen: map[string]*demandContainer{}, given: map[string]walkClaim{}, uids: map[string]bool{}, done: map[string]int{}, told: map[string]bool{}}
+		pods: map[string]*demandPod{}, seen: map[string]*demandContainer{}, given: map[string]walkAllocation{}, uids: map[string]bool{}, done: map[string]int{}, told: map[string]bool{}}
 	ctx, quit := context.WithCancel(context.Background())
 	var others sync.WaitGroup
 	others.Go(func() {
@@ -605,13 +605,13 @@ func seedOf(b *bench) uint64 {
 	return seed
 }
 
-// empty waits until nothing is left of the pods: no claim, no CDI file, no
+// empty waits until nothing is left of the pods: no allocation, no CDI file, no
 // cgroup, and every placement on offer.
 func (d *demand) empty() {
 	d.Helper()
 	d.must(node.DeletePods(d.ctx))
 	d.must(agent.Ready(d.ctx))
-	d.claimsBecome(0)
+	d.allocationsBecome(0)
 	d.must(lab.Await(d.ctx, waitLong, "the end of CDI files and cgroups", func(ctx context.Context) error {
 		left, err := agent.CDIFiles(ctx)
 		if err != nil {

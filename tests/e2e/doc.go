@@ -21,7 +21,7 @@
 //
 //	TestAgentRestart                  containers run on, and nothing is given out twice, when agent and kubelet start anew
 //	TestCaps                          a program in a container is held to its memory, beside a whole GPU too, and the next one begins from zero
-//	TestClaims                        the next holder waits for a container that outlives its pod
+//	TestAllocations                   the next holder waits for a container that outlives its pod
 //	TestEverythingRestartsWithoutAPI  they do so without an API server, too, and an init container runs on
 //	TestFaults                        a GPU that is lost leaves the offer, and its pod's status says so
 //	TestGPUNode                       the node's object is there, and is the Node's

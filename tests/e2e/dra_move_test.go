@@ -57,7 +57,7 @@ func (b *bench) allGivenBack() {
 	}))
 	b.must(lab.Await(b.ctx, time.Minute, "the agent to hold nothing", func(ctx context.Context) error {
 		s, err := agent.Status(ctx)
-		if err == nil && s.Claims > 0 {
+		if err == nil && s.Allocations > 0 {
 			err = fmt.Errorf("it says %s", s)
 		}
 		return err

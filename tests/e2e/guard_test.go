@@ -124,15 +124,15 @@ func (b *bench) breach(pod *lab.RunningPod, container string, limit uint64) time
 
 // A program that goes round the library and takes twice its cap is ended, it
 // alone, and its pod and the agent say so; for the second time its pod is
-// evicted, where that is deployed. Who has no claim at all is reported, and ended
+// evicted, where that is deployed. Who has no allocation at all is reported, and ended
 // where the operator wants it; who is of no pod is counted.
 func TestWatchdog(t *testing.T) {
 	const limit = 4 * giB
 	b := begin(t, oneShared, oneSharedOffers)
 	began := time.Now()
 	gpu := driver.GPUs[0]
-	unclaimed := func(kind string) string {
-		return fmt.Sprintf(`gpu_agent_unclaimed_processes{gpu=%q,kind=%q}`, gpu.UUID, kind)
+	unallocated := func(kind string) string {
+		return fmt.Sprintf(`gpu_agent_unallocated_processes{gpu=%q,kind=%q}`, gpu.UUID, kind)
 	}
 	options := lab.DeployOptions{Partitions: oneShared, Components: []string{"evict"}, Env: map[string]string{"GPU_AGENT_EVICT_AFTER": "2"}}
 	if !testing.Short() {
@@ -257,7 +257,7 @@ func TestWatchdog(t *testing.T) {
 					strings.Contains(e.Message, gpu.UUID) && !strings.Contains(e.Message, "ended")
 			}))
 		}
-		b.metric(unclaimed("intruder"), 2)
+		b.metric(unallocated("intruder"), 2)
 		b.must(lab.Holds(b.ctx, 2*time.Second, "while intruders are reported", func(ctx context.Context) error {
 			if err := hurt(first); err != nil {
 				return err
@@ -308,7 +308,7 @@ func TestWatchdog(t *testing.T) {
 				}
 			}
 		})
-		b.metric(unclaimed("no-pod"), 1)
+		b.metric(unallocated("no-pod"), 1)
 		b.must(lab.Holds(b.ctx, 2*time.Second, "with a process of no pod", func(ctx context.Context) error {
 			if !node.Lives(stranger) {
 				return errors.New("it was ended")
@@ -321,12 +321,12 @@ func TestWatchdog(t *testing.T) {
 		}))
 		ended = true
 		b.must(driver.Vacate(b.ctx, stranger))
-		b.metric(unclaimed("no-pod"), 0)
+		b.metric(unallocated("no-pod"), 0)
 		b.unharmed(neighbour)
 	})
 
 	b.sub("a container that the runtime does not list", func(b *bench) {
-		notListed(b, unclaimed("unlisted"))
+		notListed(b, unallocated("unlisted"))
 		b.unharmed(neighbour)
 	})
 }

@@ -98,9 +98,9 @@ func TestAgentRestart(t *testing.T) {
 	}
 
 	b.must(agent.Kill(b.ctx))
-	b.must(agent.AwaitStatus(b.ctx, waitLong, "the new agent to know all claims and their holders", func(s lab.Status) error {
-		if s.Claims != len(files) {
-			return fmt.Errorf("there are %d claims, want %d", s.Claims, len(files))
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "the new agent to know all allocations and their holders", func(s lab.Status) error {
+		if s.Allocations != len(files) {
+			return fmt.Errorf("there are %d allocations, want %d", s.Allocations, len(files))
 		}
 		held := map[string]bool{}
 		for _, g := range s.GPUs {
@@ -128,7 +128,7 @@ func TestAgentRestart(t *testing.T) {
 }
 
 // The kubelet gives an init container's devices again to its pod's app
-// containers: both see the same GPU, and each has a claim.
+// containers: both see the same GPU, and each has an allocation.
 func TestInitAndAppContainers(t *testing.T) {
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	// On GPU 0, so that the fullest GPU is not also the first.
@@ -136,21 +136,21 @@ func TestInitAndAppContainers(t *testing.T) {
 	if g := b.one(has); g.Index != 0 {
 		b.Fatalf("the first pod is on GPU %d, want 0", g.Index)
 	}
-	claims := 1
+	allocations := 1
 	cases := []struct {
-		name      string
-		init, app int
-		claims    int
+		name        string
+		init, app   int
+		allocations int
 	}{
 		{"more-for-the-app", 12, 24, 2},
 		{"more-for-the-init", 16, 12, 2},
-		{"alike", 10, 10, 1}, // the same devices are the same claim
+		{"alike", 10, 10, 1}, // the same devices are the same allocation
 	}
 	if testing.Short() {
 		cases = cases[:1]
 	}
 	for _, c := range cases {
-		claims += c.claims
+		allocations += c.allocations
 		b.sub(c.name, func(b *bench) {
 			pod := b.create(lab.Pod{
 				Name:       c.name,
@@ -165,9 +165,9 @@ func TestInitAndAppContainers(t *testing.T) {
 			if app.Index != 1 {
 				b.Errorf("the pod is on GPU %d, want 1", app.Index)
 			}
-			b.must(agent.AwaitStatus(b.ctx, waitLong, "the claims of both containers", func(s lab.Status) error {
-				if s.Claims != claims {
-					return fmt.Errorf("there are %d claims, want %d", s.Claims, claims)
+			b.must(agent.AwaitStatus(b.ctx, waitLong, "the allocations of both containers", func(s lab.Status) error {
+				if s.Allocations != allocations {
+					return fmt.Errorf("there are %d allocations, want %d", s.Allocations, allocations)
 				}
 				for _, h := range s.GPUs[1].Holders {
 					if h.Pod == c.name && h.Container == "app" && h.Units == c.app {

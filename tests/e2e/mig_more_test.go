@@ -109,7 +109,7 @@ func TestMIGReboot(t *testing.T) {
 		return users
 	}
 	before := apart()
-	b.claimsBecome(total + 1)
+	b.allocationsBecome(total + 1)
 
 	off := func(ctx context.Context) error {
 		if err := driver.Reboot(ctx); err != nil {
@@ -155,7 +155,7 @@ func TestMIGReboot(t *testing.T) {
 		b.Logf("the pod without a controller: %s", s)
 	}
 	// The rejected ones are still there, and have nothing.
-	b.claimsBecome(total)
+	b.allocationsBecome(total)
 	b.must(lab.Await(b.ctx, waitLong, "the CDI files of those that run", func(ctx context.Context) error {
 		files, err := agent.CDIFiles(ctx)
 		if err == nil && len(files) != total {

@@ -14,7 +14,7 @@ import (
 	"example.com/gpu-agent/tests/lab"
 )
 
-// waitLong is for what is bounded by the agent's own patience: a claim is not
+// waitLong is for what is bounded by the agent's own patience: an allocation is not
 // judged within 30 s of its Allocate.
 const waitLong = 90 * time.Second
 

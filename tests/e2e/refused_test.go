@@ -126,7 +126,7 @@ func (d *demand) readClaims(ctx context.Context) {
 				continue // the slices are being written
 			}
 			start := r.Device[strings.LastIndexByte(r.Device, '-')+1:]
-			d.given[key] = walkClaim{lab.MIG(*profile), []string{fmt.Sprintf("%s::%s@%s", *parent, *profile, start)}}
+			d.given[key] = walkAllocation{lab.MIG(*profile), []string{fmt.Sprintf("%s::%s@%s", *parent, *profile, start)}}
 		}
 	}
 }

@@ -242,7 +242,7 @@ func TestTwentyKubeletRestarts(t *testing.T) {
 // The kubelet and the agent start anew while the API server is away and an init
 // container runs on a GPU: nobody knows the pods then but the runtime and the
 // kubelet's checkpoint. Nothing is let go, pruned or ended, for longer than
-// any claim is young; and when the API server is back, all goes on.
+// any allocation is young; and when the API server is back, all goes on.
 func TestEverythingRestartsWithoutAPI(t *testing.T) {
 	b := begin(t, mixed, mixedOffers)
 	plain := b.pod("plain", lab.Memory, 24)
@@ -257,7 +257,7 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 	}
 	files, err := agent.CDIFiles(b.ctx)
 	b.must(err)
-	was := b.claims()
+	was := b.allocations()
 
 	down := false
 	stopAPI := func() {
@@ -307,16 +307,16 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if s.Claims < was {
-			return fmt.Errorf("it knows %d claims, want %d", s.Claims, was)
+		if s.Allocations < was {
+			return fmt.Errorf("it knows %d allocations, want %d", s.Allocations, was)
 		}
 		return nil
 	}))
 	b.must(node.Kill(b.ctx, lab.Kubelet))
 	b.must(node.StartAgain(b.ctx, lab.Kubelet))
 	kubelet, _ := b.kubelet()
-	// A claim is not judged in the first 30 s after it was given or found. In the short form
-	// internal/deviceplugin alone has claims that are older.
+	// An allocation is not judged in the first 30 s after it was given or found. In the short form
+	// internal/deviceplugin alone has allocations that are older.
 	span := 36 * time.Second
 	if testing.Short() {
 		span = 5 * time.Second
@@ -329,8 +329,8 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if s.Claims < was {
-			return fmt.Errorf("the agent knows %d claims, want %d", s.Claims, was)
+		if s.Allocations < was {
+			return fmt.Errorf("the agent knows %d allocations, want %d", s.Allocations, was)
 		}
 		return nil
 	}))
@@ -340,7 +340,7 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 	b.must(agent.Ready(b.ctx))
 	b.offers(mixedOffers)
 	b.must(intact(b.ctx))
-	b.claimsBecome(was)
+	b.allocationsBecome(was)
 	if g := b.one(b.inside(pod, "init")); g.Index != 4 && g.Index != 5 {
 		b.Errorf("the init container sees GPU %d, want a whole one", g.Index)
 	}
@@ -368,20 +368,20 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 	b.one(b.inside(plain, ""))
 }
 
-// claims is how many the agent knows, by its own word.
-func (b *bench) claims() int {
+// allocations is how many the agent knows, by its own word.
+func (b *bench) allocations() int {
 	b.Helper()
 	s, err := agent.Status(b.ctx)
 	b.must(err)
-	return s.Claims
+	return s.Allocations
 }
 
-// claimsBecome waits for a number of claims.
-func (b *bench) claimsBecome(want int) {
+// allocationsBecome waits for a number of allocations.
+func (b *bench) allocationsBecome(want int) {
 	b.Helper()
-	b.must(agent.AwaitStatus(b.ctx, waitLong, fmt.Sprintf("%d claims", want), func(s lab.Status) error {
-		if s.Claims != want {
-			return fmt.Errorf("there are %d", s.Claims)
+	b.must(agent.AwaitStatus(b.ctx, waitLong, fmt.Sprintf("%d allocations", want), func(s lab.Status) error {
+		if s.Allocations != want {
+			return fmt.Errorf("there are %d", s.Allocations)
 		}
 		return nil
 	}))
@@ -400,18 +400,18 @@ func TestOthersGoAndComeBack(t *testing.T) {
 		if err := hurt(before); err != nil {
 			b.Error(err)
 		}
-		if got := b.claims(); got != len(pods) {
-			b.Errorf("there are %d claims, want %d", got, len(pods))
+		if got := b.allocations(); got != len(pods) {
+			b.Errorf("there are %d allocations, want %d", got, len(pods))
 		}
 		b.offers(mixedOffers)
 	}
-	// works proves that the whole way of a pod is open, and its claim ends.
+	// works proves that the whole way of a pod is open, and its allocation ends.
 	works := func(b *bench, name string) {
 		b.Helper()
 		pod, _ := b.running(name, lab.Memory, 2)
 		b.must(pod.Delete(b.ctx))
 		b.must(pod.Gone(b.ctx))
-		b.claimsBecome(len(pods))
+		b.allocationsBecome(len(pods))
 	}
 
 	b.sub("containerd", func(b *bench) {
@@ -419,8 +419,8 @@ func TestOthersGoAndComeBack(t *testing.T) {
 		b.must(node.Stop(b.ctx, lab.Containerd))
 		b.must(lab.Holds(b.ctx, 3*time.Second, "without containerd", func(ctx context.Context) error {
 			s, err := agent.Status(ctx)
-			if err == nil && s.Claims != len(pods) {
-				err = fmt.Errorf("there are %d claims, want %d", s.Claims, len(pods))
+			if err == nil && s.Allocations != len(pods) {
+				err = fmt.Errorf("there are %d allocations, want %d", s.Allocations, len(pods))
 			}
 			return errors.Join(err, hurt(before))
 		}))
@@ -457,8 +457,8 @@ func TestOthersGoAndComeBack(t *testing.T) {
 		before["memory/main"] = again
 		b.must(lab.Holds(b.ctx, 10*time.Second, "while the API server is frozen", func(ctx context.Context) error {
 			s, err := agent.Status(ctx)
-			if err == nil && s.Claims != len(pods) {
-				err = fmt.Errorf("there are %d claims, want %d", s.Claims, len(pods))
+			if err == nil && s.Allocations != len(pods) {
+				err = fmt.Errorf("there are %d allocations, want %d", s.Allocations, len(pods))
 			}
 			return errors.Join(err, hurt(before))
 		}))

@@ -119,7 +119,7 @@ func (w *walk) giveAway() (gpu string) {
 // naming that pod.
 func (w *walk) backFromOthers() {
 	w.Helper()
-	w.claimsBecome(0)
+	w.allocationsBecome(0)
 	if u := w.giveAway(); u != "" {
 		w.must(lab.Await(w.ctx, time.Minute, "GPU "+u+", which another plugin has given out, to be taken off", func(ctx context.Context) error {
 			offer, err := node.Offer(ctx)
@@ -174,10 +174,10 @@ func offers(offer map[string][]string, uuid string) bool {
 // hung is a pod that was deleted by force while its container hangs, and the pod that
 // was made next and asks for the same.
 type hung struct {
-	pod       string
-	container *walkContainer
-	claims    []walkClaim
-	next      *walkPod
+	pod         string
+	container   *walkContainer
+	allocations []walkAllocation
+	next        *walkPod
 	// idle are the GPUs by resource that were nobody's when next had nothing yet.
 	idle map[string][]string
 }
@@ -219,7 +219,7 @@ func (w *walk) hang() {
 	h.next = next
 	w.mu.Lock()
 	for _, key := range h.container.keys {
-		h.claims = append(h.claims, w.claims[key])
+		h.allocations = append(h.allocations, w.allocations[key])
 	}
 	w.mu.Unlock()
 	w.attack.hung = append(w.attack.hung, h)
@@ -262,7 +262,7 @@ func freeze(ctx context.Context, container string) (thaw func(context.Context) e
 }
 
 // idle are, by resource, the GPUs of which nobody has anything: neither a container by
-// the kubelet's list nor a claim by the agent's. It has none where either does not say.
+// the kubelet's list nor an allocation by the agent's. It has none where either does not say.
 func (w *walk) idle() map[string][]string {
 	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Second)
 	defer cancel()
@@ -331,7 +331,7 @@ func (w *walk) betterThan(h *hung, got lab.Holding, idle []string) {
 	if got.Resource == lab.Memory {
 		needs = 1
 	}
-	for _, c := range h.claims {
+	for _, c := range h.allocations {
 		shared := slices.ContainsFunc(got.IDs, func(id string) bool { return slices.Contains(c.ids, id) })
 		switch {
 		case c.resource != got.Resource:

@@ -75,20 +75,20 @@ type walk struct {
 	restarted time.Time
 	attack    walkAttack
 
-	mu         sync.Mutex // guards what follows
-	step       int        // only one goroutine writes it, and reads it as it likes
-	lines      []walkLine
-	wrong      []string
-	pods       map[string]*walkPod // all there ever were, by name
-	containers map[string]*walkContainer
-	gone       []*walkContainer
-	excused    map[lab.Process]bool // those that the walk ends itself
-	kubelet    lab.Process
-	agent      lab.Process
-	agentSince time.Time
-	claims     map[string]walkClaim // by key, as the kubelet gave them out
-	stamp      witness.Stamp
-	sick       map[string]time.Time // GPUs by UUID, until when files may be missing
+	mu          sync.Mutex // guards what follows
+	step        int        // only one goroutine writes it, and reads it as it likes
+	lines       []walkLine
+	wrong       []string
+	pods        map[string]*walkPod // all there ever were, by name
+	containers  map[string]*walkContainer
+	gone        []*walkContainer
+	excused     map[lab.Process]bool // those that the walk ends itself
+	kubelet     lab.Process
+	agent       lab.Process
+	agentSince  time.Time
+	allocations map[string]walkAllocation // by key, as the kubelet gave them out
+	stamp       witness.Stamp
+	sick        map[string]time.Time // GPUs by UUID, until when files may be missing
 	// rough says that the kubelet has started anew while the agent could not help
 	// pods that must be judged again.
 	rough bool
@@ -114,7 +114,7 @@ type walkLine struct {
 	text string
 }
 
-type walkClaim struct {
+type walkAllocation struct {
 	resource string
 	ids      []string
 }
@@ -165,7 +165,7 @@ func gpuOf(id string) string {
 	return u
 }
 
-func (c walkClaim) gpus() []string {
+func (c walkAllocation) gpus() []string {
 	var out []string
 	for _, id := range c.ids {
 		out = append(out, gpuOf(id))
@@ -226,11 +226,11 @@ func (w *walk) readCheckpoint() {
 			continue
 		}
 		key := cdi.Key(e.Resource, e.IDs)
-		if _, known := w.claims[key]; known {
+		if _, known := w.allocations[key]; known {
 			continue
 		}
-		c := walkClaim{e.Resource, e.IDs}
-		w.claims[key] = c
+		c := walkAllocation{e.Resource, e.IDs}
+		w.allocations[key] = c
 		if n := len(c.gpus()); e.Resource == lab.Memory && n != 1 || e.Resource != lab.Memory && n != len(e.IDs) {
 			w.breakLocked("the kubelet has given %v of %s to container %s of pod %s: they lie on %d GPUs", e.IDs, e.Resource, e.Container, e.PodUID, n)
 		}
@@ -284,15 +284,15 @@ func (w *walk) meetLocked(c witness.Container) {
 	has := []string{}
 	for name := range c.Annotations {
 		key := strings.TrimPrefix(name, cdi.AnnotationName(lab.Domain, ""))
-		claim, known := w.claims[key]
+		allocation, known := w.allocations[key]
 		if !known {
-			w.breakLocked("%s runs on claim %s, which the kubelet has given to nobody", met, key)
+			w.breakLocked("%s runs on allocation %s, which the kubelet has given to nobody", met, key)
 			return
 		}
 		met.keys = append(met.keys, key)
-		has = append(has, fmt.Sprintf("%d of %s", len(claim.ids), claim.resource))
+		has = append(has, fmt.Sprintf("%d of %s", len(allocation.ids), allocation.resource))
 		for _, g := range driver.GPUs {
-			if slices.Contains(claim.gpus(), g.UUID) {
+			if slices.Contains(allocation.gpus(), g.UUID) {
 				want = append(want, g.Device())
 			}
 		}
@@ -323,18 +323,18 @@ func (w *walk) apartLocked(alive map[string]*walkContainer) {
 	for _, id := range slices.Sorted(maps.Keys(alive)) {
 		c := alive[id]
 		for _, key := range c.keys {
-			claim := w.claims[key]
-			for _, device := range claim.ids {
-				if o := users[claim.resource+" "+device]; o != nil && o.PodUID != c.PodUID {
+			allocation := w.allocations[key]
+			for _, device := range allocation.ids {
+				if o := users[allocation.resource+" "+device]; o != nil && o.PodUID != c.PodUID {
 					w.breakLocked("%s and %s run side by side on %s", o, c, device)
 				}
-				users[claim.resource+" "+device] = c
+				users[allocation.resource+" "+device] = c
 				by := cuts[gpuOf(device)]
 				if by == nil {
 					by = map[string]*walkContainer{}
 					cuts[gpuOf(device)] = by
 				}
-				by[claim.resource] = c
+				by[allocation.resource] = c
 			}
 		}
 	}
@@ -347,19 +347,19 @@ func (w *walk) apartLocked(alive map[string]*walkContainer) {
 }
 
 // filesLocked checks that what runs on healthy GPUs has its CDI file: with it the
-// claim would be gone, or the container's next start fail.
+// allocation would be gone, or the container's next start fail.
 func (w *walk) filesLocked(alive map[string]*walkContainer, runtime bool) {
 	if !runtime {
 		return
 	}
 	for _, c := range alive {
 		for _, key := range c.keys {
-			if slices.ContainsFunc(w.claims[key].gpus(), func(u string) bool { return time.Now().Before(w.sick[u]) }) {
+			if slices.ContainsFunc(w.allocations[key].gpus(), func(u string) bool { return time.Now().Before(w.sick[u]) }) {
 				continue
 			}
 			_, err := os.Stat(node.File("/run/cdi/" + cdi.FileName(lab.Domain, key)))
 			if errors.Is(err, os.ErrNotExist) && node.Lives(c.process) && !w.mayEndLocked(c) {
-				w.breakLocked("%s runs and the CDI file of its claim %s is gone", c, key)
+				w.breakLocked("%s runs and the CDI file of its allocation %s is gone", c, key)
 			}
 		}
 	}
@@ -461,8 +461,8 @@ func (w *walk) settle() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.done["agent's accounts"]++
-	if s.Claims < len(keys) {
-		w.breakLocked("the agent knows %d claims, and containers run on %d: %s", s.Claims, len(keys), s)
+	if s.Allocations < len(keys) {
+		w.breakLocked("the agent knows %d allocations, and containers run on %d: %s", s.Allocations, len(keys), s)
 	}
 	for _, g := range s.GPUs {
 		if g.Used > g.Total {
@@ -957,7 +957,7 @@ func (w *walk) clear(ctx context.Context) {
 // empty waits until nobody has anything.
 func (w *walk) empty() {
 	w.Helper()
-	w.claimsBecome(0)
+	w.allocationsBecome(0)
 	w.offers(mixedOffers)
 	w.must(lab.Await(w.ctx, waitLong, "the end of all containers and CDI files", func(ctx context.Context) error {
 		files, err := agent.CDIFiles(ctx)
@@ -1018,7 +1018,7 @@ func TestWalk(t *testing.T) {
 	w := &walk{
 		bench: b, rng: rand.New(rand.NewPCG(seed, 3)), began: time.Now(), runtime: runtime, faults: map[int]string{},
 		pods: map[string]*walkPod{}, containers: map[string]*walkContainer{}, excused: map[lab.Process]bool{},
-		claims: map[string]walkClaim{}, sick: map[string]time.Time{}, done: map[string]int{},
+		allocations: map[string]walkAllocation{}, sick: map[string]time.Time{}, done: map[string]int{},
 		attack: walkAttack{foreign: map[string]bool{}, edited: time.Now()},
 	}
 	w.kubelet, _ = b.kubelet()

@@ -279,7 +279,7 @@ const configMaps = "/api/v1/namespaces/" + AgentNamespace + "/configmaps"
 // Status is the agent's own view, as /statusz shows it.
 type Status struct {
 	Version, Driver string
-	Claims          int
+	Allocations     int
 	Partition       struct {
 		Name, State, Message, Source string
 		Generation                   int
@@ -323,7 +323,7 @@ type GPUStatus struct {
 	Blocked                      string
 	// MIG is nil on a GPU that is not cut into instances.
 	MIG *MIGStatus
-	// Intruders and NoPod are how many processes of containers without a claim,
+	// Intruders and NoPod are how many processes of containers without an allocation,
 	// and of no pod, use the GPU.
 	Intruders, NoPod int
 	Holders          []struct {
@@ -362,7 +362,7 @@ func (m *MIGStatus) In(state string) []SlotStatus {
 
 // String is the status in few words, for the message of a failed wait.
 func (s Status) String() string {
-	out := fmt.Sprintf("partition %q %s, %d claims", s.Partition.Name, s.Partition.State, s.Claims)
+	out := fmt.Sprintf("partition %q %s, %d allocations", s.Partition.Name, s.Partition.State, s.Allocations)
 	if s.Partition.Message != "" {
 		out += " (" + s.Partition.Message + ")"
 	}
@@ -605,8 +605,8 @@ func (a *Agent) Start(ctx context.Context) error {
 
 // Reset makes the node one where nobody has asked for a GPU yet: no pod of the
 // lab, the given partitions, no label that chooses one, and an agent that has
-// just started and knows of no claim. Waiting for the agent to let ended
-// claims go would come to the same, half a minute later.
+// just started and knows of no allocation. Waiting for the agent to let ended
+// allocations go would come to the same, half a minute later.
 func (a *Agent) Reset(ctx context.Context, partitions string) error {
 	if err := a.node.DeletePods(ctx); err != nil {
 		return err
@@ -626,10 +626,10 @@ func (a *Agent) Reset(ctx context.Context, partitions string) error {
 	}
 	for _, name := range files {
 		if err := os.Remove(a.node.File(cdiDir + name)); err != nil {
-			return fmt.Errorf("remove the claims of earlier pods: %w", err)
+			return fmt.Errorf("remove the allocations of earlier pods: %w", err)
 		}
 	}
-	for _, name := range []string{"state.json", "claims.journal"} {
+	for _, name := range []string{"state.json", "allocations.journal"} {
 		if err := os.Remove(a.node.File(StateDir + name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return fmt.Errorf("remove what the agent remembers: %w", err)
 		}

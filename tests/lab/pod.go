@@ -65,7 +65,7 @@ type Container struct {
 	Pull bool
 	// Mounts are files and directories of the node's that the container sees.
 	Mounts []Mount
-	// Privileged gives it all of the node's devices, as no claim would.
+	// Privileged gives it all of the node's devices, as no allocation would.
 	Privileged bool
 	// Sidecar has an init container stay beside the others.
 	Sidecar bool

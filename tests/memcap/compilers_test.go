@@ -146,9 +146,9 @@ func TestCompilers(t *testing.T) {
 		name, want, devices string
 		*box
 	}{
-		{"a share", "2\n", "0", r.claim(t, "share", []share{{gpu: 0, bytes: GiB}}, false, put)},
-		{"a whole GPU", "0\n", "0", r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, put)},
-		{"an instance", "0\n", gi.Compute[0].UUID, r.claim(t, "instance", []share{{gpu: 1, bytes: lib.None, instance: gpu.UUID(gi.Compute[0].UUID)}}, false, withInstance)},
+		{"a share", "2\n", "0", r.allocate(t, "share", []share{{gpu: 0, bytes: GiB}}, false, put)},
+		{"a whole GPU", "0\n", "0", r.allocate(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, put)},
+		{"an instance", "0\n", gi.Compute[0].UUID, r.allocate(t, "instance", []share{{gpu: 1, bytes: lib.None, instance: gpu.UUID(gi.Compute[0].UUID)}}, false, withInstance)},
 	}
 	for _, c := range []compiler{
 		{name: "C", tool: "gcc", script: "gcc -o /tmp/c /src/main.c -lcuda && /tmp/c"},

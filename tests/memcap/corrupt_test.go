@@ -91,7 +91,7 @@ func TestCorruptPage(t *testing.T) {
 	random := dice(t)
 	const limit = 2 * GiB
 	const theirs = 4 * GiB
-	good := r.claim(t, "good", []share{{gpu: 0, bytes: theirs}}, false, nil)
+	good := r.allocate(t, "good", []share{{gpu: 0, bytes: theirs}}, false, nil)
 	steady := good.tool(t, "probe", nil)
 	if f := steady.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "0" {
 		t.Fatalf("%q", steady.said)
@@ -110,7 +110,7 @@ func TestCorruptPage(t *testing.T) {
 	for i := range rounds {
 		s := spoils[i%len(spoils)]
 		name := fmt.Sprintf("round %d, %s", i, s.name)
-		bad := r.claim(t, "bad", []share{{gpu: 0, bytes: limit}}, false, nil)
+		bad := r.allocate(t, "bad", []share{{gpu: 0, bytes: limit}}, false, nil)
 		page := bad.Path(lib.UsagePath(r.uuid(0), "bad"))
 		k := bad.tool(t, "probe", nil)
 		if f := k.ask("took", "take cuMemAlloc_v2 %d 4", 64*MiB); f["result"] != "0" {
@@ -142,7 +142,7 @@ func TestCorruptPage(t *testing.T) {
 			t.Errorf("%s: the page is sound: %v, %v", name, sound, err)
 		}
 		if bad.close(t); !sound { // fails if its reader has
-			next := r.claim(t, "bad", []share{{gpu: 0, bytes: limit}}, false, nil)
+			next := r.allocate(t, "bad", []share{{gpu: 0, bytes: limit}}, false, nil)
 			third := next.tool(t, "probe", nil)
 			if f := third.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "0" {
 				t.Errorf("%s: the next container: %q", name, third.said)

@@ -4,7 +4,7 @@
 // was granted an amount of a GPU's memory gets that amount, all of it and no
 // more, whatever it is that asks.
 //
-// # The claim
+// # The promise
 //
 // The cap's library stands at the driver library's path in a container and
 // counts what its processes allocate. Two things are promised of it. Never
@@ -19,7 +19,7 @@
 //
 // Nothing of the product is told that it is tested. A machine with emulated
 // GPUs (package capsule) has containers with the mounts that the agent writes
-// into a claim's CDI file; in them runs the probe, a program that knows nothing
+// into an allocation's CDI file; in them runs the probe, a program that knows nothing
 // but CUDA's API; beside them a reader does what the agent does at its
 // interval. The judge of "never over" is the emulated driver itself, which
 // keeps the peak of what was allocated on each GPU.

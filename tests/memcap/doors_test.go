@@ -205,7 +205,7 @@ func TestDoors(t *testing.T) {
 // cells runs all calls by one door in one mode, by one team.
 func (r *rig) cells(t *testing.T, table *board, d door, m mode, index int) {
 	limit := uint64(m.processes)*context300 + m.early + room
-	b := r.claim(t, strings.NewReplacer(" ", "-", ",", "").Replace(d.name+"-"+m.name), []share{{gpu: index, bytes: limit}}, false,
+	b := r.allocate(t, strings.NewReplacer(" ", "-", ",", "").Replace(d.name+"-"+m.name), []share{{gpu: index, bytes: limit}}, false,
 		func(edits *specs.ContainerEdits, image *capsule.Image) {
 			if image.Files == nil {
 				image.Files = map[string][]byte{}

@@ -14,7 +14,7 @@ import (
 func TestHidden(t *testing.T) {
 	const limit = context300 + 64*MiB
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	b := r.claim(t, "hidden", []share{{gpu: 0, bytes: limit}}, false, nil)
+	b := r.allocate(t, "hidden", []share{{gpu: 0, bytes: limit}}, false, nil)
 	k := b.tool(t, "probe", nil)
 	take := func(call string, bytes int) uint64 {
 		t.Helper()

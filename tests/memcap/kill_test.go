@@ -29,7 +29,7 @@ func TestKill(t *testing.T) {
 	kills := pick(50, 1000)
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
 	random := dice(t)
-	b := r.claim(t, "kill", []share{{gpu: 0, bytes: limit}}, false, nil)
+	b := r.allocate(t, "kill", []share{{gpu: 0, bytes: limit}}, false, nil)
 	if err := r.m.World.ResetPeak(0); err != nil {
 		t.Fatal(err)
 	}
@@ -139,7 +139,7 @@ func TestKill(t *testing.T) {
 func TestKillInAnAttempt(t *testing.T) {
 	const limit, at = 2 * GiB, 192 // where the page says whose turn it is
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	b := r.claim(t, "turn", []share{{gpu: 0, bytes: limit}}, false, nil)
+	b := r.allocate(t, "turn", []share{{gpu: 0, bytes: limit}}, false, nil)
 	first := b.tool(t, "probe", nil)
 	first.ask("took", "take cuMemAlloc_v2 %d 1", 32*MiB)
 	if err := first.p.Kill(); err != nil {

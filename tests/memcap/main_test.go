@@ -177,7 +177,7 @@ type share struct {
 	instance gpu.UUID
 }
 
-// box is a container that holds a claim, with a reader for each of its GPUs.
+// box is a container that holds an allocation, with a reader for each of its GPUs.
 type box struct {
 	*capsule.Container
 	r       *rig
@@ -187,9 +187,9 @@ type box struct {
 	done    []chan error
 }
 
-// claim makes a container with a claim, and readers for it. change may be nil; it
+// allocate makes a container with an allocation, and readers for it. change may be nil; it
 // sees the edits before they are laid.
-func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change func(*specs.ContainerEdits, *capsule.Image)) *box {
+func (r *rig) allocate(t *testing.T, key string, shares []share, open bool, change func(*specs.ContainerEdits, *capsule.Image)) *box {
 	t.Helper()
 	b := r.unread(t, key, shares, open, change)
 	ctx, stop := context.WithCancel(t.Context())
@@ -204,7 +204,7 @@ func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change 
 	return b
 }
 
-// unread makes a container with a claim that nobody reads yet.
+// unread makes a container with an allocation that nobody reads yet.
 func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change func(*specs.ContainerEdits, *capsule.Image)) *box {
 	t.Helper()
 	var limits []lib.Limit
@@ -224,7 +224,7 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 		t.Fatal(err)
 	}
 	edits, image := r.m.Plain(gpus...)
-	edits = capsule.Claim{Kit: r.kit, Key: key, Pages: files, Open: open}.Apply(edits)
+	edits = capsule.Allocation{Kit: r.kit, Key: key, Pages: files, Open: open}.Apply(edits)
 	capsule.Bind(&edits, r.probe, "/probe")
 	if change != nil {
 		change(&edits, &image)

@@ -101,8 +101,8 @@ func TestOrdinaryPrograms(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer plain.Close()
-	capped := r.claim(t, "capped", []share{{gpu: 0, bytes: GiB}}, false, func(_ *specs.ContainerEdits, image *capsule.Image) { put(image) })
-	bare := r.claim(t, "bare", []share{{gpu: 0, bytes: GiB}}, false, func(edits *specs.ContainerEdits, image *capsule.Image) {
+	capped := r.allocate(t, "capped", []share{{gpu: 0, bytes: GiB}}, false, func(_ *specs.ContainerEdits, image *capsule.Image) { put(image) })
+	bare := r.allocate(t, "bare", []share{{gpu: 0, bytes: GiB}}, false, func(edits *specs.ContainerEdits, image *capsule.Image) {
 		put(image)
 		edits.Mounts = slices.DeleteFunc(edits.Mounts, func(m *specs.Mount) bool {
 			return m.ContainerPath == lib.RealCUDA || m.ContainerPath == lib.RealNVML

@@ -22,7 +22,7 @@ func TestOverhead(t *testing.T) {
 	for name, estimate := range map[string]uint64{"estimate right": context300, "estimate high": lib.DefaultContext, "estimate low": 64 * MiB} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-			b := r.claim(t, "overhead", []share{{gpu: 0, bytes: limit, context: estimate}}, false, nil)
+			b := r.allocate(t, "overhead", []share{{gpu: 0, bytes: limit, context: estimate}}, false, nil)
 			k := b.tool(t, "probe", nil)
 			take := func(call string, bytes uint64, count int) fields {
 				t.Helper()
@@ -132,7 +132,7 @@ func TestBlind(t *testing.T) {
 		{"nobody reads", func(b *box) { b.stop() }},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			b := r.claim(t, "blind", []share{{gpu: 0, bytes: limit}}, false, nil)
+			b := r.allocate(t, "blind", []share{{gpu: 0, bytes: limit}}, false, nil)
 			defer b.close(t)
 			c.blind(b)
 			k := b.tool(t, "probe", nil)

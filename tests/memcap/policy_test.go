@@ -63,7 +63,7 @@ func TestPolicies(t *testing.T) {
 		for _, open := range []bool{false, true} {
 			policy := map[bool]string{false: "closed", true: "open"}[open]
 			t.Run(c.name+"/"+policy, func(t *testing.T) {
-				b := r.claim(t, "policy", []share{{gpu: 0, bytes: GiB}}, open,
+				b := r.allocate(t, "policy", []share{{gpu: 0, bytes: GiB}}, open,
 					func(edits *specs.ContainerEdits, image *capsule.Image) { c.change(t, edits, image) })
 				defer b.close(t)
 				k := b.tool(t, "probe", nil)
@@ -93,7 +93,7 @@ func TestPolicies(t *testing.T) {
 // A GPU without a limit needs nothing that could be missing: nobody counts there.
 func TestWholeGPUNeedsNothing(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	b := r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
+	b := r.allocate(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
 		if slices.ContainsFunc(edits.Mounts, func(m *specs.Mount) bool { return m.ContainerPath == lib.UsagePath(r.uuid(0), "whole") }) {
 			t.Error("counters are mounted where nobody counts")
 		}

@@ -30,7 +30,7 @@ type scenario struct {
 	// cuda is a list of behaviours of the emulated driver, each as
 	// GPU_EMULATOR_CUDA has it; the program is run under each. Default modesOfCUDA.
 	cuda []string
-	// open: the claim is under the open policy.
+	// open: the allocation is under the open policy.
 	open bool
 	// unread: nobody reads the driver meanwhile, so that the count alone has to hold.
 	unread bool
@@ -212,7 +212,7 @@ func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outco
 	if s.generous == "" {
 		o.bare = r.bare(t, s, limit, env)
 	}
-	begin := r.claim
+	begin := r.allocate
 	if s.unread {
 		begin = r.unread
 	}

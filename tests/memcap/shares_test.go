@@ -51,7 +51,7 @@ func (r *rig) together(t *testing.T, shares map[string]uint64, containers map[st
 				t.Fatal(err)
 			}
 			if i == 0 {
-				edits = capsule.Claim{Kit: r.kit, Key: key, Pages: pages}.Apply(edits)
+				edits = capsule.Allocation{Kit: r.kit, Key: key, Pages: pages}.Apply(edits)
 				continue
 			}
 			for _, m := range lib.Mounts(key, pages) {
@@ -203,7 +203,7 @@ func TestSharesOfOneGPUAddUp(t *testing.T) {
 	}
 }
 
-// Processes of containers that share what a claim has are killed at random, a thousand
+// Processes of containers that share what an allocation has are killed at random, a thousand
 // times in the long form. Together they stay within the sum, and those that have one share
 // alone within that one, but for the moment of a pool's undo. In the end all of it can be had.
 func TestSharesWhileTheirUsersDie(t *testing.T) {
@@ -214,8 +214,8 @@ func TestSharesWhileTheirUsersDie(t *testing.T) {
 		containers map[string][]string
 		most       uint64 // of one request; default churn
 	}{
-		{"two containers of one claim", map[string]uint64{"whole": 24 * GiB}, map[string][]string{"a": {"whole"}, "b": {"whole"}}, GiB},
-		{"two containers of a small claim", map[string]uint64{"whole": 2 * GiB}, map[string][]string{"a": {"whole"}, "b": {"whole"}}, 0},
+		{"two containers of one allocation", map[string]uint64{"whole": 24 * GiB}, map[string][]string{"a": {"whole"}, "b": {"whole"}}, GiB},
+		{"two containers of a small allocation", map[string]uint64{"whole": 2 * GiB}, map[string][]string{"a": {"whole"}, "b": {"whole"}}, 0},
 		{"two shares in one container", map[string]uint64{"most": 2 * GiB, "less": GiB}, map[string][]string{"a": {"most", "less"}}, 0},
 		{"one request of two", map[string]uint64{"most": 2 * GiB, "less": 3 * GiB / 2},
 			map[string][]string{"a": {"most", "less"}, "b": {"most"}, "c": {"less"}}, 0},

@@ -17,12 +17,12 @@ import (
 
 // A newer library is installed while a process runs under the one before. It
 // keeps the file that it has mapped, untouched, and its cap; the next container
-// has the new one; and the two of one claim count together.
+// has the new one; and the two of one allocation count together.
 func TestUpgrade(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
 	const limit = 2 * GiB
 	before := r.kit.CUDA
-	old := r.claim(t, "old", []share{{gpu: 0, bytes: limit}}, false, nil)
+	old := r.allocate(t, "old", []share{{gpu: 0, bytes: limit}}, false, nil)
 	k := old.tool(t, "probe", nil)
 	if f := k.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "0" {
 		t.Fatalf("%q", k.said)
@@ -38,7 +38,7 @@ func TestUpgrade(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.kit.CUDA = next
-	fresh := r.claim(t, "new", []share{{gpu: 0, bytes: limit}}, false, nil)
+	fresh := r.allocate(t, "new", []share{{gpu: 0, bytes: limit}}, false, nil)
 	n := fresh.tool(t, "probe", nil)
 	if f := n.ask("took", "take cuMemAlloc_v2 %d", 512*MiB); f["result"] != "0" {
 		t.Fatalf("%q", n.said)

@@ -35,7 +35,7 @@ func TestNamesThatTheDriverLacks(t *testing.T) {
 			if err := os.WriteFile(r.kit.CUDA, fitted, 0o755); err != nil {
 				t.Fatal(err)
 			}
-			k := r.claim(t, "old", []share{{gpu: 0, bytes: GiB}}, false, nil).tool(t, "probe", nil)
+			k := r.allocate(t, "old", []share{{gpu: 0, bytes: GiB}}, false, nil).tool(t, "probe", nil)
 			for name, found := range want {
 				if f := k.ask("lookup", "lookup %s", name); f["found"] != found {
 					t.Errorf("%s: %q, want found=%s", name, k.said, found)

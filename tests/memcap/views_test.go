@@ -31,12 +31,12 @@ func (r *rig) card(index int) uint64 {
 func TestViews(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 2})
 	const limit, held = 4 * GiB, 1 * GiB
-	neighbour := r.claim(t, "neighbour", []share{{gpu: 1, bytes: 20 * GiB}}, false, nil)
+	neighbour := r.allocate(t, "neighbour", []share{{gpu: 1, bytes: 20 * GiB}}, false, nil)
 	other := neighbour.tool(t, "probe", nil)
 	if f := other.ask("took", "take cuMemAlloc_v2 %d", 10*GiB); f["result"] != "0" {
 		t.Fatalf("%q", other.said)
 	}
-	b := r.claim(t, "views", []share{{gpu: 1, bytes: limit}}, false, nil)
+	b := r.allocate(t, "views", []share{{gpu: 1, bytes: limit}}, false, nil)
 	k := b.tool(t, "probe", nil)
 	if f := k.ask("took", "take cuMemAlloc_v2 %d", held); f["result"] != "0" {
 		t.Fatalf("%q", k.said)
@@ -123,7 +123,7 @@ func eventually(t *testing.T, view func() (fields, bool)) fields {
 func TestWholeBesideShare(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 3, Minors: "reversed"})
 	const limit = 4 * GiB
-	b := r.claim(t, "both", []share{{gpu: 0, bytes: lib.None}, {gpu: 2, bytes: limit}}, false, nil)
+	b := r.allocate(t, "both", []share{{gpu: 0, bytes: lib.None}, {gpu: 2, bytes: limit}}, false, nil)
 	total := map[string]uint64{string(r.uuid(0)): r.card(0), string(r.uuid(2)): limit}
 	whole, part := string(r.uuid(0)), string(r.uuid(2))
 	orders := []struct {
@@ -211,7 +211,7 @@ func TestUnknownName(t *testing.T) {
 	if out, err := gcc.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	b := r.claim(t, "unknown", []share{{gpu: 0, bytes: GiB}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
+	b := r.allocate(t, "unknown", []share{{gpu: 0, bytes: GiB}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
 		mountOf(edits, lib.RealCUDA).HostPath = future
 	})
 	k := b.tool(t, "probe", nil)

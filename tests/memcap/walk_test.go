@@ -93,7 +93,7 @@ func earlyOf(refused uint64) uint64 { return 2 + refused/20 }
 const walkLimit = 2*context300 + 1*GiB
 
 func (r *rig) walk(t *testing.T, index int, seed uint64, cuda string) {
-	b := r.claim(t, fmt.Sprintf("walk-%d", index), []share{{gpu: index, bytes: walkLimit}}, false, nil)
+	b := r.allocate(t, fmt.Sprintf("walk-%d", index), []share{{gpu: index, bytes: walkLimit}}, false, nil)
 	defer b.close(t)
 	if err := r.m.World.ResetPeak(index); err != nil {
 		t.Fatal(err)

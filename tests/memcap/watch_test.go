@@ -32,9 +32,9 @@ import (
 // container runtime and /proc, it answers from the emulated driver's books and the
 // capsule.
 type post struct {
-	r     *rig
-	b     *box
-	claim ledger.Allocation
+	r          *rig
+	b          *box
+	allocation ledger.Allocation
 
 	mu    sync.Mutex
 	ended []string // how containers were ended; guarded by mu
@@ -44,17 +44,17 @@ type post struct {
 
 const watchDomain = "example.com"
 
-// watched is the key of a claim that the watchdog recognises as one.
+// watched is the key of an allocation that the watchdog recognises as one.
 func watched() string { return cdi.Key(watchDomain+"/gpu-mem", []string{"watched"}) }
 
 // watch runs the watchdog over a container whose key is watched, until the test ends. Whom it would
 // have ended goes on, and is told of at the end.
 func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 	t.Helper()
-	p := &post{r: r, b: b, claim: ledger.Allocation{ID: b.key, Resource: watchDomain + "/gpu-mem",
+	p := &post{r: r, b: b, allocation: ledger.Allocation{ID: b.key, Resource: watchDomain + "/gpu-mem",
 		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: b.key}, Container: "main"}}}
 	for _, s := range shares {
-		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: piece.Units{}, Cap: piece.CapOf(s.bytes)})
+		p.allocation.Grants = append(p.allocation.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: piece.Units{}, Cap: piece.CapOf(s.bytes)})
 	}
 	g := guard.New(guard.Options{Domain: watchDomain, Log: slog.New(slog.NewTextHandler(&p.log, nil))},
 		guard.Worlds{Driver: p, Allocations: p, Proc: p, Runtime: p, Pages: p, Observer: p})
@@ -108,18 +108,18 @@ func (p *post) Memory(_ context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Mem
 
 func (p *post) Offered() []gpu.Device {
 	var out []gpu.Device
-	for i, u := range p.claim.GPUs() {
+	for i, u := range p.allocation.GPUs() {
 		out = append(out, gpu.Device{UUID: u, Index: i})
 	}
 	return out
 }
 
-func (p *post) Allocations() []ledger.Allocation { return []ledger.Allocation{p.claim} }
+func (p *post) Allocations() []ledger.Allocation { return []ledger.Allocation{p.allocation} }
 func (p *post) Open(gpu.UUID) bool               { return false }
 func (p *post) Changed() <-chan struct{}         { return nil }
 func (p *post) Check() error                     { return nil }
 func (p *post) owner(start uint64) node.Owner {
-	return node.Owner{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Start: start}
+	return node.Owner{ID: p.allocation.ID, PodUID: "uid-" + p.allocation.ID, Start: start}
 }
 func (p *post) Evicted(workload.Pod, int) {}
 
@@ -154,8 +154,8 @@ func startTime(pid int) (uint64, error) {
 }
 
 func (p *post) Containers(context.Context) ([]node.Container, error) {
-	return []node.Container{{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Namespace: "work", Pod: p.claim.ID, Name: "main", Running: true,
-		Annotations: map[string]string{cdi.AnnotationName(watchDomain, p.claim.ID): p.claim.Resource}}}, nil
+	return []node.Container{{ID: p.allocation.ID, PodUID: "uid-" + p.allocation.ID, Namespace: "work", Pod: p.allocation.ID, Name: "main", Running: true,
+		Annotations: map[string]string{cdi.AnnotationName(watchDomain, p.allocation.ID): p.allocation.Resource}}}, nil
 }
 
 func (p *post) End(context.Context, node.Owner) (string, error) { return "told the test", nil }

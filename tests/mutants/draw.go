@@ -25,7 +25,7 @@ type class struct {
 }
 
 var classes = []class{
-	{"claims", regexp.MustCompile(`^(internal/(ledger|deviceplugin|node|workload)|pkg/(plugin|cdi|timeslice))/`)},
+	{"allocations", regexp.MustCompile(`^(internal/(ledger|deviceplugin|node|workload)|pkg/(plugin|cdi|timeslice))/`)},
 	{"caps", regexp.MustCompile(`^(internal/guard|pkg/memcap)/`)},
 	{"mig", regexp.MustCompile(`^(internal/plan|pkg/mig|pkg/gpu)/`)},
 	{"dra", regexp.MustCompile(`^(internal/(dra|agent|kube|node|ledger)|pkg/dra|deployments/components/dra)/`)},

@@ -54,7 +54,7 @@ func ago(d time.Duration) *time.Time {
 // wholes is a node all of whose GPUs are whole, and the first one held.
 func wholes(name string, inv *gpu.Inventory) status.Status {
 	matrix := topology.New(inv).Matrix()
-	s := status.Status{Node: name, Version: "v0.1.0", Machine: inv.Machine, Driver: inv.Driver, CUDA: inv.CUDA, Claims: 1,
+	s := status.Status{Node: name, Version: "v0.1.0", Machine: inv.Machine, Driver: inv.Driver, CUDA: inv.CUDA, Allocations: 1,
 		Partition: status.Partition{Name: "default", State: "applied", Source: "configmap gpu-agent/gpu-partitions", Generation: 1},
 		Watchdog:  status.Watchdog{State: status.WatchdogRunning}, Topology: &matrix}
 	for i := range inv.GPUs {
@@ -72,7 +72,7 @@ func hold(s *status.Status, at int, namespace, pod, container string, units int,
 	g.Used += units
 	g.Free -= units
 	g.Holders = append(g.Holders, status.Holder{Namespace: namespace, Pod: pod, Container: container, Resource: g.Resource, Units: units, Since: ago(since)})
-	c := status.Container{Namespace: namespace, Pod: pod, Container: container, Claim: fmt.Sprintf("%016x", len(s.Containers)), GPU: g.UUID, Index: g.Index,
+	c := status.Container{Namespace: namespace, Pod: pod, Container: container, Allocation: fmt.Sprintf("%016x", len(s.Containers)), GPU: g.UUID, Index: g.Index,
 		UsedMiB: used, Guarantee: "hardware", Refusals: refusals, Processes: 1}
 	if used != nil {
 		c.PeakMiB = min(*used*5/4, g.MemoryMiB)
@@ -94,7 +94,7 @@ func rich(t *testing.T) status.Status {
 	inv := machine(t, "h100-80")
 	inv.NICs[2].Active = false
 	s := wholes("gpu-node-1", inv)
-	s.Claims = 10
+	s.Allocations = 10
 	s.Partition.Name, s.Partition.Generation = "research", 4
 	mib := func(n uint64) *uint64 { return &n }
 	g := &s.GPUs[0] // nobody has it yet
@@ -102,8 +102,8 @@ func rich(t *testing.T) status.Status {
 	slice(g, status.MIG{Enabled: true, OnDemand: true, Size: 8}, map[string]string{
 		"1g.10gb@0": "dev/notebook-linus/jupyter", "1g.10gb@1": "", "3g.40gb@4": "train/eval-12/main"})
 	s.Containers = append(s.Containers,
-		status.Container{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Claim: "a", GPU: g.UUID, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
-		status.Container{Namespace: "train", Pod: "eval-12", Container: "main", Claim: "b", GPU: g.UUID, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
+		status.Container{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Allocation: "a", GPU: g.UUID, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
+		status.Container{Namespace: "train", Pod: "eval-12", Container: "main", Allocation: "b", GPU: g.UUID, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
 
 	g = &s.GPUs[1]
 	g.Mode, g.Resource, g.UnitMiB, g.Total, g.Free = "shared", "example.com/gpu-mem", 1024, 79, 79

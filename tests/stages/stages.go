@@ -126,7 +126,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	}
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, longLimit = "-timeout=20m", "-timeout=150m"
-	pieces, err := testsIn(files, "tests/e2e/", "account", "alerts", "caps", "claims", "demand", "dra", "dra_life", "dra_move", "dynamic", "guard", "mig", "mig_more", "topology", "walk")
+	pieces, err := testsIn(files, "tests/e2e/", "account", "alerts", "allocations", "caps", "demand", "dra", "dra_life", "dra_move", "dynamic", "guard", "mig", "mig_more", "topology", "walk")
 	if err != nil {
 		return nil, err
 	}

@@ -25,11 +25,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// mode of a claim's file: runtimes may run as another user, and it holds no
+// mode of an allocation's file: runtimes may run as another user, and it holds no
 // secret.
 const mode = 0o644
 
-// most is more than any claim's file has, in bytes: with thousands of units it
+// most is more than any allocation's file has, in bytes: with thousands of units it
 // has some hundred thousand.
 const most = 16 << 20
 
@@ -75,7 +75,7 @@ func Open(path, domain string) (*Dir, error) {
 	return d, nil
 }
 
-// Write writes spec into the claim's file. A file that says so already is not touched. An invalid spec is refused before anything is visible, with an
+// Write writes spec into the allocation's file. A file that says so already is not touched. An invalid spec is refused before anything is visible, with an
 // error that wraps gpu.ErrInvalid.
 func (d *Dir) Write(key string, spec *specs.Spec) error {
 	name, err := d.name(key)
@@ -150,7 +150,7 @@ func check(spec *specs.Spec) error {
 	return nil
 }
 
-// Remove takes the claim's file away. One that is not there is a success.
+// Remove takes the allocation's file away. One that is not there is a success.
 func (d *Dir) Remove(key string) error {
 	name, err := d.name(key)
 	if err != nil {
@@ -175,7 +175,7 @@ func (d *Dir) Remove(key string) error {
 	return nil
 }
 
-// Written is when a claim's file was last written with other content than before.
+// Written is when an allocation's file was last written with other content than before.
 // The error wraps gpu.ErrNotFound where there is none.
 func (d *Dir) Written(key string) (time.Time, error) {
 	name, err := d.name(key)
@@ -197,7 +197,7 @@ func (d *Dir) Written(key string) (time.Time, error) {
 	return info.ModTime(), nil
 }
 
-// Read returns what the claim's file says. The error wraps gpu.ErrNotFound
+// Read returns what the allocation's file says. The error wraps gpu.ErrNotFound
 // where there is none, and gpu.ErrInvalid where something else is at its
 // name or it is no CDI spec.
 func (d *Dir) Read(key string) (*specs.Spec, error) {
@@ -229,7 +229,7 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	return spec, nil
 }
 
-// List returns the keys of the claims that have a file, sorted. Only regular
+// List returns the keys of the allocations that have a file, sorted. Only regular
 // files count: a link or a directory of such a name does not.
 func (d *Dir) List() ([]string, error) {
 	root, err := d.open()

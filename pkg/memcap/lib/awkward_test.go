@@ -93,9 +93,9 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 		return nil
 	})
 	root := t.TempDir()
-	claim := filepath.Join("claims", string(uuid), aKey)
-	usage, limit := filepath.Join(claim, usageName), filepath.Join(claim, limitName)
-	for _, dir := range []string{"driver", claim} {
+	allocation := filepath.Join("claims", string(uuid), aKey)
+	usage, limit := filepath.Join(allocation, usageName), filepath.Join(allocation, limitName)
+	for _, dir := range []string{"driver", allocation} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
 			t.Fatal(err)
 		}

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// contextOf is what a claim's page says that a context takes.
+// contextOf is what an allocation's page says that a context takes.
 func contextOf(t *testing.T, p *Pages, key string) uint64 {
 	t.Helper()
 	page, err := mapPage(filepath.Join(p.dir, key, string(aGPU)))
@@ -59,7 +59,7 @@ func TestNeighboursModulesAreNotCharged(t *testing.T) {
 	}
 }
 
-// TestContextEstimate: of the readings of a claim the one with the least for each
+// TestContextEstimate: of the readings of an allocation the one with the least for each
 // context counts, and the estimate goes back to the default as time passes.
 func TestContextEstimate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

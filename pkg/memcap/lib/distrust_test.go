@@ -117,7 +117,7 @@ func somePages(t *testing.T) *Pages {
 	return p
 }
 
-// isOf makes this page pass for a claim's.
+// isOf makes this page pass for an allocation's.
 func (p tenant) isOf(pages *Pages, key string) {
 	p.t.Helper()
 	limit, err := mapPage(filepath.Join(pages.dir, key, string(aGPU)))
@@ -381,7 +381,7 @@ func (t *told) Write(b []byte) (int, error) {
 	return t.text.Write(b)
 }
 
-// TestReadingLeavesNothing: a container may claim as many slots as there are, and
+// TestReadingLeavesNothing: a container may take as many slots as there are, and
 // what reads them several times a second has a small memory.
 func TestReadingLeavesNothing(t *testing.T) {
 	p := newTenant(t)

@@ -208,6 +208,6 @@
 // the cap exists for a moment, until it is unloaded. If another container frees memory at
 // that moment, what the module takes may be seen only by the next reading.
 //
-// The package knows no claim, no pod, and of a process only its number. It does not know
+// The package knows no allocation, no pod, and of a process only its number. It does not know
 // what is done to those who exceed a limit.
 package lib

@@ -128,7 +128,7 @@ type Page struct {
 }
 
 // Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID> and
-// dir/cap/usage/<key>/<UUID>; see claim.go for the second. Containers have limit pages
+// dir/cap/usage/<key>/<UUID>; see usagefs.go for the second. Containers have limit pages
 // mounted and mapped. So a limit page keeps its inode as long as its allocation lives, and
 // is changed by atomic stores only.
 // The methods are safe for concurrent use. Only one process at a time may use a

@@ -121,7 +121,7 @@ func TestPageStays(t *testing.T) {
 		t.Error("the page is another file now")
 	}
 	if _, err := os.Stat(filepath.Join(filepath.Dir(path), "GPU-1")); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("a GPU that is not the claim's any more: %v", err)
+		t.Errorf("a GPU that is not the allocation's any more: %v", err)
 	}
 	if err := os.WriteFile(path, []byte("what is this"), 0o644); err != nil {
 		t.Fatal(err)
@@ -194,7 +194,7 @@ func TestPageRefusals(t *testing.T) {
 	}
 }
 
-// TestWriteFromMany: claims are written by one, read for by another.
+// TestWriteFromMany: allocations are written by one, read for by another.
 func TestWriteFromMany(t *testing.T) {
 	tn := newTenant(t)
 	tn.has(1, aGiB, 0, 0)
@@ -541,7 +541,7 @@ func TestCorrectionSurvives(t *testing.T) {
 	}
 	p.set(useNonce, 8)
 	if err := again.Begin(); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("a page that is not the claim's is read: %v", err)
+		t.Errorf("a page that is not the allocation's is read: %v", err)
 	}
 }
 
@@ -552,8 +552,8 @@ func TestMeterRefusals(t *testing.T) {
 		t.Error("a reading that was not begun ended")
 	}
 	for name, err := range map[string]error{
-		"a claim without pages": func() error { _, err := pages.Meter("0", aGPU, p.usage()); return err }(),
-		"another GPU":           func() error { _, err := pages.Meter(aKey, "GPU-9", p.usage()); return err }(),
+		"an allocation without pages": func() error { _, err := pages.Meter("0", aGPU, p.usage()); return err }(),
+		"another GPU":                 func() error { _, err := pages.Meter(aKey, "GPU-9", p.usage()); return err }(),
 	} {
 		if !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("%s: %v", name, err)

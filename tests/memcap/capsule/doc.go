@@ -12,7 +12,7 @@
 // its changes in memory, a fresh /proc, a /dev with a handful of nodes. On it
 // are laid the edits of a CDI file as a runtime lays them: device nodes,
 // bind mounts, file systems, in their order, and what NVIDIA's hooks do so that the
-// driver's libraries are found. Claim makes such edits, the driver's part as NVIDIA's tools
+// driver's libraries are found. Allocation makes such edits, the driver's part as NVIDIA's tools
 // do and the cap's part as the agent does. The function Open makes a container of any
 // edits, those of a real driver too.
 //

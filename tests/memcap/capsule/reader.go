@@ -28,7 +28,7 @@ type Reader struct {
 	Container *Container
 	Pages     *lib.Pages
 	Also      []*Container // others that count on the same page
-	Key       string       // the claim's
+	Key       string       // the allocation's
 	GPU       gpu.UUID
 	Every     time.Duration
 

@@ -208,7 +208,7 @@ func (b *bench) behaviour(ctx context.Context) error {
 		}
 		files, err := filepath.Glob(filepath.Join(b.work, r.name, "cdi", "*.json"))
 		if err != nil || len(files) != 1 {
-			return fmt.Errorf("one claim is prepared and there are %d CDI files", len(files))
+			return fmt.Errorf("one allocation is prepared and there are %d CDI files", len(files))
 		}
 		if _, err := r.plugin.Client.GetPreferredAllocation(ctx, preferredRequest(free, usual+1)); err == nil || !strings.Contains(err.Error(), "80") {
 			return fmt.Errorf("more units than a GPU has were asked for; want a refusal with the largest block, 80; got %v", err)

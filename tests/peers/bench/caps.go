@@ -31,7 +31,7 @@ const (
 const field = "[field] HAMi-core v2.9.0, for comparison and not measured here: alloc+free costs 600 ns more, and 163,000 ns more " +
 	"with 100,000 live; a process starts 300 ms later, one after the other"
 
-// holding is a container of a pod that holds a claim.
+// holding is a container of a pod that holds an allocation.
 func (b *bench) holding(ctx context.Context, r *running, units int) (pod, specs.ContainerEdits, error) {
 	var none specs.ContainerEdits
 	ids, err := r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), units)
@@ -134,7 +134,7 @@ func (r *reading) close() error {
 }
 
 // capping measures what the cap's library costs the programs in a container: the
-// same calls in two containers, one with the claim's CDI file as it is and one
+// same calls in two containers, one with the allocation's CDI file as it is and one
 // without the cap in it.
 func (b *bench) capping(ctx context.Context) error {
 	b.note("the emulated libcuda counts memory in the process here, and a call of it takes nanoseconds. A figure is what a call costs more in the capped container than in the bare one right before or after: the median of the quarter of %d rounds in which the bare one was quickest", b.timings)

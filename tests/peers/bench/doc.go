@@ -27,7 +27,7 @@
 // plugin API and of PodResources (tests/fakes; it registers plugins, dials them
 // with the kubelet's own options, opens their lists, asks for preferences with
 // the free IDs in random order, and writes a checkpoint), a container runtime's
-// side of the CRI (runtime.go; the agent ends no claim, and lets no container
+// side of the CRI (runtime.go; the agent ends no allocation, and lets no container
 // start, without a word of the runtime), an API server's side of lists, watches,
 // patches and events over TLS and HTTP/2 (apiserver.go), and the programs that
 // are measured, each a process of its own:
@@ -78,7 +78,7 @@
 //
 // # What caps cost
 //
-// A claim's CDI file is laid in two containers (package capsule), in one as the
+// An allocation's CDI file is laid in two containers (package capsule), in one as the
 // agent wrote it and in the other without what the cap put there. In both the same
 // program (c/timing.c) times the same calls in turn; the emulated libcuda counts
 // its memory in the process then, so that a call takes nanoseconds, and a

@@ -370,7 +370,7 @@ func (a *agentCutter) begin(ctx context.Context, set, busy migSet) error {
 }
 
 func (a *agentCutter) change(ctx context.Context, counts string, busy migSet) (refused string, err error) {
-	// A busy instance that no claim has is not on offer.
+	// A busy instance that no allocation has is not on offer.
 	n := map[string]int{}
 	for _, field := range strings.Split(strings.Trim(counts, "{}"), ", ") {
 		var count int

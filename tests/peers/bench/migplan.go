@@ -145,7 +145,7 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			offers[i] = mig.Offer{GPU: gpu.UUID(fmt.Sprintf("GPU-%d", i)), Card: card, Rank: i}
 			for _, s := range standing[i] {
 				if s.Pinned {
-					offers[i].Taken = append(offers[i].Taken, s.Placement)
+					offers[i].Pinned = append(offers[i].Pinned, s.Placement)
 				} else {
 					offers[i].Warm = append(offers[i].Warm, s.Placement)
 				}
@@ -158,7 +158,7 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			var available []mig.Place
 			for i := range offers {
 				for _, s := range wanted {
-					if card.Fits(offers[i].Taken, s) {
+					if card.Fits(offers[i].Pinned, s) {
 						available = append(available, mig.Place{GPU: offers[i].GPU, Placement: s})
 					}
 				}
@@ -179,11 +179,11 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			}
 			granted++
 			o := &offers[at]
-			o.Taken = append(o.Taken, chosen[0].Placement)
+			o.Pinned = append(o.Pinned, chosen[0].Placement)
 			o.Warm = nil
 			var after []mig.Standing
 			for _, s := range plan.Result {
-				pinned := slices.Contains(o.Taken, s)
+				pinned := slices.Contains(o.Pinned, s)
 				after = append(after, mig.Standing{Placement: s, Pinned: pinned})
 				if !pinned {
 					o.Warm = append(o.Warm, s)

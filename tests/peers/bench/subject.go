@@ -99,7 +99,7 @@ func (m *machine) startAgent(name, http string, k *kubelet, unit int, args ...st
 		args = append(args, "--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String())
 	}
 	dir := filepath.Join(m.work, name)
-	for _, left := range []string{"cdi", "state/state.json", "state/claims.journal"} {
+	for _, left := range []string{"cdi", "state/state.json", "state/allocations.journal"} {
 		if err := os.RemoveAll(filepath.Join(dir, left)); err != nil {
 			return nil, fmt.Errorf("start %s: %w", name, err)
 		}

@@ -33,7 +33,7 @@ const (
 // it takes nanoseconds and not a daemon's answer.
 const inProcess = "GPU_EMULATOR_ACCOUNTING=process"
 
-// laid are a claim's edits as a container of this machine can have them.
+// laid are an allocation's edits as a container of this machine can have them.
 func (b *bench) laid(edits specs.ContainerEdits) (specs.ContainerEdits, capsule.Image) {
 	image := capsule.Image{Links: map[string]string{}}
 	var mounts []*specs.Mount
@@ -57,7 +57,7 @@ func (b *bench) laid(edits specs.ContainerEdits) (specs.ContainerEdits, capsule.
 	return edits, image
 }
 
-// without is a claim's edits without what the cap has put there: the driver's
+// without is an allocation's edits without what the cap has put there: the driver's
 // own libraries stand at their own paths.
 func without(edits specs.ContainerEdits) (specs.ContainerEdits, error) {
 	real := map[string]string{}
@@ -67,7 +67,7 @@ func without(edits specs.ContainerEdits) (specs.ContainerEdits, error) {
 		}
 	}
 	if len(real) != 2 {
-		return edits, fmt.Errorf("a claim's CDI file has the driver's libraries at %v, want them at %s and %s", real, lib.RealCUDA, lib.RealNVML)
+		return edits, fmt.Errorf("an allocation's CDI file has the driver's libraries at %v, want them at %s and %s", real, lib.RealCUDA, lib.RealNVML)
 	}
 	var mounts []*specs.Mount
 	for _, m := range edits.Mounts {

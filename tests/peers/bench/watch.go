@@ -23,7 +23,7 @@ import (
 const mostWatching = 1.0
 
 // watching measures the watchdog: an agent that looks after containers with a
-// GPU process each beside one that has the same claims and does not look.
+// GPU process each beside one that has the same allocations and does not look.
 func (b *bench) watching(ctx context.Context) error {
 	return all(ctx, usual, func(rs []*running) error {
 		watch, off := rs[0], rs[1]
@@ -87,7 +87,7 @@ func (b *bench) watchedFor(ctx context.Context, rs []*running, what string, want
 // fill a GPU.
 const watchedUnits = 6
 
-// inhabit starts a container with a claim and a process in it that uses the GPU.
+// inhabit starts a container with an allocation and a process in it that uses the GPU.
 func (b *bench) inhabit(ctx context.Context, r *running) (user *timer, close func(), err error) {
 	p, edits, err := b.holding(ctx, r, watchedUnits)
 	if err != nil {

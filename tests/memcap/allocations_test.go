@@ -16,7 +16,7 @@ import (
 )
 
 // A program that mounts counters of its own over those of its container, or lays a
-// second claim beside its own, as it may in a user namespace, has no second cap.
+// second allocation beside its own, as it may in a user namespace, has no second cap.
 func TestOwnMountOverUsage(t *testing.T) {
 	const limit, key = 2 * GiB, "mount"
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
@@ -24,13 +24,13 @@ func TestOwnMountOverUsage(t *testing.T) {
 	dir, usage := filepath.Dir(lib.PagesDir(u, key)), lib.UsagePath(u, key)
 	for _, c := range []struct{ name, script string }{
 		{"nothing over all of it", "mount -t tmpfs none " + lib.Root + "/claims"},
-		{"nothing over the claim", "mount -t tmpfs none " + lib.PagesDir(u, key)},
+		{"nothing over the allocation", "mount -t tmpfs none " + lib.PagesDir(u, key)},
 		{"a fresh page over the page", "mount --bind /own " + usage},
-		{"a claim without a limit beside the claim", "mkdir " + dir + "/x && cp " + lib.LimitPath(u, key) + " /own " + dir + "/x && mv " + dir + "/x/own " + dir + "/x/usage && " +
+		{"an allocation without a limit beside the allocation", "mkdir " + dir + "/x && cp " + lib.LimitPath(u, key) + " /own " + dir + "/x && mv " + dir + "/x/own " + dir + "/x/usage && " +
 			"printf '\\377\\377\\377\\377\\377\\377\\377\\377' | dd of=" + dir + "/x/limit bs=1 seek=8 conv=notrunc 2>/dev/null"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			b := r.claim(t, key, []share{{gpu: 0, bytes: limit}}, false, func(_ *specs.ContainerEdits, image *capsule.Image) {
+			b := r.allocate(t, key, []share{{gpu: 0, bytes: limit}}, false, func(_ *specs.ContainerEdits, image *capsule.Image) {
 				page, err := os.ReadFile(usagePage(t))
 				if err != nil {
 					t.Fatal(err)
@@ -58,13 +58,13 @@ func TestOwnMountOverUsage(t *testing.T) {
 	}
 }
 
-// Two containers of one claim, and two starts of one container, count on one page:
+// Two containers of one allocation, and two starts of one container, count on one page:
 // together they have the cap, and what a container's last start had is the next
 // one's at once.
-func TestOneClaimSeveralContainers(t *testing.T) {
+func TestOneAllocationSeveralContainers(t *testing.T) {
 	const limit, key = 2 * GiB, "several"
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	a := r.claim(t, key, []share{{gpu: 0, bytes: limit}}, false, nil)
+	a := r.allocate(t, key, []share{{gpu: 0, bytes: limit}}, false, nil)
 	pages, err := r.pages.Write(key, promised, []lib.Limit{{GPU: r.uuid(0), Bytes: limit, Context: context300}})
 	if err != nil {
 		t.Fatal(err)
@@ -72,7 +72,7 @@ func TestOneClaimSeveralContainers(t *testing.T) {
 	another := func() *box {
 		t.Helper()
 		edits, image := r.m.Plain(0)
-		edits = capsule.Claim{Kit: r.kit, Key: key, Pages: pages}.Apply(edits)
+		edits = capsule.Allocation{Kit: r.kit, Key: key, Pages: pages}.Apply(edits)
 		capsule.Bind(&edits, r.probe, "/probe")
 		c, err := r.m.Open(t.Context(), edits, image)
 		if err != nil {
@@ -136,7 +136,7 @@ func TestAShareBesideAWholeGPU(t *testing.T) {
 				}
 				var plain specs.ContainerEdits
 				plain, image = r.m.Plain(i)
-				plain = capsule.Claim{Kit: r.kit, Key: key, Pages: pages}.Apply(plain)
+				plain = capsule.Allocation{Kit: r.kit, Key: key, Pages: pages}.Apply(plain)
 				edits.DeviceNodes = append(edits.DeviceNodes, plain.DeviceNodes...)
 				edits.Mounts = append(edits.Mounts, plain.Mounts...)
 				edits.Hooks = append(edits.Hooks, plain.Hooks...)

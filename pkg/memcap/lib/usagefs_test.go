@@ -38,7 +38,7 @@ func written(t *testing.T, p *Pages, limits ...Limit) map[gpu.UUID]Page {
 }
 
 // TestUsagePageIsBounded: who may write to a page may make it longer, and gets no
-// more of the host's memory than the claim's pages take.
+// more of the host's memory than the allocation's pages take.
 func TestUsagePageIsBounded(t *testing.T) {
 	p := mounting(t)
 	pages := written(t, p, Limit{GPU: aGPU, Bytes: aGiB}, Limit{GPU: "GPU-1", Bytes: aGiB})
@@ -71,8 +71,8 @@ func TestUsagePageIsBounded(t *testing.T) {
 	}
 }
 
-// TestUsagePageStays: a claim goes on with its page, whatever an agent that starts
-// writes, as long as processes can count on it and nobody else has the claim.
+// TestUsagePageStays: an allocation goes on with its page, whatever an agent that starts
+// writes, as long as processes can count on it and nobody else has the allocation.
 func TestUsagePageStays(t *testing.T) {
 	began := time.Now()
 	one := Limit{GPU: aGPU, Bytes: aGiB, Since: began}
@@ -159,10 +159,10 @@ func TestUsagePageStays(t *testing.T) {
 	}
 }
 
-// TestMeterOfAClaimGivenAgain: a claim that has ended and is given out again has new
+// TestMeterOfAnAllocationGivenAgain: an allocation that has ended and is given out again has new
 // pages. Who reads those of before, which are still there for whoever has them open,
 // must learn of it, or the new ones are never read.
-func TestMeterOfAClaimGivenAgain(t *testing.T) {
+func TestMeterOfAnAllocationGivenAgain(t *testing.T) {
 	p := somePages(t)
 	meter := func() *Meter {
 		t.Helper()
@@ -190,13 +190,13 @@ func TestMeterOfAClaimGivenAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := before.Begin(); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("the pages of a claim that has ended are read: %v", err)
+		t.Errorf("the pages of an allocation that has ended are read: %v", err)
 	}
 	if _, err := p.Write(aKey, time.Second, limits); err != nil {
 		t.Fatal(err)
 	}
 	if err := before.Begin(); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("the pages of the claim before are read: %v", err)
+		t.Errorf("the pages of the allocation before are read: %v", err)
 	}
 	if err := meter().Begin(); err != nil {
 		t.Error(err)
@@ -222,8 +222,8 @@ func at(path string, where int64, what string) error {
 	return errors.Join(err, f.Close())
 }
 
-// TestUsagePagesLeaveNothing: what a claim's pages were mounted on goes with the
-// claim, also where a killed agent has left it half done.
+// TestUsagePagesLeaveNothing: what an allocation's pages were mounted on goes with the
+// allocation, also where a killed agent has left it half done.
 func TestUsagePagesLeaveNothing(t *testing.T) {
 	p := mounting(t)
 	written(t, p, Limit{GPU: aGPU, Bytes: aGiB})

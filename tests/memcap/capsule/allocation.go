@@ -24,8 +24,8 @@ func Library(ctx context.Context, root string) (string, error) {
 	return emulib.Once(ctx, "memcap", "cap-"+sum, func(ctx context.Context, dir string) error { return lib.BuildBelow(ctx, dir, root) })
 }
 
-// Claim is what the cap adds to a container.
-type Claim struct {
+// Allocation is what the cap adds to a container.
+type Allocation struct {
 	Kit lib.Kit
 	Key string
 	// Pages are its pages' files by GPU, as lib.Pages.Write returns them.
@@ -34,8 +34,8 @@ type Claim struct {
 	Open bool
 }
 
-// Apply makes a plain container's edits those of a claim's container.
-func (c Claim) Apply(edits specs.ContainerEdits) specs.ContainerEdits {
+// Apply makes a plain container's edits those of an allocation's container.
+func (c Allocation) Apply(edits specs.ContainerEdits) specs.ContainerEdits {
 	stands := []struct{ library, hostPath, real string }{
 		{emulib.CUDA, c.Kit.CUDA, lib.RealCUDA},
 		{emulib.NVML, c.Kit.NVML, lib.RealNVML},

@@ -27,8 +27,8 @@ func (e ending) String() string {
 }
 
 // watchEnd waits for a container's end, for the kubelet to let its pod's devices
-// go, and for the agent to be left with so many claims.
-func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e ending) {
+// go, and for the agent to be left with so many allocations.
+func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, allocations int) (e ending) {
 	b.Helper()
 	steps := []func() error{
 		func() (err error) {
@@ -51,9 +51,9 @@ func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e endi
 			return err
 		},
 		func() (err error) {
-			e.agent, err = lab.Moment(b.ctx, waitLong, pace, fmt.Sprintf("%d claims", claims), func(ctx context.Context) error {
+			e.agent, err = lab.Moment(b.ctx, waitLong, pace, fmt.Sprintf("%d allocations", allocations), func(ctx context.Context) error {
 				s, err := agent.Status(ctx)
-				if err == nil && s.Claims != claims {
+				if err == nil && s.Allocations != allocations {
 					err = fmt.Errorf("the agent says: %s", s)
 				}
 				return err
@@ -82,11 +82,11 @@ func (b *bench) heldBack(p lab.Process) (letGo func() error) {
 	return letGo
 }
 
-// Claims end when their containers have ended, and not before: not while an
+// Allocations end when their containers have ended, and not before: not while an
 // image is being pulled, not because their pod's object is gone, and also
 // though it stays. Everything runs beside everything else, on GPUs of its own.
 // The short form has the pod whose object is gone, alone.
-func TestClaims(t *testing.T) {
+func TestAllocations(t *testing.T) {
 	b := begin(t, `version: v1
 partitions:
   default:
@@ -100,20 +100,20 @@ partitions:
     - devices: [6, 7]
       mode: off
 `, map[string]int{lab.Memory: 2 * units, lab.Replicas: 2, lab.GPU: 2})
-	b.claimsBecome(0)
+	b.allocationsBecome(0)
 
 	deaf := b.create(lab.Pod{Name: "deaf", Grace: 30 * time.Second,
 		Containers: []lab.Container{{Resources: map[string]int{lab.Replicas: 2}, Then: lab.Deaf}}})
 	b.must(deaf.Running(b.ctx))
 	if testing.Short() {
-		b.claimsBecome(1)
+		b.allocationsBecome(1)
 		b.sub("a pod that was deleted by force", func(b *bench) { b.outlivesItsPod(deaf, 1) })
 	} else {
-		b.claimsOfMany(deaf)
+		b.allocationsOfMany(deaf)
 	}
 
 	b.must(node.DeletePods(b.ctx))
-	b.claimsBecome(0)
+	b.allocationsBecome(0)
 	files, err := agent.CDIFiles(b.ctx)
 	b.must(err)
 	if len(files) > 0 {
@@ -121,8 +121,8 @@ partitions:
 	}
 }
 
-// claimsOfMany is everything, beside a pod that does not hear.
-func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
+// allocationsOfMany is everything, beside a pod that does not hear.
+func (b *bench) allocationsOfMany(deaf *lab.RunningPod) {
 	b.Helper()
 	image, arrive, err := node.LateImage(b.ctx)
 	b.must(err)
@@ -153,8 +153,8 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 		b.Errorf("a container with a whole GPU and a share of another sees %d GPUs, want 2", got)
 	}
 	const held = 5 // pulling has two, both two, deaf one
-	b.claimsBecome(held)
-	until := time.Now().Add(36 * time.Second) // a claim is young for 30 s
+	b.allocationsBecome(held)
+	until := time.Now().Add(36 * time.Second) // an allocation is young for 30 s
 
 	b.sub("a Job that is done", func(b *bench) {
 		for _, name := range []string{"job-1", "job-2"} { // the second has the first's units
@@ -169,7 +169,7 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 			b.initRuns(job, "main")
 			p, err := job.Process(b.ctx, "")
 			b.must(err)
-			b.claimsBecome(held + 1)
+			b.allocationsBecome(held + 1)
 			b.must(job.Tell(b.ctx, ""))
 			b.Logf("%s: %s", name, b.watchEnd(job, p, held))
 			// The API server may hear of the end after the agent.
@@ -187,8 +187,8 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 	b.sub("an image that is being pulled", func(b *bench) {
 		b.must(lab.Holds(b.ctx, time.Until(until), "while the image is being pulled", func(ctx context.Context) error {
 			s, err := agent.Status(ctx)
-			if err == nil && s.Claims != held {
-				err = fmt.Errorf("want %d claims; the agent says: %s", held, s)
+			if err == nil && s.Allocations != held {
+				err = fmt.Errorf("want %d allocations; the agent says: %s", held, s)
 			}
 			return err
 		}))
@@ -201,7 +201,7 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 		if g := b.one(b.inside(pulling, "main")); g.Index > 1 {
 			b.Errorf("the app container sees GPU %d, want a shared one", g.Index)
 		}
-		b.claimsBecome(held)
+		b.allocationsBecome(held)
 		p, err := pulling.Process(b.ctx, "")
 		b.must(err)
 		b.must(pulling.Delete(b.ctx))
@@ -210,7 +210,7 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 
 	b.sub("a whole GPU and a share", func(b *bench) {
 		b.must(agent.Kill(b.ctx))
-		b.claimsBecome(held - 2)
+		b.allocationsBecome(held - 2)
 		b.must(both.RestartContainer(b.ctx, ""))
 		if got := len(b.inside(both, "")); got != 2 {
 			b.Errorf("after its restart the container sees %d GPUs, want 2", got)
@@ -222,7 +222,7 @@ func (b *bench) claimsOfMany(deaf *lab.RunningPod) {
 	})
 }
 
-// outlivesItsPod deletes a pod by force whose container goes on, of so many claims that
+// outlivesItsPod deletes a pod by force whose container goes on, of so many allocations that
 // there are. The next pod that asks for the same waits for the container's end.
 func (b *bench) outlivesItsPod(deaf *lab.RunningPod, held int) {
 	b.Helper()
@@ -248,8 +248,8 @@ func (b *bench) outlivesItsPod(deaf *lab.RunningPod, held int) {
 		if err != nil {
 			return err
 		}
-		if s.Claims != held {
-			return fmt.Errorf("there are %d claims, want %d", s.Claims, held)
+		if s.Allocations != held {
+			return fmt.Errorf("there are %d allocations, want %d", s.Allocations, held)
 		}
 		return nil
 	}))
