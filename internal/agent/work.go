@@ -346,8 +346,11 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 			done = append(done, r.failed)
 		}
 	}
-	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
+	if r.err != nil && !errors.Is(r.err, errResetDue) {
 		for _, s := range slices.Backward(done) {
+			if ctx.Err() != nil {
+				break // the process ends, as above
+			}
 			back := inverse(s)
 			m, err := e.driver.MIG(ctx, d.UUID)
 			if err == nil {

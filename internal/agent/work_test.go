@@ -3,9 +3,11 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"testing"
 	"time"
 
@@ -80,5 +82,64 @@ func TestTheSameFailureInOtherWordsIsToldOnce(t *testing.T) {
 		if news := len(told) > 0; news != c.news {
 			t.Errorf("failure %d: told %q", i, told)
 		}
+	}
+}
+
+// ending is a driver under which the process is told to end at a call that makes an instance.
+type ending struct {
+	*outside
+	at  int
+	end context.CancelFunc
+}
+
+func (e *ending) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+	in, err := e.outside.CreateInstance(ctx, u, profile, at, ci)
+	if e.at--; e.at == 0 {
+		e.end()
+	}
+	return in, err
+}
+
+// A process that is told to end takes no step any more, nor puts back what it has done: its
+// successor has looked at the GPU by then, and would take what comes later for somebody else's.
+func TestNothingIsDoneAtTheEnd(t *testing.T) {
+	for _, ends := range []int{1, 2, 3} {
+		o := migMachine(1, 0)
+		d := o.inv.GPUs[0]
+		var steps []mig.Step
+		for _, start := range []int{0, 1, 2} {
+			steps = append(steps, mig.Step{Op: mig.Create, Placement: mig.Placement{Profile: mig.Name{Slices: 1, GB: 10}, Start: start, Size: 1}})
+		}
+		ctx, end := context.WithCancel(t.Context())
+		e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{Observer: o}, nil, func(gpu.UUID, mig.Step, error) {}, nil, nil)
+		e.driver = &ending{outside: o, at: ends, end: end}
+		e.execute(ctx, &job{Work: plan.Work{GPU: d.UUID, Steps: steps}}, d)
+		if got := len(o.inv.GPUs[0].MIG.Instances); got != ends {
+			t.Errorf("told to end at step %d: %d instances stand", ends, got)
+		}
+		end()
+	}
+	// In the middle of what is put back.
+	o := migMachine(1, 0)
+	o.inv.GPUs[0].MIG.Instances = nil
+	for _, start := range []int{0, 1, 2, 3} {
+		o.inv.GPUs[0].MIG.Instances = append(o.inv.GPUs[0].MIG.Instances, gpu.Instance{Profile: "1g.10gb", Placement: gpu.Placement{Start: start, Size: 1}, GI: start + 1})
+	}
+	d := o.inv.GPUs[0]
+	var steps []mig.Step
+	for _, in := range d.MIG.Instances {
+		at, err := mig.PlacementOf(&in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		steps = append(steps, mig.Step{Op: mig.Destroy, Placement: at})
+	}
+	o.failAt = map[int]error{4: errors.New("it broke")}
+	ctx, end := context.WithCancel(t.Context())
+	e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{Observer: o}, nil, func(gpu.UUID, mig.Step, error) {}, nil, nil)
+	e.driver = &ending{outside: o, at: 1, end: end}
+	e.execute(ctx, &job{Work: plan.Work{GPU: d.UUID, Steps: steps}}, d)
+	if want := []string{"0: destroy 1g.10gb@0", "0: destroy 1g.10gb@1", "0: destroy 1g.10gb@2", "0: create 1g.10gb@2"}; !slices.Equal(o.ops, want) {
+		t.Errorf("told to end in the middle of what is put back: %q, want %q", o.ops, want)
 	}
 }
