@@ -185,13 +185,19 @@ func (n *Names) Kind(resource string) (piece.Kind, bool) {
 	if !ok {
 		return "", false
 	}
-	_, err := mig.ParseResource(short)
+	var instances piece.Kind
 	for _, k := range piece.Kinds() {
-		if k.InMIG() && err == nil || short != "" && k.Short() == short {
+		switch {
+		case k.InMIG():
+			instances = k
+		case k.Short() == short:
 			return k, true
 		}
 	}
-	return "", false
+	if _, err := mig.ParseResource(short); err != nil {
+		return "", false
+	}
+	return instances, true
 }
 
 // KindOf is what the devices of a resource stand for by its short name, whatever its

@@ -106,15 +106,9 @@ func CapOf(bytes uint64) Cap { return Cap{Known: true, Bytes: bytes} }
 // their instance's memory.
 var NoCap = CapOf(memcap.None)
 
-// Fields are a piece's own fields, as a JSON object. Its kind is not among them: whoever
-// writes a record has it beside them. See [Read].
-func Fields(p Piece) ([]byte, error) {
-	return json.Marshal(p)
-}
-
-// Read reads a piece of a kind from a record that has its fields; own are the names of those
-// that the record has for itself. The error wraps
-// gpu.ErrInvalid. A kind that this version does not know is no error, but an [Unknown].
+// Read reads a piece of a kind from a JSON object with the fields that json.Marshal writes of it;
+// own are the names of those that the record has for itself. The error wraps gpu.ErrInvalid. A
+// kind that this version does not know is no error, but an [Unknown].
 func Read(k Kind, record []byte, own ...string) (Piece, error) {
 	if !k.Known() {
 		return unknown(k, record, own)

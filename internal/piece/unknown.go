@@ -35,9 +35,6 @@ func unknown(k Kind, record []byte, own []string) (Piece, error) {
 // Kind is the word that stands in its record.
 func (u Unknown) Kind() Kind { return u.word }
 
-// Err is an [UnknownKind].
-func (u Unknown) Err() error { return UnknownKind{u.word} }
-
 // String is its kind's word.
 func (u Unknown) String() string { return string(u.word) }
 
