@@ -17,7 +17,7 @@ comma   := ,
 # Without -buildvcs=false a checkout of another user's cannot be built; without -trimpath each
 # checkout compiles everything anew.
 export GOFLAGS         ?= -buildvcs=false -trimpath
-export GPU_AGENT_CACHE := $(CACHE)
+export GPU_TESTS_CACHE := $(CACHE)
 # NVIDIA's header marks what is old as deprecated; go-nvml binds all of it.
 export CGO_CFLAGS      ?= -O2 -g -Wno-deprecated-declarations
 

@@ -28,7 +28,7 @@ var long = flag.Bool("long", false, "make a release from two clones, one with an
 // skipped where it was not run.
 func built(t *testing.T) (r *release, cache string) {
 	t.Helper()
-	cache = os.Getenv("GPU_AGENT_CACHE")
+	cache = os.Getenv("GPU_TESTS_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
 		if err != nil {

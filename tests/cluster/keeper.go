@@ -100,7 +100,7 @@ func keeperMain(args []string) error {
 
 // usageFile is the variable of the environment that names the file to which keepers append
 // what their nodes have used of the processors. Unset, they tell nobody.
-const usageFile = "GPU_AGENT_USAGE"
+const usageFile = "GPU_TESTS_USAGE"
 
 // tellUsage appends a line "NODE SECONDS" to the file that usageFile names: the processor
 // time of a node's first process and of all that it has waited for, which is every process

@@ -30,11 +30,11 @@ import (
 type Layout struct{ cache string }
 
 func findLayout() (Layout, error) {
-	cache := os.Getenv("GPU_AGENT_CACHE")
+	cache := os.Getenv("GPU_TESTS_CACHE")
 	if cache == "" {
 		dir, err := os.UserCacheDir()
 		if err != nil {
-			return Layout{}, fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+			return Layout{}, fmt.Errorf("find the cache: %w; set GPU_TESTS_CACHE", err)
 		}
 		cache = filepath.Join(dir, "gpu-agent")
 	}
@@ -43,7 +43,7 @@ func findLayout() (Layout, error) {
 		return Layout{}, fmt.Errorf("find the cache: %w", err)
 	}
 	if strings.ContainsAny(cache, ":,\\ \n") {
-		return Layout{}, fmt.Errorf("cache %q: mount options cannot carry a colon, comma, backslash or space; set GPU_AGENT_CACHE to another place", cache)
+		return Layout{}, fmt.Errorf("cache %q: mount options cannot carry a colon, comma, backslash or space; set GPU_TESTS_CACHE to another place", cache)
 	}
 	return Layout{cache: cache}, nil
 }

@@ -46,7 +46,7 @@ usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; wh
   path    [--name N] WHAT            print the path of: run, kubeconfig, logs, bin, images
 
 PROCESS is one of etcd, kube-apiserver, kube-controller-manager, kube-scheduler, containerd, kubelet, or a name given to start.
-N is "demo" unless given; it names the Kubernetes Node too. Everything is kept below $GPU_AGENT_CACHE, which defaults to
+N is "demo" unless given; it names the Kubernetes Node too. Everything is kept below $GPU_TESTS_CACHE, which defaults to
 ${XDG_CACHE_HOME:-$HOME/.cache}/gpu-agent.
 `
 

@@ -138,8 +138,8 @@ func names(parts []part) (out []string) {
 }
 
 func TestCacheThatMountOptionsCannotCarry(t *testing.T) {
-	t.Setenv("GPU_AGENT_CACHE", "/tmp/a,b")
-	if _, err := findLayout(); err == nil || !strings.Contains(err.Error(), "GPU_AGENT_CACHE") {
+	t.Setenv("GPU_TESTS_CACHE", "/tmp/a,b")
+	if _, err := findLayout(); err == nil || !strings.Contains(err.Error(), "GPU_TESTS_CACHE") {
 		t.Errorf("got %v, want an error that says what to set", err)
 	}
 }
@@ -204,7 +204,7 @@ func TestSlots(t *testing.T) {
 }
 
 func TestUsageErrors(t *testing.T) {
-	t.Setenv("GPU_AGENT_CACHE", t.TempDir())
+	t.Setenv("GPU_TESTS_CACHE", t.TempDir())
 	for _, test := range []struct {
 		args []string
 		want string

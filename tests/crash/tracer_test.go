@@ -14,7 +14,7 @@ import (
 	"testing"
 )
 
-const writerEnv = "GPU_AGENT_TEST_WRITER"
+const writerEnv = "GPU_TESTS_WRITER"
 
 // writer is a program with known changes, on several threads and beside others
 // that do not count.

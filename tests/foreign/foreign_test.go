@@ -39,7 +39,7 @@ var packages = []struct{ path, part string }{
 
 // inside is set for the process that becomes `go test` on the other machine; it
 // names a directory for what is laid.
-const inside = "GPU_AGENT_TEST_FOREIGN"
+const inside = "GPU_TESTS_FOREIGN"
 
 func TestMain(m *testing.M) {
 	if dir := os.Getenv(inside); dir != "" {

@@ -37,7 +37,7 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-const beHolder = "GPU_AGENT_TEST_HOLDER"
+const beHolder = "GPU_TESTS_HOLDER"
 
 // hookPath is where the host would have the hook program.
 const hookPath = "/var/lib/gpu-agent/hooks/0123456789abcdef/nvidia-cdi-hook"

@@ -12,7 +12,7 @@ import (
 )
 
 // beNewDriver marks the process that TestEmulatedNewDriver starts.
-const beNewDriver = "GPU_AGENT_TEST_NEW_DRIVER"
+const beNewDriver = "GPU_TESTS_NEW_DRIVER"
 
 // TestEmulatedNewDriver holds a driver that limits cgroups against the same: in a
 // process of its own, since one is bound to one driver's library.

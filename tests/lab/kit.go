@@ -31,7 +31,7 @@ type Kit struct {
 }
 
 // NewKit finds the checkout from the working directory, and the cache as the
-// Makefile does: $GPU_AGENT_CACHE, else gpu-agent in the user's cache.
+// Makefile does: $GPU_TESTS_CACHE, else gpu-agent in the user's cache.
 func NewKit(screen io.Writer) (*Kit, error) {
 	dir, err := os.Getwd()
 	if err != nil {
@@ -194,7 +194,7 @@ func (k *Kit) output(ctx context.Context, stdin io.Reader, program string, args 
 func (k *Kit) command(ctx context.Context, env []string, program string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Dir = k.Root
-	cmd.Env = append(append(os.Environ(), "GPU_AGENT_CACHE="+k.Cache), env...)
+	cmd.Env = append(append(os.Environ(), "GPU_TESTS_CACHE="+k.Cache), env...)
 	// Builds and nodes clean up after themselves when they are asked to end.
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = 30 * time.Second

@@ -74,11 +74,11 @@ func runAll(ctx context.Context, args []string) error {
 	if len(list) == 0 {
 		return errors.New("no defect has such a name and draw; `mutants list` prints them")
 	}
-	cache := os.Getenv("GPU_AGENT_CACHE")
+	cache := os.Getenv("GPU_TESTS_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
 		if err != nil {
-			return fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+			return fmt.Errorf("find the cache: %w; set GPU_TESTS_CACHE", err)
 		}
 		cache = filepath.Join(user, "gpu-agent")
 	}
@@ -97,7 +97,7 @@ func runAll(ctx context.Context, args []string) error {
 	}
 	defer lock.Close()
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-		return fmt.Errorf("another run puts defects back in %s: %w; wait for its end, or set GPU_AGENT_CACHE to another directory", t.tree, err)
+		return fmt.Errorf("another run puts defects back in %s: %w; wait for its end, or set GPU_TESTS_CACHE to another directory", t.tree, err)
 	}
 	_, _ = exec.CommandContext(ctx, "git", "worktree", "remove", "--force", t.tree).Output() // of a run that was killed
 	if out, err := exec.CommandContext(ctx, "git", "worktree", "add", "--detach", "--force", t.tree, "HEAD").CombinedOutput(); err != nil {

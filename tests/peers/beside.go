@@ -21,8 +21,8 @@ import (
 // peerRole is set where this program was started to become a peer, featuresRole
 // beside it to the directory of features files that the peer is to find.
 const (
-	peerRole     = "GPU_AGENT_BECOME_PEER"
-	featuresRole = "GPU_AGENT_PEER_FEATURES"
+	peerRole     = "GPU_TESTS_BECOME_PEER"
+	featuresRole = "GPU_TESTS_PEER_FEATURES"
 )
 
 // BecomePeer is for the main function of a program that runs peers, before all

@@ -32,7 +32,7 @@ import (
 
 // agentRole is set where this program was started to read an inventory as the
 // agent does: a process can open one driver library only.
-const agentRole = "GPU_AGENT_READ_INVENTORY"
+const agentRole = "GPU_TESTS_READ_INVENTORY"
 
 func becomeAgent() {
 	root := os.Getenv(agentRole)

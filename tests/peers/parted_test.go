@@ -33,7 +33,7 @@ import (
 func TestMain(m *testing.M) {
 	peers.BecomePeer()
 	becomeAgent()
-	const inside = "GPU_AGENT_PEERS_TEST_INSIDE"
+	const inside = "GPU_TESTS_PEERS_INSIDE"
 	if os.Geteuid() != 0 || os.Getenv(inside) != "" {
 		os.Exit(m.Run())
 	}

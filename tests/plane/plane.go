@@ -51,7 +51,7 @@ type Server struct {
 // Program finds what the test node's builder put into the cache.
 func Program(t testing.TB, name string) string {
 	t.Helper()
-	cache := os.Getenv("GPU_AGENT_CACHE")
+	cache := os.Getenv("GPU_TESTS_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
 		if err != nil {

@@ -91,11 +91,11 @@ func main() {
 
 // do runs what the options ask for, and reports whether nothing failed.
 func do(ctx context.Context, o options) (bool, error) {
-	cache := os.Getenv("GPU_AGENT_CACHE")
+	cache := os.Getenv("GPU_TESTS_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
 		if err != nil {
-			return false, fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+			return false, fmt.Errorf("find the cache: %w; set GPU_TESTS_CACHE", err)
 		}
 		cache = filepath.Join(user, "gpu-agent")
 	}
@@ -160,7 +160,7 @@ func do(ctx context.Context, o options) (bool, error) {
 		return false, err
 	}
 	defer unlock()
-	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache, heldVariable + "=" + cache}}
+	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_TESTS_CACHE=" + cache, heldVariable + "=" + cache}}
 	began, machine := time.Now(), readMachine()
 	done := r.lanes(ctx, all)
 	r.again(ctx, done)
@@ -169,7 +169,7 @@ func do(ctx context.Context, o options) (bool, error) {
 }
 
 // heldVariable names the cache that a run has locked, for the runs that its own stages start.
-const heldVariable = "GPU_AGENT_STAGES"
+const heldVariable = "GPU_TESTS_STAGES"
 
 // lockCache waits until no other run of stages uses a cache, and returns what lets others in:
 // a node of the same name as another run's would end that one.
@@ -468,7 +468,7 @@ func (r *runner) command(ctx context.Context, i int, c command, screen, log io.W
 
 // usageFile is the variable that names the file in which the keepers of test nodes write
 // down what their nodes used: see tests/cluster.
-const usageFile = "GPU_AGENT_USAGE"
+const usageFile = "GPU_TESTS_USAGE"
 
 // readUsage sums up the lines "NODE SECONDS" of a file, which need not be there.
 func readUsage(name string) (time.Duration, error) {

@@ -678,7 +678,7 @@ func TestHalfDestroyed(t *testing.T) {
 }
 
 // beKilled marks the process that TestKilledInBetween starts.
-const beKilled = "GPU_AGENT_TEST_NVML_KILLED"
+const beKilled = "GPU_TESTS_NVML_KILLED"
 
 // An agent that dies between two steps leaves what the next one sees and can go
 // on with.

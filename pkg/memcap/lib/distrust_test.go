@@ -304,7 +304,7 @@ func TestLocksDoNotHoldTheReaderUp(t *testing.T) {
 // as it is where the node is busy or its own CPU limit is low. It is no fault of
 // the pages.
 func TestHeldUp(t *testing.T) {
-	const page, some = "GPU_AGENT_TEST_PAGE", 1000
+	const page, some = "GPU_TESTS_PAGE", 1000
 	if name := os.Getenv(page); name != "" {
 		f, err := os.Open(name)
 		if err != nil {

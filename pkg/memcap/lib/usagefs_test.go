@@ -258,7 +258,7 @@ func TestUsagePagesLeaveNothing(t *testing.T) {
 // mounted for it, and takes all of a page's room when it makes it, so that whoever
 // fills the rest leaves that; elsewhere it says what is missing.
 func TestUsagePagesWithoutMounting(t *testing.T) {
-	const at = "GPU_AGENT_TEST_DIRECTORY"
+	const at = "GPU_TESTS_DIRECTORY"
 	if dir := os.Getenv(at); dir != "" {
 		p, err := OpenPages(dir)
 		if err != nil {

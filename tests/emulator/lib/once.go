@@ -14,15 +14,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Cache is the project's cache: $GPU_AGENT_CACHE, else gpu-agent under the
+// Cache is the project's cache: $GPU_TESTS_CACHE, else gpu-agent under the
 // user's cache directory.
 func Cache() (string, error) {
-	if cache := os.Getenv("GPU_AGENT_CACHE"); cache != "" {
+	if cache := os.Getenv("GPU_TESTS_CACHE"); cache != "" {
 		return cache, nil
 	}
 	user, err := os.UserCacheDir()
 	if err != nil {
-		return "", fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+		return "", fmt.Errorf("find the cache: %w; set GPU_TESTS_CACHE", err)
 	}
 	return filepath.Join(user, "gpu-agent"), nil
 }

@@ -19,7 +19,7 @@ import (
 )
 
 // roleEnv in the environment makes a program a container's first process.
-const roleEnv = "GPU_AGENT_CAPSULE"
+const roleEnv = "GPU_TESTS_CAPSULE"
 
 // Main is what a program calls before anything else in order to use this
 // package: in a container's first process it never returns.

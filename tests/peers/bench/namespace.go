@@ -36,7 +36,7 @@ func runInside(ctx context.Context, k *lab.Kit, args []string) error {
 	runtime.LockOSThread()
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", append([]string{insideArg}, args...)...)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	cmd.Env = append(os.Environ(), "GPU_AGENT_CACHE="+k.Cache)
+	cmd.Env = append(os.Environ(), "GPU_TESTS_CACHE="+k.Cache)
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWNET,
 		Pdeathsig:  syscall.SIGKILL,

@@ -17,7 +17,7 @@ import (
 )
 
 // inside makes a test of this program a process with a mount namespace of its own.
-const inside = "GPU_AGENT_TEST_HIDE"
+const inside = "GPU_TESTS_HIDE"
 
 func TestMain(m *testing.M) {
 	if bundle, ok := os.LookupEnv(inside); ok {
