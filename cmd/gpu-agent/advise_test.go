@@ -23,10 +23,10 @@ import (
 // every six minutes a pod came for 60 units and stayed for an hour, as long as there was room,
 // and was refused when there was not; and it writes the pods that the API server had, three of
 // which never came to the node.
-func crowdedDay(t *testing.T, inv *gpu.Inventory) (journal, trace string) {
+func crowdedDay(t *testing.T, inv *gpu.Inventory) (stateDir, trace string) {
 	t.Helper()
-	journal = filepath.Join(t.TempDir(), usageDir)
-	s, err := segments.Open(journal, segments.Options{})
+	stateDir = t.TempDir()
+	s, err := segments.Open(filepath.Join(stateDir, usageDir), segments.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +73,7 @@ func crowdedDay(t *testing.T, inv *gpu.Inventory) (journal, trace string) {
 		{"kind": "Event", "reason": "FailedScheduling", "involvedObject": {"kind": "Pod", "uid": "long-gone"}, "lastTimestamp": "2026-03-01T10:00:00Z"}]}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	return journal, trace
+	return stateDir, trace
 }
 
 // twoGPUs are the first two of a recorded machine.
@@ -97,10 +97,10 @@ func twoGPUs(t *testing.T) (inv *gpu.Inventory, file string) {
 
 func TestAdvise(t *testing.T) {
 	inv, inventory := twoGPUs(t)
-	journal, trace := crowdedDay(t, inv)
+	stateDir, trace := crowdedDay(t, inv)
 	advise := func(args ...string) string {
 		t.Helper()
-		out, said, err := command(t, append([]string{"advise", "--journal", journal, "--inventory", inventory}, args...)...)
+		out, said, err := execute(t, append([]string{"advise", "--state-dir", stateDir, "--inventory", inventory}, args...)...)
 		if err != nil || said != "" {
 			t.Fatalf("%q: %v %s", args, err, said)
 		}
@@ -116,7 +116,7 @@ func TestAdvise(t *testing.T) {
 	if err := os.WriteFile(file, []byte(best), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if out, said, err := command(t, "check", file, "--inventory", inventory); err != nil || !strings.Contains(out, "partition default fits") {
+	if out, said, err := execute(t, "check", "--config", file, "--inventory", inventory); err != nil || !strings.Contains(out, "partition default fits") {
 		t.Errorf("check: %s%s%v", out, said, err)
 	}
 	if again := advise("--trace", trace, "--config", file); !strings.Contains(again, "\npresent ") || advise("--trace", trace, "-o", "partition") != best {
@@ -132,11 +132,11 @@ func TestAdvise(t *testing.T) {
 		{[]string{"--since", "yesterday"}, "is not a time"},
 		{[]string{"--since", "2026-03-02", "--until", "2026-03-01"}, "there is no demand"},
 		{[]string{"--trace", inventory}, "document 1: it has no kind"},
-		{[]string{"--journal", t.TempDir()}, "there is no demand"},
+		{[]string{"--state-dir", t.TempDir()}, "there is no demand"},
 		{[]string{"--config", plans, "--partition", "none"}, "no partition is named"},
 		{[]string{"--tries", "0"}, "--tries is at least 1"},
 	} {
-		if _, _, err := command(t, append([]string{"advise", "--journal", journal, "--inventory", inventory}, bad.args...)...); err == nil || !strings.Contains(err.Error(), bad.want) {
+		if _, _, err := execute(t, append([]string{"advise", "--state-dir", stateDir, "--inventory", inventory}, bad.args...)...); err == nil || !strings.Contains(err.Error(), bad.want) {
 			t.Errorf("%q: %v, want %q", bad.args, err, bad.want)
 		}
 	}

@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
+
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
@@ -76,8 +78,8 @@ func TestTheAgentIsAsked(t *testing.T) {
 		{of("applied"), 0, 0, "partition night, which the node follows, would be applied\n", "partition night, the node's own, fits\n", "", ""},
 		{of("blocked"), 3, 0, "these must end first:\n    train/train-3\n", "fits; now it would be blocked: because\n", "", ""},
 		{of("pending"), 4, 0, "would be pending\n", "fits; now it would be pending: because\n", "", ""},
-		{of("failed", refused), 4, 1, "  refused: GPU 0 is not offered\n", "", "", "partition night: GPU 0 is not offered\n"},
-		{of("invalid"), 1, 1, "", "", file + ":6: it would offer nothing\n", file + ":6: it would offer nothing\n"},
+		{of("failed", refused), 4, 5, "  refused: GPU 0 is not offered\n", "", "", "partition night: GPU 0 is not offered\n"},
+		{of("invalid"), 5, 5, "", "", file + ":6: it would offer nothing\n", file + ":6: it would offer nothing\n"},
 	} {
 		dir, asked := stateOf(t, func(q status.Question) (status.Answer, error) {
 			a := status.Answer{}
@@ -90,7 +92,7 @@ func TestTheAgentIsAsked(t *testing.T) {
 		if q := asked(); status != c.plans || !strings.Contains(out, c.says) || !strings.Contains(said, c.wrong) || len(q) != 1 || q[0].Partitions != nil || q[0].UnitMiB != 0 || q[0].API != "" || len(q[0].File) == 0 {
 			t.Errorf("plan, %s: exit status %d, want %d\nout: %s\nerr: %s\nasked: %+v", c.plan.State, status, c.plans, out, said, q)
 		}
-		out, said, status = program(t, "check", file, "--partition", "night", "--state-dir", dir)
+		out, said, status = program(t, "check", "--config", file, "--partition", "night", "--state-dir", dir)
 		if q := asked(); status != c.checks || !strings.Contains(out, c.fits) || !strings.Contains(said, c.told) || len(q) != 1 || !slices.Equal(q[0].Partitions, []string{"night"}) || !q[0].Brief {
 			t.Errorf("check, %s: exit status %d, want %d\nout: %s\nerr: %s\nasked: %+v", c.plan.State, status, c.checks, out, said, q)
 		}
@@ -121,13 +123,13 @@ func TestTheAgentIsAskedInParts(t *testing.T) {
 		}
 		return a, nil
 	})
-	out, said, err := command(t, "check", file, "--state-dir", dir)
+	out, said, err := execute(t, "check", "--config", file, "--state-dir", dir)
 	if q := asked(); err != nil || strings.Count(out, " fits\n") != 150 || len(q) != 3 {
 		t.Errorf("%v, %d questions\n%s%s", err, len(q), out, said)
 	}
 	dir, _ = stateOf(t, func(status.Question) (a status.Answer, _ error) { return a, os.ErrDeadlineExceeded })
-	for _, args := range [][]string{{"check", file}, {"plan", "--config", file}} {
-		if out, _, err := command(t, append(args, "--state-dir", dir)...); err == nil || !strings.Contains(err.Error(), "does not answer") || out != "" {
+	for _, args := range [][]string{{"check", "--config", file}, {"plan", "--config", file}} {
+		if out, _, err := execute(t, append(args, "--state-dir", dir)...); err == nil || !strings.Contains(err.Error(), "does not answer") || out != "" {
 			t.Errorf("%q: %v, %s", args, err, out)
 		}
 	}
@@ -136,13 +138,13 @@ func TestTheAgentIsAskedInParts(t *testing.T) {
 // Without an agent the commands say what is not known.
 func TestWithoutAnAgent(t *testing.T) {
 	var told strings.Builder
-	a := asking{stateDir: "/nowhere"}
+	a := asking{stateDir: "/nowhere", flags: &pflag.FlagSet{}}
 	if _, asked, err := a.agent(t.Context(), console{err: &told}, status.Question{}); asked || err != nil || told.String() != "no agent answers at /nowhere/agent.sock: the driver alone is asked\n" {
 		t.Errorf("asked: %v, %v, %s", asked, err, &told)
 	}
 	file := write(t, "p.yaml", "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")
-	for _, args := range [][]string{{"plan", "--config", file}, {"check", file}} {
-		out, said, err := command(t, append(args, "--inventory", h100)...)
+	for _, args := range [][]string{{"plan", "--config", file}, {"check", "--config", file}} {
+		out, said, err := execute(t, append(args, "--inventory", h100)...)
 		if err != nil || said != "" || !strings.Contains(out, "not known here: which pods hold something") || !strings.Contains(out, "the node's label") {
 			t.Errorf("%q: %v\n%s%s", args, err, out, said)
 		}

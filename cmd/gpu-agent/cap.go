@@ -3,27 +3,28 @@
 package main
 
 import (
-	"errors"
-	"flag"
 	"time"
 
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/guard"
 )
 
 // capFlags say how memory caps are enforced.
 type capFlags struct {
-	policy, intruders choice
+	policy, intruders command.Choice
 	evictAfter        int
 	every             time.Duration
 	labels            bool
 }
 
-func (f *capFlags) register(fs *flag.FlagSet) {
-	f.policy = choice{"closed", []string{"closed", "open"}}
+func (f *capFlags) register(fs *pflag.FlagSet) {
+	f.policy = command.Choice{Value: "closed", Of: []string{"closed", "open"}}
 	fs.Var(&f.policy, "cap-policy", "what becomes of an allocation that the cap's library cannot count: closed (out of memory) or open (uncounted)")
-	f.intruders = choice{"report", []string{"report", "end"}}
+	f.intruders = command.Choice{Value: "report", Of: []string{"report", "end"}}
 	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without an allocation on it: report or end")
-	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never")
+	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never; needs deployments/components/evict")
 	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery, "`time` between the watchdog's looks at a shared GPU; 0 turns it off")
 	fs.BoolVar(&f.labels, "cap-labels", false, "give the files that memory caps need the SELinux labels by which containers may use them; where the kernel has no SELinux this does nothing")
 }
@@ -31,9 +32,9 @@ func (f *capFlags) register(fs *flag.FlagSet) {
 func (f *capFlags) complete() error {
 	switch {
 	case f.evictAfter < 0:
-		return errors.New("--evict-after must not be negative")
+		return command.Usagef("--evict-after must not be negative")
 	case f.every < 0 || f.every > 0 && f.every < 10*time.Millisecond:
-		return errors.New("--watch-every must be 10ms or more, or 0 for none")
+		return command.Usagef("--watch-every must be 10ms or more, or 0 for none")
 	}
 	return nil
 }

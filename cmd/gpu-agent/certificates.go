@@ -3,9 +3,7 @@
 package main
 
 import (
-	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"maps"
 	"os"
@@ -14,6 +12,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/extender"
 )
 
@@ -22,36 +24,43 @@ type certificateFlags struct {
 	days       int
 }
 
-func (f *certificateFlags) register(fs *flag.FlagSet) {
-	fs.StringVar(&f.out, "out", "door", "`folder` for the files, which is made; none of them may be there")
+func (f *certificateFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.out, "out", "door", "`directory` for the files, which is made; none of them may be there")
 	fs.StringVar(&f.names, "names", "gpu-placer.gpu-placer.svc", "`names` and addresses by which the scheduler reaches the door, separated by commas")
 	fs.IntVar(&f.days, "days", 365, "for how many `days` they are valid")
 }
 
-// makeCertificates is `gpu-agent certificates`.
-func makeCertificates(_ context.Context, c console, args []string) (err error) {
-	fs := newFlags(c, "certificates", "", "Makes the certificates with which kube-scheduler and the placer's door know each other, and\n"+
-		"says where each file belongs. The authority's key is kept nowhere.")
+// newCertificates makes `gpu-agent certificates`.
+func newCertificates() *cobra.Command {
 	var f certificateFlags
-	f.register(fs)
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	c := &cobra.Command{
+		Use:   "certificates",
+		Short: "make those by which kube-scheduler and the placer's door know each other",
+		Long: `Makes the certificates with which kube-scheduler and the placer's door know each other, and
+says where each file belongs. The authority's key is kept nowhere.`,
+		Example: "gpu-agent certificates --out door --names gpu-placer.gpu-placer.svc,10.96.0.20",
+		RunE:    func(c *cobra.Command, _ []string) error { return f.make(consoleOf(c)) },
 	}
+	f.register(c.Flags())
+	return c
+}
+
+func (f *certificateFlags) make(c console) error {
 	names := slices.DeleteFunc(strings.Split(f.names, ","), func(name string) bool { return strings.TrimSpace(name) == "" })
 	if f.days < 1 {
-		return fmt.Errorf("gpu-agent certificates: --days %d: at least 1", f.days)
+		return command.Usagef("--days %d: at least 1", f.days)
 	}
 	now := time.Now()
 	files, err := extender.Certificates(names, now.Add(-time.Hour), now.AddDate(0, 0, f.days))
 	if err != nil {
-		return fmt.Errorf("gpu-agent certificates: --names %q: %w", f.names, err)
+		return command.Usagef("--names %q: %w", f.names, err)
 	}
 	if err := os.MkdirAll(f.out, 0o700); err != nil {
-		return fmt.Errorf("gpu-agent certificates: make the folder: %w", err)
+		return fmt.Errorf("make the directory: %w", err)
 	}
 	for _, name := range slices.Sorted(maps.Keys(files)) {
 		if err := writeNew(filepath.Join(f.out, name), files[name]); err != nil {
-			return fmt.Errorf("gpu-agent certificates: %w", err)
+			return err
 		}
 	}
 	path := func(name string) string { return filepath.Join(f.out, name) }

@@ -8,27 +8,40 @@ import (
 	"fmt"
 	"log/slog"
 
+	"github.com/spf13/cobra"
+
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/cleanup"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/kube"
 )
 
-// cleanUp is `gpu-agent cleanup`.
-func cleanUp(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "cleanup", "", "Takes away what agents have left on this node and its Node object: labels, annotations,\n"+
-		"conditions, GPUNode, CDI files, sockets and the state directory. It refuses while an agent runs, and\n"+
-		"while pods hold devices. What operators have set stays.")
+// newCleanup makes `gpu-agent cleanup`.
+func newCleanup() *cobra.Command {
 	var n nodeFlags
 	var names nameFlags
-	n.register(fs)
-	names.register(fs)
-	wait := fs.Bool("wait", false, "where it is refused, try again until it is not; then stay until told to end")
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	var wait bool
+	c := &cobra.Command{
+		Use:   "cleanup",
+		Short: "remove what agents have left on this node and its Node object",
+		Long: `Takes away what agents have left on this node and its Node object: labels, annotations,
+conditions, GPUNode, CDI files, sockets and the state directory. It refuses while an agent
+runs, and while pods hold devices. What operators have set stays.`,
+		Example: "gpu-agent cleanup --node-name node-1 --wait",
+		RunE: func(c *cobra.Command, _ []string) error {
+			if err := names.complete(); err != nil {
+				return err
+			}
+			return cleanUp(c.Context(), consoleOf(c), &n, &names, wait)
+		},
 	}
-	if err := names.complete(); err != nil {
-		return fmt.Errorf("gpu-agent cleanup: %w", err)
-	}
+	n.register(c.Flags())
+	names.register(c.Flags())
+	c.Flags().BoolVar(&wait, "wait", false, "where it is refused, try again until it is not; then stay until told to end")
+	return c
+}
+
+func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, wait bool) error {
 	log := slog.New(slog.NewTextHandler(c.err, nil))
 	runtime := n.runtime(names.domain, func() bool { return true }, log)
 	defer runtime.Close()
@@ -48,16 +61,19 @@ func cleanUp(ctx context.Context, c console, args []string) error {
 		}
 	}
 	var err error
-	if *wait {
+	if wait {
 		err = job.Wait(ctx, func(err error) { fmt.Fprintln(c.err, err) })
 	} else {
 		err = job.Run(ctx)
+	}
+	if errors.Is(err, cleanup.ErrHeld) {
+		return &command.Error{Exit: command.Blocked, Err: err}
 	}
 	if err != nil {
 		return err
 	}
 	fmt.Fprintln(c.out, "nothing of gpu-agent is left on this node")
-	if *wait {
+	if wait {
 		<-ctx.Done()
 	}
 	return nil

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"log/slog"
 	"path/filepath"
@@ -14,35 +13,27 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/export"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-const exportUsage = `usage: gpu-agent export kueue [FLAGS] --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...
-       gpu-agent export karpenter [FLAGS] [TYPE[/PARTITION]=FILE]...
-       gpu-agent export cluster-autoscaler [FLAGS] --form FORM [TYPE[/PARTITION]=FILE]...
-
-Prints what a cluster's GPUs are for another program: of the cluster that --kubeconfig leads
+// newExport makes `gpu-agent export`.
+func newExport() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "export",
+		Short: "print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler",
+		Long: `Prints what a cluster's GPUs are for another program: of the cluster that --kubeconfig leads
 to, by its Nodes and GPUNodes, or of recorded inventories (gpu-agent inventory -o json), each
-one node of that site or instance type, laid out as --config says.
-`
-
-// exportTo is `gpu-agent export`.
-func exportTo(ctx context.Context, c console, args []string) error {
-	formats := map[string]func(context.Context, console, []string) ([]byte, error){
-		"kueue": exportKueue, "karpenter": exportKarpenter, "cluster-autoscaler": exportClusterAutoscaler,
+one node of that site or instance type, laid out as --config says.`,
 	}
-	if len(args) == 0 || formats[args[0]] == nil {
-		fmt.Fprint(c.err, exportUsage)
-		return errUsage
-	}
-	text, err := formats[args[0]](ctx, c, args[1:])
-	if err == nil {
-		_, err = c.out.Write(text)
-	}
-	return err
+	c.AddCommand(newExportKueue(), newExportKarpenter(), newExportClusterAutoscaler())
+	return c
 }
 
 // sourceFlags say whose GPUs are exported.
@@ -52,33 +43,24 @@ type sourceFlags struct {
 	of                     partitionFlags
 }
 
-// exportFlags are those of one format.
-func exportFlags(c console, name, args, what string, s *sourceFlags) *flag.FlagSet {
-	fs := newFlags(c, "export "+name, args, what)
-	fs.StringVar(&s.names.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
-	fs.StringVar(&s.names.domain, "domain", "example.com", "`domain` of labels and DeviceClasses")
-	fs.StringVar(&s.names.resourceDomain, "resource-domain", "", "`domain` of resources (default: --domain)")
+func (s *sourceFlags) register(fs *pflag.FlagSet) {
+	s.names.registerCluster(fs)
 	fs.StringVar(&s.selector, "selector", "", "only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
-	fs.StringVar(&s.config, "config", "", "partition `file` for recorded inventories")
+	configFlag(fs, &s.config)
 	s.of.register(fs)
-	return fs
 }
 
 // read returns the nodes, by what is recorded in files, or by the cluster. recorded makes
 // labels of a file's first word.
-func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, args []string, recorded func(word string) map[string]string) ([]export.Node, error) {
-	files, err := parse(fs, args)
-	if err != nil {
-		return nil, err
-	}
+func (s *sourceFlags) read(ctx context.Context, c console, files []string, recorded func(word string) map[string]string) ([]export.Node, error) {
 	if err := s.names.complete(); err != nil {
-		return nil, fmt.Errorf("%s: %w", fs.Name(), err)
+		return nil, err
 	}
 	if len(files) == 0 {
 		return s.cluster(ctx, c)
 	}
 	if s.config == "" {
-		return nil, fmt.Errorf("%s: --config is missing: it says how the GPUs of recorded inventories are laid out", fs.Name())
+		return nil, command.Usagef("--config is missing: write --config FILE, which says how the GPUs of recorded inventories are laid out")
 	}
 	partitions, err := readPartitions(c, s.config)
 	if err != nil {
@@ -89,7 +71,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, arg
 		what, file, ok := strings.Cut(arg, "=")
 		word, partition, _ := strings.Cut(what, "/")
 		if !ok || word == "" || file == "" {
-			return nil, fmt.Errorf("%s: %q is not WORD[/PARTITION]=FILE, with an inventory in the file", fs.Name(), arg)
+			return nil, command.Usagef("%q is not WORD[/PARTITION]=FILE, with an inventory in the file", arg)
 		}
 		inv, err := inventoryFrom(ctx, c, nil, file)
 		if err != nil {
@@ -97,7 +79,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, arg
 		}
 		want, err := partitions.Desire(cmp.Or(partition, agent.DefaultPartition), inv, s.of.node())
 		if err != nil {
-			return nil, err
+			return nil, invalid(err)
 		}
 		n, err := export.FromInventory(strings.TrimSuffix(filepath.Base(file), ".json"), s.names.domain, inv, want, gpu.MiB(s.of.unit), recorded(word))
 		if err != nil {
@@ -138,11 +120,41 @@ type repeated struct {
 func (r repeated) String() string     { return "" }
 func (r repeated) Set(s string) error { return r.set(s) }
 
-func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) {
+// Type is what help shows as the value.
+func (r repeated) Type() string { return "value" }
+
+// newExportKueue makes `gpu-agent export kueue`.
+func newExportKueue() *cobra.Command {
 	var s sourceFlags
 	var k export.Kueue
-	fs := exportFlags(c, "kueue", " [SITE[/PARTITION]=FILE]...", "Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with\n--configuration a part of its own configuration. Sites are by the label DOMAIN/"+export.Site+".", &s)
-	none := false
+	var none, configuration bool
+	how := command.Choice{Value: "names", Of: []string{"names", "claims"}}
+	c := &cobra.Command{
+		Use:   "kueue --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...",
+		Short: "print what Kueue needs to give out GPUs",
+		Long: `Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with --configuration a
+part of its own configuration. Sites are by the label DOMAIN/` + export.Site + `.`,
+		Example: "gpu-agent export kueue --cloud cloud=640GiB --checks --team research,urgent --team records,on-prem",
+		Args:    cobra.ArbitraryArgs,
+		RunE: func(c *cobra.Command, files []string) error {
+			nodes, err := s.read(c.Context(), consoleOf(c), files, func(site string) map[string]string {
+				return map[string]string{s.names.domain + "/" + export.Site: site}
+			})
+			if err != nil {
+				return err
+			}
+			if none == (len(k.Clouds) > 0) {
+				return command.Usagef("--cloud is missing: say how much of a cloud may be used (--cloud cloud=640GiB), or that there is none (--cloud none)")
+			}
+			k.Domain, k.ResourceDomain, k.Nodes, k.Claims = s.names.domain, s.names.resourceDomain, nodes, how.Value == "claims"
+			if configuration {
+				return printText(c, k.Configuration)
+			}
+			return printText(c, k.Objects)
+		},
+	}
+	fs := c.Flags()
+	s.register(fs)
 	fs.Var(repeated{func(v string) error {
 		if v == "none" {
 			none = true
@@ -159,7 +171,7 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 		cloud, err := export.ParseCloud(site, gpu.MiB(limit))
 		k.Clouds = append(k.Clouds, cloud)
 		return err
-	}}, "cloud", "`SITE=LIMIT`: the most GPU memory that may be used at a site that costs money, or none; SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
+	}}, "cloud", "`site=limit`: the most GPU memory that may be used at a site that costs money, or none; SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
 	fs.Var(repeated{func(v string) error {
 		words := strings.Split(v, ",")
 		name, share, ok := strings.Cut(words[0], "=")
@@ -183,32 +195,26 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 		}
 		k.Teams = append(k.Teams, t)
 		return nil
-	}}, "team", "`NAME[=SHARE][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), whether its work stays on-prem, and whether it may send jobs that take the room of others; may be repeated")
+	}}, "team", "`name[=share][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), whether its work stays on-prem, and whether it may send jobs that take the room of others; may be repeated")
 	fs.BoolVar(&k.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
 	fs.BoolVar(&k.Checks, "checks", false, "have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
-	how := choice{"names", []string{"names", "claims"}}
-	fs.Var(&how, "dra", "how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates; names or claims")
-	configuration := fs.Bool("configuration", false, "print the part of Kueue's configuration instead of objects")
-	nodes, err := s.read(ctx, c, fs, args, func(site string) map[string]string {
-		return map[string]string{s.names.domain + "/" + export.Site: site}
-	})
-	if err != nil {
-		return nil, err
-	}
-	if none == (len(k.Clouds) > 0) {
-		return nil, errors.New("gpu-agent export kueue: --cloud is missing: say how much of a cloud may be used (--cloud cloud=640GiB), or that there is none (--cloud none)")
-	}
-	k.Domain, k.ResourceDomain, k.Nodes, k.Claims = s.names.domain, s.names.resourceDomain, nodes, how.value == "claims"
-	if *configuration {
-		return k.Configuration()
-	}
-	return k.Objects()
+	fs.Var(&how, "dra", "how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates")
+	fs.BoolVar(&configuration, "configuration", false, "print the part of Kueue's configuration instead of objects")
+	return c
 }
 
-// instances are the flags of the exports to autoscalers, and their nodes.
-func instances(ctx context.Context, c console, fs *flag.FlagSet, s *sourceFlags, args []string) (*export.Autoscaler, error) {
-	fs.StringVar(&s.site, "site", "", "`name` of the site that nodes of recorded inventories are at")
-	nodes, err := s.read(ctx, c, fs, args, func(instance string) map[string]string {
+// printText prints what an export makes.
+func printText(c *cobra.Command, of func() ([]byte, error)) error {
+	text, err := of()
+	if err == nil {
+		_, err = c.OutOrStdout().Write(text)
+	}
+	return err
+}
+
+// instances are the nodes of an export to autoscalers.
+func (s *sourceFlags) instances(c *cobra.Command, files []string) (*export.Autoscaler, error) {
+	nodes, err := s.read(c.Context(), consoleOf(c), files, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}
 		if s.site != "" {
 			labels[s.names.domain+"/"+export.Site] = s.site
@@ -221,29 +227,58 @@ func instances(ctx context.Context, c console, fs *flag.FlagSet, s *sourceFlags,
 	return &export.Autoscaler{Domain: s.names.domain, ResourceDomain: s.names.resourceDomain, Nodes: nodes}, nil
 }
 
-func exportKarpenter(ctx context.Context, c console, args []string) ([]byte, error) {
-	var s sourceFlags
-	fs := exportFlags(c, "karpenter", " [TYPE[/PARTITION]=FILE]...", "Prints NodeOverlays, by which Karpenter 1.8 knows what a node will offer.", &s)
-	pool := fs.String("nodepool", "", "`name` of the only NodePool that they are for")
-	a, err := instances(ctx, c, fs, &s, args)
-	if err != nil {
-		return nil, err
-	}
-	a.NodePool = *pool
-	return a.Karpenter()
+// registerInstances registers the flags of an export to autoscalers.
+func (s *sourceFlags) registerInstances(fs *pflag.FlagSet) {
+	s.register(fs)
+	fs.StringVar(&s.site, "site", "", "`name` of the site that nodes of recorded inventories are at")
 }
 
-func exportClusterAutoscaler(ctx context.Context, c console, args []string) ([]byte, error) {
+// newExportKarpenter makes `gpu-agent export karpenter`.
+func newExportKarpenter() *cobra.Command {
 	var s sourceFlags
-	fs := exportFlags(c, "cluster-autoscaler", " --form FORM [TYPE[/PARTITION]=FILE]...", "Prints the tags or annotations by which Cluster Autoscaler knows what a node of an\nempty group will offer.", &s)
-	form := choice{"", export.Forms}
-	fs.Var(&form, "form", "whose groups: aws, azure or cluster-api; required")
-	a, err := instances(ctx, c, fs, &s, args)
-	if err != nil {
-		return nil, err
+	var pool string
+	c := &cobra.Command{
+		Use:     "karpenter [TYPE[/PARTITION]=FILE]...",
+		Short:   "print NodeOverlays, by which Karpenter 1.8 knows what a node will offer",
+		Example: "gpu-agent export karpenter --config partitions.yaml --nodepool gpus p4de.24xlarge/mig=node-2.json",
+		Args:    cobra.ArbitraryArgs,
+		RunE: func(c *cobra.Command, files []string) error {
+			a, err := s.instances(c, files)
+			if err != nil {
+				return err
+			}
+			a.NodePool = pool
+			return printText(c, a.Karpenter)
+		},
 	}
-	if form.value == "" {
-		return nil, fmt.Errorf("gpu-agent export cluster-autoscaler: --form is missing: one of %s", strings.Join(export.Forms, ", "))
+	s.registerInstances(c.Flags())
+	c.Flags().StringVar(&pool, "nodepool", "", "`name` of the only NodePool that they are for")
+	return c
+}
+
+// newExportClusterAutoscaler makes `gpu-agent export cluster-autoscaler`.
+func newExportClusterAutoscaler() *cobra.Command {
+	var s sourceFlags
+	form := command.Choice{Of: export.Forms}
+	c := &cobra.Command{
+		Use:   "cluster-autoscaler --form FORM [TYPE[/PARTITION]=FILE]...",
+		Short: "print what tells Cluster Autoscaler what a node of an empty group will offer",
+		Long: `Prints the tags or annotations by which Cluster Autoscaler knows what a node of an empty group
+will offer.`,
+		Example: "gpu-agent export cluster-autoscaler --form aws --config partitions.yaml p4de.24xlarge=node-1.json",
+		Args:    cobra.ArbitraryArgs,
+		RunE: func(c *cobra.Command, files []string) error {
+			if form.Value == "" {
+				return command.Usagef("--form is missing: write --form and one of %s", strings.Join(export.Forms, ", "))
+			}
+			a, err := s.instances(c, files)
+			if err != nil {
+				return err
+			}
+			return printText(c, func() ([]byte, error) { return a.ClusterAutoscaler(export.Form(form.Value)) })
+		},
 	}
-	return a.ClusterAutoscaler(export.Form(form.value))
+	s.registerInstances(c.Flags())
+	c.Flags().Var(&form, "form", "whose groups they are; required")
+	return c
 }

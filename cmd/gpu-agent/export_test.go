@@ -3,13 +3,13 @@
 package main
 
 import (
-	"errors"
-	"flag"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
+
+	"example.com/gpu-agent/internal/command"
 )
 
 const recordedNodes = "../../tests/testdata/inventories/"
@@ -47,7 +47,7 @@ func TestExport(t *testing.T) {
 		{[]string{"export", "cluster-autoscaler", "--config", config, "p4de=" + a100}, false, "--form is missing"},
 		{[]string{"export", "cluster-autoscaler", "--kubeconfig", "nowhere", "--form", "aws"}, false, "nowhere"},
 	} {
-		out, _, err := command(t, tt.args...)
+		out, _, err := execute(t, tt.args...)
 		said := out
 		if err != nil {
 			said = err.Error()
@@ -58,8 +58,8 @@ func TestExport(t *testing.T) {
 	}
 	for _, args := range [][]string{{"export"}, {"export", "slurm"}, kueue("--cloud", "a"), kueue("--cloud", "a=x"), kueue("--cloud", "a/b=1GiB"), kueue("--team", "a=b"), kueue("--team", "a,cloud"), kueue("--dra", "both"),
 		{"export", "cluster-autoscaler", "--form", "gce"}} {
-		if _, said, err := command(t, args...); !errors.Is(err, errUsage) || said == "" {
-			t.Errorf("%q: %v, and %q on standard error", args, err, said)
+		if _, _, err := execute(t, args...); command.ExitOf(err) != command.Usage {
+			t.Errorf("%q: %v", args, err)
 		}
 	}
 }
@@ -83,14 +83,14 @@ func TestShownExports(t *testing.T) {
 		t.Errorf("%d commands are shown", len(shown))
 	}
 	for _, m := range shown {
-		if out, said, err := command(t, strings.Fields(m[1])...); err != nil || said != "" || out == "" {
+		if out, said, err := execute(t, strings.Fields(m[1])...); err != nil || said != "" || out == "" {
 			t.Errorf("%s: %v: %s", m[1], err, said)
 		}
 	}
 	for _, format := range []string{"kueue", "karpenter", "cluster-autoscaler"} {
-		_, help, err := command(t, "export", format, "-h")
-		flags := regexp.MustCompile(`(?m)^  -([a-z-]+)`).FindAllStringSubmatch(help, -1)
-		if len(flags) < 8 || !errors.Is(err, errUsage) && !errors.Is(err, flag.ErrHelp) {
+		help, _, err := execute(t, "export", format, "-h")
+		flags := regexp.MustCompile(`(?m)^ {2}(?:-o, | {4})--([a-z-]+)`).FindAllStringSubmatch(help, -1)
+		if len(flags) < 8 || err != nil {
 			t.Errorf("export %s -h: %v\n%s", format, err, help)
 		}
 		for _, f := range flags {

@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -13,6 +12,10 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -23,7 +26,7 @@ type driverFlags struct {
 	library, root, hostRoot, proc, sys string
 }
 
-func (d *driverFlags) register(fs *flag.FlagSet) {
+func (d *driverFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&d.library, "nvml-library", "", "NVML's library `file` (default: sought below --driver-root)")
 	fs.StringVar(&d.root, "driver-root", "/", "`directory` where the agent sees the driver's files")
 	fs.StringVar(&d.hostRoot, "host-driver-root", "", "the same `directory` as the host sees it, for CDI files (default: --driver-root)")
@@ -37,17 +40,6 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 		host = d.root
 	}
 	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, SysRoot: d.sys, Logger: log}
-}
-
-func newFlags(c console, name, args, what string) *flag.FlagSet {
-	fs := flag.NewFlagSet("gpu-agent "+name, flag.ContinueOnError)
-	fs.SetOutput(c.err)
-	fs.Usage = func() {
-		fmt.Fprintf(c.err, "usage: gpu-agent %s [FLAGS]%s\n\n%s\n\n", name, args, what)
-		fs.PrintDefaults()
-		fmt.Fprintf(c.err, "\nExample:\n\n  %s\n", examples[name])
-	}
-	return fs
 }
 
 // readDriver takes one reading of the driver for a command at the console.
@@ -66,23 +58,30 @@ func readDriver(ctx context.Context, c console, d *driverFlags) (*gpu.Inventory,
 	return &inv, nil
 }
 
-func inventory(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "inventory", "", "Prints what the driver says of this node's GPUs.")
+// newInventory makes `gpu-agent inventory`.
+func newInventory() *cobra.Command {
 	var d driverFlags
-	d.register(fs)
-	format := choice{"table", []string{"table", "json"}}
-	fs.Var(&format, "o", "output `format`: table or json")
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	var output *command.Choice
+	c := &cobra.Command{
+		Use:   "inventory",
+		Short: "print what the driver says of this node's GPUs",
+		Long: `Prints what the driver says of this node's GPUs. As JSON it is a recorded inventory, which
+other commands read with --inventory.`,
+		Example: "gpu-agent inventory -o json > node-1.json",
+		RunE: func(c *cobra.Command, _ []string) error {
+			inv, err := readDriver(c.Context(), consoleOf(c), &d)
+			if err != nil {
+				return err
+			}
+			if output.Value == "json" {
+				return printJSON(c.OutOrStdout(), inv)
+			}
+			return printInventory(c.OutOrStdout(), inv)
+		},
 	}
-	inv, err := readDriver(ctx, c, &d)
-	if err != nil {
-		return err
-	}
-	if format.value == "json" {
-		return printJSON(c.out, inv)
-	}
-	return printInventory(c.out, inv)
+	d.register(c.Flags())
+	output = outputFlag(c.Flags(), "text", "json")
+	return c
 }
 
 func printJSON(out io.Writer, v any) error {
@@ -122,7 +121,10 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 	return w.Flush()
 }
 
-const inventoryUsage = "recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver"
+// inventoryFlag names a recorded inventory.
+func inventoryFlag(fs *pflag.FlagSet, file *string) {
+	fs.StringVar(file, "inventory", "", "recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver")
+}
 
 // inventoryFrom reads a recorded inventory, or where none is named this node's
 // driver.

@@ -4,29 +4,43 @@ package main
 
 import (
 	"bytes"
-	"errors"
-	"flag"
+	"context"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/internal/command"
 )
 
 const h100 = "../../tests/testdata/inventories/h100-80gb.json"
 
-// command runs a command line.
-func command(t *testing.T, args ...string) (out, err string, failure error) {
+// execute runs a command line.
+func execute(t *testing.T, args ...string) (out, err string, failure error) {
 	t.Helper()
-	return commandWith(t, "", args...)
+	return executeWith(t, "", args...)
 }
 
-// commandWith runs one that finds text at its standard input.
-func commandWith(t *testing.T, text string, args ...string) (out, err string, failure error) {
+// executeWith runs one that finds text at its standard input.
+func executeWith(t *testing.T, text string, args ...string) (out, err string, failure error) {
 	t.Helper()
-	in := strings.NewReader(text)
 	var o, e bytes.Buffer
-	failure = dispatch(t.Context(), console{in, &o, &e}, args)
+	failure = within(t.Context(), console{strings.NewReader(text), &o, &e}, args)
 	return o.String(), e.String(), failure
+}
+
+// within runs a command line in this process.
+func within(ctx context.Context, c console, args []string) error {
+	root := newRoot()
+	root.SetIn(c.in)
+	root.SetOut(c.out)
+	root.SetErr(c.err)
+	return command.New(root, prefix).Execute(ctx, args, os.Environ())
 }
 
 func write(t *testing.T, name, text string) string {
@@ -49,20 +63,20 @@ func TestCheck(t *testing.T) {
 		out  string
 		err  string // in what goes to standard error, the final error included
 	}{
-		{[]string{"check", good, "--inventory", h100}, true, "partition default fits", ""},
-		{[]string{"check", "--inventory", h100, good}, true, "partition fleet fits", ""},
-		{[]string{"check", bad, "--inventory", h100}, false, "partition default fits", bad + ":7: "},
-		{[]string{"check", bad, "--inventory", h100, "--partition", "default"}, true, "partition default fits", ""},
-		{[]string{"check", bad, "--inventory", h100, "--partition", "none"}, false, "", "none"},
-		{[]string{"check", broken, "--inventory", h100}, false, "", broken + ":6: "},
-		{[]string{"check", many, "--inventory", h100}, false, "partition units fits", many + `:4: partition "default" makes 80000 devices`},
-		{[]string{"check", many, "--inventory", h100, "--partition", "units", "--memory-unit", "16MiB"}, false, "", "set --memory-unit to 32 MiB or more"},
-		{[]string{"check", many, "--inventory", h100, "--api", "dra"}, true, "partition default fits (8 of 8 GPUs through dra)", ""},
+		{[]string{"check", "--config", good, "--inventory", h100}, true, "partition default fits", ""},
+		{[]string{"check", "--inventory", h100, "--config", good}, true, "partition fleet fits", ""},
+		{[]string{"check", "--config", bad, "--inventory", h100}, false, "partition default fits", bad + ":7: "},
+		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "default"}, true, "partition default fits", ""},
+		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "none"}, false, "", "none"},
+		{[]string{"check", "--config", broken, "--inventory", h100}, false, "", broken + ":6: "},
+		{[]string{"check", "--config", many, "--inventory", h100}, false, "partition units fits", many + `:4: partition "default" makes 80000 devices`},
+		{[]string{"check", "--config", many, "--inventory", h100, "--partition", "units", "--memory-unit", "16MiB"}, false, "", "set --memory-unit to 32 MiB or more"},
+		{[]string{"check", "--config", many, "--inventory", h100, "--api", "dra"}, true, "partition default fits (8 of 8 GPUs through dra)", ""},
 		{[]string{"plan", "--config", many, "--inventory", h100}, false, "", "makes 80000 devices"},
-		{[]string{"check", good, "--inventory", good}, false, "", good},
-		{[]string{"check", filepath.Join(t.TempDir(), "nowhere")}, false, "", "nowhere"},
+		{[]string{"check", "--config", good, "--inventory", good}, false, "", good},
+		{[]string{"check", "--config", filepath.Join(t.TempDir(), "nowhere")}, false, "", "nowhere"},
 	} {
-		out, e, err := command(t, tt.args...)
+		out, e, err := execute(t, tt.args...)
 		if err != nil {
 			e += err.Error()
 		}
@@ -72,65 +86,183 @@ func TestCheck(t *testing.T) {
 	}
 }
 
+// Wrong usage is one line, which says what to write instead.
 func TestWrongUsage(t *testing.T) {
-	for _, args := range [][]string{{}, {"fly"}, {"check"}, {"run", "--no-such-flag"}, {"status", "-o", "xml"}, {"placer", "--doors", "extender,barn"}} {
-		if _, e, err := command(t, args...); !errors.Is(err, errUsage) || e == "" {
-			t.Errorf("%q: %v, and %q on standard error", args, err, e)
-		}
-	}
-	for want, args := range map[string][]string{
-		"no partitions":  {"run"},
-		"one place":      {"run", "--config", "a", "--configmap", "b/c"},
-		"--node-name":    {"run", "--configmap", "b/c"},
-		"--api dra":      {"run", "--config", "a", "--api", "dra"},
-		"NAMESPACE/NAME": {"run", "--configmap", "b", "--node-name", "n"},
-		"--domain":       {"run", "--config", "a", "--domain", "Example_com"},
-		"NVIDIA's own":   {"run", "--config", "a", "--domain", "nvidia.com"},
-		"--lease":        {"placer", "--lease", "x"},
-		"go together":    {"placer", "--tls-cert-file", "x"},
-		"shows a cert":   {"placer", "--client-ca-file", "x"},
-		"certificates":   {"placer", "--tls-cert-file", "x", "--tls-key-file", "x"},
-		"insecure-door":  {"placer"},
-		"unexpected":     {"run", "--config", "a", "extra"},
-		"GPU_AGENT_":     {"inventory"},
+	for _, test := range []struct {
+		args string
+		want string // after the command's name
+	}{
+		{"", "gpu-agent: a command is missing, one of advise, "},
+		{"fly", `gpu-agent: there is no command "fly", but advise, `},
+		{"statsu -o json", `gpu-agent: there is no command "statsu": write status`},
+		{"export", "gpu-agent export: a command is missing, one of cluster-autoscaler, karpenter, kueue"},
+		{"export slurm", `gpu-agent export: there is no command "slurm"`},
+		{"check", "gpu-agent check: --config is missing: write --config FILE"},
+		{"check partitions.yaml", `gpu-agent check: unexpected argument "partitions.yaml"`},
+		{"plan", "gpu-agent plan: --config is missing: write --config FILE"},
+		{"plan --config a --domain Example_com", "gpu-agent plan: --domain: "},
+		{"run --no-such-flag", "gpu-agent run: there is no flag --no-such-flag: gpu-agent run --help lists"},
+		{"run -node-name n", "gpu-agent run: -node-name: write --node-name"},
+		{"run -host-root=/host", "gpu-agent run: -host-root: write --host-root"},
+		{"status -o xml", `gpu-agent status: --output "xml": want one of text, json`},
+		{"placer --doors extender,barn", `gpu-agent placer: --doors "extender,barn": there is no "barn": want some of extender, kueue, liqo`},
+		{"run", "gpu-agent run: no partitions: set --configmap NAMESPACE/NAME or --config FILE"},
+		{"run --config a --configmap b/c", "gpu-agent run: --config and --configmap are both set"},
+		{"run --configmap b/c", "gpu-agent run: --configmap needs --node-name"},
+		{"run --config a --api dra", "gpu-agent run: --api dra needs"},
+		{"run --configmap b --node-name n", `gpu-agent run: --configmap: "b" is not NAMESPACE/NAME`},
+		{"run --config a --domain Example_com", "gpu-agent run: --domain: "},
+		{"run --config a --domain nvidia.com", "gpu-agent run: --domain: nvidia.com is the domain of NVIDIA's own"},
+		{"run --config a --health-hold 0s", "gpu-agent run: --health-hold and"},
+		{"run --config a --evict-after -1", "gpu-agent run: --evict-after must not be negative"},
+		{"run --config a --usage-labels =", "gpu-agent run: --usage-labels: "},
+		{"run --config a extra", `gpu-agent run: unexpected argument "extra"`},
+		{"placer --lease x", "gpu-agent placer: --lease: "},
+		{"placer --tls-cert-file x", "gpu-agent placer: --tls-cert-file and --tls-key-file go together"},
+		{"placer --client-ca-file x", "gpu-agent placer: --client-ca-file needs --tls-cert-file: without TLS nobody shows a cert"},
+		{"placer --tls-cert-file x --tls-key-file x", "gpu-agent placer: the door extender needs --client-ca-file"},
+		{"placer", "gpu-agent placer: the door extender needs --client-ca-file"},
+		{"usage --gpu 3", "gpu-agent usage: --gpu goes with --at: write --at TIME --gpu 3"},
+		{"usage --since yesterday", `gpu-agent usage: --since "yesterday" is not a time: write 24h`},
+		{"usage --by pods", `gpu-agent usage: --by "pods": write namespace, pod or label=KEY`},
+		{"completion tcsh", "gpu-agent completion: write one shell: bash, zsh, fish or powershell"},
 	} {
-		if want == "GPU_AGENT_" {
-			t.Setenv("GPU_AGENT_O", "xml")
-		}
-		if _, _, err := command(t, args...); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%q: %v, want an error with %q", args, err, want)
-		}
-		if want == "GPU_AGENT_" {
-			if err := os.Unsetenv("GPU_AGENT_O"); err != nil {
-				t.Fatal(err)
-			}
+		out, said, err := execute(t, strings.Fields(test.args)...)
+		if command.ExitOf(err) != command.Usage || !strings.HasPrefix(err.Error(), test.want) || strings.Contains(err.Error(), "\n") || out+said != "" {
+			t.Errorf("%q: exit code %d, %v, and it prints %q%q; want %q", test.args, command.ExitOf(err), err, out, said, test.want)
 		}
 	}
 }
 
-// Every flag has a twin in the environment; the command line wins.
+// Every flag has an environment variable; the command line wins. What an agent's pod has set
+// does not count as asked for on a command line.
 func TestEnvironment(t *testing.T) {
-	var f runFlags
-	fs := newFlags(console{nil, &bytes.Buffer{}, &bytes.Buffer{}}, "run", "", "")
-	f.register(fs)
 	t.Setenv("GPU_AGENT_NODE_NAME", "from-env")
 	t.Setenv("GPU_AGENT_MEMORY_UNIT", "256MiB")
 	t.Setenv("GPU_AGENT_DOMAIN", "env.example")
-	rest, err := parse(fs, []string{"--domain", "flag.example", "x", "--config", "p", "y"})
-	if err != nil {
+	var f runFlags
+	var a asking
+	root := &cobra.Command{Use: "gpu-agent"}
+	for name, register := range map[string]func(*pflag.FlagSet){"run": f.register, "plan": a.register} {
+		c := &cobra.Command{Use: name, RunE: func(*cobra.Command, []string) error { return nil }}
+		register(c.Flags())
+		root.AddCommand(c)
+	}
+	program := command.New(root, prefix)
+	if err := program.Execute(t.Context(), []string{"run", "--domain", "flag.example", "--config", "p"}, os.Environ()); err != nil {
 		t.Fatal(err)
 	}
-	if f.nodeName != "from-env" || f.unit != 256 || f.domain != "flag.example" || f.config != "p" || strings.Join(rest, " ") != "x y" {
-		t.Errorf("%+v, rest %q", f, rest)
+	if f.nodeName != "from-env" || f.unit != 256 || f.domain != "flag.example" || f.config != "p" {
+		t.Errorf("%+v", f)
 	}
 	if err := f.complete(); err != nil || f.resourceDomain != "flag.example" {
 		t.Errorf("%v, resource domain %q", err, f.resourceDomain)
 	}
-	fs.VisitAll(func(fl *flag.Flag) {
-		if fl.Usage == "" {
-			t.Errorf("flag %s has no help", fl.Name)
+	if err := program.Execute(t.Context(), []string{"plan", "--api", "dra"}, os.Environ()); err != nil {
+		t.Fatal(err)
+	}
+	if a.of.unit != 256 || a.flags.Changed("memory-unit") || !a.flags.Changed("api") {
+		t.Errorf("unit %v; said on the command line: %v, %v", a.of.unit, a.flags.Changed("memory-unit"), a.flags.Changed("api"))
+	}
+
+	t.Setenv("GPU_AGENT_OUTPUT", "xml")
+	if _, _, err := execute(t, "inventory"); command.ExitOf(err) != command.Usage || !strings.Contains(err.Error(), `GPU_AGENT_OUTPUT="xml": want one of`) {
+		t.Errorf("a wrong value: %v", err)
+	}
+}
+
+// A pod's environment has what Kubernetes sets for the Services of its namespace. No command
+// minds that, and every one a variable that is misspelt.
+func TestServicesVariables(t *testing.T) {
+	for _, entry := range []string{
+		"GPU_AGENT_SERVICE_HOST=10.96.0.7", "GPU_AGENT_SERVICE_PORT=9500", "GPU_AGENT_SERVICE_PORT_METRICS=9500", "GPU_AGENT_PORT=tcp://10.96.0.7:9500",
+		"GPU_AGENT_PORT_9500_TCP=tcp://10.96.0.7:9500", "GPU_AGENT_PORT_9500_TCP_PROTO=tcp", "GPU_AGENT_PORT_9500_TCP_PORT=9500", "GPU_AGENT_PORT_9500_TCP_ADDR=10.96.0.7",
+		"GPU_AGENT_HTTP_SERVICE_HOST=10.96.0.8", "GPU_AGENT_HTTP_PORT=tcp://10.96.0.8:80",
+	} {
+		name, value, _ := strings.Cut(entry, "=")
+		t.Setenv(name, value)
+	}
+	if _, _, err := execute(t, "version"); err != nil {
+		t.Errorf("with a Service's variables: %v", err)
+	}
+	t.Setenv("GPU_AGENT_NODENAME", "n")
+	if _, _, err := execute(t, "version"); command.ExitOf(err) != command.Usage || !strings.Contains(err.Error(), "GPU_AGENT_NODENAME: write GPU_AGENT_NODE_NAME") {
+		t.Errorf("a misspelt variable: %v", err)
+	}
+	for _, args := range [][]string{{"run", "--help"}, {"help", "run"}, {"completion", "bash"}} {
+		if out, _, err := execute(t, args...); err != nil || out == "" {
+			t.Errorf("%q: %v", args, err)
 		}
-	})
+	}
+}
+
+// Every command is described with an example, and a name means one thing.
+func TestCommands(t *testing.T) {
+	for _, flaw := range command.New(newRoot(), prefix).Flaws() {
+		t.Error(flaw)
+	}
+	for _, path := range []string{"", "run", "inventory", "check", "plan", "topology", "status", "usage", "advise", "placer", "certificates", "cleanup", "completion", "version",
+		"export", "export kueue", "export karpenter", "export cluster-autoscaler"} {
+		asked, _, err := execute(t, append(strings.Fields(path), "--help")...)
+		shown, _, failed := execute(t, append([]string{"help"}, strings.Fields(path)...)...)
+		if err != nil || failed != nil || asked != shown || !strings.Contains(asked, "\nFlags:\n") || !strings.Contains(asked, "Usage:\n  gpu-agent "+path) {
+			t.Errorf("the help of %q: %v, %v\n%s", path, err, failed, asked)
+		}
+	}
+}
+
+// The reference is what the commands say.
+func TestReference(t *testing.T) {
+	const path = "../../docs/reference.md"
+	want, err := command.Splice(string(read(t, path)), "gpu-agent", command.New(newRoot(), prefix).Reference())
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden(t, path, []byte(want))
+}
+
+// Values are completed: of few, of files, of what a file has.
+func TestCompletion(t *testing.T) {
+	for _, test := range []struct{ line, want string }{
+		{"inv", "inventory :4"},
+		{"export ka", "karpenter :4"},
+		{"advise --tr", "--trace --tries :4"},
+		{"status --output ", "text json :4"},
+		{"usage --output=", "text csv json :4"},
+		{"run --log-level w", "warn :4"},
+		{"placer --doors extender,", "extender,kueue extender,liqo :4"},
+		{"run --config ", ":0"},
+		{"run --state-dir ", ":16"},
+		{"run --node-name ", ":4"},
+		{"run ", ":4"},
+		{"usage --by ", "namespace pod label= :6"},
+		{"plan --config " + plans + " --partition o", "on-demand :4"},
+		{"plan --partition ", ":4"},
+		{"completion ", "bash zsh fish powershell :4"},
+		{"help export k", "kueue karpenter cluster-autoscaler :4"},
+	} {
+		args := append([]string{cobra.ShellCompNoDescRequestCmd}, strings.Split(test.line, " ")...)
+		out, _, err := execute(t, args...)
+		got, want := strings.Fields(out), strings.Fields(test.want)
+		slices.Sort(got)
+		slices.Sort(want)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("%q is completed with %q, want %q: %v", test.line, got, want, err)
+		}
+	}
+	bash, err := exec.LookPath("bash")
+	if err != nil {
+		t.Skip("bash is not installed")
+	}
+	script, _, err := execute(t, "completion", "bash")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), bash, "-n")
+	cmd.Stdin = strings.NewReader(script)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("bash: %v: %s", err, out)
+	}
 }
 
 func TestMemoryFlag(t *testing.T) {

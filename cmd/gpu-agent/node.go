@@ -5,13 +5,14 @@ package main
 import (
 	"cmp"
 	"errors"
-	"flag"
-	"fmt"
 	"log/slog"
 	"path/filepath"
 	"strconv"
 	"strings"
 
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
@@ -23,13 +24,18 @@ type nodeFlags struct {
 	kubeletDir, cdiDir, stateDir, hostRoot, runtimeEndpoint, nfdDir string
 }
 
-func (n *nodeFlags) register(fs *flag.FlagSet) {
+func (n *nodeFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&n.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
 	fs.StringVar(&n.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
-	fs.StringVar(&n.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files; the same path on the host")
+	stateDirFlag(fs, &n.stateDir)
 	fs.StringVar(&n.hostRoot, "host-root", "/", "`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
 	fs.StringVar(&n.nfdDir, "nfd-dir", nfd.Dir, "`directory` that Node Feature Discovery reads features files from")
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "", "the container runtime's `socket`, unix:///… as the kubelet names it (default: the first that is there of the usual ones)")
+}
+
+// stateDirFlag is the agent's own directory, to those too who only read it.
+func stateDirFlag(fs *pflag.FlagSet, dir *string) {
+	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
 }
 
 // runtime prepares to ask the container runtime which containers have allocations of a
@@ -50,35 +56,53 @@ func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger)
 
 // nameFlags say which Node this is, and under which names the agent writes.
 type nameFlags struct {
-	kubeconfig, nodeName, domain, resourceDomain string
+	kubeconfig, nodeName string
+	domainFlags
 }
 
-func (n *nameFlags) register(fs *flag.FlagSet) {
+func (n *nameFlags) register(fs *pflag.FlagSet) {
 	n.registerCluster(fs)
-	fs.StringVar(&n.nodeName, "node-name", "", "`name` of the Node this agent runs on; without it the agent does not speak to the API server")
+	nodeNameFlag(fs, &n.nodeName)
+}
+
+// nodeNameFlag is the node's name.
+func nodeNameFlag(fs *pflag.FlagSet, name *string) {
+	fs.StringVar(name, "node-name", "", "`name` of this Node; without it run and cleanup do not speak to the API server, and advise takes that of the pods that the journal has")
 }
 
 // registerCluster leaves out what is about one node.
-func (n *nameFlags) registerCluster(fs *flag.FlagSet) {
+func (n *nameFlags) registerCluster(fs *pflag.FlagSet) {
 	fs.StringVar(&n.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
-	fs.StringVar(&n.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
-	fs.StringVar(&n.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
+	n.domainFlags.register(fs)
+}
+
+// domainFlags are the names that resources and all the rest begin with.
+type domainFlags struct {
+	domain, resourceDomain string
+}
+
+func (n *domainFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&n.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
+	fs.StringVar(&n.resourceDomain, "resource-domain", "", "`domain` of the resources alone, in admission.yaml too (default: --domain)")
 }
 
 // complete checks the names and fills in what follows.
-func (n *nameFlags) complete() error {
+func (n *domainFlags) complete() error {
 	n.resourceDomain = cmp.Or(n.resourceDomain, n.domain)
 	if err := cdi.ValidateDomain(n.domain); err != nil {
-		return fmt.Errorf("--domain: %w", err)
+		return command.Usagef("--domain: %w", err)
 	}
 	if err := cdi.ValidateDomain(n.resourceDomain); err != nil {
-		return fmt.Errorf("--resource-domain: %w", err)
+		return command.Usagef("--resource-domain: %w", err)
 	}
 	return nil
 }
 
 // xids is a list of error numbers, written "13,31,43".
 type xids []uint64
+
+// Type is what help shows as the value.
+func (x *xids) Type() string { return "numbers" }
 
 func (x *xids) String() string {
 	out := make([]string, len(*x))

@@ -7,7 +7,6 @@ import (
 	"crypto/rand"
 	"crypto/tls"
 	"errors"
-	"flag"
 	"fmt"
 	"log/slog"
 	"net"
@@ -15,10 +14,13 @@ import (
 	"os"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/export"
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
@@ -37,7 +39,7 @@ const (
 
 type placerFlags struct {
 	names        nameFlags
-	doors        list
+	doors        command.List
 	listen, http string
 	tls          extender.Files
 	insecure     bool
@@ -45,17 +47,17 @@ type placerFlags struct {
 	log          logFlags
 }
 
-func (f *placerFlags) register(fs *flag.FlagSet) {
+func (f *placerFlags) register(fs *pflag.FlagSet) {
 	f.names.registerCluster(fs)
-	f.doors = list{[]string{extenderDoor}, []string{extenderDoor, kueueDoor, liqoDoor}}
+	f.doors = command.List{Values: []string{extenderDoor}, Of: []string{extenderDoor, kueueDoor, liqoDoor}}
 	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
-	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
+	httpFlag(fs, &f.http)
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the extender's door's certificate (PEM)")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
 	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
 	fs.BoolVar(&f.insecure, "insecure-door", false, "serve schedulers without --client-ca-file, over plain HTTP without a certificate: then whoever reaches the door can reserve room")
-	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer", "`NAMESPACE/NAME` of the Lease by which one of several processes leads; empty where there is one process")
+	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer", "`namespace/name` of the Lease by which one of several processes leads; empty where there is one process")
 	f.log.register(fs)
 }
 
@@ -64,31 +66,40 @@ func (f *placerFlags) complete() error {
 		return err
 	}
 	if _, _, ok := splitName(f.lease); f.lease != "" && !ok {
-		return fmt.Errorf("--lease: %q is not NAMESPACE/NAME", f.lease)
+		return command.Usagef("--lease: %q is not NAMESPACE/NAME", f.lease)
 	}
 	switch {
 	case (f.tls.Cert == "") != (f.tls.Key == ""):
-		return errors.New("--tls-cert-file and --tls-key-file go together")
+		return command.Usagef("--tls-cert-file and --tls-key-file go together")
 	case f.tls.ClientCA != "" && f.tls.Cert == "":
-		return errors.New("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
-	case f.doors.has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
-		return errors.New("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, or everybody who reaches it can reserve room: make them with `gpu-agent certificates`, or say --insecure-door")
+		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
+	case f.doors.Has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
+		return command.Usagef("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, or everybody who reaches it can reserve room: make them with `gpu-agent certificates`, or say --insecure-door")
 	}
 	return nil
 }
 
-// place is `gpu-agent placer`.
-func place(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "placer", "", "Tells schedulers which node has room for a pod, by the GPUNodes of the cluster. One process\n"+
-		"serves a cluster; of several, one leads.")
+// newPlacer makes `gpu-agent placer`.
+func newPlacer() *cobra.Command {
 	var f placerFlags
-	f.register(fs)
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	c := &cobra.Command{
+		Use:   "placer",
+		Short: "answer schedulers which node has room for a pod (a Deployment's program)",
+		Long: `Tells schedulers which node has room for a pod, by the GPUNodes of the cluster. One process
+serves a cluster; of several, one leads.`,
+		Example: "gpu-agent placer --kubeconfig ~/.kube/config --doors kueue",
+		RunE: func(c *cobra.Command, _ []string) error {
+			if err := f.complete(); err != nil {
+				return err
+			}
+			return place(c.Context(), consoleOf(c), &f)
+		},
 	}
-	if err := f.complete(); err != nil {
-		return fmt.Errorf("gpu-agent placer: %w", err)
-	}
+	f.register(c.Flags())
+	return c
+}
+
+func place(ctx context.Context, c console, f *placerFlags) error {
 	log := f.log.logger(c)
 	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
 
@@ -121,10 +132,10 @@ func place(ctx context.Context, c console, args []string) error {
 		return err
 	}
 	metrics.APIAnswered() // as in an agent
-	if f.doors.has(liqoDoor) {
-		lent = openToLiqo(books, cluster, &f, log)
+	if f.doors.Has(liqoDoor) {
+		lent = openToLiqo(books, cluster, f, log)
 	}
-	if f.doors.has(kueueDoor) {
+	if f.doors.Has(kueueDoor) {
 		holder := fleet.HoldFor(books, kueue.HoldOf(f.names.domain))
 		admitted = kueue.New(holder, kueue.Options{API: cluster, Domain: f.names.domain, Leads: holder.Ready, Listed: holder.Listed, Logger: log, Now: time.Now})
 	}
@@ -157,7 +168,7 @@ func place(ctx context.Context, c console, args []string) error {
 			g.Go(func() error { return cluster.Follow(ctx, of, kueueObjects{admitted, of}) })
 		}
 	}
-	if f.doors.has(extenderDoor) {
+	if f.doors.Has(extenderDoor) {
 		books.TellUnguarded(func(p fleet.Unguarded) {
 			metrics.Unguarded()
 			log.Warn("a pod was bound without the placer's word", "namespace", p.Namespace, "pod", p.Name, "node", p.Node)
@@ -165,7 +176,7 @@ func place(ctx context.Context, c console, args []string) error {
 		door := extender.New(books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
 			metrics.Answered(string(v), string(how), took)
 		}})
-		g.Go(func() error { return serveExtender(ctx, &f, door, log) })
+		g.Go(func() error { return serveExtender(ctx, f, door, log) })
 	}
 	g.Go(func() error { return cluster.Watch(ctx, books) })
 	g.Go(func() error {

@@ -32,7 +32,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 		"--http":               {taken.Addr().String(), "--listen", "127.0.0.1:0"},
 		"read the certificate": {"127.0.0.1:0", "--listen", "127.0.0.1:0", "--tls-cert-file", kubeconfig, "--tls-key-file", kubeconfig},
 	} {
-		if _, _, err := command(t, append(common[:len(common):len(common)], args...)...); err == nil || !strings.Contains(err.Error(), want) {
+		if _, _, err := execute(t, append(common[:len(common):len(common)], args...)...); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want an error with %q", args, err, want)
 		}
 	}
@@ -41,7 +41,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	said := &lines{to: make(chan string, 100)}
 	done := make(chan error, 1)
 	go func() {
-		done <- dispatch(ctx, console{nil, said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
+		done <- within(ctx, console{nil, said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
 	}()
 	for _, want := range []string{"serving schedulers", "request fails"} {
 		said.until(t, want)
@@ -58,7 +58,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 // Certificates are for their owner alone, and none is written over.
 func TestCertificates(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "door")
-	out, _, err := command(t, "certificates", "--out", dir, "--names", "placer.test,10.0.0.1", "--days", "7")
+	out, _, err := execute(t, "certificates", "--out", dir, "--names", "placer.test,10.0.0.1", "--days", "7")
 	if err != nil || !strings.Contains(out, "create secret generic gpu-placer-door") {
 		t.Fatalf("%s, %v", out, err)
 	}
@@ -72,7 +72,7 @@ func TestCertificates(t *testing.T) {
 		}
 	}
 	for _, args := range [][]string{{"--out", dir}, {"--out", dir + "2", "--names", " ,"}, {"--out", dir + "3", "--days", "0"}} {
-		if _, _, err := command(t, append([]string{"certificates"}, args...)...); err == nil {
+		if _, _, err := execute(t, append([]string{"certificates"}, args...)...); err == nil {
 			t.Errorf("%q makes certificates", args)
 		}
 	}

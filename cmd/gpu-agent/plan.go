@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -15,7 +14,11 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/state"
@@ -23,39 +26,75 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Errors of a plan that was printed, and says why. Each has an exit status of its own.
+// Errors of a plan that was printed, and says why.
 var (
-	errBlocked    = errors.New("blocked")
-	errNotApplied = errors.New("not applied")
+	errBlocked    = &command.Error{Exit: command.Blocked}
+	errNotApplied = &command.Error{Exit: command.NotApplied}
 )
+
+// invalid makes an error of a partition file that is wrong, or of a partition that cannot be had.
+func invalid(err error) error { return &command.Error{Exit: command.Invalid, Err: err} }
 
 // asking are the flags of commands that ask what a partition would come to: the agent on this
 // node, or where there is none an inventory.
 type asking struct {
 	driver    driverFlags
+	config    string
+	partition string
 	inventory string
 	stateDir  string
-	domain    string
+	names     domainFlags
 	of        partitionFlags
-	// given are the flags of the command line, and asked says that an agent has answered.
-	given map[string]bool
+	// flags are the command's, and asked says that an agent has answered.
+	flags *pflag.FlagSet
 	asked bool
 }
 
-func (a *asking) register(fs *flag.FlagSet) {
+func (a *asking) register(fs *pflag.FlagSet) {
+	a.flags = fs
 	a.driver.register(fs)
-	fs.StringVar(&a.inventory, "inventory", "", inventoryUsage)
-	fs.StringVar(&a.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the files of this node's agent, which is asked at its socket there")
-	fs.StringVar(&a.domain, "resource-domain", "example.com", "`domain` of the resources, where no agent is asked")
+	configFlag(fs, &a.config)
+	partitionFlag(fs, &a.partition)
+	inventoryFlag(fs, &a.inventory)
+	stateDirFlag(fs, &a.stateDir)
+	a.names.register(fs)
 	a.of.register(fs)
 }
 
-// parse reads flags, and which of them the command line has.
-func (a *asking) parse(fs *flag.FlagSet, args []string) (rest []string, err error) {
-	rest, err = parse(fs, args)
-	a.given = map[string]bool{}
-	fs.Visit(func(f *flag.Flag) { a.given[f.Name] = true })
-	return rest, err
+// read checks the flags and reads the partition file.
+func (a *asking) read(c console) (f partitionFile, err error) {
+	if a.config == "" {
+		return f, command.Usagef("--config is missing: write --config FILE, the partition file, or --config - for the standard input")
+	}
+	if err := a.names.complete(); err != nil {
+		return f, err
+	}
+	return readPartitions(c, a.config)
+}
+
+// configFlag is the partition file.
+func configFlag(fs *pflag.FlagSet, file *string) {
+	fs.StringVar(file, "config", "", "partition `file`; to all but run, - is the standard input")
+}
+
+// partitionFlag is the name of one partition in the file.
+func partitionFlag(fs *pflag.FlagSet, name *string) {
+	fs.StringVar(name, "partition", "", "`name` of a partition in the file")
+}
+
+// completePartition completes --partition with what the file of --config has.
+func completePartition(c *cobra.Command) {
+	_ = c.RegisterFlagCompletionFunc("partition", func(c *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		name := c.Flags().Lookup("config").Value.String()
+		if name == "-" { // it is not for the shell to read
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		f, err := readPartitions(consoleOf(c), name)
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		return slices.DeleteFunc(f.Names(), func(name string) bool { return !strings.HasPrefix(name, typed) }), cobra.ShellCompDirectiveNoFileComp
+	})
 }
 
 // patience is how long a command waits for the agent.
@@ -68,11 +107,11 @@ func (a *asking) agent(ctx context.Context, c console, q status.Question) (answe
 		return answer, false, nil
 	}
 	// The agent has flags of its own; those of this command line ask what if it had others.
-	if a.given["memory-unit"] {
+	if a.flags.Changed("memory-unit") {
 		q.UnitMiB = uint64(a.of.unit)
 	}
-	if a.given["api"] {
-		q.API = a.of.api.value
+	if a.flags.Changed("api") {
+		q.API = a.of.api.Value
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -106,8 +145,10 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 	} else if f.data, err = os.ReadFile(file); err != nil {
 		return f, err
 	}
-	f.File, err = config.Parse(f.name, f.data)
-	return f, err
+	if f.File, err = config.Parse(f.name, f.data); err != nil {
+		return f, invalid(err)
+	}
+	return f, nil
 }
 
 // maxInput is more than any partition file may have, and how much of one is read.
@@ -120,43 +161,44 @@ func mistaken(c console, name string, of []status.Mistake) {
 	}
 }
 
-func plan(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "plan", "", `Prints what this node's GPUs would become by a partition: layouts, each step on the
+// newPlan makes `gpu-agent plan`.
+func newPlan() *cobra.Command {
+	var a asking
+	var output *command.Choice
+	c := &cobra.Command{
+		Use:   "plan --config FILE",
+		Short: "print what a partition would make of this node or an inventory, and whom it waits for",
+		Long: `Prints what this node's GPUs would become by a partition: layouts, each step on the
 hardware, whom they wait for, and what pods can ask for then. It does nothing. The
 agent on this node answers; without one, and with --inventory, holders are not known.
-The exit status is 0 if the partition would be applied, 3 if holders are in the way on
-some GPU, 4 if it would be pending or failed for another reason, and 1 if it is wrong.`)
-	var a asking
-	a.register(fs)
-	var file, partition string
-	fs.StringVar(&file, "config", "", "partition `file`; - for the standard input")
-	fs.StringVar(&partition, "partition", "", "`name` of the partition (default: the one that the node's label chooses; without an agent, default)")
-	format := choice{"text", []string{"text", "json"}}
-	fs.Var(&format, "o", "output `format`: text or json")
-	rest, err := a.parse(fs, args)
-	switch {
-	case err != nil:
-		return err
-	case len(rest) > 0:
-		return fmt.Errorf("%s: unexpected argument %q", fs.Name(), rest[0])
-	case file == "":
-		fmt.Fprintln(c.err, "gpu-agent plan: --config is missing: it names the partition file")
-		return errUsage
+The partition is --partition, or the one that the node's label chooses; without an
+agent, default.
+The exit code is 0 if the partition would be applied, 3 if holders are in the way on
+some GPU, 4 if it would be pending or failed for another reason, and 5 if it is wrong.`,
+		Example: "gpu-agent plan --config partitions.yaml --partition night --inventory node-1.json",
+		RunE:    func(c *cobra.Command, _ []string) error { return a.plan(c.Context(), consoleOf(c), output.Value) },
 	}
-	f, err := readPartitions(c, file)
+	a.register(c.Flags())
+	output = outputFlag(c.Flags(), "text", "json")
+	completePartition(c)
+	return c
+}
+
+func (a *asking) plan(ctx context.Context, c console, format string) error {
+	f, err := a.read(c)
 	if err != nil {
 		return err
 	}
 	q := status.Question{File: f.data}
-	if partition != "" {
-		q.Partitions = []string{partition}
+	if a.partition != "" {
+		q.Partitions = []string{a.partition}
 	}
 	answer, asked, err := a.agent(ctx, c, q)
 	if err != nil {
 		return err
 	}
 	if !asked {
-		p, err := a.without(ctx, c, f.File, cmp.Or(partition, agent.DefaultPartition))
+		p, err := a.without(ctx, c, f.File, cmp.Or(a.partition, agent.DefaultPartition))
 		if err != nil {
 			return err
 		}
@@ -164,14 +206,14 @@ some GPU, 4 if it would be pending or failed for another reason, and 1 if it is 
 	}
 	if len(answer.Mistakes) > 0 || len(answer.Plans) != 1 {
 		mistaken(c, f.name, answer.Mistakes)
-		return fmt.Errorf("%s: the agent on this node does not take it", f.name)
+		return invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 	}
 	p := answer.Plans[0]
 	if p.State == string(agent.Invalid) {
 		mistaken(c, f.name, p.Mistakes)
-		return fmt.Errorf("%s: partition %s cannot be had on these GPUs", f.name, p.Partition)
+		return invalid(fmt.Errorf("%s: partition %s cannot be had on these GPUs", f.name, p.Partition))
 	}
-	if format.value == "json" {
+	if format == "json" {
 		err = printJSON(c.out, p)
 	} else {
 		err = status.WritePlan(c.out, p)
@@ -198,38 +240,40 @@ func (a *asking) without(ctx context.Context, c console, f *config.File, partiti
 }
 
 func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
-	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.domain, f, partition)
+	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.names.resourceDomain, f, partition)
 	if odd != nil {
 		fmt.Fprintln(c.err, odd)
 	}
 	return p
 }
 
-func check(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "check", " FILE", `Reads a partition file, or the standard input where it is -, and holds each of its
-partitions against this node, or against --inventory. The agent on this node answers, and
-says what a partition would wait for; without one, and with --inventory, holders are not
-known. What is wrong goes to standard error as file:line: reason, and the exit status is
-1. A partition that fits and would wait for holders is not wrong.`)
+// newCheck makes `gpu-agent check`.
+func newCheck() *cobra.Command {
 	var a asking
-	a.register(fs)
-	var partition string
-	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
-	rest, err := a.parse(fs, args)
-	if err != nil {
-		return err
+	c := &cobra.Command{
+		Use:   "check --config FILE",
+		Short: "say whether a partition file is right, on this node or on an inventory",
+		Long: `Reads a partition file and holds each of its partitions, or the one of --partition,
+against this node, or against --inventory. The agent on this node answers, and says what
+a partition would wait for; without one, and with --inventory, holders are not known.
+What is wrong goes to standard error as file:line: reason, and the exit code is 5. A
+partition that fits and would wait for holders is not wrong.`,
+		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default",
+		RunE:    func(c *cobra.Command, _ []string) error { return a.check(c.Context(), consoleOf(c)) },
 	}
-	if len(rest) != 1 {
-		fs.Usage()
-		return errUsage
-	}
-	f, err := readPartitions(c, rest[0])
+	a.register(c.Flags())
+	completePartition(c)
+	return c
+}
+
+func (a *asking) check(ctx context.Context, c console) error {
+	f, err := a.read(c)
 	if err != nil {
 		return err
 	}
 	names := f.Names()
-	if partition != "" {
-		names = []string{partition}
+	if a.partition != "" {
+		names = []string{a.partition}
 	}
 	plans, err := a.all(ctx, c, &f, names)
 	if err != nil {
@@ -237,12 +281,12 @@ known. What is wrong goes to standard error as file:line: reason, and the exit s
 	}
 	bad := 0
 	for i := range plans {
-		if !tellFit(c, f.name, rest[0], &plans[i]) {
+		if !tellFit(c, f.name, a.config, &plans[i]) {
 			bad++
 		}
 	}
 	if bad > 0 {
-		return fmt.Errorf("%s: %d of %d partitions cannot be had on these GPUs", rest[0], bad, len(names))
+		return invalid(fmt.Errorf("%s: %d of %d partitions cannot be had on these GPUs", a.config, bad, len(names)))
 	}
 	if !a.asked && len(plans) > 0 {
 		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(plans[0].Unknown, "; "))
@@ -261,7 +305,7 @@ func (a *asking) all(ctx context.Context, c console, f *partitionFile, names []s
 			break
 		}
 		if mistaken(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
-			return nil, fmt.Errorf("%s: the agent on this node does not take it", f.name)
+			return nil, invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 		}
 		plans = append(plans, answer.Plans...)
 	}

@@ -100,7 +100,7 @@ func TestPlan(t *testing.T) {
 			if tc.partition == "nvidia" {
 				file = "testdata/mig-configs.yaml"
 			}
-			out, said, err := command(t, "plan", "--config", file, "--inventory", tc.inventory, "-o", tc.format, "--partition", tc.partition)
+			out, said, err := execute(t, "plan", "--config", file, "--inventory", tc.inventory, "-o", tc.format, "--partition", tc.partition)
 			if tc.blocked != errors.Is(err, errBlocked) || !tc.blocked && err != nil {
 				t.Fatalf("%v, want blocked: %v", err, tc.blocked)
 			}
@@ -127,7 +127,7 @@ func TestPlanJSON(t *testing.T) {
 		if partition == "media" || partition == "too-many" {
 			continue // for other cards, for none
 		}
-		out, _, err := command(t, "plan", "--config", plans, "--inventory", cut, "--partition", partition, "-o", "json")
+		out, _, err := execute(t, "plan", "--config", plans, "--inventory", cut, "--partition", partition, "-o", "json")
 		if err != nil && !errors.Is(err, errBlocked) {
 			t.Fatal(err)
 		}
@@ -213,16 +213,16 @@ func TestPlanCommandLine(t *testing.T) {
 		{[]string{"--config", plans, "--inventory", bare}, 0, "create 3g.40gb@0", ""},
 		{[]string{"--config", plans, "--inventory", lost}, 0, "nothing can be done: GPU is lost", ""},
 		{[]string{"--config", named, "--inventory", plain, "--partition", "research"}, 0, "nothing to do", ""},
-		{[]string{"--config", named, "--inventory", plain}, 1, "", named + `:3: no partition is named "default"`},
-		{[]string{"--config", plans, "--inventory", plain, "--partition", "too-many"}, 1, "", plans + ":"},
+		{[]string{"--config", named, "--inventory", plain}, 5, "", named + `:3: no partition is named "default"`},
+		{[]string{"--config", plans, "--inventory", plain, "--partition", "too-many"}, 5, "", plans + ":"},
 		{[]string{"--config", plans, "--inventory", plans}, 1, "", plans + ": read inventory"},
 		{[]string{"--config", "nowhere.yaml", "--inventory", plain}, 1, "", "nowhere.yaml"},
 		{[]string{"--config", plans, "--inventory", "nowhere.json"}, 1, "", "nowhere.json"},
-		{[]string{"--config", plans, "--inventory", plain, "extra"}, 1, "", `unexpected argument "extra"`},
+		{[]string{"--config", plans, "--inventory", plain, "extra"}, 2, "", `unexpected argument "extra"`},
 		{[]string{"--inventory", plain}, 2, "", "--config is missing"},
 		{[]string{"--config", named, "--inventory", plain, "--partition", "research", "--api", "dra"}, 0, ": whole, through dra\n  nothing to do", ""},
 		{[]string{"--config", named, "--inventory", plain, "--partition", "research", "--api", "dra", "-o", "json"}, 0, `"api": "dra"`, ""},
-		{[]string{"--config", plans, "--inventory", plain, "--partition", "mixed", "--api", "dra"}, 1, "", "(1c.3g.40gb and 2c.3g.40gb)"},
+		{[]string{"--config", plans, "--inventory", plain, "--partition", "mixed", "--api", "dra"}, 5, "", "(1c.3g.40gb and 2c.3g.40gb)"},
 		{[]string{"--config", plans, "--inventory", plain, "-o", "yaml"}, 2, "", "want one of text, json"},
 	} {
 		out, said, status := program(t, append([]string{"plan"}, tt.args...)...)
@@ -252,8 +252,8 @@ func TestNothingInfeasiblePasses(t *testing.T) {
 			for _, n := range []int{p.Max, p.Max + 1} {
 				text := "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {" + p.Name + ": " + string(rune('0'+n)) + "}\n"
 				file := write(t, "p.yaml", text)
-				out, said, err := command(t, "check", file, "--inventory", inventory)
-				steps, _, planErr := command(t, "plan", "--config", file, "--inventory", inventory)
+				out, said, err := execute(t, "check", "--config", file, "--inventory", inventory)
+				steps, _, planErr := execute(t, "plan", "--config", file, "--inventory", inventory)
 				if fits := n <= p.Max; fits {
 					if err != nil || !strings.Contains(out, "partition default fits") || planErr != nil && !errors.Is(planErr, errBlocked) {
 						t.Errorf("%s: %d of %s: %v, %v", name, n, p.Name, err, planErr)
@@ -275,10 +275,10 @@ func TestNothingInfeasiblePasses(t *testing.T) {
 // open what fits, which check refuses and plan does not.
 func TestCheckWantsProof(t *testing.T) {
 	inventory := write(t, "off.json", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 81920, "mig": {"capable": true, "profiles": [{"name": "3g.40gb", "max": 2}]}}]}`)
-	if _, said, err := command(t, "check", plans, "--inventory", inventory, "--partition", "default"); err == nil || !strings.HasPrefix(said, plans+":4: GPU 0: placements are told only while MIG is on") {
+	if _, said, err := execute(t, "check", "--config", plans, "--inventory", inventory, "--partition", "default"); err == nil || !strings.HasPrefix(said, plans+":4: GPU 0: placements are told only while MIG is on") {
 		t.Errorf("%v, %s", err, said)
 	}
-	out, _, err := command(t, "plan", "--config", plans, "--inventory", inventory)
+	out, _, err := execute(t, "plan", "--config", plans, "--inventory", inventory)
 	if err != nil || !strings.Contains(out, "enable MIG mode\n") || strings.Contains(out, "create") || !strings.Contains(out, "plan again then") {
 		t.Errorf("%v, %s", err, out)
 	}
@@ -287,12 +287,12 @@ func TestCheckWantsProof(t *testing.T) {
 // In the agent's container there are the GPUs, and no file: check and plan take it from the
 // standard input.
 func TestPartitionsAtTheStandardInput(t *testing.T) {
-	out, said, err := commandWith(t, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: share}\n", "check", "-", "--inventory", h100)
+	out, said, err := executeWith(t, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: share}\n", "check", "--config", "-", "--inventory", h100)
 	if err == nil || !strings.HasPrefix(err.Error()+said, `standard input:4: mode is whole,`) {
 		t.Errorf("%v\n%s%s", err, out, said)
 	}
 	good := string(read(t, plans))
-	if out, said, err := commandWith(t, good, "plan", "--config", "-", "--inventory", h100); err != nil || !strings.Contains(out, "GPU 0") {
+	if out, said, err := executeWith(t, good, "plan", "--config", "-", "--inventory", h100); err != nil || !strings.Contains(out, "GPU 0") {
 		t.Errorf("%v\n%s%s", err, out, said)
 	}
 }

@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -13,9 +12,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/deviceplugin"
 	frontend "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/gpunode"
@@ -52,22 +54,22 @@ type runFlags struct {
 	ignoredXids              xids
 	healthHold, healthProbe  time.Duration
 	linksEvery               time.Duration
-	faultTaint               choice
+	faultTaint               command.Choice
 	schedulers               schedulerFlags
-	whenBusy, foreign, reset choice
-	numaHints                choice
-	nodeLabels, nvidiaLabels choice
+	whenBusy, foreign, reset command.Choice
+	numaHints                command.Choice
+	nodeLabels, nvidiaLabels command.Choice
 	idleTTL                  time.Duration
 	usage                    usageFlags
 	log                      logFlags
 }
 
-func (f *runFlags) register(fs *flag.FlagSet) {
+func (f *runFlags) register(fs *pflag.FlagSet) {
 	f.driver.register(fs)
-	fs.StringVar(&f.config, "config", "", "partition `file`")
-	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `NAMESPACE/NAME`; its key is "+configKey)
+	configFlag(fs, &f.config)
+	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `namespace/name`; its key is "+configKey)
 	f.nameFlags.register(fs)
-	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `NAMESPACE/NAME`: the kubelet's list of holders is believed once it has it")
+	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `namespace/name`: the kubelet's list of holders is believed once it has it")
 	f.partitionFlags.register(fs)
 	f.node.register(fs)
 	f.cap.register(fs)
@@ -76,21 +78,21 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
 	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
 	fs.DurationVar(&f.linksEvery, "links-every", time.Minute, "`time` between looks at NVLinks, whose lanes fail and return without a word")
-	f.faultTaint = choice{string(kube.NoSchedule), []string{string(kube.NoSchedule), string(kube.NoExecute)}}
+	f.faultTaint = command.Choice{Value: string(kube.NoSchedule), Of: []string{string(kube.NoSchedule), string(kube.NoExecute)}}
 	fs.Var(&f.faultTaint, "fault-taint", "what the taint of a faulty GPU that is offered through dra does: NoSchedule (it gets no new claims) or NoExecute (the pods on it are ended, too)")
 	f.schedulers.register(fs)
-	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
-	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
+	httpFlag(fs, &f.http)
+	f.whenBusy = command.Choice{Value: "drain", Of: []string{"drain", "wait"}}
 	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
-	f.foreign = choice{"keep", []string{"keep", "reclaim"}}
+	f.foreign = command.Choice{Value: "keep", Of: []string{"keep", "reclaim"}}
 	fs.Var(&f.foreign, "foreign-instances", "idle MIG instances that the agent did not make and the partition does not name: keep or reclaim (destroy)")
-	f.reset = choice{"auto", []string{"auto", "never"}}
+	f.reset = command.Choice{Value: "auto", Of: []string{"auto", "never"}}
 	fs.Var(&f.reset, "reset", "a GPU whose MIG mode needs a reset to change: auto (reset that GPU, once it is idle) or never (wait for somebody to do it)")
-	f.nodeLabels = choice{"api", []string{"api", "nfd", "none"}}
+	f.nodeLabels = command.Choice{Value: "api", Of: []string{"api", "nfd", "none"}}
 	fs.Var(&f.nodeLabels, "node-labels", "how the node gets labels of what its GPUs are: api (the agent writes them), nfd (a features file for Node Feature Discovery, in --nfd-dir) or none")
-	f.nvidiaLabels = choice{"absent", []string{"absent", "never"}}
+	f.nvidiaLabels = command.Choice{Value: "absent", Of: []string{"absent", "never"}}
 	fs.Var(&f.nvidiaLabels, "nvidia-labels", "the nvidia.com labels that GPU Feature Discovery writes: absent (each where nobody else has written it) or never")
-	f.numaHints = choice{string(deviceplugin.AlignFixed), []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
+	f.numaHints = command.Choice{Value: string(deviceplugin.AlignFixed), Of: []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
 	f.usage.register(fs)
@@ -100,16 +102,16 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 // schedulerFlags are what schedulers and autoscalers are told beside the offer.
 type schedulerFlags struct {
 	lowerAllocatable, holdScaleDown bool
-	gpuNode                         choice
+	gpuNode                         command.Choice
 	startupTaint                    string
 }
 
-func (f *schedulerFlags) register(fs *flag.FlagSet) {
+func (f *schedulerFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.lowerAllocatable, "lower-allocatable", true, "tell the scheduler at once of devices that cannot be had any more, in the Node's status.allocatable; otherwise it hears of them up to ten seconds later, from the kubelet")
-	f.gpuNode = choice{"auto", []string{"auto", "pods", "holders", "off"}}
+	f.gpuNode = command.Choice{Value: "auto", Of: []string{"auto", "pods", "holders", "off"}}
 	fs.Var(&f.gpuNode, "gpunode", "the node's GPUNode object: auto (it names holders where the kubelet is older than 1.36), pods (it never does; pods' own status does), holders (it always does, and is written at every change) or off")
 	fs.BoolVar(&f.holdScaleDown, "hold-scale-down", false, "keep Cluster Autoscaler from taking the node away while pods have something of its GPUs, by its annotation scale-down-disabled")
-	fs.StringVar(&f.startupTaint, "startup-taint", "", "`key` of a taint that the node is registered with: the agent takes it away once pods that ask for GPUs can be sent to the node")
+	fs.StringVar(&f.startupTaint, "startup-taint", "", "`key` of a taint that the node is registered with: the agent takes it away once pods that ask for GPUs can be sent to the node; needs deployments/components/startup-taint")
 }
 
 // complete checks what the flags say together and fills in what follows.
@@ -118,16 +120,16 @@ func (f *runFlags) complete() error {
 		return err
 	}
 	if f.domain == "nvidia.com" {
-		return errors.New("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
+		return command.Usagef("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
 	}
 	if f.idleTTL < 0 {
-		return errors.New("--idle-instance-ttl must not be negative")
+		return command.Usagef("--idle-instance-ttl must not be negative")
 	}
 	if f.healthHold <= 0 || f.healthProbe <= 0 {
-		return errors.New("--health-hold and --health-probe must be positive")
+		return command.Usagef("--health-hold and --health-probe must be positive")
 	}
 	if f.linksEvery <= 0 {
-		return errors.New("--links-every must be positive")
+		return command.Usagef("--links-every must be positive")
 	}
 	if err := f.cap.complete(); err != nil {
 		return err
@@ -137,19 +139,19 @@ func (f *runFlags) complete() error {
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
-		return errors.New("--config and --configmap are both set: partitions come from one place")
+		return command.Usagef("--config and --configmap are both set: partitions come from one place")
 	case f.config == "" && f.configMap == "":
-		return errors.New("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
-	case f.api.value == string(ledger.DRA) && f.nodeName == "":
-		return errors.New("--api dra needs an API server, and so --node-name (in a pod: NODE_NAME from spec.nodeName)")
+		return command.Usagef("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
+	case f.api.Value == string(ledger.DRA) && f.nodeName == "":
+		return command.Usagef("--api dra needs an API server, and so --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.schedulers.startupTaint != "" && f.nodeName == "":
-		return errors.New("--startup-taint needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
+		return command.Usagef("--startup-taint needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.configMap != "" && f.nodeName == "":
-		return errors.New("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
+		return command.Usagef("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
 	for _, named := range []struct{ flag, value string }{{"--configmap", f.configMap}, {"--pod", f.pod}} {
 		if _, _, ok := splitName(named.value); named.value != "" && !ok {
-			return fmt.Errorf("%s: %q is not NAMESPACE/NAME", named.flag, named.value)
+			return command.Usagef("%s: %q is not NAMESPACE/NAME", named.flag, named.value)
 		}
 	}
 	return nil
@@ -160,17 +162,28 @@ func splitName(s string) (namespace, name string, ok bool) {
 	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")
 }
 
-// run is `gpu-agent run`: it opens the worlds and ties them to the loop.
-func run(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "run", "", "Owns this node's GPUs until it is told to end.")
+// newRun makes `gpu-agent run`.
+func newRun() *cobra.Command {
 	var f runFlags
-	f.register(fs)
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	c := &cobra.Command{
+		Use:   "run",
+		Short: "own this node's GPUs: lay out, offer, account (the DaemonSet's program)",
+		Long: `Owns this node's GPUs until it is told to end: lays them out as the partition file says,
+offers the pieces to the kubelet, and keeps an account of who has them.`,
+		Example: "gpu-agent run --config partitions.yaml --node-name node-1",
+		RunE: func(c *cobra.Command, _ []string) error {
+			if err := f.complete(); err != nil {
+				return err
+			}
+			return run(c.Context(), consoleOf(c), &f)
+		},
 	}
-	if err := f.complete(); err != nil {
-		return fmt.Errorf("gpu-agent run: %w", err)
-	}
+	f.register(c.Flags())
+	return c
+}
+
+// run opens the worlds and ties them to the loop.
+func run(ctx context.Context, c console, f *runFlags) error {
 	agent.LimitHeap()
 	log := f.log.logger(c)
 	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
@@ -223,19 +236,19 @@ func run(ctx context.Context, c console, args []string) error {
 		Domain:         f.domain,
 		ResourceDomain: f.resourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
-		API:            ledger.FrontEnd(f.api.value),
-		KeepOffering:   f.whenBusy.value == "wait",
+		API:            ledger.FrontEnd(f.api.Value),
+		KeepOffering:   f.whenBusy.Value == "wait",
 		IdleTTL:        f.idleTTL,
 		LinksEvery:     f.linksEvery,
 		HoldScaleDown:  f.schedulers.holdScaleDown,
-		FaultTaint:     kube.TaintEffect(f.faultTaint.value),
-		HoldersIn:      map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}[f.schedulers.gpuNode.value],
-		Label:          f.nodeLabels.value != "none",
-		Guest:          f.nvidiaLabels.value == "absent",
-		Align:          deviceplugin.Alignment(f.numaHints.value),
-		ReclaimForeign: f.foreign.value == "reclaim",
-		NeverReset:     f.reset.value == "never",
-		OpenCaps:       f.cap.policy.value == "open",
+		FaultTaint:     kube.TaintEffect(f.faultTaint.Value),
+		HoldersIn:      map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}[f.schedulers.gpuNode.Value],
+		Label:          f.nodeLabels.Value != "none",
+		Guest:          f.nvidiaLabels.Value == "absent",
+		Align:          deviceplugin.Alignment(f.numaHints.Value),
+		ReclaimForeign: f.foreign.Value == "reclaim",
+		NeverReset:     f.reset.Value == "never",
+		OpenCaps:       f.cap.policy.Value == "open",
 		Boot:           boot,
 		Node:           f.nodeName,
 		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
@@ -268,7 +281,7 @@ func run(ctx context.Context, c console, args []string) error {
 		if f.schedulers.lowerAllocatable {
 			worlds.Lowering = agent.NewLowering(cluster, metrics.Lowered, log)
 		}
-		if f.schedulers.gpuNode.value != "off" {
+		if f.schedulers.gpuNode.Value != "off" {
 			worlds.GPUNodes = cluster
 		}
 		worlds.DRA = &agent.DRA{API: cluster, Kubelet: frontend.KubeletDir(filepath.Join(f.node.hostRoot, f.node.kubeletDir)), Serve: func(front *frontend.FrontEnd) (agent.DRADriver, error) {
@@ -278,7 +291,7 @@ func run(ctx context.Context, c console, args []string) error {
 			worlds.DRA.Evict = cluster.Evict
 		}
 	}
-	if f.nodeLabels.value == "nfd" {
+	if f.nodeLabels.Value == "nfd" {
 		worlds.Features = features(f.node.nfdDir)
 	}
 	var sent func(resource string, healthy int)
@@ -301,7 +314,7 @@ func run(ctx context.Context, c console, args []string) error {
 		watch.Cluster = cluster
 	}
 	watchdog = guard.New(guard.Options{
-		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.value == "end", EvictAfter: f.cap.evictAfter,
+		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.Value == "end", EvictAfter: f.cap.evictAfter,
 		Own: options.Pod, Log: log,
 	}, watch)
 	var policies atomic.Pointer[[]status.Policy]
@@ -320,10 +333,10 @@ func run(ctx context.Context, c console, args []string) error {
 
 	services := []func(context.Context) error{
 		plugins.Run, page.Run, door.Run,
-		func(ctx context.Context) error { return followPartitions(ctx, &f, cluster, loop) },
+		func(ctx context.Context) error { return followPartitions(ctx, f, cluster, loop) },
 	}
 	if cluster != nil {
-		o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+		o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.Value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
 		services = append(services, cluster.Run,
 			func(ctx context.Context) error { return cluster.WatchNode(ctx, loop.SetNode) },
 			func(ctx context.Context) error {

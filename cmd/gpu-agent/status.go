@@ -9,28 +9,45 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
 )
 
-// showStatus is `gpu-agent status`: it asks the agent that runs on this node.
-func showStatus(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "status", "", "Prints what the agent on this node offers and who holds it.")
-	addr := fs.String("http", ":9500", "`address` that the agent serves on")
-	format := choice{"text", []string{"text", "json"}}
-	fs.Var(&format, "o", "output `format`: text or json")
-	if err := parseFlags(fs, args); err != nil {
-		return err
+// newStatus makes `gpu-agent status`: it asks the agent that runs on this node.
+func newStatus() *cobra.Command {
+	var http string
+	var output *command.Choice
+	c := &cobra.Command{
+		Use:     "status",
+		Short:   "print what the agent on this node offers and who holds it",
+		Example: "kubectl exec -n gpu-agent ds/gpu-agent -- gpu-agent status",
+		RunE: func(c *cobra.Command, _ []string) error {
+			return showStatus(c.Context(), consoleOf(c), http, output.Value)
+		},
 	}
+	httpFlag(c.Flags(), &http)
+	output = outputFlag(c.Flags(), "text", "json")
+	return c
+}
+
+// httpFlag is where a program serves metrics and its probes, and its status is asked for.
+func httpFlag(fs *pflag.FlagSet, address *string) {
+	fs.StringVar(address, "http", ":9500", "`address` of metrics, probes and the agent's status; empty for none")
+}
+
+func showStatus(ctx context.Context, c console, address, format string) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	s, err := obs.Fetch(ctx, *addr)
+	s, err := obs.Fetch(ctx, address)
 	if err != nil {
 		return err
 	}
-	if format.value == "json" {
+	if format == "json" {
 		return printJSON(c.out, s)
 	}
 	return status.WriteText(c.out, s, textOptions(c))

@@ -3,30 +3,37 @@
 package main
 
 import (
-	"context"
+	"github.com/spf13/cobra"
 
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// showTopology prints what people know from `nvidia-smi topo -m`.
-func showTopology(ctx context.Context, c console, args []string) error {
-	fs := newFlags(c, "topology", "", "Prints how near this node's GPUs, CPUs and RDMA network cards are to each other, as\n`nvidia-smi topo -m` does.")
+// newTopology makes `gpu-agent topology`. It prints what people know from `nvidia-smi topo -m`.
+func newTopology() *cobra.Command {
 	var d driverFlags
-	d.register(fs)
 	var from string
-	fs.StringVar(&from, "inventory", "", inventoryUsage)
-	format := choice{"table", []string{"table", "json"}}
-	fs.Var(&format, "o", "output `format`: table or json")
-	if err := parseFlags(fs, args); err != nil {
-		return err
+	var output *command.Choice
+	c := &cobra.Command{
+		Use:   "topology",
+		Short: "print how close GPUs, CPUs and network cards are to each other",
+		Long: `Prints how near this node's GPUs, CPUs and RDMA network cards are to each other, as
+nvidia-smi topo -m does.`,
+		Example: "gpu-agent topology --inventory node-1.json",
+		RunE: func(c *cobra.Command, _ []string) error {
+			inv, err := inventoryFrom(c.Context(), consoleOf(c), &d, from)
+			if err != nil {
+				return err
+			}
+			m := topology.New(inv).Matrix()
+			if output.Value == "json" {
+				return printJSON(c.OutOrStdout(), m)
+			}
+			return m.WriteText(c.OutOrStdout())
+		},
 	}
-	inv, err := inventoryFrom(ctx, c, &d, from)
-	if err != nil {
-		return err
-	}
-	m := topology.New(inv).Matrix()
-	if format.value == "json" {
-		return printJSON(c.out, m)
-	}
-	return m.WriteText(c.out)
+	d.register(c.Flags())
+	inventoryFlag(c.Flags(), &from)
+	output = outputFlag(c.Flags(), "text", "json")
+	return c
 }

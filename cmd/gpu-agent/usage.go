@@ -6,8 +6,6 @@ import (
 	"cmp"
 	"context"
 	"encoding/csv"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"maps"
@@ -18,9 +16,12 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/node"
@@ -48,6 +49,9 @@ type usageFlags struct {
 // boundFlag is an amount of memory, or 0 for none.
 type boundFlag memoryFlag
 
+// Type is what help shows as the value.
+func (b *boundFlag) Type() string { return "memory" }
+
 func (b *boundFlag) String() string {
 	if *b == 0 {
 		return "0"
@@ -63,7 +67,7 @@ func (b *boundFlag) Set(s string) error {
 	return (*memoryFlag)(b).Set(s)
 }
 
-func (f *usageFlags) register(fs *flag.FlagSet) {
+func (f *usageFlags) register(fs *pflag.FlagSet) {
 	f.size = segments.DefaultMax >> 20
 	fs.Var(&f.size, "usage-size", "the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
 	fs.StringVar(&f.labels, "usage-labels", "", "`keys` of pods' labels that the usage journal has, with commas between them")
@@ -73,19 +77,19 @@ func (f *usageFlags) register(fs *flag.FlagSet) {
 
 func (f *usageFlags) complete() error {
 	if f.idle < 0 {
-		return errors.New("--idle-after must not be negative")
+		return command.Usagef("--idle-after must not be negative")
 	}
 	for key := range strings.SplitSeq(f.labels, ",") {
 		if key = strings.TrimSpace(key); key == "" {
 			continue
 		}
 		if problems := validation.IsQualifiedName(key); len(problems) > 0 {
-			return fmt.Errorf("--usage-labels: %q is not the key of a label: %s", key, strings.Join(problems, "; "))
+			return command.Usagef("--usage-labels: %q is not the key of a label: %s", key, strings.Join(problems, "; "))
 		}
 		f.keys = append(f.keys, key)
 	}
 	if len(f.keys) > mostLabels {
-		return fmt.Errorf("--usage-labels: %d keys, and at most %d are kept", len(f.keys), mostLabels)
+		return command.Usagef("--usage-labels: %d keys, and at most %d are kept", len(f.keys), mostLabels)
 	}
 	return nil
 }
@@ -124,45 +128,58 @@ type usageReport struct {
 	now                               time.Time
 }
 
-// showUsage is `gpu-agent usage`: it reads the journal, also where no agent runs.
-func showUsage(_ context.Context, c console, args []string) error {
-	fs := newFlags(c, "usage", "", "Prints who was granted how much of this node's GPUs and used it, or with --at who had them\nthen. It reads the agent's journal. "+timesUsage)
-	r := usageReport{now: time.Now()}
+// newUsage makes `gpu-agent usage`: it reads the journal, also where no agent runs.
+func newUsage() *cobra.Command {
+	var r usageReport
+	var stateDir string
+	var output *command.Choice
+	c := &cobra.Command{
+		Use:   "usage",
+		Short: "print who was granted how much of this node's GPUs, who used it, and who had them when",
+		Long: `Prints who was granted how much of this node's GPUs and used it, or with --at who had them
+then. It reads the journal that the agent keeps in --state-dir.
+
+` + timesUsage,
+		Example: "gpu-agent usage --at 2026-11-03T12:00:00Z --gpu 3",
+		RunE: func(c *cobra.Command, _ []string) error {
+			r.now, r.dir, r.format = time.Now(), filepath.Join(stateDir, usageDir), output.Value
+			if r.at != "" {
+				return r.presence(consoleOf(c))
+			}
+			if r.gpu != "" {
+				return command.Usagef("--gpu goes with --at: write --at TIME --gpu %s", r.gpu)
+			}
+			return r.sums(consoleOf(c))
+		},
+	}
+	fs := c.Flags()
 	fs.StringVar(&r.by, "by", "namespace", "what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
-	fs.StringVar(&r.since, "since", "", "`time` to begin at (default: the journal's beginning)")
-	fs.StringVar(&r.until, "until", "", "`time` to end at (default: now)")
+	timeFlags(fs, &r.since, &r.until)
 	fs.StringVar(&r.at, "at", "", "print who had something at this `time`")
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
-	stateDir := fs.String("state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files")
-	format := choice{"table", []string{"table", "csv", "json"}}
-	fs.Var(&format, "o", "output `format`: table, csv or json")
-	if err := parseFlags(fs, args); err != nil {
-		return err
-	}
-	r.dir, r.format = filepath.Join(*stateDir, usageDir), format.value
-	if r.at != "" {
-		return r.presence(c)
-	}
-	if r.gpu != "" {
-		return errors.New("gpu-agent usage: --gpu goes with --at")
-	}
-	return r.sums(c)
+	stateDirFlag(fs, &stateDir)
+	output = outputFlag(fs, "text", "csv", "json")
+	_ = c.RegisterFlagCompletionFunc("by", cobra.FixedCompletions([]cobra.Completion{"namespace", "pod", "label="}, cobra.ShellCompDirectiveNoFileComp|cobra.ShellCompDirectiveNoSpace))
+	return c
+}
+
+// timeFlags bound what is read of a journal.
+func timeFlags(fs *pflag.FlagSet, since, until *string) {
+	fs.StringVar(since, "since", "", "`time` to begin at (default: the beginning)")
+	fs.StringVar(until, "until", "", "`time` to end at (default: the end)")
 }
 
 // moment reads a time.
-func (r *usageReport) moment(text string, otherwise time.Time) (time.Time, error) {
-	t, err := moment(text, otherwise, r.now)
-	if err != nil {
-		err = fmt.Errorf("gpu-agent usage: %w", err)
-	}
-	return t, err
+func (r *usageReport) moment(flag, text string, otherwise time.Time) (time.Time, error) {
+	return moment(flag, text, otherwise, r.now)
 }
 
 // timesUsage says how people write times.
-const timesUsage = "Times are durations before now (24h), or in UTC:\n2026-03-01, 2026-03-01T12:00, 2026-03-01T12:00:00Z, or 12:00 of today."
+const timesUsage = `Times are durations before now (24h), or in UTC: 2026-03-01, 2026-03-01T12:00,
+2026-03-01T12:00:00Z, or 12:00 of today.`
 
-// moment reads a time as people write it.
-func moment(text string, otherwise, now time.Time) (time.Time, error) {
+// moment reads a time as people write it, from a flag.
+func moment(flag, text string, otherwise, now time.Time) (time.Time, error) {
 	if text == "" {
 		return otherwise, nil
 	}
@@ -178,7 +195,7 @@ func moment(text string, otherwise, now time.Time) (time.Time, error) {
 		y, m, d := now.UTC().Date()
 		return time.Date(y, m, d, t.Hour(), t.Minute(), 0, 0, time.UTC), nil
 	}
-	return time.Time{}, fmt.Errorf("%q is not a time: want 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", text)
+	return time.Time{}, command.Usagef("--%s %q is not a time: write 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", flag, text)
 }
 
 // naming returns what makes the name of a line.
@@ -197,7 +214,7 @@ func (r *usageReport) naming() (func(*account.Grant) string, error) {
 	case isLabel && key != "":
 		return func(g *account.Grant) string { return g.Labels[key] }, nil
 	}
-	return nil, fmt.Errorf("gpu-agent usage: --by %q is not namespace, pod or label=KEY", r.by)
+	return nil, command.Usagef("--by %q: write namespace, pod or label=KEY", r.by)
 }
 
 // sums prints what was granted and used.
@@ -206,16 +223,16 @@ func (r *usageReport) sums(c console) error {
 	if err != nil {
 		return err
 	}
-	from, err := r.moment(r.since, time.Time{})
+	from, err := r.moment("since", r.since, time.Time{})
 	if err != nil {
 		return err
 	}
-	to, err := r.moment(r.until, r.now)
+	to, err := r.moment("until", r.until, r.now)
 	if err != nil {
 		return err
 	}
 	if !to.After(from) {
-		return errors.New("gpu-agent usage: --until is not after --since")
+		return command.Usagef("--until is not after --since")
 	}
 	report := account.NewReport(from, to, by)
 	book := account.NewBook(report)
@@ -240,11 +257,11 @@ func (r *usageReport) sums(c console) error {
 // hours is a figure, in a table with as much of it as people read.
 func (r *usageReport) hours(h *float64) string {
 	switch {
-	case h == nil && r.format == "table":
+	case h == nil && r.format == "text":
 		return "-"
 	case h == nil:
 		return ""
-	case r.format == "table":
+	case r.format == "text":
 		return strconv.FormatFloat(*h, 'f', 2, 64)
 	}
 	return strconv.FormatFloat(*h, 'f', -1, 64)
@@ -276,7 +293,7 @@ func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 
 // presence prints who had something at a time.
 func (r *usageReport) presence(c console) error {
-	at, err := r.moment(r.at, r.now)
+	at, err := r.moment("at", r.at, r.now)
 	if err != nil {
 		return err
 	}

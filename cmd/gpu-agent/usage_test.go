@@ -53,7 +53,7 @@ func TestUsage(t *testing.T) {
 	dir := journal(t)
 	usage := func(args ...string) string {
 		t.Helper()
-		out, _, err := command(t, append([]string{"usage", "--state-dir", dir}, args...)...)
+		out, _, err := execute(t, append([]string{"usage", "--state-dir", dir}, args...)...)
 		if err != nil {
 			t.Fatalf("%q: %v", args, err)
 		}
@@ -94,7 +94,7 @@ func TestUsage(t *testing.T) {
 		}
 	}
 	for since, want := range map[string]string{"2026-03-01T06:30": "note: 42 records of namespace train, from before 2026-03-01T07:00:00Z", "2026-03-01T08:00": ""} {
-		if _, said, err := command(t, "usage", "--state-dir", dir, "--since", since); err != nil || !strings.HasPrefix(said, want) || (want == "") != (said == "") || strings.Count(said, "\n") > 1 {
+		if _, said, err := execute(t, "usage", "--state-dir", dir, "--since", since); err != nil || !strings.HasPrefix(said, want) || (want == "") != (said == "") || strings.Count(said, "\n") > 1 {
 			t.Errorf("since %s it says %q, want %q", since, said, want)
 		}
 	}
@@ -111,7 +111,7 @@ func TestUsage(t *testing.T) {
 		t.Errorf("at four: %q", got)
 	}
 	for _, args := range [][]string{{"--by", "pods"}, {"--by", "label="}, {"--since", "yesterday"}, {"--gpu", "3"}, {"--since", "2026-03-02", "--until", "2026-03-01"}} {
-		if _, _, err := command(t, append([]string{"usage", "--state-dir", dir}, args...)...); err == nil {
+		if _, _, err := execute(t, append([]string{"usage", "--state-dir", dir}, args...)...); err == nil {
 			t.Errorf("%q is no error", args)
 		}
 	}

@@ -64,6 +64,9 @@ func (n *Node) Wait(ctx context.Context, said func(error)) error {
 	}
 }
 
+// ErrHeld says that pods still hold devices of the agent's.
+var ErrHeld = errors.New("these pods still hold devices")
+
 // Run takes everything away, or says what stands in the way. It may be repeated.
 func (n *Node) Run(ctx context.Context) error {
 	names := deviceplugin.ResourceNames(n.ResourceDomain)
@@ -72,7 +75,7 @@ func (n *Node) Run(ctx context.Context) error {
 		return fmt.Errorf("clean up: %w", err)
 	}
 	if len(holders) > 0 {
-		return fmt.Errorf("clean up: these pods still hold devices: %s; delete them first", strings.Join(holders, ", "))
+		return fmt.Errorf("clean up: %w: %s; delete them first", ErrHeld, strings.Join(holders, ", "))
 	}
 	// First, since it is refused while an agent runs.
 	if err := state.Remove(n.StateDir); err != nil {

@@ -103,7 +103,7 @@ func TestHoldersKeepEverything(t *testing.T) {
 	} {
 		p := fakes.Pod{UID: c.by, Namespace: "train", Name: "job"}
 		c.holds(p)
-		if err := n.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "train/job (example.com/gpu)") {
+		if err := n.Run(t.Context()); !errors.Is(err, ErrHeld) || !strings.Contains(err.Error(), "train/job (example.com/gpu)") {
 			t.Errorf("held by the word of %s: %v, want the holder named", c.by, err)
 		}
 		for _, f := range files {

@@ -87,17 +87,19 @@ var programs = sync.OnceValues(func() (builds, error) {
 		}
 		b.agent = kit.Bin("gpu-agent")
 	}
-	usage, _ := exec.CommandContext(ctx, b.agent, "run", "-h").CombinedOutput() // its exit status says usage, too
+	usage, err := exec.CommandContext(ctx, b.agent, "run", "--help").Output()
+	if err != nil {
+		return b, fmt.Errorf("%s run --help: %w", b.agent, err)
+	}
 	for line := range strings.Lines(string(usage)) {
-		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "-"); ok {
+		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "--"); ok {
 			name, _, _ = strings.Cut(name, " ")
 			b.flags[strings.TrimSpace(name)] = true
 		}
 	}
 	if !b.flags["cdi-dir"] {
-		return b, fmt.Errorf("%s run -h lists no flags:\n%s", b.agent, usage)
+		return b, fmt.Errorf("%s run --help lists no flags:\n%s", b.agent, usage)
 	}
-	var err error
 	b.libraries, err = driverlib.Cached(ctx)
 	return b, err
 })

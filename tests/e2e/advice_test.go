@@ -121,7 +121,7 @@ func (b *bench) advised(since time.Time) (out advice) {
 	for name, text := range map[string][]byte{"inventory.json": inventory, "trace.json": pods} {
 		b.must(os.WriteFile(filepath.Join(dir, name), text, 0o600))
 	}
-	cmd := exec.CommandContext(b.ctx, kit.Bin("gpu-agent"), "advise", "-o", "json", "--journal", node.File("/var/lib/gpu-agent/usage"), "--since", since.Format(time.RFC3339),
+	cmd := exec.CommandContext(b.ctx, kit.Bin("gpu-agent"), "advise", "-o", "json", "--state-dir", node.File("/var/lib/gpu-agent"), "--since", since.Format(time.RFC3339),
 		"--inventory", filepath.Join(dir, "inventory.json"), "--trace", filepath.Join(dir, "trace.json"), "--tries", "200")
 	cmd.Stderr = os.Stderr
 	text, err := cmd.Output()

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package command
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Exit is an exit code. Each has one meaning in all commands.
+type Exit int
+
+const (
+	// Done: the command has done what it was asked to.
+	Done Exit = iota
+	// Failed: the command could not do its work. It is the code of every error that has no
+	// other.
+	Failed
+	// Usage: the command line or an environment variable is wrong. Nothing was done.
+	Usage
+	// Blocked: holders are in the way.
+	Blocked
+	// NotApplied: a partition would not be applied, for another reason than holders.
+	NotApplied
+	// Invalid: a partition file is wrong for everybody or for these GPUs.
+	Invalid
+)
+
+// meanings are the exit codes as the reference has them.
+var meanings = [...]string{
+	Done:       "done; of `plan`: the partition would be `applied`; of `check`: all partitions fit, whatever they would wait for",
+	Failed:     "failed: standard error says why",
+	Usage:      "the command line or an environment variable is wrong: standard error says in one line what to write instead",
+	Blocked:    "holders are in the way: `plan` says whose end the partition would wait for (`blocked`), `cleanup` which pods hold devices",
+	NotApplied: "of `plan`: the partition would be `pending` or `failed`: a reset that is left to you, a driver that does not answer, a GPU that somebody else gives out",
+	Invalid:    "the partition file is wrong, or a partition cannot be had on these GPUs (`invalid`; of `check`, `failed` too): standard error says where",
+}
+
+// Error is an error with an exit code of its own.
+type Error struct {
+	Exit Exit
+	// Err is what is wrong; nil if the command's output says it already.
+	Err error
+}
+
+func (e *Error) Error() string {
+	if e.Err == nil {
+		return ""
+	}
+	return e.Err.Error()
+}
+
+func (e *Error) Unwrap() error { return e.Err }
+
+// Usagef makes an error of wrong usage. The text says what to write instead; the program's
+// and the command's name are put before it.
+func Usagef(format string, args ...any) error { return &Error{Usage, fmt.Errorf(format, args...)} }
+
+// ExitOf returns the exit code of an error of [Program.Execute].
+func ExitOf(err error) Exit {
+	var e *Error
+	switch {
+	case err == nil:
+		return Done
+	case errors.As(err, &e):
+		return e.Exit
+	}
+	return Failed
+}
