@@ -108,7 +108,7 @@ func (b *bench) used(pod *lab.RunningPod, container string, index int) uint64 {
 }
 
 // full checks that a container that was refused has its cap, and no byte more, but
-// for less than one chunk, and what is held back for one process. The library waits for the
+// for less than one piece, and what is held back for one process. The library waits for the
 // agent's look before it refuses, but not for ever: on a machine that is too busy it refuses by its
 // estimates, so with some left the probe, if there is one, asks again.
 func (b *bench) full(k *lab.Probe, pod *lab.RunningPod, container string, index int, limit, size uint64) {

@@ -51,7 +51,7 @@ const programCap = 4 * GiB
 var programModes = []string{
 	"", "strict",
 	"reuse=eager,opportunistic=lazy,query=observes,shrink=never",
-	"holes=remap,chunk-mib=2,large=blocks",
+	"holes=remap,piece-mib=2,large=blocks",
 	"version=12040,follow=direct,used=pending," + suggested,
 }
 
