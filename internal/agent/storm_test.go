@@ -654,7 +654,7 @@ func (s *storm) allocate(p *stormPod, part int) bool {
 // startContainer is the kubelet's start of a container that is due: an allocation where it has lost
 // count of it, PreStartContainer, then the runtime, which wants every CDI file.
 func (s *storm) startContainer(p *stormPod) {
-	c := &stormContainer{pod: p, ids: map[string][]string{}, limits: map[string]uint64{}}
+	c := &stormContainer{pod: p, limits: map[string]uint64{}}
 	var due []int
 	s.locked(func() { due = p.due(s.runsLocked(p)) })
 	if p.unasked && s.down || !p.active || len(due) == 0 {
@@ -662,16 +662,22 @@ func (s *storm) startContainer(p *stormPod) {
 	}
 	c.part = due[s.rng.IntN(len(due))]
 	part := &p.parts[c.part]
+	has := func() (ids map[string][]string) {
+		ids = map[string][]string{}
+		s.locked(func() {
+			for _, e := range s.entries {
+				if e.PodUID == p.uid && e.Container == part.name {
+					ids[e.Resource] = e.IDs
+				}
+			}
+		})
+		return ids
+	}
+	before := has()
 	if !s.allocate(p, c.part) {
 		return
 	}
-	s.locked(func() {
-		for _, e := range s.entries {
-			if e.PodUID == p.uid && e.Container == part.name {
-				c.ids[e.Resource] = e.IDs
-			}
-		}
-	})
+	c.ids = has()
 	c.Container = node.Container{ID: fmt.Sprintf("%s-%s-%d", p.uid, part.name, time.Now().UnixNano()), PodUID: p.uid, Namespace: "ns", Pod: p.name,
 		Name: part.name, Running: true, Annotations: map[string]string{}}
 	for resource, ids := range c.ids {
@@ -681,8 +687,11 @@ func (s *storm) startContainer(p *stormPod) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 		var err error
-		if p.unasked {
-			err = ctx.Err() // a kubelet that has restarted may not ask: the file is the gate
+		if p.unasked && before[resource] != nil {
+			// A kubelet that has restarted may not ask for what is in its checkpoint, as long as
+			// the plugin has not registered again: the file is the gate. What it has lost and allocates
+			// now it does ask for: it has the options of the plugin that it has just called.
+			err = ctx.Err()
 		} else {
 			err = source.Prepare(ctx, ids)
 		}
@@ -696,7 +705,7 @@ func (s *storm) startContainer(p *stormPod) {
 	defer s.mu.Unlock()
 	for resource, ids := range c.ids {
 		key := cdi.Key(resource, ids)
-		if s.specs[key] == nil && p.unasked {
+		if s.specs[key] == nil && p.unasked && before[resource] != nil {
 			s.done["shut"]++
 			return
 		} else if s.specs[key] == nil {
