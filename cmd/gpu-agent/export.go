@@ -16,7 +16,9 @@ import (
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/export"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -115,11 +117,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, fs *flag.FlagSet, arg
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	client, err := kube.NewCluster(kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))})
-	if err != nil {
-		return nil, err
-	}
-	found, err := client.List(ctx, s.selector)
+	found, err := agentkube.List(ctx, kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))}, s.selector)
 	if err != nil {
 		return nil, err
 	}
@@ -141,7 +139,7 @@ func (r repeated) Set(s string) error { return r.set(s) }
 func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) {
 	var s sourceFlags
 	var k export.Kueue
-	fs := exportFlags(c, "kueue", " [SITE[/PARTITION]=FILE]...", "Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with\n--configuration a part of its own configuration. Sites are by the label DOMAIN/"+export.Site+".", &s)
+	fs := exportFlags(c, "kueue", " [SITE[/PARTITION]=FILE]...", "Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with\n--configuration a part of its own configuration. Sites are by the label DOMAIN/"+gpunode.Site+".", &s)
 	none := false
 	fs.Var(repeated{func(v string) error {
 		if v == "none" {
@@ -190,7 +188,7 @@ func exportKueue(ctx context.Context, c console, args []string) ([]byte, error) 
 	fs.Var(&how, "dra", "how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates; names or claims")
 	configuration := fs.Bool("configuration", false, "print the part of Kueue's configuration instead of objects")
 	nodes, err := s.read(ctx, c, fs, args, func(site string) map[string]string {
-		return map[string]string{s.names.domain + "/" + export.Site: site}
+		return map[string]string{s.names.domain + "/" + gpunode.Site: site}
 	})
 	if err != nil {
 		return nil, err
@@ -211,7 +209,7 @@ func instances(ctx context.Context, c console, fs *flag.FlagSet, s *sourceFlags,
 	nodes, err := s.read(ctx, c, fs, args, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}
 		if s.site != "" {
-			labels[s.names.domain+"/"+export.Site] = s.site
+			labels[s.names.domain+"/"+gpunode.Site] = s.site
 		}
 		return labels
 	})

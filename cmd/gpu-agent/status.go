@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 )
 
@@ -26,7 +26,7 @@ func showStatus(ctx context.Context, c console, args []string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	s, err := obs.Fetch(ctx, *addr)
+	s, err := agentobs.Fetch(ctx, *addr)
 	if err != nil {
 		return err
 	}
