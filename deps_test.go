@@ -15,6 +15,7 @@ import (
 	"go/token"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path"
@@ -36,65 +37,106 @@ const (
 	outside = -1
 )
 
+// half says in which of the two programs a package is: the agent, which believes its driver,
+// its kubelet and its own records, or the placer, which believes nobody.
+type half string
+
+const (
+	agent  half = "agent"
+	placer half = "placer"
+	// both is for the few packages that the two programs share: the arithmetic of pieces, the
+	// GPUNode, and how an API server and an HTTP server are spoken to.
+	both half = "both"
+	// connects is for cmd/gpu-agent, which still holds both programs and so imports both
+	// halves. It goes when the placer has a command of its own.
+	connects half = "connects"
+	// neither is not part of a program.
+	neither half = ""
+)
+
 // entry is a package, or with a path that ends in /... all packages below it.
 type entry struct {
 	path  string
 	floor int
+	half  half
 	what  string
 }
 
 // packages is the program. A package without an entry here is a mistake.
 var packages = []entry{
-	{"cmd/gpu-agent", 5, "flags, options, wiring; decides nothing"},
-	{"internal/agent", 4, "the loop"},
-	{"internal/advise", 4, "which partition would have served a node's past demand best"},
-	{"internal/cleanup", 4, "takes away what agents have left on a node"},
-	{"internal/fleet", 4, "the placer's process: a cluster in the books, and the doors to them"},
-	{"internal/deviceplugin", 3, "the front-end for the kubelet's device-plugin API"},
-	{"internal/dra", 3, "the front-end for dynamic resource allocation"},
-	{"internal/guard", 3, "the watchdog over containers' GPU memory"},
-	{"internal/meter", 3, "the account of what is granted and used"},
-	{"pkg/gpu/nvml", 2, "the driver"},
-	{"pkg/plugin", 2, "the kubelet's device-plugin API"},
-	{"pkg/dra", 2, "the kubelet's API for drivers of dynamic resource allocation"},
-	{"pkg/cdi/dir", 2, "a directory of CDI files"},
-	{"pkg/memcap/...", 2, "the in-process cap's files, the watchdog's reader and hand"},
-	{"internal/node", 2, "PodResources, the container runtime, /proc and cgroups"},
-	{"internal/kube", 2, "the API server"},
-	{"internal/extender", 2, "kube-scheduler's HTTP extender protocol"},
-	{"internal/kueue", 2, "Kueue's admission checks: whether a workload has room for all of its pods"},
-	{"internal/liqo", 2, "Liqo's ResourceSlices: what other clusters are granted"},
-	{"internal/nfd", 2, "the features file that Node Feature Discovery reads"},
-	{"internal/obs", 2, "metrics, probes and the status over HTTP"},
-	{"internal/state", 2, "the agent's own files, which outlive a process"},
-	{"internal/usage/segments", 2, "the usage journal's files"},
-	{"internal/atomicfile", 2, "files that are put in their place whole"},
-	{"internal/socket", 2, "Unix sockets in a directory of the kubelet's"},
-	{"internal/command", 2, "a program's command line: flags, environment, help, exit codes"},
-	{"pkg/mig", 1, "profiles, placements, geometries"},
-	{"pkg/timeslice", 1, "sharing a GPU"},
-	{"pkg/memcap", 1, "caps and verdicts"},
-	{"pkg/topology", 1, "how near GPUs are"},
-	{"pkg/cdi", 1, "an allocation's CDI spec as a value"},
-	{"internal/config", 1, "partition files"},
-	{"internal/piece", 1, "what somebody can have of a GPU: the kinds of pieces"},
-	{"internal/ledger", 1, "allocations: what is given out, and how far it is"},
-	{"internal/plan", 1, "layouts, steps, and who is in the way"},
-	{"internal/usage", 1, "the usage journal's records, the book and the reports that follow from them"},
-	{"internal/status", 1, "what people and programs are told: values, text and page"},
-	{"internal/placer", 1, "the books of a fleet: whether pods fit, and on which node"},
-	{"internal/gpunode", 1, "the GPUNode object: what a node tells the cluster of its GPUs"},
-	{"internal/export", 1, "what other schedulers and autoscalers are told of a cluster's GPUs, as YAML"},
-	{"internal/label", 1, "the node's labels, from inventory, links and partition"},
-	{"internal/health", 1, "which GPUs are healthy, from events and readings"},
-	{"pkg/gpu", 0, "the words for hardware"},
-	{"internal/workload", 0, "the words for pods"},
-	{"internal/amount", 0, "quantities that somebody outside has written"},
-	{"internal/brief", 0, "bounds on what is said: texts, lists of names, lines in the log"},
-	{"pkg/memcap/lib/build", outside, "compiles the libraries that the agent carries"},
-	{"deployments/...", outside, "manifests and their tests"},
-	{"deployments", outside, "manifests and their tests"},
-	{"tests/...", outside, "the emulated driver, the test node, tests on it"},
+	{"cmd/gpu-agent", 5, connects, "flags, options, wiring; decides nothing"},
+	{"internal/agent", 4, agent, "the loop"},
+	{"internal/advise", 4, agent, "which partition would have served a node's past demand best"},
+	{"internal/cleanup", 4, agent, "takes away what agents have left on a node"},
+	{"internal/fleet", 4, placer, "the placer's process: a cluster in the books, and the doors to them"},
+	{"internal/deviceplugin", 3, agent, "the front-end for the kubelet's device-plugin API"},
+	{"internal/dra", 3, agent, "the front-end for dynamic resource allocation"},
+	{"internal/guard", 3, agent, "the watchdog over containers' GPU memory"},
+	{"internal/meter", 3, agent, "the account of what is granted and used"},
+	{"pkg/gpu/nvml", 2, agent, "the driver"},
+	{"pkg/plugin", 2, agent, "the kubelet's device-plugin API"},
+	{"pkg/dra", 2, agent, "the kubelet's API for drivers of dynamic resource allocation"},
+	{"pkg/cdi/dir", 2, agent, "a directory of CDI files"},
+	{"pkg/memcap/...", 2, agent, "the in-process cap's files, the watchdog's reader and hand"},
+	{"internal/node", 2, agent, "PodResources, the container runtime, /proc and cgroups"},
+	{"internal/command", 2, agent, "a program's command line: flags, environment, help, exit codes"},
+	{"internal/kube", 2, both, "the API server: connection, watches, lists"},
+	{"internal/kube/agentkube", 2, agent, "what an agent reads and writes at the API server"},
+	{"internal/kube/placerkube", 2, placer, "what a placer reads and writes at the API server"},
+	{"internal/extender", 2, placer, "kube-scheduler's HTTP extender protocol"},
+	{"internal/kueue", 2, placer, "Kueue's admission checks: whether a workload has room for all of its pods"},
+	{"internal/liqo", 2, placer, "Liqo's ResourceSlices: what other clusters are granted"},
+	{"internal/nfd", 2, agent, "the features file that Node Feature Discovery reads"},
+	{"internal/obs", 2, both, "an HTTP server of metrics and probes"},
+	{"internal/obs/agentobs", 2, agent, "the agent's metrics, its status over HTTP, and the door for questions"},
+	{"internal/obs/placerobs", 2, placer, "the placer's metrics"},
+	{"internal/state", 2, agent, "the agent's own files, which outlive a process"},
+	{"internal/usage/segments", 2, agent, "the usage journal's files"},
+	{"internal/atomicfile", 2, agent, "files that are put in their place whole"},
+	{"internal/socket", 2, agent, "Unix sockets in a directory of the kubelet's"},
+	{"pkg/mig", 1, both, "profiles, placements, geometries"},
+	{"pkg/timeslice", 1, both, "sharing a GPU"},
+	{"pkg/memcap", 1, both, "caps and verdicts"},
+	{"pkg/topology", 1, both, "how near GPUs are"},
+	{"pkg/cdi", 1, agent, "an allocation's CDI spec as a value"},
+	{"internal/config", 1, agent, "partition files"},
+	{"internal/piece", 1, both, "what somebody can have of a GPU: the kinds of pieces"},
+	{"internal/ledger", 1, agent, "allocations: what is given out, and how far it is"},
+	{"internal/plan", 1, agent, "layouts, steps, and who is in the way"},
+	{"internal/usage", 1, agent, "the usage journal's records, the book and the reports that follow from them"},
+	{"internal/status", 1, both, "what people and programs are told: values, text and page"},
+	{"internal/placer", 1, placer, "the books of a fleet: whether pods fit, and on which node"},
+	{"internal/gpunode", 1, both, "the GPUNode object: what a node tells the cluster of its GPUs"},
+	{"internal/export", 1, agent, "what other schedulers and autoscalers are told of a cluster's GPUs, as YAML"},
+	{"internal/label", 1, agent, "the node's labels, from inventory, links and partition"},
+	{"internal/health", 1, agent, "which GPUs are healthy, from events and readings"},
+	{"pkg/gpu", 0, both, "the words for hardware"},
+	{"internal/workload", 0, both, "the words for pods"},
+	{"internal/amount", 0, both, "quantities that somebody outside has written"},
+	{"internal/brief", 0, both, "bounds on what is said: texts, lists of names, lines in the log"},
+	{"pkg/memcap/lib/build", outside, neither, "compiles the libraries that the agent carries"},
+	{"internal/kube/kubetest", outside, neither, "an API server for the tests of internal/kube and its halves"},
+	{"deployments/...", outside, neither, "manifests and their tests"},
+	{"deployments", outside, neither, "manifests and their tests"},
+	{"tests/...", outside, neither, "the emulated driver, the test node, tests on it"},
+}
+
+// shared says of each package of both halves why the placer, too, has it. TestSharedIsShared
+// holds that it has.
+var shared = map[string]string{
+	"internal/kube":     "the API server is connected to and watched in one way",
+	"internal/obs":      "an HTTP server that every pod can reach is bounded in one way",
+	"pkg/mig":           "where MIG instances have room",
+	"pkg/timeslice":     "where units and replicas have room",
+	"pkg/memcap":        "the cap that a piece has: values alone",
+	"pkg/topology":      "how near GPUs are; internal/status shows it, too",
+	"internal/piece":    "the kinds of pieces",
+	"internal/status":   "the reasons in the conditions of a GPUNode",
+	"internal/gpunode":  "what nodes tell, and what of it can be",
+	"pkg/gpu":           "the words for hardware",
+	"internal/workload": "the words for pods and the kubelet's APIs",
+	"internal/amount":   "quantities in Nodes, and in what other clusters ask for",
+	"internal/brief":    "what others have written is bounded before it is told on",
 }
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel
@@ -298,7 +340,7 @@ func (h *inspector) file(p string, src []byte) {
 // imports judges one import of a file of the product.
 func (h *inspector) imports(p, dir string, r entry, target string) {
 	for _, d := range doors {
-		if under(target, d.prefix) && dir != d.owner {
+		if under(target, d.prefix) && !under(dir, d.owner) {
 			h.add(p, "imports %s, which %s alone may: %s", target, d.owner, d.reason)
 		}
 	}
@@ -324,8 +366,10 @@ func (h *inspector) imports(p, dir string, r entry, target string) {
 		h.add(p, "imports %s: the product holds no fake and knows no test", own)
 	case to.floor > r.floor:
 		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a package can be understood without the ones above it", own, r.floor, to.floor)
-	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path):
+	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path) && !under(r.path, to.path):
 		h.add(p, "imports its sibling %s: a package of floor %d knows one outside system; where two must meet, the floor above passes plain values between them", own, r.floor)
+	case r.half != connects && to.half != both && to.half != r.half:
+		h.add(p, "imports %s, from the half %q to the half %q: the agent and the placer are two programs, and what is of one is no concern of the other; what both need is a package of both, with its reason in shared", own, r.half, to.half)
 	}
 }
 
@@ -401,6 +445,13 @@ func TestRulesBite(t *testing.T) {
 		{"upward", "internal/plan/x.go", source(module+"/internal/agent", ""), "imports go downward only"},
 		{"upward by a name that looks below", "pkg/cdi/x.go", source(module+"/pkg/cdi/dir", ""), "imports go downward only"},
 		{"a sibling", "pkg/plugin/x.go", source(module+"/internal/kube", ""), "its sibling internal/kube"},
+		{"a half of a door and its common part", "internal/kube/agentkube/x.go", source("k8s.io/client-go/dynamic "+module+"/internal/kube", ""), ""},
+		{"the common part of a door and a half", "internal/kube/x.go", source(module+"/internal/kube/agentkube", ""), "its sibling internal/kube/agentkube"},
+		{"the other half of a door", "internal/obs/placerobs/x.go", source(module+"/internal/obs/agentobs", ""), "its sibling internal/obs/agentobs"},
+		{"the placer knows the agent", "internal/fleet/x.go", source(module+"/internal/ledger", ""), `from the half "placer" to the half "agent"`},
+		{"the agent knows the placer", "internal/agent/x.go", source(module+"/internal/placer", ""), `from the half "agent" to the half "placer"`},
+		{"what is shared knows a half", "internal/gpunode/x.go", source(module+"/internal/ledger", ""), `from the half "both" to the half "agent"`},
+		{"what is shared", "internal/fleet/x.go", source(module+"/internal/gpunode "+module+"/pkg/gpu", ""), ""},
 		{"a tool", "internal/state/x.go", source(module+"/internal/atomicfile", ""), ""},
 		{"a tool that uses what it serves", "internal/atomicfile/x.go", source(module+"/internal/state", ""), "its sibling internal/state"},
 		{"a tool of a floor with no outside world", "internal/plan/x.go", source(module+"/internal/atomicfile", ""), "imports go downward only"},
@@ -459,6 +510,68 @@ func TestRulesBite(t *testing.T) {
 			t.Errorf("%s: found %q", name, found)
 		}
 	}
+}
+
+// TestSharedIsShared holds that what is of both halves comes with packages of each, and has its
+// reason: otherwise the list would grow, and nobody would see why.
+func TestSharedIsShared(t *testing.T) {
+	brought := map[half]map[string]bool{}
+	for _, of := range []half{agent, placer} {
+		args := []string{"list", "-deps", "-f", "{{.ImportPath}}"}
+		for _, r := range packages {
+			if r.half == of && hasGo(r.path) {
+				args = append(args, "./"+r.path)
+			}
+		}
+		cmd := exec.CommandContext(t.Context(), "go", args...)
+		cmd.Stderr = os.Stderr
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatalf("go %s: %v", strings.Join(args, " "), err)
+		}
+		brought[of] = map[string]bool{}
+		for p := range strings.FieldsSeq(string(out)) {
+			if own, ok := strings.CutPrefix(p, module+"/"); ok {
+				brought[of][own] = true
+			}
+		}
+	}
+	for _, v := range unshared(packages, shared, brought) {
+		t.Error(v)
+	}
+	// The rule bites.
+	table := []entry{{"internal/a", 0, both, ""}, {"internal/b", 0, both, ""}, {"internal/c", 0, both, ""}, {"internal/d", 0, agent, ""}}
+	why := map[string]string{"internal/a": "x", "internal/b": "x", "internal/d": "x"}
+	have := map[half]map[string]bool{agent: {"internal/a": true, "internal/b": true, "internal/c": true}, placer: {"internal/a": true, "internal/c": true}}
+	if found := unshared(table, why, have); len(found) != 3 || !strings.Contains(found[0], "internal/b") || !strings.Contains(found[1], "internal/c") || !strings.Contains(found[2], "internal/d") {
+		t.Errorf("of a package that the placer has no more, one without a reason and one that is not of both it finds %q", found)
+	}
+}
+
+// unshared is what is wrong with the list of packages of both halves, where each half brings
+// packages along.
+func unshared(table []entry, why map[string]string, brought map[half]map[string]bool) (found []string) {
+	of := map[string]half{}
+	for _, r := range table {
+		of[r.path] = r.half
+		if r.half != both {
+			continue
+		}
+		for _, h := range []half{agent, placer} {
+			if !brought[h][r.path] {
+				found = append(found, fmt.Sprintf("%s is of both halves, and no package of the half %q brings it along: it is of the other one alone", r.path, h))
+			}
+		}
+		if why[r.path] == "" {
+			found = append(found, r.path+" is of both halves without a reason in shared")
+		}
+	}
+	for _, p := range slices.Sorted(maps.Keys(why)) {
+		if of[p] != both {
+			found = append(found, p+" has a reason in shared and is not of both halves")
+		}
+	}
+	return found
 }
 
 // TestEntriesAreInOrder keeps the table readable: from the top floor down.

@@ -45,7 +45,7 @@ func (s *apiServer) tryAllocatable(t *testing.T, status string) {
 		says("allocatable", fields{"example.com/gpu-mem": "1"}), "the node that it runs on"})
 	s.try(t, agentOn("node-1"), tries)
 
-	// internal/kube does it by one request, and cannot raise anything.
+	// internal/kube/agentkube does it by one request, and cannot raise anything.
 	client := s.agentClient(t)
 	lowered, err := client.LowerAllocatable(t.Context(), map[string]int64{"example.com/gpu-mem": 38, "example.com/gpu": 5, "example.com/none": 0})
 	if err != nil || !slices.Equal(lowered, []string{"example.com/gpu-mem"}) {

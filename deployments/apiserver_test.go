@@ -16,6 +16,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -298,8 +299,8 @@ func TestAtTheAPIServer(t *testing.T) {
 	t.Run("startup taint", s.tryStartupTaint)
 }
 
-// agentClient is internal/kube, in the name of the agent on node-1.
-func (s *apiServer) agentClient(t *testing.T) *kube.Client {
+// agentClient is internal/kube/agentkube, in the name of the agent on node-1.
+func (s *apiServer) agentClient(t *testing.T) *agentkube.Client {
 	t.Helper()
 	return s.clientAs(t, name, name)
 }
@@ -310,18 +311,18 @@ func asOn(namespace, account, node string) map[string]any {
 		"as-user-extra": fields{"authentication.kubernetes.io/node-name": []string{node}}}
 }
 
-// clientAs is internal/kube with a service account's token of a pod on node-1.
-func (s *apiServer) clientAs(t *testing.T, namespace, account string) *kube.Client {
+// clientAs is internal/kube/agentkube with a service account's token of a pod on node-1.
+func (s *apiServer) clientAs(t *testing.T, namespace, account string) *agentkube.Client {
 	t.Helper()
-	client, err := kube.New(kube.Options{Kubeconfig: s.Kubeconfig(t, asOn(namespace, account, "node-1")), NodeName: "node-1", Domain: "example.com",
-		Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	client, err := agentkube.New(agentkube.Options{NodeName: "node-1", Options: kube.Options{Kubeconfig: s.Kubeconfig(t, asOn(namespace, account, "node-1")), Domain: "example.com",
+		Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return client
 }
 
-// tryConditions lets internal/kube speak to the real server in the agent's
+// tryConditions lets internal/kube/agentkube speak to the real server in the agent's
 // name: each patch does what it is for, and the kubelet's conditions stay.
 func (s *apiServer) tryConditions(t *testing.T, node string) {
 	read := func() []any {
@@ -340,10 +341,10 @@ func (s *apiServer) tryConditions(t *testing.T, node string) {
 	defer cancel()
 	const kind = "example.com/GPUHealthy"
 	var since string
-	for i, want := range []kube.Condition{
-		{Type: kind, Status: kube.True, Reason: "GPUsHealthy", Message: "all 4"},
-		{Type: kind, Status: kube.True, Reason: "GPUsHealthy", Message: "all 3"},
-		{Type: kind, Status: kube.False, Reason: "GPUUnhealthy", Message: "GPU-1: Xid 79"},
+	for i, want := range []agentkube.Condition{
+		{Type: kind, Status: agentkube.True, Reason: "GPUsHealthy", Message: "all 4"},
+		{Type: kind, Status: agentkube.True, Reason: "GPUsHealthy", Message: "all 3"},
+		{Type: kind, Status: agentkube.False, Reason: "GPUUnhealthy", Message: "GPU-1: Xid 79"},
 	} {
 		if err := client.SetCondition(ctx, want); err != nil {
 			t.Fatal(err)
@@ -371,7 +372,7 @@ func (s *apiServer) tryConditions(t *testing.T, node string) {
 	}
 }
 
-// tryLabels lets internal/kube label the Node at the real server, in the agent's
+// tryLabels lets internal/kube/agentkube label the Node at the real server, in the agent's
 // name and under its policy: all in one request, and not again; what somebody else
 // has is left alone and taken up when it becomes free; it leaves nothing behind.
 func (s *apiServer) tryLabels(t *testing.T, node string) {
@@ -413,7 +414,7 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 		}
 	}
 	client := s.agentClient(t)
-	mark := func(m kube.Marks) {
+	mark := func(m agentkube.Marks) {
 		t.Helper()
 		if err := client.Mark(ctx, m); err != nil {
 			t.Fatal(err)
@@ -442,10 +443,10 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	all := maps.Clone(own)
 	maps.Copy(all, guests)
 	message := map[string]string{"example.com/gpu.partition.message": "m"}
-	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Annotations: message, Guests: guests})
 	expect("all at once", all, message)
 	version := get().Metadata.ResourceVersion
-	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Annotations: message, Guests: guests})
 	if now := get().Metadata.ResourceVersion; now != version {
 		t.Errorf("the same again wrote the Node from version %s to %s", version, now)
 	}
@@ -453,7 +454,7 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	// The server would refuse a message of megabytes, and the labels beside it.
 	const state = "example.com/gpu.partition.state"
 	own[state] = "invalid"
-	mark(kube.Marks{Labels: own, Guests: guests, Annotations: map[string]string{"example.com/gpu.partition.message": strings.Repeat("日本語 ", 800_000)}})
+	mark(agentkube.Marks{Labels: own, Guests: guests, Annotations: map[string]string{"example.com/gpu.partition.message": strings.Repeat("日本語 ", 800_000)}})
 	if m := get().Metadata; m.Labels[state] != "invalid" || len(m.Annotations["example.com/gpu.partition.message"]) > 4<<10 {
 		t.Errorf("with a long message: state %q, %d bytes", m.Labels[state], len(m.Annotations["example.com/gpu.partition.message"]))
 	}
@@ -461,11 +462,11 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 
 	// Somebody overwrites a label of each kind, and takes one of each away.
 	someone(fields{"example.com/gpu.count": "99", "nvidia.com/gpu.count": "99", "example.com/gpu.mode": nil, "nvidia.com/gpu.family": nil})
-	mark(kube.Marks{Labels: own, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Guests: guests})
 	all["nvidia.com/gpu.count"] = "99"
 	expect("after somebody's hand", all, nil)
 	someone(fields{"nvidia.com/gpu.count": nil})
-	mark(kube.Marks{Labels: own, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Guests: guests})
 	all["nvidia.com/gpu.count"] = guests["nvidia.com/gpu.count"]
 	expect("a label that has become free", all, nil)
 
@@ -475,10 +476,10 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gfd", plane.Apply, theirs, nil); err != nil {
 		t.Fatal(err)
 	}
-	mark(kube.Marks{Labels: map[string]string{"example.com/gpu.partition.state": "failed"}, KeepLabels: true})
+	mark(agentkube.Marks{Labels: map[string]string{"example.com/gpu.partition.state": "failed"}, KeepLabels: true})
 	all["example.com/gpu.partition.state"] = "failed"
 	expect("what cannot be told is kept", all, nil)
-	mark(kube.Marks{Labels: own, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Guests: guests})
 	delete(all, "example.com/gpu.partition.state")
 	expect("together with somebody", all, nil)
 
@@ -488,14 +489,14 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 		fields{"metadata": fields{"labels": fields{"example.com/gpu.nvlink-domain": "1"}, "annotations": message}}, nil); err != nil {
 		t.Fatal(err)
 	}
-	mark(kube.Marks{})
+	mark(agentkube.Marks{})
 	expect("all gone", map[string]string{"nvidia.com/gpu.family": guests["nvidia.com/gpu.family"]}, nil)
 
 	// An agent's Node that is not there is not made.
 	if err := s.do(t, nil, http.MethodDelete, node, asJSON, nil, nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := client.Mark(ctx, kube.Marks{Labels: own}); err == nil {
+	if err := client.Mark(ctx, agentkube.Marks{Labels: own}); err == nil {
 		t.Error("the Node was made by the agent's request")
 	}
 	if err := s.do(t, nil, http.MethodGet, node, "", nil, nil); err == nil {
@@ -507,10 +508,10 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	}
 	before = get()
 	someone(fields{"nvidia.com/gpu.memory": "1"})
-	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	mark(agentkube.Marks{Labels: own, Annotations: message, Guests: guests})
 	all["nvidia.com/gpu.memory"] = "1"
 	expect("on a new Node", all, message)
-	mark(kube.Marks{})
+	mark(agentkube.Marks{})
 	expect("cleaned up", map[string]string{"nvidia.com/gpu.memory": "1"}, nil)
 	someone(fields{"nvidia.com/gpu.memory": nil})
 }
@@ -524,7 +525,7 @@ func profile(t *testing.T, name string) mig.Name {
 	return p
 }
 
-// tryEvictions lets internal/kube evict pods at the real server: with the base
+// tryEvictions lets internal/kube/agentkube evict pods at the real server: with the base
 // alone it may not, with the component it can, and only a pod that it names by
 // its UID; a budget's no is told from a failure.
 func (s *apiServer) tryEvictions(t *testing.T) {
@@ -608,10 +609,10 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 	if err := client.Evict(ctx, other); !errors.Is(err, gpu.ErrNotFound) {
 		t.Errorf("a pod of that name with another UID: %v, want gpu.ErrNotFound", err)
 	}
-	if err := client.Evict(ctx, guarded); !errors.Is(err, kube.ErrBudget) || !strings.Contains(err.Error(), "guard needs 1 healthy pods") {
+	if err := client.Evict(ctx, guarded); !errors.Is(err, agentkube.ErrBudget) || !strings.Contains(err.Error(), "guard needs 1 healthy pods") {
 		t.Errorf("a pod with a budget: %v, want ErrBudget and what the budget needs", err)
 	}
-	if err := client.Evict(ctx, twice); err == nil || errors.Is(err, kube.ErrBudget) || !strings.Contains(err.Error(), "more than one PodDisruptionBudget") {
+	if err := client.Evict(ctx, twice); err == nil || errors.Is(err, agentkube.ErrBudget) || !strings.Contains(err.Error(), "more than one PodDisruptionBudget") {
 		t.Errorf("a pod with two budgets: %v, want the server's words", err)
 	}
 	for _, p := range []workload.Pod{free, guarded, twice} {

@@ -15,7 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/tests/plane"
@@ -188,11 +188,11 @@ func TestAgentsLongestTextsAreTaken(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- client.Run(ctx) }()
 	for _, text := range []string{letters(100_000), strings.Repeat("\x01", 100_000), strings.Repeat("日本語", 100_000)} {
-		client.Event(workload.Pod{}, kube.Warning, letters(1000), text)
-		if err := client.SetCondition(ctx, kube.Condition{Type: "example.com/GPUReady", Status: kube.False, Reason: letters(1000), Message: text}); err != nil {
+		client.Event(workload.Pod{}, agentkube.Warning, letters(1000), text)
+		if err := client.SetCondition(ctx, agentkube.Condition{Type: "example.com/GPUReady", Status: agentkube.False, Reason: letters(1000), Message: text}); err != nil {
 			t.Errorf("%.300v", err)
 		}
-		if err := client.Mark(ctx, kube.Marks{Annotations: map[string]string{"example.com/gpu.partition.message": text}}); err != nil {
+		if err := client.Mark(ctx, agentkube.Marks{Annotations: map[string]string{"example.com/gpu.partition.message": text}}); err != nil {
 			t.Errorf("%.300v", err)
 		}
 		of := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.False, Reason: "R", Message: text, LastTransitionTime: time.Unix(1e9, 0)}},

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -66,8 +66,8 @@ func claimsAtTheAPIServer(t *testing.T, s *apiServer) {
 		t.Errorf("a claim that is not there: %v", err)
 	}
 
-	whole := kube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-1"}
-	share := kube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-2-shared", Share: claim.Results[1].Share, Data: map[string]string{"cap": "24Gi", "guarantee": "api"}}
+	whole := agentkube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-1"}
+	share := agentkube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-2-shared", Share: claim.Results[1].Share, Data: map[string]string{"cap": "24Gi", "guarantee": "api"}}
 	status := func() (out []string) {
 		t.Helper()
 		var o struct {
@@ -88,12 +88,12 @@ func claimsAtTheAPIServer(t *testing.T, s *apiServer) {
 		return out
 	}
 	for _, step := range []struct {
-		devices []kube.ClaimDevice
+		devices []agentkube.ClaimDevice
 		want    string
 	}{
-		{[]kube.ClaimDevice{whole, share}, "[eth0map[of:others] gpu-1map[] gpu-2-sharedmap[cap:24Gi guarantee:api]]"},
-		{[]kube.ClaimDevice{share}, "[eth0map[of:others] gpu-2-sharedmap[cap:24Gi guarantee:api]]"},
-		{[]kube.ClaimDevice{{Pool: share.Pool, Device: share.Device, Share: share.Share, Data: map[string]string{"cap": "12Gi"}}}, "[eth0map[of:others] gpu-2-sharedmap[cap:12Gi]]"},
+		{[]agentkube.ClaimDevice{whole, share}, "[eth0map[of:others] gpu-1map[] gpu-2-sharedmap[cap:24Gi guarantee:api]]"},
+		{[]agentkube.ClaimDevice{share}, "[eth0map[of:others] gpu-2-sharedmap[cap:24Gi guarantee:api]]"},
+		{[]agentkube.ClaimDevice{{Pool: share.Pool, Device: share.Device, Share: share.Share, Data: map[string]string{"cap": "12Gi"}}}, "[eth0map[of:others] gpu-2-sharedmap[cap:12Gi]]"},
 		{nil, "[eth0map[of:others]]"},
 	} {
 		if err := client.SetClaimDevices(t.Context(), driver, claim, step.devices); err != nil {
@@ -105,7 +105,7 @@ func claimsAtTheAPIServer(t *testing.T, s *apiServer) {
 	}
 	replaced := *claim
 	replaced.UID = "0aa7d4f1-0000-4000-8000-000000000000"
-	if err := client.SetClaimDevices(t.Context(), driver, &replaced, []kube.ClaimDevice{whole}); !errors.Is(err, gpu.ErrNotFound) {
+	if err := client.SetClaimDevices(t.Context(), driver, &replaced, []agentkube.ClaimDevice{whole}); !errors.Is(err, gpu.ErrNotFound) {
 		t.Errorf("a claim of another UID: %v", err)
 	}
 

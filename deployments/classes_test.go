@@ -14,7 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -202,7 +202,7 @@ func (c classes) Get(name string) (*resource.DeviceClass, error) {
 }
 
 // typed is a slice as the scheduler has it.
-func typed(t *testing.T, s *kube.ResourceSlice) *resource.ResourceSlice {
+func typed(t *testing.T, s *agentkube.ResourceSlice) *resource.ResourceSlice {
 	t.Helper()
 	text, err := json.Marshal(s)
 	if err != nil {

@@ -20,8 +20,8 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/kube"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/tests/plane"
@@ -170,7 +170,7 @@ func TestRBACIsWhatTheAgentUses(t *testing.T) {
 	}
 	// OpenShift looks at this one when it admits the agent's pods.
 	want := map[string][]rule{"openshift": {{resource: "securitycontextconstraints.security.openshift.io", verbs: "use"}}}
-	for _, r := range kube.Rules {
+	for _, r := range agentkube.Rules {
 		resource := r.Resource
 		if r.APIGroup != "" {
 			resource += "." + r.APIGroup
@@ -180,14 +180,14 @@ func TestRBACIsWhatTheAgentUses(t *testing.T) {
 	for part, rules := range want {
 		for _, r := range rules {
 			if !slices.Contains(have[part], r) {
-				t.Errorf("internal/kube uses %+v, which component %q does not grant", r, part)
+				t.Errorf("internal/kube/agentkube uses %+v, which component %q does not grant", r, part)
 			}
 		}
 	}
 	for part, rules := range have {
 		for _, r := range rules {
 			if !slices.Contains(want[part], r) {
-				t.Errorf("component %q grants %+v, which internal/kube does not use, or not with it", part, r)
+				t.Errorf("component %q grants %+v, which internal/kube/agentkube does not use, or not with it", part, r)
 			}
 		}
 	}
@@ -495,9 +495,9 @@ func TestProbes(t *testing.T) {
 		t.Fatalf("ports %+v, and the agent serves on %s", c.Ports, programFlags(t)["http"])
 	}
 	good := func() error { return nil }
-	pages := obs.New(obs.Options{
+	pages := agentobs.New(agentobs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good,
-		Status: func() status.Status { return status.Status{} }, Metrics: obs.NewMetrics("test"),
+		Status: func() status.Status { return status.Status{} }, Metrics: agentobs.NewMetrics("test"),
 	}).Handler()
 	for what, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
 		if p.HTTPGet.Path != what || p.HTTPGet.Port != c.Ports[0].Name {

@@ -18,6 +18,7 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/placerkube"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/tests/plane"
 )
@@ -165,18 +166,18 @@ func TestEachDoorsRights(t *testing.T) {
 	program, door := program(t), plane.FreeAddress(t)
 	// What a door's part grants is taken away again, so that the next one has its own alone. What was
 	// used is never forgotten.
-	seen := [][]kube.Rule{kube.PlacerRules}
+	seen := [][]kube.Rule{placerkube.Rules}
 	for _, test := range []struct {
 		door, part string
 		rules      []kube.Rule
 		ask        func()
 	}{
 		{"extender", "", nil, func() { w.askExtender(t, door) }},
-		{"liqo", "placer/liqo", kube.LiqoRules, func() {
+		{"liqo", "placer/liqo", placerkube.LiqoRules, func() {
 			w.consumer(t, "milan")
 			w.slice(t, "milan", liqo.Class, 40).await(t, 40, "Accepted Granted", "")
 		}},
-		{"kueue", "placer/kueue", kube.KueueRules, func() {
+		{"kueue", "placer/kueue", placerkube.KueueRules, func() {
 			w.workload(t, "one", "on-prem", "gpu-placer", 1, 30)
 			w.awaitCheck(t, "one", "Ready", "there is room: gpu-1 × 1")
 			w.workload(t, "large", "on-prem", "gpu-placer", 1, 79)
@@ -192,7 +193,7 @@ func TestEachDoorsRights(t *testing.T) {
 		}
 		seen = append(seen, test.rules)
 		w.await(t, "the rights are in force", func() error {
-			for namespace, want := range map[string]rights{placer: rightsOf(true, kube.PlacerRules, test.rules), "train": rightsOf(false, kube.PlacerRules, test.rules)} {
+			for namespace, want := range map[string]rights{placer: rightsOf(true, placerkube.Rules, test.rules), "train": rightsOf(false, placerkube.Rules, test.rules)} {
 				if have := w.granted(t, namespace); have.String() != want.String() {
 					return fmt.Errorf("in %s the placer with the door %s may\n%s\nwant\n%s", namespace, test.door, have, want)
 				}
@@ -245,7 +246,7 @@ func (w watched) askExtender(t *testing.T, door string) {
 		if err := w.do(t, nil, http.MethodGet, "/api/v1/nodes/gpu-1", "", nil, &node); err != nil {
 			return err
 		}
-		if node.Annotations["example.com/"+kube.RoomAnnotation] == "" {
+		if node.Annotations["example.com/"+placerkube.RoomAnnotation] == "" {
 			return fmt.Errorf("it is not")
 		}
 		return nil

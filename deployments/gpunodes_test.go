@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -180,7 +180,7 @@ func (s *apiServer) tryGPUNodes(t *testing.T) {
 	defer cancel()
 	told := make(chan *gpunode.Status, 100)
 	ended := make(chan error, 2)
-	go func() { ended <- client.WatchNode(ctx, func(kube.Node) {}) }()
+	go func() { ended <- client.WatchNode(ctx, func(agentkube.Node) {}) }()
 	go func() {
 		ended <- client.WatchGPUNode(ctx, func(is *gpunode.Status, err error) {
 			if err != nil {

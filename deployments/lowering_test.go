@@ -17,6 +17,7 @@ import (
 
 	loop "example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 )
 
 var long = flag.Bool("long", false, "1,000 interleavings of kubelet and agent, and 1,000 rounds of all doors, not a sample")
@@ -254,7 +255,7 @@ func (n *simulated) startAgent() {
 	}
 	var lowering *loop.Lowering
 	log := slog.New(slog.DiscardHandler)
-	client, err := kube.New(kube.Options{Kubeconfig: n.s.Kubeconfig(n.t, asOn(name, name, n.name)), NodeName: n.name, Domain: "example.com", Logger: log,
+	client, err := agentkube.New(agentkube.Options{NodeName: n.name, Options: kube.Options{Kubeconfig: n.s.Kubeconfig(n.t, asOn(name, name, n.name)), Domain: "example.com", Logger: log},
 		Allocatable: func(now map[string]int64) { lowering.See(now) }})
 	if err != nil {
 		n.t.Error(err)
@@ -271,7 +272,7 @@ func (n *simulated) startAgent() {
 	}, log)
 	ctx, cancel := context.WithCancel(n.t.Context())
 	var agent sync.WaitGroup
-	agent.Go(func() { client.WatchNode(ctx, func(kube.Node) {}) })
+	agent.Go(func() { client.WatchNode(ctx, func(agentkube.Node) {}) })
 	agent.Go(func() { lowering.Run(ctx) })
 	n.lowering, n.end = lowering, func() { cancel(); agent.Wait() }
 }

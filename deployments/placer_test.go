@@ -26,9 +26,11 @@ import (
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/placerkube"
 	"example.com/gpu-agent/internal/kueue"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/placerobs"
 	"example.com/gpu-agent/tests/plane"
 )
 
@@ -42,9 +44,9 @@ func TestPlacersRBACIsWhatItUses(t *testing.T) {
 		dir, name string
 		uses      []kube.Rule
 	}{
-		{"placer", placer, kube.PlacerRules},
-		{"placer/liqo", placer + "-liqo", kube.LiqoRules},
-		{"placer/kueue", placer + "-kueue", kube.KueueRules},
+		{"placer", placer, placerkube.Rules},
+		{"placer/liqo", placer + "-liqo", placerkube.LiqoRules},
+		{"placer/kueue", placer + "-kueue", placerkube.KueueRules},
 	} {
 		have := grants(t, resources(t, test.dir), test.name, placer)
 		var want []rule
@@ -56,7 +58,7 @@ func TestPlacersRBACIsWhatItUses(t *testing.T) {
 			want = append(want, rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
 		}
 		if !slices.Equal(have, want) {
-			t.Errorf("%s grants\n%+v\ninternal/kube uses\n%+v", test.dir, have, want)
+			t.Errorf("%s grants\n%+v\nplacerkube uses\n%+v", test.dir, have, want)
 		}
 	}
 }
@@ -130,8 +132,8 @@ func TestPlacersDeployment(t *testing.T) {
 		}
 	}
 	good := func() error { return nil }
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, nil, nil, nil, nil)
-	pages := obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics}).Handler()
+	metrics := placerobs.NewMetrics("test", func() placerobs.State { return placerobs.State{} }, nil, nil, nil, nil)
+	pages := obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics.Registry()}).Handler()
 	for path, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
 		answer := httptest.NewRecorder()
 		pages.ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, p.HTTPGet.Path, nil))
@@ -245,10 +247,10 @@ func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
 // placerPage is a placer's /metrics with every metric.
 func placerPage(t *testing.T) string {
 	t.Helper()
-	metrics := obs.NewPlacer("test", func() obs.PlacerState { return obs.PlacerState{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
+	metrics := placerobs.NewMetrics("test", func() placerobs.State { return placerobs.State{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
 	metrics.APIError("list", "pods")
 	metrics.APIAnswered()
-	return page(t, obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics})
+	return page(t, obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics.Registry()}))
 }
 
 // asPlacer is the placer's service account.
@@ -267,7 +269,7 @@ func TestPlacerAtTheAPIServer(t *testing.T) {
 	s.namespace(t, "train")
 	s.do(t, nil, http.MethodPatch, "/api/v1/nodes/node-1", merge, fields{"metadata": fields{"annotations": fields{"a": "b"}}}, nil)
 
-	cluster, err := kube.NewCluster(kube.Options{Kubeconfig: s.Kubeconfig(t, asPlacer()), Domain: "example.com", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	cluster, err := placerkube.New(kube.Options{Kubeconfig: s.Kubeconfig(t, asPlacer()), Domain: "example.com", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -285,7 +287,7 @@ func TestPlacerAtTheAPIServer(t *testing.T) {
 		var node struct {
 			Metadata struct{ Annotations map[string]string }
 		}
-		if err := s.do(t, nil, http.MethodGet, "/api/v1/nodes/node-1", "", nil, &node); err != nil || node.Metadata.Annotations["a"] != "b" || node.Metadata.Annotations["example.com/"+kube.RoomAnnotation] == "" {
+		if err := s.do(t, nil, http.MethodGet, "/api/v1/nodes/node-1", "", nil, &node); err != nil || node.Metadata.Annotations["a"] != "b" || node.Metadata.Annotations["example.com/"+placerkube.RoomAnnotation] == "" {
 			t.Errorf("%v, %v", node, err)
 		}
 	})
@@ -414,8 +416,8 @@ func (s *apiServer) tryPlacersPods(t *testing.T, ctx context.Context, books *fle
 }
 
 // tryLeases has two processes follow each other.
-func tryLeases(t *testing.T, cluster *kube.Cluster) {
-	run := func(identity string) (led chan time.Time, lease *kube.Lease, end func()) {
+func tryLeases(t *testing.T, cluster *placerkube.Cluster) {
+	run := func(identity string) (led chan time.Time, lease *placerkube.Lease, end func()) {
 		led = make(chan time.Time, 10)
 		lease = cluster.NewLease(placer, placer, identity, func(before time.Time, _ bool) { led <- before })
 		ctx, cancel := context.WithCancel(t.Context())

@@ -17,7 +17,7 @@ import (
 	"time"
 
 	loop "example.com/gpu-agent/internal/agent"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -93,7 +93,7 @@ func (s *apiServer) pod(t *testing.T, namespace, name, node string) string {
 	return made.Metadata.UID
 }
 
-// eviction is as internal/kube asks for one; without a UID it names none.
+// eviction is as internal/kube/agentkube asks for one; without a UID it names none.
 func eviction(namespace, name, uid string) fields {
 	e := fields{"apiVersion": "policy/v1", "kind": "Eviction",
 		"metadata": fields{"name": name, "namespace": namespace, "labels": fields{"app.kubernetes.io/name": "gpu-agent"}}}
@@ -108,7 +108,7 @@ func (s *apiServer) evict(t *testing.T, as http.Header, namespace, name, uid str
 	return s.do(t, as, http.MethodPost, "/api/v1/namespaces/"+namespace+"/pods/"+name+"/eviction", asJSON, eviction(namespace, name, uid), nil)
 }
 
-// anEvent is as internal/kube sends it from a node, about that node.
+// anEvent is as internal/kube/agentkube sends it from a node, about that node.
 func anEvent(name, node string) fields {
 	return fields{"apiVersion": "v1", "kind": "Event", "metadata": fields{"name": name, "namespace": "default"},
 		"involvedObject": fields{"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
@@ -439,13 +439,13 @@ func TestAgentSendsEventsInItsOwnName(t *testing.T) {
 	s.try(t, accountOn(name, name, ""), []try{create("without a node", with(func(e fields) {
 		e["reportingInstance"], e["source"] = "", fields{"component": "gpu-agent", "host": ""}
 	}), ownName)})
-	// What internal/kube sends is taken, of the node and of a pod.
+	// What internal/kube/agentkube sends is taken, of the node and of a pod.
 	client := s.agentClient(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- client.Run(ctx) }()
-	client.Event(workload.Pod{}, kube.Warning, "GPUUnhealthy", "m")
-	client.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u"}, kube.Warning, "CapExceeded", "m")
+	client.Event(workload.Pod{}, agentkube.Warning, "GPUUnhealthy", "m")
+	client.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u"}, agentkube.Warning, "CapExceeded", "m")
 	for path, reason := range map[string]string{events: "GPUUnhealthy", "/api/v1/namespaces/train/events": "CapExceeded"} {
 		s.await(t, "the Event is there", func() error {
 			var list struct{ Items []struct{ Reason string } }
@@ -497,7 +497,7 @@ func TestTokenNamesItsNode(t *testing.T) {
 	})
 }
 
-// agentSays lets internal/kube try the policies in an account's name: all are
+// agentSays lets internal/kube/agentkube try the policies in an account's name: all are
 // as they should be, and the tries have changed nothing.
 func (s *apiServer) agentSays(t *testing.T, namespace, account string, want string) {
 	t.Helper()
@@ -521,7 +521,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var said []status.Policy
-	o := kube.PolicyOptions{Evictions: true, DRA: func() bool { return true }, GPUNodes: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
+	o := agentkube.PolicyOptions{Evictions: true, DRA: func() bool { return true }, GPUNodes: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
 	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []status.Policy) {
 		said = list
 		cancel()

@@ -14,7 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -33,11 +33,11 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 		t.Fatal(file, err)
 	}
 	in := dra.Input{Node: "node-1", Driver: "gpus.example.com", Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{},
-		Taints: func(d dra.Device) []kube.Taint {
+		Taints: func(d dra.Device) []agentkube.Taint {
 			if d.Kind != piece.KindWhole {
 				return nil
 			}
-			return []kube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: kube.NoExecute}, {Key: "example.com/withdrawn", Effect: kube.NoSchedule}}
+			return []agentkube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Effect: agentkube.NoSchedule}}
 		}}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
@@ -57,7 +57,7 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 }
 
 // slicesOf are the slices of a recorded node.
-func slicesOf(t *testing.T, file string) []kube.ResourceSlice {
+func slicesOf(t *testing.T, file string) []agentkube.ResourceSlice {
 	t.Helper()
 	return publishedOf(t, file, 0).Slices
 }
@@ -82,7 +82,7 @@ func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var back struct{ Spec kube.ResourceSlice }
+			var back struct{ Spec agentkube.ResourceSlice }
 			if err := s.do(t, nil, http.MethodPost, "/apis/resource.k8s.io/v1/resourceslices?dryRun=All&fieldValidation=Strict", asJSON,
 				object.Object, &back); err != nil {
 				t.Fatalf("%s: %v", filepath.Base(file), err)
@@ -116,7 +116,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 				Name, ResourceVersion string
 				OwnerReferences       []struct{ Kind, Name string }
 			}
-			Spec kube.ResourceSlice
+			Spec agentkube.ResourceSlice
 		}
 	}
 	have := func() (versions map[string]string, generations map[int64]int) {
@@ -135,7 +135,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 		}
 		return versions, generations
 	}
-	publish := func(want []kube.ResourceSlice) {
+	publish := func(want []agentkube.ResourceSlice) {
 		t.Helper()
 		if _, err := client.PublishSlices(t.Context(), driver, want); err != nil {
 			t.Fatal(err)
@@ -162,7 +162,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 	tainted := slices.Clone(want)
 	last := &tainted[len(tainted)-1]
 	last.Devices = slices.Clone(last.Devices)
-	last.Devices[0].Taints = []kube.Taint{{Key: "example.com/unhealthy", Effect: kube.NoSchedule}}
+	last.Devices[0].Taints = []agentkube.Taint{{Key: "example.com/unhealthy", Effect: agentkube.NoSchedule}}
 	publish(tainted)
 	second, generations := have()
 	if changed(first, second) != 1 || generations[1] != len(want) {

@@ -19,6 +19,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
@@ -31,7 +32,7 @@ func reference(t *testing.T) string { return string(read(t, "../docs/reference.m
 // agentPage is an agent's /metrics with every metric: of two GPUs, of which one has failed.
 func agentPage(t *testing.T) string {
 	t.Helper()
-	metrics := obs.NewMetrics("test")
+	metrics := agentobs.NewMetrics("test")
 	metrics.Called("r", "m", 0, nil)
 	metrics.Refused("r", errors.New("x"))
 	metrics.DriverCall("c", "ok", 0)
@@ -45,9 +46,9 @@ func agentPage(t *testing.T) string {
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
 	metrics.Wish("1g.10gb", 0)
 	good := func() error { return nil }
-	return page(t, obs.Options{
+	return page(t, agentobs.New(agentobs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
-		Account: &obs.Account{Usage: func() usage.Shown {
+		Account: &agentobs.Account{Usage: func() usage.Shown {
 			k := usage.Key{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1"}
 			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k, For: 2 * time.Hour}}}
 		}},
@@ -64,14 +65,14 @@ func agentPage(t *testing.T) string {
 					{UUID: "GPU-2", Class: "lost", Mode: "whole", MemoryMiB: 1}},
 			}
 		},
-	})
+	}))
 }
 
 // page is what a program serves as /metrics.
-func page(t *testing.T, o obs.Options) string {
+func page(t *testing.T, of *obs.Server) string {
 	t.Helper()
 	answer := httptest.NewRecorder()
-	obs.New(o).Handler().ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	of.Handler().ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	return answer.Body.String()
 }
 

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 )
 
 const startupKey = "startup-taint.cluster-autoscaler.kubernetes.io/gpu-agent"
@@ -47,13 +48,13 @@ func (s *apiServer) setTaints(t *testing.T, of ...fields) {
 	}
 }
 
-// tryStartupTaint has internal/kube take the taint away in the agent's name: with the base
+// tryStartupTaint has internal/kube/agentkube take the taint away in the agent's name: with the base
 // alone that is refused, and with the component it is all that is allowed of a Node's spec.
 func (s *apiServer) tryStartupTaint(t *testing.T) {
 	ours, runs := aTaint(startupKey, "NoSchedule"), aTaint(startupKey, "NoExecute")
 	other, soft := aTaint("team.example.com/theirs", "NoSchedule"), aTaint(startupKey, "PreferNoSchedule")
-	client, err := kube.New(kube.Options{Kubeconfig: s.Kubeconfig(t, asOn(name, name, "node-1")), NodeName: "node-1", Domain: "example.com",
-		StartupTaint: startupKey, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	client, err := agentkube.New(agentkube.Options{NodeName: "node-1", StartupTaint: startupKey, Options: kube.Options{
+		Kubeconfig: s.Kubeconfig(t, asOn(name, name, "node-1")), Domain: "example.com", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}})
 	if err != nil {
 		t.Fatal(err)
 	}

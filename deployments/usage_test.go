@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
@@ -31,9 +31,9 @@ func TestCost(t *testing.T) {
 	}
 	want := map[string]float64{"quarter": .25, "instance": .125, "whole": 1, "two": 2}
 	good := func() error { return nil }
-	pages := obs.New(obs.Options{
-		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: obs.NewMetrics("test"), Status: func() status.Status { return status.Status{} },
-		Account: &obs.Account{Node: "node-1", Usage: func() (u usage.Shown) {
+	pages := agentobs.New(agentobs.Options{
+		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: agentobs.NewMetrics("test"), Status: func() status.Status { return status.Status{} },
+		Account: &agentobs.Account{Node: "node-1", Usage: func() (u usage.Shown) {
 			for pod, share := range want {
 				for i := 0; share > 0; i, share = i+1, share-1 {
 					u.Now = append(u.Now, usage.Part{Key: usage.Key{Namespace: "work", Pod: pod, Container: "main", GPU: gpu.UUID("GPU-" + pod)}, Index: i, Share: min(1, share)})

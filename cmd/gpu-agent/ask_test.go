@@ -15,7 +15,7 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 )
@@ -32,7 +32,7 @@ func stateOf(t *testing.T, answer func(status.Question) (status.Answer, error)) 
 	var all []status.Question // guarded by mu
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	door := obs.Door{Path: filepath.Join(dir, state.Socket), Logger: slog.New(slog.DiscardHandler), Foresee: func(q status.Question) (status.Answer, error) {
+	door := agentobs.Door{Path: filepath.Join(dir, state.Socket), Logger: slog.New(slog.DiscardHandler), Foresee: func(q status.Question) (status.Answer, error) {
 		mu.Lock()
 		all = append(all, q)
 		mu.Unlock()

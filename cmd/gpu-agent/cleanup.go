@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/cleanup"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 )
 
 // newCleanup makes `gpu-agent cleanup`.
@@ -49,11 +50,11 @@ func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, wai
 		Domain: names.domain, ResourceDomain: names.resourceDomain, Runtime: runtime}
 	if names.nodeName != "" {
 		job.Object = func(ctx context.Context) error {
-			client, err := kube.New(kube.Options{Kubeconfig: names.kubeconfig, NodeName: names.nodeName, Domain: names.domain, Logger: log})
+			client, err := agentkube.New(agentkube.Options{Options: kube.Options{Kubeconfig: names.kubeconfig, Domain: names.domain, Logger: log}, NodeName: names.nodeName})
 			if err != nil {
 				return err
 			}
-			errs := []error{client.Mark(ctx, kube.Marks{}), client.RemoveGPUNode(ctx)}
+			errs := []error{client.Mark(ctx, agentkube.Marks{}), client.RemoveGPUNode(ctx)}
 			for _, kind := range agent.Written.Conditions {
 				errs = append(errs, client.RemoveCondition(ctx, names.domain+"/"+kind))
 			}

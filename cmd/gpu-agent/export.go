@@ -19,7 +19,9 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/export"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -97,11 +99,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	client, err := kube.NewCluster(kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))})
-	if err != nil {
-		return nil, err
-	}
-	found, err := client.List(ctx, s.selector)
+	found, err := agentkube.List(ctx, kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))}, s.selector)
 	if err != nil {
 		return nil, err
 	}
@@ -133,12 +131,12 @@ func newExportKueue() *cobra.Command {
 		Use:   "kueue --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...",
 		Short: "print what Kueue needs to give out GPUs",
 		Long: `Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with --configuration a
-part of its own configuration. Sites are by the label DOMAIN/` + export.Site + `.`,
+part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + `.`,
 		Example: "gpu-agent export kueue --cloud cloud=640GiB --checks --team research,urgent --team records,on-prem",
 		Args:    cobra.ArbitraryArgs,
 		RunE: func(c *cobra.Command, files []string) error {
 			nodes, err := s.read(c.Context(), consoleOf(c), files, func(site string) map[string]string {
-				return map[string]string{s.names.domain + "/" + export.Site: site}
+				return map[string]string{s.names.domain + "/" + gpunode.Site: site}
 			})
 			if err != nil {
 				return err
@@ -217,7 +215,7 @@ func (s *sourceFlags) instances(c *cobra.Command, files []string) (*export.Autos
 	nodes, err := s.read(c.Context(), consoleOf(c), files, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}
 		if s.site != "" {
-			labels[s.names.domain+"/"+export.Site] = s.site
+			labels[s.names.domain+"/"+gpunode.Site] = s.site
 		}
 		return labels
 	})

@@ -21,13 +21,15 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"example.com/gpu-agent/internal/command"
-	"example.com/gpu-agent/internal/export"
 	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/internal/fleet"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/placerkube"
 	"example.com/gpu-agent/internal/kueue"
 	"example.com/gpu-agent/internal/liqo"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/placerobs"
 )
 
 // Doors, by what --doors calls them.
@@ -104,16 +106,16 @@ func place(ctx context.Context, c console, f *placerFlags) error {
 	log.Info("gpu-agent placer", "version", version(), "domain", f.names.domain, "doors", f.doors.String())
 
 	books := fleet.New(f.names.resourceDomain, time.Now)
-	sites := fleet.CountSites(books, f.names.domain+"/"+export.Site)
+	sites := fleet.CountSites(books, f.names.domain+"/"+gpunode.Site)
 	var lent *liqo.Door
 	var admitted *kueue.Door
-	metrics := obs.NewPlacer(version(), func() (s obs.PlacerState) {
+	metrics := placerobs.NewMetrics(version(), func() (s placerobs.State) {
 		s.Waiting, s.Reservations = books.State()
 		s.PassedOver = books.PassedOver()
 		s.Leads = books.Ready() == nil
-		s.Sites = map[string]obs.SiteUse{}
+		s.Sites = map[string]placerobs.SiteUse{}
 		for site, use := range sites.Use() {
-			s.Sites[site] = obs.SiteUse{GPUs: use.GPUs, Seconds: use.Time.Seconds()}
+			s.Sites[site] = placerobs.SiteUse{GPUs: use.GPUs, Seconds: use.Time.Seconds()}
 		}
 		if lent != nil {
 			s.Slices = lent.State()
@@ -123,8 +125,8 @@ func place(ctx context.Context, c console, f *placerFlags) error {
 		}
 		return s
 	}, words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
-	cluster, err := kube.NewCluster(kube.Options{
-		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
+	cluster, err := placerkube.New(kube.Options{
+		Kubeconfig: f.names.kubeconfig, Domain: f.names.domain,
 		UserAgent: "gpu-placer", Logger: log, Failed: metrics.APIError, Answered: metrics.APIAnswered,
 		Relist: time.Hour, // all pods of a cluster are much to read again
 	})
@@ -139,7 +141,7 @@ func place(ctx context.Context, c console, f *placerFlags) error {
 		holder := fleet.HoldFor(books, kueue.HoldOf(f.names.domain))
 		admitted = kueue.New(holder, kueue.Options{API: cluster, Domain: f.names.domain, Leads: holder.Ready, Listed: holder.Listed, Logger: log, Now: time.Now})
 	}
-	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Ready: books.Ready,
+	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics.Registry(), Ready: books.Ready,
 		// Who cannot even say this hangs.
 		Healthy: func() error { books.State(); return nil },
 	})
@@ -194,7 +196,7 @@ func place(ctx context.Context, c console, f *placerFlags) error {
 }
 
 // openToLiqo has the books keep what other clusters are granted through Liqo.
-func openToLiqo(books *fleet.Fleet, cluster *kube.Cluster, f *placerFlags, log *slog.Logger) *liqo.Door {
+func openToLiqo(books *fleet.Fleet, cluster *placerkube.Cluster, f *placerFlags, log *slog.Logger) *liqo.Door {
 	lender := fleet.Lend(books, liqo.QuotaOf)
 	return liqo.New(lender, liqo.Options{
 		API: liqoAPI{cluster}, Domain: f.names.domain, ResourceDomain: f.names.resourceDomain,
@@ -203,7 +205,7 @@ func openToLiqo(books *fleet.Fleet, cluster *kube.Cluster, f *placerFlags, log *
 }
 
 // liqoAPI is the API server as the door for Liqo asks it.
-type liqoAPI struct{ *kube.Cluster }
+type liqoAPI struct{ *placerkube.Cluster }
 
 func (a liqoAPI) Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error {
 	of := liqo.Tenants

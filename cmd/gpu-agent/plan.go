@@ -20,7 +20,7 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -115,8 +115,8 @@ func (a *asking) agent(ctx context.Context, c console, q status.Question) (answe
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	answer, err = obs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
-	if errors.Is(err, obs.ErrNoAgent) {
+	answer, err = agentobs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
+	if errors.Is(err, agentobs.ErrNoAgent) {
 		fmt.Fprintf(c.err, "%v: the driver alone is asked\n", err)
 		return answer, false, nil
 	}

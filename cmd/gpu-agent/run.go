@@ -24,10 +24,11 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -78,7 +79,7 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
 	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
 	fs.DurationVar(&f.linksEvery, "links-every", time.Minute, "`time` between looks at NVLinks, whose lanes fail and return without a word")
-	f.faultTaint = command.Choice{Value: string(kube.NoSchedule), Of: []string{string(kube.NoSchedule), string(kube.NoExecute)}}
+	f.faultTaint = command.Choice{Value: string(agentkube.NoSchedule), Of: []string{string(agentkube.NoSchedule), string(agentkube.NoExecute)}}
 	fs.Var(&f.faultTaint, "fault-taint", "what the taint of a faulty GPU that is offered through dra does: NoSchedule (it gets no new claims) or NoExecute (the pods on it are ended, too)")
 	f.schedulers.register(fs)
 	httpFlag(fs, &f.http)
@@ -215,7 +216,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	var loop *agent.Agent
 	runtime := f.node.runtime(f.domain, func() bool { return loop.Claims() }, log)
 	defer runtime.Close()
-	metrics := obs.NewMetrics(version())
+	metrics := agentobs.NewMetrics(version())
 	driver := nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
 		o := f.driver.options(log)
 		program, err := nvml.FindHook()
@@ -231,7 +232,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	}, metrics.DriverCall)
 
 	var watchdog *guard.Guard
-	var cluster *kube.Client
+	var cluster *agentkube.Client
 	options := agent.Options{
 		Domain:         f.domain,
 		ResourceDomain: f.resourceDomain,
@@ -241,7 +242,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		IdleTTL:        f.idleTTL,
 		LinksEvery:     f.linksEvery,
 		HoldScaleDown:  f.schedulers.holdScaleDown,
-		FaultTaint:     kube.TaintEffect(f.faultTaint.Value),
+		FaultTaint:     agentkube.TaintEffect(f.faultTaint.Value),
 		HoldersIn:      map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}[f.schedulers.gpuNode.Value],
 		Label:          f.nodeLabels.Value != "none",
 		Guest:          f.nvidiaLabels.Value == "absent",
@@ -261,12 +262,14 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		options.Pod = workload.Pod{Namespace: ns, Name: name}
 	}
 	if f.nodeName != "" {
-		cluster, err = kube.New(kube.Options{
-			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, ResourceDomain: f.resourceDomain, StartupTaint: f.schedulers.startupTaint, Logger: log,
-			Failed:    metrics.APIError,
-			Answered:  metrics.APIAnswered,
-			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
-			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
+		cluster, err = agentkube.New(agentkube.Options{
+			Options: kube.Options{Kubeconfig: f.kubeconfig, Domain: f.domain, Logger: log,
+				Failed:   metrics.APIError,
+				Answered: metrics.APIAnswered,
+				Refused:  func(request string, err error) { loop.SetRefused(request, err) },
+			},
+			NodeName: f.nodeName, ResourceDomain: f.resourceDomain, StartupTaint: f.schedulers.startupTaint,
+			EventDone: func(o agentkube.EventOutcome) { metrics.Event(string(o)) },
 			Allocatable: func(amounts map[string]int64) {
 				if worlds.Lowering != nil {
 					worlds.Lowering.See(amounts)
@@ -327,16 +330,16 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		}
 		return s
 	}
-	page := obs.New(obs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
+	page := agentobs.New(agentobs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
 
-	door := obs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: log, Foresee: loop.Foresee}
+	door := agentobs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: log, Foresee: loop.Foresee}
 
 	services := []func(context.Context) error{
 		plugins.Run, page.Run, door.Run,
 		func(ctx context.Context) error { return followPartitions(ctx, f, cluster, loop) },
 	}
 	if cluster != nil {
-		o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.Value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+		o := agentkube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.Value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
 		services = append(services, cluster.Run,
 			func(ctx context.Context) error { return cluster.WatchNode(ctx, loop.SetNode) },
 			func(ctx context.Context) error {
@@ -387,7 +390,7 @@ type features string
 func (dir features) Write(f nfd.Features) error { return nfd.Write(string(dir), f) }
 
 // followPartitions hands the partition file to the loop whenever it changes.
-func followPartitions(ctx context.Context, f *runFlags, cluster *kube.Client, loop *agent.Agent) error {
+func followPartitions(ctx context.Context, f *runFlags, cluster *agentkube.Client, loop *agent.Agent) error {
 	if f.config != "" {
 		return node.WatchFile(ctx, f.config, func(data []byte, err error) {
 			if err != nil {

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/command"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 )
 
@@ -43,7 +43,7 @@ func httpFlag(fs *pflag.FlagSet, address *string) {
 func showStatus(ctx context.Context, c console, address, format string) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	s, err := obs.Fetch(ctx, address)
+	s, err := agentobs.Fetch(ctx, address)
 	if err != nil {
 		return err
 	}

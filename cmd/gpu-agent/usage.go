@@ -25,7 +25,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/usage/segments"
@@ -110,11 +110,11 @@ func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog fu
 }
 
 // metrics are those of the account; nil where none is kept.
-func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.Status) *obs.Account {
+func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.Status) *agentobs.Account {
 	if of == nil {
 		return nil
 	}
-	a := &obs.Account{Node: node, Usage: of.Usage}
+	a := &agentobs.Account{Node: node, Usage: of.Usage}
 	if f.dcgm {
 		a.Status = show
 	}

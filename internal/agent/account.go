@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/guard"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/plan"
@@ -55,7 +55,7 @@ func (c *Account) begin(a *Agent, w *Worlds) {
 		},
 		Heard: c.heard.Load, Changed: a.wake, Now: time.Now, Log: a.log}
 	if w.Cluster != nil {
-		o.Tell = func(p workload.Pod, reason, message string) { w.Cluster.Event(p, kube.Normal, reason, message) }
+		o.Tell = func(p workload.Pod, reason, message string) { w.Cluster.Event(p, agentkube.Normal, reason, message) }
 	}
 	c.meter = meter.New(o)
 }
@@ -98,7 +98,7 @@ func (c *Account) refused(resource string, n int, ids []string, err error) {
 }
 
 // refusedClaim notes a claim that can never be prepared.
-func (c *Account) refusedClaim(claim *kube.Claim, why status.Cause) {
+func (c *Account) refusedClaim(claim *agentkube.Claim, why status.Cause) {
 	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DRA, Reason: why.Reason, Message: "claim " + claim.Name + ": " + why.Message}
 	if r.Namespace = claim.Namespace; len(claim.Pods) > 0 {
 		r.Pod, r.UID = claim.Pods[0].Name, claim.Pods[0].UID

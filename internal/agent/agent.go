@@ -19,7 +19,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
@@ -105,7 +105,7 @@ type Options struct {
 	HoldScaleDown bool
 	// FaultTaint is what a fault's taint does to claims (--fault-taint), empty for
 	// NoSchedule.
-	FaultTaint kube.TaintEffect
+	FaultTaint agentkube.TaintEffect
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
 	// empty is deviceplugin.AlignNone.
 	Align deviceplugin.Alignment

@@ -25,7 +25,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -97,11 +97,11 @@ type outside struct {
 	marked      []map[string]string // labels, over time
 	annotations map[string]string
 	events      []string
-	offered     []kube.Device // by DRA drivers
+	offered     []agentkube.Device // by DRA drivers
 	offeredErr  error
 	offeredAsks int
 
-	condition kube.Condition // GPUHealthy
+	condition agentkube.Condition // GPUHealthy
 	// readies are GPUReady, over time, as "status reason".
 	readies []string
 	// guests are the Node's annotations below other domains; hold is HoldScaleDown.
@@ -337,7 +337,7 @@ func unwritten(names iter.Seq[string], list []string) error {
 	return nil
 }
 
-func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
+func (o *outside) SetCondition(_ context.Context, c agentkube.Condition) error {
 	if err := unwritten(slices.Values([]string{c.Type}), Written.Conditions); err != nil {
 		panic(err)
 	}
@@ -358,15 +358,15 @@ func (o *outside) RemoveStartupTaint(_ context.Context, resources []string) erro
 	return o.untaintErr
 }
 
-func (o *outside) Devices(_ context.Context, drivers ...string) ([]kube.Device, error) {
+func (o *outside) Devices(_ context.Context, drivers ...string) ([]agentkube.Device, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.offeredAsks++
-	return slices.DeleteFunc(slices.Clone(o.offered), func(d kube.Device) bool { return !slices.Contains(drivers, d.Driver) }), o.offeredErr
+	return slices.DeleteFunc(slices.Clone(o.offered), func(d agentkube.Device) bool { return !slices.Contains(drivers, d.Driver) }), o.offeredErr
 }
 
 // Mark is a Node that nobody else writes to.
-func (o *outside) Mark(_ context.Context, m kube.Marks) error {
+func (o *outside) Mark(_ context.Context, m agentkube.Marks) error {
 	if err := errors.Join(unwritten(maps.Keys(m.Labels), Written.Labels), unwritten(maps.Keys(m.Annotations), Written.Annotations)); err != nil {
 		panic(err)
 	}
@@ -386,7 +386,7 @@ func (o *outside) Mark(_ context.Context, m kube.Marks) error {
 	return nil
 }
 
-func (o *outside) Event(r workload.Pod, kind kube.EventType, reason, message string) {
+func (o *outside) Event(r workload.Pod, kind agentkube.EventType, reason, message string) {
 	o.with(func() {
 		o.events = append(o.events, strings.TrimSpace(r.Name+" "+string(kind)+" "+reason+": "+message))
 	})
@@ -570,7 +570,7 @@ const testHold = 20 * time.Second
 
 // node is what the Node object says.
 func (b *bench) node(labels map[string]string, cordoned bool) {
-	b.SetNode(kube.Node{Labels: labels, Unschedulable: cordoned})
+	b.SetNode(agentkube.Node{Labels: labels, Unschedulable: cordoned})
 }
 
 func (b *bench) source(resource string) plugin.Source {
@@ -799,7 +799,7 @@ func TestLostGPU(t *testing.T) {
 		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
 		b.want("applied", secondIsSick, "")
-		if c := b.condition; c.Type != "example.com/GPUHealthy" || c.Status != kube.False || !strings.Contains(c.Message, "GPU 1") {
+		if c := b.condition; c.Type != "example.com/GPUHealthy" || c.Status != agentkube.False || !strings.Contains(c.Message, "GPU 1") {
 			t.Errorf("condition %+v", c)
 		}
 		events := strings.Join(b.events, "\n")
@@ -812,7 +812,7 @@ func TestLostGPU(t *testing.T) {
 		b.with(func() { b.outside.inv = machine(2) })
 		time.Sleep(inventoryEvery + testHold)
 		b.want("applied", fourUnits, "")
-		if c := b.condition; c.Status != kube.True {
+		if c := b.condition; c.Status != agentkube.True {
 			t.Errorf("condition %+v", c)
 		}
 		if events := strings.Join(b.events, "\n"); !strings.Contains(events, "Normal GPURecovered: GPU 1") {
@@ -870,7 +870,7 @@ func TestGPULeaves(t *testing.T) {
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
 		time.Sleep(2 * testHold)
 		b.want("applied", fourUnits, "")
-		if c := b.condition; c.Status != kube.True {
+		if c := b.condition; c.Status != agentkube.True {
 			t.Errorf("condition %+v", c)
 		}
 
@@ -898,7 +898,7 @@ func TestDriverHangs(t *testing.T) {
 		time.Sleep(inventoryEvery + 2*driverPatience)
 		b.hold("train-3", memResource, string(uuid(1))+"::1")
 		b.want("applied", fourUnits, "")
-		if c := b.condition; c.Status != kube.Unknown || !strings.Contains(c.Message, "hardware work waits") {
+		if c := b.condition; c.Status != agentkube.Unknown || !strings.Contains(c.Message, "hardware work waits") {
 			t.Errorf("condition %+v", c)
 		}
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 94, GI: -1, CI: -1}
@@ -907,7 +907,7 @@ func TestDriverHangs(t *testing.T) {
 		close(hang)
 		time.Sleep(10 * time.Minute)
 		b.want("applied", fourUnits, "")
-		if c := b.condition; c.Status != kube.True {
+		if c := b.condition; c.Status != agentkube.True {
 			t.Errorf("condition %+v", c)
 		}
 	})

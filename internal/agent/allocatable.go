@@ -13,7 +13,7 @@ import (
 )
 
 // Lowerer writes what the scheduler may give out of a node's resources, downwards alone.
-// internal/kube has it.
+// internal/kube/agentkube has it.
 type Lowerer interface {
 	// LowerAllocatable returns the names of those that it lowered.
 	LowerAllocatable(ctx context.Context, want map[string]int64) (lowered []string, err error)

@@ -11,7 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/deviceplugin"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -52,8 +52,8 @@ func delivered(plugins Plugins, c *claims) bool {
 //
 // known is false while this process starts: what the one before it said stays for
 // silentFor, or a taint would come and go with every update of the agent.
-func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condition, known bool) {
-	c = kube.Condition{Type: domain + "/" + ReadyCondition, Status: kube.False}
+func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.Condition, known bool) {
+	c = agentkube.Condition{Type: domain + "/" + ReadyCondition, Status: agentkube.False}
 	say := func(why status.Reason, format string, args ...any) {
 		c.Reason, c.Message = string(why), fmt.Sprintf(format, args...)
 	}
@@ -91,7 +91,7 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c kube.Condit
 	case given == 0 && lacks != "":
 		say(lacks, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
 	default:
-		c.Status = kube.True
+		c.Status = agentkube.True
 		say(status.Offered, "%s", sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))
 	}
 	return c, true
@@ -146,11 +146,11 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 // GPUs can be sent to it and its Node says what they can ask for. The kubelet writes that
 // some seconds after it has the devices. Without the taint and without the devices the node
 // would look to autoscalers like one that pods which wait for GPUs do not fit.
-func (r *reporter) admit(ctx context.Context, ready kube.Condition) error {
+func (r *reporter) admit(ctx context.Context, ready agentkube.Condition) error {
 	node := r.node.Load()
 	var err error
 	if node.StartupTaint {
-		if ready.Status != kube.True {
+		if ready.Status != agentkube.True {
 			return nil
 		}
 		err = r.cluster.RemoveStartupTaint(ctx, givenOut(r.front.Offer()))

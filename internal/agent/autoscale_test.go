@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
@@ -61,7 +61,7 @@ func TestGPUReadyOverTheLifeOfANode(t *testing.T) {
 		b.with(func() { b.outside.inv = machine(2) })
 		time.Sleep(inventoryEvery + testHold)
 		b.wantReadies("both are back", is, "False GPUUnhealthy", is)
-		b.SetNode(kube.Node{Labels: map[string]string{"example.com/gpu.driver-release": "true"}, Unschedulable: true})
+		b.SetNode(agentkube.Node{Labels: map[string]string{"example.com/gpu.driver-release": "true"}, Unschedulable: true})
 		b.wantReadies("the driver is let go", is, "False GPUUnhealthy", is, "False DriverLetGo")
 		b.end()
 
@@ -148,7 +148,7 @@ func TestStartupTaintGoesOncePodsCanCome(t *testing.T) {
 				asked = len(o.untaints)
 			})
 		}
-		node := kube.Node{StartupTaint: true}
+		node := agentkube.Node{StartupTaint: true}
 		b.SetNode(node)
 		want("the kubelet has no devices", false)
 		b.with(func() { b.fares[0] = plugin.Status{Resource: memResource, Registered: true} })

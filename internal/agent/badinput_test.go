@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	kubelet "example.com/gpu-agent/pkg/dra"
@@ -22,7 +22,7 @@ import (
 
 // givenWrong has an agent that offers two GPUs through DRA, in a way, one of which has a
 // claim. It reports whether anything has changed since.
-func givenWrong(t *testing.T, o *outside, entry, device string, gib kube.Quantity) (b *bench, unchanged func(what string)) {
+func givenWrong(t *testing.T, o *outside, entry, device string, gib agentkube.Quantity) (b *bench, unchanged func(what string)) {
 	o.dra = newScheduled()
 	b = start(t, o, t.TempDir(), throughDRA(entry))
 	time.Sleep(time.Minute) // a geometry is cut
@@ -52,45 +52,47 @@ func givenWrong(t *testing.T, o *outside, entry, device string, gib kube.Quantit
 // an Event of its pod; one that never can be has an Event of ours and a condition, too.
 // Nothing else changes by it.
 func TestBadClaims(t *testing.T) {
-	of := func(r kube.Result) func(*kube.Claim) { return func(c *kube.Claim) { c.Results = []kube.Result{r} } }
-	amount := func(bytes kube.Quantity) func(*kube.Claim) {
-		return func(c *kube.Claim) { c.Results[0].Capacity = map[string]kube.Quantity{"memory": bytes} }
+	of := func(r agentkube.Result) func(*agentkube.Claim) {
+		return func(c *agentkube.Claim) { c.Results = []agentkube.Result{r} }
 	}
-	config := func(text string, class bool) func(*kube.Claim) {
-		return func(c *kube.Claim) {
-			c.Configs = []kube.ClaimConfig{{Parameters: json.RawMessage(text)}}
+	amount := func(bytes agentkube.Quantity) func(*agentkube.Claim) {
+		return func(c *agentkube.Claim) { c.Results[0].Capacity = map[string]agentkube.Quantity{"memory": bytes} }
+	}
+	config := func(text string, class bool) func(*agentkube.Claim) {
+		return func(c *agentkube.Claim) {
+			c.Configs = []agentkube.ClaimConfig{{Parameters: json.RawMessage(text)}}
 		}
 	}
 	for name, c := range map[string]struct {
-		change func(*kube.Claim)
+		change func(*agentkube.Claim)
 		want   string
 		lasts  status.Reason // empty where it may pass
 	}{
-		"of another node's pool":              {of(kube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "only devices of its own pools", status.ClaimRefused},
-		"of a pool that is not there":         {func(c *kube.Claim) { c.Results[0].Pool = "NODE/h100" }, "this node has no device", status.ClaimOutdated},
-		"of a pool by the node's bare name":   {func(c *kube.Claim) { c.Results[0].Pool = "NODE" }, "only devices of its own pools", status.ClaimRefused},
-		"of a GPU that is not there":          {func(c *kube.Claim) { c.Results[0].Device = "gpu-0000000f-shared" }, "this node has no device", status.ClaimOutdated},
-		"of an older layout":                  {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001" }, "this node has no device", status.ClaimOutdated},
-		"of an older layout, a MIG device":    {func(c *kube.Claim) { c.Results[0].Device = "gpu-00000001-mig-1g10gb-0" }, "this node has no device", status.ClaimOutdated},
-		"without capacity":                    {func(c *kube.Claim) { c.Results[0].Capacity = nil }, "0 bytes", status.ClaimRefused},
-		"with a capacity of another name":     {func(c *kube.Claim) { c.Results[0].Capacity = map[string]kube.Quantity{"gpus": 1 << 30} }, "0 bytes", status.ClaimRefused},
+		"of another node's pool":              {of(agentkube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "only devices of its own pools", status.ClaimRefused},
+		"of a pool that is not there":         {func(c *agentkube.Claim) { c.Results[0].Pool = "NODE/h100" }, "this node has no device", status.ClaimOutdated},
+		"of a pool by the node's bare name":   {func(c *agentkube.Claim) { c.Results[0].Pool = "NODE" }, "only devices of its own pools", status.ClaimRefused},
+		"of a GPU that is not there":          {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-0000000f-shared" }, "this node has no device", status.ClaimOutdated},
+		"of an older layout":                  {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-00000001" }, "this node has no device", status.ClaimOutdated},
+		"of an older layout, a MIG device":    {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-00000001-mig-1g10gb-0" }, "this node has no device", status.ClaimOutdated},
+		"without capacity":                    {func(c *agentkube.Claim) { c.Results[0].Capacity = nil }, "0 bytes", status.ClaimRefused},
+		"with a capacity of another name":     {func(c *agentkube.Claim) { c.Results[0].Capacity = map[string]agentkube.Quantity{"gpus": 1 << 30} }, "0 bytes", status.ClaimRefused},
 		"with half a unit":                    {amount(1 << 29), "an amount is 1 to 4 times 1024 MiB", status.ClaimRefused},
 		"with a unit and a byte":              {amount(1<<30 + 1), "an amount is", status.ClaimRefused},
 		"with nothing":                        {amount(0), "an amount is", status.ClaimRefused},
 		"with less than nothing":              {amount(-1 << 30), "an amount is", status.ClaimRefused},
 		"with more than there is":             {amount(5 << 30), "an amount is", status.ClaimRefused},
 		"with the largest number there is":    {amount(1<<63 - 1), "an amount is", status.ClaimRefused},
-		"of 32 devices, one of them outdated": {func(c *kube.Claim) { c.Results = thirtyTwo(c.Results[0]) }, "this node has no device", status.ClaimOutdated},
-		"of another driver":                   {func(c *kube.Claim) { c.Results[0].Driver = "gpu.nvidia.com" }, "nothing of driver", status.ClaimRefused},
-		"not allocated any more":              {func(c *kube.Claim) { c.Results = nil }, "nothing of driver", status.ClaimRefused},
+		"of 32 devices, one of them outdated": {func(c *agentkube.Claim) { c.Results = thirtyTwo(c.Results[0]) }, "this node has no device", status.ClaimOutdated},
+		"of another driver":                   {func(c *agentkube.Claim) { c.Results[0].Driver = "gpu.nvidia.com" }, "nothing of driver", status.ClaimRefused},
+		"not allocated any more":              {func(c *agentkube.Claim) { c.Results = nil }, "nothing of driver", status.ClaimRefused},
 		"configuration of unknown kind":       {config(`{"apiVersion":"v7","kind":"Wonder"}`, false), `kind "Wonder", "v7"`, status.ClaimUnsupported},
 		"configuration with unknown fields":   {config(`{"apiVersion":"gpus.example.com/v1","kind":"GpuConfig","color":"red"}`, false), `kind "GpuConfig"`, status.ClaimUnsupported},
 		"configuration with MPS":              {config(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`, false), `kind "GpuConfig", "resource.nvidia.com/v1beta1"`, status.ClaimUnsupported},
 		"configuration of the class":          {config(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"}`, true), `kind "MigDeviceConfig"`, status.ClaimUnsupported},
 		"configuration that is no object":     {config(`["GpuConfig"]`, false), `kind ""`, status.ClaimUnsupported},
 		"configuration that is no JSON":       {config(`{"kind":`, false), `kind ""`, status.ClaimUnsupported},
-		"replaced under its name":             {func(c *kube.Claim) { c.UID = "another" }, "is another one now", ""},
-		"deleted meanwhile":                   {func(c *kube.Claim) { c.Name = "renamed" }, gpu.ErrNotFound.Error(), ""},
+		"replaced under its name":             {func(c *agentkube.Claim) { c.UID = "another" }, "is another one now", ""},
+		"deleted meanwhile":                   {func(c *agentkube.Claim) { c.Name = "renamed" }, gpu.ErrNotFound.Error(), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -99,8 +101,8 @@ func TestBadClaims(t *testing.T) {
 				defer b.end()
 				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
 				at, _ := o.dra.Device("00000001-shared")
-				bad := kube.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad", Pods: []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}}, Results: []kube.Result{
-					{Request: "gpu", Driver: draDriver, Pool: at, Device: "gpu-00000001-shared", Share: "s", Capacity: map[string]kube.Quantity{"memory": 1 << 30}}}}
+				bad := agentkube.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad", Pods: []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}}, Results: []agentkube.Result{
+					{Request: "gpu", Driver: draDriver, Pool: at, Device: "gpu-00000001-shared", Share: "s", Capacity: map[string]agentkube.Quantity{"memory": 1 << 30}}}}
 				c.change(&bad)
 				for i := range bad.Results { // the node's name is the bench's
 					node, _, _ := strings.Cut(at, "/")
@@ -133,7 +135,7 @@ func TestBadClaims(t *testing.T) {
 }
 
 // thirtyTwo are as many results as a claim may have; the last is of an older layout.
-func thirtyTwo(r kube.Result) (out []kube.Result) {
+func thirtyTwo(r agentkube.Result) (out []agentkube.Result) {
 	for range 31 {
 		out = append(out, r)
 	}
@@ -153,7 +155,7 @@ func TestBadNodes(t *testing.T) {
 			o.dra.Wipe()
 		}
 	}
-	meddle := func(change func([]kube.ResourceSlice) []kube.ResourceSlice) func(*bench, *outside) {
+	meddle := func(change func([]agentkube.ResourceSlice) []agentkube.ResourceSlice) func(*bench, *outside) {
 		return func(_ *bench, o *outside) { o.dra.Meddle(change) }
 	}
 	for name, c := range map[string]struct {
@@ -169,15 +171,15 @@ func TestBadNodes(t *testing.T) {
 		"splits":                          {file(throughDRA("mode: mig, geometry: {1c.3g.40gb: 2}")), "invalid", status.PartitionUnfit, "cannot express parts of a GPU instance", false},
 		"a name through both": {file("version: v1\npartitions:\n  default:\n    - {devices: [0], mode: whole, api: dra}\n    - {devices: [1], mode: whole}\n"), "invalid", status.PartitionUnfit,
 			"gpu would be offered through", false},
-		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", kube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},
-		"a gate off":                   {server(fmt.Errorf("%w (taints)", kube.ErrDropped)), "failed", status.APIServerUnfit, "(taints)", true},
+		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", agentkube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},
+		"a gate off":                   {server(fmt.Errorf("%w (taints)", agentkube.ErrDropped)), "failed", status.APIServerUnfit, "(taints)", true},
 		"slices that somebody deletes": {func(_ *bench, o *outside) { o.dra.Wipe() }, "applied", status.SlicesChanged, "written again", false},
-		"slices that somebody edits": {meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
+		"slices that somebody edits": {meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
 			all[len(all)-1].Devices = nil
 			return all
 		}), "applied", status.SlicesChanged, "written again", false},
-		"slices of two agents": {meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
-			return append(all, kube.ResourceSlice{Name: "00009-theirs", Pool: kube.Pool{Name: "node-1/theirs", Slices: 1}})
+		"slices of two agents": {meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
+			return append(all, agentkube.ResourceSlice{Name: "00009-theirs", Pool: agentkube.Pool{Name: "node-1/theirs", Slices: 1}})
 		}), "applied", status.SlicesChanged, "00009-theirs", false},
 		"two agents on one node": {func(_ *bench, o *outside) {
 			o.dra.lose(true, errors.New("another process listens at gpus.example.com-reg.sock"))

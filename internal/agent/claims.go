@@ -14,7 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -46,7 +46,7 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, a *Agent) *claims {
 		c.serve = w.DRA.Serve
 		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l, API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
 			Fault: o.FaultTaint, Granted: a.granted, RefusedClaim: a.account.refusedClaim, Wake: a.wake, Now: time.Now, Log: o.Log, Listing: w.Kubelet.List, Evict: a.account.evicting(w.DRA.Evict),
-			Tell: func(p workload.Pod, kind kube.EventType, reason, message string) {
+			Tell: func(p workload.Pod, kind agentkube.EventType, reason, message string) {
 				if w.Cluster != nil {
 					w.Cluster.Event(p, kind, reason, message)
 				}

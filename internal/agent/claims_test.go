@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
@@ -84,7 +84,7 @@ func (s *scheduled) worlds() *DRA {
 }
 
 // allocate makes a claim that has a device, of a memory of so many GiB if it is shared.
-func (s *scheduled) allocate(t *testing.T, name, suffix string, gib kube.Quantity) kubelet.Claim {
+func (s *scheduled) allocate(t *testing.T, name, suffix string, gib agentkube.Quantity) kubelet.Claim {
 	t.Helper()
 	c, err := s.Schedule("ns", name, faked.Request{Name: "gpu", Fits: faked.Named(suffix), Memory: gib << 30})
 	if err != nil {
@@ -128,7 +128,7 @@ func (b *bench) specOf(key string) *specs.Spec {
 func TestClaims(t *testing.T) {
 	for name, c := range map[string]struct {
 		entry, device string
-		gib           kube.Quantity
+		gib           agentkube.Quantity
 		limit         uint64 // of the GPU's page
 	}{
 		"whole":      {"mode: whole", "gpu-00000000", 0, memcap.None},
@@ -223,10 +223,10 @@ func TestContainersOfAClaimThatIsAllocatedAnew(t *testing.T) {
 				o.with(func() { o.old = append(o.old, container) })
 				time.Sleep(time.Minute)
 				of := func(device string) int { return int(device[len("gpu-0000000")] - '0') }
-				o.dra.Edit("ns", "a", func(k *kube.Claim) {
+				o.dra.Edit("ns", "a", func(k *agentkube.Claim) {
 					k.Pods, k.Results[0].Device = []workload.Pod{second}, c.after
 					if c.entry == "mode: shared" {
-						k.Results[0].Share, k.Results[0].Capacity = "another", map[string]kube.Quantity{"memory": 1 << 30}
+						k.Results[0].Share, k.Results[0].Capacity = "another", map[string]agentkube.Quantity{"memory": 1 << 30}
 					}
 				})
 				prepared := make(chan error, 1)
@@ -352,7 +352,7 @@ func TestClaimBeforeThePartitionIsKnown(t *testing.T) {
 		claim := o.dra.allocate(t, "b", "-mig-3g40gb-4", 0)
 		b.end()
 		// Who ends orderly has tainted all; who was killed has not.
-		o.dra.Meddle(func(all []kube.ResourceSlice) []kube.ResourceSlice {
+		o.dra.Meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
 			for i := range all {
 				all[i].Devices = slices.Clone(all[i].Devices)
 				for j := range all[i].Devices {
@@ -532,7 +532,7 @@ func TestPromiseOutlivesADoubt(t *testing.T) {
 					o.dra = newScheduled()
 					file := throughDRA(entry)
 					b := start(t, o, dir, file)
-					claim := o.dra.allocate(t, "a", "00000000"+suffix, map[string]kube.Quantity{"-shared": 3}[suffix])
+					claim := o.dra.allocate(t, "a", "00000000"+suffix, map[string]agentkube.Quantity{"-shared": 3}[suffix])
 					b.end()
 					o.dra.Away(errors.New("no route to host"))
 					o.with(func() {
@@ -644,7 +644,7 @@ func TestNobodyIsSentWhereNobodyPrepares(t *testing.T) {
 		o.dra = newScheduled()
 		b := start(t, o, dir, throughDRA("mode: shared"))
 		first, second := o.dra.allocate(t, "a", "-shared", 1), o.dra.allocate(t, "b", "-shared", 1)
-		o.dra.Edit("ns", "b", func(c *kube.Claim) { c.Pods = nil }) // its pod is still to come
+		o.dra.Edit("ns", "b", func(c *agentkube.Claim) { c.Pods = nil }) // its pod is still to come
 		taints := func(want string) {
 			t.Helper()
 			_, d := o.dra.Device("-shared")
@@ -704,7 +704,7 @@ func TestKubeletWaitsForTheDriverOfGPUs(t *testing.T) {
 		b := start(t, o, dir, throughDRA("mode: shared"))
 		before := o.dra.driver()
 		claim := o.dra.allocate(t, "a", "-shared", 1)
-		o.dra.Edit("ns", "a", func(c *kube.Claim) { c.Pods = nil }) // its pod is still to come
+		o.dra.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = nil }) // its pod is still to come
 		b.end()
 
 		hang := make(chan struct{})
@@ -742,7 +742,7 @@ func TestNameMovesAsAWhole(t *testing.T) {
 		b := start(t, o, t.TempDir(), "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")
 		defer b.end()
 		shows := func(names ...string) {
-			b.SetNode(kube.Node{Allocatable: names})
+			b.SetNode(agentkube.Node{Allocatable: names})
 			synctest.Wait()
 		}
 		is := func(when, suffix, want string) {
@@ -930,13 +930,13 @@ func TestTimeSliceOfAClaim(t *testing.T) {
 				b := start(t, o, dir, throughDRA(c.entry))
 				defer func() { b.end() }()
 				claim := func(name string) kubelet.Claim {
-					gib := kube.Quantity(0)
+					gib := agentkube.Quantity(0)
 					if c.device == "-shared" {
 						gib = 1
 					}
 					claim := o.dra.allocate(t, name, c.device, gib)
-					o.dra.Edit("ns", name, func(k *kube.Claim) {
-						k.Configs = []kube.ClaimConfig{{Parameters: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)}}
+					o.dra.Edit("ns", name, func(k *agentkube.Claim) {
+						k.Configs = []agentkube.ClaimConfig{{Parameters: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)}}
 					})
 					return claim
 				}
@@ -1011,10 +1011,10 @@ func TestClaimOfAPlacementThatTheDriverRefuses(t *testing.T) {
 				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
 				ends := func() bool {
 					_, d := o.dra.Device("-mig-3g40gb-4")
-					return slices.ContainsFunc(d.Taints, func(t kube.Taint) bool { return t.Effect == kube.NoExecute })
+					return slices.ContainsFunc(d.Taints, func(t agentkube.Taint) bool { return t.Effect == agentkube.NoExecute })
 				}
 				claim := o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)
-				o.dra.Edit("ns", "a", func(k *kube.Claim) { k.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}} })
+				o.dra.Edit("ns", "a", func(k *agentkube.Claim) { k.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}} })
 				for range 2 { // the kubelet comes again
 					_, err := o.dra.prepare(t.Context(), claim)
 					if err == nil || !strings.Contains(err.Error(), c.says.Error()) || strings.Contains(err.Error(), "make the claim anew") != c.ends {

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -74,7 +74,7 @@ func TestCordonKeepsNewPodsOffAGPU(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		says := func(b *bench, cordon string) {
-			b.SetNode(kube.Node{Annotations: map[string]string{"example.com/gpu.cordon": cordon}})
+			b.SetNode(agentkube.Node{Annotations: map[string]string{"example.com/gpu.cordon": cordon}})
 			synctest.Wait()
 		}
 		const all = 4
@@ -171,10 +171,10 @@ func TestCordonTaintsDevices(t *testing.T) {
 				t.Errorf("the slices have %v", seen)
 			}
 		}
-		b.SetNode(kube.Node{Annotations: map[string]string{"example.com/gpu.cordon": "1"}})
+		b.SetNode(agentkube.Node{Annotations: map[string]string{"example.com/gpu.cordon": "1"}})
 		time.Sleep(time.Minute)
 		tainted(uuid(1))
-		b.SetNode(kube.Node{})
+		b.SetNode(agentkube.Node{})
 		time.Sleep(time.Minute)
 		tainted()
 	})

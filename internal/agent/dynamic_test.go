@@ -10,7 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -55,7 +55,7 @@ func TestDynamic(t *testing.T) {
 			}
 		}
 		writes := o.dra.Writes()
-		use := func(name, device string, gib kube.Quantity, used int, want string) (end func()) {
+		use := func(name, device string, gib agentkube.Quantity, used int, want string) (end func()) {
 			t.Helper()
 			claim := o.dra.allocate(t, name, device, gib)
 			if devices, err := o.dra.prepare(t.Context(), claim); err != nil || len(devices) != 1 || b.specOf(key(claim)) == nil {
@@ -229,7 +229,7 @@ func TestDynamicOutlivesTheAgent(t *testing.T) {
 				o.dra = newScheduled()
 				b := start(t, o, dir, throughDRA("mode: dynamic"))
 				time.Sleep(time.Minute)
-				gib := kube.Quantity(0)
+				gib := agentkube.Quantity(0)
 				if device == "-shared" {
 					gib = 2
 				}

@@ -18,7 +18,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -117,7 +117,7 @@ func (f *foreseen) holders() {
 
 func (f *foreseen) claim(name string) {
 	skip := f.rng.IntN(6)
-	c, err := f.dra.Schedule("ns", name, faked.Request{Name: "gpu", Memory: 1 << 30, Fits: func(*kube.PoolDevice) bool { skip--; return skip < 0 }})
+	c, err := f.dra.Schedule("ns", name, faked.Request{Name: "gpu", Memory: 1 << 30, Fits: func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }})
 	if err != nil {
 		return // nothing is offered that way
 	}
@@ -151,7 +151,7 @@ func (f *foreseen) trouble() {
 		f.met["a fault"]++
 		f.with(func() { d().Fault = "GPU is lost" })
 	}
-	f.SetNode(kube.Node{Annotations: annotations})
+	f.SetNode(agentkube.Node{Annotations: annotations})
 	f.reader.stale.Store(true)
 	f.wake()
 	f.LookAtCheckpoint()
@@ -256,7 +256,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if label != "" && rng.IntN(2) == 0 {
 		q.Partitions = []string{label}
 	} else {
-		b.SetNode(kube.Node{Labels: labels, Annotations: annotations}) // and follows that one of the file before
+		b.SetNode(agentkube.Node{Labels: labels, Annotations: annotations}) // and follows that one of the file before
 		settle()
 	}
 	answer, err := b.Foresee(q)

@@ -36,7 +36,7 @@ const (
 	lastWrite = 2 * time.Second
 )
 
-// GPUNodes is where the GPUNode of the node is written. internal/kube has it.
+// GPUNodes is where the GPUNode of the node is written. internal/kube/agentkube has it.
 type GPUNodes interface {
 	// WatchGPUNode calls fn with what the server has, nil for nothing, or with why it can
 	// have nothing.

@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -315,7 +315,7 @@ func TestGPUNodeWithHoldersIsWrittenAtEveryChange(t *testing.T) {
 		if n := g.count(); n > 2 { // taken, and then named
 			t.Errorf("%d writes for a pod", n)
 		}
-		b.SetNode(kube.Node{PodsTellDevices: true})
+		b.SetNode(agentkube.Node{PodsTellDevices: true})
 		b.wantIs(g, soon, "gpu-mem free 7/8 largest 4")
 		if g.has.HoldersIn != gpunode.InPods || len(g.has.GPUs[0].Holders) != 0 {
 			t.Errorf("after the kubelet's update: %+v", g.has.GPUs[0])

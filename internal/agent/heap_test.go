@@ -6,7 +6,7 @@ import (
 	"runtime/debug"
 	"testing"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -17,7 +17,7 @@ func TestHeapLimitFollowsTheLists(t *testing.T) {
 	before := debug.SetMemoryLimit(-1)
 	defer debug.SetMemoryLimit(before)
 	devices := 0
-	h := &HeapLimit{Observer: obs.NewMetrics(""), Listed: func() int { return devices }}
+	h := &HeapLimit{Observer: agentobs.NewMetrics(""), Listed: func() int { return devices }}
 	for _, devices = range []int{640, 10_000, 0, timeslice.MaxListed} {
 		h.Round(nil, 0)
 		if got, want := debug.SetMemoryLimit(-1), int64(heapLimit+devices*heapPerDevice); got != want {
@@ -42,7 +42,7 @@ func TestHeapIsCollectedFromTheFirstRoundOn(t *testing.T) {
 	t.Setenv("GOGC", "")
 	growth, limit := debug.SetGCPercent(100), debug.SetMemoryLimit(-1)
 	defer func() { debug.SetGCPercent(growth); debug.SetMemoryLimit(limit) }()
-	h := &HeapLimit{Observer: obs.NewMetrics(""), Listed: func() int { return 0 }}
+	h := &HeapLimit{Observer: agentobs.NewMetrics(""), Listed: func() int { return 0 }}
 	LimitHeap()
 	if limit, growth := debug.SetMemoryLimit(-1), debug.SetGCPercent(-1); limit != heapLimit || growth != -1 {
 		t.Errorf("at the start the limit is %d and the growth %d %%", limit, growth)

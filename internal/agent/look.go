@@ -14,7 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -381,7 +381,7 @@ const (
 var upgradeStates = []string{"drain-required", "node-maintenance-required", "pod-restart-required"}
 
 // letGoReason says why the driver is to be let go, empty where it is not.
-func letGoReason(n *kube.Node, domain string) string {
+func letGoReason(n *agentkube.Node, domain string) string {
 	if v := n.Labels[upgradeLabel]; slices.Contains(upgradeStates, v) {
 		return fmt.Sprintf("the node's label %s is %s", upgradeLabel, v)
 	}

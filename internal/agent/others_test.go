@@ -11,7 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
@@ -250,8 +250,8 @@ func TestHAMisGPUIsNotOffered(t *testing.T) {
 }
 
 // device is what a DRA driver says of one, by pairs of attribute and value.
-func device(driver, name string, attributes ...string) kube.Device {
-	d := kube.Device{Driver: driver, Pool: "node-1", Name: name, Attributes: map[string]string{}}
+func device(driver, name string, attributes ...string) agentkube.Device {
+	d := agentkube.Device{Driver: driver, Pool: "node-1", Name: name, Attributes: map[string]string{}}
 	for i := 0; i < len(attributes); i += 2 {
 		d.Attributes[attributes[i]] = attributes[i+1]
 	}
@@ -265,8 +265,8 @@ func TestWhichGPUADRADeviceIs(t *testing.T) {
 	const any = "any"
 	const nvidia, hami, nic = "gpu.nvidia.com", "hami-core-gpu.project-hami.io", "nic.example.org"
 	for name, test := range map[string]struct {
-		device kube.Device
-		beside []kube.Device
+		device agentkube.Device
+		beside []agentkube.Device
 		want   string
 	}{
 		"a whole one":                     {device: device(nvidia, "d", "uuid", string(uuid(1)), "type", "gpu"), want: string(uuid(1))},
@@ -287,12 +287,12 @@ func TestWhichGPUADRADeviceIs(t *testing.T) {
 		"a UUID that is none":             {device: device("gpu.example.org", "d", "uuid", "gpu-0"), want: any},
 		"a GPU by its name alone":         {device: device("accelerators.example.org", "gpu-0"), want: any},
 		"a GPU by its model alone":        {device: device("accelerators.example.org", "a", "model", "NVIDIA H100"), want: any},
-		"beside a GPU of the driver":      {device: device("vendor.example.org", "a"), beside: []kube.Device{device("vendor.example.org", "b", "uuid", string(uuid(0)))}, want: any},
-		"beside another driver's GPU":     {device: device(nic, "a"), beside: []kube.Device{device(nvidia, "b", "uuid", string(uuid(0)))}, want: ""},
+		"beside a GPU of the driver":      {device: device("vendor.example.org", "a"), beside: []agentkube.Device{device("vendor.example.org", "b", "uuid", string(uuid(0)))}, want: any},
+		"beside another driver's GPU":     {device: device(nic, "a"), beside: []agentkube.Device{device(nvidia, "b", "uuid", string(uuid(0)))}, want: ""},
 		"a network card":                  {device: device(nic, "eth0", "vendor", "NVIDIA Corporation", "resource.kubernetes.io/pciBusID", "0000:3c:00.0"), want: ""},
 		"an interface without hardware":   {device: device(nic, "dummy0", "ifName", "dummy0"), want: ""},
 		"a processor":                     {device: device("cpu.example.org", "cpu-3", "numaNode", ""), want: ""},
-		"one that no slice has":           {beside: []kube.Device{device(nvidia, "b", "uuid", string(uuid(0)))}, device: device(nic, ""), want: any},
+		"one that no slice has":           {beside: []agentkube.Device{device(nvidia, "b", "uuid", string(uuid(0)))}, device: device(nic, ""), want: any},
 		"an address that is none":         {device: device(nvidia, "d", "pciBusID", "?"), want: any},
 	} {
 		p := node.Prepared{Driver: test.device.Driver, Pool: "node-1", Device: test.device.Name}
@@ -316,7 +316,7 @@ func TestGPUOfAnotherDRADriverIsNotOffered(t *testing.T) {
 			{Namespace: "train", Pod: "job-1", Claim: "c", Driver: "compute-domain.nvidia.com", Pool: "node-1", Device: "channel-0"},
 			{Namespace: "train", Pod: "job-2", Claim: "d", Driver: "gpus.example.com", Pool: "node-1", Device: "gpu-1"}, // the agent's own
 		}
-		o.offered = []kube.Device{device("gpu.nvidia.com", "gpu-0", "uuid", string(uuid(0)))}
+		o.offered = []agentkube.Device{device("gpu.nvidia.com", "gpu-0", "uuid", string(uuid(0)))}
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		b.want("failed", gpu1Units, "")
@@ -364,7 +364,7 @@ func TestGPUOfAnotherDRADriverIsNotOffered(t *testing.T) {
 		b.with(func() {
 			d := device(p.Driver, p.Device, "resource.kubernetes.io/pciBusID", "0000:01:00.0")
 			d.Pool = p.Pool
-			b.offered = []kube.Device{d}
+			b.offered = []agentkube.Device{d}
 		})
 		pause(othersEvery)
 		b.want("applied", fourUnits, "") // it is no GPU

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -133,7 +133,7 @@ func (p *partitions) SetFileMissing(err error) {
 }
 
 // SetNode says what the Node object says.
-func (a *Agent) SetNode(n kube.Node) {
+func (a *Agent) SetNode(n agentkube.Node) {
 	a.partitions.hear(func(in *input) {
 		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
 		in.letGo = letGoReason(&n, a.opts.Domain)

@@ -15,7 +15,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -106,7 +106,7 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, slicesPatience)
 	defer cancel()
-	var offered []kube.Device
+	var offered []agentkube.Device
 	err := errors.New("the agent has no API server to ask (--node-name)")
 	if c.cluster != nil {
 		offered, err = c.cluster.Devices(ctx, sortedKeys(names)...)
@@ -134,8 +134,8 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 //   - A device that says neither is hardware of another kind, unless it or its
 //     driver speaks of GPUs, or another device of the driver is one of them.
 //   - A device that no ResourceSlice has may be any.
-func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []kube.Device) (u gpu.UUID, why string) {
-	i := slices.IndexFunc(offered, func(d kube.Device) bool {
+func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (u gpu.UUID, why string) {
+	i := slices.IndexFunc(offered, func(d agentkube.Device) bool {
 		return d.Driver == p.Driver && d.Pool == p.Pool && d.Name == p.Device
 	})
 	if i < 0 {
@@ -145,7 +145,7 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []kube.Device) (u gpu
 	switch {
 	case u != "" || elsewhere:
 		return u, ""
-	case speaksOfGPUs(&offered[i]) || slices.ContainsFunc(offered, func(d kube.Device) bool {
+	case speaksOfGPUs(&offered[i]) || slices.ContainsFunc(offered, func(d agentkube.Device) bool {
 		of, _ := identity(inv, &d)
 		return d.Driver == p.Driver && of != ""
 	}):
@@ -156,7 +156,7 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []kube.Device) (u gpu
 
 // identity looks for an attribute that says which piece of hardware a device is: one
 // of the GPUs, or surely something else.
-func identity(inv *gpu.Inventory, d *kube.Device) (u gpu.UUID, elsewhere bool) {
+func identity(inv *gpu.Inventory, d *agentkube.Device) (u gpu.UUID, elsewhere bool) {
 	instance := false
 	for _, name := range sortedKeys(d.Attributes) {
 		value := d.Attributes[name]
@@ -192,7 +192,7 @@ func pciSlot(address string) (slot [3]uint64, ok bool) {
 
 // speaksOfGPUs says whether a device without an identity may be a GPU after all, by
 // the words in it. Its pool tells nothing: most are named for the node.
-func speaksOfGPUs(d *kube.Device) bool {
+func speaksOfGPUs(d *agentkube.Device) bool {
 	words := []string{d.Driver, d.Name}
 	for name, value := range d.Attributes {
 		words = append(words, name, value)

@@ -13,7 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -26,7 +26,7 @@ func TestSlicesThatFailWereOnlyLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(1)
 		o.dra = newScheduled()
-		o.dra.Refuse(fmt.Errorf("publish: %w (consumesCounters)", kube.ErrDropped))
+		o.dra.Refuse(fmt.Errorf("publish: %w (consumesCounters)", agentkube.ErrDropped))
 		b := start(t, o, t.TempDir(), throughDRA("mode: shared"))
 		defer b.end()
 		want := func(state string, reason status.Reason) {

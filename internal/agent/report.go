@@ -19,7 +19,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
@@ -160,7 +160,7 @@ type reporter struct {
 	// snapshot is what the last round left.
 	snapshot atomic.Pointer[Snapshot]
 	// node is the Node as it was last heard of.
-	node atomic.Pointer[kube.Node]
+	node atomic.Pointer[agentkube.Node]
 	// kept is why the startup taint could not be taken away, and wake asks for a round,
 	// which tells it.
 	kept atomic.Pointer[status.Cause]
@@ -172,12 +172,12 @@ type reporter struct {
 func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, c *claims, w *Worlds, wake func()) *reporter {
 	r := &reporter{wake: wake, opts: o, names: names, ledger: l, front: f, claims: c, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
 	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Reason: status.Starting, Message: "starting"}})
-	r.node.Store(new(kube.Node))
+	r.node.Store(new(agentkube.Node))
 	return r
 }
 
 // setNode takes in the Node. One that was made anew has lost what was written on it.
-func (r *reporter) setNode(n kube.Node) {
+func (r *reporter) setNode(n agentkube.Node) {
 	r.node.Store(&n)
 	poke(r.news)
 }
@@ -391,7 +391,7 @@ func (r *reporter) run(ctx context.Context) error {
 				r.tellHealth(c, snap, sick)
 				sick = snap.Verdicts
 			}
-			marks := kube.Marks{GuestAnnotations: snap.holds(r.opts.HoldScaleDown), Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
+			marks := agentkube.Marks{GuestAnnotations: snap.holds(r.opts.HoldScaleDown), Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}, Guests: guests, KeepLabels: !known}
 			maps.Copy(marks.Labels, own)
 			if o := snap.Outcome; o.Reason != "" {
@@ -457,9 +457,9 @@ func (r *reporter) nodeLabels(snap *Snapshot) (own, guests map[string]string, kn
 
 // tellOutcome sends the Event of a new outcome.
 func (r *reporter) tellOutcome(c Cluster, o Outcome) {
-	kind := kube.Normal
+	kind := agentkube.Normal
 	if o.State == Failed || o.State == Invalid || o.State == Applied && o.Message != "" {
-		kind = kube.Warning
+		kind = agentkube.Warning
 	}
 	message := o.Message
 	if o.Partition != "" {
@@ -477,19 +477,19 @@ func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict
 	news, over := healthNews(before, snap.Verdicts)
 	for _, g := range together(snap.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
-		c.Event(workload.Pod{}, kube.Warning, string(status.GPUUnhealthy), message)
+		c.Event(workload.Pod{}, agentkube.Warning, string(status.GPUUnhealthy), message)
 		var told []workload.Pod
 		for _, u := range g.gpus {
 			for _, pod := range podsOn(r.ledger.Allocations(), u) {
 				if !slices.Contains(told, pod) {
 					told = append(told, pod)
-					c.Event(pod, kube.Warning, string(status.GPUUnhealthy), message)
+					c.Event(pod, agentkube.Warning, string(status.GPUUnhealthy), message)
 				}
 			}
 		}
 	}
 	for _, g := range together(snap.Inventory, over) {
-		c.Event(workload.Pod{}, kube.Normal, string(status.GPURecovered), g.names+" healthy again; it was: "+g.reason)
+		c.Event(workload.Pod{}, agentkube.Normal, string(status.GPURecovered), g.names+" healthy again; it was: "+g.reason)
 	}
 }
 
@@ -585,19 +585,19 @@ func name(inv *gpu.Inventory, u gpu.UUID) string {
 }
 
 // condition puts the GPUs' health into the node's condition.
-func condition(domain string, snap *Snapshot) kube.Condition {
-	c := kube.Condition{Type: domain + "/" + HealthCondition, Status: kube.True, Reason: string(status.GPUsHealthy),
+func condition(domain string, snap *Snapshot) agentkube.Condition {
+	c := agentkube.Condition{Type: domain + "/" + HealthCondition, Status: agentkube.True, Reason: string(status.GPUsHealthy),
 		Message: fmt.Sprintf("%d GPUs are healthy", len(snap.Inventory.GPUs))}
 	var parts []string
 	for _, g := range together(snap.Inventory, snap.Verdicts) {
 		parts = append(parts, g.names+" unhealthy: "+g.reason)
 	}
 	if snap.Hangs != "" {
-		c.Status, c.Reason = kube.Unknown, string(status.GPUDriverHangs)
+		c.Status, c.Reason = agentkube.Unknown, string(status.GPUDriverHangs)
 		parts = append(parts, "hardware work waits: "+snap.Hangs)
 	}
 	if len(snap.Verdicts) > 0 {
-		c.Status, c.Reason = kube.False, string(status.GPUUnhealthy)
+		c.Status, c.Reason = agentkube.False, string(status.GPUUnhealthy)
 	}
 	if len(parts) > 0 {
 		c.Message = strings.Join(parts, "; ")

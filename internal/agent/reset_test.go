@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -24,7 +24,7 @@ func TestFaultWaitsForAReset(t *testing.T) {
 	}
 	word := func(said string) func(*bench) {
 		return func(b *bench) {
-			b.SetNode(kube.Node{Annotations: map[string]string{"example.com/" + WasResetAnnotation: said}})
+			b.SetNode(agentkube.Node{Annotations: map[string]string{"example.com/" + WasResetAnnotation: said}})
 		}
 	}
 	nothing := func(*bench) {}

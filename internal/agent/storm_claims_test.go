@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
@@ -51,7 +51,7 @@ type stormClaims struct {
 	breaks map[gpu.UUID][]time.Time
 	// stale are slices that are of an agent of which the present one knows nothing, and
 	// doubt is why.
-	stale []kube.ResourceSlice
+	stale []agentkube.ResourceSlice
 	doubt string
 }
 
@@ -59,7 +59,7 @@ type stormClaims struct {
 type claimant struct {
 	kubelet.Claim
 	pod     *stormPod
-	results []kube.Result
+	results []agentkube.Result
 	keys    []string // of its allocations, by result
 	// asked says that a call of the kubelet's is under way, or that its answer has not been
 	// looked at.
@@ -244,7 +244,7 @@ func (c *stormClaims) schedule() {
 	name := fmt.Sprint("claim-", c.made)
 	var requests []faked.Request
 	for i := range 1 + s.rng.IntN(4)/3 {
-		r := faked.Request{Name: fmt.Sprint("r", i), Memory: kube.Quantity(1+s.rng.IntN(3)) * kube.Quantity(s.attack.unit) << 20}
+		r := faked.Request{Name: fmt.Sprint("r", i), Memory: agentkube.Quantity(1+s.rng.IntN(3)) * agentkube.Quantity(s.attack.unit) << 20}
 		r.Fits = c.wish(s.rng)
 		requests = append(requests, r)
 	}
@@ -266,7 +266,7 @@ func (c *stormClaims) schedule() {
 }
 
 // wish is what a request may ask for: often anything.
-func (c *stormClaims) wish(rng *rand.Rand) func(*kube.PoolDevice) bool {
+func (c *stormClaims) wish(rng *rand.Rand) func(*agentkube.PoolDevice) bool {
 	from := rng.IntN(5)
 	for i := range from {
 		if fits := faked.Named([]string{"-shared", "-mig-1g10gb-6", "-mig-3g40gb-4", "-mig-2g20gb-0"}[i]); rng.IntN(2) == 0 {
@@ -274,7 +274,7 @@ func (c *stormClaims) wish(rng *rand.Rand) func(*kube.PoolDevice) bool {
 		}
 	}
 	skip := rng.IntN(4)
-	return func(*kube.PoolDevice) bool { skip--; return skip < 0 }
+	return func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }
 }
 
 // prepare is the kubelet's call, also for a claim that is prepared: another pod has come
@@ -378,7 +378,7 @@ func (c *stormClaims) broke(u gpu.UUID, err error) {
 }
 
 // gpuOf is the GPU that a result is of.
-func (c *stormClaims) gpuOf(r *kube.Result) gpu.UUID {
+func (c *stormClaims) gpuOf(r *agentkube.Result) gpu.UUID {
 	for i := range c.s.gpus {
 		if u := uuid(i); strings.HasPrefix(r.Device, "gpu-"+string(u)[4:12]) {
 			return u
@@ -542,7 +542,7 @@ func overlap(a, b *ledger.Grant) bool {
 
 // checkSlices: a device that a claim names is in its slice, or the scheduler gives its
 // counters to somebody else (kubernetes#140802).
-func (c *stormClaims) checkSlices(when string, allocated map[string]kube.Claim) {
+func (c *stormClaims) checkSlices(when string, allocated map[string]agentkube.Claim) {
 	have := map[string]bool{}
 	list := c.Slices()
 	for i := range list {

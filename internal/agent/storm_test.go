@@ -23,7 +23,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -947,7 +947,7 @@ func (s *storm) heal() {
 
 // resetGPUs has an operator say that all GPUs were reset, without which some faults stay.
 func (s *storm) resetGPUs() {
-	s.agent.SetNode(kube.Node{Annotations: map[string]string{"example.com/" + WasResetAnnotation: "all@" + time.Now().UTC().Format(time.RFC3339Nano)}})
+	s.agent.SetNode(agentkube.Node{Annotations: map[string]string{"example.com/" + WasResetAnnotation: "all@" + time.Now().UTC().Format(time.RFC3339Nano)}})
 }
 
 // restartAgent ends the agent and starts another, which hears of the partition at

@@ -17,7 +17,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -159,7 +159,7 @@ type executor struct {
 	// cut is told of each step that was tried.
 	cut func(gpu.UUID, mig.Step, error)
 	// event sends an Event, and wake has a round come when a job has ended.
-	event func(workload.Pod, kube.EventType, string, string)
+	event func(workload.Pod, agentkube.EventType, string, string)
 	wake  func()
 	// wasReset tells that a GPU has been reset.
 	wasReset func(gpu.UUID)
@@ -193,7 +193,7 @@ func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig
 	e := &executor{
 		wasReset: wasReset,
 		driver:   w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
-		event:   func(workload.Pod, kube.EventType, string, string) {},
+		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
 		rests:   map[plan.Want]*rest{},
@@ -275,7 +275,7 @@ func (e *executor) ownMade(work []plan.Work) {
 // begin has work done beside the loop, on each GPU for itself.
 func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Work) {
 	if plan := workText(inv, work); plan != "" {
-		e.event(workload.Pod{}, kube.Normal, string(status.GPUChange), plan)
+		e.event(workload.Pod{}, agentkube.Normal, string(status.GPUChange), plan)
 	}
 	for _, w := range work {
 		d := inv.ByUUID(w.GPU)
@@ -510,7 +510,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.Allocation == "" {
 		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
 		if rest.err == nil || rest.of != what {
-			e.event(workload.Pod{}, kube.Warning, string(status.GPUChangeFailed), r.err.Error())
+			e.event(workload.Pod{}, agentkube.Warning, string(status.GPUChangeFailed), r.err.Error())
 		}
 		rest.of = what
 		rest.fail(r.err, gen, workPauseMax, now)
@@ -537,10 +537,10 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if had >= mostFailures || f.n < mostFailures {
 		return
 	}
-	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
+	e.event(workload.Pod{}, agentkube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
 		if pod := c.Holder.Pod; c.ID == r.Allocation && pod.Name != "" {
-			e.event(pod, kube.Warning, string(status.GPUInstanceFailed), message)
+			e.event(pod, agentkube.Warning, string(status.GPUInstanceFailed), message)
 		}
 	}
 }

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -58,7 +58,7 @@ func TestHappened(t *testing.T) {
 func TestTheSameFailureInOtherWordsIsToldOnce(t *testing.T) {
 	e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{}, nil, nil, nil, nil)
 	var told []string
-	e.event = func(_ workload.Pod, _ kube.EventType, _, message string) { told = append(told, message) }
+	e.event = func(_ workload.Pod, _ agentkube.EventType, _, message string) { told = append(told, message) }
 	d := gpu.Device{UUID: "GPU-a"}
 	first := mig.Step{Op: mig.Destroy, Placement: mig.Placement{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}}
 	second := mig.Step{Op: mig.Disable}

@@ -10,7 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
@@ -120,7 +120,7 @@ type Kubelet interface {
 
 // DRA is what GPUs are offered with through DRA.
 type DRA struct {
-	// API and Kubelet know the claims; internal/kube and internal/node have them.
+	// API and Kubelet know the claims; internal/kube/agentkube and internal/node have them.
 	API     dra.API
 	Kubelet dra.Kubelet
 	// Evict has a pod end whose claim can never be prepared; nil where the agent evicts
@@ -166,21 +166,21 @@ type Features interface {
 }
 
 // Cluster is where the outcome is written for people and schedulers.
-// internal/kube has it.
+// internal/kube/agentkube has it.
 type Cluster interface {
 	// Mark makes the Node's labels and annotations say this and nothing else of the
 	// agent's.
-	Mark(context.Context, kube.Marks) error
-	SetCondition(ctx context.Context, c kube.Condition) error
+	Mark(context.Context, agentkube.Marks) error
+	SetCondition(ctx context.Context, c agentkube.Condition) error
 	// RemoveStartupTaint takes away the taint that the node was registered with, if there
 	// is to be one, it is there, and the Node shows something of each of these resources.
 	RemoveStartupTaint(ctx context.Context, resources []string) error
 	// Devices is what these DRA drivers say of their devices in ResourceSlices.
-	Devices(ctx context.Context, drivers ...string) ([]kube.Device, error)
-	Event(regarding workload.Pod, kind kube.EventType, reason, message string)
+	Devices(ctx context.Context, drivers ...string) ([]agentkube.Device, error)
+	Event(regarding workload.Pod, kind agentkube.EventType, reason, message string)
 }
 
-// Observer is told of what happens; it must not block. internal/obs stands
+// Observer is told of what happens; it must not block. internal/obs/agentobs stands
 // behind it.
 type Observer interface {
 	// GPUEvent is called for every event of the driver.

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
@@ -40,7 +40,7 @@ type held struct {
 
 // agreed says that what a claim has is what the API server has given it for these pods, and for
 // those that it names.
-func (h *held) agreed(c *kube.Claim, pods []string) {
+func (h *held) agreed(c *agentkube.Claim, pods []string) {
 	for _, p := range c.Pods {
 		h.pods[p.UID] = true
 	}
@@ -61,7 +61,7 @@ func (f *FrontEnd) heldLocked(uid string) *held {
 // ledger's epoch from before the API server was asked: what was taken since, or superseded, is newer
 // than its word. pods are those for which the kubelet had the claim before that. What differs is
 // superseded, and ends when no container has it: see retire.
-func (f *FrontEnd) agree(c *kube.Claim, at uint64, pods []string) {
+func (f *FrontEnd) agree(c *agentkube.Claim, at uint64, pods []string) {
 	now := map[string]share{}
 	for _, w := range wants(c, f.Driver, f.Node) {
 		now[w.id()] = w.share
@@ -233,7 +233,7 @@ func (f *FrontEnd) kubeletHas(uid string) []string {
 // renew takes what a claim has that was allocated anew, where there is room. The kubelet may
 // not ask for it: it takes a claim that it has prepared once for prepared, and gives the names
 // of its CDI devices to the claim's next pods (1.36.3).
-func (f *sweeper) renew(ctx context.Context, c *kube.Claim, state *node.DRAState) {
+func (f *sweeper) renew(ctx context.Context, c *agentkube.Claim, state *node.DRAState) {
 	wants, err := f.refusals.wanted(c)
 	if err == nil {
 		var ready bool
@@ -263,7 +263,7 @@ func (f *FrontEnd) renewed(uid string) {
 
 // finish has what a claim has opened, as Prepare does, and says so in the claim if that does not
 // say it.
-func (f *FrontEnd) finish(ctx context.Context, c *kube.Claim, shares []share) {
+func (f *FrontEnd) finish(ctx context.Context, c *agentkube.Claim, shares []share) {
 	ctx, cancel := context.WithTimeout(ctx, dra.Patience)
 	defer cancel()
 	if _, err := f.open(ctx, shares); err == nil && !c.Told {
@@ -274,7 +274,7 @@ func (f *FrontEnd) finish(ctx context.Context, c *kube.Claim, shares []share) {
 // theirs reports whether a container has what a claim has been given: the kubelet's account
 // says that it was prepared with these devices, or a pod for which it is reserved has a container
 // with it.
-func (f *FrontEnd) theirs(c *kube.Claim, wants []want, state *node.DRAState, used map[string][]workload.Pod) bool {
+func (f *FrontEnd) theirs(c *agentkube.Claim, wants []want, state *node.DRAState, used map[string][]workload.Pod) bool {
 	for i := range wants {
 		w := &wants[i]
 		for _, p := range used[w.id()] {

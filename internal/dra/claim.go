@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
@@ -82,7 +82,7 @@ type want struct {
 }
 
 // wants are the results of a claim's allocation that are of a driver and a node.
-func wants(c *kube.Claim, driver, node string) (out []want) {
+func wants(c *agentkube.Claim, driver, node string) (out []want) {
 	n := map[string]int{}
 	for i := range c.Results {
 		r := &c.Results[i]

@@ -61,6 +61,6 @@
 //
 // # What it does not know
 //
-// How slices are written, claims read and pods evicted, which is internal/kube's business, how the kubelet
+// How slices are written, claims read and pods evicted, which is internal/kube/agentkube's business, how the kubelet
 // calls, which is pkg/dra's, and how GPUs come to be laid out.
 package dra

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -37,13 +37,13 @@ func (f *FrontEnd) Leave(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("list the claims: %w", err)
 	}
-	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return !c.HasConsumers() || len(wants(&c, f.Driver, f.Node)) == 0 })
+	claims = slices.DeleteFunc(claims, func(c agentkube.Claim) bool { return !c.HasConsumers() || len(wants(&c, f.Driver, f.Node)) == 0 })
 	for {
 		state, err := f.Kubelet.DRAState()
 		if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 			return fmt.Errorf("read what the kubelet has prepared: %w", err)
 		}
-		claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return answered(&state, f.Driver, c.UID) })
+		claims = slices.DeleteFunc(claims, func(c agentkube.Claim) bool { return answered(&state, f.Driver, c.UID) })
 		if len(claims) == 0 {
 			return nil
 		}

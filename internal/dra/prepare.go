@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
@@ -36,7 +36,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 	if shares, ok := f.stands(c.UID, pods); ok {
 		devices, err := f.open(ctx, shares)
 		if err == nil { // the call before it may have ended without that
-			go f.tell(&kube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
+			go f.tell(&agentkube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
 		}
 		if !errors.Is(err, errAnew) && (err == nil || !f.refusals.giveUp(ctx, shares)) {
 			return devices, err
@@ -50,7 +50,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 }
 
 // read reads a claim at the API server. at is the ledger's epoch before that.
-func (f *FrontEnd) read(ctx context.Context, c dra.Claim) (claim *kube.Claim, at uint64, err error) {
+func (f *FrontEnd) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim, at uint64, err error) {
 	_, at, _ = f.Ledger.State()
 	claim, err = f.API.Claim(ctx, f.Driver, c.Namespace, c.Name)
 	switch {
@@ -63,7 +63,7 @@ func (f *FrontEnd) read(ctx context.Context, c dra.Claim) (claim *kube.Claim, at
 }
 
 // wanted are the results of a claim that are to be prepared. The error lasts.
-func (f *refusals) wanted(claim *kube.Claim) ([]want, error) {
+func (f *refusals) wanted(claim *agentkube.Claim) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
 	}
@@ -81,7 +81,7 @@ func (f *refusals) wanted(claim *kube.Claim) ([]want, error) {
 // driver is on one node, so some ResourceSlice lies: a stolen token of this node's could write
 // one where the policy of component dra is not in force. To prepare the rest would start a pod
 // without a GPU that it was promised.
-func (f *refusals) foreign(claim *kube.Claim) error {
+func (f *refusals) foreign(claim *agentkube.Claim) error {
 	for i := range claim.Results {
 		r := &claim.Results[i]
 		if r.Driver != f.Driver || strings.HasPrefix(r.Pool, f.Node+"/") {
@@ -96,7 +96,7 @@ func (f *refusals) foreign(claim *kube.Claim) error {
 
 // prepare takes what a claim has been allocated, and waits until containers may be created
 // with it. It returns the claim as it was last read, nil where it could not be.
-func (f *FrontEnd) prepare(ctx context.Context, c dra.Claim, pods []string) (claim *kube.Claim, _ []dra.Device, _ error) {
+func (f *FrontEnd) prepare(ctx context.Context, c dra.Claim, pods []string) (claim *agentkube.Claim, _ []dra.Device, _ error) {
 	for {
 		_, ended := f.Ledger.Ended()
 		now, at, err := f.read(ctx, c)
@@ -165,7 +165,7 @@ func sharesOf(wants []want) []share {
 }
 
 // nameHolder says who has an allocation until containers tell: what its claim is reserved for.
-func (f *FrontEnd) nameHolder(id string, c *kube.Claim) {
+func (f *FrontEnd) nameHolder(id string, c *agentkube.Claim) {
 	if len(c.Pods) > 0 {
 		f.Ledger.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
 	} else if c.HasConsumers() {
@@ -229,7 +229,7 @@ func (f *FrontEnd) findNow(wants []want) (ready bool, news <-chan struct{}, err 
 // take takes these results of a claim, or none. The error wraps ledger.ErrHeld where that
 // may become possible; news tells of another layout then. pods are those for which the kubelet
 // has the claim.
-func (f *FrontEnd) take(c *kube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
+func (f *FrontEnd) take(c *agentkube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	var asked []ledger.Request
@@ -312,14 +312,14 @@ const tellAfter = 20 * time.Millisecond
 
 // tell says in a claim, for whoever reads it, what its devices are and how strong their
 // caps are.
-func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
+func (f *FrontEnd) tell(c *agentkube.Claim, shares []share) {
 	f.mu.Lock()
 	offer := f.offer
 	f.mu.Unlock()
 	if offer == nil {
 		return // it is told when the claims are known
 	}
-	var devices []kube.ClaimDevice
+	var devices []agentkube.ClaimDevice
 	for i := range shares {
 		s := &shares[i]
 		a, ok := f.stillHas(s)
@@ -337,7 +337,7 @@ func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
 			data["guarantee"] = offer.Guarantee
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}
-		devices = append(devices, kube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
+		devices = append(devices, agentkube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)
 	defer cancel()
@@ -467,7 +467,7 @@ func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, given time.
 
 // takeOver takes over what a claim has, where no record of it is left: the kubelet or a
 // container says that it is prepared. pods are those for which the kubelet has it.
-func (f *FrontEnd) takeOver(c *kube.Claim, pods []string) error {
+func (f *FrontEnd) takeOver(c *agentkube.Claim, pods []string) error {
 	wants := wants(c, f.Driver, f.Node)
 	f.mu.Lock()
 	defer f.mu.Unlock()

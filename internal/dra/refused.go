@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -64,7 +64,7 @@ type refusal struct {
 	claim dra.Claim
 	cause status.Cause
 	// results are what it was given: of another allocation nothing was refused yet.
-	results []kube.Result
+	results []agentkube.Result
 	pods    string // whose it is, for people
 	// next is when it is looked at again.
 	next time.Time
@@ -103,7 +103,7 @@ func (f *refusals) roomLocked(why status.Cause) bool {
 }
 
 // note remembers what the Prepare of a claim came to.
-func (f *refusals) note(claim *kube.Claim, err error) {
+func (f *refusals) note(claim *agentkube.Claim, err error) {
 	cause, lasts := lasting(err)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -128,18 +128,18 @@ func (f *refusals) note(claim *kube.Claim, err error) {
 
 // tellRefused tells the pods of a claim that it can never be prepared. Where it is not
 // known whose it is, the kubelet tells them all the same.
-func (f *refusals) tellRefused(claim *kube.Claim, cause status.Cause) {
+func (f *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
 	here, err := f.waitingHere(context.Background(), claim)
 	if err != nil {
 		f.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil, "claim", claim.Namespace+"/"+claim.Name, "err", err)
 	}
 	for _, p := range here {
-		f.Tell(p, kube.Warning, string(cause.Reason), fmt.Sprintf("its claim %s can never be prepared: %s", claim.Name, cause.Message))
+		f.Tell(p, agentkube.Warning, string(cause.Reason), fmt.Sprintf("its claim %s can never be prepared: %s", claim.Name, cause.Message))
 	}
 }
 
 // consumers names those that a claim is reserved for.
-func consumers(c *kube.Claim) string {
+func consumers(c *agentkube.Claim) string {
 	var out []string
 	for _, p := range c.Pods {
 		out = append(out, "pod "+p.String())
@@ -165,7 +165,7 @@ func (f *refusals) forgiveLocked(uid string) {
 // waitingHere are the pods of a claim that the kubelet of this node has and that have not
 // begun to run: no container of theirs is there. The error says that it is not known, or
 // that one of the claim's pods runs.
-func (f *refusals) waitingHere(ctx context.Context, claim *kube.Claim) (out []workload.Pod, err error) {
+func (f *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out []workload.Pod, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	listing, err := f.Listing(ctx)
@@ -282,7 +282,7 @@ func (f *refusals) later(uid string, at time.Time) {
 
 // stillRefused reads a refused claim again; over says that it is no more, or has become
 // possible.
-func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.Claim, over bool, err error) {
+func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentkube.Claim, over bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	claim, err = f.API.Claim(ctx, f.Driver, r.claim.Namespace, r.claim.Name)
@@ -303,7 +303,7 @@ func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.Cl
 
 // never is why a claim can never be prepared as it is; of another kind, or nil, where it
 // may be.
-func (f *refusals) never(claim *kube.Claim) error {
+func (f *refusals) never(claim *agentkube.Claim) error {
 	wants, err := f.wanted(claim)
 	if err != nil {
 		return err
@@ -343,7 +343,7 @@ func (f *refusals) lateLocked(wants []want) error {
 // taint has a taint end the pods of a refused claim, by way of a device that nobody else
 // has or can get: one that a claim has alone, or that is withdrawn. It reports false
 // where there is none.
-func (f *refusals) taint(ctx context.Context, uid string, claim *kube.Claim) bool {
+func (f *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim) bool {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	all, err := f.API.Claims(ctx, f.Driver)
@@ -427,7 +427,7 @@ func (f *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) {
 func (f *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
 		f.Log.Warn("a pod is ended: its claim can never be prepared", "pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		f.Tell(p, kube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
+		f.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
@@ -290,7 +290,7 @@ func (f *sweeper) first(ctx context.Context, state *node.DRAState) error {
 	}
 	f.begin(ctx, claims, at, state, used)
 	for uid, served := range suspects {
-		if !slices.ContainsFunc(claims, func(c kube.Claim) bool { return c.UID == uid }) {
+		if !slices.ContainsFunc(claims, func(c agentkube.Claim) bool { return c.UID == uid }) {
 			f.end(uid, at, served, used)
 		}
 	}
@@ -301,7 +301,7 @@ func (f *sweeper) first(ctx context.Context, state *node.DRAState) error {
 // answer is what the API server says of a claim: nil where it is no more, or has nothing here. at
 // is the ledger's epoch before it was asked.
 type answer struct {
-	claim *kube.Claim
+	claim *agentkube.Claim
 	at    uint64
 }
 
@@ -379,7 +379,7 @@ func answered(state *node.DRAState, driver, uid string) bool {
 // begin compares what was found in records with what the API server says, as of at, takes over
 // the claims that are prepared, or that containers have, and of which no record is left, and
 // keeps the devices that claims name in their slices.
-func (f *sweeper) begin(ctx context.Context, claims []kube.Claim, at uint64, state *node.DRAState, used map[string][]workload.Pod) {
+func (f *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64, state *node.DRAState, used map[string][]workload.Pod) {
 	f.mu.Lock()
 	if f.uses == nil {
 		f.uses = map[string][]ledger.Holder{}
@@ -500,7 +500,7 @@ type census struct {
 	began       time.Time
 	// done is closed when what follows is known.
 	done   chan struct{}
-	claims []kube.Claim
+	claims []agentkube.Claim
 	err    error
 }
 
@@ -508,7 +508,7 @@ type census struct {
 // and the ledger's epoch from before that. In a large cluster that takes longer than a
 // caller waits: the list goes on then, the loop is woken when it is there, and the next caller
 // has it.
-func (f *FrontEnd) list(ctx context.Context) (claims []kube.Claim, at uint64, err error) {
+func (f *FrontEnd) list(ctx context.Context) (claims []agentkube.Claim, at uint64, err error) {
 	for {
 		f.mu.Lock()
 		c, withdrew := f.census, f.withdrew
@@ -548,7 +548,7 @@ func (f *FrontEnd) list(ctx context.Context) (claims []kube.Claim, at uint64, er
 // gaveBack reports whether the kubelet has given a claim back, and it is reserved for nobody
 // but the pods that it was for. What it has been given since is another thing. Of something
 // that is no pod nobody says that it has ended: its next pod may come at any moment.
-func (f *FrontEnd) gaveBack(c *kube.Claim, wants []want) bool {
+func (f *FrontEnd) gaveBack(c *agentkube.Claim, wants []want) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	r, ok := f.returned[c.UID]
@@ -581,7 +581,7 @@ func (f *sweeper) end(uid string, at, served uint64, used map[string][]workload.
 // part lets those devices go from their slices that were tainted at the server before the
 // claims were listed, that no claim names and that nobody has. at is the last writing
 // before the list.
-func (f *sweeper) part(claims []kube.Claim, at uint64) {
+func (f *sweeper) part(claims []agentkube.Claim, at uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	named := map[DeviceName]bool{}

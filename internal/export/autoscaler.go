@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
 )
 
@@ -64,7 +65,7 @@ func (a *Autoscaler) templates() ([]template, error) {
 			t.counts = append(t.counts, object{{name, fmt.Sprint(counts[name]), ""}})
 		}
 		t.labels = append(t.labels, object{{a.Domain + "/gpu.node", "true", ""}})
-		for _, name := range []string{"gpu.mode", "gpu.model", "gpu.partition", Site} {
+		for _, name := range []string{"gpu.mode", "gpu.model", "gpu.partition", gpunode.Site} {
 			if v := n.Labels[a.Domain+"/"+name]; v != "" {
 				t.labels = append(t.labels, object{{a.Domain + "/" + name, v, ""}})
 			}

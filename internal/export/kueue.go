@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -64,10 +65,7 @@ const (
 	kueueAPI    = "kueue.x-k8s.io/v1beta2"
 )
 
-func (k *Kueue) siteLabel() string { return k.Domain + "/" + Site }
-
-// Site is the label that says where a node is, without the domain. Operators write it.
-const Site = "gpu.site"
+func (k *Kueue) siteLabel() string { return k.Domain + "/" + gpunode.Site }
 
 // resource is a resource's full name.
 func (k *Kueue) resource(name string) string { return k.ResourceDomain + "/" + name }

@@ -16,8 +16,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/placer"
+	"example.com/gpu-agent/internal/workload"
 )
 
 // Kind is a kind of object that is followed.
@@ -193,7 +193,7 @@ func (f *Fleet) told(name string) {
 	delete(f.dra, name)
 	if says := f.says[name]; says != nil {
 		if f.ready[name] && gpunode.Is(says.Conditions, gpunode.Ready) &&
-			slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(ledger.DRA) }) {
+			slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(workload.DRA) }) {
 			f.dra[name] = true
 		}
 		f.books.SetNode(name, says, f.ready[name] && !f.silent(name))

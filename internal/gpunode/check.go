@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 )
@@ -44,7 +44,7 @@ func (s *Status) Check() error {
 			return refuse(at+".uuid", "%q is there twice", g.UUID)
 		}
 		seen[g.UUID] = true
-		if g.API == string(ledger.DRA) {
+		if g.API == string(workload.DRA) {
 			continue // nobody counts its devices by number
 		}
 		if !g.Kind.InMIG() {

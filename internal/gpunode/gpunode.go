@@ -19,6 +19,10 @@ const (
 	Plural  = "gpunodes"
 )
 
+// Site is the label, without the domain, that says where a node is. Operators write it on Nodes;
+// the export makes flavors of sites, and the placer counts GPUs by site.
+const Site = "gpu.site"
+
 // Status is what a GPUNode says.
 type Status struct {
 	// Summary is for people who list many nodes.

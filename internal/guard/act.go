@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -94,7 +94,7 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 	}
 	if v.Told == 0 {
 		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container, "processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
-		h.tell(c, kube.Warning, reason, message)
+		h.tell(c, agentkube.Warning, reason, message)
 	}
 	if !end {
 		return
@@ -175,11 +175,11 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
-	h.tell(c, kube.Warning, evictedReason, message)
+	h.tell(c, agentkube.Warning, evictedReason, message)
 }
 
 // tell sends an Event about a container's pod.
-func (h *hand) tell(c *node.Container, kind kube.EventType, reason, message string) {
+func (h *hand) tell(c *node.Container, kind agentkube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(c.InPod(), kind, reason, message)
 	}

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
@@ -161,9 +161,9 @@ type Meter interface {
 	Close() error
 }
 
-// Cluster is where offences are told, and offenders evicted. kube.Client is one.
+// Cluster is where offences are told, and offenders evicted. agentkube.Client is one.
 type Cluster interface {
-	Event(regarding workload.Pod, kind kube.EventType, reason, message string)
+	Event(regarding workload.Pod, kind agentkube.EventType, reason, message string)
 	Evict(context.Context, workload.Pod) error
 }
 

@@ -15,7 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
@@ -353,7 +353,7 @@ func (m *meter) Close() error {
 	return nil
 }
 
-func (w *world) Event(r workload.Pod, _ kube.EventType, reason, message string) {
+func (w *world) Event(r workload.Pod, _ agentkube.EventType, reason, message string) {
 	w.with(func() { w.events = append(w.events, r.String()+" "+r.UID+" "+reason+": "+message) })
 }
 

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -88,8 +88,8 @@ func (g *Guard) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Contain
 	switch {
 	case g.w.Cluster == nil:
 	case pod != nil:
-		g.hand.tell(pod, kube.Warning, unlistedReason, message)
+		g.hand.tell(pod, agentkube.Warning, unlistedReason, message)
 	default:
-		g.w.Cluster.Event(workload.Pod{}, kube.Warning, unlistedReason, fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
+		g.w.Cluster.Event(workload.Pod{}, agentkube.Warning, unlistedReason, fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
 	}
 }

@@ -1,160 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kube is the only package that talks to the Kubernetes API server.
+// Package kube is how the product talks to the Kubernetes API server: the connection, watches
+// and lists. What is asked for and written is in its two halves, internal/kube/agentkube and
+// internal/kube/placerkube, which are of two programs and do not know each other. No package
+// beside these three knows the API server.
 //
-// Through it the agent reads two objects, the ConfigMap that holds its
-// partitions and its own Node, and writes two: Events, and of the Node labels,
-// annotations, conditions and, downwards alone, what there is to give out. Where GPUs are offered through DRA it also writes
-// ResourceSlices of its node, reads ResourceClaims and writes in their status what it
-// made of its devices. Where a pod has a device of another DRA driver, it
-// also reads the ResourceSlices of its node, and where an operator allows it, it
-// evicts pods. Nothing else: [Rules] lists every verb on every
-// resource, and the manifests are tested against that list.
-//
-// # Following one object
-//
-// [Client.WatchKey] and [Client.WatchNode] list one object by its name,
-// watch it from there, and report it when it differs from the last
-// report. A watch that ends is resumed at its version; any failure, an
-// expired resource version included, starts over with a list, which costs one
-// object. The list is also repeated every [Options].Relist, so that a lost
-// event does no lasting harm.
-//
-//	client, err := kube.New(kube.Options{NodeName: "node-1", Domain: "example.com", Logger: log})
+//	server, err := kube.Connect(kube.Options{Domain: "example.com", Logger: log}, 20)
 //	…
-//	err = client.WatchKey(ctx, "gpu", "gpu-partitions", "config.yaml", func(data []byte, err error) {
-//		// err says what the server does not have
+//	err = server.Follow(ctx, kube.Target{Resource: kube.Nodes, Name: "node-1"}, func(o *unstructured.Unstructured) {
+//		// o is nil where there is no such Node
 //	})
 //
-// While the API server is unreachable the function is not called: what was seen last
+// # Following
+//
+// [Server.Follow] lists one object by its name, watches it from there, and tells of it at every
+// list and event. A watch that ends is resumed at its version; any failure, an
+// expired resource version included, starts over with a list, which costs one
+// object. The list is also repeated every [Options].Relist, so that a lost
+// event does no lasting harm. Several objects that fields select are followed in the same way;
+// those of a whole resource are listed in pages and told to a [Census], which knows which are
+// gone.
+//
+// While the API server is unreachable nothing is told: what was seen last
 // stays in force, and the log has one line when the outage begins and one when it is
-// over. Only the end of the context ends a watch.
-//
-// # All nodes
-//
-// [NewCluster] is for the placer, which is one process for a cluster. [Cluster.Watch] follows
-// the cluster's nodes, pods and GPUNodes in the same way, and lists them in pages.
-// [Cluster.Wake] writes an annotation of a Node, so that schedulers look at it again. By a
-// [Lease] one of several such processes leads. [PlacerRules] lists what all this takes.
-// [Cluster.List] reads nodes and GPUNodes once, for an export. [Cluster.Follow], [Cluster.Read]
-// and [Cluster.WriteStatus] are for objects of other projects, of which this package knows
-// nothing; [LiqoRules] and [KueueRules] list what these take.
+// over ([Server.Note]). Only the end of the context ends a watch.
 //
 // # Memory
 //
-// The agent runs on every node and must stay small, so there is no typed
+// An agent runs on every node and must stay small, so there is no typed
 // client (tens of megabytes of generated types), no informer and no cache: only the
-// dynamic client, one object for each watch, and copies of the few fields that are
-// needed. Of a node's annotations only those below the agent's own domain are reported,
-// since other programs keep heartbeats there.
+// dynamic client.
 //
-// # Marks
+// # Rights
 //
-// The agent writes its labels and its annotation of the Node in one request, so that
-// nobody ever sees half of them:
+// A half lists every verb that it uses on every resource as a [Rule], and the manifests are
+// tested against that list.
 //
-//	err := client.Mark(ctx, kube.Marks{Labels: own, Annotations: message, Guests: nvidia})
-//
-// The request is a server-side apply. The server knows who manages
-// which key, so what the agent wrote before and does not name now is removed,
-// also after a restart, and what is already right costs no request. Below its
-// own domain the agent takes keys over from others. Guests are keys of other domains, of
-// GPU Feature Discovery's for example: the agent writes one only while nobody else
-// has it. It decides that by the Node that it has seen last, and the request
-// names that version; where the Node has changed meanwhile the server refuses it,
-// and the agent decides again.
-//
-// # Conditions
-//
-// A Node's conditions are a list that the kubelet, and others, write too.
-// [Client.SetCondition] sends its one element as a strategic merge patch of the
-// status, which the server merges into the list by type, so other conditions are never
-// overwritten. What the Node has already is not sent: the agent sets its condition in
-// each round, and it is written when it changes and when a Node was created anew
-// without it.
-//
-// # Allocatable
-//
-// [Client.LowerAllocatable] lowers what the scheduler may give out of the agent's own
-// resources, which the kubelet would do up to ten seconds later. It is a JSON patch that
-// tests the amounts that it replaces, so it can never raise one. Going up is the
-// kubelet's. [Options].Allocatable is told what the Node says.
-//
-//	lowered, err := client.LowerAllocatable(ctx, map[string]int64{"example.com/gpu-mem": 39})
-//
-// # Events
-//
-// [Client.Event] never waits: it puts the Event on a short queue that
-// [Client.Run] sends from. The same Event again within ten minutes raises the
-// count of the first one, at most once a minute, and token buckets, one for the
-// node and one for its pods, bound what a faulty node can write. Events are of
-// core/v1, as the kubelet's own are, and one that regards the node names it as
-// the kubelet does, with the node's name in place of its UID: by that `kubectl
-// describe node` finds it. Of those that are dropped ten a minute are logged, and the
-// rest is counted.
-//
-// # Evictions
-//
-// [Client.Evict] does what a drain does: the server respects disruption budgets, the
-// pod gets its grace period, its controller creates another. It names the pod by its
-// UID as well, so a newer pod of the same name is never evicted. The UID
-// comes from the node, since the agent cannot read pods, but it is no secret: the
-// API server's refusal of a wrong one has the right one. An admission policy limits
-// an agent to the pods of its own node
-// (deployments/components/evict). It reads the pod's spec.nodeName, and recognises
-// the agent's evictions by a label on them.
-//
-//	err := client.Evict(ctx, workload.Pod{Namespace: "train", Name: "job-1", UID: uid})
-//	if errors.Is(err, kube.ErrBudget) {
-//		// not now
-//	}
-//
-// # Devices of other DRA drivers
-//
-// The kubelet knows a prepared device by driver, pool and name only.
-// [Client.Devices] asks what the drivers say of such devices in their
-// ResourceSlices, among it UUIDs and PCI addresses. It lists once for each call and
-// caches nothing.
-//
-// # Our own ResourceSlices
-//
-// [Client.PublishSlices] makes the slices of a DRA driver of this node what they shall
-// be. A pool whose slices are as many as before keeps its generation, so that the
-// scheduler goes on with it while one of them changes; with another number of slices
-// all of the pool is written. [Client.WatchSlices] tells when somebody else has changed
-// or deleted one, and the next PublishSlices which it was. A slice that the server would
-// keep in part, since a feature gate is off, is taken back, and nothing is written to a
-// server before Kubernetes 1.36.2: [ErrUnfit]. A slice is written as plain values
-// ([ResourceSlice]): the API's types would bring the typed client along.
-//
-// # ResourceClaims
-//
-// The kubelet tells a DRA driver the name and UID of a claim. [Client.Claim] reads the
-// rest: which devices of the driver the scheduler chose, how much of each, and the
-// configuration for it. [Client.Claims] finds those of this node among all, for a start.
-// [Client.SetClaimDevices] says in a claim's status what its devices have become, by
-// server-side apply: what other drivers say there stays. The server allows it only in
-// claims that are allocated on this node (the verb associated-node:patch on
-// resourceclaims/driver).
-//
-// # The GPUNode
-//
-// [Client.WriteGPUNode] makes the node's GPUNode say what it shall, by server-side apply of
-// its whole status, and [Client.WatchGPUNode] tells what the server has, so that whoever
-// decides when it is written hears of others' changes. The object belongs to the Node, and
-// the garbage collector takes both. A cluster without the definition is told of once, and
-// asked again every Options.Relist: nothing else depends on it. Whether pods tell themselves
-// which devices they have is known by the kubelet's version ([Node.PodsTellDevices]): to see
-// it in a pod would take the right to read all pods, and to ask the kubelet one on its
-// configuration.
-//
-// # Admission policies
-//
-// RBAC cannot express "its own node". Admission policies can, but one that is missing
-// or matches another account lets everything through without any error. So [Client.WatchPolicies] tries by server-side dry run what each must
-// refuse, at the start and now and then, and says which is not in force. A policy
-// is known by its name in the server's refusal: a refusal by another policy proves
-// nothing.
-//
-// The package does not know what a partition, a GPU or a label means.
+// The package does not know what a partition, a pod's device or a label means.
 package kube

@@ -3,190 +3,20 @@
 package kube
 
 import (
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"slices"
-	"sync"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"example.com/gpu-agent/internal/gpunode"
 )
 
-// manifestDomain is the domain that the manifests have, and --domain by default.
-const manifestDomain = "example.com"
+// ManifestDomain is the domain that the manifests have, and --domain by default.
+const ManifestDomain = "example.com"
 
-// ourGPUNode is the GPUNode of the agent's Node.
-type ourGPUNode struct {
-	*ourNode
-
-	mu sync.Mutex
-	// Guarded by mu: the version of the last answer, empty while the server has none;
-	// whether the object belongs to the Node that there is; and whether there can be none.
-	version string
-	owned   bool
-	lacks   bool
-}
-
-func (g *ourGPUNode) gpuNodes() schema.GroupVersionResource {
-	return schema.GroupVersionResource{Group: g.options.Domain, Version: gpunode.Version, Resource: gpunode.Plural}
-}
-
-// WatchGPUNode follows the GPUNode of the agent's Node until ctx ends, which is the only
-// error that it returns. fn is called with the first answer of the server and then with
-// every other state of the object, also that of which WriteGPUNode has been told already:
-// with nil while there is none, and with an error while there can be none, since the
-// cluster lacks the CustomResourceDefinition or the agent the right. Then it is tried again
-// every Options.Relist.
-func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, error)) error {
-	t := target{resource: g.gpuNodes(), name: g.options.NodeName, missing: func(err error) {
-		if apierrors.IsNotFound(err) {
-			err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)", gpunode.Plural, g.options.Domain, err)
-		}
-		g.mu.Lock()
-		g.lacks = true
-		g.mu.Unlock()
-		fn(nil, err)
-	}}
-	return g.follow(ctx, t, func(object *unstructured.Unstructured) {
-		status, err := readGPUNode(object)
-		if err != nil {
-			g.log.Error("ignoring a malformed GPUNode", "node", g.options.NodeName, "err", err)
-			return // it is written over
-		}
-		if g.saw(object) {
-			fn(status, nil)
-		}
-	})
-}
-
-// saw takes in what the server has, unless more recent news came with an answer.
-func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.lacks = false
-	if object == nil {
-		g.version, g.owned = "", false
-		return true
-	}
-	order, err := resourceversion.CompareResourceVersion(object.GetResourceVersion(), g.version)
-	if g.version != "" && err == nil && order < 0 {
-		return false
-	}
-	g.version = object.GetResourceVersion()
-	g.owned = slices.ContainsFunc(object.GetOwnerReferences(), func(o metav1.OwnerReference) bool { return o.UID == g.nodeUID() })
-	return true
-}
-
-// lacksGPUNodes reports whether the cluster is known to have no GPUNodes.
-func (g *ourGPUNode) lacksGPUNodes() bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return g.lacks
-}
-
-// nodeUID is the UID of the Node as it was last seen.
-func (g *ourGPUNode) nodeUID() types.UID {
-	g.ourNode.mu.Lock()
-	defer g.ourNode.mu.Unlock()
-	if g.last == nil {
-		return ""
-	}
-	return g.last.uid
-}
-
-// WriteGPUNode makes the GPUNode say want, and makes one that belongs to the Node where
-// there is none: in one request, or in two where it was not there, or belonged to a Node
-// that was deleted. It returns what the server has then, which is less than want where its
-// CustomResourceDefinition is older than the agent.
-//
-// It returns an error where the server refuses or does not answer, and where there is no
-// Node; the caller tries again when it next has reason to.
-func (g *ourGPUNode) WriteGPUNode(ctx context.Context, want *gpunode.Status) (*gpunode.Status, error) {
-	for try := 0; ; try++ {
-		object, err := g.writeGPUNode(ctx, want)
-		if apierrors.IsNotFound(err) && try == 0 { // deleted, and the watch is behind
-			g.saw(nil)
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("write GPUNode %s: %w", g.options.NodeName, err)
-		}
-		return readGPUNode(object)
-	}
-}
-
-func (g *ourGPUNode) writeGPUNode(ctx context.Context, want *gpunode.Status) (*unstructured.Unstructured, error) {
-	node, err := g.lastNode(ctx)
-	if err == nil && node == nil {
-		err = errors.New("the API server has no Node of this name")
-	}
-	if err != nil {
-		return nil, err
-	}
-	g.mu.Lock()
-	owned := g.owned
-	g.mu.Unlock()
-	metadata := map[string]any{"name": g.options.NodeName}
-	if !owned {
-		owner := metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: g.options.NodeName, UID: node.uid}
-		if _, err := g.applyGPUNode(ctx, map[string]any{"metadata": map[string]any{"name": g.options.NodeName, "ownerReferences": []any{owner}}}); err != nil {
-			return nil, err
-		}
-	}
-	return g.applyGPUNode(ctx, map[string]any{"metadata": metadata, "status": want}, "status")
-}
-
-// applyGPUNode makes one request. A server-side apply makes an object that is not there,
-// but none of its status. What somebody else has written in the status goes: the
-// definition says that it is written as a whole.
-func (g *ourGPUNode) applyGPUNode(ctx context.Context, fields map[string]any, subresources ...string) (*unstructured.Unstructured, error) {
-	fields["apiVersion"], fields["kind"] = g.options.Domain+"/"+gpunode.Version, gpunode.Kind
-	body, err := json.Marshal(fields)
-	if err != nil {
-		return nil, fmt.Errorf("encode the request: %w", err)
-	}
-	bounded, cancel := context.WithTimeout(ctx, g.timing.request)
-	defer cancel()
-	force := true
-	object, err := g.api.Resource(g.gpuNodes()).Patch(bounded, g.options.NodeName, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force}, subresources...)
-	trouble := err
-	if apierrors.IsNotFound(err) {
-		trouble = nil // it was deleted, which the watch tells too
-	}
-	g.note(ctx, "patch", gpunode.Plural, g.options.NodeName, trouble)
-	if err != nil {
-		return nil, err
-	}
-	g.saw(object)
-	return object, nil
-}
-
-// RemoveGPUNode deletes the GPUNode of the agent's Node. One that is not there is no error,
-// nor a cluster that has no such objects.
-func (g *ourGPUNode) RemoveGPUNode(ctx context.Context) error {
-	bounded, cancel := context.WithTimeout(ctx, g.timing.request)
-	defer cancel()
-	err := g.api.Resource(g.gpuNodes()).Delete(bounded, g.options.NodeName, metav1.DeleteOptions{})
-	if apierrors.IsNotFound(err) {
-		err = nil
-	}
-	g.note(ctx, "delete", gpunode.Plural, g.options.NodeName, err)
-	if err != nil {
-		return fmt.Errorf("delete GPUNode %s: %w", g.options.NodeName, err)
-	}
-	return nil
-}
-
-// readGPUNode reads an object's status; nil has none.
-func readGPUNode(object *unstructured.Unstructured) (*gpunode.Status, error) {
+// ReadGPUNode reads an object's status; nil has none.
+func ReadGPUNode(object *unstructured.Unstructured) (*gpunode.Status, error) {
 	if object == nil {
 		return nil, nil
 	}
@@ -199,4 +29,9 @@ func readGPUNode(object *unstructured.Unstructured) (*gpunode.Status, error) {
 		return nil, fmt.Errorf("read GPUNode %s: %w", object.GetName(), err)
 	}
 	return out, nil
+}
+
+// GPUNodes is the resource of a domain's GPUNodes.
+func GPUNodes(domain string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: domain, Version: gpunode.Version, Resource: gpunode.Plural}
 }

@@ -18,15 +18,15 @@ import (
 )
 
 // FrontEnd names the protocol through which an allocation was asked for. The words
-// stand in records.
+// are those of workload.API.
 type FrontEnd string
 
 // Front-ends.
 const (
 	// DevicePlugin is the kubelet's device-plugin API: internal/deviceplugin.
-	DevicePlugin FrontEnd = "device-plugin"
+	DevicePlugin = FrontEnd(workload.DevicePlugin)
 	// DRA is dynamic resource allocation: internal/dra.
-	DRA FrontEnd = "dra"
+	DRA = FrontEnd(workload.DRA)
 )
 
 // Errors of a ledger.

@@ -1,128 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package obs is the agent's HTTP server: metrics for Prometheus, probes for the
-// kubelet, the node's status for people and programs, and at a socket of its own the door
-// at which commands ask what a partition would come to.
+// Package obs is the HTTP server of a program: metrics for Prometheus, probes for the kubelet,
+// and what pages a program has besides. Which metrics there are is in its two halves,
+// internal/obs/agentobs and internal/obs/placerobs, which do not know each other.
 //
 //	/metrics   Prometheus text
-//	/healthz   200 while the loop makes progress; else 503 and the reason
-//	/readyz    200 once the driver has been read and the partitions are known; else 503 and what is missing
-//	/statusz   [status.Status] as JSON, or as a web page; only from within the network namespace
+//	/healthz   200 while the program makes progress; else 503 and the reason
+//	/readyz    200 once the program can do its work; else 503 and what is missing
 //
-// All that these pages say of GPUs comes from one function of the agent, which
-// returns a snapshot. So no two pages disagree, and a scrape costs no call of the
-// driver:
-//
-//	metrics := obs.NewMetrics(version)
-//	server := obs.New(obs.Options{Addr: ":9500", Metrics: metrics, Status: agent.Status, …})
+//	server := obs.New(obs.Options{Addr: ":9500", Logger: log, Healthy: healthy, Ready: ready, Metrics: obs.Registry(own)})
 //	err := server.Run(ctx)
 //
-// What happens between two scrapes (calls, rounds, errors) is counted in [Metrics].
-// Its methods take plain values, so that the packages that call them need not know
-// this one.
+// [Registry] adds to a program's own metrics those of every process (process_*) and a few of
+// the Go runtime's (go_*).
 //
 // # Who may ask
 //
 // Every pod of the cluster can reach the port. So the number of connections is
-// bounded, in all and for each address. When all are taken, a new connection
-// replaces the one that has been quiet for the longest time, among those of the
-// address that has the most: a probe is answered whatever others hold. Each page is
-// made for one reader at a time.
+// bounded, in all and for each address ([Bound], also for a program's other doors). When all
+// are taken, a new connection replaces the one that has been quiet for the longest time, among
+// those of the address that has the most: a probe is answered whatever others hold. A page is
+// made for one reader at a time ([InTurn]).
 //
-// /statusz names every tenant's pods, so it is refused to connections from outside;
-// kubectl exec and kubectl port-forward end up inside. It recognizes a browser by
-// its Accept header; ?format=html and ?format=json choose explicitly, and without an
-// Accept header the answer is JSON. [Fetch] is its client, for `gpu-agent status`.
-//
-// [Door] is at a Unix socket in the agent's state directory, which only the agent's user can
-// connect to: a question costs more than a page, its body is a partition file, and the answer
-// names pods of every namespace. A question is read within bounds before its turn comes, and
-// one is answered at a time. [AskDoor] is its client, for `gpu-agent plan` and `check`.
-//
-// # Metrics
-//
-// Names start with gpu_agent_; base units throughout. gpu is the UUID.
-//
-//	build_info{version,goversion}               1
-//	driver_info{driver,cuda}                    1
-//	gpu_info{gpu,index,model,mode}              1; join other GPU metrics with it by gpu
-//	gpu_memory_bytes{gpu}                       size of the GPU's memory, where it has its own
-//	gpu_healthy{gpu}                            1 or 0
-//	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
-//	driver_hangs                                1 while the driver does not answer
-//	resource_free{resource}                     devices that can be had now
-//	resource_largest_request{resource}          the largest request of one container that fits now
-//	saturation_ratio                            0 to 1: the part of the GPUs' memory that is held or cannot be had
-//	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
-//	allocatable_writes_total{cause}             times that allocatable was lowered: after a list, or the kubelet's word
-//	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
-//	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by the reason codes of docs/operations.md
-//	gpu_blocked{gpu}                            1 while the wanted partition waits for holders
-//	devices{gpu,resource,state}                 state is free, held or unhealthy
-//	device_info{device,resource,UUID,GPU_I_ID,GPU_I_PROFILE,mig_uuid,namespace,pod,container}   1; see below
-//	mig_enabled{gpu}                            1 or 0; only for GPUs in MIG mode, or whose mode is to change
-//	mig_pending{gpu}                            1 while a change of the MIG mode waits for a reset
-//	mig_slots{gpu,profile,state}                MIG devices that are held, warm, making, free, covered, leaving, foreign, failed
-//	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
-//	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
-//	allocations                                 allocations that have not ended
-//	partition_state{partition,state}            1 for the present state, 0 for the others
-//	partition_generation                        grows by one with each accepted partition
-//	plugin_request_duration_seconds{resource,method,code}   histogram of kubelet calls
-//	driver_request_duration_seconds{call,code}  histogram of driver calls
-//	round_duration_seconds{result}              histogram of the loop's rounds, result ok or error
-//	api_errors_total{verb,resource}             failed requests to the API server
-//	api_last_answer_timestamp_seconds           when the API server answered last; none where none is asked
-//	events_total{outcome}                       Events, outcome sent, merged or dropped
-//	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
-//	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
-//	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
-//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
-//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's own counter
-//	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind that were not counted, likewise
-//	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap that was given back at once, likewise
-//	cap_kills_total{reason}                     containers that the watchdog ended, reason over or intruder
-//	cap_evictions_total                         pods evicted for repeated offences
-//	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
-//	watchdog_up                                 1 while the watchdog runs
-//	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
-//	container_granted_gpu_seconds_total{namespace,pod,container,gpu}          parts of a GPU that were granted, times seconds
-//	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
-//	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
-//	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
-//	container_sm_seconds_total{namespace,pod,container,gpu}                   time of all streaming multiprocessors, where the driver tells it
-//	container_idle_seconds{namespace,pod,container,gpu}                       since when no process has been there; 0 while one is
-//	usage_journal_up                            1 while the usage journal can be written
-//	usage_records_lost_total                    records of it that could not be
-//	usage_records_dropped_total{of}             records that it had no room for any more, of use or refused
-//	unallocated_processes{gpu,kind}             processes on a GPU without an allocation, kind intruder, no-pod or unlisted
-//
-// Beside them are the process's own (process_*) and a few of the Go
-// runtime's (go_*). The number of series is bounded by the number of GPUs,
-// resources, methods and codes, and by that of the containers that hold a GPU now:
-// a container's series end with it, but for its totals ([Account]), which two scrapes more
-// show. container_gpu_allocation has OpenCost's name, and DCGM_FI_DEV_FB_USED, which is off
-// by default, dcgm-exporter's. A container can write anything into its own
-// counters: refusals, and managed memory in what is used, are its own figures.
-//
-// # Joining dcgm-exporter
-//
-// dcgm-exporter (read at 4.5.3-4.8.2) names a GPU instance by the GPU's UUID in
-// the label UUID and the driver's ID in GPU_I_ID; a GPU without MIG has no GPU_I_ID,
-// which is an empty one to Prometheus. It cannot tell who holds them, because it only
-// knows NVIDIA's resources, and device IDs that are instance UUIDs. device_info has
-// these labels for each GPU and container that holds devices of it, and for each MIG
-// instance that exists, held or not:
-//
-//	max by (UUID, GPU_I_ID) (DCGM_FI_DEV_FB_USED)
-//	  * on (UUID, GPU_I_ID) group_right gpu_agent_device_info{pod!=""}
-//
-// A held MIG device is missing until its instance exists. Containers that share a
-// GPU, or compute instances of one GPU instance, each join the figure of the whole.
-// max removes the copies that dcgm-exporter makes of a series.
-//
-// # Limits
-//
-// The package does not know where a figure comes from, nor what to do about it. What
-// the status looks like, as text and as a page, is the business of internal/status.
+// The package does not know where a figure comes from, nor what to do about it.
 package obs

@@ -177,19 +177,3 @@ func address(a net.Addr) netip.Addr {
 	}
 	return netip.Addr{}
 }
-
-// fromHere reports whether a request comes from the server's own network namespace: over
-// loopback, or from the same address that it was sent to. The kernel drops such packets
-// if they come from outside.
-func fromHere(r *http.Request) bool {
-	own, ok := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
-	if !ok {
-		return false
-	}
-	peer, err := netip.ParseAddrPort(r.RemoteAddr)
-	if err != nil {
-		return false
-	}
-	to, from := address(own), peer.Addr().Unmap().WithZone("")
-	return to.IsLoopback() && from.IsLoopback() || to.IsValid() && to == from
-}

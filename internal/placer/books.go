@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -203,7 +203,7 @@ func (b *Books) tell(n *node, says *gpunode.Status) {
 
 // hold notes which pods have something of a GPU by the GPUNode.
 func (n *node) hold(g *gpunode.GPU) {
-	if n.status.HoldersIn != gpunode.InObject || g.API == string(ledger.DRA) {
+	if n.status.HoldersIn != gpunode.InObject || g.API == string(workload.DRA) {
 		return
 	}
 	s := space{uuid: gpu.UUID(g.UUID), kind: g.Kind}
@@ -226,7 +226,7 @@ const mostInstances = 64
 func (n *node) most(g *gpunode.GPU) map[string]int {
 	out := map[string]int{}
 	switch {
-	case g.API != string(ledger.DevicePlugin):
+	case g.API != string(workload.DevicePlugin):
 	case g.Kind != piece.KindPlacement:
 		out[g.Resource] = g.Total
 	case g.MIG != nil:

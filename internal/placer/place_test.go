@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -131,7 +131,7 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 		{"the agent says nothing of it", func(s *gpunode.Status) { s.Conditions = nil }, true, false},
 		{"the GPU is not available", func(s *gpunode.Status) { s.GPUs[0].Conditions[0].Status = gpunode.False }, true, false},
 		{"the GPU is cordoned", func(s *gpunode.Status) { s.GPUs[0].Cordoned = true }, true, false},
-		{"the GPU goes through DRA", func(s *gpunode.Status) { s.GPUs[0].API = string(ledger.DRA) }, true, false},
+		{"the GPU goes through DRA", func(s *gpunode.Status) { s.GPUs[0].API = string(workload.DRA) }, true, false},
 		{"the GPU is off", func(s *gpunode.Status) { s.GPUs[0] = gpunode.GPU{UUID: "GPU-a-0"} }, true, false},
 		{"it is full", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 7}} }, true, false},
 		{"it has one unit", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 3}, {First: 5, Last: 7}} }, true, true},

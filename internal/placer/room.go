@@ -8,8 +8,8 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -123,7 +123,7 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 	}
 	for i := range n.status.GPUs {
 		g := &n.status.GPUs[i]
-		if g.API != string(ledger.DevicePlugin) {
+		if g.API != string(workload.DevicePlugin) {
 			continue
 		}
 		s := space{uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
@@ -172,7 +172,7 @@ func (n *node) used() map[string]bool {
 	out := map[string]bool{}
 	for i := range n.status.GPUs {
 		g := &n.status.GPUs[i]
-		if g.API == string(ledger.DRA) {
+		if g.API == string(workload.DRA) {
 			continue
 		}
 		s := space{uuid: gpu.UUID(g.UUID), kind: g.Kind}

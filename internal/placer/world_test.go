@@ -12,8 +12,8 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/gpunode"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -135,7 +135,7 @@ func (m *machine) available(d *device) (out []mig.Placement) {
 func (m *machine) says() *gpunode.Status {
 	s := &gpunode.Status{HoldersIn: m.holders, Cards: []gpunode.Card{*m.told}, Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 	for _, d := range m.gpus {
-		g := gpunode.GPU{UUID: string(d.uuid), Index: d.index, API: string(ledger.DevicePlugin), Kind: d.kind, Resource: d.resource(), Total: d.total,
+		g := gpunode.GPU{UUID: string(d.uuid), Index: d.index, API: string(workload.DevicePlugin), Kind: d.kind, Resource: d.resource(), Total: d.total,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}, {Type: gpunode.Healthy, Status: gpunode.True}}}
 		holders := map[string]*gpunode.Holder{}
 		holder := func(id string) *gpunode.Holder {

@@ -190,7 +190,7 @@ func TestShare(t *testing.T) {
 	}
 }
 
-// What /statusz says is a contract, and survives the way. The tests of internal/obs
+// What /statusz says is a contract, and survives the way. The tests of internal/obs/agentobs
 // read these files.
 func TestJSON(t *testing.T) {
 	for name, want := range map[string]Status{"statusz.json": wired(), "statusz-mig.json": cards()} {

@@ -50,7 +50,21 @@ func write() error {
 type entry struct {
 	path  string
 	floor int
+	half  string
 	what  string
+}
+
+// halves are the columns of the picture, from the left to the right, and what stands above
+// them. What connects both halves stands in the middle.
+var halves = []struct{ half, title string }{{"agent", "the agent"}, {"both", "both"}, {"placer", "the placer"}}
+
+func column(half string) int {
+	for i, h := range halves {
+		if h.half == half {
+			return i
+		}
+	}
+	return 1
 }
 
 // pack is a package of the product.
@@ -59,6 +73,7 @@ type pack struct {
 	imports map[string]bool // of the product, by path
 	row     int             // 0 is the lowest of all
 	x, w    float64         // its left edge and its width
+	cell    *cell
 }
 
 // render draws the program whose source is below root.
@@ -72,8 +87,8 @@ func render(root string) ([]byte, error) {
 		return nil, err
 	}
 	reduce(packs)
-	rows := arrange(packs)
-	return draw(packs, rows), nil
+	rows, edges := arrange(packs)
+	return draw(packs, rows, edges), nil
 }
 
 // readTable reads the table of packages. Those that are not part of the product have a
@@ -96,7 +111,7 @@ func readTable(file string) ([]entry, error) {
 				continue
 			}
 			n, _ := strconv.Atoi(floor.Value)
-			out = append(out, entry{text(fields[0]), n, text(fields[2])})
+			out = append(out, entry{text(fields[0]), n, fields[2].(*ast.Ident).Name, text(fields[3])})
 		}
 		return false
 	})
@@ -197,16 +212,24 @@ func reduce(packs map[string]*pack) {
 
 // Measures of the picture, in pixels.
 const (
-	width, margin    = 1280, 60
+	width, margin    = 1800, 60
+	between          = 30
 	rowHeight        = 84
 	boxHeight        = 30
 	perLetter, inner = 8, 20
+	titles           = 30 // above the rows
 	sweeps           = 8
 )
 
-// arrange gives each package a row and a place in it, and returns the rows from the
-// lowest up.
-func arrange(packs map[string]*pack) [][]*pack {
+// cell is a part of a row: one half's.
+type cell struct {
+	packs  []*pack
+	column int
+}
+
+// arrange gives each package a row and a place in its half's part of it, and returns the rows
+// from the lowest up. Then it returns where the columns begin, and where the last one ends.
+func arrange(packs map[string]*pack) (rows [][]*pack, edges []float64) {
 	depth := map[string]int{} // within its floor
 	var deep func(p string) int
 	deep = func(p string) int {
@@ -229,15 +252,36 @@ func arrange(packs map[string]*pack) [][]*pack {
 		at := [2]int{p.floor, deep(name)}
 		byRow[at] = append(byRow[at], p)
 	}
-	var rows [][]*pack
+	var cells []*cell
+	most := make([]float64, len(halves)) // the widest cell of each column
 	for _, at := range slices.SortedFunc(maps.Keys(byRow), func(a, b [2]int) int { return cmp.Or(cmp.Compare(a[0], b[0]), cmp.Compare(a[1], b[1])) }) {
+		row := make([]*cell, len(halves))
+		needs := make([]float64, len(halves))
+		for i := range row {
+			row[i] = &cell{column: i}
+		}
 		for _, p := range byRow[at] {
 			p.row = len(rows)
+			p.cell = row[column(p.half)]
+			p.cell.packs = append(p.cell.packs, p)
+			needs[p.cell.column] += p.w + inner
 		}
+		for i := range most {
+			most[i] = max(most[i], needs[i])
+		}
+		cells = append(cells, row...)
 		rows = append(rows, byRow[at])
 	}
-	for _, row := range rows {
-		place(row)
+	edges = []float64{margin}
+	total := 0.0
+	for _, w := range most {
+		total += w
+	}
+	for i, w := range most {
+		edges = append(edges, edges[i]+w/total*(width-margin-between))
+	}
+	for _, c := range cells {
+		place(c, edges)
 	}
 	neighbours := map[*pack][]*pack{}
 	for _, name := range slices.Sorted(maps.Keys(packs)) {
@@ -247,9 +291,9 @@ func arrange(packs map[string]*pack) [][]*pack {
 		}
 	}
 	for range sweeps {
-		for _, row := range rows {
+		for _, c := range cells {
 			middle := map[*pack]float64{}
-			for _, p := range row {
+			for _, p := range c.packs {
 				middle[p] = p.x + p.w/2
 				if n := neighbours[p]; len(n) > 0 {
 					middle[p] = 0
@@ -258,24 +302,25 @@ func arrange(packs map[string]*pack) [][]*pack {
 					}
 				}
 			}
-			slices.SortStableFunc(row, func(a, b *pack) int {
+			slices.SortStableFunc(c.packs, func(a, b *pack) int {
 				return cmp.Or(cmp.Compare(middle[a], middle[b]), strings.Compare(a.path, b.path))
 			})
-			place(row)
+			place(c, edges)
 		}
 	}
-	return rows
+	return rows, edges
 }
 
-// place spreads a row over the width.
-func place(row []*pack) {
-	free := float64(width - 2*margin)
-	for _, p := range row {
+// place spreads the packages of a cell over its column.
+func place(c *cell, edges []float64) {
+	left, right := edges[c.column], edges[c.column+1]
+	free := right - left
+	for _, p := range c.packs {
 		free -= p.w
 	}
-	gap := free / float64(len(row)+1)
-	x := margin + gap
-	for _, p := range row {
+	gap := free / float64(len(c.packs)+1)
+	x := left + gap
+	for _, p := range c.packs {
 		p.x = x
 		x += p.w + gap
 	}
@@ -284,15 +329,15 @@ func place(row []*pack) {
 func label(path string) string { return strings.TrimPrefix(path, "internal/") }
 
 // draw writes the picture. The rows are the lowest first.
-func draw(packs map[string]*pack, rows [][]*pack) []byte {
+func draw(packs map[string]*pack, rows [][]*pack, edges []float64) []byte {
 	var b bytes.Buffer
-	height := len(rows)*rowHeight + 40
+	height := len(rows)*rowHeight + 40 + titles
 	y := func(row int) int { return height - 20 - (row+1)*rowHeight + (rowHeight-boxHeight)/2 }
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="14" fill="#1f2933" role="img" aria-labelledby="t d">
   <!-- SPDX-License-Identifier: Apache-2.0 -->
   <!-- Written by go run ./tests/architecture -->
   <title id="t">The packages of gpu-agent by floor</title>
-  <desc id="d">Each box is a package, each arrow an import. Imports go downward only, from floor 5, the command, to floor 0, the words. Names without pkg or cmd before them are below internal.</desc>
+  <desc id="d">Each box is a package, each arrow an import. Imports go downward only, from floor 5, the command, to floor 0, the words. On the left is the agent, on the right the placer, between them what both have. Names without pkg or cmd before them are below internal.</desc>
   <rect width="%[1]d" height="%[2]d" rx="8" fill="#fff"/>
 `, width, height)
 	for low := 0; low < len(rows); {
@@ -305,6 +350,12 @@ func draw(packs map[string]*pack, rows [][]*pack) []byte {
 		fmt.Fprintf(&b, "  <rect x=\"10\" y=\"%d\" width=\"%d\" height=\"%d\" rx=\"6\" fill=\"%s\"/>\n  <text x=\"24\" y=\"%d\" font-size=\"20\" font-weight=\"600\" fill=\"#52606d\">%d</text>\n",
 			top+2, width-20, span-4, shade, top+span/2+7, floor)
 		low = high + 1
+	}
+	for i, h := range halves {
+		fmt.Fprintf(&b, "  <text x=\"%.0f\" y=\"%d\" font-size=\"20\" font-weight=\"600\" text-anchor=\"middle\" fill=\"#52606d\">%s</text>\n", (edges[i]+edges[i+1])/2, titles, h.title)
+		if i > 0 {
+			fmt.Fprintf(&b, "  <path d=\"M%.0f %dV%d\" stroke=\"#9aa5b1\" stroke-dasharray=\"6 6\"/>\n", edges[i], titles-16, height-20)
+		}
 	}
 	names := slices.Sorted(maps.Keys(packs))
 	for _, name := range names {

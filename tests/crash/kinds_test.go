@@ -46,13 +46,13 @@ var kinds = []struct {
 	by   []string
 }{
 	{slicesKind, regexp.MustCompile(`^/apis/resource\.k8s\.io/[^/]+/resourceslices(/|$)`), []string{
-		"internal/dra", "internal/kube", "internal/agent/claims.go"}},
+		"internal/dra", "internal/kube/agentkube", "internal/agent/claims.go"}},
 	{claimsKind, regexp.MustCompile(`^/apis/resource\.k8s\.io/[^/]+/namespaces/[^/]+/resourceclaims/`), []string{
-		"internal/dra", "internal/kube", "internal/agent/claims.go"}},
+		"internal/dra", "internal/kube/agentkube", "internal/agent/claims.go"}},
 	{nodesKind, regexp.MustCompile(`^/api/v1/nodes/`), []string{
-		"internal/kube", "internal/label", "internal/cleanup", "internal/agent/report.go", "internal/agent/autoscale.go", "cmd/gpu-agent/cleanup.go"}},
+		"internal/kube/agentkube", "internal/label", "internal/cleanup", "internal/agent/report.go", "internal/agent/autoscale.go", "cmd/gpu-agent/cleanup.go"}},
 	{gpuNodesKind, regexp.MustCompile(`^/apis/[^/]+/[^/]+/gpunodes(/|$)`), []string{
-		"internal/gpunode", "internal/kube", "internal/cleanup", "internal/agent/gpunode.go", "internal/agent/gpunode_writer.go", "cmd/gpu-agent/cleanup.go"}},
+		"internal/gpunode", "internal/kube/agentkube", "internal/cleanup", "internal/agent/gpunode.go", "internal/agent/gpunode_writer.go", "cmd/gpu-agent/cleanup.go"}},
 	{cdiKind, regexp.MustCompile(`/cdi(/[^/]*)?$`), []string{
 		"pkg/cdi", "internal/atomicfile", "internal/agent/gates.go", "internal/agent/round.go"}},
 	{journalKind, regexp.MustCompile(`/state/\.?allocations\.journal[^/]*$`), []string{
@@ -66,7 +66,7 @@ var kinds = []struct {
 	{librariesKind, regexp.MustCompile(`/state/cap(/|$)`), []string{
 		"pkg/memcap/lib", "internal/agent/cap.go"}},
 	{socketKind, regexp.MustCompile(`/state/\.?agent\.sock[^/]*$`), []string{
-		"internal/obs/door.go", "internal/socket"}},
+		"internal/obs/agentobs/door.go", "internal/socket"}},
 	{documentKind, regexp.MustCompile(`/state(/[^/]*)?$`), []string{
 		"internal/state", "internal/atomicfile", "internal/agent/memory.go", "internal/agent/round.go"}},
 	{hardwareKind, nil, []string{

@@ -23,7 +23,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -447,7 +447,7 @@ func (n *node) status(ctx context.Context) (status.Status, error) {
 	if err != nil {
 		return status.Status{}, err
 	}
-	st, err := obs.Fetch(ctx, addr)
+	st, err := agentobs.Fetch(ctx, addr)
 	if err != nil {
 		n.mu.Lock()
 		n.serves = ""

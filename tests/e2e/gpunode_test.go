@@ -53,7 +53,7 @@ func (b *bench) gpuNodes(what string, words ...string) gpuNode {
 
 // TestGPUNode looks at the object by which the node tells what its GPUs have left, as a person
 // would, and at what a pod's status says of the same. What the object says, and when, is for
-// internal/agent and internal/kube.
+// internal/agent and internal/kube/agentkube.
 func TestGPUNode(t *testing.T) {
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	is := b.gpuNodes("eight shared GPUs", "8 8 shared gpu-mem 632/632 gpu-mem 79 0 0 True")

@@ -18,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 )
 
@@ -83,7 +83,7 @@ func guarded(t *testing.T) context.Context {
 // serve shows the Status as the agent does, and returns the page's address.
 func serve(t *testing.T, s status.Status) string {
 	t.Helper()
-	server := httptest.NewServer(obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: obs.NewMetrics("v0.1.0"),
+	server := httptest.NewServer(agentobs.New(agentobs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: agentobs.NewMetrics("v0.1.0"),
 		Status: func() status.Status { return s }, Now: func() time.Time { return noon }, Healthy: func() error { return nil }, Ready: func() error { return nil }}).Handler())
 	t.Cleanup(server.Close)
 	return server.URL + "/statusz"

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"sync"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -29,10 +29,10 @@ type Cluster struct {
 
 	mu sync.Mutex
 	// Guarded by mu:
-	claims   []kube.Claim
-	slices   []kube.ResourceSlice
+	claims   []agentkube.Claim
+	slices   []agentkube.ResourceSlice
 	meddled  []string
-	told     map[string][]kube.ClaimDevice
+	told     map[string][]agentkube.ClaimDevice
 	prepared map[string]*node.PreparedClaim
 	watchers map[*watcher]bool
 	readers  map[*watcher]bool // of the kubelet's account
@@ -62,7 +62,7 @@ func (c *Cluster) Away(err error) {
 }
 
 // Refuse has the API server refuse slices with err, or take them again. With an error that
-// wraps kube.ErrUnfit it has none.
+// wraps agentkube.ErrUnfit it has none.
 func (c *Cluster) Refuse(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -70,7 +70,7 @@ func (c *Cluster) Refuse(err error) {
 }
 
 // Claim is the API server's.
-func (c *Cluster) Claim(_ context.Context, driver, namespace, name string) (*kube.Claim, error) {
+func (c *Cluster) Claim(_ context.Context, driver, namespace, name string) (*agentkube.Claim, error) {
 	defer c.called()()
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -86,7 +86,7 @@ func (c *Cluster) Claim(_ context.Context, driver, namespace, name string) (*kub
 }
 
 // Claims is the API server's: those with a device of the driver.
-func (c *Cluster) Claims(_ context.Context, driver string) (out []kube.Claim, err error) {
+func (c *Cluster) Claims(_ context.Context, driver string) (out []agentkube.Claim, err error) {
 	defer c.called()()
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -102,26 +102,26 @@ func (c *Cluster) Claims(_ context.Context, driver string) (out []kube.Claim, er
 }
 
 // ofLocked is what a claim says to a driver.
-func (c *Cluster) ofLocked(claim *kube.Claim, driver string) kube.Claim {
+func (c *Cluster) ofLocked(claim *agentkube.Claim, driver string) agentkube.Claim {
 	out := *claim
 	out.Told = len(c.told[claim.UID]) > 0
-	out.Results = slices.DeleteFunc(slices.Clone(claim.Results), func(r kube.Result) bool { return r.Driver != driver })
+	out.Results = slices.DeleteFunc(slices.Clone(claim.Results), func(r agentkube.Result) bool { return r.Driver != driver })
 	return out
 }
 
 // SetClaimDevices is the API server's.
-func (c *Cluster) SetClaimDevices(_ context.Context, _ string, claim *kube.Claim, devices []kube.ClaimDevice) error {
+func (c *Cluster) SetClaimDevices(_ context.Context, _ string, claim *agentkube.Claim, devices []agentkube.ClaimDevice) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.told == nil {
-		c.told = map[string][]kube.ClaimDevice{}
+		c.told = map[string][]agentkube.ClaimDevice{}
 	}
 	c.told[claim.UID] = devices
 	return c.away
 }
 
 // PublishSlices is the API server's.
-func (c *Cluster) PublishSlices(_ context.Context, _ string, want []kube.ResourceSlice) (meddled []string, err error) {
+func (c *Cluster) PublishSlices(_ context.Context, _ string, want []agentkube.ResourceSlice) (meddled []string, err error) {
 	defer c.called()()
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -130,7 +130,7 @@ func (c *Cluster) PublishSlices(_ context.Context, _ string, want []kube.Resourc
 		return nil, c.away
 	}
 	switch meddled, c.meddled = c.meddled, nil; {
-	case errors.Is(c.refuses, kube.ErrUnfit):
+	case errors.Is(c.refuses, agentkube.ErrUnfit):
 		c.slices = nil
 	case c.refuses == nil:
 		c.slices = slices.Clone(want)
@@ -156,14 +156,14 @@ func (c *Cluster) WatchSlices(ctx context.Context, _ string, changed func()) err
 
 // Wipe deletes all slices, as a kubelet does that starts, and has the watches tell of it.
 func (c *Cluster) Wipe() {
-	c.Meddle(func([]kube.ResourceSlice) []kube.ResourceSlice { return nil })
+	c.Meddle(func([]agentkube.ResourceSlice) []agentkube.ResourceSlice { return nil })
 }
 
 // Meddle is somebody who changes, deletes or adds slices; the watches tell of it. The
 // slices that are handed in must not be changed in place.
-func (c *Cluster) Meddle(change func([]kube.ResourceSlice) []kube.ResourceSlice) {
+func (c *Cluster) Meddle(change func([]agentkube.ResourceSlice) []agentkube.ResourceSlice) {
 	c.mu.Lock()
-	was := map[string]*kube.ResourceSlice{}
+	was := map[string]*agentkube.ResourceSlice{}
 	for i := range c.slices {
 		was[c.slices[i].Name] = &c.slices[i]
 	}
@@ -183,7 +183,7 @@ func (c *Cluster) Meddle(change func([]kube.ResourceSlice) []kube.ResourceSlice)
 }
 
 // Slices are those at the API server.
-func (c *Cluster) Slices() []kube.ResourceSlice {
+func (c *Cluster) Slices() []agentkube.ResourceSlice {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.slices)
@@ -198,7 +198,7 @@ func (c *Cluster) Writes() int {
 
 // Device is what the slices have of a device, by the end of its name; nil where there is
 // none.
-func (c *Cluster) Device(suffix string) (pool string, d *kube.PoolDevice) {
+func (c *Cluster) Device(suffix string) (pool string, d *agentkube.PoolDevice) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for i := range c.slices {
@@ -212,20 +212,20 @@ func (c *Cluster) Device(suffix string) (pool string, d *kube.PoolDevice) {
 }
 
 // Told is what the driver has said of a claim's devices.
-func (c *Cluster) Told(uid string) []kube.ClaimDevice {
+func (c *Cluster) Told(uid string) []agentkube.ClaimDevice {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.told[uid]
 }
 
 // Put makes a claim, as somebody has allocated it. Without a UID it gets "uid-" and its name.
-func (c *Cluster) Put(claim kube.Claim) dra.Claim {
+func (c *Cluster) Put(claim agentkube.Claim) dra.Claim {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.putLocked(claim)
 }
 
-func (c *Cluster) putLocked(claim kube.Claim) dra.Claim {
+func (c *Cluster) putLocked(claim agentkube.Claim) dra.Claim {
 	if claim.UID == "" {
 		claim.UID = "uid-" + claim.Name
 	}
@@ -234,7 +234,7 @@ func (c *Cluster) putLocked(claim kube.Claim) dra.Claim {
 }
 
 // Edit changes a claim, if there is one of that name.
-func (c *Cluster) Edit(namespace, name string, change func(*kube.Claim)) {
+func (c *Cluster) Edit(namespace, name string, change func(*agentkube.Claim)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for i := range c.claims {
@@ -248,7 +248,7 @@ func (c *Cluster) Edit(namespace, name string, change func(*kube.Claim)) {
 func (c *Cluster) Remove(namespace, name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.claims = slices.DeleteFunc(c.claims, func(o kube.Claim) bool { return o.Namespace == namespace && o.Name == name })
+	c.claims = slices.DeleteFunc(c.claims, func(o agentkube.Claim) bool { return o.Namespace == namespace && o.Name == name })
 }
 
 // DRAState is the kubelet's account.

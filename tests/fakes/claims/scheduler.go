@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -21,15 +21,15 @@ var ErrNoRoom = errors.New("no device that fits")
 type Request struct {
 	Name string
 	// Fits chooses among devices.
-	Fits func(*kube.PoolDevice) bool
+	Fits func(*agentkube.PoolDevice) bool
 	// Memory is how much is asked for of a device that has a policy for it; 0 is the
 	// policy's default.
-	Memory kube.Quantity
+	Memory agentkube.Quantity
 }
 
 // Named chooses devices by the end of their names.
-func Named(suffix string) func(*kube.PoolDevice) bool {
-	return func(d *kube.PoolDevice) bool { return strings.HasSuffix(d.Name, suffix) }
+func Named(suffix string) func(*agentkube.PoolDevice) bool {
+	return func(d *agentkube.PoolDevice) bool { return strings.HasSuffix(d.Name, suffix) }
 }
 
 // Schedule makes a claim and gives it the first devices that fit, or makes none. It is for
@@ -37,7 +37,7 @@ func Named(suffix string) func(*kube.PoolDevice) bool {
 func (c *Cluster) Schedule(namespace, name string, requests ...Request) (dra.Claim, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	claim := kube.Claim{Namespace: namespace, Name: name, UID: fmt.Sprintf("uid-%s-%d", name, c.made+1)}
+	claim := agentkube.Claim{Namespace: namespace, Name: name, UID: fmt.Sprintf("uid-%s-%d", name, c.made+1)}
 	claim.Pods = []workload.Pod{{Namespace: namespace, Name: name, UID: "pod-" + claim.UID}}
 	var err error
 	if claim.Results, err = c.chooseLocked(requests); err != nil {
@@ -68,7 +68,7 @@ func (c *Cluster) Allocate(namespace, name string, pod workload.Pod, requests ..
 }
 
 // chooseLocked chooses devices.
-func (c *Cluster) chooseLocked(requests []Request) (results []kube.Result, _ error) {
+func (c *Cluster) chooseLocked(requests []Request) (results []agentkube.Result, _ error) {
 	b := c.booksLocked()
 	c.made++
 	for i := range requests {
@@ -89,15 +89,15 @@ func (c *Cluster) chooseLocked(requests []Request) (results []kube.Result, _ err
 // books are what the scheduler knows: the devices, and what is left of counters and
 // capacities beside the claims.
 type books struct {
-	slices   []kube.ResourceSlice
-	devices  map[[2]string]*kube.PoolDevice // by pool and name
-	counters map[[3]string]kube.Quantity    // by pool, set and name: what is left
+	slices   []agentkube.ResourceSlice
+	devices  map[[2]string]*agentkube.PoolDevice // by pool and name
+	counters map[[3]string]agentkube.Quantity    // by pool, set and name: what is left
 	taken    map[[2]string]bool
-	used     map[[3]string]kube.Quantity // by pool, device and capacity
+	used     map[[3]string]agentkube.Quantity // by pool, device and capacity
 }
 
 func (c *Cluster) booksLocked() *books {
-	b := &books{slices: c.slices, devices: map[[2]string]*kube.PoolDevice{}, counters: map[[3]string]kube.Quantity{}, taken: map[[2]string]bool{}, used: map[[3]string]kube.Quantity{}}
+	b := &books{slices: c.slices, devices: map[[2]string]*agentkube.PoolDevice{}, counters: map[[3]string]agentkube.Quantity{}, taken: map[[2]string]bool{}, used: map[[3]string]agentkube.Quantity{}}
 	for i := range c.slices {
 		s := &c.slices[i]
 		for _, set := range s.Counters {
@@ -120,7 +120,7 @@ func (c *Cluster) booksLocked() *books {
 }
 
 // add takes a result of a claim into account.
-func (b *books) add(r *kube.Result) {
+func (b *books) add(r *agentkube.Result) {
 	key := [2]string{r.Pool, r.Device}
 	for name, n := range r.Capacity {
 		b.used[[3]string{r.Pool, r.Device, name}] += n
@@ -138,9 +138,9 @@ func (b *books) add(r *kube.Result) {
 }
 
 // first is the first device that fits. Its Share is set where it is shared.
-func (b *books) first(want *Request) (kube.Result, error) {
+func (b *books) first(want *Request) (agentkube.Result, error) {
 	order := slices.Clone(b.slices)
-	slices.SortFunc(order, func(x, y kube.ResourceSlice) int { return strings.Compare(x.Name, y.Name) })
+	slices.SortFunc(order, func(x, y agentkube.ResourceSlice) int { return strings.Compare(x.Name, y.Name) })
 	for i := range order {
 		for j := range order[i].Devices {
 			d, pool := &order[i].Devices[j], order[i].Pool.Name
@@ -152,13 +152,13 @@ func (b *books) first(want *Request) (kube.Result, error) {
 			}
 		}
 	}
-	return kube.Result{}, ErrNoRoom
+	return agentkube.Result{}, ErrNoRoom
 }
 
-func (b *books) fits(pool string, d *kube.PoolDevice, want *Request) (kube.Result, bool) {
-	r := kube.Result{Request: want.Name, Pool: pool, Device: d.Name}
+func (b *books) fits(pool string, d *agentkube.PoolDevice, want *Request) (agentkube.Result, bool) {
+	r := agentkube.Result{Request: want.Name, Pool: pool, Device: d.Name}
 	if d.Shared {
-		r.Share, r.Capacity = "shared", map[string]kube.Quantity{}
+		r.Share, r.Capacity = "shared", map[string]agentkube.Quantity{}
 		for name, capacity := range d.Capacity {
 			amount := capacity.Value
 			if p := capacity.Policy; p != nil {
@@ -190,10 +190,10 @@ func (b *books) fits(pool string, d *kube.PoolDevice, want *Request) (kube.Resul
 }
 
 // Allocated are the claims that have something, by UID.
-func (c *Cluster) Allocated() map[string]kube.Claim {
+func (c *Cluster) Allocated() map[string]agentkube.Claim {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	out := map[string]kube.Claim{}
+	out := map[string]agentkube.Claim{}
 	for i := range c.claims {
 		if o := c.ofLocked(&c.claims[i], c.Driver); len(o.Results) > 0 {
 			out[o.UID] = o

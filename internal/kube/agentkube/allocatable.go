@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/amount"
+)
+
+// lowerTries is how often a request is repeated because the kubelet has written
+// another amount meanwhile.
+const lowerTries = 5
+
+// LowerAllocatable makes what the scheduler may give out of resources on the agent's
+// Node no more than these amounts, and returns the names of those that it lowered,
+// sorted. A resource of which the Node, as it was last seen, has no more than that, or
+// nothing at all, is left alone, and without any other no request is made.
+//
+// It cannot raise an amount: the request names the amounts that it replaces, and where
+// one of them has changed meanwhile the server refuses it, and the Node is read anew.
+//
+// A name that is not below Options.ResourceDomain is an error.
+func (n *ourNode) LowerAllocatable(ctx context.Context, want map[string]int64) (lowered []string, err error) {
+	for name := range want {
+		if rest, ok := strings.CutPrefix(name, n.options.ResourceDomain+"/"); !ok || rest == "" {
+			return nil, fmt.Errorf("lower the allocatable %s of node %s: it is not below %s/, and not the agent's to write", name, n.options.NodeName, n.options.ResourceDomain)
+		}
+	}
+	if lowered, err = n.lower(ctx, want); err != nil {
+		return nil, fmt.Errorf("lower the allocatable %s of node %s: %w", strings.Join(slices.Sorted(maps.Keys(want)), ", "), n.options.NodeName, err)
+	}
+	return lowered, nil
+}
+
+func (n *ourNode) lower(ctx context.Context, want map[string]int64) ([]string, error) {
+	node, err := n.lastNode(ctx)
+	for try := 1; ; try++ {
+		if err == nil && node == nil {
+			err = errors.New("the API server has no Node of this name")
+		}
+		if err != nil {
+			return nil, err
+		}
+		names, body, err := lowering(node.amounts, want)
+		if err != nil || len(names) == 0 {
+			return nil, err
+		}
+		_, err = n.patchNode(ctx, types.JSONPatchType, body, metav1.PatchOptions{FieldManager: manager}, "status")
+		if err == nil {
+			return names, nil
+		}
+		// What the server makes of a test that fails, and of a path that is not there.
+		if !apierrors.IsInvalid(err) && !apierrors.IsConflict(err) || try == lowerTries {
+			return nil, err
+		}
+		if node, err = n.listNode(ctx); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// lowering is the JSON patch that lowers amounts to what is wanted, and of which
+// resources.
+func lowering(have map[string]resource.Quantity, want map[string]int64) (names []string, patch []byte, err error) {
+	type step struct {
+		Op    string `json:"op"`
+		Path  string `json:"path"`
+		Value string `json:"value"`
+	}
+	var steps []step
+	for _, name := range slices.Sorted(maps.Keys(want)) {
+		now, there := have[name]
+		if !there || now.Value() <= want[name] {
+			continue
+		}
+		names = append(names, name)
+		path := allocatablePath(name)
+		// As the kubelet writes it, so that it finds nothing to change.
+		steps = append(steps, step{"test", path, now.String()}, step{"replace", path, resource.NewQuantity(want[name], resource.DecimalSI).String()})
+	}
+	if len(steps) == 0 {
+		return nil, nil, nil
+	}
+	if patch, err = json.Marshal(steps); err != nil {
+		return nil, nil, fmt.Errorf("encode the patch: %w", err)
+	}
+	return names, patch, nil
+}
+
+// allocatablePath is where a JSON patch of a Node finds a resource.
+func allocatablePath(name string) string {
+	return "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(name)
+}
+
+// readAmounts returns how much the scheduler may give out of each extended resource. A
+// prefix tells them from cpu, memory and the like.
+func readAmounts(object *unstructured.Unstructured) map[string]resource.Quantity {
+	amounts, _, _ := unstructured.NestedStringMap(object.Object, "status", "allocatable")
+	out := map[string]resource.Quantity{}
+	for name, value := range amounts {
+		if amount.Check(value) != nil || !strings.Contains(name, "/") {
+			continue
+		}
+		if q, err := resource.ParseQuantity(value); err == nil {
+			out[name] = q
+		}
+	}
+	return out
+}
+
+// allocatable tells Options.Allocatable of a Node.
+func (n *ourNode) allocatable(node *Node) {
+	if n.options.Allocatable == nil {
+		return
+	}
+	amounts := map[string]int64{}
+	for name, q := range node.amounts {
+		amounts[name] = q.Value()
+	}
+	n.options.Allocatable(amounts)
+}

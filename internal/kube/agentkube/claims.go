@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/pager"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// claimPage is how many claims are asked for at a time.
+const claimPage = 200
+
+// claimSpread bounds the pause that Claims makes after the first page of several, as a part of
+// the time that its caller has.
+const claimSpread = 4
+
+// Claim is what a ResourceClaim says to one driver. What it says to others is left out.
+type Claim struct {
+	Namespace, Name, UID string
+	// Results are the devices that the scheduler gave it; none before, and after it took
+	// them back.
+	Results []Result
+	// Configs are what class and claim say of the devices. The class's come first; a
+	// later one has precedence.
+	Configs []ClaimConfig
+	// Pods are those that may use the claim: it is reserved for them. As long as one is there
+	// and has not ended, the claim keeps its allocation.
+	Pods []workload.Pod
+	// Others are what else it is reserved for: objects whose pods may use it, as those of a
+	// PodGroup do. They keep the allocation, too. Which pods they have is not known.
+	Others []Consumer
+	// Told says that the driver has said in the claim what each of its devices is: see
+	// SetClaimDevices.
+	Told bool
+}
+
+// HasConsumers reports whether the claim is for anybody.
+func (c *Claim) HasConsumers() bool { return len(c.Pods)+len(c.Others) > 0 }
+
+// Consumer is an object, other than a pod, that a claim is reserved for. It is in the claim's
+// namespace.
+type Consumer struct{ APIGroup, Resource, Namespace, Name, UID string }
+
+// String is for people: "podgroups.scheduling.k8s.io train/job-1".
+func (c Consumer) String() string {
+	return strings.TrimSuffix(c.Resource+"."+c.APIGroup, ".") + " " + c.Namespace + "/" + c.Name
+}
+
+// Result is a device that the scheduler gave a claim, in the words of resource.k8s.io/v1.
+type Result struct {
+	// Request is the request's name; of one with alternatives "<request>/<alternative>".
+	Request string `json:"request"`
+	Driver  string `json:"driver"`
+	Pool    string `json:"pool"`
+	Device  string `json:"device"`
+	// Share tells what several claims have of one device; empty for a device that one
+	// claim has alone.
+	Share string `json:"shareID"`
+	// Capacity is what the claim has of a shared device, by name.
+	Capacity map[string]Quantity `json:"consumedCapacity"`
+	// Admin says that the claim is to have access to the device whoever else has it.
+	Admin bool `json:"adminAccess"`
+}
+
+// ClaimConfig is an opaque configuration for a driver.
+type ClaimConfig struct {
+	// Requests are the names of those that it is for; none means all. The name of a
+	// request with alternatives means each of these.
+	Requests []string
+	// Parameters are an object with apiVersion and kind, unchecked.
+	Parameters json.RawMessage
+	// FromClass says that the DeviceClass has it, which an administrator wrote, not the claim.
+	FromClass bool
+}
+
+// ClaimDevice is what a driver says of a device of a claim.
+type ClaimDevice struct {
+	// Pool, Device and Share are those of a Result.
+	Pool, Device, Share string
+	// Data is for people and programs that read the claim; at most 10 KiB as JSON.
+	Data map[string]string
+}
+
+// claimObject is what is read of a ResourceClaim.
+type claimObject struct {
+	Status struct {
+		Allocation struct {
+			Devices struct {
+				Results []Result
+				Config  []struct {
+					Source   string
+					Requests []string
+					Opaque   struct {
+						Driver     string
+						Parameters json.RawMessage
+					}
+				}
+			}
+		}
+		ReservedFor []struct{ APIGroup, Resource, Name, UID string }
+		Devices     []claimDevice
+	}
+}
+
+// claimDevice is of which device a driver says something in a claim's status.
+type claimDevice struct{ Driver, Pool, Device, ShareID string }
+
+// Claim reads one ResourceClaim. The error wraps gpu.ErrNotFound where there is none of
+// that name; whether it is the same as before says its UID.
+func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Claim, error) {
+	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
+	defer cancel()
+	object, err := c.server.API.Resource(resourceClaims).Namespace(namespace).Get(bounded, name, metav1.GetOptions{})
+	var claim *Claim
+	if err == nil {
+		claim, err = readClaim(object, driver)
+	}
+	if apierrors.IsNotFound(err) {
+		err = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err))
+		c.server.Note(ctx, "get", resourceClaims.Resource, "", nil)
+	} else {
+		// One name for all claims: what fails, a missing right, fails for all alike.
+		c.server.Note(ctx, "get", resourceClaims.Resource, "", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read ResourceClaim %s/%s: %w", namespace, name, err)
+	}
+	return claim, nil
+}
+
+// Claims reads the claims that have a device of a driver of this node: of a pool whose
+// name begins with the node's and a slash. The server cannot select them, so each call
+// reads all claims of the cluster, a page at a time. They are sorted by namespace and name.
+//
+// All nodes may ask at once: after an edit that is for all, or when all agents start anew. So
+// where there is more than a page of claims the rest is asked for after a random pause, which is
+// in proportion to how much is left, and a quarter of the time that is left until ctx ends at
+// most. In a cluster with up to 200 claims nobody pauses; with 20,000 it is up to 5 s.
+func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
+	var claims []Claim
+	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+		bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
+		defer cancel()
+		list, err := c.server.API.Resource(resourceClaims).List(bounded, o)
+		if err == nil && o.Continue == "" && list.GetContinue() != "" {
+			err = c.spread(ctx, list.GetRemainingItemCount())
+		}
+		return list, err
+	})
+	pages.PageSize, pages.PageBufferSize = claimPage, 1
+	err := pages.EachListItem(ctx, metav1.ListOptions{}, func(item runtime.Object) error {
+		claim, err := readClaim(item.(*unstructured.Unstructured), driver)
+		if err != nil {
+			return err
+		}
+		if slices.ContainsFunc(claim.Results, func(r Result) bool { return strings.HasPrefix(r.Pool, c.options.NodeName+"/") }) {
+			claims = append(claims, *claim)
+		}
+		return nil
+	})
+	c.server.Note(ctx, "list", resourceClaims.Resource, "", err)
+	if err != nil {
+		return nil, fmt.Errorf("list ResourceClaims: %w", err)
+	}
+	slices.SortFunc(claims, func(a, b Claim) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+	return claims, nil
+}
+
+// spread waits at random, so that nodes that list at the same moment do not go on doing so. left
+// is how many claims are left; nil where the server does not say.
+func (c *Client) spread(ctx context.Context, left *int64) error {
+	pages := time.Duration(1)
+	if left != nil {
+		pages = time.Duration(min(max(*left, 0), math.MaxInt32)/claimPage + 1)
+	}
+	most := pages * c.timing.claimPage
+	if until, ok := ctx.Deadline(); ok {
+		most = min(most, time.Until(until)/claimSpread)
+	}
+	if most <= 0 {
+		return nil
+	}
+	select {
+	case <-time.After(rand.N(most)):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// readClaim reads what a ResourceClaim says to a driver.
+func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
+	data, err := o.MarshalJSON()
+	if err != nil {
+		return nil, err
+	}
+	var object claimObject
+	if err := json.Unmarshal(data, &object); err != nil {
+		return nil, fmt.Errorf("read ResourceClaim %s/%s: %w", o.GetNamespace(), o.GetName(), err)
+	}
+	claim := &Claim{Namespace: o.GetNamespace(), Name: o.GetName(), UID: string(o.GetUID())}
+	for _, r := range object.Status.Allocation.Devices.Results {
+		if r.Driver == driver {
+			claim.Results = append(claim.Results, r)
+		}
+	}
+	for _, config := range object.Status.Allocation.Devices.Config {
+		if config.Opaque.Driver == driver {
+			claim.Configs = append(claim.Configs, ClaimConfig{Requests: config.Requests, Parameters: config.Opaque.Parameters, FromClass: config.Source == "FromClass"})
+		}
+	}
+	// What is said of a device that it had before says nothing of what it has now.
+	claim.Told = slices.ContainsFunc(object.Status.Devices, func(d claimDevice) bool { return d.Driver == driver }) &&
+		!slices.ContainsFunc(claim.Results, func(r Result) bool {
+			return !slices.Contains(object.Status.Devices, claimDevice{driver, r.Pool, r.Device, r.Share})
+		})
+	for _, user := range object.Status.ReservedFor {
+		if user.APIGroup == "" && user.Resource == kube.Pods.Resource {
+			claim.Pods = append(claim.Pods, workload.Pod{Namespace: claim.Namespace, Name: user.Name, UID: user.UID})
+		} else {
+			claim.Others = append(claim.Others, Consumer{user.APIGroup, user.Resource, claim.Namespace, user.Name, user.UID})
+		}
+	}
+	return claim, nil
+}
+
+// SetClaimDevices writes what a driver says of the devices of a claim, in its status;
+// what it said before and does not say now goes, and what other drivers say stays. Of
+// several that name the same device and share the first counts. The error wraps
+// gpu.ErrNotFound where the claim is gone or another has its name by now.
+func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Claim, devices []ClaimDevice) error {
+	type key struct{ pool, device, share string }
+	seen := map[key]bool{}
+	entries := []any{}
+	for _, d := range devices {
+		if k := (key{d.Pool, d.Device, d.Share}); seen[k] {
+			continue
+		} else {
+			seen[k] = true
+		}
+		entry := map[string]any{"driver": driver, "pool": d.Pool, "device": d.Device}
+		if d.Share != "" {
+			entry["shareID"] = d.Share
+		}
+		if d.Data != nil {
+			entry["data"] = d.Data
+		}
+		entries = append(entries, entry)
+	}
+	body, err := json.Marshal(map[string]any{"apiVersion": resourceClaims.GroupVersion().String(), "kind": "ResourceClaim",
+		"metadata": map[string]any{"namespace": claim.Namespace, "name": claim.Name, "uid": claim.UID},
+		"status":   map[string]any{"devices": entries}})
+	if err != nil {
+		return fmt.Errorf("write the devices of ResourceClaim %s/%s: %w", claim.Namespace, claim.Name, err)
+	}
+	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
+	defer cancel()
+	// Elements that this manager applied before and does not name are removed, and
+	// nobody else's, whatever has changed since the claim was read.
+	force := true
+	_, err = c.server.API.Resource(resourceClaims).Namespace(claim.Namespace).Patch(bounded, claim.Name, types.ApplyPatchType, body,
+		metav1.PatchOptions{FieldManager: manager, Force: &force}, "status")
+	failed := err
+	if apierrors.IsNotFound(err) || otherObject(err) {
+		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err)), nil
+	}
+	c.server.Note(ctx, "patch", resourceClaims.Resource+"/status", "", failed)
+	if err != nil {
+		return fmt.Errorf("write the devices of ResourceClaim %s/%s: %w", claim.Namespace, claim.Name, err)
+	}
+	return nil
+}
+
+// otherObject says whether err is a refusal since the object of that name has another UID.
+func otherObject(err error) bool {
+	var answer apierrors.APIStatus
+	if !apierrors.IsInvalid(err) || !errors.As(err, &answer) || answer.Status().Details == nil {
+		return false
+	}
+	return slices.ContainsFunc(answer.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
+}

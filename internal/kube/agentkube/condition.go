@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"example.com/gpu-agent/internal/brief"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// ConditionStatus is what a condition says of its type.
+type ConditionStatus string
+
+// The three values that the API knows.
+const (
+	True    ConditionStatus = "True"
+	False   ConditionStatus = "False"
+	Unknown ConditionStatus = "Unknown"
+)
+
+// Condition is one of the agent's own in its Node's status.
+type Condition struct {
+	// Type is the condition's name, below Options.Domain:
+	// "example.com/GPUHealthy".
+	Type   string
+	Status ConditionStatus
+	// Reason is one word in UpperCamelCase, for programs.
+	Reason string
+	// Message is for people; beyond 1,024 bytes it is cut.
+	Message string
+
+	// since is lastTransitionTime as the server has it.
+	since string
+}
+
+// says reports whether c and d say the same, whenever each began.
+func (c Condition) says(d Condition) bool {
+	c.since, d.since = "", ""
+	return c == d
+}
+
+// SetCondition writes a condition of the agent's Node; all other conditions, the
+// kubelet's among them, stay as they are. Where the Node, as it was last seen, has it
+// already, no request is made: calling it again is free, and after the Node was
+// created anew it writes again. Requests are bounded, as those of Mark are. The time of the
+// last transition moves only with Status, the heartbeat with every write.
+//
+// It returns an error where the server refuses or does not answer, and where there is
+// no Node; the caller tries again when it next has reason to.
+func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
+	if err := n.mayWrite(want.Type); err != nil {
+		return err
+	}
+	if want.Status != True && want.Status != False && want.Status != Unknown || want.Reason == "" {
+		return fmt.Errorf("set condition %s: status %q with reason %q: want True, False or Unknown, and a reason",
+			want.Type, want.Status, want.Reason)
+	}
+	want.Reason, want.Message = brief.Cut(want.Reason, brief.Reason), brief.Cut(want.Message, brief.Message)
+	node, err := n.lastNode(ctx)
+	if err == nil && node == nil {
+		err = errors.New("the API server has no Node of this name")
+	}
+	if err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
+	}
+	now := stamp(n.server.Now())
+	want.since = now
+	if have, ok := node.condition(want.Type); ok {
+		if have.says(want) {
+			return nil
+		}
+		if have.Status == want.Status && have.since != "" {
+			want.since = have.since
+		}
+	}
+	if err = n.mayRequest(ctx); err == nil {
+		err = n.patchCondition(ctx, map[string]any{
+			"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
+			"lastTransitionTime": want.since, "lastHeartbeatTime": now,
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
+	}
+	return nil
+}
+
+// RemoveCondition removes a condition of the agent from its Node. One that the Node, as
+// it was last seen, lacks costs no request, and a Node that is gone is not an error.
+func (n *ourNode) RemoveCondition(ctx context.Context, kind string) error {
+	if err := n.mayWrite(kind); err != nil {
+		return err
+	}
+	node, err := n.lastNode(ctx)
+	if err == nil && node != nil {
+		if _, ok := node.condition(kind); ok {
+			err = n.patchCondition(ctx, map[string]any{"type": kind, "$patch": "delete"})
+		}
+	}
+	if err != nil && !apierrors.IsNotFound(err) {
+		return fmt.Errorf("remove condition %s of node %s: %w", kind, n.options.NodeName, err)
+	}
+	return nil
+}
+
+// patchCondition sends one element of status.conditions. The API merges that
+// list by type where the patch is a strategic one; a merge patch would replace
+// the whole list, and with it what the kubelet wrote meanwhile.
+func (n *ourNode) patchCondition(ctx context.Context, element map[string]any) error {
+	body, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []any{element}}})
+	if err != nil {
+		return fmt.Errorf("encode the patch: %w", err)
+	}
+	_, err = n.patchNode(ctx, types.StrategicMergePatchType, body, metav1.PatchOptions{FieldManager: manager}, "status")
+	return err
+}
+
+// condition finds one by its type among all that the Node has.
+func (n *Node) condition(kind string) (Condition, bool) {
+	i := slices.IndexFunc(n.Conditions, func(c Condition) bool { return c.Type == kind })
+	if i < 0 {
+		return Condition{}, false
+	}
+	return n.Conditions[i], true
+}
+
+// readConditions reads what can be understood of status.conditions.
+func readConditions(object *unstructured.Unstructured) []Condition {
+	list, _, _ := unstructured.NestedSlice(object.Object, "status", "conditions")
+	var out []Condition
+	for _, element := range list {
+		fields, _ := element.(map[string]any)
+		text := func(key string) string { s, _ := fields[key].(string); return s }
+		out = append(out, Condition{Type: text("type"), Status: ConditionStatus(text("status")),
+			Reason: text("reason"), Message: text("message"), since: text("lastTransitionTime")})
+	}
+	return out
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/workload"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/flowcontrol"
+)
+
+// EventType is what kubectl shows in an Event's first column but one.
+type EventType string
+
+// The two types that the API knows.
+const (
+	Normal  EventType = "Normal"
+	Warning EventType = "Warning"
+)
+
+// EventOutcome is what became of one call of Event.
+type EventOutcome string
+
+// Outcomes.
+const (
+	// EventSent: a new Event, or a higher count on an old one, was written.
+	EventSent EventOutcome = "sent"
+	// EventMerged: it repeats one that was written a moment ago; the count is
+	// written with the next repetition.
+	EventMerged EventOutcome = "merged"
+	// EventDropped: the queue was full, the bucket was empty, the server
+	// refused, or was away for too long.
+	EventDropped EventOutcome = "dropped"
+)
+
+type event struct {
+	regarding workload.Pod
+	kind      EventType
+	reason    string
+	message   string
+	at        time.Time
+	// serial tells Events of one nanosecond apart.
+	serial uint64
+}
+
+// eventQueue has the Events that are still to be sent.
+type eventQueue struct {
+	*apiServer
+	serial atomic.Uint64
+	queue  chan event
+	// onNode and onPods bound the Events of each: a fault that hits many pods
+	// must not silence those of the node.
+	onNode, onPods flowcontrol.RateLimiter
+}
+
+// Event queues an Event about a pod and returns at once; Run sends it. Without a name
+// it is about the agent's own Node. An empty namespace means default. Without a UID the
+// Event is kept, but `kubectl describe pod` does not find it; a static pod's is the one
+// that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
+// 1,024 bytes is cut.
+func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, message string) {
+	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message), q.server.Now(), q.serial.Add(1)}
+	select {
+	case q.queue <- e:
+	default:
+		q.dropped(e, "the queue is full", nil)
+	}
+}
+
+// dropped counts an Event that comes to nothing. Thousands may: why is one of a few
+// words, and err what the server said, if it did.
+func (q *eventQueue) dropped(e event, why string, err error) {
+	args := []any{"reason", e.reason, "message", e.message}
+	if err != nil {
+		args = append(args, "err", err)
+	}
+	q.server.Ration.Log(slog.LevelWarn, "Event dropped", []any{"because", why}, args...)
+	q.eventDone(EventDropped)
+}
+
+func (q *eventQueue) eventDone(o EventOutcome) {
+	if q.options.EventDone != nil {
+		q.options.EventDone(o)
+	}
+}
+
+// written is an Event that the server has.
+type written struct {
+	namespace, name string
+	// count includes repetitions that were not written yet.
+	count int
+	at    time.Time
+}
+
+// identity is what makes an event a repetition of another one.
+func (e event) identity() event {
+	e.at, e.serial = time.Time{}, 0
+	return e
+}
+
+// Run sends queued Events until ctx ends, whose error it returns. What is in
+// the queue then is lost.
+func (q *eventQueue) Run(ctx context.Context) error {
+	seen := map[event]*written{}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case e := <-q.queue:
+			for key, w := range seen {
+				if q.server.Now().Sub(w.at) > q.timing.window {
+					delete(seen, key)
+				}
+			}
+			q.send(ctx, e, seen)
+		}
+	}
+}
+
+// send writes one Event, waiting for a server that is away until the Event is
+// older than the window. Meanwhile others wait in the queue.
+func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written) {
+	known := seen[e.identity()]
+	if known != nil {
+		known.count++
+		if e.at.Sub(known.at) < q.timing.quiet {
+			q.eventDone(EventMerged)
+			return
+		}
+	}
+	bucket := q.onNode
+	if e.regarding.Name != "" {
+		bucket = q.onPods
+	}
+	if !bucket.TryAccept() {
+		q.dropped(e, "too many Events", nil)
+		return
+	}
+	for retry := q.server.BackOff(q.server.Timing.PauseMax); ; {
+		err := q.write(ctx, e, known)
+		if known != nil && apierrors.IsNotFound(err) {
+			// The API server forgets Events, after an hour by default.
+			known = nil
+			continue
+		}
+		switch {
+		case err == nil:
+			q.eventDone(EventSent)
+			if known == nil {
+				known = &written{namespace: e.namespace(), name: q.eventName(e), count: 1}
+				seen[e.identity()] = known
+			}
+			known.at = e.at
+			return
+		case ctx.Err() != nil:
+			return
+		case kube.Answered(err) && !transient(err):
+			q.dropped(e, "the API server refuses it", err)
+			return
+		case q.server.Now().Sub(e.at) > q.timing.window:
+			q.dropped(e, "the API server is away", err)
+			return
+		}
+		if !kube.Sleep(ctx, retry.Step()) {
+			return
+		}
+	}
+}
+
+func transient(err error) bool {
+	return apierrors.IsInternalError(err) || apierrors.IsServerTimeout(err) || apierrors.IsTimeout(err) ||
+		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
+}
+
+func (q *eventQueue) write(ctx context.Context, e event, known *written) error {
+	bounded, cancel := context.WithTimeout(ctx, q.server.Timing.Request)
+	defer cancel()
+	if known == nil {
+		api := q.server.API.Resource(events).Namespace(e.namespace())
+		_, err := api.Create(bounded, q.object(e), metav1.CreateOptions{FieldManager: "gpu-agent"})
+		if apierrors.IsAlreadyExists(err) {
+			err = nil // an answer that got lost on the way
+		}
+		q.server.Note(ctx, "create", events.Resource, e.namespace(), err)
+		return err
+	}
+	body, err := json.Marshal(map[string]any{"count": known.count, "lastTimestamp": stamp(e.at)})
+	if err != nil {
+		return fmt.Errorf("encode the patch of event %s: %w", known.name, err)
+	}
+	_, err = q.server.API.Resource(events).Namespace(known.namespace).
+		Patch(bounded, known.name, types.MergePatchType, body, metav1.PatchOptions{FieldManager: "gpu-agent"})
+	if apierrors.IsNotFound(err) {
+		q.server.Note(ctx, "patch", events.Resource, known.namespace, nil)
+		return err
+	}
+	q.server.Note(ctx, "patch", events.Resource, known.namespace, err)
+	return err
+}
+
+// namespace is where the API wants the Event: a pod's own, and for objects
+// without one, "default".
+func (e event) namespace() string {
+	if e.regarding.Namespace == "" {
+		return metav1.NamespaceDefault
+	}
+	return e.regarding.Namespace
+}
+
+// eventName differs for all Events of one agent and for those of its
+// predecessors.
+func (q *eventQueue) eventName(e event) string {
+	name := e.regarding.Name
+	if name == "" {
+		name = q.options.NodeName
+	}
+	// A name may have 253 bytes, and up to 34 follow.
+	return fmt.Sprintf("%s.%x.%x", strings.TrimRight(name[:min(len(name), 219)], ".-"), e.at.UnixNano(), e.serial)
+}
+
+func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
+
+func (q *eventQueue) object(e event) *unstructured.Unstructured {
+	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
+		"namespace": e.namespace(), "name": e.regarding.Name}
+	if e.regarding.UID != "" {
+		involved["uid"] = e.regarding.UID
+	}
+	if e.regarding.Name == "" {
+		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
+			"name": q.options.NodeName, "uid": q.options.NodeName}
+	}
+	reporter := q.options.Domain + "/gpu-agent"
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "v1", "kind": "Event",
+		"metadata":           map[string]any{"namespace": e.namespace(), "name": q.eventName(e)},
+		"involvedObject":     involved,
+		"type":               string(e.kind),
+		"reason":             e.reason,
+		"message":            e.message,
+		"source":             map[string]any{"component": "gpu-agent", "host": q.options.NodeName},
+		"reportingComponent": reporter,
+		"reportingInstance":  q.options.NodeName,
+		"firstTimestamp":     stamp(e.at),
+		"lastTimestamp":      stamp(e.at),
+		"count":              int64(1),
+	}}
+}

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// budgetCause marks the API server's refusals that come from a disruption
+// budget; without it, 429 says that the server is overloaded.
+const budgetCause metav1.CauseType = "DisruptionBudget"
+
+// Words of the API server's refusals by the admission policy that looks at the
+// pods of the namespace: a pod has that name and another UID, and there is no pod.
+const (
+	otherUID = "the one of this name has another UID"
+	noPods   = "no params found"
+)
+
+// evictionLabels mark the agent's evictions. The admission policy that looks at
+// each pod of the namespace looks at these alone; another policy demands them.
+var evictionLabels = map[string]any{"app.kubernetes.io/name": "gpu-agent"}
+
+// ErrBudget is wrapped by Evict's error where a disruption budget forbids the
+// eviction now. Trying again later can help.
+var ErrBudget = errors.New("a disruption budget forbids it now")
+
+// Evict asks the API server to end this pod and none that comes after it, with the
+// grace period that the pod has for itself, as a drain does: disruption budgets are
+// respected. It returns when the server has decided, at most 30 s later, and long before
+// the pod's containers are gone. The pod needs a namespace, a name, and the API
+// server's UID: the kubelet calls a static pod by another one.
+//
+// A pod that does not exist counts as evicted, also in a namespace without pods, where
+// the admission policy refuses. Where there is one of that name with
+// another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
+// budget forbids it, the error wraps ErrBudget and has the server's message.
+func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
+	if p.Namespace == "" || p.Name == "" || p.UID == "" {
+		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, so that no other pod is hit", p, p.UID)
+	}
+	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
+	defer cancel()
+	done, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).Create(bounded, evictionOf(p, evictionLabels), metav1.CreateOptions{}, "eviction")
+	failed := err
+	if err == nil {
+		err = refused(done)
+	}
+	budget := apierrors.IsTooManyRequests(err) && apierrors.HasStatusCause(err, budgetCause)
+	gone := apierrors.IsNotFound(err) || byPolicy(err, noPods)
+	other := apierrors.IsConflict(err) || byPolicy(err, otherUID)
+	if gone || other || budget {
+		failed = nil // an answer about the pod: the API server works
+	}
+	// One name for all pods: what fails, a missing right, fails for all alike.
+	c.server.Note(ctx, "create", kube.Pods.Resource+"/eviction", "", failed)
+	switch {
+	case err == nil, gone:
+		return nil
+	case other:
+		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which cannot be evicted (%s)",
+			p, gpu.ErrNotFound, p.UID, err)
+	case budget:
+		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
+	case apierrors.IsForbidden(err) && !byPolicy(err, ""):
+		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
+	}
+	return fmt.Errorf("evict pod %s: %w", p, err)
+}
+
+// evictionOf is the request to evict a pod; without a UID it names none.
+func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructured {
+	options := map[string]any{}
+	if p.UID != "" {
+		options["preconditions"] = map[string]any{"uid": p.UID}
+	}
+	metadata := map[string]any{"namespace": p.Namespace, "name": p.Name}
+	if labels != nil {
+		metadata["labels"] = labels
+	}
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options,
+	}}
+}
+
+// refused finds a refusal in an answer whose code says success: where a pod has two
+// budgets, the server answers 201 with a failure in the body.
+func refused(answer *unstructured.Unstructured) error {
+	if s, _, _ := unstructured.NestedString(answer.Object, "status"); s != metav1.StatusFailure {
+		return nil
+	}
+	code, _, _ := unstructured.NestedInt64(answer.Object, "code")
+	message, _, _ := unstructured.NestedString(answer.Object, "message")
+	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: int32(code), Message: message}}
+}
+
+// words is what the server says about the budget: which one it is, and what it needs.
+func words(err error) string {
+	text := err.Error()
+	var status apierrors.APIStatus
+	if errors.As(err, &status) && status.Status().Details != nil {
+		for _, cause := range status.Status().Details.Causes {
+			if cause.Type == budgetCause {
+				text += " " + cause.Message
+			}
+		}
+	}
+	return text
+}

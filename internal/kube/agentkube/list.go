@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/kube"
+)
+
+// GPUNode is a Node that has a GPUNode.
+type GPUNode struct {
+	Name   string
+	Labels map[string]string
+	Status *gpunode.Status
+}
+
+// List reads once, in pages, the Nodes of a cluster with such labels, in kubectl's words, that
+// have a GPUNode. It is for commands: an agent does not use it. A node whose GPUNode says what
+// cannot be is logged and passed over: none can keep the others from being read. The error says
+// what the server does not have or does not allow.
+func List(ctx context.Context, o kube.Options, selector string) ([]GPUNode, error) {
+	server, err := kube.Connect(o, 100)
+	if err != nil {
+		return nil, err
+	}
+	says := map[string]*gpunode.Status{}
+	err = server.Pages(ctx, kube.GPUNodes(o.Domain), "", func(o *unstructured.Unstructured) error {
+		status, err := kube.ReadGPUNode(o)
+		if err == nil {
+			err = status.Check()
+		}
+		if err != nil {
+			server.Log.Warn("passing over a node whose GPUNode says what cannot be", "node", o.GetName(), "err", err)
+			return nil
+		}
+		says[o.GetName()] = status
+		return nil
+	})
+	if apierrors.IsNotFound(err) {
+		err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)", gpunode.Plural, o.Domain, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	var out []GPUNode
+	err = server.Pages(ctx, kube.Nodes, selector, func(o *unstructured.Unstructured) error {
+		if s := says[o.GetName()]; s != nil {
+			out = append(out, GPUNode{o.GetName(), o.GetLabels(), s})
+		}
+		return nil
+	})
+	return out, err
+}

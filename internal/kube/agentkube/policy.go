@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+)
+
+// PolicyOptions say which policies there should be beside those of the base.
+type PolicyOptions struct {
+	// Evictions are on, so the component evict should be there.
+	Evictions bool
+	// DRA reports whether DRA is used, so that the component dra should be there; nil is
+	// never. It may change.
+	DRA func() bool
+	// GPUNodes are written, where the cluster has them.
+	GPUNodes bool
+	// Pod is the agent's own, by which the policy on a pod's node is tried. It
+	// needs no UID; without a name, that policy is left out.
+	Pod workload.Pod
+}
+
+const (
+	// tried is the name of what the dry runs would make or end. Nothing that
+	// exists is called so.
+	tried = "gpu-agent-policy-check"
+	// noUID is the UID of no pod.
+	noUID = "00000000-0000-4000-8000-000000000000"
+	// doubts is how often a policy must be found missing, within about five
+	// seconds, before it is said to be: when manifests are applied, a right is in
+	// force before its policy.
+	doubts = 6
+)
+
+// attempt is a write that a policy must refuse.
+type attempt struct {
+	policy         string
+	verb, resource string
+	write          func(context.Context) error
+	// past are answers that come from behind the policy, other than success.
+	past func(error) bool
+}
+
+// WatchPolicies tries, by server-side dry run, writes that the admission policies
+// must refuse, now and about every hour, until ctx ends, whose error it returns:
+// a policy that matches another account than the agent's, and one that is not
+// there, let everything through without any error. fn is called with the first
+// result and whenever it differs from the last. A policy that is missing, and a
+// question without an answer, are tried again with growing pauses, up to
+// Options.Relist.
+//
+// A dry run changes nothing. Each is also chosen so that it would do no harm if
+// it were carried out: a label that means nothing, an Event, evictions of a
+// pod that does not exist, or by a UID that it does not have, a ResourceSlice
+// without devices, of a driver and a node that do not exist, and an empty GPUNode of
+// such a node.
+func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
+	most := max(c.options.Relist, c.server.Timing.PauseMax)
+	retry := c.server.BackOff(most)
+	var last []status.Policy
+	for missing := 0; ; {
+		attempts := c.attempts(o)
+		now := make([]status.Policy, len(attempts))
+		worst := status.PolicyHeld
+		for i, a := range attempts {
+			now[i] = c.tryPolicy(ctx, a)
+			if s := now[i].State; s == status.PolicyMissing || s == status.PolicyUnknown && worst == status.PolicyHeld {
+				worst = s
+			}
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if worst == status.PolicyMissing {
+			missing++
+		} else {
+			missing = 0
+		}
+		if (missing == 0 || missing >= doubts) && !slices.Equal(now, last) {
+			c.logPolicies(last, now)
+			fn(slices.Clone(now))
+			last = now
+		}
+		pause := kube.Around(c.timing.recheck)
+		if worst == status.PolicyHeld {
+			retry = c.server.BackOff(most)
+		} else {
+			pause = retry.Step()
+		}
+		if !kube.Sleep(ctx, pause) {
+			return ctx.Err()
+		}
+	}
+}
+
+// attempts are the writes to try, by policy.
+func (c *Client) attempts(o PolicyOptions) []attempt {
+	dry := []string{metav1.DryRunAll}
+	notFound := apierrors.IsNotFound
+	evict := func(p workload.Pod, labels map[string]any) func(context.Context) error {
+		return func(ctx context.Context) error {
+			_, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
+			return err
+		}
+	}
+	list := []attempt{
+		{"gpu-agent", "patch", kube.Nodes.Resource, func(ctx context.Context) error {
+			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+tried)
+			_, err := c.server.API.Resource(kube.Nodes).Patch(ctx, c.options.NodeName, types.MergePatchType, []byte(body),
+				metav1.PatchOptions{FieldManager: manager, DryRun: dry})
+			return err
+		}, nil},
+		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
+			e := c.object(event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()})
+			e.SetName(tried)
+			e.Object["reportingComponent"] = tried
+			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			return err
+		}, apierrors.IsAlreadyExists},
+	}
+	if o.DRA != nil && o.DRA() {
+		list = append(list, attempt{"gpu-agent-dra", "create", resourceSlices.Resource, func(ctx context.Context) error {
+			empty := ResourceSlice{Name: tried, Pool: Pool{Name: tried, Generation: 1, Slices: 1}}
+			object, err := empty.Object(tried, tried)
+			if err == nil {
+				_, err = c.server.API.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			}
+			return err
+		}, apierrors.IsAlreadyExists})
+	}
+	if o.GPUNodes && !c.lacksGPUNodes() {
+		list = append(list, attempt{"gpu-agent-gpunodes", "create", gpunode.Plural, func(ctx context.Context) error {
+			object := &unstructured.Unstructured{Object: map[string]any{"apiVersion": c.options.Domain + "/" + gpunode.Version, "kind": gpunode.Kind, "metadata": map[string]any{"name": tried}}}
+			_, err := c.server.API.Resource(c.gpuNodes()).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			return err
+		}, apierrors.IsAlreadyExists})
+	}
+	if o.Evictions {
+		list = append(list, attempt{"gpu-agent-evict", "create", kube.Pods.Resource + "/eviction",
+			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
+		if o.Pod.Name != "" {
+			own := o.Pod
+			own.UID = noUID
+			list = append(list, attempt{"gpu-agent-evict-node", "create", kube.Pods.Resource + "/eviction",
+				evict(own, evictionLabels), func(err error) bool { return notFound(err) || apierrors.IsConflict(err) }})
+		}
+	}
+	return list
+}
+
+// tryPolicy makes one attempt.
+func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
+	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
+	defer cancel()
+	err := a.write(bounded)
+	held, taken := byPolicy(err, ""), err == nil || a.past != nil && a.past(err)
+	switch {
+	case held:
+		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		return status.Policy{Name: a.policy, State: status.PolicyHeld}
+	case taken:
+		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf("the API server would take a write to %s that the admission policy %s must refuse: "+
+			"apply admission.yaml of the manifests, with its binding, and see that its pattern fits the name of the agent's service account", a.resource, a.policy)}
+	}
+	c.server.Note(ctx, a.verb, a.resource, tried, err)
+	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf("whether the admission policy %s is in force is not known: %v", a.policy, err)}
+}
+
+// logPolicies says what has changed between two results.
+func (c *Client) logPolicies(before, now []status.Policy) {
+	for i, p := range now {
+		was := status.PolicyUnknown
+		if i < len(before) {
+			was = before[i].State
+		}
+		switch {
+		case p.State == was:
+		case p.State == status.PolicyMissing:
+			c.server.Log.Error("an admission policy is not in force", "policy", p.Name, "reason", p.Reason)
+		case p.State == status.PolicyHeld:
+			c.server.Log.Info("an admission policy is in force", "policy", p.Name)
+		}
+	}
+}
+
+// ours finds an admission policy of the agent's manifests in the API server's
+// words, also under a prefix and with a suffix that an overlay gave it.
+var ours = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
+
+// byPolicy says whether err is a refusal by one of the agent's admission
+// policies that has these words.
+func byPolicy(err error, words string) bool {
+	var answer apierrors.APIStatus
+	if !errors.As(err, &answer) || answer.Status().Code/100 != 4 {
+		return false
+	}
+	message := answer.Status().Message
+	return ours.MatchString(message) && strings.Contains(message, words)
+}

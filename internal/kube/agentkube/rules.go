@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentkube
+
+import (
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/kube"
+)
+
+// Rules is every permission that a Client uses. A manifest may narrow the
+// rule for ConfigMaps by resource name, since each list and watch selects one
+// object by name, and the one for resourceclaims/driver, where the name is a DRA
+// driver's; it cannot narrow the one for Nodes, which differs per node.
+var Rules = []kube.Rule{
+	{Resource: "configmaps", Verbs: []string{"list", "watch"},
+		Why: "follow the partitions"},
+	{Resource: "events", Verbs: []string{"create", "patch"}, Cluster: true,
+		Why: "report on the node, whose Events are in the namespace default, and on pods in theirs"},
+	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
+		Why: "follow the label that chooses a partition; write the outcome"},
+	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
+		Why: "say by conditions of its own how the node's GPUs are; lower what the scheduler may give out of its own resources"},
+	{APIGroup: kube.ManifestDomain, Resource: gpunode.Plural, Verbs: []string{"create", "delete", "list", "patch", "watch"}, Cluster: true,
+		Why: "tell schedulers and people what the node's GPUs have left; make and follow that object, and take it away with the agent"},
+	{APIGroup: kube.ManifestDomain, Resource: gpunode.Plural + "/status", Verbs: []string{"patch"}, Cluster: true,
+		Why: "the same: all that the object says is its status"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"list"}, Cluster: true,
+		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"create", "delete", "update", "watch"}, Cluster: true, Component: "dra",
+		Why: "publish what the node has for dynamic resource allocation"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims", Verbs: []string{"get", "list"}, Cluster: true, Component: "dra",
+		Why: "learn which devices the scheduler gave a claim; find the claims of the node again after a restart"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims/status", Verbs: []string{"patch"}, Cluster: true, Component: "dra",
+		Why: "say in a claim which instance and cap it has; alone it allows nothing"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims/driver", Verbs: []string{"associated-node:patch"}, Cluster: true, Component: "dra",
+		Why: "the same, of the driver's own devices in claims of the agent's node"},
+	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
+		Why: "end pods that go over their memory caps again and again, or whose claims can never be prepared, where that is on"},
+}

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kubetest
+
+import (
+	"encoding/json"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/fields"
+)
+
+// listAll answers with all objects of a resource, page by page. It keeps no snapshots: where
+// something has changed between two pages, the next one has expired.
+func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
+	query := r.URL.Query()
+	if want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]; query.Get("fieldSelector") != want {
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	s.Mu.Lock()
+	version := strconv.Itoa(s.Version)
+	s.Mu.Unlock()
+	items := slices.DeleteFunc(s.All(resource), ended)
+	metadata := map[string]any{"resourceVersion": version}
+	first, at, more := strings.Cut(query.Get("continue"), "@")
+	if more && at != version {
+		Refuse(w, 410, "Expired")
+		return
+	}
+	from, _ := strconv.Atoi(first)
+	to := len(items)
+	if limit, _ := strconv.Atoi(query.Get("limit")); limit > 0 && from+limit < to {
+		to = from + limit
+		metadata["continue"] = strconv.Itoa(to) + "@" + version
+	}
+	Answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata, "items": items[from:to]})
+}
+
+// ended says whether an object is a pod that has succeeded.
+func ended(object map[string]any) bool {
+	status, _ := object["status"].(map[string]any)
+	return object["kind"] == "Pod" && status["phase"] == "Succeeded"
+}
+
+// writeGPUNode makes, changes or deletes a GPUNode as the API server does with the
+// definition in the manifests: an apply of the object makes it and leaves the status alone,
+// one of the status replaces that and makes nothing, and a create has no status.
+func (s *Server) writeGPUNode(w http.ResponseWriter, r *http.Request, verb, resource, name string, body []byte) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	object, there := s.Objects["gpunodes//"+name]
+	var sent map[string]any
+	switch {
+	case verb == "delete" && there:
+		s.PutLocked("gpunodes", "", name, nil)
+		Answer(w, Failed(200, ""))
+		return
+	case verb == "delete", resource == "gpunodes/status" && !there:
+		Refuse(w, 404, "NotFound")
+		return
+	case verb != "patch" || r.Header.Get("Content-Type") != "application/apply-patch+yaml" || r.URL.Query().Get("fieldManager") == "":
+		Refuse(w, 415, "UnsupportedMediaType")
+		return
+	case json.Unmarshal(body, &sent) != nil || sent["apiVersion"] != "example.com/v1alpha1" || sent["kind"] != "GPUNode" || sent["metadata"].(map[string]any)["name"] != name:
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	if !there {
+		s.Used["create gpunodes"] = true // as the server asks besides
+	}
+	if object = Clone(object); object == nil {
+		object = map[string]any{}
+	}
+	if resource == "gpunodes/status" {
+		status := Clone(sent["status"].(map[string]any))
+		for _, field := range s.Pruned {
+			delete(status, field)
+		}
+		object["status"] = status
+	} else {
+		metadata, _ := object["metadata"].(map[string]any)
+		object["metadata"] = Merge(metadata, sent["metadata"].(map[string]any))
+	}
+	Answer(w, s.PutLocked("gpunodes", "", name, object))
+}
+
+// serveLease reads and writes Leases. As at the real server, an update that names a version
+// is refused where there is another one.
+func (s *Server) serveLease(w http.ResponseWriter, verb, namespace, name string, body []byte) {
+	var sent map[string]any
+	if verb != "get" && json.Unmarshal(body, &sent) != nil {
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	metadata, _ := sent["metadata"].(map[string]any)
+	if verb == "create" {
+		name, _ = metadata["name"].(string)
+	}
+	object := s.Objects["leases/"+namespace+"/"+name]
+	switch {
+	case verb == "create" && object != nil:
+		Refuse(w, 409, "AlreadyExists")
+	case verb != "create" && object == nil:
+		Refuse(w, 404, "NotFound")
+	case verb == "get":
+		Answer(w, object)
+	case verb == "update" && metadata["resourceVersion"] != object["metadata"].(map[string]any)["resourceVersion"]:
+		Refuse(w, 409, "Conflict")
+	default:
+		Answer(w, s.PutLocked("leases", namespace, name, sent))
+	}
+}
+
+// serveClaims reads as the real server does, and takes what is applied to a status; which
+// elements of a list that changes is tried at the real one (deployments).
+func (s *Server) serveClaims(w http.ResponseWriter, r *http.Request, verb, namespace, name string, body []byte) {
+	query := r.URL.Query()
+	if verb == "list" {
+		items, from := s.All("resourceclaims"), 0
+		limit, _ := strconv.Atoi(query.Get("limit"))
+		from, _ = strconv.Atoi(query.Get("continue"))
+		metadata, to := map[string]any{"resourceVersion": "1"}, len(items)
+		if limit > 0 && from+limit < to {
+			to = from + limit
+			metadata["continue"], metadata["remainingItemCount"] = strconv.Itoa(to), len(items)-to
+		}
+		for _, item := range items[from:to] {
+			item["kind"], item["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
+		}
+		Answer(w, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimList", "metadata": metadata, "items": items[from:to]})
+		return
+	}
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	object, ok := s.Objects["resourceclaims/"+namespace+"/"+name]
+	if !ok {
+		Refuse(w, 404, "NotFound")
+		return
+	}
+	object = Clone(object)
+	if verb == "patch" {
+		var patch struct {
+			Metadata struct{ UID string }
+			Status   struct{ Devices []any }
+		}
+		err := json.Unmarshal(body, &patch)
+		switch {
+		case err != nil, r.Header.Get("Content-Type") != "application/apply-patch+yaml", query.Get("fieldManager") != "gpu-agent", query.Get("force") != "true":
+			Refuse(w, 400, "BadRequest")
+			return
+		case patch.Metadata.UID != object["metadata"].(map[string]any)["uid"]:
+			body := Failed(422, "Invalid")
+			body["details"] = map[string]any{"causes": []any{map[string]any{"reason": "FieldValueInvalid", "field": "metadata.uid"}}}
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(422)
+			json.NewEncoder(w).Encode(body)
+			return
+		}
+		object["status"].(map[string]any)["devices"] = patch.Status.Devices
+		object = s.PutLocked("resourceclaims", namespace, name, object)
+	}
+	object["kind"], object["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
+	Answer(w, object)
+}
+
+// listSlices knows the field selectors that the real server has for them.
+func (s *Server) listSlices(w http.ResponseWriter, selector string) {
+	chosen, err := fields.ParseSelector(selector)
+	if err != nil {
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	items := []any{}
+	for _, object := range s.All("resourceslices") {
+		spec := object["spec"].(map[string]any)
+		node, _ := spec["nodeName"].(string)
+		if chosen.Matches(fields.Set{"spec.nodeName": node, "spec.driver": spec["driver"].(string)}) {
+			items = append(items, object)
+		}
+	}
+	Answer(w, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSliceList",
+		"metadata": map[string]any{"resourceVersion": "1"}, "items": items})
+}
+
+// writeSlice creates, updates and deletes as the real server does, but for validation.
+func (s *Server) writeSlice(w http.ResponseWriter, verb, name string, body []byte) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	if verb == "delete" {
+		s.PutLocked("resourceslices", "", name, nil)
+		Answer(w, map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Success"})
+		return
+	}
+	var object map[string]any
+	if err := json.Unmarshal(body, &object); err != nil {
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	s.ungated(object)
+	name = object["metadata"].(map[string]any)["name"].(string)
+	object = s.PutLocked("resourceslices", "", name, object)
+	object["kind"] = "ResourceSlice"
+	Answer(w, object)
+}
+
+// ungated takes away what the server does not know.
+func (s *Server) ungated(object map[string]any) map[string]any {
+	spec, _ := object["spec"].(map[string]any)
+	devices, _ := spec["devices"].([]any)
+	for _, d := range devices {
+		delete(d.(map[string]any), s.Gated)
+	}
+	return object
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agentobs
+
+import (
+	"slices"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/usage"
+)
+
+// Account collects what is granted and used.
+type Account struct {
+	// Node is the Node's name.
+	Node string
+	// Usage is called once for each scrape.
+	Usage func() usage.Shown
+	// Status is the source of what dcgm-exporter's users know by its names; nil where those
+	// are not wanted.
+	Status func() status.Status
+}
+
+var (
+	// accounted is all that an Account can send.
+	accounted []*prometheus.Desc
+
+	ofContainer = []string{"namespace", "pod", "container", "gpu"}
+
+	grantedGPU     = desc(obs.Prefix+"container_granted_gpu_seconds_total", "GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
+	usedGPU        = desc(obs.Prefix+"container_used_gpu_seconds_total", "The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
+	grantedMemory  = desc(obs.Prefix+"container_granted_memory_byte_seconds_total", "GPU memory that a container was granted, times seconds.", ofContainer...)
+	usedMemory     = desc(obs.Prefix+"container_used_memory_byte_seconds_total", "GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
+	smTime         = desc(obs.Prefix+"container_sm_seconds_total", "Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its processes. None where the driver has none (MIG).", ofContainer...)
+	idleFor        = desc(obs.Prefix+"container_idle_seconds", "How long a container has had no process on a GPU of which it holds something; 0 while it has one. None while that is not known.", ofContainer...)
+	journalUp      = desc(obs.Prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
+	recordsLost    = desc(obs.Prefix+"usage_records_lost_total", "Records of the usage journal that could not be written, since the start.")
+	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total", "Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
+
+	// As OpenCost and Kubecost look for it.
+	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a quarter of one, 2 for two.", "namespace", "pod", "container", "node")
+	// As dcgm-exporter names it.
+	framebuffer = desc("DCGM_FI_DEV_FB_USED", "GPU memory that a container uses, in MiB.", "gpu", "UUID", "device", "modelName", "Hostname", "namespace", "pod", "container")
+)
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	d := prometheus.NewDesc(name, help, labels, nil)
+	accounted = append(accounted, d)
+	return d
+}
+
+// Describe is prometheus.Collector's.
+func (a *Account) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range accounted {
+		out <- d
+	}
+}
+
+// Collect is prometheus.Collector's.
+func (a *Account) Collect(out chan<- prometheus.Metric) {
+	send := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, kind, value, valid(slices.Clone(labels))...)
+	}
+	u := a.Usage()
+	send(journalUp, prometheus.GaugeValue, obs.Truth(u.Written))
+	send(recordsLost, prometheus.CounterValue, float64(u.Lost))
+	send(recordsDropped, prometheus.CounterValue, float64(u.Dropped.Use), "use")
+	send(recordsDropped, prometheus.CounterValue, float64(u.Dropped.Refused), "refused")
+	for i := range u.Series {
+		s := &u.Series[i]
+		of := labelsOf(&s.Key)
+		send(grantedGPU, prometheus.CounterValue, s.GrantedGPU, of...)
+		send(grantedMemory, prometheus.CounterValue, s.GrantedMiB*(1<<20), of...)
+		if s.Known {
+			send(usedGPU, prometheus.CounterValue, s.UsedGPU, of...)
+			send(usedMemory, prometheus.CounterValue, s.UsedMiB*(1<<20), of...)
+		}
+		if s.SMKnown {
+			send(smTime, prometheus.CounterValue, s.SM, of...)
+		}
+	}
+	for i := range u.Idle {
+		send(idleFor, prometheus.GaugeValue, u.Idle[i].For.Seconds(), labelsOf(&u.Idle[i].Key)...)
+	}
+	held := map[[3]string]float64{}
+	for i := range u.Now {
+		p := &u.Now[i]
+		held[[3]string{p.Namespace, p.Pod, p.Container}] += p.Share
+	}
+	for who, share := range held {
+		send(allocation, prometheus.GaugeValue, share, append(who[:], a.Node)...)
+	}
+	if a.Status != nil {
+		a.collectFramebuffer(send)
+	}
+}
+
+func labelsOf(k *usage.Key) []string {
+	return []string{k.Namespace, k.Pod, k.Container, string(k.GPU)}
+}
+
+// collectFramebuffer sends what each container uses of a GPU's memory, where that is known.
+func (a *Account) collectFramebuffer(send func(*prometheus.Desc, prometheus.ValueType, float64, ...string)) {
+	s := a.Status()
+	models := map[string]string{}
+	for i := range s.GPUs {
+		models[s.GPUs[i].UUID] = s.GPUs[i].Model
+	}
+	type place struct{ namespace, pod, container, gpu string }
+	at := map[place]status.Container{}
+	for _, c := range s.Containers {
+		if c.Pod == "" || c.UsedMiB == nil {
+			continue
+		}
+		k := place{c.Namespace, c.Pod, c.Container, c.GPU}
+		if old, ok := at[k]; ok { // two allocations of one GPU
+			c.UsedMiB = new(*c.UsedMiB + *old.UsedMiB)
+		}
+		at[k] = c
+	}
+	for _, c := range at {
+		index := strconv.Itoa(c.Index)
+		send(framebuffer, prometheus.GaugeValue, float64(*c.UsedMiB), index, c.GPU, "nvidia"+index, models[c.GPU], a.Node, c.Namespace, c.Pod, c.Container)
+	}
+}

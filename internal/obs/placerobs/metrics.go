@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placerobs
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
+
+	"example.com/gpu-agent/internal/obs"
+)
+
+// Metrics counts what a placer does. Its methods may be called from several goroutines and
+// never block.
+type Metrics struct {
+	own       *prometheus.Registry
+	answers   *prometheus.CounterVec
+	took      *prometheus.HistogramVec
+	api       *prometheus.CounterVec
+	answered  *prometheus.GaugeVec
+	unguarded prometheus.Counter
+	wakes     *prometheus.CounterVec
+}
+
+// State is what a placer is at, when it is asked.
+type State struct {
+	// Waiting are pods that were refused and have no place yet. Reservations are pods that
+	// have one, by the placer's word or as the API's nominees, and are not bound.
+	Waiting, Reservations int
+	// PassedOver are nodes whose GPUNode says what cannot be.
+	PassedOver int
+	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
+	Slices map[string]int
+	// Checks are the admission checks of workloads that have quota, by their state.
+	Checks map[string]int
+	// Sites are the GPUs in use by site.
+	Sites map[string]SiteUse
+	// Leads says that this process is the one that answers.
+	Leads bool
+}
+
+// SiteUse is how many GPUs of a site are in use, in whole or in part, and for how many seconds
+// all of them together have been.
+type SiteUse struct {
+	GPUs    int
+	Seconds float64
+}
+
+// siteMetrics are those of sites, of which nobody knows before which there are.
+type siteMetrics struct {
+	read          func() State
+	gpus, seconds *prometheus.Desc
+}
+
+func (m *siteMetrics) Describe(to chan<- *prometheus.Desc) { to <- m.gpus; to <- m.seconds }
+
+func (m *siteMetrics) Collect(to chan<- prometheus.Metric) {
+	sites := m.read().Sites
+	if len(sites) == 0 {
+		sites = map[string]SiteUse{"": {}} // rate() needs a 0 to start from
+	}
+	for site, u := range sites {
+		to <- prometheus.MustNewConstMetric(m.gpus, prometheus.GaugeValue, float64(u.GPUs), site)
+		to <- prometheus.MustNewConstMetric(m.seconds, prometheus.CounterValue, u.Seconds, site)
+	}
+}
+
+// NewMetrics returns metrics in which all counters are 0. Read is asked at each scrape;
+// verbs are those of the extender's requests, outcomes what these can have, slices what a
+// ResourceSlice can have been told, and checks the states of an admission check.
+func NewMetrics(version string, read func() State, verbs, outcomes, slices, checks []string) *Metrics {
+	own := prometheus.NewRegistry()
+	auto := promauto.With(own)
+	m := &Metrics{
+		own: own,
+		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_answers_total",
+			Help: "Requests of schedulers, by how they ended. Where that is neither placed nor refused, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
+		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + "placer_answer_seconds",
+			Help:    "Time from a scheduler's request to the answer.",
+			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
+		api: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "api_errors_total",
+			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
+		answered: obs.AnsweredIn(auto),
+		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "placer_unguarded_pods_total",
+			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
+		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_wakes_total",
+			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."}, []string{"result"}),
+	}
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_waiting_pods",
+		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_reservations",
+		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_passed_over_nodes",
+		Help: "Nodes where nobody is placed since their GPUNode says what cannot be: an agent of another version, or a node that lies."}, func() float64 { return float64(read().PassedOver) })
+	for _, state := range checks {
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks", ConstLabels: prometheus.Labels{"state": state},
+			Help: "Admission checks that the placer answers, of workloads that have quota, by their state."},
+			func() float64 { return float64(read().Checks[state]) })
+	}
+	for _, state := range slices {
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_liqo_slices", ConstLabels: prometheus.Labels{"state": state},
+			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
+			func() float64 { return float64(read().Slices[state]) })
+	}
+	own.MustRegister(&siteMetrics{read,
+		prometheus.NewDesc(obs.Prefix+"placer_site_gpus", "GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
+		prometheus.NewDesc(obs.Prefix+"placer_site_gpu_seconds_total", "Time for which anybody has held a piece of a GPU, of all GPUs of a site together.", []string{"site"}, nil)})
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_leader",
+		Help: "1 while this process is the one that answers."}, func() float64 { return obs.Truth(read().Leads) })
+	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "build_info", Help: "1; the version is in the labels.",
+		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}}, func() float64 { return 1 })
+	for _, verb := range verbs { // rate() needs a 0 to start from
+		for _, outcome := range outcomes {
+			m.answers.WithLabelValues(verb, outcome)
+		}
+		m.took.WithLabelValues(verb)
+	}
+	for _, result := range []string{"ok", "error"} {
+		m.wakes.WithLabelValues(result)
+	}
+	return m
+}
+
+// Answered counts a scheduler's request.
+func (m *Metrics) Answered(verb, outcome string, took time.Duration) {
+	m.answers.WithLabelValues(verb, outcome).Inc()
+	m.took.WithLabelValues(verb).Observe(took.Seconds())
+}
+
+// APIError counts a request to the API server that failed.
+func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
+
+// APIAnswered notes that the API server has answered, or is asked from now on.
+func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
+
+// Unguarded counts a pod that was bound without the placer.
+func (m *Metrics) Unguarded() { m.unguarded.Inc() }
+
+// Woke counts an annotation that was to make the scheduler look again.
+func (m *Metrics) Woke(err error) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.wakes.WithLabelValues(result).Inc()
+}
+
+// Registry is all that /metrics shows.
+func (m *Metrics) Registry() *prometheus.Registry { return obs.Registry(m.own) }
