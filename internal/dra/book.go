@@ -11,7 +11,7 @@ import (
 	"sync"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
@@ -84,7 +84,7 @@ func newBook(o *Options, s shown, look token) *book {
 
 // agreed says that what a claim has is what the API server has given it for these pods, and for
 // those that it names.
-func (h *held) agreed(c *kube.Claim, pods []string) {
+func (h *held) agreed(c *agentkube.Claim, pods []string) {
 	for _, p := range c.Pods {
 		h.pods[p.UID] = true
 	}
@@ -105,7 +105,7 @@ func (b *book) heldLocked(uid string) *held {
 // ledger's epoch from before the API server was asked: what was taken since, or superseded, is newer
 // than its word. pods are those for which the kubelet had the claim before that. What differs is
 // superseded, and ends when no container has it: see retire.
-func (b *book) agree(c *kube.Claim, at uint64, pods []string) {
+func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 	now := map[string]share{}
 	for _, w := range wants(c, b.o.Driver, b.o.Node) {
 		now[w.id()] = w.share
@@ -259,7 +259,7 @@ func (b *book) taken(uid string) (shares []share, ok bool) {
 // take takes these results of a claim, or none. The error wraps ledger.ErrHeld where that
 // may become possible; news tells of another layout then. pods are those for which the kubelet
 // has the claim.
-func (b *book) take(c *kube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
+func (b *book) take(c *agentkube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.shelf.while(func(v view) { // so that nothing is taken by an older offer than the one in force
@@ -268,7 +268,7 @@ func (b *book) take(c *kube.Claim, wants []want, pods []string) (news <-chan str
 	return news, err
 }
 
-func (b *book) takeLocked(o *Offer, c *kube.Claim, wants []want, pods []string) error {
+func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []string) error {
 	var asked []ledger.Request
 	for i := range wants {
 		w := &wants[i]
@@ -314,7 +314,7 @@ func (b *book) takeLocked(o *Offer, c *kube.Claim, wants []want, pods []string) 
 }
 
 // nameHolder says who has an allocation until containers tell: what its claim is reserved for.
-func nameHolder(l *ledger.Ledger, id string, c *kube.Claim) {
+func nameHolder(l *ledger.Ledger, id string, c *agentkube.Claim) {
 	if len(c.Pods) > 0 {
 		l.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
 	} else if c.HasConsumers() {
@@ -353,7 +353,7 @@ func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
 // gaveBack reports whether the kubelet has given a claim back, and it is reserved for nobody
 // but the pods that it was for. What it has been given since is another thing. Of something
 // that is no pod nobody says that it has ended: its next pod may come at any moment.
-func (b *book) gaveBack(c *kube.Claim, wants []want) bool {
+func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	r, ok := b.returned[c.UID]
@@ -427,7 +427,7 @@ func (b *book) foundLocked(id string, r ledger.Record, s *share, given time.Time
 
 // takeOver takes over what a claim has, where no record of it is left: the kubelet or a
 // container says that it is prepared. pods are those for which the kubelet has it.
-func (b *book) takeOver(c *kube.Claim, pods []string) error {
+func (b *book) takeOver(c *agentkube.Claim, pods []string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	o := b.shelf.now().offer
@@ -558,7 +558,7 @@ func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bo
 }
 
 // setAnew says that a claim was allocated anew.
-func (b *book) setAnew(c *kube.Claim) {
+func (b *book) setAnew(c *agentkube.Claim) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.anew[c.UID] = nameOf(c)

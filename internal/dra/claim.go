@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
@@ -73,7 +73,7 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 }
 
 // nameOf is what the kubelet knows of a claim.
-func nameOf(c *kube.Claim) dra.Claim {
+func nameOf(c *agentkube.Claim) dra.Claim {
 	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 }
 
@@ -88,7 +88,7 @@ type want struct {
 }
 
 // wants are the results of a claim's allocation that are of a driver and a node.
-func wants(c *kube.Claim, driver, node string) (out []want) {
+func wants(c *agentkube.Claim, driver, node string) (out []want) {
 	n := map[string]int{}
 	for i := range c.Results {
 		r := &c.Results[i]
@@ -108,7 +108,7 @@ func wants(c *kube.Claim, driver, node string) (out []want) {
 }
 
 // wanted are the results of a claim that are to be prepared. The error lasts.
-func wanted(claim *kube.Claim, driver, node string) ([]want, error) {
+func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
 	}
@@ -127,7 +127,7 @@ func wanted(claim *kube.Claim, driver, node string) ([]want, error) {
 // driver is on one node, so some ResourceSlice lies: a stolen token of this node's could write
 // one where the policy of component dra is not in force. To prepare the rest would start a pod
 // without a GPU that it was promised.
-func foreign(claim *kube.Claim, driver, node string) error {
+func foreign(claim *agentkube.Claim, driver, node string) error {
 	for i := range claim.Results {
 		r := &claim.Results[i]
 		if r.Driver != driver || strings.HasPrefix(r.Pool, node+"/") {

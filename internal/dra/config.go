@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -44,7 +44,7 @@ type knownConfig struct {
 
 // readConfig returns the time slice that a configuration asks for. The error wraps
 // gpu.ErrInvalid where it asks for something else.
-func readConfig(c *kube.ClaimConfig) (gpu.TimeSlice, error) {
+func readConfig(c *agentkube.ClaimConfig) (gpu.TimeSlice, error) {
 	var object any
 	err := json.Unmarshal(c.Parameters, &object)
 	for _, k := range known {
@@ -69,7 +69,7 @@ func readConfig(c *kube.ClaimConfig) (gpu.TimeSlice, error) {
 const longest = 100
 
 // refuseConfig refuses configuration that is not known.
-func refuseConfig(c *kube.Claim) error {
+func refuseConfig(c *agentkube.Claim) error {
 	for i := range c.Configs {
 		if _, err := readConfig(&c.Configs[i]); err != nil {
 			return never(status.ClaimUnsupported, err)
@@ -81,7 +81,7 @@ func refuseConfig(c *kube.Claim) error {
 // sliceOf returns the time slice that a claim asks for in a result, empty where it asks for
 // none. The last configuration that is for the result's request counts. named says that it
 // names exactly that request.
-func sliceOf(c *kube.Claim, r *kube.Result) (slice gpu.TimeSlice, named bool) {
+func sliceOf(c *agentkube.Claim, r *agentkube.Result) (slice gpu.TimeSlice, named bool) {
 	for i := range slices.Backward(c.Configs) {
 		requests := c.Configs[i].Requests
 		named := slices.Contains(requests, r.Request)

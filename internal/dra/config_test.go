@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -48,7 +48,7 @@ func TestConfiguration(t *testing.T) {
 		strings.Replace(string(sliced("Long")), "GpuConfig", "MigDeviceConfig", 1):                          "",
 		`[` + string(sliced("Long")) + `]`:                                                                  "", string(sliced("Long")) + `x`: "", `{"kind":`: "", ``: "", `null`: "",
 	} {
-		got, err := readConfig(&kube.ClaimConfig{Parameters: json.RawMessage(text)})
+		got, err := readConfig(&agentkube.ClaimConfig{Parameters: json.RawMessage(text)})
 		if got != want || (err == nil) != (want != "") || err != nil && !errors.Is(err, gpu.ErrInvalid) {
 			t.Errorf("%s is %q, %v; want %q", text, got, err, want)
 		}
@@ -57,23 +57,23 @@ func TestConfiguration(t *testing.T) {
 
 // A result has the time slice of the last configuration that is for its request.
 func TestTimeSliceOfAResult(t *testing.T) {
-	of := func(interval string, requests ...string) kube.ClaimConfig {
-		return kube.ClaimConfig{Requests: requests, Parameters: sliced(interval)}
+	of := func(interval string, requests ...string) agentkube.ClaimConfig {
+		return agentkube.ClaimConfig{Requests: requests, Parameters: sliced(interval)}
 	}
 	for name, c := range map[string]struct {
-		configs []kube.ClaimConfig
+		configs []agentkube.ClaimConfig
 		slice   gpu.TimeSlice
 		named   bool
 	}{
 		"none":                            {nil, "", false},
-		"of all requests":                 {[]kube.ClaimConfig{of("Long")}, gpu.TimeSliceLong, false},
-		"of the request":                  {[]kube.ClaimConfig{of("Long", "other", "gpu/a")}, gpu.TimeSliceLong, true},
-		"of its alternatives":             {[]kube.ClaimConfig{of("Long", "gpu")}, gpu.TimeSliceLong, false},
-		"of another request":              {[]kube.ClaimConfig{of("Long", "gpu/b", "g", "gpu/a/a")}, "", false},
-		"of all, then of the request":     {[]kube.ClaimConfig{of("Long"), of("Short", "gpu/a")}, gpu.TimeSliceShort, true},
-		"of the request, then of another": {[]kube.ClaimConfig{of("Long", "gpu/a"), of("Short", "x")}, gpu.TimeSliceLong, true},
+		"of all requests":                 {[]agentkube.ClaimConfig{of("Long")}, gpu.TimeSliceLong, false},
+		"of the request":                  {[]agentkube.ClaimConfig{of("Long", "other", "gpu/a")}, gpu.TimeSliceLong, true},
+		"of its alternatives":             {[]agentkube.ClaimConfig{of("Long", "gpu")}, gpu.TimeSliceLong, false},
+		"of another request":              {[]agentkube.ClaimConfig{of("Long", "gpu/b", "g", "gpu/a/a")}, "", false},
+		"of all, then of the request":     {[]agentkube.ClaimConfig{of("Long"), of("Short", "gpu/a")}, gpu.TimeSliceShort, true},
+		"of the request, then of another": {[]agentkube.ClaimConfig{of("Long", "gpu/a"), of("Short", "x")}, gpu.TimeSliceLong, true},
 	} {
-		slice, named := sliceOf(&kube.Claim{Configs: c.configs}, &kube.Result{Request: "gpu/a"})
+		slice, named := sliceOf(&agentkube.Claim{Configs: c.configs}, &agentkube.Result{Request: "gpu/a"})
 		if slice != c.slice || named != c.named {
 			t.Errorf("%s: %q, %v; want %q, %v", name, slice, named, c.slice, c.named)
 		}
@@ -87,10 +87,10 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		defer w.run(shared)()
 		ask := func(name, interval string, patience time.Duration) error {
-			claim := w.claim(name, kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
-			w.cluster.Edit("ns", name, func(c *kube.Claim) {
+			claim := w.claim(name, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+			w.cluster.Edit("ns", name, func(c *agentkube.Claim) {
 				if interval != "" {
-					c.Configs = []kube.ClaimConfig{{Parameters: sliced(interval)}}
+					c.Configs = []agentkube.ClaimConfig{{Parameters: sliced(interval)}}
 				}
 			})
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -129,9 +129,9 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 
-		two := w.claim("two", kube.Result{Device: shareDevice, Capacity: memoryOf(1)}, kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
-		w.cluster.Edit("ns", "two", func(c *kube.Claim) {
-			c.Configs = []kube.ClaimConfig{{Parameters: sliced("Short")}, {Parameters: sliced("Long"), Requests: []string{"r1"}}}
+		two := w.claim("two", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "two", func(c *agentkube.Claim) {
+			c.Configs = []agentkube.ClaimConfig{{Parameters: sliced("Short")}, {Parameters: sliced("Long"), Requests: []string{"r1"}}}
 		})
 		if _, err := w.Prepare(t.Context(), two); err == nil || !strings.Contains(err.Error(), "two time slices of one GPU, short and long") {
 			t.Errorf("of one claim: %v", err)
@@ -140,8 +140,8 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", kube.Result{Device: migDevice})
-		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Configs = []kube.ClaimConfig{{Parameters: sliced("Long")}} })
+		claim := w.claim("a", agentkube.Result{Device: migDevice})
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Configs = []agentkube.ClaimConfig{{Parameters: sliced("Long")}} })
 		if _, err := w.Prepare(t.Context(), claim); err != nil || w.ledger.Allocations()[0].Grants[0].TimeSlice != "" {
 			t.Errorf("%v: %+v", err, w.ledger.Allocations())
 		}

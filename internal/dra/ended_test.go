@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -47,7 +47,7 @@ func (w *refusedWorld) says() string {
 	out := []string{}
 	for _, s := range w.cluster.Slices() {
 		for _, d := range s.Devices {
-			if i := slices.IndexFunc(d.Taints, func(t kube.Taint) bool { return t.Effect == kube.NoExecute }); i >= 0 {
+			if i := slices.IndexFunc(d.Taints, func(t agentkube.Taint) bool { return t.Effect == agentkube.NoExecute }); i >= 0 {
 				out = append(out, d.Name+" "+d.Taints[i].Key+"="+d.Taints[i].Value)
 			}
 		}
@@ -63,17 +63,17 @@ func (w *refusedWorld) says() string {
 }
 
 // elsewhere is a device of another node's pool, for which a claim is refused.
-var elsewhere = kube.Result{Request: "x", Driver: driver, Pool: "node-2/a100", Device: "gpu-1"}
+var elsewhere = agentkube.Result{Request: "x", Driver: driver, Pool: "node-2/a100", Device: "gpu-1"}
 
 // A claim that can never be prepared is told at once and ended half a minute later: by a
 // taint where its device has nobody else, else by eviction; and nobody who runs is.
 func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 	ours := workload.Pod{Namespace: "ns", Name: "p", UID: "uid-of-p"}
-	whole1 := kube.Result{Device: wholeDevice}
-	share := kube.Result{Device: shareDevice, Capacity: memoryOf(1)}
+	whole1 := agentkube.Result{Device: wholeDevice}
+	share := agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}
 	for name, c := range map[string]struct {
 		layout  string
-		result  kube.Result
+		result  agentkube.Result
 		noEvict bool
 		before  func(*refusedWorld)
 		half    string // after half a minute
@@ -86,14 +86,14 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
 		"a share, which others may get":   {"shared", share, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p", "p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
 		"a share without component evict": {"shared", share, true, nil, "p ClaimRefused", "p ClaimRefused"},
-		"no device of this node": {"whole", kube.Result{Pool: "node-2/a100", Device: "gpu-1"}, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
+		"no device of this node": {"whole", agentkube.Result{Pool: "node-2/a100", Device: "gpu-1"}, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
 			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
-		"a budget forbids it": {"shared", share, false, func(w *refusedWorld) { w.fails = kube.ErrBudget }, "p ClaimRefused, evicted p uid-of-p", "p ClaimRefused, evicted p uid-of-p"},
+		"a budget forbids it": {"shared", share, false, func(w *refusedWorld) { w.fails = agentkube.ErrBudget }, "p ClaimRefused, evicted p uid-of-p", "p ClaimRefused, evicted p uid-of-p"},
 		"a pod that runs": {"whole", whole1, false, func(w *refusedWorld) {
 			w.containers = []node.Container{{ID: "c", Name: "main", Namespace: "ns", Pod: "p", PodUID: ours.UID, Running: true}}
 		}, "", ""},
 		"a pod of another node":       {"whole", whole1, false, func(w *refusedWorld) { w.pods = nil }, "", ""},
-		"what runs is not to be told": {"whole", whole1, false, func(w *refusedWorld) { w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = nil }) }, "", ""},
+		"what runs is not to be told": {"whole", whole1, false, func(w *refusedWorld) { w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = nil }) }, "", ""},
 		"the API server is away": {"whole", whole1, false, func(w *refusedWorld) {
 			time.AfterFunc(time.Second, func() { w.cluster.Away(errors.New("no route to host")) })
 		}, "p ClaimRefused", "p ClaimRefused"},
@@ -110,7 +110,7 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 				}
 				defer w.run(layout)()
 				claim := w.claim("a", c.result)
-				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods, o.Results = []workload.Pod{ours}, append(o.Results, elsewhere) })
+				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods, o.Results = []workload.Pod{ours}, append(o.Results, elsewhere) })
 				if c.before != nil {
 					c.before(w)
 				}
@@ -147,14 +147,14 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 	const peers = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`
 	for name, c := range map[string]struct {
 		layout func(*gpu.Device, *mig.Card) plan.Layout
-		result kube.Result
-		config []kube.ClaimConfig
+		result agentkube.Result
+		config []agentkube.ClaimConfig
 	}{
-		"configuration":           {whole, kube.Result{Device: wholeDevice}, []kube.ClaimConfig{{Parameters: json.RawMessage(peers)}}},
-		"configuration of class":  {whole, kube.Result{Device: wholeDevice}, []kube.ClaimConfig{{Parameters: json.RawMessage(peers), Requests: []string{"r0"}, FromClass: true}}},
-		"a slice of an instance":  {onDemand, kube.Result{Device: migDevice}, []kube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
-		"access to what is not":   {onDemand, kube.Result{Device: migDevice, Admin: true}, nil},
-		"a slice for such access": {whole, kube.Result{Device: wholeDevice, Admin: true}, []kube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
+		"configuration":           {whole, agentkube.Result{Device: wholeDevice}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(peers)}}},
+		"configuration of class":  {whole, agentkube.Result{Device: wholeDevice}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(peers), Requests: []string{"r0"}, FromClass: true}}},
+		"a slice of an instance":  {onDemand, agentkube.Result{Device: migDevice}, []agentkube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
+		"access to what is not":   {onDemand, agentkube.Result{Device: migDevice, Admin: true}, nil},
+		"a slice for such access": {whole, agentkube.Result{Device: wholeDevice, Admin: true}, []agentkube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -162,7 +162,7 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 				w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 				defer w.run(c.layout)()
 				claim := w.claim("a", c.result)
-				w.cluster.Edit("ns", "a", func(o *kube.Claim) {
+				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) {
 					o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}}, c.config
 				})
 				// What the loop takes before it withdraws something is no way around it.
@@ -181,7 +181,7 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 				if said := w.Refused(); len(said) != 1 || said[0].Reason != status.ClaimUnsupported || said[0].Subject != "ns/a" {
 					t.Errorf("the status says %+v", said)
 				}
-				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Configs = nil })
+				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Configs = nil })
 				w.in.Inventory.GPUs[0].MIG.Instances = []gpu.Instance{{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, UUID: "MIG-a"}}
 				w.lay(c.layout)
 				time.Sleep(endAfter)
@@ -204,17 +204,17 @@ func TestClaimsThatAreLeftTakeNoRoomFromOthers(t *testing.T) {
 		defer w.run(shared)()
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)
-			claim := w.claim(name, kube.Result{Device: shareDevice})
-			w.cluster.Edit("ns", name, func(o *kube.Claim) {
-				o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}}, []kube.ClaimConfig{{Parameters: json.RawMessage(`{}`)}}
+			claim := w.claim(name, agentkube.Result{Device: shareDevice})
+			w.cluster.Edit("ns", name, func(o *agentkube.Claim) {
+				o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(`{}`)}}
 			})
 			if _, err := w.Prepare(t.Context(), claim); err == nil {
 				t.Fatal("prepared")
 			}
 		}
 		w.locked(func() { w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}} })
-		claim := w.claim("a", kube.Result{Device: wholeDevice})
-		w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		if _, err := w.Prepare(t.Context(), claim); err == nil {
 			t.Fatal("prepared")
 		}
@@ -252,8 +252,8 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 				w.restart()
 				w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}
 				defer w.run(onDemand)()
-				claim := w.claim("a", kube.Result{Device: migDevice}, kube.Result{Device: "gpu-00000001-mig-1g10gb-0"})
-				w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+				claim := w.claim("a", agentkube.Result{Device: migDevice}, agentkube.Result{Device: "gpu-00000001-mig-1g10gb-0"})
+				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 				answer := make(chan error, 1)
 				ask := func() {
 					go func() {
@@ -293,7 +293,7 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 				if got := w.says(); got != migDevice+" example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused" {
 					t.Errorf("it is said: %s", got)
 				}
-				if d := w.named(migDevice); !slices.Contains(d.Taints, kube.Taint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: kube.NoSchedule}) {
+				if d := w.named(migDevice); !slices.Contains(d.Taints, agentkube.Taint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: agentkube.NoSchedule}) {
 					t.Errorf("the next claim is sent there: %+v", d.Taints)
 				}
 				// The driver is to be asked again.
@@ -314,8 +314,8 @@ func TestRefusedThatBecomesPossible(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
 		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
-		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
-		w.cluster.Edit("ns", "a", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		if _, err := w.Prepare(t.Context(), claim); err == nil {
 			t.Fatal("prepared")
 		}
@@ -339,11 +339,11 @@ func TestClaimThatComesTooLate(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
 		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
-		late := w.claim("late", kube.Result{Device: wholeDevice})
-		w.cluster.Edit("ns", "late", func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
+		late := w.claim("late", agentkube.Result{Device: wholeDevice})
+		w.cluster.Edit("ns", "late", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		w.lay(shared)
 		synctest.Wait()
-		if _, err := w.Prepare(t.Context(), w.claim("other", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})); err != nil {
+		if _, err := w.Prepare(t.Context(), w.claim("other", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 40*time.Second)
@@ -375,8 +375,8 @@ func TestEndingIsBounded(t *testing.T) {
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)
 			w.locked(func() { w.pods = append(w.pods, workload.Pod{Namespace: "ns", Name: name}) })
-			claim := w.claim(name, kube.Result{Device: shareDevice})
-			w.cluster.Edit("ns", name, func(o *kube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}} })
+			claim := w.claim(name, agentkube.Result{Device: shareDevice})
+			w.cluster.Edit("ns", name, func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}} })
 			if _, err := w.Prepare(t.Context(), claim); err == nil {
 				t.Fatal("prepared")
 			}

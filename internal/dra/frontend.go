@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
@@ -20,15 +20,15 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// API is what the front-end needs of the API server: *kube.Client.
+// API is what the front-end needs of the API server: *agentkube.Client.
 type API interface {
 	Slices
 	// Claim is one claim, with what it has of a driver. The error wraps gpu.ErrNotFound.
-	Claim(ctx context.Context, driver, namespace, name string) (*kube.Claim, error)
+	Claim(ctx context.Context, driver, namespace, name string) (*agentkube.Claim, error)
 	// Claims are all that have something of a driver on this node.
-	Claims(ctx context.Context, driver string) ([]kube.Claim, error)
+	Claims(ctx context.Context, driver string) ([]agentkube.Claim, error)
 	// SetClaimDevices says in a claim what its devices are.
-	SetClaimDevices(ctx context.Context, driver string, c *kube.Claim, devices []kube.ClaimDevice) error
+	SetClaimDevices(ctx context.Context, driver string, c *agentkube.Claim, devices []agentkube.ClaimDevice) error
 }
 
 // Kubelet is what the front-end asks the kubelet: a KubeletDir.
@@ -70,17 +70,17 @@ type Options struct {
 	Runtime              Runtime
 	// Fault is what the taint of a fault does, empty for NoSchedule; NoExecute ends the
 	// pods that have the device.
-	Fault kube.TaintEffect
+	Fault agentkube.TaintEffect
 	// Granted is called for each new allocation, before what it needs is made.
 	Granted func(*ledger.Allocation)
 	// RefusedClaim is called once for each claim that can never be prepared; nil where nobody
 	// wants to know.
-	RefusedClaim func(*kube.Claim, status.Cause)
+	RefusedClaim func(*agentkube.Claim, status.Cause)
 	// Listing is the kubelet's account of its pods.
 	Listing func(context.Context) (node.Listing, error)
 	// Tell sends an Event about a pod. Evict has a pod end; nil where none is to be
 	// evicted.
-	Tell  func(p workload.Pod, kind kube.EventType, reason, message string)
+	Tell  func(p workload.Pod, kind agentkube.EventType, reason, message string)
 	Evict func(context.Context, workload.Pod) error
 	// Wake has the agent's loop look, and publish.
 	Wake func()
@@ -168,7 +168,7 @@ type Ends interface {
 
 // New returns a front-end that publishes nothing yet.
 func New(o Options) *FrontEnd {
-	o.Fault = cmp.Or(o.Fault, kube.NoSchedule)
+	o.Fault = cmp.Or(o.Fault, agentkube.NoSchedule)
 	look, account := make(token, 1), make(token, 1)
 	p := NewPublisher(o.Driver, o.API, o.Log)
 	s := newShelf(&o, p, look)

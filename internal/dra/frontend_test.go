@@ -17,7 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
@@ -91,7 +91,7 @@ func (w *world) listing(context.Context) (node.Listing, error) {
 	return node.Listing{Pods: slices.Clone(w.pods)}, nil
 }
 
-func (w *world) event(p workload.Pod, _ kube.EventType, reason, _ string) {
+func (w *world) event(p workload.Pod, _ agentkube.EventType, reason, _ string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.events = append(w.events, p.Name+" "+reason)
@@ -162,12 +162,12 @@ func (w *world) run(layout func(*gpu.Device, *mig.Card) plan.Layout) (stop func(
 
 // claim makes a claim of devices, by their names without the GPU's, and returns what the
 // kubelet knows of it.
-func (w *world) claim(name string, results ...kube.Result) dra.Claim {
-	return w.cluster.Put(kube.Claim{Namespace: "ns", Name: name, Results: w.results(results)})
+func (w *world) claim(name string, results ...agentkube.Result) dra.Claim {
+	return w.cluster.Put(agentkube.Claim{Namespace: "ns", Name: name, Results: w.results(results)})
 }
 
 // results are those of a claim, where only devices are named: of request r0, r1 and so on.
-func (w *world) results(of []kube.Result) (out []kube.Result) {
+func (w *world) results(of []agentkube.Result) (out []agentkube.Result) {
 	for i, r := range of {
 		if r.Request == "" {
 			r.Request = fmt.Sprintf("r%d", i)
@@ -182,7 +182,7 @@ func (w *world) results(of []kube.Result) (out []kube.Result) {
 }
 
 // kubelets is what the kubelet knows of a claim.
-func (w *world) kubelets(c kube.Claim) dra.Claim {
+func (w *world) kubelets(c agentkube.Claim) dra.Claim {
 	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 }
 
@@ -212,7 +212,7 @@ func (w *world) kubeletGivesBack(claim dra.Claim) {
 
 // reserve says for which pods a claim is.
 func (w *world) reserve(name string, pods ...workload.Pod) {
-	w.cluster.Edit("ns", name, func(c *kube.Claim) { c.Pods = pods })
+	w.cluster.Edit("ns", name, func(c *agentkube.Claim) { c.Pods = pods })
 }
 
 // keyOf is the allocation of a claim's request.
@@ -247,13 +247,13 @@ func (w *world) look() {
 func (w *world) remove(name string) { w.cluster.Remove("ns", name) }
 
 // named is what the server has of a device, by the end of its name.
-func (w *world) named(suffix string) *kube.PoolDevice {
+func (w *world) named(suffix string) *agentkube.PoolDevice {
 	_, d := w.cluster.Device(suffix)
 	return d
 }
 
-func memoryOf(n kube.Quantity) map[string]kube.Quantity {
-	return map[string]kube.Quantity{memory: n << 30}
+func memoryOf(n agentkube.Quantity) map[string]agentkube.Quantity {
+	return map[string]agentkube.Quantity{memory: n << 30}
 }
 
 const (
@@ -267,22 +267,22 @@ const (
 func TestPrepare(t *testing.T) {
 	for name, c := range map[string]struct {
 		layout  func(*gpu.Device, *mig.Card) plan.Layout
-		results []kube.Result
+		results []agentkube.Result
 		want    []string // records of grants
 		caps    []uint64
 		told    map[string]string
 	}{
-		"whole": {whole, []kube.Result{{Device: wholeDevice}, {Device: "gpu-00000001"}},
+		"whole": {whole, []agentkube.Result{{Device: wholeDevice}, {Device: "gpu-00000001"}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"whole"}`, `{"gpu":"GPU-00000001-0000-4000-8000-000000000000","kind":"whole"}`}, []uint64{memcap.None, memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "hardware"}},
-		"shares of one GPU": {shared, []kube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(24)}, {Device: shareDevice, Share: "b", Capacity: memoryOf(8)}},
+		"shares of one GPU": {shared, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(24)}, {Device: shareDevice, Share: "b", Capacity: memoryOf(8)}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"units","units":"0-23","unitMiB":1024,"cap":25769803776}`,
 				`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"units","units":"24-31","unitMiB":1024,"cap":8589934592}`}, []uint64{24 << 30, 8 << 30},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "api", "capBytes": "25769803776"}},
-		"instance": {onDemand, []kube.Result{{Device: migDevice}},
+		"instance": {onDemand, []agentkube.Result{{Device: migDevice}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"placement","profile":"3g.40gb","start":4,"size":4}`}, []uint64{memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "hardware", "instance": "3g.40gb@4"}},
-		"admin": {shared, []kube.Result{{Device: shareDevice, Admin: true, Capacity: memoryOf(79)}},
+		"admin": {shared, []agentkube.Result{{Device: shareDevice, Admin: true, Capacity: memoryOf(79)}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"whole","noRoom":true}`}, []uint64{memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000"}},
 	} {
@@ -334,12 +334,12 @@ func TestPrepare(t *testing.T) {
 func TestPrepareWaitsForTheHolderBefore(t *testing.T) {
 	for name, c := range map[string]struct {
 		layout       func(*gpu.Device, *mig.Card) plan.Layout
-		first, after kube.Result
+		first, after agentkube.Result
 	}{
-		"shares":         {shared, kube.Result{Device: shareDevice, Capacity: memoryOf(60)}, kube.Result{Device: shareDevice, Capacity: memoryOf(20)}},
-		"whole":          {whole, kube.Result{Device: wholeDevice}, kube.Result{Device: wholeDevice}},
-		"placements":     {onDemand, kube.Result{Device: migDevice}, kube.Result{Device: "gpu-00000000-mig-7g80gb-0"}},
-		"another layout": {whole, kube.Result{Device: wholeDevice}, kube.Result{Device: shareDevice, Capacity: memoryOf(1)}},
+		"shares":         {shared, agentkube.Result{Device: shareDevice, Capacity: memoryOf(60)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(20)}},
+		"whole":          {whole, agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: wholeDevice}},
+		"placements":     {onDemand, agentkube.Result{Device: migDevice}, agentkube.Result{Device: "gpu-00000000-mig-7g80gb-0"}},
+		"another layout": {whole, agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -378,7 +378,7 @@ func TestUnprepareWhileAContainerRuns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", kube.Result{Device: wholeDevice})
+		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 		devices, err := w.Prepare(t.Context(), claim)
 		if err != nil {
 			t.Fatal(err)
@@ -406,10 +406,10 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 		if d := w.named(wholeDevice); d == nil || len(d.Taints) > 0 {
 			t.Fatalf("%+v", d)
 		}
-		allocated := w.claim("allocated", kube.Result{Device: wholeDevice}) // and not prepared
+		allocated := w.claim("allocated", agentkube.Result{Device: wholeDevice}) // and not prepared
 		w.lay(shared)
 		time.Sleep(time.Hour)
-		if d := w.named(wholeDevice); d == nil || len(d.Taints) != 1 || d.Taints[0] != (kube.Taint{Key: "example.com/withdrawn", Value: "NotInPartition", Effect: kube.NoSchedule}) {
+		if d := w.named(wholeDevice); d == nil || len(d.Taints) != 1 || d.Taints[0] != (agentkube.Taint{Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}) {
 			t.Fatalf("a claim names it: %+v", d)
 		}
 		if _, err := w.Prepare(t.Context(), allocated); err != nil {
@@ -450,12 +450,12 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 func TestStartKnowsTheClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, shared)
-		w.claim("old", kube.Result{Device: wholeDevice})
-		w.cluster.Know(w.claim("running", kube.Result{Device: "gpu-00000001-shared", Capacity: memoryOf(5)}))
+		w.claim("old", agentkube.Result{Device: wholeDevice})
+		w.cluster.Know(w.claim("running", agentkube.Result{Device: "gpu-00000001-shared", Capacity: memoryOf(5)}))
 		w.cluster.Away(errors.New("no route to host"))
 		defer w.run(shared)()
 		time.Sleep(10 * time.Minute)
-		waits := w.claim("new", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		waits := w.claim("new", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
 		done := make(chan error)
 		go func() {
 			_, err := w.Prepare(t.Context(), waits)
@@ -488,10 +488,10 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
-		before := w.claim("before", kube.Result{Device: wholeDevice})
+		before := w.claim("before", agentkube.Result{Device: wholeDevice})
 		w.kubeletPrepares(before)
 		w.remove("before") // by force: its container runs
-		next := w.claim("next", kube.Result{Device: wholeDevice})
+		next := w.claim("next", agentkube.Result{Device: wholeDevice})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if _, err := w.cluster.Prepare(ctx, w, next); !errors.Is(err, ledger.ErrHeld) {
@@ -516,11 +516,11 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 func TestContainerTellsWhatAClaimHas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, shared)
-		claim := w.claim("a", kube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(7)})
+		claim := w.claim("a", agentkube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(7)})
 		id := cdi.Key("claim/"+claim.UID, []string{"gpu#0"})
 		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
 		w.containers = []node.Container{containerOf(pod, id)}
-		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod} })
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = []workload.Pod{pod} })
 		defer w.run(shared)()
 		a, ok := w.ledger.Get(id)
 		if !ok || a.Grants[0].Cap != piece.CapOf(7<<30) {
@@ -537,10 +537,10 @@ func TestPromisedInPart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		before := w.claim("before", kube.Result{Device: wholeDevice})
+		before := w.claim("before", agentkube.Result{Device: wholeDevice})
 		w.prepares(before)
 		w.remove("before") // by force
-		both := w.claim("both", kube.Result{Device: wholeDevice}, kube.Result{Device: "gpu-00000001"})
+		both := w.claim("both", agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: "gpu-00000001"})
 		if promised, err := w.Settle(t.Context()); err != nil || len(promised) != 1 || promised[0] != w.in.Inventory.GPUs[0].UUID {
 			t.Fatal(promised, err)
 		}
@@ -583,7 +583,7 @@ func TestFoundInRecords(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		stop := w.run(shared)
 		defer stop()
-		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(7)}, kube.Result{Device: shareDevice, Capacity: memoryOf(9)})
+		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(7)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(9)})
 		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
 		w.reserve("a", pod)
 		devices, err := w.cluster.Prepare(t.Context(), w, claim)
@@ -629,7 +629,7 @@ func TestPromisedIsHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		w.claim("promised", kube.Result{Device: migDevice})
+		w.claim("promised", agentkube.Result{Device: migDevice})
 		w.cluster.Refuse(errors.New("no route to host"))
 		w.lay(whole)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -661,15 +661,15 @@ func TestGivenBackIsNotPromised(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", kube.Result{Device: migDevice})
-		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{{Namespace: "ns", Name: "a", UID: "1"}} })
+		claim := w.claim("a", agentkube.Result{Device: migDevice})
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = []workload.Pod{{Namespace: "ns", Name: "a", UID: "1"}} })
 		w.kubeletPrepares(claim)
 		w.kubeletGivesBack(claim)
 		w.lay(whole)
 		if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
 			t.Errorf("given back: %v, %+v", err, w.ledger.Allocations())
 		}
-		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = append(c.Pods, workload.Pod{Namespace: "ns", Name: "a", UID: "2"}) })
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = append(c.Pods, workload.Pod{Namespace: "ns", Name: "a", UID: "2"}) })
 		if _, err := w.Settle(t.Context()); err != nil || !w.ledger.Held() {
 			t.Errorf("another pod is to have it: %v, %+v", err, w.ledger.Allocations())
 		}
@@ -682,7 +682,7 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", kube.Result{Device: wholeDevice})
+		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.prepares(claim)
 		id := w.ledger.Allocations()[0].ID
 		nobody, somebody := map[string][]ledger.Holder{}, map[string][]ledger.Holder{id: {{Container: "main"}}}
@@ -724,7 +724,7 @@ func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t, 1, whole)
 				stop := w.run(whole)
-				claim := w.claim("a", kube.Result{Device: wholeDevice})
+				claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 				w.prepares(claim)
 				stop()
 				time.Sleep(time.Second)
@@ -744,7 +744,7 @@ func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
 				}
 				w.Observe(map[string][]ledger.Holder{}, time.Now())
 				w.remove("a")
-				next := w.claim("b", kube.Result{Device: wholeDevice})
+				next := w.claim("b", agentkube.Result{Device: wholeDevice})
 				ctx, cancel := context.WithTimeout(t.Context(), 2*impatience)
 				defer cancel()
 				if _, err := w.Prepare(ctx, next); err != nil {
@@ -761,11 +761,11 @@ func TestClaimIsToldAllTheSame(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
-		claim := w.claim("a", kube.Result{Device: wholeDevice})
+		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.prepares(claim)
 		synctest.Wait()
 		untold := func() {
-			if err := w.cluster.SetClaimDevices(t.Context(), driver, &kube.Claim{UID: claim.UID}, nil); err != nil {
+			if err := w.cluster.SetClaimDevices(t.Context(), driver, &agentkube.Claim{UID: claim.UID}, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -800,8 +800,8 @@ func TestHoldersOfAClaimWereOnePod(t *testing.T) {
 		pod := func(name string) workload.Pod {
 			return workload.Pod{Namespace: "ns", Name: name, UID: "uid-of-" + name}
 		}
-		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
-		w.cluster.Edit("ns", "a", func(c *kube.Claim) { c.Pods = []workload.Pod{pod("p"), pod("q")} })
+		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = []workload.Pod{pod("p"), pod("q")} })
 		w.prepares(claim)
 		a := w.ledger.Allocations()[0]
 		if a.Who() != "ns/p, ns/q" {
@@ -824,7 +824,7 @@ func TestFaultIsATaint(t *testing.T) {
 		w.SetFaults(map[gpu.UUID]string{u: "Xid 79"}, nil)
 		<-changed
 		synctest.Wait()
-		want := kube.Taint{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: kube.NoSchedule}
+		want := agentkube.Taint{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoSchedule}
 		if d := w.named(migDevice); d == nil || !slices.Contains(d.Taints, want) {
 			t.Errorf("%+v", d)
 		}
@@ -862,13 +862,13 @@ func TestFaultIsATaint(t *testing.T) {
 func TestFaultThatEndsPods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
-		w.shelf().fault = kube.NoExecute
+		w.shelf().fault = agentkube.NoExecute
 		defer w.run(whole)()
-		w.claim("a", kube.Result{Device: wholeDevice})
+		w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[0].UUID: "Xid 79"}, nil)
 		w.lay(shared)
 		synctest.Wait()
-		want := []kube.Taint{{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: kube.NoExecute}, {Key: "example.com/withdrawn", Value: "NotInPartition", Effect: kube.NoSchedule}}
+		want := []agentkube.Taint{{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}}
 		if d := w.named(wholeDevice); d == nil || !slices.Equal(d.Taints, want) {
 			t.Errorf("%+v, want %+v", d, want)
 		}
@@ -882,7 +882,7 @@ func TestClaimsWriteNoSlices(t *testing.T) {
 		defer w.run(shared)()
 		before := w.cluster.Writes()
 		for i := range 500 {
-			c := w.claim(fmt.Sprint(i), kube.Result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), Capacity: memoryOf(kube.Quantity(1 + i%16))})
+			c := w.claim(fmt.Sprint(i), agentkube.Result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), Capacity: memoryOf(agentkube.Quantity(1 + i%16))})
 			w.prepares(c)
 			w.lay(shared) // a round
 			if err := w.Unprepare(t.Context(), c); err != nil {

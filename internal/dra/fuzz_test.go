@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/tests/cost"
 )
 
@@ -28,7 +28,7 @@ func FuzzPrepare(f *testing.F) {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
-		var theirs kube.Claim
+		var theirs agentkube.Claim
 		if json.Unmarshal(text, &theirs) != nil || len(theirs.Results) > 32 || len(theirs.Pods) > 256 {
 			return // 32 and 256 are the API's bounds
 		}
@@ -50,7 +50,7 @@ func FuzzPrepare(f *testing.F) {
 				if err := w.Unprepare(t.Context(), claim); err != nil || w.ledger.Held() {
 					t.Errorf("ended with %v, and has %+v", err, w.ledger.Allocations())
 				}
-				ours := w.claim("ours", kube.Result{Device: shareDevice, Capacity: memoryOf(79)})
+				ours := w.claim("ours", agentkube.Result{Device: shareDevice, Capacity: memoryOf(79)})
 				if _, err := w.Prepare(ctx, ours); err != nil {
 					t.Errorf("a neighbour's claim: %v", err)
 				}

@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
@@ -26,7 +26,7 @@ type row struct {
 	attributes func(in *Input, d *gpu.Device, of Device) map[string]string
 	// capacity says what a device has, and whether several claims can have of it; division
 	// is its GPU's.
-	capacity func(d *gpu.Device, of Device, division piece.Division, out *kube.PoolDevice)
+	capacity func(d *gpu.Device, of Device, division piece.Division, out *agentkube.PoolDevice)
 	// grant is the piece that a result of a claim stands for.
 	grant func(q *question) (piece.Piece, error)
 }
@@ -41,7 +41,7 @@ var rows = map[piece.Kind]row{
 		attributes: func(_ *Input, d *gpu.Device, _ Device) map[string]string {
 			return map[string]string{"uuid": string(d.UUID)}
 		},
-		capacity: func(d *gpu.Device, _ Device, _ piece.Division, out *kube.PoolDevice) {
+		capacity: func(d *gpu.Device, _ Device, _ piece.Division, out *agentkube.PoolDevice) {
 			// As NVIDIA's driver has it, the most that any profile has: of an A100 that is 98 of
 			// its 108 multiprocessors. A GPU without MIG tells of none.
 			out.Capacity = capacity(d.Memory, d.MIG.Profiles...)
@@ -52,14 +52,14 @@ var rows = map[piece.Kind]row{
 		name:       func(_ *Device, short string) string { return "gpu-" + short + "-shared" },
 		kind:       "gpu",
 		attributes: sharing("memory"),
-		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *kube.PoolDevice) {
+		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *agentkube.PoolDevice) {
 			out.Shared = true
 			if of.N > 0 {
-				total, unit := bytes(of.Unit)*kube.Quantity(of.N), bytes(of.Unit)
+				total, unit := bytes(of.Unit)*agentkube.Quantity(of.N), bytes(of.Unit)
 				// A claim that names no amount gets all: a silent share of the least size
 				// would be a surprise at the first allocation.
-				out.Capacity[memory] = kube.Capacity{Value: total,
-					Policy: &kube.RequestPolicy{Default: total, Range: &kube.Range{Min: unit, Max: total, Step: unit}}}
+				out.Capacity[memory] = agentkube.Capacity{Value: total,
+					Policy: &agentkube.RequestPolicy{Default: total, Range: &agentkube.Range{Min: unit, Max: total, Step: unit}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
@@ -77,13 +77,13 @@ var rows = map[piece.Kind]row{
 		name:       func(_ *Device, short string) string { return "gpu-" + short + "-replicas" },
 		kind:       "gpu",
 		attributes: sharing("replicas"),
-		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *kube.PoolDevice) {
+		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *agentkube.PoolDevice) {
 			out.Shared = true
 			if of.Kind != "" {
 				// One to a claim: two replicas of one GPU are no more than one. The device
 				// has no memory, since a claim takes of every capacity of such a device.
-				out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(of.N),
-					Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}
+				out.Capacity["replicas"] = agentkube.Capacity{Value: agentkube.Quantity(of.N),
+					Policy: &agentkube.RequestPolicy{Default: 1, Values: []agentkube.Quantity{1}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
@@ -109,7 +109,7 @@ var rows = map[piece.Kind]row{
 			}
 			return out
 		},
-		capacity: func(d *gpu.Device, of Device, _ piece.Division, out *kube.PoolDevice) {
+		capacity: func(d *gpu.Device, of Device, _ piece.Division, out *agentkube.PoolDevice) {
 			if p := profile(d, of.Placement.Profile); p != nil {
 				out.Capacity = capacity(p.Memory, *p)
 			}
@@ -117,7 +117,7 @@ var rows = map[piece.Kind]row{
 			// leaves them out where they would be too many.
 			if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <= maxEach {
 				for i := range of.Placement.Size {
-					out.Capacity["memorySlice"+strconv.Itoa(of.Placement.Start+i)] = kube.Capacity{Value: 1}
+					out.Capacity["memorySlice"+strconv.Itoa(of.Placement.Start+i)] = agentkube.Capacity{Value: 1}
 				}
 			}
 		},

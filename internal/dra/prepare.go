@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/cdi"
@@ -35,7 +35,7 @@ type intake struct {
 
 // refuser is who is told what the Prepare of a claim came to, and that its pod is gone.
 type refuser interface {
-	note(*kube.Claim, error)
+	note(*agentkube.Claim, error)
 	forgive(uid string)
 }
 
@@ -46,7 +46,7 @@ func (in *intake) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error
 	if shares, ok := in.book.stands(c.UID, pods); ok {
 		devices, err := in.open(ctx, shares)
 		if err == nil { // the call before it may have ended without that
-			go in.tell(&kube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
+			go in.tell(&agentkube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
 		}
 		if !errors.Is(err, errAnew) && (err == nil || !in.giveUp(ctx, shares)) {
 			return devices, err
@@ -60,7 +60,7 @@ func (in *intake) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error
 }
 
 // read reads a claim at the API server. at is the ledger's epoch before that.
-func (in *intake) read(ctx context.Context, c dra.Claim) (claim *kube.Claim, at uint64, err error) {
+func (in *intake) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim, at uint64, err error) {
 	_, at, _ = in.o.Ledger.State()
 	claim, err = in.o.API.Claim(ctx, in.o.Driver, c.Namespace, c.Name)
 	switch {
@@ -76,7 +76,7 @@ func (in *intake) read(ctx context.Context, c dra.Claim) (claim *kube.Claim, at 
 // prepare takes what a claim has been allocated, and waits until containers may be created
 // with it. It returns the claim as it was last read, nil where it could not be.
 func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
-	claim *kube.Claim, _ []dra.Device, _ error,
+	claim *agentkube.Claim, _ []dra.Device, _ error,
 ) {
 	for {
 		_, ended := in.o.Ledger.Ended()
@@ -201,7 +201,7 @@ var errAnew = errors.New("the claim was allocated anew meanwhile")
 
 // finish has what a claim has opened, as Prepare does, and says so in the claim if that does not
 // say it.
-func (in *intake) finish(ctx context.Context, c *kube.Claim, shares []share) {
+func (in *intake) finish(ctx context.Context, c *agentkube.Claim, shares []share) {
 	ctx, cancel := context.WithTimeout(ctx, dra.Patience)
 	defer cancel()
 	if _, err := in.open(ctx, shares); err == nil && !c.Told {
@@ -248,12 +248,12 @@ const tellAfter = 20 * time.Millisecond
 
 // tell says in a claim, for whoever reads it, what its devices are and how strong their
 // caps are.
-func (in *intake) tell(c *kube.Claim, shares []share) {
+func (in *intake) tell(c *agentkube.Claim, shares []share) {
 	offer := in.shelf.now().offer
 	if offer == nil {
 		return // it is told when the claims are known
 	}
-	var devices []kube.ClaimDevice
+	var devices []agentkube.ClaimDevice
 	for i := range shares {
 		s := &shares[i]
 		a, ok := in.stillHas(s)
@@ -271,7 +271,7 @@ func (in *intake) tell(c *kube.Claim, shares []share) {
 			data["guarantee"] = offer.Guarantee
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}
-		devices = append(devices, kube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
+		devices = append(devices, agentkube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)
 	defer cancel()

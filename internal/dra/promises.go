@@ -10,7 +10,7 @@ import (
 	"sync"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -63,7 +63,7 @@ func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 
 // settle takes what a claim was allocated, as of at, and nobody has prepared yet. It returns the GPUs
 // whose room the holder before has still.
-func (p *promises) settle(c *kube.Claim, at uint64) (promised []gpu.UUID) {
+func (p *promises) settle(c *agentkube.Claim, at uint64) (promised []gpu.UUID) {
 	p.book.agree(c, at, nil)
 	wants, err := wanted(c, p.o.Driver, p.o.Node)
 	if _, ok := p.book.taken(c.UID); ok || err != nil || p.book.gaveBack(c, wants) {
@@ -92,7 +92,7 @@ type census struct {
 	began       time.Time
 	// done is closed when what follows is known.
 	done   chan struct{}
-	claims []kube.Claim
+	claims []agentkube.Claim
 	err    error
 }
 
@@ -100,7 +100,7 @@ type census struct {
 // and the ledger's epoch from before that. In a large cluster that takes longer than a
 // caller waits: the list goes on then, the loop is woken when it is there, and the next caller
 // has it.
-func (p *promises) list(ctx context.Context) (claims []kube.Claim, at uint64, err error) {
+func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint64, err error) {
 	for {
 		withdrew := p.shelf.now().withdrew
 		p.mu.Lock()
@@ -153,7 +153,7 @@ func (p *promises) Leave(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("list the claims: %w", err)
 	}
-	claims = slices.DeleteFunc(claims, func(c kube.Claim) bool {
+	claims = slices.DeleteFunc(claims, func(c agentkube.Claim) bool {
 		return !c.HasConsumers() || len(wants(&c, p.o.Driver, p.o.Node)) == 0
 	})
 	for {
@@ -161,7 +161,7 @@ func (p *promises) Leave(ctx context.Context) error {
 		if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 			return fmt.Errorf("read what the kubelet has prepared: %w", err)
 		}
-		claims = slices.DeleteFunc(claims, func(c kube.Claim) bool { return answered(&state, p.o.Driver, c.UID) })
+		claims = slices.DeleteFunc(claims, func(c agentkube.Claim) bool { return answered(&state, p.o.Driver, c.UID) })
 		if len(claims) == 0 {
 			return nil
 		}

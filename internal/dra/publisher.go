@@ -13,16 +13,16 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 
 	"golang.org/x/time/rate"
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-// Slices are the node's at the API server: *kube.Client.
+// Slices are the node's at the API server: *agentkube.Client.
 type Slices interface {
-	PublishSlices(ctx context.Context, driver string, want []kube.ResourceSlice) (meddled []string, err error)
+	PublishSlices(ctx context.Context, driver string, want []agentkube.ResourceSlice) (meddled []string, err error)
 	WatchSlices(ctx context.Context, driver string, changed func()) error
 }
 
@@ -41,7 +41,7 @@ type Publisher struct {
 	mu sync.Mutex
 	// Guarded by mu: the slices; whether the kubelet has the driver; and what kept the last
 	// writing from success.
-	want       []kube.ResourceSlice
+	want       []agentkube.ResourceSlice
 	registered bool
 	err        error
 	// failing is since when there has been an err. kubelets counts the registrations, and
@@ -85,7 +85,7 @@ func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
 
 // Set says what the slices shall be. They must not be changed afterwards. It returns the
 // number of this call.
-func (p *Publisher) Set(want []kube.ResourceSlice) uint64 {
+func (p *Publisher) Set(want []agentkube.ResourceSlice) uint64 {
 	p.mu.Lock()
 	p.want = want
 	p.asked++
@@ -145,7 +145,7 @@ func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
-	case errors.Is(p.err, kube.ErrUnfit):
+	case errors.Is(p.err, agentkube.ErrUnfit):
 		out = append(out, status.Why(status.APIServerUnfit,
 			"nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
 	case p.err != nil && now.Sub(p.failing) >= failsFor:
@@ -175,7 +175,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 		switch err := p.publish(ctx); {
 		case err == nil: // until something changes
 			pause = newPause()
-		case errors.Is(err, kube.ErrUnfit):
+		case errors.Is(err, agentkube.ErrUnfit):
 			pause = newPause()
 			again = time.After(unfitPause)
 		default:

@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/tests/fakes/claims"
 )
@@ -38,7 +38,7 @@ func publishing(t *testing.T) (*Publisher, *claims.Cluster) {
 func TestNoSlicesBeforeRegistration(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
-		p.Set([]kube.ResourceSlice{{Name: "a"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
 		time.Sleep(time.Hour)
 		if synctest.Wait(); s.Writes() > 0 {
 			t.Error("slices of a driver that the kubelet does not have")
@@ -48,7 +48,7 @@ func TestNoSlicesBeforeRegistration(t *testing.T) {
 			t.Error("no slices at the registration")
 		}
 		p.Registered(false)
-		p.Set([]kube.ResourceSlice{{Name: "a"}, {Name: "b"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "a"}, {Name: "b"}})
 		if synctest.Wait(); len(s.Slices()) != 1 {
 			t.Error("slices while the kubelet is away")
 		}
@@ -59,7 +59,7 @@ func TestNoSlicesBeforeRegistration(t *testing.T) {
 func TestSlicesThatVanish(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
-		p.Set([]kube.ResourceSlice{{Name: "a"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
 		p.Registered(true)
 		for range 3 {
 			time.Sleep(10 * time.Minute)
@@ -99,7 +99,7 @@ func TestFailuresOfTheServer(t *testing.T) {
 			}
 		}
 		s.Refuse(errors.New("no route to host"))
-		p.Set([]kube.ResourceSlice{{Name: "a"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
 		p.Registered(true)
 		says()
 		time.Sleep(10 * time.Minute)
@@ -113,9 +113,9 @@ func TestFailuresOfTheServer(t *testing.T) {
 		if len(s.Slices()) != 1 {
 			t.Errorf("%v", s.Slices())
 		}
-		s.Refuse(fmt.Errorf("slice a: %w", kube.ErrDropped))
+		s.Refuse(fmt.Errorf("slice a: %w", agentkube.ErrDropped))
 		before := s.Writes()
-		p.Set([]kube.ResourceSlice{{Name: "b"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "b"}})
 		says(status.APIServerUnfit)
 		time.Sleep(time.Hour)
 		says(status.APIServerUnfit)
@@ -135,7 +135,7 @@ func TestSlicesThatSomebodyDeletesAreTold(t *testing.T) {
 		p, s := publishing(t)
 		var told atomic.Int64
 		p.told = func() { told.Add(1) }
-		p.Set([]kube.ResourceSlice{{Name: "a"}})
+		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
 		p.Registered(true)
 		says := func(want int) {
 			t.Helper()

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -82,7 +82,7 @@ type refusal struct {
 	claim dra.Claim
 	cause status.Cause
 	// results are what it was given: of another allocation nothing was refused yet.
-	results []kube.Result
+	results []agentkube.Result
 	pods    string // whose it is, for people
 	// next is when it is looked at again.
 	next time.Time
@@ -121,7 +121,7 @@ func (rs *refusals) roomLocked(why status.Cause) bool {
 }
 
 // note remembers what the Prepare of a claim came to.
-func (rs *refusals) note(claim *kube.Claim, err error) {
+func (rs *refusals) note(claim *agentkube.Claim, err error) {
 	cause, lasts := lasting(err)
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
@@ -144,20 +144,20 @@ func (rs *refusals) note(claim *kube.Claim, err error) {
 
 // tellRefused tells the pods of a claim that it can never be prepared. Where it is not
 // known whose it is, the kubelet tells them all the same.
-func (rs *refusals) tellRefused(claim *kube.Claim, cause status.Cause) {
+func (rs *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
 	here, err := rs.waitingHere(context.Background(), claim)
 	if err != nil {
 		rs.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil,
 			"claim", claim.Namespace+"/"+claim.Name, "err", err)
 	}
 	for _, p := range here {
-		rs.o.Tell(p, kube.Warning, string(cause.Reason),
+		rs.o.Tell(p, agentkube.Warning, string(cause.Reason),
 			fmt.Sprintf("its claim %s can never be prepared: %s", claim.Name, cause.Message))
 	}
 }
 
 // consumers names those that a claim is reserved for.
-func consumers(c *kube.Claim) string {
+func consumers(c *agentkube.Claim) string {
 	var out []string
 	for _, p := range c.Pods {
 		out = append(out, "pod "+p.String())
@@ -197,7 +197,7 @@ func (rs *refusals) taintLocked() {
 // waitingHere are the pods of a claim that the kubelet of this node has and that have not
 // begun to run: no container of theirs is there. The error says that it is not known, or
 // that one of the claim's pods runs.
-func (rs *refusals) waitingHere(ctx context.Context, claim *kube.Claim) (out []workload.Pod, err error) {
+func (rs *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out []workload.Pod, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	listing, err := rs.o.Listing(ctx)
@@ -307,7 +307,7 @@ func (r *refusal) name() string { return r.claim.Namespace + "/" + r.claim.Name 
 
 // stillRefused reads a refused claim again; over says that it is no more, or has become
 // possible.
-func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.Claim, over bool, err error) {
+func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentkube.Claim, over bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	claim, err = rs.o.API.Claim(ctx, rs.o.Driver, r.claim.Namespace, r.claim.Name)
@@ -328,7 +328,7 @@ func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *kube.C
 
 // never is why a claim can never be prepared as it is; of another kind, or nil, where it
 // may be.
-func (rs *refusals) never(claim *kube.Claim) error {
+func (rs *refusals) never(claim *agentkube.Claim) error {
 	wants, err := wanted(claim, rs.o.Driver, rs.o.Node)
 	if err != nil {
 		return err
@@ -356,7 +356,7 @@ func (rs *refusals) never(claim *kube.Claim) error {
 // taint has a taint end the pods of a refused claim, by way of a device that nobody else
 // has or can get: one that a claim has alone, or that is withdrawn. It reports false
 // where there is none.
-func (rs *refusals) taint(ctx context.Context, uid string, claim *kube.Claim) bool {
+func (rs *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim) bool {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
 	all, err := rs.o.API.Claims(ctx, rs.o.Driver)
@@ -430,7 +430,7 @@ func (rs *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
 		rs.o.Log.Warn("a pod is ended: its claim can never be prepared",
 			"pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		rs.o.Tell(p, kube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: "+
+		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: "+
 			"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }

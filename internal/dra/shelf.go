@@ -8,7 +8,7 @@ import (
 	"slices"
 	"sync"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -51,7 +51,7 @@ type Offer struct {
 type shelf struct {
 	domain, driver, node string
 	// fault is what the taint of a fault does.
-	fault     kube.TaintEffect
+	fault     agentkube.TaintEffect
 	ledger    *ledger.Ledger
 	publisher publisher
 	// look has the claims looked at: the first offer is there, or a taint is at the server.
@@ -84,7 +84,7 @@ type shelf struct {
 
 // publisher is what the shelf asks of a Publisher, which numbers what it is to write.
 type publisher interface {
-	Set([]kube.ResourceSlice) uint64
+	Set([]agentkube.ResourceSlice) uint64
 	state() (asked, wrote uint64, registered bool)
 }
 

@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -32,12 +32,12 @@ type Input struct {
 	// name: they stay in their slices.
 	Departing []Device
 	// Taints are what keeps claims off a device, or ends its holders.
-	Taints func(Device) []kube.Taint
+	Taints func(Device) []agentkube.Taint
 }
 
 // Published is what a node publishes.
 type Published struct {
-	Slices []kube.ResourceSlice
+	Slices []agentkube.ResourceSlice
 	// Devices are what is in them, by pool and name.
 	Devices map[DeviceName]Device
 }
@@ -80,22 +80,22 @@ func Build(in Input) *Published {
 		slices.SortFunc(gpus, near)
 		list := counterSlices(&in, gpus, short)
 		for _, d := range gpus {
-			var devices []kube.PoolDevice
+			var devices []agentkube.PoolDevice
 			for _, of := range in.devices(d) {
 				device := in.device(d, of, short[d.UUID])
 				devices = append(devices, device)
 				out.Devices[DeviceName{pool, device.Name}] = of
 			}
 			for part := range slices.Chunk(devices, maxDevices) {
-				list = append(list, kube.ResourceSlice{Devices: part})
+				list = append(list, agentkube.ResourceSlice{Devices: part})
 			}
 		}
 		for i := range list {
-			list[i].Name, list[i].Pool = sliceName(i, in.Driver, pool), kube.Pool{Name: pool, Slices: int64(len(list))}
+			list[i].Name, list[i].Pool = sliceName(i, in.Driver, pool), agentkube.Pool{Name: pool, Slices: int64(len(list))}
 		}
 		out.Slices = append(out.Slices, list...)
 	}
-	slices.SortFunc(out.Slices, func(a, b kube.ResourceSlice) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(out.Slices, func(a, b agentkube.ResourceSlice) int { return cmp.Compare(a.Name, b.Name) })
 	return out
 }
 
@@ -109,11 +109,11 @@ type basis struct {
 	guarantee string
 	fixed     map[gpu.UUID]bool
 	// taints are those of every device that is listed.
-	taints map[Device][]kube.Taint
+	taints map[Device][]agentkube.Taint
 }
 
 func (in *Input) basis() basis {
-	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, in.Fixed, map[Device][]kube.Taint{}}
+	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, in.Fixed, map[Device][]agentkube.Taint{}}
 	for i := range in.Inventory.GPUs {
 		for _, of := range in.devices(&in.Inventory.GPUs[i]) {
 			out.taints[of] = in.Taints(of)
@@ -145,15 +145,15 @@ func near(a, b *gpu.Device) int {
 }
 
 // counterSlices are the slices with the GPUs' counters.
-func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []kube.ResourceSlice {
-	var out []kube.ResourceSlice
+func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []agentkube.ResourceSlice {
+	var out []agentkube.ResourceSlice
 	for part := range slices.Chunk(gpus, setsInSlice) {
-		var s kube.ResourceSlice
+		var s agentkube.ResourceSlice
 		for _, d := range part {
 			if len(in.counters(d)) == 0 {
 				continue // its one device needs none
 			}
-			s.Counters = append(s.Counters, kube.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
+			s.Counters = append(s.Counters, agentkube.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
 		}
 		if len(s.Counters) > 0 {
 			out = append(out, s)
@@ -167,37 +167,37 @@ func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []k
 const memory = "memory"
 
 // counters are all that a GPU has.
-func (in *Input) counters(d *gpu.Device) map[string]kube.Amount {
-	out := map[string]kube.Amount{}
+func (in *Input) counters(d *gpu.Device) map[string]agentkube.Amount {
+	out := map[string]agentkube.Amount{}
 	if d.Memory > 0 { // else it has none of its own
-		out[memory] = kube.Amount{Value: bytes(d.Memory)}
+		out[memory] = agentkube.Amount{Value: bytes(d.Memory)}
 	}
 	if card := in.Cards[d.UUID]; card != nil {
 		for _, c := range card.Counters() {
-			out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+			out[c.Name] = agentkube.Amount{Value: agentkube.Quantity(c.Value)}
 		}
 	}
 	return out
 }
 
 // takes is what a device takes of its GPU's counters: all but for MIG.
-func (in *Input) takes(d *gpu.Device, of Device) map[string]kube.Amount {
+func (in *Input) takes(d *gpu.Device, of Device) map[string]agentkube.Amount {
 	if !of.Kind.InMIG() {
 		return in.counters(d)
 	}
-	out := map[string]kube.Amount{}
+	out := map[string]agentkube.Amount{}
 	if p := profile(d, of.Placement.Profile); p != nil && p.Memory > 0 {
-		out[memory] = kube.Amount{Value: bytes(p.Memory)}
+		out[memory] = agentkube.Amount{Value: bytes(p.Memory)}
 	}
 	if card := in.Cards[d.UUID]; card != nil {
 		for _, c := range card.Takes(of.Placement) {
-			out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+			out[c.Name] = agentkube.Amount{Value: agentkube.Quantity(c.Value)}
 		}
 	}
 	return out
 }
 
-func bytes(m gpu.MiB) kube.Quantity { return kube.Quantity(m) << 20 }
+func bytes(m gpu.MiB) agentkube.Quantity { return agentkube.Quantity(m) << 20 }
 
 func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
 	i := slices.IndexFunc(d.MIG.Profiles, func(p gpu.Profile) bool { return p.Name == name.GPUInstance().String() })
@@ -225,10 +225,10 @@ func (in *Input) has(d Device) bool {
 }
 
 // device is one device as it is published.
-func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice {
-	out := kube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]kube.Capacity{}}
+func (in *Input) device(d *gpu.Device, of Device, short string) agentkube.PoolDevice {
+	out := agentkube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]agentkube.Capacity{}}
 	if takes := in.takes(d, of); len(takes) > 0 {
-		out.Consumes = []kube.Consumption{{Set: "gpu-" + short, Counters: takes}}
+		out.Consumes = []agentkube.Consumption{{Set: "gpu-" + short, Counters: takes}}
 	}
 	if in.Taints != nil {
 		out.Taints = in.Taints(of)
@@ -240,13 +240,13 @@ func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice 
 
 // capacity is what a device has, by NVIDIA's names: memory, and of the rest the most that
 // one of these profiles has.
-func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]kube.Capacity {
-	out := map[string]kube.Capacity{}
+func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]agentkube.Capacity {
+	out := map[string]agentkube.Capacity{}
 	most := func(name string, n int) {
-		out[name] = kube.Capacity{Value: max(out[name].Value, kube.Quantity(n))}
+		out[name] = agentkube.Capacity{Value: max(out[name].Value, agentkube.Quantity(n))}
 	}
 	if of > 0 {
-		out[memory] = kube.Capacity{Value: bytes(of)}
+		out[memory] = agentkube.Capacity{Value: bytes(of)}
 	}
 	for i := range profiles {
 		p := &profiles[i]
@@ -266,20 +266,20 @@ func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]kube.Capacity {
 
 // attributes are what selectors see of a device: NVIDIA's names, and index, guarantee, the
 // NVLink domain and of a shared GPU how it is shared besides.
-func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute {
-	out := map[string]kube.Attribute{}
+func (in *Input) attributes(d *gpu.Device, of Device) map[string]agentkube.Attribute {
+	out := map[string]agentkube.Attribute{}
 	text := func(name, value string) {
 		if value != "" {
 			if len(value) > maxAttribute {
 				value = value[:maxAttribute]
 			}
-			out[name] = kube.Attribute{String: &value}
+			out[name] = agentkube.Attribute{String: &value}
 		}
 	}
-	number := func(name string, value int64) { out[name] = kube.Attribute{Int: &value} }
+	number := func(name string, value int64) { out[name] = agentkube.Attribute{Int: &value} }
 	release := func(name, value string) {
 		if v := semver(value); v != "" {
-			out[name] = kube.Attribute{Version: &v}
+			out[name] = agentkube.Attribute{Version: &v}
 		}
 	}
 	row := rows[of.Kind]

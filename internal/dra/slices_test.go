@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -133,9 +133,9 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 // that were written for that one find the same here.
 func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 	const u = "GPU-00000000-0000-4000-8000-000000000000"
-	engines := map[string]kube.Quantity{"copyEngines": 7, "decoders": 5, "encoders": 0, "jpegEngines": 1, "ofaEngines": 1}
-	of := func(memory kube.Quantity, more map[string]kube.Quantity) map[string]kube.Quantity {
-		out := map[string]kube.Quantity{"memory": memory}
+	engines := map[string]agentkube.Quantity{"copyEngines": 7, "decoders": 5, "encoders": 0, "jpegEngines": 1, "ofaEngines": 1}
+	of := func(memory agentkube.Quantity, more map[string]agentkube.Quantity) map[string]agentkube.Quantity {
+		out := map[string]agentkube.Quantity{"memory": memory}
 		maps.Copy(out, more)
 		return out
 	}
@@ -146,15 +146,15 @@ func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 		fixed      bool
 		device     string
 		attributes map[string]string // of these; empty for none
-		capacity   map[string]kube.Quantity
+		capacity   map[string]agentkube.Quantity
 	}{
 		"whole":    {whole, false, "gpu-00000000", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "profile": "", "sharing": ""}, whole98},
 		"memory":   {shared, false, "-shared", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "memory"}, of(79<<30, nil)},
-		"replicas": {replicas, false, "-replicas", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "replicas"}, map[string]kube.Quantity{"replicas": 4}},
+		"replicas": {replicas, false, "-replicas", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "replicas"}, map[string]agentkube.Quantity{"replicas": 4}},
 		"on demand": {onDemand, false, "-mig-3g40gb-4", map[string]string{"type": "mig", "uuid": "", "parentUUID": u, "profile": "3g.40gb", "sharing": ""},
-			of(39.25*(1<<30), map[string]kube.Quantity{"multiprocessors": 42, "copyEngines": 3, "decoders": 2, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice4": 1, "memorySlice5": 1, "memorySlice6": 1, "memorySlice7": 1})},
+			of(39.25*(1<<30), map[string]agentkube.Quantity{"multiprocessors": 42, "copyEngines": 3, "decoders": 2, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice4": 1, "memorySlice5": 1, "memorySlice6": 1, "memorySlice7": 1})},
 		"a geometry": {onDemand, true, "-mig-1g10gb-2", map[string]string{"type": "mig", "uuid": "MIG-a", "parentUUID": u, "profile": "1g.10gb"},
-			of(9.5*(1<<30), map[string]kube.Quantity{"multiprocessors": 14, "copyEngines": 1, "decoders": 0, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice2": 1})},
+			of(9.5*(1<<30), map[string]agentkube.Quantity{"multiprocessors": 14, "copyEngines": 1, "decoders": 0, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice2": 1})},
 		"of a geometry, and does not stand": {onDemand, true, "-mig-1g10gb-3", map[string]string{"uuid": ""}, nil},
 	} {
 		inv := several(t, "a100-80gb.json", 1)
@@ -188,7 +188,7 @@ func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 						t.Errorf("%s: %s is %q, want %q", name, k, got, want)
 					}
 				}
-				got := map[string]kube.Quantity{}
+				got := map[string]agentkube.Quantity{}
 				for k, q := range d.Capacity {
 					got[k] = q.Value
 				}
@@ -240,7 +240,7 @@ func TestPublishedShare(t *testing.T) {
 	if want := `{"memory":{"value":"79Gi","requestPolicy":{"default":"79Gi","validRange":{"min":"1Gi","max":"79Gi","step":"1Gi"}}}}`; string(data) != want {
 		t.Errorf("%s, want %s", data, want)
 	}
-	var back map[string]kube.Capacity
+	var back map[string]agentkube.Capacity
 	if err := json.Unmarshal(data, &back); err != nil || back["memory"].Value != 79<<30 || back["memory"].Policy.Range.Step != 1<<30 {
 		t.Errorf("%+v, %v", back, err)
 	}
@@ -326,9 +326,9 @@ func TestHeldDeviceOfAnUnknownCard(t *testing.T) {
 func TestTaints(t *testing.T) {
 	inv := several(t, "a100-80gb.json", 2)
 	in := input(t, inv, whole)
-	in.Taints = func(d Device) []kube.Taint {
+	in.Taints = func(d Device) []agentkube.Taint {
 		if d.GPU == inv.GPUs[0].UUID {
-			return []kube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: kube.NoSchedule}}
+			return []agentkube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoSchedule}}
 		}
 		return nil
 	}

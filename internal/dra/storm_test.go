@@ -17,7 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
@@ -149,14 +149,14 @@ func (s *storm) away() error {
 
 type stormAPI struct{ *storm }
 
-func (a stormAPI) Claim(ctx context.Context, driver, namespace, name string) (*kube.Claim, error) {
+func (a stormAPI) Claim(ctx context.Context, driver, namespace, name string) (*agentkube.Claim, error) {
 	if err := a.away(); err != nil {
 		return nil, err
 	}
 	time.Sleep(time.Millisecond)
 	return a.cluster.Claim(ctx, driver, namespace, name)
 }
-func (a stormAPI) Claims(ctx context.Context, driver string) ([]kube.Claim, error) {
+func (a stormAPI) Claims(ctx context.Context, driver string) ([]agentkube.Claim, error) {
 	if err := a.away(); err != nil {
 		return nil, err
 	}
@@ -164,7 +164,7 @@ func (a stormAPI) Claims(ctx context.Context, driver string) ([]kube.Claim, erro
 	time.Sleep(30 * time.Millisecond)
 	return list, err
 }
-func (a stormAPI) SetClaimDevices(ctx context.Context, driver string, c *kube.Claim, devices []kube.ClaimDevice) error {
+func (a stormAPI) SetClaimDevices(ctx context.Context, driver string, c *agentkube.Claim, devices []agentkube.ClaimDevice) error {
 	if err := a.away(); err != nil {
 		return err
 	}
@@ -173,13 +173,13 @@ func (a stormAPI) SetClaimDevices(ctx context.Context, driver string, c *kube.Cl
 		return err
 	}
 	for _, d := range devices { // as the API server's validation
-		if !slices.ContainsFunc(now.Results, func(r kube.Result) bool { return r.Pool == d.Pool && r.Device == d.Device && r.Share == d.Share }) {
+		if !slices.ContainsFunc(now.Results, func(r agentkube.Result) bool { return r.Pool == d.Pool && r.Device == d.Device && r.Share == d.Share }) {
 			return errors.New("must be an allocated device in the claim")
 		}
 	}
 	return a.cluster.SetClaimDevices(ctx, driver, c, devices)
 }
-func (a stormAPI) PublishSlices(ctx context.Context, driver string, want []kube.ResourceSlice) ([]string, error) {
+func (a stormAPI) PublishSlices(ctx context.Context, driver string, want []agentkube.ResourceSlice) ([]string, error) {
 	if err := a.away(); err != nil {
 		return nil, err
 	}
@@ -260,7 +260,7 @@ func (s *storm) wake() {
 func (s *storm) start() {
 	s.ledger = ledger.New(s.wake, time.Now)
 	s.FrontEnd = New(Options{Domain: "example.com", Driver: driver, Node: s.in.Node, Ledger: s.ledger, API: stormAPI{s}, Kubelet: s, Runtime: s,
-		Listing: func(context.Context) (node.Listing, error) { return node.Listing{}, nil }, Tell: func(workload.Pod, kube.EventType, string, string) {},
+		Listing: func(context.Context) (node.Listing, error) { return node.Listing{}, nil }, Tell: func(workload.Pod, agentkube.EventType, string, string) {},
 		Granted: func(*ledger.Allocation) { s.wake() }, Wake: s.wake, Now: time.Now, Log: slog.New(slog.NewTextHandler(&s.log, nil))})
 	s.locked(func() {
 		s.blind = time.Now()
@@ -381,20 +381,20 @@ func (s *storm) schedule() {
 	}
 	now, err := s.cluster.Claim(s.t.Context(), driver, "ns", name)
 	if err != nil {
-		s.cluster.Put(kube.Claim{Namespace: "ns", Name: name})
+		s.cluster.Put(agentkube.Claim{Namespace: "ns", Name: name})
 		return
 	}
 	if len(now.Results) > 0 {
 		if s.rng.IntN(2) == 0 {
 			return
 		}
-		s.cluster.Edit("ns", name, func(c *kube.Claim) { c.Pods = append(slices.Clone(c.Pods), p.Pod) })
+		s.cluster.Edit("ns", name, func(c *agentkube.Claim) { c.Pods = append(slices.Clone(c.Pods), p.Pod) })
 	} else {
 		var requests []claims.Request
 		for i := range 1 + int(name[1]-'0')/4 { // a claim's requests are never changed
 			skip := s.rng.IntN(6)
-			requests = append(requests, claims.Request{Name: fmt.Sprint("r", i), Memory: kube.Quantity(1+s.rng.IntN(40)) << 30,
-				Fits: func(*kube.PoolDevice) bool { skip--; return skip < 0 }})
+			requests = append(requests, claims.Request{Name: fmt.Sprint("r", i), Memory: agentkube.Quantity(1+s.rng.IntN(40)) << 30,
+				Fits: func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }})
 		}
 		if s.cluster.Allocate("ns", name, p.Pod, requests...) != nil {
 			s.done["pending"]++
@@ -416,7 +416,7 @@ func (s *storm) leaves(p *stormPod) {
 		return
 	}
 	p.gone = true
-	s.cluster.Edit("ns", p.claim, func(c *kube.Claim) {
+	s.cluster.Edit("ns", p.claim, func(c *agentkube.Claim) {
 		c.Pods = slices.DeleteFunc(slices.Clone(c.Pods), func(o workload.Pod) bool { return o.UID == p.UID })
 		if len(c.Pods) == 0 {
 			c.Results = nil

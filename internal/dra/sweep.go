@@ -10,7 +10,7 @@ import (
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
@@ -178,14 +178,14 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 
 // part lets devices go that were tainted at the server before the claims were listed, as of the
 // last writing before that.
-func (s *sweeper) part(claims []kube.Claim, written uint64) {
+func (s *sweeper) part(claims []agentkube.Claim, written uint64) {
 	if n := s.shelf.part(s.named(claims), written); n > 0 {
 		s.o.Log.Info("devices leave their ResourceSlices: no claim names them", "devices", n)
 	}
 }
 
 // named are the devices that claims name.
-func (s *sweeper) named(claims []kube.Claim) map[DeviceName]bool {
+func (s *sweeper) named(claims []agentkube.Claim) map[DeviceName]bool {
 	out := map[DeviceName]bool{}
 	for i := range claims {
 		for _, w := range wants(&claims[i], s.o.Driver, s.o.Node) {
@@ -214,7 +214,7 @@ func (s *sweeper) first(ctx context.Context, state *node.DRAState) error {
 	}
 	s.begin(ctx, claims, at, state, used)
 	for uid, served := range suspects {
-		if !slices.ContainsFunc(claims, func(c kube.Claim) bool { return c.UID == uid }) {
+		if !slices.ContainsFunc(claims, func(c agentkube.Claim) bool { return c.UID == uid }) {
 			s.book.end(uid, at, served, used)
 		}
 	}
@@ -225,7 +225,7 @@ func (s *sweeper) first(ctx context.Context, state *node.DRAState) error {
 // answer is what the API server says of a claim: nil where it is no more, or has nothing here. at
 // is the ledger's epoch before it was asked.
 type answer struct {
-	claim *kube.Claim
+	claim *agentkube.Claim
 	at    uint64
 }
 
@@ -254,7 +254,7 @@ func (s *sweeper) ask(ctx context.Context, state *node.DRAState, due map[string]
 // begin compares what was found in records with what the API server says, as of at, takes over
 // the claims that are prepared, or that containers have, and of which no record is left, and
 // keeps the devices that claims name in their slices.
-func (s *sweeper) begin(ctx context.Context, claims []kube.Claim, at uint64, state *node.DRAState,
+func (s *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64, state *node.DRAState,
 	used map[string][]workload.Pod) {
 	s.book.guess(used)
 	for i := range claims {
@@ -278,7 +278,7 @@ func (s *sweeper) begin(ctx context.Context, claims []kube.Claim, at uint64, sta
 
 // takeOver takes over what a claim has of which no record is left, if that is prepared or in a
 // container.
-func (s *sweeper) takeOver(c *kube.Claim, state *node.DRAState, used map[string][]workload.Pod) {
+func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[string][]workload.Pod) {
 	wants, name := wants(c, s.o.Driver, s.o.Node), c.Namespace+"/"+c.Name
 	if !slices.ContainsFunc(wants, func(w want) bool { _, ok := s.o.Ledger.Get(w.id()); return !ok }) {
 		return
@@ -302,7 +302,7 @@ func (s *sweeper) takeOver(c *kube.Claim, state *node.DRAState, used map[string]
 // renew takes what a claim has that was allocated anew, where there is room. The kubelet may
 // not ask for it: it takes a claim that it has prepared once for prepared, and gives the names
 // of its CDI devices to the claim's next pods (1.36.3).
-func (s *sweeper) renew(ctx context.Context, c *kube.Claim, state *node.DRAState) {
+func (s *sweeper) renew(ctx context.Context, c *agentkube.Claim, state *node.DRAState) {
 	wants, err := wanted(c, s.o.Driver, s.o.Node)
 	if err == nil {
 		var ready bool

@@ -5,7 +5,7 @@ package dra
 import (
 	"slices"
 
-	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/mig"
@@ -17,7 +17,7 @@ type withdrawals struct {
 	domain string
 	faults *faults
 	// fault is what the taint of a fault does.
-	fault kube.TaintEffect
+	fault agentkube.TaintEffect
 	// ending are the devices by which pods of refused claims are ended.
 	ending map[Device]status.Reason
 	held   []ledger.Allocation
@@ -29,15 +29,15 @@ type withdrawals struct {
 
 // taints are those of a device: none where it is on offer. Those of a fault and of a
 // refused claim may end pods.
-func (w *withdrawals) taints(d Device) (out []kube.Taint) {
+func (w *withdrawals) taints(d Device) (out []agentkube.Taint) {
 	if w.faults.of(d) != "" {
-		out = append(out, kube.Taint{Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: w.fault})
+		out = append(out, agentkube.Taint{Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: w.fault})
 	}
 	if why := w.withdrawn(d); why != "" {
-		out = append(out, kube.Taint{Key: w.domain + "/withdrawn", Value: string(why), Effect: kube.NoSchedule})
+		out = append(out, agentkube.Taint{Key: w.domain + "/withdrawn", Value: string(why), Effect: agentkube.NoSchedule})
 	}
 	if why := w.ending[d]; why != "" {
-		out = append(out, kube.Taint{Key: w.domain + "/claim-refused", Value: string(why), Effect: kube.NoExecute})
+		out = append(out, agentkube.Taint{Key: w.domain + "/claim-refused", Value: string(why), Effect: agentkube.NoExecute})
 	}
 	return out
 }
