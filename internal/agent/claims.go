@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -30,6 +31,7 @@ import (
 type claims struct {
 	front *dra.FrontEnd // nil where there is no API server
 	serve func(*dra.FrontEnd) (DRADriver, error)
+	log   *slog.Logger
 	caps  memcap.Level
 	begin sync.Once
 	begun chan struct{} // closed when there is something to do
@@ -38,14 +40,16 @@ type claims struct {
 }
 
 func newClaims(o *Options, w *Worlds, l *ledger.Ledger, a *Agent) *claims {
-	c := &claims{caps: memcap.API, begun: make(chan struct{})}
+	c := &claims{log: o.Log, caps: memcap.API, begun: make(chan struct{})}
 	if o.OpenCaps {
 		c.caps = memcap.Watchdog
 	}
 	if w.DRA != nil {
 		c.serve = w.DRA.Serve
-		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l, API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
-			Fault: o.FaultTaint, Granted: a.granted, RefusedClaim: a.account.refusedClaim, Wake: a.wake, Now: time.Now, Log: o.Log, Listing: w.Kubelet.List, Evict: a.account.evicting(w.DRA.Evict),
+		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l,
+			API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
+			Fault: o.FaultTaint, Granted: a.granted, RefusedClaim: a.account.refusedClaim, Wake: a.wake, Now: time.Now,
+			Log: o.Log, Listing: w.Kubelet.List, Evict: a.account.evicting(w.DRA.Evict),
 			Tell: func(p workload.Pod, kind agentkube.EventType, reason, message string) {
 				if w.Cluster != nil {
 					w.Cluster.Event(p, kind, reason, message)
@@ -101,7 +105,8 @@ func (c *claims) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leavePatience)
 	defer cancel()
 	if err := c.front.Leave(ctx); err != nil {
-		c.front.Log.Warn("pods with claims that start before the next agent has started may wait for a minute or more", "err", err)
+		c.log.Warn("pods with claims that start before the next agent has started may wait for a minute or more",
+			"err", err)
 	}
 }
 
@@ -127,7 +132,8 @@ func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool, ref
 	for u, l := range in.Changes.Layouts {
 		fixed[u] = l.InMIG() && !l.Dynamic && !in.OnDemand(u)
 	}
-	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards, Failing: in.Failing, Refused: refused, Fixed: fixed, Drain: in.Drain,
+	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards,
+		Failing: in.Failing, Refused: refused, Fixed: fixed, Drain: in.Drain,
 		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Guarantee: string(c.caps)})
 }
 
@@ -178,7 +184,8 @@ func (c *claims) conditions(now time.Time) (failed, noted []status.Condition) {
 		if why == nil {
 			why = errors.New("the kubelet has not called it")
 		}
-		k := status.Why(status.NotRegistered, "the DRA driver %s is not registered with the kubelet: %v", c.front.Driver, why).Condition(status.Failed, c.front.Driver)
+		k := status.Why(status.NotRegistered, "the DRA driver %s is not registered with the kubelet: %v",
+			c.front.Driver, why).Condition(status.Failed, c.front.Driver)
 		k.Since = since
 		failed = append(failed, k)
 	}
@@ -202,7 +209,8 @@ func (c *claims) settle(ctx context.Context) (promised []gpu.UUID, err error) {
 	ctx, cancel := context.WithTimeout(ctx, settlePatience)
 	defer cancel()
 	if promised, err = c.front.Settle(ctx); err != nil {
-		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken away before it is known who was promised it: %w", err))
+		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken "+
+			"away before it is known who was promised it: %w", err))
 	}
 	return promised, nil
 }

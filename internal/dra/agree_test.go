@@ -323,7 +323,7 @@ func TestOldWordOfAClaim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		api := &slowAPI{Cluster: w.cluster}
-		w.API = api
+		w.options().API = api
 		defer w.run(whole)()
 		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.prepares(claim)
@@ -428,7 +428,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t, 2, whole)
 				api := &slowAPI{Cluster: w.cluster}
-				w.API = api
+				w.options().API = api
 				defer w.run(whole)()
 				claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 				w.prepares(claim)
@@ -513,7 +513,7 @@ func (a *slowAPI) Claim(ctx context.Context, driver, namespace, name string) (*a
 func TestRefusedClaimThatIsAllocatedAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
-		w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}, {Namespace: "ns", Name: "q"}}, w.evict
+		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}, {Namespace: "ns", Name: "q"}}, w.evict
 		defer w.run(whole)()
 		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
 		w.reserve("a", podOf("p", 1))
@@ -542,7 +542,7 @@ func TestClaimIsToldOfWhatItHasNow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		var said [][]agentkube.ClaimDevice
-		w.API = &tellAPI{w.cluster, func(d []agentkube.ClaimDevice) { w.locked(func() { said = append(said, d) }) }}
+		w.options().API = &tellAPI{w.cluster, func(d []agentkube.ClaimDevice) { w.locked(func() { said = append(said, d) }) }}
 		defer w.run(whole)()
 		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.prepares(claim)
@@ -573,7 +573,7 @@ func TestSweepsAskForSingleClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		api := &slowAPI{Cluster: w.cluster}
-		w.API = api
+		w.options().API = api
 		defer w.run(whole)()
 		mine, gone := w.claim("mine", agentkube.Result{Device: wholeDevice}), w.claim("gone", agentkube.Result{Device: "gpu-00000001"})
 		w.reserve("mine", podOf("p", 1))
@@ -632,7 +632,7 @@ func TestSettleWithManyClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, onDemand)
 		api := &slowAPI{Cluster: w.cluster}
-		w.API = api
+		w.options().API = api
 		defer w.run(onDemand)()
 		w.claim("promised", agentkube.Result{Device: migDevice})
 		api.slow.Store(int64(7 * time.Second))

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -71,6 +72,11 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	return s, nil
 }
 
+// nameOf is what the kubelet knows of a claim.
+func nameOf(c *agentkube.Claim) dra.Claim {
+	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
+}
+
 // want is a result of a claim that is to be prepared.
 type want struct {
 	share
@@ -90,14 +96,51 @@ func wants(c *agentkube.Claim, driver, node string) (out []want) {
 			continue
 		}
 		slice, named := sliceOf(c, r)
-		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
-			Pool: r.Pool, Device: r.Device, Share: r.Share, Amount: int64(r.Capacity[memory]), Admin: r.Admin}, slice: slice, named: named})
+		s := share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
+			Pool: r.Pool, Device: r.Device, Share: r.Share, Amount: int64(r.Capacity[memory]), Admin: r.Admin}
+		out = append(out, want{share: s, slice: slice, named: named})
 		n[r.Request]++
 	}
 	for i := range out {
 		out[i].Of = len(out)
 	}
 	return out
+}
+
+// wanted are the results of a claim that are to be prepared. The error lasts.
+func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
+	if err := refuseConfig(claim); err != nil {
+		return nil, err
+	}
+	if err := foreign(claim, driver, node); err != nil {
+		return nil, err
+	}
+	out := wants(claim, driver, node)
+	if len(out) == 0 {
+		return nil, never(status.ClaimRefused,
+			fmt.Errorf("the claim has nothing of driver %s on this node: %w", driver, gpu.ErrInvalid))
+	}
+	return out, nil
+}
+
+// foreign refuses a claim with a device of another node's pool. All that a claim has of this
+// driver is on one node, so some ResourceSlice lies: a stolen token of this node's could write
+// one where the policy of component dra is not in force. To prepare the rest would start a pod
+// without a GPU that it was promised.
+func foreign(claim *agentkube.Claim, driver, node string) error {
+	for i := range claim.Results {
+		r := &claim.Results[i]
+		if r.Driver != driver || strings.HasPrefix(r.Pool, node+"/") {
+			continue
+		}
+		return never(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, "+
+			"and node %s offers only devices of its own pools (%s/…): "+
+			"find who wrote a ResourceSlice of that pool for this node "+
+			"(kubectl get resourceslices --field-selector spec.nodeName=%s), "+
+			"delete the slice, and make the claim anew: %w",
+			r.Request, r.Device, r.Pool, node, node, node, gpu.ErrInvalid))
+	}
+	return nil
 }
 
 // freeNumbers are the n lowest numbers, of so many units or replicas of a GPU, that nobody
@@ -117,7 +160,8 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		}
 	}
 	if own > of {
-		return nil, never(status.ClaimRefused, fmt.Errorf("the claim has %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
+		return nil, never(status.ClaimRefused,
+			fmt.Errorf("the claim has %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}
 	for i := range grants {
@@ -137,7 +181,8 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		}
 	}
 	if len(free) < n {
-		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, d.Kind.Several(), n, ledger.ErrHeld)
+		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w",
+			len(free), of, d.Kind.Several(), n, ledger.ErrHeld)
 	}
 	return free, nil
 }
@@ -151,8 +196,8 @@ func deviceOf(g *ledger.Grant) Device {
 // has not been allocated anew, or has been given the very same. Only of memory units
 // the amount is the result's own: that of another share is its device's.
 func (s *share) is(given *share) bool {
-	return s.Of == given.Of && s.Pool == given.Pool && s.Device == given.Device && s.Share == given.Share && s.Admin == given.Admin &&
-		(s.Amount == 0 || s.Amount == given.Amount)
+	return s.Of == given.Of && s.Pool == given.Pool && s.Device == given.Device && s.Share == given.Share &&
+		s.Admin == given.Admin && (s.Amount == 0 || s.Amount == given.Amount)
 }
 
 // String is for people.

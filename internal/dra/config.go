@@ -26,10 +26,12 @@ import (
 var known = func() (out []knownConfig) {
 	add := func(sharing map[string]any, slice gpu.TimeSlice) {
 		sharing["strategy"] = "TimeSlicing"
-		out = append(out, knownConfig{map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}, slice})
+		object := map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
+		out = append(out, knownConfig{object, slice})
 	}
 	add(map[string]any{}, gpu.TimeSliceDefault)
-	for interval, slice := range map[string]gpu.TimeSlice{"Default": gpu.TimeSliceDefault, "Short": gpu.TimeSliceShort, "Medium": gpu.TimeSliceMedium, "Long": gpu.TimeSliceLong} {
+	for interval, slice := range map[string]gpu.TimeSlice{"Default": gpu.TimeSliceDefault,
+		"Short": gpu.TimeSliceShort, "Medium": gpu.TimeSliceMedium, "Long": gpu.TimeSliceLong} {
 		add(map[string]any{"timeSlicingConfig": map[string]any{"interval": interval}}, slice)
 	}
 	return out
@@ -45,8 +47,10 @@ type knownConfig struct {
 func readConfig(c *agentkube.ClaimConfig) (gpu.TimeSlice, error) {
 	var object any
 	err := json.Unmarshal(c.Parameters, &object)
-	if i := slices.IndexFunc(known, func(k knownConfig) bool { return err == nil && reflect.DeepEqual(k.object, object) }); i >= 0 {
-		return known[i].slice, nil
+	for _, k := range known {
+		if err == nil && reflect.DeepEqual(k.object, object) {
+			return k.slice, nil
+		}
 	}
 	var is struct{ APIVersion, Kind string }
 	_ = json.Unmarshal(c.Parameters, &is) // what cannot be read has no kind
@@ -54,8 +58,11 @@ func readConfig(c *agentkube.ClaimConfig) (gpu.TimeSlice, error) {
 	if c.FromClass {
 		whose = "its DeviceClass has configuration"
 	}
-	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone (kind GpuConfig of resource.nvidia.com/v1beta1, sharing.strategy TimeSlicing, timeSlicingConfig.interval Default, Short, Medium or Long): "+
-		"leave it out, and say what is wanted by class and capacity: %w", whose, brief.Cut(is.Kind, longest), brief.Cut(is.APIVersion, longest), gpu.ErrInvalid)
+	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone "+
+		"(kind GpuConfig of resource.nvidia.com/v1beta1, sharing.strategy TimeSlicing, "+
+		"timeSlicingConfig.interval Default, Short, Medium or Long): "+
+		"leave it out, and say what is wanted by class and capacity: %w",
+		whose, brief.Cut(is.Kind, longest), brief.Cut(is.APIVersion, longest), gpu.ErrInvalid)
 }
 
 // longest is how much of a name that somebody else chose is said again, in bytes.
@@ -78,7 +85,8 @@ func sliceOf(c *agentkube.Claim, r *agentkube.Result) (slice gpu.TimeSlice, name
 	for i := range slices.Backward(c.Configs) {
 		requests := c.Configs[i].Requests
 		named := slices.Contains(requests, r.Request)
-		if !named && len(requests) > 0 && !slices.ContainsFunc(requests, func(of string) bool { return strings.HasPrefix(r.Request, of+"/") }) {
+		within := func(of string) bool { return strings.HasPrefix(r.Request, of+"/") }
+		if !named && len(requests) > 0 && !slices.ContainsFunc(requests, within) {
 			continue
 		}
 		slice, _ := readConfig(&c.Configs[i]) // refused before
@@ -87,17 +95,19 @@ func sliceOf(c *agentkube.Claim, r *agentkube.Result) (slice gpu.TimeSlice, name
 	return "", false
 }
 
-// sliceLocked puts the time slice that a result asks for into its grant. A MIG instance and
+// putSlice puts the time slice that a result asks for into its grant. A MIG instance and
 // access that takes nothing have none: they are passed over where the configuration does not
 // name their request, and refused where it does. The error wraps ledger.ErrHeld while
 // another claim has another time slice on the GPU.
-func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request) error {
+func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Request) error {
 	if w.slice == "" {
 		return nil
 	}
 	if w.Admin || w.device.Kind.InMIG() {
 		if w.named {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, and what that has (%s) has none of its own: leave the request out of the configuration: %w", w.Request, w.Device, gpu.ErrInvalid))
+			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
+				"and what that has (%s) has none of its own: leave the request out of the configuration: %w",
+				w.Request, w.Device, gpu.ErrInvalid))
 		}
 		return nil
 	}
@@ -108,12 +118,14 @@ func (f *FrontEnd) sliceLocked(g *ledger.Grant, w *want, beside []ledger.Request
 	}
 	for i := range beside {
 		if j := other(beside[i].Grants); j >= 0 {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices of one GPU, %s and %s: %w", beside[i].Grants[j].TimeSlice, w.slice, gpu.ErrInvalid))
+			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices "+
+				"of one GPU, %s and %s: %w", beside[i].Grants[j].TimeSlice, w.slice, gpu.ErrInvalid))
 		}
 	}
-	for _, a := range f.Ledger.Allocations() {
+	for _, a := range l.Allocations() {
 		if j := other(a.Grants); j >= 0 {
-			return fmt.Errorf("device %s: its GPU has the time slice %s for another claim (allocation %s), and %s is asked for: %w", w.Device, a.Grants[j].TimeSlice, a.ID, w.slice, ledger.ErrHeld)
+			return fmt.Errorf("device %s: its GPU has the time slice %s for another claim (allocation %s), "+
+				"and %s is asked for: %w", w.Device, a.Grants[j].TimeSlice, a.ID, w.slice, ledger.ErrHeld)
 		}
 	}
 	g.TimeSlice = w.slice

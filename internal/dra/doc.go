@@ -29,16 +29,16 @@
 // it. One that left while a claim has it would give its counters back, and the scheduler
 // would put somebody else there (kubernetes#140802).
 //
-// [FrontEnd.Settle] is asked before something is taken away from the hardware: when the
+// Settle ([Promises]) is asked before something is taken away from the hardware: when the
 // taint is at the server, whoever was allocated the device before is taken into the
 // ledger, although nobody has prepared it yet, and the plan waits for its end.
 //
-// [FrontEnd.Leave] is asked before the process ends: a pod whose claim nobody prepares at
+// Leave ([Promises]) is asked before the process ends: a pod whose claim nobody prepares at
 // once waits for a minute or more, since the kubelet tries again then.
 //
 // # A claim
 //
-// The kubelet's Prepare names a claim. [FrontEnd] reads at the API server what the scheduler
+// The kubelet's Prepare names a claim. The intake reads at the API server what the scheduler
 // has given it, and takes an allocation for each result. Its ID, and so the CDI device,
 // follows from the claim's UID and the request, and its record says which claim it is of:
 //
@@ -59,8 +59,35 @@
 // runtime and the API server all know nothing of it. All containers and pods that use a
 // claim have its CDI devices, and so one page and one cap between them.
 //
+// # Rooms
+//
+// [New] makes these and connects them; [FrontEnd] has them, and no state of its own:
+//
+//	room       file         owns                                            lock
+//	shelf      shelf.go     slices out: the offer, what is published and    its own
+//	                        leaving, the writings that withdraw something
+//	Publisher  publisher.go the slices at the API server, their numbers     its own
+//	book       book.go      claims in: which allocations are of which       its own
+//	                        claim, what is given back or was given anew
+//	intake     prepare.go   claims in: Prepare and Unprepare under way      none
+//	promises   promises.go  ends: the list that Settle waits for            its own
+//	sweeper    sweep.go     ends: nothing but the time of the next look     none
+//	refusals   refused.go   ends: the claims that can never be prepared,    its own
+//	                        and by which devices their pods are ended
+//
+// Values pass between them. The shelf gives out a view, which does not change: the offer, the
+// devices in the slices, those that leave, and which writing the server has. What a claim is given
+// follows from a view and the ledger alone (grant). The book takes shares and API answers, and gives
+// shares and allocations. Refusals give the shelf the devices that are to end pods. A token has the
+// sweeper look.
+//
+// The book's lock, the refusals' and that of promises are held before the shelf's, and the shelf's
+// before the Publisher's and the ledger's. Of those three nobody holds two. A claim is taken under the book's
+// lock and the shelf's, so that it is never taken by an older offer than the one in force. The API
+// server, the kubelet and the runtime are asked with no lock held.
+//
 // # What it does not know
 //
-// How slices are written, claims read and pods evicted, which is internal/kube/agentkube's business, how the kubelet
-// calls, which is pkg/dra's, and how GPUs come to be laid out.
+// How slices are written, claims read and pods evicted, which is internal/kube/agentkube's business, how the
+// kubelet calls, which is pkg/dra's, and how GPUs come to be laid out.
 package dra

@@ -106,7 +106,7 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 				}
 				w := &refusedWorld{world: newWorld(t, 1, layout)}
 				if w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}; !c.noEvict {
-					w.Evict = w.evict
+					w.options().Evict = w.evict
 				}
 				defer w.run(layout)()
 				claim := w.claim("a", c.result)
@@ -159,7 +159,7 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := &refusedWorld{world: newWorld(t, 1, c.layout)}
-				w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+				w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 				defer w.run(c.layout)()
 				claim := w.claim("a", c.result)
 				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) {
@@ -200,7 +200,7 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 func TestClaimsThatAreLeftTakeNoRoomFromOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, shared)}
-		w.Evict = w.evict
+		w.options().Evict = w.evict
 		defer w.run(shared)()
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)
@@ -266,7 +266,7 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 				ask()
 				time.Sleep(time.Second)
 				c.before(w, claim)
-				w.refuses = map[mig.Place]status.Cause{{GPU: w.in.Inventory.GPUs[0].UUID, Placement: w.published.Devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), migDevice}].Placement}: status.Why(status.GPUInstanceFailed, "no room")}
+				w.refuses = map[mig.Place]status.Cause{{GPU: w.in.Inventory.GPUs[0].UUID, Placement: w.shelf().now().devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), migDevice}].Placement}: status.Why(status.GPUInstanceFailed, "no room")}
 				w.lay(onDemand)
 				began := time.Now()
 				err := <-answer
@@ -312,7 +312,7 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 func TestRefusedThatBecomesPossible(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
-		w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
 		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
 		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
@@ -337,7 +337,7 @@ func TestRefusedThatBecomesPossible(t *testing.T) {
 func TestClaimThatComesTooLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
-		w.pods, w.Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
+		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
 		late := w.claim("late", agentkube.Result{Device: wholeDevice})
 		w.cluster.Edit("ns", "late", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
@@ -370,7 +370,7 @@ func TestClaimThatComesTooLate(t *testing.T) {
 func TestEndingIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, shared)}
-		w.Evict = w.evict
+		w.options().Evict = w.evict
 		defer w.run(shared)()
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)

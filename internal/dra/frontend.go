@@ -6,16 +6,13 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
-	"maps"
-	"reflect"
-	"slices"
-	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
@@ -92,240 +89,119 @@ type Options struct {
 }
 
 // FrontEnd is the scheduler's and the kubelet's side of the ledger: what they are told
-// there is, and the claims that have something of it. It is the kubelet's driver
-// ([dra.Driver]). Use [New].
+// there is, and the claims that have something of it. It ties the rooms of this package, and
+// has nothing besides. Use [New].
 type FrontEnd struct {
-	Options
+	SlicesOut
+	ClaimsIn
+	Book
+	Promises
+	Ends
+	// Driver is the driver's name, and Wake has the agent's loop look.
+	Driver string
+	Wake   func()
+
 	publisher *Publisher
-	began     time.Time
-
-	// mu guards everything below. The ledger's is locked after it.
-	mu sync.Mutex
-	// offer is what the loop said last, nil before that; published follows from it.
-	offer     *Offer
-	published *Published
-	basis     basis // what published was built from
-	// withdrew is the number of the last writing that keeps claims off something that they
-	// could have before, and withdraws says that the next one does.
-	withdrew  uint64
-	withdraws bool
-	// news is closed when published, listed or what GPUs' drivers refuse become others.
-	news   chan struct{}
-	faults faults
-	// listed says that the API server has been asked once for the claims that there are:
-	// before that nothing is published, since a device that one of them names must not
-	// be missing.
-	listed bool
-	// leaves says that the process is about to end: nothing is for anybody new.
-	leaves bool
-	// leaving are the devices that no layout has and that a claim may still name, with the
-	// number of the writing that taints them.
-	leaving map[Device]uint64
-	// claims are what claims have here, by UID.
-	claims map[string]*held
-	// anew are the claims that were allocated anew while they had something here, by UID,
-	// until they have what they were given then.
-	anew map[string]dra.Claim
-	// census is the last list of claims that Settle has begun, nil where that was used.
-	census *census
-	// returned are the claims that the kubelet has given back, by UID. The API server has
-	// them allocated for a while yet.
-	returned map[string]returned
-	// uses are the allocations that containers have, with the containers of each, but for
-	// those that have ended since, and usesAt is when the runtime was asked for them.
-	uses   map[string][]ledger.Holder
-	usesAt time.Time
-	// sweeper lists the claims where that is due.
-	sweeper *sweeper
-	// refusals are what can never be prepared.
-	refusals *refusals
+	runs      []func(context.Context) error
 }
 
-// faults is why GPUs are unhealthy, and why instances are on healthy GPUs.
-type faults struct {
-	gpus       map[gpu.UUID]string
-	placements map[mig.Place]string
+// SlicesOut is what the loop says of the node's GPUs, and what the slices say of them then.
+type SlicesOut interface {
+	// Publish makes an offer the one in force. A Prepare that comes later goes by it; the
+	// slices are written beside the caller.
+	Publish(Offer)
+	// SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
+	// with the reason. Their devices are tainted from now on.
+	SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string)
+	// Offers reports whether something of a GPU may be in the slices, tainted or not. Before
+	// the first Publish the slices are those of the process before this one, and of any GPU.
+	Offers(gpu.UUID) bool
+	// Health returns how the devices are, and a channel that is closed when that may be no
+	// longer so.
+	Health() ([]dra.Health, <-chan struct{})
 }
 
-func (f *faults) of(d Device) string {
-	if why := f.gpus[d.GPU]; why != "" || !d.Kind.InMIG() {
-		return why
-	}
-	return f.placements[placeOf(d)]
+// ClaimsIn is what is asked for claims. With Health it is the kubelet's driver ([dra.Driver]).
+type ClaimsIn interface {
+	// Prepare takes what a claim has been allocated, and returns it when containers may be
+	// created with it. Everything that is coming is waited for: the claims that are known
+	// after a start, a holder that is ending, an instance. It may be called any number of
+	// times.
+	Prepare(context.Context, dra.Claim) ([]dra.Device, error)
+	// Unprepare gives a claim back. No container of it is to be running, and no pod that may
+	// use it: where the runtime has one, the error says so, and the kubelet asks again.
+	Unprepare(context.Context, dra.Claim) error
 }
 
-// returned is a claim that was given back: what it had, the pods that it was for by UID, and
-// when.
-type returned struct {
-	shares []share
-	pods   map[string]bool
-	at     time.Time
+// Book is told of what claims have here.
+type Book interface {
+	// Found takes over an allocation that was made before this process started, from its
+	// record. The error wraps gpu.ErrInvalid where the record is not of this ID.
+	Found(id string, r ledger.Record, given time.Time) error
+	// Observe says which containers have allocations, the first one in front, by the runtime,
+	// which was asked at a moment.
+	Observe(holders map[string][]ledger.Holder, asked time.Time)
+}
+
+// Promises is asked before something ends for claims that were allocated and that nobody has
+// prepared yet.
+type Promises interface {
+	// Settle makes sure that whoever was promised what is withdrawn now is in the ledger: it
+	// waits until the server has the slices as they were published, and takes what claims have
+	// been allocated since. Where it fails, nothing that this front-end offers may be taken
+	// away. Of the GPUs that it returns, somebody was promised something whose room the holder
+	// before has still: they stay as they are, too.
+	Settle(context.Context) (promised []gpu.UUID, err error)
+	// Leave is for the end of the process, and is called while everything still runs. It has
+	// all devices tainted, so that the scheduler sends nobody here while nobody prepares
+	// claims, and waits for the pods that it has sent before that: until the kubelet's account
+	// has what their claims were allocated. The next process takes the taints away.
+	Leave(context.Context) error
+}
+
+// Ends is what becomes of claims that can never be prepared.
+type Ends interface {
+	// Refused are the claims that can never be prepared as they are, by namespace and name,
+	// each with the reason.
+	Refused() []status.Condition
 }
 
 // New returns a front-end that publishes nothing yet.
 func New(o Options) *FrontEnd {
 	o.Fault = cmp.Or(o.Fault, agentkube.NoSchedule)
-	f := &FrontEnd{Options: o, began: o.Now(), publisher: NewPublisher(o.Driver, o.API, o.Log), news: make(chan struct{}),
-		leaving: map[Device]uint64{}, claims: map[string]*held{}, anew: map[string]dra.Claim{}, returned: map[string]returned{}}
-	f.refusals, f.sweeper = newRefusals(f), &sweeper{f, make(chan struct{}, 1), make(chan struct{}, 1)}
-	f.publisher.written, f.publisher.told = f.sweeper.lookAgain, o.Wake
-	return f
+	look, account := make(token, 1), make(token, 1)
+	p := NewPublisher(o.Driver, o.API, o.Log)
+	s := newShelf(&o, p, look)
+	p.written, p.told = s.written, o.Wake
+	b := newBook(&o, s, look)
+	r := newRefusals(&o, s, b)
+	in := &intake{&o, b, s, r, look}
+	w := &sweeper{&o, b, in, s, look, account}
+	follow := func(ctx context.Context) error { return o.Kubelet.FollowDRAState(ctx, account.poke) }
+	return &FrontEnd{SlicesOut: s, ClaimsIn: in, Book: b, Ends: r,
+		Promises: &promises{o: &o, book: b, shelf: s, publisher: p},
+		Driver:   o.Driver, Wake: o.Wake, publisher: p,
+		runs: []func(context.Context) error{p.Run, w.follow, r.run, follow, w.followAccount}}
 }
 
 // Publisher has the node's slices at the API server.
 func (f *FrontEnd) Publisher() *Publisher { return f.publisher }
 
-// Offer is what the agent's loop says of the node's GPUs.
-type Offer struct {
-	Inventory *gpu.Inventory
-	Changes   *plan.Changes
-	// Changing are the GPUs that are about to change.
-	Changing []gpu.UUID
-	Cards    map[gpu.UUID]*mig.Card
-	// Failing are placements that cannot be made, with the reason.
-	Failing map[mig.Place]status.Cause
-	// Refused are those of Failing that the GPU's driver has refused so often that their
-	// claims are to be made anew, elsewhere.
-	Refused map[mig.Place]status.Cause
-	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them.
-	Fixed map[gpu.UUID]bool
-	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
-	Drain bool
-	// Others are the GPUs that somebody else gives out too.
-	Others map[gpu.UUID]string
-	// Cordoned are the GPUs that an operator keeps new pods off.
-	Cordoned map[gpu.UUID]bool
-	// Kept, if set, says of which devices the device plugin has the resource's name yet:
-	// while it has, pods that ask by name go there, or are refused by the kubelet.
-	Kept func(Device) bool
-	// Closed is why nothing may be given out at present, empty where it may.
-	Closed string
-	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
-	Guarantee string
+// Run publishes, and ends what the kubelet has forgotten, until ctx ends.
+func (f *FrontEnd) Run(ctx context.Context) error {
+	all, ctx := errgroup.WithContext(ctx)
+	for _, run := range f.runs {
+		all.Go(func() error { return run(ctx) })
+	}
+	return all.Wait()
 }
 
-// Publish makes an offer the one in force. A Prepare that comes later goes by it; the
-// slices are written beside the caller.
-func (f *FrontEnd) Publish(o Offer) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.offer == nil {
-		f.sweeper.poke() // the claims can be understood now
-	} else if !maps.Equal(f.offer.Refused, o.Refused) {
-		f.tellLocked()
-	}
-	f.offer = &o
-	f.showLocked()
-}
+// token wakes one goroutine. It has room for one.
+type token chan struct{}
 
-// tellLocked tells those who wait that there is news.
-func (f *FrontEnd) tellLocked() {
-	close(f.news)
-	f.news = make(chan struct{})
-}
-
-// SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
-// with the reason. Their devices are tainted from now on.
-func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.faults = faults{gpus, placements}
-	if f.offer != nil {
-		f.showLocked()
+func (t token) poke() {
+	select {
+	case t <- struct{}{}:
+	default:
 	}
-}
-
-// showLocked publishes what follows from the offer, the faults and who has what.
-func (f *FrontEnd) showLocked() {
-	o := f.offer
-	in := Input{Node: f.Node, Driver: f.Driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee, Fixed: o.Fixed, Layouts: map[gpu.UUID]plan.Layout{}}
-	for u, l := range o.Changes.Layouts {
-		if l.Through(ledger.DRA) {
-			in.Layouts[u] = l
-		}
-	}
-	has := func(d Device) bool {
-		l := in.Layouts[d.GPU]
-		return l.Has(d.Kind) && (!d.Kind.InMIG() || slices.Contains(l.Placements, d.Placement))
-	}
-	keep := func(d Device) {
-		if _, known := f.leaving[d]; !known && !has(d) {
-			f.leaving[d] = 0
-		}
-	}
-	if f.published != nil {
-		for _, d := range f.published.Devices {
-			keep(d)
-		}
-	}
-	held := f.Ledger.Allocations()
-	for i := range held {
-		for j := range held[i].Grants {
-			if g := &held[i].Grants[j]; held[i].Owner == ledger.DRA && !g.NoRoom {
-				keep(deviceOf(g))
-			}
-		}
-	}
-	maps.DeleteFunc(f.leaving, func(d Device, _ uint64) bool { return has(d) })
-	in.Departing = slices.SortedFunc(maps.Keys(f.leaving), compareDevices)
-	w := withdrawals{Offer: o, domain: f.Domain, faults: &f.faults, fault: f.Fault, ending: f.refusals.endingLocked(), leaves: f.leaves, held: held, has: has}
-	in.Taints = w.taints
-	same := true
-	if now := in.basis(); f.published == nil || !reflect.DeepEqual(now, f.basis) {
-		was := f.published
-		f.withdraws = f.withdraws || was == nil || f.basis.withdraws(&now)
-		f.published, f.basis = Build(in), now
-		same = was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
-	}
-	if !same {
-		f.tellLocked()
-	}
-	if !f.listed {
-		return
-	}
-	n := f.publisher.last()
-	if !same || n == 0 {
-		n = f.publisher.Set(f.published.Slices)
-	}
-	if f.withdraws {
-		f.withdraws, f.withdrew = false, n
-	}
-	for d, at := range f.leaving {
-		if at == 0 {
-			f.leaving[d] = n
-		}
-	}
-}
-
-// Offers reports whether something of a GPU may be in the slices, tainted or not. Before the first
-// Publish the slices are those of the process before this one, and of any GPU.
-func (f *FrontEnd) Offers(u gpu.UUID) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.published == nil {
-		return true
-	}
-	for _, d := range f.published.Devices {
-		if d.GPU == u {
-			return true
-		}
-	}
-	return false
-}
-
-// Health returns how the devices are, and a channel that is closed when that may be no
-// longer so.
-func (f *FrontEnd) Health() ([]dra.Health, <-chan struct{}) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	var out []dra.Health
-	if f.published == nil {
-		return nil, f.news
-	}
-	for name, d := range f.published.Devices {
-		why := f.faults.of(d)
-		out = append(out, dra.Health{Pool: name.Pool, Name: name.Name, Healthy: why == "", Message: why})
-	}
-	slices.SortFunc(out, func(a, b dra.Health) int { return compareNames(DeviceName{a.Pool, a.Name}, DeviceName{b.Pool, b.Name}) })
-	return out, f.news
 }

@@ -111,6 +111,12 @@ func (w *world) restart() {
 		Listing: w.listing, Tell: w.event, Granted: func(a *ledger.Allocation) { w.journal[a.ID] = a.Record() }, Wake: func() { w.wakes.Add(1); w.open() }, Now: time.Now, Log: slog.New(slog.DiscardHandler)})
 }
 
+// options are what the front-end is made of, to be changed before they are used.
+func (w *world) options() *Options { return w.ClaimsIn.(*intake).o }
+
+// shelf is what the front-end offers.
+func (w *world) shelf() *shelf { return w.SlicesOut.(*shelf) }
+
 // open is the loop.
 func (w *world) open() {
 	held := w.ledger.Allocations()
@@ -433,7 +439,7 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 		w.cluster.Refuse(errors.New("no route to host"))
 		w.lay(whole)
 		time.Sleep(time.Hour)
-		if w.published.Devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), shareDevice}] == (Device{}) {
+		if w.shelf().now().devices[DeviceName{poolName(w.in.Node, w.in.Inventory.GPUs[0].Model), shareDevice}] == (Device{}) {
 			t.Error("a device has left, and the server has no taint of it")
 		}
 	})
@@ -856,7 +862,7 @@ func TestFaultIsATaint(t *testing.T) {
 func TestFaultThatEndsPods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
-		w.Fault = agentkube.NoExecute
+		w.shelf().fault = agentkube.NoExecute
 		defer w.run(whole)()
 		w.claim("a", agentkube.Result{Device: wholeDevice})
 		w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[0].UUID: "Xid 79"}, nil)

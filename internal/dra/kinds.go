@@ -58,13 +58,16 @@ var rows = map[piece.Kind]row{
 				total, unit := bytes(of.Unit)*agentkube.Quantity(of.N), bytes(of.Unit)
 				// A claim that names no amount gets all: a silent share of the least size
 				// would be a surprise at the first allocation.
-				out.Capacity[memory] = agentkube.Capacity{Value: total, Policy: &agentkube.RequestPolicy{Default: total, Range: &agentkube.Range{Min: unit, Max: total, Step: unit}}}
+				out.Capacity[memory] = agentkube.Capacity{Value: total,
+					Policy: &agentkube.RequestPolicy{Default: total, Range: &agentkube.Range{Min: unit, Max: total, Step: unit}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
 			amount, unit := q.Amount, int64(bytes(q.of.Unit))
 			if unit <= 0 || amount <= 0 || amount%unit != 0 || amount/unit > int64(q.of.N) {
-				return nil, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, q.Device, q.of.N, q.of.Unit, gpu.ErrInvalid))
+				return nil, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
+					"an amount is 1 to %d times %d MiB: make the claim anew: %w",
+					amount, q.Device, q.of.N, q.of.Unit, gpu.ErrInvalid))
 			}
 			free, err := q.free(int(amount / unit))
 			return piece.Units{Set: piece.SetOf(free)}, err
@@ -79,7 +82,8 @@ var rows = map[piece.Kind]row{
 			if of.Kind != "" {
 				// One to a claim: two replicas of one GPU are no more than one. The device
 				// has no memory, since a claim takes of every capacity of such a device.
-				out.Capacity["replicas"] = agentkube.Capacity{Value: agentkube.Quantity(of.N), Policy: &agentkube.RequestPolicy{Default: 1, Values: []agentkube.Quantity{1}}}
+				out.Capacity["replicas"] = agentkube.Capacity{Value: agentkube.Quantity(of.N),
+					Policy: &agentkube.RequestPolicy{Default: 1, Values: []agentkube.Quantity{1}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
@@ -154,33 +158,36 @@ type question struct {
 	free func(n int) ([]int, error)
 }
 
-// grantLocked makes the grant that a result stands for, with the lowest numbers that are
+// grant makes the grant that a result stands for, with the lowest numbers that are
 // free. The error wraps ledger.ErrHeld where there are too few now, and gpu.ErrInvalid
 // where the claim cannot be met. beside is what the claim asks for besides.
-func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
+func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger.Grant, error) {
 	d := w.device
 	g := ledger.Grant{GPU: d.GPU, NoRoom: w.Admin}
-	if err := f.sliceLocked(&g, w, beside); err != nil {
+	if err := putSlice(l, &g, w, beside); err != nil {
 		return g, err
 	}
-	on := f.offer.Inventory.ByUUID(g.GPU)
-	of, has := f.offer.Changes.Layouts[g.GPU].Of(d.Kind)
+	on := o.Inventory.ByUUID(g.GPU)
+	of, has := o.Changes.Layouts[g.GPU].Of(d.Kind)
 	row, known := rows[d.Kind]
 	switch {
 	case !known:
-		return g, never(status.ClaimOutdated, fmt.Errorf("device %s: %w: %w", w.Device, piece.UnknownKind{Word: d.Kind}, gpu.ErrInvalid))
+		return g, never(status.ClaimOutdated,
+			fmt.Errorf("device %s: %w: %w", w.Device, piece.UnknownKind{Word: d.Kind}, gpu.ErrInvalid))
 	case w.Admin && !d.Kind.InMIG():
 		row = rows[piece.KindWhole]
 	case w.Admin:
 		// It takes no room, so nothing is made for it.
 		if mig.Find(on.MIG.Instances, d.Placement) == nil {
-			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
+			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, "+
+				"and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
 		}
 	case d.Kind.Shared() && !has:
-		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: make the claim anew: %w", w.Device, gpu.ErrInvalid))
+		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: "+
+			"make the claim anew: %w", w.Device, gpu.ErrInvalid))
 	}
 	p, err := row.grant(&question{w, of, func(n int) ([]int, error) {
-		free, err := freeNumbers(f.Ledger, d, of.N, n, beside)
+		free, err := freeNumbers(l, d, of.N, n, beside)
 		if err != nil {
 			return nil, fmt.Errorf("device %s: %w", w.Device, err)
 		}

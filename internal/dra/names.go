@@ -53,7 +53,8 @@ func (d *Device) name(short string) string { return rows[d.Kind].name(d, short) 
 
 // compareDevices orders devices.
 func compareDevices(a, b Device) int {
-	return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Kind, b.Kind), mig.ComparePlacements(a.Placement, b.Placement))
+	return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Kind, b.Kind),
+		mig.ComparePlacements(a.Placement, b.Placement))
 }
 
 func compareNames(a, b DeviceName) int {

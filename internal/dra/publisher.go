@@ -36,8 +36,7 @@ type Publisher struct {
 	ration *brief.Ration // the log for what somebody else can repeat
 	// bound is for somebody who changes slices again and again.
 	bound *rate.Limiter
-	// wake has room for one.
-	wake chan struct{}
+	wake  token
 
 	mu sync.Mutex
 	// Guarded by mu: the slices; whether the kubelet has the driver; and what kept the last
@@ -79,7 +78,9 @@ const (
 
 // NewPublisher makes a publisher; nothing happens before Run.
 func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
-	return &Publisher{driver: driver, api: api, log: log, ration: brief.NewRation(log, time.Now, time.AfterFunc), bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1), news: make(chan struct{}), written: func() {}, told: func() {}}
+	return &Publisher{driver: driver, api: api, log: log, ration: brief.NewRation(log, time.Now, time.AfterFunc),
+		bound: rate.NewLimiter(5, 20), wake: make(token, 1), news: make(chan struct{}),
+		written: func() {}, told: func() {}}
 }
 
 // Set says what the slices shall be. They must not be changed afterwards. It returns the
@@ -90,29 +91,16 @@ func (p *Publisher) Set(want []agentkube.ResourceSlice) uint64 {
 	p.asked++
 	n := p.asked
 	p.mu.Unlock()
-	p.changed()
+	p.wake.poke()
 	return n
 }
 
-// published reports whether the server has any slices, and takes others.
-func (p *Publisher) published() bool {
+// state is how often Set was called, the number of the last call of which the server has all, and
+// whether the kubelet has the driver, without which nothing is written.
+func (p *Publisher) state() (asked, wrote uint64, registered bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.registered && p.wrote > 0
-}
-
-// last is the number of the last call of Set, 0 before there was one.
-func (p *Publisher) last() uint64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.asked
-}
-
-// done is the number of the last call of Set of which the server has all.
-func (p *Publisher) done() uint64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.wrote
+	return p.asked, p.wrote, p.registered
 }
 
 // settled waits until the server has what was set last.
@@ -127,7 +115,8 @@ func (p *Publisher) settled(ctx context.Context) error {
 		select {
 		case <-news:
 		case <-ctx.Done():
-			return fmt.Errorf("the API server does not have the node's ResourceSlices as they are: %w", cmp.Or(err, ctx.Err()))
+			return fmt.Errorf("the API server does not have the node's ResourceSlices as they are: %w",
+				cmp.Or(err, ctx.Err()))
 		}
 	}
 }
@@ -139,7 +128,7 @@ func (p *Publisher) Registered(yes bool) {
 		p.kubelets++
 	}
 	p.mu.Unlock()
-	p.changed()
+	p.wake.poke()
 }
 
 // Err is why the server does not have all of the slices, as far as was tried; nil where
@@ -157,28 +146,26 @@ func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
 	defer p.mu.Unlock()
 	switch {
 	case errors.Is(p.err, agentkube.ErrUnfit):
-		out = append(out, status.Why(status.APIServerUnfit, "nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
+		out = append(out, status.Why(status.APIServerUnfit,
+			"nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
 	case p.err != nil && now.Sub(p.failing) >= failsFor:
-		out = append(out, status.Why(status.SlicesFailed, "the API server does not have the node's ResourceSlices as they are: %v", p.err).Condition(status.Failed, p.driver))
+		out = append(out, status.Why(status.SlicesFailed,
+			"the API server does not have the node's ResourceSlices as they are: %v", p.err).
+			Condition(status.Failed, p.driver))
 	}
 	if len(p.meddled) > 0 && now.Sub(p.meddledAt) < meddledFor {
-		out = append(out, status.Why(status.SlicesChanged, "somebody else has changed or deleted ResourceSlices of this node (%s); they are written again", brief.List(p.meddled, 3)).Condition(status.Noted, p.driver))
+		out = append(out, status.Why(status.SlicesChanged,
+			"somebody else has changed or deleted ResourceSlices of this node (%s); they are written again",
+			brief.List(p.meddled, 3)).Condition(status.Noted, p.driver))
 	}
 	return out
-}
-
-func (p *Publisher) changed() {
-	select {
-	case p.wake <- struct{}{}:
-	default:
-	}
 }
 
 // Run writes and watches until ctx ends, whose error it returns.
 func (p *Publisher) Run(ctx context.Context) error {
 	var watching sync.WaitGroup
 	defer watching.Wait()
-	watching.Go(func() { _ = p.api.WatchSlices(ctx, p.driver, p.changed) })
+	watching.Go(func() { _ = p.api.WatchSlices(ctx, p.driver, p.wake.poke) })
 	pause := newPause()
 	for {
 		if err := p.bound.Wait(ctx); err != nil {
@@ -250,11 +237,13 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if len(meddled) > 0 {
 		p.told()
 		time.AfterFunc(meddledFor, p.told)
-		p.ration.Log(slog.LevelWarn, "somebody else has changed or deleted ResourceSlices of this node; they are written again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
+		p.ration.Log(slog.LevelWarn, "somebody else has changed or deleted ResourceSlices of this node; "+
+			"they are written again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
 	}
 	switch {
 	case err != nil && before == nil:
-		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again", "driver", p.driver, "err", err)
+		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again",
+			"driver", p.driver, "err", err)
 	case err == nil && before != nil:
 		p.log.Info("the API server has the node's ResourceSlices again", "driver", p.driver)
 	}

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -42,21 +43,38 @@ const (
 	mostLeft    = 50
 )
 
-// refusals are the claims of a front-end that can never be prepared as they are.
+// refusals are the claims that can never be prepared as they are, and the ends of their pods. Their
+// lock is held before the shelf's and the ledger's, and never with the book's. Use newRefusals.
 type refusals struct {
-	*FrontEnd
-	// refused has them by UID. The front-end's mu guards it.
+	o      *Options
+	shelf  ending
+	claims taker
+
+	// mu guards refused: the claims, by UID.
+	mu      sync.Mutex
 	refused map[string]*refusal
-	// wake holds a token when one was refused.
-	wake chan struct{}
+	// wake has a token when one was refused.
+	wake token
 	// ends bounds how often pods are ended, since what makes them anew may make the same
 	// again.
 	ends   *rate.Limiter
 	ration *brief.Ration
 }
 
-func newRefusals(f *FrontEnd) *refusals {
-	return &refusals{f, map[string]*refusal{}, make(chan struct{}, 1), rate.NewLimiter(rate.Every(10*time.Second), 10), brief.NewRation(f.Log, f.Now, time.AfterFunc)}
+// ending is what refusals ask of the shelf.
+type ending interface {
+	now() view
+	setEnding(map[Device]status.Reason)
+}
+
+// taker knows what a claim has in the ledger: a book.
+type taker interface {
+	taken(uid string) ([]share, bool)
+}
+
+func newRefusals(o *Options, s ending, claims taker) *refusals {
+	return &refusals{o: o, shelf: s, claims: claims, refused: map[string]*refusal{}, wake: make(token, 1),
+		ends: rate.NewLimiter(rate.Every(10*time.Second), 10), ration: brief.NewRation(o.Log, o.Now, time.AfterFunc)}
 }
 
 // refusal is a claim that can never be prepared as it is.
@@ -92,49 +110,49 @@ func lasting(err error) (status.Cause, bool) {
 func curable(why status.Cause) bool { return why.Reason != status.ClaimUnsupported }
 
 // roomLocked reports whether another claim may be remembered that was refused for that reason.
-func (f *refusals) roomLocked(why status.Cause) bool {
+func (rs *refusals) roomLocked(why status.Cause) bool {
 	left := 0
-	for _, r := range f.refused {
+	for _, r := range rs.refused {
 		if !curable(r.cause) {
 			left++
 		}
 	}
-	return len(f.refused) < mostRefused && (curable(why) || left < mostLeft)
+	return len(rs.refused) < mostRefused && (curable(why) || left < mostLeft)
 }
 
 // note remembers what the Prepare of a claim came to.
-func (f *refusals) note(claim *agentkube.Claim, err error) {
+func (rs *refusals) note(claim *agentkube.Claim, err error) {
 	cause, lasts := lasting(err)
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if known := f.refused[claim.UID]; known != nil && (err == nil || !reflect.DeepEqual(known.results, claim.Results)) {
-		f.forgiveLocked(claim.UID) // what was refused is what it had before
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	known := rs.refused[claim.UID]
+	if known != nil && (err == nil || !reflect.DeepEqual(known.results, claim.Results)) {
+		rs.forgiveLocked(claim.UID) // what was refused is what it had before
 	}
-	if lasts && f.refused[claim.UID] == nil && f.roomLocked(cause) {
-		f.refused[claim.UID] = &refusal{claim: dra.Claim{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}, cause: cause, results: claim.Results,
-			pods: consumers(claim), next: f.Now().Add(endAfter)}
-		select {
-		case f.wake <- struct{}{}:
-		default:
-		}
-		f.Wake() // for the condition
-		if f.RefusedClaim != nil {
-			f.RefusedClaim(claim, cause)
+	if lasts && rs.refused[claim.UID] == nil && rs.roomLocked(cause) {
+		rs.refused[claim.UID] = &refusal{claim: nameOf(claim), cause: cause, results: claim.Results,
+			pods: consumers(claim), next: rs.o.Now().Add(endAfter)}
+		rs.wake.poke()
+		rs.o.Wake() // for the condition
+		if rs.o.RefusedClaim != nil {
+			rs.o.RefusedClaim(claim, cause)
 		}
 		// Beside this call, since the kubelet waits for that, and is asked for its pods.
-		go f.tellRefused(claim, cause)
+		go rs.tellRefused(claim, cause)
 	}
 }
 
 // tellRefused tells the pods of a claim that it can never be prepared. Where it is not
 // known whose it is, the kubelet tells them all the same.
-func (f *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
-	here, err := f.waitingHere(context.Background(), claim)
+func (rs *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
+	here, err := rs.waitingHere(context.Background(), claim)
 	if err != nil {
-		f.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil, "claim", claim.Namespace+"/"+claim.Name, "err", err)
+		rs.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil,
+			"claim", claim.Namespace+"/"+claim.Name, "err", err)
 	}
 	for _, p := range here {
-		f.Tell(p, agentkube.Warning, string(cause.Reason), fmt.Sprintf("its claim %s can never be prepared: %s", claim.Name, cause.Message))
+		rs.o.Tell(p, agentkube.Warning, string(cause.Reason),
+			fmt.Sprintf("its claim %s can never be prepared: %s", claim.Name, cause.Message))
 	}
 }
 
@@ -150,29 +168,43 @@ func consumers(c *agentkube.Claim) string {
 	return brief.List(out, 3)
 }
 
-// forgiveLocked forgets a refusal, if there is one, and takes its taint away.
-func (f *refusals) forgiveLocked(uid string) {
-	r := f.refused[uid]
-	if r == nil {
-		return
+// forgive forgets a refusal, if there is one, and takes its taint away.
+func (rs *refusals) forgive(uid string) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	rs.forgiveLocked(uid)
+}
+
+func (rs *refusals) forgiveLocked(uid string) {
+	r := rs.refused[uid]
+	delete(rs.refused, uid)
+	if r != nil && !r.tainted.IsZero() {
+		rs.taintLocked()
 	}
-	delete(f.refused, uid)
-	if !r.tainted.IsZero() && f.offer != nil {
-		f.showLocked()
+}
+
+// taintLocked has the devices tainted by which pods of refused claims are ended, and no others.
+func (rs *refusals) taintLocked() {
+	out := map[Device]status.Reason{}
+	for _, r := range rs.refused {
+		if !r.tainted.IsZero() && !r.vain {
+			out[r.on] = r.cause.Reason
+		}
 	}
+	rs.shelf.setEnding(out)
 }
 
 // waitingHere are the pods of a claim that the kubelet of this node has and that have not
 // begun to run: no container of theirs is there. The error says that it is not known, or
 // that one of the claim's pods runs.
-func (f *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out []workload.Pod, err error) {
+func (rs *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out []workload.Pod, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
-	listing, err := f.Listing(ctx)
+	listing, err := rs.o.Listing(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("ask the kubelet for its pods: %w", err)
 	}
-	containers, err := f.Runtime.Containers(ctx)
+	containers, err := rs.o.Runtime.Containers(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("ask the container runtime what runs: %w", err)
 	}
@@ -190,38 +222,38 @@ func (f *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out
 }
 
 // run ends the pods of refused claims, until ctx ends.
-func (f *refusals) run(ctx context.Context) error {
+func (rs *refusals) run(ctx context.Context) error {
 	for {
 		var again <-chan time.Time
-		f.mu.Lock()
+		rs.mu.Lock()
 		var first time.Time
-		for _, r := range f.refused {
+		for _, r := range rs.refused {
 			if first.IsZero() || r.next.Before(first) {
 				first = r.next
 			}
 		}
-		f.mu.Unlock()
+		rs.mu.Unlock()
 		if !first.IsZero() {
-			again = time.After(first.Sub(f.Now()))
+			again = time.After(first.Sub(rs.o.Now()))
 		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-f.wake:
+		case <-rs.wake:
 		case <-again:
 		}
-		for _, uid := range f.dueRefusals() {
-			f.deal(ctx, uid)
+		for _, uid := range rs.dueRefusals() {
+			rs.deal(ctx, uid)
 		}
 	}
 }
 
 // dueRefusals are the claims that are to be looked at now, by UID.
-func (f *refusals) dueRefusals() (uids []string) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for uid, r := range f.refused {
-		if !f.Now().Before(r.next) {
+func (rs *refusals) dueRefusals() (uids []string) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	for uid, r := range rs.refused {
+		if !rs.o.Now().Before(r.next) {
 			uids = append(uids, uid)
 		}
 	}
@@ -230,62 +262,55 @@ func (f *refusals) dueRefusals() (uids []string) {
 }
 
 // deal does what is to be done next about a refused claim.
-func (f *refusals) deal(ctx context.Context, uid string) {
-	f.mu.Lock()
-	r, ok := f.refused[uid]
+func (rs *refusals) deal(ctx context.Context, uid string) {
+	rs.mu.Lock()
+	r, ok := rs.refused[uid]
 	if !ok {
-		f.mu.Unlock()
+		rs.mu.Unlock()
 		return // prepared meanwhile
 	}
-	now := f.Now()
+	now := rs.o.Now()
 	r.next = now.Add(endAfter)
 	of := *r
-	f.mu.Unlock()
-	claim, over, err := f.stillRefused(ctx, &of)
+	rs.mu.Unlock()
+	claim, over, err := rs.stillRefused(ctx, &of)
 	if over {
-		f.mu.Lock()
-		f.forgiveLocked(uid)
-		f.mu.Unlock()
-		f.Wake()
+		rs.forgive(uid)
+		rs.o.Wake()
 		return
 	}
 	if err == nil && !reflect.DeepEqual(claim.Results, of.results) { // its pods are told of that first
-		f.note(claim, f.never(claim))
+		rs.note(claim, rs.never(claim))
 		return
 	}
 	var pods []workload.Pod
 	if err == nil && curable(of.cause) {
-		pods, err = f.waitingHere(ctx, claim)
+		pods, err = rs.waitingHere(ctx, claim)
 	}
 	switch {
 	case err != nil:
-		f.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()}, "because", err)
+		rs.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()},
+			"because", err)
 	case len(pods) == 0: // it is gone, comes yet, or is left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
-		f.later(uid, now.Add(taintLook))
-	case of.tainted.IsZero() && f.taint(ctx, uid, claim):
-		f.tellEnded(pods, &of)
+		rs.mu.Lock()
+		r.next = now.Add(taintLook)
+		rs.mu.Unlock()
+	case of.tainted.IsZero() && rs.taint(ctx, uid, claim):
+		rs.tellEnded(pods, &of)
 	default:
-		f.evict(ctx, &of, pods)
+		rs.evict(ctx, &of, pods)
 	}
 }
 
 func (r *refusal) name() string { return r.claim.Namespace + "/" + r.claim.Name }
 
-func (f *refusals) later(uid string, at time.Time) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if r := f.refused[uid]; r != nil {
-		r.next = at
-	}
-}
-
 // stillRefused reads a refused claim again; over says that it is no more, or has become
 // possible.
-func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentkube.Claim, over bool, err error) {
+func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentkube.Claim, over bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
-	claim, err = f.API.Claim(ctx, f.Driver, r.claim.Namespace, r.claim.Name)
+	claim, err = rs.o.API.Claim(ctx, rs.o.Driver, r.claim.Namespace, r.claim.Name)
 	switch {
 	case errors.Is(err, gpu.ErrNotFound):
 		return nil, true, nil
@@ -294,31 +319,30 @@ func (f *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentku
 	case claim.UID != r.claim.UID, len(claim.Results) == 0, !claim.HasConsumers():
 		return nil, true, nil
 	}
-	if _, ok := f.taken(claim.UID); ok {
+	if _, ok := rs.claims.taken(claim.UID); ok {
 		return nil, true, nil
 	}
-	_, lasts := lasting(f.never(claim))
+	_, lasts := lasting(rs.never(claim))
 	return claim, !lasts, nil
 }
 
 // never is why a claim can never be prepared as it is; of another kind, or nil, where it
 // may be.
-func (f *refusals) never(claim *agentkube.Claim) error {
-	wants, err := f.wanted(claim)
+func (rs *refusals) never(claim *agentkube.Claim) error {
+	wants, err := wanted(claim, rs.o.Driver, rs.o.Node)
 	if err != nil {
 		return err
 	}
-	if ready, _, err := f.findNow(wants); !ready || err != nil {
+	v := rs.shelf.now()
+	if ready, err := v.find(wants); !ready || err != nil {
 		return err
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	var asked []ledger.Request
 	for i := range wants {
-		if err := f.unmadeLocked(&wants[i]); err != nil {
+		if err := unmade(v.offer, &wants[i]); err != nil {
 			return err
 		}
-		g, err := f.grantLocked(&wants[i], asked)
+		g, err := grant(rs.o.Ledger, v.offer, &wants[i], asked)
 		if err != nil && !errors.Is(err, ledger.ErrHeld) {
 			return err
 		}
@@ -326,27 +350,16 @@ func (f *refusals) never(claim *agentkube.Claim) error {
 			asked = append(asked, ledger.Request{Grants: []ledger.Grant{g}})
 		}
 	}
-	return f.lateLocked(wants)
-}
-
-// lateLocked is why results of an older layout have come too late: their devices are in
-// no layout any more, and others have the room.
-func (f *refusals) lateLocked(wants []want) error {
-	for i := range wants {
-		if _, gone := f.leaving[wants[i].device]; gone {
-			return never(status.ClaimOutdated, fmt.Errorf("device %s is not in its GPU's layout any more, and others have its room: make the claim anew: %w", wants[i].Device, ledger.ErrHeld))
-		}
-	}
-	return nil
+	return v.late(wants)
 }
 
 // taint has a taint end the pods of a refused claim, by way of a device that nobody else
 // has or can get: one that a claim has alone, or that is withdrawn. It reports false
 // where there is none.
-func (f *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim) bool {
+func (rs *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim) bool {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
-	all, err := f.API.Claims(ctx, f.Driver)
+	all, err := rs.o.API.Claims(ctx, rs.o.Driver)
 	if err != nil {
 		return false
 	}
@@ -358,94 +371,81 @@ func (f *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim
 			}
 		}
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	r := f.refused[uid]
-	if r == nil || f.published == nil || !f.ends.Allow() {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	r, v := rs.refused[uid], rs.shelf.now()
+	if r == nil || v.devices == nil || !rs.ends.Allow() {
 		return false
 	}
 	for _, result := range claim.Results {
 		name := DeviceName{result.Pool, result.Device}
-		d, listed := f.published.Devices[name]
-		at, withdrawn := f.leaving[d]
-		closed := withdrawn && at > 0 && at <= f.publisher.done() // the server has the taint
-		if !listed || result.Driver != f.Driver || others[name] || f.heldLocked(d) || d.Kind.Shared() && !closed {
+		d, listed := v.devices[name]
+		closed := v.leaving[d].tainted(v.written)
+		if !listed || result.Driver != rs.o.Driver || others[name] || rs.holds(d) || d.Kind.Shared() && !closed {
 			continue
 		}
-		now := f.Now()
+		now := rs.o.Now()
 		r.tainted, r.on, r.next = now, d, now.Add(taintLook)
-		f.showLocked()
+		rs.taintLocked()
 		return true
 	}
 	return false
 }
 
-// heldLocked reports whether somebody has something of a device in the ledger.
-func (f *refusals) heldLocked(d Device) bool {
-	return slices.ContainsFunc(f.Ledger.Allocations(), func(a ledger.Allocation) bool {
+// holds reports whether somebody has something of a device in the ledger.
+func (rs *refusals) holds(d Device) bool {
+	return slices.ContainsFunc(rs.o.Ledger.Allocations(), func(a ledger.Allocation) bool {
 		return slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return deviceOf(&g) == d })
 	})
 }
 
-// endingLocked are the devices with a taint that ends pods of refused claims, and why.
-func (f *refusals) endingLocked() map[Device]status.Reason {
-	out := map[Device]status.Reason{}
-	for _, r := range f.refused {
-		if !r.tainted.IsZero() && !r.vain {
-			out[r.on] = r.cause.Reason
-		}
-	}
-	return out
-}
-
 // evict evicts the pods of a refused claim, where that is on. A taint that was in vain
 // goes.
-func (f *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) {
+func (rs *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) {
 	if !r.tainted.IsZero() && !r.vain {
-		f.mu.Lock()
-		if now := f.refused[r.claim.UID]; now != nil {
+		rs.mu.Lock()
+		if now := rs.refused[r.claim.UID]; now != nil {
 			now.vain = true
-			f.showLocked()
+			rs.taintLocked()
 		}
-		f.mu.Unlock()
+		rs.mu.Unlock()
 	}
-	if f.Evict == nil || !f.ends.Allow() {
+	if rs.o.Evict == nil || !rs.ends.Allow() {
 		return
 	}
 	for _, p := range pods {
-		if _, ok := f.taken(r.claim.UID); ok {
+		if _, ok := rs.claims.taken(r.claim.UID); ok {
 			return // it has become possible, and the pod may start at any moment
 		}
-		if err := f.Evict(ctx, p); err != nil {
-			f.ration.Log(slog.LevelWarn, "cannot evict a pod whose claim can never be prepared; trying again", []any{"pod", p.String()}, "claim", r.name(), "err", err)
+		if err := rs.o.Evict(ctx, p); err != nil {
+			rs.ration.Log(slog.LevelWarn, "cannot evict a pod whose claim can never be prepared; trying again",
+				[]any{"pod", p.String()}, "claim", r.name(), "err", err)
 			continue
 		}
-		f.tellEnded([]workload.Pod{p}, r)
+		rs.tellEnded([]workload.Pod{p}, r)
 	}
 }
 
-func (f *refusals) tellEnded(pods []workload.Pod, r *refusal) {
+func (rs *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
-		f.Log.Warn("a pod is ended: its claim can never be prepared", "pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		f.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
+		rs.o.Log.Warn("a pod is ended: its claim can never be prepared",
+			"pod", p.String(), "claim", r.name(), "because", r.cause.Message)
+		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: "+
+			"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }
 
-// conditions are the refused claims, by namespace and name, each with the reason.
-func (f *refusals) conditions() (out []status.Condition) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, uid := range slices.Sorted(maps.Keys(f.refused)) {
-		r := f.refused[uid]
+func (rs *refusals) Refused() (out []status.Condition) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	for _, uid := range slices.Sorted(maps.Keys(rs.refused)) {
+		r := rs.refused[uid]
 		text := r.cause.Message
 		if r.pods != "" {
 			text = "of " + r.pods + ": " + text
 		}
-		out = append(out, status.Why(r.cause.Reason, "claim %s can never be prepared, %s", r.name(), text).Condition(status.Waiting, r.name()))
+		why := status.Why(r.cause.Reason, "claim %s can never be prepared, %s", r.name(), text)
+		out = append(out, why.Condition(status.Waiting, r.name()))
 	}
 	return out
 }
-
-// Refused are the claims that can never be prepared as they are, by namespace and name,
-// each with the reason.
-func (f *FrontEnd) Refused() []status.Condition { return f.refusals.conditions() }

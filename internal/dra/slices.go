@@ -69,7 +69,8 @@ func Build(in Input) *Published {
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		all = append(all, d.UUID)
-		if _, offered := in.Layouts[d.UUID]; offered || slices.ContainsFunc(in.Departing, func(o Device) bool { return o.GPU == d.UUID }) {
+		_, offered := in.Layouts[d.UUID]
+		if offered || slices.ContainsFunc(in.Departing, func(o Device) bool { return o.GPU == d.UUID }) {
 			pool := poolName(in.Node, d.Model)
 			pools[pool] = append(pools[pool], d)
 		}
@@ -215,6 +216,12 @@ func (in *Input) devices(d *gpu.Device) []Device {
 		}
 	}
 	return out
+}
+
+// has reports whether a layout has a device.
+func (in *Input) has(d Device) bool {
+	l := in.Layouts[d.GPU]
+	return l.Has(d.Kind) && (!d.Kind.InMIG() || slices.Contains(l.Placements, d.Placement))
 }
 
 // device is one device as it is published.

@@ -344,14 +344,14 @@ func TestTaints(t *testing.T) {
 func TestRoundsThatChangeNothingBuildNoSlices(t *testing.T) {
 	w := newWorld(t, 2, onDemand)
 	w.lay(onDemand)
-	before := w.published
+	before := w.shelf().published
 	for range 3 {
-		if w.lay(onDemand); w.published != before {
+		if w.lay(onDemand); w.shelf().published != before {
 			t.Fatal("built anew, and nothing has changed")
 		}
 	}
 	w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[1].UUID: "Xid 79"}, nil)
-	if w.published == before {
+	if w.shelf().published == before {
 		t.Error("a fault, and the slices are as before")
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 // withdrawals says what keeps claims off devices.
 type withdrawals struct {
-	*Offer
+	offer  *Offer
 	domain string
 	faults *faults
 	// fault is what the taint of a fault does.
@@ -44,42 +44,43 @@ func (w *withdrawals) taints(d Device) (out []agentkube.Taint) {
 
 // withdrawn is why a device is to be given to nobody, empty where it may be.
 func (w *withdrawals) withdrawn(d Device) status.Reason {
-	drains, on := w.Changes.Drains(d.GPU, w.Drain), w.Inventory.ByUUID(d.GPU)
+	drains, on := w.offer.Changes.Drains(d.GPU, w.offer.Drain), w.offer.Inventory.ByUUID(d.GPU)
 	inMIG := on != nil && on.MIG.Enabled
 	switch {
 	case !w.has(d):
 		return status.NotInPartition
 	case w.leaves:
 		return status.AgentEnds
-	case slices.Contains(w.Changing, d.GPU), drains && !(d.Kind.InMIG() && inMIG):
+	case slices.Contains(w.offer.Changing, d.GPU), drains && !(d.Kind.InMIG() && inMIG):
 		return status.GPUChange
-	case w.Others[d.GPU] != "":
+	case w.offer.Others[d.GPU] != "":
 		return status.OtherOwner
-	case w.Cordoned[d.GPU]:
+	case w.offer.Cordoned[d.GPU]:
 		return status.GPUCordoned
 	case w.elsewhere(d):
 		return status.HeldByPods
-	case w.Kept != nil && w.Kept(d):
+	case w.offer.Kept != nil && w.offer.Kept(d):
 		return status.NameInUse
-	case w.Closed != "":
+	case w.offer.Closed != "":
 		return status.DriverFilesUnknown
-	case w.Changes.Stuck[d.GPU].Message != "" && d.Kind.InMIG() != inMIG:
-		return w.Changes.Stuck[d.GPU].Reason
+	case w.offer.Changes.Stuck[d.GPU].Message != "" && d.Kind.InMIG() != inMIG:
+		return w.offer.Changes.Stuck[d.GPU].Reason
 	case !d.Kind.InMIG():
 		return ""
 	case w.occupied(d):
 		return status.NoRoom
 	}
-	if why := w.Changes.Leaving[d.GPU][d.Placement]; why.Message != "" && (drains || !w.Changes.Blocks(d.GPU)) {
+	why := w.offer.Changes.Leaving[d.GPU][d.Placement]
+	if why.Message != "" && (drains || !w.offer.Changes.Blocks(d.GPU)) {
 		return why.Reason
 	}
-	return w.Failing[placeOf(d)].Reason
+	return w.offer.Failing[placeOf(d)].Reason
 }
 
 // occupied reports whether a placement has no room beside an instance that stands and may
 // not go, and that no allocation has.
 func (w *withdrawals) occupied(d Device) bool {
-	on := w.Changes.MIG[d.GPU]
+	on := w.offer.Changes.MIG[d.GPU]
 	besides := func(s mig.Placement) bool { return !on.Card.Fits([]mig.Placement{s}, d.Placement) }
 	return on.Card != nil && (slices.ContainsFunc(on.Occupied, besides) ||
 		!slices.Contains(on.Kept, d.Placement) && slices.ContainsFunc(on.Kept, besides))
@@ -87,5 +88,7 @@ func (w *withdrawals) occupied(d Device) bool {
 
 // elsewhere reports whether somebody has the GPU through the other front-end.
 func (w *withdrawals) elsewhere(d Device) bool {
-	return slices.ContainsFunc(w.held, func(a ledger.Allocation) bool { return a.On(d.GPU) && (a.Owner != ledger.DRA || !a.Kind().Known()) })
+	return slices.ContainsFunc(w.held, func(a ledger.Allocation) bool {
+		return a.On(d.GPU) && (a.Owner != ledger.DRA || !a.Kind().Known())
+	})
 }

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"maps"
+	"reflect"
+	"slices"
+	"sync"
+
+	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Offer is what the agent's loop says of the node's GPUs.
+type Offer struct {
+	Inventory *gpu.Inventory
+	Changes   *plan.Changes
+	// Changing are the GPUs that are about to change.
+	Changing []gpu.UUID
+	Cards    map[gpu.UUID]*mig.Card
+	// Failing are placements that cannot be made, with the reason.
+	Failing map[mig.Place]status.Cause
+	// Refused are those of Failing that the GPU's driver has refused so often that their
+	// claims are to be made anew, elsewhere.
+	Refused map[mig.Place]status.Cause
+	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them.
+	Fixed map[gpu.UUID]bool
+	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
+	Drain bool
+	// Others are the GPUs that somebody else gives out too.
+	Others map[gpu.UUID]string
+	// Cordoned are the GPUs that an operator keeps new pods off.
+	Cordoned map[gpu.UUID]bool
+	// Kept, if set, says of which devices the device plugin has the resource's name yet:
+	// while it has, pods that ask by name go there, or are refused by the kubelet.
+	Kept func(Device) bool
+	// Closed is why nothing may be given out at present, empty where it may.
+	Closed string
+	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
+	Guarantee string
+}
+
+// shelf is slices out: what the loop offers, and what the slices say of it. Its lock is held
+// while a claim is taken, before the publisher's and the ledger's. Use newShelf.
+type shelf struct {
+	domain, driver, node string
+	// fault is what the taint of a fault does.
+	fault     agentkube.TaintEffect
+	ledger    *ledger.Ledger
+	publisher publisher
+	// look has the claims looked at: the first offer is there, or a taint is at the server.
+	look token
+
+	// mu guards everything below.
+	mu sync.Mutex
+	// offer is what the loop said last, nil before that; published follows from it, and basis
+	// is what published was built from.
+	offer     *Offer
+	published *Published
+	basis     basis
+	// withdrew is the number of the last writing that keeps claims off something that they
+	// could have before, and withdraws says that the next one does.
+	withdrew  uint64
+	withdraws bool
+	faults    faults
+	// ending are the devices by which pods of refused claims are ended.
+	ending map[Device]status.Reason
+	// listed says that the API server has been asked once for the claims that there are:
+	// before that nothing is published, since a device that one of them names must not
+	// be missing.
+	listed bool
+	// leaves says that the process is about to end: nothing is for anybody new.
+	leaves  bool
+	leaving leaving
+	// news is closed when published, listed or what GPUs' drivers refuse become others.
+	news chan struct{}
+}
+
+// publisher is what the shelf asks of a Publisher, which numbers what it is to write.
+type publisher interface {
+	Set([]agentkube.ResourceSlice) uint64
+	state() (asked, wrote uint64, registered bool)
+}
+
+// faults is why GPUs are unhealthy, and why instances are on healthy GPUs.
+type faults struct {
+	gpus       map[gpu.UUID]string
+	placements map[mig.Place]string
+}
+
+func (f *faults) of(d Device) string {
+	if why := f.gpus[d.GPU]; why != "" || !d.Kind.InMIG() {
+		return why
+	}
+	return f.placements[placeOf(d)]
+}
+
+func newShelf(o *Options, p publisher, look token) *shelf {
+	return &shelf{domain: o.Domain, driver: o.Driver, node: o.Node, fault: o.Fault, ledger: o.Ledger,
+		publisher: p, look: look, leaving: leaving{}, news: make(chan struct{})}
+}
+
+// now is what the scheduler is told now.
+func (s *shelf) now() view {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.viewLocked()
+}
+
+// while calls f with what the scheduler is told, and keeps it so meanwhile.
+func (s *shelf) while(f func(view)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f(s.viewLocked())
+}
+
+func (s *shelf) viewLocked() view {
+	_, written, _ := s.publisher.state()
+	v := view{s.offer, nil, s.leaving, s.listed, s.withdrew, written, s.news}
+	if s.published != nil {
+		v.devices = s.published.Devices
+	}
+	return v
+}
+
+func (s *shelf) Publish(o Offer) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.offer == nil {
+		s.look.poke() // the claims can be understood now
+	} else if !maps.Equal(s.offer.Refused, o.Refused) {
+		s.tellLocked()
+	}
+	s.offer = &o
+	s.showLocked()
+}
+
+// tellLocked tells those who wait that there is news.
+func (s *shelf) tellLocked() {
+	close(s.news)
+	s.news = make(chan struct{})
+}
+
+func (s *shelf) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.faults = faults{gpus, placements}
+	if s.offer != nil {
+		s.showLocked()
+	}
+}
+
+// setEnding says by which devices pods of refused claims are ended.
+func (s *shelf) setEnding(ending map[Device]status.Reason) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ending = ending
+	s.showLocked()
+}
+
+// leave has everything tainted, since the process is about to end. It reports false where nobody
+// is sent here.
+func (s *shelf) leave() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, written, registered := s.publisher.state(); s.offer == nil || !registered || written == 0 {
+		return false
+	}
+	s.leaves = true
+	s.showLocked()
+	return true
+}
+
+// written is called when the server has what it did not have.
+func (s *shelf) written() {
+	if len(s.now().leaving) > 0 {
+		s.look.poke() // a device may go
+	}
+}
+
+// begin publishes from now on. named are the devices that claims name: they stay in their slices.
+func (s *shelf) begin(named map[DeviceName]bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	every := everyDevice(s.node, s.offer.Inventory, s.offer.Cards)
+	s.leaving = maps.Clone(s.leaving)
+	for name := range named {
+		if d, ok := every[name]; ok {
+			s.leaving[d] = departure{} // unless a layout has it
+		}
+	}
+	s.listed = true
+	s.tellLocked()
+	s.showLocked()
+}
+
+// part lets those devices go from their slices whose taint was in a writing up to this one, that
+// no claim names and that nobody has. It returns how many go.
+func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	held := map[Device]bool{}
+	for _, a := range s.ledger.Allocations() {
+		for j := range a.Grants {
+			d := deviceOf(&a.Grants[j])
+			held[d] = held[d] || a.Owner == ledger.DRA
+		}
+	}
+	parts := func(name DeviceName, d Device) bool {
+		return s.leaving[d].tainted(written) && !named[name] && !held[d]
+	}
+	before, devices, stay := s.published.Devices, map[DeviceName]Device{}, maps.Clone(s.leaving)
+	for name, d := range before {
+		if parts(name, d) {
+			delete(stay, d)
+		} else {
+			devices[name] = d
+		}
+	}
+	if len(devices) < len(before) {
+		s.leaving, s.published = stay, &Published{s.published.Slices, devices}
+		s.showLocked()
+	}
+	return len(before) - len(devices)
+}
+
+// showLocked publishes what follows from the offer, the faults and who has what.
+func (s *shelf) showLocked() {
+	o, held := s.offer, s.ledger.Allocations()
+	in := Input{Node: s.node, Driver: s.driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee,
+		Fixed: o.Fixed, Layouts: map[gpu.UUID]plan.Layout{}}
+	for u, l := range o.Changes.Layouts {
+		if l.Through(ledger.DRA) {
+			in.Layouts[u] = l
+		}
+	}
+	s.leaveLocked(held, in.has)
+	in.Departing = slices.SortedFunc(maps.Keys(s.leaving), compareDevices)
+	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending, leaves: s.leaves,
+		held: held, has: in.has}
+	in.Taints = w.taints
+	same := true
+	if now := in.basis(); s.published == nil || !reflect.DeepEqual(now, s.basis) {
+		was := s.published
+		s.withdraws = s.withdraws || was == nil || s.basis.withdraws(&now)
+		s.published, s.basis = Build(in), now
+		same = was != nil && reflect.DeepEqual(was.Slices, s.published.Slices)
+	}
+	if !same {
+		s.tellLocked()
+	}
+	if s.listed {
+		s.setLocked(same)
+	}
+}
+
+// leaveLocked says which devices leave: those that are published, or held, and in no layout.
+func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
+	out := maps.Clone(s.leaving)
+	if s.published != nil {
+		for _, d := range s.published.Devices {
+			out[d] = s.leaving[d]
+		}
+	}
+	for i := range held {
+		for j := range held[i].Grants {
+			if g := &held[i].Grants[j]; held[i].Owner == ledger.DRA && !g.NoRoom {
+				out[deviceOf(g)] = s.leaving[deviceOf(g)]
+			}
+		}
+	}
+	maps.DeleteFunc(out, func(d Device, _ departure) bool { return has(d) })
+	s.leaving = out
+}
+
+// setLocked has the slices written that are not the same as before, and notes in which writing
+// what is withdrawn is.
+func (s *shelf) setLocked(same bool) {
+	n, _, _ := s.publisher.state()
+	if !same || n == 0 {
+		n = s.publisher.Set(s.published.Slices)
+	}
+	if s.withdraws {
+		s.withdraws, s.withdrew = false, n
+	}
+	for d, at := range s.leaving { // as leaveLocked made it: no view has it
+		if !at.set {
+			s.leaving[d] = departure{true, n}
+		}
+	}
+}
+
+func (s *shelf) Offers(u gpu.UUID) bool {
+	v := s.now()
+	for _, d := range v.devices {
+		if d.GPU == u {
+			return true
+		}
+	}
+	return v.devices == nil
+}
+
+func (s *shelf) Health() ([]dra.Health, <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []dra.Health
+	for name, d := range s.viewLocked().devices {
+		why := s.faults.of(d)
+		out = append(out, dra.Health{Pool: name.Pool, Name: name.Name, Healthy: why == "", Message: why})
+	}
+	slices.SortFunc(out, func(a, b dra.Health) int {
+		return compareNames(DeviceName{a.Pool, a.Name}, DeviceName{b.Pool, b.Name})
+	})
+	return out, s.news
+}
