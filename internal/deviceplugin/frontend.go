@@ -3,7 +3,6 @@
 package deviceplugin
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -198,7 +197,9 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 		if share.Kind != r.Kind {
 			share = piece.Share{}
 		}
-		share.Unit = cmp.Or(share.Unit, unit(f.ledger, g.GPU))
+		if share.Unit == 0 && r.Kind.Together() {
+			share.Unit = unit(f.ledger, g.GPU)
+		}
 		g.Piece, g.Cap = g.In(share)
 	}
 	return grants, nil
