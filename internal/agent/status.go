@@ -111,7 +111,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	if layout.Known {
 		g.Mode = layout.Mode()
 	}
-	if layout.Offers && layout.Kind.Counted().Together() && layout.Counts() {
+	if counted := layout.Kind.Counted(); counted.Together() && layout.Has(counted) {
 		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps the unit that it has
 	}
 	switch {
@@ -234,7 +234,7 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 			switch of := &at.allocations[i].Grants[j]; {
 			case string(of.GPU) != g.UUID || !layout.Has(of.Kind()) || of.NoRoom:
 			case layout.Dynamic && of.Kind().InMIG(): // by its part of the memory slices
-				width := memorySlices(at.Inventory.ByUUID(of.GPU))
+				width := at.Inventory.ByUUID(of.GPU).MIG.MemorySlices()
 				g.Used += (piece.At(of.Piece).Size*layout.N + width - 1) / max(width, 1)
 			case layout.Dynamic && of.Kind().Alone():
 				g.Used = layout.N
@@ -288,7 +288,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			out.OnDemand = w.OnDemand
 		}
 	}
-	out.Size = memorySlices(d)
+	out.Size = d.MIG.MemorySlices()
 	placements := at.standing(d)
 	list := func(resource string, devices []deviceplugin.Device) {
 		for j := range devices {
@@ -324,16 +324,6 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
 	})
 	return out
-}
-
-// memorySlices is how many memory slices a GPU has.
-func memorySlices(d *gpu.Device) (n int) {
-	for _, p := range d.MIG.Profiles {
-		for _, at := range p.Placements {
-			n = max(n, at.Start+at.Size)
-		}
-	}
-	return n
 }
 
 func newPlacement(id string, s mig.Placement) *status.Placement {

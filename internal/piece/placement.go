@@ -67,14 +67,7 @@ func (p Placement) Fix(uint64, gpu.MiB) Piece { return p }
 // Part is its memory slices in the GPU's, and of those of a compute instance that shares its
 // GPU instance the part of its compute slices.
 func (p Placement) Part(d *gpu.Device, _ Cap) (share float64, memory uint64) {
-	width := 0
-	for i := range d.MIG.Profiles {
-		for _, at := range d.MIG.Profiles[i].Placements {
-			width = max(width, at.Start+at.Size)
-		}
-	}
-	of := p.At.Profile
-	of.Compute = 0
+	width, of := d.MIG.MemorySlices(), p.At.Profile.GPUInstance()
 	i := slices.IndexFunc(d.MIG.Profiles, func(p gpu.Profile) bool { return p.Name == of.String() })
 	if i < 0 || width == 0 {
 		return 0, uint64(of.GB) << 10 // nobody knows yet what the GPU can have

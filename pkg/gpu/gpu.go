@@ -187,6 +187,16 @@ type MIG struct {
 	Instances []Instance `json:"instances,omitempty"`
 }
 
+// MemorySlices is how many memory slices a GPU has; 0 where its driver tells no placements.
+func (m *MIG) MemorySlices() (n int) {
+	for i := range m.Profiles {
+		for _, at := range m.Profiles[i].Placements {
+			n = max(n, at.Start+at.Size)
+		}
+	}
+	return n
+}
+
 // Profile is a kind of GPU instance that a GPU could hold.
 type Profile struct {
 	// Name is the driver's, for example "1g.10gb+me".
