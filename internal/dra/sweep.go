@@ -147,7 +147,7 @@ func (s *sweeper) sweep(ctx context.Context) error {
 func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	due, suspects := s.book.due(state, nil, true)
 	found, err := s.ask(ctx, state, due)
-	over := map[string]uint64{}
+	over, renewing := map[string]uint64{}, s.book.renewing()
 	for _, uid := range slices.Sorted(maps.Keys(found)) {
 		c := found[uid]
 		_, suspect := suspects[uid]
@@ -157,7 +157,7 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 			if suspect {
 				over[uid] = c.at
 			}
-		case s.book.renewing()[uid].UID == uid:
+		case renewing[uid].UID == uid:
 			s.renew(ctx, c.claim, state)
 		}
 	}
