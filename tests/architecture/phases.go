@@ -33,20 +33,20 @@ func drawnPage(root string) ([]byte, error) {
 	if err := listSets(&sets, root); err != nil {
 		return nil, err
 	}
-	if text, err = between(text, phasesBegin, phasesEnd, phases.Bytes()); err != nil {
+	if text, err = part(text, phasesBegin, phasesEnd, phases.Bytes()); err != nil {
 		return nil, err
 	}
-	return between(text, setsBegin, setsEnd, sets.Bytes())
+	return part(text, setsBegin, setsEnd, sets.Bytes())
 }
 
-// between returns the page with a part between two lines.
-func between(text []byte, begin, end string, part []byte) ([]byte, error) {
+// part returns the page with new text between two lines.
+func part(text []byte, begin, end string, body []byte) ([]byte, error) {
 	before, rest, begun := bytes.Cut(text, []byte(begin))
 	_, after, ended := bytes.Cut(rest, []byte(end))
 	if !begun || !ended {
 		return nil, fmt.Errorf("%s lacks the line %q, or %q after it", page, begin, end)
 	}
-	return slices.Concat(before, []byte(begin), part, []byte(end), after), nil
+	return slices.Concat(before, []byte(begin), body, []byte(end), after), nil
 }
 
 // listPhases draws the transitions, and lists them.
