@@ -357,19 +357,17 @@ func TestEnvironmentIsFlags(t *testing.T) {
 		name         string
 		flags, twins map[string]bool
 	}
-	knows := func(name string) command {
+	knows := func(name, prefix string, flags map[string]string) command {
 		c := command{name, map[string]bool{}, map[string]bool{}}
-		flags, prefix := commandFlags(t, name), "GPU_AGENT_"
-		if name == placer {
-			flags, prefix = placerFlags(t), "GPU_PLACER_"
-		}
 		for f := range flags {
 			c.flags[f] = true
 			c.twins[prefix+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
 		}
 		return c
 	}
-	run, cleanup, ofPlacer := knows("run"), knows("cleanup"), knows(placer)
+	run := knows("gpu-agent run", "GPU_AGENT_", programFlags(t))
+	cleanup := knows("gpu-agent cleanup", "GPU_AGENT_", commandFlags(t, "cleanup"))
+	ofPlacer := knows("gpu-placer run", "GPU_PLACER_", placerFlags(t))
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
 		t.Fatal(err)
