@@ -159,8 +159,8 @@ func TestPlacersImage(t *testing.T) {
 		t.Errorf("the program is not static: it needs %q, %v", needed, err)
 	}
 	bundle := p.files["etc/ssl/certs/ca-certificates.crt"].data
-	if known := x509.NewCertPool(); !known.AppendCertsFromPEM(bundle) || len(known.Subjects()) < 100 { //nolint:staticcheck // it is no pool of the system
-		t.Errorf("the authorities of %d bytes cannot be read, or are few", len(bundle))
+	if n := bytes.Count(bundle, []byte("-----BEGIN CERTIFICATE-----\n")); !x509.NewCertPool().AppendCertsFromPEM(bundle) || n < 100 {
+		t.Errorf("the %d authorities cannot be read, or are few", n)
 	}
 	size, err := p.size()
 	if err != nil {

@@ -30,7 +30,7 @@ const (
 	name = "gpu-agent"
 	// placer is the namespace of the placer, and all that is its own.
 	placer = "gpu-placer"
-	gpus = 2
+	gpus   = 2
 	// units are those of a GPU: an H100-80GB has 81,559 MiB, of which the driver keeps some.
 	units      = 79
 	partitions = "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared}\n"
