@@ -12,6 +12,36 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 )
 
+// serve answers a request that is allowed and in which nothing goes wrong.
+func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, namespace, name string, body []byte) {
+	switch of, _, _ := strings.Cut(resource, "/"); {
+	case of == "gpunodes" && verb != "list" && verb != "watch":
+		s.writeGPUNode(w, r, verb, resource, name, body)
+	case resource == "resourceslices" && verb == "list":
+		s.listSlices(w, r.URL.Query().Get("fieldSelector"))
+	case resource == "resourceslices" && verb != "watch":
+		s.writeSlice(w, verb, name, body)
+	case of == "leases":
+		s.serveLease(w, verb, namespace, name, body)
+	case of == "resourceclaims":
+		s.serveClaims(w, r, verb, namespace, name, body)
+	case verb == "list" && name == "":
+		s.listAll(w, r, resource)
+	case verb == "list":
+		s.list(w, resource, namespace, name)
+	case verb == "watch":
+		s.watch(w, r, resource, namespace, name)
+	case resource == "pods/eviction":
+		s.evict(w, namespace, name, body)
+	case verb == "update" && strings.Contains(of, "."): // of another project
+		s.updateStatus(w, of, namespace, name, body)
+	case verb == "create":
+		s.create(w, resource, namespace, body)
+	case verb == "patch":
+		s.patch(w, r, resource, namespace, name, body)
+	}
+}
+
 // listAll answers with all objects of a resource, page by page. It keeps no snapshots: where
 // something has changed between two pages, the next one has expired.
 func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string) {

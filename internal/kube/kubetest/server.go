@@ -349,30 +349,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			}
 			Answer(w, object)
 		}
-	case parts[0] == "gpunodes" && verb != "list" && verb != "watch":
-		s.writeGPUNode(w, r, verb, resource, name, body)
-	case resource == "resourceslices" && verb == "list":
-		s.listSlices(w, query.Get("fieldSelector"))
-	case resource == "resourceslices" && verb != "watch":
-		s.writeSlice(w, verb, name, body)
-	case parts[0] == "leases":
-		s.serveLease(w, verb, namespace, name, body)
-	case parts[0] == "resourceclaims":
-		s.serveClaims(w, r, verb, namespace, name, body)
-	case verb == "list" && name == "":
-		s.listAll(w, r, resource)
-	case verb == "list":
-		s.list(w, resource, namespace, name)
-	case verb == "watch":
-		s.watch(w, r, resource, namespace, name)
-	case resource == "pods/eviction":
-		s.evict(w, namespace, name, body)
-	case verb == "update" && foreign != "":
-		s.updateStatus(w, parts[0], namespace, name, body)
-	case verb == "create":
-		s.create(w, resource, namespace, body)
-	case verb == "patch":
-		s.patch(w, r, resource, namespace, name, body)
+	default:
+		s.serve(w, r, verb, resource, namespace, name, body)
 	}
 }
 
