@@ -83,7 +83,8 @@ func Build(in Input) *Published {
 			}
 		}
 		for i := range list {
-			list[i].Name, list[i].Spec.Driver, list[i].Spec.NodeName = sliceName(i, in.Driver, pool), in.Driver, &in.Node
+			list[i].Name, list[i].Spec.Driver, list[i].Spec.NodeName =
+				sliceName(i, in.Driver, pool), in.Driver, &in.Node
 			list[i].Spec.Pool = resourcev1.ResourcePool{Name: pool, ResourceSliceCount: int64(len(list))}
 		}
 		out.Slices = append(out.Slices, list...)

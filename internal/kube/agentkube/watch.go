@@ -133,7 +133,8 @@ func readNode(object *unstructured.Unstructured) Node {
 	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(), Unschedulable: spec.Unschedulable,
 		amounts: readAmounts(object), taints: spec.Taints, uid: object.GetUID(), version: object.GetResourceVersion()}
 	for _, c := range status.Conditions {
-		n.Conditions = append(n.Conditions, Condition{string(c.Type), c.Status, c.Reason, c.Message, c.LastTransitionTime})
+		n.Conditions = append(n.Conditions,
+			Condition{string(c.Type), c.Status, c.Reason, c.Message, c.LastTransitionTime})
 	}
 	for name, amount := range n.amounts {
 		if !amount.IsZero() {
