@@ -59,15 +59,19 @@ func claimsAtTheAPIServer(t *testing.T, s *apiServer) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r := claim.Results; len(r) != 2 || r[1].Capacity["memory"] != 24<<30 || r[1].Share == "" || len(claim.Pods) != 1 || claim.Pods[0].UID != "p-1" {
-		t.Errorf("the claim says %+v", claim)
+	if r := claim.Results; len(r) != 2 || len(claim.Pods) != 1 || claim.Pods[0].UID != "p-1" {
+		t.Fatalf("the claim says %+v", claim)
+	}
+	has, id := claim.Results[1].ConsumedCapacity["memory"], claim.Results[1].ShareID
+	if has.Value() != 24<<30 || id == nil || *id == "" {
+		t.Fatalf("the claim says %+v", claim)
 	}
 	if _, err := client.Claim(t.Context(), driver, "claims", "none"); !errors.Is(err, gpu.ErrNotFound) {
 		t.Errorf("a claim that is not there: %v", err)
 	}
 
 	whole := agentkube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-1"}
-	share := agentkube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-2-shared", Share: claim.Results[1].Share, Data: map[string]string{"cap": "24Gi", "guarantee": "api"}}
+	share := agentkube.ClaimDevice{Pool: "node-1/a100", Device: "gpu-2-shared", Share: string(*id), Data: map[string]string{"cap": "24Gi", "guarantee": "api"}}
 	status := func() (out []string) {
 		t.Helper()
 		var o struct {

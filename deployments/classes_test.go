@@ -14,7 +14,6 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -201,21 +200,6 @@ func (c classes) Get(name string) (*resource.DeviceClass, error) {
 	return nil, fmt.Errorf("no class %q", name)
 }
 
-// typed is a slice as the scheduler has it.
-func typed(t *testing.T, s *agentkube.ResourceSlice) *resource.ResourceSlice {
-	t.Helper()
-	text, err := json.Marshal(s)
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, node := &resource.ResourceSlice{ObjectMeta: meta.ObjectMeta{Name: s.Name}}, "node-1"
-	if err := json.Unmarshal(text, &out.Spec); err != nil {
-		t.Fatal(err)
-	}
-	out.Spec.Driver, out.Spec.NodeName = "gpus.example.com", &node
-	return out
-}
-
 // Each device that an agent publishes is of exactly one class, the one of its kind, and a MIG
 // instance of that of any instance besides; and no class fails on a device of whomever: one
 // error stops the scheduler for every node.
@@ -254,7 +238,7 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 		for first := range ways {
 			published := publishedOf(t, file, first)
 			for i := range published.Slices {
-				s := typed(t, &published.Slices[i])
+				s := &published.Slices[i]
 				for _, d := range s.Spec.Devices {
 					of := published.Devices[dra.DeviceName{Pool: s.Spec.Pool.Name, Name: d.Name}]
 					want := []string{map[piece.Kind]string{piece.KindWhole: "gpu.example.com", piece.KindUnits: "gpu-memory.example.com", piece.KindReplica: "gpu.shared.example.com"}[of.Kind]}
@@ -317,7 +301,7 @@ func TestDeviceClassesInTheScheduler(t *testing.T) {
 	published := publishedOf(t, "../tests/testdata/inventories/h100-80gb.json", 0)
 	var list []*resource.ResourceSlice
 	for i := range published.Slices {
-		s := typed(t, &published.Slices[i])
+		s := &published.Slices[i]
 		for j := range s.Spec.Devices {
 			s.Spec.Devices[j].Taints = nil
 		}

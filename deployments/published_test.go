@@ -22,6 +22,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	resource "k8s.io/api/resource/v1"
 )
 
 // publishedOf publishes a recorded node, whose GPUs are offered by turns as MIG instances
@@ -33,11 +34,11 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 		t.Fatal(file, err)
 	}
 	in := dra.Input{Node: "node-1", Driver: "gpus.example.com", Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{},
-		Taints: func(d dra.Device) []agentkube.Taint {
+		Taints: func(d dra.Device) []resource.DeviceTaint {
 			if d.Kind != piece.KindWhole {
 				return nil
 			}
-			return []agentkube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Effect: agentkube.NoSchedule}}
+			return []resource.DeviceTaint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Effect: agentkube.NoSchedule}}
 		}}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
@@ -57,7 +58,7 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 }
 
 // slicesOf are the slices of a recorded node.
-func slicesOf(t *testing.T, file string) []agentkube.ResourceSlice {
+func slicesOf(t *testing.T, file string) []resource.ResourceSlice {
 	t.Helper()
 	return publishedOf(t, file, 0).Slices
 }
@@ -77,18 +78,14 @@ func recorded(t *testing.T) []string {
 func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
 	for _, file := range recorded(t) {
 		for _, slice := range slicesOf(t, file) {
-			slice.Pool.Generation = 1
-			object, err := slice.Object("gpus.example.com", "node-1")
-			if err != nil {
-				t.Fatal(err)
-			}
-			var back struct{ Spec agentkube.ResourceSlice }
+			slice.APIVersion, slice.Kind, slice.Spec.Pool.Generation = "resource.k8s.io/v1", "ResourceSlice", 1
+			var back resource.ResourceSlice
 			if err := s.do(t, nil, http.MethodPost, "/apis/resource.k8s.io/v1/resourceslices?dryRun=All&fieldValidation=Strict", asJSON,
-				object.Object, &back); err != nil {
+				&slice, &back); err != nil {
 				t.Fatalf("%s: %v", filepath.Base(file), err)
 			}
-			back.Spec.Name = slice.Name
-			if diff := cmp.Diff(slice, back.Spec, cmpopts.EquateEmpty()); diff != "" {
+			since := cmpopts.IgnoreFields(resource.DeviceTaint{}, "TimeAdded")
+			if diff := cmp.Diff(slice.Spec, back.Spec, cmpopts.EquateEmpty(), since); diff != "" {
 				t.Errorf("%s: the server made of %s (- sent, + returned):\n%s", filepath.Base(file), slice.Name, diff)
 			}
 		}
@@ -116,7 +113,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 				Name, ResourceVersion string
 				OwnerReferences       []struct{ Kind, Name string }
 			}
-			Spec agentkube.ResourceSlice
+			Spec resource.ResourceSliceSpec
 		}
 	}
 	have := func() (versions map[string]string, generations map[int64]int) {
@@ -135,7 +132,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 		}
 		return versions, generations
 	}
-	publish := func(want []agentkube.ResourceSlice) {
+	publish := func(want []resource.ResourceSlice) {
 		t.Helper()
 		if _, err := client.PublishSlices(t.Context(), driver, want); err != nil {
 			t.Fatal(err)
@@ -160,9 +157,9 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 
 	// A fault is one write, and the pool goes on.
 	tainted := slices.Clone(want)
-	last := &tainted[len(tainted)-1]
+	last := &tainted[len(tainted)-1].Spec
 	last.Devices = slices.Clone(last.Devices)
-	last.Devices[0].Taints = []agentkube.Taint{{Key: "example.com/unhealthy", Effect: agentkube.NoSchedule}}
+	last.Devices[0].Taints = []resource.DeviceTaint{{Key: "example.com/unhealthy", Effect: agentkube.NoSchedule}}
 	publish(tainted)
 	second, generations := have()
 	if changed(first, second) != 1 || generations[1] != len(want) {
@@ -190,7 +187,7 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 	// With fewer slices the pool is another one.
 	fewer := slices.Clone(tainted[:len(tainted)-1])
 	for i := range fewer {
-		fewer[i].Pool.Slices = int64(len(fewer))
+		fewer[i].Spec.Pool.ResourceSliceCount = int64(len(fewer))
 	}
 	publish(fewer)
 	if left, generations := have(); len(left) != len(fewer) || generations[2] != len(fewer) {
@@ -207,7 +204,9 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 		return nil
 	})
 	t.Run("not of another node or driver", func(t *testing.T) {
-		if _, err := client.PublishSlices(t.Context(), "gpus.example.org", slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]); err == nil || !strings.Contains(err.Error(), "of its own driver") {
+		other := slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]
+		other[0].Spec.Driver = "gpus.example.org"
+		if _, err := client.PublishSlices(t.Context(), "gpus.example.org", other); err == nil || !strings.Contains(err.Error(), "of its own driver") {
 			t.Errorf("another driver's: %v", err)
 		}
 		for _, try := range []struct{ method, name string }{{http.MethodPost, "stolen"}, {http.MethodDelete, fewer[0].Name}} {

@@ -109,14 +109,13 @@ func (s *apiServer) node(t *testing.T, name string, has fields) {
 func (s *apiServer) offers(t *testing.T, node string) {
 	t.Helper()
 	for _, slice := range slicesOf(t, "../tests/testdata/inventories/h100-80gb.json") {
-		for i := range slice.Devices {
-			slice.Devices[i].Taints = nil
+		for i := range slice.Spec.Devices {
+			slice.Spec.Devices[i].Taints = nil
 		}
-		slice.Pool.Generation = 1
-		object, err := slice.Object("gpus.example.com", node)
-		if err != nil {
+		slice.APIVersion, slice.Kind = "resource.k8s.io/v1", "ResourceSlice"
+		slice.Spec.NodeName, slice.Spec.Pool.Generation = &node, 1
+		if err := s.do(t, nil, http.MethodPost, slicesPath, asJSON, &slice, nil); err != nil {
 			t.Fatal(err)
 		}
-		s.create(t, slicesPath, object.Object)
 	}
 }

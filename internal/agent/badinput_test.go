@@ -3,7 +3,6 @@
 package agent
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"reflect"
@@ -18,11 +17,17 @@ import (
 	"example.com/gpu-agent/internal/workload"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+	faked "example.com/gpu-agent/tests/fakes/claims"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
 )
 
 // givenWrong has an agent that offers two GPUs through DRA, in a way, one of which has a
 // claim. It reports whether anything has changed since.
-func givenWrong(t *testing.T, o *outside, entry, device string, gib agentkube.Quantity) (b *bench, unchanged func(what string)) {
+func givenWrong(t *testing.T, o *outside, entry, device string, gib int64) (b *bench, unchanged func(what string)) {
 	o.dra = newScheduled()
 	b = start(t, o, t.TempDir(), throughDRA(entry))
 	time.Sleep(time.Minute) // a geometry is cut
@@ -48,19 +53,31 @@ func givenWrong(t *testing.T, o *outside, entry, device string, gib agentkube.Qu
 	}
 }
 
+// consumed is what a claim has of a capacity of a device.
+func consumed(name resourcev1.QualifiedName, n int64) map[resourcev1.QualifiedName]resource.Quantity {
+	return map[resourcev1.QualifiedName]resource.Quantity{name: *resource.NewQuantity(n, resource.BinarySI)}
+}
+
+// configured is a claim's configuration for the driver.
+func configured(text string) []resourcev1.DeviceAllocationConfiguration {
+	return []resourcev1.DeviceAllocationConfiguration{{DeviceConfiguration: resourcev1.DeviceConfiguration{
+		Opaque: &resourcev1.OpaqueDeviceConfiguration{Driver: draDriver, Parameters: apiruntime.RawExtension{Raw: []byte(text)}}}}}
+}
+
 // A claim that cannot be prepared is refused with the reason, which the kubelet puts into
 // an Event of its pod; one that never can be has an Event of ours and a condition, too.
 // Nothing else changes by it.
 func TestBadClaims(t *testing.T) {
-	of := func(r agentkube.Result) func(*agentkube.Claim) {
-		return func(c *agentkube.Claim) { c.Results = []agentkube.Result{r} }
+	type result = resourcev1.DeviceRequestAllocationResult
+	of := func(r result) func(*agentkube.Claim) {
+		return func(c *agentkube.Claim) { c.Results = []result{r} }
 	}
-	amount := func(bytes agentkube.Quantity) func(*agentkube.Claim) {
-		return func(c *agentkube.Claim) { c.Results[0].Capacity = map[string]agentkube.Quantity{"memory": bytes} }
+	amount := func(bytes int64) func(*agentkube.Claim) {
+		return func(c *agentkube.Claim) { c.Results[0].ConsumedCapacity = consumed("memory", bytes) }
 	}
 	config := func(text string, class bool) func(*agentkube.Claim) {
 		return func(c *agentkube.Claim) {
-			c.Configs = []agentkube.ClaimConfig{{Parameters: json.RawMessage(text)}}
+			c.Configs = configured(text)
 		}
 	}
 	for name, c := range map[string]struct {
@@ -68,14 +85,14 @@ func TestBadClaims(t *testing.T) {
 		want   string
 		lasts  status.Reason // empty where it may pass
 	}{
-		"of another node's pool":              {of(agentkube.Result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "only devices of its own pools", status.ClaimRefused},
+		"of another node's pool":              {of(result{Request: "gpu", Driver: draDriver, Pool: "node-2/a100", Device: "gpu-0"}), "only devices of its own pools", status.ClaimRefused},
 		"of a pool that is not there":         {func(c *agentkube.Claim) { c.Results[0].Pool = "NODE/h100" }, "this node has no device", status.ClaimOutdated},
 		"of a pool by the node's bare name":   {func(c *agentkube.Claim) { c.Results[0].Pool = "NODE" }, "only devices of its own pools", status.ClaimRefused},
 		"of a GPU that is not there":          {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-0000000f-shared" }, "this node has no device", status.ClaimOutdated},
 		"of an older layout":                  {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-00000001" }, "this node has no device", status.ClaimOutdated},
 		"of an older layout, a MIG device":    {func(c *agentkube.Claim) { c.Results[0].Device = "gpu-00000001-mig-1g10gb-0" }, "this node has no device", status.ClaimOutdated},
-		"without capacity":                    {func(c *agentkube.Claim) { c.Results[0].Capacity = nil }, "0 bytes", status.ClaimRefused},
-		"with a capacity of another name":     {func(c *agentkube.Claim) { c.Results[0].Capacity = map[string]agentkube.Quantity{"gpus": 1 << 30} }, "0 bytes", status.ClaimRefused},
+		"without capacity":                    {func(c *agentkube.Claim) { c.Results[0].ConsumedCapacity = nil }, "0 bytes", status.ClaimRefused},
+		"with a capacity of another name":     {func(c *agentkube.Claim) { c.Results[0].ConsumedCapacity = consumed("gpus", 1<<30) }, "0 bytes", status.ClaimRefused},
 		"with half a unit":                    {amount(1 << 29), "an amount is 1 to 4 times 1024 MiB", status.ClaimRefused},
 		"with a unit and a byte":              {amount(1<<30 + 1), "an amount is", status.ClaimRefused},
 		"with nothing":                        {amount(0), "an amount is", status.ClaimRefused},
@@ -101,8 +118,8 @@ func TestBadClaims(t *testing.T) {
 				defer b.end()
 				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
 				at, _ := o.dra.Device("00000001-shared")
-				bad := agentkube.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad", Pods: []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}}, Results: []agentkube.Result{
-					{Request: "gpu", Driver: draDriver, Pool: at, Device: "gpu-00000001-shared", Share: "s", Capacity: map[string]agentkube.Quantity{"memory": 1 << 30}}}}
+				bad := agentkube.Claim{Namespace: "ns", Name: "bad", UID: "uid-bad", Pods: []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}}, Results: []result{
+					{Request: "gpu", Driver: draDriver, Pool: at, Device: "gpu-00000001-shared", ShareID: faked.Share("s"), ConsumedCapacity: consumed("memory", 1<<30)}}}
 				c.change(&bad)
 				for i := range bad.Results { // the node's name is the bench's
 					node, _, _ := strings.Cut(at, "/")
@@ -135,7 +152,7 @@ func TestBadClaims(t *testing.T) {
 }
 
 // thirtyTwo are as many results as a claim may have; the last is of an older layout.
-func thirtyTwo(r agentkube.Result) (out []agentkube.Result) {
+func thirtyTwo(r resourcev1.DeviceRequestAllocationResult) (out []resourcev1.DeviceRequestAllocationResult) {
 	for range 31 {
 		out = append(out, r)
 	}
@@ -155,7 +172,7 @@ func TestBadNodes(t *testing.T) {
 			o.dra.Wipe()
 		}
 	}
-	meddle := func(change func([]agentkube.ResourceSlice) []agentkube.ResourceSlice) func(*bench, *outside) {
+	meddle := func(change func([]resourcev1.ResourceSlice) []resourcev1.ResourceSlice) func(*bench, *outside) {
 		return func(_ *bench, o *outside) { o.dra.Meddle(change) }
 	}
 	for name, c := range map[string]struct {
@@ -174,12 +191,13 @@ func TestBadNodes(t *testing.T) {
 		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", agentkube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},
 		"a gate off":                   {server(fmt.Errorf("%w (taints)", agentkube.ErrDropped)), "failed", status.APIServerUnfit, "(taints)", true},
 		"slices that somebody deletes": {func(_ *bench, o *outside) { o.dra.Wipe() }, "applied", status.SlicesChanged, "written again", false},
-		"slices that somebody edits": {meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
-			all[len(all)-1].Devices = nil
+		"slices that somebody edits": {meddle(func(all []resourcev1.ResourceSlice) []resourcev1.ResourceSlice {
+			all[len(all)-1].Spec.Devices = nil
 			return all
 		}), "applied", status.SlicesChanged, "written again", false},
-		"slices of two agents": {meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
-			return append(all, agentkube.ResourceSlice{Name: "00009-theirs", Pool: agentkube.Pool{Name: "node-1/theirs", Slices: 1}})
+		"slices of two agents": {meddle(func(all []resourcev1.ResourceSlice) []resourcev1.ResourceSlice {
+			return append(all, resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "00009-theirs"},
+				Spec: resourcev1.ResourceSliceSpec{Pool: resourcev1.ResourcePool{Name: "node-1/theirs", ResourceSliceCount: 1}}})
 		}), "applied", status.SlicesChanged, "00009-theirs", false},
 		"two agents on one node": {func(_ *bench, o *outside) {
 			o.dra.lose(true, errors.New("another process listens at gpus.example.com-reg.sock"))

@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
 	faked "example.com/gpu-agent/tests/fakes/claims"
+	resourcev1 "k8s.io/api/resource/v1"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 )
 
@@ -84,7 +85,7 @@ func (s *scheduled) worlds() *DRA {
 }
 
 // allocate makes a claim that has a device, of a memory of so many GiB if it is shared.
-func (s *scheduled) allocate(t *testing.T, name, suffix string, gib agentkube.Quantity) kubelet.Claim {
+func (s *scheduled) allocate(t *testing.T, name, suffix string, gib int64) kubelet.Claim {
 	t.Helper()
 	c, err := s.Schedule("ns", name, faked.Request{Name: "gpu", Fits: faked.Named(suffix), Memory: gib << 30})
 	if err != nil {
@@ -128,7 +129,7 @@ func (b *bench) specOf(key string) *specs.Spec {
 func TestClaims(t *testing.T) {
 	for name, c := range map[string]struct {
 		entry, device string
-		gib           agentkube.Quantity
+		gib           int64
 		limit         uint64 // of the GPU's page
 	}{
 		"whole":      {"mode: whole", "gpu-00000000", 0, memcap.None},
@@ -226,7 +227,7 @@ func TestContainersOfAClaimThatIsAllocatedAnew(t *testing.T) {
 				o.dra.Edit("ns", "a", func(k *agentkube.Claim) {
 					k.Pods, k.Results[0].Device = []workload.Pod{second}, c.after
 					if c.entry == "mode: shared" {
-						k.Results[0].Share, k.Results[0].Capacity = "another", map[string]agentkube.Quantity{"memory": 1 << 30}
+						k.Results[0].ShareID, k.Results[0].ConsumedCapacity = faked.Share("another"), consumed("memory", 1<<30)
 					}
 				})
 				prepared := make(chan error, 1)
@@ -342,7 +343,7 @@ func TestClaimBeforeThePartitionIsKnown(t *testing.T) {
 		}
 		listed := func() (out string) {
 			for _, s := range o.dra.Slices() {
-				for _, d := range s.Devices {
+				for _, d := range s.Spec.Devices {
 					out += fmt.Sprintln(d.Name, d.Taints)
 				}
 			}
@@ -352,11 +353,11 @@ func TestClaimBeforeThePartitionIsKnown(t *testing.T) {
 		claim := o.dra.allocate(t, "b", "-mig-3g40gb-4", 0)
 		b.end()
 		// Who ends orderly has tainted all; who was killed has not.
-		o.dra.Meddle(func(all []agentkube.ResourceSlice) []agentkube.ResourceSlice {
+		o.dra.Meddle(func(all []resourcev1.ResourceSlice) []resourcev1.ResourceSlice {
 			for i := range all {
-				all[i].Devices = slices.Clone(all[i].Devices)
-				for j := range all[i].Devices {
-					all[i].Devices[j].Taints = nil
+				all[i].Spec.Devices = slices.Clone(all[i].Spec.Devices)
+				for j := range all[i].Spec.Devices {
+					all[i].Spec.Devices[j].Taints = nil
 				}
 			}
 			return all
@@ -532,7 +533,7 @@ func TestPromiseOutlivesADoubt(t *testing.T) {
 					o.dra = newScheduled()
 					file := throughDRA(entry)
 					b := start(t, o, dir, file)
-					claim := o.dra.allocate(t, "a", "00000000"+suffix, map[string]agentkube.Quantity{"-shared": 3}[suffix])
+					claim := o.dra.allocate(t, "a", "00000000"+suffix, map[string]int64{"-shared": 3}[suffix])
 					b.end()
 					o.dra.Away(errors.New("no route to host"))
 					o.with(func() {
@@ -903,8 +904,8 @@ func TestUUIDsOfInstances(t *testing.T) {
 				time.Sleep(time.Minute)
 				synctest.Wait()
 				got := ""
-				if _, d := o.dra.Device("-mig-3g40gb-4"); d.Attributes["uuid"].String != nil {
-					got = *d.Attributes["uuid"].String
+				if _, d := o.dra.Device("-mig-3g40gb-4"); d.Attributes["uuid"].StringValue != nil {
+					got = *d.Attributes["uuid"].StringValue
 				}
 				if got != want || o.dra.Writes() != before {
 					t.Errorf("UUID %q, want %q; %d writes", got, want, o.dra.Writes()-before)
@@ -930,13 +931,13 @@ func TestTimeSliceOfAClaim(t *testing.T) {
 				b := start(t, o, dir, throughDRA(c.entry))
 				defer func() { b.end() }()
 				claim := func(name string) kubelet.Claim {
-					gib := agentkube.Quantity(0)
+					gib := int64(0)
 					if c.device == "-shared" {
 						gib = 1
 					}
 					claim := o.dra.allocate(t, name, c.device, gib)
 					o.dra.Edit("ns", name, func(k *agentkube.Claim) {
-						k.Configs = []agentkube.ClaimConfig{{Parameters: []byte(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)}}
+						k.Configs = configured(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`)
 					})
 					return claim
 				}
@@ -1011,7 +1012,7 @@ func TestClaimOfAPlacementThatTheDriverRefuses(t *testing.T) {
 				b.with(func() { o.pods = append(o.pods, workload.Pod{Namespace: "ns", Name: "p"}) })
 				ends := func() bool {
 					_, d := o.dra.Device("-mig-3g40gb-4")
-					return slices.ContainsFunc(d.Taints, func(t agentkube.Taint) bool { return t.Effect == agentkube.NoExecute })
+					return slices.ContainsFunc(d.Taints, func(t resourcev1.DeviceTaint) bool { return t.Effect == agentkube.NoExecute })
 				}
 				claim := o.dra.allocate(t, "a", "-mig-3g40gb-4", 0)
 				o.dra.Edit("ns", "a", func(k *agentkube.Claim) { k.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "uid-p"}} })

@@ -152,10 +152,10 @@ func TestCordonTaintsDevices(t *testing.T) {
 			synctest.Wait()
 			seen := map[string]bool{}
 			for _, s := range o.dra.Slices() {
-				for _, d := range s.Devices {
+				for _, d := range s.Spec.Devices {
 					on := ""
-					if a := d.Attributes["parentUUID"]; a.String != nil {
-						on = *a.String
+					if a := d.Attributes["parentUUID"]; a.StringValue != nil {
+						on = *a.StringValue
 					}
 					var taints []string
 					for _, k := range d.Taints {

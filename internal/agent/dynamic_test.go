@@ -10,7 +10,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -55,7 +54,7 @@ func TestDynamic(t *testing.T) {
 			}
 		}
 		writes := o.dra.Writes()
-		use := func(name, device string, gib agentkube.Quantity, used int, want string) (end func()) {
+		use := func(name, device string, gib int64, used int, want string) (end func()) {
 			t.Helper()
 			claim := o.dra.allocate(t, name, device, gib)
 			if devices, err := o.dra.prepare(t.Context(), claim); err != nil || len(devices) != 1 || b.specOf(key(claim)) == nil {
@@ -229,7 +228,7 @@ func TestDynamicOutlivesTheAgent(t *testing.T) {
 				o.dra = newScheduled()
 				b := start(t, o, dir, throughDRA("mode: dynamic"))
 				time.Sleep(time.Minute)
-				gib := agentkube.Quantity(0)
+				gib := int64(0)
 				if device == "-shared" {
 					gib = 2
 				}
@@ -258,7 +257,7 @@ func TestDynamicOutlivesTheAgent(t *testing.T) {
 // names are the devices of the slices, those that are withdrawn with an exclamation mark.
 func (s *scheduled) names() (out []string) {
 	for _, slice := range s.Slices() {
-		for _, d := range slice.Devices {
+		for _, d := range slice.Spec.Devices {
 			if len(d.Taints) > 0 {
 				d.Name += "!"
 			}

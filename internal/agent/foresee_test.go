@@ -27,6 +27,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	faked "example.com/gpu-agent/tests/fakes/claims"
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 var foreseeSeed = flag.Int("foresee.seed", -1, "the one seed of TestForeseen")
@@ -117,7 +118,7 @@ func (f *foreseen) holders() {
 
 func (f *foreseen) claim(name string) {
 	skip := f.rng.IntN(6)
-	c, err := f.dra.Schedule("ns", name, faked.Request{Name: "gpu", Memory: 1 << 30, Fits: func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }})
+	c, err := f.dra.Schedule("ns", name, faked.Request{Name: "gpu", Memory: 1 << 30, Fits: func(*resourcev1.Device) bool { skip--; return skip < 0 }})
 	if err != nil {
 		return // nothing is offered that way
 	}

@@ -23,6 +23,7 @@ import (
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	faked "example.com/gpu-agent/tests/fakes/claims"
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // errAway is why the API server of a storm does not answer.
@@ -51,7 +52,7 @@ type stormClaims struct {
 	breaks map[gpu.UUID][]time.Time
 	// stale are slices that are of an agent of which the present one knows nothing, and
 	// doubt is why.
-	stale []agentkube.ResourceSlice
+	stale []resourcev1.ResourceSlice
 	doubt string
 }
 
@@ -59,7 +60,7 @@ type stormClaims struct {
 type claimant struct {
 	kubelet.Claim
 	pod     *stormPod
-	results []agentkube.Result
+	results []resourcev1.DeviceRequestAllocationResult
 	keys    []string // of its allocations, by result
 	// asked says that a call of the kubelet's is under way, or that its answer has not been
 	// looked at.
@@ -244,7 +245,7 @@ func (c *stormClaims) schedule() {
 	name := fmt.Sprint("claim-", c.made)
 	var requests []faked.Request
 	for i := range 1 + s.rng.IntN(4)/3 {
-		r := faked.Request{Name: fmt.Sprint("r", i), Memory: agentkube.Quantity(1+s.rng.IntN(3)) * agentkube.Quantity(s.attack.unit) << 20}
+		r := faked.Request{Name: fmt.Sprint("r", i), Memory: int64(1+s.rng.IntN(3)) * int64(s.attack.unit) << 20}
 		r.Fits = c.wish(s.rng)
 		requests = append(requests, r)
 	}
@@ -266,7 +267,7 @@ func (c *stormClaims) schedule() {
 }
 
 // wish is what a request may ask for: often anything.
-func (c *stormClaims) wish(rng *rand.Rand) func(*agentkube.PoolDevice) bool {
+func (c *stormClaims) wish(rng *rand.Rand) func(*resourcev1.Device) bool {
 	from := rng.IntN(5)
 	for i := range from {
 		if fits := faked.Named([]string{"-shared", "-mig-1g10gb-6", "-mig-3g40gb-4", "-mig-2g20gb-0"}[i]); rng.IntN(2) == 0 {
@@ -274,7 +275,7 @@ func (c *stormClaims) wish(rng *rand.Rand) func(*agentkube.PoolDevice) bool {
 		}
 	}
 	skip := rng.IntN(4)
-	return func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }
+	return func(*resourcev1.Device) bool { skip--; return skip < 0 }
 }
 
 // prepare is the kubelet's call, also for a claim that is prepared: another pod has come
@@ -378,7 +379,7 @@ func (c *stormClaims) broke(u gpu.UUID, err error) {
 }
 
 // gpuOf is the GPU that a result is of.
-func (c *stormClaims) gpuOf(r *agentkube.Result) gpu.UUID {
+func (c *stormClaims) gpuOf(r *resourcev1.DeviceRequestAllocationResult) gpu.UUID {
 	for i := range c.s.gpus {
 		if u := uuid(i); strings.HasPrefix(r.Device, "gpu-"+string(u)[4:12]) {
 			return u
@@ -546,7 +547,7 @@ func (c *stormClaims) checkSlices(when string, allocated map[string]agentkube.Cl
 	have := map[string]bool{}
 	list := c.Slices()
 	for i := range list {
-		for _, d := range list[i].Devices {
+		for _, d := range list[i].Spec.Devices {
 			have[d.Name] = true
 		}
 	}

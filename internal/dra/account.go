@@ -57,7 +57,9 @@ func inContainers(ctx context.Context, r Runtime, domain string) (out map[string
 // theirs reports whether a container has what a claim has been given: the kubelet's account
 // says that it was prepared with these devices, or a pod for which it is reserved has a container
 // with it.
-func theirs(c *agentkube.Claim, wants []want, driver string, state *node.DRAState, used map[string][]workload.Pod) bool {
+func theirs(
+	c *agentkube.Claim, wants []want, driver string, state *node.DRAState, used map[string][]workload.Pod,
+) bool {
 	for i := range wants {
 		w := &wants[i]
 		for _, p := range used[w.id()] {

@@ -31,7 +31,7 @@ func podOf(name string, n int) workload.Pod {
 }
 
 // reallocate gives a claim something else, for these pods.
-func (w *world) reallocate(name string, pods []workload.Pod, results ...agentkube.Result) {
+func (w *world) reallocate(name string, pods []workload.Pod, results ...result) {
 	w.cluster.Edit("ns", name, func(c *agentkube.Claim) { c.Results, c.Pods = w.results(results), pods })
 }
 
@@ -62,21 +62,21 @@ func TestClaimThatIsAllocatedAnew(t *testing.T) {
 	const other = "gpu-00000001"
 	for name, c := range map[string]struct {
 		layout        func(*gpu.Device, *mig.Card) plan.Layout
-		before, after []agentkube.Result
+		before, after []result
 		// next is what another claim was given that this one had before.
-		next agentkube.Result
+		next result
 	}{
-		"another GPU": {whole, []agentkube.Result{{Device: wholeDevice}}, []agentkube.Result{{Device: other}}, agentkube.Result{Device: wholeDevice}},
-		"another GPU's memory": {shared, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(79)}}, []agentkube.Result{{Device: other + "-shared", Share: "b", Capacity: memoryOf(79)}},
-			agentkube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(79)}},
-		"another amount": {shared, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(60)}}, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(10)}},
-			agentkube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(69)}},
-		"another share": {shared, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(10)}}, []agentkube.Result{{Device: shareDevice, Share: "b", Capacity: memoryOf(10)}},
-			agentkube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(69)}},
-		"another instance": {onDemand, []agentkube.Result{{Device: migDevice}}, []agentkube.Result{{Device: wholeDevice + "-mig-1g10gb-0"}}, agentkube.Result{Device: migDevice}},
-		"fewer GPUs":       {whole, []agentkube.Result{{Device: wholeDevice}, {Device: other}}, []agentkube.Result{{Device: other}}, agentkube.Result{Device: wholeDevice}},
-		"access that takes nothing": {shared, []agentkube.Result{{Device: shareDevice, Capacity: memoryOf(79)}}, []agentkube.Result{{Device: shareDevice, Capacity: memoryOf(79), Admin: true}},
-			agentkube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(79)}},
+		"another GPU": {whole, []result{{Device: wholeDevice}}, []result{{Device: other}}, result{Device: wholeDevice}},
+		"another GPU's memory": {shared, []result{{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(79)}}, []result{{Device: other + "-shared", ShareID: claims.Share("b"), ConsumedCapacity: memoryOf(79)}},
+			result{Device: shareDevice, ShareID: claims.Share("c"), ConsumedCapacity: memoryOf(79)}},
+		"another amount": {shared, []result{{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(60)}}, []result{{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(10)}},
+			result{Device: shareDevice, ShareID: claims.Share("c"), ConsumedCapacity: memoryOf(69)}},
+		"another share": {shared, []result{{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(10)}}, []result{{Device: shareDevice, ShareID: claims.Share("b"), ConsumedCapacity: memoryOf(10)}},
+			result{Device: shareDevice, ShareID: claims.Share("c"), ConsumedCapacity: memoryOf(69)}},
+		"another instance": {onDemand, []result{{Device: migDevice}}, []result{{Device: wholeDevice + "-mig-1g10gb-0"}}, result{Device: migDevice}},
+		"fewer GPUs":       {whole, []result{{Device: wholeDevice}, {Device: other}}, []result{{Device: other}}, result{Device: wholeDevice}},
+		"access that takes nothing": {shared, []result{{Device: shareDevice, ConsumedCapacity: memoryOf(79)}}, []result{{Device: shareDevice, ConsumedCapacity: memoryOf(79), AdminAccess: new(true)}},
+			result{Device: shareDevice, ShareID: claims.Share("c"), ConsumedCapacity: memoryOf(79)}},
 	} {
 		for how, learn := range map[string]func(w *world, claim dra.Claim){
 			"by Prepare": func(*world, dra.Claim) {},
@@ -114,7 +114,7 @@ func TestClaimThatIsAllocatedAnew(t *testing.T) {
 					w.reallocate("a", []workload.Pod{podOf("p", 2)}, c.after...)
 					learn(w, claim)
 					devices, err := w.within(time.Second, claim)
-					if err != nil || len(devices) != len(c.after) || devices[0].Name != c.after[0].Device || devices[0].Share != c.after[0].Share {
+					if err != nil || len(devices) != len(c.after) || devices[0].Name != c.after[0].Device || devices[0].Share != claims.ShareOf(&c.after[0]) {
 						t.Errorf("it was given %+v, and is %+v: %v", c.after, devices, err)
 					}
 					w.gave(claim, true)
@@ -162,13 +162,13 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, shared)
 		defer w.run(shared)()
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Share: "a", Capacity: memoryOf(60)})
+		claim := w.claim("a", result{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(60)})
 		w.reserve("a", podOf("p", 1))
 		w.prepares(claim)
 		id := keyOf(claim, "r0")
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), id)} })
 		w.look()
-		w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001-shared", Share: "b", Capacity: memoryOf(20)})
+		w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001-shared", ShareID: claims.Share("b"), ConsumedCapacity: memoryOf(20)})
 		if devices, err := w.within(10*time.Second, claim); !errors.Is(err, ledger.ErrHeld) || !strings.Contains(err.Error(), "ns/p") || !strings.Contains(err.Error(), shareDevice) {
 			t.Errorf("its container runs: %+v, %v", devices, err)
 		}
@@ -176,7 +176,7 @@ func TestClaimThatIsAllocatedAnewWaitsForItsContainer(t *testing.T) {
 		if a.IsOpen() || a.Phase != ledger.Waiting || piece.Count(a.Grants[0].Piece) != 60 || a.Cap(a.Grants[0].GPU) != piece.CapOf(60<<30) {
 			t.Errorf("what the container has: %+v", a)
 		}
-		next := w.claim("next", agentkube.Result{Device: shareDevice, Share: "c", Capacity: memoryOf(60)})
+		next := w.claim("next", result{Device: shareDevice, ShareID: claims.Share("c"), ConsumedCapacity: memoryOf(60)})
 		if _, err := w.within(10*time.Second, next); !errors.Is(err, ledger.ErrHeld) {
 			t.Errorf("a container has it: %v", err)
 		}
@@ -213,15 +213,15 @@ func TestClaimThatIsAllocatedBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.prepares(claim)
 		w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })
 		w.look()
-		w.reallocate("a", nil, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", nil, result{Device: "gpu-00000001"})
 		if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 			t.Errorf("its container runs: %v", err)
 		}
-		w.reallocate("a", nil, agentkube.Result{Device: wholeDevice})
+		w.reallocate("a", nil, result{Device: wholeDevice})
 		if devices, err := w.within(time.Second, claim); err != nil || devices[0].Name != wholeDevice {
 			t.Errorf("%+v, %v", devices, err)
 		}
@@ -237,7 +237,7 @@ func TestKubeletThatTakesAClaimForPrepared(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t, 2, onDemand)
 				defer w.run(onDemand)()
-				claim := w.claim("a", agentkube.Result{Device: migDevice})
+				claim := w.claim("a", result{Device: migDevice})
 				w.reserve("a", podOf("p", 1))
 				w.kubeletPrepares(claim)
 				id := keyOf(claim, "r0")
@@ -245,7 +245,7 @@ func TestKubeletThatTakesAClaimForPrepared(t *testing.T) {
 					w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), id)} })
 				}
 				w.look()
-				w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001-mig-1g10gb-6"})
+				w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001-mig-1g10gb-6"})
 				began := time.Now()
 				w.cluster.Refer(claim) // the second pod comes, and the driver is not asked
 				synctest.Wait()
@@ -273,13 +273,13 @@ func TestClaimThatIsAllocatedAnewWhereAnotherIsYet(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		claim, before := w.claim("a", agentkube.Result{Device: wholeDevice}), w.claim("before", agentkube.Result{Device: "gpu-00000001"})
+		claim, before := w.claim("a", result{Device: wholeDevice}), w.claim("before", result{Device: "gpu-00000001"})
 		w.reserve("a", podOf("p", 1))
 		for _, c := range []dra.Claim{claim, before} {
 			w.kubeletPrepares(c)
 		}
 		w.remove("before") // by force
-		w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001"})
 		w.cluster.Refer(claim)
 		time.Sleep(2 * sweepEvery)
 		if held := w.ledger.Allocations(); len(held) != 1 || held[0].ID != keyOf(before, "r0") {
@@ -296,7 +296,7 @@ func TestPrepareWithoutTheAPIServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
 		first, err := w.cluster.Prepare(t.Context(), w, claim)
 		if err != nil {
@@ -307,7 +307,7 @@ func TestPrepareWithoutTheAPIServer(t *testing.T) {
 		if err != nil || fmt.Sprint(again) != fmt.Sprint(first) {
 			t.Errorf("the same pod: %+v, %v", again, err)
 		}
-		w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001"})
 		if got, err := w.cluster.Prepare(t.Context(), w, claim); err == nil {
 			t.Errorf("another pod is given what the first one had: %+v", got)
 		}
@@ -325,13 +325,13 @@ func TestOldWordOfAClaim(t *testing.T) {
 		api := &slowAPI{Cluster: w.cluster}
 		w.options().API = api
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.prepares(claim)
 		api.slow.Store(int64(5 * time.Second))
 		settled := make(chan error)
 		go func() { _, err := w.Settle(t.Context()); settled <- err }()
 		synctest.Wait()
-		w.reallocate("a", nil, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", nil, result{Device: "gpu-00000001"})
 		w.prepares(claim)
 		if err := <-settled; err != nil { // with the list from before
 			t.Error(err)
@@ -352,7 +352,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 			w.locked(func() { w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))} })
 			w.look()
 			late := func() {
-				w.reallocate("a", nil, agentkube.Result{Device: other})
+				w.reallocate("a", nil, result{Device: other})
 				if _, err := w.within(time.Second, claim); !errors.Is(err, ledger.ErrHeld) {
 					w.t.Errorf("its container runs: %v", err)
 				}
@@ -380,7 +380,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 				got <- fmt.Sprint(devices, err)
 			}()
 			synctest.Wait()
-			w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: other})
+			w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: other})
 			w.shut.Store(false)
 			if devices, err := w.within(5*time.Second, claim); err != nil || devices[0].Name != other {
 				w.t.Errorf("%+v, %v", devices, err)
@@ -392,7 +392,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 		// The kubelet gives back what the claim had, and it has something else when the runtime has answered.
 		"given back": func(w *world, api *slowAPI, claim dra.Claim) {
 			again := func() {
-				w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: other})
+				w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: other})
 				if _, err := w.within(time.Second, claim); err != nil {
 					w.t.Error(err)
 				}
@@ -408,7 +408,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 			w.cluster.Know() // lost
 			w.reallocate("a", nil)
 			late := func() {
-				w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: wholeDevice})
+				w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: wholeDevice})
 				if _, err := w.within(time.Second, claim); err != nil {
 					w.t.Error(err)
 				}
@@ -430,7 +430,7 @@ func TestClaimThatIsAllocatedAnewMeanwhile(t *testing.T) {
 				api := &slowAPI{Cluster: w.cluster}
 				w.options().API = api
 				defer w.run(whole)()
-				claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+				claim := w.claim("a", result{Device: wholeDevice})
 				w.prepares(claim)
 				race(w, api, claim)
 			})
@@ -444,11 +444,11 @@ func TestStartOpensWhatWasAllocatedAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		w.stop = w.run(whole)
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
 		w.kubeletPrepares(claim)
 		w.shut.Store(true)
-		w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001"})
 		w.cluster.Refer(claim)
 		w.gave(claim, true)
 		w.stop()
@@ -466,10 +466,10 @@ func TestClaimThatIsGivenLess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: "gpu-00000001"})
+		claim := w.claim("a", result{Device: wholeDevice}, result{Device: "gpu-00000001"})
 		w.reserve("a", podOf("p", 1))
 		w.kubeletPrepares(claim)
-		w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: wholeDevice})
+		w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: wholeDevice})
 		for range 2 {
 			if devices, err := w.cluster.Prepare(t.Context(), w.FrontEnd, claim); err != nil || len(devices) != 1 {
 				t.Errorf("%+v, %v", devices, err)
@@ -515,14 +515,14 @@ func TestRefusedClaimThatIsAllocatedAnew(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
 		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}, {Namespace: "ns", Name: "q"}}, w.evict
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		claim := w.claim("a", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		w.reserve("a", podOf("p", 1))
 		if _, err := w.Prepare(t.Context(), claim); err == nil {
 			t.Fatal("prepared")
 		}
 		time.Sleep(endAfter - time.Second)
 		w.locked(func() { w.pods = w.pods[1:] })
-		w.reallocate("a", []workload.Pod{podOf("q", 1)}, agentkube.Result{Device: "gpu-00000000-replicas"})
+		w.reallocate("a", []workload.Pod{podOf("q", 1)}, result{Device: "gpu-00000000-replicas"})
 		time.Sleep(2 * time.Second)
 		if got := w.says(); got != "p ClaimOutdated, q ClaimOutdated" {
 			t.Errorf("after two seconds: %s", got)
@@ -544,9 +544,9 @@ func TestClaimIsToldOfWhatItHasNow(t *testing.T) {
 		var said [][]agentkube.ClaimDevice
 		w.options().API = &tellAPI{w.cluster, func(d []agentkube.ClaimDevice) { w.locked(func() { said = append(said, d) }) }}
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.prepares(claim)
-		w.reallocate("a", nil, agentkube.Result{Device: "gpu-00000001"})
+		w.reallocate("a", nil, result{Device: "gpu-00000001"})
 		w.prepares(claim) // before the first is told
 		time.Sleep(2 * tellAfter)
 		synctest.Wait()
@@ -575,7 +575,7 @@ func TestSweepsAskForSingleClaims(t *testing.T) {
 		api := &slowAPI{Cluster: w.cluster}
 		w.options().API = api
 		defer w.run(whole)()
-		mine, gone := w.claim("mine", agentkube.Result{Device: wholeDevice}), w.claim("gone", agentkube.Result{Device: "gpu-00000001"})
+		mine, gone := w.claim("mine", result{Device: wholeDevice}), w.claim("gone", result{Device: "gpu-00000001"})
 		w.reserve("mine", podOf("p", 1))
 		for _, c := range []dra.Claim{mine, gone} {
 			w.kubeletPrepares(c)
@@ -606,7 +606,7 @@ func TestEndsOnTheRuntimesLastWord(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.kubeletPrepares(claim)
 		time.Sleep(time.Second)
 		w.look()
@@ -634,7 +634,7 @@ func TestSettleWithManyClaims(t *testing.T) {
 		api := &slowAPI{Cluster: w.cluster}
 		w.options().API = api
 		defer w.run(onDemand)()
-		w.claim("promised", agentkube.Result{Device: migDevice})
+		w.claim("promised", result{Device: migDevice})
 		api.slow.Store(int64(7 * time.Second))
 		w.lay(func(d *gpu.Device, card *mig.Card) plan.Layout {
 			if d.Index == 0 {
@@ -664,7 +664,7 @@ func TestSettleWithManyClaims(t *testing.T) {
 		}
 		// What a list says is used once: the next caller wants to know what has changed.
 		api.slow.Store(0)
-		w.claim("another", agentkube.Result{Device: "gpu-00000001-mig-1g10gb-6"})
+		w.claim("another", result{Device: "gpu-00000001-mig-1g10gb-6"})
 		if err := settle(); err != nil || len(w.ledger.Allocations()) != 2 {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
 		}
@@ -675,7 +675,7 @@ func TestSettleWithManyClaims(t *testing.T) {
 		}
 		api.slow.Store(0)
 		w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[0].UUID: "Xid 79"}, nil)
-		w.claim("third", agentkube.Result{Device: "gpu-00000001-mig-1g10gb-5"})
+		w.claim("third", result{Device: "gpu-00000001-mig-1g10gb-5"})
 		synctest.Wait()
 		if err := settle(); err != nil || len(w.ledger.Allocations()) != 3 {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())

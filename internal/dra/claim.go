@@ -15,6 +15,8 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+
+	"k8s.io/utils/ptr"
 )
 
 // share is what one result of a claim's allocation stands for. The ledger keeps it, in
@@ -66,7 +68,7 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	}
 	for i := range grants {
 		g := &grants[i]
-		s.Amount += int64(piece.Count(g.Piece)) * int64(bytes(g.Size()))
+		s.Amount += int64(piece.Count(g.Piece)) * int64(g.Size()) << 20
 		s.Admin = s.Admin || g.NoRoom
 	}
 	return s, nil
@@ -96,8 +98,10 @@ func wants(c *agentkube.Claim, driver, node string) (out []want) {
 			continue
 		}
 		slice, named := sliceOf(c, r)
+		amount := r.ConsumedCapacity[memory]
 		s := share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
-			Pool: r.Pool, Device: r.Device, Share: r.Share, Amount: int64(r.Capacity[memory]), Admin: r.Admin}
+			Pool: r.Pool, Device: r.Device, Share: string(ptr.Deref(r.ShareID, "")),
+			Amount: amount.Value(), Admin: ptr.Deref(r.AdminAccess, false)}
 		out = append(out, want{share: s, slice: slice, named: named})
 		n[r.Request]++
 	}

@@ -14,6 +14,8 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // A claim and its DeviceClass may have configuration for the driver. One kind is known:
@@ -44,18 +46,18 @@ type knownConfig struct {
 
 // readConfig returns the time slice that a configuration asks for. The error wraps
 // gpu.ErrInvalid where it asks for something else.
-func readConfig(c *agentkube.ClaimConfig) (gpu.TimeSlice, error) {
+func readConfig(c *resourcev1.DeviceAllocationConfiguration) (gpu.TimeSlice, error) {
 	var object any
-	err := json.Unmarshal(c.Parameters, &object)
+	err := json.Unmarshal(c.Opaque.Parameters.Raw, &object)
 	for _, k := range known {
 		if err == nil && reflect.DeepEqual(k.object, object) {
 			return k.slice, nil
 		}
 	}
 	var is struct{ APIVersion, Kind string }
-	_ = json.Unmarshal(c.Parameters, &is) // what cannot be read has no kind
+	_ = json.Unmarshal(c.Opaque.Parameters.Raw, &is) // what cannot be read has no kind
 	whose := "configuration"
-	if c.FromClass {
+	if c.Source == resourcev1.AllocationConfigSourceClass {
 		whose = "its DeviceClass has configuration"
 	}
 	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone "+
@@ -81,7 +83,9 @@ func refuseConfig(c *agentkube.Claim) error {
 // sliceOf returns the time slice that a claim asks for in a result, empty where it asks for
 // none. The last configuration that is for the result's request counts. named says that it
 // names exactly that request.
-func sliceOf(c *agentkube.Claim, r *agentkube.Result) (slice gpu.TimeSlice, named bool) {
+func sliceOf(
+	c *agentkube.Claim, r *resourcev1.DeviceRequestAllocationResult,
+) (slice gpu.TimeSlice, named bool) {
 	for i := range slices.Backward(c.Configs) {
 		requests := c.Configs[i].Requests
 		named := slices.Contains(requests, r.Request)

@@ -16,11 +16,27 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 )
 
 // sliced is NVIDIA's configuration of a time slice.
 func sliced(interval string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":%q}}}`, interval))
+}
+
+// configured is a claim's configuration for the driver, for these requests or all.
+func configured(parameters json.RawMessage, requests ...string) resourcev1.DeviceAllocationConfiguration {
+	return resourcev1.DeviceAllocationConfiguration{Source: resourcev1.AllocationConfigSourceClaim, Requests: requests,
+		DeviceConfiguration: resourcev1.DeviceConfiguration{Opaque: &resourcev1.OpaqueDeviceConfiguration{
+			Driver: driver, Parameters: runtime.RawExtension{Raw: parameters}}}}
+}
+
+// ofClass is the same configuration of a DeviceClass.
+func ofClass(c resourcev1.DeviceAllocationConfiguration) resourcev1.DeviceAllocationConfiguration {
+	c.Source = resourcev1.AllocationConfigSourceClass
+	return c
 }
 
 // Configuration is NVIDIA's, of time slices, to the letter: what is passed over would be a
@@ -48,7 +64,7 @@ func TestConfiguration(t *testing.T) {
 		strings.Replace(string(sliced("Long")), "GpuConfig", "MigDeviceConfig", 1):                          "",
 		`[` + string(sliced("Long")) + `]`:                                                                  "", string(sliced("Long")) + `x`: "", `{"kind":`: "", ``: "", `null`: "",
 	} {
-		got, err := readConfig(&agentkube.ClaimConfig{Parameters: json.RawMessage(text)})
+		got, err := readConfig(new(configured(json.RawMessage(text))))
 		if got != want || (err == nil) != (want != "") || err != nil && !errors.Is(err, gpu.ErrInvalid) {
 			t.Errorf("%s is %q, %v; want %q", text, got, err, want)
 		}
@@ -57,23 +73,23 @@ func TestConfiguration(t *testing.T) {
 
 // A result has the time slice of the last configuration that is for its request.
 func TestTimeSliceOfAResult(t *testing.T) {
-	of := func(interval string, requests ...string) agentkube.ClaimConfig {
-		return agentkube.ClaimConfig{Requests: requests, Parameters: sliced(interval)}
+	of := func(interval string, requests ...string) resourcev1.DeviceAllocationConfiguration {
+		return configured(sliced(interval), requests...)
 	}
 	for name, c := range map[string]struct {
-		configs []agentkube.ClaimConfig
+		configs []resourcev1.DeviceAllocationConfiguration
 		slice   gpu.TimeSlice
 		named   bool
 	}{
 		"none":                            {nil, "", false},
-		"of all requests":                 {[]agentkube.ClaimConfig{of("Long")}, gpu.TimeSliceLong, false},
-		"of the request":                  {[]agentkube.ClaimConfig{of("Long", "other", "gpu/a")}, gpu.TimeSliceLong, true},
-		"of its alternatives":             {[]agentkube.ClaimConfig{of("Long", "gpu")}, gpu.TimeSliceLong, false},
-		"of another request":              {[]agentkube.ClaimConfig{of("Long", "gpu/b", "g", "gpu/a/a")}, "", false},
-		"of all, then of the request":     {[]agentkube.ClaimConfig{of("Long"), of("Short", "gpu/a")}, gpu.TimeSliceShort, true},
-		"of the request, then of another": {[]agentkube.ClaimConfig{of("Long", "gpu/a"), of("Short", "x")}, gpu.TimeSliceLong, true},
+		"of all requests":                 {[]resourcev1.DeviceAllocationConfiguration{of("Long")}, gpu.TimeSliceLong, false},
+		"of the request":                  {[]resourcev1.DeviceAllocationConfiguration{of("Long", "other", "gpu/a")}, gpu.TimeSliceLong, true},
+		"of its alternatives":             {[]resourcev1.DeviceAllocationConfiguration{of("Long", "gpu")}, gpu.TimeSliceLong, false},
+		"of another request":              {[]resourcev1.DeviceAllocationConfiguration{of("Long", "gpu/b", "g", "gpu/a/a")}, "", false},
+		"of all, then of the request":     {[]resourcev1.DeviceAllocationConfiguration{of("Long"), of("Short", "gpu/a")}, gpu.TimeSliceShort, true},
+		"of the request, then of another": {[]resourcev1.DeviceAllocationConfiguration{of("Long", "gpu/a"), of("Short", "x")}, gpu.TimeSliceLong, true},
 	} {
-		slice, named := sliceOf(&agentkube.Claim{Configs: c.configs}, &agentkube.Result{Request: "gpu/a"})
+		slice, named := sliceOf(&agentkube.Claim{Configs: c.configs}, &result{Request: "gpu/a"})
 		if slice != c.slice || named != c.named {
 			t.Errorf("%s: %q, %v; want %q, %v", name, slice, named, c.slice, c.named)
 		}
@@ -87,10 +103,10 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		defer w.run(shared)()
 		ask := func(name, interval string, patience time.Duration) error {
-			claim := w.claim(name, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+			claim := w.claim(name, result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 			w.cluster.Edit("ns", name, func(c *agentkube.Claim) {
 				if interval != "" {
-					c.Configs = []agentkube.ClaimConfig{{Parameters: sliced(interval)}}
+					c.Configs = []resourcev1.DeviceAllocationConfiguration{configured(sliced(interval))}
 				}
 			})
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -129,9 +145,9 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 
-		two := w.claim("two", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		two := w.claim("two", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}, result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		w.cluster.Edit("ns", "two", func(c *agentkube.Claim) {
-			c.Configs = []agentkube.ClaimConfig{{Parameters: sliced("Short")}, {Parameters: sliced("Long"), Requests: []string{"r1"}}}
+			c.Configs = []resourcev1.DeviceAllocationConfiguration{configured(sliced("Short")), configured(sliced("Long"), "r1")}
 		})
 		if _, err := w.Prepare(t.Context(), two); err == nil || !strings.Contains(err.Error(), "two time slices of one GPU, short and long") {
 			t.Errorf("of one claim: %v", err)
@@ -140,8 +156,10 @@ func TestTwoTimeSlicesOfOneGPU(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", agentkube.Result{Device: migDevice})
-		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Configs = []agentkube.ClaimConfig{{Parameters: sliced("Long")}} })
+		claim := w.claim("a", result{Device: migDevice})
+		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) {
+			c.Configs = []resourcev1.DeviceAllocationConfiguration{configured(sliced("Long"))}
+		})
 		if _, err := w.Prepare(t.Context(), claim); err != nil || w.ledger.Allocations()[0].Grants[0].TimeSlice != "" {
 			t.Errorf("%v: %+v", err, w.ledger.Allocations())
 		}

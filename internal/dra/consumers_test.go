@@ -16,15 +16,27 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/workload"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // gang is a PodGroup, for which claims are reserved by Kubernetes 1.37.
-var gang = agentkube.Consumer{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Namespace: "ns", Name: "gang", UID: "g"}
+var gang = resourcev1.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "g"}
+
+// The names of consumers are for people.
+func TestConsumers(t *testing.T) {
+	thing := resourcev1.ResourceClaimConsumerReference{Resource: "things", Name: "thing"}
+	c := agentkube.Claim{Namespace: "ns", Pods: []workload.Pod{podOf("p", 1)},
+		Others: []resourcev1.ResourceClaimConsumerReference{gang, thing}}
+	if got, want := consumers(&c), "pod ns/p, podgroups.scheduling.k8s.io ns/gang, things ns/thing"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
 
 // forGang makes a claim that is reserved for what is no pod.
-func (w *world) forGang(name string, results ...agentkube.Result) (c agentkube.Claim) {
+func (w *world) forGang(name string, results ...result) (c agentkube.Claim) {
 	w.claim(name, results...)
-	w.cluster.Edit("ns", name, func(o *agentkube.Claim) { o.Others = []agentkube.Consumer{gang}; c = *o })
+	w.cluster.Edit("ns", name, func(o *agentkube.Claim) { o.Others = []resourcev1.ResourceClaimConsumerReference{gang}; c = *o })
 	return c
 }
 
@@ -34,7 +46,7 @@ func TestClaimOfAPodGroupIsPromised(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		c := w.forGang("a", agentkube.Result{Device: migDevice})
+		c := w.forGang("a", result{Device: migDevice})
 		claim := w.kubelets(c)
 		w.kubeletPrepares(claim)
 		if held := w.ledger.Allocations(); held[0].Who() != "podgroups.scheduling.k8s.io ns/gang" {
@@ -62,7 +74,7 @@ func TestLeaveWaitsForThePodsOfAPodGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		c := w.forGang("a", agentkube.Result{Device: migDevice})
+		c := w.forGang("a", result{Device: migDevice})
 		left := make(chan error)
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 		defer cancel()
@@ -88,9 +100,9 @@ func TestRefusedClaimOfAPodGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		c := w.forGang("a", agentkube.Result{Device: wholeDevice})
+		c := w.forGang("a", result{Device: wholeDevice})
 		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) {
-			o.Configs = []agentkube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`)}}
+			o.Configs = []resourcev1.DeviceAllocationConfiguration{configured(json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`))}
 		})
 		if _, err := w.Prepare(t.Context(), w.kubelets(c)); err == nil {
 			t.Fatal("prepared")
@@ -109,7 +121,7 @@ func TestClaimThatItsSecondPodIsYetToHave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", agentkube.Result{Device: migDevice})
+		claim := w.claim("a", result{Device: migDevice})
 		w.reserve("a", podOf("p", 1))
 		w.cluster.Refer(claim) // the kubelet has it for this pod alone
 		w.reserve("a", podOf("p", 1), podOf("q", 1))
@@ -127,14 +139,14 @@ func TestClaimThatWasGivenBackAndAllocatedAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", agentkube.Result{Device: migDevice})
+		claim := w.claim("a", result{Device: migDevice})
 		w.reserve("a", podOf("p", 1))
 		w.kubeletPrepares(claim)
 		w.kubeletGivesBack(claim)
 		if _, err := w.Settle(t.Context()); err != nil || w.ledger.Held() {
 			t.Errorf("given back: %v, %+v", err, w.ledger.Allocations())
 		}
-		w.reallocate("a", []workload.Pod{podOf("p", 1)}, agentkube.Result{Device: "gpu-00000001-mig-3g40gb-4"})
+		w.reallocate("a", []workload.Pod{podOf("p", 1)}, result{Device: "gpu-00000001-mig-3g40gb-4"})
 		if _, err := w.Settle(t.Context()); err != nil || !w.ledger.Held() {
 			t.Errorf("allocated anew: %v, %+v", err, w.ledger.Allocations())
 		}
@@ -148,7 +160,7 @@ func TestUnprepareBetweenTwoStartsOfAContainer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
 		w.kubeletPrepares(claim)
 		w.locked(func() { w.sandboxes = []workload.Pod{podOf("other", 1), podOf("p", 1)} })
@@ -167,7 +179,7 @@ func TestUnprepareOfAClaimThatAPodHasWhichTheKubeletDoesNotName(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.reserve("a", podOf("p", 1))
 		w.prepares(claim)
 		w.locked(func() { w.sandboxes = []workload.Pod{podOf("p", 1)} })
@@ -183,7 +195,7 @@ func TestHeldDeviceStaysBesideAnotherFrontEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice, Admin: true})
+		claim := w.claim("a", result{Device: wholeDevice, AdminAccess: new(true)})
 		w.prepares(claim)
 		// The ID comes after the claim's.
 		if _, err := w.ledger.Take(ledger.Request{ID: "zz", Owner: ledger.DevicePlugin, Grants: []ledger.Grant{{GPU: w.in.Inventory.GPUs[0].UUID, Piece: piece.Whole{}}}}); err != nil {
@@ -206,10 +218,10 @@ func TestStartWithAnAccountOfBefore(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t, 2, whole)
-				claim, before := w.claim("a", agentkube.Result{Device: wholeDevice}), w.claim("before", agentkube.Result{Device: "gpu-00000001"})
+				claim, before := w.claim("a", result{Device: wholeDevice}), w.claim("before", result{Device: "gpu-00000001"})
 				w.reserve("a", podOf("p", 1))
 				w.cluster.Know(claim, before)
-				w.reallocate("a", []workload.Pod{podOf("p", 2)}, agentkube.Result{Device: "gpu-00000001"})
+				w.reallocate("a", []workload.Pod{podOf("p", 2)}, result{Device: "gpu-00000001"})
 				if inUse {
 					w.containers = []node.Container{containerOf(podOf("p", 1), keyOf(claim, "r0"))}
 				}

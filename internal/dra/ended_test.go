@@ -23,6 +23,8 @@ import (
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // refusedWorld is one in which pod p has a claim that can never be prepared.
@@ -46,8 +48,8 @@ func (w *refusedWorld) says() string {
 	synctest.Wait()
 	out := []string{}
 	for _, s := range w.cluster.Slices() {
-		for _, d := range s.Devices {
-			if i := slices.IndexFunc(d.Taints, func(t agentkube.Taint) bool { return t.Effect == agentkube.NoExecute }); i >= 0 {
+		for _, d := range s.Spec.Devices {
+			if i := slices.IndexFunc(d.Taints, func(t resourcev1.DeviceTaint) bool { return t.Effect == agentkube.NoExecute }); i >= 0 {
 				out = append(out, d.Name+" "+d.Taints[i].Key+"="+d.Taints[i].Value)
 			}
 		}
@@ -63,17 +65,17 @@ func (w *refusedWorld) says() string {
 }
 
 // elsewhere is a device of another node's pool, for which a claim is refused.
-var elsewhere = agentkube.Result{Request: "x", Driver: driver, Pool: "node-2/a100", Device: "gpu-1"}
+var elsewhere = result{Request: "x", Driver: driver, Pool: "node-2/a100", Device: "gpu-1"}
 
 // A claim that can never be prepared is told at once and ended half a minute later: by a
 // taint where its device has nobody else, else by eviction; and nobody who runs is.
 func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 	ours := workload.Pod{Namespace: "ns", Name: "p", UID: "uid-of-p"}
-	whole1 := agentkube.Result{Device: wholeDevice}
-	share := agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}
+	whole1 := result{Device: wholeDevice}
+	share := result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}
 	for name, c := range map[string]struct {
 		layout  string
-		result  agentkube.Result
+		result  result
 		noEvict bool
 		before  func(*refusedWorld)
 		half    string // after half a minute
@@ -86,7 +88,7 @@ func TestClaimsThatCanNeverBePreparedHungForEver(t *testing.T) {
 			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
 		"a share, which others may get":   {"shared", share, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p", "p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
 		"a share without component evict": {"shared", share, true, nil, "p ClaimRefused", "p ClaimRefused"},
-		"no device of this node": {"whole", agentkube.Result{Pool: "node-2/a100", Device: "gpu-1"}, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
+		"no device of this node": {"whole", result{Pool: "node-2/a100", Device: "gpu-1"}, false, nil, "p ClaimEnded, p ClaimRefused, evicted p uid-of-p",
 			"p ClaimEnded, p ClaimRefused, evicted p uid-of-p"},
 		"a budget forbids it": {"shared", share, false, func(w *refusedWorld) { w.fails = agentkube.ErrBudget }, "p ClaimRefused, evicted p uid-of-p", "p ClaimRefused, evicted p uid-of-p"},
 		"a pod that runs": {"whole", whole1, false, func(w *refusedWorld) {
@@ -147,14 +149,14 @@ func TestClaimsThatWouldBeMadeAnewAlikeChurned(t *testing.T) {
 	const peers = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`
 	for name, c := range map[string]struct {
 		layout func(*gpu.Device, *mig.Card) plan.Layout
-		result agentkube.Result
-		config []agentkube.ClaimConfig
+		result result
+		config []resourcev1.DeviceAllocationConfiguration
 	}{
-		"configuration":           {whole, agentkube.Result{Device: wholeDevice}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(peers)}}},
-		"configuration of class":  {whole, agentkube.Result{Device: wholeDevice}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(peers), Requests: []string{"r0"}, FromClass: true}}},
-		"a slice of an instance":  {onDemand, agentkube.Result{Device: migDevice}, []agentkube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
-		"access to what is not":   {onDemand, agentkube.Result{Device: migDevice, Admin: true}, nil},
-		"a slice for such access": {whole, agentkube.Result{Device: wholeDevice, Admin: true}, []agentkube.ClaimConfig{{Parameters: sliced("Long"), Requests: []string{"r0"}}}},
+		"configuration":           {whole, result{Device: wholeDevice}, []resourcev1.DeviceAllocationConfiguration{configured(json.RawMessage(peers))}},
+		"configuration of class":  {whole, result{Device: wholeDevice}, []resourcev1.DeviceAllocationConfiguration{ofClass(configured(json.RawMessage(peers), "r0"))}},
+		"a slice of an instance":  {onDemand, result{Device: migDevice}, []resourcev1.DeviceAllocationConfiguration{configured(sliced("Long"), "r0")}},
+		"access to what is not":   {onDemand, result{Device: migDevice, AdminAccess: new(true)}, nil},
+		"a slice for such access": {whole, result{Device: wholeDevice, AdminAccess: new(true)}, []resourcev1.DeviceAllocationConfiguration{configured(sliced("Long"), "r0")}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -204,16 +206,16 @@ func TestClaimsThatAreLeftTakeNoRoomFromOthers(t *testing.T) {
 		defer w.run(shared)()
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)
-			claim := w.claim(name, agentkube.Result{Device: shareDevice})
+			claim := w.claim(name, result{Device: shareDevice})
 			w.cluster.Edit("ns", name, func(o *agentkube.Claim) {
-				o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}}, []agentkube.ClaimConfig{{Parameters: json.RawMessage(`{}`)}}
+				o.Pods, o.Configs = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}}, []resourcev1.DeviceAllocationConfiguration{configured(json.RawMessage(`{}`))}
 			})
 			if _, err := w.Prepare(t.Context(), claim); err == nil {
 				t.Fatal("prepared")
 			}
 		}
 		w.locked(func() { w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}} })
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		if _, err := w.Prepare(t.Context(), claim); err == nil {
 			t.Fatal("prepared")
@@ -252,7 +254,7 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 				w.restart()
 				w.pods = []workload.Pod{{Namespace: "ns", Name: "p"}}
 				defer w.run(onDemand)()
-				claim := w.claim("a", agentkube.Result{Device: migDevice}, agentkube.Result{Device: "gpu-00000001-mig-1g10gb-0"})
+				claim := w.claim("a", result{Device: migDevice}, result{Device: "gpu-00000001-mig-1g10gb-0"})
 				w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 				answer := make(chan error, 1)
 				ask := func() {
@@ -293,7 +295,7 @@ func TestPlacementThatTheDriverRefuses(t *testing.T) {
 				if got := w.says(); got != migDevice+" example.com/claim-refused=ClaimRefused, p ClaimEnded, p ClaimRefused" {
 					t.Errorf("it is said: %s", got)
 				}
-				if d := w.named(migDevice); !slices.Contains(d.Taints, agentkube.Taint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: agentkube.NoSchedule}) {
+				if d := w.named(migDevice); !slices.Contains(d.Taints, resourcev1.DeviceTaint{Key: "example.com/withdrawn", Value: "GPUInstanceFailed", Effect: agentkube.NoSchedule}) {
 					t.Errorf("the next claim is sent there: %+v", d.Taints)
 				}
 				// The driver is to be asked again.
@@ -314,7 +316,7 @@ func TestRefusedThatBecomesPossible(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
 		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		claim := w.claim("a", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		w.cluster.Edit("ns", "a", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		if _, err := w.Prepare(t.Context(), claim); err == nil {
 			t.Fatal("prepared")
@@ -339,11 +341,11 @@ func TestClaimThatComesTooLate(t *testing.T) {
 		w := &refusedWorld{world: newWorld(t, 1, whole)}
 		w.pods, w.options().Evict = []workload.Pod{{Namespace: "ns", Name: "p"}}, w.evict
 		defer w.run(whole)()
-		late := w.claim("late", agentkube.Result{Device: wholeDevice})
+		late := w.claim("late", result{Device: wholeDevice})
 		w.cluster.Edit("ns", "late", func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: "p", UID: "u"}} })
 		w.lay(shared)
 		synctest.Wait()
-		if _, err := w.Prepare(t.Context(), w.claim("other", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})); err != nil {
+		if _, err := w.Prepare(t.Context(), w.claim("other", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 40*time.Second)
@@ -375,7 +377,7 @@ func TestEndingIsBounded(t *testing.T) {
 		for i := range 3 * mostRefused {
 			name := fmt.Sprintf("p-%03d", i)
 			w.locked(func() { w.pods = append(w.pods, workload.Pod{Namespace: "ns", Name: name}) })
-			claim := w.claim(name, agentkube.Result{Device: shareDevice})
+			claim := w.claim(name, result{Device: shareDevice})
 			w.cluster.Edit("ns", name, func(o *agentkube.Claim) { o.Pods = []workload.Pod{{Namespace: "ns", Name: name, UID: "u"}} })
 			if _, err := w.Prepare(t.Context(), claim); err == nil {
 				t.Fatal("prepared")

@@ -66,10 +66,7 @@ func filter(b *testing.B, inv *gpu.Inventory, card *mig.Card, layout plan.Layout
 			in.Layouts[d.UUID] = layout
 		}
 		in.Inventory = &of
-		for _, s := range typed(b, Build(in)) {
-			s.Spec.NodeName = &name
-			a.slices = append(a.slices, s)
-		}
+		a.slices = append(a.slices, listed(Build(in))...)
 	}
 	rng := rand.New(rand.NewPCG(11, 13))
 	names := []string{"gpu-memory.example.com"}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	resourcev1 "k8s.io/api/resource/v1"
 
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
@@ -70,7 +71,7 @@ type Options struct {
 	Runtime              Runtime
 	// Fault is what the taint of a fault does, empty for NoSchedule; NoExecute ends the
 	// pods that have the device.
-	Fault agentkube.TaintEffect
+	Fault resourcev1.DeviceTaintEffect
 	// Granted is called for each new allocation, before what it needs is made.
 	Granted func(*ledger.Allocation)
 	// RefusedClaim is called once for each claim that can never be prepared; nil where nobody
@@ -168,7 +169,7 @@ type Ends interface {
 
 // New returns a front-end that publishes nothing yet.
 func New(o Options) *FrontEnd {
-	o.Fault = cmp.Or(o.Fault, agentkube.NoSchedule)
+	o.Fault = cmp.Or(o.Fault, resourcev1.DeviceTaintEffectNoSchedule)
 	look, account := make(token, 1), make(token, 1)
 	p := NewPublisher(o.Driver, o.API, o.Log)
 	s := newShelf(&o, p, look)

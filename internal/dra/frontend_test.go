@@ -30,6 +30,9 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/tests/fakes/claims"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 // world is everything around a front-end: an API server with claims and slices, a kubelet,
@@ -162,12 +165,12 @@ func (w *world) run(layout func(*gpu.Device, *mig.Card) plan.Layout) (stop func(
 
 // claim makes a claim of devices, by their names without the GPU's, and returns what the
 // kubelet knows of it.
-func (w *world) claim(name string, results ...agentkube.Result) dra.Claim {
+func (w *world) claim(name string, results ...result) dra.Claim {
 	return w.cluster.Put(agentkube.Claim{Namespace: "ns", Name: name, Results: w.results(results)})
 }
 
 // results are those of a claim, where only devices are named: of request r0, r1 and so on.
-func (w *world) results(of []agentkube.Result) (out []agentkube.Result) {
+func (w *world) results(of []result) (out []result) {
 	for i, r := range of {
 		if r.Request == "" {
 			r.Request = fmt.Sprintf("r%d", i)
@@ -247,13 +250,19 @@ func (w *world) look() {
 func (w *world) remove(name string) { w.cluster.Remove("ns", name) }
 
 // named is what the server has of a device, by the end of its name.
-func (w *world) named(suffix string) *agentkube.PoolDevice {
+func (w *world) named(suffix string) *resourcev1.Device {
 	_, d := w.cluster.Device(suffix)
 	return d
 }
 
-func memoryOf(n agentkube.Quantity) map[string]agentkube.Quantity {
-	return map[string]agentkube.Quantity{memory: n << 30}
+// result is a device that the scheduler gave a claim.
+type result = resourcev1.DeviceRequestAllocationResult
+
+// memoryOf is what a claim has of a shared GPU, in GiB.
+func memoryOf(n int64) map[resourcev1.QualifiedName]resource.Quantity { return bytesOf(n << 30) }
+
+func bytesOf(n int64) map[resourcev1.QualifiedName]resource.Quantity {
+	return map[resourcev1.QualifiedName]resource.Quantity{memory: *resource.NewQuantity(n, resource.BinarySI)}
 }
 
 const (
@@ -267,22 +276,22 @@ const (
 func TestPrepare(t *testing.T) {
 	for name, c := range map[string]struct {
 		layout  func(*gpu.Device, *mig.Card) plan.Layout
-		results []agentkube.Result
+		results []result
 		want    []string // records of grants
 		caps    []uint64
 		told    map[string]string
 	}{
-		"whole": {whole, []agentkube.Result{{Device: wholeDevice}, {Device: "gpu-00000001"}},
+		"whole": {whole, []result{{Device: wholeDevice}, {Device: "gpu-00000001"}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"whole"}`, `{"gpu":"GPU-00000001-0000-4000-8000-000000000000","kind":"whole"}`}, []uint64{memcap.None, memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "hardware"}},
-		"shares of one GPU": {shared, []agentkube.Result{{Device: shareDevice, Share: "a", Capacity: memoryOf(24)}, {Device: shareDevice, Share: "b", Capacity: memoryOf(8)}},
+		"shares of one GPU": {shared, []result{{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: memoryOf(24)}, {Device: shareDevice, ShareID: claims.Share("b"), ConsumedCapacity: memoryOf(8)}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"units","units":"0-23","unitMiB":1024,"cap":25769803776}`,
 				`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"units","units":"24-31","unitMiB":1024,"cap":8589934592}`}, []uint64{24 << 30, 8 << 30},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "api", "capBytes": "25769803776"}},
-		"instance": {onDemand, []agentkube.Result{{Device: migDevice}},
+		"instance": {onDemand, []result{{Device: migDevice}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"placement","profile":"3g.40gb","start":4,"size":4}`}, []uint64{memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000", "guarantee": "hardware", "instance": "3g.40gb@4"}},
-		"admin": {shared, []agentkube.Result{{Device: shareDevice, Admin: true, Capacity: memoryOf(79)}},
+		"admin": {shared, []result{{Device: shareDevice, AdminAccess: new(true), ConsumedCapacity: memoryOf(79)}},
 			[]string{`{"gpu":"GPU-00000000-0000-4000-8000-000000000000","kind":"whole","noRoom":true}`}, []uint64{memcap.None},
 			map[string]string{"gpu": "GPU-00000000-0000-4000-8000-000000000000"}},
 	} {
@@ -298,7 +307,7 @@ func TestPrepare(t *testing.T) {
 				for i, d := range devices {
 					r := c.results[i]
 					id := cdi.Key("claim/uid-a", []string{fmt.Sprintf("r%d#0", i)})
-					if d.Name != r.Device || d.Share != r.Share || !slices.Equal(d.CDI, []string{"example.com/gpu=" + id}) || !slices.Equal(d.Requests, []string{fmt.Sprintf("r%d", i)}) {
+					if d.Name != r.Device || d.Share != claims.ShareOf(&r) || !slices.Equal(d.CDI, []string{"example.com/gpu=" + id}) || !slices.Equal(d.Requests, []string{fmt.Sprintf("r%d", i)}) {
 						t.Errorf("%+v", d)
 					}
 					a, _ := w.ledger.Get(id)
@@ -312,7 +321,7 @@ func TestPrepare(t *testing.T) {
 				}
 				time.Sleep(tellAfter)
 				synctest.Wait()
-				if told := w.cluster.Told(claim.UID); len(told) != len(devices) || !maps.Equal(told[0].Data, c.told) || told[0].Share != c.results[0].Share {
+				if told := w.cluster.Told(claim.UID); len(told) != len(devices) || !maps.Equal(told[0].Data, c.told) || told[0].Share != claims.ShareOf(&c.results[0]) {
 					t.Errorf("the claim says %+v", told)
 				}
 				again, err := w.Prepare(t.Context(), claim)
@@ -334,12 +343,12 @@ func TestPrepare(t *testing.T) {
 func TestPrepareWaitsForTheHolderBefore(t *testing.T) {
 	for name, c := range map[string]struct {
 		layout       func(*gpu.Device, *mig.Card) plan.Layout
-		first, after agentkube.Result
+		first, after result
 	}{
-		"shares":         {shared, agentkube.Result{Device: shareDevice, Capacity: memoryOf(60)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(20)}},
-		"whole":          {whole, agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: wholeDevice}},
-		"placements":     {onDemand, agentkube.Result{Device: migDevice}, agentkube.Result{Device: "gpu-00000000-mig-7g80gb-0"}},
-		"another layout": {whole, agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}},
+		"shares":         {shared, result{Device: shareDevice, ConsumedCapacity: memoryOf(60)}, result{Device: shareDevice, ConsumedCapacity: memoryOf(20)}},
+		"whole":          {whole, result{Device: wholeDevice}, result{Device: wholeDevice}},
+		"placements":     {onDemand, result{Device: migDevice}, result{Device: "gpu-00000000-mig-7g80gb-0"}},
+		"another layout": {whole, result{Device: wholeDevice}, result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -378,7 +387,7 @@ func TestUnprepareWhileAContainerRuns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		devices, err := w.Prepare(t.Context(), claim)
 		if err != nil {
 			t.Fatal(err)
@@ -406,10 +415,10 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 		if d := w.named(wholeDevice); d == nil || len(d.Taints) > 0 {
 			t.Fatalf("%+v", d)
 		}
-		allocated := w.claim("allocated", agentkube.Result{Device: wholeDevice}) // and not prepared
+		allocated := w.claim("allocated", result{Device: wholeDevice}) // and not prepared
 		w.lay(shared)
 		time.Sleep(time.Hour)
-		if d := w.named(wholeDevice); d == nil || len(d.Taints) != 1 || d.Taints[0] != (agentkube.Taint{Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}) {
+		if d := w.named(wholeDevice); d == nil || len(d.Taints) != 1 || d.Taints[0] != (resourcev1.DeviceTaint{Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}) {
 			t.Fatalf("a claim names it: %+v", d)
 		}
 		if _, err := w.Prepare(t.Context(), allocated); err != nil {
@@ -450,12 +459,12 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 func TestStartKnowsTheClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, shared)
-		w.claim("old", agentkube.Result{Device: wholeDevice})
-		w.cluster.Know(w.claim("running", agentkube.Result{Device: "gpu-00000001-shared", Capacity: memoryOf(5)}))
+		w.claim("old", result{Device: wholeDevice})
+		w.cluster.Know(w.claim("running", result{Device: "gpu-00000001-shared", ConsumedCapacity: memoryOf(5)}))
 		w.cluster.Away(errors.New("no route to host"))
 		defer w.run(shared)()
 		time.Sleep(10 * time.Minute)
-		waits := w.claim("new", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		waits := w.claim("new", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		done := make(chan error)
 		go func() {
 			_, err := w.Prepare(t.Context(), waits)
@@ -488,10 +497,10 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
-		before := w.claim("before", agentkube.Result{Device: wholeDevice})
+		before := w.claim("before", result{Device: wholeDevice})
 		w.kubeletPrepares(before)
 		w.remove("before") // by force: its container runs
-		next := w.claim("next", agentkube.Result{Device: wholeDevice})
+		next := w.claim("next", result{Device: wholeDevice})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if _, err := w.cluster.Prepare(ctx, w, next); !errors.Is(err, ledger.ErrHeld) {
@@ -516,7 +525,7 @@ func TestClaimThatIsBeingPreparedHasNothing(t *testing.T) {
 func TestContainerTellsWhatAClaimHas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, shared)
-		claim := w.claim("a", agentkube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(7)})
+		claim := w.claim("a", result{Request: "gpu", Device: shareDevice, ConsumedCapacity: memoryOf(7)})
 		id := cdi.Key("claim/"+claim.UID, []string{"gpu#0"})
 		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
 		w.containers = []node.Container{containerOf(pod, id)}
@@ -537,10 +546,10 @@ func TestPromisedInPart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		before := w.claim("before", agentkube.Result{Device: wholeDevice})
+		before := w.claim("before", result{Device: wholeDevice})
 		w.prepares(before)
 		w.remove("before") // by force
-		both := w.claim("both", agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: "gpu-00000001"})
+		both := w.claim("both", result{Device: wholeDevice}, result{Device: "gpu-00000001"})
 		if promised, err := w.Settle(t.Context()); err != nil || len(promised) != 1 || promised[0] != w.in.Inventory.GPUs[0].UUID {
 			t.Fatal(promised, err)
 		}
@@ -583,7 +592,7 @@ func TestFoundInRecords(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		stop := w.run(shared)
 		defer stop()
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(7)}, agentkube.Result{Device: shareDevice, Capacity: memoryOf(9)})
+		claim := w.claim("a", result{Device: shareDevice, ConsumedCapacity: memoryOf(7)}, result{Device: shareDevice, ConsumedCapacity: memoryOf(9)})
 		pod := workload.Pod{Namespace: "ns", Name: "p", UID: "1"}
 		w.reserve("a", pod)
 		devices, err := w.cluster.Prepare(t.Context(), w, claim)
@@ -629,7 +638,7 @@ func TestPromisedIsHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		w.claim("promised", agentkube.Result{Device: migDevice})
+		w.claim("promised", result{Device: migDevice})
 		w.cluster.Refuse(errors.New("no route to host"))
 		w.lay(whole)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -661,7 +670,7 @@ func TestGivenBackIsNotPromised(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, onDemand)
 		defer w.run(onDemand)()
-		claim := w.claim("a", agentkube.Result{Device: migDevice})
+		claim := w.claim("a", result{Device: migDevice})
 		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = []workload.Pod{{Namespace: "ns", Name: "a", UID: "1"}} })
 		w.kubeletPrepares(claim)
 		w.kubeletGivesBack(claim)
@@ -682,7 +691,7 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		defer w.run(whole)()
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.prepares(claim)
 		id := w.ledger.Allocations()[0].ID
 		nobody, somebody := map[string][]ledger.Holder{}, map[string][]ledger.Holder{id: {{Container: "main"}}}
@@ -724,7 +733,7 @@ func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t, 1, whole)
 				stop := w.run(whole)
-				claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+				claim := w.claim("a", result{Device: wholeDevice})
 				w.prepares(claim)
 				stop()
 				time.Sleep(time.Second)
@@ -744,7 +753,7 @@ func TestGivenBackBeforeTheRecordWasGone(t *testing.T) {
 				}
 				w.Observe(map[string][]ledger.Holder{}, time.Now())
 				w.remove("a")
-				next := w.claim("b", agentkube.Result{Device: wholeDevice})
+				next := w.claim("b", result{Device: wholeDevice})
 				ctx, cancel := context.WithTimeout(t.Context(), 2*impatience)
 				defer cancel()
 				if _, err := w.Prepare(ctx, next); err != nil {
@@ -761,7 +770,7 @@ func TestClaimIsToldAllTheSame(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		stop := w.run(whole)
-		claim := w.claim("a", agentkube.Result{Device: wholeDevice})
+		claim := w.claim("a", result{Device: wholeDevice})
 		w.prepares(claim)
 		synctest.Wait()
 		untold := func() {
@@ -800,7 +809,7 @@ func TestHoldersOfAClaimWereOnePod(t *testing.T) {
 		pod := func(name string) workload.Pod {
 			return workload.Pod{Namespace: "ns", Name: name, UID: "uid-of-" + name}
 		}
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		claim := w.claim("a", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		w.cluster.Edit("ns", "a", func(c *agentkube.Claim) { c.Pods = []workload.Pod{pod("p"), pod("q")} })
 		w.prepares(claim)
 		a := w.ledger.Allocations()[0]
@@ -824,7 +833,7 @@ func TestFaultIsATaint(t *testing.T) {
 		w.SetFaults(map[gpu.UUID]string{u: "Xid 79"}, nil)
 		<-changed
 		synctest.Wait()
-		want := agentkube.Taint{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoSchedule}
+		want := resourcev1.DeviceTaint{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoSchedule}
 		if d := w.named(migDevice); d == nil || !slices.Contains(d.Taints, want) {
 			t.Errorf("%+v", d)
 		}
@@ -848,7 +857,7 @@ func TestFaultIsATaint(t *testing.T) {
 		synctest.Wait()
 		tainted := 0
 		for _, s := range w.cluster.Slices() {
-			for _, d := range s.Devices {
+			for _, d := range s.Spec.Devices {
 				tainted += len(d.Taints)
 			}
 		}
@@ -864,11 +873,11 @@ func TestFaultThatEndsPods(t *testing.T) {
 		w := newWorld(t, 1, whole)
 		w.shelf().fault = agentkube.NoExecute
 		defer w.run(whole)()
-		w.claim("a", agentkube.Result{Device: wholeDevice})
+		w.claim("a", result{Device: wholeDevice})
 		w.SetFaults(map[gpu.UUID]string{w.in.Inventory.GPUs[0].UUID: "Xid 79"}, nil)
 		w.lay(shared)
 		synctest.Wait()
-		want := []agentkube.Taint{{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}}
+		want := []resourcev1.DeviceTaint{{Key: "example.com/unhealthy", Value: "GPUUnhealthy", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Value: "NotInPartition", Effect: agentkube.NoSchedule}}
 		if d := w.named(wholeDevice); d == nil || !slices.Equal(d.Taints, want) {
 			t.Errorf("%+v, want %+v", d, want)
 		}
@@ -882,7 +891,7 @@ func TestClaimsWriteNoSlices(t *testing.T) {
 		defer w.run(shared)()
 		before := w.cluster.Writes()
 		for i := range 500 {
-			c := w.claim(fmt.Sprint(i), agentkube.Result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), Capacity: memoryOf(agentkube.Quantity(1 + i%16))})
+			c := w.claim(fmt.Sprint(i), result{Device: fmt.Sprintf("gpu-0000000%d-shared", i%4), ConsumedCapacity: memoryOf(int64(1 + i%16))})
 			w.prepares(c)
 			w.lay(shared) // a round
 			if err := w.Unprepare(t.Context(), c); err != nil {

@@ -7,13 +7,18 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 )
+
+// texts are attributes, by name.
+type texts = map[resourcev1.QualifiedName]string
 
 // row is how dynamic resource allocation has pieces of one kind.
 type row struct {
@@ -23,10 +28,10 @@ type row struct {
 	// several claims share.
 	kind string
 	// attributes are those that other kinds do not have. An empty one is left out.
-	attributes func(in *Input, d *gpu.Device, of Device) map[string]string
+	attributes func(in *Input, d *gpu.Device, of Device) texts
 	// capacity says what a device has, and whether several claims can have of it; division
 	// is its GPU's.
-	capacity func(d *gpu.Device, of Device, division piece.Division, out *agentkube.PoolDevice)
+	capacity func(d *gpu.Device, of Device, division piece.Division, out *resourcev1.Device)
 	// grant is the piece that a result of a claim stands for.
 	grant func(q *question) (piece.Piece, error)
 }
@@ -38,10 +43,10 @@ var rows = map[piece.Kind]row{
 	piece.KindWhole: {
 		name: func(_ *Device, short string) string { return "gpu-" + short },
 		kind: "gpu",
-		attributes: func(_ *Input, d *gpu.Device, _ Device) map[string]string {
-			return map[string]string{"uuid": string(d.UUID)}
+		attributes: func(_ *Input, d *gpu.Device, _ Device) texts {
+			return texts{"uuid": string(d.UUID)}
 		},
-		capacity: func(d *gpu.Device, _ Device, _ piece.Division, out *agentkube.PoolDevice) {
+		capacity: func(d *gpu.Device, _ Device, _ piece.Division, out *resourcev1.Device) {
 			// As NVIDIA's driver has it, the most that any profile has: of an A100 that is 98 of
 			// its 108 multiprocessors. A GPU without MIG tells of none.
 			out.Capacity = capacity(d.Memory, d.MIG.Profiles...)
@@ -52,18 +57,19 @@ var rows = map[piece.Kind]row{
 		name:       func(_ *Device, short string) string { return "gpu-" + short + "-shared" },
 		kind:       "gpu",
 		attributes: sharing("memory"),
-		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *agentkube.PoolDevice) {
-			out.Shared = true
+		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *resourcev1.Device) {
+			out.AllowMultipleAllocations = new(true)
 			if of.N > 0 {
-				total, unit := bytes(of.Unit)*agentkube.Quantity(of.N), bytes(of.Unit)
+				total, unit := bytes(of.Unit*gpu.MiB(of.N)), bytes(of.Unit)
 				// A claim that names no amount gets all: a silent share of the least size
 				// would be a surprise at the first allocation.
-				out.Capacity[memory] = agentkube.Capacity{Value: total,
-					Policy: &agentkube.RequestPolicy{Default: total, Range: &agentkube.Range{Min: unit, Max: total, Step: unit}}}
+				out.Capacity[memory] = resourcev1.DeviceCapacity{Value: total,
+					RequestPolicy: &resourcev1.CapacityRequestPolicy{Default: &total,
+						ValidRange: &resourcev1.CapacityRequestPolicyRange{Min: &unit, Max: &total, Step: &unit}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
-			amount, unit := q.Amount, int64(bytes(q.of.Unit))
+			amount, unit := q.Amount, int64(q.of.Unit)<<20
 			if unit <= 0 || amount <= 0 || amount%unit != 0 || amount/unit > int64(q.of.N) {
 				return nil, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
 					"an amount is 1 to %d times %d MiB: make the claim anew: %w",
@@ -77,13 +83,14 @@ var rows = map[piece.Kind]row{
 		name:       func(_ *Device, short string) string { return "gpu-" + short + "-replicas" },
 		kind:       "gpu",
 		attributes: sharing("replicas"),
-		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *agentkube.PoolDevice) {
-			out.Shared = true
+		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *resourcev1.Device) {
+			out.AllowMultipleAllocations = new(true)
 			if of.Kind != "" {
 				// One to a claim: two replicas of one GPU are no more than one. The device
 				// has no memory, since a claim takes of every capacity of such a device.
-				out.Capacity["replicas"] = agentkube.Capacity{Value: agentkube.Quantity(of.N),
-					Policy: &agentkube.RequestPolicy{Default: 1, Values: []agentkube.Quantity{1}}}
+				out.Capacity["replicas"] = resourcev1.DeviceCapacity{Value: count(of.N),
+					RequestPolicy: &resourcev1.CapacityRequestPolicy{Default: new(count(1)),
+						ValidValues: []resource.Quantity{count(1)}}}
 			}
 		},
 		grant: func(q *question) (piece.Piece, error) {
@@ -102,22 +109,24 @@ var rows = map[piece.Kind]row{
 			return fmt.Sprintf("gpu-%s-mig-%dg%dgb%s-%d", short, p.Slices, p.GB, attr, of.Placement.Start)
 		},
 		kind: "mig",
-		attributes: func(in *Input, d *gpu.Device, of Device) map[string]string {
-			out := map[string]string{"parentUUID": string(d.UUID), "profile": of.Placement.Profile.String()}
+		attributes: func(in *Input, d *gpu.Device, of Device) texts {
+			out := texts{"parentUUID": string(d.UUID), "profile": of.Placement.Profile.String()}
 			if one := mig.Find(d.MIG.Instances, of.Placement); one != nil && in.Fixed[d.UUID] {
 				out["uuid"] = string(one.UUID)
 			}
 			return out
 		},
-		capacity: func(d *gpu.Device, of Device, _ piece.Division, out *agentkube.PoolDevice) {
+		capacity: func(d *gpu.Device, of Device, _ piece.Division, out *resourcev1.Device) {
 			if p := profile(d, of.Placement.Profile); p != nil {
 				out.Capacity = capacity(p.Memory, *p)
 			}
 			// NVIDIA's names of the memory slices that it is on. A card with more than others
 			// leaves them out where they would be too many.
-			if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <= maxEach {
+			if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <=
+				resourcev1.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
 				for i := range of.Placement.Size {
-					out.Capacity["memorySlice"+strconv.Itoa(of.Placement.Start+i)] = agentkube.Capacity{Value: 1}
+					name := resourcev1.QualifiedName("memorySlice" + strconv.Itoa(of.Placement.Start+i))
+					out.Capacity[name] = resourcev1.DeviceCapacity{Value: count(1)}
 				}
 			}
 		},
@@ -126,9 +135,9 @@ var rows = map[piece.Kind]row{
 }
 
 // sharing are the attributes of a GPU that several claims have a part of.
-func sharing(how string) func(*Input, *gpu.Device, Device) map[string]string {
-	return func(in *Input, d *gpu.Device, _ Device) map[string]string {
-		return map[string]string{"uuid": string(d.UUID), "sharing": how, "guarantee": in.Guarantee}
+func sharing(how string) func(*Input, *gpu.Device, Device) texts {
+	return func(in *Input, d *gpu.Device, _ Device) texts {
+		return texts{"uuid": string(d.UUID), "sharing": how, "guarantee": in.Guarantee}
 	}
 }
 

@@ -17,12 +17,13 @@ import (
 	"example.com/gpu-agent/internal/status"
 
 	"golang.org/x/time/rate"
+	resourcev1 "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
 // Slices are the node's at the API server: *agentkube.Client.
 type Slices interface {
-	PublishSlices(ctx context.Context, driver string, want []agentkube.ResourceSlice) (meddled []string, err error)
+	PublishSlices(ctx context.Context, driver string, want []resourcev1.ResourceSlice) (meddled []string, err error)
 	WatchSlices(ctx context.Context, driver string, changed func()) error
 }
 
@@ -41,7 +42,7 @@ type Publisher struct {
 	mu sync.Mutex
 	// Guarded by mu: the slices; whether the kubelet has the driver; and what kept the last
 	// writing from success.
-	want       []agentkube.ResourceSlice
+	want       []resourcev1.ResourceSlice
 	registered bool
 	err        error
 	// failing is since when there has been an err. kubelets counts the registrations, and
@@ -85,7 +86,7 @@ func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
 
 // Set says what the slices shall be. They must not be changed afterwards. It returns the
 // number of this call.
-func (p *Publisher) Set(want []agentkube.ResourceSlice) uint64 {
+func (p *Publisher) Set(want []resourcev1.ResourceSlice) uint64 {
 	p.mu.Lock()
 	p.want = want
 	p.asked++

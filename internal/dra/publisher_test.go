@@ -16,6 +16,9 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/tests/fakes/claims"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 func publishing(t *testing.T) (*Publisher, *claims.Cluster) {
@@ -34,11 +37,19 @@ func publishing(t *testing.T) (*Publisher, *claims.Cluster) {
 	return p, s
 }
 
+// slicesNamed are slices of which the name is all that counts.
+func slicesNamed(names ...string) (out []resourcev1.ResourceSlice) {
+	for _, name := range names {
+		out = append(out, resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: name}})
+	}
+	return out
+}
+
 // Nothing is written before the kubelet has the driver, and everything at once then.
 func TestNoSlicesBeforeRegistration(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
-		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
+		p.Set(slicesNamed("a"))
 		time.Sleep(time.Hour)
 		if synctest.Wait(); s.Writes() > 0 {
 			t.Error("slices of a driver that the kubelet does not have")
@@ -48,7 +59,7 @@ func TestNoSlicesBeforeRegistration(t *testing.T) {
 			t.Error("no slices at the registration")
 		}
 		p.Registered(false)
-		p.Set([]agentkube.ResourceSlice{{Name: "a"}, {Name: "b"}})
+		p.Set(slicesNamed("a", "b"))
 		if synctest.Wait(); len(s.Slices()) != 1 {
 			t.Error("slices while the kubelet is away")
 		}
@@ -59,7 +70,7 @@ func TestNoSlicesBeforeRegistration(t *testing.T) {
 func TestSlicesThatVanish(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
-		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
+		p.Set(slicesNamed("a"))
 		p.Registered(true)
 		for range 3 {
 			time.Sleep(10 * time.Minute)
@@ -99,7 +110,7 @@ func TestFailuresOfTheServer(t *testing.T) {
 			}
 		}
 		s.Refuse(errors.New("no route to host"))
-		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
+		p.Set(slicesNamed("a"))
 		p.Registered(true)
 		says()
 		time.Sleep(10 * time.Minute)
@@ -115,7 +126,7 @@ func TestFailuresOfTheServer(t *testing.T) {
 		}
 		s.Refuse(fmt.Errorf("slice a: %w", agentkube.ErrDropped))
 		before := s.Writes()
-		p.Set([]agentkube.ResourceSlice{{Name: "b"}})
+		p.Set(slicesNamed("b"))
 		says(status.APIServerUnfit)
 		time.Sleep(time.Hour)
 		says(status.APIServerUnfit)
@@ -135,7 +146,7 @@ func TestSlicesThatSomebodyDeletesAreTold(t *testing.T) {
 		p, s := publishing(t)
 		var told atomic.Int64
 		p.told = func() { told.Add(1) }
-		p.Set([]agentkube.ResourceSlice{{Name: "a"}})
+		p.Set(slicesNamed("a"))
 		p.Registered(true)
 		says := func(want int) {
 			t.Helper()

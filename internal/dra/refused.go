@@ -22,6 +22,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 
 	"golang.org/x/time/rate"
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
 // A claim that can never be prepared as it is keeps its pod in ContainerCreating, and its
@@ -82,7 +84,7 @@ type refusal struct {
 	claim dra.Claim
 	cause status.Cause
 	// results are what it was given: of another allocation nothing was refused yet.
-	results []agentkube.Result
+	results []resourcev1.DeviceRequestAllocationResult
 	pods    string // whose it is, for people
 	// next is when it is looked at again.
 	next time.Time
@@ -163,7 +165,8 @@ func consumers(c *agentkube.Claim) string {
 		out = append(out, "pod "+p.String())
 	}
 	for _, o := range c.Others {
-		out = append(out, o.String())
+		out = append(out, schema.GroupResource{Group: o.APIGroup, Resource: o.Resource}.String()+
+			" "+c.Namespace+"/"+o.Name)
 	}
 	return brief.List(out, 3)
 }

@@ -13,30 +13,32 @@ import (
 
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/pkg/gpu"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // What can never be prepared is refused at once, with the reason, and takes nothing.
 func TestClaimsThatAreRefused(t *testing.T) {
 	for name, c := range map[string]struct {
-		result agentkube.Result
+		result result
 		change func(*agentkube.Claim)
 		want   string
 	}{
-		"another node's pool":    {agentkube.Result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "device gpu-00000000-shared of pool node-2/a100-sxm4-80gb, and node node-1 offers only devices of its own pools"},
-		"no such pool":           {agentkube.Result{Pool: "node-1/h100", Device: shareDevice}, nil, "no device gpu-00000000-shared in pool node-1/h100"},
-		"an older layout":        {agentkube.Result{Device: wholeDevice}, nil, "no device gpu-00000000 in pool"},
-		"without an amount":      {agentkube.Result{Device: shareDevice}, nil, "0 bytes of device"},
-		"half a unit":            {agentkube.Result{Device: shareDevice, Capacity: map[string]agentkube.Quantity{memory: 1 << 29}}, nil, "an amount is 1 to 79 times 1024 MiB"},
-		"a unit and a half":      {agentkube.Result{Device: shareDevice, Capacity: map[string]agentkube.Quantity{memory: 3 << 29}}, nil, "an amount is"},
-		"less than nothing":      {agentkube.Result{Device: shareDevice, Capacity: memoryOf(-1)}, nil, "an amount is"},
-		"more than there is":     {agentkube.Result{Device: shareDevice, Capacity: memoryOf(80)}, nil, "an amount is"},
-		"replaced":               {agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *agentkube.Claim) { c.UID = "another" }, "is another one now"},
-		"not allocated any more": {agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *agentkube.Claim) { c.Results = nil }, "nothing of driver"},
-		"configuration of the peer": {agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *agentkube.Claim) {
-			c.Configs = []agentkube.ClaimConfig{{Parameters: json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`)}}
+		"another node's pool":    {result{Pool: "node-2/a100-sxm4-80gb", Device: shareDevice}, nil, "device gpu-00000000-shared of pool node-2/a100-sxm4-80gb, and node node-1 offers only devices of its own pools"},
+		"no such pool":           {result{Pool: "node-1/h100", Device: shareDevice}, nil, "no device gpu-00000000-shared in pool node-1/h100"},
+		"an older layout":        {result{Device: wholeDevice}, nil, "no device gpu-00000000 in pool"},
+		"without an amount":      {result{Device: shareDevice}, nil, "0 bytes of device"},
+		"half a unit":            {result{Device: shareDevice, ConsumedCapacity: bytesOf(1 << 29)}, nil, "an amount is 1 to 79 times 1024 MiB"},
+		"a unit and a half":      {result{Device: shareDevice, ConsumedCapacity: bytesOf(3 << 29)}, nil, "an amount is"},
+		"less than nothing":      {result{Device: shareDevice, ConsumedCapacity: memoryOf(-1)}, nil, "an amount is"},
+		"more than there is":     {result{Device: shareDevice, ConsumedCapacity: memoryOf(80)}, nil, "an amount is"},
+		"replaced":               {result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}, func(c *agentkube.Claim) { c.UID = "another" }, "is another one now"},
+		"not allocated any more": {result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}, func(c *agentkube.Claim) { c.Results = nil }, "nothing of driver"},
+		"configuration of the peer": {result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}, func(c *agentkube.Claim) {
+			c.Configs = []resourcev1.DeviceAllocationConfiguration{configured(json.RawMessage(`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`))}
 		}, `kind "GpuConfig"`},
-		"configuration that is none": {agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)}, func(c *agentkube.Claim) {
-			c.Configs = []agentkube.ClaimConfig{{Parameters: json.RawMessage(`[1,`)}}
+		"configuration that is none": {result{Device: shareDevice, ConsumedCapacity: memoryOf(1)}, func(c *agentkube.Claim) {
+			c.Configs = []resourcev1.DeviceAllocationConfiguration{configured(json.RawMessage(`[1,`))}
 		}, `kind ""`},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -59,11 +61,11 @@ func TestClaimsThatAreRefused(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		defer w.run(shared)()
 		w.lay(onDemand)
-		if _, err := w.Prepare(t.Context(), w.claim("admin", agentkube.Result{Device: migDevice, Admin: true})); !errors.Is(err, gpu.ErrNotFound) {
+		if _, err := w.Prepare(t.Context(), w.claim("admin", result{Device: migDevice, AdminAccess: new(true)})); !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("admin access to an instance that does not stand: %v", err)
 		}
 		w.lay(shared)
-		claim := w.claim("a", agentkube.Result{Device: shareDevice, Capacity: memoryOf(1)})
+		claim := w.claim("a", result{Device: shareDevice, ConsumedCapacity: memoryOf(1)})
 		w.remove("a")
 		if _, err := w.Prepare(t.Context(), claim); !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("deleted meanwhile: %v", err)
@@ -75,7 +77,7 @@ func TestClaimsThatAreRefused(t *testing.T) {
 // nothing, and its pod does not start without that device: not by Prepare, and not by what the
 // loop takes before it withdraws something.
 func TestAgentPreparesOnlyWhatItsOwnSlicesOffer(t *testing.T) {
-	for name, results := range map[string][]agentkube.Result{
+	for name, results := range map[string][]result{
 		"another node's alone":     {{Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}},
 		"its own and another's":    {{Device: wholeDevice}, {Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}},
 		"another's and its own":    {{Pool: "node-2/a100-sxm4-80gb", Device: wholeDevice}, {Device: wholeDevice}},
@@ -114,12 +116,12 @@ func TestAllOfAClaimOrNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 2, whole)
 		defer w.run(whole)()
-		if _, err := w.Prepare(t.Context(), w.claim("one", agentkube.Result{Device: "gpu-00000001"})); err != nil {
+		if _, err := w.Prepare(t.Context(), w.claim("one", result{Device: "gpu-00000001"})); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if _, err := w.Prepare(ctx, w.claim("both", agentkube.Result{Device: wholeDevice}, agentkube.Result{Device: "gpu-00000001"})); err == nil || len(w.ledger.Allocations()) != 1 {
+		if _, err := w.Prepare(ctx, w.claim("both", result{Device: wholeDevice}, result{Device: "gpu-00000001"})); err == nil || len(w.ledger.Allocations()) != 1 {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
 		}
 	})
@@ -130,9 +132,9 @@ func TestClaimOf32Devices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		defer w.run(shared)()
-		var results []agentkube.Result
+		var results []result
 		for range 32 {
-			results = append(results, agentkube.Result{Request: "gpu", Device: shareDevice, Capacity: memoryOf(2)})
+			results = append(results, result{Request: "gpu", Device: shareDevice, ConsumedCapacity: memoryOf(2)})
 		}
 		claim := w.claim("a", results...)
 		devices, err := w.Prepare(t.Context(), claim)

@@ -4,7 +4,6 @@ package dra
 
 import (
 	"context"
-	"encoding/json"
 	"flag"
 	"fmt"
 	"math/rand/v2"
@@ -66,20 +65,10 @@ func class(name, selector string) *resource.DeviceClass {
 	return &resource.DeviceClass{ObjectMeta: meta.ObjectMeta{Name: name}, Spec: resource.DeviceClassSpec{Selectors: []resource.DeviceSelector{{CEL: &resource.CELDeviceSelector{Expression: selector}}}}}
 }
 
-// typed are the slices as the scheduler has them.
-func typed(t testing.TB, p *Published) (out []*resource.ResourceSlice) {
-	node := "node-1"
+// listed are the slices as the scheduler lists them.
+func listed(p *Published) (out []*resource.ResourceSlice) {
 	for i := range p.Slices {
-		data, err := json.Marshal(&p.Slices[i])
-		if err != nil {
-			t.Fatal(err)
-		}
-		s := &resource.ResourceSlice{ObjectMeta: meta.ObjectMeta{Name: p.Slices[i].Name}}
-		if err := json.Unmarshal(data, &s.Spec); err != nil {
-			t.Fatal(err)
-		}
-		s.Spec.Driver, s.Spec.NodeName = driver, &node
-		out = append(out, s)
+		out = append(out, &p.Slices[i])
 	}
 	return out
 }
@@ -111,7 +100,7 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 					known[name] = class(name, fmt.Sprintf(`device.attributes["gpus.example.com"].type == "mig" && device.attributes["gpus.example.com"].profile == %q`, p.Profile))
 				}
 			}
-			a := &allocator{t: t, slices: typed(t, published), classes: known, cache: cel.NewCache(100, cel.Features{})}
+			a := &allocator{t: t, slices: listed(published), classes: known, cache: cel.NewCache(100, cel.Features{})}
 			rng := rand.New(rand.NewPCG(7, 9))
 			var held []given
 			granted, refused := 0, 0
@@ -150,7 +139,7 @@ func TestSchedulerPlacesWhatTheCardAllows(t *testing.T) {
 					continue
 				}
 				granted++
-				of := published.Devices[DeviceName{published.Slices[0].Pool.Name, device.Device}]
+				of := published.Devices[DeviceName{published.Slices[0].Spec.Pool.Name, device.Device}]
 				if of.Kind == piece.KindPlacement && !card.Fits(standing, of.Placement) {
 					t.Fatalf("%s beside %v: the scheduler gives %v", name, held, of)
 				}

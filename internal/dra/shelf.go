@@ -8,13 +8,14 @@ import (
 	"slices"
 	"sync"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // Offer is what the agent's loop says of the node's GPUs.
@@ -51,7 +52,7 @@ type Offer struct {
 type shelf struct {
 	domain, driver, node string
 	// fault is what the taint of a fault does.
-	fault     agentkube.TaintEffect
+	fault     resourcev1.DeviceTaintEffect
 	ledger    *ledger.Ledger
 	publisher publisher
 	// look has the claims looked at: the first offer is there, or a taint is at the server.
@@ -84,7 +85,7 @@ type shelf struct {
 
 // publisher is what the shelf asks of a Publisher, which numbers what it is to write.
 type publisher interface {
-	Set([]agentkube.ResourceSlice) uint64
+	Set([]resourcev1.ResourceSlice) uint64
 	state() (asked, wrote uint64, registered bool)
 }
 

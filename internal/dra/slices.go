@@ -8,11 +8,13 @@ import (
 	"strconv"
 	"strings"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 // Input is everything that slices are built from.
@@ -32,28 +34,18 @@ type Input struct {
 	// name: they stay in their slices.
 	Departing []Device
 	// Taints are what keeps claims off a device, or ends its holders.
-	Taints func(Device) []agentkube.Taint
+	Taints func(Device) []resourcev1.DeviceTaint
 }
 
 // Published is what a node publishes.
 type Published struct {
-	Slices []agentkube.ResourceSlice
+	Slices []resourcev1.ResourceSlice
 	// Devices are what is in them, by pool and name.
 	Devices map[DeviceName]Device
 }
 
 // DeviceName is what a claim's allocation calls a device.
 type DeviceName struct{ Pool, Name string }
-
-// Limits of the API on one slice (resource.k8s.io/v1).
-const (
-	// setsInSlice is how many counter sets a slice may have.
-	setsInSlice = 8
-	// maxDevices is how many devices, where they consume counters or have taints.
-	maxDevices = 64
-	// maxEach is how many attributes and capacities a device may have together.
-	maxEach = 32
-)
 
 // Build says what is published. It is pure.
 //
@@ -80,22 +72,24 @@ func Build(in Input) *Published {
 		slices.SortFunc(gpus, near)
 		list := counterSlices(&in, gpus, short)
 		for _, d := range gpus {
-			var devices []agentkube.PoolDevice
+			var devices []resourcev1.Device
 			for _, of := range in.devices(d) {
 				device := in.device(d, of, short[d.UUID])
 				devices = append(devices, device)
 				out.Devices[DeviceName{pool, device.Name}] = of
 			}
-			for part := range slices.Chunk(devices, maxDevices) {
-				list = append(list, agentkube.ResourceSlice{Devices: part})
+			for part := range slices.Chunk(devices, resourcev1.ResourceSliceMaxDevicesWithAdvancedFeatures) {
+				list = append(list, resourcev1.ResourceSlice{Spec: resourcev1.ResourceSliceSpec{Devices: part}})
 			}
 		}
 		for i := range list {
-			list[i].Name, list[i].Pool = sliceName(i, in.Driver, pool), agentkube.Pool{Name: pool, Slices: int64(len(list))}
+			list[i].Name, list[i].Spec.Driver, list[i].Spec.NodeName =
+				sliceName(i, in.Driver, pool), in.Driver, &in.Node
+			list[i].Spec.Pool = resourcev1.ResourcePool{Name: pool, ResourceSliceCount: int64(len(list))}
 		}
 		out.Slices = append(out.Slices, list...)
 	}
-	slices.SortFunc(out.Slices, func(a, b agentkube.ResourceSlice) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(out.Slices, func(a, b resourcev1.ResourceSlice) int { return cmp.Compare(a.Name, b.Name) })
 	return out
 }
 
@@ -109,11 +103,11 @@ type basis struct {
 	guarantee string
 	fixed     map[gpu.UUID]bool
 	// taints are those of every device that is listed.
-	taints map[Device][]agentkube.Taint
+	taints map[Device][]resourcev1.DeviceTaint
 }
 
 func (in *Input) basis() basis {
-	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, in.Fixed, map[Device][]agentkube.Taint{}}
+	out := basis{in.Inventory, in.Layouts, in.Cards, in.Guarantee, in.Fixed, map[Device][]resourcev1.DeviceTaint{}}
 	for i := range in.Inventory.GPUs {
 		for _, of := range in.devices(&in.Inventory.GPUs[i]) {
 			out.taints[of] = in.Taints(of)
@@ -145,18 +139,18 @@ func near(a, b *gpu.Device) int {
 }
 
 // counterSlices are the slices with the GPUs' counters.
-func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []agentkube.ResourceSlice {
-	var out []agentkube.ResourceSlice
-	for part := range slices.Chunk(gpus, setsInSlice) {
-		var s agentkube.ResourceSlice
+func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []resourcev1.ResourceSlice {
+	var out []resourcev1.ResourceSlice
+	for part := range slices.Chunk(gpus, resourcev1.ResourceSliceMaxCounterSets) {
+		var sets []resourcev1.CounterSet
 		for _, d := range part {
 			if len(in.counters(d)) == 0 {
 				continue // its one device needs none
 			}
-			s.Counters = append(s.Counters, agentkube.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
+			sets = append(sets, resourcev1.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
 		}
-		if len(s.Counters) > 0 {
-			out = append(out, s)
+		if len(sets) > 0 {
+			out = append(out, resourcev1.ResourceSlice{Spec: resourcev1.ResourceSliceSpec{SharedCounters: sets}})
 		}
 	}
 	return out
@@ -167,37 +161,41 @@ func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []a
 const memory = "memory"
 
 // counters are all that a GPU has.
-func (in *Input) counters(d *gpu.Device) map[string]agentkube.Amount {
-	out := map[string]agentkube.Amount{}
+func (in *Input) counters(d *gpu.Device) map[string]resourcev1.Counter {
+	out := map[string]resourcev1.Counter{}
 	if d.Memory > 0 { // else it has none of its own
-		out[memory] = agentkube.Amount{Value: bytes(d.Memory)}
+		out[memory] = resourcev1.Counter{Value: bytes(d.Memory)}
 	}
 	if card := in.Cards[d.UUID]; card != nil {
 		for _, c := range card.Counters() {
-			out[c.Name] = agentkube.Amount{Value: agentkube.Quantity(c.Value)}
+			out[c.Name] = resourcev1.Counter{Value: count(c.Value)}
 		}
 	}
 	return out
 }
 
 // takes is what a device takes of its GPU's counters: all but for MIG.
-func (in *Input) takes(d *gpu.Device, of Device) map[string]agentkube.Amount {
+func (in *Input) takes(d *gpu.Device, of Device) map[string]resourcev1.Counter {
 	if !of.Kind.InMIG() {
 		return in.counters(d)
 	}
-	out := map[string]agentkube.Amount{}
+	out := map[string]resourcev1.Counter{}
 	if p := profile(d, of.Placement.Profile); p != nil && p.Memory > 0 {
-		out[memory] = agentkube.Amount{Value: bytes(p.Memory)}
+		out[memory] = resourcev1.Counter{Value: bytes(p.Memory)}
 	}
 	if card := in.Cards[d.UUID]; card != nil {
 		for _, c := range card.Takes(of.Placement) {
-			out[c.Name] = agentkube.Amount{Value: agentkube.Quantity(c.Value)}
+			out[c.Name] = resourcev1.Counter{Value: count(c.Value)}
 		}
 	}
 	return out
 }
 
-func bytes(m gpu.MiB) agentkube.Quantity { return agentkube.Quantity(m) << 20 }
+// An amount of memory, and of anything else, in the form in which the API server sends it back.
+func bytes(m gpu.MiB) resource.Quantity {
+	return *resource.NewQuantity(int64(m)<<20, resource.BinarySI)
+}
+func count(n int) resource.Quantity { return *resource.NewQuantity(int64(n), resource.DecimalSI) }
 
 func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
 	i := slices.IndexFunc(d.MIG.Profiles, func(p gpu.Profile) bool { return p.Name == name.GPUInstance().String() })
@@ -225,10 +223,10 @@ func (in *Input) has(d Device) bool {
 }
 
 // device is one device as it is published.
-func (in *Input) device(d *gpu.Device, of Device, short string) agentkube.PoolDevice {
-	out := agentkube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]agentkube.Capacity{}}
+func (in *Input) device(d *gpu.Device, of Device, short string) resourcev1.Device {
+	out := resourcev1.Device{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: capacities{}}
 	if takes := in.takes(d, of); len(takes) > 0 {
-		out.Consumes = []agentkube.Consumption{{Set: "gpu-" + short, Counters: takes}}
+		out.ConsumesCounters = []resourcev1.DeviceCounterConsumption{{CounterSet: "gpu-" + short, Counters: takes}}
 	}
 	if in.Taints != nil {
 		out.Taints = in.Taints(of)
@@ -238,15 +236,19 @@ func (in *Input) device(d *gpu.Device, of Device, short string) agentkube.PoolDe
 	return out
 }
 
+// capacities are what a device has of something, by name.
+type capacities = map[resourcev1.QualifiedName]resourcev1.DeviceCapacity
+
 // capacity is what a device has, by NVIDIA's names: memory, and of the rest the most that
 // one of these profiles has.
-func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]agentkube.Capacity {
-	out := map[string]agentkube.Capacity{}
-	most := func(name string, n int) {
-		out[name] = agentkube.Capacity{Value: max(out[name].Value, agentkube.Quantity(n))}
+func capacity(of gpu.MiB, profiles ...gpu.Profile) capacities {
+	out := capacities{}
+	most := func(name resourcev1.QualifiedName, n int) {
+		now := out[name].Value
+		out[name] = resourcev1.DeviceCapacity{Value: count(max(int(now.Value()), n))}
 	}
 	if of > 0 {
-		out[memory] = agentkube.Capacity{Value: bytes(of)}
+		out[memory] = resourcev1.DeviceCapacity{Value: bytes(of)}
 	}
 	for i := range profiles {
 		p := &profiles[i]
@@ -266,20 +268,22 @@ func capacity(of gpu.MiB, profiles ...gpu.Profile) map[string]agentkube.Capacity
 
 // attributes are what selectors see of a device: NVIDIA's names, and index, guarantee, the
 // NVLink domain and of a shared GPU how it is shared besides.
-func (in *Input) attributes(d *gpu.Device, of Device) map[string]agentkube.Attribute {
-	out := map[string]agentkube.Attribute{}
-	text := func(name, value string) {
+func (in *Input) attributes(d *gpu.Device, of Device) map[resourcev1.QualifiedName]resourcev1.DeviceAttribute {
+	out := map[resourcev1.QualifiedName]resourcev1.DeviceAttribute{}
+	text := func(name resourcev1.QualifiedName, value string) {
 		if value != "" {
-			if len(value) > maxAttribute {
-				value = value[:maxAttribute]
+			if len(value) > resourcev1.DeviceAttributeMaxValueLength {
+				value = value[:resourcev1.DeviceAttributeMaxValueLength]
 			}
-			out[name] = agentkube.Attribute{String: &value}
+			out[name] = resourcev1.DeviceAttribute{StringValue: &value}
 		}
 	}
-	number := func(name string, value int64) { out[name] = agentkube.Attribute{Int: &value} }
-	release := func(name, value string) {
+	number := func(name resourcev1.QualifiedName, value int) {
+		out[name] = resourcev1.DeviceAttribute{IntValue: new(int64(value))}
+	}
+	release := func(name resourcev1.QualifiedName, value string) {
 		if v := semver(value); v != "" {
-			out[name] = agentkube.Attribute{Version: &v}
+			out[name] = resourcev1.DeviceAttribute{VersionValue: &v}
 		}
 	}
 	row := rows[of.Kind]
@@ -288,7 +292,7 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[string]agentkube.Attri
 	for name, value := range row.attributes(in, d, of) {
 		text(name, value)
 	}
-	number("index", int64(d.Index))
+	number("index", d.Index)
 	text("productName", d.Model)
 	text("brand", "Nvidia")
 	major, minor, _ := strings.Cut(d.ComputeCapability, ".")
@@ -306,13 +310,10 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[string]agentkube.Attri
 		text("resource.kubernetes.io/pcieRoot", d.Path[0])
 	}
 	if d.NUMA != nil && *d.NUMA >= 0 {
-		number("resource.kubernetes.io/numaNode", int64(*d.NUMA))
+		number("resource.kubernetes.io/numaNode", *d.NUMA)
 	}
 	return out
 }
-
-// maxAttribute is the longest text of an attribute.
-const maxAttribute = 64
 
 // architecture is a GPU's in NVIDIA's spelling: "Ampere", "Ada Lovelace".
 func architecture(major, minor string) string {

@@ -12,13 +12,14 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/tests/room"
 
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
 )
@@ -99,16 +100,19 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 		devices, sets := 0, map[string]bool{}
 		for i := range p.Slices {
 			s := &p.Slices[i]
-			if len(s.Devices) > 64 || len(s.Counters) > 8 || (len(s.Devices) > 0) == (len(s.Counters) > 0) || s.Pool.Slices != int64(len(p.Slices)) || !object.MatchString(s.Name) {
-				t.Errorf("%s: slice %s: %d devices, %d counter sets, %+v", file, s.Name, len(s.Devices), len(s.Counters), s.Pool)
+			of := &s.Spec
+			if len(of.Devices) > 64 || len(of.SharedCounters) > 8 || (len(of.Devices) > 0) == (len(of.SharedCounters) > 0) ||
+				of.Pool.ResourceSliceCount != int64(len(p.Slices)) || !object.MatchString(s.Name) {
+				t.Errorf("%s: slice %s: %d devices, %d counter sets, %+v", file, s.Name, len(of.Devices), len(of.SharedCounters), of.Pool)
 			}
-			for _, c := range s.Counters {
+			for _, c := range of.SharedCounters {
 				if sets[c.Name] = true; len(c.Counters) > 32 || !label.MatchString(c.Name) {
 					t.Errorf("%s: %d counters in %s", file, len(c.Counters), c.Name)
 				}
 			}
-			for _, d := range s.Devices {
-				if devices++; len(d.Attributes)+len(d.Capacity) > 32 || !label.MatchString(d.Name) || len(d.Name) > 63 || !sets[d.Consumes[0].Set] {
+			for _, d := range of.Devices {
+				if devices++; len(d.Attributes)+len(d.Capacity) > 32 || !label.MatchString(d.Name) || len(d.Name) > 63 ||
+					!sets[d.ConsumesCounters[0].CounterSet] {
 					t.Errorf("%s: device %+v", file, d)
 				}
 			}
@@ -133,9 +137,9 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 // that were written for that one find the same here.
 func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 	const u = "GPU-00000000-0000-4000-8000-000000000000"
-	engines := map[string]agentkube.Quantity{"copyEngines": 7, "decoders": 5, "encoders": 0, "jpegEngines": 1, "ofaEngines": 1}
-	of := func(memory agentkube.Quantity, more map[string]agentkube.Quantity) map[string]agentkube.Quantity {
-		out := map[string]agentkube.Quantity{"memory": memory}
+	engines := map[resourcev1.QualifiedName]int64{"copyEngines": 7, "decoders": 5, "encoders": 0, "jpegEngines": 1, "ofaEngines": 1}
+	of := func(memory int64, more map[resourcev1.QualifiedName]int64) map[resourcev1.QualifiedName]int64 {
+		out := map[resourcev1.QualifiedName]int64{"memory": memory}
 		maps.Copy(out, more)
 		return out
 	}
@@ -146,15 +150,15 @@ func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 		fixed      bool
 		device     string
 		attributes map[string]string // of these; empty for none
-		capacity   map[string]agentkube.Quantity
+		capacity   map[resourcev1.QualifiedName]int64
 	}{
 		"whole":    {whole, false, "gpu-00000000", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "profile": "", "sharing": ""}, whole98},
 		"memory":   {shared, false, "-shared", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "memory"}, of(79<<30, nil)},
-		"replicas": {replicas, false, "-replicas", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "replicas"}, map[string]agentkube.Quantity{"replicas": 4}},
+		"replicas": {replicas, false, "-replicas", map[string]string{"type": "gpu", "uuid": u, "parentUUID": "", "sharing": "replicas"}, map[resourcev1.QualifiedName]int64{"replicas": 4}},
 		"on demand": {onDemand, false, "-mig-3g40gb-4", map[string]string{"type": "mig", "uuid": "", "parentUUID": u, "profile": "3g.40gb", "sharing": ""},
-			of(39.25*(1<<30), map[string]agentkube.Quantity{"multiprocessors": 42, "copyEngines": 3, "decoders": 2, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice4": 1, "memorySlice5": 1, "memorySlice6": 1, "memorySlice7": 1})},
+			of(39.25*(1<<30), map[resourcev1.QualifiedName]int64{"multiprocessors": 42, "copyEngines": 3, "decoders": 2, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice4": 1, "memorySlice5": 1, "memorySlice6": 1, "memorySlice7": 1})},
 		"a geometry": {onDemand, true, "-mig-1g10gb-2", map[string]string{"type": "mig", "uuid": "MIG-a", "parentUUID": u, "profile": "1g.10gb"},
-			of(9.5*(1<<30), map[string]agentkube.Quantity{"multiprocessors": 14, "copyEngines": 1, "decoders": 0, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice2": 1})},
+			of(9.5*(1<<30), map[resourcev1.QualifiedName]int64{"multiprocessors": 14, "copyEngines": 1, "decoders": 0, "encoders": 0, "jpegEngines": 0, "ofaEngines": 0, "memorySlice2": 1})},
 		"of a geometry, and does not stand": {onDemand, true, "-mig-1g10gb-3", map[string]string{"uuid": ""}, nil},
 	} {
 		inv := several(t, "a100-80gb.json", 1)
@@ -174,23 +178,23 @@ func TestDevicesAreDescribedAsNVIDIAsAre(t *testing.T) {
 		in.Fixed = map[gpu.UUID]bool{u: c.fixed}
 		found := false
 		for _, s := range Build(in).Slices {
-			for _, d := range s.Devices {
+			for _, d := range s.Spec.Devices {
 				if !strings.HasSuffix(d.Name, c.device) {
 					continue
 				}
 				found = true
 				for k, want := range c.attributes {
 					got := ""
-					if a := d.Attributes[k]; a.String != nil {
-						got = *a.String
+					if a := d.Attributes[resourcev1.QualifiedName(k)]; a.StringValue != nil {
+						got = *a.StringValue
 					}
 					if got != want {
 						t.Errorf("%s: %s is %q, want %q", name, k, got, want)
 					}
 				}
-				got := map[string]agentkube.Quantity{}
+				got := map[resourcev1.QualifiedName]int64{}
 				for k, q := range d.Capacity {
-					got[k] = q.Value
+					got[k] = q.Value.Value()
 				}
 				if c.capacity != nil && !maps.Equal(got, c.capacity) {
 					t.Errorf("%s has\n%v, want\n%v", name, got, c.capacity)
@@ -219,7 +223,7 @@ func TestPoolsAreByModel(t *testing.T) {
 	p := Build(input(t, inv, whole))
 	var pools []string
 	for _, s := range p.Slices {
-		pools = append(pools, s.Pool.Name)
+		pools = append(pools, s.Spec.Pool.Name)
 	}
 	slices.Sort(pools)
 	if want := []string{"node-1/a100-sxm4-80gb", "node-1/rtx-pro-6000-blackwell-server-edition"}; !slices.Equal(slices.Compact(pools), want) {
@@ -233,15 +237,15 @@ func TestPoolsAreByModel(t *testing.T) {
 // The example of one GPU, as the documents show it.
 func TestPublishedShare(t *testing.T) {
 	p := Build(input(t, several(t, "a100-80gb.json", 1), shared))
-	data, err := json.Marshal(p.Slices[1].Devices[0].Capacity)
+	data, err := json.Marshal(p.Slices[1].Spec.Devices[0].Capacity)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if want := `{"memory":{"value":"79Gi","requestPolicy":{"default":"79Gi","validRange":{"min":"1Gi","max":"79Gi","step":"1Gi"}}}}`; string(data) != want {
 		t.Errorf("%s, want %s", data, want)
 	}
-	var back map[string]agentkube.Capacity
-	if err := json.Unmarshal(data, &back); err != nil || back["memory"].Value != 79<<30 || back["memory"].Policy.Range.Step != 1<<30 {
+	var back capacities
+	if err := json.Unmarshal(data, &back); err != nil || !equality.Semantic.DeepEqual(back, p.Slices[1].Spec.Devices[0].Capacity) {
 		t.Errorf("%+v, %v", back, err)
 	}
 }
@@ -255,21 +259,21 @@ func TestGPUWithoutMemory(t *testing.T) {
 	p := Build(input(t, inv, whole))
 	devices, counters := 0, 0
 	for _, s := range p.Slices {
-		if len(s.Devices)+len(s.Counters) == 0 {
+		if len(s.Spec.Devices)+len(s.Spec.SharedCounters) == 0 {
 			t.Errorf("slice %s is empty", s.Name)
 		}
-		for _, c := range s.Counters {
+		for _, c := range s.Spec.SharedCounters {
 			counters++
 			if _, ok := c.Counters[memory]; ok || len(c.Counters) == 0 {
 				t.Errorf("counters %+v", c)
 			}
 		}
-		for _, d := range s.Devices {
+		for _, d := range s.Spec.Devices {
 			devices++
 			if _, ok := d.Capacity[memory]; ok {
 				t.Errorf("%s has the capacity %+v", d.Name, d.Capacity)
 			}
-			for _, c := range d.Consumes {
+			for _, c := range d.ConsumesCounters {
 				if _, ok := c.Counters[memory]; ok || len(c.Counters) == 0 {
 					t.Errorf("%s takes %+v", d.Name, c)
 				}
@@ -280,7 +284,7 @@ func TestGPUWithoutMemory(t *testing.T) {
 		t.Errorf("%d devices and %d sets of counters, want 2 and 1", devices, counters)
 	}
 	inv.GPUs = inv.GPUs[:1]
-	if p := Build(input(t, inv, whole)); len(p.Slices) != 1 || len(p.Slices[0].Devices[0].Consumes) != 0 {
+	if p := Build(input(t, inv, whole)); len(p.Slices) != 1 || len(p.Slices[0].Spec.Devices[0].ConsumesCounters) != 0 {
 		t.Errorf("a GPU alone has the slices %+v", p.Slices)
 	}
 }
@@ -295,8 +299,8 @@ func TestHeldDeviceThatNoLayoutHas(t *testing.T) {
 	in.Layouts[u] = whole(nil, nil)
 	ask := func() string {
 		p := Build(in)
-		taken := given{of: held, id: structured.MakeDeviceID(driver, p.Slices[0].Pool.Name, held.name(shorts([]gpu.UUID{u})[u]))}
-		a := &allocator{t: t, slices: typed(t, p), cache: cel.NewCache(10, cel.Features{}),
+		taken := given{of: held, id: structured.MakeDeviceID(driver, p.Slices[0].Spec.Pool.Name, held.name(shorts([]gpu.UUID{u})[u]))}
+		a := &allocator{t: t, slices: listed(p), cache: cel.NewCache(10, cel.Features{}),
 			classes: room.Classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
 		device, _ := a.ask("gpu", 0, []given{taken})
 		return device.Device
@@ -326,13 +330,13 @@ func TestHeldDeviceOfAnUnknownCard(t *testing.T) {
 func TestTaints(t *testing.T) {
 	inv := several(t, "a100-80gb.json", 2)
 	in := input(t, inv, whole)
-	in.Taints = func(d Device) []agentkube.Taint {
+	in.Taints = func(d Device) []resourcev1.DeviceTaint {
 		if d.GPU == inv.GPUs[0].UUID {
-			return []agentkube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoSchedule}}
+			return []resourcev1.DeviceTaint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: resourcev1.DeviceTaintEffectNoSchedule}}
 		}
 		return nil
 	}
-	a := &allocator{t: t, slices: typed(t, Build(in)), cache: cel.NewCache(10, cel.Features{}),
+	a := &allocator{t: t, slices: listed(Build(in)), cache: cel.NewCache(10, cel.Features{}),
 		classes: room.Classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
 	if got, _ := a.ask("gpu", 0, nil); got.Device != "gpu-00000001" {
 		t.Errorf("the scheduler gives %q", got.Device)

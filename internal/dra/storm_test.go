@@ -28,6 +28,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/tests/fakes/claims"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 var (
@@ -173,13 +175,15 @@ func (a stormAPI) SetClaimDevices(ctx context.Context, driver string, c *agentku
 		return err
 	}
 	for _, d := range devices { // as the API server's validation
-		if !slices.ContainsFunc(now.Results, func(r agentkube.Result) bool { return r.Pool == d.Pool && r.Device == d.Device && r.Share == d.Share }) {
+		if !slices.ContainsFunc(now.Results, func(r result) bool {
+			return r.Pool == d.Pool && r.Device == d.Device && claims.ShareOf(&r) == d.Share
+		}) {
 			return errors.New("must be an allocated device in the claim")
 		}
 	}
 	return a.cluster.SetClaimDevices(ctx, driver, c, devices)
 }
-func (a stormAPI) PublishSlices(ctx context.Context, driver string, want []agentkube.ResourceSlice) ([]string, error) {
+func (a stormAPI) PublishSlices(ctx context.Context, driver string, want []resourcev1.ResourceSlice) ([]string, error) {
 	if err := a.away(); err != nil {
 		return nil, err
 	}
@@ -393,8 +397,8 @@ func (s *storm) schedule() {
 		var requests []claims.Request
 		for i := range 1 + int(name[1]-'0')/4 { // a claim's requests are never changed
 			skip := s.rng.IntN(6)
-			requests = append(requests, claims.Request{Name: fmt.Sprint("r", i), Memory: agentkube.Quantity(1+s.rng.IntN(40)) << 30,
-				Fits: func(*agentkube.PoolDevice) bool { skip--; return skip < 0 }})
+			requests = append(requests, claims.Request{Name: fmt.Sprint("r", i), Memory: int64(1+s.rng.IntN(40)) << 30,
+				Fits: func(*resourcev1.Device) bool { skip--; return skip < 0 }})
 		}
 		if s.cluster.Allocate("ns", name, p.Pod, requests...) != nil {
 			s.done["pending"]++

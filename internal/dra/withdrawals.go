@@ -5,10 +5,11 @@ package dra
 import (
 	"slices"
 
-	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/mig"
+
+	resourcev1 "k8s.io/api/resource/v1"
 )
 
 // withdrawals says what keeps claims off devices.
@@ -17,7 +18,7 @@ type withdrawals struct {
 	domain string
 	faults *faults
 	// fault is what the taint of a fault does.
-	fault agentkube.TaintEffect
+	fault resourcev1.DeviceTaintEffect
 	// ending are the devices by which pods of refused claims are ended.
 	ending map[Device]status.Reason
 	held   []ledger.Allocation
@@ -29,15 +30,18 @@ type withdrawals struct {
 
 // taints are those of a device: none where it is on offer. Those of a fault and of a
 // refused claim may end pods.
-func (w *withdrawals) taints(d Device) (out []agentkube.Taint) {
+func (w *withdrawals) taints(d Device) (out []resourcev1.DeviceTaint) {
 	if w.faults.of(d) != "" {
-		out = append(out, agentkube.Taint{Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: w.fault})
+		out = append(out, resourcev1.DeviceTaint{
+			Key: w.domain + "/unhealthy", Value: string(status.GPUUnhealthy), Effect: w.fault})
 	}
 	if why := w.withdrawn(d); why != "" {
-		out = append(out, agentkube.Taint{Key: w.domain + "/withdrawn", Value: string(why), Effect: agentkube.NoSchedule})
+		out = append(out, resourcev1.DeviceTaint{
+			Key: w.domain + "/withdrawn", Value: string(why), Effect: resourcev1.DeviceTaintEffectNoSchedule})
 	}
 	if why := w.ending[d]; why != "" {
-		out = append(out, agentkube.Taint{Key: w.domain + "/claim-refused", Value: string(why), Effect: agentkube.NoExecute})
+		out = append(out, resourcev1.DeviceTaint{
+			Key: w.domain + "/claim-refused", Value: string(why), Effect: resourcev1.DeviceTaintEffectNoExecute})
 	}
 	return out
 }

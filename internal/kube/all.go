@@ -86,7 +86,9 @@ func (s *Server) listPage(ctx context.Context, t Target, o *metav1.ListOptions, 
 
 // Pages calls see with each object of a resource as they are now, a page at a time. labels is a
 // selector in kubectl's words, empty for all. The first error of see ends it.
-func (s *Server) Pages(ctx context.Context, of schema.GroupVersionResource, labels string, see func(*unstructured.Unstructured) error) error {
+func (s *Server) Pages(
+	ctx context.Context, of schema.GroupVersionResource, labels string, see func(*unstructured.Unstructured) error,
+) error {
 	for o := (metav1.ListOptions{LabelSelector: labels, Limit: Page}); ; {
 		bounded, cancel := context.WithTimeout(ctx, s.Timing.Request)
 		list, err := s.API.Resource(of).List(bounded, o)

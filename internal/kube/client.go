@@ -233,7 +233,8 @@ func (s *Server) Note(ctx context.Context, verb, resource, name string, err erro
 		for _, op := range []string{unreachable, operation} {
 			if since, ok := s.failing[op]; ok {
 				delete(s.failing, op)
-				s.Log.Info("API server answers again", "operation", op, "after", s.Now().Sub(since).Round(time.Millisecond))
+				s.Log.Info("API server answers again",
+					"operation", op, "after", s.Now().Sub(since).Round(time.Millisecond))
 			}
 		}
 		return

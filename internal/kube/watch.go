@@ -74,8 +74,9 @@ var (
 )
 
 // Follow calls see with the object after every list and every event, and with
-// nil when it is not there, until ctx ends, which is the only error that it returns. Of several objects it tells each event, and with nil each
-// list; of a census, that is told instead.
+// nil when it is not there, until ctx ends, which is the only error that it returns. Of
+// several objects it tells each event, and with nil each list; of a census, that is told
+// instead.
 func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Unstructured)) error {
 	retry := s.BackOff(s.Timing.PauseMax)
 	for {
@@ -162,7 +163,9 @@ func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unst
 // and the number of events that came. A nil error means that the stream ended
 // without a complaint, as a server does after the time it was asked for, and
 // as a cut connection looks.
-func (s *Server) watch(ctx context.Context, t Target, version string, until time.Time, see func(*unstructured.Unstructured)) (string, int, error) {
+func (s *Server) watch(
+	ctx context.Context, t Target, version string, until time.Time, see func(*unstructured.Unstructured),
+) (string, int, error) {
 	left := until.Sub(s.Now())
 	if left <= 0 {
 		return version, 0, errPeriod

@@ -8,7 +8,8 @@
 //	/healthz   200 while the program makes progress; else 503 and the reason
 //	/readyz    200 once the program can do its work; else 503 and what is missing
 //
-//	server := obs.New(obs.Options{Addr: ":9500", Logger: log, Healthy: healthy, Ready: ready, Metrics: obs.Registry(own)})
+//	server := obs.New(obs.Options{
+//		Addr: ":9500", Logger: log, Healthy: healthy, Ready: ready, Metrics: obs.Registry(own)})
 //	err := server.Run(ctx)
 //
 // [Registry] adds to a program's own metrics those of every process (process_*) and a few of

@@ -31,7 +31,8 @@ func Registry(own ...prometheus.Collector) *prometheus.Registry {
 		collectors.NewGoCollector(
 			collectors.WithGoCollectorMemStatsMetricsDisabled(),
 			collectors.WithGoCollectorRuntimeMetrics(
-				collectors.GoRuntimeMetricsRule{Matcher: regexp.MustCompile(`^/memory/classes/(heap/objects|total):bytes$`)}),
+				collectors.GoRuntimeMetricsRule{
+					Matcher: regexp.MustCompile(`^/memory/classes/(heap/objects|total):bytes$`)}),
 		))
 	return r
 }

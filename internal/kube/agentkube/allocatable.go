@@ -36,11 +36,13 @@ const lowerTries = 5
 func (n *ourNode) LowerAllocatable(ctx context.Context, want map[string]int64) (lowered []string, err error) {
 	for name := range want {
 		if rest, ok := strings.CutPrefix(name, n.options.ResourceDomain+"/"); !ok || rest == "" {
-			return nil, fmt.Errorf("lower the allocatable %s of node %s: it is not below %s/, and not the agent's to write", name, n.options.NodeName, n.options.ResourceDomain)
+			return nil, fmt.Errorf("lower the allocatable %s of node %s: it is not below %s/, "+
+				"and not the agent's to write", name, n.options.NodeName, n.options.ResourceDomain)
 		}
 	}
 	if lowered, err = n.lower(ctx, want); err != nil {
-		return nil, fmt.Errorf("lower the allocatable %s of node %s: %w", strings.Join(slices.Sorted(maps.Keys(want)), ", "), n.options.NodeName, err)
+		return nil, fmt.Errorf("lower the allocatable %s of node %s: %w",
+			strings.Join(slices.Sorted(maps.Keys(want)), ", "), n.options.NodeName, err)
 	}
 	return lowered, nil
 }
@@ -72,14 +74,16 @@ func (n *ourNode) lower(ctx context.Context, want map[string]int64) ([]string, e
 	}
 }
 
+// step is one of a JSON patch.
+type step struct {
+	Op    string `json:"op"`
+	Path  string `json:"path"`
+	Value string `json:"value,omitempty"`
+}
+
 // lowering is the JSON patch that lowers amounts to what is wanted, and of which
 // resources.
 func lowering(have map[string]resource.Quantity, want map[string]int64) (names []string, patch []byte, err error) {
-	type step struct {
-		Op    string `json:"op"`
-		Path  string `json:"path"`
-		Value string `json:"value"`
-	}
 	var steps []step
 	for _, name := range slices.Sorted(maps.Keys(want)) {
 		now, there := have[name]
@@ -89,7 +93,8 @@ func lowering(have map[string]resource.Quantity, want map[string]int64) (names [
 		names = append(names, name)
 		path := allocatablePath(name)
 		// As the kubelet writes it, so that it finds nothing to change.
-		steps = append(steps, step{"test", path, now.String()}, step{"replace", path, resource.NewQuantity(want[name], resource.DecimalSI).String()})
+		steps = append(steps, step{"test", path, now.String()},
+			step{"replace", path, resource.NewQuantity(want[name], resource.DecimalSI).String()})
 	}
 	if len(steps) == 0 {
 		return nil, nil, nil

@@ -14,13 +14,16 @@ import (
 	"strings"
 	"time"
 
+	resourcev1 "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/pager"
+	"k8s.io/utils/ptr"
 
+	"example.com/gpu-agent/internal/amount"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -38,16 +41,16 @@ type Claim struct {
 	Namespace, Name, UID string
 	// Results are the devices that the scheduler gave it; none before, and after it took
 	// them back.
-	Results []Result
-	// Configs are what class and claim say of the devices. The class's come first; a
-	// later one has precedence.
-	Configs []ClaimConfig
+	Results []resourcev1.DeviceRequestAllocationResult
+	// Configs are what class and claim say of the devices, all with opaque parameters, which
+	// are unchecked. The class's come first; a later one has precedence.
+	Configs []resourcev1.DeviceAllocationConfiguration
 	// Pods are those that may use the claim: it is reserved for them. As long as one is there
 	// and has not ended, the claim keeps its allocation.
 	Pods []workload.Pod
 	// Others are what else it is reserved for: objects whose pods may use it, as those of a
 	// PodGroup do. They keep the allocation, too. Which pods they have is not known.
-	Others []Consumer
+	Others []resourcev1.ResourceClaimConsumerReference
 	// Told says that the driver has said in the claim what each of its devices is: see
 	// SetClaimDevices.
 	Told bool
@@ -56,73 +59,13 @@ type Claim struct {
 // HasConsumers reports whether the claim is for anybody.
 func (c *Claim) HasConsumers() bool { return len(c.Pods)+len(c.Others) > 0 }
 
-// Consumer is an object, other than a pod, that a claim is reserved for. It is in the claim's
-// namespace.
-type Consumer struct{ APIGroup, Resource, Namespace, Name, UID string }
-
-// String is for people: "podgroups.scheduling.k8s.io train/job-1".
-func (c Consumer) String() string {
-	return strings.TrimSuffix(c.Resource+"."+c.APIGroup, ".") + " " + c.Namespace + "/" + c.Name
-}
-
-// Result is a device that the scheduler gave a claim, in the words of resource.k8s.io/v1.
-type Result struct {
-	// Request is the request's name; of one with alternatives "<request>/<alternative>".
-	Request string `json:"request"`
-	Driver  string `json:"driver"`
-	Pool    string `json:"pool"`
-	Device  string `json:"device"`
-	// Share tells what several claims have of one device; empty for a device that one
-	// claim has alone.
-	Share string `json:"shareID"`
-	// Capacity is what the claim has of a shared device, by name.
-	Capacity map[string]Quantity `json:"consumedCapacity"`
-	// Admin says that the claim is to have access to the device whoever else has it.
-	Admin bool `json:"adminAccess"`
-}
-
-// ClaimConfig is an opaque configuration for a driver.
-type ClaimConfig struct {
-	// Requests are the names of those that it is for; none means all. The name of a
-	// request with alternatives means each of these.
-	Requests []string
-	// Parameters are an object with apiVersion and kind, unchecked.
-	Parameters json.RawMessage
-	// FromClass says that the DeviceClass has it, which an administrator wrote, not the claim.
-	FromClass bool
-}
-
 // ClaimDevice is what a driver says of a device of a claim.
 type ClaimDevice struct {
-	// Pool, Device and Share are those of a Result.
+	// Pool, Device and Share are those of a result.
 	Pool, Device, Share string
 	// Data is for people and programs that read the claim; at most 10 KiB as JSON.
 	Data map[string]string
 }
-
-// claimObject is what is read of a ResourceClaim.
-type claimObject struct {
-	Status struct {
-		Allocation struct {
-			Devices struct {
-				Results []Result
-				Config  []struct {
-					Source   string
-					Requests []string
-					Opaque   struct {
-						Driver     string
-						Parameters json.RawMessage
-					}
-				}
-			}
-		}
-		ReservedFor []struct{ APIGroup, Resource, Name, UID string }
-		Devices     []claimDevice
-	}
-}
-
-// claimDevice is of which device a driver says something in a claim's status.
-type claimDevice struct{ Driver, Pool, Device, ShareID string }
 
 // Claim reads one ResourceClaim. The error wraps gpu.ErrNotFound where there is none of
 // that name; whether it is the same as before says its UID.
@@ -172,7 +115,9 @@ func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
 		if err != nil {
 			return err
 		}
-		if slices.ContainsFunc(claim.Results, func(r Result) bool { return strings.HasPrefix(r.Pool, c.options.NodeName+"/") }) {
+		if slices.ContainsFunc(claim.Results, func(r resourcev1.DeviceRequestAllocationResult) bool {
+			return strings.HasPrefix(r.Pool, c.options.NodeName+"/")
+		}) {
 			claims = append(claims, *claim)
 		}
 		return nil
@@ -211,38 +156,56 @@ func (c *Client) spread(ctx context.Context, left *int64) error {
 
 // readClaim reads what a ResourceClaim says to a driver.
 func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
-	data, err := o.MarshalJSON()
-	if err != nil {
-		return nil, err
+	var status resourcev1.ResourceClaimStatus
+	err := checkAmounts(o)
+	if err == nil {
+		err = kube.Decode(o, "status", &status)
 	}
-	var object claimObject
-	if err := json.Unmarshal(data, &object); err != nil {
+	if err != nil {
 		return nil, fmt.Errorf("read ResourceClaim %s/%s: %w", o.GetNamespace(), o.GetName(), err)
 	}
 	claim := &Claim{Namespace: o.GetNamespace(), Name: o.GetName(), UID: string(o.GetUID())}
-	for _, r := range object.Status.Allocation.Devices.Results {
-		if r.Driver == driver {
-			claim.Results = append(claim.Results, r)
-		}
-	}
-	for _, config := range object.Status.Allocation.Devices.Config {
-		if config.Opaque.Driver == driver {
-			claim.Configs = append(claim.Configs, ClaimConfig{Requests: config.Requests, Parameters: config.Opaque.Parameters, FromClass: config.Source == "FromClass"})
-		}
+	if status.Allocation != nil {
+		of := &status.Allocation.Devices
+		claim.Results = slices.DeleteFunc(of.Results, func(r resourcev1.DeviceRequestAllocationResult) bool {
+			return r.Driver != driver
+		})
+		claim.Configs = slices.DeleteFunc(of.Config, func(c resourcev1.DeviceAllocationConfiguration) bool {
+			return c.Opaque == nil || c.Opaque.Driver != driver
+		})
 	}
 	// What is said of a device that it had before says nothing of what it has now.
-	claim.Told = slices.ContainsFunc(object.Status.Devices, func(d claimDevice) bool { return d.Driver == driver }) &&
-		!slices.ContainsFunc(claim.Results, func(r Result) bool {
-			return !slices.Contains(object.Status.Devices, claimDevice{driver, r.Pool, r.Device, r.Share})
+	claim.Told = slices.ContainsFunc(status.Devices, func(d resourcev1.AllocatedDeviceStatus) bool {
+		return d.Driver == driver
+	}) && !slices.ContainsFunc(claim.Results, func(r resourcev1.DeviceRequestAllocationResult) bool {
+		return !slices.ContainsFunc(status.Devices, func(d resourcev1.AllocatedDeviceStatus) bool {
+			return d.Driver == r.Driver && d.Pool == r.Pool && d.Device == r.Device &&
+				ptr.Deref(d.ShareID, "") == string(ptr.Deref(r.ShareID, ""))
 		})
-	for _, user := range object.Status.ReservedFor {
+	})
+	for _, user := range status.ReservedFor {
 		if user.APIGroup == "" && user.Resource == kube.Pods.Resource {
-			claim.Pods = append(claim.Pods, workload.Pod{Namespace: claim.Namespace, Name: user.Name, UID: user.UID})
+			pod := workload.Pod{Namespace: claim.Namespace, Name: user.Name, UID: string(user.UID)}
+			claim.Pods = append(claim.Pods, pod)
 		} else {
-			claim.Others = append(claim.Others, Consumer{user.APIGroup, user.Resource, claim.Namespace, user.Name, user.UID})
+			claim.Others = append(claim.Others, user)
 		}
 	}
 	return claim, nil
+}
+
+// checkAmounts refuses amounts of a claim that would take long to read. The names in it are its
+// tenant's, and may look like some.
+func checkAmounts(o *unstructured.Unstructured) error {
+	results, _, _ := unstructured.NestedFieldNoCopy(o.Object, "status", "allocation", "devices", "results")
+	list, _ := results.([]any)
+	for _, r := range list {
+		of, _ := r.(map[string]any)
+		if err := amount.Check(of["consumedCapacity"]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // SetClaimDevices writes what a driver says of the devices of a claim, in its status;
@@ -268,7 +231,8 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 		}
 		entries = append(entries, entry)
 	}
-	body, err := json.Marshal(map[string]any{"apiVersion": resourceClaims.GroupVersion().String(), "kind": "ResourceClaim",
+	body, err := json.Marshal(map[string]any{
+		"apiVersion": resourceClaims.GroupVersion().String(), "kind": "ResourceClaim",
 		"metadata": map[string]any{"namespace": claim.Namespace, "name": claim.Name, "uid": claim.UID},
 		"status":   map[string]any{"devices": entries}})
 	if err != nil {
@@ -278,9 +242,8 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 	defer cancel()
 	// Elements that this manager applied before and does not name are removed, and
 	// nobody else's, whatever has changed since the claim was read.
-	force := true
-	_, err = c.server.API.Resource(resourceClaims).Namespace(claim.Namespace).Patch(bounded, claim.Name, types.ApplyPatchType, body,
-		metav1.PatchOptions{FieldManager: manager, Force: &force}, "status")
+	_, err = c.server.API.Resource(resourceClaims).Namespace(claim.Namespace).Patch(bounded, claim.Name,
+		types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: new(true)}, "status")
 	failed := err
 	if apierrors.IsNotFound(err) || otherObject(err) {
 		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err)), nil
@@ -298,5 +261,7 @@ func otherObject(err error) bool {
 	if !apierrors.IsInvalid(err) || !errors.As(err, &answer) || answer.Status().Details == nil {
 		return false
 	}
-	return slices.ContainsFunc(answer.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
+	return slices.ContainsFunc(answer.Status().Details.Causes, func(c metav1.StatusCause) bool {
+		return c.Field == "metadata.uid"
+	})
 }

@@ -16,6 +16,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 
 	"github.com/google/go-cmp/cmp"
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // claim makes a ResourceClaim with a status.
@@ -46,6 +50,12 @@ const claimStatus = `{
 		{"apiGroup": "scheduling.example.org", "resource": "pods", "name": "group", "uid": "g-1"},
 		{"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "gang", "uid": "g-2"}]}`
 
+// configured is the driver's configuration.
+func configured(parameters string) resourcev1.DeviceConfiguration {
+	return resourcev1.DeviceConfiguration{Opaque: &resourcev1.OpaqueDeviceConfiguration{
+		Driver: "gpus.example.com", Parameters: runtime.RawExtension{Raw: []byte(parameters)}}}
+}
+
 // A driver is told its own results and configurations, and whom the claim is reserved for.
 func TestClaim(t *testing.T) {
 	s := newServer(t)
@@ -56,14 +66,19 @@ func TestClaim(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := &Claim{Namespace: "train", Name: "c", UID: "u-1",
-		Results: []Result{
-			{Request: "mem", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-1-shared", Share: "s-1", Capacity: map[string]Quantity{"memory": 24 << 30}},
-			{Request: "any/mig", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-2-mig-1g10gb-0", Admin: true}},
-		Configs: []ClaimConfig{
-			{Requests: []string{}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"A"}`), FromClass: true},
-			{Requests: []string{"mem"}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"C"}`)}},
-		Pods:   []workload.Pod{{Namespace: "train", Name: "job-1", UID: "p-1"}},
-		Others: []Consumer{{"scheduling.example.org", "pods", "train", "group", "g-1"}, {"scheduling.k8s.io", "podgroups", "train", "gang", "g-2"}}}
+		Results: []resourcev1.DeviceRequestAllocationResult{
+			{Request: "mem", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-1-shared",
+				ShareID:          new(types.UID("s-1")),
+				ConsumedCapacity: map[resourcev1.QualifiedName]resource.Quantity{"memory": resource.MustParse("24Gi")}},
+			{Request: "any/mig", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-2-mig-1g10gb-0",
+				AdminAccess: new(true)}},
+		Configs: []resourcev1.DeviceAllocationConfiguration{
+			{Source: "FromClass", Requests: []string{}, DeviceConfiguration: configured(`{"apiVersion":"v1","kind":"A"}`)},
+			{Source: "FromClaim", Requests: []string{"mem"}, DeviceConfiguration: configured(`{"apiVersion":"v1","kind":"C"}`)}},
+		Pods: []workload.Pod{{Namespace: "train", Name: "job-1", UID: "p-1"}},
+		Others: []resourcev1.ResourceClaimConsumerReference{
+			{APIGroup: "scheduling.example.org", Resource: "pods", Name: "group", UID: "g-1"},
+			{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "g-2"}}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("- want, + got:\n%s", diff)
 	}
@@ -88,6 +103,11 @@ func TestClaim(t *testing.T) {
 	s.claim("train", "odd", "u-3", `{"allocation": {"devices": {"results": [{"driver": "gpus.example.com", "consumedCapacity": {"memory": "much"}}]}}}`)
 	if _, err := c.Claim(t.Context(), "gpus.example.com", "train", "odd"); err == nil || !strings.Contains(err.Error(), "train/odd") {
 		t.Errorf("a claim with an amount that is none: %v", err)
+	}
+	// A request that reads like an amount which takes seconds to parse is a name all the same.
+	s.claim("train", "named", "u-5", `{"allocation": {"devices": {"results": [{"request": "1e123456", "driver": "gpus.example.com"}]}}}`)
+	if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "named"); err != nil || got.Results[0].Request != "1e123456" {
+		t.Errorf("a claim whose request has an odd name: %+v, %v", got, err)
 	}
 }
 
@@ -124,18 +144,6 @@ func TestClaims(t *testing.T) {
 	s.Stop()
 	if list, err := c.Claims(t.Context(), "gpus.example.com"); err == nil {
 		t.Errorf("without a server there are %d claims", len(list))
-	}
-}
-
-// The names of consumers that are no pods are for people.
-func TestConsumer(t *testing.T) {
-	for want, c := range map[string]Consumer{
-		"podgroups.scheduling.k8s.io train/gang": {APIGroup: "scheduling.k8s.io", Resource: "podgroups", Namespace: "train", Name: "gang"},
-		"things train/thing":                     {Resource: "things", Namespace: "train", Name: "thing"},
-	} {
-		if c.String() != want {
-			t.Errorf("%q, want %q", c, want)
-		}
 	}
 }
 

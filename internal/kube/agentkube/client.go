@@ -92,7 +92,8 @@ func New(o Options) (*Client, error) {
 	if o.ResourceDomain == "" {
 		o.ResourceDomain = o.Domain
 	}
-	up := &apiServer{server, o, timing{recheck: time.Hour, quiet: time.Minute, window: 10 * time.Minute, claimPage: 50 * time.Millisecond}}
+	up := &apiServer{server, o, timing{
+		recheck: time.Hour, quiet: time.Minute, window: 10 * time.Minute, claimPage: 50 * time.Millisecond}}
 	node := &ourNode{apiServer: up, writes: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
 	return &Client{
 		apiServer:  up,

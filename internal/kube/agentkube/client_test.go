@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	resourcev1 "k8s.io/api/resource/v1"
+
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/kube/kubetest"
@@ -55,9 +57,10 @@ func TestRulesAreUsed(t *testing.T) {
 		t.Fatal(err)
 	}
 	kubetest.Background(t, func(ctx context.Context) error { return c.WatchSlices(ctx, "d", func() {}) })
-	slice := ResourceSlice{Name: "a", Pool: Pool{Name: "p", Slices: 1}}
-	for _, publish := range [][]ResourceSlice{{slice}, {{Name: "a", Pool: slice.Pool, Devices: []PoolDevice{{Name: "gpu"}}}}, nil} {
-		if _, err := c.PublishSlices(t.Context(), "d", publish); err != nil {
+	slice, other := sliceOf("a", "p", 1), sliceOf("a", "p", 1)
+	other.Spec.Devices = []resourcev1.Device{{Name: "gpu"}}
+	for _, publish := range [][]resourcev1.ResourceSlice{{slice}, {other}, nil} {
+		if _, err := c.PublishSlices(t.Context(), "gpus.example.com", publish); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -10,20 +10,20 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/internal/brief"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // ConditionStatus is what a condition says of its type.
-type ConditionStatus string
+type ConditionStatus = corev1.ConditionStatus
 
 // The three values that the API knows.
 const (
-	True    ConditionStatus = "True"
-	False   ConditionStatus = "False"
-	Unknown ConditionStatus = "Unknown"
+	True    = corev1.ConditionTrue
+	False   = corev1.ConditionFalse
+	Unknown = corev1.ConditionUnknown
 )
 
 // Condition is one of the agent's own in its Node's status.
@@ -38,12 +38,12 @@ type Condition struct {
 	Message string
 
 	// since is lastTransitionTime as the server has it.
-	since string
+	since metav1.Time
 }
 
 // says reports whether c and d say the same, whenever each began.
 func (c Condition) says(d Condition) bool {
-	c.since, d.since = "", ""
+	c.since, d.since = metav1.Time{}, metav1.Time{}
 	return c == d
 }
 
@@ -71,19 +71,19 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	if err != nil {
 		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
 	}
-	now := stamp(n.server.Now())
+	now := metav1.NewTime(n.server.Now())
 	want.since = now
 	if have, ok := node.condition(want.Type); ok {
 		if have.says(want) {
 			return nil
 		}
-		if have.Status == want.Status && have.since != "" {
+		if have.Status == want.Status && !have.since.IsZero() {
 			want.since = have.since
 		}
 	}
 	if err = n.mayRequest(ctx); err == nil {
 		err = n.patchCondition(ctx, map[string]any{
-			"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
+			"type": want.Type, "status": want.Status, "reason": want.Reason, "message": want.Message,
 			"lastTransitionTime": want.since, "lastHeartbeatTime": now,
 		})
 	}
@@ -130,17 +130,4 @@ func (n *Node) condition(kind string) (Condition, bool) {
 		return Condition{}, false
 	}
 	return n.Conditions[i], true
-}
-
-// readConditions reads what can be understood of status.conditions.
-func readConditions(object *unstructured.Unstructured) []Condition {
-	list, _, _ := unstructured.NestedSlice(object.Object, "status", "conditions")
-	var out []Condition
-	for _, element := range list {
-		fields, _ := element.(map[string]any)
-		text := func(key string) string { s, _ := fields[key].(string); return s }
-		out = append(out, Condition{Type: text("type"), Status: ConditionStatus(text("status")),
-			Reason: text("reason"), Message: text("message"), since: text("lastTransitionTime")})
-	}
-	return out
 }

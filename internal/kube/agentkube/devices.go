@@ -45,7 +45,8 @@ func (c *Client) Devices(ctx context.Context, drivers ...string) ([]Device, erro
 	// While a pool is written anew its slices are of two generations: the newer one
 	// is right.
 	slices.SortStableFunc(devices, func(a, b Device) int {
-		return cmp.Or(cmp.Compare(a.Driver, b.Driver), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name), cmp.Compare(b.generation, a.generation))
+		return cmp.Or(cmp.Compare(a.Driver, b.Driver), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name),
+			cmp.Compare(b.generation, a.generation))
 	})
 	return slices.CompactFunc(devices, func(a, b Device) bool {
 		return a.Driver == b.Driver && a.Pool == b.Pool && a.Name == b.Name
@@ -55,7 +56,8 @@ func (c *Client) Devices(ctx context.Context, drivers ...string) ([]Device, erro
 func (c *Client) listDevices(ctx context.Context, selector fields.Selector, drivers []string) ([]Device, error) {
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
-	list, err := c.server.API.Resource(resourceSlices).List(bounded, metav1.ListOptions{FieldSelector: selector.String()})
+	list, err := c.server.API.Resource(resourceSlices).
+		List(bounded, metav1.ListOptions{FieldSelector: selector.String()})
 	if apierrors.IsNotFound(err) {
 		list, err = &unstructured.UnstructuredList{}, nil
 	}
@@ -74,7 +76,8 @@ func (c *Client) listDevices(ctx context.Context, selector fields.Selector, driv
 }
 
 // readDevices reads the devices of one slice. What is malformed is left out: a
-// device that nobody finds counts as one that may be anything.
+// device that nobody finds counts as one that may be anything. The amounts of other
+// drivers are not looked at, so a slice is not made a typed one, which would parse them.
 func readDevices(driver string, spec map[string]any) []Device {
 	pool, _, _ := unstructured.NestedString(spec, "pool", "name")
 	generation, _, _ := unstructured.NestedInt64(spec, "pool", "generation")

@@ -72,7 +72,8 @@ type eventQueue struct {
 // that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
 // 1,024 bytes is cut.
 func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, message string) {
-	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message), q.server.Now(), q.serial.Add(1)}
+	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message),
+		q.server.Now(), q.serial.Add(1)}
 	select {
 	case q.queue <- e:
 	default:

@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/workload"
@@ -47,11 +48,13 @@ var ErrBudget = errors.New("a disruption budget forbids it now")
 // budget forbids it, the error wraps ErrBudget and has the server's message.
 func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
-		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, so that no other pod is hit", p, p.UID)
+		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, "+
+			"so that no other pod is hit", p, p.UID)
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
-	done, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).Create(bounded, evictionOf(p, evictionLabels), metav1.CreateOptions{}, "eviction")
+	done, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).
+		Create(bounded, evictionOf(p, evictionLabels), metav1.CreateOptions{}, "eviction")
 	failed := err
 	if err == nil {
 		err = refused(done)
@@ -68,7 +71,8 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	case err == nil, gone:
 		return nil
 	case other:
-		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which cannot be evicted (%s)",
+		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, "+
+			"which cannot be evicted (%s)",
 			p, gpu.ErrNotFound, p.UID, err)
 	case budget:
 		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
@@ -96,12 +100,12 @@ func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructure
 // refused finds a refusal in an answer whose code says success: where a pod has two
 // budgets, the server answers 201 with a failure in the body.
 func refused(answer *unstructured.Unstructured) error {
-	if s, _, _ := unstructured.NestedString(answer.Object, "status"); s != metav1.StatusFailure {
+	var s metav1.Status
+	err := runtime.DefaultUnstructuredConverter.FromUnstructured(answer.Object, &s)
+	if err != nil || s.Status != metav1.StatusFailure {
 		return nil
 	}
-	code, _, _ := unstructured.NestedInt64(answer.Object, "code")
-	message, _, _ := unstructured.NestedString(answer.Object, "message")
-	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: int32(code), Message: message}}
+	return &apierrors.StatusError{ErrStatus: s}
 }
 
 // words is what the server says about the budget: which one it is, and what it needs.

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"testing"
 
+	resourcev1 "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 
 	"example.com/gpu-agent/internal/kube"
@@ -91,16 +92,17 @@ func FuzzSlices(f *testing.F) {
 			}
 			newest := int64(0)
 			for name, h := range have {
-				if h.lost() {
+				if hopeless(h) {
 					delete(have, name)
-				} else if h.Pool.Name == "node-1/a100" {
-					newest = max(newest, h.Pool.Generation)
+				} else if h.Spec.Pool.Name == "node-1/a100" {
+					newest = max(newest, h.Spec.Pool.Generation)
 				}
 			}
 			want := slicesOfTwo()
 			generations(want, have)
-			if g := want[0].Pool.Generation; g < max(1, newest) || g == math.MaxInt64 && newest < g-1 || g != want[1].Pool.Generation {
-				t.Errorf("generations %d and %d follow %d", g, want[1].Pool.Generation, newest)
+			g, other := want[0].Spec.Pool.Generation, want[1].Spec.Pool.Generation
+			if g < max(1, newest) || g == math.MaxInt64 && newest < g-1 || g != other {
+				t.Errorf("generations %d and %d follow %d", g, other, newest)
 			}
 			for i := range list.Items {
 				spec, _, _ := unstructured.NestedMap(list.Items[i].Object, "spec")
@@ -121,7 +123,9 @@ func FuzzClaim(f *testing.F) {
 		`{"status":{"allocation":{"devices":{"results":[{"driver":"gpus.example.com","consumedCapacity":{"memory":"1e999999999"}}]}}}}`,
 	}, func(t *testing.T, object *unstructured.Unstructured) {
 		claim, err := readClaim(object, "gpus.example.com")
-		if err == nil && slices.ContainsFunc(claim.Results, func(r Result) bool { return r.Driver != "gpus.example.com" }) {
+		if err == nil && slices.ContainsFunc(claim.Results, func(r resourcev1.DeviceRequestAllocationResult) bool {
+			return r.Driver != "gpus.example.com"
+		}) {
 			t.Errorf("it has what another driver is told: %+v", claim.Results)
 		}
 	})

@@ -46,7 +46,8 @@ func (g *ourGPUNode) gpuNodes() schema.GroupVersionResource {
 func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, error)) error {
 	t := kube.Target{Resource: g.gpuNodes(), Name: g.options.NodeName, Missing: func(err error) {
 		if apierrors.IsNotFound(err) {
-			err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)", gpunode.Plural, g.options.Domain, err)
+			err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)",
+				gpunode.Plural, g.options.Domain, err)
 		}
 		g.mu.Lock()
 		g.lacks = true
@@ -79,7 +80,9 @@ func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
 		return false
 	}
 	g.version = object.GetResourceVersion()
-	g.owned = slices.ContainsFunc(object.GetOwnerReferences(), func(o metav1.OwnerReference) bool { return o.UID == g.nodeUID() })
+	g.owned = slices.ContainsFunc(object.GetOwnerReferences(), func(o metav1.OwnerReference) bool {
+		return o.UID == g.nodeUID()
+	})
 	return true
 }
 
@@ -135,7 +138,8 @@ func (g *ourGPUNode) writeGPUNode(ctx context.Context, want *gpunode.Status) (*u
 	metadata := map[string]any{"name": g.options.NodeName}
 	if !owned {
 		owner := metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: g.options.NodeName, UID: node.uid}
-		if _, err := g.applyGPUNode(ctx, map[string]any{"metadata": map[string]any{"name": g.options.NodeName, "ownerReferences": []any{owner}}}); err != nil {
+		owned := map[string]any{"name": g.options.NodeName, "ownerReferences": []any{owner}}
+		if _, err := g.applyGPUNode(ctx, map[string]any{"metadata": owned}); err != nil {
 			return nil, err
 		}
 	}
@@ -145,7 +149,9 @@ func (g *ourGPUNode) writeGPUNode(ctx context.Context, want *gpunode.Status) (*u
 // applyGPUNode makes one request. A server-side apply makes an object that is not there,
 // but none of its status. What somebody else has written in the status goes: the
 // definition says that it is written as a whole.
-func (g *ourGPUNode) applyGPUNode(ctx context.Context, fields map[string]any, subresources ...string) (*unstructured.Unstructured, error) {
+func (g *ourGPUNode) applyGPUNode(
+	ctx context.Context, fields map[string]any, subresources ...string,
+) (*unstructured.Unstructured, error) {
 	fields["apiVersion"], fields["kind"] = g.options.Domain+"/"+gpunode.Version, gpunode.Kind
 	body, err := json.Marshal(fields)
 	if err != nil {
@@ -153,8 +159,8 @@ func (g *ourGPUNode) applyGPUNode(ctx context.Context, fields map[string]any, su
 	}
 	bounded, cancel := context.WithTimeout(ctx, g.server.Timing.Request)
 	defer cancel()
-	force := true
-	object, err := g.server.API.Resource(g.gpuNodes()).Patch(bounded, g.options.NodeName, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force}, subresources...)
+	object, err := g.server.API.Resource(g.gpuNodes()).Patch(bounded, g.options.NodeName, types.ApplyPatchType, body,
+		metav1.PatchOptions{FieldManager: manager, Force: new(true)}, subresources...)
 	trouble := err
 	if apierrors.IsNotFound(err) {
 		trouble = nil // it was deleted, which the watch tells too

@@ -23,7 +23,11 @@ func gpuNodes(t *testing.T, s *server, change ...func(*Options)) (*Client, <-cha
 	c, _ := connect(t, s, change...)
 	told := make(chan string, 100)
 	kubetest.Background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(Node) {}) })
-	kubetest.Await(t, "the Node is known", func() bool { node, err := c.lastNode(t.Context()); return err == nil && node != nil })
+	kubetest.Await(t, "the watch tells of the Node", func() bool {
+		c.ourNode.mu.Lock()
+		defer c.ourNode.mu.Unlock()
+		return c.ourNode.last != nil
+	})
 	kubetest.Background(t, func(ctx context.Context) error {
 		return c.WatchGPUNode(ctx, func(is *gpunode.Status, err error) {
 			switch {

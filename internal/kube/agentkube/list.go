@@ -43,7 +43,8 @@ func List(ctx context.Context, o kube.Options, selector string) ([]GPUNode, erro
 		return nil
 	})
 	if apierrors.IsNotFound(err) {
-		err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)", gpunode.Plural, o.Domain, err)
+		err = fmt.Errorf("the cluster has no resource %s.%s: apply deployments/base/crd.yaml (%w)",
+			gpunode.Plural, o.Domain, err)
 	}
 	if err != nil {
 		return nil, err

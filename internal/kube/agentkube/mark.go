@@ -96,7 +96,8 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 		if err != nil {
 			return fmt.Errorf("encode the request: %w", err)
 		}
-		if node, err = n.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
+		node, err = n.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager})
+		if err != nil {
 			return err
 		}
 		labels, annotations = n.wanted(node, m)
@@ -106,8 +107,7 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	if err != nil {
 		return fmt.Errorf("encode the request: %w", err)
 	}
-	force := true
-	_, err = n.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
+	_, err = n.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: new(true)})
 	return err
 }
 

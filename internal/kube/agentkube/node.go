@@ -77,7 +77,9 @@ func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
 }
 
 // patchNode makes one request and remembers the answer.
-func (n *ourNode) patchNode(ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string) (*Node, error) {
+func (n *ourNode) patchNode(
+	ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string,
+) (*Node, error) {
 	bounded, cancel := context.WithTimeout(ctx, n.server.Timing.Request)
 	defer cancel()
 	object, err := n.server.API.Resource(kube.Nodes).Patch(bounded, n.options.NodeName, kind, body, o, subresources...)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	resourcev1 "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -111,42 +112,51 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]s
 // attempts are the writes to try, by policy.
 func (c *Client) attempts(o PolicyOptions) []attempt {
 	dry := []string{metav1.DryRunAll}
+	create := metav1.CreateOptions{FieldManager: manager, DryRun: dry}
 	notFound := apierrors.IsNotFound
 	evict := func(p workload.Pod, labels map[string]any) func(context.Context) error {
 		return func(ctx context.Context) error {
-			_, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
+			_, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).
+				Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
 			return err
 		}
 	}
 	list := []attempt{
 		{"gpu-agent", "patch", kube.Nodes.Resource, func(ctx context.Context) error {
 			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+tried)
-			_, err := c.server.API.Resource(kube.Nodes).Patch(ctx, c.options.NodeName, types.MergePatchType, []byte(body),
-				metav1.PatchOptions{FieldManager: manager, DryRun: dry})
+			_, err := c.server.API.Resource(kube.Nodes).Patch(ctx, c.options.NodeName, types.MergePatchType,
+				[]byte(body), metav1.PatchOptions{FieldManager: manager, DryRun: dry})
 			return err
 		}, nil},
 		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
 			e := c.object(event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()})
 			e.SetName(tried)
 			e.Object["reportingComponent"] = tried
-			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, create)
 			return err
 		}, apierrors.IsAlreadyExists},
 	}
 	if o.DRA != nil && o.DRA() {
-		list = append(list, attempt{"gpu-agent-dra", "create", resourceSlices.Resource, func(ctx context.Context) error {
-			empty := ResourceSlice{Name: tried, Pool: Pool{Name: tried, Generation: 1, Slices: 1}}
-			object, err := empty.Object(tried, tried)
+		list = append(list, attempt{"gpu-agent-dra", "create", resourceSlices.Resource, func(
+			ctx context.Context,
+		) error {
+			object, err := sliceObject(&resourcev1.ResourceSlice{
+				ObjectMeta: metav1.ObjectMeta{Name: tried},
+				Spec: resourcev1.ResourceSliceSpec{Driver: tried, NodeName: new(tried),
+					Pool: resourcev1.ResourcePool{Name: tried, Generation: 1, ResourceSliceCount: 1}},
+			})
 			if err == nil {
-				_, err = c.server.API.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+				_, err = c.server.API.Resource(resourceSlices).Create(ctx, object, create)
 			}
 			return err
 		}, apierrors.IsAlreadyExists})
 	}
 	if o.GPUNodes && !c.lacksGPUNodes() {
 		list = append(list, attempt{"gpu-agent-gpunodes", "create", gpunode.Plural, func(ctx context.Context) error {
-			object := &unstructured.Unstructured{Object: map[string]any{"apiVersion": c.options.Domain + "/" + gpunode.Version, "kind": gpunode.Kind, "metadata": map[string]any{"name": tried}}}
-			_, err := c.server.API.Resource(c.gpuNodes()).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			object := &unstructured.Unstructured{Object: map[string]any{}}
+			object.SetGroupVersionKind(c.gpuNodes().GroupVersion().WithKind(gpunode.Kind))
+			object.SetName(tried)
+			_, err := c.server.API.Resource(c.gpuNodes()).Create(ctx, object, create)
 			return err
 		}, apierrors.IsAlreadyExists})
 	}
@@ -175,11 +185,14 @@ func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
 		return status.Policy{Name: a.policy, State: status.PolicyHeld}
 	case taken:
 		c.server.Note(ctx, a.verb, a.resource, tried, nil)
-		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf("the API server would take a write to %s that the admission policy %s must refuse: "+
-			"apply admission.yaml of the manifests, with its binding, and see that its pattern fits the name of the agent's service account", a.resource, a.policy)}
+		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf(
+			"the API server would take a write to %s that the admission policy %s must refuse: "+
+				"apply admission.yaml of the manifests, with its binding, and see that its pattern fits "+
+				"the name of the agent's service account", a.resource, a.policy)}
 	}
 	c.server.Note(ctx, a.verb, a.resource, tried, err)
-	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf("whether the admission policy %s is in force is not known: %v", a.policy, err)}
+	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf(
+		"whether the admission policy %s is in force is not known: %v", a.policy, err)}
 }
 
 // logPolicies says what has changed between two results.

@@ -15,12 +15,15 @@ import (
 	"sync"
 	"time"
 
+	resourcev1 "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/version"
 
+	"example.com/gpu-agent/internal/amount"
 	"example.com/gpu-agent/internal/kube"
 )
 
@@ -58,12 +61,6 @@ type exchange struct {
 	at         time.Time
 }
 
-// publishedSlice is a slice at the server.
-type publishedSlice struct {
-	ResourceSlice
-	object *unstructured.Unstructured
-}
-
 // PublishSlices makes a driver's ResourceSlices of this node what want says. It reads
 // what there is, and writes what differs and nothing else: each slice is a change of its
 // own, unless a pool's number of slices changes, for which all of it gets a new
@@ -75,7 +72,9 @@ type publishedSlice struct {
 // ErrUnfit is in the error while the server is too old, or does not keep what a slice
 // says. It has none of such a slice then: without its counters or taints the scheduler
 // would give out what cannot be had. It is tried again by calls a minute later.
-func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []ResourceSlice) (meddled []string, err error) {
+func (s *ourSlices) PublishSlices(
+	ctx context.Context, driver string, want []resourcev1.ResourceSlice,
+) (meddled []string, err error) {
 	node, err := s.lastNode(ctx)
 	if err == nil && node == nil {
 		err = errors.New("the API server has no Node of this name")
@@ -83,10 +82,10 @@ func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []Res
 	if err == nil {
 		err = s.checkServer(ctx)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
+	var have map[string]*resourcev1.ResourceSlice
+	if err == nil {
+		have, err = s.listOwn(ctx, driver)
 	}
-	have, err := s.listOwn(ctx, driver)
 	if err != nil {
 		return nil, fmt.Errorf("publish the slices of node %s: %w", s.options.NodeName, err)
 	}
@@ -94,22 +93,20 @@ func (s *ourSlices) PublishSlices(ctx context.Context, driver string, want []Res
 	want = slices.Clone(want)
 	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(have)) {
-		if have[name].lost() {
-			errs = append(errs, s.deleteSlice(ctx, have[name].object))
+		if hopeless(have[name]) {
+			errs = append(errs, s.deleteSlice(ctx, have[name]))
 			delete(have, name)
 		}
 	}
 	generations(want, have)
 	for i := range want {
-		if err := s.writeSlice(ctx, driver, node, &want[i], have[want[i].Name]); err != nil {
+		if err := s.writeSlice(ctx, node, &want[i], have[want[i].Name]); err != nil {
 			errs = append(errs, fmt.Errorf("publish ResourceSlice %s: %w", want[i].Name, err))
 		}
 		delete(have, want[i].Name)
 	}
 	for _, name := range slices.Sorted(maps.Keys(have)) {
-		if err := s.deleteSlice(ctx, have[name].object); err != nil {
-			errs = append(errs, err)
-		}
+		errs = append(errs, s.deleteSlice(ctx, have[name]))
 	}
 	return meddled, errors.Join(errs...)
 }
@@ -139,25 +136,25 @@ func (s *ourSlices) checkServer(ctx context.Context) error {
 	return nil
 }
 
-// lost says that the slice cannot be made what it should be: nobody can read it, or its pool
+// hopeless says that a slice cannot be made what it should be: nobody can read it, or its pool
 // can have no newer generation.
-func (p publishedSlice) lost() bool {
-	return p.Pool.Generation < 1 || p.Pool.Generation == math.MaxInt64
+func hopeless(slice *resourcev1.ResourceSlice) bool {
+	return slice.Spec.Pool.Generation < 1 || slice.Spec.Pool.Generation == math.MaxInt64
 }
 
 // compare returns the slices that are not as they were left.
-func (s *ourSlices) compare(have map[string]publishedSlice) (others []string) {
+func (s *ourSlices) compare(have map[string]*resourcev1.ResourceSlice) (others []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.kept == nil {
 		s.kept = map[string][]byte{}
 		for name := range have { // a predecessor's
-			s.kept[name] = have[name].text()
+			s.kept[name] = says(have[name])
 		}
 		return nil
 	}
 	for name, left := range s.kept {
-		if now, there := have[name]; left != nil && (!there || !bytes.Equal(now.text(), left)) {
+		if now, there := have[name]; left != nil && (!there || !bytes.Equal(says(now), left)) {
 			others = append(others, name)
 		}
 	}
@@ -168,55 +165,57 @@ func (s *ourSlices) compare(have map[string]publishedSlice) (others []string) {
 	}
 	clear(s.kept)
 	for name, now := range have {
-		s.kept[name] = now.text()
+		s.kept[name] = says(now)
 	}
 	slices.Sort(others)
 	return others
 }
 
-// text is the slice in the API's JSON.
-func (p publishedSlice) text() []byte {
-	out, err := json.Marshal(&p.ResourceSlice)
+// says is what a slice says, in the API's JSON.
+func says(slice *resourcev1.ResourceSlice) []byte {
+	out, err := json.Marshal(&slice.Spec)
 	if err != nil {
-		panic(err) // it was read from there
+		panic(err) // it has nothing that JSON does not
 	}
 	return out
 }
 
 // deleteSlice takes a slice back, unless somebody has changed it since.
-func (s *ourSlices) deleteSlice(ctx context.Context, object *unstructured.Unstructured) error {
-	name, version := object.GetName(), object.GetResourceVersion()
-	err := s.request(ctx, "delete", name, func(ctx context.Context) error {
-		return s.server.API.Resource(resourceSlices).Delete(ctx, name, metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
+func (s *ourSlices) deleteSlice(ctx context.Context, slice *resourcev1.ResourceSlice) error {
+	o := metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &slice.ResourceVersion}}
+	err := s.request(ctx, "delete", slice.Name, func(ctx context.Context) error {
+		return s.server.API.Resource(resourceSlices).Delete(ctx, slice.Name, o)
 	})
 	if err != nil && !apierrors.IsNotFound(err) {
-		s.leave(name, nil)
-		return fmt.Errorf("delete ResourceSlice %s: %w", name, err)
+		s.leave(slice.Name, nil)
+		return fmt.Errorf("delete ResourceSlice %s: %w", slice.Name, err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	delete(s.kept, name)
+	delete(s.kept, slice.Name)
 	return nil
 }
 
 // generations completes pools. A pool whose slices are as many as before keeps its
 // generation: the scheduler goes on with it while one of them is written.
-func generations(want []ResourceSlice, have map[string]publishedSlice) {
+func generations(want []resourcev1.ResourceSlice, have map[string]*resourcev1.ResourceSlice) {
 	wanted := map[string]bool{} // names
 	for i := range want {
 		wanted[want[i].Name] = true
 	}
 	next := map[string]int64{}
 	for i := range want {
-		pool := &want[i].Pool
+		pool := &want[i].Spec.Pool
 		if next[pool.Name] == 0 {
 			newest, same := int64(0), true
-			for name, h := range have {
-				if h.Pool.Name != pool.Name {
+			for name := range have {
+				h := &have[name].Spec.Pool
+				if h.Name != pool.Name {
 					continue
 				}
-				same = same && wanted[name] && h.Pool.Slices == pool.Slices && (newest == 0 || newest == h.Pool.Generation)
-				newest = max(newest, h.Pool.Generation)
+				same = same && wanted[name] && h.ResourceSliceCount == pool.ResourceSliceCount &&
+					(newest == 0 || newest == h.Generation)
+				newest = max(newest, h.Generation)
 			}
 			if !same || newest == 0 {
 				newest++
@@ -227,13 +226,10 @@ func generations(want []ResourceSlice, have map[string]publishedSlice) {
 	}
 }
 
-// writeSlice writes one slice, if the server has another one.
-func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, want *ResourceSlice, have publishedSlice) error {
-	sent, err := json.Marshal(want)
-	if err != nil {
-		return err
-	}
-	if have.object != nil && bytes.Equal(have.text(), sent) {
+// writeSlice writes one slice, if the server has another one. have is nil where it has none.
+func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *resourcev1.ResourceSlice) error {
+	sent := says(want)
+	if have != nil && bytes.Equal(says(have), sent) {
 		return nil
 	}
 	s.mu.Lock()
@@ -241,26 +237,29 @@ func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, w
 	s.mu.Unlock()
 	again := bytes.Equal(before.sent, sent)
 	partly := again && dropped(sent, before.kept) != ""
-	if partly && s.server.Now().Sub(before.at) < dropsAgain || again && have.object != nil && bytes.Equal(before.kept, have.text()) {
+	if partly && s.server.Now().Sub(before.at) < dropsAgain ||
+		again && have != nil && bytes.Equal(before.kept, says(have)) {
 		return lost(sent, before.kept)
 	}
-	object, err := want.Object(driver, s.options.NodeName)
-	if err != nil {
-		return err
+	whole := *want
+	whole.OwnerReferences = []metav1.OwnerReference{
+		{APIVersion: "v1", Kind: "Node", Name: s.options.NodeName, UID: node.uid, Controller: new(true)},
 	}
-	controls := true
-	object.SetOwnerReferences([]metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: s.options.NodeName, UID: node.uid, Controller: &controls}})
-	var back *unstructured.Unstructured
+	if have != nil {
+		whole.ResourceVersion = have.ResourceVersion
+	}
 	if partly { // nobody is to see it before the server keeps it
-		if back, err = s.send(ctx, object, have.object, true); err != nil {
-			return err
+		back, err := s.send(ctx, &whole, true)
+		if err == nil {
+			_, err = s.took(want.Name, sent, back)
 		}
-		if _, err := s.took(want.Name, sent, back); err != nil {
+		if err != nil {
 			return err
 		}
 	}
 	var kept []byte
-	if back, err = s.send(ctx, object, have.object, false); err == nil {
+	back, err := s.send(ctx, &whole, false)
+	if err == nil {
 		kept, err = s.took(want.Name, sent, back)
 	}
 	s.leave(want.Name, kept)
@@ -270,34 +269,50 @@ func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, w
 	return err
 }
 
-// send creates or updates a slice, or only asks what the server would make of that.
-func (s *ourSlices) send(ctx context.Context, object, have *unstructured.Unstructured, dry bool) (back *unstructured.Unstructured, err error) {
+// send creates a slice, or updates the one of its version, or only asks what the server would
+// make of that.
+func (s *ourSlices) send(
+	ctx context.Context, slice *resourcev1.ResourceSlice, dry bool,
+) (*resourcev1.ResourceSlice, error) {
 	var dryRun []string
 	if dry {
 		dryRun = []string{metav1.DryRunAll}
 	}
-	if have == nil {
-		err = s.request(ctx, "create", object.GetName(), func(ctx context.Context) (err error) {
-			back, err = s.server.API.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{DryRun: dryRun})
-			return err
-		})
-		return back, err
-	}
-	object.SetResourceVersion(have.GetResourceVersion())
-	err = s.request(ctx, "update", object.GetName(), func(ctx context.Context) (err error) {
-		back, err = s.server.API.Resource(resourceSlices).Update(ctx, object, metav1.UpdateOptions{DryRun: dryRun})
-		return err
-	})
-	return back, err
-}
-
-// took is what the server has made of a slice; the error says what it has not kept.
-func (s *ourSlices) took(name string, sent []byte, back *unstructured.Unstructured) (kept []byte, err error) {
-	got, err := readSlice(back)
+	object, err := sliceObject(slice)
 	if err != nil {
 		return nil, err
 	}
-	kept = got.text()
+	api, verb := s.server.API.Resource(resourceSlices), "create"
+	if slice.ResourceVersion != "" {
+		verb = "update"
+	}
+	if err = s.request(ctx, verb, slice.Name, func(ctx context.Context) (err error) {
+		if slice.ResourceVersion == "" {
+			object, err = api.Create(ctx, object, metav1.CreateOptions{DryRun: dryRun})
+		} else {
+			object, err = api.Update(ctx, object, metav1.UpdateOptions{DryRun: dryRun})
+		}
+		return err
+	}); err != nil {
+		return nil, err
+	}
+	return readSlice(object)
+}
+
+// sliceObject is a slice as the dynamic client sends it.
+func sliceObject(slice *resourcev1.ResourceSlice) (*unstructured.Unstructured, error) {
+	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(slice)
+	if err != nil {
+		return nil, err
+	}
+	object := &unstructured.Unstructured{Object: fields}
+	object.SetGroupVersionKind(resourceSlices.GroupVersion().WithKind("ResourceSlice"))
+	return object, nil
+}
+
+// took is what the server has made of a slice; the error says what it has not kept.
+func (s *ourSlices) took(name string, sent []byte, back *resourcev1.ResourceSlice) (kept []byte, err error) {
+	kept = says(back)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if bytes.Equal(kept, sent) {
@@ -332,7 +347,8 @@ func dropped(sent, kept []byte) string {
 // lost says what the server did not keep.
 func lost(sent, kept []byte) error {
 	if what := dropped(sent, kept); what != "" {
-		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, as they are by default from Kubernetes 1.36 on", ErrDropped, what)
+		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, "+
+			"as they are by default from Kubernetes 1.36 on", ErrDropped, what)
 	}
 	return errors.New("the API server has made something else of it")
 }
@@ -347,14 +363,16 @@ func (s *ourSlices) request(ctx context.Context, verb, name string, do func(cont
 }
 
 func (s *ourSlices) chosen(driver string) kube.Target {
-	return kube.Target{Resource: resourceSlices, Chosen: fields.Set{"spec.nodeName": s.options.NodeName, "spec.driver": driver}}
+	return kube.Target{Resource: resourceSlices, Chosen: fields.Set{
+		resourcev1.ResourceSliceSelectorNodeName: s.options.NodeName, resourcev1.ResourceSliceSelectorDriver: driver}}
 }
 
 // listOwn returns what the server has of a driver of this node, by name.
-func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]publishedSlice, error) {
+func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]*resourcev1.ResourceSlice, error) {
 	var list *unstructured.UnstructuredList
+	o := metav1.ListOptions{FieldSelector: s.chosen(driver).Selector()}
 	if err := s.request(ctx, "list", s.options.NodeName, func(ctx context.Context) (err error) {
-		list, err = s.server.API.Resource(resourceSlices).List(ctx, metav1.ListOptions{FieldSelector: s.chosen(driver).Selector()})
+		list, err = s.server.API.Resource(resourceSlices).List(ctx, o)
 		return err
 	}); err != nil {
 		return nil, err
@@ -362,35 +380,40 @@ func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]publ
 	return s.readOwn(list), nil
 }
 
-// readOwn reads slices, by name. One that nobody can read has no pool.
-func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]publishedSlice {
-	out := map[string]publishedSlice{}
+// readOwn reads slices, by name. One that nobody can read says nothing.
+func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]*resourcev1.ResourceSlice {
+	out := map[string]*resourcev1.ResourceSlice{}
 	for i := range list.Items {
-		o := &list.Items[i]
-		slice, err := readSlice(o)
+		slice, err := readSlice(&list.Items[i])
 		if err != nil {
-			s.server.Log.Warn("replacing a ResourceSlice of this node that nobody can read", "slice", o.GetName(), "err", err)
-			slice = publishedSlice{object: o}
+			s.server.Log.Warn("replacing a ResourceSlice of this node that nobody can read",
+				"slice", slice.Name, "err", err)
+			slice.Spec = resourcev1.ResourceSliceSpec{}
 		}
-		out[o.GetName()] = slice
+		out[slice.Name] = slice
 	}
 	return out
 }
 
-func readSlice(o *unstructured.Unstructured) (publishedSlice, error) {
-	spec, _, err := unstructured.NestedMap(o.Object, "spec")
+// readSlice reads what the agent writes of a slice: since when it has its taints is the server's.
+func readSlice(o *unstructured.Unstructured) (*resourcev1.ResourceSlice, error) {
+	out := &resourcev1.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: o.GetName(), ResourceVersion: o.GetResourceVersion()},
+	}
+	spec, _ := o.Object["spec"].(map[string]any)
+	// Only these have amounts: the node's name may look like one that takes long to read.
+	err := amount.Check([]any{spec["devices"], spec["sharedCounters"]})
+	if err == nil {
+		err = kube.Decode(o, "spec", &out.Spec)
+	}
 	if err != nil {
-		return publishedSlice{}, fmt.Errorf("read ResourceSlice %s: %w", o.GetName(), err)
+		return out, fmt.Errorf("read ResourceSlice %s: %w", out.Name, err)
 	}
-	data, err := json.Marshal(spec)
-	if err != nil {
-		return publishedSlice{}, fmt.Errorf("read ResourceSlice %s: %w", o.GetName(), err)
+	for i := range out.Spec.Devices {
+		for j := range out.Spec.Devices[i].Taints {
+			out.Spec.Devices[i].Taints[j].TimeAdded = nil
+		}
 	}
-	out := publishedSlice{object: o}
-	if err := json.Unmarshal(data, &out.ResourceSlice); err != nil {
-		return publishedSlice{}, fmt.Errorf("read ResourceSlice %s: %w", o.GetName(), err)
-	}
-	out.Name = o.GetName()
 	return out, nil
 }
 

@@ -11,14 +11,28 @@ import (
 	"testing"
 	"time"
 
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"example.com/gpu-agent/internal/kube/kubetest"
 )
 
+// sliceOf is a slice of a pool of so many.
+func sliceOf(name, pool string, slices int64) resourcev1.ResourceSlice {
+	return resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: resourcev1.ResourceSliceSpec{
+		Driver: "gpus.example.com", NodeName: new("node-1"),
+		Pool: resourcev1.ResourcePool{Name: pool, ResourceSliceCount: slices}}}
+}
+
 // slicesOfTwo are slices with a device each.
-func slicesOfTwo() (out []ResourceSlice) {
+func slicesOfTwo() (out []resourcev1.ResourceSlice) {
 	for _, n := range []string{"0", "1"} {
-		out = append(out, ResourceSlice{Name: "0000" + n, Pool: Pool{Name: "node-1/a100", Slices: 2}, Devices: []PoolDevice{
-			{Name: "gpu-" + n, Consumes: []Consumption{{Set: "gpu-" + n, Counters: map[string]Amount{"memory": {Value: 80 << 30}}}}}}})
+		s := sliceOf("0000"+n, "node-1/a100", 2)
+		memory := resourcev1.Counter{Value: *resource.NewQuantity(80<<30, resource.BinarySI)}
+		s.Spec.Devices = []resourcev1.Device{{Name: "gpu-" + n, ConsumesCounters: []resourcev1.DeviceCounterConsumption{
+			{CounterSet: "gpu-" + n, Counters: map[string]resourcev1.Counter{"memory": memory}}}}}
+		out = append(out, s)
 	}
 	return out
 }
@@ -71,7 +85,7 @@ func TestServerThatDropsFields(t *testing.T) {
 	// A gate that is turned off later.
 	s.Set(func() { s.Gated = "taints" })
 	want := slicesOfTwo()
-	want[1].Devices[0].Taints = []Taint{{Key: "example.com/unhealthy", Effect: NoSchedule}}
+	want[1].Spec.Devices[0].Taints = []resourcev1.DeviceTaint{{Key: "example.com/unhealthy", Effect: NoSchedule}}
 	if _, err := c.PublishSlices(t.Context(), "gpus.example.com", want); !errors.Is(err, ErrDropped) || len(s.All("resourceslices")) != 1 {
 		t.Errorf("%v; %v", err, s.All("resourceslices"))
 	}
@@ -162,6 +176,32 @@ func TestSlicesThatSomebodyElseChanges(t *testing.T) {
 	publish()
 }
 
+// What a server adds to a slice by itself, and a node whose name reads like an amount, are no
+// reason to write the slice again.
+func TestSliceThatTheServerCompletes(t *testing.T) {
+	s := newServer(t)
+	s.Node("1e123456", nil, nil)
+	c, _ := connect(t, s, func(o *Options) { o.NodeName = "1e123456" })
+	want := slicesOfTwo()[:1]
+	want[0].Spec.NodeName, want[0].Spec.Pool = new("1e123456"), resourcev1.ResourcePool{Name: "1e123456/a100", ResourceSliceCount: 1}
+	want[0].Spec.Devices[0].Taints = []resourcev1.DeviceTaint{{Key: "example.com/unhealthy", Effect: NoSchedule}}
+	publish := func() {
+		t.Helper()
+		if meddled, err := c.PublishSlices(t.Context(), "gpus.example.com", want); err != nil || len(meddled) > 0 {
+			t.Fatalf("%v, %v", meddled, err)
+		}
+	}
+	publish()
+	completed := kubetest.Clone(s.All("resourceslices")[0])
+	device := completed["spec"].(map[string]any)["devices"].([]any)[0].(map[string]any)
+	device["taints"].([]any)[0].(map[string]any)["timeAdded"] = "2026-01-02T03:04:05Z"
+	s.Put("resourceslices", "", "00000", completed)
+	publish()
+	if n := len(s.Asked("create resourceslices")) + len(s.Asked("update resourceslices")) + len(s.Asked("delete resourceslices")); n != 1 {
+		t.Errorf("%d writes of one slice", n)
+	}
+}
+
 // One slice that cannot be written does not keep back the others.
 func TestSliceThatIsRefused(t *testing.T) {
 	s := newServer(t)
@@ -178,7 +218,7 @@ func TestSliceThatIsRefused(t *testing.T) {
 			return true
 		}
 	})
-	want := []ResourceSlice{{Name: "00000", Pool: Pool{Name: "p", Slices: 2}}, {Name: "00001", Pool: Pool{Name: "p", Slices: 2}}}
+	want := []resourcev1.ResourceSlice{sliceOf("00000", "p", 2), sliceOf("00001", "p", 2)}
 	if _, err := c.PublishSlices(t.Context(), "gpus.example.com", want); err == nil || !strings.Contains(err.Error(), "00000") {
 		t.Errorf("%v", err)
 	}
@@ -190,32 +230,37 @@ func TestSliceThatIsRefused(t *testing.T) {
 // A pool gets a new generation when its slices are others or their number changes, since the
 // scheduler takes those of one generation for all that there are.
 func TestGenerations(t *testing.T) {
-	slice := func(name string, slices, generation int64) ResourceSlice {
-		return ResourceSlice{Name: name, Pool: Pool{Name: "p", Slices: slices, Generation: generation}}
+	slice := func(name string, slices, generation int64) resourcev1.ResourceSlice {
+		s := sliceOf(name, "p", slices)
+		s.Spec.Pool.Generation = generation
+		return s
 	}
-	two := []ResourceSlice{slice("a", 2, 3), slice("b", 2, 3)}
+	type all = []resourcev1.ResourceSlice
+	two := all{slice("a", 2, 3), slice("b", 2, 3)}
 	for _, c := range []struct {
 		name       string
-		have, want []ResourceSlice
+		have, want all
 		generation int64
 	}{
-		{"the first", nil, []ResourceSlice{slice("a", 1, 0)}, 1},
-		{"as many", two, []ResourceSlice{slice("a", 2, 0), slice("b", 2, 0)}, 3},
-		{"one more", two, []ResourceSlice{slice("a", 3, 0), slice("b", 3, 0), slice("c", 3, 0)}, 4},
-		{"one more, and another name", two, []ResourceSlice{slice("b", 3, 0), slice("c", 3, 0), slice("d", 3, 0)}, 4},
-		{"one less", two, []ResourceSlice{slice("a", 1, 0)}, 4},
-		{"another in its place", two, []ResourceSlice{slice("a", 2, 0), slice("c", 2, 0)}, 4},
-		{"left between two", []ResourceSlice{slice("a", 2, 4), slice("b", 2, 3)}, []ResourceSlice{slice("a", 2, 0), slice("b", 2, 0)}, 5},
+		{"the first", nil, all{slice("a", 1, 0)}, 1},
+		{"as many", two, all{slice("a", 2, 0), slice("b", 2, 0)}, 3},
+		{"one more", two, all{slice("a", 3, 0), slice("b", 3, 0), slice("c", 3, 0)}, 4},
+		{"one more, and another name", two, all{slice("b", 3, 0), slice("c", 3, 0), slice("d", 3, 0)}, 4},
+		{"one less", two, all{slice("a", 1, 0)}, 4},
+		{"another in its place", two, all{slice("a", 2, 0), slice("c", 2, 0)}, 4},
+		{"left between two", all{slice("a", 2, 4), slice("b", 2, 3)}, all{slice("a", 2, 0), slice("b", 2, 0)}, 5},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			have := map[string]publishedSlice{"other": {ResourceSlice: ResourceSlice{Name: "other", Pool: Pool{Name: "q", Slices: 1, Generation: 9}}}}
-			for _, s := range c.have {
-				have[s.Name] = publishedSlice{ResourceSlice: s}
+			other := sliceOf("other", "q", 1)
+			other.Spec.Pool.Generation = 9
+			have := map[string]*resourcev1.ResourceSlice{"other": &other}
+			for i := range c.have {
+				have[c.have[i].Name] = &c.have[i]
 			}
 			generations(c.want, have)
 			for _, s := range c.want {
-				if s.Pool.Generation != c.generation {
-					t.Errorf("slice %s has generation %d, want %d", s.Name, s.Pool.Generation, c.generation)
+				if s.Spec.Pool.Generation != c.generation {
+					t.Errorf("slice %s has generation %d, want %d", s.Name, s.Spec.Pool.Generation, c.generation)
 				}
 			}
 		})

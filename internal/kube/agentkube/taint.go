@@ -9,9 +9,10 @@ import (
 	"fmt"
 	"slices"
 
+	corev1 "k8s.io/api/core/v1"
+	resourcev1 "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -19,29 +20,24 @@ import (
 // taints meanwhile.
 const taintTries = 5
 
-// taint is an element of a Node's spec.taints.
-type taint struct{ key, effect string }
+// TaintEffect is what a taint does, for those who do not know the API's types.
+type TaintEffect = resourcev1.DeviceTaintEffect
 
-// startup reports whether it is one that RemoveStartupTaint takes away.
-func (t taint) startup(key string) bool {
-	return key != "" && t.key == key && slices.Contains([]string{string(NoSchedule), string(NoExecute)}, t.effect)
-}
+// Effects of taints. NoExecute also ends the pods that have the device.
+const (
+	NoSchedule = resourcev1.DeviceTaintEffectNoSchedule
+	NoExecute  = resourcev1.DeviceTaintEffectNoExecute
+)
 
-// readTaints reads what can be understood of spec.taints, each at its place.
-func readTaints(object *unstructured.Unstructured) []taint {
-	list, _, _ := unstructured.NestedSlice(object.Object, "spec", "taints")
-	out := make([]taint, len(list))
-	for i, element := range list {
-		fields, _ := element.(map[string]any)
-		out[i].key, _ = fields["key"].(string)
-		out[i].effect, _ = fields["effect"].(string)
-	}
-	return out
+// starting reports whether a taint of a Node is one that RemoveStartupTaint takes away.
+func starting(t corev1.Taint, key string) bool {
+	return key != "" && t.Key == key &&
+		(t.Effect == corev1.TaintEffectNoSchedule || t.Effect == corev1.TaintEffectNoExecute)
 }
 
 // tainted reports whether a Node has the taint that it was registered with.
 func (n *ourNode) tainted(node *Node) bool {
-	return slices.ContainsFunc(node.taints, func(t taint) bool { return t.startup(n.options.StartupTaint) })
+	return slices.ContainsFunc(node.taints, func(t corev1.Taint) bool { return starting(t, n.options.StartupTaint) })
 }
 
 // RemoveStartupTaint takes the taint Options.StartupTaint off the agent's Node, with the
@@ -70,7 +66,8 @@ func (n *ourNode) removeTaint(ctx context.Context, resources []string) error {
 		if err == nil && node == nil {
 			err = errors.New("the API server has no Node of this name")
 		}
-		if err != nil || !n.tainted(node) || slices.ContainsFunc(resources, func(name string) bool { return !slices.Contains(node.Allocatable, name) }) {
+		lacks := func(name string) bool { return !slices.Contains(node.Allocatable, name) }
+		if err != nil || !n.tainted(node) || slices.ContainsFunc(resources, lacks) {
 			return err
 		}
 		body, err := untaint(node, n.options.StartupTaint, resources)
@@ -98,20 +95,16 @@ func (n *ourNode) removeTaint(ctx context.Context, resources []string) error {
 // untaint is the JSON patch that takes the taints with a key away, while there is as much of
 // these resources as now: a kubelet that has lost the agent says that there is nothing.
 func untaint(node *Node, key string, resources []string) ([]byte, error) {
-	type step struct {
-		Op    string `json:"op"`
-		Path  string `json:"path"`
-		Value string `json:"value,omitempty"`
-	}
 	var steps []step
 	for _, name := range resources {
 		amount := node.amounts[name]
 		steps = append(steps, step{"test", allocatablePath(name), amount.String()})
 	}
 	for i, t := range slices.Backward(node.taints) { // what comes before keeps its place
-		if t.startup(key) {
+		if starting(t, key) {
 			path := fmt.Sprintf("/spec/taints/%d", i)
-			steps = append(steps, step{"test", path + "/key", t.key}, step{"test", path + "/effect", t.effect}, step{Op: "remove", Path: path})
+			steps = append(steps, step{"test", path + "/key", t.Key},
+				step{"test", path + "/effect", string(t.Effect)}, step{Op: "remove", Path: path})
 		}
 	}
 	body, err := json.Marshal(steps)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
@@ -44,7 +45,7 @@ type Node struct {
 	amounts map[string]resource.Quantity
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
-	taints              []taint
+	taints              []corev1.Taint
 }
 
 // WatchKey follows one key of a ConfigMap until ctx ends, which is the only error it
@@ -57,7 +58,8 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 	}
 	type answer struct{ text, missing string }
 	var last *answer
-	return c.server.Follow(ctx, kube.Target{Resource: configMaps, Namespace: namespace, Name: name}, func(object *unstructured.Unstructured) {
+	t := kube.Target{Resource: configMaps, Namespace: namespace, Name: name}
+	return c.server.Follow(ctx, t, func(object *unstructured.Unstructured) {
 		var now answer
 		if object == nil {
 			now.missing = fmt.Sprintf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key)
@@ -83,9 +85,10 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first answer of the server, and
 // then whenever a label, an annotation or a condition under the domain, the scheduling of
-// the node, its startup taint, or which extended resources it has, differs from the last call's. Changes made through Mark
-// and SetCondition are such changes. A Node that is not there is not reported: a
-// kubelet that is alive makes it again. fn must not change what it is given.
+// the node, its startup taint, or which extended resources it has, differs from the last
+// call's. Changes made through Mark and SetCondition are such changes. A Node that is not
+// there is not reported: a kubelet that is alive makes it again. fn must not change what it
+// is given.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
@@ -93,7 +96,8 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	return n.server.Follow(ctx, kube.Target{Resource: kube.Nodes, Name: name}, func(object *unstructured.Unstructured) {
 		if object == nil {
 			n.see(nil)
-			n.server.Log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
+			n.server.Log.Warn("the API server has no Node of this name; what was seen last stays in force",
+				"node", name)
 			return
 		}
 		whole := readNode(object)
@@ -103,10 +107,14 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 		now.StartupTaint = n.tainted(&whole)
 		now.Annotations = maps.Clone(whole.Annotations)
 		maps.DeleteFunc(now.Annotations, func(key, _ string) bool { return n.mayWrite(key) != nil })
-		now.Conditions = slices.DeleteFunc(slices.Clone(whole.Conditions), func(c Condition) bool { return n.mayWrite(c.Type) != nil })
+		now.Conditions = slices.DeleteFunc(slices.Clone(whole.Conditions), func(c Condition) bool {
+			return n.mayWrite(c.Type) != nil
+		})
 		slices.SortFunc(now.Conditions, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
-		if told && now.Unschedulable == last.Unschedulable && now.StartupTaint == last.StartupTaint && now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
-			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
+		if told && now.Unschedulable == last.Unschedulable && now.StartupTaint == last.StartupTaint &&
+			now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
+			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) &&
+			slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
 		}
 		last, told = now, true
@@ -114,10 +122,20 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	})
 }
 
+// readNode reads what can be understood of a Node. Each of its amounts is judged by itself.
 func readNode(object *unstructured.Unstructured) Node {
-	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
-	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
-		Unschedulable: unschedulable, Conditions: readConditions(object), amounts: readAmounts(object), taints: readTaints(object), uid: object.GetUID(), version: object.GetResourceVersion()}
+	var spec corev1.NodeSpec
+	var status struct {
+		Conditions []corev1.NodeCondition `json:"conditions"`
+		NodeInfo   corev1.NodeSystemInfo  `json:"nodeInfo"`
+	}
+	_, _ = kube.Decode(object, "spec", &spec), kube.Decode(object, "status", &status)
+	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(), Unschedulable: spec.Unschedulable,
+		amounts: readAmounts(object), taints: spec.Taints, uid: object.GetUID(), version: object.GetResourceVersion()}
+	for _, c := range status.Conditions {
+		n.Conditions = append(n.Conditions,
+			Condition{string(c.Type), c.Status, c.Reason, c.Message, c.LastTransitionTime})
+	}
 	for name, amount := range n.amounts {
 		if !amount.IsZero() {
 			n.Allocatable = append(n.Allocatable, name)
@@ -125,8 +143,8 @@ func readNode(object *unstructured.Unstructured) Node {
 	}
 	slices.Sort(n.Allocatable)
 	n.labels, n.annotations = readOwners(object)
-	kubelet, _, _ := unstructured.NestedString(object.Object, "status", "nodeInfo", "kubeletVersion")
-	if is, err := version.ParseGeneric(kubelet); err == nil { // providers put words behind the number
+	// Providers put words behind the number.
+	if is, err := version.ParseGeneric(status.NodeInfo.KubeletVersion); err == nil {
 		n.PodsTellDevices = is.AtLeast(tellsDevices)
 	}
 	return n

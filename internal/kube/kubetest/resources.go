@@ -12,6 +12,36 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 )
 
+// serve answers a request that is allowed and in which nothing goes wrong.
+func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, namespace, name string, body []byte) {
+	switch of, _, _ := strings.Cut(resource, "/"); {
+	case of == "gpunodes" && verb != "list" && verb != "watch":
+		s.writeGPUNode(w, r, verb, resource, name, body)
+	case resource == "resourceslices" && verb == "list":
+		s.listSlices(w, r.URL.Query().Get("fieldSelector"))
+	case resource == "resourceslices" && verb != "watch":
+		s.writeSlice(w, verb, name, body)
+	case of == "leases":
+		s.serveLease(w, verb, namespace, name, body)
+	case of == "resourceclaims":
+		s.serveClaims(w, r, verb, namespace, name, body)
+	case verb == "list" && name == "":
+		s.listAll(w, r, resource)
+	case verb == "list":
+		s.list(w, resource, namespace, name)
+	case verb == "watch":
+		s.watch(w, r, resource, namespace, name)
+	case resource == "pods/eviction":
+		s.evict(w, namespace, name, body)
+	case verb == "update" && strings.Contains(of, "."): // of another project
+		s.updateStatus(w, of, namespace, name, body)
+	case verb == "create":
+		s.create(w, resource, namespace, body)
+	case verb == "patch":
+		s.patch(w, r, resource, namespace, name, body)
+	}
+}
+
 // listAll answers with all objects of a resource, page by page. It keeps no snapshots: where
 // something has changed between two pages, the next one has expired.
 func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
@@ -36,7 +66,8 @@ func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string
 		to = from + limit
 		metadata["continue"] = strconv.Itoa(to) + "@" + version
 	}
-	Answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata, "items": items[from:to]})
+	Answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata,
+		"items": items[from:to]})
 }
 
 // ended says whether an object is a pod that has succeeded.
@@ -61,10 +92,12 @@ func (s *Server) writeGPUNode(w http.ResponseWriter, r *http.Request, verb, reso
 	case verb == "delete", resource == "gpunodes/status" && !there:
 		Refuse(w, 404, "NotFound")
 		return
-	case verb != "patch" || r.Header.Get("Content-Type") != "application/apply-patch+yaml" || r.URL.Query().Get("fieldManager") == "":
+	case verb != "patch" || r.Header.Get("Content-Type") != "application/apply-patch+yaml" ||
+		r.URL.Query().Get("fieldManager") == "":
 		Refuse(w, 415, "UnsupportedMediaType")
 		return
-	case json.Unmarshal(body, &sent) != nil || sent["apiVersion"] != "example.com/v1alpha1" || sent["kind"] != "GPUNode" || sent["metadata"].(map[string]any)["name"] != name:
+	case json.Unmarshal(body, &sent) != nil || sent["apiVersion"] != "example.com/v1alpha1" ||
+		sent["kind"] != "GPUNode" || sent["metadata"].(map[string]any)["name"] != name:
 		Refuse(w, 400, "BadRequest")
 		return
 	}
@@ -132,7 +165,8 @@ func (s *Server) serveClaims(w http.ResponseWriter, r *http.Request, verb, names
 		for _, item := range items[from:to] {
 			item["kind"], item["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
 		}
-		Answer(w, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimList", "metadata": metadata, "items": items[from:to]})
+		Answer(w, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimList", "metadata": metadata,
+			"items": items[from:to]})
 		return
 	}
 	s.Mu.Lock()
@@ -150,12 +184,14 @@ func (s *Server) serveClaims(w http.ResponseWriter, r *http.Request, verb, names
 		}
 		err := json.Unmarshal(body, &patch)
 		switch {
-		case err != nil, r.Header.Get("Content-Type") != "application/apply-patch+yaml", query.Get("fieldManager") != "gpu-agent", query.Get("force") != "true":
+		case err != nil, r.Header.Get("Content-Type") != "application/apply-patch+yaml",
+			query.Get("fieldManager") != "gpu-agent", query.Get("force") != "true":
 			Refuse(w, 400, "BadRequest")
 			return
 		case patch.Metadata.UID != object["metadata"].(map[string]any)["uid"]:
 			body := Failed(422, "Invalid")
-			body["details"] = map[string]any{"causes": []any{map[string]any{"reason": "FieldValueInvalid", "field": "metadata.uid"}}}
+			body["details"] = map[string]any{"causes": []any{map[string]any{"reason": "FieldValueInvalid",
+				"field": "metadata.uid"}}}
 			w.Header().Set("Content-Type", "application/json")
 			w.WriteHeader(422)
 			json.NewEncoder(w).Encode(body)

@@ -71,7 +71,8 @@ type Change struct {
 
 // New starts a server, which ends with the test. It allows nothing before Allow.
 func New(t *testing.T) *Server {
-	s := &Server{T: t, Version: 1, Objects: map[string]map[string]any{}, Managers: map[string]map[string][]string{}, Used: map[string]bool{}, allowed: map[string]bool{},
+	s := &Server{T: t, Version: 1, Objects: map[string]map[string]any{}, Managers: map[string]map[string][]string{},
+		Used: map[string]bool{}, allowed: map[string]bool{},
 		changed: make(chan struct{}), cut: make(chan struct{})}
 	s.start("127.0.0.1:0")
 	t.Cleanup(s.Stop)
@@ -215,9 +216,12 @@ func (s *Server) updateStatus(w http.ResponseWriter, resource, namespace, name s
 	}
 }
 
-var kinds = map[string]string{"resourceslices.authentication.liqo.io": "ResourceSlice", "tenants.authentication.liqo.io": "Tenant",
-	"workloads.kueue.x-k8s.io": "Workload", "resourceflavors.kueue.x-k8s.io": "ResourceFlavor", "admissionchecks.kueue.x-k8s.io": "AdmissionCheck",
-	"gpunodes": "GPUNode", "resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease"}
+var kinds = map[string]string{
+	"resourceslices.authentication.liqo.io": "ResourceSlice", "tenants.authentication.liqo.io": "Tenant",
+	"workloads.kueue.x-k8s.io": "Workload", "resourceflavors.kueue.x-k8s.io": "ResourceFlavor",
+	"admissionchecks.kueue.x-k8s.io": "AdmissionCheck", "gpunodes": "GPUNode", "resourceslices": "ResourceSlice",
+	"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease",
+}
 
 // Clone is a deep copy.
 func Clone(object map[string]any) map[string]any {
@@ -310,7 +314,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if selector, ok := strings.CutPrefix(query.Get("fieldSelector"), "metadata.name="); ok {
 		name = selector
 	}
-	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch", http.MethodPut: "update", http.MethodDelete: "delete"}[r.Method]
+	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch",
+		http.MethodPut: "update", http.MethodDelete: "delete"}[r.Method]
 	switch {
 	case query.Get("watch") != "":
 		verb = "watch"
@@ -319,7 +324,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	body, _ := io.ReadAll(r.Body)
 	s.Mu.Lock()
-	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), query.Get("dryRun"), body))
+	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name,
+		query.Get("resourceVersion"), query.Get("dryRun"), body))
 	allowed := s.allowed[verb+" "+resource]
 	s.Used[verb+" "+resource] = true
 	if verb == "patch" && resource == "resourceclaims/status" {
@@ -334,7 +340,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case fault != nil && fault(verb, resource, w):
 	case query.Get("dryRun") == "All":
 		if dry == nil || !dry(resource, w) {
-			object := map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}}
+			object := map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]],
+				"metadata": map[string]any{"name": name}}
 			if sent := map[string]any{}; resource == "resourceslices" && json.Unmarshal(body, &sent) == nil {
 				s.Mu.Lock()
 				object = s.ungated(sent)
@@ -342,30 +349,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			}
 			Answer(w, object)
 		}
-	case parts[0] == "gpunodes" && verb != "list" && verb != "watch":
-		s.writeGPUNode(w, r, verb, resource, name, body)
-	case resource == "resourceslices" && verb == "list":
-		s.listSlices(w, query.Get("fieldSelector"))
-	case resource == "resourceslices" && verb != "watch":
-		s.writeSlice(w, verb, name, body)
-	case parts[0] == "leases":
-		s.serveLease(w, verb, namespace, name, body)
-	case parts[0] == "resourceclaims":
-		s.serveClaims(w, r, verb, namespace, name, body)
-	case verb == "list" && name == "":
-		s.listAll(w, r, resource)
-	case verb == "list":
-		s.list(w, resource, namespace, name)
-	case verb == "watch":
-		s.watch(w, r, resource, namespace, name)
-	case resource == "pods/eviction":
-		s.evict(w, namespace, name, body)
-	case verb == "update" && foreign != "":
-		s.updateStatus(w, parts[0], namespace, name, body)
-	case verb == "create":
-		s.create(w, resource, namespace, body)
-	case verb == "patch":
-		s.patch(w, r, resource, namespace, name, body)
+	default:
+		s.serve(w, r, verb, resource, namespace, name, body)
 	}
 }
 
@@ -437,7 +422,8 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource, namespa
 			}
 			if all := name == "" && strings.HasPrefix(c.Key, resource+"/"); all && ended(c.Object) {
 				out.Encode(map[string]any{"type": "DELETED", "object": c.Object})
-			} else if all && resource != "resourceslices" || c.Key == resource+"/"+namespace+"/"+name || c.Kind == "ERROR" {
+			} else if all && resource != "resourceslices" || c.Key == resource+"/"+namespace+"/"+name ||
+				c.Kind == "ERROR" {
 				out.Encode(map[string]any{"type": c.Kind, "object": c.Object})
 			} else {
 				out.Encode(map[string]any{"type": "BOOKMARK", "object": map[string]any{"apiVersion": "v1",
@@ -507,7 +493,8 @@ func (s *Server) evict(w http.ResponseWriter, namespace, name string, body []byt
 		s.PutLocked("pods", namespace, name, nil)
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusCreated)
-		json.NewEncoder(w).Encode(map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Success", "code": 201})
+		json.NewEncoder(w).Encode(map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Success",
+			"code": 201})
 	}
 }
 
@@ -572,7 +559,8 @@ func (s *Server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 
 // jsonPatchLocked tests and replaces texts of an object, and removes elements of lists. As
 // at the real server, a test that fails and a path that is not there are the same refusal.
-func (s *Server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, name string, object map[string]any, body []byte) {
+func (s *Server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, name string, object map[string]any,
+	body []byte) {
 	var steps []struct{ Op, Path, Value string }
 	if json.Unmarshal(body, &steps) != nil {
 		Refuse(w, 400, "BadRequest")

@@ -71,27 +71,36 @@ type Fleet interface {
 func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 	g, ctx := errgroup.WithContext(ctx)
 	for resource, all := range map[schema.GroupVersionResource]*kube.Census{
-		kube.Nodes: {ID: (*unstructured.Unstructured).GetName, Gone: into.DeleteNode, Set: func(object *unstructured.Unstructured) {
-			node := new(corev1.Node)
-			if c.convert(object, node) {
-				into.SetNode(node)
-			}
-		}},
-		kube.Pods: {Chosen: lasting, ID: func(object *unstructured.Unstructured) string { return string(object.GetUID()) }, Gone: into.DeletePod, Set: func(object *unstructured.Unstructured) {
-			pod := new(corev1.Pod)
-			if c.convert(object, pod) {
-				into.SetPod(pod)
-			}
-		}},
+		kube.Nodes: {
+			ID: (*unstructured.Unstructured).GetName, Gone: into.DeleteNode,
+			Set: func(object *unstructured.Unstructured) {
+				node := new(corev1.Node)
+				if c.convert(object, node) {
+					into.SetNode(node)
+				}
+			},
+		},
+		kube.Pods: {
+			Chosen: lasting, ID: uid, Gone: into.DeletePod,
+			Set: func(object *unstructured.Unstructured) {
+				pod := new(corev1.Pod)
+				if c.convert(object, pod) {
+					into.SetPod(pod)
+				}
+			},
+		},
 		kube.GPUNodes(c.server.Options.Domain): {
 			ID: (*unstructured.Unstructured).GetName, Gone: func(name string) { _ = into.SetGPUNode(name, nil) },
 			Set: func(object *unstructured.Unstructured) {
+				name := object.GetName()
 				status, err := kube.ReadGPUNode(object)
 				if err != nil {
-					c.server.Ration.Log(slog.LevelError, "taking a malformed GPUNode for none", nil, "node", object.GetName(), "err", err)
+					c.server.Ration.Log(slog.LevelError, "taking a malformed GPUNode for none", nil,
+						"node", name, "err", err)
 				}
-				if err := into.SetGPUNode(object.GetName(), status); err != nil {
-					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode says what cannot be", nil, "node", object.GetName(), "err", err)
+				if err := into.SetGPUNode(name, status); err != nil {
+					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode says what cannot be", nil,
+						"node", name, "err", err)
 				}
 			},
 		},
@@ -102,12 +111,16 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 	return g.Wait()
 }
 
+// uid tells an object from one that had its name before.
+func uid(o *unstructured.Unstructured) string { return string(o.GetUID()) }
+
 // convert makes a typed object; false where that makes no sense, which a proxy in between
 // may bring about.
 func (c *Cluster) convert(from *unstructured.Unstructured, into any) bool {
 	err := runtime.DefaultUnstructuredConverter.FromUnstructured(from.Object, into)
 	if err != nil {
-		c.server.Ration.Log(slog.LevelError, "ignoring a malformed object", []any{"kind", from.GetKind()}, "namespace", from.GetNamespace(), "name", from.GetName(), "err", err)
+		c.server.Ration.Log(slog.LevelError, "ignoring a malformed object", []any{"kind", from.GetKind()},
+			"namespace", from.GetNamespace(), "name", from.GetName(), "err", err)
 	}
 	return err == nil
 }
@@ -127,12 +140,14 @@ func (c *Cluster) Wake(ctx context.Context, node string) error {
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
-	_, err = c.server.API.Resource(kube.Nodes).Patch(bounded, node, types.MergePatchType, body, metav1.PatchOptions{FieldManager: placerManager})
+	_, err = c.server.API.Resource(kube.Nodes).
+		Patch(bounded, node, types.MergePatchType, body, metav1.PatchOptions{FieldManager: placerManager})
 	trouble := err
 	if apierrors.IsNotFound(err) {
 		trouble = nil // it was deleted, which the watch tells too
 	}
-	c.server.Note(ctx, "patch", kube.Nodes.Resource, "", trouble) // one name for all: what fails, a missing right, fails for all alike
+	// One name for all: what fails, a missing right, fails for all alike.
+	c.server.Note(ctx, "patch", kube.Nodes.Resource, "", trouble)
 	if trouble != nil {
 		return fmt.Errorf("wake the scheduler for node %s: %w", node, err)
 	}

@@ -4,15 +4,18 @@ package placerkube
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"sync"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/utils/ptr"
 
 	"example.com/gpu-agent/internal/kube"
 )
@@ -44,26 +47,11 @@ type Lease struct {
 
 	// What the server said last, and when by our clock it was first seen so. Run's alone.
 	object *unstructured.Unstructured
-	record leaseRecord
+	record coordinationv1.LeaseSpec
 	seen   time.Time
 
 	mu    sync.Mutex
 	until time.Time // guarded by mu: when this process must have renewed
-}
-
-// leaseRecord is a Lease's spec.
-type leaseRecord struct {
-	Holder      string            `json:"holderIdentity"`
-	Seconds     int               `json:"leaseDurationSeconds"`
-	Acquired    *metav1.MicroTime `json:"acquireTime,omitempty"`
-	Renewed     *metav1.MicroTime `json:"renewTime,omitempty"`
-	Transitions int               `json:"leaseTransitions"`
-}
-
-// equal says whether two records are the same word of the same holder.
-func (r leaseRecord) equal(o leaseRecord) bool {
-	return r.Holder == o.Holder && r.Seconds == o.Seconds && r.Transitions == o.Transitions &&
-		r.Acquired.Equal(o.Acquired) && r.Renewed.Equal(o.Renewed)
 }
 
 // NewLease prepares a lease, which [Lease.Run] then tries to get and keep. The identity is
@@ -116,24 +104,23 @@ func (l *Lease) try(ctx context.Context) error {
 		}
 	}
 	now := l.cluster.server.Now()
-	own := l.record.Holder == l.identity
-	if !own && l.record.Holder != "" && now.Before(l.seen.Add(time.Duration(l.record.Seconds)*time.Second)) {
+	own := l.holder() == l.identity
+	lasts := time.Duration(ptr.Deref(l.record.LeaseDurationSeconds, 0)) * time.Second
+	if !own && l.holder() != "" && now.Before(l.seen.Add(lasts)) {
 		l.set(time.Time{})
 		return nil
 	}
-	next := l.record
-	stamp := metav1.NewMicroTime(now)
-	next.Holder, next.Seconds, next.Renewed = l.identity, int((l.timing.lasts+time.Second-1)/time.Second), &stamp
+	next, transitions := l.record, ptr.Deref(l.record.LeaseTransitions, 0)
+	next.HolderIdentity, next.RenewTime = &l.identity, new(metav1.NewMicroTime(now))
+	next.LeaseDurationSeconds = new(int32((l.timing.lasts + time.Second - 1) / time.Second))
 	if !own {
-		next.Acquired = &stamp
+		next.AcquireTime = next.RenewTime
 		if l.object != nil {
-			next.Transitions++
+			transitions++
 		}
 	}
-	before := time.Time{}
-	if l.record.Renewed != nil {
-		before = l.record.Renewed.Time
-	}
+	next.LeaseTransitions = &transitions
+	before := ptr.Deref(l.record.RenewTime, metav1.MicroTime{}).Time
 	if err := l.write(ctx, next); err != nil {
 		return err
 	}
@@ -145,12 +132,15 @@ func (l *Lease) try(ctx context.Context) error {
 	return nil
 }
 
+// holder is who has the lease by the server's last word, empty for nobody.
+func (l *Lease) holder() string { return ptr.Deref(l.record.HolderIdentity, "") }
+
 // set notes until when this process leads.
 func (l *Lease) set(until time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if until.IsZero() && !l.until.IsZero() {
-		l.cluster.server.Log.Warn("not leading any more", "lease", l.namespace+"/"+l.name, "holder", l.record.Holder)
+		l.cluster.server.Log.Warn("not leading any more", "lease", l.namespace+"/"+l.name, "holder", l.holder())
 	}
 	l.until = until
 }
@@ -159,7 +149,7 @@ func (l *Lease) set(until time.Time) {
 func (l *Lease) look(ctx context.Context) error {
 	object, err := l.cluster.server.API.Resource(leases).Namespace(l.namespace).Get(ctx, l.name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
-		l.object, l.record = nil, leaseRecord{}
+		l.object, l.record = nil, coordinationv1.LeaseSpec{}
 		return nil
 	}
 	if err != nil {
@@ -170,15 +160,11 @@ func (l *Lease) look(ctx context.Context) error {
 
 // saw notes what the lease says. One that cannot be read is nobody's.
 func (l *Lease) saw(object *unstructured.Unstructured) error {
-	var record leaseRecord
-	body, err := json.Marshal(object.Object["spec"])
-	if err == nil {
-		err = json.Unmarshal(body, &record)
-	}
-	if err != nil {
+	var record coordinationv1.LeaseSpec
+	if err := kube.Decode(object, "spec", &record); err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	if l.object == nil || !record.equal(l.record) {
+	if l.object == nil || !equality.Semantic.DeepEqual(record, l.record) {
 		l.seen = l.cluster.server.Now()
 	}
 	l.object, l.record = object, record
@@ -186,19 +172,16 @@ func (l *Lease) saw(object *unstructured.Unstructured) error {
 }
 
 // write makes the lease say something, unless somebody has written it since it was seen.
-func (l *Lease) write(ctx context.Context, next leaseRecord) error {
-	body, err := json.Marshal(next)
+func (l *Lease) write(ctx context.Context, next coordinationv1.LeaseSpec) error {
+	spec, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&next)
 	if err != nil {
-		return err
-	}
-	var spec map[string]any
-	if err := json.Unmarshal(body, &spec); err != nil {
 		return err
 	}
 	in := l.cluster.server.API.Resource(leases).Namespace(l.namespace)
 	var object *unstructured.Unstructured
 	if l.object == nil {
-		object = &unstructured.Unstructured{Object: map[string]any{"apiVersion": leases.GroupVersion().String(), "kind": "Lease", "spec": spec}}
+		object = &unstructured.Unstructured{Object: map[string]any{"spec": spec}}
+		object.SetGroupVersionKind(leases.GroupVersion().WithKind("Lease"))
 		object.SetName(l.name)
 		object.SetNamespace(l.namespace)
 		object, err = in.Create(ctx, object, metav1.CreateOptions{FieldManager: placerManager})
@@ -227,8 +210,8 @@ func (l *Lease) giveUp() {
 	ctx, cancel := context.WithTimeout(context.Background(), leaseRetries)
 	defer cancel()
 	next := l.record
-	stamp := metav1.NewMicroTime(l.cluster.server.Now())
-	next.Holder, next.Seconds, next.Renewed = "", 1, &stamp
+	next.HolderIdentity, next.LeaseDurationSeconds = new(""), new(int32(1))
+	next.RenewTime = new(metav1.NewMicroTime(l.cluster.server.Now()))
 	if err := l.write(ctx, next); err != nil {
 		l.cluster.server.Log.Warn("the lease was not given up; another process waits for its end", "err", err)
 	}

@@ -77,7 +77,7 @@ func TestLeaseOfOneThatIsSilent(t *testing.T) {
 	if len(a.before) != 1 || !a.before[0].IsZero() || len(b.before) != 1 || !b.before[0].Equal(aDay.Add(2*time.Second)) {
 		t.Errorf("a was told %v, b %v; want nothing, and when a renewed last", a.before, b.before)
 	}
-	if n := b.record.Transitions; n != 1 {
+	if n := *b.record.LeaseTransitions; n != 1 {
 		t.Errorf("%d transitions", n)
 	}
 }

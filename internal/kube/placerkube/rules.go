@@ -16,7 +16,8 @@ var leases = schema.GroupVersionResource{Group: "coordination.k8s.io", Version: 
 // leases by the Lease's name.
 var Rules = []kube.Rule{
 	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
-		Why: "know which nodes are ready; make the scheduler look again at one where room has appeared, by an annotation"},
+		Why: "know which nodes are ready; " +
+			"make the scheduler look again at one where room has appeared, by an annotation"},
 	{Resource: "pods", Verbs: []string{"list", "watch"}, Cluster: true,
 		Why: "know which devices pods have, and which pods are still to get some"},
 	{APIGroup: kube.ManifestDomain, Resource: gpunode.Plural, Verbs: []string{"list", "watch"}, Cluster: true,

@@ -30,20 +30,32 @@ var (
 
 	ofContainer = []string{"namespace", "pod", "container", "gpu"}
 
-	grantedGPU     = desc(obs.Prefix+"container_granted_gpu_seconds_total", "GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
-	usedGPU        = desc(obs.Prefix+"container_used_gpu_seconds_total", "The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
-	grantedMemory  = desc(obs.Prefix+"container_granted_memory_byte_seconds_total", "GPU memory that a container was granted, times seconds.", ofContainer...)
-	usedMemory     = desc(obs.Prefix+"container_used_memory_byte_seconds_total", "GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
-	smTime         = desc(obs.Prefix+"container_sm_seconds_total", "Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its processes. None where the driver has none (MIG).", ofContainer...)
-	idleFor        = desc(obs.Prefix+"container_idle_seconds", "How long a container has had no process on a GPU of which it holds something; 0 while it has one. None while that is not known.", ofContainer...)
-	journalUp      = desc(obs.Prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
-	recordsLost    = desc(obs.Prefix+"usage_records_lost_total", "Records of the usage journal that could not be written, since the start.")
-	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total", "Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
+	grantedGPU = desc(obs.Prefix+"container_granted_gpu_seconds_total",
+		"GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
+	usedGPU = desc(obs.Prefix+"container_used_gpu_seconds_total",
+		"The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
+	grantedMemory = desc(obs.Prefix+"container_granted_memory_byte_seconds_total",
+		"GPU memory that a container was granted, times seconds.", ofContainer...)
+	usedMemory = desc(obs.Prefix+"container_used_memory_byte_seconds_total",
+		"GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
+	smTime = desc(obs.Prefix+"container_sm_seconds_total",
+		"Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its "+
+			"processes. None where the driver has none (MIG).", ofContainer...)
+	idleFor = desc(obs.Prefix+"container_idle_seconds",
+		"How long a container has had no process on a GPU of which it holds something; 0 while it has one. None "+
+			"while that is not known.", ofContainer...)
+	journalUp   = desc(obs.Prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
+	recordsLost = desc(obs.Prefix+"usage_records_lost_total",
+		"Records of the usage journal that could not be written, since the start.")
+	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total",
+		"Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
 
 	// As OpenCost and Kubecost look for it.
-	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a quarter of one, 2 for two.", "namespace", "pod", "container", "node")
+	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a "+
+		"quarter of one, 2 for two.", "namespace", "pod", "container", "node")
 	// As dcgm-exporter names it.
-	framebuffer = desc("DCGM_FI_DEV_FB_USED", "GPU memory that a container uses, in MiB.", "gpu", "UUID", "device", "modelName", "Hostname", "namespace", "pod", "container")
+	framebuffer = desc("DCGM_FI_DEV_FB_USED", "GPU memory that a container uses, in MiB.", "gpu", "UUID", "device",
+		"modelName", "Hostname", "namespace", "pod", "container")
 )
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
@@ -123,6 +135,7 @@ func (a *Account) collectFramebuffer(send func(*prometheus.Desc, prometheus.Valu
 	}
 	for _, c := range at {
 		index := strconv.Itoa(c.Index)
-		send(framebuffer, prometheus.GaugeValue, float64(*c.UsedMiB), index, c.GPU, "nvidia"+index, models[c.GPU], a.Node, c.Namespace, c.Pod, c.Container)
+		send(framebuffer, prometheus.GaugeValue, float64(*c.UsedMiB), index, c.GPU, "nvidia"+index, models[c.GPU],
+			a.Node, c.Namespace, c.Pod, c.Container)
 	}
 }

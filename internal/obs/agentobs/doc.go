@@ -52,13 +52,13 @@
 //	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
 //	allocatable_writes_total{cause}             times that allocatable was lowered: after a list, or the kubelet's word
 //	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
-//	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by the reason codes of docs/operations.md
+//	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by reason (docs/operations.md)
 //	gpu_blocked{gpu}                            1 while the wanted partition waits for holders
 //	devices{gpu,resource,state}                 state is free, held or unhealthy
 //	device_info{device,resource,UUID,GPU_I_ID,GPU_I_PROFILE,mig_uuid,namespace,pod,container}   1; see below
 //	mig_enabled{gpu}                            1 or 0; only for GPUs in MIG mode, or whose mode is to change
 //	mig_pending{gpu}                            1 while a change of the MIG mode waits for a reset
-//	mig_slots{gpu,profile,state}                MIG devices that are held, warm, making, free, covered, leaving, foreign, failed
+//	mig_slots{gpu,profile,state}                MIG devices: held, warm, making, free, covered, leaving, foreign, failed
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
 //	allocations                                 allocations that have not ended
@@ -74,24 +74,24 @@
 //	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
 //	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
 //	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
-//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's own counter
-//	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind that were not counted, likewise
-//	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap that was given back at once, likewise
+//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's counter
+//	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind, likewise
+//	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap, likewise
 //	cap_kills_total{reason}                     containers that the watchdog ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
 //	watchdog_up                                 1 while the watchdog runs
 //	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
-//	container_granted_gpu_seconds_total{namespace,pod,container,gpu}          parts of a GPU that were granted, times seconds
+//	container_granted_gpu_seconds_total{namespace,pod,container,gpu}          granted parts of a GPU, times seconds
 //	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
 //	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
 //	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
-//	container_sm_seconds_total{namespace,pod,container,gpu}                   time of all streaming multiprocessors, where the driver tells it
-//	container_idle_seconds{namespace,pod,container,gpu}                       since when no process has been there; 0 while one is
+//	container_sm_seconds_total{namespace,pod,container,gpu}                   time of all of its multiprocessors
+//	container_idle_seconds{namespace,pod,container,gpu}                       for how long no process is there
 //	usage_journal_up                            1 while the usage journal can be written
 //	usage_records_lost_total                    records of it that could not be
 //	usage_records_dropped_total{of}             records that it had no room for any more, of use or refused
-//	unallocated_processes{gpu,kind}             processes on a GPU without an allocation, kind intruder, no-pod or unlisted
+//	unallocated_processes{gpu,kind}             processes without an allocation: intruder, no-pod or unlisted
 //
 // Beside them are the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,

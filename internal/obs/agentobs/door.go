@@ -120,7 +120,8 @@ func readQuestion(w http.ResponseWriter, r *http.Request) (q status.Question, er
 		return q, fmt.Errorf("the question cannot be read: %w", err)
 	}
 	if q.Partitions = values["partition"]; len(q.Partitions) > status.MostAsked {
-		return q, fmt.Errorf("%d partitions are asked for, and one question has at most %d", len(q.Partitions), status.MostAsked)
+		return q, fmt.Errorf("%d partitions are asked for, and one question has at most %d", len(q.Partitions),
+			status.MostAsked)
 	}
 	for _, name := range q.Partitions {
 		if len(name) > maxName {
@@ -160,10 +161,12 @@ func query(q *status.Question) string {
 // AskDoor asks the agent whose door is at path. The error wraps ErrNoAgent where there is
 // none.
 func AskDoor(ctx context.Context, path string, q status.Question) (answer status.Answer, err error) {
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", path)
-	}}}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://agent"+questionsPath+"?"+query(&q), strings.NewReader(string(q.File)))
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", path)
+		}}}
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://agent"+questionsPath+"?"+query(&q),
+		strings.NewReader(string(q.File)))
 	if err != nil {
 		return answer, fmt.Errorf("ask the agent: %w", err)
 	}

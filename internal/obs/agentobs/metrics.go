@@ -38,14 +38,16 @@ type Metrics struct {
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
 // refusalReasons are those of requests that the kubelet does not repeat.
-var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.NoRoom, status.BadRequest}
+var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.NoRoom,
+	status.BadRequest}
 
 // NewMetrics returns metrics in which all counters are 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-		return auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + name, Help: help, Buckets: buckets}, labels)
+		return auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + name, Help: help, Buckets: buckets},
+			labels)
 	}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + name, Help: help}, labels)
@@ -71,15 +73,20 @@ func NewMetrics(version string) *Metrics {
 		events: counter("events_total",
 			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
-			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
+			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.",
+			"gpu", "kind", "xid"),
 		refusals: counter("plugin_refusals_total",
-			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for again (NotReady).", "resource", "reason"),
+			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for "+
+				"again (NotReady).", "resource", "reason"),
 		lowered: counter("allocatable_writes_total",
-			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), because the kubelet had written more than the list says (kubelet), or because the agent ended (end).", "cause"),
+			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), "+
+				"because the kubelet had written more than the list says (kubelet), or because the agent ended (end).",
+			"cause"),
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
-			"Containers that the watchdog has ended: over their memory cap, or intruders on a GPU on which they have no allocation.", "reason"),
+			"Containers that the watchdog has ended: over their memory cap, or intruders on a GPU on which they have "+
+				"no allocation.", "reason"),
 		evicted: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "cap_evictions_total",
 			Help: "Pods that were evicted for going over their memory cap again and again."}),
 		// The watchdog looks four times a second, and acts on the second breach.
@@ -214,55 +221,75 @@ func gauge(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	buildInfo  = gauge("build_info", "The agent's version and the Go version it was built with; always 1.", "version", "goversion")
-	driverInfo = gauge("driver_info", "The GPU driver's version and the newest CUDA version it serves; always 1.", "driver", "cuda")
-	gpuInfo    = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index", "model", "mode")
-	gpuMemory  = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.", "gpu")
+	buildInfo = gauge("build_info", "The agent's version and the Go version it was built with; always 1.", "version",
+		"goversion")
+	driverInfo = gauge("driver_info", "The GPU driver's version and the newest CUDA version it serves; always 1.",
+		"driver", "cuda")
+	gpuInfo = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index",
+		"model", "mode")
+	gpuMemory = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.",
+		"gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
 	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
-	registered = gauge("plugin_registered", "Whether the kubelet receives the list of the resource's devices and knows them: 1 or 0.", "resource")
+	registered = gauge("plugin_registered", "Whether the kubelet receives the list of the resource's devices and "+
+		"knows them: 1 or 0.", "resource")
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
-	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
-	canBeHad   = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude each other.", "resource")
-	largest    = gauge("resource_largest_request", "The largest request for a resource by one container that fits on the node now.", "resource")
-	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, 0 to 1. GPUs with mode off do not count.")
-	allocated  = gauge("allocations", "Allocations: sets of devices that were given together and have not ended.")
-	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
+	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.",
+		"gpu", "resource", "state")
+	canBeHad = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude "+
+		"each other.", "resource")
+	largest = gauge("resource_largest_request", "The largest request for a resource by one container that fits on "+
+		"the node now.", "resource")
+	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, "+
+		"0 to 1. GPUs with mode off do not count.")
+	allocated = gauge("allocations", "Allocations: sets of devices that were given together and have not ended.")
+	partition = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.",
+		"partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
-	migEnabled    = gauge("mig_enabled", "Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
+	migEnabled = gauge("mig_enabled",
+		"Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
 	migPending    = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
-	migPlacements = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.PlacementStates, ", ")+". Those that overlap exclude each other.",
+	migPlacements = gauge("mig_slots",
+		"MIG devices of a GPU, by profile, that are "+strings.Join(status.PlacementStates, ", ")+
+			". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
 	// dcgm-exporter has the same label names, so that a query can join by them.
 	deviceInfo = gauge("device_info",
-		"A device that a container holds, or an existing MIG instance; always 1. UUID, GPU_I_ID and GPU_I_PROFILE are as dcgm-exporter writes them.",
+		"A device that a container holds, or an existing MIG instance; always 1. UUID, GPU_I_ID and GPU_I_PROFILE "+
+			"are as dcgm-exporter writes them.",
 		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
 
 	containerCap = gauge("container_memory_cap_bytes",
 		"GPU memory that a container may use, and the guarantee: what enforces that. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
 	containerUsed = gauge("container_memory_used_bytes",
-		"GPU memory of a container that counts against its cap, as the watchdog read it last; none while it is unknown. Managed memory in it is the container's own figure.",
+		"GPU memory of a container that counts against its cap, as the watchdog read it last; none while it is "+
+			"unknown. Managed memory in it is the container's own figure.",
 		"namespace", "pod", "container", "gpu")
 	containerPeak = gauge("container_memory_peak_bytes",
-		"The most GPU memory that the watchdog has seen a container use. Managed memory in it is the container's own figure.",
+		"The most GPU memory that the watchdog has seen a container use. Managed memory in it is the container's "+
+			"own figure.",
 		"namespace", "pod", "container", "gpu")
 	containerRefusals = gauge("container_memory_refusals_total",
 		"Allocations that a container's cap has refused, by the container's own counter.",
 		"namespace", "pod", "container", "gpu")
 	containerUncounted = gauge("container_memory_uncounted_total",
-		"Allocations of a kind that the cap's library does not know and has let pass under the open policy, by the container's own counter.",
+		"Allocations of a kind that the cap's library does not know and has let pass under the open policy, by the "+
+			"container's own counter.",
 		"namespace", "pod", "container", "gpu")
 	containerUndone = gauge("container_memory_undone_bytes",
-		"The most that a memory pool of a container has taken beyond the cap and given back at once, by the container's own counter.",
+		"The most that a memory pool of a container has taken beyond the cap and given back at once, by the "+
+			"container's own counter.",
 		"namespace", "pod", "container", "gpu")
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps runs: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
-		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
+		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while "+
+			"that is not known.", "policy")
 	unallocated = gauge("unallocated_processes",
-		"Processes that use a GPU without an allocation on it: of a container (intruder), of no pod (no-pod), or of a container that the runtime does not list (unlisted). None while the watchdog is off.",
+		"Processes that use a GPU without an allocation on it: of a container (intruder), of no pod (no-pod), or of "+
+			"a container that the runtime does not list (unlisted). None while the watchdog is off.",
 		"gpu", "kind")
 )
 
@@ -409,7 +436,8 @@ func sendDevices(send sender, g *status.GPU) {
 	if g.MIG != nil {
 		for i := range g.MIG.Placements {
 			if s := &g.MIG.Placements[i]; s.UUID != "" {
-				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.GPUInstance(), s.UUID, s.Namespace, s.Pod, s.Container)
+				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.GPUInstance(), s.UUID, s.Namespace, s.Pod,
+					s.Container)
 			}
 		}
 	}

@@ -47,7 +47,8 @@ func New(o Options) *obs.Server {
 	if o.Status != nil {
 		pages["/statusz"] = onlyFromHere(obs.InTurn(http.HandlerFunc(o.status)))
 	}
-	return obs.New(obs.Options{Addr: o.Addr, Logger: o.Logger, Healthy: o.Healthy, Ready: o.Ready, Metrics: o.Metrics.registry(&o), Pages: pages})
+	return obs.New(obs.Options{Addr: o.Addr, Logger: o.Logger, Healthy: o.Healthy, Ready: o.Ready,
+		Metrics: o.Metrics.registry(&o), Pages: pages})
 }
 
 // status serves the Status, as a page or as JSON.
@@ -80,8 +81,9 @@ func (o *Options) status(w http.ResponseWriter, r *http.Request) {
 func onlyFromHere(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !fromHere(r) {
-			http.Error(w, "this page is not served to the network: run `gpu-agent status` in the agent's pod, by kubectl exec, "+
-				"or open the page in a browser through kubectl port-forward to that pod", http.StatusForbidden)
+			http.Error(w, "this page is not served to the network: run `gpu-agent status` in the agent's pod, "+
+				"by kubectl exec, or open the page in a browser through kubectl port-forward to that pod",
+				http.StatusForbidden)
 			return
 		}
 		page.ServeHTTP(w, r)

@@ -76,7 +76,8 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 	m := &Metrics{
 		own: own,
 		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_answers_total",
-			Help: "Requests of schedulers, by how they ended. Where that is neither placed nor refused, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
+			Help: "Requests of schedulers, by how they ended. Where that is neither placed nor refused, the " +
+				"scheduler went on without the placer."}, []string{"verb", "outcome"}),
 		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + "placer_answer_seconds",
 			Help:    "Time from a scheduler's request to the answer.",
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
@@ -86,31 +87,41 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "placer_unguarded_pods_total",
 			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
 		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_wakes_total",
-			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."}, []string{"result"}),
+			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."},
+			[]string{"result"}),
 	}
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_waiting_pods",
 		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_reservations",
-		Help: "Pods that are not bound and have room reserved."}, func() float64 { return float64(read().Reservations) })
+		Help: "Pods that are not bound and have room reserved."},
+		func() float64 { return float64(read().Reservations) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_passed_over_nodes",
-		Help: "Nodes where nobody is placed since their GPUNode says what cannot be: an agent of another version, or a node that lies."}, func() float64 { return float64(read().PassedOver) })
+		Help: "Nodes where nobody is placed since their GPUNode says what cannot be: an agent of another version, or " +
+			"a node that lies."}, func() float64 { return float64(read().PassedOver) })
 	for _, state := range checks {
-		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks", ConstLabels: prometheus.Labels{"state": state},
-			Help: "Admission checks that the placer answers, of workloads that have quota, by their state."},
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks",
+			ConstLabels: prometheus.Labels{"state": state},
+			Help:        "Admission checks that the placer answers, of workloads that have quota, by their state."},
 			func() float64 { return float64(read().Checks[state]) })
 	}
 	for _, state := range slices {
-		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_liqo_slices", ConstLabels: prometheus.Labels{"state": state},
-			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
+		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_liqo_slices",
+			ConstLabels: prometheus.Labels{"state": state},
+			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: " +
+				"accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
 			func() float64 { return float64(read().Slices[state]) })
 	}
 	own.MustRegister(&siteMetrics{read,
-		prometheus.NewDesc(obs.Prefix+"placer_site_gpus", "GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
-		prometheus.NewDesc(obs.Prefix+"placer_site_gpu_seconds_total", "Time for which anybody has held a piece of a GPU, of all GPUs of a site together.", []string{"site"}, nil)})
+		prometheus.NewDesc(obs.Prefix+"placer_site_gpus",
+			"GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
+		prometheus.NewDesc(obs.Prefix+"placer_site_gpu_seconds_total",
+			"Time for which anybody has held a piece of a GPU, of all GPUs of a site together.",
+			[]string{"site"}, nil)})
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_leader",
 		Help: "1 while this process is the one that answers."}, func() float64 { return obs.Truth(read().Leads) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "build_info", Help: "1; the version is in the labels.",
-		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}}, func() float64 { return 1 })
+		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}},
+		func() float64 { return 1 })
 	for _, verb := range verbs { // rate() needs a 0 to start from
 		for _, outcome := range outcomes {
 			m.answers.WithLabelValues(verb, outcome)

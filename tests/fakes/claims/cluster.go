@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +15,9 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 )
 
 // Cluster is an API server, a scheduler and a kubelet, as far as claims go. The zero value
@@ -30,7 +32,7 @@ type Cluster struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	claims   []agentkube.Claim
-	slices   []agentkube.ResourceSlice
+	slices   []resourcev1.ResourceSlice
 	meddled  []string
 	told     map[string][]agentkube.ClaimDevice
 	prepared map[string]*node.PreparedClaim
@@ -105,7 +107,7 @@ func (c *Cluster) Claims(_ context.Context, driver string) (out []agentkube.Clai
 func (c *Cluster) ofLocked(claim *agentkube.Claim, driver string) agentkube.Claim {
 	out := *claim
 	out.Told = len(c.told[claim.UID]) > 0
-	out.Results = slices.DeleteFunc(slices.Clone(claim.Results), func(r agentkube.Result) bool { return r.Driver != driver })
+	out.Results = slices.DeleteFunc(slices.Clone(claim.Results), func(r resourcev1.DeviceRequestAllocationResult) bool { return r.Driver != driver })
 	return out
 }
 
@@ -121,7 +123,7 @@ func (c *Cluster) SetClaimDevices(_ context.Context, _ string, claim *agentkube.
 }
 
 // PublishSlices is the API server's.
-func (c *Cluster) PublishSlices(_ context.Context, _ string, want []agentkube.ResourceSlice) (meddled []string, err error) {
+func (c *Cluster) PublishSlices(_ context.Context, _ string, want []resourcev1.ResourceSlice) (meddled []string, err error) {
 	defer c.called()()
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -156,20 +158,20 @@ func (c *Cluster) WatchSlices(ctx context.Context, _ string, changed func()) err
 
 // Wipe deletes all slices, as a kubelet does that starts, and has the watches tell of it.
 func (c *Cluster) Wipe() {
-	c.Meddle(func([]agentkube.ResourceSlice) []agentkube.ResourceSlice { return nil })
+	c.Meddle(func([]resourcev1.ResourceSlice) []resourcev1.ResourceSlice { return nil })
 }
 
 // Meddle is somebody who changes, deletes or adds slices; the watches tell of it. The
 // slices that are handed in must not be changed in place.
-func (c *Cluster) Meddle(change func([]agentkube.ResourceSlice) []agentkube.ResourceSlice) {
+func (c *Cluster) Meddle(change func([]resourcev1.ResourceSlice) []resourcev1.ResourceSlice) {
 	c.mu.Lock()
-	was := map[string]*agentkube.ResourceSlice{}
+	was := map[string]*resourcev1.ResourceSlice{}
 	for i := range c.slices {
 		was[c.slices[i].Name] = &c.slices[i]
 	}
 	c.slices = change(slices.Clone(c.slices))
 	for i := range c.slices {
-		if old := was[c.slices[i].Name]; old == nil || !reflect.DeepEqual(*old, c.slices[i]) {
+		if old := was[c.slices[i].Name]; old == nil || !equality.Semantic.DeepEqual(old, &c.slices[i]) {
 			c.meddled = append(c.meddled, c.slices[i].Name)
 		}
 		delete(was, c.slices[i].Name)
@@ -183,7 +185,7 @@ func (c *Cluster) Meddle(change func([]agentkube.ResourceSlice) []agentkube.Reso
 }
 
 // Slices are those at the API server.
-func (c *Cluster) Slices() []agentkube.ResourceSlice {
+func (c *Cluster) Slices() []resourcev1.ResourceSlice {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.slices)
@@ -198,13 +200,14 @@ func (c *Cluster) Writes() int {
 
 // Device is what the slices have of a device, by the end of its name; nil where there is
 // none.
-func (c *Cluster) Device(suffix string) (pool string, d *agentkube.PoolDevice) {
+func (c *Cluster) Device(suffix string) (pool string, d *resourcev1.Device) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for i := range c.slices {
-		for j := range c.slices[i].Devices {
-			if d := &c.slices[i].Devices[j]; strings.HasSuffix(d.Name, suffix) {
-				return c.slices[i].Pool.Name, d
+		of := &c.slices[i].Spec
+		for j := range of.Devices {
+			if d := &of.Devices[j]; strings.HasSuffix(d.Name, suffix) {
+				return of.Pool.Name, d
 			}
 		}
 	}
@@ -300,7 +303,8 @@ func (c *Cluster) Know(all ...dra.Claim) {
 		for j := range c.claims {
 			if c.claims[j].UID == known.UID {
 				for _, r := range c.claims[j].Results {
-					known.Devices[c.Driver] = append(known.Devices[c.Driver], node.PreparedDevice{Requests: []string{r.Request}, Pool: r.Pool, Device: r.Device, Share: r.Share})
+					d := node.PreparedDevice{Requests: []string{r.Request}, Pool: r.Pool, Device: r.Device, Share: ShareOf(&r)}
+					known.Devices[c.Driver] = append(known.Devices[c.Driver], d)
 				}
 			}
 		}

@@ -12,6 +12,11 @@ import (
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
+
+	resourcev1 "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 )
 
 // ErrNoRoom says that the scheduler finds no device for a claim: its pod stays Pending.
@@ -21,15 +26,15 @@ var ErrNoRoom = errors.New("no device that fits")
 type Request struct {
 	Name string
 	// Fits chooses among devices.
-	Fits func(*agentkube.PoolDevice) bool
+	Fits func(*resourcev1.Device) bool
 	// Memory is how much is asked for of a device that has a policy for it; 0 is the
-	// policy's default.
-	Memory agentkube.Quantity
+	// policy's default. It is in bytes.
+	Memory int64
 }
 
 // Named chooses devices by the end of their names.
-func Named(suffix string) func(*agentkube.PoolDevice) bool {
-	return func(d *agentkube.PoolDevice) bool { return strings.HasSuffix(d.Name, suffix) }
+func Named(suffix string) func(*resourcev1.Device) bool {
+	return func(d *resourcev1.Device) bool { return strings.HasSuffix(d.Name, suffix) }
 }
 
 // Schedule makes a claim and gives it the first devices that fit, or makes none. It is for
@@ -68,7 +73,7 @@ func (c *Cluster) Allocate(namespace, name string, pod workload.Pod, requests ..
 }
 
 // chooseLocked chooses devices.
-func (c *Cluster) chooseLocked(requests []Request) (results []agentkube.Result, _ error) {
+func (c *Cluster) chooseLocked(requests []Request) (results []resourcev1.DeviceRequestAllocationResult, _ error) {
 	b := c.booksLocked()
 	c.made++
 	for i := range requests {
@@ -77,8 +82,8 @@ func (c *Cluster) chooseLocked(requests []Request) (results []agentkube.Result, 
 			return nil, fmt.Errorf("request %s: %w", requests[i].Name, err)
 		}
 		r.Driver = c.Driver
-		if r.Share != "" {
-			r.Share = fmt.Sprintf("share-%d-%d", c.made, i)
+		if r.ShareID != nil {
+			r.ShareID = Share(fmt.Sprintf("share-%d-%d", c.made, i))
 		}
 		results = append(results, r)
 		b.add(&r)
@@ -89,20 +94,21 @@ func (c *Cluster) chooseLocked(requests []Request) (results []agentkube.Result, 
 // books are what the scheduler knows: the devices, and what is left of counters and
 // capacities beside the claims.
 type books struct {
-	slices   []agentkube.ResourceSlice
-	devices  map[[2]string]*agentkube.PoolDevice // by pool and name
-	counters map[[3]string]agentkube.Quantity    // by pool, set and name: what is left
+	slices   []resourcev1.ResourceSlice
+	devices  map[[2]string]*resourcev1.Device // by pool and name
+	counters map[[3]string]int64              // by pool, set and name: what is left
 	taken    map[[2]string]bool
-	used     map[[3]string]agentkube.Quantity // by pool, device and capacity
+	used     map[[3]string]int64 // by pool, device and capacity
 }
 
 func (c *Cluster) booksLocked() *books {
-	b := &books{slices: c.slices, devices: map[[2]string]*agentkube.PoolDevice{}, counters: map[[3]string]agentkube.Quantity{}, taken: map[[2]string]bool{}, used: map[[3]string]agentkube.Quantity{}}
+	b := &books{slices: c.slices, devices: map[[2]string]*resourcev1.Device{}, counters: map[[3]string]int64{},
+		taken: map[[2]string]bool{}, used: map[[3]string]int64{}}
 	for i := range c.slices {
-		s := &c.slices[i]
-		for _, set := range s.Counters {
+		s := &c.slices[i].Spec
+		for _, set := range s.SharedCounters {
 			for name, n := range set.Counters {
-				b.counters[[3]string{s.Pool.Name, set.Name, name}] = n.Value
+				b.counters[[3]string{s.Pool.Name, set.Name, name}] = n.Value.Value()
 			}
 		}
 		for j := range s.Devices {
@@ -111,7 +117,7 @@ func (c *Cluster) booksLocked() *books {
 	}
 	for i := range c.claims {
 		for j := range c.claims[i].Results {
-			if r := &c.claims[i].Results[j]; r.Driver == c.Driver && !r.Admin {
+			if r := &c.claims[i].Results[j]; r.Driver == c.Driver && !ptr.Deref(r.AdminAccess, false) {
 				b.add(r)
 			}
 		}
@@ -120,30 +126,30 @@ func (c *Cluster) booksLocked() *books {
 }
 
 // add takes a result of a claim into account.
-func (b *books) add(r *agentkube.Result) {
+func (b *books) add(r *resourcev1.DeviceRequestAllocationResult) {
 	key := [2]string{r.Pool, r.Device}
-	for name, n := range r.Capacity {
-		b.used[[3]string{r.Pool, r.Device, name}] += n
+	for name, n := range r.ConsumedCapacity {
+		b.used[[3]string{r.Pool, r.Device, string(name)}] += n.Value()
 	}
 	d := b.devices[key]
 	if d == nil || b.taken[key] { // a shared device consumes its counters once
 		return
 	}
 	b.taken[key] = true
-	for _, take := range d.Consumes {
+	for _, take := range d.ConsumesCounters {
 		for name, n := range take.Counters {
-			b.counters[[3]string{r.Pool, take.Set, name}] -= n.Value
+			b.counters[[3]string{r.Pool, take.CounterSet, name}] -= n.Value.Value()
 		}
 	}
 }
 
-// first is the first device that fits. Its Share is set where it is shared.
-func (b *books) first(want *Request) (agentkube.Result, error) {
+// first is the first device that fits. It has a share where it is shared.
+func (b *books) first(want *Request) (resourcev1.DeviceRequestAllocationResult, error) {
 	order := slices.Clone(b.slices)
-	slices.SortFunc(order, func(x, y agentkube.ResourceSlice) int { return strings.Compare(x.Name, y.Name) })
+	slices.SortFunc(order, func(x, y resourcev1.ResourceSlice) int { return strings.Compare(x.Name, y.Name) })
 	for i := range order {
-		for j := range order[i].Devices {
-			d, pool := &order[i].Devices[j], order[i].Pool.Name
+		for j := range order[i].Spec.Devices {
+			d, pool := &order[i].Spec.Devices[j], order[i].Spec.Pool.Name
 			if len(d.Taints) > 0 || want.Fits != nil && !want.Fits(d) {
 				continue
 			}
@@ -152,41 +158,58 @@ func (b *books) first(want *Request) (agentkube.Result, error) {
 			}
 		}
 	}
-	return agentkube.Result{}, ErrNoRoom
+	return resourcev1.DeviceRequestAllocationResult{}, ErrNoRoom
 }
 
-func (b *books) fits(pool string, d *agentkube.PoolDevice, want *Request) (agentkube.Result, bool) {
-	r := agentkube.Result{Request: want.Name, Pool: pool, Device: d.Name}
-	if d.Shared {
-		r.Share, r.Capacity = "shared", map[string]agentkube.Quantity{}
+func (b *books) fits(
+	pool string, d *resourcev1.Device, want *Request,
+) (resourcev1.DeviceRequestAllocationResult, bool) {
+	r := resourcev1.DeviceRequestAllocationResult{Request: want.Name, Pool: pool, Device: d.Name}
+	shared := ptr.Deref(d.AllowMultipleAllocations, false)
+	if shared {
+		r.ShareID, r.ConsumedCapacity = Share("shared"), map[resourcev1.QualifiedName]resource.Quantity{}
 		for name, capacity := range d.Capacity {
-			amount := capacity.Value
-			if p := capacity.Policy; p != nil {
-				amount = p.Default
+			amount := capacity.Value.Value()
+			if p := capacity.RequestPolicy; p != nil {
+				amount = p.Default.Value()
 				if name == "memory" && want.Memory > 0 {
 					amount = want.Memory
 				}
-				if p.Range != nil { // rounded up to its next step
-					amount = p.Range.Min + (max(amount-p.Range.Min, 0)+p.Range.Step-1)/p.Range.Step*p.Range.Step
+				if p.ValidRange != nil { // rounded up to its next step
+					least, step := p.ValidRange.Min.Value(), p.ValidRange.Step.Value()
+					amount = least + (max(amount-least, 0)+step-1)/step*step
 				}
 			}
-			r.Capacity[name] = amount
-			if b.used[[3]string{pool, d.Name, name}]+amount > capacity.Value {
+			r.ConsumedCapacity[name] = *resource.NewQuantity(amount, resource.BinarySI)
+			if b.used[[3]string{pool, d.Name, string(name)}]+amount > capacity.Value.Value() {
 				return r, false
 			}
 		}
 	}
 	if b.taken[[2]string{pool, d.Name}] {
-		return r, d.Shared
+		return r, shared
 	}
-	for _, take := range d.Consumes {
+	for _, take := range d.ConsumesCounters {
 		for name, n := range take.Counters {
-			if b.counters[[3]string{pool, take.Set, name}] < n.Value {
+			if b.counters[[3]string{pool, take.CounterSet, name}] < n.Value.Value() {
 				return r, false
 			}
 		}
 	}
 	return r, true
+}
+
+// Share is a share's ID as a result of a claim has it; empty is none.
+func Share(id string) *types.UID {
+	if id == "" {
+		return nil
+	}
+	return new(types.UID(id))
+}
+
+// ShareOf is the ID of a result's share, empty for none.
+func ShareOf(r *resourcev1.DeviceRequestAllocationResult) string {
+	return string(ptr.Deref(r.ShareID, ""))
 }
 
 // Allocated are the claims that have something, by UID.
