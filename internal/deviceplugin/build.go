@@ -53,7 +53,9 @@ type Input struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are for [FrontEnd.SetFaults] to add.
 func Build(in Input) *Offer {
-	v := &Offer{Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{}}
+	v := &Offer{
+		Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{},
+	}
 	lists := map[string][][]Device{} // by resource, of each GPU
 	kinds := map[string]piece.Kind{}
 	for i := range in.Inventory.GPUs {
@@ -187,7 +189,10 @@ type gpuLists struct {
 
 // deviceLists lists what one GPU has, had, and has given away.
 func deviceLists(in *Input, d *gpu.Device) []deviceList {
-	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, placements: map[string]mig.Placement{}}
+	l := &gpuLists{
+		Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{},
+		placements: map[string]mig.Placement{},
+	}
 	if !l.layout.Through(ledger.DevicePlugin) {
 		l.layout = plan.Layout{Known: l.layout.Known}
 	}
@@ -272,7 +277,8 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	dev := Device{ID: n.id, GPU: l.gpu.UUID, Healthy: true}
 	if n.kind.InMIG() {
 		dev.Placement = l.sized(l.gpu.UUID, l.placements[n.id])
-		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}]} {
+		at := mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}
+		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[at]} {
 			if why.Message != "" && leaving == "" {
 				withdrawn, leaving = cmp.Or(withdrawn, why.Message), why.Message
 			}
