@@ -75,7 +75,8 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 			reason = fmt.Sprintf("there are more than %d profiles", maxProfiles)
 		}
 		if reason != "" {
-			errs = append(errs, fmt.Errorf("leave out profile %s: %s: %w", quote(m.Profiles[i].Name), reason, gpu.ErrInvalid))
+			errs = append(errs, fmt.Errorf("leave out profile %s: %s: %w",
+				quote(m.Profiles[i].Name), reason, gpu.ErrInvalid))
 			continue
 		}
 		c.profiles = append(c.profiles, p)

@@ -80,7 +80,8 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 	out := make([]Place, 0, min(n, len(must)+len(available)))
 	for _, p := range must {
 		if slices.Contains(out, p) {
-			return nil, fmt.Errorf("choose placements: %s must be there twice: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
+			return nil, fmt.Errorf("choose placements: %s must be there twice: %w",
+				ID(p.GPU, p.Placement), gpu.ErrInvalid)
 		}
 		if err := ts.admit(p); err != nil {
 			return nil, err
@@ -109,7 +110,8 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 
 	need := n - len(out)
 	if need > len(last) {
-		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w", n, len(out)+len(last), gpu.ErrNoRoom)
+		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w",
+			n, len(out)+len(last), gpu.ErrNoRoom)
 	}
 	out = append(out, last[:need]...)
 	slices.SortFunc(out, ts.order)
@@ -159,7 +161,8 @@ func (ts tables) order(a, b Place) int {
 func (ts tables) find(p Place) (*table, error) {
 	i := ts.rank(p.GPU)
 	if i < 0 {
-		return nil, fmt.Errorf("choose placements: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
+		return nil, fmt.Errorf("choose placements: %s is on a GPU that is not on offer: %w",
+			ID(p.GPU, p.Placement), gpu.ErrInvalid)
 	}
 	return &ts[i], nil
 }
@@ -171,7 +174,8 @@ func (ts tables) admit(p Place) error {
 		return err
 	}
 	if !t.Card.Fits(t.taken, p.Placement) {
-		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Placement), gpu.ErrNoRoom)
+		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w",
+			ID(p.GPU, p.Placement), gpu.ErrNoRoom)
 	}
 	t.taken = append(t.taken, p.Placement)
 	return nil
@@ -310,7 +314,10 @@ func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 	if len(t.fit) == 0 || t.fit[0].Profile.Compute == 0 {
 		uses := []use{{0, 1}}
 		for i, d := range t.fit {
-			s.parts = append(s.parts, part{start: d.Start, end: d.Start + d.Size, uses: uses, value: worth(t.fit[i : i+1]), devices: t.fit[i : i+1]})
+			one := t.fit[i : i+1]
+			s.parts = append(s.parts, part{
+				start: d.Start, end: d.Start + d.Size, uses: uses, value: worth(one), devices: one,
+			})
 		}
 		return
 	}
@@ -330,9 +337,14 @@ func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 			}
 		}
 		// Those that exist come first: any number of them is a beginning of the list.
-		slices.SortStableFunc(in, func(a, b Placement) int { return cmp.Compare(worth([]Placement{b}), worth([]Placement{a})) })
+		slices.SortStableFunc(in, func(a, b Placement) int {
+			return cmp.Compare(worth([]Placement{b}), worth([]Placement{a}))
+		})
 		for k := min(most, len(in)); k > 0; k-- {
-			s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})
+			s.parts = append(s.parts, part{
+				start: gi.Start, end: gi.Start + gi.Size,
+				uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k],
+			})
 		}
 	}
 }
@@ -402,7 +414,8 @@ func spread(tables []table, n int, b *budget) ([]Place, error) {
 			for here := min(k, len(t.best)-1); here >= 0 && k-here < len(after); here-- {
 				rest := after[k-here]
 				now := choice{t.best[here] - t.best[0] + rest.value, t.Rank*here + rest.rank, here}
-				if first || now.value > from[g][k].value || now.value == from[g][k].value && now.rank < from[g][k].rank {
+				was := &from[g][k]
+				if first || now.value > was.value || now.value == was.value && now.rank < was.rank {
 					from[g][k], first = now, false
 				}
 			}

@@ -14,7 +14,8 @@ func (p *planner) split(from, to int) {
 	k := p.c.index(name)
 	gis := p.c.profiles[k].placements
 	for i := range p.standing {
-		if gi := p.standing[i].GPUInstance(); gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
+		gi := p.standing[i].GPUInstance()
+		if gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
 			gis = append(slices.Clip(gis), gi)
 		}
 	}

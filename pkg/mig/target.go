@@ -50,7 +50,8 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 			return nil, fmt.Errorf("there is no profile %s on this GPU; %s: %w", w.Profile, c.names(), gpu.ErrInvalid)
 		}
 		if p := &c.profiles[i]; !p.holds(w.Profile.Compute, 0) {
-			return nil, fmt.Errorf("there is no profile %s on this GPU: %s is not split into parts of %d: %w", w.Profile, p.name, w.Profile.Compute, gpu.ErrInvalid)
+			return nil, fmt.Errorf("there is no profile %s on this GPU: %s is not split into parts of %d: %w",
+				w.Profile, p.name, w.Profile.Compute, gpu.ErrInvalid)
 		}
 		w.N = min(w.N, maxStates)
 		if k := slices.IndexFunc(all, func(o Count) bool { return o.Profile == w.Profile }); k >= 0 {
@@ -61,7 +62,8 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 	}
 	// What shares GPU instances stands together.
 	slices.SortFunc(all, func(a, b Count) int {
-		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()), cmp.Compare(a.Profile.Compute, b.Profile.Compute))
+		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()),
+			cmp.Compare(a.Profile.Compute, b.Profile.Compute))
 	})
 	return all, nil
 }
@@ -124,7 +126,8 @@ func (p *planner) list() error {
 		}
 		for i := range p.standing {
 			o := &p.standing[i]
-			if o.Profile == w.Profile && !o.Empty && p.masks[i] != 0 && !slices.Contains(table, o.Placement) && first(p.standing, i) {
+			wanted := o.Profile == w.Profile && !o.Empty && p.masks[i] != 0
+			if wanted && !slices.Contains(table, o.Placement) && first(p.standing, i) {
 				p.part(o.Placement, []Placement{o.Placement}, uses)
 			}
 		}
@@ -169,7 +172,9 @@ func (p *planner) part(gi Placement, devices []Placement, uses []use) {
 			return
 		}
 	}
-	p.parts = append(p.parts, part{start: gi.Start, end: min(gi.Start+gi.Size, maxMemory), uses: uses, value: value, devices: devices})
+	p.parts = append(p.parts, part{
+		start: gi.Start, end: min(gi.Start+gi.Size, maxMemory), uses: uses, value: value, devices: devices,
+	})
 }
 
 // choose finds the best target. ok is false if there is none.
