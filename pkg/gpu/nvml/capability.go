@@ -70,7 +70,8 @@ func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
 	file := filepath.Join(c.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
 	list, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)", gpu.ErrNotSupported, err)
+		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)",
+			gpu.ErrNotSupported, err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", gpu.ErrDriver, err)
@@ -110,7 +111,8 @@ func (c *capabilities) capabilityNode(name string, minor int) error {
 		return err
 	}
 	if err := makeNode(path, device); err != nil {
-		return fmt.Errorf("make %s (character device %d:%d): %w: %w; give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
+		return fmt.Errorf("make %s (character device %d:%d): %w: %w; "+
+			"give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
 			path, major, minor, gpu.ErrNoPermission, err, c.opts.capsDir())
 	}
 	return nil

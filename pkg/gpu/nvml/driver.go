@@ -21,6 +21,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 const (
@@ -190,7 +191,7 @@ func (g *gates) inFlight() string {
 	defer g.mu.Unlock()
 	var calls []string
 	for _, own := range g.cards {
-		if call := own.underWay(); call != "" {
+		if call := own.UnderWay(); call != "" {
 			calls = append(calls, call)
 		}
 	}
@@ -218,32 +219,34 @@ var process struct {
 // gates are where a process's calls of the driver's library run. What hangs
 // there since an earlier Driver is in the way of the next one too.
 type gates struct {
-	door  *door // for all that has no other place
-	waits *door // of event sets
+	door  *door.Door // for all that has no other place
+	waits *door.Door // of event sets
 	// outside is held by those who call the library through neither of these doors.
 	// Initialising the library and shutting it down take it alone.
-	outside *share
+	outside *door.Share
 	// sets is held while events are waited for. Work that cannot run meanwhile takes
 	// it alone. It is taken after outside, and before the doors.
-	sets *share
+	sets *door.Share
 
 	mu sync.Mutex
 	// Guarded by mu:
-	cards map[gpu.UUID]*door // for work on the MIG side of each GPU
+	cards map[gpu.UUID]*door.Door // for work on the MIG side of each GPU
 }
 
 func newGates() *gates {
-	return &gates{door: newDoor(), waits: newDoor(), outside: newShare(), sets: newShare(), cards: map[gpu.UUID]*door{}}
+	return &gates{
+		door: door.New(), waits: door.New(), outside: door.NewShare(), sets: door.NewShare(),
+		cards: map[gpu.UUID]*door.Door{},
+	}
 }
 
 // card is the door for work on one GPU's MIG side.
-func (g *gates) card(u gpu.UUID) *door {
+func (g *gates) card(u gpu.UUID) *door.Door {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	own, ok := g.cards[u]
 	if !ok {
-		own = newDoor()
-		own.patient = true
+		own = door.NewPatient()
 		g.cards[u] = own
 	}
 	return own
@@ -260,7 +263,8 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	d := newDriver(&session{opts: opts, log: opts.Logger, ration: brief.NewRation(opts.Logger, time.Now, time.AfterFunc)})
+	ration := brief.NewRation(opts.Logger, time.Now, time.AfterFunc)
+	d := newDriver(&session{opts: opts, log: opts.Logger, ration: ration})
 	if d.library, err = findLibrary(opts, d.log); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -269,7 +273,8 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	process.Lock()
 	defer process.Unlock()
 	if process.open {
-		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
+		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w",
+			gpu.ErrInvalid)
 	}
 	if process.gates == nil {
 		process.gates = newGates()
@@ -282,7 +287,8 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 		}
 	}
 	library := d.library
-	if d.library, err = through(ctx, d.door, "load "+library, func() (string, error) { return check(library) }, nil); err != nil {
+	load := func() (string, error) { return check(library) }
+	if d.library, err = door.Through(ctx, d.door, "load "+library, load, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	if named {
@@ -292,7 +298,8 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	process.library, process.loaded = d.library, d.loaded // the next call binds its symbols
 	d.seen = d.hardware()
-	d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise, func(lib nvml.Interface) { lib.Shutdown() })
+	letGo := func(lib nvml.Interface) { lib.Shutdown() }
+	d.lib, err = door.Through(ctx, d.door, "initialise "+d.library, d.initialise, letGo)
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -304,14 +311,16 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 // process is not bound to. It needs process's mutex held.
 func (s *session) identifyLocked() error {
 	if !filepath.IsAbs(s.library) {
-		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", s.library)
+		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed",
+			"library", s.library)
 	} else if same, err := process.loaded.is(s.library); err == nil && same {
 		s.loaded = process.loaded
 	} else if s.loaded, err = identify(s.library); err != nil {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	if process.library != "" && process.loaded.sum != s.loaded.sum {
-		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w", s.library, process.library, gpu.ErrReloaded)
+		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w",
+			s.library, process.library, gpu.ErrReloaded)
 	}
 	return nil
 }
@@ -326,7 +335,8 @@ func check(library string) (string, error) {
 	defer probe.Close()
 	for _, f := range functions {
 		if !f.newer && probe.Lookup(f.symbol) != nil {
-			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w", library, f.symbol, gpu.ErrNotSupported)
+			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w",
+				library, f.symbol, gpu.ErrNotSupported)
 		}
 	}
 	if !filepath.IsAbs(library) {
@@ -358,12 +368,12 @@ func (d *Driver) Close() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
-	err := d.outside.seize(ctx)
+	err := d.outside.Seize(ctx)
 	if err != nil { // there are handles that would end
 		err = fmt.Errorf("shut the driver down: %w: %s", err, d.inFlight())
 	} else {
 		const what = "shut the driver down"
-		err = d.alone(ctx, what, d.outside.yield, func() error { return d.shutdown(what) })
+		err = d.alone(ctx, what, d.outside.Yield, func() error { return d.shutdown(what) })
 	}
 	process.Lock()
 	process.open = false
@@ -381,16 +391,16 @@ func (s *session) alone(ctx context.Context, what string, release func(), f func
 	var began atomic.Int32 // 1: f has, 2: it never will
 	// Nobody leaves the first door behind a call of his own: what is done inside it ends with
 	// ctx, so it is never taken for hung.
-	_, err := s.waits.enter(ctx, what)
+	err := s.waits.Enter(ctx, what)
 	if err == nil {
-		_, err = through(ctx, s.door, what, func() (none struct{}, _ error) {
+		_, err = door.Through(ctx, s.door, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-		s.waits.leave()
+		s.waits.Leave()
 	}
 	if began.CompareAndSwap(0, 2) {
 		release()
@@ -419,7 +429,7 @@ var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
 // call runs f inside the general door.
 func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
-	value, err := through(ctx, s.door, what, open(s, what, f), nil)
+	value, err := door.Through(ctx, s.door, what, open(s, what, f), nil)
 	return value, s.explained(err)
 }
 
@@ -569,7 +579,10 @@ func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 			return nil, err
 		}
 		for _, info := range infos {
-			p := gpu.Process{PID: int(info.Pid), Kind: list.kind, GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId)}
+			p := gpu.Process{
+				PID: int(info.Pid), Kind: list.kind,
+				GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId),
+			}
 			if info.UsedGpuMemory != notAvailable {
 				p.Bytes, p.Known = info.UsedGpuMemory, true
 			}

@@ -15,6 +15,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 const (
@@ -63,8 +64,8 @@ const (
 //
 // It returns an error that wraps gpu.ErrTimeout if a wait inside the driver
 // hangs when it should end, and one that wraps gpu.ErrNotSupported if the driver has no
-// events: faults, and GPUs that come and go, are then found by reading. Only one Events runs at a time; another waits for
-// the first one's end.
+// events: faults, and GPUs that come and go, are then found by reading. Only one Events
+// runs at a time; another waits for the first one's end.
 func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	d.watching.Lock()
 	defer d.watching.Unlock()
@@ -123,7 +124,8 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		}
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
-		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && (w.putOff || d.stale.Load())
+		otherwise := why.failure != nil && !errors.Is(why.failure, gpu.ErrLost)
+		w.anew = otherwise || w.changed || why.due && (w.putOff || d.stale.Load())
 		if why.due || why.asked || w.anew {
 			w.lost = nil // try all of them
 		}
@@ -231,23 +233,23 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	for {
 		// The place is taken inside the door: there it is known whether what
 		// follows happens, also when this caller has left.
-		if err := d.sets.join(ctx); err != nil {
+		if err := d.sets.Join(ctx); err != nil {
 			return renewed, fmt.Errorf("%s: %w", what, err)
 		}
-		d.sets.part()
+		d.sets.Part()
 		var a armed
-		a, err = through(ctx, d.waits, what, open(d.session, what, func() (armed, error) {
-			if !d.sets.tryJoin() {
+		a, err = door.Through(ctx, d.waits, what, open(d.session, what, func() (armed, error) {
+			if !d.sets.TryJoin() {
 				return armed{}, errNotAlone
 			}
 			a, err := d.register(lost)
 			if err != nil {
-				d.sets.part()
+				d.sets.Part()
 			}
 			return a, err
 		}), func(a armed) {
 			a.set.Free()
-			d.sets.part()
+			d.sets.Part()
 		})
 		if errors.Is(err, errNotAlone) {
 			continue
@@ -272,13 +274,14 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 			cancel()
 		}
 	}).Stop()
-	const what, asBefore = "initialise the driver anew", "cannot initialise the driver anew; watching the GPUs as they were known"
-	if !d.outside.trySeize() { // there are handles that would end
+	const what = "initialise the driver anew"
+	const asBefore = "cannot initialise the driver anew; watching the GPUs as they were known"
+	if !d.outside.TrySeize() { // there are handles that would end
 		d.log.Warn(asBefore, "why", d.inFlight())
 		return false, nil
 	}
 	var held error
-	err = d.alone(ctx, what, d.outside.yield, func() (err error) {
+	err = d.alone(ctx, what, d.outside.Yield, func() (err error) {
 		inside.Store(true)
 		if d.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
@@ -370,7 +373,9 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 }
 
 // registerOne adds the GPU at an index to a set.
-func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]bool) (h nvml.Device, u gpu.UUID, err error) {
+func (d *Driver) registerOne(
+	set nvml.EventSet, index int, lost map[gpu.UUID]bool,
+) (h nvml.Device, u gpu.UUID, err error) {
 	if h, u, err = d.byIndex(index); err != nil {
 		return h, "", err
 	}
@@ -384,16 +389,17 @@ func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]boo
 	if supported&nvml.EventTypeXidCriticalError == 0 {
 		return h, u, fmt.Errorf("watch %s for critical errors: %w", u, gpu.ErrNotSupported)
 	}
-	return h, u, nvmlDeviceRegisterEvents.failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
+	ret = h.RegisterEvents(nvml.EventTypeXidCriticalError, set)
+	return h, u, nvmlDeviceRegisterEvents.failed("watch "+string(u), ret)
 }
 
 // disarm frees the set. No wait on it is under way.
 func (d *Driver) disarm(a armed) {
-	defer d.sets.part()
+	defer d.sets.Part()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
 	// Not open: Close has begun, perhaps, and waits for this.
-	if _, err := through(ctx, d.waits, "free an event set", func() (struct{}, error) {
+	if _, err := door.Through(ctx, d.waits, "free an event set", func() (struct{}, error) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
@@ -424,7 +430,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
-	sought := w.sets.wanted()
+	sought := w.sets.Wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
@@ -504,7 +510,7 @@ func (d *Driver) findLost(a armed) <-chan gpu.UUID {
 		close(found)
 		return found
 	}
-	if !d.outside.tryJoin() {
+	if !d.outside.TryJoin() {
 		d.look <- struct{}{}
 		close(found)
 		return found
@@ -512,7 +518,7 @@ func (d *Driver) findLost(a armed) <-chan gpu.UUID {
 	go func() {
 		defer close(found)
 		defer func() {
-			d.outside.part()
+			d.outside.Part()
 			d.look <- struct{}{}
 		}()
 		for _, h := range a.order {
@@ -541,9 +547,10 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 		case <-grace.C:
 			go func() { // until then the library cannot be initialised anew
 				<-l.done
-				w.sets.part()
+				w.sets.Part()
 			}()
-			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, w.opts.EventWait)
+			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned",
+				gpu.ErrTimeout, w.opts.EventWait)
 		}
 	}
 }
@@ -618,7 +625,10 @@ func (d *Driver) eventWait() time.Duration {
 // that was registered; where a driver gives another one, it is asked for its
 // UUID, and where that fails too the event names no GPU.
 func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
-	e := gpu.Event{Kind: gpu.EventXid, Xid: data.EventData, GI: instance(data.GpuInstanceId), CI: instance(data.ComputeInstanceId)}
+	e := gpu.Event{
+		Kind: gpu.EventXid, Xid: data.EventData,
+		GI: instance(data.GpuInstanceId), CI: instance(data.ComputeInstanceId),
+	}
 	var known bool
 	if e.GPU, known = w.gpus[data.Device]; known || data.Device == nil {
 		return e
@@ -626,12 +636,13 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
 	const what = "read the UUID of a GPU with an error"
-	u, err := through(ctx, w.waits, what, func() (gpu.UUID, error) {
+	u, err := door.Through(ctx, w.waits, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)
 	if err != nil {
-		w.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU", nil, "xid", e.Xid, "err", err)
+		w.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU",
+			nil, "xid", e.Xid, "err", err)
 	}
 	e.GPU = u
 	return e

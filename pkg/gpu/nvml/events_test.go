@@ -36,7 +36,7 @@ func TestLastWait(t *testing.T) {
 					Driver: newDriver(&session{opts: Options{EventWait: wait}, gates: newGates()}),
 					report: func(e gpu.Event) { told = append(told, e) },
 				}
-				if !w.sets.tryJoin() { // as who waits for events
+				if !w.sets.TryJoin() { // as who waits for events
 					t.Fatal("there is no place")
 				}
 				l := &listener{heard: make(chan news), stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{})}

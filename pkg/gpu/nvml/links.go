@@ -188,13 +188,15 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 		l.version = cmp.Or(version, l.version)
 		if typed {
 			kind, ret := h.GetNvLinkRemoteDeviceType(l.number)
-			if told, _ := nvmlDeviceGetNvLinkRemoteDeviceType.told("read what an NVLink leads to", ret); told && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
+			told, _ := nvmlDeviceGetNvLinkRemoteDeviceType.told("read what an NVLink leads to", ret)
+			if told && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
 				l.switched, l.known, l.asked = true, true, true
 				continue
 			}
 		}
 		remote, ret := h.GetNvLinkRemotePciInfo(l.number)
-		if told, _ := nvmlDeviceGetNvLinkRemotePciInfo.told("read where an NVLink leads", ret); told && busID(remote) != "" {
+		told, _ := nvmlDeviceGetNvLinkRemotePciInfo.told("read where an NVLink leads", ret)
+		if told && busID(remote) != "" {
 			l.peer, l.switched, l.known, l.asked = busID(remote), false, true, true
 		}
 	}
@@ -355,5 +357,6 @@ func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 		return nil
 	}
 	x := hex.EncodeToString(cluster[:])
-	return &gpu.Fabric{Cluster: fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:]), Clique: clique}
+	id := fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:])
+	return &gpu.Fabric{Cluster: id, Clique: clique}
 }

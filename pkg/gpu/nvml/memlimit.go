@@ -53,7 +53,8 @@ func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup strin
 			return gpu.MemoryLimit{}, err
 		}
 		m, ret := h.GetMemoryLimits_v1(cgroup)
-		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, limitRefused(nvmlDeviceGetMemoryLimits, ret)
+		limit := gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}
+		return limit, limitRefused(nvmlDeviceGetMemoryLimits, ret)
 	})
 }
 

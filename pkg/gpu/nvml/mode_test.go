@@ -14,6 +14,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 // mocked is a driver of one GPU, "GPU-0", whose every call is the test's.
@@ -62,8 +63,8 @@ func TestSetMIGModeAnswers(t *testing.T) {
 					if mode != nvml.DEVICE_MIG_ENABLE {
 						t.Errorf("mode %d", mode)
 					}
-					if waiting := d.sets.tryJoin(); waiting {
-						d.sets.part()
+					if waiting := d.sets.TryJoin(); waiting {
+						d.sets.Part()
 						if calls > 0 {
 							t.Error("tried again while events may be waited for")
 						}
@@ -82,7 +83,7 @@ func TestSetMIGModeAnswers(t *testing.T) {
 			if err != nil && !strings.Contains(err.Error(), "switch MIG on on GPU-0") {
 				t.Errorf("%v does not say what was tried", err)
 			}
-			if !d.outside.trySeize() || !d.sets.trySeize() {
+			if !d.outside.TrySeize() || !d.sets.TrySeize() {
 				t.Error("a room is kept")
 			}
 		})
@@ -197,19 +198,19 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	}
 	// However long it lasts it is not taken for hung, and nobody gets the library
 	// alone meanwhile.
-	short, cancel := context.WithTimeout(t.Context(), hungAfter+hungAfter/2)
+	short, cancel := context.WithTimeout(t.Context(), door.HungAfter+door.HungAfter/2)
 	defer cancel()
 	if _, err := work(short, d.session, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
 		t.Errorf("refused, before its own time was over: %v", err)
 	}
-	if d.outside.trySeize() {
+	if d.outside.TrySeize() {
 		t.Error("the library can be initialised anew under the work")
 	}
 	close(out)
 	if err := <-next; err != nil {
 		t.Errorf("the one in line: %v", err)
 	}
-	if err := d.outside.seize(t.Context()); err != nil {
+	if err := d.outside.Seize(t.Context()); err != nil {
 		t.Error(err)
 	}
 }

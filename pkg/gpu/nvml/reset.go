@@ -57,16 +57,16 @@ func (d *Driver) Reset(ctx context.Context, u gpu.UUID) error {
 	}
 	soon, cancel := context.WithTimeout(ctx, othersWait)
 	defer cancel()
-	if err := d.outside.seize(soon); err != nil {
+	if err := d.outside.Seize(soon); err != nil {
 		return fmt.Errorf("%s: %w: %s", what, err, d.inFlight())
 	}
-	if err := d.sets.seize(ctx); err != nil {
-		d.outside.yield()
+	if err := d.sets.Seize(ctx); err != nil {
+		d.outside.Yield()
 		return fmt.Errorf("%s: stop waiting for events: %w", what, err)
 	}
 	release := func() {
-		d.sets.yield()
-		d.outside.yield()
+		d.sets.Yield()
+		d.outside.Yield()
 	}
 	return d.explained(d.alone(ctx, what, release, func() error {
 		if d.stopped.Err() != nil {

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -29,7 +30,7 @@ const sysWait = time.Second
 // is read outside the driver's door: reading it is no call to the driver, and a network
 // card that hangs must not look like a GPU that hangs.
 type machine struct {
-	all, cardless *door // for readings with and without network cards
+	all, cardless *door.Door // for readings with and without network cards
 
 	mu sync.Mutex
 	// Guarded by mu; as last read:
@@ -40,7 +41,7 @@ type machine struct {
 }
 
 func newMachine() *machine {
-	return &machine{all: newDoor(), cardless: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
+	return &machine{all: door.New(), cardless: door.New(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
 // place adds to an inventory what the kernel knows. What the kernel cannot say now, as
@@ -75,7 +76,8 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	if err == nil {
 		m.rest.Machine, m.rest.NUMA, m.rest.Load = read.Machine, read.NUMA, read.Load
 	}
-	inv.Load, inv.Machine, inv.NUMA, inv.NICs = m.rest.Load, m.rest.Machine, cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	inv.Load, inv.Machine = m.rest.Load, m.rest.Machine
+	inv.NUMA, inv.NICs = cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		now, known := m.gpus[dev.UUID]
@@ -94,7 +96,7 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 }
 
 // read reads sysfs through a door, of the GPUs of an inventory.
-func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
+func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
 	// A copy: the reading may go on after the caller has left.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
@@ -107,7 +109,7 @@ func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inve
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, sysWait)
 	defer cancel()
-	return through(ctx, door, "read sysfs", func() (gpu.Inventory, error) {
+	return door.Through(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
 		asked.Load = loaded(sys)
 		for i := range asked.GPUs {
@@ -218,7 +220,8 @@ func vgpu(config []byte) *gpu.VGPU {
 		for records := capability[5:]; len(records) >= 2; {
 			if records[0] == 0 {
 				if len(records) >= 22 {
-					v.HostDriver, v.HostBranch = unix.ByteSliceToString(records[2:12]), unix.ByteSliceToString(records[12:22])
+					v.HostDriver = unix.ByteSliceToString(records[2:12])
+					v.HostBranch = unix.ByteSliceToString(records[12:22])
 				}
 				break
 			}

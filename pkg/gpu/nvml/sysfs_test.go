@@ -166,7 +166,7 @@ func TestPlaceRemembers(t *testing.T) {
 	expectPlace(t, "back in another slot", placed(t, d, ""), 0, "0-7", "0x030200")
 	ended, end := context.WithCancel(t.Context())
 	end()
-	underWay := func() string { return d.machine.all.underWay() + d.machine.cardless.underWay() }
+	underWay := func() string { return d.machine.all.UnderWay() + d.machine.cardless.UnderWay() }
 	for underWay() != "" { // the reading before has answered, and is about to leave
 		time.Sleep(time.Millisecond)
 	}

@@ -46,16 +46,18 @@ func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSli
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
-	if err := d.outside.join(ctx); err != nil { // the program is a client too
+	if err := d.outside.Join(ctx); err != nil { // the program is a client too
 		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
 	}
-	defer d.outside.part()
+	defer d.outside.Part()
 	return d.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
 }
 
 // smi runs the driver's nvidia-smi. An error carries the program's words, and the
 // sentinel that meaning finds for its exit status and them.
-func (s *session) smi(ctx context.Context, what string, meaning func(status int, said string) error, args ...string) error {
+func (s *session) smi(
+	ctx context.Context, what string, meaning func(status int, said string) error, args ...string,
+) error {
 	tool, err := s.tool("nvidia-smi")
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)

@@ -22,7 +22,9 @@ import (
 // the figures of the others are then too large for the time before (seen with driver 580.159.04:
 // of a process that was busy for a quarter of the time, 76 % for the last ten seconds, and 28 %
 // for the last two). That driver keeps some 16 seconds: for a longer time it tells those.
-func (r *readings) Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+func (r *readings) Utilization(
+	ctx context.Context, since time.Time, gpus ...gpu.UUID,
+) (map[gpu.UUID]map[int]float64, error) {
 	return call(ctx, r.session, "read how busy processes keep GPUs", func() (map[gpu.UUID]map[int]float64, error) {
 		out, errs := map[gpu.UUID]map[int]float64{}, []error(nil)
 		if !r.has(nvmlDeviceGetUtilization) {
