@@ -25,17 +25,6 @@ const capabilityMode = 0o444
 // capabilities finds and makes the device nodes that open MIG instances.
 type capabilities struct{ *session }
 
-// Capabilities are the nodes that a container needs, beside the GPU's, to use a
-// compute instance: the GPU instance's access and the compute instance's, on the
-// GPU with a minor number, by host path and without numbers as in Parts. Which
-// they are stands in the driver's list, at ProcRoot/driver/nvidia-caps/mig-minors;
-// they are assigned when the kernel module is loaded and stay. A node that is not
-// there, or has the numbers of a module that is gone, is made, with the major
-// number that ProcRoot/devices has for nvidia-caps.
-//
-// It makes no call of the driver. Errors: gpu.ErrNotFound where the driver has no
-// such instance on its list; gpu.ErrNotSupported where it has no list, or the
-// kernel no nvidia-caps; gpu.ErrNoPermission where a node cannot be made.
 func (c *capabilities) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
 	what := fmt.Sprintf("find the capability nodes of GPU instance %d, compute instance %d of nvidia%d", gi, ci, minor)
 	wanted := []string{

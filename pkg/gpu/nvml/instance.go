@@ -34,25 +34,6 @@ func split(profile string) (whole string, compute int) {
 	return profile, 0
 }
 
-// CreateInstance creates a compute instance of a profile, which is the driver's name or
-// that of a split (1c.3g.40gb), at a placement of its GPU instance. For a split, ci is
-// its first compute slice within the GPU instance; otherwise ci is 0. If a GPU instance
-// of the profile exists at the placement, the compute instance is created in it.
-// Otherwise a GPU instance is created first, and destroyed again if the second step
-// fails. If the instance exists already, it is returned as it is, busy or not. The UUID
-// of a new instance is left out: finding it takes the driver as long as MIG does.
-//
-// The hardware takes 0.1 to 1 s, and may take much longer. Work on one GPU is done one
-// at a time; it neither waits for readings nor delays them. A caller that leaves
-// (gpu.ErrTimeout) does not end the work: the next work on that GPU, and MIG, wait for
-// it.
-//
-// Errors: gpu.ErrNoRoom where something else stands there, or the card cannot
-// have another one; gpu.ErrInvalid for a profile or a place that the GPU does not
-// have; gpu.ErrNotSupported while MIG is off, and for a compute slice to be chosen
-// on a driver that cannot; gpu.ErrNoPermission without root; gpu.ErrNotFound for a
-// UUID that the driver does not know. Whatever the error, what it made is gone
-// again, unless the error says otherwise.
 func (m *migSide) CreateInstance(
 	ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int,
 ) (gpu.Instance, error) {
@@ -307,17 +288,6 @@ func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.Compu
 	return made, nvmlGpuInstanceCreateComputeAt.refused(ret)
 }
 
-// DestroyInstance destroys an instance as MIG or the inventory lists it: the compute
-// instance, then the GPU instance unless that has other compute instances. With CI -1 it
-// destroys a GPU instance without compute instances. If the second step fails, the
-// compute instance is created again, so that the instance exists as a whole or not at
-// all, unless the error says otherwise. A half-destroyed instance may be destroyed as it
-// was before, or as it is listed now. Time, and callers that leave, are as with
-// CreateInstance.
-//
-// Errors: gpu.ErrInUse if a process uses it, or if (CI -1) it has compute instances;
-// gpu.ErrNotFound if nothing of it exists, or if another instance has its numbers now,
-// which is left alone.
 func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
 	_, err := work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (struct{}, error) {
@@ -415,54 +385,5 @@ func pinned(err error) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		return fmt.Errorf("%w; end what runs on it, and destroy the compute instances in it", err)
 	}
-	return err
-}
-
-// SetMIGMode switches a GPU's MIG mode. It comes into force at once, or waits for
-// a reset (Reset) or a reboot: then MIG tells it as Pending. No instance may
-// stand, and no process use the GPU. Time, and callers that leave, are as with
-// CreateInstance; where the driver refuses while the GPU's events are waited for,
-// which is as long as Options.EventWait, it is tried once more without.
-//
-// Errors: gpu.ErrInUse where a client of the GPU is in the way,
-// gpu.ErrNotSupported for a card without MIG, gpu.ErrNoPermission without root,
-// gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
-	word, mode := "off", nvml.DEVICE_MIG_DISABLE
-	if on {
-		word, mode = "on", nvml.DEVICE_MIG_ENABLE
-	}
-	what := fmt.Sprintf("switch MIG %s on %s", word, u)
-	d.hurry()
-	_, err := work(ctx, d.session, u, what, onGPU(d.session, u, func(h nvml.Device) (none struct{}, _ error) {
-		activation, ret := h.SetMigMode(mode)
-		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
-			// The client in the way may be this process, which waits for events.
-			if err := d.sets.Seize(ctx); err != nil {
-				return none, fmt.Errorf("stop waiting for events: %w", err)
-			}
-			activation, ret = h.SetMigMode(mode)
-			d.sets.Yield()
-		}
-		if err := nvmlDeviceSetMigMode.refused(ret); err != nil {
-			if errors.Is(err, gpu.ErrInUse) {
-				err = fmt.Errorf("%w; destroy its instances and end its clients", err)
-			}
-			return none, err
-		}
-		if activation == nvml.SUCCESS {
-			select {
-			case d.again <- struct{}{}: // the driver may have forgotten what was registered
-			default:
-			}
-			return none, nil
-		}
-		_, pending, ret := h.GetMigMode()
-		if ret == nvml.SUCCESS && pending == mode {
-			d.log.Debug("a change of MIG mode waits for a reset", "gpu", u, "on", on, "driver", activation.Error())
-			return none, nil
-		}
-		return none, nvmlDeviceSetMigMode.refused(activation)
-	}))
 	return err
 }

@@ -34,21 +34,17 @@ const (
 // migSide reads and changes the MIG side of GPUs.
 type migSide struct {
 	*session
-	readings *readings
-	profiles profiles
+	// processes lists those on a GPU.
+	processes func(nvml.Device) ([]gpu.Process, error)
+	profiles  profiles
 }
 
-func newMIGSide(s *session, r *readings) *migSide {
-	return &migSide{session: s, readings: r, profiles: profiles{
+func newMIGSide(s *session, processes func(nvml.Device) ([]gpu.Process, error)) *migSide {
+	return &migSide{session: s, processes: processes, profiles: profiles{
 		boards: map[gpu.UUID]board{}, whole: map[board][]gpu.Profile{}, compute: map[computeKey][]computeProfile{},
 	}}
 }
 
-// MIG reads one GPU's MIG side as it is now; without capability it is the zero
-// value. It waits for work on that GPU's instances that is under way, and for no
-// other call.
-//
-// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
 	what := "read the MIG side of " + string(u)
 	return work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (gpu.MIG, error) {
@@ -92,6 +88,8 @@ func (p *profiles) see(d *gpu.Device) {
 	defer p.mu.Unlock()
 	p.boards[d.UUID] = board{d.PCIDevice, d.PCISubsystem, d.Model, d.Memory}
 }
+
+func (m *migSide) see(d *gpu.Device) { m.profiles.see(d) }
 
 // computeKey names a GPU instance profile of a GPU.
 type computeKey struct {
@@ -241,7 +239,7 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	if err != nil {
 		return nil, err
 	}
-	processes, err := m.readings.processes(h)
+	processes, err := m.processes(h)
 	if err != nil {
 		return nil, fmt.Errorf("list the processes on %s: %w", u, err)
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 // mocked is a driver of one GPU, "GPU-0", whose every call is the test's.
-func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
+func mocked(t *testing.T, card nvml.Device, missing ...string) *rooms {
 	t.Helper()
 	lib := &mock.Interface{
 		ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) },
@@ -29,7 +29,7 @@ func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
 			return card, nvml.SUCCESS
 		},
 	}
-	d := newDriver(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
+	d := newRooms(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
 	three := gpu.Profile{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}
 	d.profiles.whole = map[board][]gpu.Profile{{model: "GPU-0"}: {three}}
 	return d
@@ -57,7 +57,7 @@ func TestSetMIGModeAnswers(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			calls := 0
-			var d *Driver
+			var d *rooms
 			card := &mock.Device{
 				SetMigModeFunc: func(mode int) (nvml.Return, nvml.Return) {
 					if mode != nvml.DEVICE_MIG_ENABLE {
@@ -217,7 +217,7 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 
 // Who has to wait for a wait for events has to do so once.
 func TestHurry(t *testing.T) {
-	d := newDriver(&session{opts: Options{EventWait: time.Hour}})
+	d := newRooms(&session{opts: Options{EventWait: time.Hour}})
 	if got := d.eventWait(); got != time.Hour {
 		t.Errorf("waits %s for events", got)
 	}

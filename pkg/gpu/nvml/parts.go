@@ -29,14 +29,6 @@ var needed = []string{"/dev/nvidiactl", "/dev/nvidia-uvm"}
 // partsReader has NVIDIA's generator say what containers need.
 type partsReader struct{ *session }
 
-// Parts lists what containers need of the driver and of each GPU, by host
-// paths. It reads the file system below DriverRoot and DevRoot; call it again
-// when the driver may have changed.
-//
-// A GPU that the driver cannot describe, or that has no device node, is logged
-// and left out. The error wraps gpu.ErrInvalid where Options.Hook is empty and
-// gpu.ErrNoDriver where CUDA's library or a control node is missing: with such
-// parts a container would start and find no GPU.
 func (r *partsReader) Parts(ctx context.Context) (cdi.Parts, error) {
 	if !filepath.IsAbs(r.opts.Hook) {
 		return cdi.Parts{}, fmt.Errorf("list the driver's parts: hook program %q: "+

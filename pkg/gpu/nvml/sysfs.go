@@ -47,18 +47,18 @@ func newMachine() *machine {
 // place adds to an inventory what the kernel knows. What the kernel cannot say now, as
 // about a GPU that fell off the bus, stays as it was. The error wraps gpu.ErrTimeout if
 // ctx ends first.
-func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
+func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	if ctx.Err() != nil { // the caller has left
-		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+		return fmt.Errorf("read %s: %w: %w", s.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
 	}
-	m, sys := d.machine, os.DirFS(d.opts.SysRoot)
+	m, sys := s.machine, os.DirFS(s.opts.SysRoot)
 	read, silent := m.read(ctx, m.all, sys, inv)
 	err := silent
 	if silent != nil {
 		read, err = m.read(ctx, m.cardless, withoutCards{sys}, inv)
 	}
 	if err != nil && ctx.Err() != nil {
-		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+		return fmt.Errorf("read %s: %w: %w", s.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
 	}
 
 	m.mu.Lock()
@@ -66,9 +66,9 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	if silent != nil && !m.silent {
 		what := "network cards do not answer the kernel"
 		if err != nil { // the reading without them failed too
-			what = "the kernel does not answer in " + d.opts.SysRoot
+			what = "the kernel does not answer in " + s.opts.SysRoot
 		}
-		d.log.Warn(what+"; the last answer stays in use", "within", sysWait)
+		s.log.Warn(what+"; the last answer stays in use", "within", sysWait)
 	}
 	if m.silent = silent != nil; !m.silent {
 		m.rest.NICs = read.NICs
