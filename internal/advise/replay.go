@@ -91,7 +91,7 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 
 // replay is one in progress.
 type replay struct {
-	*node
+	node         *node
 	placer, back bool // see Rules, as is lag
 	lag          time.Duration
 	at           time.Duration
@@ -190,7 +190,7 @@ func (r *replay) meet(d *Demand, empty *node) {
 		for j, w := range t.wants {
 			if !w.own {
 				renamed = true
-				names[Renaming{From: q.Asks[j].String(), To: r.told(w)}]++
+				names[Renaming{From: q.Asks[j].String(), To: r.node.told(w)}]++
 			}
 		}
 		if renamed {
@@ -210,8 +210,8 @@ func (r *replay) meet(d *Demand, empty *node) {
 // pass lets the time pass.
 func (r *replay) pass(to time.Duration) {
 	took := (to - r.at).Seconds()
-	for i := range r.inv.GPUs {
-		if u := r.inv.GPUs[i].UUID; r.users[u] > 0 {
+	for i := range r.node.inv.GPUs {
+		if u := r.node.inv.GPUs[i].UUID; r.node.users[u] > 0 {
 			r.busy += took
 			r.given += float64(took * r.share[u]) // not fused: the same on every architecture
 		} else {
@@ -219,7 +219,7 @@ func (r *replay) pass(to time.Duration) {
 		}
 	}
 	r.at = to
-	r.now = time.Time{}.Add(to)
+	r.node.now = time.Time{}.Add(to)
 }
 
 func (r *replay) happen(e event) {
@@ -227,7 +227,7 @@ func (r *replay) happen(e event) {
 	case 0:
 		for i := range e.ends {
 			r.charge(&e.ends[i], -1)
-			r.put(&e.ends[i])
+			r.node.put(&e.ends[i])
 		}
 		r.hear(false)
 	case 1:
@@ -240,9 +240,9 @@ func (r *replay) happen(e event) {
 // hear tells the scheduler how many devices there are: that there are more, or also that
 // there are less.
 func (r *replay) hear(less bool) {
-	for i := range r.offer.Resources {
-		name := r.offer.Resources[i].Name
-		if n := r.healthy(name); less || n > r.known[name] {
+	for i := range r.node.offer.Resources {
+		name := r.node.offer.Resources[i].Name
+		if n := r.node.healthy(name); less || n > r.known[name] {
 			r.known[name] = n
 		}
 	}
@@ -250,7 +250,7 @@ func (r *replay) hear(less bool) {
 
 // charge counts an allocation on its GPUs, or with -1 takes it out again.
 func (r *replay) charge(a *ledger.Allocation, sign int) {
-	for _, p := range r.pieces(a) {
+	for _, p := range r.node.pieces(a) {
 		r.share[p.GPU] += float64(sign) * p.Share
 	}
 }
@@ -299,23 +299,23 @@ const (
 // admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices, by
 // what it has heard; behind the placer it asks the agent's packing.
 func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
-	need, exact := map[string]int{}, r.placer || r.dynamic
+	need, exact := map[string]int{}, r.placer || r.node.dynamic
 	for _, w := range p.wants {
 		need[w.resource] += w.n
-		exact = exact || r.exact[w.resource]
+		exact = exact || r.node.exact[w.resource]
 	}
 	for name, n := range need {
-		if !exact && r.known[name]-len(r.inUse[name]) < n {
+		if !exact && r.known[name]-len(r.node.inUse[name]) < n {
 			return nil, waits
 		}
 	}
 	for _, w := range p.wants {
-		if a, ok := r.take(w.resource, w.n); ok {
+		if a, ok := r.node.take(w.resource, w.n); ok {
 			has = append(has, a)
 			continue
 		}
 		for i := range has {
-			r.put(&has[i])
+			r.node.put(&has[i])
 		}
 		if exact {
 			return nil, waits
@@ -370,7 +370,7 @@ func (r *replay) end(span time.Duration) {
 	if r.busy > 0 {
 		r.out.Packed = r.given / r.busy
 	}
-	if all := span.Seconds() * float64(len(r.inv.GPUs)); all > 0 {
+	if all := span.Seconds() * float64(len(r.node.inv.GPUs)); all > 0 {
 		r.out.Idle = max(0, 1-r.busy/all)
 	}
 }
