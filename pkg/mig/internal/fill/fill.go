@@ -64,7 +64,10 @@ type Search struct {
 // Reset empties a search, to be used again.
 func (s *Search) Reset(end int, gaps []int64, width int) {
 	clear(s.Parts) // let go of what they use
-	*s = Search{End: end, gaps: gaps, width: width, Dims: s.Dims[:0], Parts: s.Parts[:0], Uses: s.Uses[:0], memo: s.memo, pick: s.pick}
+	*s = Search{
+		End: end, gaps: gaps, width: width, memo: s.memo, pick: s.pick,
+		Dims: s.Dims[:0], Parts: s.Parts[:0], Uses: s.Uses[:0],
+	}
 }
 
 // Use keeps what a part uses.
