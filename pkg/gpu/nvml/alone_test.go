@@ -21,7 +21,7 @@ func answer(n int) func() (int, error) {
 func TestAloneIsNeverTakenForHung(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &session{gates: newGates()}
-		if err := s.door.Enter(t.Context(), "stay"); err != nil { // somebody is inside, and his caller waits
+		if err := s.gates.door.Enter(t.Context(), "stay"); err != nil { // somebody is inside, and his caller waits
 			t.Fatal(err)
 		}
 		for range 100 { // it was shut for a moment, which some of them met
@@ -32,7 +32,7 @@ func TestAloneIsNeverTakenForHung(t *testing.T) {
 				t.Fatalf("beside a call that takes long: %v", err)
 			}
 			cancel()
-			if _, err := door.Through(t.Context(), s.waits, "watch", answer(1), nil); err != nil {
+			if _, err := door.Through(t.Context(), s.gates.waits, "watch", answer(1), nil); err != nil {
 				t.Fatalf("after %s of waiting: %v", patience, err)
 			}
 		}

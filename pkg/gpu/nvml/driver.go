@@ -127,7 +127,7 @@ type session struct {
 	lib     nvml.Interface
 	log     *slog.Logger
 	ration  *brief.Ration // the log for what a program on a GPU can cause without end
-	*gates
+	gates   *gates
 
 	// stale: a GPU is lost, and only a new initialisation can bring it back.
 	stale atomic.Bool
@@ -241,7 +241,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	library := s.library
 	load := func() (string, error) { return check(library) }
-	if s.library, err = door.Through(ctx, s.door, "load "+library, load, nil); err != nil {
+	if s.library, err = door.Through(ctx, s.gates.door, "load "+library, load, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	if named {
@@ -252,7 +252,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	process.library, process.loaded = s.library, s.loaded // the next call binds its symbols
 	seen := (&presence{s}).hardware()
 	letGo := func(lib nvml.Interface) { lib.Shutdown() }
-	s.lib, err = door.Through(ctx, s.door, "initialise "+s.library, s.initialise, letGo)
+	s.lib, err = door.Through(ctx, s.gates.door, "initialise "+s.library, s.initialise, letGo)
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -310,16 +310,16 @@ func (s *session) alone(ctx context.Context, what string, release func(), f func
 	var began atomic.Int32 // 1: f has, 2: it never will
 	// Nobody leaves the first door behind a call of his own: what is done inside it ends with
 	// ctx, so it is never taken for hung.
-	err := s.waits.Enter(ctx, what)
+	err := s.gates.waits.Enter(ctx, what)
 	if err == nil {
-		_, err = door.Through(ctx, s.door, what, func() (none struct{}, _ error) {
+		_, err = door.Through(ctx, s.gates.door, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-		s.waits.Leave()
+		s.gates.waits.Leave()
 	}
 	if began.CompareAndSwap(0, 2) {
 		release()
@@ -358,7 +358,7 @@ var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
 // call runs f inside the general door.
 func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.door, what, open(s, what, f), nil)
+	value, err := door.Through(ctx, s.gates.door, what, open(s, what, f), nil)
 	return value, s.explained(err)
 }
 

@@ -250,23 +250,23 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	for {
 		// The place is taken inside the door: there it is known whether what
 		// follows happens, also when this caller has left.
-		if err := e.sets.Join(ctx); err != nil {
+		if err := e.gates.sets.Join(ctx); err != nil {
 			return renewed, fmt.Errorf("%s: %w", what, err)
 		}
-		e.sets.Part()
+		e.gates.sets.Part()
 		var a armed
-		a, err = door.Through(ctx, e.waits, what, open(e.session, what, func() (armed, error) {
-			if !e.sets.TryJoin() {
+		a, err = door.Through(ctx, e.gates.waits, what, open(e.session, what, func() (armed, error) {
+			if !e.gates.sets.TryJoin() {
 				return armed{}, errNotAlone
 			}
 			a, err := e.register(lost)
 			if err != nil {
-				e.sets.Part()
+				e.gates.sets.Part()
 			}
 			return a, err
 		}), func(a armed) {
 			a.set.Free()
-			e.sets.Part()
+			e.gates.sets.Part()
 		})
 		if errors.Is(err, errNotAlone) {
 			continue
@@ -293,12 +293,12 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 	}).Stop()
 	const what = "initialise the driver anew"
 	const asBefore = "cannot initialise the driver anew; watching the GPUs as they were known"
-	if !e.outside.TrySeize() { // there are handles that would end
-		e.log.Warn(asBefore, "why", e.inFlight())
+	if !e.gates.outside.TrySeize() { // there are handles that would end
+		e.log.Warn(asBefore, "why", e.gates.inFlight())
 		return false, nil
 	}
 	var held error
-	err = e.alone(ctx, what, e.outside.Yield, func() (err error) {
+	err = e.alone(ctx, what, e.gates.outside.Yield, func() (err error) {
 		inside.Store(true)
 		if e.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
@@ -400,11 +400,11 @@ func (e *events) registerOne(
 
 // disarm frees the set. No wait on it is under way.
 func (e *events) disarm(a armed) {
-	defer e.sets.Part()
+	defer e.gates.sets.Part()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
 	// Not open: Close has begun, perhaps, and waits for this.
-	if _, err := door.Through(ctx, e.waits, "free an event set", func() (struct{}, error) {
+	if _, err := door.Through(ctx, e.gates.waits, "free an event set", func() (struct{}, error) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
@@ -435,7 +435,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
-	sought := w.events.sets.Wanted()
+	sought := w.events.gates.sets.Wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
@@ -515,7 +515,7 @@ func (e *events) findLost(a armed) <-chan gpu.UUID {
 		close(found)
 		return found
 	}
-	if !e.outside.TryJoin() {
+	if !e.gates.outside.TryJoin() {
 		e.look <- struct{}{}
 		close(found)
 		return found
@@ -523,7 +523,7 @@ func (e *events) findLost(a armed) <-chan gpu.UUID {
 	go func() {
 		defer close(found)
 		defer func() {
-			e.outside.Part()
+			e.gates.outside.Part()
 			e.look <- struct{}{}
 		}()
 		for _, h := range a.order {
@@ -552,7 +552,7 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 		case <-grace.C:
 			go func() { // until then the library cannot be initialised anew
 				<-l.done
-				w.events.sets.Part()
+				w.events.gates.sets.Part()
 			}()
 			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned",
 				gpu.ErrTimeout, w.events.opts.EventWait)
@@ -641,7 +641,7 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
 	const what = "read the UUID of a GPU with an error"
-	u, err := door.Through(ctx, w.events.waits, what, func() (gpu.UUID, error) {
+	u, err := door.Through(ctx, w.events.gates.waits, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)

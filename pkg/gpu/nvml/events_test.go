@@ -36,7 +36,7 @@ func TestLastWait(t *testing.T) {
 					events: newRooms(&session{opts: Options{EventWait: wait}, gates: newGates()}).events,
 					report: func(e gpu.Event) { told = append(told, e) },
 				}
-				if !w.events.sets.TryJoin() { // as who waits for events
+				if !w.events.gates.sets.TryJoin() { // as who waits for events
 					t.Fatal("there is no place")
 				}
 				l := &listener{heard: make(chan news), stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{})}

@@ -54,12 +54,12 @@ func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
 
 // work runs f behind one GPU's own door.
 func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.card(u), what, func() (T, error) {
+	value, err := door.Through(ctx, s.gates.card(u), what, func() (T, error) {
 		var none T
-		if err := s.outside.Join(ctx); err != nil {
+		if err := s.gates.outside.Join(ctx); err != nil {
 			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
 		}
-		defer s.outside.Part()
+		defer s.gates.outside.Part()
 		return open(s, what, f)()
 	}, nil)
 	return value, s.explained(err)
@@ -211,7 +211,7 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
 // that has none. What comes or goes meanwhile is in it or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
-	own := m.card(u)
+	own := m.gates.card(u)
 	for failed, crossed := 0, 0; failed < mostReadings && crossed < mostCrossed; {
 		before := own.Moves()
 		// An instance that goes away between two questions about it makes the

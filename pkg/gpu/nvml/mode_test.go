@@ -63,8 +63,8 @@ func TestSetMIGModeAnswers(t *testing.T) {
 					if mode != nvml.DEVICE_MIG_ENABLE {
 						t.Errorf("mode %d", mode)
 					}
-					if waiting := d.sets.TryJoin(); waiting {
-						d.sets.Part()
+					if waiting := d.gates.sets.TryJoin(); waiting {
+						d.gates.sets.Part()
 						if calls > 0 {
 							t.Error("tried again while events may be waited for")
 						}
@@ -83,7 +83,7 @@ func TestSetMIGModeAnswers(t *testing.T) {
 			if err != nil && !strings.Contains(err.Error(), "switch MIG on on GPU-0") {
 				t.Errorf("%v does not say what was tried", err)
 			}
-			if !d.outside.TrySeize() || !d.sets.TrySeize() {
+			if !d.gates.outside.TrySeize() || !d.gates.sets.TrySeize() {
 				t.Error("a room is kept")
 			}
 		})
@@ -203,14 +203,14 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	if _, err := work(short, d.session, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
 		t.Errorf("refused, before its own time was over: %v", err)
 	}
-	if d.outside.TrySeize() {
+	if d.gates.outside.TrySeize() {
 		t.Error("the library can be initialised anew under the work")
 	}
 	close(out)
 	if err := <-next; err != nil {
 		t.Errorf("the one in line: %v", err)
 	}
-	if err := d.outside.Seize(t.Context()); err != nil {
+	if err := d.gates.outside.Seize(t.Context()); err != nil {
 		t.Error(err)
 	}
 }

@@ -41,16 +41,16 @@ func (m *modes) Reset(ctx context.Context, u gpu.UUID) error {
 	}
 	soon, cancel := context.WithTimeout(ctx, othersWait)
 	defer cancel()
-	if err := m.outside.Seize(soon); err != nil {
-		return fmt.Errorf("%s: %w: %s", what, err, m.inFlight())
+	if err := m.gates.outside.Seize(soon); err != nil {
+		return fmt.Errorf("%s: %w: %s", what, err, m.gates.inFlight())
 	}
-	if err := m.sets.Seize(ctx); err != nil {
-		m.outside.Yield()
+	if err := m.gates.sets.Seize(ctx); err != nil {
+		m.gates.outside.Yield()
 		return fmt.Errorf("%s: stop waiting for events: %w", what, err)
 	}
 	release := func() {
-		m.sets.Yield()
-		m.outside.Yield()
+		m.gates.sets.Yield()
+		m.gates.outside.Yield()
 	}
 	return m.explained(m.alone(ctx, what, release, func() error {
 		if m.stopped.Err() != nil {

@@ -111,12 +111,12 @@ func (d *Driver) letGo() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
-	err := s.outside.Seize(ctx)
+	err := s.gates.outside.Seize(ctx)
 	if err != nil { // there are handles that would end
-		err = fmt.Errorf("shut the driver down: %w: %s", err, s.inFlight())
+		err = fmt.Errorf("shut the driver down: %w: %s", err, s.gates.inFlight())
 	} else {
 		const what = "shut the driver down"
-		err = s.alone(ctx, what, s.outside.Yield, func() error { return s.shutdown(what) })
+		err = s.alone(ctx, what, s.gates.outside.Yield, func() error { return s.shutdown(what) })
 	}
 	process.Lock()
 	process.open = false

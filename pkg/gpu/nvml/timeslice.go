@@ -35,10 +35,10 @@ func (m *modes) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlic
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
-	if err := m.outside.Join(ctx); err != nil { // the program is a client too
+	if err := m.gates.outside.Join(ctx); err != nil { // the program is a client too
 		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
 	}
-	defer m.outside.Part()
+	defer m.gates.outside.Part()
 	return m.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
 }
 
