@@ -308,32 +308,7 @@ func (k *Kueue) Configuration() ([]byte, error) {
 			"transformations", sizes, "What a request counts as in GPU memory, beside itself.",
 		})
 	}
-	var mappings []object
-	driver := "gpus." + k.Domain
-	ours := object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}
-	source := func(kind, name string) []object {
-		of := object{{"name", name, ""}, {"driver", driver, ""}, {"deviceSelector", ours, ""}}
-		return []object{{{kind, of, ""}}}
-	}
-	if len(b.classes) > 0 {
-		var classes []string
-		for _, name := range b.classes {
-			classes = append(classes, name+"."+k.Domain)
-		}
-		mappings = append(mappings, object{
-			{"name", k.resource(currency), "Claims count as the GPU memory that their device takes. " +
-				"Pods that ask for these classes by\nthe name of an extended resource are refused by Kueue then."},
-			{"deviceClassNames", classes, ""}, {"sources", source("counter", "memory"), ""},
-		})
-	}
-	if b.shares {
-		mappings = append(mappings, object{
-			{"name", k.resource(currency), "Claims of GPU memory count as what they ask for."},
-			{"deviceClassNames", []string{currency + "." + k.Domain}, ""},
-			{"sources", source("capacity", "memory"), ""},
-		})
-	}
-	if mappings != nil {
+	if mappings := k.mappings(b); mappings != nil {
 		resources = append(resources, field{"deviceClassMappings", mappings, ""})
 	}
 	out := object{
@@ -362,6 +337,35 @@ func (k *Kueue) Configuration() ([]byte, error) {
 		"Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both.",
 	})
 	return write(configurationHead, out)
+}
+
+// mappings are what claims count as, nil where Kueue counts none.
+func (k *Kueue) mappings(b *book) (mappings []object) {
+	driver := "gpus." + k.Domain
+	ours := object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}
+	source := func(kind, name string) []object {
+		of := object{{"name", name, ""}, {"driver", driver, ""}, {"deviceSelector", ours, ""}}
+		return []object{{{kind, of, ""}}}
+	}
+	if len(b.classes) > 0 {
+		var classes []string
+		for _, name := range b.classes {
+			classes = append(classes, name+"."+k.Domain)
+		}
+		mappings = append(mappings, object{
+			{"name", k.resource(currency), "Claims count as the GPU memory that their device takes. " +
+				"Pods that ask for these classes by\nthe name of an extended resource are refused by Kueue then."},
+			{"deviceClassNames", classes, ""}, {"sources", source("counter", "memory"), ""},
+		})
+	}
+	if b.shares {
+		mappings = append(mappings, object{
+			{"name", k.resource(currency), "Claims of GPU memory count as what they ask for."},
+			{"deviceClassNames", []string{currency + "." + k.Domain}, ""},
+			{"sources", source("capacity", "memory"), ""},
+		})
+	}
+	return mappings
 }
 
 // ParseCloud reads SITE or SITE/MODEL/MODE.

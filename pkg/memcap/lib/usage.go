@@ -207,14 +207,23 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, err
 	}
 	c.Steady = at(0) == word
+	if err := c.settle(idle); err != nil {
+		return Counters{}, err
+	}
+	return c, nil
+}
+
+// settle takes off Bound what is idle in all slots, and what is lent. The error is
+// gpu.ErrInvalid if the slots' sums are impossible.
+func (c *Counters) settle(idle uint64) error {
 	if idle >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
 	}
 	c.Bound -= min(c.Bound, idle+c.Lent)
 	if c.Reserved >= most || c.Committed >= most || c.Dead >= most || c.Lent >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
-	return c, nil
+	return nil
 }
 
 // living adds what the slot of a living process says.
