@@ -31,7 +31,7 @@ func (p *planner) split(from, to int) {
 	p.Dims = append(p.Dims, fill.Dim{N: min(total, len(gis))})
 	p.splits = append(p.splits, splitDim{k, d})
 	for _, gi := range gis {
-		f := filler{p: p, gi: gi, as: splitDim{k, d}, want: p.want[from:to], from: from, before: len(p.Parts)}
+		f := filler{p: p, gi: gi, want: p.want[from:to], from: from, before: len(p.Parts)}
 		f.left = make([]int, len(f.want))
 		for i := range f.left {
 			f.left[i] = f.want[i].N
@@ -45,11 +45,10 @@ func (p *planner) split(from, to int) {
 	}
 }
 
-// filler goes through the ways to fill one GPU instance.
+// filler goes through the ways to fill one GPU instance, of the last of the planner's splits.
 type filler struct {
 	p       *planner
 	gi      Placement
-	as      splitDim
 	want    []Count // of its profiles, the first of which is planner.want[from]
 	from    int
 	left    []int // of each of want
@@ -57,6 +56,8 @@ type filler struct {
 	devices []Placement
 	before  int // parts before this GPU instance's
 }
+
+func (f *filler) as() splitDim { return f.p.splits[len(f.p.splits)-1] }
 
 // stay decides for each that exists whether it stays.
 func (f *filler) stay(i int, taken uint64) {
@@ -103,8 +104,9 @@ func (f *filler) add(w int, taken uint64) {
 func (f *filler) place(w int, taken uint64, at int) {
 	name := f.want[w].Profile
 	if f.left[w] > 0 {
+		profile := &f.p.c.profiles[f.as().profile]
 		block := align(name.Compute)
-		for ci := (at + block - 1) / block * block; f.p.c.profiles[f.as.profile].holds(name.Compute, ci); ci += block {
+		for ci := (at + block - 1) / block * block; profile.holds(name.Compute, ci); ci += block {
 			s := Placement{Profile: name, Start: f.gi.Start, Size: f.gi.Size, CI: ci}
 			if taken&s.compute() != 0 {
 				continue
@@ -130,7 +132,7 @@ func (f *filler) close() {
 			f.p.Use(fill.Use{Dim: f.from + w, N: n})
 		}
 	}
-	f.p.Use(fill.Use{Dim: f.as.dim, N: 1})
+	f.p.Use(fill.Use{Dim: f.as().dim, N: 1})
 	uses := f.p.Uses[from:len(f.p.Uses):len(f.p.Uses)]
 	// Where the same would be there and be saved, the first way will do.
 	n := len(f.p.Parts)
