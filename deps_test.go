@@ -72,6 +72,7 @@ var packages = []entry{
 	{"internal/guard", 3, agent, "the watchdog over containers' GPU memory"},
 	{"internal/meter", 3, agent, "the account of what is granted and used"},
 	{"pkg/gpu/nvml", 2, agent, "the driver"},
+	{"pkg/gpu/nvml/internal/door", 2, agent, "waiting for a library whose calls can hang"},
 	{"pkg/plugin", 2, agent, "the kubelet's device-plugin API"},
 	{"pkg/dra", 2, agent, "the kubelet's API for drivers of dynamic resource allocation"},
 	{"pkg/cdi/dir", 2, agent, "a directory of CDI files"},
@@ -93,6 +94,7 @@ var packages = []entry{
 	{"internal/atomicfile", 2, agent, "files that are put in their place whole"},
 	{"internal/socket", 2, agent, "Unix sockets in a directory of the kubelet's"},
 	{"pkg/mig", 1, both, "profiles, placements, geometries"},
+	{"pkg/mig/internal/fill", 1, both, "the best way to fill a row with parts"},
 	{"pkg/timeslice", 1, both, "sharing a GPU"},
 	{"pkg/memcap", 1, both, "caps and verdicts"},
 	{"pkg/topology", 1, both, "how near GPUs are"},
@@ -122,25 +124,26 @@ var packages = []entry{
 // shared says of each package of both halves why the placer, too, has it. TestSharedIsShared
 // holds that it has.
 var shared = map[string]string{
-	"internal/command":  "flags, variables, help and exit codes are of one kind",
-	"internal/kube":     "the API server is connected to and watched in one way",
-	"internal/obs":      "an HTTP server that every pod can reach is bounded in one way",
-	"pkg/mig":           "where MIG instances have room",
-	"pkg/timeslice":     "where units and replicas have room",
-	"pkg/memcap":        "the cap that a piece has: values alone",
-	"pkg/topology":      "how near GPUs are; internal/status shows it, too",
-	"internal/piece":    "the kinds of pieces",
-	"internal/status":   "the reasons in the conditions of a GPUNode",
-	"internal/gpunode":  "what nodes tell, and what of it can be",
-	"pkg/gpu":           "the words for hardware",
-	"internal/workload": "the words for pods and the kubelet's APIs",
-	"internal/amount":   "quantities in Nodes, and in what other clusters ask for",
-	"internal/brief":    "what others have written is bounded before it is told on",
+	"internal/command":      "flags, variables, help and exit codes are of one kind",
+	"internal/kube":         "the API server is connected to and watched in one way",
+	"internal/obs":          "an HTTP server that every pod can reach is bounded in one way",
+	"pkg/mig":               "where MIG instances have room",
+	"pkg/mig/internal/fill": "pkg/mig's search",
+	"pkg/timeslice":         "where units and replicas have room",
+	"pkg/memcap":            "the cap that a piece has: values alone",
+	"pkg/topology":          "how near GPUs are; internal/status shows it, too",
+	"internal/piece":        "the kinds of pieces",
+	"internal/status":       "the reasons in the conditions of a GPUNode",
+	"internal/gpunode":      "what nodes tell, and what of it can be",
+	"pkg/gpu":               "the words for hardware",
+	"internal/workload":     "the words for pods and the kubelet's APIs",
+	"internal/amount":       "quantities in Nodes, and in what other clusters ask for",
+	"internal/brief":        "what others have written is bounded before it is told on",
 }
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel
-// alone, which every package of that floor does.
-var tools = []string{"internal/atomicfile", "internal/socket"}
+// alone, which every package of that floor does, or the clock alone.
+var tools = []string{"internal/atomicfile", "internal/socket", "pkg/gpu/nvml/internal/door"}
 
 // mains are the programs of the product.
 var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "pkg/memcap/lib/hide"}

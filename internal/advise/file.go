@@ -55,7 +55,8 @@ func File(name string, best *Alternative, comments []string, on Node) (string, e
 	}
 	for i := range want.GPUs {
 		if w := best.Wants[i]; !w.Equal(want.GPUs[i]) {
-			return "", fmt.Errorf("write the partition: GPU %d would be %+v, and is to be %+v", on.Inventory.GPUs[i].Index, want.GPUs[i], w)
+			return "", fmt.Errorf("write the partition: GPU %d would be %+v, and is to be %+v",
+				on.Inventory.GPUs[i].Index, want.GPUs[i], w)
 		}
 	}
 	return text, nil
@@ -118,18 +119,23 @@ func wrap(text string, width int) string {
 func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	out := []string{
 		"Pods come when they came, and hold what they get for as long as they did.",
-		"A pod gets all that it asks for or nothing. Those that wait are tried in the order in which they came, and one without room holds up nobody.",
+		"A pod gets all that it asks for or nothing. Those that wait are tried in the order in which they came, " +
+			"and one without room holds up nobody.",
 	}
 	switch {
 	case slices.ContainsFunc(a.Wants, func(w config.Want) bool { return w.Mode == config.Dynamic }):
-		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, and packs as the agent would.")
+		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, "+
+			"and packs as the agent would.")
 	case rules.Placer:
 		out = append(out, "Pods are placed through the placer: what does not fit waits.")
 	default:
-		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.", rules.Lag))
+		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them "+
+			"that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.",
+			rules.Lag))
 	}
 	if rules.Back {
-		out = append(out, "A refused pod comes back after 10 s, 20 s, 40 s and so on up to 10 minutes, as a Job's does.")
+		out = append(out,
+			"A refused pod comes back after 10 s, 20 s, 40 s and so on up to 10 minutes, as a Job's does.")
 	} else {
 		out = append(out, "A refused pod does not come back.")
 	}
@@ -146,5 +152,6 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 
 // Told is the demand in a sentence.
 func (d *Demand) Told() string {
-	return fmt.Sprintf("%d requests from %s to %s (%s)", len(d.Requests), d.Begin.UTC().Format(time.RFC3339), d.End.UTC().Format(time.RFC3339), d.Span().Round(time.Second))
+	return fmt.Sprintf("%d requests from %s to %s (%s)", len(d.Requests), d.Begin.UTC().Format(time.RFC3339),
+		d.End.UTC().Format(time.RFC3339), d.Span().Round(time.Second))
 }

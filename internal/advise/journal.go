@@ -62,7 +62,9 @@ func (j *Journal) Apply(r *usage.Record) {
 		j.adopt(r)
 	case usage.Allocated:
 		if j.grants[r.Grant] == nil {
-			j.grants[r.Grant] = &granted{allocation: r.Allocation, resource: r.Resource, since: r.Time, pieces: r.Pieces, Holder: r.Holder}
+			j.grants[r.Grant] = &granted{
+				allocation: r.Allocation, resource: r.Resource, since: r.Time, pieces: r.Pieces, Holder: r.Holder,
+			}
 		}
 	case usage.Named:
 		if g := j.grants[r.Grant]; g != nil {
@@ -147,7 +149,9 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 		d.End = o.Until
 	}
 	if !d.End.After(d.Begin) {
-		return nil, fmt.Errorf("there is no demand from %s to %s: the journal and the trace have no record of that time", d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))
+		return nil, fmt.Errorf("there is no demand from %s to %s: "+
+			"the journal and the trace have no record of that time",
+			d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))
 	}
 	g := &gathering{Demand: d, Options: o, trace: t, known: map[string]*pod{}}
 	if t != nil {
@@ -158,13 +162,15 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	g.refused(j)
 	g.finish()
 	if j.left > 0 {
-		d.Notes = append(d.Notes, fmt.Sprintf("Records that the journal had no room for any more are missing: %d.", j.left))
+		d.Notes = append(d.Notes, fmt.Sprintf("Records that the journal had no room for any more are missing: %d.",
+			j.left))
 	}
 	if j.lost > 0 {
 		d.Notes = append(d.Notes, fmt.Sprintf("Records that could not be written are missing: %d.", j.lost))
 	}
 	if j.claims > 0 {
-		d.Notes = append(d.Notes, fmt.Sprintf("Refused claims are not counted, since the journal does not have what they asked for: %d.", j.claims))
+		d.Notes = append(d.Notes, fmt.Sprintf("Refused claims are not counted, "+
+			"since the journal does not have what they asked for: %d.", j.claims))
 	}
 	return d, nil
 }
@@ -295,7 +301,8 @@ func (g *gathering) finish() {
 		g.Requests = append(g.Requests, u.Request)
 	}
 	if n := len(g.unseen); n > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for as long as the median of those that ask for the same, or where there is none of all.", n))
+		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for as long as "+
+			"the median of those that ask for the same, or where there is none of all.", n))
 	}
 	g.order()
 }

@@ -54,10 +54,17 @@ var names = deviceplugin.ResourceNames("gpu")
 
 // lay lays a node out.
 func (n Node) lay(wants []config.Want) (*node, error) {
-	out := &node{inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{}, exact: map[string]bool{}, users: map[gpu.UUID]int{}, inUse: map[string]map[string]bool{}, standing: map[gpu.UUID][]mig.Placement{}}
+	out := &node{
+		inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{},
+		exact: map[string]bool{}, users: map[gpu.UUID]int{}, inUse: map[string]map[string]bool{},
+		standing: map[gpu.UUID][]mig.Placement{},
+	}
 	out.wants = slices.Clone(wants)
 	throughDRA := map[gpu.UUID]bool{}
-	out.plan = plan.Input{Inventory: out.inv, Unit: n.Unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}
+	out.plan = plan.Input{
+		Inventory: out.inv, Unit: n.Unit,
+		MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}},
+	}
 	for i := range out.inv.GPUs {
 		d, w := &out.inv.GPUs[i], &out.wants[i]
 		if d.MIG.Capable {
@@ -76,8 +83,10 @@ func (n Node) lay(wants []config.Want) (*node, error) {
 	}
 	l := ledger.New(func() {}, out.clock)
 	out.front = deviceplugin.New(l, out.clock)
-	out.input = deviceplugin.Input{Inventory: out.inv, Names: names, Cards: out.plan.MIG.Cards, Topology: topology.New(n.Inventory), Aligned: deviceplugin.AlignNone,
-		OnDemand: func(u gpu.UUID) bool { return out.demand[u] }}
+	out.input = deviceplugin.Input{
+		Inventory: out.inv, Names: names, Cards: out.plan.MIG.Cards, Topology: topology.New(n.Inventory),
+		Aligned: deviceplugin.AlignNone, OnDemand: func(u gpu.UUID) bool { return out.demand[u] },
+	}
 	if err := out.arrange(); err != nil {
 		return nil, err
 	}
@@ -147,7 +156,10 @@ func settle(d *gpu.Device, w *config.Want) (map[mig.Placement]bool, error) {
 	}
 	for i, s := range p.Result {
 		made[s] = true
-		d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, GI: i + 1, CIStart: s.CI})
+		d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{
+			Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, GI: i + 1,
+			CIStart: s.CI,
+		})
 	}
 	return made, nil
 }

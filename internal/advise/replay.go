@@ -69,10 +69,14 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 	if err != nil {
 		return Outcome{}, err
 	}
-	r := &replay{node: n, rules: rules, span: d.Span(), asked: map[string]*translated{}, known: map[string]int{}, share: map[gpu.UUID]float64{}, renamed: map[Renaming]int{}}
+	r := &replay{
+		node: n, placer: rules.Placer, back: rules.Back, lag: rules.Lag,
+		known: map[string]int{}, share: map[gpu.UUID]float64{},
+	}
+	span := d.Span()
 	r.meet(d, empty)
 	r.hear(true)
-	for len(r.events) > 0 && r.events[0].at < r.span {
+	for len(r.events) > 0 && r.events[0].at < span {
 		at := r.events[0].at
 		r.pass(at)
 		for len(r.events) > 0 && r.events[0].at == at {
@@ -80,31 +84,28 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 		}
 		r.schedule()
 	}
-	r.pass(r.span)
-	r.end()
+	r.pass(span)
+	r.end(span)
 	return r.out, nil
 }
 
 // replay is one in progress.
 type replay struct {
-	*node
-	rules  Rules
-	at     time.Duration
-	span   time.Duration
-	events events
-	seq    int
-	// waiting are the pods without a place, in the order in which they came; asked is what
-	// requests come to, by their shape.
+	node         *node
+	placer, back bool // see Rules, as is lag
+	lag          time.Duration
+	at           time.Duration
+	events       events
+	seq          int
+	// waiting are the pods without a place, in the order in which they came.
 	waiting []*pending
-	asked   map[string]*translated
 	// known is how many devices of each resource there are to the scheduler, which are free or
 	// a pod has.
 	known map[string]int
-	// share is how much of each GPU is given out. busy is the time of such GPUs, and given what was given out of them, both in
-	// seconds times GPUs.
+	// share is how much of each GPU is given out. busy is the time of such GPUs, and given what
+	// was given out of them, both in seconds times GPUs.
 	share       map[gpu.UUID]float64
 	busy, given float64
-	renamed     map[Renaming]int
 	out         Outcome
 }
 
@@ -171,14 +172,15 @@ func (r *replay) push(e event) {
 
 // meet finds out what each request comes to, on an empty node.
 func (r *replay) meet(d *Demand, empty *node) {
+	asked, names := map[string]*translated{}, map[Renaming]int{}
 	for i := range d.Requests {
 		q := &d.Requests[i]
 		shape := q.shape()
-		t := r.asked[shape]
+		t := asked[shape]
 		if t == nil {
 			t = &translated{key: shape}
 			t.wants, t.fits = empty.translate(q.Asks)
-			r.asked[shape] = t
+			asked[shape] = t
 		}
 		if t.wants == nil {
 			r.out.Never++
@@ -188,7 +190,7 @@ func (r *replay) meet(d *Demand, empty *node) {
 		for j, w := range t.wants {
 			if !w.own {
 				renamed = true
-				r.renamed[Renaming{From: q.Asks[j].String(), To: r.told(w)}]++
+				names[Renaming{From: q.Asks[j].String(), To: r.node.told(w)}]++
 			}
 		}
 		if renamed {
@@ -196,13 +198,20 @@ func (r *replay) meet(d *Demand, empty *node) {
 		}
 		r.push(event{at: q.At, pod: &pending{Request: q, translated: t, came: q.At}})
 	}
+	for name, n := range names {
+		name.Count = n
+		r.out.Names = append(r.out.Names, name)
+	}
+	slices.SortFunc(r.out.Names, func(a, b Renaming) int {
+		return cmp.Or(strings.Compare(a.From, b.From), strings.Compare(a.To, b.To))
+	})
 }
 
 // pass lets the time pass.
 func (r *replay) pass(to time.Duration) {
 	took := (to - r.at).Seconds()
-	for i := range r.inv.GPUs {
-		if u := r.inv.GPUs[i].UUID; r.users[u] > 0 {
+	for i := range r.node.inv.GPUs {
+		if u := r.node.inv.GPUs[i].UUID; r.node.users[u] > 0 {
 			r.busy += took
 			r.given += float64(took * r.share[u]) // not fused: the same on every architecture
 		} else {
@@ -210,7 +219,7 @@ func (r *replay) pass(to time.Duration) {
 		}
 	}
 	r.at = to
-	r.now = time.Time{}.Add(to)
+	r.node.now = time.Time{}.Add(to)
 }
 
 func (r *replay) happen(e event) {
@@ -218,7 +227,7 @@ func (r *replay) happen(e event) {
 	case 0:
 		for i := range e.ends {
 			r.charge(&e.ends[i], -1)
-			r.put(&e.ends[i])
+			r.node.put(&e.ends[i])
 		}
 		r.hear(false)
 	case 1:
@@ -231,9 +240,9 @@ func (r *replay) happen(e event) {
 // hear tells the scheduler how many devices there are: that there are more, or also that
 // there are less.
 func (r *replay) hear(less bool) {
-	for i := range r.offer.Resources {
-		name := r.offer.Resources[i].Name
-		if n := r.healthy(name); less || n > r.known[name] {
+	for i := range r.node.offer.Resources {
+		name := r.node.offer.Resources[i].Name
+		if n := r.node.healthy(name); less || n > r.known[name] {
 			r.known[name] = n
 		}
 	}
@@ -241,7 +250,7 @@ func (r *replay) hear(less bool) {
 
 // charge counts an allocation on its GPUs, or with -1 takes it out again.
 func (r *replay) charge(a *ledger.Allocation, sign int) {
-	for _, p := range r.pieces(a) {
+	for _, p := range r.node.pieces(a) {
 		r.share[p.GPU] += float64(sign) * p.Share
 	}
 }
@@ -265,7 +274,7 @@ func (r *replay) schedule() {
 			still = append(still, p)
 		case refused:
 			r.out.Refused++
-			if r.rules.Back {
+			if r.back {
 				again := *p
 				again.tries++
 				after := mostBack
@@ -290,33 +299,33 @@ const (
 // admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices, by
 // what it has heard; behind the placer it asks the agent's packing.
 func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
-	need, exact := map[string]int{}, r.rules.Placer || r.dynamic
+	need, exact := map[string]int{}, r.placer || r.node.dynamic
 	for _, w := range p.wants {
 		need[w.resource] += w.n
-		exact = exact || r.exact[w.resource]
+		exact = exact || r.node.exact[w.resource]
 	}
 	for name, n := range need {
-		if !exact && r.known[name]-len(r.inUse[name]) < n {
+		if !exact && r.known[name]-len(r.node.inUse[name]) < n {
 			return nil, waits
 		}
 	}
 	for _, w := range p.wants {
-		if a, ok := r.take(w.resource, w.n); ok {
+		if a, ok := r.node.take(w.resource, w.n); ok {
 			has = append(has, a)
 			continue
 		}
 		for i := range has {
-			r.put(&has[i])
+			r.node.put(&has[i])
 		}
 		if exact {
 			return nil, waits
 		}
 		return nil, refused
 	}
-	if r.rules.Lag == 0 {
+	if r.lag == 0 {
 		r.hear(true)
 	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind().InMIG() }) {
-		r.push(event{at: r.at + r.rules.Lag})
+		r.push(event{at: r.at + r.lag})
 	}
 	return has, served
 }
@@ -342,8 +351,8 @@ func (r *replay) waited(p *pending) {
 	r.out.Longest = max(r.out.Longest, r.at-p.came)
 }
 
-// end counts those who wait at the end, and works out the rest.
-func (r *replay) end() {
+// end counts those who wait at the end of that time, and works out the rest.
+func (r *replay) end(span time.Duration) {
 	left := r.waiting
 	for _, e := range r.events {
 		if e.pod != nil { // refused, and about to come back
@@ -361,14 +370,7 @@ func (r *replay) end() {
 	if r.busy > 0 {
 		r.out.Packed = r.given / r.busy
 	}
-	if all := r.span.Seconds() * float64(len(r.inv.GPUs)); all > 0 {
+	if all := span.Seconds() * float64(len(r.node.inv.GPUs)); all > 0 {
 		r.out.Idle = max(0, 1-r.busy/all)
 	}
-	for name, n := range r.renamed {
-		name.Count = n
-		r.out.Names = append(r.out.Names, name)
-	}
-	slices.SortFunc(r.out.Names, func(a, b Renaming) int {
-		return cmp.Or(strings.Compare(a.From, b.From), strings.Compare(a.To, b.To))
-	})
 }

@@ -151,7 +151,8 @@ func alike(a, b *gpu.Device) bool {
 	same := func(p, q gpu.Profile) bool {
 		return p.Name == q.Name && p.Memory == q.Memory && p.Max == q.Max && slices.Equal(p.Placements, q.Placements)
 	}
-	return a.Model == b.Model && a.Memory == b.Memory && a.Reserved == b.Reserved && a.Fault == b.Fault && a.MIG.Capable == b.MIG.Capable && slices.EqualFunc(a.MIG.Profiles, b.MIG.Profiles, same)
+	return a.Model == b.Model && a.Memory == b.Memory && a.Reserved == b.Reserved && a.Fault == b.Fault &&
+		a.MIG.Capable == b.MIG.Capable && slices.EqualFunc(a.MIG.Profiles, b.MIG.Profiles, same)
 }
 
 // mostProfiles and mostGeometries bound what is tried of a card.
@@ -165,19 +166,27 @@ func (s *search) optionsOf(d *gpu.Device) []option {
 	if d.Fault != "" {
 		return []option{{"off", config.Want{Mode: config.Off}}}
 	}
-	out := []option{{whole, config.Want{Mode: config.Whole, API: ledger.DevicePlugin}},
-		{shared, config.Want{Mode: config.Shared, API: ledger.DevicePlugin, TimeSlice: gpu.TimeSliceDefault, Compute: config.ComputeTimeSlice}}}
+	out := []option{
+		{whole, config.Want{Mode: config.Whole, API: ledger.DevicePlugin}},
+		{shared, config.Want{
+			Mode: config.Shared, API: ledger.DevicePlugin,
+			TimeSlice: gpu.TimeSliceDefault, Compute: config.ComputeTimeSlice,
+		}},
+	}
 	if !d.MIG.Capable || len(d.MIG.Profiles) == 0 {
 		return out
 	}
 	card, _ := mig.NewCard(&d.MIG)
 	if !card.Known() {
-		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver tells only in MIG mode where instances can stand. An inventory of one in MIG mode says more.", d.Index))
+		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver tells only in MIG mode "+
+			"where instances can stand. An inventory of one in MIG mode says more.", d.Index))
 		return out
 	}
 	out = append(out, option{onDemand, config.Want{Mode: config.MIG, API: ledger.DevicePlugin, OnDemand: true}})
 	for _, g := range s.geometries(d, card) {
-		out = append(out, option{"mig " + mig.DescribeCounts(g), config.Want{Mode: config.MIG, API: ledger.DevicePlugin, Geometry: g}})
+		out = append(out, option{
+			"mig " + mig.DescribeCounts(g), config.Want{Mode: config.MIG, API: ledger.DevicePlugin, Geometry: g},
+		})
 	}
 	return out
 }
@@ -252,7 +261,10 @@ func (s *search) try(name string, wants []config.Want, present bool) error {
 	if err != nil {
 		return err
 	}
-	s.Tried = append(s.Tried, Alternative{Name: name, Present: present, Plain: slices.Contains([]string{whole, shared, onDemand, "dynamic"}, name), Wants: wants, Outcome: out})
+	s.Tried = append(s.Tried, Alternative{
+		Name: name, Present: present, Plain: slices.Contains([]string{whole, shared, onDemand, "dynamic"}, name),
+		Wants: wants, Outcome: out,
+	})
 	return nil
 }
 
@@ -262,7 +274,8 @@ func (s *search) key(wants []config.Want) string {
 	words := make([]string, len(wants))
 	for i := range wants {
 		w := wants[i]
-		words[i] = fmt.Sprintf("%d %s %s %d %s %t %v %v", s.group[i], w.Mode, w.API, w.Replicas, w.TimeSlice, w.OnDemand, w.Geometry, w.Profiles)
+		words[i] = fmt.Sprintf("%d %s %s %d %s %t %v %v",
+			s.group[i], w.Mode, w.API, w.Replicas, w.TimeSlice, w.OnDemand, w.Geometry, w.Profiles)
 	}
 	if !s.ordered {
 		slices.Sort(words)
@@ -326,7 +339,9 @@ func (s *search) dynamic() {
 		if !slices.ContainsFunc(s.options[i], func(o option) bool { return o.name == onDemand }) {
 			return
 		}
-		wants = append(wants, config.Want{GPU: s.node.Inventory.GPUs[i].UUID, Mode: config.Dynamic, API: ledger.DRA, OnDemand: true})
+		wants = append(wants, config.Want{
+			GPU: s.node.Inventory.GPUs[i].UUID, Mode: config.Dynamic, API: ledger.DRA, OnDemand: true,
+		})
 	}
 	_ = s.try("dynamic", wants, false)
 }
@@ -424,7 +439,8 @@ func (s *search) around(of *Alternative) bool {
 func (s *search) describe(wants []config.Want) string {
 	pick := make([]int, len(wants))
 	for i := range wants {
-		pick[i] = slices.IndexFunc(s.options[i], func(o option) bool { o.GPU = wants[i].GPU; return o.Want.Equal(wants[i]) })
+		pick[i] = slices.IndexFunc(s.options[i],
+			func(o option) bool { o.GPU = wants[i].GPU; return o.Want.Equal(wants[i]) })
 		if pick[i] < 0 {
 			return "the present one, changed"
 		}

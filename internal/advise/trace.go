@@ -105,7 +105,8 @@ func ReadTrace(in io.Reader) (*Trace, error) {
 			err = t.take(raw, "", 0)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read the trace: document %d: %w (it is to be what `kubectl get pods,events -A -o json` prints)", n, err)
+			return nil, fmt.Errorf("read the trace: document %d: "+
+				"%w (it is to be what `kubectl get pods,events -A -o json` prints)", n, err)
 		}
 	}
 }
@@ -169,7 +170,10 @@ func (t *Trace) event(o *object) {
 
 // pod takes in a pod.
 func (t *Trace) pod(o *object, deleted bool) error {
-	p := &pod{name: o.Metadata.Namespace + "/" + o.Metadata.Name, node: o.Spec.NodeName, created: o.Metadata.CreationTimestamp.Add(resolution), claims: len(o.Spec.ResourceClaims) > 0}
+	p := &pod{
+		name: o.Metadata.Namespace + "/" + o.Metadata.Name, node: o.Spec.NodeName,
+		created: o.Metadata.CreationTimestamp.Add(resolution), claims: len(o.Spec.ResourceClaims) > 0,
+	}
 	if o.Metadata.CreationTimestamp.IsZero() {
 		return fmt.Errorf("pod %s has no creationTimestamp", p.name)
 	}
@@ -284,7 +288,8 @@ func (g *gathering) others(j *Journal) {
 		g.Notes = append(g.Notes, fmt.Sprintf("Pods of the trace on other nodes are left out: %d.", elsewhere))
 	}
 	if odd > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("What init containers and claims of pods in the trace ask for is left out where the journal does not have the pod: %d pods.", odd))
+		g.Notes = append(g.Notes, fmt.Sprintf("What init containers and claims of pods in the trace ask for is left "+
+			"out where the journal does not have the pod: %d pods.", odd))
 	}
 	gone := 0
 	for uid := range g.trace.warned {
@@ -293,7 +298,8 @@ func (g *gathering) others(j *Journal) {
 		}
 	}
 	if gone > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Pods that found no room by their Events and are not in the trace are left out, since what they asked for is not known: %d.", gone))
+		g.Notes = append(g.Notes, fmt.Sprintf("Pods that found no room by their Events and are not in the trace are "+
+			"left out, since what they asked for is not known: %d.", gone))
 	}
 }
 

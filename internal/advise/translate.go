@@ -89,7 +89,8 @@ func (n *node) ways(a Ask) (out []want) {
 		return 1
 	}
 	slices.SortFunc(out, func(x, y want) int {
-		return cmp.Or(cmp.Compare(last(x), last(y)), cmp.Compare(x.memory, y.memory), strings.Compare(x.resource, y.resource))
+		return cmp.Or(cmp.Compare(last(x), last(y)), cmp.Compare(x.memory, y.memory),
+			strings.Compare(x.resource, y.resource))
 	})
 	return out
 }

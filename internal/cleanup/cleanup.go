@@ -100,7 +100,8 @@ func (n *Node) Run(ctx context.Context) error {
 		}
 	}
 	sockets := filepath.Join(n.KubeletDir, "device-plugins")
-	resources := append(names.Fixed(), plugin.Left(sockets, func(r string) bool { return names.Ours(r) && !slices.Contains(names.Fixed(), r) })...)
+	unfixed := func(r string) bool { return names.Ours(r) && !slices.Contains(names.Fixed(), r) }
+	resources := append(names.Fixed(), plugin.Left(sockets, unfixed)...)
 	errs = append(errs, err, plugin.RemoveSockets(sockets, resources), nfd.Remove(n.NFDDir),
 		dra.RemoveSocket(filepath.Join(n.KubeletDir, "plugins_registry"), frontend.DriverName(n.Domain)))
 	if n.Object != nil {

@@ -17,7 +17,8 @@ func throughDRA(w *Want, on *Node) string {
 	switch {
 	case w.API == ledger.DRA:
 	case w.Mode == Dynamic:
-		return "mode dynamic needs api dra, and this entry has api " + string(w.API) + ": what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"
+		return "mode dynamic needs api dra, and this entry has api " + string(w.API) +
+			": what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"
 	default:
 		return ""
 	}
@@ -33,7 +34,8 @@ func throughDRA(w *Want, on *Node) string {
 	if len(splits) == 0 {
 		return ""
 	}
-	return "api dra cannot express parts of a GPU instance (" + join(splits) + "), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"
+	return "api dra cannot express parts of a GPU instance (" + join(splits) +
+		"), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"
 }
 
 // offers is which resource names a partition offers through which front-end, on which
@@ -63,7 +65,8 @@ func (o *offers) add(w *Want, d *gpu.Device, line int) {
 func (o *offers) check(m *mistakes) {
 	for _, name := range slices.Sorted(maps.Keys(o.lines)) {
 		if plugin := o.through[ledger.DevicePlugin][name]; len(plugin) > 0 {
-			m.add(o.lines[name], "%s would be offered through %s (%s) and through %s (%s), and of one node the scheduler sees a name only through one: give all GPUs that offer %s the same api",
+			m.add(o.lines[name], "%s would be offered through %s (%s) and through %s (%s), "+
+				"and of one node the scheduler sees a name only through one: give all GPUs that offer %s the same api",
 				name, ledger.DevicePlugin, gpus(plugin), ledger.DRA, gpus(o.through[ledger.DRA][name]), name)
 		}
 	}

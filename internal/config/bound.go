@@ -91,9 +91,12 @@ func measure(data []byte) (line int, reason string) {
 		}
 		switch {
 		case inBrackets > mostInBrackets && (depth > 0 || quote != 0):
-			return began, fmt.Sprintf("the list or mapping in brackets that is on this line, or begins here, has more than %d values: a node has fewer than %d GPUs, and a GPU some 20 MIG profiles", mostInBrackets/2, mostGPUs)
+			return began, fmt.Sprintf("the list or mapping in brackets that is on this line, or begins here, "+
+				"has more than %d values: a node has fewer than %d GPUs, and a GPU some 20 MIG profiles",
+				mostInBrackets/2, mostGPUs)
 		case marks > mostMarks:
-			return line, fmt.Sprintf("up to here the file has more than %d keys, values and lines: divide it among nodes, or leave out what no node chooses", mostMarks/2)
+			return line, fmt.Sprintf("up to here the file has more than %d keys, values and lines: "+
+				"divide it among nodes, or leave out what no node chooses", mostMarks/2)
 		}
 	}
 	return 0, ""

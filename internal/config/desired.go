@@ -188,7 +188,9 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 				continue
 			}
 			if match >= 0 && !f.nvidia {
-				cannot.add(p.entries[e].line, fmt.Sprintf("the entry on line %d matches too, and exactly one must match each GPU", p.entries[match].line), dev.Index)
+				why := fmt.Sprintf("the entry on line %d matches too, and exactly one must match each GPU",
+					p.entries[match].line)
+				cannot.add(p.entries[e].line, why, dev.Index)
 				continue
 			}
 			match = e
@@ -218,7 +220,8 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 	}
 
 	if len(unmatched) > 0 {
-		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU", quote(p.name), gpus(unmatched))
+		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU",
+			quote(p.name), gpus(unmatched))
 	}
 	cannot.tell(m)
 	names.check(m)

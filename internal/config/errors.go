@@ -121,7 +121,8 @@ func (m *mistakes) err() error {
 	}
 	out := slices.Clip(m.errs)
 	if m.more > 0 {
-		out = append(out, &Error{File: m.file, Line: m.next, Msg: fmt.Sprintf("from here on there are %d more mistakes", m.more)})
+		out = append(out, &Error{File: m.file, Line: m.next, Msg: fmt.Sprintf("from here on there are %d more mistakes",
+			m.more)})
 	}
 	return out
 }

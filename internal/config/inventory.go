@@ -27,7 +27,8 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	err := dec.Decode(inv)
 	if err == nil {
 		if _, extra := dec.Token(); !errors.Is(extra, io.EOF) {
-			return nil, fmt.Errorf("read inventory: line %d: something follows the inventory", lineAt(data, dec.InputOffset()))
+			return nil, fmt.Errorf("read inventory: line %d: something follows the inventory",
+				lineAt(data, dec.InputOffset()))
 		}
 	}
 	if err != nil {
@@ -149,7 +150,8 @@ func jsonError(data []byte, err error) error {
 	case errors.As(err, &syntax):
 		return fmt.Errorf("read inventory: line %d: %w", lineAt(data, syntax.Offset), err)
 	case errors.As(err, &typ):
-		return fmt.Errorf("read inventory: line %d: %s cannot be read from a JSON %s", lineAt(data, typ.Offset), cmp.Or(typ.Field, "the document"), typ.Value)
+		return fmt.Errorf("read inventory: line %d: %s cannot be read from a JSON %s",
+			lineAt(data, typ.Offset), cmp.Or(typ.Field, "the document"), typ.Value)
 	case errors.Is(err, io.EOF):
 		return errors.New("read inventory: it is empty")
 	case errors.Is(err, io.ErrUnexpectedEOF):

@@ -93,7 +93,8 @@ func (p *parser) indices(s *selector, n *yaml.Node) {
 func (p *parser) deviceFilter(n *yaml.Node) []board {
 	nodes := []*yaml.Node{n}
 	if n.Kind == yaml.SequenceNode {
-		if p.tooMany(n, "device-filter", len(n.Content), mostFilters, "there are not so many models: name those that the nodes have") {
+		const remedy = "there are not so many models: name those that the nodes have"
+		if p.tooMany(n, "device-filter", len(n.Content), mostFilters, remedy) {
 			return nil
 		}
 		nodes = n.Content
@@ -114,7 +115,8 @@ func (p *parser) deviceFilter(n *yaml.Node) []board {
 			b.subsystem, err = pciID(subsystem)
 		}
 		if err != nil {
-			p.at(c, "device-filter %s is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\"", quote(s))
+			p.at(c, "device-filter %s is not a PCI id such as \"0x20B210DE\", "+
+				"or with the subsystem's \"0x20B210DE:0x147F10DE\"", quote(s))
 			continue
 		}
 		boards = append(boards, b)

@@ -46,7 +46,8 @@ func (p *parser) file(f *File, root *yaml.Node) {
 		theirs  = "mig-configs"
 	)
 	if isManifest(root) {
-		p.at(root, "this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml")
+		p.at(root,
+			"this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml")
 		return
 	}
 	keys, ok := p.fields(root, "a partition file", version, ours, theirs)
@@ -98,7 +99,8 @@ func (p *parser) partitions(f *File, n *yaml.Node, what string, read func(*yaml.
 	for _, pair := range named {
 		part := partition{name: pair.key.Value, line: pair.key.Line}
 		if reason := badLabel(part.name); reason != "" && !f.nvidia {
-			p.at(pair.key, "the partition name %s %s: it is chosen by the value of a node label", quote(part.name), reason)
+			p.at(pair.key, "the partition name %s %s: it is chosen by the value of a node label",
+				quote(part.name), reason)
 		}
 		nodes, _ := p.items(pair.value, "partition "+quote(part.name))
 		for _, node := range nodes {
@@ -137,7 +139,8 @@ func badLabel(s string) string {
 // entry reads one item of a partition.
 func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
-	keys, ok := p.fields(n, "an entry", "devices", "mode", "api", "replicas", "timeSlice", "compute", "geometry", "profiles")
+	keys, ok := p.fields(n, "an entry",
+		"devices", "mode", "api", "replicas", "timeSlice", "compute", "geometry", "profiles")
 	if !ok {
 		return e, false
 	}
@@ -169,7 +172,8 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 		e.want.Replicas, _ = p.number(r, "replicas", 1, timeslice.MaxDevices)
 	}
 	if t, ok := p.only(keys, "timeSlice", e.want.Mode, known, Shared); ok {
-		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
+		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice",
+			gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
 	}
 	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
@@ -313,7 +317,8 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 		} else {
 			lines[prof] = pair.key.Line
 		}
-		if c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, timeslice.MaxDevices); ok && err == nil && c > 0 {
+		c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, timeslice.MaxDevices)
+		if ok && err == nil && c > 0 {
 			counts = append(counts, mig.Count{Profile: prof, N: c})
 		}
 	}
@@ -337,7 +342,8 @@ func (p *parser) profiles(n *yaml.Node) []mig.Name {
 		case again:
 			p.at(c, "%s is in this list already, on line %d", prof, line)
 		case prof.Compute != 0:
-			p.at(c, "%s is a part of an instance, which is not made on demand: name %s, or write a geometry", prof, prof.GPUInstance())
+			p.at(c, "%s is a part of an instance, which is not made on demand: name %s, or write a geometry",
+				prof, prof.GPUInstance())
 		default:
 			lines[prof] = c.Line
 			names = append(names, prof)

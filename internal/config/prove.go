@@ -17,7 +17,8 @@ import (
 // noShares is why a GPU without memory of its own cannot be shared. A share of the machine's
 // memory would be given out twice, by the kubelet as well, and nothing could hold a container
 // to it: what a program allocates on the host is the GPU's to use, too.
-const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, so there is nothing to have a share of: %s work"
+const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, " +
+	"so there is nothing to have a share of: %s work"
 
 // prove checks whether a GPU can have the layout of an entry, according to its
 // driver. reason says why it cannot, as a sentence without the GPU's name; it is empty if
@@ -48,7 +49,8 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	}
 	if len(have) == 0 {
 		_, odd := mig.NewCard(m)
-		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) + " work; " + sentence(odd)
+		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) +
+			" work; " + sentence(odd)
 	}
 	slices.SortFunc(have, mig.Compare)
 	var lacks []string
@@ -113,9 +115,12 @@ func memoryUnits(w *Want, d *gpu.Device, unit gpu.MiB) string {
 	case !inUnits || unit == 0 || d.Fault != "" || timeslice.Units(d, unit) > 0:
 		return "" // what cannot be described must not stop the others from being configured
 	case d.Usable() == 0:
-		return "it would offer no unit of memory: the driver tells no memory that programs can have; give it replicas, or the mode whole"
+		return "it would offer no unit of memory: the driver tells no memory that programs can have; " +
+			"give it replicas, or the mode whole"
 	}
-	return fmt.Sprintf("it would offer no unit of memory: one is %d MiB (--memory-unit), and programs can have %d MiB of this GPU; set --memory-unit to %d MiB or less, or give the GPU replicas or the mode whole",
+	return fmt.Sprintf("it would offer no unit of memory: one is %d MiB (--memory-unit), "+
+		"and programs can have %d MiB of this GPU; set --memory-unit to %d MiB or less, "+
+		"or give the GPU replicas or the mode whole",
 		unit, d.Usable(), 1<<(bits.Len64(uint64(d.Usable()))-1))
 }
 
@@ -159,7 +164,8 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 		if !w.Unproven {
 			continue
 		}
-		reason := "placements are told only while MIG is on, so nobody knows yet whether this fits: turn MIG on, or take an inventory of such a GPU in MIG mode"
+		reason := "placements are told only while MIG is on, so nobody knows yet whether this fits: " +
+			"turn MIG on, or take an inventory of such a GPU in MIG mode"
 		if fault := inv.GPUs[i].Fault; fault != "" {
 			reason = "it cannot be described, so nobody knows whether this fits: " + fault
 		}

@@ -91,6 +91,7 @@ func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
 	default:
 		what = string(w.Mode)
 	}
-	m.add(p.entries[most].line, "partition %s makes %d devices of this node, %d of them by this entry (%s: %s), and there may be %d: %s",
+	m.add(p.entries[most].line,
+		"partition %s makes %d devices of this node, %d of them by this entry (%s: %s), and there may be %d: %s",
 		quote(p.name), total, by[most].devices, gpus(by[most].indices), what, timeslice.MaxDevices, advice)
 }

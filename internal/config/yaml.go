@@ -118,7 +118,8 @@ func explain(err error) (line int, reason string) {
 	if e, ok := errors.AsType[*yaml.LoadError](err); ok {
 		line, reason = e.Mark.Line, e.Message
 		switch e.ContextMsg {
-		case "while parsing a flow sequence", "while parsing a flow mapping", "while scanning a quoted scalar", "while scanning a simple key":
+		case "while parsing a flow sequence", "while parsing a flow mapping",
+			"while scanning a quoted scalar", "while scanning a simple key":
 			line = e.ContextMark.Line
 		}
 	}
@@ -146,7 +147,8 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 		}
 	}
 	if len(n.Value) > mostText {
-		x.at(n, "a text of %d bytes: at most %d are read, and no name, pattern or number is longer", len(n.Value), mostText)
+		x.at(n, "a text of %d bytes: at most %d are read, and no name, pattern or number is longer",
+			len(n.Value), mostText)
 		return false
 	}
 	if x.active[n] {
@@ -257,7 +259,8 @@ func (m *mistakes) pairs(n *yaml.Node, what string) ([]pair, bool) {
 
 // fields is pairs for a mapping whose keys are known.
 func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[string]*yaml.Node, bool) {
-	if n.Kind == yaml.MappingNode && m.tooMany(n, what, len(n.Content)/2, mostKeys, "it has "+list(known, "and")+": leave out the others") {
+	if n.Kind == yaml.MappingNode &&
+		m.tooMany(n, what, len(n.Content)/2, mostKeys, "it has "+list(known, "and")+": leave out the others") {
 		return nil, false
 	}
 	ps, ok := m.pairs(n, what)

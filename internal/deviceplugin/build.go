@@ -53,7 +53,9 @@ type Input struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are for [FrontEnd.SetFaults] to add.
 func Build(in Input) *Offer {
-	v := &Offer{Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{}}
+	v := &Offer{
+		Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{},
+	}
 	lists := map[string][][]Device{} // by resource, of each GPU
 	kinds := map[string]piece.Kind{}
 	for i := range in.Inventory.GPUs {
@@ -168,7 +170,7 @@ type name struct {
 
 // gpuLists is the lists of one GPU while they are made.
 type gpuLists struct {
-	*Input
+	in     *Input
 	gpu    *gpu.Device
 	layout plan.Layout
 	// held are the devices that somebody has, in the order of the allocations, and
@@ -187,7 +189,10 @@ type gpuLists struct {
 
 // deviceLists lists what one GPU has, had, and has given away.
 func deviceLists(in *Input, d *gpu.Device) []deviceList {
-	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, placements: map[string]mig.Placement{}}
+	l := &gpuLists{
+		in: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{},
+		placements: map[string]mig.Placement{},
+	}
 	if !l.layout.Through(ledger.DevicePlugin) {
 		l.layout = plan.Layout{Known: l.layout.Known}
 	}
@@ -216,12 +221,12 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 
 // holders finds out what is held of the GPU.
 func (l *gpuLists) holders() {
-	for i := range l.Held {
-		a := &l.Held[i]
+	for i := range l.in.Held {
+		a := &l.in.Held[i]
 		if !a.On(l.gpu.UUID) {
 			continue
 		}
-		if a.Owner != ledger.DevicePlugin || !l.Names.Ours(a.Resource) || !a.Kind().Known() {
+		if a.Owner != ledger.DevicePlugin || !l.in.Names.Ours(a.Resource) || !a.Kind().Known() {
 			l.foreign = l.foreign || a.Takes(l.gpu.UUID)
 			continue
 		}
@@ -249,16 +254,16 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 	case mixed && l.layout.Offers:
 		// Two kinds of devices are two promises of the same memory.
 		withdrawn = "the GPU is held as another resource"
-	case l.Others[u] != "" && l.layout.Offers: // until its holders have ended
+	case l.in.Others[u] != "" && l.layout.Offers: // until its holders have ended
 		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
-	case slices.Contains(l.Changing, u):
+	case slices.Contains(l.in.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
 	case drains && !l.layout.InMIG(): // placements each for itself, see add
 		withdrawn = "the GPU's partition changes when its holders end"
-	case l.Cordoned[u]: // what is held stays
+	case l.in.Cordoned[u]: // what is held stays
 		return "an operator keeps new pods off the GPU", ""
 	default:
-		return l.Closed, ""
+		return l.in.Closed, ""
 	}
 	return withdrawn, withdrawn
 }
@@ -271,8 +276,9 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	l.listed[n] = true
 	dev := Device{ID: n.id, GPU: l.gpu.UUID, Healthy: true}
 	if n.kind.InMIG() {
-		dev.Placement = l.sized(l.gpu.UUID, l.placements[n.id])
-		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}]} {
+		dev.Placement = l.in.sized(l.gpu.UUID, l.placements[n.id])
+		at := mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}
+		for _, why := range []status.Cause{l.parting[dev.Placement], l.in.Failing[at]} {
 			if why.Message != "" && leaving == "" {
 				withdrawn, leaving = cmp.Or(withdrawn, why.Message), why.Message
 			}
@@ -284,7 +290,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	case withdrawn != "":
 		dev.Healthy, dev.Reason = false, withdrawn
 	}
-	resource := l.Names.Of(n.kind, dev.Placement.Profile)
+	resource := l.in.Names.Of(n.kind, dev.Placement.Profile)
 	at := slices.IndexFunc(l.lists, func(o deviceList) bool { return o.resource == resource })
 	if at < 0 {
 		at = len(l.lists)

@@ -152,7 +152,9 @@ func (o *Offer) copyAs(gen uint64) *Offer {
 }
 
 func (o *Offer) resource(name string) *Resource {
-	i, ok := slices.BinarySearchFunc(o.Resources, name, func(r Resource, n string) int { return strings.Compare(r.Name, n) })
+	i, ok := slices.BinarySearchFunc(o.Resources, name, func(r Resource, n string) int {
+		return strings.Compare(r.Name, n)
+	})
 	if !ok {
 		return nil
 	}

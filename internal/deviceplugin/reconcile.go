@@ -132,7 +132,10 @@ type sorted struct {
 // sortLocked sorts an observation, and takes over what it names and nobody has heard
 // of.
 func (f *FrontEnd) sortLocked(o *Observation) *sorted {
-	s := &sorted{entries: map[string][]node.Entry{}, listed: map[string]node.Holding{}, uses: map[string][]Use{}, held: map[string]map[string]bool{}}
+	s := &sorted{
+		entries: map[string][]node.Entry{}, listed: map[string]node.Holding{}, uses: map[string][]Use{},
+		held: map[string]map[string]bool{},
+	}
 	for _, e := range o.Entries {
 		if f.coverLocked(e.Resource, e.IDs) == nil {
 			key := cdi.Key(e.Resource, e.IDs)
@@ -316,7 +319,11 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 		}
 		for j := range o.Uses {
 			u := &o.Uses[j]
-			if other := byID[u.Key]; other != nil && (a.Twice && u.Key == a.ID || !f.mineLocked(a, e, u, o.Checkpoint)) && f.ledger.Overlap(a.Grants, other.Grants) {
+			other := byID[u.Key]
+			if other == nil || !(a.Twice && u.Key == a.ID) && f.mineLocked(a, e, u, o.Checkpoint) {
+				continue
+			}
+			if f.ledger.Overlap(a.Grants, other.Grants) {
 				namespace := a.Holder.Namespace
 				if slices.Contains(e.podUIDs, u.UID) {
 					namespace = "" // the checkpoint is of before: so may be the name

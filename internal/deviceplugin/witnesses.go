@@ -7,11 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math"
 	"slices"
-	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -19,7 +16,6 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -78,15 +74,25 @@ type Runtime interface {
 	Events(context.Context, func(node.ContainerEvent)) error
 }
 
+// accounts are the allocations that the witnesses move along, and what they ask of the
+// kubelet's side. [FrontEnd] has them.
+type accounts interface {
+	Reconcile(Observation) (ended []ledger.Allocation)
+	Seen(u Use, now time.Time)
+	Booking() bool
+	Resend(resource string)
+}
+
 // Witnesses are the kubelet and the container runtime, who know together what a
 // front-end's allocations have become. Look, and what follows from it, is for one
 // goroutine; Follow and AwaitReleases have one each.
 type Witnesses struct {
-	WitnessOptions
-	front   *FrontEnd
-	kubelet Kubelet
-	runtime Runtime
-	names   *Names
+	opts     WitnessOptions
+	accounts accounts
+	ledger   *ledger.Ledger
+	kubelet  Kubelet
+	runtime  Runtime
+	names    *Names
 	// wake has a look come.
 	wake func()
 
@@ -109,23 +115,10 @@ type Witnesses struct {
 	heard bool
 	// checkpoint is the last one read: it is parsed once for each writing.
 	checkpoint node.Checkpoint
-	// pods are the names of those in the last checkpoint, by UID; asked is when the
-	// runtime was last asked for them.
-	pods  map[string]workload.Pod
-	asked time.Time
-	// resent is when each resource's list was last sent again to have the
-	// checkpoint written, and stale the keys that it was for.
-	resent map[string]time.Time
-	stale  map[string]string
-	// used are the allocations that containers have, with the first container of each,
-	// and usedAt is when the runtime was asked. unsure says that they may not be all.
-	used   map[string][]ledger.Holder
-	usedAt time.Time
-	unsure bool
-	// silent is since when one has not answered, zero while both do. err is
-	// who did not when they were last asked.
-	silent time.Time
-	err    error
+	pods       podNames
+	renewals   renewals
+	users      users
+	silence    silence
 }
 
 // WitnessOptions are those of Witnesses.
@@ -141,8 +134,11 @@ type WitnessOptions struct {
 
 // NewWitnesses returns the witnesses of a front-end's allocations, not asked yet.
 func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runtime, wake func()) *Witnesses {
-	return &Witnesses{WitnessOptions: o, front: f, names: names, kubelet: k, runtime: r, wake: wake,
-		ended: make(chan struct{}, 1), resent: map[string]time.Time{}, stale: map[string]string{}}
+	return &Witnesses{
+		opts: o, accounts: f, ledger: f.ledger, names: names, kubelet: k, runtime: r, wake: wake,
+		ended:    make(chan struct{}, 1),
+		renewals: renewals{resent: map[string]time.Time{}, stale: map[string]string{}},
+	}
 }
 
 // Heard reports whether both have answered since the start. Until then, what nobody has
@@ -150,20 +146,20 @@ func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runt
 func (w *Witnesses) Heard() bool { return w.heard }
 
 // Err is who did not answer when they were last asked, and why.
-func (w *Witnesses) Err() error { return w.err }
+func (w *Witnesses) Err() error { return w.silence.err }
 
 // Used reports whether a container has an allocation, or may have any: the runtime has not
 // said what it was created with.
 func (w *Witnesses) Used(id string) bool {
-	_, used := w.used[id]
-	return used || w.unsure
+	_, used := w.users.of[id]
+	return used || w.users.unsure
 }
 
 // Holders are the containers that have allocations, the first one in front, by the
 // allocation's ID, whatever front-end's it is, and when the runtime was asked; sure says
 // that there are no others.
 func (w *Witnesses) Holders() (holders map[string][]ledger.Holder, asked time.Time, sure bool) {
-	return w.used, w.usedAt, !w.unsure
+	return w.users.of, w.users.asked, !w.users.unsure
 }
 
 // Due says whether they are to be asked in full: at once where something is to be taken
@@ -180,14 +176,14 @@ func (w *Witnesses) Due(now, waits bool, at time.Time) bool {
 // every is how often they are to be asked in full; it is false where nothing is held.
 func (w *Witnesses) every(waits bool) (time.Duration, bool) {
 	switch {
-	case !w.silent.IsZero():
+	case !w.silence.since.IsZero():
 		return LookSoon, true
 	case !w.heard:
 		return LookEvery, true
 	case waits:
 		return LookSoon, true
 	default:
-		return LookEvery, w.front.ledger.Held()
+		return LookEvery, w.ledger.Held()
 	}
 }
 
@@ -249,17 +245,14 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 			}
 		}
 	}
-	t.Pods = w.podNames(cctx, &t, containers, full)
+	t.Pods = w.pods.find(&t, containers, func() (map[string]workload.Pod, bool) {
+		if !full {
+			return nil, false
+		}
+		return w.pods.ask(cctx, w.runtime, t.Asked)
+	})
 	if t.Runtime {
-		w.used, w.usedAt = make(map[string][]ledger.Holder, len(t.Uses)), t.Asked
-		for _, u := range t.Uses {
-			u.Since = u.Created
-			w.used[u.Key] = append(w.used[u.Key], u.Holder)
-		}
-		for _, all := range w.used {
-			slices.SortStableFunc(all, func(a, b ledger.Holder) int { return a.Since.Compare(b.Since) })
-		}
-		w.unsure = slices.ContainsFunc(containers, func(c node.Container) bool { return c.CDIUnknown })
+		w.users = usersOf(&t, containers)
 	}
 	w.heard = w.heard || full && t.Runtime && (t.Checkpoint || t.Trusted)
 	return t, errors.Join(errs...)
@@ -269,7 +262,9 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 // allocation is of, since the names can have changed (--resource-domain).
 func (w *Witnesses) Owns(resource string) bool {
 	_, ok := w.names.Kind(resource)
-	return ok || slices.ContainsFunc(w.front.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Resource == resource })
+	return ok || slices.ContainsFunc(w.ledger.Allocations(), func(a ledger.Allocation) bool {
+		return a.Resource == resource
+	})
 }
 
 // ours keeps the holdings of our own resources.
@@ -279,24 +274,25 @@ func (w *Witnesses) ours(of []node.Holding) []node.Holding {
 
 // Trusted says whether a listing knows the node's pods.
 func (w *Witnesses) Trusted(l *node.Listing) bool {
-	if w.Pod == (workload.Pod{}) {
+	if w.opts.Pod == (workload.Pod{}) {
 		return len(l.Pods) > 0
 	}
-	return l.Has(w.Pod.Namespace, w.Pod.Name)
+	return l.Has(w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
 // Knows says whether these are the containers of the kubelet's runtime: a node
 // may have another one beside it, whose empty list would be taken for good news.
 func (w *Witnesses) Knows(containers []node.Container) bool {
-	return w.Pod == (workload.Pod{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
-		return c.Namespace == w.Pod.Namespace && c.Pod == w.Pod.Name
+	return w.opts.Pod == (workload.Pod{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
+		return c.Namespace == w.opts.Pod.Namespace && c.Pod == w.opts.Pod.Name
 	})
 }
 
 // Stranger says that the runtime is not the kubelet's.
 func (w *Witnesses) Stranger() error {
-	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; name that one with --runtime-endpoint",
-		w.Pod.Namespace, w.Pod.Name)
+	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; "+
+		"name that one with --runtime-endpoint",
+		w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
 // uses finds the allocations that containers have. No tenant can write what tells: the
@@ -306,9 +302,12 @@ func (w *Witnesses) uses(containers []node.Container) []Use {
 	var out []Use
 	for i := range containers {
 		c := &containers[i]
-		for _, key := range cdi.Keys(w.Domain, c.Annotations, c.CDI) {
-			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[cdi.AnnotationName(w.Domain, key)],
-				Holder: ledger.Holder{Pod: c.InPod(), Container: c.Name}})
+		for _, key := range cdi.Keys(w.opts.Domain, c.Annotations, c.CDI) {
+			out = append(out, Use{
+				ID: c.ID, Key: key, Created: c.Created,
+				Record: c.Annotations[cdi.AnnotationName(w.opts.Domain, key)],
+				Holder: ledger.Holder{Pod: c.InPod(), Container: c.Name},
+			})
 		}
 	}
 	return out
@@ -364,6 +363,22 @@ func (w *Witnesses) readCheckpoint(t *Observation) error {
 // container is given devices and when a list arrives, not when a pod ends. It
 // reports whether there is a newer one.
 func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, containers []node.Container) bool {
+	before := w.kubelet.Stamp()
+	due := w.renewals.due(unwitnessed(t, containers), t.Asked)
+	for _, resource := range due {
+		w.accounts.Resend(resource)
+	}
+	for waited := time.Duration(0); len(due) > 0 && waited < renewPatience && ctx.Err() == nil; waited += renewLook {
+		time.Sleep(renewLook)
+		if w.kubelet.Stamp() != before {
+			return true
+		}
+	}
+	return false
+}
+
+// unwitnessed has, for each resource, the keys that the checkpoint alone knows.
+func unwitnessed(t *Observation, containers []node.Container) map[string][]string {
 	known := map[string]bool{}
 	for i := range t.Uses {
 		known[t.Uses[i].Key] = true
@@ -383,61 +398,7 @@ func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, contain
 			stale[e.Resource] = append(stale[e.Resource], key)
 		}
 	}
-	// A resource that is not stale now may become stale again with the same keys.
-	maps.DeleteFunc(w.stale, func(resource, _ string) bool { return stale[resource] == nil })
-	before := w.kubelet.Stamp()
-	asked := false
-	for _, resource := range slices.Sorted(maps.Keys(stale)) {
-		keys := strings.Join(stale[resource], " ")
-		if w.stale[resource] == keys && t.Asked.Sub(w.resent[resource]) < resendEvery {
-			continue // it was asked for, and this is what came
-		}
-		w.stale[resource], w.resent[resource] = keys, t.Asked
-		w.front.Resend(resource)
-		asked = true
-	}
-	for waited := time.Duration(0); asked && waited < renewPatience && ctx.Err() == nil; waited += renewLook {
-		time.Sleep(renewLook)
-		if w.kubelet.Stamp() != before {
-			return true
-		}
-	}
-	return false
-}
-
-// podNames finds the names of the pods that the checkpoint knows by UID.
-func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []node.Container, full bool) map[string]workload.Pod {
-	names := map[string]workload.Pod{}
-	for i := range containers {
-		names[containers[i].PodUID] = containers[i].InPod()
-	}
-	missing := false
-	for i := range t.Entries {
-		uid := t.Entries[i].PodUID
-		if _, ok := names[uid]; ok {
-			continue
-		}
-		if old, ok := w.pods[uid]; ok {
-			names[uid] = old
-		} else {
-			missing = true
-		}
-	}
-	if missing && full && t.Asked.Sub(w.asked) >= namesEvery {
-		w.asked = t.Asked
-		if pods, err := w.runtime.Pods(ctx); err == nil {
-			for uid, p := range pods {
-				if _, ok := names[uid]; !ok {
-					names[uid] = p
-				}
-			}
-		}
-	}
-	maps.DeleteFunc(names, func(uid string, _ workload.Pod) bool {
-		return !slices.ContainsFunc(t.Entries, func(e node.Entry) bool { return e.PodUID == uid })
-	})
-	w.pods = names
-	return names
+	return stale
 }
 
 // Look asks them, in full or as they are, and moves the allocations along by what they
@@ -446,42 +407,22 @@ func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []n
 // SilentFor: a restart of the kubelet or of the runtime is not worth reporting.
 func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocation, _ error) {
 	if full {
-		if w.postponed = !w.postponed && w.front.Booking(); w.postponed {
+		if w.postponed = !w.postponed && w.accounts.Booking(); w.postponed {
 			full = false
 			time.AfterFunc(bookTime, w.Ask)
 		}
 	}
 	o, err := w.ask(ctx, full)
-	w.err = err
-	ended = w.front.Reconcile(o)
+	w.silence.err = err
+	ended = w.accounts.Reconcile(o)
 	for i := range ended {
 		a := &ended[i]
 		container, release := w.ends.since(a.ID, time.Now())
-		w.Log.Info("allocation ended", "allocation", a.ID, "resource", a.Resource, "devices", len(IDs(a.Grants)), "pod", a.Holder.String(),
+		w.opts.Log.Info("allocation ended", "allocation", a.ID, "resource", a.Resource,
+			"devices", len(IDs(a.Grants)), "pod", a.Holder.String(),
 			"after_container", container, "after_release", release)
 	}
-	return ended, w.note(o.Asked, full, err)
-}
-
-// note takes note of who has not answered, and says so after SilentFor.
-func (w *Witnesses) note(asked time.Time, full bool, err error) error {
-	switch {
-	case err == nil && !full && !w.silent.IsZero():
-		// Not everybody has been asked: who was silent may be so still.
-	case err == nil || !w.front.ledger.Held(): // nobody to judge
-		if !w.silent.IsZero() {
-			w.Log.Info("the witnesses answer again", "after", asked.Sub(w.silent).Round(time.Millisecond).String())
-		}
-		w.silent = time.Time{}
-		return nil
-	case w.silent.IsZero():
-		w.silent = asked
-		w.Log.Warn("a witness does not answer; allocations stay as they are", "err", err)
-	}
-	if err == nil || asked.Sub(w.silent) < SilentFor {
-		return nil
-	}
-	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (allocations stay as they are)", err))
+	return ended, w.silence.note(o.Asked, full, w.ledger.Held(), w.opts.Log)
 }
 
 // Follow hears of containers that start and end, and at their end watches for the kubelet
@@ -497,11 +438,11 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 		for _, u := range w.uses([]node.Container{e.Container}) {
 			switch e.Kind {
 			case node.EventStarted: // who has the allocation can be said now
-				w.front.Seen(u, time.Now())
+				w.accounts.Seen(u, time.Now())
 				w.nameSoon.Store(true)
 				w.wake()
 			case node.EventStopped:
-				w.front.Seen(u, time.Now())
+				w.accounts.Seen(u, time.Now())
 				w.ends.add(u.Key, time.Now())
 				ours = true
 			}
@@ -516,7 +457,8 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 		}
 	})
 	if ctx.Err() == nil {
-		w.Log.Warn("container events cannot be followed; the end of containers is seen at the next look", "err", err, "every", LookEvery.String())
+		w.opts.Log.Warn("container events cannot be followed; the end of containers is seen at the next look",
+			"err", err, "every", LookEvery.String())
 		<-ctx.Done()
 	}
 	return ctx.Err()
@@ -526,7 +468,8 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 // of KubeletPatience at the latest.
 func (w *Witnesses) listAfter(ctx context.Context) (node.Listing, error) {
 	// In vain is no error: the kubelet is asked all the same.
-	_ = wait.PollUntilContextTimeout(ctx, bookTime/4, KubeletPatience/2, true, func(context.Context) (bool, error) { return !w.front.Booking(), nil })
+	quiet := func(context.Context) (bool, error) { return !w.accounts.Booking(), nil }
+	_ = wait.PollUntilContextTimeout(ctx, bookTime/4, KubeletPatience/2, true, quiet)
 	return w.kubelet.List(ctx)
 }
 
@@ -570,56 +513,7 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 
 func sameHoldings(a, b []node.Holding) bool {
 	return slices.EqualFunc(a, b, func(x, y node.Holding) bool {
-		return x.Namespace == y.Namespace && x.Pod == y.Pod && x.Container == y.Container && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+		return x.Namespace == y.Namespace && x.Pod == y.Pod && x.Container == y.Container &&
+			x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
 	})
-}
-
-// endings is when containers with allocations ended, by allocation, and when the kubelet
-// last let go of something: how long each step took is worth a line in the log.
-type endings struct {
-	mu sync.Mutex
-	// Guarded by mu:
-	ended map[string]time.Time
-	let   time.Time
-}
-
-func (e *endings) add(key string, at time.Time) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.ended == nil {
-		e.ended = map[string]time.Time{}
-	}
-	maps.DeleteFunc(e.ended, func(_ string, was time.Time) bool { return at.Sub(was) > endingsKept })
-	e.ended[key] = at
-}
-
-func (e *endings) release(at time.Time) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.let = at
-}
-
-// anyOf reports whether an allocation whose container ended a moment ago is listed.
-func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return slices.ContainsFunc(listed, func(h node.Holding) bool {
-		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
-		return ok && now.Sub(at) < releaseWatch
-	})
-}
-
-// since is how long ago an allocation's container ended, and the kubelet let go of
-// something; "unseen" where nobody heard of it.
-func (e *endings) since(key string, now time.Time) (container, release string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	container, release = "unseen", "unseen"
-	if at, ok := e.ended[key]; ok {
-		container = now.Sub(at).Round(time.Millisecond).String()
-		if e.let.After(at) {
-			release = now.Sub(e.let).Round(time.Millisecond).String()
-		}
-	}
-	return container, release
 }

@@ -51,7 +51,9 @@ func (a *Autoscaler) templates() ([]template, error) {
 		for i := range n.GPUs {
 			g := &n.GPUs[i]
 			if g.offers() && g.API == ledger.DRA {
-				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, of which an autoscaler knows nothing before the node is there: give the partition of nodes that it makes api device-plugin", n.Name, g.Index))
+				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, of which an autoscaler knows "+
+					"nothing before the node is there: give the partition of nodes that it makes api device-plugin",
+					n.Name, g.Index))
 				break
 			}
 			for name, p := range g.resources() {
@@ -73,11 +75,13 @@ func (a *Autoscaler) templates() ([]template, error) {
 		if i := slices.IndexFunc(out, func(o template) bool { return o.instance == instance }); i < 0 {
 			out = append(out, t)
 		} else if !same(out[i].counts, t.counts) || !same(out[i].labels, t.labels) {
-			errs = append(errs, fmt.Errorf("%s and %s are both %s and differ in what they offer or in labels: choose the nodes of one pool with --selector", out[i].example, n.Name, instance))
+			errs = append(errs, fmt.Errorf("%s and %s are both %s and differ in what they offer or in labels: "+
+				"choose the nodes of one pool with --selector", out[i].example, n.Name, instance))
 		}
 	}
 	if len(out) == 0 && errs == nil {
-		errs = append(errs, fmt.Errorf("no node has the label %s (not %s): name recorded inventories as TYPE=FILE", InstanceType, names(lack)))
+		errs = append(errs, fmt.Errorf("no node has the label %s (not %s): name recorded inventories as TYPE=FILE",
+			InstanceType, names(lack)))
 	}
 	for _, t := range out {
 		if t.counts == nil {
@@ -119,14 +123,16 @@ func (a *Autoscaler) Karpenter() ([]byte, error) {
 		}
 		name, requirements := flavorName("gpu-agent", t.instance), []object{is(InstanceType, t.instance)}
 		if a.NodePool != "" {
-			name, requirements = flavorName("gpu-agent", a.NodePool, t.instance), append(requirements, is("karpenter.sh/nodepool", a.NodePool))
+			name = flavorName("gpu-agent", a.NodePool, t.instance)
+			requirements = append(requirements, is("karpenter.sh/nodepool", a.NodePool))
 		}
 		says := "As on " + t.example + ".\nThe NodePool gives its nodes these labels (spec.template.metadata.labels):"
 		for _, l := range t.labels {
 			says += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
 		}
-		out = append(out, object{{"apiVersion", "karpenter.sh/v1alpha1", ""}, {"kind", "NodeOverlay", ""}, {"metadata", object{{"name", name, ""}}, ""},
-			{"spec", object{{"requirements", inlined(requirements), ""}, {"capacity", fields(t.counts), says}}, ""}})
+		out = append(out, document("karpenter.sh/v1alpha1", "NodeOverlay", object{{"name", name, ""}}, object{
+			{"requirements", inlined(requirements), ""}, {"capacity", fields(t.counts), says},
+		}))
 	}
 	return write(karpenterHead, out...)
 }
@@ -172,20 +178,29 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 			// Of resources it reads "~2" as "/" too, so there a "_" cannot be said.
 			where, source = "tags of Virtual Machine Scale Sets", "azure/azure_template.go"
 			if i := slices.IndexFunc(t.counts, func(o object) bool { return strings.Contains(o[0].key, "_") }); i >= 0 {
-				errs = append(errs, fmt.Errorf("%s: Azure's tags cannot name %s, since they read \"_\" as \"/\"", t.instance, t.counts[i][0].key))
+				errs = append(errs, fmt.Errorf("%s: Azure's tags cannot name %s, since they read \"_\" as \"/\"",
+					t.instance, t.counts[i][0].key))
 			}
-			o = tags(t, "k8s.io_cluster-autoscaler_node-template_", "_", strings.NewReplacer("/", "_", "_", "~2").Replace)
+			o = tags(t, "k8s.io_cluster-autoscaler_node-template_", "_",
+				strings.NewReplacer("/", "_", "_", "~2").Replace)
 		default:
-			where, source = "annotations of MachineDeployments (cpu and memory are yours to add)", "clusterapi/clusterapi_utils.go"
+			where = "annotations of MachineDeployments (cpu and memory are yours to add)"
+			source = "clusterapi/clusterapi_utils.go"
 			if len(t.counts) > 1 {
-				errs = append(errs, fmt.Errorf("%s: Cluster API's annotations name one extended resource, and these nodes offer %d (%s and others): give their GPUs one mode and one profile, or let the provider say the capacity in its machine template", t.instance, len(t.counts), t.counts[0][0].key))
+				errs = append(errs, fmt.Errorf("%s: Cluster API's annotations name one extended resource, "+
+					"and these nodes offer %d (%s and others): give their GPUs one mode and one profile, "+
+					"or let the provider say the capacity in its machine template",
+					t.instance, len(t.counts), t.counts[0][0].key))
 			}
 			var labels []string
 			for _, l := range t.labels {
 				labels = append(labels, fmt.Sprintf("%s=%s", l[0].key, l[0].value))
 			}
 			const prefix = "capacity.cluster-autoscaler.kubernetes.io/"
-			o = object{{prefix + "gpu-count", t.counts[0][0].value, ""}, {prefix + "gpu-type", t.counts[0][0].key, ""}, {prefix + "labels", strings.Join(labels, ","), ""}}
+			o = object{
+				{prefix + "gpu-count", t.counts[0][0].value, ""}, {prefix + "gpu-type", t.counts[0][0].key, ""},
+				{prefix + "labels", strings.Join(labels, ","), ""},
+			}
 		}
 		o[0].says = says
 		out = append(out, o)

@@ -85,17 +85,21 @@ func (k *Kueue) Objects() ([]byte, error) {
 	var out []any
 	tas := k.Topology && !k.Checks && b.apart == ""
 	if tas {
-		out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "Topology", ""}, {"metadata", object{{"name", topology, ""}}, ""},
-			{"spec", object{{"levels", []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}},
-				"Down to the hostname, so that Kueue compares a pod with what one node has\nallocatable. Of gpu-mem that is still a sum over the node's GPUs."}}, ""}})
+		levels := []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}}
+		out = append(out, document(kueueAPI, "Topology", object{{"name", topology, ""}}, object{
+			{"levels", levels, "Down to the hostname, so that Kueue compares a pod with what one node has\n" +
+				"allocatable. Of gpu-mem that is still a sum over the node's GPUs."},
+		}))
 	}
 	for i := range b.flavors {
 		out = append(out, k.flavor(&b.flavors[i], tas, b.apart))
 	}
 	for i := range k.Teams {
-		out = append(out, k.queue(b, i), object{{"apiVersion", kueueAPI, ""}, {"kind", "LocalQueue", ""},
-			{"metadata", object{{"namespace", k.Teams[i].Name, ""}, {"name", localQueue, "Jobs name it in the label kueue.x-k8s.io/queue-name."}}, ""},
-			{"spec", object{{"clusterQueue", k.Teams[i].Name, ""}}, ""}})
+		team := k.Teams[i].Name
+		out = append(out, k.queue(b, i), document(kueueAPI, "LocalQueue", object{
+			{"namespace", team, ""},
+			{"name", localQueue, "Jobs name it in the label kueue.x-k8s.io/queue-name."},
+		}, object{{"clusterQueue", team, ""}}))
 	}
 	return write(kueueHead, append(out, k.urgent(b)...)...)
 }
@@ -114,24 +118,35 @@ func (k *Kueue) urgent(b *book) (out []any) {
 	var flavors []object
 	for i := range b.flavors {
 		if f := &b.flavors[i]; !f.cloud {
-			flavors = append(flavors, object{{"name", f.name, ""}, {"resources", inlined(k.quotas(b, func(n int) int { return n }, f.memory, f.counts)), ""}})
+			flavors = append(flavors, object{
+				{"name", f.name, ""},
+				{"resources", inlined(k.quotas(b, func(n int) int { return n }, f.memory, f.counts)), ""},
+			})
 		}
 	}
-	out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "WorkloadPriorityClass", ""},
+	out = append(out, object{
+		{"apiVersion", kueueAPI, ""}, {"kind", "WorkloadPriorityClass", ""},
 		{"metadata", object{{"name", urgent, "Jobs name it in the label kueue.x-k8s.io/priority-class."}}, ""},
-		{"value", urgentValue, "Jobs of a lower priority make room, if they came through queues with the placer's checks.\nWho names no class has 0."}, {"description", "takes the room of other jobs", ""}},
-		object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", urgent, ""}}, ""},
-			{"spec", object{
-				{"namespaceSelector", object{{"matchExpressions", []object{{{"key", "kubernetes.io/metadata.name", ""}, {"operator", "In", ""}, {"values", inline{teams}, ""}}}, ""}}, ""},
-				{"queueingStrategy", "BestEffortFIFO", ""},
-				{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
-					"All that there is on-prem, once more, and in no cohort: so Kueue always has quota, and ends\nnobody by its own choice."},
-				{"admissionChecksStrategy", object{{"admissionChecks", []object{{{"name", "gpu-placer-urgent", ""}}}, ""}},
-					"Answered by the placer (deployments/placer/kueue), which ends those who are in the way."},
-			}, ""}})
+		{"value", urgentValue, "Jobs of a lower priority make room, if they came through queues with the " +
+			"placer's checks.\nWho names no class has 0."},
+		{"description", "takes the room of other jobs", ""},
+	})
+	theirs := []object{
+		{{"key", "kubernetes.io/metadata.name", ""}, {"operator", "In", ""}, {"values", inline{teams}, ""}},
+	}
+	checks := []object{{{"name", "gpu-placer-urgent", ""}}}
+	out = append(out, document(kueueAPI, "ClusterQueue", object{{"name", urgent, ""}}, object{
+		{"namespaceSelector", object{{"matchExpressions", theirs, ""}}, ""},
+		{"queueingStrategy", "BestEffortFIFO", ""},
+		{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
+			"All that there is on-prem, once more, and in no cohort: so Kueue always has quota, and ends\n" +
+				"nobody by its own choice."},
+		{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
+			"Answered by the placer (deployments/placer/kueue), which ends those who are in the way."},
+	}))
 	for _, name := range teams {
-		out = append(out, object{{"apiVersion", kueueAPI, ""}, {"kind", "LocalQueue", ""}, {"metadata", object{{"namespace", name, ""}, {"name", urgent, ""}}, ""},
-			{"spec", object{{"clusterQueue", urgent, ""}}, ""}})
+		meta := object{{"namespace", name, ""}, {"name", urgent, ""}}
+		out = append(out, document(kueueAPI, "LocalQueue", meta, object{{"clusterQueue", urgent, ""}}))
 	}
 	return out
 }
@@ -176,9 +191,17 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	}
 	meta := object{{"name", f.name, ""}}
 	if f.cloud {
-		meta = append(meta, field{"labels", object{{k.Domain + "/gpu.cloud", "true", ""}}, "It costs money: room here is no reason to keep a job off another cloud."})
+		meta = append(meta, field{
+			"labels", object{{k.Domain + "/gpu.cloud", "true", ""}},
+			"It costs money: room here is no reason to keep a job off another cloud.",
+		})
 	}
-	return object{{"apiVersion", kueueAPI, ""}, {"kind", "ResourceFlavor", ""}, {"metadata", meta, ""}, {"spec", spec, ""}}
+	return document(kueueAPI, "ResourceFlavor", meta, spec)
+}
+
+// document is an object of Kubernetes.
+func document(api, kind string, meta, spec object) object {
+	return object{{"apiVersion", api, ""}, {"kind", kind, ""}, {"metadata", meta, ""}, {"spec", spec, ""}}
 }
 
 // queue is the ClusterQueue of a team.
@@ -201,29 +224,35 @@ func (k *Kueue) queue(b *book, team int) object {
 		if f.memory%1024 == 0 {
 			step = 1024
 		}
-		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] }, split(f.memory, step, shares)[team], f.counts)
+		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] },
+			split(f.memory, step, shares)[team], f.counts)
 		says := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
 		if f.cloud {
-			says = fmt.Sprintf("Cloud: all teams together have %s at most, which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
+			says = fmt.Sprintf("Cloud: all teams together have %s at most, "+
+				"which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
 		}
 		flavors = append(flavors, object{{"name", f.name, says}, {"resources", inlined(quotas), ""}})
 		on[f.cloud] = append(on[f.cloud], f.name)
 	}
-	queue := object{{"apiVersion", kueueAPI, ""}, {"kind", "ClusterQueue", ""}, {"metadata", object{{"name", t.Name, ""}}, ""},
-		{"spec", object{
-			{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from jobs\nthat run (spec.preemption)."},
-			{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
-			{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
-			{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}}, "On-prem first, also what other teams leave idle there; then the cloud."},
-			{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""},
-				{"flavors", flavors, ""}}}, "Each pod counts by what it asks for and by its GPU memory. A team can borrow beyond its 0\nof a resource, unless all teams have 0: then these nodes do not offer it."},
-		}, ""}}
-	if checks := checks(on); k.Checks && len(checks) > 0 {
-		spec := queue[len(queue)-1].value.(object)
-		queue[len(queue)-1].value = append(spec, field{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
-			"Answered by the placer (deployments/placer/kueue): on-prem has room for every pod of a\nworkload, and a cloud is used where on-prem has none."})
+	spec := object{
+		{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from " +
+			"jobs\nthat run (spec.preemption)."},
+		{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
+		{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
+		{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}},
+			"On-prem first, also what other teams leave idle there; then the cloud."},
+		{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
+			"Each pod counts by what it asks for and by its GPU memory. A team can borrow beyond its 0\n" +
+				"of a resource, unless all teams have 0: then these nodes do not offer it."},
 	}
-	return queue
+	if checks := checks(on); k.Checks && len(checks) > 0 {
+		spec = append(spec, field{
+			"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
+			"Answered by the placer (deployments/placer/kueue): on-prem has room for every pod of a\n" +
+				"workload, and a cloud is used where on-prem has none.",
+		})
+	}
+	return document(kueueAPI, "ClusterQueue", object{{"name", t.Name, ""}}, spec)
 }
 
 // checks are the placer's, each with its flavors.
@@ -260,50 +289,83 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	var sizes []object
 	for _, name := range b.covered {
 		if size := b.sizes[name]; size > 0 {
-			sizes = append(sizes, object{{"input", k.resource(name), ""}, {"strategy", "Retain", ""}, {"outputs", inline{object{{k.resource(currency), size, ""}}}, ""}})
+			sizes = append(sizes, object{
+				{"input", k.resource(name), ""}, {"strategy", "Retain", ""},
+				{"outputs", inline{object{{k.resource(currency), size, ""}}}, ""},
+			})
 		}
 	}
 	// Not quotaCheckStrategy: IgnoreUndeclared. With it Kueue 0.19 admits no workload whose first
 	// pods ask for nothing that the queue covers, such as the head of a Ray cluster: its scheduler
 	// leaves the others out of the admission, which the API server refuses, again and again.
-	resources := object{{"excludeResourcePrefixes", inline{[]string{"cpu", "memory", "ephemeral-storage", "hugepages-"}}, "What queues have no quota of. Add other devices that your pods ask for: a queue admits\nnothing that asks for what it does not know."}}
+	resources := object{{
+		"excludeResourcePrefixes", inline{[]string{"cpu", "memory", "ephemeral-storage", "hugepages-"}},
+		"What queues have no quota of. Add other devices that your pods ask for: a queue admits\n" +
+			"nothing that asks for what it does not know.",
+	}}
 	if len(sizes) > 0 {
-		resources = append(resources, field{"transformations", sizes, "What a request counts as in GPU memory, beside itself."})
+		resources = append(resources, field{
+			"transformations", sizes, "What a request counts as in GPU memory, beside itself.",
+		})
 	}
-	var mappings []object
+	if mappings := k.mappings(b); mappings != nil {
+		resources = append(resources, field{"deviceClassMappings", mappings, ""})
+	}
+	out := object{
+		{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""},
+		{"resources", resources, ""},
+	}
+	var gates object
+	if b.shares {
+		gates = append(gates, field{
+			"KueueDRAIntegrationConsumableCapacity", true,
+			"Without it Kueue does not start with the mapping above.",
+		})
+	}
+	if k.Checks {
+		gates = append(gates, field{
+			"ConcurrentAdmission", true,
+			"The placer keeps a workload from flavors without room by an annotation, which Kueue goes\n" +
+				"by with this gate alone. No queue has a concurrentAdmissionPolicy.",
+		})
+	}
+	if gates == nil {
+		return write(configurationHead, out)
+	}
+	out = append(out, field{
+		"featureGates", gates,
+		"Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both.",
+	})
+	return write(configurationHead, out)
+}
+
+// mappings are what claims count as, nil where Kueue counts none.
+func (k *Kueue) mappings(b *book) (mappings []object) {
 	driver := "gpus." + k.Domain
+	ours := object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}
 	source := func(kind, name string) []object {
-		return []object{{{kind, object{{"name", name, ""}, {"driver", driver, ""},
-			{"deviceSelector", object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}, ""}}, ""}}}
+		of := object{{"name", name, ""}, {"driver", driver, ""}, {"deviceSelector", ours, ""}}
+		return []object{{{kind, of, ""}}}
 	}
 	if len(b.classes) > 0 {
 		var classes []string
 		for _, name := range b.classes {
 			classes = append(classes, name+"."+k.Domain)
 		}
-		mappings = append(mappings, object{{"name", k.resource(currency), "Claims count as the GPU memory that their device takes. Pods that ask for these classes by\nthe name of an extended resource are refused by Kueue then."},
-			{"deviceClassNames", classes, ""}, {"sources", source("counter", "memory"), ""}})
+		mappings = append(mappings, object{
+			{"name", k.resource(currency), "Claims count as the GPU memory that their device takes. " +
+				"Pods that ask for these classes by\nthe name of an extended resource are refused by Kueue then."},
+			{"deviceClassNames", classes, ""}, {"sources", source("counter", "memory"), ""},
+		})
 	}
 	if b.shares {
-		mappings = append(mappings, object{{"name", k.resource(currency), "Claims of GPU memory count as what they ask for."},
-			{"deviceClassNames", []string{currency + "." + k.Domain}, ""}, {"sources", source("capacity", "memory"), ""}})
+		mappings = append(mappings, object{
+			{"name", k.resource(currency), "Claims of GPU memory count as what they ask for."},
+			{"deviceClassNames", []string{currency + "." + k.Domain}, ""},
+			{"sources", source("capacity", "memory"), ""},
+		})
 	}
-	if mappings != nil {
-		resources = append(resources, field{"deviceClassMappings", mappings, ""})
-	}
-	out := object{{"apiVersion", "config.kueue.x-k8s.io/v1beta2", ""}, {"kind", "Configuration", ""}, {"resources", resources, ""}}
-	var gates object
-	if b.shares {
-		gates = append(gates, field{"KueueDRAIntegrationConsumableCapacity", true, "Without it Kueue does not start with the mapping above."})
-	}
-	if k.Checks {
-		gates = append(gates, field{"ConcurrentAdmission", true, "The placer keeps a workload from flavors without room by an annotation, which Kueue goes\nby with this gate alone. No queue has a concurrentAdmissionPolicy."})
-	}
-	if gates == nil {
-		return write(configurationHead, out)
-	}
-	out = append(out, field{"featureGates", gates, "Alpha in Kueue 0.19. Gates are named either here or in Kueue's --feature-gates, not in both."})
-	return write(configurationHead, out)
+	return mappings
 }
 
 // ParseCloud reads SITE or SITE/MODEL/MODE.

@@ -58,7 +58,9 @@ type Profile struct {
 
 // FromInventory is a node of which an inventory was recorded, laid out as wanted. Its labels
 // are those that the agent would write, and more. The error says what the inventory lacks.
-func FromInventory(name, domain string, inv *gpu.Inventory, wanted config.Desired, unit gpu.MiB, more map[string]string) (Node, error) {
+func FromInventory(
+	name, domain string, inv *gpu.Inventory, wanted config.Desired, unit gpu.MiB, more map[string]string,
+) (Node, error) {
 	n := Node{Name: name, Unit: unit, Labels: maps.Clone(more)}
 	if n.Labels == nil {
 		n.Labels = map[string]string{}
@@ -75,7 +77,8 @@ func FromInventory(name, domain string, inv *gpu.Inventory, wanted config.Desire
 		case config.MIG, config.Dynamic:
 			card := gpunode.CardOf(d)
 			if card == nil {
-				return Node{}, fmt.Errorf("%s: the driver of GPU %d tells no MIG placements, which some do only with MIG on: turn MIG on there and record the inventory again", name, d.Index)
+				return Node{}, fmt.Errorf("%s: the driver of GPU %d tells no MIG placements, "+
+					"which some do only with MIG on: turn MIG on there and record the inventory again", name, d.Index)
 			}
 			if w.Mode == config.Dynamic {
 				g.Units = timeslice.Units(d, unit)
@@ -97,7 +100,10 @@ func wantedProfiles(card *gpunode.Card, w *config.Want) (out []Profile) {
 	}
 	for _, name := range w.Profiles {
 		if p := of(card, name); p != nil && w.OnDemand {
-			out = append(out, Profile{Name: name, Slices: p.MemorySlices, Most: beside(p) * parts(name), Devices: len(p.Starts) * parts(name)})
+			out = append(out, Profile{
+				Name: name, Slices: p.MemorySlices, Most: beside(p) * parts(name),
+				Devices: len(p.Starts) * parts(name),
+			})
 		}
 	}
 	return others(out, card, w.OnDemand && len(w.Profiles) == 0)
@@ -157,7 +163,10 @@ func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 	n := Node{Name: name, Labels: labels, Unit: gpu.MiB(s.MemoryUnitMiB)}
 	for i := range s.GPUs {
 		from := &s.GPUs[i]
-		g := GPU{Index: from.Index, Model: from.Model, Memory: gpu.MiB(from.MemoryMiB), Mode: config.Mode(from.Mode), API: ledger.FrontEnd(from.API)}
+		g := GPU{
+			Index: from.Index, Model: from.Model, Memory: gpu.MiB(from.MemoryMiB), Mode: config.Mode(from.Mode),
+			API: ledger.FrontEnd(from.API),
+		}
 		if from.Kind.Counted().Together() {
 			g.Units = from.Total
 		}

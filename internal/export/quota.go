@@ -107,7 +107,8 @@ func (b *book) measure(nodes []Node) {
 		}
 	}
 	if len(unsized) > 0 {
-		b.refuse("%s have GPUs without memory of their own, which a quota of GPU memory cannot count: keep those nodes out of the export (--selector)", names(unsized))
+		b.refuse("%s have GPUs without memory of their own, which a quota of GPU memory cannot count: "+
+			"keep those nodes out of the export (--selector)", names(unsized))
 	}
 	for _, name := range slices.Sorted(maps.Keys(by)) {
 		sizes := slices.Sorted(maps.Keys(by[name]))
@@ -119,11 +120,13 @@ func (b *book) measure(nodes []Node) {
 		for _, size := range sizes {
 			have = append(have, quantity(size)+" on "+names(by[name][size]))
 		}
-		todo := "give the GPUs of one size the mode shared or mig, so that pods ask for them by size, or keep those nodes out of the export (--selector)"
+		todo := "give the GPUs of one size the mode shared or mig, so that pods ask for them by size, " +
+			"or keep those nodes out of the export (--selector)"
 		if name == "gpu-mem" {
 			todo = "start all agents with the same --memory-unit"
 		}
-		b.refuse("%s is of %s, and Kueue counts a name as one size in the whole cluster: %s", name, strings.Join(have, " and "), todo)
+		b.refuse("%s is of %s, and Kueue counts a name as one size in the whole cluster: %s",
+			name, strings.Join(have, " and "), todo)
 	}
 }
 
@@ -146,17 +149,23 @@ func (b *book) claims(nodes []Node) {
 		}
 	}
 	if len(plugin) > 0 {
-		b.refuse("--dra claims: %s have GPUs with api device-plugin, to which Kueue could admit a claim, since it counts claims as memory and nothing else: give all GPUs api dra, or export with --dra names", names(plugin))
+		b.refuse("--dra claims: %s have GPUs with api device-plugin, to which Kueue could admit a claim, "+
+			"since it counts claims as memory and nothing else: give all GPUs api dra, or export with --dra names",
+			names(plugin))
 	}
 	if len(shared) > 0 {
-		b.refuse("--dra claims: %s offer memory by claims, and Kueue 0.19 cannot count that (a capacity) together with whole GPUs and MIG (counters): export with --dra names, where those are asked for by name", names(shared))
+		b.refuse("--dra claims: %s offer memory by claims, and Kueue 0.19 cannot count that (a capacity) together "+
+			"with whole GPUs and MIG (counters): export with --dra names, where those are asked for by name",
+			names(shared))
 	}
 	if len(modes) > 1 {
 		var have []string
 		for _, mode := range slices.Sorted(maps.Keys(modes)) {
 			have = append(have, mode+" on "+names(modes[mode]))
 		}
-		b.refuse("--dra claims: GPUs have the modes %s, and Kueue could admit a claim to nodes that do not offer it, since it counts claims as memory and nothing else: export nodes of one mode, with --selector, or export with --dra names", strings.Join(have, " and "))
+		b.refuse("--dra claims: GPUs have the modes %s, and Kueue could admit a claim to nodes that do not offer it, "+
+			"since it counts claims as memory and nothing else: export nodes of one mode, with --selector, "+
+			"or export with --dra names", strings.Join(have, " and "))
 	}
 	for _, name := range slices.Sorted(maps.Keys(b.sizes)) {
 		if name != "gpu.shared" {
@@ -165,7 +174,10 @@ func (b *book) claims(nodes []Node) {
 		}
 	}
 	if len(b.classes) > maxClasses {
-		b.refuse("--dra claims: Kueue 0.19 counts %d DeviceClasses as one resource at most, and these GPUs have %d (%s): name fewer in profiles of the partition and keep other cards out of the export, or export with --dra names", maxClasses, len(b.classes), strings.Join(b.classes, ", "))
+		b.refuse("--dra claims: Kueue 0.19 counts %d DeviceClasses as one resource at most, "+
+			"and these GPUs have %d (%s): name fewer in profiles of the partition "+
+			"and keep other cards out of the export, or export with --dra names",
+			maxClasses, len(b.classes), strings.Join(b.classes, ", "))
 	}
 }
 
@@ -200,11 +212,13 @@ func (b *book) group(k *Kueue, nodes []Node) {
 		}
 	}
 	if some := lacks[keys[0]]; len(some) > 0 {
-		b.refuse("%s have no label %s, which says where they are: kubectl label node NODE %[2]s=on-prem", names(some), keys[0])
+		b.refuse("%s have no label %s, which says where they are: kubectl label node NODE %[2]s=on-prem",
+			names(some), keys[0])
 	}
 	for _, key := range keys[1:] {
 		if some := lacks[key]; len(some) > 0 {
-			b.refuse("%s have no label %s: the agent writes it unless it runs with --node-labels none", names(some), key)
+			b.refuse("%s have no label %s: the agent writes it unless it runs with --node-labels none",
+				names(some), key)
 		}
 	}
 	for _, f := range by {
@@ -244,15 +258,18 @@ func (b *book) limit(clouds []Cloud) {
 		f := flavor{name: flavorName(c.Site, c.Model, c.Mode), site: c.Site, model: c.Model, mode: c.Mode}
 		switch len(at) {
 		case 0:
-			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has those that are there", f.name))
+			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has those that are there",
+				f.name))
 		case 1:
 			f = b.flavors[at[0]]
 		default:
 			var each []string
 			for _, i := range at {
-				each = append(each, fmt.Sprintf("--cloud %s/%s/%s=LIMIT", c.Site, b.flavors[i].model, b.flavors[i].mode))
+				each = append(each, fmt.Sprintf("--cloud %s/%s/%s=LIMIT",
+					c.Site, b.flavors[i].model, b.flavors[i].mode))
 			}
-			b.refuse("site %s has nodes of %d kinds, and Kueue limits each by itself: %s", c.Site, len(at), strings.Join(each, " "))
+			b.refuse("site %s has nodes of %d kinds, and Kueue limits each by itself: %s",
+				c.Site, len(at), strings.Join(each, " "))
 			continue
 		}
 		if given[f.name] {
@@ -273,7 +290,8 @@ func (b *book) limit(clouds []Cloud) {
 	b.flavors = slices.DeleteFunc(b.flavors, func(f flavor) bool { return given[f.name] })
 	for _, f := range b.flavors {
 		if len(b.errs) == 0 && slices.ContainsFunc(clouds, func(c Cloud) bool { return c.Site == f.site }) {
-			b.refuse("site %s has nodes of model %s and mode %s, too: limit them with --cloud %[1]s/%[2]s/%[3]s=LIMIT", f.site, f.model, f.mode)
+			b.refuse("site %s has nodes of model %s and mode %s, too: limit them with --cloud %[1]s/%[2]s/%[3]s=LIMIT",
+				f.site, f.model, f.mode)
 		}
 	}
 	b.flavors = append(b.flavors, inCloud...)
@@ -316,10 +334,13 @@ func (b *book) check(k *Kueue) {
 		b.refuse("no node offers a GPU: is a partition in force?")
 	}
 	if n := len(b.flavors); n > maxFlavors {
-		b.refuse("%d kinds of nodes (%s and others) are more than the %d flavors that Kueue tries for a job at a time: lay nodes of a model out alike, or export a part of them with --selector", n, b.flavors[0].name, maxFlavors)
+		b.refuse("%d kinds of nodes (%s and others) are more than the %d flavors that Kueue tries for a job at a "+
+			"time: lay nodes of a model out alike, or export a part of them with --selector",
+			n, b.flavors[0].name, maxFlavors)
 	}
 	if n := len(b.covered) + 1; n > maxResources {
-		b.refuse("%d resources are more than the %d that Kueue counts in a group: export cards of fewer kinds, with --selector", n, maxResources)
+		b.refuse("%d resources are more than the %d that Kueue counts in a group: "+
+			"export cards of fewer kinds, with --selector", n, maxResources)
 	}
 	if len(k.Teams) == 0 {
 		b.refuse("no team is named: each gets a ClusterQueue")
@@ -327,13 +348,15 @@ func (b *book) check(k *Kueue) {
 	teams := map[string]bool{}
 	for _, t := range k.Teams {
 		if teams[t.Name] || t.Name != flavorName(t.Name) || t.Share < 1 {
-			b.refuse("team %q with share %d: a name is the team's namespace, named once, and a share is at least 1", t.Name, t.Share)
+			b.refuse("team %q with share %d: a name is the team's namespace, named once, and a share is at least 1",
+				t.Name, t.Share)
 		}
 		teams[t.Name] = true
 	}
 	if slices.ContainsFunc(k.Teams, func(t Team) bool { return t.Urgent }) {
 		if !k.Checks {
-			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, since Kueue by itself ends jobs that open no room")
+			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, " +
+				"since Kueue by itself ends jobs that open no room")
 		}
 		if teams[urgent] {
 			b.refuse("a team has the name %s, which is that of the queue of urgent jobs: give it another", urgent)
@@ -343,7 +366,8 @@ func (b *book) check(k *Kueue) {
 		}
 	}
 	if !slices.ContainsFunc(k.Teams, func(t Team) bool { return !t.OnPrem }) && len(k.Clouds) > 0 && len(k.Teams) > 0 {
-		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: let one go there, or say --cloud none")
+		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: " +
+			"let one go there, or say --cloud none")
 	}
 }
 

@@ -37,7 +37,8 @@ func write(head string, documents ...any) ([]byte, error) {
 		if i > 0 {
 			fmt.Fprintln(&out, "---")
 		}
-		text, err := yaml.Dump(node(d), yaml.WithV3Defaults(), yaml.WithIndent(2), yaml.WithCompactSeqIndent(), yaml.WithLineWidth(-1))
+		text, err := yaml.Dump(node(d), yaml.WithV3Defaults(), yaml.WithIndent(2), yaml.WithCompactSeqIndent(),
+			yaml.WithLineWidth(-1))
 		if err != nil {
 			return nil, fmt.Errorf("write YAML: %w", err)
 		}

@@ -158,7 +158,8 @@ func bounded(v reflect.Value, path string, most int) error {
 // OutOfBounds is what a node's object says instead of one that its readers would refuse: the
 // node is not ready, and why.
 func OutOfBounds(err error) *Status {
-	s := &Status{Conditions: []Condition{{Type: Ready, Status: False, Reason: status.OutOfBounds, Message: brief.Cut(err.Error(), brief.Text)}}}
+	why := brief.Cut(err.Error(), brief.Text)
+	s := &Status{Conditions: []Condition{{Type: Ready, Status: False, Reason: status.OutOfBounds, Message: why}}}
 	s.Sum()
 	return s
 }

@@ -137,7 +137,9 @@ func (g *GPU) UnmarshalJSON(data []byte) error {
 	}
 	if err := g.Kind.Check(); err != nil {
 		g.Conditions = slices.DeleteFunc(g.Conditions, func(c Condition) bool { return c.Type == Available })
-		g.Conditions = append(g.Conditions, Condition{Type: Available, Status: False, Reason: status.UnknownKind, Message: err.Error()})
+		g.Conditions = append(g.Conditions, Condition{
+			Type: Available, Status: False, Reason: status.UnknownKind, Message: err.Error(),
+		})
 	}
 	return nil
 }

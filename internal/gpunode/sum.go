@@ -146,7 +146,8 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 		}
 	case counted.Together():
 		word := counted.Short()
-		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, max(t.largest[word], g.Largest)
+		t.free[word], t.total[word] = t.free[word]+free, t.total[word]+total
+		t.largest[word] = max(t.largest[word], g.Largest)
 	case counted.Known() && total > 0:
 		word := counted.Short()
 		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, t.largest[word]+g.Largest

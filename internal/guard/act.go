@@ -14,6 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 )
@@ -77,13 +78,16 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
 	}
 	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
-	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s", who, amount(v.Used), where, amount(v.Cap))
+	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s",
+		who, amount(v.Used), where, amount(v.Cap))
 	if v.Own < v.Used && v.Kind == memcap.Over {
-		message = fmt.Sprintf("%s uses %s of %s, and together with the others that share its allocation %s, more than their cap of %s", who, amount(v.Own), where, amount(v.Used), amount(v.Cap))
+		message = fmt.Sprintf("%s uses %s of %s, and together with the others that share its allocation %s, "+
+			"more than their cap of %s", who, amount(v.Own), where, amount(v.Used), amount(v.Cap))
 	}
 	end := true
 	if v.Kind == memcap.Intruder {
-		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without an allocation on it", who, amount(v.Used), where)
+		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without an allocation on it",
+			who, amount(v.Used), where)
 		end = h.endIntruders
 		if v.Told == 0 {
 			h.found.Add(1)
@@ -93,7 +97,8 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 		message += "; it is ended"
 	}
 	if v.Told == 0 {
-		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container, "processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
+		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container,
+			"processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
 		h.tell(c, agentkube.Warning, reason, message)
 	}
 	if !end {
@@ -128,7 +133,8 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return same
 	})
 	if !stands || owner.ID == "" {
-		h.voice.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
+		h.voice.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew",
+			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
 	ectx, cancel := context.WithTimeout(ctx, endPatience)
@@ -139,7 +145,8 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return
 	}
 	if err != nil {
-		h.voice.ration.Log(slog.LevelError, "cannot end a container", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
+		h.voice.ration.Log(slog.LevelError, "cannot end a container",
+			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
 		return
 	}
 	// A process with much memory takes seconds to end. It is told to again at
@@ -152,8 +159,11 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return
 	}
 	after := time.Since(v.First)
-	h.observer.Ended(End{Kind: v.Kind, Pod: c.InPod(), Container: c.Name, GPU: v.GPU, Used: v.Used, Cap: v.Cap, After: after})
-	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name, "for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
+	h.observer.Ended(End{
+		Kind: v.Kind, Pod: c.InPod(), Container: c.Name, GPU: v.GPU, Used: v.Used, Cap: v.Cap, After: after,
+	})
+	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name,
+		"for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
 	h.kills.Add(1)
 	h.mu.Lock()
 	offences := h.offences.Add(c.PodUID, time.Now())
@@ -169,11 +179,13 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 	defer cancel()
 	pod := c.InPod()
 	if err := h.cluster.Evict(ctx, pod); err != nil {
-		h.voice.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
+		h.voice.log.Error("cannot evict a pod that offends again and again",
+			"pod", pod.String(), "offences", offences, "err", err)
 		return
 	}
 	h.observer.Evicted(pod, offences)
-	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without an allocation", offences)
+	message := fmt.Sprintf("evicted after %d offences within an hour: "+
+		"use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, agentkube.Warning, evictedReason, message)
 }
@@ -184,6 +196,15 @@ func (h *hand) tell(c *node.Container, kind agentkube.EventType, reason, message
 		h.cluster.Event(c.InPod(), kind, reason, message)
 	}
 }
+
+// tellNode sends an Event about the node, since nobody knows whose pod it is.
+func (h *hand) tellNode(kind agentkube.EventType, reason, message string) {
+	if h.cluster != nil {
+		h.cluster.Event(workload.Pod{}, kind, reason, message)
+	}
+}
+
+func (h *hand) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
 
 // pids are the first of the processes: a container may have thousands.
 func pids(list []memcap.Process) []int {

@@ -37,15 +37,9 @@ func (t *tally) listens(now time.Time) bool {
 	return t.meter != nil && t.sound && t.cost < expensive && now.Sub(t.lively) <= askFor
 }
 
-// answer looks at the GPUs for which a process waits for a reading.
-func (g *Guard) answer(ctx context.Context) {
-	began := time.Now()
-	if began.Before(g.answerFrom) {
-		return
-	}
-	var asked map[gpu.UUID]bool
-	for p, t := range g.tallies.by {
-		if asked[p.gpu] || !t.listens(began) || !t.meter.Asked() {
+func (e *eye) asked(now time.Time) (asked map[gpu.UUID]bool) {
+	for p, t := range e.tallies.by {
+		if asked[p.gpu] || !t.listens(now) || !t.meter.Asked() {
 			continue
 		}
 		if asked == nil {
@@ -53,10 +47,20 @@ func (g *Guard) answer(ctx context.Context) {
 		}
 		asked[p.gpu] = true
 	}
+	return asked
+}
+
+// answer looks at the GPUs for which a process waits for a reading.
+func (g *Guard) answer(ctx context.Context) {
+	began := time.Now()
+	if began.Before(g.answerFrom) {
+		return
+	}
+	asked := g.eye.asked(began)
 	if asked == nil {
 		return
 	}
-	gpus, held := g.w.Allocations.Offered(), g.held()
+	gpus, held := g.allocations.Offered(), g.held()
 	for i := range gpus {
 		if d := &gpus[i]; asked[d.UUID] && ctx.Err() == nil {
 			g.look(ctx, d, held, nil)

@@ -31,13 +31,19 @@ type calm struct {
 
 // still reports whether a GPU is as it was when all was in order, by its memory of this
 // moment; capped says that somebody has a cap on it.
-func (g *Guard) still(u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time) bool {
+func (g *Guard) still(
+	u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time,
+) bool {
 	trusted := calmIdle
 	if capped {
 		trusted = calmFor
 	}
-	c, ok := g.calm[u]
-	if m, known := memory[u]; !ok || !known || m.Used != c.used || now.Sub(c.at) >= trusted {
+	f := g.found[u]
+	if f == nil || f.calm == nil {
+		return false
+	}
+	c := f.calm
+	if m, known := memory[u]; !known || m.Used != c.used || now.Sub(c.at) >= trusted {
 		return false
 	}
 	for key, bytes := range c.caps {
@@ -45,7 +51,11 @@ func (g *Guard) still(u gpu.UUID, capped bool, held allocations, memory map[gpu.
 			return false
 		}
 	}
-	for p, t := range g.tallies.by {
+	return g.eye.unmoved(u)
+}
+
+func (e *eye) unmoved(u gpu.UUID) bool {
+	for p, t := range e.tallies.by {
 		if p.gpu != u || t.meter == nil {
 			continue
 		}
@@ -56,26 +66,26 @@ func (g *Guard) still(u gpu.UUID, capped bool, held allocations, memory map[gpu.
 	return true
 }
 
-// settle notes whether all was in order at a look: how much of the GPU was used,
-// who they are, and what each allocation's containers have.
-func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) {
+// settle tells whether all was in order at a look: how much of the GPU was used,
+// who they are, and what each allocation's containers have. It is nil if not.
+func (e *eye) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) *calm {
 	for i := range sc.sample.Processes {
 		if sc.sample.Processes[i].Start == 0 {
-			return // it went while it was looked at
+			return nil // it went while it was looked at
 		}
 	}
 	caps := map[string]uint64{}
 	for id := range sc.sums {
-		c := g.containers[id]
+		c := e.containers[id]
 		if c == nil {
-			return
+			return nil
 		}
-		if g.isOwn(c) {
+		if e.isOwn(c) {
 			continue
 		}
-		shares := g.holds(c, u, held)
+		shares := e.holds(c, u, held)
 		if len(shares) == 0 {
-			return
+			return nil
 		}
 		for _, s := range shares {
 			caps[s.allocation] = s.bytes
@@ -85,10 +95,10 @@ func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) {
 		if bytes == lib.None {
 			continue
 		}
-		all, t := sc.of(key), g.tallies.by[page{key, u}]
+		all, t := sc.of(key), e.tallies.by[page{key, u}]
 		if !all.known || all.bytes > bytes || t == nil || t.meter == nil || !t.reading.Quiet || t.reading.Used > bytes {
-			return
+			return nil
 		}
 	}
-	g.calm[u] = calm{at: sc.sample.At, used: used, caps: caps}
+	return &calm{at: sc.sample.At, used: used, caps: caps}
 }

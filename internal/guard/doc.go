@@ -36,6 +36,12 @@
 // node has anything. Where there is no cap at all the guard sleeps in between, until the
 // agent says that something has changed.
 //
+// [Guard] goes round: which GPUs are due, whether anything stirs on one where all was in order,
+// and what the last look at each found (finding). The looks are the eye's, which has the roster of
+// containers and the tallies of their counters. All that belongs to the goroutine of Run and has no
+// lock. What the driver is asked to hold is in limits, and hand does what must be done about an
+// offence: it works beside the looks, and its mutex guards which containers it is ending.
+//
 // # What it does about it
 //
 // A container over its cap has got around the library, or has none: an Event says so,

@@ -5,7 +5,6 @@ package guard
 import (
 	"context"
 	"log/slog"
-	"maps"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -188,30 +187,49 @@ type End struct {
 
 // Guard is the watchdog. Use [New].
 type Guard struct {
-	opts  Options
-	w     Worlds
-	judge *memcap.Judge
-	voice *voice
-	hand  *hand
-	state atomic.Pointer[State]
+	every       time.Duration
+	driver      Driver
+	allocations Allocations
+	proc        Proc
+	voice       *voice
+	eye         lookout
+	state       atomic.Pointer[State]
 
 	// The rest belongs to Run's goroutine.
 
-	roster
-	tallies tallies
-	names   names
 	// answerFrom is when those who ask for a reading are next listened to.
 	answerFrom time.Time
-	seen       map[place]*sight
 	looked     map[gpu.UUID]time.Time
-	// last is what the last look at each GPU found.
-	last map[gpu.UUID]Uninvited
-	// calm has the GPUs on which all was in order.
-	calm map[gpu.UUID]calm
-	// users is State.users.
-	users map[gpu.UUID]map[int]string
-	// unable is since when it is known that the driver cannot limit anybody on a GPU.
-	unable map[gpu.UUID]time.Time
+	// found is what the last look at each GPU found.
+	found map[gpu.UUID]*finding
+}
+
+// lookout looks at GPUs and has done what must be done. [eye] does.
+type lookout interface {
+	// look takes one look at a GPU, whose memory was asked for before. The finding is nil if
+	// the driver has not answered. again says that it is worth to look at once again.
+	look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (f *finding, again bool)
+	// unmoved reports whether all counters on a GPU are as they were at its last look.
+	unmoved(u gpu.UUID) bool
+	// listen has a value when it is time to see who has asked for a reading, and asked has the
+	// GPUs for which a process waits for one. Both are nil where there is none.
+	listen(now time.Time) <-chan time.Time
+	asked(now time.Time) map[gpu.UUID]bool
+	// describe adds what is known of the containers of an allocation on a GPU, which may have so
+	// many bytes.
+	describe(c *status.Container, u gpu.UUID, bytes uint64)
+	// forget drops what is known of containers and allocations that are no more, or on GPUs
+	// that are not given out.
+	forget(offered func(gpu.UUID) bool)
+	// counts is how many intruders were found and how many containers ended.
+	counts() (found, kills uint64)
+}
+
+// finding is what a look at a GPU has found.
+type finding struct {
+	Uninvited
+	users map[int]string // see State.users
+	calm  *calm          // nil where not all was in order
 }
 
 // voice is the guard's log, to which a container must not be able to write without end.
@@ -238,27 +256,29 @@ type place struct {
 	gpu       gpu.UUID
 }
 
-// sight is what is known of a container on a GPU.
-type sight struct {
-	procs int
-	limit limit
-}
-
 // New returns a guard that has not looked at anything yet.
 func New(o Options, w Worlds) *Guard {
 	if o.Every <= 0 {
 		o.Every = DefaultEvery
 	}
 	v := &voice{log: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
+	justice := &hand{
+		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
+		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
+		ending: map[string]bool{}, ended: map[string]bool{},
+	}
 	g := &Guard{
-		opts: o, w: w, judge: memcap.NewJudge(o.Policy), voice: v,
-		hand: &hand{driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
-			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
-		roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
-		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
-		names:   names{proc: w.Proc},
-		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{}, users: map[gpu.UUID]map[int]string{},
-		unable: map[gpu.UUID]time.Time{},
+		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, voice: v,
+		eye: &eye{
+			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
+			judge: memcap.NewJudge(o.Policy), voice: v, hand: justice,
+			limits:  &limits{limiter: w.Limiter, voice: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
+			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
+			tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
+			names:   names{proc: w.Proc},
+			seen:    map[place]int{},
+		},
+		looked: map[gpu.UUID]time.Time{}, found: map[gpu.UUID]*finding{},
 	}
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g
@@ -271,7 +291,10 @@ func (g *Guard) State() *State {
 	if st.Off == "" {
 		return st
 	}
-	return &State{Off: st.Off, Containers: containers(g.w.Allocations.Offered(), g.held(), func(*status.Container, gpu.UUID, uint64) {})}
+	return &State{
+		Off:        st.Off,
+		Containers: containers(g.allocations.Offered(), g.held(), func(*status.Container, gpu.UUID, uint64) {}),
+	}
 }
 
 // Run looks until ctx ends, and returns its error.
@@ -280,16 +303,16 @@ func (g *Guard) Run(ctx context.Context) error {
 	if err := g.start(ctx); err != nil {
 		return err
 	}
-	ticker := time.NewTicker(g.opts.Every)
+	ticker := time.NewTicker(g.every)
 	defer ticker.Stop()
 	for {
-		if idle := g.round(ctx, time.Now()); idle > g.opts.Every {
+		if idle := g.round(ctx, time.Now()); idle > g.every {
 			// Nobody has a cap: a node that gives out whole GPUs sleeps.
 			timer := time.NewTimer(idle)
 			select {
 			case <-ctx.Done():
 			case <-timer.C:
-			case <-g.w.Allocations.Changed():
+			case <-g.allocations.Changed():
 			}
 			timer.Stop()
 		}
@@ -299,7 +322,7 @@ func (g *Guard) Run(ctx context.Context) error {
 				return ctx.Err()
 			case <-ticker.C:
 				due = true
-			case <-g.tallies.listen(time.Now()):
+			case <-g.eye.listen(time.Now()):
 				g.answer(ctx)
 			}
 		}
@@ -309,13 +332,14 @@ func (g *Guard) Run(ctx context.Context) error {
 // start waits until the guard can see the node's processes.
 func (g *Guard) start(ctx context.Context) error {
 	for {
-		err := g.w.Proc.Check()
+		err := g.proc.Check()
 		if err == nil {
-			g.voice.log.Info("watchdog runs", "every", g.opts.Every.String())
+			g.voice.log.Info("watchdog runs", "every", g.every.String())
 			return nil
 		}
 		if off := err.Error(); g.state.Load().Off != off {
-			g.voice.log.Error("the watchdog does not start; caps rest on the library in the container alone", "err", err)
+			g.voice.log.Error("the watchdog does not start; caps rest on the library in the container alone",
+				"err", err)
 			g.state.Store(&State{Off: off})
 		}
 		select {
@@ -328,7 +352,7 @@ func (g *Guard) start(ctx context.Context) error {
 
 // held are the allocations of this moment.
 func (g *Guard) held() allocations {
-	list := g.w.Allocations.Allocations()
+	list := g.allocations.Allocations()
 	out := make(allocations, len(list))
 	for i := range list {
 		out[list[i].ID] = &list[i]
@@ -339,8 +363,8 @@ func (g *Guard) held() allocations {
 // round looks at every GPU that is due, and returns for how long none will be if
 // nothing stirs; 0 where somebody has a cap.
 func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
-	gpus, held := g.w.Allocations.Offered(), g.held()
-	idle = g.every("", held)
+	gpus, held := g.allocations.Offered(), g.held()
+	idle = g.pause("", held)
 	capped := map[gpu.UUID]bool{}
 	for key, c := range held {
 		for i := range c.Grants {
@@ -354,7 +378,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	var due []gpu.UUID
 	for i := range gpus {
 		u := gpus[i].UUID
-		if wait := g.every(u, held) - now.Sub(g.looked[u]); !capped[u] && wait > 0 {
+		if wait := g.pause(u, held) - now.Sub(g.looked[u]); !capped[u] && wait > 0 {
 			idle = min(idle, wait)
 			continue
 		}
@@ -374,7 +398,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 				break
 			}
 		}
-		idle = min(idle, g.every(d.UUID, held))
+		idle = min(idle, g.pause(d.UUID, held))
 	}
 	if !worked && len(g.state.Load().Containers) == len(held) && g.state.Load().Off == "" {
 		return idle
@@ -395,15 +419,16 @@ func (g *Guard) memory(ctx context.Context, gpus []gpu.UUID) map[gpu.UUID]gpu.Me
 	}
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	of, _ := g.w.Driver.Memory(ctx, gpus...) // of a GPU that is not in it, the processes are listed
+	of, _ := g.driver.Memory(ctx, gpus...) // of a GPU that is not in it, the processes are listed
 	return of
 }
 
-// every is how often a GPU is looked at on which there is no cap; without a name, any
+// pause is how long a GPU is left alone on which there is no cap; without a name, any
 // where all is in order.
-func (g *Guard) every(u gpu.UUID, held allocations) time.Duration {
+func (g *Guard) pause(u gpu.UUID, held allocations) time.Duration {
+	f := g.found[u]
 	switch {
-	case g.last[u].Intruders > 0 || g.last[u].Unlisted > 0:
+	case f != nil && (f.Intruders > 0 || f.Unlisted > 0):
 		return suspectEvery
 	case len(held) > 0:
 		return idleEvery
@@ -411,16 +436,24 @@ func (g *Guard) every(u gpu.UUID, held allocations) time.Duration {
 	return restEvery
 }
 
+// look takes one look at a GPU, and keeps what it found.
+func (g *Guard) look(
+	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
+) (again bool) {
+	f, again := g.eye.look(ctx, d, held, memory)
+	if f != nil {
+		g.found[d.UUID] = f
+	}
+	return again
+}
+
 // forget drops what is known of containers and allocations that are no more, or on GPUs
 // that are not given out.
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
-	maps.DeleteFunc(g.seen, func(p place, _ *sight) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
-	maps.DeleteFunc(g.users, func(u gpu.UUID, _ map[int]string) bool { return !offered(u) })
-	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
-	for p, t := range g.tallies.by {
-		if len(g.of[p.allocation]) == 0 || !offered(p.gpu) {
-			t.close()
-			delete(g.tallies.by, p)
+	g.eye.forget(offered)
+	for u, f := range g.found {
+		if !offered(u) {
+			f.users = nil
 		}
 	}
 }

@@ -5,6 +5,7 @@ package guard
 import (
 	"context"
 	"errors"
+	"maps"
 	"time"
 
 	"example.com/gpu-agent/internal/node"
@@ -45,14 +46,27 @@ type limit struct {
 	unfit bool      // the node's cgroups are not made for it
 }
 
-// limit has the driver hold a container to its cap from the first look that finds
+// limits are those of all containers on each GPU.
+type limits struct {
+	limiter Limiter // nil where the driver is not to be asked for limits
+	voice   *voice
+	of      map[place]*limit
+	// unable maps each GPU whose driver cannot limit anybody to the time at which it said so.
+	unable map[gpu.UUID]time.Time
+}
+
+// hold has the driver hold a container to its cap from the first look that finds
 // it on the GPU. A container that may have all of it needs none.
-func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time) {
-	l := &g.seen[at].limit
-	if g.w.Limiter == nil || bytes == lib.None && l.at.IsZero() {
+func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time) {
+	l := ls.of[at]
+	if l == nil {
+		l = &limit{}
+		ls.of[at] = l
+	}
+	if ls.limiter == nil || bytes == lib.None && l.at.IsZero() {
 		return
 	}
-	if since, ok := g.unable[at.gpu]; ok && now.Sub(since) < limitUnable {
+	if since, ok := ls.unable[at.gpu]; ok && now.Sub(since) < limitUnable {
 		return
 	}
 	again := limitRetry
@@ -65,35 +79,52 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 	*l = limit{asked: bytes, at: now, gone: l.gone}
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	switch err := g.w.Limiter.Limit(ctx, at.gpu, o, bytes); {
+	switch err := ls.limiter.Limit(ctx, at.gpu, o, bytes); {
 	case err == nil:
 		l.gone = 0
 		if bytes != lib.None {
 			l.holds = bytes
 		}
 	case errors.Is(err, gpu.ErrNotSupported), errors.Is(err, gpu.ErrNoPermission):
-		g.unable[at.gpu] = now
-		for p, s := range g.seen {
+		ls.unable[at.gpu] = now
+		for p, other := range ls.of {
 			if p.gpu == at.gpu {
-				s.limit = limit{}
+				*other = limit{}
 			}
 		}
-		g.voice.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		ls.voice.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do",
+			"gpu", at.gpu, "err", err)
 	case errors.Is(err, node.ErrNoDmem):
 		// One line for the node: what one container lacks, all do.
 		l.unfit = true
-		g.voice.once("dmem", "the driver cannot limit the memory of containers; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		ls.voice.once("dmem", "the driver cannot limit the memory of containers; "+
+			"the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
 		l.gone++ // it is on its way out
 	default:
-		g.voice.once("limit "+at.container, "the driver does not limit the memory of a container; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
+		ls.voice.once("limit "+at.container, "the driver does not limit the memory of a container; "+
+			"the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}
 }
 
-// level is how strongly a container is held to its allocation's cap.
-func (s *sight) level(t *tally, bytes uint64) memcap.Level {
+// holds is how many bytes the driver has confirmed that it holds a container to; 0 is none.
+func (ls *limits) holds(at place) uint64 {
+	if l := ls.of[at]; l != nil {
+		return l.holds
+	}
+	return 0
+}
+
+// forget drops the limits of containers that are gone.
+func (ls *limits) forget(gone func(place) bool) {
+	maps.DeleteFunc(ls.of, func(p place, _ *limit) bool { return gone(p) })
+}
+
+// level is how strongly a container is held to its allocation's cap, where the driver holds it
+// to so many bytes.
+func level(holds uint64, t *tally, bytes uint64) memcap.Level {
 	switch {
-	case s.limit.holds != 0 && s.limit.holds == bytes:
+	case holds != 0 && holds == bytes:
 		return memcap.Driver
 	case t != nil && t.missing:
 		return memcap.Watchdog

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
@@ -30,76 +31,117 @@ type scene struct {
 	homes    map[string]string
 }
 
-// look takes one look at a GPU; memory was asked for before. It reports whether to look
-// again at once.
-func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (again bool) {
-	metered := g.tallies.begin(d.UUID, time.Now())
+// eye takes the looks. It belongs to the goroutine of Run, as all that it knows does.
+type eye struct {
+	driver      Driver
+	allocations Allocations
+	proc        Proc
+	judge       *memcap.Judge
+	voice       *voice
+	hand        justice
+	limits      enforcer
+	roster
+	tallies tallies
+	names   names
+	// seen is how many processes each container has on a GPU.
+	seen map[place]int
+}
+
+// justice does what must be done about offences, beside the looks. [hand] does.
+type justice interface {
+	lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool
+	act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner)
+	tell(c *node.Container, kind agentkube.EventType, reason, message string)
+	tellNode(kind agentkube.EventType, reason, message string)
+	forget(listed map[string]*node.Container)
+	counts() (found, kills uint64)
+}
+
+// enforcer has the driver hold containers to their caps. [limits] does.
+type enforcer interface {
+	hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time)
+	holds(at place) uint64
+	forget(gone func(place) bool)
+}
+
+func (e *eye) look(
+	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
+) (f *finding, again bool) {
+	metered := e.tallies.begin(d.UUID, time.Now())
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
-	listed, err := g.w.Driver.Processes(dctx, d.UUID)
+	listed, err := e.driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
-		for p, t := range g.tallies.by {
+		for p, t := range e.tallies.by {
 			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
-			g.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged", "gpu", d.UUID, "err", err)
+			e.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged",
+				"gpu", d.UUID, "err", err)
 		}
-		return false
+		return nil, false
 	}
 	var l Uninvited
-	sc := g.census(d, listed, &l)
-	if len(sc.sums)+len(g.seen) > 0 && g.refresh(ctx, sc.sample.At, sc.sums) { // else there is nobody to know anything of
-		g.hand.forget(g.containers)
+	sc := e.census(d, listed, &l)
+	// Without them there is nobody to know anything of.
+	if len(sc.sums)+len(e.seen) > 0 && e.refresh(ctx, sc.sample.At, sc.sums) {
+		e.hand.forget(e.containers)
 	}
 
 	var judged []memcap.Allowance // of those that are not listed
-	l.Unlisted, judged = g.unlisted(d, sc.sums, held, sc.sample.At)
-	allowances, again := g.allowances(ctx, d, sc, held, &l)
-	for at, s := range g.seen {
+	l.Unlisted, judged = e.unlisted(d, sc.sums, held, sc.sample.At)
+	allowances, again := e.allowances(ctx, d, sc, held, &l)
+	for at := range e.seen {
 		if at.gpu == d.UUID {
-			s.procs = 0
+			e.seen[at] = 0
 			if t := sc.sums[at.container]; t != nil {
-				s.procs = t.procs
+				e.seen[at] = t.procs
 			}
 		}
 	}
-	for at, t := range g.tallies.by {
+	for at, t := range e.tallies.by {
 		if at.gpu == d.UUID {
 			t.take(sc.of(at.allocation))
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
 		c := held[key]
-		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster, &g.names, c != nil && c.Owner == ledger.DRA)
+		e.tallies.finish(page{key, d.UUID}, metered[key], sc, &e.roster, &e.names, c != nil && c.Owner == ledger.DRA)
 	}
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
-	g.last[d.UUID] = l
-	g.users[d.UUID] = sc.users()
-	g.count(d.UUID, sc, allowances)
-	verdicts := g.judge.Judge(sc.sample, allowances, func(id string) bool {
-		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool { return h.Container == id })
+	f = &finding{Uninvited: l, users: sc.users()}
+	e.count(d.UUID, sc, allowances)
+	verdicts := e.judge.Judge(sc.sample, allowances, func(id string) bool {
+		return e.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool {
+			return h.Container == id
+		})
 	})
 	for _, v := range verdicts {
-		if v.Kind == memcap.Over && v.Told == 0 && !g.hand.lasts(ctx, d.UUID, v) {
-			g.judge.Excuse(v)
+		if v.Kind == memcap.Over && v.Told == 0 && !e.hand.lasts(ctx, d.UUID, v) {
+			e.judge.Excuse(v)
 			continue
 		}
-		if c := g.offender(place{v.Container, d.UUID}, held); c != nil {
-			g.hand.act(ctx, d, c, v, sc.owners)
+		if c := e.offender(place{v.Container, d.UUID}, held); c != nil {
+			e.hand.act(ctx, d, c, v, sc.owners)
 		}
 	}
-	delete(g.calm, d.UUID)
 	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again {
-		g.settle(d.UUID, m.Used, sc, held)
+		f.calm = e.settle(d.UUID, m.Used, sc, held)
 	}
-	return again
+	return f, again
 }
 
 // census finds the containers of the processes that the driver lists.
-func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
-	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, together: map[string]*sum{}, homes: map[string]string{},
-		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
+func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
+	sc := &scene{
+		sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true,
+		together: map[string]*sum{}, homes: map[string]string{},
+		sample: memcap.Sample{
+			At: time.Now(), Tick: node.Ticks(), GPU: d.UUID,
+			Open: e.allocations.Open(d.UUID), Processes: memcap.Merge(listed),
+		},
+	}
 	add := func(id, podUID string, pid int, p *memcap.Process) {
 		if sc.sums[id] == nil {
 			sc.sums[id] = &sum{pid: pid, podUID: podUID, known: true}
@@ -108,7 +150,7 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene
 	}
 	for i := range sc.sample.Processes {
 		p := &sc.sample.Processes[i]
-		o, err := g.w.Proc.Container(p.PID)
+		o, err := e.proc.Container(p.PID)
 		if p.Start = o.Start; err != nil {
 			switch {
 			case o.Start != 0 && o.PodUID != "":
@@ -117,7 +159,8 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene
 				l.NoPod++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
-				g.voice.once("process", "cannot find the container of a process; what containers use is not known exactly", "gpu", d.UUID, "err", err)
+				e.voice.once("process", "cannot find the container of a process; "+
+					"what containers use is not known exactly", "gpu", d.UUID, "err", err)
 			}
 			continue
 		}
@@ -170,22 +213,24 @@ func (sc *scene) of(key string) *sum {
 // allowances says what the listed containers may have of a GPU, adds up what those of an
 // allocation have, and opens the counters that are not open. again is true where it has
 // found some.
-func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited) (allowances []memcap.Allowance, again bool) {
+func (e *eye) allowances(
+	ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited,
+) (allowances []memcap.Allowance, again bool) {
 	for id, s := range sc.sums {
-		c := g.containers[id]
+		c := e.containers[id]
 		if c == nil {
 			continue
 		}
 		at := place{id, d.UUID}
-		if g.seen[at] == nil {
-			g.seen[at] = &sight{}
+		if _, known := e.seen[at]; !known {
+			e.seen[at] = 0
 		}
-		shares := g.holds(c, d.UUID, held)
+		shares := e.holds(c, d.UUID, held)
 		if len(shares) == 0 {
-			for _, key := range g.keys(c) {
+			for _, key := range e.keys(c) {
 				sc.add(key, s) // of an allocation that has ended, or is not known yet
 			}
-			if !g.isOwn(c) && !c.CDIUnknown {
+			if !e.isOwn(c) && !c.CDIUnknown {
 				l.Intruders += s.procs
 			}
 			continue
@@ -194,10 +239,12 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 		bytes := uint64(0)
 		for _, has := range shares {
 			bytes += min(has.bytes, lib.None-bytes)
-			allowances = append(allowances, memcap.Allowance{Container: id, GPU: d.UUID, Cap: has.bytes, Allocation: has.allocation})
-			again = g.tallies.open(page{has.allocation, d.UUID}, sc.sample.At) || again
+			allowances = append(allowances, memcap.Allowance{
+				Container: id, GPU: d.UUID, Cap: has.bytes, Allocation: has.allocation,
+			})
+			again = e.tallies.open(page{has.allocation, d.UUID}, sc.sample.At) || again
 		}
-		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
+		e.limits.hold(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
 	}
 	return allowances, again
 }
@@ -205,7 +252,7 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 // count fills in what the processes of containers count for themselves, where several share
 // a cap and have more than that together: the judge names one of them. Where that cannot be
 // told, nobody has counted anything.
-func (g *Guard) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
+func (e *eye) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 	homes := map[string]bool{}
 	for _, p := range memcap.Parties(u, allowances) {
 		used := uint64(0)
@@ -219,26 +266,27 @@ func (g *Guard) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 		}
 	}
 	for key := range homes {
-		if t := g.tallies.by[page{key, u}]; t != nil && t.meter != nil {
-			g.countOf(sc, t.meter, func(container string) bool { return sc.homes[container] == key })
+		if t := e.tallies.by[page{key, u}]; t != nil && t.meter != nil {
+			e.countOf(sc, t.meter, func(container string) bool { return sc.homes[container] == key })
 		}
 	}
 }
 
 // countOf fills in what the processes of containers count on a page.
-func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool) {
+func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
 	names, counted := map[int]lib.Process{}, map[lib.Process]uint64{}
 	for i := range sc.sample.Processes {
 		p := &sc.sample.Processes[i]
 		if p.Container == "" || !has(p.Container) {
 			continue
 		}
-		name, err := g.names.of(p.PID, p.Start)
+		name, err := e.names.of(p.PID, p.Start)
 		if errors.Is(err, gpu.ErrNotFound) {
 			return // it has ended meanwhile, and the next sample lacks it
 		}
 		if err != nil {
-			g.voice.once("inside", "cannot tell which process counts what; of containers that share an allocation the one with the most memory is ended", "err", err)
+			e.voice.once("inside", "cannot tell which process counts what; "+
+				"of containers that share an allocation the one with the most memory is ended", "err", err)
 			return
 		}
 		names[p.PID] = name
@@ -252,6 +300,23 @@ func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool)
 		if name, ok := names[p.PID]; ok {
 			p.Counted = counted[name]
 			delete(names, p.PID) // it is listed once for each instance, and has counted for all
+		}
+	}
+}
+
+func (e *eye) counts() (found, kills uint64) { return e.hand.counts() }
+
+func (e *eye) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
+
+func (e *eye) forget(offered func(gpu.UUID) bool) {
+	gone := func(p place) bool { return e.containers[p.container] == nil || !offered(p.gpu) }
+	maps.DeleteFunc(e.seen, func(p place, _ int) bool { return gone(p) })
+	e.limits.forget(gone)
+	maps.DeleteFunc(e.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
+	for p, t := range e.tallies.by {
+		if len(e.of[p.allocation]) == 0 || !offered(p.gpu) {
+			t.close()
+			delete(e.tallies.by, p)
 		}
 	}
 }

@@ -41,7 +41,7 @@ func TestSampled(t *testing.T) {
 		if c := g.Sampled(context.Background(), before); len(c) != 3 || c[0].SMPercent != nil {
 			t.Errorf("of a driver that tells nothing: %+v", c)
 		}
-		g.w.Driver = w
+		g.driver = w
 		by := map[string]status.Container{}
 		for _, c := range g.Sampled(context.Background(), before) {
 			by[c.Pod] = c

@@ -5,7 +5,6 @@ package guard
 import (
 	"cmp"
 	"context"
-	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -42,18 +41,28 @@ type Uninvited struct {
 
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
-	st := &State{On: map[gpu.UUID]Uninvited{}, Found: g.hand.found.Load(), Kills: g.hand.kills.Load()}
+	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}}
+	st.Found, st.Kills = g.eye.counts()
 	for i := range gpus {
-		st.On[gpus[i].UUID] = g.last[gpus[i].UUID]
+		st.On[gpus[i].UUID] = Uninvited{}
 	}
-	st.Containers = containers(gpus, held, g.describe)
-	st.users = maps.Clone(g.users)
+	for u, f := range g.found {
+		if _, given := st.On[u]; given {
+			st.On[u] = f.Uninvited
+		}
+		if f.users != nil {
+			st.users[u] = f.users
+		}
+	}
+	st.Containers = containers(gpus, held, g.eye.describe)
 	g.state.Store(st)
 }
 
 // containers lists who may have something of the GPUs, with what seen adds of an
 // allocation that allows so many bytes.
-func containers(gpus []gpu.Device, held allocations, seen func(c *status.Container, u gpu.UUID, bytes uint64)) []status.Container {
+func containers(
+	gpus []gpu.Device, held allocations, seen func(c *status.Container, u gpu.UUID, bytes uint64),
+) []status.Container {
 	var out []status.Container
 	for i := range gpus {
 		d := &gpus[i]
@@ -62,7 +71,9 @@ func containers(gpus []gpu.Device, held allocations, seen func(c *status.Contain
 			if !ok {
 				continue
 			}
-			c := status.Container{Allocation: key, GPU: string(d.UUID), Index: d.Index, Guarantee: string(memcap.Hardware)}
+			c := status.Container{
+				Allocation: key, GPU: string(d.UUID), Index: d.Index, Guarantee: string(memcap.Hardware),
+			}
 			name(&c, &a.Holder)
 			if bytes != lib.None {
 				c.CapMiB, c.Guarantee = new(mib(bytes)), string(memcap.API)
@@ -73,7 +84,8 @@ func containers(gpus []gpu.Device, held allocations, seen func(c *status.Contain
 	}
 	slices.SortFunc(out, func(a, b status.Container) int {
 		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
-			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container), strings.Compare(a.Allocation, b.Allocation))
+			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container),
+			strings.Compare(a.Allocation, b.Allocation))
 	})
 	return out
 }
@@ -86,9 +98,8 @@ func name(c *status.Container, h *ledger.Holder) {
 // mib is bytes in MiB, rounded up.
 func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
 
-// describe adds what is known of the containers of an allocation on a GPU.
-func (g *Guard) describe(c *status.Container, u gpu.UUID, bytes uint64) {
-	t := g.tallies.by[page{c.Allocation, u}]
+func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
+	t := e.tallies.by[page{c.Allocation, u}]
 	used, known := uint64(0), true
 	if t != nil {
 		used, known = t.used, t.known
@@ -96,22 +107,23 @@ func (g *Guard) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		c.Refusals, c.Uncounted = t.reading.Refusals, t.reading.Uncounted
 	}
 	var levels []memcap.Level // of those that have been seen on it
-	for _, in := range g.of[c.Allocation] {
+	for _, in := range e.of[c.Allocation] {
 		if in.Running || c.Container == "" {
 			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
-		if g.strayed(in.PodUID, u) {
+		if e.strayed(in.PodUID, u) {
 			// Some of what its pod has may be this container's.
 			known = false
 			levels = append(levels, memcap.Watchdog)
 		}
-		s := g.seen[place{in.ID, u}]
-		if s == nil {
+		at := place{in.ID, u}
+		procs, seen := e.seen[at]
+		if !seen {
 			continue
 		}
-		c.Processes += s.procs
-		if in.Running || s.procs > 0 {
-			levels = append(levels, s.level(t, bytes))
+		c.Processes += procs
+		if in.Running || procs > 0 {
+			levels = append(levels, level(e.limits.holds(at), t, bytes))
 		}
 	}
 	if known {
@@ -140,7 +152,7 @@ func (st *State) Show(s *status.Status) {
 // since a time, where the driver tells that of processes.
 func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container {
 	st := g.State()
-	driver, tells := g.w.Driver.(Utilizer)
+	driver, tells := g.driver.(Utilizer)
 	if !tells || st.Off != "" {
 		return st.Containers
 	}

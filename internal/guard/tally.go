@@ -73,7 +73,8 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		ts.voice.once("open "+at.allocation, "cannot open an allocation's counters; the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
+		ts.voice.once("open "+at.allocation, "cannot open an allocation's counters; "+
+			"the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 	}
 	return false
 }
@@ -112,7 +113,9 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 		return
 	}
 	if reading.Uncounted > t.reading.Uncounted {
-		ts.voice.once("uncounted "+at.allocation, "allocations of a kind that the cap's library does not know pass it, by its own counters; the watchdog alone limits what they take", "allocation", at.allocation, "gpu", at.gpu)
+		ts.voice.once("uncounted "+at.allocation, "allocations of a kind that the cap's library does not know pass "+
+			"it, by its own counters; the watchdog alone limits what they take",
+			"allocation", at.allocation, "gpu", at.gpu)
 	}
 	// There is memory and nobody counts: a process goes around the library. A process that
 	// ended between the driver's answer and this one had counted in the last reading.
@@ -141,5 +144,6 @@ func (ts *tallies) spoilt(at page, t *tally, err error) {
 		t.spoilt = 0
 	}
 	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	ts.voice.once("meter "+at.allocation, "cannot read an allocation's counters; the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
+	ts.voice.once("meter "+at.allocation, "cannot read an allocation's counters; "+
+		"the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 }

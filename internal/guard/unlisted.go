@@ -10,7 +10,6 @@ import (
 
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -34,29 +33,31 @@ const (
 // tells the pod. Who has more of a GPU than all containers of its pod may have
 // together is over the cap, whichever of them it is; less than that is not judged, and
 // neither is one of a pod of which not everything is known.
-func (g *Guard) unlisted(d *gpu.Device, sums map[string]*sum, held allocations, at time.Time) (procs int, judged []memcap.Allowance) {
+func (e *eye) unlisted(
+	d *gpu.Device, sums map[string]*sum, held allocations, at time.Time,
+) (procs int, judged []memcap.Allowance) {
 	for _, id := range slices.Sorted(maps.Keys(sums)) {
 		t, p := sums[id], place{id, d.UUID}
-		if g.containers[id] != nil {
+		if e.containers[id] != nil {
 			continue
 		}
-		s := g.strays[p]
+		s := e.strays[p]
 		if s == nil {
 			s = &stray{first: at, podUID: t.podUID}
-			g.strays[p] = s
+			e.strays[p] = s
 		}
 		s.seen, s.procs = at, t.procs
 		// Both by when the list was asked for.
-		lacks := g.listed.Sub(s.first)
+		lacks := e.listed.Sub(s.first)
 		if lacks <= 0 {
 			continue
 		}
 		procs += t.procs
-		if lacks < unlistedGrace || at.Sub(g.listed) > unlistedGrace {
+		if lacks < unlistedGrace || at.Sub(e.listed) > unlistedGrace {
 			continue
 		}
-		pod, bytes, sure := g.podHas(t.podUID, d.UUID, held)
-		if pod != nil && g.isOwn(pod) || g.w.Allocations.Open(d.UUID) || sure && bytes == lib.None {
+		pod, bytes, sure := e.podHas(t.podUID, d.UUID, held)
+		if pod != nil && e.isOwn(pod) || e.allocations.Open(d.UUID) || sure && bytes == lib.None {
 			continue
 		}
 		if sure && t.pid != 0 {
@@ -64,15 +65,15 @@ func (g *Guard) unlisted(d *gpu.Device, sums map[string]*sum, held allocations, 
 		}
 		if !s.told {
 			s.told = true
-			g.tellUnlisted(d, id, t, pod, bytes, sure)
+			e.tellUnlisted(d, id, t, pod, bytes, sure)
 		}
 	}
-	maps.DeleteFunc(g.strays, func(p place, s *stray) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
+	maps.DeleteFunc(e.strays, func(p place, s *stray) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
 	return procs, judged
 }
 
 // tellUnlisted says that a container is not listed: on its pod, if anybody knows that.
-func (g *Guard) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
+func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
 	what := "a container that the container runtime does not list (" + id + ")"
 	if t.pid == 0 {
 		what = "a process in the pod's cgroup and in none of its containers'"
@@ -84,12 +85,12 @@ func (g *Guard) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Contain
 	default:
 		message += "; nobody can tell what it may have, so it is held to nothing"
 	}
-	g.voice.log.Warn("a container is not listed", "what", message, "reason", unlistedReason, "container", id, "uid", t.podUID)
-	switch {
-	case g.w.Cluster == nil:
-	case pod != nil:
-		g.hand.tell(pod, agentkube.Warning, unlistedReason, message)
-	default:
-		g.w.Cluster.Event(workload.Pod{}, agentkube.Warning, unlistedReason, fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
+	e.voice.log.Warn("a container is not listed",
+		"what", message, "reason", unlistedReason, "container", id, "uid", t.podUID)
+	if pod != nil {
+		e.hand.tell(pod, agentkube.Warning, unlistedReason, message)
+		return
 	}
+	e.hand.tellNode(agentkube.Warning, unlistedReason,
+		fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
 }

@@ -234,7 +234,10 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 		if e.GPU == "" {
 			return false
 		}
-		c = complaint{key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset, away: true}
+		c = complaint{
+			key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset,
+			away: true,
+		}
 	default:
 		return false
 	}
@@ -301,7 +304,9 @@ func (g *card) complain(c complaint, now time.Time) bool {
 		f = g.faults[c.key]
 	}
 	if f == nil {
-		g.faults[c.key] = &fault{xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, traces: c.traces()}
+		g.faults[c.key] = &fault{
+			xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, traces: c.traces(),
+		}
 		return true
 	}
 	if f.clean || f.over {
@@ -392,7 +397,11 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			continue
 		}
 		changed = g.endDriver() || changed
-		changed = g.complain(complaint{key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing, away: true, load: m.load}, now) || changed
+		unlisted := complaint{
+			key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing,
+			away: true, load: m.load,
+		}
+		changed = g.complain(unlisted, now) || changed
 	}
 	slices.Sort(hung)
 	return m.waitLocked(strings.Join(hung, "; "), now) || changed
@@ -485,7 +494,8 @@ func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (change
 		begun = true // the driver could find it again only as a GPU that has come
 	}
 	if h != nil {
-		begun = begun || f.asked && h.Recovery == gpu.RecoveryNone || f.errors && h.Uncorrected != nil && *h.Uncorrected == 0 ||
+		begun = begun || f.asked && h.Recovery == gpu.RecoveryNone ||
+			f.errors && h.Uncorrected != nil && *h.Uncorrected == 0 ||
 			f.failed && h.Remap != nil && !h.Remap.Failed
 		// Xid 154 says that what the driver asks for has changed: it may be to nothing. And of
 		// several GPUs that a complaint may be about, those are not meant of which the driver
@@ -605,7 +615,8 @@ func (m *Monitor) Verdicts() []Verdict {
 		}
 	}
 	slices.SortFunc(all, func(a, b Verdict) int {
-		return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CI, b.CI), cmp.Compare(rank(a.Class), rank(b.Class)))
+		return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CI, b.CI),
+			cmp.Compare(rank(a.Class), rank(b.Class)))
 	})
 	return all
 }
@@ -703,12 +714,14 @@ func (m *Monitor) Records() []Record {
 			all = append(all, Record{
 				GPU: u, GI: k.gi, CI: k.ci, Class: k.class, Xid: f.xid, Detail: f.detail, Needs: f.needs,
 				Since: f.since.Round(0).UTC(), Last: f.last.Round(0).UTC(), Strikes: f.strikes, Over: f.over,
-				Load: f.load, Reset: f.reset, Asked: f.asked, Errors: f.errors, Failed: f.failed, Away: f.away, Nameless: f.nameless,
+				Load: f.load, Reset: f.reset, Asked: f.asked, Errors: f.errors, Failed: f.failed,
+				Away: f.away, Nameless: f.nameless,
 			})
 		}
 	}
 	slices.SortFunc(all, func(a, b Record) int {
-		return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CI, b.CI), cmp.Compare(rank(a.Class), rank(b.Class)))
+		return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CI, b.CI),
+			cmp.Compare(rank(a.Class), rank(b.Class)))
 	})
 	return all
 }
@@ -738,7 +751,10 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 		f := &fault{
 			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: sane(r.Since), last: sane(r.Last),
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
-			traces: traces{reset: r.Reset, load: clip(r.Load), asked: r.Asked, errors: r.Errors, failed: r.Failed, away: r.Away, nameless: r.Nameless},
+			traces: traces{
+				reset: r.Reset, load: clip(r.Load), asked: r.Asked, errors: r.Errors, failed: r.Failed,
+				away: r.Away, nameless: r.Nameless,
+			},
 		}
 		if !sameBoot {
 			f.traces = traces{reset: true}

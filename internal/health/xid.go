@@ -107,24 +107,29 @@ var xids = map[uint64]meaning{
 	68:  {ClassEngine, "video decoder exception", doRestart, NeedsNothing},
 	109: {ClassEngine, "context switch timeout", doRestart, NeedsNothing},
 
-	48:  {ClassMemory, "uncorrectable (double bit) ECC error", doReset, NeedsReset},
-	61:  {ClassFirmware, "internal micro-controller breakpoint", doReset, NeedsReset},
-	62:  {ClassFirmware, "internal micro-controller halt", doReset, NeedsReset},
-	63:  {ClassContained, "a memory row or page was marked for replacement", "nothing: the next reset replaces it", NeedsNothing},
-	64:  {ClassRemapFailed, "a broken memory row or page could not be replaced", "reset the GPU; if it comes again, have the card replaced", NeedsReset},
-	69:  {ClassEngine, "graphics engine class error", doRestart, NeedsNothing},
-	74:  {ClassLink, "NVLink error", "drain the GPU and reset it; if it comes again, check the link's hardware", NeedsReset},
+	48: {ClassMemory, "uncorrectable (double bit) ECC error", doReset, NeedsReset},
+	61: {ClassFirmware, "internal micro-controller breakpoint", doReset, NeedsReset},
+	62: {ClassFirmware, "internal micro-controller halt", doReset, NeedsReset},
+	63: {ClassContained, "a memory row or page was marked for replacement",
+		"nothing: the next reset replaces it", NeedsNothing},
+	64: {ClassRemapFailed, "a broken memory row or page could not be replaced",
+		"reset the GPU; if it comes again, have the card replaced", NeedsReset},
+	69: {ClassEngine, "graphics engine class error", doRestart, NeedsNothing},
+	74: {ClassLink, "NVLink error",
+		"drain the GPU and reset it; if it comes again, check the link's hardware", NeedsReset},
 	79:  {ClassLost, "the GPU has fallen off the bus", doReboot, NeedsReset},
 	92:  {ClassEngine, "high rate of corrected memory errors", "run the field diagnostics", NeedsNothing},
 	94:  {ClassContained, "contained memory error", "restart the application that was hit", NeedsNothing},
 	95:  {ClassMemory, "uncontained memory error", doReset, NeedsReset},
 	119: {ClassFirmware, "the GPU's system processor (GSP) did not answer in time", doReset, NeedsReset},
 	120: {ClassFirmware, "error of the GPU's system processor (GSP)", doReset, NeedsReset},
-	121: {ClassEngine, "corrected errors of the chip-to-chip link (C2C)", "nothing: the next reset trains the link anew", NeedsNothing},
+	121: {ClassEngine, "corrected errors of the chip-to-chip link (C2C)",
+		"nothing: the next reset trains the link anew", NeedsNothing},
 	140: {ClassMemory, "unrecovered ECC error", doReset, NeedsReset},
 	143: {ClassFirmware, "the GPU could not be initialised", doReset, NeedsReset},
 	149: {ClassLink, "NVLink 5 error", doReset, NeedsReset},
-	154: {ClassRecovery, "the driver says that the GPU needs recovery", "see which with nvidia-smi -q (GPU Recovery Action), then do it", NeedsReset},
+	154: {ClassRecovery, "the driver says that the GPU needs recovery",
+		"see which with nvidia-smi -q (GPU Recovery Action), then do it", NeedsReset},
 }
 
 // meaningOf returns what the table says, or that it says nothing.
@@ -132,5 +137,8 @@ func meaningOf(xid uint64) meaning {
 	if m, ok := xids[xid]; ok {
 		return m
 	}
-	return meaning{ClassUnknown, "a driver error that this agent does not know", "look it up in NVIDIA's Xid catalogue", NeedsNothing}
+	return meaning{
+		ClassUnknown, "a driver error that this agent does not know", "look it up in NVIDIA's Xid catalogue",
+		NeedsNothing,
+	}
 }

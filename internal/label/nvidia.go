@@ -56,7 +56,9 @@ func (l labels) versions(driver, cuda string) {
 			l["cuda.driver-version."+name] = value(parts[i])
 		}
 		l["cuda.driver-version.full"] = value(driver)
-		l["cuda.driver.major"], l["cuda.driver.minor"], l["cuda.driver.rev"] = value(parts[0]), value(parts[1]), value(parts[2])
+		for i, name := range []string{"major", "minor", "rev"} {
+			l["cuda.driver."+name] = value(parts[i])
+		}
 	}
 	if major, minor, ok := strings.Cut(cuda, "."); ok {
 		for _, prefix := range []string{"cuda.runtime-version.", "cuda.runtime."} {
@@ -168,7 +170,9 @@ func (l labels) profile(c card, p mig.Name) {
 			l[at+"multiprocessors"] = strconv.Itoa(sms)
 		}
 		if e := have.Engines; e != nil {
-			for name, n := range map[string]int{"copy": e.Copy, "decoder": e.Decode, "encoder": e.Encode, "jpeg": e.JPEG, "ofa": e.OFA} {
+			for name, n := range map[string]int{
+				"copy": e.Copy, "decoder": e.Decode, "encoder": e.Encode, "jpeg": e.JPEG, "ofa": e.OFA,
+			} {
 				l[at+"engines."+name] = strconv.Itoa(n)
 			}
 		}

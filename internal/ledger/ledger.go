@@ -60,7 +60,10 @@ type allocation struct {
 // New returns a ledger with no allocation. wake is called when somebody waits for one to
 // open and must not block; now is the clock.
 func New(wake func(), now func() time.Time) *Ledger {
-	return &Ledger{wake: wake, now: now, allocations: map[string]*allocation{}, ended: make(chan struct{}), seen: map[Transition]bool{}}
+	return &Ledger{
+		wake: wake, now: now, allocations: map[string]*allocation{}, ended: make(chan struct{}),
+		seen: map[Transition]bool{},
+	}
 }
 
 // Request is what a front-end asks for.
@@ -105,7 +108,9 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	out := make([]Allocation, len(requests))
 	for i := range requests {
 		r := &requests[i]
-		a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Given: now, Fresh: true})
+		a := l.addLocked(Allocation{
+			ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Given: now, Fresh: true,
+		})
 		l.epoch++
 		a.Epoch = l.epoch
 		out[i] = a.Allocation
@@ -132,7 +137,10 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
-	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice}
+	a.Allocation = Allocation{
+		ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
+		Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
+	}
 	a.told = ""
 	return a.Allocation, nil
 }
@@ -142,7 +150,8 @@ func (l *Ledger) freeLocked(r *Request) error {
 	for _, o := range l.allocations {
 		switch {
 		case o.ID == r.ID:
-		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
+		case o.Owner != r.Owner &&
+			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
 			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrHeld)
@@ -170,7 +179,10 @@ func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err er
 		a.date(given, now)
 		return false, nil
 	}
-	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Given: now, Adopted: true})
+	a := l.addLocked(Allocation{
+		ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Given: now,
+		Adopted: true,
+	})
 	a.date(given, now)
 	return true, nil
 }
@@ -333,13 +345,15 @@ func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
 func (a *allocation) notOpen() error {
 	switch {
 	case a.Phase == Waiting && a.Twice:
-		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s", ErrNotOpen, a.told)
+		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s",
+			ErrNotOpen, a.told)
 	case a.Phase == Waiting:
 		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
 	case a.Cause != (status.Cause{}):
 		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
 	}
-	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, a.ID)
+	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; "+
+		"see the agent's log and `gpu-agent status`", ErrNotOpen, a.ID)
 }
 
 // SetTwice says whether the kubelet has given an allocation to two pods.
@@ -419,7 +433,8 @@ func (a *allocation) learn(grants []Grant) {
 		return
 	}
 	for i := range grants {
-		if g := &grants[i]; g.GPU == a.Grants[i].GPU && piece.Same(g.Piece, a.Grants[i].Piece) && g.Cap.Known && !a.Grants[i].Cap.Known {
+		if g := &grants[i]; g.GPU == a.Grants[i].GPU && piece.Same(g.Piece, a.Grants[i].Piece) && g.Cap.Known &&
+			!a.Grants[i].Cap.Known {
 			a.Grants = slices.Clone(a.Grants) // others may read it
 			a.Grants[i].Piece, a.Grants[i].Cap = g.Piece, g.Cap
 		}

@@ -133,7 +133,9 @@ func (r *Room) take(s mig.Placement, free bool) {
 
 // Has reports whether an allocation has a placement, under that name of a resource.
 func (r *Room) Has(resource string, s mig.Placement) bool {
-	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && piece.SamePlace(h.placement, s) })
+	return slices.ContainsFunc(r.held, func(h held) bool {
+		return h.resource == resource && piece.SamePlace(h.placement, s)
+	})
 }
 
 // Free are the placements that stand, that may not go and that may be given out.

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"math"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -92,38 +91,42 @@ type Options struct {
 
 // Meter keeps the account. Use [New].
 type Meter struct {
-	Options
+	opts   Options
 	ration *brief.Ration
 	news   chan struct{} // holds at most one token
 
 	// looked is the state of the ledger as of the last look, or unsettled.
 	looked atomic.Uint64
-
-	mu sync.Mutex
-	// Guarded by mu:
-	noted    notes // by others, not taken yet
-	unnoted  int   // those that did not fit
-	shown    usage.Shown
-	fading   map[usage.Key]int // scrapes left of containers that have ended
-	idle     []status.Condition
-	trouble  status.Cause
-	lostEver uint64
-	dropped  usage.DroppedRecords
+	noted  notes // by others, not taken yet
+	board  board
 
 	// The rest belongs to Run's goroutine.
 
-	// book is what the records come to; started says that those of before have been read.
-	book    *usage.Book
-	started bool
+	// book is what the records come to.
+	book   *usage.Book
+	past   past
+	outbox outbox
+	// uses are the totals that grow.
+	uses map[place]*use
+	// sampled is when the last sample was taken, or the process began.
+	sampled time.Time
+	ended   []usage.Key // since the last write that succeeded
+	told    map[uint64]bool
+}
+
+// past is what was before this process.
+type past struct {
+	// read says that the records of before have been read.
+	read bool
 	// Grants whose numbers are below before are older than this process, which began at began.
 	before uint64
 	began  time.Time
 	// vouched is the last time that a predecessor has written something.
 	vouched time.Time
-	// uses are the totals that grow.
-	uses map[place]*use
-	// sampled is when the last sample was taken, or the process began.
-	sampled time.Time
+}
+
+// outbox is what waits to be written.
+type outbox struct {
 	pending []byte
 	waiting int // records in pending
 	refused int // those of them that tell of refusals
@@ -131,8 +134,25 @@ type Meter struct {
 	// those without which the book is right all the same: that need not be written for them.
 	lost, missed int
 	flushed      time.Time
-	ended        []usage.Key // since the last write that succeeded
-	told         map[uint64]bool
+}
+
+// empty says that nothing is to be written, nor that anything is missing.
+func (o *outbox) empty() bool { return o.waiting == 0 && o.lost == 0 && o.missed == 0 }
+
+// wrote drops what is whole in the first so many bytes of what was written.
+func (o *outbox) wrote(out []byte, n int) {
+	whole := bytes.LastIndexByte(out[:min(n, len(o.pending))], '\n') + 1
+	o.waiting -= bytes.Count(out[:whole], []byte("\n"))
+	o.refused -= bytes.Count(out[:whole], []byte(`"event":"refused"`))
+	o.pending = o.pending[whole:]
+}
+
+// wroteAll begins anew.
+func (o *outbox) wroteAll() {
+	*o = outbox{pending: o.pending[:0], flushed: o.flushed}
+	if cap(o.pending) > 64<<10 {
+		o.pending = nil
+	}
 }
 
 // place is a grant on a GPU, by its number and the GPU's index.
@@ -156,8 +176,12 @@ func New(o Options) *Meter {
 	}
 	o.Ledger.Ends.Keep()
 	now := o.Now()
-	m := &Meter{Options: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1), fading: map[usage.Key]int{},
-		shown: usage.Shown{Written: true}, book: usage.NewBook(nil), uses: map[place]*use{}, began: now, sampled: now, flushed: now, told: map[uint64]bool{}}
+	m := &Meter{
+		opts: o, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), news: make(chan struct{}, 1),
+		board: board{fading: map[usage.Key]int{}, shown: usage.Shown{Written: true}},
+		book:  usage.NewBook(nil), past: past{began: now}, outbox: outbox{flushed: now},
+		uses: map[place]*use{}, sampled: now, told: map[uint64]bool{},
+	}
 	m.looked.Store(unsettled)
 	return m
 }
@@ -185,7 +209,7 @@ const unsettled = math.MaxUint64
 // state is another number whenever an allocation was added, renewed or released, or got
 // another holder.
 func (m *Meter) state() uint64 {
-	version, _, named := m.Ledger.State()
+	version, _, named := m.opts.Ledger.State()
 	return version + named
 }
 
@@ -193,25 +217,21 @@ func (m *Meter) state() uint64 {
 // not block. A GPU's index is filled in.
 func (m *Meter) Note(r usage.Record) {
 	if r.Time.IsZero() {
-		r.Time = m.Now()
+		r.Time = m.opts.Now()
 	}
 	if r.GPU != "" && r.Index == nil {
-		if d := m.Inventory().ByUUID(r.GPU); d != nil {
+		if d := m.opts.Inventory().ByUUID(r.GPU); d != nil {
 			r.Index = &d.Index
 		}
 	}
 	r.Message = brief.Cut(r.Message, mostText)
-	m.mu.Lock()
-	if !m.noted.add(r) {
-		m.unnoted++
-	}
-	m.mu.Unlock()
+	m.noted.add(r)
 	m.Poke()
 }
 
 // Run keeps the account until ctx ends, and returns its error.
 func (m *Meter) Run(ctx context.Context) error {
-	ticker := time.NewTicker(m.Every)
+	ticker := time.NewTicker(m.opts.Every)
 	defer ticker.Stop()
 	for {
 		m.turn(ctx, false)
@@ -233,11 +253,11 @@ func (m *Meter) Run(ctx context.Context) error {
 // start takes over what the process before has written.
 func (m *Meter) start() error {
 	book := usage.NewBook(nil)
-	if err := m.Journal.Last(book.Apply); err != nil {
+	if err := m.opts.Journal.Last(book.Apply); err != nil {
 		return err
 	}
-	m.book, m.started = book, true
-	m.before, m.vouched = m.book.Next(), m.book.Last()
+	m.book = book
+	m.past.read, m.past.before, m.past.vouched = true, book.Next(), book.Last()
 	for _, g := range m.book.Open() {
 		for i := range g.Held {
 			if u := g.Held[i].Use; u != nil {
@@ -245,25 +265,25 @@ func (m *Meter) start() error {
 			}
 		}
 	}
-	now := m.Now()
-	if m.Journal.Fresh() {
+	now := m.opts.Now()
+	if m.opts.Journal.Fresh() {
 		m.add(&usage.Record{Time: now, Event: usage.Began, Book: m.book.State(now)})
 	}
-	m.add(&usage.Record{Time: now, Event: usage.Started, Message: m.Version})
+	m.add(&usage.Record{Time: now, Event: usage.Started, Message: m.opts.Version})
 	return nil
 }
 
 // turn looks at the ledger and at what others have noted, takes a sample where one is due,
 // writes all that, and shows it.
 func (m *Meter) turn(ctx context.Context, sample bool) {
-	if !m.started {
+	if !m.past.read {
 		if err := m.start(); err != nil {
-			_ = m.Ledger.Ends.Take() // what ends until then is missing at the end of that
+			_ = m.opts.Ledger.Ends.Take() // what ends until then is missing at the end of that
 			m.fail(err)
 			return
 		}
 	}
-	at := m.Now()      // before the ledger is asked: what ends after that, ends later
+	at := m.opts.Now() // before the ledger is asked: what ends after that, ends later
 	state := m.state() // likewise
 	if m.look(ctx, at) {
 		state = unsettled
@@ -271,9 +291,9 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 	if sample {
 		m.sample(ctx, at)
 	}
-	news := sample || m.waiting > 0 || m.lost > 0 || m.missed > 0
+	news := sample || !m.outbox.empty()
 	m.write(at)
-	if m.waiting > 0 || m.lost > 0 || m.missed > 0 {
+	if !m.outbox.empty() {
 		state = unsettled
 	}
 	m.looked.Store(state)
@@ -285,10 +305,10 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 // look writes down what the ledger and others tell. It reports whether something is lacking
 // that they will tell.
 func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
-	inv := m.Inventory()
+	inv := m.opts.Inventory()
 	known := len(inv.GPUs) > 0 // else nobody can tell yet what a grant comes to
 	if known {
-		past, held, seen := m.Ledger.Ends.Take(), m.Ledger.Allocations(), m.Used()
+		past, held, seen := m.opts.Ledger.Ends.Take(), m.opts.Ledger.Allocations(), m.opts.Used()
 		for i := range past {
 			m.meet(&past[i].Allocation, inv, at, seen)
 			has := seen
@@ -303,26 +323,25 @@ func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
 		}
 		m.orphans(held)
 	}
-	m.mu.Lock()
-	noted, unnoted := m.noted.take(), m.unnoted
-	m.unnoted = 0
-	m.mu.Unlock()
+	noted := m.noted.take()
 	for i := range noted {
 		m.add(&noted[i])
 	}
-	m.missed += unnoted
+	m.outbox.missed += m.noted.takeMissed()
 	m.label(ctx)
-	return !known || m.before > 1 && !m.Heard() || m.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
+	return !known || m.past.before > 1 && !m.opts.Heard() ||
+		m.opts.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
 }
 
 // orphans ends what a predecessor has given out and the ledger does not have.
 func (m *Meter) orphans(held []ledger.Allocation) {
-	if m.before <= 1 || !m.Heard() {
+	if m.past.before <= 1 || !m.opts.Heard() {
 		return
 	}
 	for _, g := range m.book.Open() {
-		if g.Number < m.before && !slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == g.Allocation }) {
-			m.end(g.Allocation, m.vouched, "it ended while the agent was away", nil)
+		there := slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == g.Allocation })
+		if g.Number < m.past.before && !there {
+			m.end(g.Allocation, m.past.vouched, "it ended while the agent was away", nil)
 		}
 	}
 }
@@ -330,30 +349,36 @@ func (m *Meter) orphans(held []ledger.Allocation) {
 // meet compares an allocation with its grant in the book.
 func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, seen []status.Container) {
 	g := m.book.Of(a.ID)
-	if g != nil && !a.Adopted && a.Given.After(g.Since) && g.Number < m.before {
-		if a.Given.Before(m.began) { // by a predecessor, which had no time to write that down
+	if g != nil && !a.Adopted && a.Given.After(g.Since) && g.Number < m.past.before {
+		if a.Given.Before(m.past.began) { // by a predecessor, which had no time to write that down
 			m.end(a.ID, a.Given, "it was given to the next holder", nil)
 		} else {
-			m.end(a.ID, m.vouched, "it ended while the agent was away", nil)
+			m.end(a.ID, m.past.vouched, "it ended while the agent was away", nil)
 		}
 		g = nil
 	}
-	if g != nil && !samePieces(g, a.Grants) { // what a claim's name stands for may have changed while nobody looked
+	// What a claim's name stands for may have changed while nobody looked.
+	if g != nil && !samePieces(g, a.Grants) {
 		when := at
-		if g.Number < m.before {
-			when = m.vouched
+		if g.Number < m.past.before {
+			when = m.past.vouched
 		}
 		m.end(a.ID, when, "its name stands for other pieces now", nil)
 		g = nil
 	}
-	h := usage.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, UID: a.Holder.UID, Container: a.Holder.Container}
+	h := usage.Holder{
+		Namespace: a.Holder.Namespace, Pod: a.Holder.Name, UID: a.Holder.UID, Container: a.Holder.Container,
+	}
 	since := a.Given
 	if g != nil && g.Pod != "" && h.Pod != "" && !sameContainer(&g.Holder, &h) {
 		m.end(a.ID, at, "its next holder is "+h.Namespace+"/"+h.Pod, seen)
 		g, since = nil, at
 	}
 	if g == nil {
-		r := usage.Record{Time: since, Event: usage.Allocated, Grant: m.book.Next(), Allocation: a.ID, FrontEnd: a.Owner, Resource: a.Resource, Adopted: a.Adopted, Pieces: usage.PiecesOf(a.Grants, inv)}
+		r := usage.Record{
+			Time: since, Event: usage.Allocated, Grant: m.book.Next(), Adopted: a.Adopted,
+			Allocation: a.ID, FrontEnd: a.Owner, Resource: a.Resource, Pieces: usage.PiecesOf(a.Grants, inv),
+		}
 		for i := range a.Grants {
 			r.Count += piece.Count(a.Grants[i].Piece)
 		}
@@ -409,9 +434,9 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 
 // sample counts what is used for the time since the last sample.
 func (m *Meter) sample(ctx context.Context, at time.Time) {
-	seen := m.Used()
-	if m.Sampled != nil {
-		seen = m.Sampled(ctx, m.sampled)
+	seen := m.opts.Used()
+	if m.opts.Sampled != nil {
+		seen = m.opts.Sampled(ctx, m.sampled)
 	}
 	r := usage.Record{Time: at, Event: usage.Used}
 	for _, g := range m.book.Open() {
@@ -428,7 +453,8 @@ func (m *Meter) sample(ctx context.Context, at time.Time) {
 }
 
 func equal(a, b *usage.Use) bool {
-	return a.MiBMs == b.MiBMs && a.BusyMs == b.BusyMs && a.Idle.Equal(b.Idle) && (a.SMMs == nil) == (b.SMMs == nil) && (a.SMMs == nil || *a.SMMs == *b.SMMs)
+	sameSM := (a.SMMs == nil) == (b.SMMs == nil) && (a.SMMs == nil || *a.SMMs == *b.SMMs)
+	return a.MiBMs == b.MiBMs && a.BusyMs == b.BusyMs && a.Idle.Equal(b.Idle) && sameSM
 }
 
 // grow adds to a piece's totals what it was seen to use, for the time since the last sample.
@@ -439,7 +465,9 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 	}
 	p := place{g.Number, h.Index}
 	u := m.uses[p]
-	i := slices.IndexFunc(seen, func(c status.Container) bool { return c.Allocation == g.Allocation && c.GPU == string(h.GPU) })
+	i := slices.IndexFunc(seen, func(c status.Container) bool {
+		return c.Allocation == g.Allocation && c.GPU == string(h.GPU)
+	})
 	switch {
 	case i >= 0 && seen[i].UsedMiB == nil, i < 0 && u == nil:
 		return // not known: nothing is added
@@ -478,61 +506,61 @@ func (m *Meter) add(r *usage.Record) {
 	r.Round()
 	m.book.Apply(r)
 	switch {
-	case r.Event == usage.Refused && m.refused >= mostRefused:
-		m.missed++ // others' records need the room
+	case r.Event == usage.Refused && m.outbox.refused >= mostRefused:
+		m.outbox.missed++ // others' records need the room
 		return
-	case m.waiting >= mostPending:
-		m.lost++
+	case m.outbox.waiting >= mostPending:
+		m.outbox.lost++
 		return
 	}
-	out, err := r.Append(m.pending)
+	out, err := r.Append(m.outbox.pending)
 	if err != nil {
-		m.lost++
+		m.outbox.lost++
 		m.ration.Log(slog.LevelError, "cannot write a usage record", nil, "err", err)
 		return
 	}
-	m.pending = out
-	if m.waiting++; r.Event == usage.Refused {
-		m.refused++
+	m.outbox.pending = out
+	if m.outbox.waiting++; r.Event == usage.Refused {
+		m.outbox.refused++
 	}
 }
 
 // write writes what waits.
 func (m *Meter) write(at time.Time) {
-	if m.waiting > 0 || m.lost > 0 || m.missed > 0 {
+	if !m.outbox.empty() {
 		if err := m.writePending(at); err != nil {
 			m.fail(err)
 			return
 		}
 	}
 	m.fail(nil)
-	if m.Journal.Full() {
+	if m.opts.Journal.Full() {
 		line, err := (&usage.Record{Time: at, Event: usage.Began, Book: m.book.State(at)}).Append(nil)
 		if err == nil {
-			err = m.Journal.Next(line)
+			err = m.opts.Journal.Next(line)
 		}
 		if err == nil {
-			err = m.Journal.Tidy()
+			err = m.opts.Journal.Tidy()
 			m.takeDropped(at)
-			if err == nil && m.waiting > 0 {
+			if err == nil && m.outbox.waiting > 0 {
 				err = m.writePending(at)
 			}
 		}
 		m.fail(err)
 	}
-	if at.Sub(m.flushed) >= flushEvery {
-		m.flushed = at
-		m.fail(m.Journal.Flush())
+	if at.Sub(m.outbox.flushed) >= flushEvery {
+		m.outbox.flushed = at
+		m.fail(m.opts.Journal.Flush())
 	}
 }
 
 func (m *Meter) writePending(at time.Time) error {
-	out := m.pending
+	out := m.outbox.pending
 	var more []usage.Record
-	if m.lost > 0 || m.missed > 0 {
-		more = append(more, usage.Record{Time: at, Event: usage.Lost, Count: m.lost + m.missed})
+	if m.outbox.lost > 0 || m.outbox.missed > 0 {
+		more = append(more, usage.Record{Time: at, Event: usage.Lost, Count: m.outbox.lost + m.outbox.missed})
 	}
-	if m.lost > 0 {
+	if m.outbox.lost > 0 {
 		// Whoever reads has missed something: the book tells what it came to.
 		more = append(more, usage.Record{Time: at, Event: usage.Began, Book: m.book.State(at)})
 	}
@@ -542,36 +570,22 @@ func (m *Meter) writePending(at time.Time) error {
 			return err
 		}
 	}
-	if n, err := m.Journal.Append(out); err != nil {
+	if n, err := m.opts.Journal.Append(out); err != nil {
 		// What is whole there need not be written again.
-		whole := bytes.LastIndexByte(out[:min(n, len(m.pending))], '\n') + 1
-		m.waiting -= bytes.Count(out[:whole], []byte("\n"))
-		m.refused -= bytes.Count(out[:whole], []byte(`"event":"refused"`))
-		m.pending = m.pending[whole:]
+		m.outbox.wrote(out, n)
 		return err
 	}
-	m.mu.Lock()
-	m.lostEver += uint64(m.lost + m.missed)
-	m.mu.Unlock()
-	m.pending, m.waiting, m.refused, m.lost, m.missed = m.pending[:0], 0, 0, 0, 0
-	if cap(m.pending) > 64<<10 {
-		m.pending = nil
-	}
+	m.board.lose(uint64(m.outbox.lost + m.outbox.missed))
+	m.outbox.wroteAll()
 	return nil
 }
 
 // takeDropped takes down what the journal had no room for any more.
 func (m *Meter) takeDropped(at time.Time) {
-	for _, r := range m.Journal.Dropped() {
+	for _, r := range m.opts.Journal.Dropped() {
 		r.Time = at
 		m.add(&r)
-		m.mu.Lock()
-		if r.Of == usage.Refused {
-			m.dropped.Refused += uint64(r.Count)
-		} else {
-			m.dropped.Use += uint64(r.Count)
-		}
-		m.mu.Unlock()
+		m.board.drop(&r)
 	}
 }
 
@@ -580,31 +594,28 @@ func (m *Meter) fail(err error) {
 	why := status.Cause{}
 	if err != nil {
 		why = status.Why(status.UsageUnwritten, "%s", brief.Cut(err.Error(), brief.Text))
-		m.ration.Log(slog.LevelError, "cannot write the usage journal; containers are served all the same", nil, "err", err)
+		m.ration.Log(slog.LevelError, "cannot write the usage journal; containers are served all the same", nil,
+			"err", err)
 	}
-	m.mu.Lock()
-	news := (m.trouble == status.Cause{}) != (err == nil)
-	m.trouble = why
-	m.mu.Unlock()
-	if news {
+	if m.board.trouble(why) {
 		m.changed()
 	}
 }
 
 func (m *Meter) changed() {
-	if m.Changed != nil {
-		m.Changed()
+	if m.opts.Changed != nil {
+		m.opts.Changed()
 	}
 }
 
 // label asks for the labels of pods that lack theirs.
 func (m *Meter) label(ctx context.Context) {
-	if m.Labels == nil || !slices.ContainsFunc(m.book.Open(), unlabelled) {
+	if m.opts.Labels == nil || !slices.ContainsFunc(m.book.Open(), unlabelled) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, labelPatience)
 	defer cancel()
-	of, err := m.Labels(ctx)
+	of, err := m.opts.Labels(ctx)
 	if err != nil {
 		m.ration.Log(slog.LevelWarn, "cannot learn the labels of pods for the usage journal", nil, "err", err)
 		return
@@ -619,7 +630,7 @@ func (m *Meter) label(ctx context.Context) {
 		}
 		h := g.Holder
 		h.Labels = map[string]string{}
-		for _, key := range m.Keys {
+		for _, key := range m.opts.Keys {
 			if v, ok := labels[key]; ok {
 				h.Labels[key] = v
 			}
@@ -628,7 +639,7 @@ func (m *Meter) label(ctx context.Context) {
 			g.Labels = h.Labels // asked, and not asked again
 			continue
 		}
-		m.add(&usage.Record{Time: m.Now(), Event: usage.Named, Grant: g.Number, Holder: h})
+		m.add(&usage.Record{Time: m.opts.Now(), Event: usage.Named, Grant: g.Number, Holder: h})
 	}
 }
 

@@ -168,7 +168,7 @@ func (n *node) uses(id string, u gpu.UUID, mib uint64) {
 }
 
 func (n *node) series(pod string) (out usage.Series, ok bool) {
-	for _, s := range n.meter.shown.Series {
+	for _, s := range n.meter.board.shown.Series {
 		if s.Pod == pod {
 			return s, true
 		}
@@ -220,8 +220,8 @@ func TestLife(t *testing.T) {
 	if got := fmt.Sprint(n.lines()[:3]) + fmt.Sprint(n.lines()[len(n.lines())-1]); got != "[began started allocated]released" {
 		t.Errorf("the journal has %s", n.lines())
 	}
-	if len(n.meter.shown.Now) != 0 {
-		t.Errorf("ended, and holds %+v", n.meter.shown.Now)
+	if len(n.meter.board.shown.Now) != 0 {
+		t.Errorf("ended, and holds %+v", n.meter.board.shown.Now)
 	}
 	for i, want := range []int{1, 1, 0, 0} {
 		n.turn(false)
@@ -272,7 +272,7 @@ func TestIDThatStandsForOtherPieces(t *testing.T) {
 	if len(open) != 1 || open[0].Held[0].GPU != "GPU-1" || !open[0].Since.Equal(n.now.Add(-time.Minute)) {
 		t.Errorf("open are %+v", open)
 	}
-	for _, s := range n.meter.shown.Series {
+	for _, s := range n.meter.board.shown.Series {
 		if want := map[gpu.UUID]float64{"GPU-0": .25 * 60, "GPU-1": .5 * 60}[s.GPU]; s.GrantedGPU != want {
 			t.Errorf("%s comes to %v GPU seconds, want %v", s.GPU, s.GrantedGPU, want)
 		}
@@ -288,8 +288,8 @@ func TestASegmentBeginsWithinAMillisecond(t *testing.T) {
 	n.turn(false)
 	before := n.meter.book.Last()
 	n.start()
-	if n.meter.vouched.Before(before) {
-		t.Errorf("the next process goes by %s, and %s was shown", n.meter.vouched, before)
+	if n.meter.past.vouched.Before(before) {
+		t.Errorf("the next process goes by %s, and %s was shown", n.meter.past.vouched, before)
 	}
 }
 
@@ -316,8 +316,8 @@ func TestFullDisk(t *testing.T) {
 	if c := n.meter.Conditions(); len(c) != 1 || c[0].Reason != status.UsageUnwritten || n.meter.Scraped().Written {
 		t.Errorf("the node says %+v", c)
 	}
-	if len(n.meter.shown.Now) != 2 {
-		t.Errorf("what is held now: %+v", n.meter.shown.Now)
+	if len(n.meter.board.shown.Now) != 2 {
+		t.Errorf("what is held now: %+v", n.meter.board.shown.Now)
 	}
 	n.ledger.Release(ledger.DevicePlugin, "b")
 	n.paper.full = false
@@ -393,7 +393,7 @@ func killAtRandom(t *testing.T, r *rand.Rand) {
 	check := func() {
 		t.Helper()
 		now := map[usage.Key]usage.Series{}
-		for _, s := range n.meter.shown.Series {
+		for _, s := range n.meter.board.shown.Series {
 			now[s.Key] = s
 			if o, ok := shown[s.Key]; ok && (s.GrantedGPU < o.GrantedGPU || s.GrantedMiB < o.GrantedMiB || s.UsedMiB < o.UsedMiB || s.UsedGPU < o.UsedGPU) {
 				t.Fatalf("a counter has fallen: %+v\nfrom %+v", s, o)
@@ -459,8 +459,8 @@ func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
 		if r.IntN(2) == 0 {
 			n.meter.sample(context.Background(), n.now)
 		}
-		if n.meter.waiting > 0 {
-			n.paper.cut = r.IntN(len(n.meter.pending) + 1)
+		if n.meter.outbox.waiting > 0 {
+			n.paper.cut = r.IntN(len(n.meter.outbox.pending) + 1)
 			if err := n.meter.writePending(n.now); err != nil {
 				t.Fatal(err)
 			}
@@ -509,7 +509,7 @@ func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
 		case known && unnamed:
 			until = h.since
 		case known && i < 0:
-			until = n.meter.vouched
+			until = n.meter.past.vouched
 		case known && at.IsZero():
 			until = n.now
 		case known:
@@ -647,8 +647,8 @@ func TestIdleGrants(t *testing.T) {
 func TestLabels(t *testing.T) {
 	n := newNode(t)
 	asked := 0
-	n.meter.Keys = []string{"team"}
-	n.meter.Labels = func(context.Context) (map[string]map[string]string, error) {
+	n.meter.opts.Keys = []string{"team"}
+	n.meter.opts.Labels = func(context.Context) (map[string]map[string]string, error) {
 		asked++
 		of := map[string]map[string]string{}
 		if asked > 1 {
@@ -685,8 +685,8 @@ func TestSMTime(t *testing.T) {
 	n.uses("a", "GPU-0", 10)
 	n.uses("b", "GPU-1", 10)
 	var since []time.Duration // how far back it is asked, each time
-	n.meter.Sampled = func(_ context.Context, at time.Time) []status.Container {
-		since = append(since, n.meter.Now().Sub(at))
+	n.meter.opts.Sampled = func(_ context.Context, at time.Time) []status.Container {
+		since = append(since, n.meter.opts.Now().Sub(at))
 		out := slices.Clone(n.seen)
 		out[0].SMPercent = new(float64(25))
 		return out
@@ -868,7 +868,7 @@ func TestDroppedRecords(t *testing.T) {
 	if got := n.meter.Scraped().Dropped; got != (usage.DroppedRecords{Use: 7, Refused: 30}) {
 		t.Errorf("counted are %+v", got)
 	}
-	if got := strings.Count(string(n.paper.text), `"event":"left-out"`); got != 2 || n.meter.waiting != 0 {
-		t.Errorf("%d lines tell of it, and %d records wait", got, n.meter.waiting)
+	if got := strings.Count(string(n.paper.text), `"event":"left-out"`); got != 2 || n.meter.outbox.waiting != 0 {
+		t.Errorf("%d lines tell of it, and %d records wait", got, n.meter.outbox.waiting)
 	}
 }

@@ -5,6 +5,7 @@ package meter
 import (
 	"cmp"
 	"slices"
+	"sync"
 
 	"example.com/gpu-agent/internal/usage"
 )
@@ -18,8 +19,11 @@ const (
 // notes are records that others have left, until they are taken. Where there are too many, the
 // newest of the owner with the most are lost. The zero value has none.
 type notes struct {
+	mu sync.Mutex
+	// Guarded by mu:
 	use, refused queue
 	seq          uint64
+	missed       int // those that did not fit
 }
 
 // queue is the part of notes that has a bound of its own.
@@ -34,13 +38,20 @@ type note struct {
 }
 
 // add reports whether all records have found room.
-func (n *notes) add(r usage.Record) bool {
+func (n *notes) add(r usage.Record) (fits bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	n.seq++
 	o := usage.Owner{Refused: r.Event == usage.Refused, Namespace: r.Namespace}
 	if o.Refused {
-		return n.refused.add(o, note{n.seq, r}, mostRefused)
+		fits = n.refused.add(o, note{n.seq, r}, mostRefused)
+	} else {
+		fits = n.use.add(o, note{n.seq, r}, mostNoted-mostRefused)
 	}
-	return n.use.add(o, note{n.seq, r}, mostNoted-mostRefused)
+	if !fits {
+		n.missed++
+	}
+	return fits
 }
 
 func (q *queue) add(o usage.Owner, r note, most int) bool {
@@ -48,7 +59,8 @@ func (q *queue) add(o usage.Owner, r note, most int) bool {
 	if !fits {
 		longest := o
 		for p := range q.of {
-			if c := cmp.Compare(len(q.of[p]), len(q.of[longest])); c > 0 || c == 0 && p != o && longest != o && p.Compare(longest) < 0 {
+			c := cmp.Compare(len(q.of[p]), len(q.of[longest]))
+			if c > 0 || c == 0 && p != o && longest != o && p.Compare(longest) < 0 {
 				longest = p
 			}
 		}
@@ -70,6 +82,8 @@ func (q *queue) add(o usage.Owner, r note, most int) bool {
 
 // take returns the records in the order in which they came, and forgets them.
 func (n *notes) take() []usage.Record {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	all := make([]note, 0, n.use.n+n.refused.n)
 	for _, q := range []*queue{&n.use, &n.refused} {
 		for _, of := range q.of {
@@ -83,4 +97,13 @@ func (n *notes) take() []usage.Record {
 		out[i] = all[i].Record
 	}
 	return out
+}
+
+// takeMissed returns how many records have found no room since it was last asked.
+func (n *notes) takeMissed() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	missed := n.missed
+	n.missed = 0
+	return missed
 }

@@ -5,6 +5,7 @@ package meter
 import (
 	"maps"
 	"slices"
+	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/status"
@@ -15,8 +16,7 @@ import (
 // show makes what metrics and the status tell. Totals are those that have been written.
 func (m *Meter) show(at time.Time) {
 	shown := usage.Shown{Now: m.parts()}
-	written := m.waiting == 0 && m.lost == 0
-	var ended []usage.Series
+	written := m.outbox.waiting == 0 && m.outbox.lost == 0
 	if written {
 		// As far as the journal vouches for: a successor that finds nobody ends it there.
 		if last := m.book.Last(); last.Before(at) {
@@ -27,35 +27,127 @@ func (m *Meter) show(at time.Time) {
 	idle, conditions, news := m.idleGrants(at)
 	shown.Idle = idle
 
-	m.mu.Lock()
+	lost := uint64(m.outbox.lost + m.outbox.missed)
 	if written {
-		for _, k := range m.ended {
-			m.fading[k] = fades
-		}
+		m.board.put(shown, conditions, lost, m.ended, m.book.Ended)
 		m.ended = m.ended[:0]
-		open := map[usage.Key]bool{}
-		for i := range shown.Series {
-			open[shown.Series[i].Key] = true
-		}
-		maps.DeleteFunc(m.fading, func(k usage.Key, left int) bool { return open[k] || left <= 0 })
-		for k := range m.fading {
-			if s, known := m.book.Ended(k); known {
-				ended = append(ended, s)
-			} else {
-				delete(m.fading, k) // nobody has asked for an hour
-			}
-		}
-		shown.Series = rise(m.shown.Series, append(shown.Series, ended...))
 	} else {
-		shown.Series = m.shown.Series
+		m.board.keep(shown, conditions, lost)
 	}
-	shown.Written, shown.Lost = m.trouble == status.Cause{}, m.lostEver+uint64(m.lost+m.missed)
-	shown.Dropped = m.dropped
-	m.shown, m.idle = shown, conditions
-	m.mu.Unlock()
 	if news {
 		m.changed()
 	}
+}
+
+// board is what metrics and the status are told.
+type board struct {
+	mu sync.Mutex
+	// Guarded by mu:
+	shown    usage.Shown
+	fading   map[usage.Key]int // scrapes left of containers that have ended
+	idle     []status.Condition
+	cause    status.Cause // why the journal cannot be written
+	lostEver uint64
+	dropped  usage.DroppedRecords
+}
+
+// put shows what has been written. ended are the keys of those that have ended since the last
+// time, and totals has what an ended one came to, as long as anybody asks.
+func (b *board) put(
+	shown usage.Shown, idle []status.Condition, lost uint64,
+	ended []usage.Key, totals func(usage.Key) (usage.Series, bool),
+) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, k := range ended {
+		b.fading[k] = fades
+	}
+	open := map[usage.Key]bool{}
+	for i := range shown.Series {
+		open[shown.Series[i].Key] = true
+	}
+	maps.DeleteFunc(b.fading, func(k usage.Key, left int) bool { return open[k] || left <= 0 })
+	var faded []usage.Series
+	for k := range b.fading {
+		if s, known := totals(k); known {
+			faded = append(faded, s)
+		} else {
+			delete(b.fading, k) // nobody has asked for an hour
+		}
+	}
+	shown.Series = rise(b.shown.Series, append(shown.Series, faded...))
+	b.putLocked(shown, idle, lost)
+}
+
+// keep shows the totals of before, since those of now have not been written.
+func (b *board) keep(shown usage.Shown, idle []status.Condition, lost uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	shown.Series = b.shown.Series
+	b.putLocked(shown, idle, lost)
+}
+
+func (b *board) putLocked(shown usage.Shown, idle []status.Condition, lost uint64) {
+	shown.Written, shown.Lost = b.cause == status.Cause{}, b.lostEver+lost
+	shown.Dropped = b.dropped
+	b.shown, b.idle = shown, idle
+}
+
+// lose counts records that are lost.
+func (b *board) lose(n uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.lostEver += n
+}
+
+// drop counts the records that the journal had no room for any more.
+func (b *board) drop(r *usage.Record) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if r.Of == usage.Refused {
+		b.dropped.Refused += uint64(r.Count)
+	} else {
+		b.dropped.Use += uint64(r.Count)
+	}
+}
+
+// trouble notes why the journal cannot be written, the zero Cause where it can. It reports
+// whether that it can, or cannot, is news.
+func (b *board) trouble(why status.Cause) (news bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	none := status.Cause{}
+	news = (b.cause != none) != (why != none)
+	b.cause = why
+	return news
+}
+
+// scraped is what a scrape shows, and counts it.
+func (b *board) scraped() usage.Shown {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	out := b.shown
+	out.Series = slices.Clone(b.shown.Series)
+	b.shown.Series = slices.DeleteFunc(slices.Clone(b.shown.Series), func(s usage.Series) bool {
+		left, fading := b.fading[s.Key]
+		if fading {
+			b.fading[s.Key] = left - 1
+		}
+		return fading && left <= 1
+	})
+	maps.DeleteFunc(b.fading, func(_ usage.Key, left int) bool { return left <= 0 })
+	return out
+}
+
+// conditions are the facts that the node tells of the account.
+func (b *board) conditions() []status.Condition {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	out := slices.Clone(b.idle)
+	if b.cause != (status.Cause{}) {
+		out = append(out, b.cause.Condition(status.Noted, ""))
+	}
+	return out
 }
 
 // rise keeps totals from falling where the clock was put back.
@@ -66,7 +158,8 @@ func rise(before, now []usage.Series) []usage.Series {
 	}
 	for i := range now {
 		if o := old[now[i].Key]; o != nil {
-			now[i].GrantedGPU, now[i].GrantedMiB = max(now[i].GrantedGPU, o.GrantedGPU), max(now[i].GrantedMiB, o.GrantedMiB)
+			now[i].GrantedGPU = max(now[i].GrantedGPU, o.GrantedGPU)
+			now[i].GrantedMiB = max(now[i].GrantedMiB, o.GrantedMiB)
 		}
 	}
 	return now
@@ -74,32 +167,10 @@ func rise(before, now []usage.Series) []usage.Series {
 
 // Scraped is what a scrape shows. The totals of a container that has ended are in two of
 // them.
-func (m *Meter) Scraped() usage.Shown {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	out := m.shown
-	out.Series = slices.Clone(m.shown.Series)
-	m.shown.Series = slices.DeleteFunc(slices.Clone(m.shown.Series), func(s usage.Series) bool {
-		left, fading := m.fading[s.Key]
-		if fading {
-			m.fading[s.Key] = left - 1
-		}
-		return fading && left <= 1
-	})
-	maps.DeleteFunc(m.fading, func(_ usage.Key, left int) bool { return left <= 0 })
-	return out
-}
+func (m *Meter) Scraped() usage.Shown { return m.board.scraped() }
 
 // Conditions are the facts that the node tells of the account.
-func (m *Meter) Conditions() []status.Condition {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	out := slices.Clone(m.idle)
-	if m.trouble != (status.Cause{}) {
-		out = append(out, m.trouble.Condition(status.Noted, ""))
-	}
-	return out
-}
+func (m *Meter) Conditions() []status.Condition { return m.board.conditions() }
 
 // parts is what containers have now.
 func (m *Meter) parts() []usage.Part {
@@ -144,20 +215,25 @@ func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status
 				unused = max(0, at.Sub(u.Idle))
 			}
 			if g.Pod != "" {
-				idle = append(idle, usage.Idle{Key: usage.Key{Namespace: g.Namespace, Pod: g.Pod, Container: g.Container, GPU: h.GPU}, For: unused})
+				key := usage.Key{Namespace: g.Namespace, Pod: g.Pod, Container: g.Container, GPU: h.GPU}
+				idle = append(idle, usage.Idle{Key: key, For: unused})
 			}
 			if known = known && !u.Idle.IsZero(); u.Idle.After(since) {
 				since = u.Idle
 			}
 		}
-		long := m.IdleAfter > 0 && known && at.Sub(since) >= m.IdleAfter
+		long := m.opts.IdleAfter > 0 && known && at.Sub(since) >= m.opts.IdleAfter
 		if long {
-			c := status.Why(status.GrantIdle, "%s has not used what it holds (%s) since %s", who(&g.Holder), g.Resource, since.Format(time.RFC3339)).Condition(status.Noted, g.Allocation)
+			from := since.Format(time.RFC3339)
+			why := status.Why(status.GrantIdle, "%s has not used what it holds (%s) since %s",
+				who(&g.Holder), g.Resource, from)
+			c := why.Condition(status.Noted, g.Allocation)
 			c.Since = since
 			conditions = append(conditions, c)
-			if !m.told[g.Number] && m.Tell != nil {
-				m.Tell(workload.Pod{Namespace: g.Namespace, Name: g.Pod, UID: g.UID}, string(status.GrantIdle),
-					"container "+g.Container+" has had no process on its GPU since "+since.Format(time.RFC3339)+" and holds it ("+g.Resource+"); nothing is done about that")
+			if !m.told[g.Number] && m.opts.Tell != nil {
+				m.opts.Tell(workload.Pod{Namespace: g.Namespace, Name: g.Pod, UID: g.UID}, string(status.GrantIdle),
+					"container "+g.Container+" has had no process on its GPU since "+from+
+						" and holds it ("+g.Resource+"); nothing is done about that")
 			}
 		}
 		if long != m.told[g.Number] {

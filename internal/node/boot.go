@@ -21,7 +21,8 @@ func BootID(procRoot string) (string, error) {
 	}
 	id := strings.TrimSpace(string(data))
 	if len(id) != 36 || strings.Trim(strings.ToLower(id), "0123456789abcdef-") != "" {
-		return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("read the boot ID: %s has %.40q, which is no UUID", path, id)}
+		return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("read the boot ID: %s has %.40q, which is no UUID",
+			path, id)}
 	}
 	return id, nil
 }

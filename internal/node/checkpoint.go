@@ -160,7 +160,8 @@ func decodeCheckpoint(data []byte) (Checkpoint, error) {
 	entries := make([]Entry, 0, len(written))
 	for i, w := range written {
 		if w.PodUID == "" || w.ContainerName == "" || w.ResourceName == "" || w.DeviceIDs == nil {
-			return Checkpoint{}, fmt.Errorf("Data.PodDeviceEntries[%d] lacks its pod's UID, its container, its resource or its devices", i)
+			return Checkpoint{}, fmt.Errorf("Data.PodDeviceEntries[%d] lacks its pod's UID, its container, "+
+				"its resource or its devices", i)
 		}
 		entries = append(entries, Entry{w.PodUID, w.ContainerName, w.ResourceName, w.DeviceIDs})
 	}

@@ -119,7 +119,8 @@ func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]b
 				c.known, c.cdi = true, devices
 			default:
 				if c.asked == 0 {
-					r.o.Logger.Warn("cannot tell what a container was created with; until the runtime tells, it may have any device", "container", c.id, "err", err)
+					r.o.Logger.Warn("cannot tell what a container was created with; "+
+						"until the runtime tells, it may have any device", "container", c.id, "err", err)
 				}
 				c.asked = m.asked
 			}
@@ -149,7 +150,8 @@ func (m *created) keep(list []Container) {
 // devices asks for the CDI devices that a container was created with.
 func (r *Runtime) devices(ctx context.Context, id string) ([]string, error) {
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ContainerStatusResponse, error) {
-		return c.ContainerStatus(ctx, &cri.ContainerStatusRequest{ContainerId: id, Verbose: true}, grpc.MaxCallRecvMsgSize(maxStatus))
+		return c.ContainerStatus(ctx, &cri.ContainerStatusRequest{ContainerId: id, Verbose: true},
+			grpc.MaxCallRecvMsgSize(maxStatus))
 	})
 	if err != nil {
 		return nil, r.wrap("ask for the status of container "+id, err)

@@ -59,7 +59,9 @@ func checkDmem(root fs.FS, cgroup string) error {
 	slices.Reverse(without)
 	remedy := "it is a threaded cgroup, or about to end"
 	if len(without) > 0 {
-		remedy = fmt.Sprintf("in the host's cgroup v2 hierarchy, write +dmem to the file cgroup.subtree_control of %s, in this order", strings.Join(without, ", "))
+		remedy = fmt.Sprintf("in the host's cgroup v2 hierarchy, "+
+			"write +dmem to the file cgroup.subtree_control of %s, in this order", strings.Join(without, ", "))
 	}
-	return &failure{is: ErrNoDmem, text: fmt.Sprintf("cgroup %s has no dmem.max, by which this kernel limits device memory: %s", cgroup, remedy)}
+	return &failure{is: ErrNoDmem, text: fmt.Sprintf("cgroup %s has no dmem.max, "+
+		"by which this kernel limits device memory: %s", cgroup, remedy)}
 }

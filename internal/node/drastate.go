@@ -68,7 +68,8 @@ func ReadDRAState(kubeletDir string) (DRAState, error) {
 	data, stamp, err := readRegular(path, maxCheckpoint)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, unseen := os.Stat(kubeletDir); unseen != nil {
-			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not to be seen; mount it, or the host's root: %w", unseen)
+			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not to be seen; "+
+				"mount it, or the host's root: %w", unseen)
 		}
 		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}
 	}
@@ -117,7 +118,8 @@ func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 		return nil, fmt.Errorf("field Data: %w", err)
 	}
 	if account.Kind != draKind || account.APIVersion != draVersion || account.ClaimInfoStateList == nil {
-		return nil, fmt.Errorf("field Data is a %q of %q, want a %s of %s with its ClaimInfoStateList", account.Kind, account.APIVersion, draKind, draVersion)
+		return nil, fmt.Errorf("field Data is a %q of %q, want a %s of %s with its ClaimInfoStateList",
+			account.Kind, account.APIVersion, draKind, draVersion)
 	}
 	var written []struct {
 		ClaimUID, ClaimName, Namespace string
@@ -137,12 +139,16 @@ func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 		if w.ClaimUID == "" || w.ClaimName == "" || w.Namespace == "" {
 			return nil, fmt.Errorf("ClaimInfoStateList[%d] lacks the claim's UID, name or namespace", i)
 		}
-		c := PreparedClaim{Namespace: w.Namespace, Name: w.ClaimName, UID: w.ClaimUID, PodUIDs: slices.Sorted(maps.Keys(w.PodUIDs)),
-			Devices: map[string][]PreparedDevice{}}
+		c := PreparedClaim{
+			Namespace: w.Namespace, Name: w.ClaimName, UID: w.ClaimUID,
+			PodUIDs: slices.Sorted(maps.Keys(w.PodUIDs)), Devices: map[string][]PreparedDevice{},
+		}
 		for driver, state := range w.DriverState {
 			c.Devices[driver] = nil
 			for _, d := range state.Devices {
-				c.Devices[driver] = append(c.Devices[driver], PreparedDevice{d.RequestNames, d.PoolName, d.DeviceName, d.ShareID, d.CDIDeviceIDs})
+				c.Devices[driver] = append(c.Devices[driver], PreparedDevice{
+					d.RequestNames, d.PoolName, d.DeviceName, d.ShareID, d.CDIDeviceIDs,
+				})
 			}
 		}
 		claims = append(claims, c)

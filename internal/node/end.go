@@ -63,7 +63,8 @@ func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 		return c.Version(ctx, &cri.VersionRequest{})
 	})
 	if err != nil {
-		return "", fmt.Errorf("end container %s: %w", o.ID, errors.Join(append(reasons, r.wrap("ask for the runtime's name", err))...))
+		return "", fmt.Errorf("end container %s: %w",
+			o.ID, errors.Join(append(reasons, r.wrap("ask for the runtime's name", err))...))
 	}
 	if version.GetRuntimeName() == containerdName {
 		if err := r.kill(ctx, o.ID); err == nil {
@@ -86,7 +87,8 @@ func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 func gone(err error) bool { return status.Code(err) == codes.NotFound }
 
 func (r *Runtime) gone(id string) error {
-	return &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("end container %s: the runtime at %s has none of that ID, or it has ended", id, r.Endpoint())}
+	return &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("end container %s: the runtime at %s has none of that ID, "+
+		"or it has ended", id, r.Endpoint())}
 }
 
 // killCgroup writes to the cgroup.kill of a container's own cgroup, below the
@@ -139,7 +141,9 @@ func unified(root string) (fd int, at string, err error) {
 func (r *Runtime) kill(ctx context.Context, id string) error {
 	ctx = metadata.AppendToOutgoingContext(ctx, namespaceHeader, containerdNamespace)
 	return r.line.ask(ctx, func(conn *grpc.ClientConn) error {
-		_, err := tasks.NewTasksClient(conn).Kill(ctx, &tasks.KillRequest{ContainerID: id, Signal: uint32(unix.SIGKILL), All: true})
+		_, err := tasks.NewTasksClient(conn).Kill(ctx, &tasks.KillRequest{
+			ContainerID: id, Signal: uint32(unix.SIGKILL), All: true,
+		})
 		return err
 	})
 }
@@ -164,7 +168,8 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
 		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)
 	}
-	if _, err := ignoringEINTR(func() (int, error) { return 0, unix.Connect(fd, &unix.SockaddrUnix{Name: socket}) }); err != nil {
+	connect := func() (int, error) { return 0, unix.Connect(fd, &unix.SockaddrUnix{Name: socket}) }
+	if _, err := ignoringEINTR(connect); err != nil {
 		return 0, socket, fmt.Errorf("connect to %s: %w", socket, err)
 	}
 	credentials, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)

@@ -84,8 +84,10 @@ type PodResources struct {
 // question.
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
-	return &PodResources{dir: kubeletDir, socket: socket,
-		line: line{socket: func() (string, error) { return socket, nil }, answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing), grpc.ForceCodecV2(newExact())}}}
+	return &PodResources{dir: kubeletDir, socket: socket, line: line{
+		socket:  func() (string, error) { return socket, nil },
+		answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing), grpc.ForceCodecV2(newExact())},
+	}}
 }
 
 // Close gives the connection back. A later question opens another.
@@ -155,7 +157,8 @@ func collect(devices []*podresources.ContainerDevices) map[string][]string {
 func (p *PodResources) Allocatable(ctx context.Context) (map[string][]string, error) {
 	var answer *podresources.AllocatableResourcesResponse
 	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
-		answer, err = podresources.NewPodResourcesListerClient(conn).GetAllocatableResources(ctx, &podresources.AllocatableResourcesRequest{})
+		answer, err = podresources.NewPodResourcesListerClient(conn).GetAllocatableResources(ctx,
+			&podresources.AllocatableResourcesRequest{})
 		return err
 	})
 	if err != nil {

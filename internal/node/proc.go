@@ -423,7 +423,8 @@ func (p *Proc) SeesNode(r *Runtime) error {
 	const remedy = "set hostPID: true in the agent's pod, and let its --proc-root be the /proc that it sees there"
 	if pid == 0 {
 		return &failure{is: gpu.ErrNotSupported,
-			text: fmt.Sprintf("%s is not the node's: the container runtime at %s is outside of it; %s", own, socket, remedy)}
+			text: fmt.Sprintf("%s is not the node's: the container runtime at %s is outside of it; %s",
+				own, socket, remedy)}
 	}
 	for _, name := range []string{"self", strconv.Itoa(pid)} {
 		depth, err := p.depth(name)
@@ -432,7 +433,8 @@ func (p *Proc) SeesNode(r *Runtime) error {
 		}
 		if depth != 1 {
 			return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
-				"%s is not the one of %s in %s (the container runtime's process is %d); %s", own, name, p.root, pid, remedy)}
+				"%s is not the one of %s in %s (the container runtime's process is %d); %s",
+				own, name, p.root, pid, remedy)}
 		}
 	}
 	return nil
@@ -459,7 +461,8 @@ func (p *Proc) Inside(pid int) (namespace, inner uint64, err error) {
 	}
 	pids := nsPIDs(status)
 	if len(pids) == 0 {
-		return 0, 0, &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("process %d has no NSpid: Linux 4.1 or later is needed", pid)}
+		return 0, 0, &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("process %d has no NSpid: "+
+			"Linux 4.1 or later is needed", pid)}
 	}
 	if inner, err = strconv.ParseUint(string(pids[len(pids)-1]), 10, 32); err != nil {
 		return 0, 0, fmt.Errorf("NSpid of process %d: %w", pid, err)

@@ -125,8 +125,12 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 	if o.DRA == nil {
 		o.DRA = func() bool { return false }
 	}
-	r := &Runtime{o: o, created: created{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*creation{}}}
-	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded())}
+	r := &Runtime{
+		o: o, created: created{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*creation{}},
+	}
+	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{
+		grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded()),
+	}
 	return r
 }
 
@@ -155,7 +159,8 @@ func (r *Runtime) socket() (string, error) {
 		path := r.o.Endpoint
 		path = strings.TrimPrefix(strings.TrimPrefix(path, "unix:"), "//")
 		if !filepath.IsAbs(path) {
-			return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("runtime endpoint %q is neither unix:///path nor /path", r.o.Endpoint)}
+			return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("runtime endpoint %q is neither unix:///path "+
+				"nor /path", r.o.Endpoint)}
 		}
 		places = []string{filepath.Clean(path)}
 	}
@@ -168,7 +173,8 @@ func (r *Runtime) socket() (string, error) {
 		}
 	}
 	return "", &failure{is: gpu.ErrNotFound,
-		text: fmt.Sprintf("no container runtime: no socket at %s; name it with --runtime-endpoint", strings.Join(tried, ", "))}
+		text: fmt.Sprintf("no container runtime: no socket at %s; name it with --runtime-endpoint",
+			strings.Join(tried, ", "))}
 }
 
 // candidates returns the paths to try for places of the host, those below root
@@ -223,7 +229,9 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 }
 
 // ask asks the runtime's CRI one question.
-func ask[A any](ctx context.Context, r *Runtime, question func(cri.RuntimeServiceClient) (A, error)) (answer A, err error) {
+func ask[A any](
+	ctx context.Context, r *Runtime, question func(cri.RuntimeServiceClient) (A, error),
+) (answer A, err error) {
 	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = question(cri.NewRuntimeServiceClient(conn))
 		return err
@@ -246,7 +254,10 @@ func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 	for _, s := range answer.GetItems() {
 		m, l := s.GetMetadata(), s.GetLabels()
 		if uid := cmp.Or(m.GetUid(), l[labelPodUID]); uid != "" && s.GetState() == cri.PodSandboxState_SANDBOX_READY {
-			pods[uid] = workload.Pod{Namespace: cmp.Or(m.GetNamespace(), l[labelPodNamespace]), Name: cmp.Or(m.GetName(), l[labelPodName])}
+			pods[uid] = workload.Pod{
+				Namespace: cmp.Or(m.GetNamespace(), l[labelPodNamespace]),
+				Name:      cmp.Or(m.GetName(), l[labelPodName]),
+			}
 		}
 	}
 	return pods, nil
@@ -357,7 +368,10 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 		code := status.Code(err)
 		if err == io.EOF && !worked {
 			if empty++; empty == emptyStreams {
-				err = &failure{is: gpu.ErrNotSupported, text: "it ends each stream at once (CRI-O does so without enable_pod_events)"}
+				err = &failure{
+					is:   gpu.ErrNotSupported,
+					text: "it ends each stream at once (CRI-O does so without enable_pod_events)",
+				}
 			}
 		} else {
 			empty = 0
@@ -369,7 +383,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			back()
 			if err = r.wrap("follow container events", err); !without {
 				without = true
-				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the next time, and for events it is asked again when it has restarted", "error", err)
+				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the "+
+					"next time, and for events it is asked again when it has restarted", "error", err)
 			}
 			awaitLoss(ctx, conn)
 			empty = 0
@@ -380,7 +395,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			}
 			if !away {
 				away = true
-				r.o.Logger.Warn("container events broke off; asking again until the runtime is back", "endpoint", r.Endpoint(), "error", err)
+				r.o.Logger.Warn("container events broke off; asking again until the runtime is back",
+					"endpoint", r.Endpoint(), "error", err)
 			}
 		}
 		if worked {
@@ -419,7 +435,9 @@ func oneListener(name, version string) bool {
 
 // stream hands on the events of one stream and returns why it ended, io.EOF
 // where the runtime ended it.
-func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(ContainerEvent)) (*grpc.ClientConn, error) {
+func (r *Runtime) stream(
+	ctx context.Context, dead *grpc.ClientConn, fn func(ContainerEvent),
+) (*grpc.ClientConn, error) {
 	ctx, cancel := context.WithCancel(ctx) // a stream that is left must be cancelled
 	defer cancel()
 	conn, _, err := r.line.connection(dead)
@@ -434,7 +452,8 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 	}
 	if name, number := v.GetRuntimeName(), v.GetRuntimeVersion(); oneListener(name, number) {
 		return conn, &failure{is: gpu.ErrNotSupported,
-			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one", name, number)}
+			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one",
+				name, number)}
 	}
 	events, err := client.GetContainerEvents(ctx, &cri.GetEventsRequest{})
 	if err != nil {
@@ -449,7 +468,8 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 		if event := r.event(e); event.Kind != EventMissed {
 			// Of one that was just created the status may not be whole, of one that is
 			// deleted there is none.
-			if c := []Container{event.Container}; c[0].Name != "" && (event.Kind == EventStarted || event.Kind == EventStopped) && r.o.DRA() {
+			if c := []Container{event.Container}; c[0].Name != "" &&
+				(event.Kind == EventStarted || event.Kind == EventStopped) && r.o.DRA() {
 				r.addCDI(ctx, c)
 				event.Container = c[0]
 			}

@@ -65,7 +65,8 @@ func Infer(pieces []Piece, d *gpu.Device, wish Division, unit gpu.MiB) Division 
 
 // Equal reports whether both have the same devices.
 func (d Division) Equal(o Division) bool {
-	return d.Kind == o.Kind && d.N == o.N && d.Unit == o.Unit && slices.Equal(d.Placements, o.Placements) && slices.Equal(d.Alone, o.Alone)
+	return d.Kind == o.Kind && d.N == o.N && d.Unit == o.Unit && slices.Equal(d.Placements, o.Placements) &&
+		slices.Equal(d.Alone, o.Alone)
 }
 
 // SameSize reports whether both are of devices of one size, of which d has some. How many a GPU

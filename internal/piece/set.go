@@ -124,7 +124,8 @@ func (s *Set) UnmarshalText(text []byte) error {
 				r.Last, err = strconv.Atoi(last)
 			}
 		}
-		if err != nil || r.First < 0 || r.Last < r.First || r.Last > mostUnit || len(out) > 0 && r.First <= out[len(out)-1].Last {
+		if err != nil || r.First < 0 || r.Last < r.First || r.Last > mostUnit ||
+			len(out) > 0 && r.First <= out[len(out)-1].Last {
 			return fmt.Errorf("%q are not numbers of memory units in ascending order: %w", text, gpu.ErrInvalid)
 		}
 		out = append(out, r)

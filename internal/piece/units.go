@@ -23,7 +23,8 @@ type Units struct {
 }
 
 var units = kind{
-	kind: KindUnits, mode: "shared", short: "gpu-mem", several: "memory units", shared: true, together: true, dynamic: true,
+	kind: KindUnits, mode: "shared", short: "gpu-mem", several: "memory units",
+	shared: true, together: true, dynamic: true,
 	read: func(record []byte) (Piece, error) {
 		p, err := fields[Units](record)
 		if err == nil && len(p.Set) == 0 {
@@ -32,7 +33,8 @@ var units = kind{
 		return p, err
 	},
 	divide: func(w Wish, d *gpu.Device) (Division, bool) {
-		return Division{Kind: KindUnits, N: timeslice.Units(d, w.Unit), Unit: w.Unit}, w.Mode == "shared" && w.Replicas == 0
+		shared := Division{Kind: KindUnits, N: timeslice.Units(d, w.Unit), Unit: w.Unit}
+		return shared, w.Mode == "shared" && w.Replicas == 0
 	},
 	infer: func(pieces []Piece, d *gpu.Device, _ Division, unit gpu.MiB) Division {
 		of := Division{Kind: KindUnits}

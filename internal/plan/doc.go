@@ -7,7 +7,9 @@
 // Each round of the loop asks anew, so an edit in the middle of a change, a restart
 // and a call that failed need nothing of their own.
 //
-//	changes := plan.Make(plan.Input{Inventory: inv, Allocations: allocations, Wanted: wanted, Layouts: layouts, Unit: 1024})
+//	changes := plan.Make(plan.Input{
+//		Inventory: inv, Allocations: allocations, Wanted: wanted, Layouts: layouts, Unit: 1024,
+//	})
 //	for _, b := range changes.Blocked { … }    // "GPU 0 (GPU-…) stays shared, not yet whole, until these end: …"
 //	for _, w := range changes.Work { … }       // "destroy 1g.10gb@0, create 3g.40gb@0"
 //

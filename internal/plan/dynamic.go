@@ -43,7 +43,9 @@ func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
 }
 
 // nextDynamic is the layout that a dynamic GPU gets now, and the devices that are withdrawn.
-func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
+func (in *Input) nextDynamic(
+	g *gpuWithMIG, w config.Want, have Layout, out *Changes,
+) (to Layout, leaving map[mig.Placement]status.Cause) {
 	leaving = map[mig.Placement]status.Cause{}
 	others, elsewhere := holdersOf(in.Allocations, g.UUID, api(w.API))
 	_, anyHeld := holdersOf(in.Allocations, g.UUID, "")
@@ -59,23 +61,31 @@ func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 	case g.Fault != "", w.Mode == config.Keep:
 		return have, leaving // what cannot be read, or is not spoken of, is left as it is
 	case elsewhere:
-		b := Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: status.HeldByPods, Holders: others}
+		b := Blocked{
+			GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: status.HeldByPods,
+			Holders: others,
+		}
 		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: true, API: w.API}))
-		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API)))
+		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s",
+			api(w.API)))
 	}
 	to = placementsThrough(w.API, in.onDemand(g, w))
 	to.Dynamic, to.N, to.Unit = true, timeslice.Units(g.Device, in.Unit), in.Unit
 	counted := to.Kind.Counted()
-	held := slices.ContainsFunc(in.Allocations, func(a ledger.Allocation) bool { return a.Takes(g.UUID) && a.Kind() == counted })
+	held := slices.ContainsFunc(in.Allocations, func(a ledger.Allocation) bool {
+		return a.Takes(g.UUID) && a.Kind() == counted
+	})
 	if have.Has(counted) && (have.Unit == to.Unit || held) {
 		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameSize
 	}
 	err := in.offersNone(g, w)
 	if to.N == 0 {
-		err = status.Why(status.PartitionUnfit, "it has %d MiB that programs can have, and a memory unit has %d MiB, so it would offer no memory", g.Usable(), in.Unit)
+		err = status.Why(status.PartitionUnfit, "it has %d MiB that programs can have, and a memory unit has %d MiB, "+
+			"so it would offer no memory", g.Usable(), in.Unit)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v", g.Name(), targetText(w), err))
+		out.say(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v",
+			g.Name(), targetText(w), err))
 		return have, leaving
 	}
 	return to, leaving
@@ -86,13 +96,15 @@ func (in *Input) nextDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 func (in *Input) stuck(g *gpuWithMIG, out *Changes) {
 	switch why := in.MIG.Stuck[g.UUID]; {
 	case in.neverChanges(g):
-		out.Stuck[g.UUID] = status.Why(status.ResetDue, "%s changes its MIG mode with a reset, and --reset is never", g.Name())
+		out.Stuck[g.UUID] = status.Why(status.ResetDue, "%s changes its MIG mode with a reset, and --reset is never",
+			g.Name())
 	case why.Message != "":
 		out.Stuck[g.UUID] = why
 	}
 	for i := range g.standing {
 		if s := &g.standing[i]; s.Pinned && s.Reason != heldReason {
-			out.Stuck[g.UUID] = status.Why(status.Reason(s.Reason), "%s stays in MIG mode: %s is on %s", g.Name(), s.Holder, s.Placement)
+			out.Stuck[g.UUID] = status.Why(status.Reason(s.Reason), "%s stays in MIG mode: %s is on %s", g.Name(),
+				s.Holder, s.Placement)
 		}
 	}
 }
@@ -128,7 +140,8 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
-			await(plain, status.Why(status.Reason(b.Reason), "%s leaves MIG mode after the end of %s (%s)", g.Name(), b.Holder, b.Placement), out)
+			await(plain, status.Why(status.Reason(b.Reason), "%s leaves MIG mode after the end of %s (%s)",
+				g.Name(), b.Holder, b.Placement), out)
 		default:
 			in.setMode(g, plain, plan.Steps, out)
 		}
@@ -154,7 +167,9 @@ func (in *Input) otherMode(g *gpuWithMIG, w config.Want) bool {
 	if !g.MIG.Enabled {
 		return len(placed) > 0 && len(plain) == 0
 	}
-	return len(placed) == 0 && slices.ContainsFunc(plain, func(a *ledger.Allocation) bool { return a.Owner == ledger.DRA && !a.IsOpen() })
+	return len(placed) == 0 && slices.ContainsFunc(plain, func(a *ledger.Allocation) bool {
+		return a.Owner == ledger.DRA && !a.IsOpen()
+	})
 }
 
 // setMode plans the MIG mode that allocations need, for the first of them that does not rest.

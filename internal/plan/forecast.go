@@ -45,7 +45,10 @@ const mostPlans = 64
 // them wants had been done. closed is why nothing can be done to the hardware now; zero where
 // it can. It is pure, and changes nothing that in has.
 func Foresee(in Input, closed status.Cause) Forecast {
-	f := Forecast{Made: map[gpu.UUID]map[mig.Placement]bool{}, Steps: map[gpu.UUID][]Step{}, Waits: map[gpu.UUID]status.Cause{}, Untold: map[gpu.UUID]bool{}}
+	f := Forecast{
+		Made: map[gpu.UUID]map[mig.Placement]bool{}, Steps: map[gpu.UUID][]Step{},
+		Waits: map[gpu.UUID]status.Cause{}, Untold: map[gpu.UUID]bool{},
+	}
 	inv := *in.Inventory
 	inv.GPUs = slices.Clone(inv.GPUs)
 	f.Inventory, in.Inventory = &inv, &inv
@@ -111,19 +114,24 @@ func (f *Forecast) do(in *Input, w *Work) {
 				at, err := mig.PlacementOf(&in)
 				return err == nil && in.CI < 0 && at.GPUInstance() == s.Placement.GPUInstance()
 			})
-			d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: s.Placement.Profile.String(), Placement: gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size},
-				CIStart: s.Placement.CI, GI: foreseen, UUID: gpu.UUID("MIG-foreseen-" + s.Placement.String())})
+			at := &s.Placement
+			d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{
+				Profile: at.Profile.String(), Placement: gpu.Placement{Start: at.Start, Size: at.Size},
+				CIStart: at.CI, GI: foreseen, UUID: gpu.UUID("MIG-foreseen-" + at.String()),
+			})
 			f.own(w.GPU, s.Placement)
 		default:
 			on := s.Op == mig.Enable
 			step.Reset = on != d.MIG.Enabled && resetsForMIG(d)
 			if f.Steps[w.GPU] = append(f.Steps[w.GPU], step); step.Reset && in.MIG.NeverReset {
 				d.MIG.Pending = &on
-				f.Waits[w.GPU] = status.Why(status.ResetDue, "%s: a reset or a reboot is due for its MIG mode, and --reset is never", d.Name())
+				f.Waits[w.GPU] = status.Why(status.ResetDue, "%s: a reset or a reboot is due for its MIG mode, "+
+					"and --reset is never", d.Name())
 				leave()
 				return
 			}
-			if d.MIG.Enabled, d.MIG.Pending = on, nil; on && in.MIG.Cards[w.GPU] != nil && !in.MIG.Cards[w.GPU].Known() {
+			d.MIG.Enabled, d.MIG.Pending = on, nil
+			if on && in.MIG.Cards[w.GPU] != nil && !in.MIG.Cards[w.GPU].Known() {
 				f.Untold[w.GPU] = true
 				leave()
 				return

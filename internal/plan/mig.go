@@ -129,7 +129,8 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 	for i := range d.MIG.Instances {
 		placement, err := mig.PlacementOf(&d.MIG.Instances[i])
 		if err != nil {
-			return g, status.Why(status.InstanceUnknown, "%s has an instance that this version does not understand: %v", d.Name(), err)
+			return g, status.Why(status.InstanceUnknown, "%s has an instance that this version does not understand: %v",
+				d.Name(), err)
 		}
 		stands[placement] = d.MIG.Instances[i].CI >= 0
 	}
@@ -157,7 +158,9 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			}
 			g.held[placement] = c
 			if !stands[placement] {
-				g.missing = append(g.missing, mig.Standing{Placement: placement, Pinned: true, Holder: c.Who(), Reason: heldReason})
+				g.missing = append(g.missing, mig.Standing{
+					Placement: placement, Pinned: true, Holder: c.Who(), Reason: heldReason,
+				})
 				if !c.Asked.IsZero() {
 					g.wishes = append(g.wishes, wish{c, placement})
 				}
@@ -165,7 +168,8 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		}
 	}
 	slices.SortFunc(g.wishes, func(a, b wish) int {
-		return cmp.Or(a.allocation.Asked.Compare(b.allocation.Asked), cmp.Compare(a.allocation.ID, b.allocation.ID), mig.ComparePlacements(a.placement, b.placement))
+		return cmp.Or(a.allocation.Asked.Compare(b.allocation.Asked), cmp.Compare(a.allocation.ID, b.allocation.ID),
+			mig.ComparePlacements(a.placement, b.placement))
 	})
 	for i := range d.MIG.Instances {
 		inst := &d.MIG.Instances[i]
@@ -178,7 +182,8 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
-			s.Pinned, s.Holder, s.Reason = true, "an instance that this agent did not make, which --foreign-instances reclaim would let go", foreignReason
+			s.Pinned, s.Reason = true, foreignReason
+			s.Holder = "an instance that this agent did not make, which --foreign-instances reclaim would let go"
 		}
 		g.standing = append(g.standing, s)
 	}
@@ -251,7 +256,8 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		return
 	}
 	if odd := g.card.Odd(); odd != nil && w.OnDemand && len(w.Profiles) == 0 {
-		out.say(status.Noted, d.UUID, status.Why(status.ProfileUnknown, "%s offers all of its MIG profiles that this version understands, and not the others: %s",
+		out.say(status.Noted, d.UUID, status.Why(status.ProfileUnknown,
+			"%s offers all of its MIG profiles that this version understands, and not the others: %s",
 			d.Name(), strings.NewReplacer(": "+gpu.ErrInvalid.Error(), "", "\n", "; ").Replace(odd.Error())))
 	}
 	if !have.Known && len(g.holders) > 0 {
@@ -290,7 +296,9 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 // unplanned leaves a GPU as it is for which there can be no plan, and says why. A GPU
 // that cannot be read is said to be faulty elsewhere.
 func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error, out *Changes) {
-	if d.Fault == "" && (w.Mode == config.MIG || w.Mode == config.Dynamic || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
+	planned := w.Mode == config.MIG || w.Mode == config.Dynamic ||
+		d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep
+	if d.Fault == "" && planned {
 		out.say(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
 	}
 	if have.Known {
@@ -305,12 +313,16 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 
 // next is the layout that a GPU gets now, and the devices that are withdrawn or leave
 // with their holder, with the reason.
-func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
+func (in *Input) next(
+	g *gpuWithMIG, w config.Want, have Layout, out *Changes,
+) (to Layout, leaving map[mig.Placement]status.Cause) {
 	held := len(g.holders)+len(g.others) > 0
 	offers := have.InMIG()
 	wanted, ok := target(w)
 	block := func(reason status.Reason, by []string) {
-		b := Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)}
+		b := Blocked{
+			GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by),
+		}
 		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: ok, API: w.API}))
 	}
 	leaving = map[mig.Placement]status.Cause{}
@@ -353,7 +365,8 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 			to.API = have.API
 		}
 		if api(to.API) != api(w.API) {
-			for s, why := range g.all(to, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))) {
+			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))
+			for s, why := range g.all(to, other) {
 				leaving[s] = why
 			}
 			if !out.Blocks(g.UUID) {
@@ -401,13 +414,17 @@ func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Change
 
 // follow plans what the partition wants of a GPU that nothing else stands against,
 // and returns its layout meanwhile. What the target does not keep is added to leaving.
-func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Placement]status.Cause, block func(status.Reason, []string), out *Changes) Layout {
+func (in *Input) follow(
+	g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Placement]status.Cause,
+	block func(status.Reason, []string), out *Changes,
+) Layout {
 	plan, err := in.change(g, wanted)
 	if err == nil && wanted.OnDemand {
 		err = in.offersNone(g, w)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID, status.Why(status.CauseOf(err, status.NoRoom).Reason, "%s cannot be %s: %v", g.Name(), targetText(w), err))
+		out.say(status.Refused, g.UUID,
+			status.Why(status.CauseOf(err, status.NoRoom).Reason, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
 	keep := map[mig.Placement]bool{}
@@ -491,18 +508,22 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 			if c := g.held[b.Placement]; c != nil && b.Reason == heldReason {
 				who = c.Holder.Told(wish.allocation.Holder.Namespace, c.ID)
 			}
-			out.Trouble[wish.allocation.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.placement, who, b.Placement)
+			out.Trouble[wish.allocation.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)",
+				wish.placement, who, b.Placement)
 		}
 		if len(plan.Steps) == 0 {
 			continue
 		}
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
-		work := Work{GPU: u, Steps: plan.Steps, Allocation: wish.allocation.ID, Placement: wish.placement, Leaving: leaving}
+		work := Work{
+			GPU: u, Steps: plan.Steps, Allocation: wish.allocation.ID, Placement: wish.placement, Leaving: leaving,
+		}
 		out.Work = append(out.Work, work)
 		out.Trouble[wish.allocation.ID] = status.Why(status.GPUChange, "its instance is being made: %s", &work)
 		for _, next := range g.wishes[i+1:] {
 			if next.allocation != wish.allocation {
-				out.Trouble[next.allocation.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.placement, g.Name(), &work)
+				out.Trouble[next.allocation.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s",
+					next.placement, g.Name(), &work)
 			}
 		}
 		return
@@ -525,7 +546,8 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 // keeps.
 func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes) {
 	for _, s := range g.standing {
-		if _, held := g.held[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Placement] {
+		if _, held := g.held[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) &&
+			!in.MIG.Made[g.UUID][s.Placement] {
 			out.Made[g.UUID] = append(out.Made[g.UUID], s.Placement)
 		}
 	}
@@ -535,7 +557,9 @@ func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes)
 func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
 	placements := g.card.Placements()
 	if len(w.Profiles) > 0 {
-		placements = slices.DeleteFunc(slices.Clone(placements), func(s mig.Placement) bool { return !slices.Contains(w.Profiles, s.Profile) })
+		placements = slices.DeleteFunc(slices.Clone(placements), func(s mig.Placement) bool {
+			return !slices.Contains(w.Profiles, s.Profile)
+		})
 	}
 	return placements
 }
@@ -546,7 +570,8 @@ func (in *Input) offersNone(g *gpuWithMIG, w config.Want) error {
 	if len(in.onDemand(g, w)) > 0 || !g.MIG.Enabled && !g.card.Known() {
 		return nil
 	}
-	return status.Why(status.PartitionUnfit, "its driver tells of no place for an instance that this version understands, so it would offer nothing")
+	return status.Why(status.PartitionUnfit,
+		"its driver tells of no place for an instance that this version understands, so it would offer nothing")
 }
 
 // of are those placements of a layout that the GPU can have.
@@ -611,7 +636,8 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 			v.Occupied = append(v.Occupied, s.Placement)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
+				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not "+
+					"make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
 			}
 		case !s.Empty:
 			v.Warm = append(v.Warm, s.Placement)

@@ -45,7 +45,8 @@ func Divided(of piece.Division) Layout { return Layout{Known: true, Offers: true
 
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Dynamic == o.Dynamic && c.Division.Equal(o.Division)
+	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Dynamic == o.Dynamic &&
+		c.Division.Equal(o.Division)
 }
 
 // Of is into which devices of a kind the GPU is divided; ok is false where it offers none.
@@ -165,7 +166,8 @@ type Blocked struct {
 
 // String is a sentence for an annotation.
 func (b Blocked) String() string {
-	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s", b.Index, b.GPU, b.From, b.To, brief.List(b.Holders, mostNamed))
+	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s",
+		b.Index, b.GPU, b.From, b.To, brief.List(b.Holders, mostNamed))
 }
 
 // Condition is the same as a fact about the GPU.
@@ -259,7 +261,11 @@ type Input struct {
 // have no room for now is withdrawn, and laid out when others have left them. One that would
 // offer nothing although it is to offer something is Refused, and keeps what it has.
 func Make(in Input) Changes {
-	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{}, Stuck: map[gpu.UUID]status.Cause{}}
+	out := Changes{
+		Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{},
+		MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{},
+		Stuck: map[gpu.UUID]status.Cause{},
+	}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -289,8 +295,9 @@ func Make(in Input) Changes {
 			out.say(status.Refused, d.UUID, in.notOffered(d))
 			to = Layout{Known: true}
 		case ok && to.N == 0 && d.Fault == "": // what cannot be described is said to be faulty elsewhere
-			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, so it would offer nothing",
-				d.Name(), to.Mode(), d.Usable(), in.Unit))
+			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit,
+				"%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, "+
+					"so it would offer nothing", d.Name(), to.Mode(), d.Usable(), in.Unit))
 			to = have
 		}
 		holders, waits := in.inTheWay(d.UUID, have, to)
@@ -303,7 +310,10 @@ func Make(in Input) Changes {
 		switch {
 		case have.Equal(to):
 		case waits:
-			b := Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods, Holders: holders}
+			b := Blocked{
+				GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods,
+				Holders: holders,
+			}
 			out.Blocked = append(out.Blocked, b.between(have, to))
 			to = have
 		default:
@@ -313,7 +323,8 @@ func Make(in Input) Changes {
 			out.Layouts[d.UUID] = to
 			in.rows.Add(d.UUID, to)
 		}
-		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" && (mode == config.Whole || mode == config.Shared) &&
+		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" &&
+			(mode == config.Whole || mode == config.Shared) &&
 			d.MIG.Pending != nil && *d.MIG.Pending {
 			// MIG mode would come with the next reset. To take that back touches
 			// nothing that is in force.
@@ -403,7 +414,8 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 	for i := range allocations {
 		for j := range allocations[i].Grants {
 			g := &allocations[i].Grants[j]
-			if g.GPU != d.UUID || g.NoRoom || !g.Kind().Known() || c.Offers && (g.Kind() != c.Kind || allocations[i].Owner != c.API) {
+			if g.GPU != d.UUID || g.NoRoom || !g.Kind().Known() ||
+				c.Offers && (g.Kind() != c.Kind || allocations[i].Owner != c.API) {
 				continue // two kinds at once: the first one counts, and the other's devices are listed as leaving
 			}
 			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind()

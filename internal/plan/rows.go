@@ -85,6 +85,7 @@ func (in *Input) listed() *Rows {
 
 // crowded is a remark for people on a GPU that waits for room in the lists.
 func crowded(d *gpu.Device, to Layout) status.Cause {
-	return status.Why(status.ListsFull, "%s is withdrawn and waits to be laid out as %d devices: with those that are still listed the kubelet would be told of more than %d; "+
+	return status.Why(status.ListsFull, "%s is withdrawn and waits to be laid out as %d devices: "+
+		"with those that are still listed the kubelet would be told of more than %d; "+
 		"withdrawn ones leave its list after %s, or with their holder", d.Name(), to.N, timeslice.MaxListed, Linger)
 }

@@ -75,7 +75,8 @@ func encodeDocument(d Document) ([]byte, error) {
 type errNewer int
 
 func (v errNewer) Error() string {
-	return fmt.Sprintf("it is of version %d, and this agent reads up to %d: run the agent that wrote it or a newer one, or remove its state with gpu-agent cleanup", int(v), Version)
+	return fmt.Sprintf("it is of version %d, and this agent reads up to %d: "+
+		"run the agent that wrote it or a newer one, or remove its state with gpu-agent cleanup", int(v), Version)
 }
 
 func decodeDocument(data []byte) (Document, error) {

@@ -29,7 +29,8 @@ type Allocation struct {
 
 // valid reports whether an allocation says what it must.
 func (c *Allocation) valid() bool {
-	return c.Key != "" && c.Resource != "" && len(c.Grants) > 0 && utf8.ValidString(c.Key) && utf8.ValidString(c.Resource)
+	return c.Key != "" && c.Resource != "" && len(c.Grants) > 0 && utf8.ValidString(c.Key) &&
+		utf8.ValidString(c.Resource)
 }
 
 // A line is "v<version> <checksum> <payload>\n". The checksum, 8 hexadecimal
@@ -49,7 +50,8 @@ func checksum(version, payload []byte) uint32 {
 // encodeLine refuses an allocation that would not come back as it is.
 func encodeLine(c Allocation) ([]byte, error) {
 	if !c.valid() {
-		return nil, fmt.Errorf("allocation %q of %q: want a key, a resource and grants, of valid UTF-8: %w", c.Key, c.Resource, gpu.ErrInvalid)
+		return nil, fmt.Errorf("allocation %q of %q: want a key, a resource and grants, of valid UTF-8: %w",
+			c.Key, c.Resource, gpu.ErrInvalid)
 	}
 	c.Allocated = c.Allocated.UTC()
 	payload, err := json.Marshal(c)

@@ -138,12 +138,15 @@ func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 	}
 	if unreadable != nil {
 		if err := s.root.Rename(documentFile, badFile); err != nil {
-			return nil, fmt.Errorf("put %s aside, which cannot be read (%v): %w; remove it by hand", s.path(documentFile), unreadable, err)
+			return nil, fmt.Errorf("put %s aside, which cannot be read (%v): %w; remove it by hand",
+				s.path(documentFile), unreadable, err)
 		}
-		log.Warn("start without the remembered state: the file cannot be read and was put aside", "file", s.path(documentFile), "as", badFile, "err", unreadable)
+		log.Warn("start without the remembered state: the file cannot be read and was put aside",
+			"file", s.path(documentFile), "as", badFile, "err", unreadable)
 	}
 	if j.dropped > 0 {
-		log.Warn("leave out allocations whose lines are damaged, as after a crash", "file", s.path(journalFile), "lines", j.dropped)
+		log.Warn("leave out allocations whose lines are damaged, as after a crash",
+			"file", s.path(journalFile), "lines", j.dropped)
 	}
 	if s.journal, err = s.root.OpenFile(journalFile, os.O_WRONLY|os.O_APPEND|os.O_CREATE, fileMode); err != nil {
 		return nil, s.hint("open", journalFile, err)
@@ -164,7 +167,8 @@ func lock(dir string) (*os.Root, *os.File, error) {
 	}
 	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
 	case errors.Is(err, unix.EWOULDBLOCK):
-		return root, f, fmt.Errorf("state directory %s: another gpu-agent works with it; wait until that one has ended: %w", dir, gpu.ErrInUse)
+		return root, f, fmt.Errorf("state directory %s: another gpu-agent works with it; "+
+			"wait until that one has ended: %w", dir, gpu.ErrInUse)
 	case err != nil:
 		return root, f, fmt.Errorf("lock state directory %s: %w; it must lie on a local file system", dir, err)
 	}
@@ -332,7 +336,8 @@ func (s *Store) lstat(name string) (fs.FileInfo, error) {
 	case err != nil:
 		return nil, fmt.Errorf("look at %s: %w", s.path(name), err)
 	case !info.Mode().IsRegular():
-		return nil, fmt.Errorf("look at %s: it is not a regular file (%s): %w; remove it", s.path(name), info.Mode(), gpu.ErrInvalid)
+		return nil, fmt.Errorf("look at %s: it is not a regular file (%s): %w; remove it",
+			s.path(name), info.Mode(), gpu.ErrInvalid)
 	}
 	return info, nil
 }

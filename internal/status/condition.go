@@ -108,5 +108,6 @@ func SortConditions(of, before []Condition, now time.Time) {
 
 // Compare orders conditions: the gravest first, then by subject and reason.
 func (c Condition) Compare(o Condition) int {
-	return cmp.Or(cmp.Compare(slices.Index(Types, c.Type), slices.Index(Types, o.Type)), cmp.Compare(c.Subject, o.Subject), cmp.Compare(c.Reason, o.Reason))
+	return cmp.Or(cmp.Compare(slices.Index(Types, c.Type), slices.Index(Types, o.Type)),
+		cmp.Compare(c.Subject, o.Subject), cmp.Compare(c.Reason, o.Reason))
 }

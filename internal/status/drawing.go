@@ -37,7 +37,7 @@ type drawing struct {
 	Groups        []group
 
 	m      *topology.Matrix
-	cards  map[string]*card // by UUID
+	known  map[string]tile // by UUID
 	boxes  []box
 	middle map[int]int // y of a GPU's middle, by index in the matrix
 	arcs   []arc
@@ -150,8 +150,9 @@ func lanes(cell string) int {
 	return n
 }
 
-func newDrawing(m *topology.Matrix, cards map[string]*card) *drawing {
-	d := &drawing{m: m, cards: cards, middle: map[int]int{}, boxes: boxes(m)}
+// newDrawing draws a matrix. known are the GPUs that the node's status has, by UUID.
+func newDrawing(m *topology.Matrix, known map[string]tile) *drawing {
+	d := &drawing{m: m, known: known, middle: map[int]int{}, boxes: boxes(m)}
 	d.measure()
 	d.spread()
 	d.findArcs()
@@ -325,11 +326,14 @@ func (d *drawing) box(b box) {
 	x, room := frame.X+boxPad, d.right-2*boxPad
 	g.Labels = append(g.Labels, label{Class: "strong", X: x, Y: b.from + 20, Text: clip(b.title, room)})
 	if b.cpus != "" {
-		g.Labels = append(g.Labels, label{Class: "muted", X: x, Y: b.from + 37, Text: clip(b.cpus, room), Title: b.cpus})
+		g.Labels = append(g.Labels, label{
+			Class: "muted", X: x, Y: b.from + 37, Text: clip(b.cpus, room), Title: b.cpus,
+		})
 	}
 	var nics []group
 	for i, nic := range b.apart {
-		nics = append(nics, d.nic(nic, x+i%d.perRow()*apartWide, b.from+boxTitle+boxPad+i/d.perRow()*apartHigh, apartWide-8))
+		left, top := x+i%d.perRow()*apartWide, b.from+boxTitle+boxPad+i/d.perRow()*apartHigh
+		nics = append(nics, d.nic(nic, left, top, apartWide-8))
 	}
 	for _, s := range b.switches {
 		if s.shared() {
@@ -370,8 +374,11 @@ func (d *drawing) links() {
 	end := d.tiles + tileWide
 	for _, a := range d.arcs {
 		far := end + boxPad + d.reach(a)*4/3
-		g.Paths = append(g.Paths, path{nvlink(a.lanes), fmt.Sprintf("M%d %dC%d %d %d %d %d %d", end, a.from, far, a.from, far, a.to, end, a.to),
-			fmt.Sprintf("GPU %d to GPU %d: %s", d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes))})
+		g.Paths = append(g.Paths, path{
+			nvlink(a.lanes),
+			fmt.Sprintf("M%d %dC%d %d %d %d %d %d", end, a.from, far, a.from, far, a.to, end, a.to),
+			fmt.Sprintf("GPU %d to GPU %d: %s", d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes)),
+		})
 	}
 	var middles []int
 	own, most := map[int]int{}, 0 // GPU → its lanes to the NVSwitch
@@ -418,29 +425,44 @@ func laneWord(n int) string {
 	return count(n, "NVLink lane", "NVLink lanes")
 }
 
+// tile is a GPU in the drawing.
+type tile struct {
+	index       int
+	href        string // of its card; empty where it has none
+	title       string
+	tone, state string
+	// bar draws what is taken of it, within a rectangle.
+	bar func(x, y, width, height int) []rect
+}
+
+func newTile(g *GPU, href string) tile {
+	t := tile{index: g.Index, href: href, bar: g.segments}
+	t.tone, t.state = tileState(g)
+	t.title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
+	if g.MIG != nil && g.MIG.Enabled {
+		t.bar = g.MIG.cells
+	}
+	return t
+}
+
 // gpu draws a GPU, with a link to its card.
 func (d *drawing) gpu(i int) {
 	at := d.m.GPUs[i]
-	g := &GPU{Index: at.Index, UUID: string(at.UUID)}
-	var out group
-	if c := d.cards[g.UUID]; c != nil {
-		g, out.Href = c.GPU, "#gpu-"+strconv.Itoa(c.At)
+	t, known := d.known[string(at.UUID)]
+	if !known {
+		t = newTile(&GPU{Index: at.Index, UUID: string(at.UUID)}, "")
 	}
-	tone, state := tileState(g)
-	tile := rect{strings.TrimSpace("tile " + tone), d.tiles, d.middle[i] - tileHigh/2, tileWide, tileHigh}
-	out.Title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
-	out.Labels = []label{
-		{Class: "strong", X: tile.X + 8, Y: tile.Y + 17, Text: "GPU " + strconv.Itoa(g.Index)},
-		{Class: cmp.Or(tone, "muted") + " end", X: tile.X + tile.W - 8, Y: tile.Y + 17, Text: clip(state, tile.W-66)},
-	}
-	bar := rect{"free", tile.X + 6, tile.Y + tile.H - 14, tile.W - 12, 7}
-	out.Rects = []rect{tile, bar}
-	if g.MIG != nil && g.MIG.Enabled {
-		out.Rects = append(out.Rects, g.MIG.cells(bar.X, bar.Y, bar.W, bar.H)...)
-	} else {
-		out.Rects = append(out.Rects, g.segments(bar.X, bar.Y, bar.W, bar.H)...)
-	}
-	d.Groups = append(d.Groups, out)
+	frame := rect{strings.TrimSpace("tile " + t.tone), d.tiles, d.middle[i] - tileHigh/2, tileWide, tileHigh}
+	bar := rect{"free", frame.X + 6, frame.Y + frame.H - 14, frame.W - 12, 7}
+	end := cmp.Or(t.tone, "muted") + " end"
+	d.Groups = append(d.Groups, group{
+		Href: t.href, Title: t.title,
+		Rects: append([]rect{frame, bar}, t.bar(bar.X, bar.Y, bar.W, bar.H)...),
+		Labels: []label{
+			{Class: "strong", X: frame.X + 8, Y: frame.Y + 17, Text: "GPU " + strconv.Itoa(t.index)},
+			{Class: end, X: frame.X + frame.W - 8, Y: frame.Y + 17, Text: clip(t.state, frame.W-66)},
+		},
+	})
 }
 
 // tileState is the word for a GPU in the drawing, and its tone.
@@ -481,7 +503,9 @@ func (m *MIG) cells(x, y, width, height int) []rect {
 			continue
 		}
 		from, to := c.from*width/(size*cellColumns), c.to*width/(size*cellColumns)
-		class := map[string]string{PlacementHeld: "held", PlacementWarm: "idle", PlacementFailed: "gone"}[c.Placement.State]
+		class := map[string]string{
+			PlacementHeld: "held", PlacementWarm: "idle", PlacementFailed: "gone",
+		}[c.Placement.State]
 		out = append(out, rect{cmp.Or(class, "busy"), x + from, y, max(to-from-1, 1), height})
 	}
 	return out

@@ -39,9 +39,11 @@ var PagePolicy = func() string {
 // pageTemplate is parsed for the first reader: most agents never have one.
 var pageTemplate = sync.OnceValue(func() *template.Template {
 	return template.Must(template.New("page").Funcs(template.FuncMap{
-		"style":         func() template.CSS { return template.CSS(style) },
-		"after":         func(sep, s string) []string { return strings.SplitAfter(s, sep) },
-		"fact":          func(name, value string) map[string]string { return map[string]string{"Name": name, "Value": value} },
+		"style": func() template.CSS { return template.CSS(style) },
+		"after": func(sep, s string) []string { return strings.SplitAfter(s, sep) },
+		"fact": func(name, value string) map[string]string {
+			return map[string]string{"Name": name, "Value": value}
+		},
 		"cellColumns":   func() int { return cellColumns },
 		"count":         count[int],
 		"ended":         ended,
@@ -107,22 +109,39 @@ type card struct {
 	Tenants []tenant // the other holders
 }
 
+// link is where a GPU's part of the page is: its index in Status.GPUs, and the GPU's own.
+type link struct{ At, Index int }
+
+// link is the card's.
+func (c *card) link() *link { return &link{c.At, c.Index} }
+
 func newSheet(s Status, now time.Time) *sheet {
 	p := &sheet{Status: s, Now: now.UTC()}
-	cards := map[string]*card{} // by UUID; the first, if a UUID occurs twice
+	cards := map[string]*link{} // by UUID; the first, if a UUID occurs twice
 	for i := range s.GPUs {
 		c := p.newCard(i)
 		if cards[c.UUID] == nil {
-			cards[c.UUID] = c
+			cards[c.UUID] = c.link()
 		}
 		p.Cards = append(p.Cards, c)
 	}
 	p.Notes = p.allNotes(cards)
 	p.Offers = p.offers()
 	if m := s.Topology; m != nil && len(m.GPUs) > 0 {
-		p.Matrix, p.Drawing = matrix(m), newDrawing(m, cards)
+		p.Matrix, p.Drawing = matrix(m), newDrawing(m, p.tiles())
 	}
 	return p
+}
+
+// tiles are the cards' in the drawing, by UUID; the first, if a UUID occurs twice.
+func (p *sheet) tiles() map[string]tile {
+	out := map[string]tile{}
+	for _, c := range p.Cards {
+		if _, twice := out[c.UUID]; !twice {
+			out[c.UUID] = newTile(c.GPU, "#gpu-"+strconv.Itoa(c.At))
+		}
+	}
+	return out
 }
 
 func (p *sheet) newCard(at int) *card {
@@ -136,7 +155,8 @@ func (p *sheet) newCard(at int) *card {
 		c.Tone = "warn"
 	}
 	facts := []string{}
-	if slices.ContainsFunc(p.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) { // otherwise the page says it once, at the top
+	// Where all are of a kind the page says it once, at the top.
+	if slices.ContainsFunc(p.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) {
 		facts = append(facts, g.Model, amount(g.MemoryMiB))
 	}
 	if n := nodeNumber(g.NUMA); n != "" {
@@ -170,9 +190,9 @@ func (p *sheet) Kinds() string {
 }
 
 // allNotes returns all that needs attention on the node.
-func (p *sheet) allNotes(cards map[string]*card) []note {
+func (p *sheet) allNotes(cards map[string]*link) []note {
 	all := p.Status.notes()
-	add := func(tone, text string, c *card) { all = append(all, note{tone, text, c}) }
+	add := func(tone, text string, to *link) { all = append(all, note{tone, text, to}) }
 	switch t := p.Partition; {
 	case t.State != "" && stateTone(t.State) != "ok":
 		add(stateTone(t.State), "The partition is "+join(": ", t.State, t.Message), nil)
@@ -181,17 +201,19 @@ func (p *sheet) allNotes(cards map[string]*card) []note {
 	}
 	for _, c := range p.Cards {
 		for _, n := range c.Notes {
-			add(n.Tone, n.Text, c)
+			add(n.Tone, n.Text, c.link())
 		}
 		for _, d := range c.Devices {
 			if d.Placement.State == PlacementFailed {
-				add("warn", d.Placement.label()+" could not be made: "+d.Placement.Reason, c)
+				add("warn", d.Placement.label()+" could not be made: "+d.Placement.Reason, c.link())
 			}
 		}
 	}
 	for _, c := range p.Containers {
 		if c.over() {
-			add("bad", fmt.Sprintf("%s uses %s of %s GiB", who(c.Namespace, c.Pod, c.Container), gib(c.UsedMiB), gib(c.CapMiB)), cards[c.GPU])
+			text := fmt.Sprintf("%s uses %s of %s GiB",
+				who(c.Namespace, c.Pod, c.Container), gib(c.UsedMiB), gib(c.CapMiB))
+			add("bad", text, cards[c.GPU])
 		}
 	}
 	slices.SortStableFunc(all, func(a, b note) int { return strings.Compare(a.Tone, b.Tone) })
@@ -242,7 +264,9 @@ func (p *sheet) offers() []*nodeOffer {
 			}
 		}
 	}
-	return slices.SortedFunc(maps.Values(sums), func(a, b *nodeOffer) int { return strings.Compare(a.Resource, b.Resource) })
+	return slices.SortedFunc(maps.Values(sums), func(a, b *nodeOffer) int {
+		return strings.Compare(a.Resource, b.Resource)
+	})
 }
 
 // modeName says how a GPU is laid out, and of a whole GPU whether it is held.

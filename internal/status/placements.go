@@ -69,7 +69,10 @@ func (s *Placement) there() bool {
 
 // drawnFirst is the order of precedence between devices that cover the same memory
 // slices: during a change, a device that is being created overlaps one that is leaving.
-var drawnFirst = []string{PlacementHeld, PlacementMaking, PlacementLeaving, PlacementForeign, PlacementWarm, PlacementFailed, PlacementCovered, PlacementFree}
+var drawnFirst = []string{
+	PlacementHeld, PlacementMaking, PlacementLeaving, PlacementForeign, PlacementWarm, PlacementFailed,
+	PlacementCovered, PlacementFree,
+}
 
 // cell is one piece of the row. It covers the columns from up to to; the first of
 // them is its border.

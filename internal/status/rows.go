@@ -16,7 +16,7 @@ import (
 type note struct {
 	Tone string // "bad" or "warn"
 	Text string
-	Card *card // on the page, where it concerns one GPU
+	Card *link // on the page, where it concerns one GPU
 }
 
 // stateTone is how serious a partition's state is.
@@ -96,7 +96,9 @@ func (g *GPU) notes(now time.Time) []note {
 		{"warn", g.NoPod, "of no pod"},
 	} {
 		if n := processes.n; n > 0 {
-			all = append(all, note{Tone: processes.tone, Text: "used by " + count(n, "process", "processes") + " " + processes.whose})
+			all = append(all, note{
+				Tone: processes.tone, Text: "used by " + count(n, "process", "processes") + " " + processes.whose,
+			})
 		}
 	}
 	if text := g.MIG.switches(); text != "" {
@@ -153,14 +155,17 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 		if p.Held() {
 			d.Name, d.Memory = who(p.Namespace, p.Pod, p.Container), take(p.Namespace, p.Pod, p.Container)
 			if h := g.holder(p); h != nil {
-				d.Age, d.Waits, d.Beside, d.Kept = since(h.Since, now), h.Waits, brief.List(h.Beside, mostBeside), h.kept()
+				d.Age, d.Waits = since(h.Since, now), h.Waits
+				d.Beside, d.Kept = brief.List(h.Beside, mostBeside), h.kept()
 			}
 		}
 		devices = append(devices, d)
 	}
 	for _, h := range g.Others() {
-		others = append(others, tenant{Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, now),
-			Waits: h.Waits, Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Memory: take(h.Namespace, h.Pod, h.Container)})
+		others = append(others, tenant{
+			Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, now), Waits: h.Waits,
+			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Memory: take(h.Namespace, h.Pod, h.Container),
+		})
 	}
 	for _, c := range containers {
 		others = append(others, tenant{Name: who(c.Namespace, c.Pod, c.Container), Memory: c.memory(most)})

@@ -203,7 +203,10 @@ const (
 )
 
 // PlacementStates is every value of Placement.State, in the order of the metrics.
-var PlacementStates = []string{PlacementHeld, PlacementWarm, PlacementMaking, PlacementFree, PlacementCovered, PlacementLeaving, PlacementForeign, PlacementFailed}
+var PlacementStates = []string{
+	PlacementHeld, PlacementWarm, PlacementMaking, PlacementFree, PlacementCovered, PlacementLeaving,
+	PlacementForeign, PlacementFailed,
+}
 
 // Healthy is the value of GPU.Health without a fault.
 const Healthy = "healthy"

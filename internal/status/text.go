@@ -194,7 +194,8 @@ func (p *printer) head(s Status) {
 		if t.Reason != "" {
 			state += " (" + string(t.Reason) + ")"
 		}
-		p.line(p.fit(name, p.Width-utf8.RuneCountInString(state)) + p.paint(toneColors[stateTone(t.State)], p.fit(state, p.Width)))
+		name = p.fit(name, p.Width-utf8.RuneCountInString(state))
+		p.line(name + p.paint(toneColors[stateTone(t.State)], p.fit(state, p.Width)))
 	}
 	p.wrapped("  ", toneColors[stateTone(t.State)], t.Message)
 	if t.Source != "" {
@@ -252,7 +253,8 @@ func ended(w Watchdog) string {
 	if w.Kills == 0 && w.Intruders == 0 {
 		return ""
 	}
-	return count(w.Kills, "container", "containers") + " ended, " + count(w.Intruders, "intruder", "intruders") + " found"
+	return count(w.Kills, "container", "containers") + " ended, " +
+		count(w.Intruders, "intruder", "intruders") + " found"
 }
 
 // containers writes a table of each container's cap, use and peak, in GiB. A dash
@@ -284,7 +286,10 @@ func (p *printer) containers(s Status) {
 		if !c.HasPeak() {
 			peak = nil
 		}
-		rows = append(rows, []string{who(c.Namespace, c.Pod, c.Container), strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
+		rows = append(rows, []string{
+			who(c.Namespace, c.Pod, c.Container), strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused,
+			c.Guarantee,
+		})
 	}
 	widths := p.columns("", rows)
 	widths[6] = -widths[6] // to the left
@@ -351,7 +356,8 @@ func (p *printer) use(g *GPU) {
 	if p.ASCII {
 		full, none, broken = "#", ".", "x"
 	}
-	bar := strings.Repeat(full, used) + p.paint(red, strings.Repeat(broken, bad)) + p.paint(faint, strings.Repeat(none, cells-used-bad))
+	bar := strings.Repeat(full, used) + p.paint(red, strings.Repeat(broken, bad)) +
+		p.paint(faint, strings.Repeat(none, cells-used-bad))
 	figures := []string{measure(g, g.Used) + "/" + measure(g, g.Total) + unitName(g, g.Total)}
 	if g.Unhealthy > 0 {
 		figures = append(figures, measure(g, g.Free)+" free", measure(g, g.Unhealthy)+" withdrawn")

@@ -184,7 +184,10 @@ func (b *Book) Apply(r *Record) {
 }
 
 func (b *Book) begin(r *Record) {
-	g := &Grant{Number: r.Grant, Allocation: r.Allocation, FrontEnd: r.FrontEnd, Resource: r.Resource, Count: r.Count, Adopted: r.Adopted, Holder: r.Holder, Since: r.Time}
+	g := &Grant{
+		Number: r.Grant, Allocation: r.Allocation, FrontEnd: r.FrontEnd, Resource: r.Resource, Count: r.Count,
+		Adopted: r.Adopted, Holder: r.Holder, Since: r.Time,
+	}
 	for _, p := range r.Pieces {
 		g.Held = append(g.Held, Held{Piece: p})
 	}
@@ -383,7 +386,8 @@ func (b *Book) State(at time.Time) *State {
 
 // Compare orders keys.
 func (k Key) Compare(o Key) int {
-	return cmp.Or(cmp.Compare(k.Namespace, o.Namespace), cmp.Compare(k.Pod, o.Pod), cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU))
+	return cmp.Or(cmp.Compare(k.Namespace, o.Namespace), cmp.Compare(k.Pod, o.Pod),
+		cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU))
 }
 
 // Series is what the containers come to that have something now, by name, at a moment.

@@ -15,9 +15,11 @@
 //
 //	{"time":"…","event":"began","book":{…}}           a segment: the book as it is here
 //	{"time":"…","event":"started","message":"v1"}     an agent has started
-//	{"time":"…","event":"allocated","grant":7,"allocation":"9c1f…","frontEnd":"device-plugin","resource":"example.com/gpu-mem","count":24,
+//	{"time":"…","event":"allocated","grant":7,"allocation":"9c1f…","frontEnd":"device-plugin",
+//	  "resource":"example.com/gpu-mem","count":24,
 //	  "pieces":[{"gpu":"GPU-…","index":3,"kind":"units","units":"0-23","share":0.3,"memoryMiB":24576}]}
-//	{"time":"…","event":"held","grant":7,"namespace":"train","pod":"a","uid":"…","container":"main","labels":{"team":"x"}}
+//	{"time":"…","event":"held","grant":7,"namespace":"train","pod":"a","uid":"…","container":"main",
+//	  "labels":{"team":"x"}}
 //	{"time":"…","event":"used","used":[{"grant":7,"gpu":3,"mibMs":…,"busyMs":…,"smMs":…,"idle":"…"}]}
 //	{"time":"…","event":"released","grant":7,"used":[…]}
 //	{"time":"…","event":"refused","resource":"…","count":24,"gpu":"GPU-…","reason":"NotOneGPU","message":"…"}

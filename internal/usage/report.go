@@ -149,7 +149,8 @@ func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
 
 // Ended is Teller's.
 func (p *Presence) Ended(g *Grant) {
-	if !g.Since.After(p.at) && g.Until.After(p.at) && slices.ContainsFunc(g.Held, func(h Held) bool { return p.on(&h) }) {
+	if !g.Since.After(p.at) && g.Until.After(p.at) &&
+		slices.ContainsFunc(g.Held, func(h Held) bool { return p.on(&h) }) {
 		p.had[g.Number] = g
 	}
 }
@@ -183,10 +184,15 @@ func (p *Presence) Who(b *Book) []Had {
 		g := p.had[n]
 		for i := range g.Held {
 			if h := &g.Held[i]; p.on(h) {
-				out = append(out, Had{Index: h.Index, GPU: h.GPU, Piece: h.String(), Share: h.Share, Resource: g.Resource, Allocation: g.Allocation, Since: g.Since, Until: g.Until, Holder: g.Holder})
+				out = append(out, Had{
+					Index: h.Index, GPU: h.GPU, Piece: h.String(), Share: h.Share, Resource: g.Resource,
+					Allocation: g.Allocation, Since: g.Since, Until: g.Until, Holder: g.Holder,
+				})
 			}
 		}
 	}
-	slices.SortStableFunc(out, func(x, y Had) int { return cmp.Or(cmp.Compare(x.Index, y.Index), x.Since.Compare(y.Since)) })
+	slices.SortStableFunc(out, func(x, y Had) int {
+		return cmp.Or(cmp.Compare(x.Index, y.Index), x.Since.Compare(y.Since))
+	})
 	return out
 }

@@ -157,7 +157,10 @@ type Survey struct {
 
 // ofGrants are in lines that tell something of grants: others need not be read, and most lines
 // of a flood are others.
-var ofGrants = [][]byte{[]byte(`"event":"began"`), []byte(`"event":"allocated"`), []byte(`"event":"held"`), []byte(`"event":"released"`)}
+var ofGrants = [][]byte{
+	[]byte(`"event":"began"`), []byte(`"event":"allocated"`), []byte(`"event":"held"`),
+	[]byte(`"event":"released"`),
+}
 
 // NewSurvey reads a segment, to its end or as far as it can be read.
 func NewSurvey(from io.Reader) *Survey {

@@ -167,7 +167,9 @@ func (c *Copier) flush() error {
 	for _, u := range c.last {
 		r.Used = append(r.Used, u)
 	}
-	slices.SortFunc(r.Used, func(a, b Use) int { return cmp.Or(cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.GPU, b.GPU)) })
+	slices.SortFunc(r.Used, func(a, b Use) int {
+		return cmp.Or(cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.GPU, b.GPU))
+	})
 	clear(c.last)
 	var err error
 	if c.out, err = r.Append(c.out[:0]); err != nil {

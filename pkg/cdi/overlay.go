@@ -41,7 +41,8 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 	for _, s := range o.Overrides {
 		at := slices.IndexFunc(edits.Mounts, func(m *specs.Mount) bool { return s.isOf(m) })
 		if at < 0 {
-			return fmt.Errorf("put %s in place of %s: the driver's parts have no %[2]s.<version>: %w", s.HostPath, s.Library, gpu.ErrNotFound)
+			return fmt.Errorf("put %s in place of %s: the driver's parts have no %[2]s.<version>: %w",
+				s.HostPath, s.Library, gpu.ErrNotFound)
 		}
 		real := *edits.Mounts[at]
 		real.ContainerPath = s.Real

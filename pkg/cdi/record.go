@@ -17,7 +17,8 @@ import (
 // Annotations need CDI 0.6.0.
 func Record(spec *specs.Spec, domain, record string) error {
 	if len(spec.Devices) != 1 {
-		return fmt.Errorf("record an allocation in a CDI spec of %d devices, want one: %w", len(spec.Devices), gpu.ErrInvalid)
+		return fmt.Errorf("record an allocation in a CDI spec of %d devices, want one: %w",
+			len(spec.Devices), gpu.ErrInvalid)
 	}
 	spec.Annotations = map[string]string{AnnotationName(domain, spec.Devices[0].Name): record}
 	var err error

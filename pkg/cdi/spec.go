@@ -44,7 +44,8 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 		return nil, err
 	}
 	if !ValidKey(key) {
-		return nil, fmt.Errorf("allocation ID %q: want %d hexadecimal digits in lower case: %w", key, keyDigits, gpu.ErrInvalid)
+		return nil, fmt.Errorf("allocation ID %q: want %d hexadecimal digits in lower case: %w",
+			key, keyDigits, gpu.ErrInvalid)
 	}
 	if len(gpus) == 0 {
 		return nil, fmt.Errorf("describe allocation %s: it has no GPU: %w", key, gpu.ErrInvalid)
@@ -123,7 +124,9 @@ func tidy(e *specs.ContainerEdits) {
 	e.DeviceNodes = unique(e.DeviceNodes)
 	slices.SortStableFunc(e.DeviceNodes, func(a, b *specs.DeviceNode) int { return cmp.Compare(a.Path, b.Path) })
 	e.Mounts = unique(e.Mounts)
-	slices.SortStableFunc(e.Mounts, func(a, b *specs.Mount) int { return cmp.Compare(a.ContainerPath, b.ContainerPath) })
+	slices.SortStableFunc(e.Mounts, func(a, b *specs.Mount) int {
+		return cmp.Compare(a.ContainerPath, b.ContainerPath)
+	})
 	slices.Sort(e.AdditionalGIDs)
 	e.AdditionalGIDs = slices.Compact(e.AdditionalGIDs)
 }

@@ -161,7 +161,8 @@ func New(o Options) (*Server, error) {
 	}
 	path := socketPath(o.Dir, o.Name)
 	if len(path) > socket.MaxPath {
-		return nil, fmt.Errorf("serve the DRA driver %s: %s is too long for a socket's address of at most %d bytes", o.Name, path, socket.MaxPath)
+		return nil, fmt.Errorf("serve the DRA driver %s: %s is too long for a socket's address of at most %d bytes",
+			o.Name, path, socket.MaxPath)
 	}
 	return &Server{opts: o, path: path}, nil
 }
@@ -226,7 +227,8 @@ func (s *Server) Run(ctx context.Context) error {
 		fresh, err := socket.Keep(sock, s.path, "."+s.opts.Name)
 		switch {
 		case err != nil:
-			said.Log(slog.LevelWarn, "cannot be called by the kubelet; trying again", []any{"driver", s.opts.Name}, "err", err)
+			said.Log(slog.LevelWarn, "cannot be called by the kubelet; trying again",
+				[]any{"driver", s.opts.Name}, "err", err)
 			s.set(func(s *Server) { s.status.Err = err })
 			wait = pollEvery
 		case fresh != sock:
@@ -274,7 +276,8 @@ func (w *watcher) begin(ctx context.Context) (<-chan struct{}, time.Duration) {
 	}
 	if w.told = nil; !w.said {
 		w.said = true
-		w.s.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead", "dir", w.s.opts.Dir, "err", err)
+		w.s.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+			"dir", w.s.opts.Dir, "err", err)
 	}
 	return nil, pollEvery
 }

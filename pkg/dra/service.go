@@ -49,7 +49,10 @@ const healthEvery = 30 * time.Second
 const healthV1 = "v1.DRAResourceHealth"
 
 func (s *Server) newServer(stop context.Context) *grpc.Server {
-	a := &service{Server: s, ration: brief.NewRation(s.opts.Logger, time.Now, time.AfterFunc), stop: stop, healthEvery: healthEvery}
+	a := &service{
+		Server: s, ration: brief.NewRation(s.opts.Logger, time.Now, time.AfterFunc),
+		stop: stop, healthEvery: healthEvery,
+	}
 	server := grpc.NewServer(grpc.UnaryInterceptor(a.observe), grpc.StatsHandler(a), grpc.WaitForHandlers(true))
 	api.RegisterDRAPluginServer(server, a)
 	health.RegisterDRAResourceHealthServer(server, a)
@@ -69,7 +72,9 @@ func (a *service) GetInfo(context.Context, *registration.InfoRequest) (*registra
 	}, nil
 }
 
-func (a *service) NotifyRegistrationStatus(_ context.Context, r *registration.RegistrationStatus) (*registration.RegistrationStatusResponse, error) {
+func (a *service) NotifyRegistrationStatus(
+	_ context.Context, r *registration.RegistrationStatus,
+) (*registration.RegistrationStatusResponse, error) {
 	var err error
 	if !r.PluginRegistered {
 		err = errors.New("the kubelet refuses the driver: " + brief.Cut(r.Error, brief.Text))
@@ -85,7 +90,9 @@ func (a *service) NotifyRegistrationStatus(_ context.Context, r *registration.Re
 	return &registration.RegistrationStatusResponse{}, nil
 }
 
-func (a *service) NodePrepareResources(ctx context.Context, req *api.NodePrepareResourcesRequest) (*api.NodePrepareResourcesResponse, error) {
+func (a *service) NodePrepareResources(
+	ctx context.Context, req *api.NodePrepareResourcesRequest,
+) (*api.NodePrepareResourcesResponse, error) {
 	ctx, cancel := a.bound(ctx)
 	defer cancel()
 	return &api.NodePrepareResourcesResponse{Claims: each(req.Claims, func(c Claim) *api.NodePrepareResourceResponse {
@@ -105,15 +112,18 @@ func (a *service) NodePrepareResources(ctx context.Context, req *api.NodePrepare
 	})}, nil
 }
 
-func (a *service) NodeUnprepareResources(ctx context.Context, req *api.NodeUnprepareResourcesRequest) (*api.NodeUnprepareResourcesResponse, error) {
+func (a *service) NodeUnprepareResources(
+	ctx context.Context, req *api.NodeUnprepareResourcesRequest,
+) (*api.NodeUnprepareResourcesResponse, error) {
 	ctx, cancel := a.bound(ctx)
 	defer cancel()
-	return &api.NodeUnprepareResourcesResponse{Claims: each(req.Claims, func(c Claim) *api.NodeUnprepareResourceResponse {
+	claims := each(req.Claims, func(c Claim) *api.NodeUnprepareResourceResponse {
 		if err := a.opts.Driver.Unprepare(ctx, c); err != nil {
 			return &api.NodeUnprepareResourceResponse{Error: a.refuse("unprepare", c, err)}
 		}
 		return &api.NodeUnprepareResourceResponse{}
-	})}, nil
+	})
+	return &api.NodeUnprepareResourcesResponse{Claims: claims}, nil
 }
 
 // each does something for all claims of a call at the same time, and returns what came of
@@ -150,13 +160,16 @@ func (a *service) bound(ctx context.Context) (context.Context, context.CancelFun
 func (a *service) refuse(what string, c Claim, err error) string {
 	a.opts.Observer.Refused(a.opts.Name, err)
 	text := brief.Cut(err.Error(), brief.Text)
-	a.ration.Log(slog.LevelWarn, "refuse to "+what+" a claim", []any{"driver", a.opts.Name}, "claim", c.Namespace+"/"+c.Name, "uid", c.UID, "err", text)
+	a.ration.Log(slog.LevelWarn, "refuse to "+what+" a claim", []any{"driver", a.opts.Name},
+		"claim", c.Namespace+"/"+c.Name, "uid", c.UID, "err", text)
 	return text
 }
 
 // NodeWatchResources sends how the devices are: the whole list, for the kubelet counts
 // as unknown what it has not heard of for a while.
-func (a *service) NodeWatchResources(_ *health.NodeWatchResourcesRequest, stream health.DRAResourceHealth_NodeWatchResourcesServer) error {
+func (a *service) NodeWatchResources(
+	_ *health.NodeWatchResourcesRequest, stream health.DRAResourceHealth_NodeWatchResourcesServer,
+) error {
 	for {
 		devices, changed := a.opts.Driver.Health()
 		now := time.Now().Unix()
@@ -168,8 +181,10 @@ func (a *service) NodeWatchResources(_ *health.NodeWatchResourcesRequest, stream
 				is = health.HealthStatus_UNHEALTHY
 			}
 			message.Devices = append(message.Devices, &health.DeviceHealth{
-				Device: &health.DeviceIdentifier{PoolName: d.Pool, DeviceName: d.Name}, Health: is, LastUpdatedTime: now,
-				HealthCheckTimeoutSeconds: int64(3 * healthEvery / time.Second), Message: brief.Cut(d.Message, maxHealth),
+				Device: &health.DeviceIdentifier{PoolName: d.Pool, DeviceName: d.Name},
+				Health: is, LastUpdatedTime: now,
+				HealthCheckTimeoutSeconds: int64(3 * healthEvery / time.Second),
+				Message:                   brief.Cut(d.Message, maxHealth),
 			})
 		}
 		if err := stream.Send(message); err != nil {
@@ -188,7 +203,9 @@ func (a *service) NodeWatchResources(_ *health.NodeWatchResourcesRequest, stream
 
 // observe surrounds every unary call. A panic is not recovered: the driver may have been
 // left half changed, with its lock held, and the next process reads everything anew.
-func (a *service) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (a *service) observe(
+	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
+) (any, error) {
 	start := time.Now()
 	resp, err := handler(ctx, req)
 	a.opts.Observer.Called(a.opts.Name, path.Base(info.FullMethod), time.Since(start), err)

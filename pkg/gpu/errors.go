@@ -38,7 +38,10 @@ var (
 // a value to compare errors by, whose texts name GPUs, processes and times. Of several
 // it is the one that says most.
 func ErrorKind(err error) error {
-	for _, kind := range []error{ErrTimeout, ErrReloaded, ErrNoDriver, ErrLost, ErrInUse, ErrNoRoom, ErrNotSupported, ErrNoPermission, ErrNotFound, ErrInvalid, ErrDriver} {
+	for _, kind := range []error{
+		ErrTimeout, ErrReloaded, ErrNoDriver, ErrLost, ErrInUse, ErrNoRoom,
+		ErrNotSupported, ErrNoPermission, ErrNotFound, ErrInvalid, ErrDriver,
+	} {
 		if errors.Is(err, kind) {
 			return kind
 		}

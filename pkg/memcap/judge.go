@@ -201,7 +201,8 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 	}
 	c.at = s.At
 
-	uses := c.uses(s, Parties(s.GPU, slices.DeleteFunc(slices.Clone(allowances), func(a Allowance) bool { return !known(a.Container) })))
+	whole := slices.DeleteFunc(slices.Clone(allowances), func(a Allowance) bool { return !known(a.Container) })
+	uses := c.uses(s, Parties(s.GPU, whole))
 	doubts := make(map[party]*doubt, len(uses))
 	suspects := map[string]bool{}
 	var verdicts []Verdict
@@ -224,11 +225,15 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 			suspects[container] = true
 		}
 		doubts[u.party] = d
-		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && (d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace) {
+		graced := d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace
+		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && graced {
 			if d.named == "" {
 				d.named = u.offender(j.policy.Limit(d.cap))
 			}
-			v := Verdict{Kind: d.kind, Container: d.named, GPU: s.GPU, Used: u.used, Own: u.of(d.named), First: d.first, Told: d.told, Processes: u.evidence}
+			v := Verdict{
+				Kind: d.kind, Container: d.named, GPU: s.GPU, Used: u.used, Own: u.of(d.named),
+				First: d.first, Told: d.told, Processes: u.evidence,
+			}
 			if d.kind == Over {
 				v.Cap, v.Limit = d.cap, j.policy.Limit(d.cap)
 			}

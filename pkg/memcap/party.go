@@ -80,7 +80,8 @@ func Parties(u gpu.UUID, allowances []Allowance) []Party {
 	for _, p := range sets {
 		p.Containers = nil
 		for name, containers := range own {
-			if name == strings.Join(p.Allocations, "+") || len(p.Allocations) > 1 && within(strings.Split(name, "+"), p.Allocations) {
+			same := name == strings.Join(p.Allocations, "+")
+			if same || len(p.Allocations) > 1 && within(strings.Split(name, "+"), p.Allocations) {
 				p.Containers = append(p.Containers, containers...)
 			}
 		}
@@ -88,7 +89,8 @@ func Parties(u gpu.UUID, allowances []Allowance) []Party {
 		parties = append(parties, *p)
 	}
 	slices.SortFunc(parties, func(a, b Party) int {
-		return cmp.Or(cmp.Compare(len(a.Allocations), len(b.Allocations)), slices.Compare(a.Allocations, b.Allocations), slices.Compare(a.Containers, b.Containers))
+		return cmp.Or(cmp.Compare(len(a.Allocations), len(b.Allocations)),
+			slices.Compare(a.Allocations, b.Allocations), slices.Compare(a.Containers, b.Containers))
 	})
 	return parties
 }

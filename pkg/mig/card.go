@@ -12,12 +12,13 @@ import (
 	"sync"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
 // Bounds of what a card's table may say. Drivers of 2026 stay within 12 memory
 // slices, 18 profiles and 8 compute slices.
 const (
-	maxMemory   = 64 // a set of memory slices is a word
+	maxMemory   = fill.Most // a set of memory slices is a word
 	maxProfiles = 32
 	maxSlices   = 64 // a set of compute slices is a word
 )
@@ -41,6 +42,7 @@ type Card struct {
 	has     engines
 
 	planners sync.Pool // of *planner
+	searches sync.Pool // of *fill.Search, for those who need no planner
 }
 
 // profile is what the planner knows of a gpu.Profile.
@@ -75,7 +77,8 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 			reason = fmt.Sprintf("there are more than %d profiles", maxProfiles)
 		}
 		if reason != "" {
-			errs = append(errs, fmt.Errorf("leave out profile %s: %s: %w", quote(m.Profiles[i].Name), reason, gpu.ErrInvalid))
+			errs = append(errs, fmt.Errorf("leave out profile %s: %s: %w",
+				quote(m.Profiles[i].Name), reason, gpu.ErrInvalid))
 			continue
 		}
 		c.profiles = append(c.profiles, p)

@@ -100,7 +100,8 @@ func Compare(a, b Name) int {
 
 // grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]: numbers have one spelling, only the memory may be 0, and an
 // attribute is words of small letters and digits. The words are the driver's business.
-var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.(0|[1-9][0-9]{0,3})gb([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
+var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.(0|[1-9][0-9]{0,3})gb` +
+	`([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
 
 // parse returns a reason instead of an error, so that Parse alone words it.
 func parse(s string) (n Name, reason string) {

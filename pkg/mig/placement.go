@@ -83,7 +83,8 @@ func ID(u gpu.UUID, s Placement) string { return string(u) + "::" + s.String() }
 // [Card.Placement] knows it.
 func ParseID(id string) (u gpu.UUID, p Name, start, ci int, err error) {
 	fail := func(reason string) (gpu.UUID, Name, int, int, error) {
-		return "", Name{}, 0, 0, fmt.Errorf("%s is not the ID of a MIG device: %s: %w", quote(id), reason, gpu.ErrInvalid)
+		return "", Name{}, 0, 0, fmt.Errorf("%s is not the ID of a MIG device: %s: %w",
+			quote(id), reason, gpu.ErrInvalid)
 	}
 	card, rest, ok := strings.Cut(id, "::")
 	switch {

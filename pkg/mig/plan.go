@@ -90,7 +90,8 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	}
 	for _, w := range all {
 		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.placements) == 0 {
-			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w", p.name, gpu.ErrNotSupported)
+			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w",
+				p.name, gpu.ErrNotSupported)
 		}
 	}
 	if len(standing) > maxStanding {
@@ -374,7 +375,8 @@ func costOf(standing []Standing, goes []bool, room int64) cost {
 			sum.destroys++
 		default:
 			sum.instances++
-			if o.Holder == "" || !slices.ContainsFunc(standing[:i], func(e Standing) bool { return e.Holder == o.Holder && e.Pinned }) {
+			before := func(e Standing) bool { return e.Holder == o.Holder && e.Pinned }
+			if o.Holder == "" || !slices.ContainsFunc(standing[:i], before) {
 				sum.holders++
 			}
 		}
@@ -492,7 +494,8 @@ func Stand(m *gpu.MIG) []Standing {
 			o.Profile = name.GPUInstance()
 		}
 		var p gpu.Profile
-		if k := slices.IndexFunc(m.Profiles, func(p gpu.Profile) bool { return p.Name == name.GPUInstance().String() }); k >= 0 {
+		whole := name.GPUInstance().String()
+		if k := slices.IndexFunc(m.Profiles, func(p gpu.Profile) bool { return p.Name == whole }); k >= 0 {
 			p = m.Profiles[k]
 		}
 		for _, at := range p.Placements {
@@ -516,7 +519,9 @@ func beside(out []Standing, s Placement, of int) int {
 	free := func(ci int) bool {
 		at := s
 		at.CI = ci
-		return !slices.ContainsFunc(out, func(o Standing) bool { return !o.Empty && at.sameGI(o.Placement) && at.compute()&o.compute() != 0 })
+		return !slices.ContainsFunc(out, func(o Standing) bool {
+			return !o.Empty && at.sameGI(o.Placement) && at.compute()&o.compute() != 0
+		})
 	}
 	if free(s.CI) {
 		return s.CI

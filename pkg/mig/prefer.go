@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
 // Offer is a GPU on which placements are on offer.
@@ -80,7 +81,8 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 	out := make([]Place, 0, min(n, len(must)+len(available)))
 	for _, p := range must {
 		if slices.Contains(out, p) {
-			return nil, fmt.Errorf("choose placements: %s must be there twice: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
+			return nil, fmt.Errorf("choose placements: %s must be there twice: %w",
+				ID(p.GPU, p.Placement), gpu.ErrInvalid)
 		}
 		if err := ts.admit(p); err != nil {
 			return nil, err
@@ -96,8 +98,9 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 
 	defer func() {
 		for i := range ts {
-			if p := ts[i].planner; p != nil {
-				ts[i].Card.release(p)
+			if s := ts[i].search; s != nil {
+				s.Reset(0, nil, 1)
+				ts[i].Card.searches.Put(s)
 			}
 		}
 	}()
@@ -109,7 +112,8 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 
 	need := n - len(out)
 	if need > len(last) {
-		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w", n, len(out)+len(last), gpu.ErrNoRoom)
+		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w",
+			n, len(out)+len(last), gpu.ErrNoRoom)
 	}
 	out = append(out, last[:need]...)
 	slices.SortFunc(out, ts.order)
@@ -123,10 +127,11 @@ type table struct {
 	fit   []Placement // available, not taken, each of them fits beside what is taken
 	// best[k] is the value of the best choice of k of fit. It ends where more do not
 	// fit, and begins with the value of choosing none.
-	best    []int64
-	planner *planner // of the search that best was found by; nil before
-	splits  int      // the dim of GPU instances where the profile is split, or -1
-	gis     []int
+	best   []int64
+	search *fill.Search  // that best was found by; nil before
+	holds  [][]Placement // the devices of each of its parts
+	splits int           // the dim of GPU instances where the profile is split, or -1
+	gis    []int
 }
 
 // tables are those of all offers, by rank.
@@ -159,7 +164,8 @@ func (ts tables) order(a, b Place) int {
 func (ts tables) find(p Place) (*table, error) {
 	i := ts.rank(p.GPU)
 	if i < 0 {
-		return nil, fmt.Errorf("choose placements: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
+		return nil, fmt.Errorf("choose placements: %s is on a GPU that is not on offer: %w",
+			ID(p.GPU, p.Placement), gpu.ErrInvalid)
 	}
 	return &ts[i], nil
 }
@@ -171,7 +177,8 @@ func (ts tables) admit(p Place) error {
 		return err
 	}
 	if !t.Card.Fits(t.taken, p.Placement) {
-		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Placement), gpu.ErrNoRoom)
+		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w",
+			ID(p.GPU, p.Placement), gpu.ErrNoRoom)
 	}
 	t.taken = append(t.taken, p.Placement)
 	return nil
@@ -256,9 +263,12 @@ func (t *table) rate(n int, b *budget) error {
 			idle = append(idle, s)
 		}
 	}
-	t.planner = c.planner(nil, nil)
-	s := &t.planner.search
-	s.reset(c.memory, t.gaps(idle), c.memory+1)
+	t.search, _ = c.searches.Get().(*fill.Search)
+	if t.search == nil {
+		t.search = &fill.Search{}
+	}
+	s := t.search
+	s.Reset(c.memory, t.gaps(idle), c.memory+1)
 	t.parts(s, min(n, len(t.fit)), func(devices []Placement) (v int64) {
 		for _, d := range devices {
 			if slices.Contains(idle, d) {
@@ -267,10 +277,10 @@ func (t *table) rate(n int, b *budget) error {
 		}
 		return v
 	})
-	if err := s.prepare(); err != nil {
-		return err
+	if !s.Prepare() {
+		return errTooLarge
 	}
-	if err := b.spend(s.effort()); err != nil {
+	if err := b.spend(s.Effort()); err != nil {
 		return err
 	}
 	t.solve(s)
@@ -304,13 +314,18 @@ func (t *table) gaps(idle []Placement) []int64 {
 
 // parts gives the search what it may choose from, most places at most: single places, or
 // for splits a number of them in one GPU instance.
-func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
-	s.dims = append(s.dims, dim{n: most})
+func (t *table) parts(s *fill.Search, most int, worth func([]Placement) int64) {
+	s.Dims = append(s.Dims, fill.Dim{N: most})
+	t.holds = make([][]Placement, 0, len(t.fit))
 	t.splits = -1
 	if len(t.fit) == 0 || t.fit[0].Profile.Compute == 0 {
-		uses := []use{{0, 1}}
+		uses := []fill.Use{{Dim: 0, N: 1}}
 		for i, d := range t.fit {
-			s.parts = append(s.parts, part{start: d.Start, end: d.Start + d.Size, uses: uses, value: worth(t.fit[i : i+1]), devices: t.fit[i : i+1]})
+			one := t.fit[i : i+1]
+			s.Parts = append(s.Parts, fill.Part{
+				Start: d.Start, End: d.Start + d.Size, Uses: uses, Value: worth(one),
+			})
+			t.holds = append(t.holds, one)
 		}
 		return
 	}
@@ -321,7 +336,7 @@ func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 			gis = append(gis, d)
 		}
 	}
-	s.dims = append(s.dims, dim{n: min(most, len(gis))})
+	s.Dims = append(s.Dims, fill.Dim{N: min(most, len(gis))})
 	for _, gi := range gis {
 		var in []Placement
 		for _, d := range t.fit {
@@ -330,41 +345,47 @@ func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 			}
 		}
 		// Those that exist come first: any number of them is a beginning of the list.
-		slices.SortStableFunc(in, func(a, b Placement) int { return cmp.Compare(worth([]Placement{b}), worth([]Placement{a})) })
+		slices.SortStableFunc(in, func(a, b Placement) int {
+			return cmp.Compare(worth([]Placement{b}), worth([]Placement{a}))
+		})
 		for k := min(most, len(in)); k > 0; k-- {
-			s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})
+			s.Parts = append(s.Parts, fill.Part{
+				Start: gi.Start, End: gi.Start + gi.Size,
+				Uses: []fill.Use{{Dim: 0, N: k}, {Dim: 1, N: 1}}, Value: worth(in[:k]),
+			})
+			t.holds = append(t.holds, in[:k])
 		}
 	}
 }
 
 // solve finds the best value for each number of places, up to the most instances of the
 // profile that the card allows.
-func (t *table) solve(s *search) {
+func (t *table) solve(s *fill.Search) {
 	c := t.Card
-	t.best = []int64{s.gap(0, c.memory)}
+	t.best = []int64{s.Gap(0, c.memory)}
 	t.gis = []int{0}
 	base := c.tally(t.taken)
-	for k := 1; k <= s.dims[0].n; k++ {
-		v, gis := int64(none), 0
-		s.dims[0].left = k
+	for k := 1; k <= s.Dims[0].N; k++ {
+		v, gis := int64(fill.None), 0
+		s.Dims[0].Left = k
 		if t.splits < 0 {
 			now := base
 			now.add(c, c.index(t.fit[0].Profile), k-1)
 			if !now.allows(c, c.index(t.fit[0].Profile)) {
 				return
 			}
-			v = s.solve()
+			v = s.Solve()
 		} else {
 			now, i := base, c.index(t.fit[0].Profile.GPUInstance())
-			for g := 1; g <= min(k, s.dims[1].n) && now.allows(c, i); g++ {
+			for g := 1; g <= min(k, s.Dims[1].N) && now.allows(c, i); g++ {
 				now.add(c, i, 1)
-				s.dims[1].left = g
-				if x := s.solve(); x > v {
+				s.Dims[1].Left = g
+				if x := s.Solve(); x > v {
 					v, gis = x, g
 				}
 			}
 		}
-		if v == none {
+		if v == fill.None {
 			return
 		}
 		t.best, t.gis = append(t.best, v), append(t.gis, gis)
@@ -402,7 +423,8 @@ func spread(tables []table, n int, b *budget) ([]Place, error) {
 			for here := min(k, len(t.best)-1); here >= 0 && k-here < len(after); here-- {
 				rest := after[k-here]
 				now := choice{t.best[here] - t.best[0] + rest.value, t.Rank*here + rest.rank, here}
-				if first || now.value > from[g][k].value || now.value == from[g][k].value && now.rank < from[g][k].rank {
+				was := &from[g][k]
+				if first || now.value > was.value || now.value == was.value && now.rank < was.rank {
 					from[g][k], first = now, false
 				}
 			}
@@ -413,12 +435,12 @@ func spread(tables []table, n int, b *budget) ([]Place, error) {
 	for g := range tables {
 		t, here := &tables[g], from[g][k].here
 		if here > 0 {
-			t.planner.dims[0].left = here
+			t.search.Dims[0].Left = here
 			if t.splits > 0 {
-				t.planner.dims[t.splits].left = t.gis[here]
+				t.search.Dims[t.splits].Left = t.gis[here]
 			}
-			t.planner.target(func(p *part) {
-				for _, s := range p.devices {
+			t.search.Target(func(part int) {
+				for _, s := range t.holds[part] {
 					out = append(out, Place{t.GPU, s})
 				}
 			})

@@ -2,7 +2,11 @@
 
 package mig
 
-import "slices"
+import (
+	"slices"
+
+	"example.com/gpu-agent/pkg/mig/internal/fill"
+)
 
 // split lists the ways to fill GPU instances of one profile with the compute
 // instances that want[from:to] counts. Those that exist may stay where they
@@ -14,22 +18,23 @@ func (p *planner) split(from, to int) {
 	k := p.c.index(name)
 	gis := p.c.profiles[k].placements
 	for i := range p.standing {
-		if gi := p.standing[i].GPUInstance(); gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
+		gi := p.standing[i].GPUInstance()
+		if gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
 			gis = append(slices.Clip(gis), gi)
 		}
 	}
 	total := 0
 	for _, w := range p.want[from:to] {
-		total = min(total+w.N, maxStates)
+		total = min(total+w.N, fill.MaxStates)
 	}
-	d := len(p.dims)
-	p.dims = append(p.dims, dim{n: min(total, len(gis))})
+	d := len(p.Dims)
+	p.Dims = append(p.Dims, fill.Dim{N: min(total, len(gis))})
 	p.splits = append(p.splits, splitDim{k, d})
 	for _, gi := range gis {
-		f := filler{p: p, gi: gi, giDim: d, from: from, to: to, profile: &p.c.profiles[k], before: len(p.parts)}
-		f.left = make([]int, to-from)
+		f := filler{p: p, gi: gi, want: p.want[from:to], from: from, before: len(p.Parts)}
+		f.left = make([]int, len(f.want))
 		for i := range f.left {
-			f.left[i] = p.want[from+i].N
+			f.left[i] = f.want[i].N
 		}
 		for i, o := range p.standing {
 			if !o.Empty && o.Profile.Compute != 0 && o.sameGI(gi) && first(p.standing, i) {
@@ -40,32 +45,33 @@ func (p *planner) split(from, to int) {
 	}
 }
 
-// filler goes through the ways to fill one GPU instance.
+// filler goes through the ways to fill one GPU instance, of the last of the planner's splits.
 type filler struct {
-	p        *planner
-	gi       Placement
-	profile  *profile
-	giDim    int
-	from, to int
-	left     []int // of each wanted profile
-	have     []int // of standing, what is in this GPU instance
-	devices  []Placement
-	before   int // parts before this GPU instance's
+	p       *planner
+	gi      Placement
+	want    []Count // of its profiles, the first of which is planner.want[from]
+	from    int
+	left    []int // of each of want
+	have    []int // of standing, what is in this GPU instance
+	devices []Placement
+	before  int // parts before this GPU instance's
 }
+
+func (f *filler) as() splitDim { return f.p.splits[len(f.p.splits)-1] }
 
 // stay decides for each that exists whether it stays.
 func (f *filler) stay(i int, taken uint64) {
-	f.p.work++
-	if f.p.work > maxWork || len(f.p.parts) > maxParts {
+	f.p.Work++
+	if f.p.Work > fill.MaxWork || len(f.p.Parts) > fill.MaxParts {
 		return
 	}
 	if i == len(f.have) {
-		f.add(f.to-1, taken)
+		f.add(len(f.want)-1, taken)
 		return
 	}
 	o := f.p.standing[f.have[i]]
-	if w := slices.IndexFunc(f.p.want[f.from:f.to], func(c Count) bool { return c.Profile == o.Profile }); w >= 0 &&
-		f.left[w] > 0 && taken&o.compute() == 0 {
+	w := slices.IndexFunc(f.want, func(c Count) bool { return c.Profile == o.Profile })
+	if w >= 0 && f.left[w] > 0 && taken&o.compute() == 0 {
 		f.left[w]--
 		f.devices = append(f.devices, o.Placement)
 		f.stay(i+1, taken|o.compute())
@@ -80,11 +86,11 @@ func (f *filler) stay(i int, taken uint64) {
 // add decides how many new ones of each wanted profile come in, the largest
 // profile first.
 func (f *filler) add(w int, taken uint64) {
-	f.p.work++
-	if f.p.work > maxWork || len(f.p.parts) > maxParts {
+	f.p.Work++
+	if f.p.Work > fill.MaxWork || len(f.p.Parts) > fill.MaxParts {
 		return
 	}
-	if w < f.from {
+	if w < 0 {
 		f.close()
 		return
 	}
@@ -96,19 +102,20 @@ func (f *filler) add(w int, taken uint64) {
 // place puts one more of a profile at the first compute slice that leaves a way
 // on, or goes on to the next profile. Compute slices below at were tried.
 func (f *filler) place(w int, taken uint64, at int) {
-	name := f.p.want[w].Profile
-	if f.left[w-f.from] > 0 {
+	name := f.want[w].Profile
+	if f.left[w] > 0 {
+		profile := &f.p.c.profiles[f.as().profile]
 		block := align(name.Compute)
-		for ci := (at + block - 1) / block * block; f.profile.holds(name.Compute, ci); ci += block {
+		for ci := (at + block - 1) / block * block; profile.holds(name.Compute, ci); ci += block {
 			s := Placement{Profile: name, Start: f.gi.Start, Size: f.gi.Size, CI: ci}
 			if taken&s.compute() != 0 {
 				continue
 			}
-			f.left[w-f.from]--
+			f.left[w]--
 			f.devices = append(f.devices, s)
 			f.place(w, taken|s.compute(), ci+block)
 			f.devices = f.devices[:len(f.devices)-1]
-			f.left[w-f.from]++
+			f.left[w]++
 		}
 	}
 	f.add(w-1, taken)
@@ -119,23 +126,23 @@ func (f *filler) close() {
 	if len(f.devices) == 0 {
 		return
 	}
-	from := len(f.p.uses)
-	for w := f.from; w < f.to; w++ {
-		if n := f.p.want[w].N - f.left[w-f.from]; n > 0 {
-			f.p.use(use{w, n})
+	from := len(f.p.Uses)
+	for w := range f.want {
+		if n := f.want[w].N - f.left[w]; n > 0 {
+			f.p.Use(fill.Use{Dim: f.from + w, N: n})
 		}
 	}
-	f.p.use(use{f.giDim, 1})
-	uses := f.p.uses[from:len(f.p.uses):len(f.p.uses)]
+	f.p.Use(fill.Use{Dim: f.as().dim, N: 1})
+	uses := f.p.Uses[from:len(f.p.Uses):len(f.p.Uses)]
 	// Where the same would be there and be saved, the first way will do.
-	n := len(f.p.parts)
+	n := len(f.p.Parts)
 	f.p.part(f.gi, slices.Clone(f.devices), uses)
-	if len(f.p.parts) == n {
+	if len(f.p.Parts) == n {
 		return
 	}
-	for _, o := range f.p.parts[f.before:n] {
-		if o.value == f.p.parts[n].value && slices.Equal(o.uses, uses) {
-			f.p.parts = f.p.parts[:n]
+	for _, o := range f.p.Parts[f.before:n] {
+		if o.Value == f.p.Parts[n].Value && slices.Equal(o.Uses, uses) {
+			f.p.Parts, f.p.holds = f.p.Parts[:n], f.p.holds[:n]
 			return
 		}
 	}

@@ -11,22 +11,35 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
 // maxStanding bounds what may exist on one GPU; 14 do today.
 const maxStanding = 100
 
+// Weights of what a target saves and spares, each greater than all that is
+// below it can sum up to. A sum stays below 2^62.
+const (
+	roomUnit     = 1
+	createUnit   = 1 << 32
+	destroyUnit  = 1 << 40
+	instanceUnit = 1 << 48
+	holderUnit   = 1 << 55
+)
+
+var errTooLarge = fmt.Errorf("plan: the GPU's table is larger than this planner can search: %w", gpu.ErrNotSupported)
+
 // planner searches for the set of devices that is to exist. It is pooled, because its
 // tables cost more than the search in them.
 type planner struct {
-	search
+	fill.Search
 	c        *Card
 	want     []Count // merged, in order, none zero
 	standing []Standing
-	masks    []uint64 // memory of each of standing
-	value    []int64  // of keeping each of standing
-	fixed    []bool   // which of standing must be in the target
-	uses     []use    // where parts' uses lie
+	masks    []uint64      // memory of each of standing
+	value    []int64       // of keeping each of standing
+	fixed    []bool        // which of standing must be in the target
+	holds    [][]Placement // the devices of each part
 	// splits are the profiles whose GPU instances are split, with the dim that
 	// counts these GPU instances; base counts all others.
 	splits []splitDim
@@ -50,18 +63,20 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 			return nil, fmt.Errorf("there is no profile %s on this GPU; %s: %w", w.Profile, c.names(), gpu.ErrInvalid)
 		}
 		if p := &c.profiles[i]; !p.holds(w.Profile.Compute, 0) {
-			return nil, fmt.Errorf("there is no profile %s on this GPU: %s is not split into parts of %d: %w", w.Profile, p.name, w.Profile.Compute, gpu.ErrInvalid)
+			return nil, fmt.Errorf("there is no profile %s on this GPU: %s is not split into parts of %d: %w",
+				w.Profile, p.name, w.Profile.Compute, gpu.ErrInvalid)
 		}
-		w.N = min(w.N, maxStates)
+		w.N = min(w.N, fill.MaxStates)
 		if k := slices.IndexFunc(all, func(o Count) bool { return o.Profile == w.Profile }); k >= 0 {
-			all[k].N = min(all[k].N+w.N, maxStates)
+			all[k].N = min(all[k].N+w.N, fill.MaxStates)
 			continue
 		}
 		all = append(all, w)
 	}
 	// What shares GPU instances stands together.
 	slices.SortFunc(all, func(a, b Count) int {
-		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()), cmp.Compare(a.Profile.Compute, b.Profile.Compute))
+		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()),
+			cmp.Compare(a.Profile.Compute, b.Profile.Compute))
 	})
 	return all, nil
 }
@@ -94,7 +109,9 @@ func (c *Card) planner(standing []Standing, want []Count) *planner {
 }
 
 func (c *Card) release(p *planner) {
-	p.reset(0, nil, 1)
+	p.Reset(0, nil, 1)
+	clear(p.holds) // let go of the placements
+	p.holds = p.holds[:0]
 	p.c, p.want, p.standing = nil, nil, nil
 	c.planners.Put(p)
 }
@@ -102,29 +119,31 @@ func (c *Card) release(p *planner) {
 // list lists every GPU instance that the target could have.
 func (p *planner) list() error {
 	c := p.c
-	p.reset(c.memory, c.room, c.memory+1)
-	p.uses, p.splits, p.base = p.uses[:0], p.splits[:0], tally{}
+	p.Reset(c.memory, c.room, c.memory+1)
+	p.holds = p.holds[:0]
+	p.splits, p.base = p.splits[:0], tally{}
 	for i, m := range p.masks {
 		if p.fixed[i] {
-			p.must |= m
+			p.Must |= m
 		}
-		p.end = max(p.end, bits.Len64(m))
+		p.End = max(p.End, bits.Len64(m))
 	}
 	for d, w := range p.want {
-		p.dims = append(p.dims, dim{n: w.N, left: w.N})
+		p.Dims = append(p.Dims, fill.Dim{N: w.N, Left: w.N})
 		if w.Profile.Compute != 0 {
 			continue
 		}
 		k := c.index(w.Profile)
 		p.base.add(c, k, min(w.N, 255))
-		uses := p.use(use{d, 1})
+		uses := p.Use(fill.Use{Dim: d, N: 1})
 		table := c.profiles[k].placements
 		for i := range table {
 			p.part(table[i], table[i:i+1:i+1], uses)
 		}
 		for i := range p.standing {
 			o := &p.standing[i]
-			if o.Profile == w.Profile && !o.Empty && p.masks[i] != 0 && !slices.Contains(table, o.Placement) && first(p.standing, i) {
+			wanted := o.Profile == w.Profile && !o.Empty && p.masks[i] != 0
+			if wanted && !slices.Contains(table, o.Placement) && first(p.standing, i) {
 				p.part(o.Placement, []Placement{o.Placement}, uses)
 			}
 		}
@@ -139,14 +158,10 @@ func (p *planner) list() error {
 		}
 		d = e
 	}
-	return p.prepare()
-}
-
-// use keeps what a part uses.
-func (p *planner) use(u ...use) []use {
-	n := len(p.uses)
-	p.uses = append(p.uses, u...)
-	return p.uses[n:len(p.uses):len(p.uses)]
+	if !p.Prepare() {
+		return errTooLarge
+	}
+	return nil
 }
 
 // first says that no earlier one stands at the same place.
@@ -155,7 +170,7 @@ func first(standing []Standing, i int) bool {
 }
 
 // part adds a GPU instance with its devices, unless something fixed is in the way.
-func (p *planner) part(gi Placement, devices []Placement, uses []use) {
+func (p *planner) part(gi Placement, devices []Placement, uses []fill.Use) {
 	mask, value := gi.mask(), int64(0)
 	for i := range p.standing {
 		if p.masks[i]&mask == 0 {
@@ -169,7 +184,10 @@ func (p *planner) part(gi Placement, devices []Placement, uses []use) {
 			return
 		}
 	}
-	p.parts = append(p.parts, part{start: gi.Start, end: min(gi.Start+gi.Size, maxMemory), uses: uses, value: value, devices: devices})
+	p.Parts = append(p.Parts, fill.Part{
+		Start: gi.Start, End: min(gi.Start+gi.Size, maxMemory), Uses: uses, Value: value,
+	})
+	p.holds = append(p.holds, devices)
 }
 
 // choose finds the best target. ok is false if there is none.
@@ -183,12 +201,12 @@ func (p *planner) choose() (value int64, ok bool) {
 		if p.base.refuse(p.c) != "" {
 			return 0, false
 		}
-		value = p.solve()
-		return value, value != none
+		value = p.Solve()
+		return value, value != fill.None
 	}
 	// How many GPU instances the splits of a profile share is not given: try all
 	// numbers, fewest first. The states they have in common are solved once.
-	value = none
+	value = fill.None
 	left, best := make([]int, len(p.splits)), make([]int, len(p.splits))
 	for i := range left {
 		left[i] = 1
@@ -196,18 +214,18 @@ func (p *planner) choose() (value int64, ok bool) {
 	for {
 		t := p.base
 		for i, s := range p.splits {
-			p.dims[s.dim].left = left[i]
+			p.Dims[s.dim].Left = left[i]
 			t.add(p.c, s.profile, left[i])
 		}
 		if t.refuse(p.c) == "" {
-			if v := p.solve(); v > value {
+			if v := p.Solve(); v > value {
 				value = v
 				copy(best, left)
 			}
 		}
 		i := 0
 		for ; i < len(left); i++ {
-			if left[i]++; left[i] <= p.dims[p.splits[i].dim].n {
+			if left[i]++; left[i] <= p.Dims[p.splits[i].dim].N {
 				break
 			}
 			left[i] = 1
@@ -217,15 +235,15 @@ func (p *planner) choose() (value int64, ok bool) {
 		}
 	}
 	for i, s := range p.splits {
-		p.dims[s.dim].left = best[i]
+		p.Dims[s.dim].Left = best[i]
 	}
-	return value, value != none
+	return value, value != fill.None
 }
 
 // devices are what stands in the target that choose found.
 func (p *planner) devices() []Placement {
 	out := make([]Placement, 0, 8)
-	p.target(func(t *part) { out = append(out, t.devices...) })
+	p.Target(func(part int) { out = append(out, p.holds[part]...) })
 	slices.SortFunc(out, ComparePlacements)
 	return out
 }

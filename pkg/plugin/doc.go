@@ -23,9 +23,9 @@
 // time or no stream is open. It listens before it registers, since the kubelet
 // dials back before it answers, and gives up a registration when a starting
 // kubelet removes its socket meanwhile. inotify wakes it; it also checks slowly, for
-// lost events, and often where inotify is exhausted. Each resource registers by itself, so that none waits for another's
-// answer; between the creation of its socket and its listening the kubelet
-// refuses, and is tried again every few milliseconds.
+// lost events, and often where inotify is exhausted. Each resource registers by itself, so
+// that none waits for another's answer; between the creation of its socket and its
+// listening the kubelet refuses, and is tried again every few milliseconds.
 //
 // An open stream proves nothing: any process that reaches the socket can hold one open
 // while the kubelet's is gone. Only the kubelet can tell what it knows. A caller that

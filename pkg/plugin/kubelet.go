@@ -56,10 +56,20 @@ type KubeletOptions struct {
 // Kubelet is the kubelet's device-plugin directory, watched once for all
 // resources, and the set of resources that is served in it.
 type Kubelet struct {
-	opts KubeletOptions
+	counter
 	// every is how often Dir is looked at in spite of a watch, since events can
 	// be lost; poll is how often without one.
 	every, poll time.Duration
+	// want is the resources to be served.
+	want cell[map[string]Source]
+
+	mu     sync.Mutex
+	served map[string]*serving // guarded by mu
+}
+
+// counter is where plugins meet the kubelet: what they all have of its directory.
+type counter struct {
+	opts KubeletOptions
 	// answer is how long the kubelet may take to answer a registration.
 	answer time.Duration
 	// suspectEvery is how old a registration must be for a suspicion to count: a
@@ -72,17 +82,16 @@ type Kubelet struct {
 	// sock is the kubelet's socket when it was last looked for. It is set again
 	// at every look, which wakes the plugins to look for their own.
 	sock cell[sockID]
-	// want is the resources to be served.
-	want cell[map[string]Source]
 	// withheld says that no resource is to be registered.
 	withheld cell[bool]
-
-	mu     sync.Mutex
-	served map[string]*serving // guarded by mu
 }
 
+// serving is a resource that is served.
 type serving struct {
-	plugin *Plugin
+	plugin interface {
+		Status() Status
+		suspect(now time.Time)
+	}
 	cancel context.CancelFunc
 	done   chan struct{}
 }
@@ -117,7 +126,10 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Changed == nil {
 		o.Changed = func() {}
 	}
-	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood, served: map[string]*serving{}}
+	return &Kubelet{
+		counter: counter{opts: o, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood},
+		every:   30 * time.Second, poll: time.Second, served: map[string]*serving{},
+	}
 }
 
 // Set makes want the resources that are served, by name, from now on or from
@@ -160,16 +172,17 @@ func (k *Kubelet) Status() []Status {
 }
 
 // streamless says why there may be no stream of lists.
-func (k *Kubelet) streamless() error {
-	path := filepath.Join(k.opts.Dir, kubeletSocket)
-	if sock, _ := k.sock.get(); sock == (sockID{}) {
+func (c *counter) streamless() error {
+	path := filepath.Join(c.opts.Dir, kubeletSocket)
+	if sock, _ := c.sock.get(); sock == (sockID{}) {
 		return fmt.Errorf("there is no kubelet at %s", path)
 	}
 	return fmt.Errorf("the kubelet at %s has no stream of lists open", path)
 }
 
-// Suspect reports that the kubelet does not seem to know a resource that is served: its PodResources GetAllocatableResources names none of the
-// devices, though it has been running for a while. A stream of lists may
+// Suspect reports that the kubelet does not seem to know a resource that is served: its
+// PodResources GetAllocatableResources names none of the devices, though it has been running
+// for a while. A stream of lists may
 // be open all the same, since any process that reaches the socket can open one. The
 // resource is registered again, unless it was less than 30 seconds ago, or has
 // no healthy device: of such a resource the kubelet names none. So Suspect may
@@ -208,8 +221,8 @@ func (k *Kubelet) Run(ctx context.Context) error {
 	}
 }
 
-// serve starts and ends plugins until exactly want is served. It returns when what had to end has ended,
-// so that a resource that comes back finds its socket free.
+// serve starts and ends plugins until exactly want is served. It returns when what had to
+// end has ended, so that a resource that comes back finds its socket free.
 func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 	var ending []*serving
 	k.mu.Lock()
@@ -230,7 +243,7 @@ func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 		if _, ok := k.served[r]; ok {
 			continue
 		}
-		p := &Plugin{kubelet: k, resource: r, source: source}
+		p := &Plugin{kubelet: &k.counter, resource: r, source: source}
 		ctx, cancel := context.WithCancel(ctx)
 		s := &serving{plugin: p, cancel: cancel, done: make(chan struct{})}
 		k.served[r] = s
@@ -256,7 +269,8 @@ func (k *Kubelet) watch(ctx context.Context) {
 			interval = k.poll
 			if !said {
 				said = true
-				k.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead", "dir", k.opts.Dir, "err", err)
+				k.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+					"dir", k.opts.Dir, "err", err)
 			}
 		} else {
 			said = false
@@ -316,10 +330,10 @@ func (k *Kubelet) identify(path string) sockID {
 
 // register tells the kubelet of a resource and its socket. The kubelet dials
 // the socket before it answers.
-func (k *Kubelet) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
-	ctx, cancel := context.WithTimeout(ctx, k.answer)
+func (c *counter) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
+	ctx, cancel := context.WithTimeout(ctx, c.answer)
 	defer cancel()
-	path := filepath.Join(k.opts.Dir, kubeletSocket)
+	path := filepath.Join(c.opts.Dir, kubeletSocket)
 	conn, err := grpc.NewClient("passthrough:///kubelet",
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {

@@ -42,7 +42,8 @@ func encode(devices []Device) (*list, error) {
 		size += 1 + protowire.SizeBytes(len(device))
 	}
 	if size > maxListBytes {
-		return nil, fmt.Errorf("a list of %d devices takes %d bytes, and the kubelet receives at most %d: cut the GPUs into fewer devices",
+		return nil, fmt.Errorf("a list of %d devices takes %d bytes, and the kubelet receives at most %d: "+
+			"cut the GPUs into fewer devices",
 			len(devices), size, maxListBytes)
 	}
 	b, healthy := make([]byte, 0, size), 0

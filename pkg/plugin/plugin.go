@@ -85,7 +85,7 @@ func (noObserver) Registered(string, error)                    {}
 
 // Plugin serves one resource at one socket of a Kubelet's directory.
 type Plugin struct {
-	kubelet  *Kubelet
+	kubelet  *counter
 	resource string
 	source   Source
 
@@ -121,8 +121,8 @@ const (
 // Run serves the resource until ctx ends, and returns nil then. It waits for
 // the source's first list, listens, registers, and does both again whenever
 // the kubelet has started anew, its stream has ended, the socket's file is gone, or the
-// resource has got its first device or lost its last. Everything that can pass is tried again and logged; an error means that
-// this resource cannot be served in this directory at all.
+// resource has got its first device or lost its last. Everything that can pass is tried again
+// and logged; an error means that this resource cannot be served in this directory at all.
 func (p *Plugin) Run(ctx context.Context) error {
 	path, err := socketPath(p.kubelet.opts.Dir, p.resource)
 	if err != nil {
@@ -204,9 +204,12 @@ func (p *Plugin) Run(ctx context.Context) error {
 
 // newService returns the service of a run that ends with ctx.
 func (p *Plugin) newService(ctx context.Context) *service {
-	s := &service{resource: p.resource, source: p.source, log: p.kubelet.opts.Logger, observer: p.kubelet.opts.Observer, stop: ctx,
-		ration:   brief.NewRation(p.kubelet.opts.Logger, time.Now, time.AfterFunc),
-		withheld: &p.kubelet.withheld, changed: p.kubelet.opts.Changed, sent: p.kubelet.opts.Sent, stood: p.kubelet.stood}
+	o := &p.kubelet.opts
+	s := &service{
+		resource: p.resource, source: p.source, log: o.Logger, observer: o.Observer, stop: ctx,
+		ration:   brief.NewRation(o.Logger, time.Now, time.AfterFunc),
+		withheld: &p.kubelet.withheld, changed: o.Changed, sent: o.Sent, stood: p.kubelet.stood,
+	}
 	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -234,7 +237,9 @@ var errOvertaken = errors.New("the kubelet or the socket has changed meanwhile")
 // register registers sock with the kubelet that was seen. It gives up at once
 // when that is no longer what is there: a kubelet that starts removes our
 // socket, and would look for it for 10 s if it were told of it just then.
-func (p *Plugin) register(ctx context.Context, s *service, sock *socket.Socket, kubelet sockID, looked <-chan struct{}) error {
+func (p *Plugin) register(
+	ctx context.Context, s *service, sock *socket.Socket, kubelet sockID, looked <-chan struct{},
+) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
@@ -290,7 +295,8 @@ func (p *Plugin) report(err error, tried int) {
 	case said:
 		level = slog.LevelDebug
 	}
-	p.kubelet.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.resource, "err", err)
+	p.kubelet.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again",
+		"resource", p.resource, "err", err)
 }
 
 // sameFailure reports whether two errors are of one kind: the kubelet's answer has the
@@ -407,7 +413,8 @@ func (p *Plugin) Status() Status {
 	switch {
 	case n.stands(now, s.stood):
 	case n.brief:
-		stream = fault{fmt.Errorf("the kubelet ends its stream of lists as soon as it has opened it; the last list, of %d devices, has %d bytes, and the kubelet receives at most %d",
+		stream = fault{fmt.Errorf("the kubelet ends its stream of lists as soon as it has opened it; "+
+			"the last list, of %d devices, has %d bytes, and the kubelet receives at most %d",
 			st.Devices, st.Bytes, maxListBytes), n.lost}
 	default:
 		stream = fault{p.kubelet.streamless(), n.lost}

@@ -285,7 +285,7 @@ func TestStrangersStream(t *testing.T) {
 	_ = k.seen()[gpuMem].Conn.Close()
 	k.await(t, "the kubelet's stream lost", func(s seen) bool { return !s.connected(gpuMem) })
 	eventually(t, "the stranger's stream alone", func() bool {
-		p := a.served[gpuMem].plugin
+		p := a.served[gpuMem].plugin.(*Plugin)
 		n, _ := p.service.streams.get()
 		return n.open == 1
 	})
@@ -473,7 +473,7 @@ func TestRegistrationRefused(t *testing.T) {
 func TestRegistrationRefusedInOtherWords(t *testing.T) {
 	log, lines := logger(t)
 	changes := 0
-	p := &Plugin{kubelet: &Kubelet{opts: KubeletOptions{Logger: log, Changed: func() { changes++ }}}, resource: gpuMem}
+	p := &Plugin{kubelet: &counter{opts: KubeletOptions{Logger: log, Changed: func() { changes++ }}}, resource: gpuMem}
 	for i, step := range []struct {
 		err     error
 		changes int
@@ -522,7 +522,7 @@ func TestListThatTheKubeletCannotReceive(t *testing.T) {
 		t.Errorf("Status = %+v, want it since %v", st, since)
 	}
 	a.mu.Lock()
-	s := a.served[gpuMem].plugin.service
+	s := a.served[gpuMem].plugin.(*Plugin).service
 	a.mu.Unlock()
 	src.list.set([]Device{b1})
 	k.await(t, "what it can", lastIs(gpuMem, "b"))

@@ -208,7 +208,8 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 		// No device is shown to a kubelet that would start containers without a word.
 		if l != nil && l != sent && (l.devices == 0 || was.required || !was.asked) {
 			if err := stream.SendMsg(l); err != nil {
-				s.log.Warn("send list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message), "err", err)
+				s.log.Warn("send list",
+					"resource", s.resource, "devices", l.devices, "bytes", len(l.message), "err", err)
 				return err
 			}
 			sent = l
@@ -231,20 +232,27 @@ func (s *service) ends() error {
 	return status.Error(codes.Unavailable, s.resource+": the device plugin ends")
 }
 
-func (s *service) GetPreferredAllocation(_ context.Context, req *api.PreferredAllocationRequest) (*api.PreferredAllocationResponse, error) {
-	resp := &api.PreferredAllocationResponse{ContainerResponses: make([]*api.ContainerPreferredAllocationResponse, 0, len(req.ContainerRequests))}
+func (s *service) GetPreferredAllocation(
+	_ context.Context, req *api.PreferredAllocationRequest,
+) (*api.PreferredAllocationResponse, error) {
+	resp := &api.PreferredAllocationResponse{
+		ContainerResponses: make([]*api.ContainerPreferredAllocationResponse, 0, len(req.ContainerRequests)),
+	}
 	for _, r := range req.ContainerRequests {
 		ids, err := s.source.Prefer(r.AvailableDeviceIDs, r.MustIncludeDeviceIDs, int(r.AllocationSize))
 		if err != nil {
 			return nil, s.refuse("prefer devices", codes.FailedPrecondition, err)
 		}
-		resp.ContainerResponses = append(resp.ContainerResponses, &api.ContainerPreferredAllocationResponse{DeviceIDs: ids})
+		answer := &api.ContainerPreferredAllocationResponse{DeviceIDs: ids}
+		resp.ContainerResponses = append(resp.ContainerResponses, answer)
 	}
 	return resp, nil
 }
 
 func (s *service) Allocate(_ context.Context, req *api.AllocateRequest) (*api.AllocateResponse, error) {
-	resp := &api.AllocateResponse{ContainerResponses: make([]*api.ContainerAllocateResponse, 0, len(req.ContainerRequests))}
+	resp := &api.AllocateResponse{
+		ContainerResponses: make([]*api.ContainerAllocateResponse, 0, len(req.ContainerRequests)),
+	}
 	for _, r := range req.ContainerRequests {
 		grant, err := s.source.Allocate(r.DevicesIds)
 		if err != nil {
@@ -259,7 +267,9 @@ func (s *service) Allocate(_ context.Context, req *api.AllocateRequest) (*api.Al
 	return resp, nil
 }
 
-func (s *service) PreStartContainer(ctx context.Context, req *api.PreStartContainerRequest) (*api.PreStartContainerResponse, error) {
+func (s *service) PreStartContainer(
+	ctx context.Context, req *api.PreStartContainerRequest,
+) (*api.PreStartContainerResponse, error) {
 	ctx, cancel := leaveTime(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.stop, cancel)()
@@ -296,7 +306,9 @@ func (s *service) refuse(what string, code codes.Code, err error) error {
 }
 
 // observe surrounds every unary call.
-func (s *service) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+func (s *service) observe(
+	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
+) (resp any, err error) {
 	method, start, returned := path.Base(info.FullMethod), time.Now(), false
 	defer func() {
 		if !returned {

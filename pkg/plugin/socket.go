@@ -28,7 +28,8 @@ func socketPath(dir, resource string) (string, error) {
 	sum := "-" + hash(resource) + ".sock"
 	keep := socket.MaxPath - len(filepath.Join(dir, sum))
 	if keep < 0 {
-		return "", fmt.Errorf("directory %s is too long for a socket's address of at most %d bytes", dir, socket.MaxPath)
+		return "", fmt.Errorf("directory %s is too long for a socket's address of at most %d bytes",
+			dir, socket.MaxPath)
 	}
 	return filepath.Join(dir, base[:keep]+sum), nil
 }

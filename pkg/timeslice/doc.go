@@ -15,11 +15,11 @@
 // A node has at most [MaxDevices] of them, since the kubelet takes no longer list.
 //
 // The kubelet knows pieces only as a set of names. It asks which ones to prefer, and
-// without an answer it takes any, in map order. So the rules are here. [PreferUnits] packs: of the GPUs that still have n units free it
-// takes the fullest, so that the largest free block stays as large as it can be
-// for the next big request. [PreferReplicas] takes one replica of each of n
-// GPUs, the fullest GPUs first, so that idle GPUs stay whole. Equal GPUs are
-// told apart by a rank that the caller gives (their index) and then by UUID,
+// without an answer it takes any, in map order. So the rules are here. [PreferUnits] packs:
+// of the GPUs that still have n units free it takes the fullest, so that the largest free
+// block stays as large as it can be for the next big request. [PreferReplicas] takes one
+// replica of each of n GPUs, the fullest GPUs first, so that idle GPUs stay whole. Equal
+// GPUs are told apart by a rank that the caller gives (their index) and then by UUID,
 // and within a GPU the lowest numbers go first, so that an answer depends on
 // what is free and never on the order in which it was listed.
 //

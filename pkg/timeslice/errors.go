@@ -42,10 +42,12 @@ func (e *FitError) Error() string {
 	case e.Largest == 0:
 		return fmt.Sprintf("%s asked for, but none is free; wait until some are freed", units(e.Asked))
 	case e.Held > 0:
-		return fmt.Sprintf("%s asked for, %s and this one is bound to %s by %s of its pod's, where it can have %d in all; ask for at most %d, or wait until more is freed",
+		return fmt.Sprintf("%s asked for, %s and this one is bound to %s by %s of its pod's, "+
+			"where it can have %d in all; ask for at most %d, or wait until more is freed",
 			units(e.Asked), rule, e.GPU, units(e.Held), e.Largest, e.Largest)
 	default:
-		return fmt.Sprintf("%s asked for, %s and the largest free block is %s, on %s; ask for at most %d, or wait until more is freed",
+		return fmt.Sprintf("%s asked for, %s and the largest free block is %s, on %s; "+
+			"ask for at most %d, or wait until more is freed",
 			units(e.Asked), rule, units(e.Largest), e.GPU, e.Largest)
 	}
 }
@@ -70,11 +72,13 @@ func (e *SpreadError) Error() string {
 	asked := plural(e.Asked, "replica")
 	switch {
 	case e.Capacity > 0 && e.Asked > e.Capacity:
-		return fmt.Sprintf("%s asked for, %s and this node shares %s that way; ask for at most %d", asked, rule, plural(e.Capacity, "GPU"), e.Capacity)
+		return fmt.Sprintf("%s asked for, %s and this node shares %s that way; ask for at most %d",
+			asked, rule, plural(e.Capacity, "GPU"), e.Capacity)
 	case e.Free == 0:
 		return fmt.Sprintf("%s asked for, but none is free; wait until some are freed", asked)
 	default:
-		return fmt.Sprintf("%s asked for, %s and only %s a free replica; ask for at most %d, or wait until more are freed",
+		return fmt.Sprintf("%s asked for, %s and only %s a free replica; "+
+			"ask for at most %d, or wait until more are freed",
 			asked, rule, have(e.Free), e.Free)
 	}
 }

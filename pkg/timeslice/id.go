@@ -33,7 +33,8 @@ func ParseID(id string) (gpu.UUID, int, error) {
 }
 
 func idError(id string) error {
-	return fmt.Errorf("device ID %q is not of the form GPU-<uuid>::<number below %d>: %w", id, MaxListed, gpu.ErrInvalid)
+	return fmt.Errorf("device ID %q is not of the form GPU-<uuid>::<number below %d>: %w",
+		id, MaxListed, gpu.ErrInvalid)
 }
 
 // split cuts an ID at its last "::". It looks at the number only; whether the
@@ -61,5 +62,6 @@ func split(id string) (uuid string, n int, ok bool) {
 
 func validUUID(s string) bool {
 	rest, ok := strings.CutPrefix(s, prefix)
-	return ok && rest != "" && strings.Trim(rest, "-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ") == ""
+	const letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	return ok && rest != "" && strings.Trim(rest, "-0123456789"+letters) == ""
 }

@@ -33,11 +33,13 @@ func PreferUnits(available, must []string, n int, rank map[gpu.UUID]int) ([]stri
 		if t.gpus[g].Must > 0 {
 			if pinned >= 0 {
 				a, b := t.gpus[pinned].GPU, t.gpus[g].GPU
-				return nil, fmt.Errorf("units of both %s and %s are to be in the answer, but a request lives on one GPU: %w", min(a, b), max(a, b), gpu.ErrInvalid)
+				return nil, fmt.Errorf("units of both %s and %s are to be in the answer, "+
+					"but a request lives on one GPU: %w", min(a, b), max(a, b), gpu.ErrInvalid)
 			}
 			pinned = g
 		}
-		if largest < 0 || t.gpus[g].N > t.gpus[largest].N || t.gpus[g].N == t.gpus[largest].N && t.gpus[g].before(&t.gpus[largest]) {
+		better := largest < 0 || t.gpus[g].N > t.gpus[largest].N
+		if better || t.gpus[g].N == t.gpus[largest].N && t.gpus[g].before(&t.gpus[largest]) {
 			largest = g
 		}
 	}
@@ -86,7 +88,8 @@ func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]s
 	}
 	for g := range t.gpus {
 		if t.gpus[g].Must > 1 {
-			return nil, fmt.Errorf("%d replicas of %s are to be in the answer, but each is of a different GPU: %w", t.gpus[g].Must, t.gpus[g].GPU, gpu.ErrInvalid)
+			return nil, fmt.Errorf("%d replicas of %s are to be in the answer, but each is of a different GPU: %w",
+				t.gpus[g].Must, t.gpus[g].GPU, gpu.ErrInvalid)
 		}
 	}
 	if n > len(t.gpus) {

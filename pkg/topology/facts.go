@@ -114,7 +114,8 @@ func (g *Graph) weakToSwitch(like []int) (out []Weakness) {
 	for _, i := range like {
 		// A GPU with direct links is joined in another way.
 		if n := g.ends[i][i].count; n < most && g.directLanes(i) == 0 {
-			out = append(out, Weakness{GPU: g.inv.GPUs[i].UUID, Index: g.inv.GPUs[i].Index, Switch: true, Lanes: n, Of: most})
+			d := &g.inv.GPUs[i]
+			out = append(out, Weakness{GPU: d.UUID, Index: d.Index, Switch: true, Lanes: n, Of: most})
 		}
 	}
 	return out
@@ -184,7 +185,8 @@ func (g *Graph) weakDirect(like []int) (out []Weakness) {
 		switch j := far(i); {
 		case j < 0 || far(j) != i:
 			if 2*have > linked {
-				out = append(out, Weakness{GPU: g.inv.GPUs[i].UUID, Index: g.inv.GPUs[i].Index, Lanes: total[i], Of: most})
+				d := &g.inv.GPUs[i]
+				out = append(out, Weakness{GPU: d.UUID, Index: d.Index, Lanes: total[i], Of: most})
 			}
 		case i < j:
 			lanes := g.pairs[i][j].NVLink

@@ -97,7 +97,8 @@ func read(dir string, of []segment, apply func(*usage.Record)) error {
 		})
 		switch {
 		case newer > 0:
-			return fmt.Errorf("read the usage journal: %s is of version %d, and this program knows %d: use the one that wrote it: %w", f.name, newer, usage.Version, gpu.ErrNotSupported)
+			return fmt.Errorf("read the usage journal: %s is of version %d, and this program knows %d: "+
+				"use the one that wrote it: %w", f.name, newer, usage.Version, gpu.ErrNotSupported)
 		case err != nil:
 			return fmt.Errorf("read the usage journal: %w", err)
 		}

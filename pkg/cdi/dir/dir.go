@@ -75,8 +75,9 @@ func Open(path, domain string) (*Dir, error) {
 	return d, nil
 }
 
-// Write writes spec into the allocation's file. A file that says so already is not touched. An invalid spec is refused before anything is visible, with an
-// error that wraps gpu.ErrInvalid.
+// Write writes spec into the allocation's file. A file that says so already is not touched.
+// An invalid spec is refused before anything is visible, with an error that wraps
+// gpu.ErrInvalid.
 func (d *Dir) Write(key string, spec *specs.Spec) error {
 	name, err := d.name(key)
 	if err != nil {
@@ -133,7 +134,10 @@ func check(spec *specs.Spec) error {
 		if err := parser.ValidateDeviceName(d.Name); err != nil {
 			return err
 		}
-		if e := &d.ContainerEdits; len(e.Env)+len(e.DeviceNodes)+len(e.NetDevices)+len(e.Hooks)+len(e.Mounts)+len(e.AdditionalGIDs) == 0 && e.IntelRdt == nil {
+		e := &d.ContainerEdits
+		edits := len(e.Env) + len(e.DeviceNodes) + len(e.NetDevices) + len(e.Hooks) + len(e.Mounts) +
+			len(e.AdditionalGIDs)
+		if edits == 0 && e.IntelRdt == nil {
 			return fmt.Errorf("device %q has no edits", d.Name)
 		}
 		if err := (&cdilib.ContainerEdits{ContainerEdits: &d.ContainerEdits}).Validate(); err != nil {
@@ -167,7 +171,8 @@ func (d *Dir) Remove(key string) error {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
-		return fmt.Errorf("remove %s: %w; remove it by hand, or its allocation's container could start", d.file(name), err)
+		return fmt.Errorf("remove %s: %w; remove it by hand, or its allocation's container could start",
+			d.file(name), err)
 	}
 	if err := atomicfile.FlushDir(root); err != nil {
 		return fmt.Errorf("remove %s: %w", d.file(name), err)
@@ -216,7 +221,8 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	case err != nil:
 		return nil, fmt.Errorf("read %s: %w", d.file(name), err)
 	case !info.Mode().IsRegular() || info.Size() > most:
-		return nil, fmt.Errorf("read %s: it is not an allocation's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
+		return nil, fmt.Errorf("read %s: it is not an allocation's file (%s, %d bytes): %w; remove it",
+			d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
 	}
 	data, err := root.ReadFile(name)
 	if err != nil {
@@ -256,11 +262,13 @@ func (d *Dir) List() ([]string, error) {
 // again would write where no runtime looks.
 func (d *Dir) open() (*os.Root, error) {
 	if err := os.MkdirAll(d.path, 0o755); err != nil {
-		return nil, fmt.Errorf("make CDI directory %s: %w; make it by hand or choose another with --cdi-dir", d.path, err)
+		return nil, fmt.Errorf("make CDI directory %s: %w; make it by hand or choose another with --cdi-dir",
+			d.path, err)
 	}
 	root, err := os.OpenRoot(d.path)
 	if err != nil {
-		return nil, fmt.Errorf("open CDI directory %s: %w; it must be a directory that the agent may write to", d.path, err)
+		return nil, fmt.Errorf("open CDI directory %s: %w; it must be a directory that the agent may write to",
+			d.path, err)
 	}
 	return root, nil
 }
@@ -287,7 +295,8 @@ func (d *Dir) names(root *os.Root) ([]string, error) {
 
 func (d *Dir) name(key string) (string, error) {
 	if !cdi.ValidKey(key) {
-		return "", fmt.Errorf("allocation key %q in CDI directory %s: want what cdi.Key gives: %w", key, d.path, gpu.ErrInvalid)
+		return "", fmt.Errorf("allocation key %q in CDI directory %s: want what cdi.Key gives: %w",
+			key, d.path, gpu.ErrInvalid)
 	}
 	return cdi.FileName(d.domain, key), nil
 }

@@ -69,8 +69,9 @@ var (
 	nvmlInit                       = vital("nvmlInit_v2", everything)
 	nvmlShutdown                   = vital("nvmlShutdown", everything)
 	nvmlSystemGetDriverVersion     = vital("nvmlSystemGetDriverVersion", everything)
-	nvmlSystemGetCudaDriverVersion = optional("nvmlSystemGetCudaDriverVersion", "the newest CUDA version that the driver serves")
-	nvmlDeviceGetCount             = vital("nvmlDeviceGetCount_v2", everything)
+	nvmlSystemGetCudaDriverVersion = optional("nvmlSystemGetCudaDriverVersion",
+		"the newest CUDA version that the driver serves")
+	nvmlDeviceGetCount = vital("nvmlDeviceGetCount_v2", everything)
 
 	// What containers get of a GPU is found by the last three: by NVIDIA's generator.
 	nvmlDeviceGetHandleByIndex         = vital("nvmlDeviceGetHandleByIndex_v2", itsGPU)
@@ -82,38 +83,54 @@ var (
 	nvmlDeviceGetIndex                 = vital("nvmlDeviceGetIndex", itsGPU)
 	nvmlDeviceIsMigDeviceHandle        = vital("nvmlDeviceIsMigDeviceHandle", itsGPU)
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
-	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity", "the NUMA node, where the kernel does not know it either")
+	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
+		"the NUMA node, where the kernel does not know it either")
 
 	// A GPU whose memory is the machine's has no figures of its own. With the first alone,
 	// before R510, what the driver keeps for itself counts as used.
-	nvmlDeviceGetMemoryInfo       = optional("nvmlDeviceGetMemoryInfo", "the memory, where the next does not tell it either")
-	nvmlDeviceGetMemoryInfoV2     = optionalNewer("nvmlDeviceGetMemoryInfo_v2", "the memory that the driver keeps for itself")
-	nvmlDeviceGetComputeProcesses = vital("nvmlDeviceGetComputeRunningProcesses", itsMIG) // else busy instances look idle
+	nvmlDeviceGetMemoryInfo = optional("nvmlDeviceGetMemoryInfo",
+		"the memory, where the next does not tell it either")
+	nvmlDeviceGetMemoryInfoV2 = optionalNewer("nvmlDeviceGetMemoryInfo_v2",
+		"the memory that the driver keeps for itself")
+	// Else busy instances look idle.
+	nvmlDeviceGetComputeProcesses = vital("nvmlDeviceGetComputeRunningProcesses", itsMIG)
 	nvmlDeviceGetGraphicProcesses = optional("nvmlDeviceGetGraphicsRunningProcesses", "processes that draw")
-	nvmlDeviceGetMPSProcesses     = optionalNewer("nvmlDeviceGetMPSComputeRunningProcesses", "clients of MPS, where they are not listed as others are")
-	nvmlDeviceGetUtilization      = optionalNewer("nvmlDeviceGetProcessUtilization", "how busy processes keep the GPU")
+	nvmlDeviceGetMPSProcesses     = optionalNewer("nvmlDeviceGetMPSComputeRunningProcesses",
+		"clients of MPS, where they are not listed as others are")
+	nvmlDeviceGetUtilization = optionalNewer("nvmlDeviceGetProcessUtilization", "how busy processes keep the GPU")
 
-	nvmlDeviceGetTotalEccErrors     = optionalNewer("nvmlDeviceGetTotalEccErrors", "uncorrected errors of the memory")
-	nvmlDeviceGetRemappedRows       = optionalNewer("nvmlDeviceGetRemappedRows", "rows of memory that wait to be replaced, or cannot be")
-	nvmlDeviceGetRetiredPagePending = optionalNewer("nvmlDeviceGetRetiredPagesPendingStatus", "pages that wait to be retired")
-	nvmlDeviceGetFieldValues        = optionalNewer("nvmlDeviceGetFieldValues", "the recovery that the driver asks for, and how fast NVLinks are")
+	nvmlDeviceGetTotalEccErrors = optionalNewer("nvmlDeviceGetTotalEccErrors", "uncorrected errors of the memory")
+	nvmlDeviceGetRemappedRows   = optionalNewer("nvmlDeviceGetRemappedRows",
+		"rows of memory that wait to be replaced, or cannot be")
+	nvmlDeviceGetRetiredPagePending = optionalNewer("nvmlDeviceGetRetiredPagesPendingStatus",
+		"pages that wait to be retired")
+	nvmlDeviceGetFieldValues = optionalNewer("nvmlDeviceGetFieldValues",
+		"the recovery that the driver asks for, and how fast NVLinks are")
 
-	nvmlEventSetCreate               = optional("nvmlEventSetCreate", "errors as they happen: they are seen at the next reading")
+	nvmlEventSetCreate = optional("nvmlEventSetCreate",
+		"errors as they happen: they are seen at the next reading")
 	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "the same")
 	nvmlEventSetFree                 = optional("nvmlEventSetFree", "nothing")
 	nvmlDeviceGetSupportedEventTypes = optional("nvmlDeviceGetSupportedEventTypes", "errors of that GPU as they happen")
 	nvmlDeviceRegisterEvents         = optional("nvmlDeviceRegisterEvents", "the same")
 
-	nvmlDeviceGetNvLinkState            = optional("nvmlDeviceGetNvLinkState", "NVLinks")
-	nvmlDeviceGetNvLinkRemotePciInfo    = optional("nvmlDeviceGetNvLinkRemotePciInfo_v2", "which GPU an NVLink leads to")
-	nvmlDeviceGetNvLinkRemoteDeviceType = optionalNewer("nvmlDeviceGetNvLinkRemoteDeviceType", "which NVLinks lead to a switch")
-	nvmlDeviceGetNvLinkVersion          = optionalNewer("nvmlDeviceGetNvLinkVersion", "the generation of NVLinks")
-	nvmlDeviceGetGpuFabricInfoV         = optionalNewer("nvmlDeviceGetGpuFabricInfoV", "the NVLink fabric beyond the node")
-	nvmlDeviceGetGpuFabricInfo          = optionalNewer("nvmlDeviceGetGpuFabricInfo", "the same, on drivers without the one above")
+	nvmlDeviceGetNvLinkState         = optional("nvmlDeviceGetNvLinkState", "NVLinks")
+	nvmlDeviceGetNvLinkRemotePciInfo = optional("nvmlDeviceGetNvLinkRemotePciInfo_v2",
+		"which GPU an NVLink leads to")
+	nvmlDeviceGetNvLinkRemoteDeviceType = optionalNewer("nvmlDeviceGetNvLinkRemoteDeviceType",
+		"which NVLinks lead to a switch")
+	nvmlDeviceGetNvLinkVersion  = optionalNewer("nvmlDeviceGetNvLinkVersion", "the generation of NVLinks")
+	nvmlDeviceGetGpuFabricInfoV = optionalNewer("nvmlDeviceGetGpuFabricInfoV",
+		"the NVLink fabric beyond the node")
+	nvmlDeviceGetGpuFabricInfo = optionalNewer("nvmlDeviceGetGpuFabricInfo",
+		"the same, on drivers without the one above")
 
-	nvmlDeviceGetMigMode                         = optional("nvmlDeviceGetMigMode", "MIG: the GPU counts as one without")
-	nvmlDeviceGetGpuInstanceProfileInfoV         = optionalNewer("nvmlDeviceGetGpuInstanceProfileInfoV", "MIG profiles: the GPU offers none")
-	nvmlDeviceGetGpuInstancePossiblePlacements   = optional("nvmlDeviceGetGpuInstancePossiblePlacements", "placements: some drivers tell them only while MIG is on")
+	nvmlDeviceGetMigMode = optional("nvmlDeviceGetMigMode",
+		"MIG: the GPU counts as one without")
+	nvmlDeviceGetGpuInstanceProfileInfoV = optionalNewer("nvmlDeviceGetGpuInstanceProfileInfoV",
+		"MIG profiles: the GPU offers none")
+	nvmlDeviceGetGpuInstancePossiblePlacements = optional("nvmlDeviceGetGpuInstancePossiblePlacements",
+		"placements: some drivers tell them only while MIG is on")
 	nvmlDeviceGetGpuInstances                    = vital("nvmlDeviceGetGpuInstances", itsMIG)
 	nvmlGpuInstanceGetInfo                       = vital("nvmlGpuInstanceGetInfo", itsMIG)
 	nvmlDeviceGetMaxMigDeviceCount               = vital("nvmlDeviceGetMaxMigDeviceCount", itsMIG)
@@ -129,10 +146,12 @@ var (
 	nvmlGpuInstanceDestroy                       = vital("nvmlGpuInstanceDestroy", theChange)
 	nvmlGpuInstanceGetComputeInstanceProfileInfo = vital("nvmlGpuInstanceGetComputeInstanceProfileInfo", theChange)
 	nvmlGpuInstanceGetComputeInstances           = vital("nvmlGpuInstanceGetComputeInstances", theChange)
-	nvmlGpuInstanceGetComputePlacements          = vitalNewer("nvmlGpuInstanceGetComputeInstancePossiblePlacements", theChange)
-	nvmlGpuInstanceCreateComputeInstance         = vital("nvmlGpuInstanceCreateComputeInstance", theChange)
-	nvmlGpuInstanceCreateComputeAt               = vitalNewer("nvmlGpuInstanceCreateComputeInstanceWithPlacement", theChange)
-	nvmlComputeInstanceDestroy                   = vital("nvmlComputeInstanceDestroy", theChange)
+	nvmlGpuInstanceGetComputePlacements          = vitalNewer(
+		"nvmlGpuInstanceGetComputeInstancePossiblePlacements", theChange)
+	nvmlGpuInstanceCreateComputeInstance = vital("nvmlGpuInstanceCreateComputeInstance", theChange)
+	nvmlGpuInstanceCreateComputeAt       = vitalNewer(
+		"nvmlGpuInstanceCreateComputeInstanceWithPlacement", theChange)
+	nvmlComputeInstanceDestroy = vital("nvmlComputeInstanceDestroy", theChange)
 
 	nvmlDeviceSetMemoryLimits = vitalNewer("nvmlDeviceSetMemoryLimits_v1", theChange)
 	nvmlDeviceGetMemoryLimits = vitalNewer("nvmlDeviceGetMemoryLimits_v1", theChange)

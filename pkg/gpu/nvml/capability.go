@@ -25,17 +25,6 @@ const capabilityMode = 0o444
 // capabilities finds and makes the device nodes that open MIG instances.
 type capabilities struct{ *session }
 
-// Capabilities are the nodes that a container needs, beside the GPU's, to use a
-// compute instance: the GPU instance's access and the compute instance's, on the
-// GPU with a minor number, by host path and without numbers as in Parts. Which
-// they are stands in the driver's list, at ProcRoot/driver/nvidia-caps/mig-minors;
-// they are assigned when the kernel module is loaded and stay. A node that is not
-// there, or has the numbers of a module that is gone, is made, with the major
-// number that ProcRoot/devices has for nvidia-caps.
-//
-// It makes no call of the driver. Errors: gpu.ErrNotFound where the driver has no
-// such instance on its list; gpu.ErrNotSupported where it has no list, or the
-// kernel no nvidia-caps; gpu.ErrNoPermission where a node cannot be made.
 func (c *capabilities) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
 	what := fmt.Sprintf("find the capability nodes of GPU instance %d, compute instance %d of nvidia%d", gi, ci, minor)
 	wanted := []string{
@@ -70,7 +59,8 @@ func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
 	file := filepath.Join(c.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
 	list, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)", gpu.ErrNotSupported, err)
+		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)",
+			gpu.ErrNotSupported, err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", gpu.ErrDriver, err)
@@ -110,7 +100,8 @@ func (c *capabilities) capabilityNode(name string, minor int) error {
 		return err
 	}
 	if err := makeNode(path, device); err != nil {
-		return fmt.Errorf("make %s (character device %d:%d): %w: %w; give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
+		return fmt.Errorf("make %s (character device %d:%d): %w: %w; "+
+			"give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
 			path, major, minor, gpu.ErrNoPermission, err, c.opts.capsDir())
 	}
 	return nil

@@ -31,6 +31,24 @@
 // A caller that passes a context without an end gets what it asks for: a call
 // that may never return.
 //
+// # Rooms
+//
+// A [Driver] is made of rooms, which share nothing but the session:
+//
+//	room      file          owns                                                guarded by
+//	session   driver.go     the library as it is open, and its doors            the process's mutex at Open
+//	readings  driver.go     nothing                                             -
+//	survey    inventory.go  the last good readings, NVLinks                     used inside the door only
+//	machine   sysfs.go      what the kernel last said                           its mutex
+//	migSide   mig.go        the profiles                                        their mutex
+//	modes     modes.go      nothing: MIG mode, reset, time slice                -
+//	events    events.go     which GPUs are watched, the hardware as last seen   watching
+//	bell      events.go     what modes tell events                              a channel, an atomic
+//
+// That a GPU is lost, and how often the library was initialised anew, is the session's: survey and
+// events both find the one out, and survey counts NVLinks anew by the other. watching is taken
+// first, then outside, sets and the doors (gates).
+//
 // # One library per process
 //
 // The dynamic linker binds the driver's symbols once for the life of a

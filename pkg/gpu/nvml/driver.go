@@ -21,6 +21,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 const (
@@ -117,45 +118,7 @@ func (o Options) withDefaults() (Options, error) {
 	return o, nil
 }
 
-// Driver is an open NVIDIA driver. Its methods may be called from several
-// goroutines at once; they go through one door (see the package's essay), and
-// each waits no longer than its context.
-type Driver struct {
-	*session
-	*readings
-	*migSide
-	*memoryLimits
-	*capabilities
-	*partsReader
-	*presence
-	links   *linkReader
-	machine *machine
-
-	// Used inside the door only:
-	last map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
-
-	// stale: a GPU is lost, and only a new initialisation can bring it back.
-	stale atomic.Bool
-	// look holds a token while no GPU is being asked, outside the door, whether it
-	// is lost.
-	look chan struct{}
-	// again has Events register the GPUs again.
-	again chan struct{}
-	// hurried is until when waits for events are short, in nanoseconds since 1970.
-	hurried atomic.Int64
-	// said is what was logged of GPUs, by index, that cannot report events. Used
-	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
-	// their last registration.
-	said map[int]string
-	at   map[int]gpu.UUID
-
-	watching sync.Mutex // held by Events; Close waits for it
-	// Guarded by watching:
-	seen string // the hardware as it was when the driver was last initialised
-	gone bool   // Close has let go of the driver
-}
-
-// session is the driver's library as this process has it open. Every part of a
+// session is the driver's library as this process has it open. Every room of a
 // Driver makes its calls through it.
 type session struct {
 	opts    Options
@@ -164,24 +127,15 @@ type session struct {
 	lib     nvml.Interface
 	log     *slog.Logger
 	ration  *brief.Ration // the log for what a program on a GPU can cause without end
-	*gates
+	gates   *gates
+
+	// stale: a GPU is lost, and only a new initialisation can bring it back.
+	stale atomic.Bool
+	// renewals counts how often the driver was initialised anew.
+	renewals atomic.Uint64
 
 	stopped context.Context // ends at Close
 	stop    context.CancelFunc
-}
-
-// newDriver puts the parts of a Driver around a session.
-func newDriver(s *session) *Driver {
-	now := &readings{s}
-	d := &Driver{
-		session: s, readings: now, migSide: newMIGSide(s, now), memoryLimits: &memoryLimits{s},
-		capabilities: &capabilities{s}, partsReader: &partsReader{s}, presence: &presence{s},
-		links: &linkReader{session: s, known: map[gpu.UUID]*nvlinks{}}, machine: newMachine(),
-		last: map[gpu.UUID]gpu.Device{}, said: map[int]string{},
-		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
-	}
-	d.look <- struct{}{}
-	return d
 }
 
 // inFlight says what keeps the library from being initialised anew, or let go of.
@@ -190,7 +144,7 @@ func (g *gates) inFlight() string {
 	defer g.mu.Unlock()
 	var calls []string
 	for _, own := range g.cards {
-		if call := own.underWay(); call != "" {
+		if call := own.UnderWay(); call != "" {
 			calls = append(calls, call)
 		}
 	}
@@ -218,32 +172,34 @@ var process struct {
 // gates are where a process's calls of the driver's library run. What hangs
 // there since an earlier Driver is in the way of the next one too.
 type gates struct {
-	door  *door // for all that has no other place
-	waits *door // of event sets
+	door  *door.Door // for all that has no other place
+	waits *door.Door // of event sets
 	// outside is held by those who call the library through neither of these doors.
 	// Initialising the library and shutting it down take it alone.
-	outside *share
+	outside *door.Share
 	// sets is held while events are waited for. Work that cannot run meanwhile takes
 	// it alone. It is taken after outside, and before the doors.
-	sets *share
+	sets *door.Share
 
 	mu sync.Mutex
 	// Guarded by mu:
-	cards map[gpu.UUID]*door // for work on the MIG side of each GPU
+	cards map[gpu.UUID]*door.Door // for work on the MIG side of each GPU
 }
 
 func newGates() *gates {
-	return &gates{door: newDoor(), waits: newDoor(), outside: newShare(), sets: newShare(), cards: map[gpu.UUID]*door{}}
+	return &gates{
+		door: door.New(), waits: door.New(), outside: door.NewShare(), sets: door.NewShare(),
+		cards: map[gpu.UUID]*door.Door{},
+	}
 }
 
 // card is the door for work on one GPU's MIG side.
-func (g *gates) card(u gpu.UUID) *door {
+func (g *gates) card(u gpu.UUID) *door.Door {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	own, ok := g.cards[u]
 	if !ok {
-		own = newDoor()
-		own.patient = true
+		own = door.NewPatient()
 		g.cards[u] = own
 	}
 	return own
@@ -260,42 +216,47 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	d := newDriver(&session{opts: opts, log: opts.Logger, ration: brief.NewRation(opts.Logger, time.Now, time.AfterFunc)})
-	if d.library, err = findLibrary(opts, d.log); err != nil {
+	ration := brief.NewRation(opts.Logger, time.Now, time.AfterFunc)
+	s := &session{opts: opts, log: opts.Logger, ration: ration}
+	if s.library, err = findLibrary(opts, s.log); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	d.stopped, d.stop = context.WithCancel(context.Background())
+	s.stopped, s.stop = context.WithCancel(context.Background())
 
 	process.Lock()
 	defer process.Unlock()
 	if process.open {
-		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
+		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w",
+			gpu.ErrInvalid)
 	}
 	if process.gates == nil {
 		process.gates = newGates()
 	}
-	d.gates = process.gates
-	named := !filepath.IsAbs(d.library) // where it is shows when it is loaded
+	s.gates = process.gates
+	named := !filepath.IsAbs(s.library) // where it is shows when it is loaded
 	if !named {
-		if err := d.identifyLocked(); err != nil {
+		if err := s.identifyLocked(); err != nil {
 			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 		}
 	}
-	library := d.library
-	if d.library, err = through(ctx, d.door, "load "+library, func() (string, error) { return check(library) }, nil); err != nil {
+	library := s.library
+	load := func() (string, error) { return check(library) }
+	if s.library, err = door.Through(ctx, s.gates.door, "load "+library, load, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	if named {
-		if err := d.identifyLocked(); err != nil {
+		if err := s.identifyLocked(); err != nil {
 			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 		}
 	}
-	process.library, process.loaded = d.library, d.loaded // the next call binds its symbols
-	d.seen = d.hardware()
-	d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise, func(lib nvml.Interface) { lib.Shutdown() })
+	process.library, process.loaded = s.library, s.loaded // the next call binds its symbols
+	seen := (&presence{s}).hardware()
+	letGo := func(lib nvml.Interface) { lib.Shutdown() }
+	s.lib, err = door.Through(ctx, s.gates.door, "initialise "+s.library, s.initialise, letGo)
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
+	d := newDriver(s, seen)
 	process.driver, process.open = d, true
 	return d, nil
 }
@@ -304,14 +265,16 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 // process is not bound to. It needs process's mutex held.
 func (s *session) identifyLocked() error {
 	if !filepath.IsAbs(s.library) {
-		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", s.library)
+		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed",
+			"library", s.library)
 	} else if same, err := process.loaded.is(s.library); err == nil && same {
 		s.loaded = process.loaded
 	} else if s.loaded, err = identify(s.library); err != nil {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	if process.library != "" && process.loaded.sum != s.loaded.sum {
-		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w", s.library, process.library, gpu.ErrReloaded)
+		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w",
+			s.library, process.library, gpu.ErrReloaded)
 	}
 	return nil
 }
@@ -326,7 +289,8 @@ func check(library string) (string, error) {
 	defer probe.Close()
 	for _, f := range functions {
 		if !f.newer && probe.Lookup(f.symbol) != nil {
-			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w", library, f.symbol, gpu.ErrNotSupported)
+			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w",
+				library, f.symbol, gpu.ErrNotSupported)
 		}
 	}
 	if !filepath.IsAbs(library) {
@@ -340,57 +304,22 @@ func (s *session) initialise() (nvml.Interface, error) {
 	return lib, nvmlInit.failed("initialise the driver", lib.Init())
 }
 
-// Close ends Events and lets go of the driver: this process then has nothing of
-// it open, and its kernel module can be unloaded. That takes as long as the wait
-// for events that is under way (Options.EventWait), and as work on MIG. Where
-// that, or a call that hangs inside the driver, lasts, it gives up after some
-// seconds with an error that wraps gpu.ErrTimeout. The Driver cannot be used
-// either way, but Close may be repeated until it succeeds.
-func (d *Driver) Close() error {
-	d.stop()
-	d.watching.Lock() // Events has freed what it held
-	defer d.watching.Unlock()
-	process.Lock()
-	mine := process.driver == d
-	process.Unlock()
-	if d.gone || !mine {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
-	defer cancel()
-	err := d.outside.seize(ctx)
-	if err != nil { // there are handles that would end
-		err = fmt.Errorf("shut the driver down: %w: %s", err, d.inFlight())
-	} else {
-		const what = "shut the driver down"
-		err = d.alone(ctx, what, d.outside.yield, func() error { return d.shutdown(what) })
-	}
-	process.Lock()
-	process.open = false
-	process.Unlock()
-	if err != nil {
-		return fmt.Errorf("close NVIDIA driver: %w", err)
-	}
-	d.gone = true
-	return nil
-}
-
 // alone runs f inside both doors. The caller holds what release gives back. release is
 // called after f, which may end after the caller has left, or when f will not run.
 func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
 	var began atomic.Int32 // 1: f has, 2: it never will
 	// Nobody leaves the first door behind a call of his own: what is done inside it ends with
 	// ctx, so it is never taken for hung.
-	_, err := s.waits.enter(ctx, what)
+	err := s.gates.waits.Enter(ctx, what)
 	if err == nil {
-		_, err = through(ctx, s.door, what, func() (none struct{}, _ error) {
+		_, err = door.Through(ctx, s.gates.door, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-		s.waits.leave()
+		s.gates.waits.Leave()
 	}
 	if began.CompareAndSwap(0, 2) {
 		release()
@@ -414,12 +343,22 @@ func (s *session) shutdown(what string) error {
 	return fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
 }
 
+// initialised takes up the driver after it was let go of.
+func (s *session) initialised() error {
+	if err := nvmlInit.failed("initialise the driver", s.lib.Init()); err != nil {
+		return err
+	}
+	s.stale.Store(false)
+	s.renewals.Add(1)
+	return nil
+}
+
 // errClosed is what a closed Driver answers.
 var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
 // call runs f inside the general door.
 func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
-	value, err := through(ctx, s.door, what, open(s, what, f), nil)
+	value, err := door.Through(ctx, s.gates.door, what, open(s, what, f), nil)
 	return value, s.explained(err)
 }
 
@@ -456,10 +395,6 @@ func (s *session) has(f *function) bool {
 	return s.lib.Extensions().LookupSymbol(f.symbol) == nil
 }
 
-// Library is the file that the driver's library was loaded from. A name without a slash
-// means that the dynamic linker found it at a place that is not known.
-func (s *session) Library() string { return s.library }
-
 // handle finds a GPU. A name that the driver calls malformed is one it does
 // not know.
 func (s *session) handle(u gpu.UUID) (nvml.Device, error) {
@@ -480,14 +415,6 @@ func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
 // readings reads what changes all the time: memory, processes, health.
 type readings struct{ *session }
 
-// Memory reads the memory of GPUs now, in one visit: each visit wakes a thread, which
-// costs more than the question. Amounts are rounded down to whole MiB, but
-// the reserved one up, so that total less reserved never promises too much.
-// On a driver before R510 reserved is 0 and counts as used. A GPU of which the driver has no
-// figures, as one whose memory is the machine's, is left out.
-//
-// With an error, the GPUs that could be read are in the answer nevertheless.
-// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
 	return call(ctx, r.session, "read the memory of GPUs", func() (map[gpu.UUID]gpu.Memory, error) {
 		of, errs := map[gpu.UUID]gpu.Memory{}, []error(nil)
@@ -538,14 +465,6 @@ func (r *readings) memory(h nvml.Device) (m gpu.Memory, told bool, err error) {
 	}, told && v1.Total > 0, err
 }
 
-// Processes lists what the driver sees on a GPU, by PID, then kind. PIDs are
-// those of the agent's own PID namespace, and a process outside it is left
-// out: without the host's PID namespace the list says nothing. A process with
-// contexts of two kinds is there twice. On a GPU in MIG mode the processes of
-// all its instances are listed.
-//
-// Errors: gpu.ErrNotFound for a UUID that the driver does not know; gpu.ErrNotSupported where
-// it does not list processes that compute, which are not none then.
 func (r *readings) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	return ask(ctx, r.session, "list the processes on", u, r.processes)
 }
@@ -569,7 +488,10 @@ func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 			return nil, err
 		}
 		for _, info := range infos {
-			p := gpu.Process{PID: int(info.Pid), Kind: list.kind, GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId)}
+			p := gpu.Process{
+				PID: int(info.Pid), Kind: list.kind,
+				GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId),
+			}
 			if info.UsedGpuMemory != notAvailable {
 				p.Bytes, p.Known = info.UsedGpuMemory, true
 			}

@@ -21,11 +21,13 @@ func in(step string, err error) error {
 // meaning is the sentinel for a code of the driver.
 func meaning(ret nvml.Return) error {
 	switch ret {
-	case nvml.ERROR_UNINITIALIZED, nvml.ERROR_DRIVER_NOT_LOADED, nvml.ERROR_LIBRARY_NOT_FOUND, nvml.ERROR_LIB_RM_VERSION_MISMATCH:
+	case nvml.ERROR_UNINITIALIZED, nvml.ERROR_DRIVER_NOT_LOADED, nvml.ERROR_LIBRARY_NOT_FOUND,
+		nvml.ERROR_LIB_RM_VERSION_MISMATCH:
 		return gpu.ErrNoDriver
 	case nvml.ERROR_NOT_FOUND:
 		return gpu.ErrNotFound
-	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_FUNCTION_NOT_FOUND, nvml.ERROR_ARGUMENT_VERSION_MISMATCH, nvml.ERROR_DEPRECATED:
+	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_FUNCTION_NOT_FOUND, nvml.ERROR_ARGUMENT_VERSION_MISMATCH,
+		nvml.ERROR_DEPRECATED:
 		return gpu.ErrNotSupported
 	case nvml.ERROR_NO_PERMISSION:
 		return gpu.ErrNoPermission

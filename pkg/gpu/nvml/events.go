@@ -9,12 +9,14 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 const (
@@ -41,59 +43,75 @@ const (
 	nameWait = 100 * time.Millisecond
 )
 
-// Events calls report for each critical error (Xid) that the driver reports of
-// any GPU, one after the other, until ctx ends or the Driver is closed; then it
-// returns nil. A GPU that cannot report events is logged once and left out. What
-// happens while GPUs are registered again, some milliseconds, goes unheard.
-//
-// Where the driver itself says that it lost a GPU, report is called at once with
-// a gpu.EventLost for each GPU of which it says so when asked; so it is for each
-// that is found lost when the GPUs are registered. Where the driver says so of
-// none, or fails altogether, or cannot tell the name of a lost GPU any more, the
-// event names no GPU: the inventory tells more. Events goes on with what is left,
-// and tries again later.
-//
-// Where GPUs have come or gone, or the driver answers again, the driver is
-// initialised anew and report is called with a gpu.EventChanged: an inventory
-// read from then on has them. That takes as long as the wait that is under way
-// (Options.EventWait) and less than a second more.
-//
-// Calls of the Driver's other methods delay none of this, not even if they hang,
-// but for a new initialisation.
-//
-// It returns an error that wraps gpu.ErrTimeout if a wait inside the driver
-// hangs when it should end, and one that wraps gpu.ErrNotSupported if the driver has no
-// events: faults, and GPUs that come and go, are then found by reading. Only one Events runs at a time; another waits for
-// the first one's end.
-func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
-	d.watching.Lock()
-	defer d.watching.Unlock()
+// bell lets those who change a GPU's mode ring, and Events hear it.
+type bell struct {
+	// again has Events register the GPUs again.
+	again chan struct{}
+	// hurried is until when waits for events are short, in nanoseconds since 1970.
+	hurried atomic.Int64
+}
+
+// events is the room of Events.
+type events struct {
+	*session
+	*presence
+	*bell
+	// look holds a token while no GPU is being asked, outside the door, whether it
+	// is lost.
+	look chan struct{}
+	// said is what was logged of GPUs, by index, that cannot report events. Used
+	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
+	// their last registration.
+	said map[int]string
+	at   map[int]gpu.UUID
+
+	watching sync.Mutex // held by Events and rest
+	// seen is the hardware as it was when the driver was last initialised. Guarded by
+	// watching.
+	seen string
+}
+
+func newEvents(s *session, p *presence, b *bell, seen string) *events {
+	e := &events{session: s, presence: p, bell: b, look: make(chan struct{}, 1), said: map[int]string{}, seen: seen}
+	e.look <- struct{}{}
+	return e
+}
+
+func (e *events) rest(f func() error) error {
+	e.watching.Lock()
+	defer e.watching.Unlock()
+	return f()
+}
+
+func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
+	e.watching.Lock()
+	defer e.watching.Unlock()
 	ctx, cancel := context.WithCancel(ctx)
-	changes := d.follow(ctx, d.seen)
+	changes := e.follow(ctx, e.seen)
 	defer func() {
 		cancel()
 		for range changes { // until it has ended
 		}
 	}()
-	defer context.AfterFunc(d.stopped, cancel)()
+	defer context.AfterFunc(e.stopped, cancel)()
 
-	retryAfter := min(retryMost, d.opts.Rearm)
-	w := watch{Driver: d, report: report, changes: changes, told: d.seen}
+	retryAfter := min(retryMost, e.opts.Rearm)
+	w := watch{events: e, report: report, changes: changes, told: e.seen}
 	var lastFailure time.Time
 	for ctx.Err() == nil {
-		now, before := w.seen, w.gpus
+		now, before := e.seen, w.gpus
 		if w.anew {
-			now = d.hardware()
+			now = e.hardware()
 		}
 		renewed, err := w.arm(ctx)
-		if ctx.Err() != nil || w.stopped.Err() != nil {
+		if ctx.Err() != nil || e.stopped.Err() != nil {
 			if err == nil {
-				d.disarm(w.armed)
+				e.disarm(w.armed)
 			}
 			break
 		}
 		if renewed {
-			d.seen = now
+			e.seen = now
 		}
 		// Another call may stand in the way of a new initialisation: the GPUs that
 		// were known are watched meanwhile.
@@ -107,7 +125,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		if err != nil {
 			// What was watched before does not count: it is news when it answers.
 			w.anew, w.armed, w.started = true, armed{}, true
-			d.log.Warn("cannot watch the GPUs for errors; trying again", "err", d.explained(err), "after", retryAfter)
+			e.log.Warn("cannot watch the GPUs for errors; trying again", "err", e.explained(err), "after", retryAfter)
 			w.pause(ctx, retryAfter)
 			continue
 		}
@@ -117,18 +135,19 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		if err != nil {
 			return err
 		}
-		d.disarm(w.armed)
+		e.disarm(w.armed)
 		if errors.Is(why.failure, gpu.ErrNotSupported) {
 			return fmt.Errorf("watch the GPUs for errors: %w", why.failure)
 		}
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
-		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && (w.putOff || d.stale.Load())
+		otherwise := why.failure != nil && !errors.Is(why.failure, gpu.ErrLost)
+		w.anew = otherwise || w.changed || why.due && (w.putOff || e.stale.Load())
 		if why.due || why.asked || w.anew {
 			w.lost = nil // try all of them
 		}
 		if why.failure != nil && ctx.Err() == nil {
-			d.log.Warn("the driver failed while watching the GPUs", "err", d.explained(why.failure), "lost", why.lost)
+			e.log.Warn("the driver failed while watching the GPUs", "err", e.explained(why.failure), "lost", why.lost)
 			// The first time, and as long as it can be said which GPU it is, the
 			// others are watched again at once: one loss must not hide what happens
 			// to them.
@@ -170,7 +189,7 @@ type loss struct {
 
 // watch is what Events knows from one registration of the GPUs to the next.
 type watch struct {
-	*Driver
+	events *events
 	armed
 	report  func(gpu.Event)
 	changes <-chan string // what the hardware has become
@@ -222,32 +241,32 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
 	const what = "watch the GPUs"
-	d, lost := w.Driver, w.lost
+	e, lost := w.events, w.lost
 	if w.anew {
-		if renewed, err = d.tryRenew(ctx); err != nil {
+		if renewed, err = e.tryRenew(ctx); err != nil {
 			return renewed, err
 		}
 	}
 	for {
 		// The place is taken inside the door: there it is known whether what
 		// follows happens, also when this caller has left.
-		if err := d.sets.join(ctx); err != nil {
+		if err := e.gates.sets.Join(ctx); err != nil {
 			return renewed, fmt.Errorf("%s: %w", what, err)
 		}
-		d.sets.part()
+		e.gates.sets.Part()
 		var a armed
-		a, err = through(ctx, d.waits, what, open(d.session, what, func() (armed, error) {
-			if !d.sets.tryJoin() {
+		a, err = door.Through(ctx, e.gates.waits, what, open(e.session, what, func() (armed, error) {
+			if !e.gates.sets.TryJoin() {
 				return armed{}, errNotAlone
 			}
-			a, err := d.register(lost)
+			a, err := e.register(lost)
 			if err != nil {
-				d.sets.part()
+				e.gates.sets.Part()
 			}
 			return a, err
 		}), func(a armed) {
 			a.set.Free()
-			d.sets.part()
+			e.gates.sets.Part()
 		})
 		if errors.Is(err, errNotAlone) {
 			continue
@@ -263,7 +282,7 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 var errNotAlone = errors.New("somebody has the library alone")
 
 // tryRenew initialises the driver anew if it can enter the door soon.
-func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
+func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var inside atomic.Bool
@@ -272,29 +291,30 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 			cancel()
 		}
 	}).Stop()
-	const what, asBefore = "initialise the driver anew", "cannot initialise the driver anew; watching the GPUs as they were known"
-	if !d.outside.trySeize() { // there are handles that would end
-		d.log.Warn(asBefore, "why", d.inFlight())
+	const what = "initialise the driver anew"
+	const asBefore = "cannot initialise the driver anew; watching the GPUs as they were known"
+	if !e.gates.outside.TrySeize() { // there are handles that would end
+		e.log.Warn(asBefore, "why", e.gates.inFlight())
 		return false, nil
 	}
 	var held error
-	err = d.alone(ctx, what, d.outside.yield, func() (err error) {
+	err = e.alone(ctx, what, e.gates.outside.Yield, func() (err error) {
 		inside.Store(true)
-		if d.stopped.Err() != nil {
+		if e.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
 		}
-		held, err = d.renew()
+		held, err = e.renew()
 		return err
 	})
 	if !inside.Load() && errors.Is(err, gpu.ErrTimeout) {
-		d.log.Warn(asBefore, "err", err)
+		e.log.Warn(asBefore, "err", err)
 		return false, nil
 	}
 	if err != nil { // what is inside may go on, and held is its own
 		return false, err
 	}
 	if held != nil {
-		d.log.Warn(asBefore, "err", held)
+		e.log.Warn(asBefore, "err", held)
 	}
 	return held == nil, nil
 }
@@ -303,61 +323,49 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 // back, or that there is another one. Nothing may be registered. held is why the
 // driver could not be let go of before: then it is initialised once more, which
 // finds nothing new.
-func (d *Driver) renew() (held, err error) {
-	held = d.shutdown("shut the driver down")
+func (e *events) renew() (held, err error) {
+	held = e.shutdown("shut the driver down")
 	if errors.Is(held, gpu.ErrNoDriver) {
 		held = nil // what is gone has let go of itself
 	}
-	return held, d.initialised()
+	return held, e.initialised()
 }
 
-// initialised takes up the driver after it was let go of.
-func (d *Driver) initialised() error {
-	if err := nvmlInit.failed("initialise the driver", d.lib.Init()); err != nil {
-		return err
-	}
-	d.stale.Store(false)
-	for _, own := range d.links.known {
-		own.anew = true // cards may have been exchanged
-	}
-	return nil
-}
-
-func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
+func (e *events) register(lost map[gpu.UUID]bool) (armed, error) {
 	a := armed{gpus: map[nvml.Device]gpu.UUID{}}
 	at := map[int]gpu.UUID{}
-	count, ret := d.lib.DeviceGetCount()
+	count, ret := e.lib.DeviceGetCount()
 	if err := nvmlDeviceGetCount.failed("count the GPUs", ret); err != nil {
 		return a, err
 	}
-	if a.set, ret = d.lib.EventSetCreate(); ret != nvml.SUCCESS {
+	if a.set, ret = e.lib.EventSetCreate(); ret != nvml.SUCCESS {
 		return a, nvmlEventSetCreate.failed("make an event set", ret)
 	}
 	for i := range count {
-		h, u, err := d.registerOne(a.set, i, lost)
+		h, u, err := e.registerOne(a.set, i, lost)
 		if u != "" {
 			at[i] = u
 		}
 		if err == nil {
 			a.gpus[h], a.order = u, append(a.order, h)
-			delete(d.said, i)
+			delete(e.said, i)
 			continue
 		}
-		if text := err.Error(); d.said[i] != text {
-			d.said[i] = text
-			d.log.Warn("a GPU cannot report events", "index", i, "err", err)
+		if text := err.Error(); e.said[i] != text {
+			e.said[i] = text
+			e.log.Warn("a GPU cannot report events", "index", i, "err", err)
 		}
 		if !errors.Is(err, gpu.ErrNotSupported) {
 			a.missing = true
 		}
 		if errors.Is(err, gpu.ErrLost) {
-			d.stale.Store(true)
+			e.stale.Store(true)
 			a.absent = append(a.absent, loss{u, i})
 		}
 	}
 	for n, l := range a.absent {
 		// The one that was there before, unless it has moved.
-		if was := d.at[l.index]; l.gpu == "" && !slices.Contains(slices.Collect(maps.Values(at)), was) {
+		if was := e.at[l.index]; l.gpu == "" && !slices.Contains(slices.Collect(maps.Values(at)), was) {
 			l.gpu, at[l.index] = was, was
 		}
 		if l.gpu != "" {
@@ -365,13 +373,15 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 		}
 		a.absent[n] = l
 	}
-	d.at = at
+	e.at = at
 	return a, nil
 }
 
 // registerOne adds the GPU at an index to a set.
-func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]bool) (h nvml.Device, u gpu.UUID, err error) {
-	if h, u, err = d.byIndex(index); err != nil {
+func (e *events) registerOne(
+	set nvml.EventSet, index int, lost map[gpu.UUID]bool,
+) (h nvml.Device, u gpu.UUID, err error) {
+	if h, u, err = e.byIndex(index); err != nil {
 		return h, "", err
 	}
 	if lost[u] {
@@ -384,20 +394,21 @@ func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]boo
 	if supported&nvml.EventTypeXidCriticalError == 0 {
 		return h, u, fmt.Errorf("watch %s for critical errors: %w", u, gpu.ErrNotSupported)
 	}
-	return h, u, nvmlDeviceRegisterEvents.failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
+	ret = h.RegisterEvents(nvml.EventTypeXidCriticalError, set)
+	return h, u, nvmlDeviceRegisterEvents.failed("watch "+string(u), ret)
 }
 
 // disarm frees the set. No wait on it is under way.
-func (d *Driver) disarm(a armed) {
-	defer d.sets.part()
+func (e *events) disarm(a armed) {
+	defer e.gates.sets.Part()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
 	// Not open: Close has begun, perhaps, and waits for this.
-	if _, err := through(ctx, d.waits, "free an event set", func() (struct{}, error) {
+	if _, err := door.Through(ctx, e.gates.waits, "free an event set", func() (struct{}, error) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
-		d.log.Warn("an event set is left behind", "err", err)
+		e.log.Warn("an event set is left behind", "err", err)
 	}
 }
 
@@ -415,31 +426,31 @@ type ending struct {
 func (w *watch) run(ctx context.Context) (why ending, err error) {
 	l := w.listen()
 	defer l.leave()
-	period := w.opts.Rearm
+	period := w.events.opts.Rearm
 	switch {
 	case w.putOff:
 		period = min(period, retryMost)
-	case !w.missing && !w.stale.Load():
-		period = max(period, w.opts.Look) // nothing to try: each wake costs
+	case !w.missing && !w.events.stale.Load():
+		period = max(period, w.events.opts.Look) // nothing to try: each wake costs
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
-	sought := w.sets.wanted()
+	sought := w.events.gates.sets.Wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
 			over = true
 		case <-sought:
 			why.asked, over = true, true
-		case <-w.again:
+		case <-w.events.again:
 			why.asked, over = true, true
 		case <-rearm.C:
-			why.due = w.missing || w.putOff || w.stale.Load()
+			why.due = w.missing || w.putOff || w.events.stale.Load()
 			over = why.due
 		case now, ok := <-w.changes:
 			switch {
 			case !ok || now == w.told:
-			case now == w.seen: // initialised since
+			case now == w.events.seen: // initialised since
 				w.tell(now)
 			default:
 				w.changed, over = true, true
@@ -469,7 +480,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 	most := time.NewTimer(lookWait)
 	defer most.Stop()
-	found := w.findLost(w.armed)
+	found := w.events.findLost(w.armed)
 	for {
 		select {
 		case u, ok := <-found:
@@ -482,7 +493,7 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 			}
 			w.lost[u] = true
 			w.gone[loss{gpu: u}] = true
-			w.stale.Store(true)
+			w.events.stale.Store(true)
 			w.report(gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1})
 		case <-most.C:
 			return lost
@@ -496,24 +507,24 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 // ask the card. It does so outside the door: a call that hangs there must not
 // keep a loss from being told. It may hang itself, and then finds nothing until
 // that has ended.
-func (d *Driver) findLost(a armed) <-chan gpu.UUID {
+func (e *events) findLost(a armed) <-chan gpu.UUID {
 	found := make(chan gpu.UUID, len(a.order)) // the receiver may have left
 	select {
-	case <-d.look:
+	case <-e.look:
 	default:
 		close(found)
 		return found
 	}
-	if !d.outside.tryJoin() {
-		d.look <- struct{}{}
+	if !e.gates.outside.TryJoin() {
+		e.look <- struct{}{}
 		close(found)
 		return found
 	}
 	go func() {
 		defer close(found)
 		defer func() {
-			d.outside.part()
-			d.look <- struct{}{}
+			e.gates.outside.Part()
+			e.look <- struct{}{}
 		}()
 		for _, h := range a.order {
 			if _, ret := h.GetMemoryInfo(); meaning(ret) == gpu.ErrLost {
@@ -527,7 +538,7 @@ func (d *Driver) findLost(a armed) <-chan gpu.UUID {
 // end waits until the wait for events that is under way has ended.
 func (w *watch) end(ctx context.Context, l *listener) error {
 	close(l.stop)
-	grace := time.NewTimer(w.opts.EventWait + eventGrace)
+	grace := time.NewTimer(w.events.opts.EventWait + eventGrace)
 	defer grace.Stop()
 	for {
 		select {
@@ -541,9 +552,10 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 		case <-grace.C:
 			go func() { // until then the library cannot be initialised anew
 				<-l.done
-				w.sets.part()
+				w.events.gates.sets.Part()
 			}()
-			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, w.opts.EventWait)
+			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned",
+				gpu.ErrTimeout, w.events.opts.EventWait)
 		}
 	}
 }
@@ -570,7 +582,7 @@ func (w *watch) listen() *listener {
 		heard: make(chan news),
 		stop:  make(chan struct{}), left: make(chan struct{}), done: make(chan struct{}),
 	}
-	a, d := w.armed, w.Driver
+	a, e := w.armed, w.events
 	go func() {
 		defer close(l.done)
 		for {
@@ -581,7 +593,7 @@ func (w *watch) listen() *listener {
 				return
 			}
 			n := news{ret: nvml.ERROR_TIMEOUT}
-			n.data, n.ret = a.set.Wait(uint32(d.eventWait().Milliseconds()))
+			n.data, n.ret = a.set.Wait(uint32(e.eventWait().Milliseconds()))
 			if n.ret != nvml.ERROR_TIMEOUT {
 				select {
 				case l.heard <- n:
@@ -604,21 +616,24 @@ func (w *watch) listen() *listener {
 
 // hurry makes the next waits for events short: one GPU's mode or reset has to wait
 // for them, and others may follow.
-func (d *Driver) hurry() { d.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
+func (b *bell) hurry() { b.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
 
 // eventWait is how long the next wait for events may take.
-func (d *Driver) eventWait() time.Duration {
-	if time.Now().UnixNano() < d.hurried.Load() {
-		return min(d.opts.EventWait, hurriedWait)
+func (e *events) eventWait() time.Duration {
+	if time.Now().UnixNano() < e.hurried.Load() {
+		return min(e.opts.EventWait, hurriedWait)
 	}
-	return d.opts.EventWait
+	return e.opts.EventWait
 }
 
 // event puts the driver's report in our words. The handle in it is the one
 // that was registered; where a driver gives another one, it is asked for its
 // UUID, and where that fails too the event names no GPU.
 func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
-	e := gpu.Event{Kind: gpu.EventXid, Xid: data.EventData, GI: instance(data.GpuInstanceId), CI: instance(data.ComputeInstanceId)}
+	e := gpu.Event{
+		Kind: gpu.EventXid, Xid: data.EventData,
+		GI: instance(data.GpuInstanceId), CI: instance(data.ComputeInstanceId),
+	}
 	var known bool
 	if e.GPU, known = w.gpus[data.Device]; known || data.Device == nil {
 		return e
@@ -626,12 +641,13 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
 	const what = "read the UUID of a GPU with an error"
-	u, err := through(ctx, w.waits, what, func() (gpu.UUID, error) {
+	u, err := door.Through(ctx, w.events.gates.waits, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)
 	if err != nil {
-		w.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU", nil, "xid", e.Xid, "err", err)
+		w.events.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU",
+			nil, "xid", e.Xid, "err", err)
 	}
 	e.GPU = u
 	return e

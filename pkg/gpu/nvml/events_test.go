@@ -33,10 +33,10 @@ func TestLastWait(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var told []gpu.Event
 				w := &watch{
-					Driver: newDriver(&session{opts: Options{EventWait: wait}, gates: newGates()}),
+					events: newRooms(&session{opts: Options{EventWait: wait}, gates: newGates()}).events,
 					report: func(e gpu.Event) { told = append(told, e) },
 				}
-				if !w.sets.tryJoin() { // as who waits for events
+				if !w.events.gates.sets.TryJoin() { // as who waits for events
 					t.Fatal("there is no place")
 				}
 				l := &listener{heard: make(chan news), stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{})}

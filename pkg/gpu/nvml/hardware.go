@@ -63,7 +63,9 @@ func isGPUNode(name string) bool {
 func (p *presence) present(dev gpu.Device) bool {
 	if listed := names(p.opts.procDir()); len(listed) > 0 {
 		// The kernel's addresses have domains of four digits, the library's of eight.
-		return slices.ContainsFunc(listed, func(name string) bool { return strings.HasSuffix(dev.PCI, strings.ToLower(name)) })
+		return slices.ContainsFunc(listed, func(name string) bool {
+			return strings.HasSuffix(dev.PCI, strings.ToLower(name))
+		})
 	}
 	_, err := os.Lstat(filepath.Join(p.opts.devDir(), fmt.Sprintf("nvidia%d", dev.Minor)))
 	return err == nil
@@ -142,7 +144,8 @@ type nodeWatch struct {
 // device of the directory, such as /dev/null, would be an event too, and wake
 // the agent thousands of times a second. (So fsnotify, which asks for those, is
 // not for this.)
-const nodeEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
+const nodeEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
+	unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
 
 // watchNodes watches a directory. The result is the zero nodeWatch if the kernel has no
 // watch left, or there is no such directory.

@@ -12,13 +12,6 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Health reads what the driver keeps of a GPU's faults. What the card or the
-// driver does not have stays at its zero value (see gpu.Health): ECC counts
-// where ECC is off or absent, remapped rows before Ampere, retired pages from
-// Ampere on, the recovery action before R550.
-//
-// Errors: gpu.ErrLost for a GPU that fell off the bus or takes no call before
-// it is reset, gpu.ErrNotFound for a UUID that the driver does not know.
 func (r *readings) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
 	return ask(ctx, r.session, "read the health of", u, r.health)
 }

@@ -32,7 +32,8 @@ func FindHook() (string, error) {
 	}
 	path := filepath.Join(filepath.Dir(self), hookProgram)
 	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; without it a container would not find libcuda.so.1", path)
+		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; "+
+			"without it a container would not find libcuda.so.1", path)
 	}
 	return path, nil
 }
@@ -54,7 +55,8 @@ func FindHook() (string, error) {
 // against what any host has.
 func InstallHook(src, stateDir string) (path string, err error) {
 	if !filepath.IsAbs(stateDir) {
-		return "", fmt.Errorf("install %s: state directory %q: want an absolute path: %w", src, stateDir, gpu.ErrInvalid)
+		return "", fmt.Errorf("install %s: state directory %q: want an absolute path: %w",
+			src, stateDir, gpu.ErrInvalid)
 	}
 	marks, err := fileMarks(src)
 	if err != nil {
@@ -79,7 +81,8 @@ func InstallHook(src, stateDir string) (path string, err error) {
 			return "", fmt.Errorf("install the hook program: %w; the state directory must be writable", err)
 		}
 		if err := copyProgram(src, dir, sum); err != nil {
-			return "", fmt.Errorf("install the hook program %s: %w; check free space and permissions of %s", path, err, stateDir)
+			return "", fmt.Errorf("install the hook program %s: %w; check free space and permissions of %s",
+				path, err, stateDir)
 		}
 	}
 	remember(hooks, version, marks)
@@ -107,7 +110,8 @@ func fileMarks(path string) (string, error) {
 	if err := unix.Stat(path, &st); err != nil {
 		return "", &fs.PathError{Op: "stat", Path: path, Err: err}
 	}
-	return fmt.Sprintf("%x:%x:%o:%d:%d.%d:%d.%d", st.Dev, st.Ino, st.Mode, st.Size, st.Mtim.Sec, st.Mtim.Nsec, st.Ctim.Sec, st.Ctim.Nsec), nil
+	return fmt.Sprintf("%x:%x:%o:%d:%d.%d:%d.%d", st.Dev, st.Ino, st.Mode, st.Size,
+		st.Mtim.Sec, st.Mtim.Nsec, st.Ctim.Sec, st.Ctim.Nsec), nil
 }
 
 // installedBefore returns where the program with these marks stands since it was
@@ -140,7 +144,8 @@ func remember(hooks, version, marks string) {
 		return
 	}
 	defer root.Close()
-	_ = atomicfile.Write(root, installedFile, "."+installedFile+".tmp", 0o600, atomicfile.Unflushed, func(f *os.File) error {
+	const half = "." + installedFile + ".tmp"
+	_ = atomicfile.Write(root, installedFile, half, 0o600, atomicfile.Unflushed, func(f *os.File) error {
 		_, err := fmt.Fprintf(f, "v1 %s %s %s\n", version, marks, there)
 		return err
 	})

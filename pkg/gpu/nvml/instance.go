@@ -34,33 +34,18 @@ func split(profile string) (whole string, compute int) {
 	return profile, 0
 }
 
-// CreateInstance creates a compute instance of a profile, which is the driver's name or
-// that of a split (1c.3g.40gb), at a placement of its GPU instance. For a split, ci is
-// its first compute slice within the GPU instance; otherwise ci is 0. If a GPU instance
-// of the profile exists at the placement, the compute instance is created in it.
-// Otherwise a GPU instance is created first, and destroyed again if the second step
-// fails. If the instance exists already, it is returned as it is, busy or not. The UUID
-// of a new instance is left out: finding it takes the driver as long as MIG does.
-//
-// The hardware takes 0.1 to 1 s, and may take much longer. Work on one GPU is done one
-// at a time; it neither waits for readings nor delays them. A caller that leaves
-// (gpu.ErrTimeout) does not end the work: the next work on that GPU, and MIG, wait for
-// it.
-//
-// Errors: gpu.ErrNoRoom where something else stands there, or the card cannot
-// have another one; gpu.ErrInvalid for a profile or a place that the GPU does not
-// have; gpu.ErrNotSupported while MIG is off, and for a compute slice to be chosen
-// on a driver that cannot; gpu.ErrNoPermission without root; gpu.ErrNotFound for a
-// UUID that the driver does not know. Whatever the error, what it made is gone
-// again, unless the error says otherwise.
-func (m *migSide) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+func (m *migSide) CreateInstance(
+	ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int,
+) (gpu.Instance, error) {
 	what := fmt.Sprintf("create %s on %s", place(profile, at.Start, ci), u)
 	return work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (gpu.Instance, error) {
 		return m.createInstance(h, u, profile, at, ci)
 	}))
 }
 
-func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
+func (m *migSide) createInstance(
+	h nvml.Device, u gpu.UUID, profile string, at gpu.Placement, ci int,
+) (in gpu.Instance, err error) {
 	p, computeSlices, err := m.profileOf(h, u, profile)
 	if err != nil {
 		return in, err
@@ -105,7 +90,8 @@ func undone(err error, f *function, destroy func() nvml.Return, what string) err
 func advised(err error, p gpu.Profile) error {
 	switch {
 	case errors.Is(err, gpu.ErrNoRoom):
-		return fmt.Errorf("%w; destroy the instances there, or those that take the card's last room for a %s", err, p.Name)
+		return fmt.Errorf("%w; destroy the instances there, or those that take the card's last room for a %s",
+			err, p.Name)
 	case errors.Is(err, gpu.ErrInvalid) && len(p.Placements) > 0:
 		return fmt.Errorf("%w; its placements (start and size in memory slices) are %v", err, p.Placements)
 	case errors.Is(err, gpu.ErrNotSupported):
@@ -153,7 +139,8 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
 			break
 		}
-		err := nvmlGpuInstanceGetComputeInstanceProfileInfo.failed(fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name), ret)
+		what := fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name)
+		err := nvmlGpuInstanceGetComputeInstanceProfileInfo.failed(what, ret)
 		if errors.Is(err, gpu.ErrNotSupported) {
 			none = err
 			continue // another GPU instance profile has it
@@ -163,7 +150,8 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 		}
 		list = append(list, computeProfile{
 			id: int(info.Id), slices: int(info.SliceCount), max: max(int(info.InstanceCount), 1),
-			engines: int(info.SharedCopyEngineCount + info.SharedDecoderCount + info.SharedEncoderCount + info.SharedJpegCount + info.SharedOfaCount),
+			engines: int(info.SharedCopyEngineCount + info.SharedDecoderCount + info.SharedEncoderCount +
+				info.SharedJpegCount + info.SharedOfaCount),
 		})
 	}
 	if len(list) == 0 && none != nil {
@@ -190,7 +178,8 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	var found []compute
 	for _, p := range list {
 		of := fmt.Sprintf("compute instances of %d compute slices in GPU instance %d", p.slices, s.id)
-		cis, ret := s.gi.GetComputeInstances(&nvml.ComputeInstanceProfileInfo{Id: uint32(p.id), InstanceCount: uint32(p.max)})
+		kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id), InstanceCount: uint32(p.max)}
+		cis, ret := s.gi.GetComputeInstances(kind)
 		if err := nvmlGpuInstanceGetComputeInstances.failed("list the "+of, ret); err != nil {
 			return nil, err
 		}
@@ -249,7 +238,8 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 		}
 	}
 	if i < 0 {
-		return none, fmt.Errorf("a %s instance has no compute instance of %d compute slices: %w", s.profile.Name, computeSlices, gpu.ErrInvalid)
+		return none, fmt.Errorf("a %s instance has no compute instance of %d compute slices: %w",
+			s.profile.Name, computeSlices, gpu.ErrInvalid)
 	}
 	made, err := m.placeCompute(s, kinds[i], ci)
 	if err != nil {
@@ -271,7 +261,8 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 	if computeSlices == s.profile.Slices {
 		in.CIStart = 0
 	} else if in.CIStart != ci {
-		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w", in.CIStart, gpu.ErrNotSupported)
+		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w",
+			in.CIStart, gpu.ErrNotSupported)
 	}
 	return in, nil
 }
@@ -280,7 +271,8 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 // told that. All of a GPU instance has one place only.
 func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
-	if p.slices == s.profile.Slices || !m.has(nvmlGpuInstanceCreateComputeAt) || !m.has(nvmlGpuInstanceGetComputePlacements) {
+	placed := m.has(nvmlGpuInstanceCreateComputeAt) && m.has(nvmlGpuInstanceGetComputePlacements)
+	if p.slices == s.profile.Slices || !placed {
 		made, ret := s.gi.CreateComputeInstance(kind)
 		return made, nvmlGpuInstanceCreateComputeInstance.refused(ret)
 	}
@@ -296,17 +288,6 @@ func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.Compu
 	return made, nvmlGpuInstanceCreateComputeAt.refused(ret)
 }
 
-// DestroyInstance destroys an instance as MIG or the inventory lists it: the compute
-// instance, then the GPU instance unless that has other compute instances. With CI -1 it
-// destroys a GPU instance without compute instances. If the second step fails, the
-// compute instance is created again, so that the instance exists as a whole or not at
-// all, unless the error says otherwise. A half-destroyed instance may be destroyed as it
-// was before, or as it is listed now. Time, and callers that leave, are as with
-// CreateInstance.
-//
-// Errors: gpu.ErrInUse if a process uses it, or if (CI -1) it has compute instances;
-// gpu.ErrNotFound if nothing of it exists, or if another instance has its numbers now,
-// which is left alone.
 func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
 	_, err := work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (struct{}, error) {
@@ -329,7 +310,8 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 		return err
 	}
 	if s.at != in.Placement || s.profile.ID != p.ID {
-		return fmt.Errorf("GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew", in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
+		return fmt.Errorf("GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew",
+			in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
 	}
 	s.profile = p
 	var others, gone bool
@@ -341,7 +323,8 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 	}
 	if err != nil && gone {
 		if _, left := m.createCompute(u, s, computeSlices, in.CIStart); left != nil {
-			return fmt.Errorf("%w; GPU instance %d is left empty: make its compute instance again: %w", err, in.GI, left)
+			return fmt.Errorf("%w; GPU instance %d is left empty: make its compute instance again: %w",
+				err, in.GI, left)
 		}
 	}
 	return err
@@ -359,10 +342,13 @@ func sought(ret nvml.Return) nvml.Return {
 // destroyCompute destroys a compute instance. It reports whether its GPU instance still
 // has others, and whether it destroyed anything, also with an error: the compute instance
 // may have been gone already.
-func (m *migSide) destroyCompute(u gpu.UUID, s standing, computeSlices int, in gpu.Instance) (others, destroyed bool, err error) {
+func (m *migSide) destroyCompute(
+	u gpu.UUID, s standing, computeSlices int, in gpu.Instance,
+) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
-		if err := nvmlGpuInstanceGetComputeInstanceById.failed(fmt.Sprintf("find compute instance %d", in.CI), ret); err != nil {
+		what := fmt.Sprintf("find compute instance %d", in.CI)
+		if err := nvmlGpuInstanceGetComputeInstanceById.failed(what, ret); err != nil {
 			return false, false, err
 		}
 		if computeSlices < s.profile.Slices {
@@ -371,7 +357,8 @@ func (m *migSide) destroyCompute(u gpu.UUID, s standing, computeSlices int, in g
 				return false, false, err
 			}
 			if int(info.Placement.Start) != in.CIStart {
-				return false, false, fmt.Errorf("compute instance %d begins at compute slice %d now: %w; read the instances anew", in.CI, info.Placement.Start, gpu.ErrNotFound)
+				return false, false, fmt.Errorf("compute instance %d begins at compute slice %d now: %w; "+
+					"read the instances anew", in.CI, info.Placement.Start, gpu.ErrNotFound)
 			}
 		}
 		if err := pinned(nvmlComputeInstanceDestroy.refused(ci.Destroy())); err != nil {
@@ -387,7 +374,8 @@ func (m *migSide) destroyCompute(u gpu.UUID, s standing, computeSlices int, in g
 		return false, destroyed, err
 	}
 	if slices.ContainsFunc(list, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
-		return false, destroyed, fmt.Errorf("the driver does not know compute instance %d, and lists it: %w", in.CI, gpu.ErrDriver)
+		return false, destroyed, fmt.Errorf("the driver does not know compute instance %d, and lists it: %w",
+			in.CI, gpu.ErrDriver)
 	}
 	return len(list) > 0, destroyed, nil
 }
@@ -397,54 +385,5 @@ func pinned(err error) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		return fmt.Errorf("%w; end what runs on it, and destroy the compute instances in it", err)
 	}
-	return err
-}
-
-// SetMIGMode switches a GPU's MIG mode. It comes into force at once, or waits for
-// a reset (Reset) or a reboot: then MIG tells it as Pending. No instance may
-// stand, and no process use the GPU. Time, and callers that leave, are as with
-// CreateInstance; where the driver refuses while the GPU's events are waited for,
-// which is as long as Options.EventWait, it is tried once more without.
-//
-// Errors: gpu.ErrInUse where a client of the GPU is in the way,
-// gpu.ErrNotSupported for a card without MIG, gpu.ErrNoPermission without root,
-// gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
-	word, mode := "off", nvml.DEVICE_MIG_DISABLE
-	if on {
-		word, mode = "on", nvml.DEVICE_MIG_ENABLE
-	}
-	what := fmt.Sprintf("switch MIG %s on %s", word, u)
-	d.hurry()
-	_, err := work(ctx, d.session, u, what, onGPU(d.session, u, func(h nvml.Device) (none struct{}, _ error) {
-		activation, ret := h.SetMigMode(mode)
-		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
-			// The client in the way may be this process, which waits for events.
-			if err := d.sets.seize(ctx); err != nil {
-				return none, fmt.Errorf("stop waiting for events: %w", err)
-			}
-			activation, ret = h.SetMigMode(mode)
-			d.sets.yield()
-		}
-		if err := nvmlDeviceSetMigMode.refused(ret); err != nil {
-			if errors.Is(err, gpu.ErrInUse) {
-				err = fmt.Errorf("%w; destroy its instances and end its clients", err)
-			}
-			return none, err
-		}
-		if activation == nvml.SUCCESS {
-			select {
-			case d.again <- struct{}{}: // the driver may have forgotten what was registered
-			default:
-			}
-			return none, nil
-		}
-		_, pending, ret := h.GetMigMode()
-		if ret == nvml.SUCCESS && pending == mode {
-			d.log.Debug("a change of MIG mode waits for a reset", "gpu", u, "on", on, "driver", activation.Error())
-			return none, nil
-		}
-		return none, nvmlDeviceSetMigMode.refused(activation)
-	}))
 	return err
 }

@@ -17,35 +17,52 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Inventory reads all GPUs. One that the driver cannot describe is in it
-// nevertheless, as it was when it last could, with the reason in Fault; if it
-// never could, the index is all that is known of it. A GPU that the driver no
-// longer lists stays in the inventory as long as the Driver is open. An error
-// means that nothing at all could be read.
-//
-// What cannot change while a process has the driver open (model, where NVLinks
-// lead) is read once per GPU, MIG profiles once per kind of GPU; which NVLinks work, the fabric, and
-// what the kernel says of the machine are read anew each time.
-func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
-	inv, err := call(ctx, d.session, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
+// survey is the room of Survey.
+type survey struct {
+	*session
+	*presence
+	// memory reads a GPU's memory, and side its MIG side.
+	memory func(nvml.Device) (m gpu.Memory, told bool, err error)
+	side   interface {
+		mig(nvml.Device, gpu.UUID) (gpu.MIG, error)
+		see(*gpu.Device)
+	}
+	links   *linkReader
+	machine *machine
+	// last is the last good reading of each GPU ever seen. Used inside the door only.
+	last map[gpu.UUID]gpu.Device
+}
+
+func newSurvey(
+	s *session, p *presence, memory func(nvml.Device) (gpu.Memory, bool, error), side *migSide,
+) *survey {
+	return &survey{
+		session: s, presence: p, memory: memory, side: side,
+		links: &linkReader{session: s, known: map[gpu.UUID]*nvlinks{}}, machine: newMachine(),
+		last: map[gpu.UUID]gpu.Device{},
+	}
+}
+
+func (s *survey) Inventory(ctx context.Context) (gpu.Inventory, error) {
+	inv, err := call(ctx, s.session, "read the inventory", func() (gpu.Inventory, error) { return s.inventory(ctx) })
 	if err == nil {
-		err = d.place(ctx, &inv)
+		err = s.place(ctx, &inv)
 	}
 	return inv, err
 }
 
-func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
+func (s *survey) inventory(ctx context.Context) (gpu.Inventory, error) {
 	var inv gpu.Inventory
-	version, ret := d.lib.SystemGetDriverVersion()
+	version, ret := s.lib.SystemGetDriverVersion()
 	if err := nvmlSystemGetDriverVersion.failed("read the driver's version", ret); err != nil {
 		return inv, err
 	}
 	inv.Driver = version
-	cuda, ret := d.lib.SystemGetCudaDriverVersion()
+	cuda, ret := s.lib.SystemGetCudaDriverVersion()
 	if told, _ := nvmlSystemGetCudaDriverVersion.told("read the CUDA version", ret); told {
 		inv.CUDA = fmt.Sprintf("%d.%d", cuda/1000, cuda%1000/10)
 	}
-	count, ret := d.lib.DeviceGetCount()
+	count, ret := s.lib.DeviceGetCount()
 	if err := nvmlDeviceGetCount.failed("count the GPUs", ret); err != nil {
 		return inv, err
 	}
@@ -56,9 +73,9 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		if err := ctx.Err(); err != nil {
 			return inv, fmt.Errorf("read GPU %d: %w: %w", i, gpu.ErrTimeout, err)
 		}
-		dev, h, err := d.device(i)
+		dev, h, err := s.device(i)
 		if err != nil {
-			dev = d.remembered(i, dev.UUID)
+			dev = s.remembered(i, dev.UUID)
 			dev.Fault, dev.Lost = err.Error(), errors.Is(err, gpu.ErrLost)
 			stale = stale || dev.Lost
 		} else {
@@ -66,26 +83,26 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		}
 		inv.GPUs = append(inv.GPUs, dev)
 	}
-	if d.reconcile(&inv, handles) {
+	if s.reconcile(&inv, handles) {
 		stale = true
 	}
-	d.stale.Store(stale)
+	s.stale.Store(stale)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		h, ok := handles[dev.UUID]
 		if !ok {
 			// Its peers may have other indices now; what it was linked to is known.
-			if own := d.links.known[dev.UUID]; own != nil {
+			if own := s.links.known[dev.UUID]; own != nil {
 				dev.Links = own.joined(i, inv.GPUs)
 			}
 			continue
 		}
-		own := d.links.lanesOf(h, dev)
+		own := s.links.lanesOf(h, dev)
 		dev.Lanes, dev.Links, dev.Fabric = len(own.lanes), own.joined(i, inv.GPUs), nil
 		if dev.Lanes > 0 {
-			dev.Fabric = d.links.fabric(h, d.last[dev.UUID].Fabric)
+			dev.Fabric = s.links.fabric(h, s.last[dev.UUID].Fabric)
 		}
-		d.last[dev.UUID] = *dev
+		s.last[dev.UUID] = *dev
 		*dev = clone(*dev)
 	}
 	return inv, nil
@@ -93,9 +110,9 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 
 // device reads the GPU at an index, all but its links. With an error the
 // device's UUID is what could be read of it.
-func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
+func (s *survey) device(index int) (gpu.Device, nvml.Device, error) {
 	dev := gpu.Device{Index: index}
-	h, u, err := d.byIndex(index)
+	h, u, err := s.byIndex(index)
 	if err != nil {
 		return dev, nil, err
 	}
@@ -110,20 +127,20 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	if dev.Minor, ret = h.GetMinorNumber(); ret != nvml.SUCCESS {
 		return dev, nil, nvmlDeviceGetMinorNumber.failed("read the minor number of "+string(u), ret)
 	}
-	memory, _, err := d.memory(h)
+	memory, _, err := s.memory(h)
 	if err != nil {
 		return dev, nil, fmt.Errorf("%s: %w", u, err)
 	}
 	dev.Memory, dev.Reserved = memory.Total, memory.Reserved
 
-	known, seen := d.last[dev.UUID]
+	known, seen := s.last[dev.UUID]
 	if seen && known.PCI == dev.PCI {
 		dev.Model, dev.ComputeCapability, dev.NUMA = known.Model, known.ComputeCapability, known.NUMA
 	} else {
 		if dev.Model, ret = h.GetName(); ret != nvml.SUCCESS {
 			return dev, nil, nvmlDeviceGetName.failed("read the name of "+string(u), ret)
 		}
-		if err := d.givable(h, u); err != nil {
+		if err := s.givable(h, u); err != nil {
 			return dev, nil, err
 		}
 		major, minor, ret := h.GetCudaComputeCapability()
@@ -132,15 +149,15 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		}
 		dev.NUMA = nearest(h)
 	}
-	d.profiles.see(&dev)
-	dev.MIG, err = d.mig(h, dev.UUID)
+	s.side.see(&dev)
+	dev.MIG, err = s.side.mig(h, dev.UUID)
 	return dev, h, err
 }
 
 // givable asks what NVIDIA's generator asks of a GPU (Parts) and nothing else here does: a GPU
 // that it cannot describe can be given to no container, which is better known from the start.
-func (d *Driver) givable(h nvml.Device, u gpu.UUID) error {
-	if _, err := d.handle(u); err != nil {
+func (s *survey) givable(h nvml.Device, u gpu.UUID) error {
+	if _, err := s.handle(u); err != nil {
 		return err
 	}
 	if _, ret := h.GetIndex(); ret != nvml.SUCCESS {
@@ -152,14 +169,14 @@ func (d *Driver) givable(h nvml.Device, u gpu.UUID) error {
 
 // remembered is the last good reading of a GPU that cannot be read now. The GPU is found
 // by its UUID if that could be read, and otherwise by its index.
-func (d *Driver) remembered(index int, u gpu.UUID) gpu.Device {
-	if known, ok := d.last[u]; ok {
+func (s *survey) remembered(index int, u gpu.UUID) gpu.Device {
+	if known, ok := s.last[u]; ok {
 		known = clone(known)
 		known.Index = index
 		return known
 	}
 	if u == "" {
-		for _, known := range d.last {
+		for _, known := range s.last {
 			if known.Index == index {
 				return clone(known)
 			}
@@ -172,7 +189,7 @@ func (d *Driver) remembered(index int, u gpu.UUID) gpu.Device {
 // repeat a GPU that was read at another index, and a GPU that the driver stopped listing
 // is kept. It reports whether the machine still has such a GPU: the driver may list it
 // again after a new initialisation.
-func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (stale bool) {
+func (s *survey) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (stale bool) {
 	listed := map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
@@ -181,13 +198,13 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 		}
 		listed[dev.UUID] = true
 	}
-	for _, u := range slices.Sorted(maps.Keys(d.last)) {
+	for _, u := range slices.Sorted(maps.Keys(s.last)) {
 		if listed[u] {
 			continue
 		}
-		gone := clone(d.last[u])
+		gone := clone(s.last[u])
 		gone.Fault, gone.Gone, gone.Links = "the driver no longer lists it", true, nil
-		stale = stale || d.present(gone)
+		stale = stale || s.present(gone)
 		inv.GPUs = append(inv.GPUs, gone)
 	}
 	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return cmp.Compare(a.Index, b.Index) })

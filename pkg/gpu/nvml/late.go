@@ -109,7 +109,8 @@ func code(err error) string {
 	}
 	return cmp.Or(map[error]string{
 		gpu.ErrTimeout: "timeout", gpu.ErrReloaded: "reloaded", gpu.ErrNoDriver: "no_driver", gpu.ErrLost: "lost",
-		gpu.ErrInUse: "in_use", gpu.ErrNoRoom: "no_room", gpu.ErrNotSupported: "not_supported", gpu.ErrNoPermission: "no_permission", gpu.ErrNotFound: "not_found",
+		gpu.ErrInUse: "in_use", gpu.ErrNoRoom: "no_room", gpu.ErrNotSupported: "not_supported",
+		gpu.ErrNoPermission: "no_permission", gpu.ErrNotFound: "not_found",
 	}[gpu.ErrorKind(err)], "error")
 }
 
@@ -137,8 +138,12 @@ func (l *Late) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
 	return timed(ctx, l, "mig", func(d *Driver) (gpu.MIG, error) { return d.MIG(ctx, u) })
 }
 
-func (l *Late) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
-	return timed(ctx, l, "create_instance", func(d *Driver) (gpu.Instance, error) { return d.CreateInstance(ctx, u, profile, at, ci) })
+func (l *Late) CreateInstance(
+	ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int,
+) (gpu.Instance, error) {
+	return timed(ctx, l, "create_instance", func(d *Driver) (gpu.Instance, error) {
+		return d.CreateInstance(ctx, u, profile, at, ci)
+	})
 }
 
 func (l *Late) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
@@ -167,7 +172,9 @@ func (l *Late) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, by
 }
 
 func (l *Late) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
-	return timed(ctx, l, "memory_limit", func(d *Driver) (gpu.MemoryLimit, error) { return d.MemoryLimit(ctx, u, cgroup) })
+	return timed(ctx, l, "memory_limit", func(d *Driver) (gpu.MemoryLimit, error) {
+		return d.MemoryLimit(ctx, u, cgroup)
+	})
 }
 
 func (l *Late) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
@@ -178,8 +185,12 @@ func (l *Late) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.M
 	return timed(ctx, l, "memory", func(d *Driver) (map[gpu.UUID]gpu.Memory, error) { return d.Memory(ctx, gpus...) })
 }
 
-func (l *Late) Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
-	return timed(ctx, l, "utilization", func(d *Driver) (map[gpu.UUID]map[int]float64, error) { return d.Utilization(ctx, since, gpus...) })
+func (l *Late) Utilization(
+	ctx context.Context, since time.Time, gpus ...gpu.UUID,
+) (map[gpu.UUID]map[int]float64, error) {
+	return timed(ctx, l, "utilization", func(d *Driver) (map[gpu.UUID]map[int]float64, error) {
+		return d.Utilization(ctx, since, gpus...)
+	})
 }
 
 // Events is not timed: waiting is its business.

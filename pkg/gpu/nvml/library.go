@@ -31,14 +31,16 @@ func findLibrary(opts Options, log *slog.Logger) (string, error) {
 		}
 		return opts.Library, nil
 	}
-	found, err := lookup.NewLibraryLocator(lookup.WithLogger(logger{log}), lookup.WithRoot(opts.DriverRoot)).Locate(libraryName)
+	locator := lookup.NewLibraryLocator(lookup.WithLogger(logger{log}), lookup.WithRoot(opts.DriverRoot))
+	found, err := locator.Locate(libraryName)
 	if err == nil && len(found) > 0 {
 		return found[0], nil
 	}
 	if opts.DriverRoot == "/" {
 		return libraryName, nil
 	}
-	return "", fmt.Errorf("find %s below %s: %w; is the NVIDIA driver installed there? (--driver-root)", libraryName, opts.DriverRoot, gpu.ErrNoDriver)
+	return "", fmt.Errorf("find %s below %s: %w; is the NVIDIA driver installed there? (--driver-root)",
+		libraryName, opts.DriverRoot, gpu.ErrNoDriver)
 }
 
 // mapped is the path at which the dynamic linker found the library that it has

@@ -47,11 +47,27 @@ type lane struct {
 type linkReader struct {
 	*session
 	known map[gpu.UUID]*nvlinks // of each GPU ever seen
+	// counted is session.renewals when the links were last marked to be counted again.
+	counted uint64
+}
+
+// recount has the links counted again where the driver was initialised anew: cards may have
+// been exchanged.
+func (r *linkReader) recount() {
+	now := r.renewals.Load()
+	if now == r.counted {
+		return
+	}
+	r.counted = now
+	for _, own := range r.known {
+		own.anew = true
+	}
 }
 
 // lanesOf reads a GPU's NVLinks: their states each time, all else when a link
 // has come up. What the driver cannot tell now stays as it was.
 func (r *linkReader) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
+	r.recount()
 	own, ok := r.known[dev.UUID]
 	if !ok {
 		own = &nvlinks{anew: true}
@@ -67,23 +83,21 @@ func (r *linkReader) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
 	return own
 }
 
-// LinksChanged reports whether NVLinks have failed or come back, or a GPU's fabric is
-// another, since the last Inventory, which tells which. It costs three calls for each GPU
-// with NVLinks and none for others. A GPU that cannot be read counts as it was.
-func (d *Driver) LinksChanged(ctx context.Context) (changed bool, err error) {
-	return call(ctx, d.session, "read the states of NVLinks", func() (bool, error) {
+func (s *survey) LinksChanged(ctx context.Context) (changed bool, err error) {
+	return call(ctx, s.session, "read the states of NVLinks", func() (bool, error) {
 		changed := false
-		for u, own := range d.links.known {
+		s.links.recount()
+		for u, own := range s.links.known {
 			if len(own.lanes) == 0 || ctx.Err() != nil {
 				continue
 			}
-			h, err := d.handle(u)
+			h, err := s.handle(u)
 			if err != nil {
 				continue
 			}
-			before, fabric := slices.Clone(own.lanes), d.last[u].Fabric
-			d.links.readStates(h, own)
-			now := d.links.fabric(h, fabric)
+			before, fabric := slices.Clone(own.lanes), s.last[u].Fabric
+			s.links.readStates(h, own)
+			now := s.links.fabric(h, fabric)
 			same := now == fabric || now != nil && fabric != nil && *now == *fabric
 			changed = changed || own.anew || !same || !slices.Equal(before, own.lanes)
 		}
@@ -188,13 +202,15 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 		l.version = cmp.Or(version, l.version)
 		if typed {
 			kind, ret := h.GetNvLinkRemoteDeviceType(l.number)
-			if told, _ := nvmlDeviceGetNvLinkRemoteDeviceType.told("read what an NVLink leads to", ret); told && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
+			told, _ := nvmlDeviceGetNvLinkRemoteDeviceType.told("read what an NVLink leads to", ret)
+			if told && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
 				l.switched, l.known, l.asked = true, true, true
 				continue
 			}
 		}
 		remote, ret := h.GetNvLinkRemotePciInfo(l.number)
-		if told, _ := nvmlDeviceGetNvLinkRemotePciInfo.told("read where an NVLink leads", ret); told && busID(remote) != "" {
+		told, _ := nvmlDeviceGetNvLinkRemotePciInfo.told("read where an NVLink leads", ret)
+		if told && busID(remote) != "" {
 			l.peer, l.switched, l.known, l.asked = busID(remote), false, true, true
 		}
 	}
@@ -355,5 +371,6 @@ func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 		return nil
 	}
 	x := hex.EncodeToString(cluster[:])
-	return &gpu.Fabric{Cluster: fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:]), Clique: clique}
+	id := fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:])
+	return &gpu.Fabric{Cluster: id, Clique: clique}
 }

@@ -19,17 +19,6 @@ const NoLimit = ^uint64(0)
 // memoryLimits are the driver's own limits, by cgroup.
 type memoryLimits struct{ *session }
 
-// SetMemoryLimit has the driver keep all processes of a cgroup together within so
-// many bytes of a GPU's memory; NoLimit undoes it, and so does the end of the
-// cgroup. It is the directory's path as this process sees it. Nothing is guaranteed
-// to them (a soft limit of 0): a guarantee would raise dmem.min of every cgroup
-// above this one too, and nothing lowers that again. Managed memory does not count.
-//
-// It takes driver R615 and root. The error wraps gpu.ErrNotSupported where
-// library, card or kernel cannot; gpu.ErrNotFound for a UUID that the driver does
-// not know, for a cgroup that it cannot open, and for one without the files dmem.*
-// on a kernel that has them; gpu.ErrInvalid for a path that is not absolute and for
-// more than the card has.
 func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
 	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
 	_, err := call(ctx, l.session, what, func() (none struct{}, _ error) {
@@ -43,8 +32,6 @@ func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup st
 	return err
 }
 
-// MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
-// gpu.ErrNotFound where there is no limit.
 func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
 	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
 	return call(ctx, l.session, what, func() (gpu.MemoryLimit, error) {
@@ -53,7 +40,8 @@ func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup strin
 			return gpu.MemoryLimit{}, err
 		}
 		m, ret := h.GetMemoryLimits_v1(cgroup)
-		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, limitRefused(nvmlDeviceGetMemoryLimits, ret)
+		limit := gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}
+		return limit, limitRefused(nvmlDeviceGetMemoryLimits, ret)
 	})
 }
 

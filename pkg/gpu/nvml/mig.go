@@ -14,6 +14,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 const (
@@ -33,35 +34,32 @@ const (
 // migSide reads and changes the MIG side of GPUs.
 type migSide struct {
 	*session
-	readings *readings
-	profiles profiles
+	// processes lists those on a GPU.
+	processes func(nvml.Device) ([]gpu.Process, error)
+	profiles  profiles
 }
 
-func newMIGSide(s *session, r *readings) *migSide {
-	return &migSide{session: s, readings: r, profiles: profiles{
+func newMIGSide(s *session, processes func(nvml.Device) ([]gpu.Process, error)) *migSide {
+	return &migSide{session: s, processes: processes, profiles: profiles{
 		boards: map[gpu.UUID]board{}, whole: map[board][]gpu.Profile{}, compute: map[computeKey][]computeProfile{},
 	}}
 }
 
-// MIG reads one GPU's MIG side as it is now; without capability it is the zero
-// value. It waits for work on that GPU's instances that is under way, and for no
-// other call.
-//
-// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
-	return work(ctx, m.session, u, "read the MIG side of "+string(u), onGPU(m.session, u, func(h nvml.Device) (gpu.MIG, error) {
+	what := "read the MIG side of " + string(u)
+	return work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (gpu.MIG, error) {
 		return m.mig(h, u)
 	}))
 }
 
 // work runs f behind one GPU's own door.
 func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f func() (T, error)) (T, error) {
-	value, err := through(ctx, s.card(u), what, func() (T, error) {
+	value, err := door.Through(ctx, s.gates.card(u), what, func() (T, error) {
 		var none T
-		if err := s.outside.join(ctx); err != nil {
+		if err := s.gates.outside.Join(ctx); err != nil {
 			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
 		}
-		defer s.outside.part()
+		defer s.gates.outside.Part()
 		return open(s, what, f)()
 	}, nil)
 	return value, s.explained(err)
@@ -90,6 +88,8 @@ func (p *profiles) see(d *gpu.Device) {
 	defer p.mu.Unlock()
 	p.boards[d.UUID] = board{d.PCIDevice, d.PCISubsystem, d.Model, d.Memory}
 }
+
+func (m *migSide) see(d *gpu.Device) { m.profiles.see(d) }
 
 // computeKey names a GPU instance profile of a GPU.
 type computeKey struct {
@@ -153,7 +153,8 @@ func cloneProfiles(list []gpu.Profile) []gpu.Profile {
 // complete reports whether all is known of the profiles. Some drivers tell
 // placements only while MIG is on.
 func complete(profiles []gpu.Profile) bool {
-	return len(profiles) > 0 && !slices.ContainsFunc(profiles, func(p gpu.Profile) bool { return len(p.Placements) == 0 })
+	untold := func(p gpu.Profile) bool { return len(p.Placements) == 0 }
+	return len(profiles) > 0 && !slices.ContainsFunc(profiles, untold)
 }
 
 // readProfiles walks the driver's profile numbers until it says that there are no
@@ -210,9 +211,9 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
 // that has none. What comes or goes meanwhile is in it or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
-	own := m.card(u)
+	own := m.gates.card(u)
 	for failed, crossed := 0, 0; failed < mostReadings && crossed < mostCrossed; {
-		before := own.moves()
+		before := own.Moves()
 		// An instance that goes away between two questions about it makes the
 		// second one wrong, and not the GPU. And of the dozens of questions one may
 		// fail as any call may: a GPU that cannot be read gives nothing out.
@@ -220,7 +221,7 @@ func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (
 		if !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) && !errors.Is(err, gpu.ErrDriver) {
 			break
 		}
-		if own.moves() == before {
+		if own.Moves() == before {
 			failed++
 		} else {
 			crossed++
@@ -238,7 +239,7 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	if err != nil {
 		return nil, err
 	}
-	processes, err := m.readings.processes(h)
+	processes, err := m.processes(h)
 	if err != nil {
 		return nil, fmt.Errorf("list the processes on %s: %w", u, err)
 	}
@@ -259,7 +260,8 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 		}
 	}
 	slices.SortFunc(all, func(a, b gpu.Instance) int {
-		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CIStart, b.CIStart), cmp.Compare(a.CI, b.CI))
+		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.GI, b.GI),
+			cmp.Compare(a.CIStart, b.CIStart), cmp.Compare(a.CI, b.CI))
 	})
 	return all, nil
 }
@@ -307,7 +309,8 @@ func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standi
 			return nil, err
 		}
 		if s.profile.ID != p.ID {
-			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d is another's now", p.Name, u, gpu.ErrNotFound, s.id)
+			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d is another's now",
+				p.Name, u, gpu.ErrNotFound, s.id)
 		}
 		s.profile = p
 		found = append(found, s)

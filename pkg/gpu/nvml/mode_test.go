@@ -14,10 +14,11 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 )
 
 // mocked is a driver of one GPU, "GPU-0", whose every call is the test's.
-func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
+func mocked(t *testing.T, card nvml.Device, missing ...string) *rooms {
 	t.Helper()
 	lib := &mock.Interface{
 		ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) },
@@ -28,7 +29,7 @@ func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
 			return card, nvml.SUCCESS
 		},
 	}
-	d := newDriver(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
+	d := newRooms(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
 	three := gpu.Profile{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}
 	d.profiles.whole = map[board][]gpu.Profile{{model: "GPU-0"}: {three}}
 	return d
@@ -56,14 +57,14 @@ func TestSetMIGModeAnswers(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			calls := 0
-			var d *Driver
+			var d *rooms
 			card := &mock.Device{
 				SetMigModeFunc: func(mode int) (nvml.Return, nvml.Return) {
 					if mode != nvml.DEVICE_MIG_ENABLE {
 						t.Errorf("mode %d", mode)
 					}
-					if waiting := d.sets.tryJoin(); waiting {
-						d.sets.part()
+					if waiting := d.gates.sets.TryJoin(); waiting {
+						d.gates.sets.Part()
 						if calls > 0 {
 							t.Error("tried again while events may be waited for")
 						}
@@ -82,7 +83,7 @@ func TestSetMIGModeAnswers(t *testing.T) {
 			if err != nil && !strings.Contains(err.Error(), "switch MIG on on GPU-0") {
 				t.Errorf("%v does not say what was tried", err)
 			}
-			if !d.outside.trySeize() || !d.sets.trySeize() {
+			if !d.gates.outside.TrySeize() || !d.gates.sets.TrySeize() {
 				t.Error("a room is kept")
 			}
 		})
@@ -197,26 +198,26 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	}
 	// However long it lasts it is not taken for hung, and nobody gets the library
 	// alone meanwhile.
-	short, cancel := context.WithTimeout(t.Context(), hungAfter+hungAfter/2)
+	short, cancel := context.WithTimeout(t.Context(), door.HungAfter+door.HungAfter/2)
 	defer cancel()
 	if _, err := work(short, d.session, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
 		t.Errorf("refused, before its own time was over: %v", err)
 	}
-	if d.outside.trySeize() {
+	if d.gates.outside.TrySeize() {
 		t.Error("the library can be initialised anew under the work")
 	}
 	close(out)
 	if err := <-next; err != nil {
 		t.Errorf("the one in line: %v", err)
 	}
-	if err := d.outside.seize(t.Context()); err != nil {
+	if err := d.gates.outside.Seize(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
 
 // Who has to wait for a wait for events has to do so once.
 func TestHurry(t *testing.T) {
-	d := newDriver(&session{opts: Options{EventWait: time.Hour}})
+	d := newRooms(&session{opts: Options{EventWait: time.Hour}})
 	if got := d.eventWait(); got != time.Hour {
 		t.Errorf("waits %s for events", got)
 	}

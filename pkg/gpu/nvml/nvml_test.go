@@ -128,7 +128,7 @@ func TestSeenByHost(t *testing.T) {
 }
 
 // standIn is a driver root whose nvidia-smi is a shell script.
-func standIn(t *testing.T, script string) *Driver {
+func standIn(t *testing.T, script string) *rooms {
 	t.Helper()
 	root := t.TempDir()
 	if script != "" {
@@ -141,7 +141,7 @@ func standIn(t *testing.T, script string) *Driver {
 	}
 	stopped, stop := context.WithCancel(context.Background())
 	t.Cleanup(stop)
-	return newDriver(&session{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, gates: newGates()})
+	return newRooms(&session{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, gates: newGates()})
 }
 
 func TestSetTimeSliceRunsTheDriversTool(t *testing.T) {

@@ -29,17 +29,10 @@ var needed = []string{"/dev/nvidiactl", "/dev/nvidia-uvm"}
 // partsReader has NVIDIA's generator say what containers need.
 type partsReader struct{ *session }
 
-// Parts lists what containers need of the driver and of each GPU, by host
-// paths. It reads the file system below DriverRoot and DevRoot; call it again
-// when the driver may have changed.
-//
-// A GPU that the driver cannot describe, or that has no device node, is logged
-// and left out. The error wraps gpu.ErrInvalid where Options.Hook is empty and
-// gpu.ErrNoDriver where CUDA's library or a control node is missing: with such
-// parts a container would start and find no GPU.
 func (r *partsReader) Parts(ctx context.Context) (cdi.Parts, error) {
 	if !filepath.IsAbs(r.opts.Hook) {
-		return cdi.Parts{}, fmt.Errorf("list the driver's parts: hook program %q: want the host's absolute path of nvidia-cdi-hook: %w", r.opts.Hook, gpu.ErrInvalid)
+		return cdi.Parts{}, fmt.Errorf("list the driver's parts: hook program %q: "+
+			"want the host's absolute path of nvidia-cdi-hook: %w", r.opts.Hook, gpu.ErrInvalid)
 	}
 	return call(ctx, r.session, "list the driver's parts", func() (cdi.Parts, error) { return r.parts(ctx) })
 }
@@ -94,7 +87,9 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 }
 
 // deviceParts finds the nodes of the GPU at an index.
-func (r *partsReader) deviceParts(generator nvcdi.Interface, index int) (u gpu.UUID, none specs.ContainerEdits, err error) {
+func (r *partsReader) deviceParts(
+	generator nvcdi.Interface, index int,
+) (u gpu.UUID, none specs.ContainerEdits, err error) {
 	h, u, err := r.byIndex(index)
 	if err != nil {
 		return u, none, err
@@ -107,12 +102,14 @@ func (r *partsReader) deviceParts(generator nvcdi.Interface, index int) (u gpu.U
 	}
 	devices, err := generator.GetDeviceSpecsByID(string(u))
 	if err != nil || len(devices) != 1 {
-		return u, none, fmt.Errorf("find the device nodes of %s: %w: %d devices, %v", u, gpu.ErrDriver, len(devices), err)
+		return u, none, fmt.Errorf("find the device nodes of %s: %w: %d devices, %v",
+			u, gpu.ErrDriver, len(devices), err)
 	}
 	edits := r.seenByHost(devices[0].ContainerEdits)
 	node := fmt.Sprintf("/dev/nvidia%d", minor)
 	if !hasNode(edits, node) {
-		return u, none, fmt.Errorf("%s has no device node %s below %s: %w; nvidia-modprobe -c %d makes it", u, node, r.opts.DevRoot, gpu.ErrNoDriver, minor)
+		return u, none, fmt.Errorf("%s has no device node %s below %s: %w; nvidia-modprobe -c %d makes it",
+			u, node, r.opts.DevRoot, gpu.ErrNoDriver, minor)
 	}
 	return u, edits, nil
 }
@@ -122,11 +119,14 @@ func (r *partsReader) usable(common specs.ContainerEdits) error {
 	if !slices.ContainsFunc(common.Mounts, func(m *specs.Mount) bool {
 		return strings.HasPrefix(filepath.Base(m.ContainerPath), "libcuda.so.")
 	}) {
-		return fmt.Errorf("no libcuda.so.<version> of this driver below %s: %w; install the driver's compute libraries, or name the right --driver-root", r.opts.DriverRoot, gpu.ErrNoDriver)
+		return fmt.Errorf("no libcuda.so.<version> of this driver below %s: %w; "+
+			"install the driver's compute libraries, or name the right --driver-root",
+			r.opts.DriverRoot, gpu.ErrNoDriver)
 	}
 	for _, node := range needed {
 		if !hasNode(common, node) {
-			return fmt.Errorf("no device node %s below %s: %w; nvidia-modprobe -c 0 -u makes it", node, r.opts.DevRoot, gpu.ErrNoDriver)
+			return fmt.Errorf("no device node %s below %s: %w; nvidia-modprobe -c 0 -u makes it",
+				node, r.opts.DevRoot, gpu.ErrNoDriver)
 		}
 	}
 	return nil

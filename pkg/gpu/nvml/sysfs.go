@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -29,7 +30,7 @@ const sysWait = time.Second
 // is read outside the driver's door: reading it is no call to the driver, and a network
 // card that hangs must not look like a GPU that hangs.
 type machine struct {
-	all, cardless *door // for readings with and without network cards
+	all, cardless *door.Door // for readings with and without network cards
 
 	mu sync.Mutex
 	// Guarded by mu; as last read:
@@ -40,24 +41,24 @@ type machine struct {
 }
 
 func newMachine() *machine {
-	return &machine{all: newDoor(), cardless: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
+	return &machine{all: door.New(), cardless: door.New(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
 // place adds to an inventory what the kernel knows. What the kernel cannot say now, as
 // about a GPU that fell off the bus, stays as it was. The error wraps gpu.ErrTimeout if
 // ctx ends first.
-func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
+func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	if ctx.Err() != nil { // the caller has left
-		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+		return fmt.Errorf("read %s: %w: %w", s.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
 	}
-	m, sys := d.machine, os.DirFS(d.opts.SysRoot)
+	m, sys := s.machine, os.DirFS(s.opts.SysRoot)
 	read, silent := m.read(ctx, m.all, sys, inv)
 	err := silent
 	if silent != nil {
 		read, err = m.read(ctx, m.cardless, withoutCards{sys}, inv)
 	}
 	if err != nil && ctx.Err() != nil {
-		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+		return fmt.Errorf("read %s: %w: %w", s.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
 	}
 
 	m.mu.Lock()
@@ -65,9 +66,9 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	if silent != nil && !m.silent {
 		what := "network cards do not answer the kernel"
 		if err != nil { // the reading without them failed too
-			what = "the kernel does not answer in " + d.opts.SysRoot
+			what = "the kernel does not answer in " + s.opts.SysRoot
 		}
-		d.log.Warn(what+"; the last answer stays in use", "within", sysWait)
+		s.log.Warn(what+"; the last answer stays in use", "within", sysWait)
 	}
 	if m.silent = silent != nil; !m.silent {
 		m.rest.NICs = read.NICs
@@ -75,7 +76,8 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	if err == nil {
 		m.rest.Machine, m.rest.NUMA, m.rest.Load = read.Machine, read.NUMA, read.Load
 	}
-	inv.Load, inv.Machine, inv.NUMA, inv.NICs = m.rest.Load, m.rest.Machine, cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	inv.Load, inv.Machine = m.rest.Load, m.rest.Machine
+	inv.NUMA, inv.NICs = cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		now, known := m.gpus[dev.UUID]
@@ -94,7 +96,7 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 }
 
 // read reads sysfs through a door, of the GPUs of an inventory.
-func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
+func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
 	// A copy: the reading may go on after the caller has left.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
@@ -107,7 +109,7 @@ func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inve
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, sysWait)
 	defer cancel()
-	return through(ctx, door, "read sysfs", func() (gpu.Inventory, error) {
+	return door.Through(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
 		asked.Load = loaded(sys)
 		for i := range asked.GPUs {
@@ -218,7 +220,8 @@ func vgpu(config []byte) *gpu.VGPU {
 		for records := capability[5:]; len(records) >= 2; {
 			if records[0] == 0 {
 				if len(records) >= 22 {
-					v.HostDriver, v.HostBranch = unix.ByteSliceToString(records[2:12]), unix.ByteSliceToString(records[12:22])
+					v.HostDriver = unix.ByteSliceToString(records[2:12])
+					v.HostBranch = unix.ByteSliceToString(records[12:22])
 				}
 				break
 			}

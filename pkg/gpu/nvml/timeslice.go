@@ -26,36 +26,27 @@ const toolGrace = time.Second
 // steps are the arguments of nvidia-smi compute-policy --set-timeslice.
 var steps = []gpu.TimeSlice{gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong}
 
-// SetTimeSlice sets how long a process may keep a shared GPU. The driver's
-// library has no call for it, so this runs the driver's own nvidia-smi, found
-// below DriverRoot, with the library that the agent uses; the program runs in
-// the agent's own root, since it needs nothing of the host's but that library
-// and the device nodes. It does not pass the door: a program that hangs harms
-// only itself, and keeps a Reset waiting.
-//
-// The error wraps gpu.ErrNotSupported, with the program's own words, where
-// there is no such program or it or the card cannot set a time slice;
-// gpu.ErrNotFound for a UUID that it does not know; gpu.ErrInvalid for a value
-// that is not a time slice; gpu.ErrTimeout where ctx ends first.
-func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error {
+func (m *modes) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error {
 	what := fmt.Sprintf("set the time slice of %s to %q", u, slice)
-	if d.stopped.Err() != nil {
+	if m.stopped.Err() != nil {
 		return fmt.Errorf("%s: %w", what, errClosed)
 	}
 	step := slices.Index(steps, slice)
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
-	if err := d.outside.join(ctx); err != nil { // the program is a client too
+	if err := m.gates.outside.Join(ctx); err != nil { // the program is a client too
 		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
 	}
-	defer d.outside.part()
-	return d.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
+	defer m.gates.outside.Part()
+	return m.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
 }
 
 // smi runs the driver's nvidia-smi. An error carries the program's words, and the
 // sentinel that meaning finds for its exit status and them.
-func (s *session) smi(ctx context.Context, what string, meaning func(status int, said string) error, args ...string) error {
+func (s *session) smi(
+	ctx context.Context, what string, meaning func(status int, said string) error, args ...string,
+) error {
 	tool, err := s.tool("nvidia-smi")
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)

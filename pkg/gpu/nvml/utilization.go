@@ -12,17 +12,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Utilization is how busy processes have kept the streaming multiprocessors of GPUs since a
-// time, in percent and by PID: the mean of all that time, whether they lived or not. Processes
-// that were idle are left out, and so are GPUs of which the driver does not tell: in MIG mode,
-// and others that do not support it. PIDs are as Processes has them.
-//
-// Who adds figures up should ask for the time since the figures before, no more and no less.
-// A longer time has a process's past again. And what a process did is forgotten when it ends:
-// the figures of the others are then too large for the time before (seen with driver 580.159.04:
-// of a process that was busy for a quarter of the time, 76 % for the last ten seconds, and 28 %
-// for the last two). That driver keeps some 16 seconds: for a longer time it tells those.
-func (r *readings) Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error) {
+func (r *readings) Utilization(
+	ctx context.Context, since time.Time, gpus ...gpu.UUID,
+) (map[gpu.UUID]map[int]float64, error) {
 	return call(ctx, r.session, "read how busy processes keep GPUs", func() (map[gpu.UUID]map[int]float64, error) {
 		out, errs := map[gpu.UUID]map[int]float64{}, []error(nil)
 		if !r.has(nvmlDeviceGetUtilization) {

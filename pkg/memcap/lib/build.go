@@ -30,8 +30,11 @@ const (
 
 // The source files of each library.
 var (
-	cudaSources = []string{"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c", "loan.c",
-		"memory.c", "module.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c"}
+	cudaSources = []string{
+		"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c",
+		"limit.c", "loan.c",
+		"memory.c", "module.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c",
+	}
 	nvmlSources = []string{"nvml.c", "real.c"}
 )
 
@@ -42,10 +45,15 @@ var (
 // that was loaded stays loaded (nodelete). Otherwise a program that unloads and loads it
 // again would lose what is charged, and take another slot each time.
 var (
-	compileFlags = []string{"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector",
-		"-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror"}
-	linkFlags = []string{"-shared", "-nostartfiles", "-s", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro",
-		"-Wl,-z,noexecstack", "-Wl,-z,nodelete", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed"}
+	compileFlags = []string{
+		"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden",
+		"-fno-stack-protector",
+		"-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror",
+	}
+	linkFlags = []string{
+		"-shared", "-nostartfiles", "-s", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro",
+		"-Wl,-z,noexecstack", "-Wl,-z,nodelete", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed",
+	}
 )
 
 // Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder
@@ -124,10 +132,12 @@ func build(ctx context.Context, out, root string) error {
 		// An empty library whose SONAME is the real one's path. A library that is linked
 		// against it has the loader load that path.
 		stub := "stub-" + l.name
-		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", "-Wl,-soname,"+root+"/driver/"+l.name, "-o", stub, "stub.c"); err != nil {
+		soname := "-Wl,-soname," + root + "/driver/" + l.name
+		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", soname, "-o", stub, "stub.c"); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
 		}
-		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machineFlags(machine), linkFlags,
+		args := slices.Concat(compileFlags, []string{fmt.Sprintf("-DCAP_ROOT=%q", root)}, machineFlags(machine),
+			linkFlags,
 			[]string{"-Wl,-soname," + l.name, "-o", filepath.Join(done, l.name)}, l.sources, []string{stub})
 		if _, err := gcc(ctx, tmp, args...); err != nil {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
@@ -154,7 +164,8 @@ func BuildHide(ctx context.Context, out string) error {
 	}
 	arch := map[string]string{"x86_64": "amd64", "aarch64": "arm64"}[strings.Split(machine, "-")[0]]
 	if arch == "" {
-		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w", hideName, machine, gpu.ErrNotSupported)
+		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w",
+			hideName, machine, gpu.ErrNotSupported)
 	}
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=",
 		"-o", filepath.Join(out, hideName), "example.com/gpu-agent/pkg/memcap/lib/hide")

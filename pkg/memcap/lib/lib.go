@@ -75,7 +75,10 @@ func Mounts(key string, pages map[gpu.UUID]Page) []specs.Mount {
 }
 
 func bind(from, to, how string) specs.Mount {
-	return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{how, "nosuid", "nodev", "noexec", "rbind", "rprivate"}}
+	return specs.Mount{
+		HostPath: from, ContainerPath: to,
+		Options: []string{how, "nosuid", "nodev", "noexec", "rbind", "rprivate"},
+	}
 }
 
 // None is the limit of a GPU without one.

@@ -53,7 +53,10 @@ func Link(library []byte, real string) ([]byte, error) {
 	texts, entries := []byte{0}, make([]byte, elf.Sym64Size)
 	for _, name := range slices.Sorted(maps.Keys(has)) {
 		// Whoever reads the table for an address, as a tracer does, finds those of our own.
-		s := elf.Sym64{Name: uint32(len(texts)), Info: elf.ST_INFO(elf.STB_GLOBAL, elf.STT_FUNC), Shndx: uint16(code), Value: f.Sections[code].Addr}
+		s := elf.Sym64{
+			Name: uint32(len(texts)), Info: elf.ST_INFO(elf.STB_GLOBAL, elf.STT_FUNC),
+			Shndx: uint16(code), Value: f.Sections[code].Addr,
+		}
 		if own, yes := ours[name]; yes {
 			s.Shndx, s.Value, s.Size = uint16(own.Section), own.Value, own.Size
 		}

@@ -148,7 +148,8 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// If the second look was steady, so was the first. No attempt may be under way: what
 	// it takes beyond bound for a moment would lower the ceiling.
-	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
+	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves &&
+		m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
 	r := Reading{Counters: c}
 	var context uint64 // what one takes, by this reading
 	next, r.Quiet, context = m.conclude(was, next, c, driver, known, still)
@@ -187,7 +188,9 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 
 // conclude returns the next reading, whether it is exact, and what it says that a context
 // takes, or 0.
-func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, still bool) (_ reading, quiet bool, each uint64) {
+func (m *Meter) conclude(
+	was, next reading, c Counters, driver uint64, known, still bool,
+) (_ reading, quiet bool, each uint64) {
 	// What was settled since the correction was found counts as found with it.
 	effective := next.correction + int64(m.first.Settled-next.settled)
 	switch {

@@ -211,7 +211,8 @@ func (l Limit) check() error {
 		return fmt.Errorf("GPU %q: %w", l.GPU, gpu.ErrInvalid)
 	}
 	if l.Context >= most || l.Code >= most {
-		return fmt.Errorf("a context of %d bytes and %d of code on %s, which no GPU has: %w", l.Context, l.Code, l.GPU, gpu.ErrInvalid)
+		return fmt.Errorf("a context of %d bytes and %d of code on %s, which no GPU has: %w",
+			l.Context, l.Code, l.GPU, gpu.ErrInvalid)
 	}
 	if l.Bytes != None && l.Bytes >= most {
 		return fmt.Errorf("limit of %d bytes of %s, which no GPU has: %w", l.Bytes, l.GPU, gpu.ErrInvalid)
@@ -297,7 +298,8 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	}
 	defer root.Close()
 	// Any user in a container may read it.
-	return atomicfile.Write(root, filepath.Join(key, name), ".new-"+key, 0o644, atomicfile.Unflushed, func(f *os.File) error {
+	file, half := filepath.Join(key, name), ".new-"+key
+	return atomicfile.Write(root, file, half, 0o644, atomicfile.Unflushed, func(f *os.File) error {
 		_, err := f.Write(b)
 		return err
 	})

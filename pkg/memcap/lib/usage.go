@@ -108,11 +108,13 @@ type Counters struct {
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
 	Uncounted           uint64 // allocations of an unknown type that passed under the open policy
 	Guesses             uint64 // how often something came or went for which Bound may differ from the driver's figure
-	Attempt             uint64 // upper half: allocations made without a reservation so far; lower half: 1 + slot of the one under way, or 0
-	Dead                uint64 // part of Bound that dead processes have left there, at most
-	Lent                uint64 // lent to processes that count what they have on another page (c/loan.h)
-	Borrowed            uint64 // part of Bound that living processes have borrowed from other pages
-	Processes           int    // living processes that have used the GPU
+	// Attempt's upper half counts the allocations made without a reservation so far; its lower
+	// half is 1 + the slot of the one under way, or 0.
+	Attempt   uint64
+	Dead      uint64 // part of Bound that dead processes have left there, at most
+	Lent      uint64 // lent to processes that count what they have on another page (c/loan.h)
+	Borrowed  uint64 // part of Bound that living processes have borrowed from other pages
+	Processes int    // living processes that have used the GPU
 }
 
 // readPatience bounds how long Read looks for living processes. A container may put any
@@ -158,7 +160,8 @@ func (u *Usage) Read() (Counters, error) {
 	}
 	c.Undone = min(c.Undone, most)
 	if c.Peak >= most || c.Bound >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
+		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w",
+			c.Bound, c.Peak, gpu.ErrInvalid)
 	}
 	// The slots are read after the header, so that what Settled includes is no longer in
 	// Committed.
@@ -188,7 +191,8 @@ func (u *Usage) Read() (Counters, error) {
 		}
 		alive := u.alive(i)
 		if threadTime()-began > readPatience {
-			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
+			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w",
+				readPatience, high, gpu.ErrInvalid)
 		}
 		switch {
 		case !alive:
@@ -203,14 +207,23 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, err
 	}
 	c.Steady = at(0) == word
+	if err := c.settle(idle); err != nil {
+		return Counters{}, err
+	}
+	return c, nil
+}
+
+// settle takes off Bound what is idle in all slots, and what is lent. The error is
+// gpu.ErrInvalid if the slots' sums are impossible.
+func (c *Counters) settle(idle uint64) error {
 	if idle >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
 	}
 	c.Bound -= min(c.Bound, idle+c.Lent)
 	if c.Reserved >= most || c.Committed >= most || c.Dead >= most || c.Lent >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
-	return c, nil
+	return nil
 }
 
 // living adds what the slot of a living process says.
@@ -272,7 +285,8 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		}
 		if threadTime()-began > readPatience {
 			nobody()
-			return fmt.Errorf("read usage page: it takes longer than %v to see who counts what: %w", readPatience, gpu.ErrInvalid)
+			return fmt.Errorf("read usage page: it takes longer than %v to see who counts what: %w",
+				readPatience, gpu.ErrInvalid)
 		}
 	}
 	return nil

@@ -85,7 +85,8 @@ func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 		return false
 	}
 	nonce := binary.LittleEndian.Uint64(head[useNonce:])
-	return string(head[:useNonce]) == usageMagic && nonce != 0 && nonce == limit.load(atUsage) && limit.load(atSince) >= since
+	return string(head[:useNonce]) == usageMagic && nonce != 0 &&
+		nonce == limit.load(atUsage) && limit.load(atSince) >= since
 }
 
 // Sound reports whether processes that start now can count on all of an allocation's
@@ -171,7 +172,8 @@ func makeRoom(dir string, pages int) (whole bool, err error) {
 		if serr := unix.Statfs(parent, &st); serr == nil && st.Type == unix.TMPFS_MAGIC && st.Blocks > 0 {
 			return true, nil
 		}
-		return false, fmt.Errorf("mount a tmpfs on %s: %w: %w; let the agent mount (CAP_SYS_ADMIN), or mount a limited tmpfs on %s before it starts",
+		return false, fmt.Errorf("mount a tmpfs on %s: %w: %w; let the agent mount (CAP_SYS_ADMIN), "+
+			"or mount a limited tmpfs on %s before it starts",
 			dir, gpu.ErrNoPermission, err, parent)
 	}
 	if err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+package door
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 )
 
 func TestShareHoldersExcludeEachOther(t *testing.T) {
-	s := newShare()
+	s := NewShare()
 	var together, alone atomic.Int32
 	var wg sync.WaitGroup
 	for i := range 60 {
@@ -21,22 +21,22 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 		go func() {
 			defer wg.Done()
 			if i%3 == 0 {
-				if err := s.seize(t.Context()); err != nil {
+				if err := s.Seize(t.Context()); err != nil {
 					t.Error(err)
 					return
 				}
-				defer s.yield()
+				defer s.Yield()
 				if n := alone.Add(1); n != 1 || together.Load() != 0 {
 					t.Errorf("one of %d that are alone, beside %d", n, together.Load())
 				}
 				alone.Add(-1)
 				return
 			}
-			if err := s.join(t.Context()); err != nil {
+			if err := s.Join(t.Context()); err != nil {
 				t.Error(err)
 				return
 			}
-			defer s.part()
+			defer s.Part()
 			if together.Add(1); alone.Load() != 0 {
 				t.Error("joined one who is alone")
 			}
@@ -44,7 +44,7 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 		}()
 	}
 	wg.Wait()
-	if !s.trySeize() {
+	if !s.TrySeize() {
 		t.Error("somebody has not left")
 	}
 }
@@ -52,28 +52,28 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 // One who wants to be alone is let in before those who come after it, and those
 // go on when it gives up.
 func TestShareLetsASeekerGoFirst(t *testing.T) {
-	s := newShare()
-	if !s.tryJoin() {
+	s := NewShare()
+	if !s.TryJoin() {
 		t.Fatal("cannot join")
 	}
-	if s.trySeize() {
+	if s.TrySeize() {
 		t.Fatal("alone beside another")
 	}
 	ctx, leave := context.WithCancel(t.Context())
 	sought := make(chan error)
-	go func() { sought <- s.seize(ctx) }()
-	<-s.wanted()
+	go func() { sought <- s.Seize(ctx) }()
+	<-s.Wanted()
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := s.join(gone); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
+	if err := s.Join(gone); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
 		t.Errorf("joined before one who waited: %v", err)
 	}
-	if !s.tryJoin() {
+	if !s.TryJoin() {
 		t.Error("a short use had to wait")
 	}
-	s.part()
+	s.Part()
 	joined := make(chan error)
-	go func() { joined <- s.join(t.Context()) }()
+	go func() { joined <- s.Join(t.Context()) }()
 	leave()
 	if err := <-sought; !errors.Is(err, gpu.ErrTimeout) {
 		t.Errorf("alone beside another: %v", err)
@@ -82,18 +82,18 @@ func TestShareLetsASeekerGoFirst(t *testing.T) {
 		t.Error(err)
 	}
 	select {
-	case <-s.wanted():
+	case <-s.Wanted():
 		t.Error("wanted by nobody")
 	default:
 	}
-	s.part()
-	go func() { sought <- s.seize(t.Context()) }()
-	<-s.wanted()
-	s.part()
+	s.Part()
+	go func() { sought <- s.Seize(t.Context()) }()
+	<-s.Wanted()
+	s.Part()
 	if err := <-sought; err != nil {
 		t.Error(err)
 	}
-	if s.tryJoin() {
+	if s.TryJoin() {
 		t.Error("joined one who is alone")
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+package door
 
 import (
 	"context"
@@ -11,17 +11,16 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// hungAfter is the age at which a call whose caller has left counts as hung. The caller
+// HungAfter is the age at which a call whose caller has left counts as hung. The caller
 // may have left for another reason, and the call may be about to end: so those in line
 // wait this long before they are turned away.
-const hungAfter = time.Second
+const HungAfter = time.Second
 
-// door lets one call to the driver in at a time, and lets a caller leave
+// Door lets one call to the driver in at a time, and lets a caller leave
 // before its call has an answer.
-type door struct {
+type Door struct {
 	token chan struct{} // holds one token while nobody is inside
-	// A patient door takes no call for hung: work behind it may take long, and those
-	// in line wait as long as their contexts allow. Set before the door is used.
+	// patient says that no call is taken for hung.
 	patient bool
 
 	mu sync.Mutex
@@ -36,20 +35,34 @@ type visit struct {
 	what  string
 	since time.Time
 
-	// Guarded by door.mu:
+	// Guarded by Door.mu:
 	left     bool // the caller has left
 	answered bool // the call has returned
 }
 
-func newDoor() *door {
-	d := &door{token: make(chan struct{}, 1), hung: make(chan struct{})}
+// New returns a door that nobody is inside of.
+func New() *Door {
+	d := &Door{token: make(chan struct{}, 1), hung: make(chan struct{})}
 	d.token <- struct{}{}
 	return d
 }
 
-// enter waits for the door and goes in, until leave. Where ctx ends first, or the call
-// inside is taken for hung, the error is as through's.
-func (d *door) enter(ctx context.Context, what string) (*visit, error) {
+// NewPatient returns a door that takes no call for hung: work behind it may take long, and
+// those in line wait as long as their contexts allow.
+func NewPatient() *Door {
+	d := New()
+	d.patient = true
+	return d
+}
+
+// Enter waits for the door and goes in, until leave. Where ctx ends first, or the call
+// inside is taken for hung, the error is as Through's.
+func (d *Door) Enter(ctx context.Context, what string) error {
+	_, err := d.enter(ctx, what)
+	return err
+}
+
+func (d *Door) enter(ctx context.Context, what string) (*visit, error) {
 	d.mu.Lock()
 	hung := d.hung
 	d.mu.Unlock()
@@ -73,12 +86,12 @@ func (d *door) enter(ctx context.Context, what string) (*visit, error) {
 	return v, nil
 }
 
-// through runs f inside the door and returns what it returns. Where ctx ends
+// Through runs f inside the door and returns what it returns. Where ctx ends
 // first, or the call inside is taken for hung, the error wraps gpu.ErrTimeout
 // (and the context's, where that is why). f may then run still, so it writes to
 // nothing that its caller reads; if it succeeds when its caller has left, undo
 // gets the value, inside the door. Undo may be nil.
-func through[T any](ctx context.Context, d *door, what string, f func() (T, error), undo func(T)) (T, error) {
+func Through[T any](ctx context.Context, d *Door, what string, f func() (T, error), undo func(T)) (T, error) {
 	var none T
 	v, err := d.enter(ctx, what)
 	if err != nil {
@@ -95,7 +108,7 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 			undo(value)
 		}
 		answers <- answer{value, err}
-		d.leave()
+		d.Leave()
 	}()
 	select {
 	case a := <-answers:
@@ -111,7 +124,7 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 
 // answer marks that the call has returned, and reports whether its caller has
 // left.
-func (d *door) answer(v *visit) (left bool) {
+func (d *Door) answer(v *visit) (left bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	v.answered = true
@@ -119,7 +132,7 @@ func (d *door) answer(v *visit) (left bool) {
 }
 
 // abandon marks that the caller leaves; false says that its call has returned.
-func (d *door) abandon(v *visit) bool {
+func (d *Door) abandon(v *visit) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if v.answered {
@@ -129,7 +142,7 @@ func (d *door) abandon(v *visit) bool {
 	if d.patient {
 		return true
 	}
-	if wait := hungAfter - time.Since(v.since); wait > 0 {
+	if wait := HungAfter - time.Since(v.since); wait > 0 {
 		time.AfterFunc(wait, func() { d.shut(v) })
 	} else {
 		close(d.hung)
@@ -138,7 +151,7 @@ func (d *door) abandon(v *visit) bool {
 }
 
 // shut turns everybody away until v ends, if it has not.
-func (d *door) shut(v *visit) {
+func (d *Door) shut(v *visit) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.inside == v {
@@ -146,8 +159,8 @@ func (d *door) shut(v *visit) {
 	}
 }
 
-// leave ends the visit and lets the next one in.
-func (d *door) leave() {
+// Leave ends the visit and lets the next one in.
+func (d *Door) Leave() {
 	d.mu.Lock()
 	d.inside = nil
 	d.moved++
@@ -160,29 +173,30 @@ func (d *door) leave() {
 	d.token <- struct{}{}
 }
 
-// moves is how often a call has gone in or out: the same at two moments, nothing began or
+// Moves is how often a call has gone in or out: the same at two moments, nothing began or
 // ended inside between them.
-func (d *door) moves() uint64 {
+func (d *Door) Moves() uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.moved
 }
 
-// underWay names the call that is inside, empty if none is.
-func (d *door) underWay() string {
+// UnderWay names the call that is inside, empty if none is.
+func (d *Door) UnderWay() string {
 	d.mu.Lock()
 	v := d.inside
 	d.mu.Unlock()
 	if v == nil {
 		return ""
 	}
-	return fmt.Sprintf("the call to %s began %s ago and has not returned", v.what, time.Since(v.since).Round(time.Millisecond))
+	return fmt.Sprintf("the call to %s began %s ago and has not returned",
+		v.what, time.Since(v.since).Round(time.Millisecond))
 }
 
 // refusal names the call that stands in the way.
-func (d *door) refusal(what string, cause error) error {
+func (d *Door) refusal(what string, cause error) error {
 	err := fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
-	if call := d.underWay(); call != "" {
+	if call := d.UnderWay(); call != "" {
 		err = fmt.Errorf("%w: %s", err, call)
 	}
 	if cause != nil {

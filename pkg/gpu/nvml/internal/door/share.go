@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+package door
 
 import (
 	"context"
@@ -10,12 +10,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// share is held by many together or by one alone, and those in line for it can
-// leave. It guards what is used outside the general door: handles of the
+// Share is held by many together or by one alone, and those in line for it can
+// Leave. It guards what is used outside the general door: handles of the
 // driver's library, which end when that is initialised anew.
 //
 // While one waits to be alone nobody else joins, so that it comes to its turn.
-type share struct {
+type Share struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	together int
@@ -25,25 +25,26 @@ type share struct {
 	moved    chan struct{} // closed, and made anew, when someone leaves
 }
 
-func newShare() *share {
-	return &share{sought: make(chan struct{}), moved: make(chan struct{})}
+// NewShare returns a share that nobody holds.
+func NewShare() *Share {
+	return &Share{sought: make(chan struct{}), moved: make(chan struct{})}
 }
 
-// join waits for its turn to hold s beside others. The error wraps
+// Join waits for its turn to hold s beside others. The error wraps
 // gpu.ErrTimeout and the context's.
-func (s *share) join(ctx context.Context) error {
+func (s *Share) Join(ctx context.Context) error {
 	return s.wait(ctx, func() bool { return s.seekers == 0 && s.joinLocked() })
 }
 
-// tryJoin joins at once or not at all. Those in line do not stop it, so what it
+// TryJoin joins at once or not at all. Those in line do not stop it, so what it
 // is for must be short.
-func (s *share) tryJoin() bool {
+func (s *Share) TryJoin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.joinLocked()
 }
 
-func (s *share) joinLocked() bool {
+func (s *Share) joinLocked() bool {
 	if s.alone {
 		return false
 	}
@@ -51,16 +52,16 @@ func (s *share) joinLocked() bool {
 	return true
 }
 
-// part ends a join.
-func (s *share) part() {
+// Part ends a join.
+func (s *Share) Part() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.together--
 	s.movedLocked()
 }
 
-// seize waits until it holds s alone; the error is as join's.
-func (s *share) seize(ctx context.Context) error {
+// Seize waits until it holds s alone; the error is as Join's.
+func (s *Share) Seize(ctx context.Context) error {
 	s.mu.Lock()
 	if s.seekers++; s.seekers == 1 {
 		close(s.sought)
@@ -78,14 +79,14 @@ func (s *share) seize(ctx context.Context) error {
 	return err
 }
 
-// trySeize holds s alone at once or not at all.
-func (s *share) trySeize() bool {
+// TrySeize holds s alone at once or not at all.
+func (s *Share) TrySeize() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.seizeLocked()
 }
 
-func (s *share) seizeLocked() bool {
+func (s *Share) seizeLocked() bool {
 	if s.alone || s.together > 0 {
 		return false
 	}
@@ -93,29 +94,29 @@ func (s *share) seizeLocked() bool {
 	return true
 }
 
-// yield ends a seize.
-func (s *share) yield() {
+// Yield ends a seize.
+func (s *Share) Yield() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.alone = false
 	s.movedLocked()
 }
 
-// wanted is closed when someone wants to be alone: for those who hold s for
+// Wanted is closed when someone wants to be alone: for those who hold s for
 // long, and can come back.
-func (s *share) wanted() <-chan struct{} {
+func (s *Share) Wanted() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.sought
 }
 
-func (s *share) movedLocked() {
+func (s *Share) movedLocked() {
 	close(s.moved)
 	s.moved = make(chan struct{})
 }
 
 // wait calls enter, with s locked, until it succeeds.
-func (s *share) wait(ctx context.Context, enter func() bool) error {
+func (s *Share) wait(ctx context.Context, enter func() bool) error {
 	for {
 		s.mu.Lock()
 		entered, moved := enter(), s.moved

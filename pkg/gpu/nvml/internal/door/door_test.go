@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+package door
 
 import (
 	"context"
@@ -9,7 +9,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -19,14 +18,14 @@ func answer(n int) func() (int, error) {
 }
 
 func TestDoorLetsOneIn(t *testing.T) {
-	d := newDoor()
+	d := New()
 	var inside, most atomic.Int32
 	var wg sync.WaitGroup
 	for i := range 50 {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			got, err := through(t.Context(), d, "count", func() (int, error) {
+			got, err := Through(t.Context(), d, "count", func() (int, error) {
 				most.Store(max(most.Load(), inside.Add(1)))
 				defer inside.Add(-1)
 				return i, nil
@@ -44,13 +43,13 @@ func TestDoorLetsOneIn(t *testing.T) {
 
 // hang sends a call in that stays until release, and returns once its caller
 // has left.
-func hang(t *testing.T, d *door) (release func()) {
+func hang(t *testing.T, d *Door) (release func()) {
 	t.Helper()
 	in, out := make(chan struct{}), make(chan struct{})
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error)
 	go func() {
-		_, err := through(ctx, d, "sleep for ever", func() (int, error) {
+		_, err := Through(ctx, d, "sleep for ever", func() (int, error) {
 			close(in)
 			<-out
 			return 0, nil
@@ -67,19 +66,19 @@ func hang(t *testing.T, d *door) (release func()) {
 }
 
 func TestDoorStaysShutWhileACallHangs(t *testing.T) {
-	d := newDoor()
+	d := New()
 	release := hang(t, d)
 	defer release()
 	for range 3 {
 		// A context without an end: the answer must come at once all the same.
-		_, err := through(context.Background(), d, "read memory", answer(1), nil)
+		_, err := Through(context.Background(), d, "read memory", answer(1), nil)
 		if !errors.Is(err, gpu.ErrTimeout) || !strings.Contains(err.Error(), "sleep for ever") {
 			t.Fatalf("got %v, want ErrTimeout that names the call inside", err)
 		}
 	}
 	release()
 	for {
-		got, err := through(context.Background(), d, "read memory", answer(1), nil)
+		got, err := Through(context.Background(), d, "read memory", answer(1), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue // the call is on its way out
 		}
@@ -91,13 +90,13 @@ func TestDoorStaysShutWhileACallHangs(t *testing.T) {
 }
 
 func TestDoorTellsThoseInLine(t *testing.T) {
-	d := newDoor()
+	d := New()
 	in, out := make(chan struct{}), make(chan struct{})
 	defer close(out)
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error, 1)
 	go func() {
-		_, err := through(ctx, d, "sleep for ever", func() (int, error) {
+		_, err := Through(ctx, d, "sleep for ever", func() (int, error) {
 			close(in)
 			<-out
 			return 0, nil
@@ -107,7 +106,7 @@ func TestDoorTellsThoseInLine(t *testing.T) {
 	<-in
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := through(context.Background(), d, "wait in line", answer(1), nil)
+		_, err := Through(context.Background(), d, "wait in line", answer(1), nil)
 		waiting <- err
 	}()
 	leave()
@@ -118,17 +117,17 @@ func TestDoorTellsThoseInLine(t *testing.T) {
 }
 
 func TestDoorWithAnEndedContext(t *testing.T) {
-	d := newDoor()
+	d := New()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	// Whether such a call goes in is open; that it leaves the door usable is not.
 	for range 100 {
-		if _, err := through(ctx, d, "come late", answer(1), nil); err != nil && !errors.Is(err, gpu.ErrTimeout) {
+		if _, err := Through(ctx, d, "come late", answer(1), nil); err != nil && !errors.Is(err, gpu.ErrTimeout) {
 			t.Fatal(err)
 		}
 	}
 	for {
-		got, err := through(t.Context(), d, "come in time", answer(2), nil)
+		got, err := Through(t.Context(), d, "come in time", answer(2), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue
 		}
@@ -142,11 +141,11 @@ func TestDoorWithAnEndedContext(t *testing.T) {
 // A caller that leaves early does not make those in line fail, if its call
 // ends soon.
 func TestDoorWaitsForACallThatEnds(t *testing.T) {
-	d := newDoor()
+	d := New()
 	release := hang(t, d)
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := through(t.Context(), d, "wait in line", answer(1), nil)
+		_, err := Through(t.Context(), d, "wait in line", answer(1), nil)
 		waiting <- err
 	}()
 	release()
@@ -155,28 +154,8 @@ func TestDoorWaitsForACallThatEnds(t *testing.T) {
 	}
 }
 
-// Who leaves the line for the driver leaves the door of event sets to others at once,
-// however long he waited: Events goes on meanwhile.
-func TestAloneIsNeverTakenForHung(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		s := &session{gates: newGates()}
-		<-s.door.token  // somebody is inside, and his caller waits
-		for range 100 { // it was shut for a moment, which some of them met
-			const patience = 2 * hungAfter
-			ctx, cancel := context.WithTimeout(t.Context(), patience)
-			if err := s.alone(ctx, "work alone", func() {}, func() error { return nil }); !errors.Is(err, gpu.ErrTimeout) {
-				t.Fatalf("beside a call that takes long: %v", err)
-			}
-			cancel()
-			if _, err := through(t.Context(), s.waits, "watch", answer(1), nil); err != nil {
-				t.Fatalf("after %s of waiting: %v", patience, err)
-			}
-		}
-	})
-}
-
 func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
-	d := newDoor()
+	d := New()
 	in, out := make(chan struct{}), make(chan struct{})
 	ctx, leave := context.WithCancel(t.Context())
 	undone := make(chan int, 1)
@@ -184,7 +163,7 @@ func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
 		<-in
 		leave()
 	}()
-	_, err := through(ctx, d, "open", func() (int, error) {
+	_, err := Through(ctx, d, "open", func() (int, error) {
 		close(in)
 		<-out
 		return 7, nil
@@ -197,7 +176,7 @@ func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
 		t.Errorf("undone %d, want 7", n)
 	}
 	// What is taken is not undone.
-	if n, err := through(t.Context(), d, "open", answer(8), func(int) { t.Error("undone all the same") }); n != 8 || err != nil {
+	if n, err := Through(t.Context(), d, "open", answer(8), func(int) { t.Error("undone all the same") }); n != 8 || err != nil {
 		t.Errorf("got %d, %v", n, err)
 	}
 }
