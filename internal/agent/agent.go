@@ -197,9 +197,7 @@ func New(o Options, w Worlds) *Agent {
 	}}
 	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wasReset, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
-	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
-		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, slices: a.slices, journal: a.journal, witnesses: a.witnesses,
-		pages: &pageSweeper{caps: w.Caps, wake: a.wake, going: map[string]chan struct{}{}}, made: map[string]string{}, removed: map[string]bool{}}
+	a.gates = newGatekeeper(&o, &w, a.ledger, a.front.Started, a.journal.append, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
 	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := a.partitions.latest()

@@ -22,11 +22,13 @@ import (
 // allocations are the allocations, with the caps that were given to their holders where
 // that is known. Where every record of that is lost the limit page tells: the size of a
 // unit or the number of replicas may have changed since.
-func (k *gatekeeper) allocations() []ledger.Allocation {
+func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 	allocations := k.ledger.Allocations()
 	for i := range allocations {
 		if c := &allocations[i]; !c.CapsKnown() {
-			_ = k.fixCaps(c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) { return k.caps.Limit(c.ID, g.GPU) })
+			_ = k.fixCaps(inv, c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) {
+				return k.caps.Limit(c.ID, g.GPU)
+			})
 		}
 	}
 	return allocations
@@ -35,9 +37,9 @@ func (k *gatekeeper) allocations() []ledger.Allocation {
 // settleCaps decides the caps of an allocation of which there is neither a record nor a
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
-func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
-	return k.fixCaps(c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
-		layout := k.layouts.now[g.GPU]
+func (k *gatekeeper) settleCaps(on *ground, c *ledger.Allocation) error {
+	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
+		layout := on.layouts[g.GPU]
 		of, _ := layout.Of(g.Kind())
 		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps the unit that it was laid out with, as long as it is held
 		if _, cap := g.In(piece.Share{Division: of, Usable: d.Usable()}); cap.Known {
@@ -49,12 +51,13 @@ func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 }
 
 // fixCaps gives those grants of an allocation a cap that have none, where bytes tells it.
-func (k *gatekeeper) fixCaps(c *ledger.Allocation, bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
+func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
+	bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
 	var errs []error
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
-		d := k.reader.inv.ByUUID(g.GPU)
+		d := inv.ByUUID(g.GPU)
 		if g.Cap.Known || d == nil {
 			continue
 		}
@@ -84,11 +87,11 @@ func (a *Agent) Changed() <-chan struct{} { return a.stirred }
 // cap. Every allocation gets it, that of a whole GPU too: a container can have two
 // allocations, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
-func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
+func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
-	if err := k.settleCaps(c); err != nil {
+	if err := k.settleCaps(on, c); err != nil {
 		return none, err
 	}
 	for _, u := range c.GPUs() {
@@ -105,7 +108,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	}
 	if c.Kind().InMIG() {
 		// Programs know an instance by its own UUID.
-		instances, _ := k.instancesOf(c)
+		instances, _ := on.instancesOf(c)
 		for _, i := range instances {
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
@@ -118,7 +121,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	bind := func(from, to string) specs.Mount {
 		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
-	kit := k.reader.parts.kit
+	kit := on.parts.kit
 	over := cdi.Overlay{
 		Overrides: []cdi.Override{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},

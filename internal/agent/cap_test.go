@@ -505,25 +505,25 @@ func TestCapOfAnAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
 		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.layout
 		lost := allocated(c.resource, "p", "0::0")
-		if err := a.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		if err := a.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		allocation := a.gates.allocations()[0]
+		allocation := a.gates.allocations(a.reader.inv)[0]
 		if got := capsOf(&allocation); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.layout.Mode(), got)
 		}
-		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == memResource) {
+		if err := a.gates.settleCaps(a.ground(), &allocation); (err == nil) != (c.resource == memResource) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.layout.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
 		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.layout
-		if err := b.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		if err := b.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := b.gates.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
 			t.Fatal(err)
 		}
-		allocation = b.gates.allocations()[0]
+		allocation = b.gates.allocations(b.reader.inv)[0]
 		if got := capsOf(&allocation); len(got) != 1 || got[0].Bytes != 123<<20 {
 			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.layout.Mode(), got)
 		}

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -46,11 +47,29 @@ func (a *Agent) remember() {
 		if c.Allocated.After(now) { // the clock was put back
 			c.Allocated = time.Time{}
 		}
-		if err := a.gates.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
+		if err := a.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
 			a.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
-	a.gates.adoptFiles()
+	a.gates.adoptFiles(a.takeOver)
+}
+
+// takeOver has an allocation of the process before this one in the ledger again, by
+// way of the front-end that it is of, where that has to know more of it than the ledger.
+func (a *Agent) takeOver(id string, r ledger.Record, given, file time.Time) error {
+	var err error
+	switch {
+	case r.Owner == ledger.DevicePlugin:
+		err = a.front.Found(id, r, given, file)
+	case r.Owner == ledger.DRA && a.claims.front != nil:
+		err = a.claims.found(id, r, given)
+	default:
+		_, err = a.ledger.Found(id, r, given)
+	}
+	if err == nil {
+		a.ledger.Filed(id, file)
+	}
+	return err
 }
 
 // save writes down what a successor must know. It costs nothing where nothing has

@@ -120,7 +120,7 @@ func (a *Agent) lookAround(ctx context.Context, migManager string) {
 func (a *Agent) plan(p *pass) {
 	now := time.Now()
 	a.layouts.expire(now)
-	p.allocations = a.gates.allocations()
+	p.allocations = a.gates.allocations(a.reader.inv)
 	changes := plan.Make(a.planInput(p.allocations, now))
 	p.changes = &changes
 }
@@ -232,7 +232,7 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 	if p.fail(unsaved); unsaved == nil {
 		a.executor.begin(ctx, a.reader.inv, work)
 	}
-	a.gates.correct(p.changes, unsaved)
+	a.ground().correct(p.changes, unsaved)
 }
 
 // setDriver learns what containers need of the driver, where it or its GPUs are others
@@ -264,9 +264,9 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 // is on offer. Files of ended allocations go first: the next holder's container must not find
 // the gate of the one before it open.
 func (a *Agent) openGates(p *pass) {
-	p.fail(a.gates.sweep())
-	p.fail(a.gates.write(a.gates.allocations(), p.changes.Trouble))
-	a.gates.tellWaiting(p.changes.Trouble)
+	p.fail(a.gates.sweep(a.witnesses.Heard(), a.witnesses.Used))
+	p.fail(a.gates.write(a.ground(), a.gates.allocations(a.reader.inv), p.changes.Trouble))
+	a.gates.tellWaiting(p.changes.Trouble, a.executor.failedFor)
 	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 

@@ -568,7 +568,7 @@ func (c *stormClaims) checkRunning(when string, o *stormContainer, layouts map[g
 	s, p := c.s, o.pod.claim
 	for i, key := range p.keys {
 		g := &p.grants[i][0]
-		sick := s.agent.reader.inv == nil || s.agent.gates.faulty(g.GPU) || s.unheard
+		sick := s.agent.reader.inv == nil || (&ground{inv: s.agent.reader.inv}).faulty(g.GPU) || s.unheard
 		went := s.attack.went[key] && !s.agent.reader.answered
 		s.attack.went[key] = s.specs[key] == nil && (sick || went)
 		if s.specs[key] == nil && p.pod.active && !sick && !went {

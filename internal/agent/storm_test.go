@@ -1045,7 +1045,7 @@ func (s *storm) check(when string) {
 			s.claims.checkRunning(when, c, layouts)
 		}
 		for resource, ids := range c.ids {
-			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.unheard
+			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return (&ground{inv: s.agent.reader.inv}).faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.unheard
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
 			key := cdi.Key(resource, ids)

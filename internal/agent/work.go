@@ -61,14 +61,14 @@ type job struct {
 	now atomic.Pointer[string]
 }
 
-// destroys reports whether the job takes an instance away.
-func (j *job) destroys(s mig.Placement) bool {
-	return j != nil && slices.Contains(j.Steps, mig.Step{Op: mig.Destroy, Placement: s})
+// destroys reports whether work, nil for none, takes an instance away.
+func destroys(w *plan.Work, s mig.Placement) bool {
+	return w != nil && slices.Contains(w.Steps, mig.Step{Op: mig.Destroy, Placement: s})
 }
 
-// switches reports whether the job changes the MIG mode.
-func (j *job) switches() bool {
-	return j != nil && slices.ContainsFunc(j.Steps, func(s mig.Step) bool { return s.Op == mig.Enable || s.Op == mig.Disable })
+// switches reports whether work, nil for none, changes the MIG mode.
+func switches(w *plan.Work) bool {
+	return w != nil && slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Enable || s.Op == mig.Disable })
 }
 
 // result is what became of a job.
@@ -580,13 +580,19 @@ func (e *executor) refusedPlacements(now time.Time) map[mig.Place]status.Cause {
 	return out
 }
 
+// working is the work under way.
+func (e *executor) working() map[gpu.UUID]*plan.Work {
+	out := map[gpu.UUID]*plan.Work{}
+	for u, j := range e.jobs {
+		out[u] = &j.Work
+	}
+	return out
+}
+
 // input is what the plan must know of the work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
-	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Placement{},
+	in := plan.MIGInput{Made: e.mine, Working: e.working(), Expired: map[gpu.UUID][]mig.Placement{},
 		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset}
-	for u, j := range e.jobs {
-		in.Working[u] = &j.Work
-	}
 	for w, r := range e.rests {
 		switch {
 		case w.Allocation == "":
