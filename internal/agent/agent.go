@@ -139,8 +139,8 @@ type Agent struct {
 	front     *deviceplugin.FrontEnd
 	claims    *claims
 	witnesses *deviceplugin.Witnesses
-	health    *health.Monitor
 	reader    *reader
+	faults    *faults
 	others    *coexistence
 	slices    *timeSlices
 	object    *gpuNodeWriter
@@ -171,7 +171,6 @@ func New(o Options, w Worlds) *Agent {
 		names:    deviceplugin.ResourceNames(o.ResourceDomain),
 		observer: w.Observer,
 		account:  w.Account,
-		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
 		stirred:  make(chan struct{}, 1),
@@ -186,16 +185,19 @@ func New(o Options, w Worlds) *Agent {
 	a.front = deviceplugin.New(a.ledger, time.Now)
 	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
 	a.claims = newClaims(&o, &w, a.ledger, a)
-	a.reader = newReader(&o, &w, a.health, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+	monitor := health.New(o.Health)
+	a.reader = newReader(&o, &w, monitor, a.wake)
+	a.faults = newFaults(&o, &w, monitor, a.ration, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 		a.front.SetFaults(gpus, placements)
 		a.claims.setFaults(gpus, placements)
-	}, a.ration, a.wake)
+	}, a.wake, a.reader.again)
+	a.reader.told = a.faults
 	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
 	a.slices = newTimeSlices(&o, &w)
 	a.served = &served{plugins: w.Plugins, lowering: w.Lowering, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
 		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
 	}}
-	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wasReset, a.wake)
+	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.reader.wasReset, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = newGatekeeper(&o, &w, a.ledger, a.front.Started, a.journal.append, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
@@ -259,8 +261,8 @@ func (a *Agent) Run(asked context.Context) error {
 			return ctx.Err()
 		}
 	})
-	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
-	g.Go(func() error { return a.reader.followLinks(ctx) })
+	g.Go(func() error { return abandon(ctx, a.faults.follow) })
+	g.Go(func() error { return a.reader.links.follow(ctx) })
 	g.Go(func() error { return a.witnesses.Follow(ctx) })
 	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
 	g.Go(func() error { return a.claims.run(ctx) })

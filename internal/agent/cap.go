@@ -4,8 +4,10 @@ package agent
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync/atomic"
@@ -14,10 +16,60 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
+
+// supplies is what containers need of the driver and of each GPU, and the libraries that hold
+// them to their memory there. It is for the loop's goroutine.
+type supplies struct {
+	driver Driver
+	caps   Caps
+	log    *slog.Logger
+	// parts were learnt in the reader's epoch of, nil before that; err is why the last try
+	// failed.
+	parts *parts
+	of    uint64
+	err   error
+}
+
+// parts are what supplies knows.
+type parts struct {
+	cdi.Parts
+	kit lib.Kit
+}
+
+// closed is why no container can be given anything of the driver; empty where one can.
+func (s *supplies) closed() string {
+	if s.parts == nil && s.err != nil {
+		return s.err.Error()
+	}
+	return ""
+}
+
+// learn asks the driver what containers need of it, in an epoch of the reader's. On failure
+// what was learnt before stays, and the next round asks again.
+func (s *supplies) learn(ctx context.Context, epoch uint64) error {
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	of, err := s.driver.Parts(ctx)
+	if s.err = err; err != nil {
+		return status.Because(status.DriverFilesUnknown, fmt.Errorf("learn which driver files containers need: %w", err))
+	}
+	kit, err := s.caps.Fit(of)
+	if kit == (lib.Kit{}) {
+		s.err = err
+		return status.Because(status.FilesFailed, err)
+	}
+	s.parts, s.of = &parts{of, kit}, epoch
+	if err != nil {
+		s.log.Warn("programs in containers will find functions that this driver does not have; "+
+			"they fail where they are called", "err", err)
+	}
+	return nil
+}
 
 // allocations are the allocations, with the caps that were given to their holders where
 // that is known. Where every record of that is lost the limit page tells: the size of a

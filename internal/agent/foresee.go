@@ -39,7 +39,7 @@ type basis struct {
 
 // basis keeps what the next plan would be made from.
 func (a *Agent) basis(allocations []ledger.Allocation) *basis {
-	b := &basis{Input: a.planInput(allocations, time.Now()), on: a.partitions.on, closed: a.reader.closed(), cordons: a.partitions.cordons}
+	b := &basis{Input: a.planInput(allocations, time.Now()), on: a.partitions.on, closed: a.gates.supplies.closed(), cordons: a.partitions.cordons}
 	b.Allocations, b.MIG.Made = nil, a.executor.made()
 	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
 	for u, of := range b.Past {

@@ -39,8 +39,9 @@ type gatekeeper struct {
 	// started reports whether the container of an allocation has been started.
 	started func(id string) bool
 	// record writes an allocation down whose file is about to go.
-	record func(state.Allocation) error
-	pages  *pageSweeper
+	record   func(state.Allocation) error
+	supplies *supplies
+	pages    *pageSweeper
 
 	made    map[string]string // of what the files of allocations of MIG devices were made
 	removed map[string]bool   // allocations whose file is gone: the journal alone has them
@@ -52,8 +53,9 @@ func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string)
 	return &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, log: o.Log,
 		files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer,
 		ledger: l, started: started, record: record,
-		pages: &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
-		made:  map[string]string{}, removed: map[string]bool{}}
+		supplies: &supplies{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
+		pages:    &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
+		made:     map[string]string{}, removed: map[string]bool{}}
 }
 
 // adoptFiles takes over the allocations of a predecessor from their CDI files, by takeOver.

@@ -24,8 +24,8 @@ func (a *Agent) remember() {
 		a.reader.restore(doc.GPUs)
 	}
 	// Where no boot has a name, a fault stays: a reboot that nobody saw loads the driver anew.
-	a.health.Restore(doc.Faults, same || doc.Boot == "" || a.opts.Boot == "")
-	a.reader.faults.apply()
+	a.reader.health.Restore(doc.Faults, same || doc.Boot == "" || a.opts.Boot == "")
+	a.faults.apply()
 	a.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {
 		a.partitions.cordons.gpus[u] = true
@@ -75,7 +75,7 @@ func (a *Agent) takeOver(id string, r ledger.Record, given, file time.Time) erro
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
 func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
+	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.reader.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}

@@ -94,7 +94,8 @@ func (a *Agent) readHardware(ctx context.Context, p *pass) error {
 func (a *Agent) want(p *pass) {
 	if p.in.labelKnown { // until then the last agent's
 		a.partitions.cordons = cordonsOf(p.in.cordon, a.reader.inv)
-		a.tellResets(p.in.reset)
+		a.partitions.resets = resetsOf(p.in.reset, a.reader.inv, time.Now())
+		a.reader.wereReset(a.partitions.resets.at)
 	}
 	note, err := a.partitions.resolve(p.in, a.reader.inv, a.reader.answered)
 	if p.configErr = err; a.reader.letGo == "" {
@@ -128,7 +129,7 @@ func (a *Agent) plan(p *pass) {
 // planInput is what a plan is made from now.
 func (a *Agent) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
 	mig := a.executor.input(allocations, now)
-	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
+	mig.Cards, mig.Reclaim = a.reader.cards.of, a.opts.ReclaimForeign
 	return plan.Input{Inventory: a.reader.inv, Allocations: allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
 		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig}
 }
@@ -239,17 +240,17 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 // than before, and sets time slices.
 func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	// Not before somebody can need the parts: the partitions may arrive meanwhile.
-	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
+	if a.gates.supplies.of != a.reader.epoch && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
 		// It takes a while to learn them. A fault is told before that, and so is what a
 		// new process offers: a container that comes meanwhile waits for its allocation's
 		// file.
 		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
-		switch err := a.reader.learnParts(ctx, a.gates.caps); {
+		switch err := a.gates.supplies.learn(ctx, a.reader.epoch); {
 		case err == nil:
 			for _, c := range a.ledger.Allocations() {
 				a.ledger.Shut(c.ID) // written again below, if the files differ
 			}
-		case a.reader.parts == nil || !errors.Is(err, gpu.ErrTimeout):
+		case a.gates.supplies.parts == nil || !errors.Is(err, gpu.ErrTimeout):
 			p.fail(err)
 		}
 	}
@@ -271,11 +272,11 @@ func (a *Agent) openGates(p *pass) {
 }
 
 func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
-	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
+	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards.of, !a.opts.KeepOffering
 	in.Failing = a.executor.failingPlacements(time.Now())
 	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
 	in.Cordoned = a.partitions.cordons.gpus
-	in.Closed = a.reader.closed()
+	in.Closed = a.gates.supplies.closed()
 	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
 		in.Held = allocations
 		return deviceplugin.Build(in)
@@ -313,7 +314,7 @@ func (a *Agent) finish(p *pass) error {
 	}
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs(), usable: usable{absent: a.reader.absent()}}
+		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.reader.health.Verdicts(), Hangs: a.reader.hangs(), usable: usable{absent: a.reader.absent()}}
 	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}
@@ -324,7 +325,7 @@ func (a *Agent) finish(p *pass) error {
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if closed := a.reader.closed(); closed != "" {
+	if closed := a.gates.supplies.closed(); closed != "" {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+closed)
 	}
 	if a.reader.inv != nil {
