@@ -129,28 +129,29 @@ type Options struct {
 
 // Agent is the loop, and joins what it remembers from one round to the next. Use [New].
 type Agent struct {
-	*reporter   // has Status, Ready, Healthy, Offered and Open
-	*partitions // has SetFile, SetFileMissing and SetRefused
+	*reporter // has Status, Ready, Healthy, Offered and Open
 
-	opts      Options
-	names     *deviceplugin.Names
-	observer  Observer
-	ledger    *ledger.Ledger
-	front     *deviceplugin.FrontEnd
-	claims    *claims
-	witnesses *deviceplugin.Witnesses
-	reader    *reader
-	faults    *faults
-	others    *coexistence
-	slices    *timeSlices
-	object    *gpuNodeWriter
-	served    *served
-	layouts   *layouts
-	executor  *executor
-	journal   *journal
-	gates     *gatekeeper
-	account   *Account // nil where none is kept
-	log       *slog.Logger
+	opts       Options
+	names      *deviceplugin.Names
+	observer   Observer
+	ledger     *ledger.Ledger
+	mail       *mailbox
+	partitions *partitions
+	front      *deviceplugin.FrontEnd
+	claims     *claims
+	witnesses  *deviceplugin.Witnesses
+	reader     *reader
+	faults     *faults
+	others     *coexistence
+	slices     *timeSlices
+	object     *gpuNodeWriter
+	served     *served
+	layouts    *layouts
+	executor   *executor
+	journal    *journal
+	gates      *gatekeeper
+	account    *Account // nil where none is kept
+	log        *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
 	ration *brief.Ration
@@ -177,7 +178,8 @@ func New(o Options, w Worlds) *Agent {
 		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log, told: w.Account.laidOut},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
-	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
+	a.mail = &mailbox{domain: o.Domain, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
+	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}}
 	if w.DRA == nil {
 		a.partitions.on.NoDRA = "the agent runs without an API server (--node-name)"
 	}
@@ -202,7 +204,7 @@ func New(o Options, w Worlds) *Agent {
 	a.gates = newGatekeeper(&o, &w, a.ledger, a.front.Started, a.journal.append, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
 	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
-		in := a.partitions.latest()
+		in := a.mail.latest()
 		return a.reporter.GPUNode(in.holdersIn(&a.opts))
 	}, a.reporter.Ready, o.Log)
 	a.account.begin(a, &w)
@@ -235,6 +237,25 @@ func (a *Agent) wakeSoon() {
 		})
 	}
 }
+
+// SetFile hands in the partition file as it now is. A file that does not parse
+// changes nothing but the outcome: the last good one stays in force.
+func (a *Agent) SetFile(name string, data []byte) { a.mail.setFile(name, data) }
+
+// SetFileMissing says that there is no partition file, and why. What was in
+// force stays.
+func (a *Agent) SetFileMissing(err error) { a.mail.setFileMissing(err) }
+
+// SetNode says what the Node object says.
+func (a *Agent) SetNode(n agentkube.Node) {
+	a.mail.setNode(&n)
+	a.reporter.setNode(n)
+}
+
+// SetRefused says that the API server refuses a request without which partitions or
+// the node cannot be followed, or with nil that it permits it again. What was in force
+// stays.
+func (a *Agent) SetRefused(request string, err error) { a.mail.setRefused(request, err) }
 
 // Allocations returns the allocations as they are now, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
@@ -332,7 +353,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.reader.reading == nil && a.reader.letGo == "" {
 		wait = a.reader.nextReading(now).Sub(now)
 	}
-	in := a.partitions.latest()
+	in := a.mail.latest()
 	for _, r := range in.refused {
 		if left := silentFor - now.Sub(r.since); left > 0 {
 			wait = min(wait, left)

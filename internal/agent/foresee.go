@@ -91,11 +91,7 @@ func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
 	if a.claims.inUse() {
 		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: the agent asks the API server for them before it takes anything away"}
 	}
-	in := a.partitions.latest()
-	own, unset := in.choice(file)
-	if !in.labelKnown {
-		own, unset = "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
-	}
+	own, unset := a.mail.choice(file)
 	var out status.Answer
 	for _, name := range q.Partitions {
 		p := f.plan(file, name, q.Brief)

@@ -251,7 +251,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if label != "" {
 		labels["example.com/"+PartitionLabel] = label
 	}
-	annotations := map[string]string{"example.com/" + CordonAnnotation: b.partitions.latest().cordon}
+	annotations := map[string]string{"example.com/" + CordonAnnotation: b.mail.latest().cordon}
 	q := status.Question{File: []byte(file)}
 	if label != "" && rng.IntN(2) == 0 {
 		q.Partitions = []string{label}
@@ -276,7 +276,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.partitions.hear(func(in *input) { in.file, in.chosen = parsed, label }) // at one moment
+	b.mail.hear(func(in *input) { in.file, in.chosen = parsed, label }) // at one moment
 	settle()
 	met[want.State]++
 	done := make([][]string, gpus)

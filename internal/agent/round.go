@@ -30,13 +30,13 @@ func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
 
 // round is one look at everything and what follows from it: the walk that doc.go draws.
 func (a *Agent) round(ctx context.Context) error {
-	in := a.partitions.latest()
+	in := a.mail.latest()
 	p := &pass{findings: findings{in: &in, changes: &plan.Changes{}}}
 	a.journal.write()
 	if err := a.readHardware(ctx, p); err != nil {
 		return err // only a new process can go on
 	}
-	in = a.partitions.latest() // a reading takes a while: the partitions may have arrived meanwhile
+	in = a.mail.latest() // a reading takes a while: the partitions may have arrived meanwhile
 	if a.reader.inv != nil {
 		a.want(p)
 		a.lookAround(ctx, in.migManager)
@@ -294,7 +294,7 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 // old, or by the kubelet, which lists other devices of that name for a minute more.
 func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
 	names := map[string]bool{}
-	for _, name := range a.partitions.latest().allocatable {
+	for _, name := range a.mail.latest().allocatable {
 		names[name] = true
 	}
 	for i := range offer.Resources {
