@@ -48,8 +48,8 @@ func (c *Account) begin(a *Agent, w *Worlds) {
 	}
 	o := meter.Options{Ledger: a.ledger, Journal: c.Journal, Used: c.Used, Sampled: c.Sampled, Labels: c.Labels, Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
 		Inventory: func() *gpu.Inventory {
-			if s := a.reporter.snapshot.Load(); s.Answered {
-				return s.Inventory
+			if s := a.reporter.last(); s.hardware.Answered {
+				return s.hardware.Inventory
 			}
 			return &gpu.Inventory{} // what is remembered of one lacks what a MIG instance comes to
 		},

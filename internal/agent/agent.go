@@ -22,6 +22,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -129,8 +130,6 @@ type Options struct {
 
 // Agent is the loop, and joins what it remembers from one round to the next. Use [New].
 type Agent struct {
-	*reporter // has Status, Ready, Healthy, Offered and Open
-
 	opts       Options
 	names      *deviceplugin.Names
 	observer   Observer
@@ -150,6 +149,9 @@ type Agent struct {
 	executor   *executor
 	journal    *journal
 	gates      *gatekeeper
+	reporter   *reporter
+	herald     *herald
+	display    *display
 	account    *Account // nil where none is kept
 	log        *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
@@ -202,11 +204,15 @@ func New(o Options, w Worlds) *Agent {
 	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.reader.wasReset, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = newGatekeeper(&o, &w, a.ledger, a.front.Started, a.journal.append, a.wake)
-	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
+	a.reporter = newReporter(a.ledger, w.Plugins, a.claims, o.Log, func() { poke(a.herald.news) })
+	a.herald = newHerald(&o, &w, a.reporter.last, a.front.Offer, a.ledger.Allocations, a.wake)
+	a.display = &display{names: a.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
+		caps: a.claims.caps, front: a.front, ledger: a.ledger, plugins: w.Plugins,
+		latest: a.reporter.last, choice: a.mail.choice, claimed: a.claims.inUse}
 	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := a.mail.latest()
-		return a.reporter.GPUNode(in.holdersIn(&a.opts))
-	}, a.reporter.Ready, o.Log)
+		return a.display.gpuNode(in.holdersIn(o.HoldersIn))
+	}, a.display.ready, o.Log)
 	a.account.begin(a, &w)
 	return a
 }
@@ -249,13 +255,46 @@ func (a *Agent) SetFileMissing(err error) { a.mail.setFileMissing(err) }
 // SetNode says what the Node object says.
 func (a *Agent) SetNode(n agentkube.Node) {
 	a.mail.setNode(&n)
-	a.reporter.setNode(n)
+	a.herald.setNode(&n)
 }
 
 // SetRefused says that the API server refuses a request without which partitions or
 // the node cannot be followed, or with nil that it permits it again. What was in force
 // stays.
 func (a *Agent) SetRefused(request string, err error) { a.mail.setRefused(request, err) }
+
+// Status is what people and metrics are shown.
+func (a *Agent) Status() status.Status { return a.display.status() }
+
+// GPUNode is what the GPUNode object is to say, but for when its conditions changed.
+func (a *Agent) GPUNode(in gpunode.HoldersIn) *gpunode.Status { return a.display.gpuNode(in) }
+
+// Foresee answers what partitions would make of the node, by the plans that the loop would
+// make. It touches no hardware and asks nobody: what the loop knew after its last round
+// counts, and who has what now. The error says why it cannot tell yet.
+func (a *Agent) Foresee(q status.Question) (status.Answer, error) { return a.display.foresee(q) }
+
+// Ready returns nil once this process has read the driver, with the files of it
+// that containers need, and has heard of the partitions; else it says what is
+// missing. What a predecessor knew does not count, or a rolling update would walk
+// past nodes on which the new version does not work. A first partition that is
+// invalid is not enough where nothing is on offer.
+//
+// Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
+// in the outcome and in the health of the GPUs, and no reason to hold up or to take
+// back the update of an agent that works.
+func (a *Agent) Ready() error { return a.display.ready() }
+
+// Healthy returns nil while rounds come to an end.
+func (a *Agent) Healthy() error { return a.display.healthy() }
+
+// Offered returns the GPUs that the agent gives out, in index order: who uses one
+// of them without an allocation is an intruder.
+func (a *Agent) Offered() []gpu.Device { return a.display.offered() }
+
+// Open reports whether somebody else, too, gives a GPU out: who uses it without a
+// allocation of ours may have one of theirs.
+func (a *Agent) Open(u gpu.UUID) bool { return a.display.open(u) }
 
 // Allocations returns the allocations as they are now, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
@@ -287,8 +326,8 @@ func (a *Agent) Run(asked context.Context) error {
 	g.Go(func() error { return a.witnesses.Follow(ctx) })
 	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
 	g.Go(func() error { return a.claims.run(ctx) })
-	if r := a.reporter; r.cluster != nil || r.features != nil {
-		g.Go(func() error { return r.run(ctx) })
+	if h := a.herald; h.cluster != nil || h.features != nil {
+		g.Go(func() error { return h.run(ctx) })
 	}
 	if a.object.api != nil {
 		g.Go(func() error { return a.object.run(ctx) })
@@ -372,7 +411,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if !a.others.due.IsZero() {
 		wait = min(wait, a.others.due.Sub(now))
 	}
-	if at, ok := a.witnesses.Next(a.reporter.snapshot.Load().blocked, now); ok {
+	if at, ok := a.witnesses.Next(a.reporter.last().blocked, now); ok {
 		wait = min(wait, at)
 	}
 	if a.someoneWaits() {

@@ -175,11 +175,11 @@ func did(steps []status.PlannedStep, resets bool) (out []string) {
 
 // now is how the node is, in the words of a plan.
 func (f *foreseen) now(wanted []string) (out status.Plan) {
-	snap := f.snapshot.Load()
+	snap := f.reporter.last()
 	out.State = string(snap.Outcome.State)
-	for i := range snap.Inventory.GPUs {
-		d := &snap.Inventory.GPUs[i]
-		g := status.PlannedGPU{Index: d.Index, Wanted: wanted[i], To: snap.Layouts[d.UUID].Words()}
+	for i := range snap.hardware.Inventory.GPUs {
+		d := &snap.hardware.Inventory.GPUs[i]
+		g := status.PlannedGPU{Index: d.Index, Wanted: wanted[i], To: snap.shape.Layouts[d.UUID].Words()}
 		for at := range strings.FieldsSeq(f.standing(i)) {
 			g.Result = append(g.Result, status.PlannedInstance{Profile: at})
 		}
@@ -291,8 +291,8 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 		t.Helper()
 		t.Errorf(format+"\nfile: %s\nnode: %s, %s\nallocations: %v", append(args, file, b.state(), b.message(), b.Allocations())...)
 	}
-	if want.Partition != b.snapshot.Load().Outcome.Partition {
-		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.snapshot.Load().Outcome.Partition)
+	if want.Partition != b.reporter.last().Outcome.Partition {
+		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.reporter.last().Outcome.Partition)
 	}
 	if want.State == "invalid" {
 		after := f.now(make([]string, gpus))

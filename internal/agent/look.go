@@ -425,6 +425,12 @@ func (r *reader) mind(why string, working bool) error {
 	return nil
 }
 
+// hardware is what is known of the GPUs now.
+func (r *reader) hardware() readout {
+	return readout{Inventory: r.inv, Topology: r.topology, Matrix: r.matrix, Answered: r.answered,
+		Verdicts: r.health.Verdicts(), Hangs: r.hangs()}
+}
+
 // usable says whether there is any point in asking the driver for more.
 func (r *reader) usable() bool { return r.inv != nil && r.letGo == "" && r.hangs() == "" }
 

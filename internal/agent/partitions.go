@@ -208,6 +208,11 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	return note, in.fileErr
 }
 
+// asked is what the partitions ask for now; where the newest file is from, the input says.
+func (p *partitions) asked() asked {
+	return asked{Wanted: p.wanted, Active: p.active, Generation: p.gen}
+}
+
 // choice is which partition of a file the node follows, and why none.
 func (in *input) choice(f *config.File) (name string, unset status.Cause) {
 	if name = in.chosen; name == "" {

@@ -312,11 +312,12 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.inv != nil {
 		f.work = a.executor.conditions(a.reader.inv, p.changes.Work, a.partitions.gen)
 	}
-	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
-		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.reader.health.Verdicts(), Hangs: a.reader.hangs(), usable: usable{absent: a.reader.absent()}}
+	s := &Snapshot{hardware: a.reader.hardware(), asked: a.partitions.asked(), usable: usable{absent: a.reader.absent()},
+		shape: shape{Layouts: a.layouts.now, Others: a.others.gpus, Work: a.executor.now(), Made: a.executor.made(),
+			Failing: a.executor.failingPlacements(time.Now())},
+		Outcome: Outcome{Partition: a.partitions.chosen}, Unknown: a.served.unknown}
 	if a.reader.inv == nil {
-		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
+		s.hardware.Inventory = a.reporter.last().hardware.Inventory // an empty one
 	}
 	if !a.reader.answered {
 		why := "the first reading has not ended"
@@ -331,7 +332,9 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.inv != nil {
 		s.basis = a.basis(p.allocations)
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
+	f.besides = slices.Concat(a.object.conditions(), a.herald.conditions(),
+		a.partitions.cordons.conditions(a.opts.Domain, s.hardware.Inventory),
+		a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
 	a.reporter.finish(s, f)
 	poke(a.stirred)
 	poke(a.object.news)

@@ -1172,7 +1172,7 @@ func (s *storm) calm() {
 		}
 	}
 	if want := s.gpus * timeslice.Units(&machine(1).GPUs[0], s.attack.unit); listed != want {
-		s.t.Errorf("%d units are on offer, want %d: %s", listed, want, s.agent.reporter.snapshot.Load().Outcome.Message)
+		s.t.Errorf("%d units are on offer, want %d: %s", listed, want, s.agent.reporter.last().Outcome.Message)
 	}
 	s.pods, s.entries, s.file = map[string]*stormPod{}, nil, nil
 	s.attack.clocks = s.rng.IntN(2) == 0
