@@ -15,18 +15,14 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/plugin"
 )
 
 // How often the loop looks when nobody wakes it, and how long it waits for
@@ -90,11 +86,9 @@ type Options struct {
 	IdleTTL time.Duration
 	// ReclaimForeign lets idle instances go that the agent did not make.
 	ReclaimForeign bool
-	// Label has the node's labels of what its GPUs are written (--node-labels other
-	// than none): to the features file where Worlds has one, else to the Node.
-	// Guest has those of GPU Feature Discovery among them, where nobody else has
-	// written them.
-	Label, Guest bool
+	// Labels says which labels of what its GPUs are the node gets: in the features file where
+	// Worlds has one, else on the Node.
+	Labels Labels
 	// HoldersIn says where the holders of devices are told; empty has the kubelet's version
 	// decide.
 	HoldersIn gpunode.HoldersIn
@@ -128,99 +122,146 @@ type Options struct {
 	Log    *slog.Logger
 }
 
-// Agent is the loop, and joins what it remembers from one round to the next. Use [New].
+// Labels says which labels of what its GPUs are a node gets.
+type Labels struct {
+	// Own has the agent's own written (--node-labels other than none), and Guest those of GPU
+	// Feature Discovery beside them, where nobody else has written them.
+	Own, Guest bool
+}
+
+// Agent is the loop, and joins the rooms that it asks; doc.go has a table of them. Use [New].
 type Agent struct {
-	opts       Options
-	names      *deviceplugin.Names
-	observer   Observer
-	ledger     *ledger.Ledger
+	bell       *bell
 	mail       *mailbox
-	partitions *partitions
-	front      *deviceplugin.FrontEnd
-	claims     *claims
+	ledger     *ledger.Ledger
 	witnesses  *deviceplugin.Witnesses
 	reader     *reader
-	faults     *faults
-	others     *coexistence
-	slices     *timeSlices
-	object     *gpuNodeWriter
-	served     *served
+	partitions *partitions
+	others     neighbours
 	layouts    *layouts
 	executor   *executor
-	journal    *journal
+	slices     *timeSlices
 	gates      *gatekeeper
-	reporter   *reporter
-	herald     *herald
-	display    *display
-	account    *Account // nil where none is kept
-	log        *slog.Logger
+	offering   *offering
+	journal    *journal
+	reporter   reports
+	display    shows
+	beside     *beside
+	observer   Observer
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
 	ration *brief.Ration
+}
 
-	// trigger holds at most one token: somebody wants a round.
-	trigger chan struct{}
+// neighbours are others who may give out the node's GPUs; coexistence finds them.
+type neighbours interface {
+	// look looks for them where that is due: see coexistence.
+	look(ctx context.Context, inv *gpu.Inventory, migManager string, mine []string) (map[string][]string, bool)
+	// lookAtCheckpoint has look find out what is new in the kubelet's checkpoint.
+	lookAtCheckpoint()
+	// theirs is why GPUs are, or may be, given out by somebody else; nil before the first look.
+	theirs() map[gpu.UUID]string
+	// next is when the next look is due, zero before the first; soon has it come no later than
+	// at that time.
+	next() time.Time
+	soon(at time.Time)
+}
+
+// reports keeps what rounds came to; reporter does.
+type reports interface {
+	finish(s *Snapshot, f *findings)
+	last() *Snapshot
+}
+
+// shows is how the agent looks from outside: the methods of Agent of the same names. display has
+// them.
+type shows interface {
+	status() status.Status
+	gpuNode(in gpunode.HoldersIn) *gpunode.Status
+	foresee(q status.Question) (status.Answer, error)
+	ready() error
+	healthy() error
+	offered() []gpu.Device
+	open(u gpu.UUID) bool
+}
+
+// New returns an agent that has not looked at anything yet. Where there is a
+// cluster, no partition is chosen before SetNode has been called. It makes the rooms and
+// connects them.
+func New(o Options, w Worlds) *Agent {
+	ring := newBell()
+	a := &Agent{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
+		mail:       &mailbox{domain: o.Domain, wake: ring.wake, input: input{labelKnown: w.Cluster == nil}},
+		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
+		ledger: ledger.New(ring.wake, time.Now)}
+	a.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: a.ration}
+	granted := func(c *ledger.Allocation) {
+		// The kubelet waits for its answer, and has the allocation in its own checkpoint a
+		// moment later. The round that comes writes it down.
+		a.journal.note(c)
+		ring.wakeSoon(a.ledger.Unopened)
+	}
+	a.offering = newOffering(&o, &w, a.ledger, granted, ring.wake)
+	front, claims := a.offering.front, a.offering.claims
+	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
+		front, a.offering.names, w.Kubelet, w.Runtime, ring.wake)
+	a.others = newCoexistence(&o, &w, a.witnesses, ring.wake)
+	monitor := health.New(o.Health)
+	a.reader = newReader(&o, &w, monitor, ring.wake)
+	faults := newFaults(&o, &w, monitor, a.ration, a.offering.setFaults, ring.wake, a.reader.again)
+	a.reader.told = faults
+	a.executor = newExecutor(&o, &w, a.ledger, w.Account.cut, a.reader.wasReset, ring.wake)
+	a.gates = newGatekeeper(&o, &w, a.ledger, front.Started, a.journal.append, ring.wake)
+
+	// Those who tell others what rounds leave.
+	news := make(chan struct{}, 1)
+	reporter := newReporter(a.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
+	herald := newHerald(&o, &w, reporter.last, front.Offer, a.ledger.Allocations, ring.wake, news)
+	a.mail.told = herald.setNode
+	a.reporter = reporter
+	a.display = &display{names: a.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
+		caps: claims.caps, front: front, ledger: a.ledger, plugins: w.Plugins,
+		latest: reporter.last, choice: a.mail.choice, claimed: claims.inUse}
+	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
+		in := a.mail.latest()
+		return a.display.gpuNode(in.holdersIn(o.HoldersIn))
+	}, a.display.ready, o.Log)
+	w.Account.begin(a.ledger, &w, reporter.last, ring.wake, o.Log)
+
+	a.beside = &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
+		turns: []func(bool){object.turn, w.Account.round}}
+	a.beside.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
+		a.reader.links.follow, a.witnesses.Follow, a.witnesses.AwaitReleases, claims.run)
+	a.beside.add(w.Cluster != nil || w.Features != nil, herald.run)
+	a.beside.add(w.GPUNodes != nil, object.run)
+	a.beside.leaves = append(a.beside.leaves, object.leave)
+	if l := w.Lowering; l != nil {
+		a.beside.add(true, l.Run)
+		a.beside.leaves = append(a.beside.leaves, func(ctx context.Context) { l.Leave(ctx, w.Plugins.Withhold) })
+	}
+	a.beside.leaves = append(a.beside.leaves, claims.leave)
+	a.beside.add(w.Account != nil, w.Account.run)
+	return a
+}
+
+// bell has rounds come. All of it may be used by several goroutines.
+type bell struct {
+	// rounds holds at most one token: somebody wants a round.
+	rounds chan struct{}
 	// stirred has one too: the watchdog has something new to look at.
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
 }
 
-// New returns an agent that has not looked at anything yet. Where there is a
-// cluster, no partition is chosen before SetNode has been called.
-func New(o Options, w Worlds) *Agent {
-	a := &Agent{
-		opts:     o,
-		names:    deviceplugin.ResourceNames(o.ResourceDomain),
-		observer: w.Observer,
-		account:  w.Account,
-		log:      o.Log,
-		trigger:  make(chan struct{}, 1),
-		stirred:  make(chan struct{}, 1),
-		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log, told: w.Account.laidOut},
-	}
-	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
-	a.mail = &mailbox{domain: o.Domain, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
-	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}}
-	if w.DRA == nil {
-		a.partitions.on.NoDRA = "the agent runs without an API server (--node-name)"
-	}
-	a.ledger = ledger.New(a.wake, time.Now)
-	a.front = deviceplugin.New(a.ledger, time.Now)
-	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
-	a.claims = newClaims(&o, &w, a.ledger, a)
-	monitor := health.New(o.Health)
-	a.reader = newReader(&o, &w, monitor, a.wake)
-	a.faults = newFaults(&o, &w, monitor, a.ration, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
-		a.front.SetFaults(gpus, placements)
-		a.claims.setFaults(gpus, placements)
-	}, a.wake, a.reader.again)
-	a.reader.told = a.faults
-	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
-	a.slices = newTimeSlices(&o, &w)
-	a.served = &served{plugins: w.Plugins, lowering: w.Lowering, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
-		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
-	}}
-	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.reader.wasReset, a.wake)
-	a.journal = &journal{store: w.Store, ration: a.ration}
-	a.gates = newGatekeeper(&o, &w, a.ledger, a.front.Started, a.journal.append, a.wake)
-	a.reporter = newReporter(a.ledger, w.Plugins, a.claims, o.Log, func() { poke(a.herald.news) })
-	a.herald = newHerald(&o, &w, a.reporter.last, a.front.Offer, a.ledger.Allocations, a.wake)
-	a.display = &display{names: a.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
-		caps: a.claims.caps, front: a.front, ledger: a.ledger, plugins: w.Plugins,
-		latest: a.reporter.last, choice: a.mail.choice, claimed: a.claims.inUse}
-	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
-		in := a.mail.latest()
-		return a.display.gpuNode(in.holdersIn(o.HoldersIn))
-	}, a.display.ready, o.Log)
-	a.account.begin(a, &w)
-	return a
+func newBell() *bell {
+	return &bell{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
 }
 
 // wake asks for a round.
-func (a *Agent) wake() {
-	poke(a.trigger)
-	poke(a.stirred)
+func (b *bell) wake() {
+	poke(b.rounds)
+	poke(b.stirred)
 }
 
 // poke leaves a token in a channel that has room for one.
@@ -232,16 +273,69 @@ func poke(c chan<- struct{}) {
 }
 
 // wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
-// PreStartContainer has had one by then.
-func (a *Agent) wakeSoon() {
-	if a.soon.CompareAndSwap(false, true) {
+// PreStartContainer has had one by then: unopened reports that an allocation has had none.
+func (b *bell) wakeSoon(unopened func() bool) {
+	if b.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
-			a.soon.Store(false)
-			if a.ledger.Unopened() {
-				a.wake()
+			b.soon.Store(false)
+			if unopened() {
+				b.wake()
 			}
 		})
 	}
+}
+
+// beside is what runs beside the loop, or is told of its rounds. It is not changed after New.
+type beside struct {
+	// runs run as long as the agent does.
+	runs []func(context.Context) error
+	// leaves are called one after the other when the agent is to end, while everything still
+	// runs.
+	leaves []func(context.Context)
+	// remarks are what they have to say of themselves.
+	remarks []func() []status.Condition
+	// turns are called at the end of each round; heard says that the witnesses have once said
+	// who holds what.
+	turns []func(heard bool)
+}
+
+// add has these run, if at all.
+func (b *beside) add(wanted bool, runs ...func(context.Context) error) {
+	if wanted {
+		b.runs = append(b.runs, runs...)
+	}
+}
+
+// conditions are what all have to say of themselves.
+func (b *beside) conditions() (out []status.Condition) {
+	for _, of := range b.remarks {
+		out = append(out, of()...)
+	}
+	return out
+}
+
+// run runs everything beside a loop, until asked ends and all have taken their leave.
+func (b *beside) run(asked context.Context, loop func(context.Context) error) error {
+	ctx, end := context.WithCancel(context.WithoutCancel(asked))
+	defer end()
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		select {
+		case <-asked.Done():
+			for _, leave := range b.leaves {
+				leave(ctx)
+			}
+			end()
+			return asked.Err()
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
+	for _, run := range b.runs {
+		g.Go(func() error { return run(ctx) })
+	}
+	g.Go(func() error { return loop(ctx) })
+	return g.Wait()
 }
 
 // SetFile hands in the partition file as it now is. A file that does not parse
@@ -253,10 +347,7 @@ func (a *Agent) SetFile(name string, data []byte) { a.mail.setFile(name, data) }
 func (a *Agent) SetFileMissing(err error) { a.mail.setFileMissing(err) }
 
 // SetNode says what the Node object says.
-func (a *Agent) SetNode(n agentkube.Node) {
-	a.mail.setNode(&n)
-	a.herald.setNode(&n)
-}
+func (a *Agent) SetNode(n agentkube.Node) { a.mail.setNode(&n) }
 
 // SetRefused says that the API server refuses a request without which partitions or
 // the node cannot be followed, or with nil that it permits it again. What was in force
@@ -303,43 +394,7 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 // gpu.ErrReloaded where only a new process can go on.
 func (a *Agent) Run(asked context.Context) error {
 	a.remember()
-	ctx, end := context.WithCancel(context.WithoutCancel(asked))
-	defer end()
-	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error {
-		select {
-		case <-asked.Done():
-			// While everything still runs.
-			a.object.leave(ctx)
-			if a.served.lowering != nil {
-				a.served.lowering.Leave(ctx, a.served.plugins.Withhold)
-			}
-			a.claims.leave(ctx)
-			end()
-			return asked.Err()
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	})
-	g.Go(func() error { return abandon(ctx, a.faults.follow) })
-	g.Go(func() error { return a.reader.links.follow(ctx) })
-	g.Go(func() error { return a.witnesses.Follow(ctx) })
-	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
-	g.Go(func() error { return a.claims.run(ctx) })
-	if h := a.herald; h.cluster != nil || h.features != nil {
-		g.Go(func() error { return h.run(ctx) })
-	}
-	if a.object.api != nil {
-		g.Go(func() error { return a.object.run(ctx) })
-	}
-	if a.served.lowering != nil {
-		g.Go(func() error { return a.served.lowering.Run(ctx) })
-	}
-	if a.account != nil {
-		g.Go(func() error { return a.account.meter.Run(ctx) })
-	}
-	g.Go(func() error { return a.loop(ctx) })
-	return g.Wait()
+	return a.beside.run(asked, a.loop)
 }
 
 // abandon does something that is not waited for at the end: a wait inside the driver
@@ -380,7 +435,7 @@ func (a *Agent) loop(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-a.trigger:
+		case <-a.bell.rounds:
 		case <-time.After(wait):
 		}
 	}
@@ -398,18 +453,15 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 			wait = min(wait, left)
 		}
 	}
-	if slices.ContainsFunc(a.served.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
+	if a.offering.unregistered() {
 		wait = min(wait, holdersEvery) // it is news when it has been so for a while
-	}
-	if _, _, yes := a.claims.unregistered(); yes {
-		wait = min(wait, holdersEvery)
 	}
 	if a.reader.inv == nil {
 		// A round ends behind the driver then: what is due later on would stay due.
 		return max(wait, leastSleep)
 	}
-	if !a.others.due.IsZero() {
-		wait = min(wait, a.others.due.Sub(now))
+	if due := a.others.next(); !due.IsZero() {
+		wait = min(wait, due.Sub(now))
 	}
 	if at, ok := a.witnesses.Next(a.reporter.last().blocked, now); ok {
 		wait = min(wait, at)
@@ -430,12 +482,21 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 
 // someoneWaits reports whether an allocation waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
-	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Phase == ledger.Waiting })
+	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool {
+		return c.Phase == ledger.Waiting
+	})
 }
+
+// Changed has a value when allocations, or the GPUs that are given out, may have changed
+// since the last one was taken. It is for one taker.
+func (a *Agent) Changed() <-chan struct{} { return a.bell.stirred }
+
+// Claims reports whether GPUs are, or have been, offered through DRA.
+func (a *Agent) Claims() bool { return a.offering.claims.inUse() }
 
 // Listed is how many devices the kubelet's lists name now.
 func (a *Agent) Listed() (n int) {
-	for _, r := range a.front.Offer().Resources {
+	for _, r := range a.offering.front.Offer().Resources {
 		n += len(r.Devices)
 	}
 	return n

@@ -124,17 +124,6 @@ func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 	return errors.Join(errs...)
 }
 
-// granted has a round come for a new allocation, which writes it down: the kubelet
-// waits for its answer, and has the allocation in its own checkpoint a moment later.
-func (a *Agent) granted(c *ledger.Allocation) {
-	a.journal.note(c)
-	a.wakeSoon()
-}
-
-// Changed has a value when allocations, or the GPUs that are given out, may have changed
-// since the last one was taken. It is for one taker.
-func (a *Agent) Changed() <-chan struct{} { return a.stirred }
-
 // overlay lays an allocation's pages and says what its container gets for the
 // cap. Every allocation gets it, that of a whole GPU too: a container can have two
 // allocations, and which of them a runtime applies last, and so whose file stands at

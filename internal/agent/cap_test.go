@@ -427,7 +427,7 @@ func TestCapOutlivesLostState(t *testing.T) {
 					if got := capsOf(&allocations[0]); len(got) != 1 || got[0].Bytes != want {
 						t.Errorf("%s the watchdog goes by %+v, want %d MiB", when, got, c.want)
 					}
-					if got := listed(b.front.Offer(), c.resource); got != c.listed {
+					if got := listed(b.offering.front.Offer(), c.resource); got != c.listed {
 						t.Errorf("%s %s are listed, want %s", when, got, c.listed)
 					}
 				}
@@ -439,7 +439,7 @@ func TestCapOutlivesLostState(t *testing.T) {
 				b.with(func() { b.entries = nil })
 				time.Sleep(2 * plan.Linger)
 				synctest.Wait()
-				if got := listed(b.front.Offer(), c.resource); got != c.later {
+				if got := listed(b.offering.front.Offer(), c.resource); got != c.later {
 					t.Errorf("after its end %s are listed, want %s", got, c.later)
 				}
 				b.hold("q", c.resource, ids[:1]...)
@@ -484,7 +484,7 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		if got, err := o.caps.Limit(key, uuid(0)); err != nil || got != 2048<<20 {
 			t.Errorf("the page says %d MiB, %v; want 2048", got>>20, err)
 		}
-		if got, want := listed(b.front.Offer(), memResource), "0.0~ 0.1~ 0.2x 0.3x"; got != want {
+		if got, want := listed(b.offering.front.Offer(), memResource), "0.0~ 0.1~ 0.2x 0.3x"; got != want {
 			t.Errorf("%s are listed, want %s", got, want)
 		}
 	})

@@ -84,7 +84,7 @@ func (f *foreseen) holders() {
 			of       deviceplugin.Device
 		}
 		var all []choice
-		for _, r := range f.front.Offer().Resources {
+		for _, r := range f.offering.front.Offer().Resources {
 			for _, d := range r.Devices {
 				if d.Healthy && !d.Leaving && !slices.ContainsFunc(f.Allocations(), func(a ledger.Allocation) bool {
 					return slices.Contains(deviceplugin.IDs(a.Grants), d.ID) && a.Resource == r.Name
@@ -153,7 +153,7 @@ func (f *foreseen) trouble() {
 	}
 	f.SetNode(agentkube.Node{Annotations: annotations})
 	f.reader.stale.Store(true)
-	f.wake()
+	f.bell.wake()
 	f.LookAtCheckpoint()
 }
 

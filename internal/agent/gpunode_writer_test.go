@@ -279,7 +279,7 @@ func (b *bench) comeAndGo(random *rand.Rand, pods *int) {
 	s := b.GPUNode(gpunode.InPods)
 	r := s.Resources[random.IntN(len(s.Resources))]
 	if r.Largest > 0 {
-		ids, err := b.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1)
+		ids, err := b.offering.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1)
 		if err != nil {
 			b.t.Fatal(err)
 		}
@@ -365,7 +365,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 			g.set(nil, g.absent)
 		}
 		b.want("applied", fourUnits, "")
-		b.wake()
+		b.bell.wake()
 		synctest.Wait()
 		if n := strings.Count(b.log.String(), "there is no GPUNode"); n != 1 || g.count() != 0 {
 			t.Errorf("said %d times:\n%s", n, b.log)
@@ -375,7 +375,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 		}
 		g.set(nil, nil)
 		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
-		b.wake()
+		b.bell.wake()
 		if synctest.Wait(); len(b.Status().Conditions) != 0 {
 			t.Errorf("%+v", b.Status().Conditions)
 		}

@@ -19,13 +19,13 @@ import (
 // it is in force before anything is said to the kubelet.
 func (a *Agent) remember() {
 	doc, now := a.journal.store.Document(), time.Now()
-	same := doc.Boot == a.opts.Boot && doc.Boot != ""
+	same := doc.Boot == a.journal.boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
 		a.reader.restore(doc.GPUs)
 	}
 	// Where no boot has a name, a fault stays: a reboot that nobody saw loads the driver anew.
-	a.reader.health.Restore(doc.Faults, same || doc.Boot == "" || a.opts.Boot == "")
-	a.faults.apply()
+	a.reader.health.Restore(doc.Faults, same || doc.Boot == "" || a.journal.boot == "")
+	a.reader.told.apply()
 	a.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {
 		a.partitions.cordons.gpus[u] = true
@@ -36,7 +36,7 @@ func (a *Agent) remember() {
 		if offersClaims(a.layouts.now) {
 			// The kubelet may call already: what it asks then can wait, and what it
 			// cannot ask it tries again after a minute or more.
-			a.claims.start()
+			a.offering.claims.start()
 		}
 		for _, m := range doc.Made {
 			a.executor.own(m.GPU, m.Placement)
@@ -48,24 +48,15 @@ func (a *Agent) remember() {
 			c.Allocated = time.Time{}
 		}
 		if err := a.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
-			a.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
+			a.journal.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
 	a.gates.adoptFiles(a.takeOver)
 }
 
-// takeOver has an allocation of the process before this one in the ledger again, by
-// way of the front-end that it is of, where that has to know more of it than the ledger.
+// takeOver has an allocation of the process before this one in the ledger again.
 func (a *Agent) takeOver(id string, r ledger.Record, given, file time.Time) error {
-	var err error
-	switch {
-	case r.Owner == ledger.DevicePlugin:
-		err = a.front.Found(id, r, given, file)
-	case r.Owner == ledger.DRA && a.claims.front != nil:
-		err = a.claims.found(id, r, given)
-	default:
-		_, err = a.ledger.Found(id, r, given)
-	}
+	err := a.offering.takeOver(a.ledger, id, r, given, file)
 	if err == nil {
 		a.ledger.Filed(id, file)
 	}
@@ -75,7 +66,8 @@ func (a *Agent) takeOver(id string, r ledger.Record, given, file time.Time) erro
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
 func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.reader.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
+	doc := state.Document{Boot: a.journal.boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(),
+		Faults: a.reader.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}
@@ -93,7 +85,7 @@ func (a *Agent) save() error {
 	// away.
 	var need []state.Allocation
 	for _, c := range a.ledger.Allocations() {
-		if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
+		if !c.Adopted && !a.offering.front.Started(c.ID) || a.gates.removed[c.ID] {
 			need = append(need, recordOf(&c))
 		}
 	}

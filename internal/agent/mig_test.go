@@ -274,7 +274,7 @@ const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
 func (b *bench) health(resource, id string) string {
 	b.t.Helper()
 	synctest.Wait()
-	devs, _ := b.front.List(resource)
+	devs, _ := b.offering.front.List(resource)
 	for _, d := range devs {
 		if d.ID == id {
 			switch {
@@ -506,7 +506,7 @@ func TestForeignInstances(t *testing.T) {
 				}
 				b := start(t, o, t.TempDir(), "")
 				defer b.end()
-				b.Agent.opts.ReclaimForeign = reclaim
+				b.Agent.executor.reclaim = reclaim
 				b.SetFile("p.yaml", []byte(migPartition(twoLarge, demand)))
 				time.Sleep(time.Minute)
 				if reclaim {

@@ -73,6 +73,10 @@ func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func
 	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of, own: "gpus." + o.Domain, log: o.Log, wake: wake}
 }
 
+func (c *coexistence) theirs() map[gpu.UUID]string { return c.gpus }
+
+func (c *coexistence) next() time.Time { return c.due }
+
 // lookAtCheckpoint has the kubelet's checkpoint read, in a while and for all who ask until
 // then, where it has been written again, and the kubelet asked where that is news.
 func (c *coexistence) lookAtCheckpoint() {

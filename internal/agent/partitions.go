@@ -20,6 +20,8 @@ type mailbox struct {
 	domain string
 	// wake has a round come.
 	wake func()
+	// told is told of each Node.
+	told func(*agentkube.Node)
 
 	mu    sync.Mutex
 	input input // guarded by mu
@@ -27,6 +29,7 @@ type mailbox struct {
 
 // partitions is what that means for the GPUs. It belongs to the loop's goroutine.
 type partitions struct {
+	domain string
 	// on is what counts of the node beside its GPUs.
 	on config.Node
 	// wanted is what the partition active means: the last good one. gen counts the
@@ -153,6 +156,7 @@ func (m *mailbox) setNode(n *agentkube.Node) {
 		in.allocatable = n.Allocatable
 		in.podsTell = n.PodsTellDevices
 	})
+	m.told(n)
 }
 
 // setRefused is Agent.SetRefused.
@@ -167,6 +171,19 @@ func (m *mailbox) setRefused(request string, err error) {
 		}
 		in.refused = refused
 	})
+}
+
+func newPartitions(o *Options, w *Worlds) *partitions {
+	p := &partitions{domain: o.Domain, on: config.Node{Unit: o.MemoryUnit, API: o.API}}
+	if w.DRA == nil {
+		p.on.NoDRA = "the agent runs without an API server (--node-name)"
+	}
+	return p
+}
+
+// conditions are remarks on the annotations by which operators speak of GPUs.
+func (p *partitions) conditions(inv *gpu.Inventory) []status.Condition {
+	return slices.Concat(p.cordons.conditions(p.domain, inv), p.resets.conditions(p.domain))
 }
 
 // resolve works out what is wanted of an inventory, which this process has read itself

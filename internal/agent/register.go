@@ -10,7 +10,7 @@ import (
 
 // LookAtPlugins has the loop look again at whether the kubelet has the resources:
 // something has changed between a plugin and the kubelet.
-func (a *Agent) LookAtPlugins() { a.wake() }
+func (a *Agent) LookAtPlugins() { a.bell.wake() }
 
 // resourcesOf says how the resources that are served fare at the kubelet. unknown is
 // since when it has not named the devices of some, whose streams of lists may be open

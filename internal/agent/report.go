@@ -64,11 +64,12 @@ var reasons = map[State]status.Reason{
 // setNode and conditions are for anybody.
 type herald struct {
 	domain string
-	// label, guest and hold are Options.Label, Guest and HoldScaleDown.
-	label, guest, hold bool
-	cluster            Cluster
-	features           Features
-	log                *slog.Logger
+	// labels and hold are Options.Labels and HoldScaleDown.
+	labels   Labels
+	hold     bool
+	cluster  Cluster
+	features Features
+	log      *slog.Logger
 	// latest is what the last round left, offer what the kubelet is offered, and allocations
 	// are the ledger's.
 	latest      func() *Snapshot
@@ -85,10 +86,10 @@ type herald struct {
 }
 
 func newHerald(o *Options, w *Worlds, latest func() *Snapshot, offer func() *deviceplugin.Offer,
-	allocations func() []ledger.Allocation, wake func()) *herald {
-	h := &herald{domain: o.Domain, label: o.Label, guest: o.Guest, hold: o.HoldScaleDown,
+	allocations func() []ledger.Allocation, wake func(), news chan struct{}) *herald {
+	h := &herald{domain: o.Domain, labels: o.Labels, hold: o.HoldScaleDown,
 		cluster: w.Cluster, features: w.Features, log: o.Log,
-		latest: latest, offer: offer, allocations: allocations, wake: wake, news: make(chan struct{}, 1)}
+		latest: latest, offer: offer, allocations: allocations, wake: wake, news: news}
 	h.node.Store(new(agentkube.Node))
 	return h
 }
@@ -182,7 +183,7 @@ func (h *herald) run(ctx context.Context) error {
 // process has read the hardware, and while there is none to be read. What was
 // written before then stays.
 func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
-	if !h.label {
+	if !h.labels.Own {
 		return nil, nil, true
 	}
 	if !snap.hardware.Answered {
@@ -198,7 +199,7 @@ func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, know
 		// before: what followed from that still holds.
 		return own, nil, false
 	}
-	if h.guest {
+	if h.labels.Guest {
 		guests = label.NVIDIA(in)
 	}
 	return own, guests, true

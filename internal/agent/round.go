@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
-	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -106,13 +105,14 @@ func (a *Agent) want(p *pass) {
 // lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, migManager string) {
-	expected := a.served.expected(a.front.Offer())
+	served := a.offering.served
+	expected := served.expected(a.offering.front.Offer())
 	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager, expected)
 	if !asked {
 		return
 	}
 	now := time.Now()
-	if a.served.suspect(expected, allocatable, now); len(a.served.unknown) > 0 {
+	if served.suspect(expected, allocatable, now); len(served.unknown) > 0 {
 		a.others.soon(now.Add(holdersEvery))
 	}
 }
@@ -129,15 +129,17 @@ func (a *Agent) plan(p *pass) {
 // planInput is what a plan is made from now.
 func (a *Agent) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
 	mig := a.executor.input(allocations, now)
-	mig.Cards, mig.Reclaim = a.reader.cards.of, a.opts.ReclaimForeign
-	return plan.Input{Inventory: a.reader.inv, Allocations: allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
-		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig}
+	mig.Cards = a.reader.cards.of
+	return plan.Input{Inventory: a.reader.inv, Allocations: allocations, Wanted: a.partitions.wanted,
+		Layouts: a.layouts.now, Past: a.layouts.past, Others: a.others.theirs(), Unit: a.partitions.on.Unit, MIG: mig}
 }
 
 // unchecked reports whether there is an allocation of which nobody has looked whether
 // its devices are free, or that they were not.
 func unchecked(allocations []ledger.Allocation) bool {
-	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool { return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting })
+	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool {
+		return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting
+	})
 }
 
 // askHolders asks the witnesses who has what, where that is due, and plans again.
@@ -150,10 +152,10 @@ func (a *Agent) askHolders(ctx context.Context, p *pass) {
 	ended, err := a.witnesses.Look(ctx, full)
 	p.fail(err)
 	if holders, asked, sure := a.witnesses.Holders(); sure {
-		a.claims.observe(holders, asked)
+		a.offering.claims.observe(holders, asked)
 	}
 	for i := range ended {
-		if c := &ended[i]; a.names.Ours(c.Resource) {
+		if c := &ended[i]; a.offering.names.Ours(c.Resource) {
 			a.layouts.linger(c)
 			if c.Kind().InMIG() { // look what is on the instance: it may be wanted for something else
 				a.reader.stale.Store(true)
@@ -183,17 +185,19 @@ func (a *Agent) withdraw(ctx context.Context, p *pass) {
 	withdrawn := *p.changes
 	withdrawn.Layouts = a.layouts.now // not laid out anew yet
 	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
-	if slices.ContainsFunc(p.changes.Changing, a.claims.offered) ||
-		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) }) {
-		promised, err := a.claims.settle(ctx)
+	claims := a.offering.claims
+	if slices.ContainsFunc(p.changes.Changing, claims.offered) ||
+		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && claims.offered(w.GPU) }) {
+		promised, err := claims.settle(ctx)
 		if err != nil {
 			p.fail(err)
-			defer p.postpone(a.claims.offered, a.layouts.now)
+			defer p.postpone(claims.offered, a.layouts.now)
 		} else if len(promised) > 0 {
 			defer func() {
 				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, a.layouts.now)
 				if len(p.postponed) > 0 {
-					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: claims were promised devices of them that others have until they end", p.postponed)))
+					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: "+
+						"claims were promised devices of them that others have until they end", p.postponed)))
 				}
 			}()
 		}
@@ -240,11 +244,12 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 // than before, and sets time slices.
 func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	// Not before somebody can need the parts: the partitions may arrive meanwhile.
-	if a.gates.supplies.of != a.reader.epoch && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
+	needed := func() bool { return a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held() }
+	if a.gates.supplies.of != a.reader.epoch && a.reader.usable() && needed() {
 		// It takes a while to learn them. A fault is told before that, and so is what a
 		// new process offers: a container that comes meanwhile waits for its allocation's
 		// file.
-		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
+		p.fail(a.offering.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 		switch err := a.gates.supplies.learn(ctx, a.reader.epoch); {
 		case err == nil:
 			for _, c := range a.ledger.Allocations() {
@@ -256,7 +261,8 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	}
 	if a.reader.usable() {
 		var err error
-		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now, a.ledger.Allocations())
+		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now,
+			a.ledger.Allocations())
 		p.fail(err)
 	}
 }
@@ -268,42 +274,22 @@ func (a *Agent) openGates(p *pass) {
 	p.fail(a.gates.sweep(a.witnesses.Heard(), a.witnesses.Used))
 	p.fail(a.gates.write(a.ground(), a.gates.allocations(a.reader.inv), p.changes.Trouble))
 	a.gates.tellWaiting(p.changes.Trouble, a.executor.failedFor)
-	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
+	p.fail(a.offering.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 
+// publish offers what follows from in, which says what changes, and from what is known.
 func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
-	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards.of, !a.opts.KeepOffering
-	in.Failing = a.executor.failingPlacements(time.Now())
-	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
-	in.Cordoned = a.partitions.cordons.gpus
+	in.Inventory, in.Topology, in.Cards = a.reader.inv, a.reader.topology, a.reader.cards.of
+	in.Past, in.OnDemand, in.Cordoned = a.layouts.past, a.partitions.onDemand, a.partitions.cordons.gpus
+	in.Failing, in.Others = a.executor.failingPlacements(time.Now()), a.others.theirs()
 	in.Closed = a.gates.supplies.closed()
-	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
-		in.Held = allocations
-		return deviceplugin.Build(in)
-	})
+	offer := a.offering.publish(&in)
 	if a.partitions.judged {
 		// Before that the slices stay as the last process has left them: what is held is
 		// all that would be in them, and claims of the rest would be refused.
-		a.claims.publish(&in, a.kept(offer), a.executor.refusedPlacements(time.Now()))
+		a.offering.publishClaims(&in, offer, a.mail.latest().allocatable, a.executor.refusedPlacements(time.Now()))
 	}
 	return offer
-}
-
-// kept reports of a device whether pods that ask for it by a resource's name would be sent
-// to the device plugin yet: by the API, of which the kubelet's word is up to ten seconds
-// old, or by the kubelet, which lists other devices of that name for a minute more.
-func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
-	names := map[string]bool{}
-	for _, name := range a.mail.latest().allocatable {
-		names[name] = true
-	}
-	for i := range offer.Resources {
-		names[offer.Resources[i].Name] = names[offer.Resources[i].Name] || len(offer.Resources[i].Devices) > 0
-	}
-	return func(d dra.Device) bool {
-		// No claim is made for memory by its name.
-		return !d.Kind.Together() && names[a.names.Of(d.Kind, d.Placement.Profile)]
-	}
 }
 
 // finish hands what the round left to the reporter, and returns what failed.
@@ -313,9 +299,9 @@ func (a *Agent) finish(p *pass) error {
 		f.work = a.executor.conditions(a.reader.inv, p.changes.Work, a.partitions.gen)
 	}
 	s := &Snapshot{hardware: a.reader.hardware(), asked: a.partitions.asked(), usable: usable{absent: a.reader.absent()},
-		shape: shape{Layouts: a.layouts.now, Others: a.others.gpus, Work: a.executor.now(), Made: a.executor.made(),
+		shape: shape{Layouts: a.layouts.now, Others: a.others.theirs(), Work: a.executor.now(), Made: a.executor.made(),
 			Failing: a.executor.failingPlacements(time.Now())},
-		Outcome: Outcome{Partition: a.partitions.chosen}, Unknown: a.served.unknown}
+		Outcome: Outcome{Partition: a.partitions.chosen}, Unknown: a.offering.served.unknown}
 	if a.reader.inv == nil {
 		s.hardware.Inventory = a.reporter.last().hardware.Inventory // an empty one
 	}
@@ -332,12 +318,11 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.inv != nil {
 		s.basis = a.basis(p.allocations)
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.herald.conditions(),
-		a.partitions.cordons.conditions(a.opts.Domain, s.hardware.Inventory),
-		a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
+	f.besides = slices.Concat(a.beside.conditions(), a.partitions.conditions(s.hardware.Inventory))
 	a.reporter.finish(s, f)
-	poke(a.stirred)
-	poke(a.object.news)
-	a.account.round(a.witnesses.Heard())
+	poke(a.bell.stirred)
+	for _, turn := range a.beside.turns {
+		turn(a.witnesses.Heard())
+	}
 	return errors.Join(f.errs...)
 }

@@ -32,7 +32,7 @@ type lists struct {
 func (l *lists) look() map[string]int {
 	l.t.Helper()
 	now, sum, count, listed := time.Now(), 0, map[string]int{}, map[string]bool{}
-	for _, r := range l.front.Offer().Resources {
+	for _, r := range l.offering.front.Offer().Resources {
 		sum += len(r.Devices)
 		for i := range r.Devices {
 			key := r.Name + " " + r.Devices[i].ID
@@ -203,7 +203,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 
 // device is what the kubelet is told of one.
 func (b *bench) device(resource, id string) *deviceplugin.Device {
-	for _, r := range b.front.Offer().Resources {
+	for _, r := range b.offering.front.Offer().Resources {
 		for i := range r.Devices {
 			if r.Name == resource && r.Devices[i].ID == id {
 				return &r.Devices[i]

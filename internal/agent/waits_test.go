@@ -86,7 +86,7 @@ func (b *bench) allocate(pod, resource string, ids ...string) {
 func (b *bench) prepare(resource string, ids ...string) error {
 	ctx, cancel := context.WithTimeout(b.t.Context(), 30*time.Second)
 	defer cancel()
-	return b.front.Prepare(ctx, resource, ids)
+	return b.offering.front.Prepare(ctx, resource, ids)
 }
 
 // TestWaitingPodsAreToldWhatIs: where the state directory could not be written, a

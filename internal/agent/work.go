@@ -163,9 +163,9 @@ type executor struct {
 	wake  func()
 	// wasReset tells that a GPU has been reset.
 	wasReset func(gpu.UUID)
-	// neverReset and idleTTL are the Options of these names.
-	neverReset bool
-	idleTTL    time.Duration
+	// neverReset, reclaim and idleTTL are Options.NeverReset, ReclaimForeign and IdleTTL.
+	neverReset, reclaim bool
+	idleTTL             time.Duration
 
 	mu      sync.Mutex
 	results []result // guarded by mu; of jobs that have ended
@@ -189,10 +189,11 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error), wasReset func(gpu.UUID), wake func()) *executor {
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error),
+	wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		wasReset: wasReset,
-		driver:   w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wasReset: wasReset, wake: wake,
+		neverReset: o.NeverReset, reclaim: o.ReclaimForeign, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
@@ -592,7 +593,7 @@ func (e *executor) working() map[gpu.UUID]*plan.Work {
 // input is what the plan must know of the work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: e.working(), Expired: map[gpu.UUID][]mig.Placement{},
-		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset}
+		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset, Reclaim: e.reclaim}
 	for w, r := range e.rests {
 		switch {
 		case w.Allocation == "":
