@@ -180,5 +180,6 @@ func (o Offences) Ended(e guard.End) {
 // Evicted is guard.Observer's.
 func (o Offences) Evicted(p workload.Pod, offences int) {
 	o.Metrics.Evicted()
-	o.Account.evicted(p, status.CapEvicted, status.Why(status.CapEvicted, "after %d offences within an hour", offences).Message)
+	why := status.Why(status.CapEvicted, "after %d offences within an hour", offences)
+	o.Account.evicted(p, status.CapEvicted, why.Message)
 }

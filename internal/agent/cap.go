@@ -56,7 +56,8 @@ func (s *supplies) learn(ctx context.Context, epoch uint64) error {
 	defer cancel()
 	of, err := s.driver.Parts(ctx)
 	if s.err = err; err != nil {
-		return status.Because(status.DriverFilesUnknown, fmt.Errorf("learn which driver files containers need: %w", err))
+		return status.Because(status.DriverFilesUnknown,
+			fmt.Errorf("learn which driver files containers need: %w", err))
 	}
 	kit, err := s.caps.Fit(of)
 	if kit == (lib.Kit{}) {
@@ -160,7 +161,8 @@ func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, err
 		return none, err
 	}
 	bind := func(from, to string) specs.Mount {
-		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
+		return specs.Mount{HostPath: from, ContainerPath: to,
+			Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
 	kit := on.parts.kit
 	over := cdi.Overlay{

@@ -26,15 +26,48 @@
 //	               publish what is on offer
 //	finish         report: labels, annotations, condition, Events, status
 //
-// What outlives a round is in types with state of their own, which do not know the loop:
-// reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
-// coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
-// gatekeeper (gates.go, cap.go, instances.go, waits.go), journal, reporter (report.go).
-// [Agent] joins them. Their state is for the loop's goroutine, where they do not say
-// otherwise.
-//
 // The decisions are pure functions: package plan makes the plan, and Build of
 // internal/deviceplugin makes the offer from it.
+//
+// # Rooms
+//
+// What outlives a round is in rooms, which do not know the loop and hold none of each other.
+// [New] makes and connects them, and [Agent] asks them in turn. "the loop" is the loop's
+// goroutine alone; "a lock" and "atomics" are the room's own, for whoever asks:
+//
+//	room           file                     owns                                                  for
+//	mailbox        partitions.go            what was heard of the partition file and the Node     a lock
+//	bell           agent.go                 the tokens that have rounds come                      channels
+//	partitions     partitions.go            what is wanted, and what operators annotated          the loop
+//	reader         look.go                  the hardware as last read, and whether it may be used the loop
+//	faults         faults.go                how instances are numbered, for what events mean      a lock
+//	links          look.go                  whether there are NVLinks to look at                  its goroutine
+//	coexistence    others.go, prepared.go   which GPUs are somebody else's                        the loop
+//	layouts        layouts.go               what GPUs are laid out as, and what still lingers     the loop
+//	executor       work.go                  jobs, pauses after failures, instances that are ours  the loop
+//	timeSlices     slices.go                what was asked of the driver                          the loop
+//	gatekeeper     gates.go, cap.go         CDI files and limit pages                             the loop
+//	  supplies     cap.go                   what containers need of the driver                    the loop
+//	  pageSweeper  cap.go                   pages that are being removed                          the loop
+//	offering       serve.go                 both front-ends, and the plugins that serve           the loop
+//	  claims       claims.go                the front-end for claims, once there is a need        a lock
+//	journal        journal.go, memory.go    what is written down for a successor                  the loop
+//	reporter       outcome.go               what the last round left                              an atomic
+//	herald         report.go, autoscale.go  what was told on the Node, and its startup taint      its goroutine
+//	display        status.go, foresee.go    nothing: what outsiders are shown of the rest         anybody
+//	gpuNodeWriter  gpunode_writer.go        the GPUNode at the API server                         a lock
+//	Lowering       allocatable.go           what the kubelet was sent, and the Node says          a lock
+//	Account        account.go               the usage journal, by internal/meter                  a lock
+//
+// Values pass between them. The mailbox gives an input, by value. [plan.Input] has what a plan is
+// made from, and a ground what the files of allocations follow from beside the ledger: the
+// gatekeeper knows neither reader nor executor. A [Snapshot] is what a round left; it does not
+// change, and reporter, herald, display and Account read the last one. Where somebody has to be
+// told, it is a function that New passes on: the executor tells the reader of a reset, and the
+// reader asks faults, as its judge, to tell the front-ends. What runs beside the loop is in beside.
+//
+// No room's lock is held while another room is called, but for that of faults: verdicts must
+// not overtake each other on their way to the front-ends.
 //
 // # Layouts
 //
@@ -93,8 +126,8 @@
 //
 // A reading runs beside the loop, which waits a second for it and then goes on with what
 // it knows. NVLinks fail without an event: their states alone are asked for every
-// minute, and all is read anew where they have changed. The driver's events do not wait for the loop: a fault is in the kubelet's
-// lists before the loop has woken. internal/health judges. A fault of one MIG instance
+// minute, and all is read anew where they have changed. The driver's events do not wait for
+// the loop: a fault is in the kubelet's lists before the loop has woken. internal/health judges. A fault of one MIG instance
 // withdraws the devices of that instance alone. Where the node's labels say that the
 // driver is to be replaced, the agent gives up its handles; when it may use the driver
 // again, the process ends and starts anew.

@@ -91,7 +91,8 @@ func (f *faults) apply() {
 
 // faultsIn says of which GPUs of an inventory nothing can be had for its faults, and of which
 // MIG devices on others, each with the reasons. inv is nil where nobody knows yet what stands.
-func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string,
+	placements map[mig.Place]string) {
 	reasons := map[gpu.UUID][]string{}
 	ofPlacements := map[mig.Place][]string{}
 	for _, v := range verdicts {

@@ -125,7 +125,8 @@ func ForeseeFrom(inv *gpu.Inventory, on config.Node, domain string, file *config
 		MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}}
 	f := &foresight{snap: &Snapshot{basis: b}, names: deviceplugin.ResourceNames(domain), domain: domain,
 		drain: true, caps: memcap.API,
-		unknown: []string{"which pods hold something of these GPUs, but for the MIG instances that the inventory calls busy",
+		unknown: []string{
+			"which pods hold something of these GPUs, but for the MIG instances that the inventory calls busy",
 			"how the GPUs are laid out now, apart from MIG", "the partition that the node's label chooses"}}
 	copied := *inv
 	copied.GPUs = slices.Clone(inv.GPUs)
@@ -163,7 +164,8 @@ func (f *foresight) stand(d *gpu.Device) {
 				namespace, name = "", s.Holder
 			}
 			f.allocations = append(f.allocations, ledger.Allocation{
-				ID: cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}), Owner: ledger.DevicePlugin, Phase: ledger.Open,
+				ID:    cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}),
+				Owner: ledger.DevicePlugin, Phase: ledger.Open,
 				Resource: f.names.OfProfile(s.Profile),
 				Holder:   ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
 				Grants:   []ledger.Grant{{GPU: d.UUID, Piece: piece.Instance(s.Placement)}}})
@@ -177,7 +179,8 @@ func (f *foresight) stand(d *gpu.Device) {
 
 // plan says what a partition of a file would come to.
 func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan {
-	out := status.Plan{Partition: name, Unknown: f.unknown, GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
+	out := status.Plan{Partition: name, Unknown: f.unknown,
+		GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
 	in := f.snap.basis.Input
 	in.Allocations = f.allocations
 	want, err := file.Desire(name, in.Inventory, f.snap.basis.on)
@@ -191,7 +194,8 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	then := plan.Foresee(in, f.snap.basis.halted)
 	end := f.end(&then, want.GPUs)
 	o := &end.Outcome
-	out.State, out.Reason, out.Message, out.Conditions = string(o.State), o.Reason, o.Message, slices.Clone(end.Conditions)
+	out.State, out.Reason, out.Message = string(o.State), o.Reason, o.Message
+	out.Conditions = slices.Clone(end.Conditions)
 	slices.SortStableFunc(out.Conditions, status.Condition.Compare)
 	for i := range want.GPUs {
 		out.GPUs = append(out.GPUs, f.gpu(&then.Inventory.GPUs[i], &want.GPUs[i], &then))
@@ -305,7 +309,8 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {
 		return deviceplugin.Build(deviceplugin.Input{Inventory: then.Inventory, Changes: &then.Changes, Held: held,
 			Names: f.names, Cards: f.snap.basis.MIG.Cards, Failing: end.shape.Failing,
-			Drain: f.drain, Others: f.snap.basis.Others, Cordoned: f.snap.basis.cordons.gpus, Closed: f.snap.basis.closed})
+			Drain: f.drain, Others: f.snap.basis.Others, Cordoned: f.snap.basis.cordons.gpus,
+			Closed: f.snap.basis.closed})
 	})
 	front.SetFaults(faultsIn(end.hardware.Verdicts, end.hardware.Inventory))
 	end.Conditions = slices.Concat(end.Conditions, end.leaves(),

@@ -78,7 +78,8 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 			}
 		}
 		if err != nil {
-			k.log.Warn("cannot take an allocation over from its CDI file; it is made again when its container starts again",
+			k.log.Warn("cannot take an allocation over from its CDI file; "+
+				"it is made again when its container starts again",
 				"key", key, "err", err)
 		}
 	}

@@ -282,7 +282,8 @@ func (r *reader) setTopology() {
 	r.topology = topology.New(r.inv)
 	m := r.topology.Matrix()
 	r.matrix = &m
-	r.links.some.Store(slices.ContainsFunc(r.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 }))
+	linked := func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 }
+	r.links.some.Store(slices.ContainsFunc(r.inv.GPUs, linked))
 }
 
 // sameGPUs reports whether two readings have the same GPUs, each as well

@@ -298,7 +298,8 @@ func (a *Agent) finish(p *pass) error {
 	if a.reader.inv != nil {
 		f.work = a.executor.conditions(a.reader.inv, p.changes.Work, a.partitions.gen)
 	}
-	s := &Snapshot{hardware: a.reader.hardware(), asked: a.partitions.asked(), usable: usable{absent: a.reader.absent()},
+	s := &Snapshot{hardware: a.reader.hardware(), asked: a.partitions.asked(),
+		usable: usable{absent: a.reader.absent()},
 		shape: shape{Layouts: a.layouts.now, Others: a.others.theirs(), Work: a.executor.now(), Made: a.executor.made(),
 			Failing: a.executor.failingPlacements(time.Now())},
 		Outcome: Outcome{Partition: a.partitions.chosen}, Unknown: a.offering.served.unknown}

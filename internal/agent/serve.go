@@ -32,10 +32,11 @@ func newOffering(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.A
 	front := deviceplugin.New(l, time.Now)
 	return &offering{names: deviceplugin.ResourceNames(o.ResourceDomain), drain: !o.KeepOffering, align: o.Align,
 		front: front, claims: newClaims(o, w, l, granted, wake),
-		served: &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
-			return &deviceplugin.Source{Front: front, Domain: o.Domain, Resource: resource,
-				Granted: granted, Refused: w.Account.refused}
-		}}}
+		served: &served{plugins: w.Plugins, of: map[string]plugin.Source{},
+			source: func(resource string) plugin.Source {
+				return &deviceplugin.Source{Front: front, Domain: o.Domain, Resource: resource,
+					Granted: granted, Refused: w.Account.refused}
+			}}}
 }
 
 // publish makes the offer that follows from in, and completes in.

@@ -33,8 +33,8 @@ type ground struct {
 
 // ground is what files follow from now.
 func (a *Agent) ground() *ground {
-	return &ground{inv: a.reader.inv, parts: a.gates.supplies.parts, partsErr: a.gates.supplies.err, absent: a.reader.absent(),
-		layouts: a.layouts.now, working: a.executor.working(), sliced: a.slices.stands,
+	return &ground{inv: a.reader.inv, parts: a.gates.supplies.parts, partsErr: a.gates.supplies.err,
+		absent: a.reader.absent(), layouts: a.layouts.now, working: a.executor.working(), sliced: a.slices.stands,
 		heard: a.witnesses.Heard(), unheard: a.witnesses.Err()}
 }
 

@@ -68,7 +68,9 @@ func destroys(w *plan.Work, s mig.Placement) bool {
 
 // switches reports whether work, nil for none, changes the MIG mode.
 func switches(w *plan.Work) bool {
-	return w != nil && slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Enable || s.Op == mig.Disable })
+	return w != nil && slices.ContainsFunc(w.Steps, func(s mig.Step) bool {
+		return s.Op == mig.Enable || s.Op == mig.Disable
+	})
 }
 
 // result is what became of a job.
@@ -371,7 +373,8 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 // sameInstances reports whether the same instances stand.
 func sameInstances(a, b []gpu.Instance) bool {
 	return slices.EqualFunc(a, b, func(x, y gpu.Instance) bool {
-		return x.Profile == y.Profile && x.Placement == y.Placement && x.GI == y.GI && x.CI == y.CI && x.CIStart == y.CIStart
+		return x.Profile == y.Profile && x.Placement == y.Placement &&
+			x.GI == y.GI && x.CI == y.CI && x.CIStart == y.CIStart
 	})
 }
 
@@ -402,7 +405,10 @@ func happened(m *gpu.MIG, s *mig.Step) bool {
 }
 
 func inverse(s mig.Step) mig.Step {
-	s.Op = map[mig.Op]mig.Op{mig.Create: mig.Destroy, mig.Destroy: mig.Create, mig.Enable: mig.Disable, mig.Disable: mig.Enable}[s.Op]
+	s.Op = map[mig.Op]mig.Op{
+		mig.Create: mig.Destroy, mig.Destroy: mig.Create,
+		mig.Enable: mig.Disable, mig.Disable: mig.Enable,
+	}[s.Op]
 	return s
 }
 
@@ -423,7 +429,8 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 			err = nil
 		}
 	case mig.Create:
-		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Placement.Profile.String(), gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size}, s.Placement.CI)
+		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Placement.Profile.String(),
+			gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size}, s.Placement.CI)
 	default:
 		err = e.switchMIG(ctx, d, s.Op == mig.Enable)
 	}
@@ -450,7 +457,8 @@ func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error 
 		return err
 	}
 	if e.neverReset {
-		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) or a reboot; --reset is never", errResetDue, d.Index)
+		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) "+
+			"or a reboot; --reset is never", errResetDue, d.Index)
 	}
 	if err := e.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
@@ -526,7 +534,8 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		f.refusals++
 	}
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
-	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
+	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v",
+		d.Name(), r.Placement, f.n, failingFor, r.err)
 	if r.Placement == (mig.Placement{}) { // the MIG mode of a dynamic GPU
 		reason := status.GPUChangeFailed
 		if errors.Is(r.err, errResetDue) {
@@ -558,7 +567,9 @@ func orNew[K comparable, V any](m map[K]*V, key K) *V {
 // failedFor reports whether something that an allocation waits for could not be made and
 // is tried again later.
 func (e *executor) failedFor(allocation string) bool {
-	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Allocation == allocation })
+	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool {
+		return w.Allocation == allocation
+	})
 }
 
 // failingPlacements are those that are withdrawn, with the reason.
@@ -593,7 +604,8 @@ func (e *executor) working() map[gpu.UUID]*plan.Work {
 // input is what the plan must know of the work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: e.working(), Expired: map[gpu.UUID][]mig.Placement{},
-		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset, Reclaim: e.reclaim}
+		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{},
+		NeverReset: e.neverReset, Reclaim: e.reclaim}
 	for w, r := range e.rests {
 		switch {
 		case w.Allocation == "":
@@ -625,7 +637,8 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(e.rests, func(of plan.Want, _ *rest) bool {
-		return of.Allocation == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == of.GPU })
+		planned := func(w plan.Work) bool { return w.GPU == of.GPU }
+		return of.Allocation == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, planned)
 	})
 	idle := map[mig.Place]time.Time{}
 	for u, v := range changes.MIG {
@@ -677,7 +690,8 @@ func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint6
 		next := slices.IndexFunc(planned, func(w plan.Work) bool { return w.GPU == d.UUID && w.Allocation == "" })
 		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
 		case (r == nil || r.gen != gen) && next >= 0 && e.jobs[d.UUID] == nil:
-			out = append(out, status.Why(status.GPUChange, "%s: %s, which has not begun", d.Name(), &planned[next]).Condition(status.Pending, string(d.UUID)))
+			out = append(out, status.Why(status.GPUChange, "%s: %s, which has not begun", d.Name(), &planned[next]).
+				Condition(status.Pending, string(d.UUID)))
 		case r == nil || r.gen != gen:
 		case errors.Is(r.err, errResetDue):
 			out = append(out, status.CauseOf(r.err, status.ResetDue).Condition(status.Pending, string(d.UUID)))
@@ -685,7 +699,8 @@ func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint6
 			out = append(out, status.CauseOf(r.err, status.GPUChangeFailed).Condition(status.Failed, string(d.UUID)))
 		}
 		if j := e.jobs[d.UUID]; j != nil && j.Allocation == "" {
-			out = append(out, status.Why(status.GPUChange, "%s: %s", d.Name(), j).Condition(status.Pending, string(d.UUID)))
+			out = append(out, status.Why(status.GPUChange, "%s: %s", d.Name(), j).
+				Condition(status.Pending, string(d.UUID)))
 		}
 	}
 	return out
