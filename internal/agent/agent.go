@@ -9,10 +9,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"sync/atomic"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/deviceplugin"
@@ -244,100 +241,6 @@ func New(o Options, w Worlds) *Agent {
 	return a
 }
 
-// bell has rounds come. All of it may be used by several goroutines.
-type bell struct {
-	// rounds holds at most one token: somebody wants a round.
-	rounds chan struct{}
-	// stirred has one too: the watchdog has something new to look at.
-	stirred chan struct{}
-	// soon says that wakeSoon has a round coming.
-	soon atomic.Bool
-}
-
-func newBell() *bell {
-	return &bell{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
-}
-
-// wake asks for a round.
-func (b *bell) wake() {
-	poke(b.rounds)
-	poke(b.stirred)
-}
-
-// poke leaves a token in a channel that has room for one.
-func poke(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
-
-// wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
-// PreStartContainer has had one by then: unopened reports that an allocation has had none.
-func (b *bell) wakeSoon(unopened func() bool) {
-	if b.soon.CompareAndSwap(false, true) {
-		time.AfterFunc(answerTime, func() {
-			b.soon.Store(false)
-			if unopened() {
-				b.wake()
-			}
-		})
-	}
-}
-
-// beside is what runs beside the loop, or is told of its rounds. It is not changed after New.
-type beside struct {
-	// runs run as long as the agent does.
-	runs []func(context.Context) error
-	// leaves are called one after the other when the agent is to end, while everything still
-	// runs.
-	leaves []func(context.Context)
-	// remarks are what they have to say of themselves.
-	remarks []func() []status.Condition
-	// turns are called at the end of each round; heard says that the witnesses have once said
-	// who holds what.
-	turns []func(heard bool)
-}
-
-// add has these run, if at all.
-func (b *beside) add(wanted bool, runs ...func(context.Context) error) {
-	if wanted {
-		b.runs = append(b.runs, runs...)
-	}
-}
-
-// conditions are what all have to say of themselves.
-func (b *beside) conditions() (out []status.Condition) {
-	for _, of := range b.remarks {
-		out = append(out, of()...)
-	}
-	return out
-}
-
-// run runs everything beside a loop, until asked ends and all have taken their leave.
-func (b *beside) run(asked context.Context, loop func(context.Context) error) error {
-	ctx, end := context.WithCancel(context.WithoutCancel(asked))
-	defer end()
-	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error {
-		select {
-		case <-asked.Done():
-			for _, leave := range b.leaves {
-				leave(ctx)
-			}
-			end()
-			return asked.Err()
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	})
-	for _, run := range b.runs {
-		g.Go(func() error { return run(ctx) })
-	}
-	g.Go(func() error { return loop(ctx) })
-	return g.Wait()
-}
-
 // SetFile hands in the partition file as it now is. A file that does not parse
 // changes nothing but the outcome: the last good one stays in force.
 func (a *Agent) SetFile(name string, data []byte) { a.mail.setFile(name, data) }
@@ -395,19 +298,6 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 func (a *Agent) Run(asked context.Context) error {
 	a.remember()
 	return a.beside.run(asked, a.loop)
-}
-
-// abandon does something that is not waited for at the end: a wait inside the driver
-// cannot be cut short, and the process may end without it.
-func abandon(ctx context.Context, do func(context.Context) error) error {
-	ended := make(chan error, 1)
-	go func() { ended <- do(ctx) }()
-	select {
-	case err := <-ended:
-		return err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }
 
 // loop has one round after the other, as long as the driver can be used.
