@@ -5,8 +5,9 @@
 # tests/; this file gives them short names.
 
 CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-agent
-# The image's name. Push it where your nodes can pull it, or load it onto them.
-IMAGE   ?= localhost/gpu-agent:dev
+# The images' names. Push them where your nodes can pull them, or load them onto these.
+IMAGE        ?= localhost/gpu-agent:dev
+PLACER_IMAGE ?= localhost/gpu-placer:dev
 VERSION ?= $(or $(shell git describe --tags --always --dirty --abbrev=12 2>/dev/null),dev)
 COMMIT  ?= $(or $(shell git rev-parse --short=12 HEAD 2>/dev/null),unknown)
 # Of the commit, so that the same commit gives the same program.
@@ -23,6 +24,7 @@ export CGO_CFLAGS      ?= -O2 -g -Wno-deprecated-declarations
 
 BIN     := $(CACHE)/bin
 ARCHIVE := $(CACHE)/images/gpu-agent.tar
+PLACER_ARCHIVE := $(CACHE)/images/gpu-placer.tar
 
 .PHONY: help
 help:
@@ -40,8 +42,8 @@ help:
 	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU;'
 	@echo '                with BUDGET=9m, questions to it for so long'
 	@echo 'make test-gpu-kit  these questions as a folder, dist/test-gpu, for another machine'
-	@echo 'make build      gpu-agent and the hook program, into $(BIN)'
-	@echo 'make image      the container image, into $(ARCHIVE)'
+	@echo 'make build      gpu-agent, gpu-placer and the hook program, into $(BIN)'
+	@echo 'make image      the container images, into $(ARCHIVE) and $(PLACER_ARCHIVE)'
 	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
 	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
 	@echo 'make lock       renew the versions of the Debian packages that images are made with'
@@ -50,6 +52,7 @@ help:
 	@echo
 	@echo 'CACHE=$(CACHE)'
 	@echo 'IMAGE=$(IMAGE)'
+	@echo 'PLACER_IMAGE=$(PLACER_IMAGE)'
 
 .PHONY: demo demo-down
 demo:
@@ -101,13 +104,15 @@ QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$
 # The architecture to build for. Another than this machine's takes a CC for it.
 ARCH ?= $(shell $(GO) env GOARCH)
 
-# No C library's way to look up names and users; the second program.
+# No C library's way to look up names and users; the third program.
 TAGS := netgo,osusergo
 HOOK := github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
 
 # Whatever the processor that it is built on: the same for everybody. Without an ID of
 # the build the program does not depend on where the compiler lies.
-GO_BUILD = GOARCH=$(ARCH) GOAMD64=v1 GOARM64=v8.0 CGO_ENABLED=1 $(GO) build -trimpath
+TARGET   = GOARCH=$(ARCH) GOAMD64=v1 GOARM64=v8.0
+GO_BUILD = $(TARGET) CGO_ENABLED=1 $(GO) build -trimpath
+BUILT_AS = -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)
 
 .PHONY: build
 build:
@@ -116,7 +121,9 @@ build:
 	CGO_ENABLED=0 $(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
-	$(GO_BUILD) -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= -X main.release=$(VERSION) -X main.commit=$(COMMIT) -X main.date=$(DATE)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	$(GO_BUILD) -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= $(BUILT_AS)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	@# Static and without C: it is alone in its image.
+	$(TARGET) CGO_ENABLED=0 $(GO) build -trimpath -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= $(BUILT_AS)' -o $(BIN)/gpu-placer ./cmd/gpu-placer
 	@# Static: the container runtime runs it on the host, whatever libc that has.
 	$(GO_BUILD) -tags $(TAGS) -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook $(HOOK)
@@ -135,7 +142,8 @@ imager:
 .PHONY: image
 image: imager
 	@cc="$$($(BIN)/image cc --newer --arch $(ARCH) --cache $(DEBIAN))" && $(MAKE) --no-print-directory build $(call FOR_IMAGE,$(ARCH))
-	@$(BIN)/image build --newer --arch $(ARCH) --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
+	@$(BIN)/image build --newer --arch $(ARCH) --of gpu-agent --out $(ARCHIVE) --name $(IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
+	@$(BIN)/image build --newer --arch $(ARCH) --of gpu-placer --out $(PLACER_ARCHIVE) --name $(PLACER_IMAGE) --bin $(ARCH)=$(BIN) $(ABOUT)
 
 # A tool for tests, apart from the product's image and releases: tests/emulator/README.md.
 EMULATOR_IMAGE   ?= localhost/gpu-emulator:dev
@@ -153,11 +161,12 @@ emulator-image:
 		--entrypoint /usr/bin/gpu-emulator --file $(EMULATOR_PROGRAM):/usr/bin/gpu-emulator:0755 \
 		--file $$libraries:/usr/lib/gpu-emulator --file LICENSE:/licenses/LICENSE:0644
 
-# Built from what the commit has, not from the checkout. REPOSITORY is where you push the
-# image: the manifests and the chart name it. AGAIN=1 builds an old version, with the
+# Built from what the commit has, not from the checkout. REPOSITORY and PLACER_REPOSITORY are where
+# you push the images: the manifests and the chart name them. AGAIN=1 builds an old version, with the
 # packages of its time.
 DIST       := dist/$(VERSION)
 REPOSITORY ?= localhost/gpu-agent
+PLACER_REPOSITORY ?= localhost/gpu-placer
 STAGE      := $(CACHE)/release
 .PHONY: release
 release: imager
@@ -166,7 +175,7 @@ release: imager
 	@git archive --output $(STAGE)/source.tar HEAD && tar -xf $(STAGE)/source.tar -C $(STAGE)/source
 	@set -e; for arch in amd64 arm64; do cc="$$($(BIN)/image cc --arch $$arch --cache $(DEBIAN))"; \
 		$(MAKE) --no-print-directory -C $(STAGE)/source build $(call FOR_IMAGE,$$arch) BIN=$(STAGE)/$$arch GOFLAGS=-buildvcs=false; done
-	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --repository $(REPOSITORY) \
+	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --gpu-agent-repository $(REPOSITORY) --gpu-placer-repository $(PLACER_REPOSITORY) \
 		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 $(ABOUT)
 	@rm -rf $(STAGE)
 
@@ -190,6 +199,7 @@ ifneq ($(SNAPSHOT),)
 	if [ $$days -gt 30 ]; then echo "WARNING: this database is $$days days old, and knows of nothing since: name a newer one in VULNDB" >&2; fi
 endif
 	$(VULNCHECK) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
+	$(VULNCHECK) -tags $(TAGS),grpcnotrace ./cmd/gpu-placer
 	$(VULNCHECK) -tags $(TAGS) $(HOOK)
 	$(VULNCHECK) -C deployments/image .
 

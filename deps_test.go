@@ -47,9 +47,6 @@ const (
 	// both is for the few packages that the two programs share: the arithmetic of pieces, the
 	// GPUNode, and how an API server and an HTTP server are spoken to.
 	both half = "both"
-	// connects is for cmd/gpu-agent, which still holds both programs and so imports both
-	// halves. It goes when the placer has a command of its own.
-	connects half = "connects"
 	// neither is not part of a program.
 	neither half = ""
 )
@@ -64,7 +61,8 @@ type entry struct {
 
 // packages is the program. A package without an entry here is a mistake.
 var packages = []entry{
-	{"cmd/gpu-agent", 5, connects, "flags, options, wiring; decides nothing"},
+	{"cmd/gpu-agent", 5, agent, "flags, options, wiring; decides nothing"},
+	{"cmd/gpu-placer", 5, placer, "the same for the placer"},
 	{"internal/agent", 4, agent, "the loop"},
 	{"internal/advise", 4, agent, "which partition would have served a node's past demand best"},
 	{"internal/cleanup", 4, agent, "takes away what agents have left on a node"},
@@ -79,7 +77,7 @@ var packages = []entry{
 	{"pkg/cdi/dir", 2, agent, "a directory of CDI files"},
 	{"pkg/memcap/...", 2, agent, "the in-process cap's files, the watchdog's reader and hand"},
 	{"internal/node", 2, agent, "PodResources, the container runtime, /proc and cgroups"},
-	{"internal/command", 2, agent, "a program's command line: flags, environment, help, exit codes"},
+	{"internal/command", 2, both, "a program's command line: flags, environment, help, exit codes"},
 	{"internal/kube", 2, both, "the API server: connection, watches, lists"},
 	{"internal/kube/agentkube", 2, agent, "what an agent reads and writes at the API server"},
 	{"internal/kube/placerkube", 2, placer, "what a placer reads and writes at the API server"},
@@ -124,6 +122,7 @@ var packages = []entry{
 // shared says of each package of both halves why the placer, too, has it. TestSharedIsShared
 // holds that it has.
 var shared = map[string]string{
+	"internal/command":  "flags, variables, help and exit codes are of one kind",
 	"internal/kube":     "the API server is connected to and watched in one way",
 	"internal/obs":      "an HTTP server that every pod can reach is bounded in one way",
 	"pkg/mig":           "where MIG instances have room",
@@ -144,7 +143,7 @@ var shared = map[string]string{
 var tools = []string{"internal/atomicfile", "internal/socket"}
 
 // mains are the programs of the product.
-var mains = []string{"cmd/gpu-agent", "pkg/memcap/lib/hide"}
+var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "pkg/memcap/lib/hide"}
 
 // doors are outside systems that one package alone knows, by the prefix of their import
 // path.
@@ -368,7 +367,7 @@ func (h *inspector) imports(p, dir string, r entry, target string) {
 		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a package can be understood without the ones above it", own, r.floor, to.floor)
 	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path) && !under(r.path, to.path):
 		h.add(p, "imports its sibling %s: a package of floor %d knows one outside system; where two must meet, the floor above passes plain values between them", own, r.floor)
-	case r.half != connects && to.half != both && to.half != r.half:
+	case to.half != both && to.half != r.half:
 		h.add(p, "imports %s, from the half %q to the half %q: the agent and the placer are two programs, and what is of one is no concern of the other; what both need is a package of both, with its reason in shared", own, r.half, to.half)
 	}
 }
@@ -440,6 +439,8 @@ func TestRulesBite(t *testing.T) {
 		{"tests may know the product and all doors", "tests/e2e/x.go", source("os k8s.io/client-go/dynamic "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
 		{"manifests have tests and no essay", "deployments/x_test.go", source(module+"/internal/config", ""), ""},
 		{"main may exit", "cmd/gpu-agent/x.go", source("os "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
+		{"the agent's program knows the placer", "cmd/gpu-agent/x.go", source(module+"/internal/fleet", ""), `from the half "agent" to the half "placer"`},
+		{"the placer's program knows the agent", "cmd/gpu-placer/x.go", source(module+"/internal/agent", ""), `from the half "placer" to the half "agent"`},
 		{"a door in its package", "pkg/gpu/nvml/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), ""},
 		{"the packages of the cap know each other", "pkg/memcap/lib/x.go", source(module+"/pkg/memcap/files "+module+"/pkg/memcap", ""), ""},
 		{"upward", "internal/plan/x.go", source(module+"/internal/agent", ""), "imports go downward only"},

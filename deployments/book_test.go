@@ -133,7 +133,7 @@ func newBook(t *testing.T) *book {
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))
 	s.setGPUs(t, "gpu-1", sharedGPU(0, gpunode.True))
 	s.flavor(t, "on-prem")
-	b := &book{apiServer: s, t: t, program: program(t), r: rand.New(rand.NewPCG(*bookSeed, 0)), door: plane.FreeAddress(t), given: map[string]map[string]bool{},
+	b := &book{apiServer: s, t: t, program: placerProgram(t), r: rand.New(rand.NewPCG(*bookSeed, 0)), door: plane.FreeAddress(t), given: map[string]map[string]bool{},
 		probe: podOf("", "", all), more: podOf("", "", all+1)}
 	b.show(t, b.probe)
 	b.show(t, b.more)

@@ -101,7 +101,7 @@ func kustomized(t *testing.T, on ...string) []object {
 	}
 	if slices.Contains(parts, "placer/kueue") && slices.Contains(parts, "placer/liqo") {
 		patches += "  - patch: '{apiVersion: apps/v1, kind: Deployment, metadata: {name: gpu-placer, namespace: gpu-placer}, spec: {template: {spec: {containers: " +
-			"[{name: gpu-placer, env: [{name: GPU_AGENT_DOORS, value: \"extender,kueue,liqo\"}]}]}}}}'\n"
+			"[{name: gpu-placer, env: [{name: GPU_PLACER_DOORS, value: \"extender,kueue,liqo\"}]}]}}}}'\n"
 	}
 	for _, name := range []string{"gke", "monitoring", "network-policy", "openshift"} {
 		if slices.Contains(resources, "placer") && slices.Contains(on, name) {
@@ -333,6 +333,7 @@ func TestChartValues(t *testing.T) {
 			[]string{"+ PodMonitor gpu-agent/gpu-agent.metadata.labels.release = prometheus", "+ PrometheusRule gpu-agent/gpu-agent.metadata.labels.release = prometheus"}},
 		{[]string{"startup-taint"}, []string{"startupTaint.key=node.test/wait"},
 			[]string{"~ " + agent + ".env[GPU_AGENT_STARTUP_TAINT].value = node.test/wait", "~ " + policy + "[startupTaint].expression = 'node.test/wait'"}},
+		{[]string{"placer"}, []string{"placer.image.repository=registry.test/gpu-placer", "placer.image.tag=v1"}, []string{"~ " + placers + ".containers[gpu-placer].image = registry.test/gpu-placer:v1"}},
 		{[]string{"placer"}, []string{"placer.nodeSelector.pool=control"}, []string{"+ " + placers + ".nodeSelector.pool = control"}},
 		{[]string{"placer"}, []string{"placer.tolerations[0].operator=Exists"}, []string{"+ " + placers + ".tolerations[0].operator = Exists"}},
 		{[]string{"placer"}, []string{"placer.resources.limits.memory=2Gi"}, []string{"~ " + placers + ".containers[gpu-placer].resources.limits.memory = 2Gi"}},
@@ -354,9 +355,13 @@ func TestChartDomains(t *testing.T) {
 	everything := switched(switches...)
 	before := flat(t, chart(t, "chart", everything...))
 	// The cleanup's two containers, and the placer's.
-	variables := func(diff []string, name string) (others []string) {
+	variables := func(diff []string, flag string) (others []string) {
 		n := 0
 		for _, d := range diff {
+			name := "GPU_AGENT_" + flag
+			if strings.Contains(d, "[gpu-placer]") {
+				name = "GPU_PLACER_" + flag
+			}
 			if strings.HasPrefix(d, "+ ") && strings.Contains(d, ".env["+name+"].value = ") {
 				n++
 			} else if !strings.Contains(d, ".env["+name+"].name = ") {
@@ -364,7 +369,7 @@ func TestChartDomains(t *testing.T) {
 			}
 		}
 		if n != 3 {
-			t.Errorf("%d containers have %s, want 3", n, name)
+			t.Errorf("%d containers have the variable of %s, want 3", n, flag)
 		}
 		return others
 	}
@@ -373,12 +378,12 @@ func TestChartDomains(t *testing.T) {
 		want[strings.ReplaceAll(path, "example.com", "gpus.corp.test")] = strings.ReplaceAll(value, "example.com", "gpus.corp.test")
 	}
 	diff := changes(want, flat(t, chart(t, "chart", append(everything, "domain=gpus.corp.test")...)))
-	if others := variables(diff, "GPU_AGENT_DOMAIN"); len(others) > 0 {
+	if others := variables(diff, "DOMAIN"); len(others) > 0 {
 		t.Errorf("with another domain differs, but for the word:\n%s", strings.Join(others, "\n"))
 	}
 	classes := 0
 	diff = changes(before, flat(t, chart(t, "chart", append(everything, "resourceDomain=nvidia.com")...)))
-	for _, d := range variables(diff, "GPU_AGENT_RESOURCE_DOMAIN") {
+	for _, d := range variables(diff, "RESOURCE_DOMAIN") {
 		path, now, _ := strings.Cut(strings.TrimPrefix(d, "~ "), " = ")
 		if strings.HasSuffix(path, ".spec.extendedResourceName") {
 			classes++

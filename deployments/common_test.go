@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -53,19 +54,24 @@ func TestMain(m *testing.M) {
 }
 
 // program is gpu-agent, built from the checkout.
-func program(t *testing.T) string {
+func program(t *testing.T) string { return built(t, "example.com/gpu-agent/cmd/gpu-agent") }
+
+// placerProgram is gpu-placer.
+func placerProgram(t *testing.T) string { return built(t, "example.com/gpu-agent/cmd/gpu-placer") }
+
+func built(t *testing.T, of string) string {
 	t.Helper()
-	if built == "" {
-		path := filepath.Join(lasting{t}.TempDir(), name)
-		if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-ldflags=-s", "-o", path, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
+	if builds[of] == "" {
+		at := filepath.Join(lasting{t}.TempDir(), path.Base(of))
+		if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-ldflags=-s", "-o", at, of).CombinedOutput(); err != nil {
 			t.Fatalf("build the program: %v\n%s", err, out)
 		}
-		built = path
+		builds[of] = at
 	}
-	return built
+	return builds[of]
 }
 
-var built string // where the program is, "" until it is built
+var builds = map[string]string{} // where the programs are that were built, by package
 
 // common is the API server of all tests, nil until one asks for it.
 var common *apiServer

@@ -357,15 +357,17 @@ func TestEnvironmentIsFlags(t *testing.T) {
 		name         string
 		flags, twins map[string]bool
 	}
-	knows := func(name string) command {
+	knows := func(name, prefix string, flags map[string]string) command {
 		c := command{name, map[string]bool{}, map[string]bool{}}
-		for f := range commandFlags(t, name) {
+		for f := range flags {
 			c.flags[f] = true
-			c.twins["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
+			c.twins[prefix+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
 		}
 		return c
 	}
-	run, cleanup, placer := knows("run"), knows("cleanup"), knows("placer")
+	run := knows("gpu-agent run", "GPU_AGENT_", programFlags(t))
+	cleanup := knows("gpu-agent cleanup", "GPU_AGENT_", commandFlags(t, "cleanup"))
+	ofPlacer := knows("gpu-placer run", "GPU_PLACER_", placerFlags(t))
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
 		t.Fatal(err)
@@ -394,17 +396,17 @@ func TestEnvironmentIsFlags(t *testing.T) {
 		case "cleanup":
 			c = cleanup
 		case "placer":
-			c = placer
+			c = ofPlacer
 		}
-		for _, v := range regexp.MustCompile(`GPU_AGENT_[A-Z_]+`).FindAllString(string(text), -1) {
+		for _, v := range regexp.MustCompile(`GPU_(?:AGENT|PLACER)_[A-Z_]+`).FindAllString(string(text), -1) {
 			found++
 			if !c.twins[v] {
-				t.Errorf("%s: %s is the twin of no flag of gpu-agent %s", f, v, c.name)
+				t.Errorf("%s: %s is the twin of no flag of %s", f, v, c.name)
 			}
 		}
 		for _, v := range regexp.MustCompile(`--[a-z][a-z-]+`).FindAllString(string(text), -1) {
 			if !c.flags[v[2:]] {
-				t.Errorf("%s: gpu-agent %s has no flag %s", f, c.name, v)
+				t.Errorf("%s: %s has no flag %s", f, c.name, v)
 			}
 		}
 	}
@@ -445,20 +447,21 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 }
 
-// help is what `gpu-agent COMMAND --help` prints.
-func help(t *testing.T, command string) string {
+// help is what `PROGRAM COMMAND --help` prints.
+func help(t *testing.T, program, command string) string {
 	t.Helper()
-	if _, ok := helps[command]; !ok {
-		out, err := exec.CommandContext(t.Context(), program(t), command, "--help").Output()
+	line := program + " " + command
+	if _, ok := helps[line]; !ok {
+		out, err := exec.CommandContext(t.Context(), program, command, "--help").Output()
 		if err != nil {
-			t.Fatalf("gpu-agent %s --help: %v", command, err)
+			t.Fatalf("%s --help: %v", line, err)
 		}
-		helps[command] = string(out)
+		helps[line] = string(out)
 	}
-	return helps[command]
+	return helps[line]
 }
 
-var helps = map[string]string{} // by command
+var helps = map[string]string{} // by program and command
 
 // programFlags are the flags of `gpu-agent run` with their defaults, as it
 // prints them.
@@ -467,11 +470,23 @@ func programFlags(t *testing.T) map[string]string {
 	return commandFlags(t, "run")
 }
 
-// commandFlags are those of a command, but for --help. A flag's text has several lines.
+// commandFlags are those of a command of gpu-agent, but for --help.
 func commandFlags(t *testing.T, command string) map[string]string {
 	t.Helper()
+	return flagsOf(t, program(t), command)
+}
+
+// placerFlags are those of `gpu-placer run`.
+func placerFlags(t *testing.T) map[string]string {
+	t.Helper()
+	return flagsOf(t, placerProgram(t), "run")
+}
+
+// flagsOf reads a command's help. A flag's text has several lines.
+func flagsOf(t *testing.T, program, command string) map[string]string {
+	t.Helper()
 	flags := map[string]string{}
-	_, text, _ := strings.Cut(help(t, command), "\nFlags:\n")
+	_, text, _ := strings.Cut(help(t, program, command), "\nFlags:\n")
 	for _, flag := range regexp.MustCompile(`(?m)^ {2}(?:-\w, | {4})--`).Split(text, -1)[1:] {
 		flag, _, _ = strings.Cut(flag, "\n\n")
 		flag = strings.Join(strings.Fields(flag), " ")
@@ -483,7 +498,7 @@ func commandFlags(t *testing.T, command string) map[string]string {
 	}
 	delete(flags, "help")
 	if flags["domain"] == "" {
-		t.Fatalf("gpu-agent %s --help printed no flags:\n%s", command, help(t, command))
+		t.Fatalf("%s %s --help printed no flags:\n%s", program, command, help(t, program, command))
 	}
 	return flags
 }

@@ -163,7 +163,7 @@ func TestEachDoorsRights(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.flavor(t, "on-prem")
-	program, door := program(t), plane.FreeAddress(t)
+	program, door := placerProgram(t), plane.FreeAddress(t)
 	// What a door's part grants is taken away again, so that the next one has its own alone. What was
 	// used is never forgotten.
 	seen := [][]kube.Rule{placerkube.Rules}

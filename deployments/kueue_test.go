@@ -126,7 +126,7 @@ func TestKueueDoor(t *testing.T) {
 		s.setGPUs(t, name, sharedGPU(2*i, gpunode.True), sharedGPU(2*i+1, gpunode.True))
 		s.flavor(t, site)
 	}
-	program := program(t)
+	program := placerProgram(t)
 	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue", "--lease=")
 	for _, name := range []string{"gpu-placer", "gpu-placer-urgent", "gpu-placer-cloud"} {
 		s.await(t, name+" is active", func() error {

@@ -237,7 +237,7 @@ func TestLiqoDoor(t *testing.T) {
 	for _, name := range []string{"milan", "paris", "rome", "rome-2"} {
 		s.consumer(t, name)
 	}
-	program := program(t)
+	program := placerProgram(t)
 	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,liqo", "--lease=")
 
 	milan := s.slice(t, "milan", liqo.Class, 40)

@@ -111,7 +111,7 @@ func TestStockSchedulerWithThePlacer(t *testing.T) {
 	for _, o := range render(t, "placer") {
 		s.apply(t, o, false)
 	}
-	program := program(t)
+	program := placerProgram(t)
 	s.namespace(t, "train")
 	s.node(t, "gpu-1", fields{"cpu": "64", "memory": "64Gi", "pods": "110", unitsName: "237"})
 	s.create(t, gpuNodes, aGPUNode("gpu-1"))

@@ -109,10 +109,10 @@ func TestPlacersDeployment(t *testing.T) {
 		t.Errorf("%+v", spec)
 	}
 	c := spec.Containers[0]
-	if !slices.Equal(c.Args, []string{"placer"}) || !c.SecurityContext.ReadOnlyRootFilesystem || c.SecurityContext.Privileged {
+	if !slices.Equal(c.Args, []string{"run"}) || !c.SecurityContext.ReadOnlyRootFilesystem || c.SecurityContext.Privileged {
 		t.Errorf("%+v", c)
 	}
-	flags := commandFlags(t, "placer")
+	flags := placerFlags(t)
 	var ports []string
 	for _, p := range c.Ports {
 		ports = append(ports, fmt.Sprintf("%s :%d", p.Name, p.ContainerPort))
@@ -120,12 +120,12 @@ func TestPlacersDeployment(t *testing.T) {
 	if want := []string{"extender " + flags["listen"], "http " + flags["http"]}; !slices.Equal(ports, want) {
 		t.Errorf("ports %q, and the program has %q", ports, want)
 	}
-	if want := strings.ReplaceAll(flags["lease"], placer+"/", "$(POD_NAMESPACE)/"); c.env()["GPU_AGENT_LEASE"] != want {
-		t.Errorf("the lease is %s, want %s", c.env()["GPU_AGENT_LEASE"], want)
+	if want := strings.ReplaceAll(flags["lease"], placer+"/", "$(POD_NAMESPACE)/"); c.env()["GPU_PLACER_LEASE"] != want {
+		t.Errorf("the lease is %s, want %s", c.env()["GPU_PLACER_LEASE"], want)
 	}
 	for flag, file := range map[string]string{"TLS_CERT_FILE": extender.CertFile, "TLS_KEY_FILE": extender.KeyFile, "CLIENT_CA_FILE": extender.CAFile} {
-		if have, want := c.env()["GPU_AGENT_"+flag], c.VolumeMounts[1].MountPath+"/"+file; have != want {
-			t.Errorf("%s is %s, want %s, which `gpu-agent certificates` makes", flag, have, want)
+		if have, want := c.env()["GPU_PLACER_"+flag], c.VolumeMounts[1].MountPath+"/"+file; have != want {
+			t.Errorf("%s is %s, want %s, which `gpu-placer certificates` makes", flag, have, want)
 		}
 		if name := strings.ReplaceAll(strings.ToLower(flag), "_", "-"); !maps.Equal(map[string]string{name: flags[name]}, map[string]string{name: ""}) {
 			t.Errorf("--%s has the default %q", name, flags[name])
@@ -178,12 +178,12 @@ func TestShownSchedulerConfiguration(t *testing.T) {
 	if config.Percentage != 100 || !e.Ignorable || e.Timeout != "250ms" || !e.NodesByName || e.Filter != "filter" || e.Preempt != "preempt" {
 		t.Errorf("%+v", config)
 	}
-	if want := "https://" + placer + "." + placer + ".svc" + commandFlags(t, "placer")["listen"]; e.URL != want || !e.HTTPS {
+	if want := "https://" + placer + "." + placer + ".svc" + placerFlags(t)["listen"]; e.URL != want || !e.HTTPS {
 		t.Errorf("the placer is at %s, want %s", e.URL, want)
 	}
 	for have, want := range map[string]string{e.TLS.CA: extender.CAFile, e.TLS.Cert: extender.SchedulerCertFile, e.TLS.Key: extender.SchedulerKeyFile} {
 		if filepath.Base(have) != want {
-			t.Errorf("the scheduler reads %s, want %s, which `gpu-agent certificates` makes", have, want)
+			t.Errorf("the scheduler reads %s, want %s, which `gpu-placer certificates` makes", have, want)
 		}
 	}
 	domain := programFlags(t)["domain"]
@@ -232,11 +232,8 @@ func TestShownSchedulerConfiguration(t *testing.T) {
 
 // The flags and metrics of the placer are in the docs.
 func TestDocsNameThePlacersFlagsAndMetrics(t *testing.T) {
-	_, text, ok := strings.Cut(string(read(t, "../docs/schedulers.md")), "\n## The placer\n")
-	if !ok {
-		t.Fatal("docs/schedulers.md does not tell of the placer")
-	}
-	if have, want := names("(?m)^\\| `--([a-z-]+)", text), slices.Sorted(maps.Keys(commandFlags(t, "placer"))); !slices.Equal(have, want) {
+	text := string(read(t, "../docs/placer.md"))
+	if have, want := names("(?m)^\\| `--([a-z-]+)", text), slices.Sorted(maps.Keys(placerFlags(t))); !slices.Equal(have, want) {
 		t.Errorf("the docs have the flags\n%q, the program\n%q", have, want)
 	}
 	if have, want := names("(?m)^\\| `(gpu_agent_\\w+)", text), names(`(?m)^# HELP (gpu_agent_\w+)`, placerPage(t)); !slices.Equal(have, want) {

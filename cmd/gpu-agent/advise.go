@@ -29,7 +29,7 @@ import (
 type adviceRequest struct {
 	stateDir, trace, inventory, config, partition string
 	since, until, node                            string
-	names                                         domainFlags
+	names                                         command.Domains
 	unit                                          memoryFlag
 	placer, dynamic                               bool
 	lag                                           time.Duration
@@ -93,9 +93,9 @@ func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	partitionFlag(fs, &r.partition)
 	timeFlags(fs, &r.since, &r.until)
 	nodeNameFlag(fs, &r.node)
-	r.names.register(fs)
+	r.names.Register(fs)
 	r.unit.register(fs)
-	fs.BoolVar(&r.placer, "placer", false, "pods are placed through gpu-agent placer: what does not fit waits and is not refused")
+	fs.BoolVar(&r.placer, "placer", false, "pods are placed through the placer: what does not fit waits and is not refused")
 	fs.BoolVar(&r.dynamic, "dynamic", false, "try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
 	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond, "`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
 	r.refused = command.Choice{Value: "gone", Of: []string{"gone", "back"}}
@@ -111,7 +111,7 @@ func (r *adviceRequest) complete() error {
 	if r.tries < 1 || r.top < 0 || r.lag < 0 {
 		return command.Usagef("--tries is at least 1, and --top and --lag are not negative")
 	}
-	return r.names.complete()
+	return r.names.Complete()
 }
 
 // adviceJSON is an advice, for programs.
@@ -162,7 +162,7 @@ type alternativeJSON struct {
 // demand reads what was asked for, and the journal that has it.
 func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	now := time.Now()
-	o := advise.Options{Back: r.refused.Value == "back", Domain: r.names.resourceDomain, Unit: gpu.MiB(r.unit), Node: r.node}
+	o := advise.Options{Back: r.refused.Value == "back", Domain: r.names.ResourceDomain, Unit: gpu.MiB(r.unit), Node: r.node}
 	var err error
 	if o.Since, err = moment("since", r.since, time.Time{}, now); err != nil {
 		return nil, nil, err

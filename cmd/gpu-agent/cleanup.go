@@ -30,7 +30,7 @@ conditions, GPUNode, CDI files, sockets and the state directory. It refuses whil
 runs, and while pods hold devices. What operators have set stays.`,
 		Example: "gpu-agent cleanup --node-name node-1 --wait",
 		RunE: func(c *cobra.Command, _ []string) error {
-			if err := names.complete(); err != nil {
+			if err := names.Complete(); err != nil {
 				return err
 			}
 			return cleanUp(c.Context(), consoleOf(c), &n, &names, wait)
@@ -44,19 +44,19 @@ runs, and while pods hold devices. What operators have set stays.`,
 
 func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, wait bool) error {
 	log := slog.New(slog.NewTextHandler(c.err, nil))
-	runtime := n.runtime(names.domain, func() bool { return true }, log)
+	runtime := n.runtime(names.Domain, func() bool { return true }, log)
 	defer runtime.Close()
 	job := cleanup.Node{KubeletDir: n.kubeletDir, CDIDir: n.cdiDir, StateDir: n.stateDir, NFDDir: n.nfdDir,
-		Domain: names.domain, ResourceDomain: names.resourceDomain, Runtime: runtime}
+		Domain: names.Domain, ResourceDomain: names.ResourceDomain, Runtime: runtime}
 	if names.nodeName != "" {
 		job.Object = func(ctx context.Context) error {
-			client, err := agentkube.New(agentkube.Options{Options: kube.Options{Kubeconfig: names.kubeconfig, Domain: names.domain, Logger: log}, NodeName: names.nodeName})
+			client, err := agentkube.New(agentkube.Options{Options: kube.Options{Kubeconfig: names.kubeconfig, Domain: names.Domain, Logger: log}, NodeName: names.nodeName})
 			if err != nil {
 				return err
 			}
 			errs := []error{client.Mark(ctx, agentkube.Marks{}), client.RemoveGPUNode(ctx)}
 			for _, kind := range agent.Written.Conditions {
-				errs = append(errs, client.RemoveCondition(ctx, names.domain+"/"+kind))
+				errs = append(errs, client.RemoveCondition(ctx, names.Domain+"/"+kind))
 			}
 			return errors.Join(errs...)
 		}

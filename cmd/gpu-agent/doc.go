@@ -12,8 +12,6 @@
 //	gpu-agent status       what the agent on this node offers, and who holds it
 //	gpu-agent usage        who was granted what, and used it
 //	gpu-agent advise       which partition would have served it better
-//	gpu-agent placer       tells schedulers which node has room for a pod
-//	gpu-agent certificates what the placer and kube-scheduler know each other by
 //	gpu-agent export       the cluster's GPUs for other schedulers and autoscalers
 //	gpu-agent cleanup      take away what agents have left on the node
 //	gpu-agent version

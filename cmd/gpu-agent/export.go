@@ -46,7 +46,8 @@ type sourceFlags struct {
 }
 
 func (s *sourceFlags) register(fs *pflag.FlagSet) {
-	s.names.registerCluster(fs)
+	command.Kubeconfig(fs, &s.names.kubeconfig)
+	s.names.Register(fs)
 	fs.StringVar(&s.selector, "selector", "", "only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
 	configFlag(fs, &s.config)
 	s.of.register(fs)
@@ -55,7 +56,7 @@ func (s *sourceFlags) register(fs *pflag.FlagSet) {
 // read returns the nodes, by what is recorded in files, or by the cluster. recorded makes
 // labels of a file's first word.
 func (s *sourceFlags) read(ctx context.Context, c console, files []string, recorded func(word string) map[string]string) ([]export.Node, error) {
-	if err := s.names.complete(); err != nil {
+	if err := s.names.Complete(); err != nil {
 		return nil, err
 	}
 	if len(files) == 0 {
@@ -83,12 +84,12 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 		if err != nil {
 			return nil, invalid(err)
 		}
-		n, err := export.FromInventory(strings.TrimSuffix(filepath.Base(file), ".json"), s.names.domain, inv, want, gpu.MiB(s.of.unit), recorded(word))
+		n, err := export.FromInventory(strings.TrimSuffix(filepath.Base(file), ".json"), s.names.Domain, inv, want, gpu.MiB(s.of.unit), recorded(word))
 		if err != nil {
 			return nil, err
 		}
 		if partition != "" {
-			n.Labels[s.names.domain+"/gpu.partition"] = partition
+			n.Labels[s.names.Domain+"/gpu.partition"] = partition
 		}
 		out = append(out, n)
 	}
@@ -99,7 +100,7 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	found, err := agentkube.List(ctx, kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))}, s.selector)
+	found, err := agentkube.List(ctx, kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.Domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))}, s.selector)
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +137,7 @@ part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + 
 		Args:    cobra.ArbitraryArgs,
 		RunE: func(c *cobra.Command, files []string) error {
 			nodes, err := s.read(c.Context(), consoleOf(c), files, func(site string) map[string]string {
-				return map[string]string{s.names.domain + "/" + gpunode.Site: site}
+				return map[string]string{s.names.Domain + "/" + gpunode.Site: site}
 			})
 			if err != nil {
 				return err
@@ -144,7 +145,7 @@ part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + 
 			if none == (len(k.Clouds) > 0) {
 				return command.Usagef("--cloud is missing: say how much of a cloud may be used (--cloud cloud=640GiB), or that there is none (--cloud none)")
 			}
-			k.Domain, k.ResourceDomain, k.Nodes, k.Claims = s.names.domain, s.names.resourceDomain, nodes, how.Value == "claims"
+			k.Domain, k.ResourceDomain, k.Nodes, k.Claims = s.names.Domain, s.names.ResourceDomain, nodes, how.Value == "claims"
 			if configuration {
 				return printText(c, k.Configuration)
 			}
@@ -215,14 +216,14 @@ func (s *sourceFlags) instances(c *cobra.Command, files []string) (*export.Autos
 	nodes, err := s.read(c.Context(), consoleOf(c), files, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}
 		if s.site != "" {
-			labels[s.names.domain+"/"+gpunode.Site] = s.site
+			labels[s.names.Domain+"/"+gpunode.Site] = s.site
 		}
 		return labels
 	})
 	if err != nil {
 		return nil, err
 	}
-	return &export.Autoscaler{Domain: s.names.domain, ResourceDomain: s.names.resourceDomain, Nodes: nodes}, nil
+	return &export.Autoscaler{Domain: s.names.Domain, ResourceDomain: s.names.ResourceDomain, Nodes: nodes}, nil
 }
 
 // registerInstances registers the flags of an export to autoscalers.

@@ -4,7 +4,6 @@ package main
 
 import (
 	"errors"
-	"log/slog"
 	"strconv"
 	"strings"
 
@@ -76,26 +75,4 @@ func outputFlag(fs *pflag.FlagSet, formats ...string) *command.Choice {
 	c := &command.Choice{Value: formats[0], Of: formats}
 	fs.VarP(c, "output", "o", "what to print: text for people, json and csv for programs, or partition, which is a partition file alone")
 	return c
-}
-
-// logFlags are how a program that runs on tells what it does.
-type logFlags struct {
-	format, level command.Choice
-}
-
-func (f *logFlags) register(fs *pflag.FlagSet) {
-	f.format = command.Choice{Value: "text", Of: []string{"text", "json"}}
-	fs.Var(&f.format, "log-format", "how the log is written")
-	f.level = command.Choice{Value: "info", Of: []string{"debug", "info", "warn", "error"}}
-	fs.Var(&f.level, "log-level", "the least grave lines that the log has")
-}
-
-func (f *logFlags) logger(c console) *slog.Logger {
-	var level slog.Level
-	_ = level.UnmarshalText([]byte(f.level.Value)) // one of four known words
-	opts := &slog.HandlerOptions{Level: level}
-	if f.format.Value == "json" {
-		return slog.New(slog.NewJSONHandler(c.err, opts))
-	}
-	return slog.New(slog.NewTextHandler(c.err, opts))
 }

@@ -37,9 +37,19 @@ func newRoot() *cobra.Command {
 the pieces to the kubelet, and says what is left.`,
 	}
 	root.AddCommand(newRun(), newInventory(), newCheck(), newPlan(), newTopology(), newStatus(), newUsage(), newAdvise(),
-		newPlacer(), newCertificates(), newCleanup(), newExport(), newVersion())
+		newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),
+		command.NewMoved("placer", "the placer is a program of its own, with an image of its own: write gpu-placer run, and GPU_PLACER_… for its variables"),
+		command.NewMoved("certificates", "the placer's program makes them: write gpu-placer certificates"))
 	return root
 }
+
+// Set by the build: what this program was built from.
+var release, commit, date string
+
+func build() command.Build { return command.Build{Release: release, Commit: commit, Date: date} }
+
+// version is the release, or the commit that was built.
+func version() string { return build().Version() }
 
 // prefix begins the environment variables of flags.
 const prefix = "GPU_AGENT_"

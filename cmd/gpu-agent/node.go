@@ -3,7 +3,6 @@
 package main
 
 import (
-	"cmp"
 	"errors"
 	"log/slog"
 	"path/filepath"
@@ -57,45 +56,18 @@ func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger)
 // nameFlags say which Node this is, and under which names the agent writes.
 type nameFlags struct {
 	kubeconfig, nodeName string
-	domainFlags
+	command.Domains
 }
 
 func (n *nameFlags) register(fs *pflag.FlagSet) {
-	n.registerCluster(fs)
+	command.Kubeconfig(fs, &n.kubeconfig)
+	n.Register(fs)
 	nodeNameFlag(fs, &n.nodeName)
 }
 
 // nodeNameFlag is the node's name.
 func nodeNameFlag(fs *pflag.FlagSet, name *string) {
 	fs.StringVar(name, "node-name", "", "`name` of this Node; without it run and cleanup do not speak to the API server, and advise takes that of the pods that the journal has")
-}
-
-// registerCluster leaves out what is about one node.
-func (n *nameFlags) registerCluster(fs *pflag.FlagSet) {
-	fs.StringVar(&n.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
-	n.domainFlags.register(fs)
-}
-
-// domainFlags are the names that resources and all the rest begin with.
-type domainFlags struct {
-	domain, resourceDomain string
-}
-
-func (n *domainFlags) register(fs *pflag.FlagSet) {
-	fs.StringVar(&n.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
-	fs.StringVar(&n.resourceDomain, "resource-domain", "", "`domain` of the resources alone, in admission.yaml too (default: --domain)")
-}
-
-// complete checks the names and fills in what follows.
-func (n *domainFlags) complete() error {
-	n.resourceDomain = cmp.Or(n.resourceDomain, n.domain)
-	if err := cdi.ValidateDomain(n.domain); err != nil {
-		return command.Usagef("--domain: %w", err)
-	}
-	if err := cdi.ValidateDomain(n.resourceDomain); err != nil {
-		return command.Usagef("--resource-domain: %w", err)
-	}
-	return nil
 }
 
 // xids is a list of error numbers, written "13,31,43".

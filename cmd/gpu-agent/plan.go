@@ -43,7 +43,7 @@ type asking struct {
 	partition string
 	inventory string
 	stateDir  string
-	names     domainFlags
+	names     command.Domains
 	of        partitionFlags
 	// flags are the command's, and asked says that an agent has answered.
 	flags *pflag.FlagSet
@@ -57,7 +57,7 @@ func (a *asking) register(fs *pflag.FlagSet) {
 	partitionFlag(fs, &a.partition)
 	inventoryFlag(fs, &a.inventory)
 	stateDirFlag(fs, &a.stateDir)
-	a.names.register(fs)
+	a.names.Register(fs)
 	a.of.register(fs)
 }
 
@@ -66,7 +66,7 @@ func (a *asking) read(c console) (f partitionFile, err error) {
 	if a.config == "" {
 		return f, command.Usagef("--config is missing: write --config FILE, the partition file, or --config - for the standard input")
 	}
-	if err := a.names.complete(); err != nil {
+	if err := a.names.Complete(); err != nil {
 		return f, err
 	}
 	return readPartitions(c, a.config)
@@ -240,7 +240,7 @@ func (a *asking) without(ctx context.Context, c console, f *config.File, partiti
 }
 
 func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
-	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.names.resourceDomain, f, partition)
+	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.names.ResourceDomain, f, partition)
 	if odd != nil {
 		fmt.Fprintln(c.err, odd)
 	}

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -62,7 +61,7 @@ type runFlags struct {
 	nodeLabels, nvidiaLabels command.Choice
 	idleTTL                  time.Duration
 	usage                    usageFlags
-	log                      logFlags
+	log                      command.Log
 }
 
 func (f *runFlags) register(fs *pflag.FlagSet) {
@@ -97,7 +96,7 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
 	f.usage.register(fs)
-	f.log.register(fs)
+	f.log.Register(fs)
 }
 
 // schedulerFlags are what schedulers and autoscalers are told beside the offer.
@@ -117,10 +116,10 @@ func (f *schedulerFlags) register(fs *pflag.FlagSet) {
 
 // complete checks what the flags say together and fills in what follows.
 func (f *runFlags) complete() error {
-	if err := f.nameFlags.complete(); err != nil {
+	if err := f.Complete(); err != nil {
 		return err
 	}
-	if f.domain == "nvidia.com" {
+	if f.Domain == "nvidia.com" {
 		return command.Usagef("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
 	}
 	if f.idleTTL < 0 {
@@ -151,16 +150,11 @@ func (f *runFlags) complete() error {
 		return command.Usagef("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
 	for _, named := range []struct{ flag, value string }{{"--configmap", f.configMap}, {"--pod", f.pod}} {
-		if _, _, ok := splitName(named.value); named.value != "" && !ok {
+		if _, _, ok := command.Namespaced(named.value); named.value != "" && !ok {
 			return command.Usagef("%s: %q is not NAMESPACE/NAME", named.flag, named.value)
 		}
 	}
 	return nil
-}
-
-func splitName(s string) (namespace, name string, ok bool) {
-	namespace, name, ok = strings.Cut(s, "/")
-	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")
 }
 
 // newRun makes `gpu-agent run`.
@@ -186,10 +180,10 @@ offers the pieces to the kubelet, and keeps an account of who has them.`,
 // run opens the worlds and ties them to the loop.
 func run(ctx context.Context, c console, f *runFlags) error {
 	agent.LimitHeap()
-	log := f.log.logger(c)
-	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
+	log := f.log.Logger(c.err)
+	log.Info("gpu-agent", "version", version(), "domain", f.Domain, "memory_unit", f.unit.String())
 
-	files, err := dir.Open(f.node.cdiDir, f.domain)
+	files, err := dir.Open(f.node.cdiDir, f.Domain)
 	if err != nil {
 		return err
 	}
@@ -214,7 +208,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	kubelet := node.NewPodResources(f.node.kubeletDir)
 	defer kubelet.Close()
 	var loop *agent.Agent
-	runtime := f.node.runtime(f.domain, func() bool { return loop.Claims() }, log)
+	runtime := f.node.runtime(f.Domain, func() bool { return loop.Claims() }, log)
 	defer runtime.Close()
 	metrics := agentobs.NewMetrics(version())
 	driver := nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
@@ -234,8 +228,8 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	var watchdog *guard.Guard
 	var cluster *agentkube.Client
 	options := agent.Options{
-		Domain:         f.domain,
-		ResourceDomain: f.resourceDomain,
+		Domain:         f.Domain,
+		ResourceDomain: f.ResourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
 		API:            ledger.FrontEnd(f.api.Value),
 		KeepOffering:   f.whenBusy.Value == "wait",
@@ -257,17 +251,17 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
 		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }},
 		Account:  f.usage.account(f.node.stateDir, runtime, func() *guard.Guard { return watchdog })}
-	if ns, name, ok := splitName(f.pod); ok {
+	if ns, name, ok := command.Namespaced(f.pod); ok {
 		options.Pod = workload.Pod{Namespace: ns, Name: name}
 	}
 	if f.nodeName != "" {
 		cluster, err = agentkube.New(agentkube.Options{
-			Options: kube.Options{Kubeconfig: f.kubeconfig, Domain: f.domain, Logger: log,
+			Options: kube.Options{Kubeconfig: f.kubeconfig, Domain: f.Domain, Logger: log,
 				Failed:   metrics.APIError,
 				Answered: metrics.APIAnswered,
 				Refused:  func(request string, err error) { loop.SetRefused(request, err) },
 			},
-			NodeName: f.nodeName, ResourceDomain: f.resourceDomain, StartupTaint: f.schedulers.startupTaint,
+			NodeName: f.nodeName, ResourceDomain: f.ResourceDomain, StartupTaint: f.schedulers.startupTaint,
 			EventDone: func(o agentkube.EventOutcome) { metrics.Event(string(o)) },
 			Allocatable: func(amounts map[string]int64) {
 				if worlds.Lowering != nil {
@@ -316,7 +310,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		watch.Cluster = cluster
 	}
 	watchdog = guard.New(guard.Options{
-		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.Value == "end", EvictAfter: f.cap.evictAfter,
+		Domain: f.Domain, Every: f.cap.every, EndIntruders: f.cap.intruders.Value == "end", EvictAfter: f.cap.evictAfter,
 		Own: options.Pod, Log: log,
 	}, watch)
 	var policies atomic.Pointer[[]status.Policy]
@@ -399,7 +393,7 @@ func followPartitions(ctx context.Context, f *runFlags, cluster *agentkube.Clien
 			loop.SetFile(f.config, data)
 		})
 	}
-	ns, name, _ := splitName(f.configMap)
+	ns, name, _ := command.Namespaced(f.configMap)
 	return cluster.WatchKey(ctx, ns, name, configKey, func(data []byte, err error) {
 		if err != nil {
 			loop.SetFileMissing(err)

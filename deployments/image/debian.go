@@ -32,10 +32,14 @@ var architectures = []string{"amd64", "arm64"}
 
 // What a package is for.
 const (
-	useImage = "image"
-	useLink  = "link"
-	useCross = "cross"
+	useImage  = "image"
+	usePlacer = "placer"
+	useLink   = "link"
+	useCross  = "cross"
 )
+
+// every is the architecture of a package that is the same for all.
+const every = "all"
 
 // pkg is a Debian package of the lock. Without a version it is only asked for.
 type pkg struct {
@@ -68,8 +72,8 @@ func parsePackage(f []string) (pkg, error) {
 		return pkg{}, fmt.Errorf("it has %d columns in place of 6: use, package, version, architecture, file, SHA-256; `make lock` fills in the last ones", len(f))
 	}
 	p := pkg{use: f[0], name: f[1], version: f[2], arch: f[3], file: f[4], sha256: f[5]}
-	if p.use != useImage && p.use != useLink && p.use != useCross {
-		return pkg{}, fmt.Errorf("use %q is none of image, link, cross", p.use)
+	if uses := []string{useImage, usePlacer, useLink, useCross}; !slices.Contains(uses, p.use) {
+		return pkg{}, fmt.Errorf("use %q is none of %s", p.use, strings.Join(uses, ", "))
 	}
 	if b, err := hex.DecodeString(p.sha256); err != nil || len(b) != sha256.Size {
 		return pkg{}, fmt.Errorf("%q is no SHA-256 in hex", p.sha256)
@@ -84,7 +88,7 @@ func parsePackage(f []string) (pkg, error) {
 func of(all []pkg, arch string, uses ...string) (some []pkg) {
 	for _, p := range all {
 		for _, use := range uses {
-			if p.use == use && p.arch == arch {
+			if p.use == use && (p.arch == arch || p.arch == every) {
 				some = append(some, p)
 			}
 		}
@@ -208,7 +212,7 @@ func (d *debian) fetch(ctx context.Context, p pkg) (string, error) {
 // served is a lock with, in place of each package for an architecture that neither the cache
 // nor the mirror has, the one that the mirror has now; and what was replaced, for people.
 func (d *debian) served(ctx context.Context, lock []pkg, arch string) (now []pkg, replaced []string, err error) {
-	needed := of(lock, arch, useImage, useLink)
+	needed := of(lock, arch, useImage, usePlacer, useLink)
 	if arch != runtime.GOARCH {
 		needed = append(needed, of(lock, architectures[0], useCross)...)
 	}

@@ -37,7 +37,7 @@ func TestLockIsStrict(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, arch := range architectures {
-		if len(of(all, arch, useImage)) == 0 || len(of(all, arch, useLink)) == 0 {
+		if len(of(all, arch, useImage)) == 0 || len(of(all, arch, useLink)) == 0 || len(of(all, arch, usePlacer)) < 2 {
 			t.Errorf("debian.lock has nothing for %s", arch)
 		}
 	}

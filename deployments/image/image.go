@@ -35,12 +35,69 @@ var machines = map[string]machine{
 	"arm64": {"aarch64-linux-gnu", "ld-linux-aarch64.so.1", "usr/lib/ld-linux-aarch64.so.1", "aarch64-linux-gnu/ld-linux-aarch64.so.1"},
 }
 
-// libraries are what the programs need beside the loader, and the driver's library, which
+// libraries are what the agent's programs need beside the loader, and the driver's library, which
 // comes from the node.
 var libraries = []string{"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1"}
 
-// programs of the image; the first is what a container runs.
-var programs = []string{"gpu-agent", "nvidia-cdi-hook"}
+// product is what there is an image of.
+type product struct {
+	// name is the image's, and that of the program that a container runs.
+	name, what string
+	programs   []string
+	// uses are those of the packages that it is made with: the lock's.
+	uses []string
+	// lay puts in links and empty folders, and says which files of which package are where: by
+	// package, where a file is in it and in the image. A path that ends in / is a file of all
+	// files below that folder, one behind the other.
+	lay func(m machine, files tree) map[string]map[string]string
+}
+
+var products = []product{
+	{
+		name: "gpu-agent", what: "Shares a Kubernetes node's NVIDIA GPUs among pods",
+		programs: []string{"gpu-agent", "nvidia-cdi-hook"}, uses: []string{useImage, useLink}, lay: layAgent,
+	},
+	{
+		name: "gpu-placer", what: "Tells schedulers which node of a cluster has room for a piece of a GPU",
+		programs: []string{"gpu-placer"}, uses: []string{usePlacer}, lay: layPlacer,
+	},
+}
+
+// productOf is a product by its name.
+func productOf(name string) (product, error) {
+	for _, of := range products {
+		if of.name == name {
+			return of, nil
+		}
+	}
+	return product{}, fmt.Errorf("there is no image of %q", name)
+}
+
+// layAgent lays out an image whose programs are linked against the C library.
+func layAgent(m machine, files tree) map[string]map[string]string {
+	for name, e := range (tree{
+		"bin": {link: "usr/bin"}, "lib": {link: "usr/lib"}, "lib64": {link: "usr/lib64"}, "usr/lib64": {mode: directory | 0o755},
+		"tmp": {mode: directory | 0o1777}, m.loaderName: {link: m.loaderLink},
+	}) {
+		files[name] = e
+	}
+	library := map[string]string{"lib/" + m.triplet + "/" + m.loader: path.Join("usr/lib", m.triplet, m.loader)}
+	for _, l := range libraries {
+		library["lib/"+m.triplet+"/"+l] = path.Join("usr/lib", m.triplet, l)
+	}
+	return map[string]map[string]string{"base-files": {osRelease: osRelease}, "libc6": library}
+}
+
+// layPlacer lays out an image of a static program. It knows the API server by public
+// authorities where a kubeconfig names none.
+func layPlacer(machine, tree) map[string]map[string]string {
+	return map[string]map[string]string{
+		"base-files":      {osRelease: osRelease},
+		"ca-certificates": {"usr/share/ca-certificates/": "etc/ssl/certs/ca-certificates.crt"},
+	}
+}
+
+const osRelease = "usr/lib/os-release"
 
 // about is what an image says about itself.
 type about struct {
@@ -49,11 +106,11 @@ type about struct {
 	created  time.Time
 }
 
-func (a about) labels() map[string]string {
+func (a about) labels(of product) map[string]string {
 	const key = "org.opencontainers.image."
 	return map[string]string{
-		key + "title": "gpu-agent", key + "description": "Shares a Kubernetes node's NVIDIA GPUs among pods",
-		key + "version": a.version, key + "revision": a.revision, key + "created": a.created.UTC().Format(time.RFC3339), key + "licenses": "Apache-2.0",
+		key + "title": of.name, key + "description": of.what, key + "version": a.version, key + "revision": a.revision,
+		key + "created": a.created.UTC().Format(time.RFC3339), key + "licenses": "Apache-2.0",
 	}
 }
 
@@ -65,8 +122,9 @@ type source struct {
 	about    about
 }
 
-// part is the image of one architecture.
+// part is the image of one product and one architecture.
 type part struct {
+	product product
 	arch    string
 	files   tree
 	image   v1.Image
@@ -74,66 +132,58 @@ type part struct {
 	debs    []pkg
 }
 
-// build makes the image of an architecture from the programs in bin.
-func (s *source) build(ctx context.Context, arch, bin string) (*part, error) {
-	p := &part{arch: arch, files: tree{
-		"bin": {link: "usr/bin"}, "lib": {link: "usr/lib"}, "lib64": {link: "usr/lib64"}, "usr/lib64": {mode: directory | 0o755},
-		"tmp": {mode: directory | 0o1777}, "etc/os-release": {link: "../usr/lib/os-release"},
-	}}
-	for _, name := range programs {
-		if err := p.files.add(filepath.Join(bin, name), "usr/bin/"+name, 0o755); err != nil {
-			return nil, fmt.Errorf("build the image for %s: %w", arch, err)
-		}
-	}
-	if err := p.files.addAll(filepath.Join(s.checkout, "deployments/image/etc"), "etc"); err != nil {
-		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
-	}
-	texts, err := s.addDebian(ctx, p)
-	if err != nil {
-		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
-	}
-	licence, err := os.ReadFile(filepath.Join(s.checkout, "LICENSE"))
-	if err != nil {
-		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
-	}
-	if p.modules, err = linked(ctx, s.checkout, bin); err != nil {
-		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
-	}
-	p.files["licenses/LICENSE"] = entry{mode: 0o644, data: licence}
-	p.files["licenses/THIRD_PARTY_NOTICES"] = entry{mode: 0o644, data: notices(p.modules, texts)}
-	if p.image, err = s.about.image(arch, p.files); err != nil {
-		return nil, fmt.Errorf("build the image for %s: %w", arch, err)
+// build makes the image of a product for an architecture, from the programs in bin.
+func (s *source) build(ctx context.Context, of product, arch, bin string) (*part, error) {
+	p := &part{product: of, arch: arch, files: tree{"etc/os-release": {link: "../" + osRelease}}}
+	if err := s.fill(ctx, p, bin); err != nil {
+		return nil, fmt.Errorf("build the image of %s for %s: %w", of.name, arch, err)
 	}
 	return p, nil
 }
 
+func (s *source) fill(ctx context.Context, p *part, bin string) error {
+	for _, name := range p.product.programs {
+		if err := p.files.add(filepath.Join(bin, name), "usr/bin/"+name, 0o755); err != nil {
+			return err
+		}
+	}
+	if err := p.files.addAll(filepath.Join(s.checkout, "deployments/image/etc"), "etc"); err != nil {
+		return err
+	}
+	texts, err := s.addDebian(ctx, p)
+	if err != nil {
+		return err
+	}
+	if err := p.files.add(filepath.Join(s.checkout, "LICENSE"), "licenses/LICENSE", 0o644); err != nil {
+		return err
+	}
+	if p.modules, err = linked(ctx, s.checkout, bin, p.product.programs); err != nil {
+		return err
+	}
+	p.files["licenses/THIRD_PARTY_NOTICES"] = entry{mode: 0o644, data: notices(p.modules, texts)}
+	p.image, err = s.about.image(p)
+	return err
+}
+
 // addDebian puts in the files of Debian's packages, and returns all packages' licences.
 func (s *source) addDebian(ctx context.Context, p *part) ([]text, error) {
-	m := machines[p.arch]
-	wanted := map[string]map[string]string{ // by package, where a file is in it and in the image
-		"base-files": {"usr/lib/os-release": "usr/lib/os-release"},
-		"libc6":      {"lib/" + m.triplet + "/" + m.loader: path.Join("usr/lib", m.triplet, m.loader)},
-	}
-	for _, l := range libraries {
-		wanted["libc6"]["lib/"+m.triplet+"/"+l] = path.Join("usr/lib", m.triplet, l)
-	}
-	p.files[m.loaderName] = entry{link: m.loaderLink}
+	wanted := p.product.lay(machines[p.arch], p.files)
 	var texts []text
-	p.debs = of(s.lock, p.arch, useImage, useLink)
+	p.debs = of(s.lock, p.arch, p.product.uses...)
 	for _, deb := range p.debs {
 		files, err := s.debian.read(ctx, deb)
 		if err != nil {
 			return nil, err
 		}
 		for from, to := range wanted[deb.name] {
-			e, ok := files[from]
-			if !ok || e.link != "" {
+			e, ok := files.take(from)
+			if !ok {
 				return nil, fmt.Errorf("%s has no file %s; update the list of files in deployments/image", deb, from)
 			}
 			p.files[to] = e
 		}
 		delete(wanted, deb.name)
-		if deb.use == useImage {
+		if deb.use != useLink {
 			// Scanners find the package there, as in other images without a package manager.
 			control, err := run(ctx, "", "dpkg-deb", "--field", filepath.Join(s.debian.dir, deb.file))
 			if err != nil {
@@ -154,10 +204,10 @@ func (s *source) addDebian(ctx context.Context, p *part) ([]text, error) {
 	return texts, nil
 }
 
-// image turns files into an image as registries know it.
-func (a about) image(arch string, files tree) (v1.Image, error) {
+// image turns a part's files into an image as registries know it.
+func (a about) image(p *part) (v1.Image, error) {
 	var data bytes.Buffer
-	if err := files.write(&data, a.created); err != nil {
+	if err := p.files.write(&data, a.created); err != nil {
 		return nil, err
 	}
 	open := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(data.Bytes())), nil }
@@ -176,15 +226,15 @@ func (a about) image(arch string, files tree) (v1.Image, error) {
 		return nil, err
 	}
 	config = config.DeepCopy()
-	config.Created, config.OS, config.Architecture = date, "linux", arch
+	config.Created, config.OS, config.Architecture = date, "linux", p.arch
 	config.Config = v1.Config{
-		Entrypoint: []string{"/usr/bin/" + programs[0]}, Labels: a.labels(),
+		Entrypoint: []string{"/usr/bin/" + p.product.name}, Labels: a.labels(p.product),
 		Env: []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
 	}
 	if image, err = mutate.ConfigFile(image, config); err != nil {
 		return nil, err
 	}
-	annotated, ok := mutate.Annotations(image, a.labels()).(v1.Image)
+	annotated, ok := mutate.Annotations(image, a.labels(p.product)).(v1.Image)
 	if !ok {
 		return nil, errors.New("annotate the image: the library gave something else back")
 	}
@@ -199,7 +249,7 @@ type runnable struct{ v1.Image }
 // ArtifactType is what the library asks for.
 func (runnable) ArtifactType() (string, error) { return "", nil }
 
-// index joins the images of all architectures.
+// index joins a product's images of all architectures, of which there is one at least.
 func (a about) index(parts []*part) (v1.ImageIndex, error) {
 	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
 	for _, p := range parts {
@@ -207,7 +257,7 @@ func (a about) index(parts []*part) (v1.ImageIndex, error) {
 			Add: runnable{p.image}, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
 		})
 	}
-	annotated, ok := mutate.Annotations(index, a.labels()).(v1.ImageIndex)
+	annotated, ok := mutate.Annotations(index, a.labels(parts[0].product)).(v1.ImageIndex)
 	if !ok {
 		return nil, errors.New("annotate the image: the library gave something else back")
 	}

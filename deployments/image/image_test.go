@@ -5,6 +5,7 @@ package main
 import (
 	"archive/tar"
 	"bytes"
+	"crypto/x509"
 	"debug/buildinfo"
 	"debug/elf"
 	"encoding/json"
@@ -15,6 +16,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -36,7 +38,7 @@ func built(t *testing.T) (r *release, cache string) {
 		}
 		cache = filepath.Join(user, "gpu-agent")
 	}
-	for _, file := range []string{"bin/gpu-agent", "bin/nvidia-cdi-hook", "images/debian"} {
+	for _, file := range []string{"bin/gpu-agent", "bin/gpu-placer", "bin/nvidia-cdi-hook", "images/debian"} {
 		if _, err := os.Stat(filepath.Join(cache, file)); err != nil {
 			t.Skipf("`make image` makes what this looks at: %v", err)
 		}
@@ -55,15 +57,16 @@ func built(t *testing.T) (r *release, cache string) {
 			checkout: "../..", debian: d, lock: lock,
 			about: about{version: "v1.2.3-rc.4", revision: "abc", created: time.Date(2026, 11, 27, 1, 2, 3, 0, time.UTC)},
 		},
-		repository: "registry.example.com/gpu-agent", bins: map[string]string{architectures[0]: filepath.Join(cache, "bin")},
+		repositories: map[string]string{"gpu-agent": "registry.example.com/gpu-agent", "gpu-placer": "registry.example.com/gpu-placer"},
+		bins:         map[string]string{architectures[0]: filepath.Join(cache, "bin")},
 	}, cache
 }
 
-// image builds an image from copies of the programs, laid out by another user.
-func (r *release) testImage(t *testing.T, mode os.FileMode) *part {
+// testImage builds an image from copies of the programs, laid out by another user.
+func (r *release) testImage(t *testing.T, of product, mode os.FileMode) *part {
 	t.Helper()
 	dir := t.TempDir()
-	for _, name := range programs {
+	for _, name := range of.programs {
 		data, err := os.ReadFile(filepath.Join(r.bins[architectures[0]], name))
 		if err != nil {
 			t.Fatal(err)
@@ -72,7 +75,7 @@ func (r *release) testImage(t *testing.T, mode os.FileMode) *part {
 			t.Fatal(err)
 		}
 	}
-	p, err := r.build(t.Context(), architectures[0], dir)
+	p, err := r.build(t.Context(), of, architectures[0], dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,14 +84,46 @@ func (r *release) testImage(t *testing.T, mode os.FileMode) *part {
 
 func TestSameFilesSameDigest(t *testing.T) {
 	r, _ := built(t)
-	first, err := r.testImage(t, 0o700).image.Digest()
-	if err != nil {
-		t.Fatal(err)
+	const lib = "usr/lib/x86_64-linux-gnu/"
+	for _, test := range []struct {
+		of   product
+		want []string
+	}{
+		{products[0], []string{
+			"2 0777 bin", "5 0755 etc/", "0 0644 etc/group", "2 0777 etc/os-release", "0 0644 etc/passwd", "2 0777 lib", "2 0777 lib64", "5 0755 licenses/",
+			"0 0644 licenses/LICENSE", "0 0644 licenses/THIRD_PARTY_NOTICES", "5 1777 tmp/", "5 0755 usr/", "5 0755 usr/bin/",
+			"0 0755 usr/bin/gpu-agent", "0 0755 usr/bin/nvidia-cdi-hook", "5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 " + lib,
+			"0 0755 " + lib + "ld-linux-x86-64.so.2", "0 0755 " + lib + "libc.so.6", "0 0644 " + lib + "libdl.so.2", "0 0644 " + lib + "libm.so.6",
+			"0 0644 " + lib + "libpthread.so.0", "0 0644 " + lib + "librt.so.1", "5 0755 usr/lib64/", "2 0777 usr/lib64/ld-linux-x86-64.so.2",
+			"5 0755 var/", "5 0755 var/lib/", "5 0755 var/lib/dpkg/", "5 0755 var/lib/dpkg/status.d/",
+			"0 0644 var/lib/dpkg/status.d/base-files", "0 0644 var/lib/dpkg/status.d/libc6",
+		}},
+		{products[1], []string{
+			"5 0755 etc/", "0 0644 etc/group", "2 0777 etc/os-release", "0 0644 etc/passwd", "5 0755 etc/ssl/", "5 0755 etc/ssl/certs/", "0 0644 etc/ssl/certs/ca-certificates.crt",
+			"5 0755 licenses/", "0 0644 licenses/LICENSE", "0 0644 licenses/THIRD_PARTY_NOTICES", "5 0755 usr/", "5 0755 usr/bin/", "0 0755 usr/bin/gpu-placer",
+			"5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 var/", "5 0755 var/lib/", "5 0755 var/lib/dpkg/", "5 0755 var/lib/dpkg/status.d/",
+			"0 0644 var/lib/dpkg/status.d/base-files", "0 0644 var/lib/dpkg/status.d/ca-certificates",
+		}},
+	} {
+		t.Run(test.of.name, func(t *testing.T) {
+			first, err := r.testImage(t, test.of, 0o700).image.Digest()
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := r.testImage(t, test.of, 0o444)
+			if second, err := p.image.Digest(); err != nil || second != first {
+				t.Errorf("the same programs gave %s and %s, %v", first, second, err)
+			}
+			if got, want := strings.Join(contents(t, r, p), "\n"), strings.Join(test.want, "\n"); got != want {
+				t.Errorf("the image has\n%s\nwant\n%s", got, want)
+			}
+		})
 	}
-	p := r.testImage(t, 0o444)
-	if second, err := p.image.Digest(); err != nil || second != first {
-		t.Errorf("the same programs gave %s and %s, %v", first, second, err)
-	}
+}
+
+// contents are what the only layer of an image has, all of it of the commit's date and root's.
+func contents(t *testing.T, r *release, p *part) (names []string) {
+	t.Helper()
 	layers, err := p.image.Layers()
 	if err != nil || len(layers) != 1 {
 		t.Fatalf("got %d layers, %v; want 1", len(layers), err)
@@ -97,11 +132,10 @@ func TestSameFilesSameDigest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var names []string
 	for tr := tar.NewReader(content); ; {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
-			break
+			return names
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -111,25 +145,41 @@ func TestSameFilesSameDigest(t *testing.T) {
 		}
 		names = append(names, fmt.Sprintf("%c %04o %s", h.Typeflag, h.Mode, h.Name))
 	}
-	const lib = "usr/lib/x86_64-linux-gnu/"
-	want := []string{
-		"2 0777 bin", "5 0755 etc/", "0 0644 etc/group", "2 0777 etc/os-release", "0 0644 etc/passwd", "2 0777 lib", "2 0777 lib64", "5 0755 licenses/",
-		"0 0644 licenses/LICENSE", "0 0644 licenses/THIRD_PARTY_NOTICES", "5 1777 tmp/", "5 0755 usr/", "5 0755 usr/bin/",
-		"0 0755 usr/bin/gpu-agent", "0 0755 usr/bin/nvidia-cdi-hook", "5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 " + lib,
-		"0 0755 " + lib + "ld-linux-x86-64.so.2", "0 0755 " + lib + "libc.so.6", "0 0644 " + lib + "libdl.so.2", "0 0644 " + lib + "libm.so.6",
-		"0 0644 " + lib + "libpthread.so.0", "0 0644 " + lib + "librt.so.1", "5 0755 usr/lib64/", "2 0777 usr/lib64/ld-linux-x86-64.so.2",
-		"5 0755 var/", "5 0755 var/lib/", "5 0755 var/lib/dpkg/", "5 0755 var/lib/dpkg/status.d/",
-		"0 0644 var/lib/dpkg/status.d/base-files", "0 0644 var/lib/dpkg/status.d/libc6",
+}
+
+// The placer's image has a static program, authorities that a program can read, and little else.
+func TestPlacersImage(t *testing.T) {
+	r, _ := built(t)
+	p := r.testImage(t, products[1], 0o755)
+	f, err := elf.NewFile(bytes.NewReader(p.files["usr/bin/gpu-placer"].data))
+	if err != nil {
+		t.Fatal(err)
 	}
-	if got, want := strings.Join(names, "\n"), strings.Join(want, "\n"); got != want {
-		t.Errorf("the image has\n%s\nwant\n%s", got, want)
+	if needed, err := f.ImportedLibraries(); err != nil || len(needed) > 0 || f.Section(".interp") != nil {
+		t.Errorf("the program is not static: it needs %q, %v", needed, err)
+	}
+	bundle := p.files["etc/ssl/certs/ca-certificates.crt"].data
+	if n := bytes.Count(bundle, []byte("-----BEGIN CERTIFICATE-----\n")); !x509.NewCertPool().AppendCertsFromPEM(bundle) || n < 100 {
+		t.Errorf("the %d authorities cannot be read, or are few", n)
+	}
+	size, err := p.size()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%.1f MB compressed", float64(size)/1e6)
+	if size > 12e6 {
+		t.Errorf("the image has %.1f MB compressed, and it is to have 12 at most: see what was linked (go list -deps ./cmd/gpu-placer)", float64(size)/1e6)
+	}
+	config, err := p.image.ConfigFile()
+	if err != nil || !slices.Equal(config.Config.Entrypoint, []string{"/usr/bin/gpu-placer"}) || config.Config.Labels["org.opencontainers.image.title"] != "gpu-placer" {
+		t.Errorf("%+v, %v", config, err)
 	}
 }
 
-// What a program of the image needs is in the image.
+// What a program of the agent's image needs is in the image.
 func TestImageIsWhole(t *testing.T) {
 	r, _ := built(t)
-	p := r.testImage(t, 0o755)
+	p := r.testImage(t, products[0], 0o755)
 	looked := 0
 	for name, e := range p.files {
 		f, err := elf.NewFile(bytes.NewReader(e.data))
@@ -156,7 +206,7 @@ func TestImageIsWhole(t *testing.T) {
 			}
 		}
 	}
-	if looked != len(programs)+1+len(libraries) {
+	if looked != len(p.product.programs)+1+len(libraries) {
 		t.Errorf("%d files are programs or libraries; this test looks at something else", looked)
 	}
 }
@@ -165,7 +215,12 @@ func TestImageIsWhole(t *testing.T) {
 // packages.
 func TestNothingLinkedGoesUnnamed(t *testing.T) {
 	r, _ := built(t)
-	p := r.testImage(t, 0o755)
+	for i, debs := range [][]string{{"libc6", "libc6-dev", "gcc-12-base", "base-files", "linux-libc-dev"}, {"base-files", "ca-certificates"}} {
+		t.Run(products[i].name, func(t *testing.T) { isNamed(t, r, r.testImage(t, products[i], 0o755), debs) })
+	}
+}
+
+func isNamed(t *testing.T, r *release, p *part, debs []string) {
 	var file bytes.Buffer
 	if err := r.writeSBOM(&file, p); err != nil {
 		t.Fatal(err)
@@ -180,7 +235,7 @@ func TestNothingLinkedGoesUnnamed(t *testing.T) {
 	}
 	noticed := "\n" + string(p.files["licenses/THIRD_PARTY_NOTICES"].data)
 	looked := 0
-	for _, name := range programs {
+	for _, name := range p.product.programs {
 		info, err := buildinfo.Read(bytes.NewReader(p.files["usr/bin/"+name].data))
 		if err != nil {
 			t.Fatal(err)
@@ -201,21 +256,24 @@ func TestNothingLinkedGoesUnnamed(t *testing.T) {
 			t.Errorf("%s has code of Go's own library, which is not told", name)
 		}
 	}
-	if looked < 50 {
+	if looked < 20 {
 		t.Errorf("the programs have %d modules only: this test looks at nothing", looked)
 	}
-	for _, d := range of(r.lock, p.arch, useImage, useLink) {
+	for _, d := range of(r.lock, p.arch, p.product.uses...) {
 		c := listed[d.name+" "+d.version]
 		if c.Hashes == nil || (*c.Hashes)[0].Value != d.sha256 {
 			t.Errorf("the SBOM lacks %s", d)
 		}
 	}
-	for _, name := range []string{"libc6", "libc6-dev", "gcc-12-base", "base-files", "linux-libc-dev"} {
+	for _, name := range debs {
 		if !strings.Contains(noticed, "\nDebian package "+name+" ") {
 			t.Errorf("the notices lack %s", name)
 		}
 	}
-	for _, d := range of(r.lock, p.arch, useImage) {
+	for _, d := range p.debs {
+		if d.use == useLink {
+			continue
+		}
 		control := p.files["var/lib/dpkg/status.d/"+d.name].data
 		if !bytes.Contains(control, []byte("\nVersion: "+d.version+"\n")) {
 			t.Errorf("scanners are told of %s as\n%s", d, control)

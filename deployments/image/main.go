@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -15,13 +16,15 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
 const usage = `usage: image COMMAND [FLAG]...
 
 cc        print the command that compiles for --arch against the packages of debian.lock
 qemu      print what runs arm64 programs on amd64, and the folder of libraries that they are linked against
-build     write the image of the programs in --bin to --out
+build     write the image --of a program, from those in --bin, to --out
 lock      renew debian.lock
 behind    print the packages of debian.lock of which the mirror has newer ones
 check     say whether --version can be released
@@ -68,8 +71,15 @@ func do(ctx context.Context, args []string) error {
 	cache := flags.String("cache", "", "folder for Debian's packages")
 	arch := flags.String("arch", architectures[0], "architecture to compile for")
 	flags.StringVar(&r.out, "out", "", "file or folder to write")
-	name := flags.String("name", "localhost/gpu-agent:dev", "name of the image, with its tag")
-	flags.StringVar(&r.repository, "repository", "localhost/gpu-agent", "name of a release's image, without a tag")
+	name := flags.String("name", "", "name of the image, with its tag (default: localhost/NAME:dev)")
+	kind := flags.String("of", products[0].name, "what the image is of: gpu-agent or gpu-placer")
+	r.repositories = map[string]string{}
+	for _, of := range products {
+		flags.Func(of.name+"-repository", "name of a release's image of "+of.name+", without a tag (default: localhost/"+of.name+")", func(s string) error {
+			r.repositories[of.name] = s
+			return nil
+		})
+	}
 	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
 	created := flags.String("created", "", "the commit's date, as in RFC 3339")
@@ -121,7 +131,11 @@ func do(ctx context.Context, args []string) error {
 	case "qemu":
 		return r.showQEMU(ctx)
 	case "build":
-		return r.archive(ctx, *name)
+		of, err := productOf(*kind)
+		if err != nil {
+			return err
+		}
+		return r.archive(ctx, of, cmp.Or(*name, "localhost/"+of.name+":dev"))
 	case "behind":
 		return r.warn(ctx)
 	case "check":
@@ -162,21 +176,11 @@ func (r *release) renew(ctx context.Context) error {
 }
 
 // archive writes an image alone.
-func (r *release) archive(ctx context.Context, name string) error {
-	var parts []*part
-	for _, arch := range architectures {
-		if r.bins[arch] != "" {
-			p, err := r.build(ctx, arch, r.bins[arch])
-			if err != nil {
-				return err
-			}
-			parts = append(parts, p)
-		}
-	}
-	if r.out == "" || len(parts) == 0 {
+func (r *release) archive(ctx context.Context, of product, name string) error {
+	if r.out == "" || len(r.bins) == 0 {
 		return errors.New("--out and --bin are needed")
 	}
-	index, err := r.about.index(parts)
+	parts, index, err := r.images(ctx, of)
 	if err != nil {
 		return err
 	}
@@ -185,6 +189,26 @@ func (r *release) archive(ctx context.Context, name string) error {
 		return err
 	}
 	return errors.Join(writeArchive(r.out, index, r.about.created, name), report(parts, name+"@"+digest.String()))
+}
+
+// images makes a product's images, of each architecture of which there are programs.
+func (r *release) images(ctx context.Context, of product) ([]*part, v1.ImageIndex, error) {
+	var parts []*part
+	for _, arch := range architectures {
+		if r.bins[arch] == "" {
+			continue
+		}
+		p, err := r.build(ctx, of, arch, r.bins[arch])
+		if err != nil {
+			return nil, nil, err
+		}
+		parts = append(parts, p)
+	}
+	if len(parts) == 0 {
+		return nil, nil, errors.New("--bin is needed")
+	}
+	index, err := r.about.index(parts)
+	return parts, index, err
 }
 
 // report prints what was made.

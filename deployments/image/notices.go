@@ -38,8 +38,8 @@ type text struct {
 // licenceFile knows them by their names, as modules have them.
 var licenceFile = regexp.MustCompile(`(?i)^(un)?(licen[cs]e|copying|copyright|notice|patents)([._-].*)?$`)
 
-// linked are the modules that are in the programs in bin, Go's own library among them.
-func linked(ctx context.Context, checkout, bin string) ([]module, error) {
+// linked are the modules that are in programs of the folder bin, Go's own library among them.
+func linked(ctx context.Context, checkout, bin string, programs []string) ([]module, error) {
 	var all []module
 	for _, name := range programs {
 		info, err := buildinfo.ReadFile(filepath.Join(bin, name))

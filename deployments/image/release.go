@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"crypto/sha256"
@@ -25,10 +26,10 @@ import (
 // release is what is to be released.
 type release struct {
 	source
-	repository string            // of the image, without a tag
-	bins       map[string]string // the programs' folder, by architecture
-	out        string
-	again      bool // an old version, with the packages of its time
+	repositories map[string]string // of the images, without a tag, by product; see [release.repository]
+	bins         map[string]string // the programs' folder, by architecture
+	out          string
+	again        bool // an old version, with the packages of its time
 }
 
 // check says why this cannot be released: the version, or what a later build of the commit
@@ -84,51 +85,61 @@ func (r *release) make(ctx context.Context) error {
 }
 
 func (r *release) fill(ctx context.Context, dir string) error {
-	v := r.about.version
-	var parts []*part
-	for _, arch := range architectures {
-		if r.bins[arch] == "" {
-			continue
-		}
-		p, err := r.build(ctx, arch, r.bins[arch])
+	text := func(name, content string) error {
+		return writeFile(filepath.Join(dir, name), func(w io.Writer) error { _, err := io.WriteString(w, content); return err })
+	}
+	digests := map[string]string{} // by product
+	for _, of := range products {
+		digest, err := r.addImage(ctx, of, dir)
 		if err != nil {
 			return err
 		}
-		parts = append(parts, p)
-		sbom := filepath.Join(dir, fmt.Sprintf("gpu-agent-%s-%s.cdx.json", v, arch))
-		if err := writeFile(sbom, func(w io.Writer) error { return r.writeSBOM(w, p) }); err != nil {
+		digests[of.name] = digest
+		manifests, err := r.manifests(of, digest)
+		if err != nil {
 			return err
 		}
-	}
-	index, err := r.about.index(parts)
-	if err != nil {
-		return err
-	}
-	digest, err := index.Digest()
-	if err != nil {
-		return err
-	}
-	// By both names, since the manifests and the chart go by the digest.
-	if err := writeArchive(filepath.Join(dir, "gpu-agent-"+v+".oci.tar"), index, r.about.created, r.repository+":"+v, r.repository+"@"+digest.String()); err != nil {
-		return err
-	}
-	text := func(name, content string) error {
-		return writeFile(filepath.Join(dir, name), func(w io.Writer) error { _, err := io.WriteString(w, content); return err })
+		if err := errors.Join(text(of.name+"-digest", digest+"\n"), text(of.name+"-"+r.about.version+".yaml", manifests)); err != nil {
+			return err
+		}
 	}
 	notes, err := r.notes()
 	if err != nil {
 		return err
 	}
-	manifests, err := r.manifests(digest.String())
-	if err != nil {
+	chart := filepath.Join(dir, "gpu-agent-"+strings.TrimPrefix(r.about.version, "v")+".tgz")
+	if err := errors.Join(text("NOTES.md", notes), r.chart(chart, digests), r.copyPackages(ctx, filepath.Join(dir, "debian"))); err != nil {
 		return err
 	}
-	err = errors.Join(text("NOTES.md", notes), text("image-digest", digest.String()+"\n"), text("gpu-agent-"+v+".yaml", manifests),
-		r.chart(filepath.Join(dir, "gpu-agent-"+strings.TrimPrefix(v, "v")+".tgz"), digest.String()), r.copyPackages(ctx, filepath.Join(dir, "debian")))
+	return checksums(dir)
+}
+
+// addImage writes a product's image and what it is made of, and returns its digest.
+func (r *release) addImage(ctx context.Context, of product, dir string) (string, error) {
+	v := r.about.version
+	parts, index, err := r.images(ctx, of)
 	if err != nil {
-		return err
+		return "", err
 	}
-	return errors.Join(checksums(dir), report(parts, digest.String()))
+	for _, p := range parts {
+		sbom := filepath.Join(dir, fmt.Sprintf("%s-%s-%s.cdx.json", of.name, v, p.arch))
+		if err := writeFile(sbom, func(w io.Writer) error { return r.writeSBOM(w, p) }); err != nil {
+			return "", err
+		}
+	}
+	digest, err := index.Digest()
+	if err != nil {
+		return "", err
+	}
+	// By both names, since the manifests and the chart go by the digest.
+	at := r.repository(of)
+	err = writeArchive(filepath.Join(dir, of.name+"-"+v+".oci.tar"), index, r.about.created, at+":"+v, at+"@"+digest.String())
+	return digest.String(), errors.Join(err, report(parts, of.name+" "+digest.String()))
+}
+
+// repository is where a product's image is to be.
+func (r *release) repository(of product) string {
+	return cmp.Or(r.repositories[of.name], "localhost/"+of.name)
 }
 
 // notes are the version's section of the changelog. A pre-release has that of the version
@@ -153,14 +164,17 @@ func (r *release) notes() (string, error) {
 	return "", fmt.Errorf("release: CHANGELOG.md has no section \"## %s, …\"; write what users notice, or take \"Unreleased: \" off the heading", v)
 }
 
-// manifests are deployments/base as kustomize makes it, with the image by its digest.
-func (r *release) manifests(digest string) (string, error) {
+// manifestsOf is where the manifests of a product are, below deployments.
+var manifestsOf = map[string]string{"gpu-agent": "base", "gpu-placer": "placer"}
+
+// manifests are a product's as kustomize makes them, with the image by its digest.
+func (r *release) manifests(of product, digest string) (string, error) {
 	files := filesys.MakeFsInMemory()
-	base := tree{}
-	if err := base.addAll(filepath.Join(r.checkout, "deployments/base"), "base"); err != nil {
+	base, repository := tree{}, r.repository(of)
+	if err := base.addAll(filepath.Join(r.checkout, "deployments", manifestsOf[of.name]), "base"); err != nil {
 		return "", fmt.Errorf("read the manifests: %w", err)
 	}
-	base["release/kustomization.yaml"] = entry{data: fmt.Appendf(nil, "resources: [../base]\nimages: [{name: localhost/gpu-agent, newName: %s, digest: %s}]\n", r.repository, digest)}
+	base["release/kustomization.yaml"] = entry{data: fmt.Appendf(nil, "resources: [../base]\nimages: [{name: localhost/%s, newName: %s, digest: %s}]\n", of.name, repository, digest)}
 	for name, e := range base {
 		if err := files.WriteFile("/"+name, e.data); err != nil {
 			return "", fmt.Errorf("read the manifests: %w", err)
@@ -174,25 +188,31 @@ func (r *release) manifests(digest string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("make the manifests: %w", err)
 	}
-	if !bytes.Contains(out, []byte(r.repository+"@"+digest)) {
-		return "", errors.New("make the manifests: no object names the image; is it still localhost/gpu-agent in deployments/base?")
+	if !bytes.Contains(out, []byte(repository+"@"+digest)) {
+		return "", fmt.Errorf("make the manifests: no object names the image; is it still localhost/%s in deployments/%s?", of.name, manifestsOf[of.name])
 	}
-	return "# gpu-agent " + r.about.version + "\n" + string(out), nil
+	return "# " + of.name + " " + r.about.version + "\n" + string(out), nil
 }
 
-// chart packs the chart, as of this version and with the image by its digest.
-func (r *release) chart(file, digest string) error {
+// chart packs the chart, as of this version and with the images by their digests.
+func (r *release) chart(file string, digests map[string]string) error {
 	files := tree{}
 	if err := files.addAll(filepath.Join(r.checkout, "deployments/chart"), "gpu-agent"); err != nil {
 		return fmt.Errorf("pack the chart: %w", err)
 	}
 	v := r.about.version
-	for _, set := range []struct{ file, line, value string }{
+	type setting struct{ file, line, value string }
+	settings := []setting{
 		{"Chart.yaml", `(?m)^version: .*$`, "version: " + strings.TrimPrefix(v, "v")},
 		{"Chart.yaml", `(?m)^appVersion: .*$`, "appVersion: " + v},
-		{"values.yaml", `(?m)^  repository: .*$`, "  repository: " + r.repository},
-		{"values.yaml", `(?m)^  digest: ""$`, `  digest: "` + digest + `"`},
-	} {
+	}
+	for i, of := range products {
+		indent := strings.Repeat("  ", i+1) // image, and placer.image
+		settings = append(settings,
+			setting{"values.yaml", `(?m)^` + indent + `repository: .*$`, indent + "repository: " + r.repository(of)},
+			setting{"values.yaml", `(?m)^` + indent + `digest: ""$`, indent + `digest: "` + digests[of.name] + `"`})
+	}
+	for _, set := range settings {
 		name, line := "gpu-agent/"+set.file, regexp.MustCompile(set.line)
 		if n := len(line.FindAll(files[name].data, -1)); n != 1 {
 			return fmt.Errorf("pack the chart: %s has %d lines like %s, want 1", set.file, n, set.line)

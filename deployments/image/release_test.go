@@ -107,8 +107,9 @@ func TestReleaseIsWhole(t *testing.T) {
 		}
 		return string(data)
 	}
-	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("image-digest"))
-	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "image-digest"} {
+	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("gpu-agent-digest"))
+	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "gpu-agent-digest",
+		"gpu-placer-v0.1.0-rc.1.oci.tar", "gpu-placer-v0.1.0-rc.1.yaml", "gpu-placer-v0.1.0-rc.1-amd64.cdx.json", "gpu-placer-digest"} {
 		if !strings.Contains(sums, "  "+name+"\n") {
 			t.Errorf("SHA256SUMS lacks %s", name)
 		}
@@ -118,7 +119,8 @@ func TestReleaseIsWhole(t *testing.T) {
 			t.Errorf("SHA256SUMS lacks %s as locked", p)
 		}
 	}
-	image := r.repository + "@" + digest
+	image := r.repository(products[0]) + "@" + digest
+	placer := r.repository(products[1]) + "@" + strings.TrimSpace(read("gpu-placer-digest"))
 	t.Run("archive", func(t *testing.T) {
 		dir := t.TempDir()
 		if out, err := exec.Command("tar", "-xf", filepath.Join(r.out, "gpu-agent-v0.1.0-rc.1.oci.tar"), "-C", dir).CombinedOutput(); err != nil {
@@ -136,29 +138,31 @@ func TestReleaseIsWhole(t *testing.T) {
 		for _, m := range manifest.Manifests {
 			names = append(names, m.Annotations["io.containerd.image.name"])
 			if m.Digest.String() != digest {
-				t.Errorf("the archive has %s, and image-digest says %s", m.Digest, digest)
+				t.Errorf("the archive has %s, and gpu-agent-digest says %s", m.Digest, digest)
 			}
 		}
 		// Programs that do not know it would change the digest.
 		if raw, err := os.ReadFile(filepath.Join(dir, "blobs", "sha256", strings.TrimPrefix(digest, "sha256:"))); err != nil || strings.Contains(string(raw), "artifactType") {
 			t.Errorf("the index has an artifact type, %v:\n%s", err, raw)
 		}
-		if got := strings.Join(names, " "); got != r.repository+":v0.1.0-rc.1 "+image {
+		if got := strings.Join(names, " "); got != r.repository(products[0])+":v0.1.0-rc.1 "+image {
 			t.Errorf("the image is called %s", got)
 		}
 	})
 	t.Run("manifests", func(t *testing.T) {
-		images := 0
-		for _, line := range strings.Split(read("gpu-agent-v0.1.0-rc.1.yaml"), "\n") {
-			if name, ok := strings.CutPrefix(strings.TrimLeft(line, " -"), "image: "); ok {
-				images++
-				if name != image {
-					t.Errorf("a container has image %s, want %s", name, image)
+		for file, want := range map[string]string{"gpu-agent-v0.1.0-rc.1.yaml": image, "gpu-placer-v0.1.0-rc.1.yaml": placer} {
+			images := 0
+			for _, line := range strings.Split(read(file), "\n") {
+				if name, ok := strings.CutPrefix(strings.TrimLeft(line, " -"), "image: "); ok {
+					images++
+					if name != want {
+						t.Errorf("a container has image %s, want %s", name, want)
+					}
 				}
 			}
-		}
-		if images == 0 {
-			t.Error("no container has an image")
+			if images == 0 {
+				t.Errorf("no container of %s has an image", file)
+			}
 		}
 	})
 	t.Run("chart", func(t *testing.T) {
@@ -172,9 +176,11 @@ func TestReleaseIsWhole(t *testing.T) {
 			if err != nil {
 				t.Fatalf("helm %s: %v\n%s", args[0], err, out)
 			}
-			want := map[string]string{"lint": "0 chart(s) failed", "show": "\nappVersion: v0.1.0-rc.1\n", "template": "image: " + image + "\n"}[args[0]]
-			if text := "\n" + string(out); !strings.Contains(text, want) || strings.Contains(text, "localhost/") {
-				t.Errorf("helm %s says, without %q or with localhost/:\n%s", args[0], want, out)
+			want := map[string][]string{"lint": {"0 chart(s) failed"}, "show": {"\nappVersion: v0.1.0-rc.1\n"}, "template": {"image: " + image + "\n", "image: " + placer + "\n"}}[args[0]]
+			for _, want := range want {
+				if text := "\n" + string(out); !strings.Contains(text, want) || strings.Contains(text, "localhost/") {
+					t.Errorf("helm %s says, without %q or with localhost/:\n%s", args[0], want, out)
+				}
 			}
 		}
 	})
@@ -221,18 +227,20 @@ func TestTwoClonesSameRelease(t *testing.T) {
 	if sums[0] != sums[1] {
 		t.Errorf("the clones gave\n%s\nand\n%s", sums[0], sums[1])
 	}
-	t.Run("starts on arm64", func(t *testing.T) { startsOnArm64(t, r, releases[0], version) })
+	for _, of := range products {
+		t.Run(of.name+" starts on arm64", func(t *testing.T) { startsOnArm64(t, r, of, releases[0], version) })
+	}
 }
 
 // startsOnArm64 runs the program out of an archive, under emulation.
-func startsOnArm64(t *testing.T, r *release, dir, version string) {
+func startsOnArm64(t *testing.T, r *release, of product, dir, version string) {
 	tmp := t.TempDir()
 	qemu, err := r.debian.qemu(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if out, err := exec.Command("sh", "-c", `mkdir "$1/oci" && tar -xf "$2" -C "$1/oci"`,
-		"sh", tmp, filepath.Join(dir, "gpu-agent-"+version+".oci.tar")).CombinedOutput(); err != nil {
+		"sh", tmp, filepath.Join(dir, of.name+"-"+version+".oci.tar")).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	archive, err := layout.ImageIndexFromPath(filepath.Join(tmp, "oci"))
@@ -261,7 +269,7 @@ func startsOnArm64(t *testing.T, r *release, dir, version string) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	for _, page := range []string{"4096", "65536"} {
-		out, err := exec.Command(qemu, "-p", page, "-L", root, filepath.Join(root, "usr/bin/gpu-agent"), "version").CombinedOutput()
+		out, err := exec.Command(qemu, "-p", page, "-L", root, filepath.Join(root, "usr/bin", of.name), "version").CombinedOutput()
 		if err != nil || !strings.HasPrefix(string(out), version+" ") || !strings.HasSuffix(string(out), "linux/arm64)\n") {
 			t.Errorf("with pages of %s bytes: %v\n%s", page, err, out)
 		}

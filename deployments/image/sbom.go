@@ -13,7 +13,7 @@ import (
 	"github.com/google/licensecheck"
 )
 
-// writeSBOM writes what the image of an architecture is made of: the modules that the
+// writeSBOM writes what an image is made of: the modules that the
 // programs themselves name, and Debian's packages.
 func (s *source) writeSBOM(w io.Writer, p *part) error {
 	digest, err := p.image.Digest()
@@ -25,8 +25,8 @@ func (s *source) writeSBOM(w io.Writer, p *part) error {
 	// The same image has the same number.
 	bom.SerialNumber = fmt.Sprintf("urn:uuid:%s-%s-5%s-a%s-%s", hex[:8], hex[8:12], hex[13:16], hex[17:20], hex[20:32])
 	root := cdx.Component{
-		BOMRef: "pkg:oci/gpu-agent@" + digest.String(), Type: cdx.ComponentTypeContainer, Name: "gpu-agent", Version: s.about.version,
-		PackageURL: "pkg:oci/gpu-agent@" + url.QueryEscape(digest.String()) + "?arch=" + p.arch,
+		BOMRef: "pkg:oci/" + p.product.name + "@" + digest.String(), Type: cdx.ComponentTypeContainer, Name: p.product.name, Version: s.about.version,
+		PackageURL: "pkg:oci/" + p.product.name + "@" + url.QueryEscape(digest.String()) + "?arch=" + p.arch,
 		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}},
 		Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: hex}},
 	}

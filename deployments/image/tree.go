@@ -4,6 +4,7 @@ package main
 
 import (
 	"archive/tar"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -13,6 +14,7 @@ import (
 	"path"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -65,6 +67,23 @@ func (t tree) addAll(dir, at string) error {
 		}
 	}
 	return nil
+}
+
+// take returns a file; or of a path that ends in /, one of all files below it, in the order of
+// their paths, each ended by a line's end. ok says that there is any.
+func (t tree) take(name string) (e entry, ok bool) {
+	if !strings.HasSuffix(name, "/") {
+		e, ok = t[name]
+		return e, ok && e.link == ""
+	}
+	e.mode = 0o644
+	for _, at := range slices.Sorted(maps.Keys(t)) {
+		if strings.HasPrefix(at, name) && t[at].link == "" && len(t[at].data) > 0 {
+			e.data = append(append(e.data, bytes.TrimRight(t[at].data, "\n")...), '\n')
+			ok = true
+		}
+	}
+	return e, ok
 }
 
 // write writes the files as a tar archive: sorted, all of one date, owned by root.

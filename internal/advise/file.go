@@ -124,7 +124,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	case slices.ContainsFunc(a.Wants, func(w config.Want) bool { return w.Mode == config.Dynamic }):
 		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, and packs as the agent would.")
 	case rules.Placer:
-		out = append(out, "Pods are placed through gpu-agent placer: what does not fit waits.")
+		out = append(out, "Pods are placed through the placer: what does not fit waits.")
 	default:
 		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.", rules.Lag))
 	}

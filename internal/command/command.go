@@ -70,11 +70,13 @@ func usage(c *cobra.Command, err error) error {
 	return &Error{Usage, errors.New(c.CommandPath() + ": " + strings.Join(strings.Fields(err.Error()), " "))}
 }
 
-// commands are the root and all below it, without help; a command comes before its own.
+// commands are the root and all below it, without help and those that have moved; a command
+// comes before its own.
 func (p *Program) commands() []*cobra.Command {
 	out := []*cobra.Command{p.root}
 	for i := 0; i < len(out); i++ {
-		out = slices.Insert(out, i+1, out[i].Commands()...)
+		own := slices.Clone(out[i].Commands())
+		out = slices.Insert(out, i+1, slices.DeleteFunc(own, func(c *cobra.Command) bool { return c.Hidden })...)
 	}
 	return out
 }

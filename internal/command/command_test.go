@@ -270,7 +270,7 @@ func TestFlaws(t *testing.T) {
 }
 
 func TestReference(t *testing.T) {
-	text := New(program(&values{}), "TOOL_").Reference()
+	text := New(program(&values{}), "TOOL_").Reference() + ExitCodes()
 	for _, line := range []string{
 		"| `tool work [FILE]...` | work |",
 		"| `tool show one` | show one |",
@@ -298,6 +298,79 @@ func TestReference(t *testing.T) {
 	for _, broken := range []string{"a\n", "<!-- tool: end -->\n<!-- tool: begin -->\n"} {
 		if _, err := Splice(broken, "tool", "new"); err == nil {
 			t.Errorf("%q is spliced", broken)
+		}
+	}
+}
+
+// A command that has moved is told of nowhere, and whatever follows it, it says where it is.
+func TestMoved(t *testing.T) {
+	root := program(&values{})
+	root.AddCommand(NewMoved("old", "it is a program of its own: write other run"))
+	p := New(root, "TOOL_")
+	if flaws := p.Flaws(); len(flaws) > 0 || strings.Contains(p.Reference(), "old") {
+		t.Errorf("%q, or the reference has it", flaws)
+	}
+	for _, line := range []string{"old", "old --help", "old -node-name n", "old x --lease= y"} {
+		root := program(&values{})
+		root.AddCommand(NewMoved("old", "it is a program of its own: write other run"))
+		err := New(root, "TOOL_").Execute(t.Context(), strings.Fields(line), []string{"TOOL_LEASE=a/b"})
+		if want := "tool old: it is a program of its own: write other run"; err == nil || err.Error() != want || ExitOf(err) != Usage {
+			t.Errorf("%q: %v (exit code %d), want %s", line, err, ExitOf(err), want)
+		}
+	}
+}
+
+func TestVersion(t *testing.T) {
+	if got := (Build{"v1.2.3", "0123456789ab", "2026-01-02"}).String(); !strings.HasPrefix(got, "v1.2.3 (commit 0123456789ab of 2026-01-02, go1.") {
+		t.Error(got)
+	}
+	if got := (Build{}).String(); !strings.Contains(got, "(commit unknown of unknown date, ") {
+		t.Error(got)
+	}
+}
+
+// Both programs' flags of names and of the log.
+func TestSharedFlags(t *testing.T) {
+	for _, test := range []struct{ line, domain, resources, want string }{
+		{"", "example.com", "example.com", ""},
+		{"--domain gpus.test", "gpus.test", "gpus.test", ""},
+		{"--domain gpus.test --resource-domain nvidia.com", "gpus.test", "nvidia.com", ""},
+		{"--domain Example_com", "", "", "--domain: "},
+		{"--resource-domain a..b", "", "", "--resource-domain: "},
+	} {
+		for range 20 { // it is the same flag each time
+			var d Domains
+			c := &cobra.Command{Use: "tool"}
+			d.Register(c.Flags())
+			if err := c.ParseFlags(strings.Fields(test.line)); err != nil {
+				t.Fatal(err)
+			}
+			switch err := d.Complete(); {
+			case test.want != "":
+				if err == nil || ExitOf(err) != Usage || !strings.HasPrefix(err.Error(), test.want) {
+					t.Errorf("%q: %v", test.line, err)
+				}
+			case err != nil || d.Domain != test.domain || d.ResourceDomain != test.resources:
+				t.Errorf("%q: %+v, %v", test.line, d, err)
+			}
+		}
+	}
+	var l Log
+	c := &cobra.Command{Use: "tool"}
+	l.Register(c.Flags())
+	if err := c.ParseFlags([]string{"--log-format=json", "--log-level=warn"}); err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	log := l.Logger(&out)
+	log.Info("quiet")
+	log.Warn("loud")
+	if said := out.String(); strings.Contains(said, "quiet") || !strings.HasPrefix(said, "{") || !strings.Contains(said, `"msg":"loud"`) {
+		t.Error(said)
+	}
+	for name, want := range map[string]bool{"a/b": true, "a": false, "/b": false, "a/": false, "a/b/c": false, "": false} {
+		if _, _, ok := Namespaced(name); ok != want {
+			t.Errorf("%q: %v", name, ok)
 		}
 	}
 }

@@ -24,9 +24,12 @@
 //     Values come from the flag: a [Choice] and a [List] have them, a flag whose value is called
 //     `file` takes files, one whose value is called `directory` takes directories.
 //
-// [Program.Reference] writes the commands, the flags with their variables, and the exit codes
-// as Markdown. [Program.Flaws] says what a program's own test is to refuse: a command without
-// an example, or one name that means different things in two commands.
+// [Domains], [Log] and the functions beside them are flags that both programs have.
+// [NewVersion] makes a command of both, and [NewMoved] one that another program has now.
+//
+// [Program.Reference] writes the commands and the flags with their variables as Markdown,
+// [ExitCodes] the exit codes. [Program.Flaws] says what a program's own test is to refuse: a
+// command without an example, or one name that means different things in two commands.
 //
 // [Exit] lists the exit codes of all programs. The package never ends the process: Execute
 // returns an error, and [ExitOf] its exit code.

@@ -104,11 +104,10 @@ func (p *Program) Flaws() (out []string) {
 	return out
 }
 
-// Reference writes the commands, flags and exit codes as Markdown, each below a heading of
-// the third level.
+// Reference writes the commands and flags as Markdown, each below a heading of the third
+// level.
 func (p *Program) Reference() string {
 	var b strings.Builder
-	cell := strings.NewReplacer("|", `\|`, "\n", " ").Replace
 	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` tells more of a command, with an example.\n\n| command | does |\n|---|---|\n", p.root.Name())
 	for _, c := range p.commands() {
 		if !c.HasSubCommands() {
@@ -135,12 +134,21 @@ func (p *Program) Reference() string {
 		}
 		fmt.Fprintf(&b, "| `%s` | `%s` | %s | %s | %s |\n", cell(strings.TrimSpace(name+" "+value)), p.variable(f.Flag), cell(standard), strings.Join(f.commands, ", "), cell(text))
 	}
-	fmt.Fprint(&b, "\n### Exit codes\n\n| code | means |\n|---|---|\n")
+	return b.String()
+}
+
+// ExitCodes writes the exit codes of all programs as a table in Markdown.
+func ExitCodes() string {
+	var b strings.Builder
+	fmt.Fprint(&b, "| code | means |\n|---|---|\n")
 	for code, meaning := range meanings {
 		fmt.Fprintf(&b, "| %d | %s |\n", code, cell(meaning))
 	}
 	return b.String()
 }
+
+// cell makes a text one cell of a table.
+func cell(text string) string { return strings.NewReplacer("|", `\|`, "\n", " ").Replace(text) }
 
 // Splice returns a document with text in the place of what stands between the lines
 // <!-- NAME: begin … --> and <!-- NAME: end -->.

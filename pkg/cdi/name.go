@@ -5,11 +5,8 @@ package cdi
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"fmt"
 	"slices"
 	"strings"
-
-	"example.com/gpu-agent/pkg/gpu"
 )
 
 // class is the second half of the CDI kind, <domain>/gpu.
@@ -44,31 +41,6 @@ func ValidKey(key string) bool {
 	return len(key) == keyDigits && strings.Trim(key, "0123456789abcdef") == ""
 }
 
-// ValidateDomain refuses a domain that cannot be part of CDI names, file names
-// and annotation names alike: it must be a DNS name in lower case of at most
-// 253 characters that begins with a letter (CDI vendors must). The error wraps
-// gpu.ErrInvalid.
-func ValidateDomain(domain string) error {
-	bad := func(why string) error {
-		return fmt.Errorf("domain %q: %s: %w", domain, why, gpu.ErrInvalid)
-	}
-	if domain == "" || len(domain) > 253 {
-		return bad("must have 1 to 253 characters")
-	}
-	if domain[0] < 'a' || domain[0] > 'z' {
-		return bad("must begin with a letter a-z")
-	}
-	for label := range strings.SplitSeq(domain, ".") {
-		if label == "" || label[0] == '-' || label[len(label)-1] == '-' {
-			return bad("each part between dots must begin and end with a letter or digit")
-		}
-		if strings.Trim(label, "abcdefghijklmnopqrstuvwxyz0123456789-") != "" {
-			return bad("may hold only a-z, 0-9, '-' and '.'")
-		}
-	}
-	return nil
-}
-
 // Kind is the CDI kind of every spec of a domain, "example.com/gpu".
 func Kind(domain string) string { return domain + "/" + class }
 
@@ -78,7 +50,7 @@ func DeviceName(domain, key string) string { return Kind(domain) + "=" + key }
 
 // FileName is the base name of the allocation's file, "example.com-gpu-<key>.json".
 // It is the same in every version of the agent, so that one can end what
-// another began. The domain must be valid (ValidateDomain).
+// another began. The domain must be valid (gpu.ValidateDomain).
 func FileName(domain, key string) string { return filePrefix(domain) + key + fileSuffix }
 
 // ParseFileName is FileName backwards; ok says whether the file is one of the

@@ -40,7 +40,7 @@ type Parts struct {
 // gpu.ErrNotFound (parts do not know a GPU, or a library that is to be
 // replaced).
 func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*specs.Spec, error) {
-	if err := ValidateDomain(domain); err != nil {
+	if err := gpu.ValidateDomain(domain); err != nil {
 		return nil, err
 	}
 	if !ValidKey(key) {

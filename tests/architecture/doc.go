@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command architecture draws docs/architecture.svg, the product's packages on their
-// floors and who imports whom, and in docs/architecture.md the phases of an allocation.
+// floors and who imports whom, and in docs/architecture.md the phases of an allocation, and which files
+// name members of closed sets.
 //
 //	go run ./tests/architecture         # writes both
 //	go test ./tests/architecture        # fails where they are not the program

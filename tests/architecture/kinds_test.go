@@ -3,15 +3,9 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
-	"go/ast"
-	"go/importer"
-	"go/parser"
-	"go/token"
 	"go/types"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -29,71 +23,16 @@ var tables = []string{"internal/deviceplugin/kinds.go", "internal/dra/kinds.go"}
 // placer is built anew.
 var stillDecide = map[string]int{"internal/placer": 29}
 
-// listed is what go list says of a package.
-type listed struct {
-	ImportPath, Dir, Export    string
-	GoFiles, CgoFiles, Imports []string
-	Standard                   bool
-}
-
 // kindUses are the uses of a kind, or of the type of its pieces, outside of internal/piece and
-// the two tables: "internal/plan/plan.go:12: KindWhole". A file of planted, by its path below
-// root, is read besides.
-func kindUses(root string, planted map[string]string) ([]string, error) {
-	list := exec.Command("go", "list", "-e", "-export", "-deps", "-json=ImportPath,Dir,Export,GoFiles,CgoFiles,Imports,Standard", "./cmd/...", "./internal/...", "./pkg/...")
-	list.Dir = root
-	out, err := list.Output()
-	if err != nil {
-		return nil, fmt.Errorf("list the packages: %w", err)
-	}
-	var all []listed
-	exports := map[string]string{}
-	for d := json.NewDecoder(bytes.NewReader(out)); ; {
-		var p listed
-		if err := d.Decode(&p); err == io.EOF {
-			break
-		} else if err != nil {
-			return nil, err
-		}
-		all, exports[p.ImportPath] = append(all, p), p.Export
-	}
-	fset := token.NewFileSet()
-	config := types.Config{Importer: importer.ForCompiler(fset, "gc", func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) })}
-	var uses []string
-	for _, p := range all {
-		at := strings.TrimPrefix(p.ImportPath, module)
-		if p.Standard || p.ImportPath == pieces || !slices.Contains(p.Imports, pieces) && planted[at] == "" {
-			continue
-		}
-		var files []*ast.File
-		for _, name := range append(p.GoFiles, p.CgoFiles...) {
-			f, err := parser.ParseFile(fset, filepath.Join(p.Dir, name), nil, parser.SkipObjectResolution)
-			if err != nil {
-				return nil, err
-			}
-			files = append(files, f)
-		}
-		if text := planted[at]; text != "" {
-			f, err := parser.ParseFile(fset, filepath.Join(p.Dir, "planted.go"), text, parser.SkipObjectResolution)
-			if err != nil {
-				return nil, err
-			}
-			files = append(files, f)
-		}
-		info := types.Info{Uses: map[*ast.Ident]types.Object{}}
-		if _, err := config.Check(p.ImportPath, fset, files, &info); err != nil {
-			return nil, fmt.Errorf("check %s: %w", p.ImportPath, err)
-		}
-		for id, o := range info.Uses {
-			pos := fset.Position(id.Pos())
-			file := at + "/" + filepath.Base(pos.Filename)
-			if ofKind(o) && !slices.Contains(tables, file) {
-				uses = append(uses, fmt.Sprintf("%s:%d: %s", file, pos.Line, o.Name()))
-			}
+// the two tables: "internal/plan/plan.go:12: KindWhole". planted is as for [uses].
+func kindUses(root string, planted map[string]string) (found []string, err error) {
+	all, err := uses(root, []string{"internal/piece"}, planted, ofKind)
+	for _, u := range all {
+		if !slices.Contains(tables, u.file) {
+			found = append(found, fmt.Sprintf("%s:%d: %s", u.file, u.line, u.object.Name()))
 		}
 	}
-	slices.Sort(uses)
-	return uses, nil
+	return found, err
 }
 
 // ofKind reports whether an object is a kind of pieces, or the type of the pieces of one. OfDynamic

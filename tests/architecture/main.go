@@ -39,7 +39,7 @@ func write() error {
 	if err != nil {
 		return err
 	}
-	text, err := withPhases(".")
+	text, err := drawnPage(".")
 	if err != nil {
 		return err
 	}
@@ -55,7 +55,7 @@ type entry struct {
 }
 
 // halves are the columns of the picture, from the left to the right, and what stands above
-// them. What connects both halves stands in the middle.
+// them. What both have stands in the middle.
 var halves = []struct{ half, title string }{{"agent", "the agent"}, {"both", "both"}, {"placer", "the placer"}}
 
 func column(half string) int {

@@ -110,7 +110,7 @@ func startNamed(t *testing.T, f fleet, placer bool, way func(door string) string
 
 func (c *cluster) startPlacer(door string) *plane.Placer {
 	c.t.Helper()
-	return c.StartPlacer(c.t, plane.Program(c.t, "gpu-agent"), c.Kubeconfig(c.t, nil), door, "--lease", namespace+"/gpu-placer")
+	return c.StartPlacer(c.t, plane.Program(c.t, "gpu-placer"), c.Kubeconfig(c.t, nil), door, "--lease", namespace+"/gpu-placer")
 }
 
 // allFree waits until the API server shows that everything can be had.

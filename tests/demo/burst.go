@@ -34,7 +34,7 @@ func showBurst(ctx context.Context) (err error) {
 	}
 	d := &show{screen: s, kit: kit, cluster: &burst.Cluster{}}
 	fmt.Println("Two real Kubernetes nodes on this machine stand for two sites, on-prem and a cloud; the GPUs are emulated at the")
-	fmt.Println("driver's interface. Kueue decides which Job runs where, and gpu-agent placer tells it where there is room.")
+	fmt.Println("driver's interface. Kueue decides which Job runs where, and gpu-placer tells it where there is room.")
 	fmt.Printf("Everything is kept in %s.\n", kit.Cache)
 	steps := append(kit.Steps(), lab.Step{Name: "Kueue", Run: kit.BuildKueue})
 	for i := range steps {

@@ -120,7 +120,7 @@ func start(t *testing.T) *fleet {
 // schedule starts the placer, and the scheduler that asks it.
 func (f *fleet) schedule() {
 	f.t.Helper()
-	f.placer = f.StartPlacer(f.t, plane.Program(f.t, "gpu-agent"), f.Kubeconfig(f.t, nil), plane.FreeAddress(f.t), "--lease", namespace+"/gpu-placer")
+	f.placer = f.StartPlacer(f.t, plane.Program(f.t, "gpu-placer"), f.Kubeconfig(f.t, nil), plane.FreeAddress(f.t), "--lease", namespace+"/gpu-placer")
 	f.SchedulerAsking(f.t, filepath.Join(f.root, "deployments", "placer", "scheduler-config.yaml"), f.placer.Door, 0)
 }
 

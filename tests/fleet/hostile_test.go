@@ -70,7 +70,7 @@ func TestOneHostileNode(t *testing.T) {
 	t.Setenv("GOMEMLIMIT", "200MiB")
 	f := start(t)
 	w := f.populate(count)
-	f.placer = f.StartPlacer(t, plane.Program(t, "gpu-agent"), f.Kubeconfig(t, nil), plane.FreeAddress(t), "--lease", namespace+"/gpu-placer")
+	f.placer = f.StartPlacer(t, plane.Program(t, "gpu-placer"), f.Kubeconfig(t, nil), plane.FreeAddress(t), "--lease", namespace+"/gpu-placer")
 	pods := w.askers(count)
 	rng := rand.New(rand.NewPCG(34, 34))
 	// A phase has so many questions, and goes on until more says no.

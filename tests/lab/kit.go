@@ -77,6 +77,9 @@ func (k *Kit) Bin(program string) string { return filepath.Join(k.Cache, "bin", 
 // AgentArchive is the agent's image, as make builds it.
 func (k *Kit) AgentArchive() string { return filepath.Join(k.Cache, "images", "gpu-agent.tar") }
 
+// PlacerArchive is the placer's image.
+func (k *Kit) PlacerArchive() string { return filepath.Join(k.Cache, "images", "gpu-placer.tar") }
+
 // Step is one thing to do, with a name for the screen.
 type Step struct {
 	Name string
@@ -111,7 +114,7 @@ func (k *Kit) Steps(parts ...string) []Step {
 			_, err = lib.Cached(ctx)
 			return err
 		}},
-		{"the agent and its image", func(ctx context.Context) error {
+		{"agent, placer and their images", func(ctx context.Context) error {
 			return k.Run(ctx, "make", "--no-print-directory", "-s", "image", "CACHE="+k.Cache)
 		}},
 		{"the probe of GPU memory", func(ctx context.Context) error {
@@ -142,7 +145,7 @@ func (k *Kit) BuildNext(ctx context.Context) error {
 		return fmt.Errorf("build the next agent: %w", err)
 	}
 	err = k.Run(ctx, "make", "--no-print-directory", "-s", "image", "CACHE="+k.Cache, "BIN="+filepath.Join(dir, "bin"),
-		"ARCHIVE="+filepath.Join(dir, "gpu-agent.tar"), "IMAGE=localhost/gpu-agent:next", "VERSION=next", "GOFLAGS=-buildvcs=false -overlay="+overlay)
+		"ARCHIVE="+filepath.Join(dir, "gpu-agent.tar"), "PLACER_ARCHIVE="+filepath.Join(dir, "gpu-placer.tar"), "IMAGE=localhost/gpu-agent:next", "VERSION=next", "GOFLAGS=-buildvcs=false -overlay="+overlay)
 	if err != nil {
 		return fmt.Errorf("build the next agent: %w", err)
 	}

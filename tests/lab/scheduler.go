@@ -116,7 +116,7 @@ func klogTime(line []byte) (time.Time, error) {
 	return at.AddDate(time.Now().Year(), 0, 0), nil
 }
 
-// Placer is `gpu-agent placer` as a process of the node.
+// Placer is `gpu-placer run` as a process of the node.
 type Placer struct{ node *Node }
 
 const (
@@ -132,7 +132,7 @@ func (n *Node) StartPlacer(ctx context.Context, doors ...string) (*Placer, error
 	if len(doors) == 0 {
 		doors = []string{"extender"}
 	}
-	err := n.Start(ctx, placerProcess, n.kit.Bin("gpu-agent"), "placer", "--kubeconfig", "/etc/kubernetes/admin.conf", "--domain", Domain,
+	err := n.Start(ctx, placerProcess, n.kit.Bin("gpu-placer"), "run", "--kubeconfig", "/etc/kubernetes/admin.conf", "--domain", Domain,
 		"--lease", "", "--insecure-door", "--listen", PlacerDoor, "--http", placerPage, "--doors", strings.Join(doors, ","))
 	if err != nil {
 		return nil, fmt.Errorf("start the placer: %w", err)

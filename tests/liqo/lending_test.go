@@ -121,7 +121,7 @@ func (l *lending) start(t *testing.T) {
 func (l *lending) startPlacer(address string) {
 	l.t.Helper()
 	account := fields{"as": "system:serviceaccount:gpu-placer:gpu-placer", "as-groups": []string{"system:authenticated"}}
-	l.placer = l.provider.StartPlacer(l.t, l.program, l.provider.Kubeconfig(l.t, account), address, "--doors=extender,liqo", "--lease=")
+	l.placer = l.provider.StartPlacer(l.t, plane.Program(l.t, "gpu-placer"), l.provider.Kubeconfig(l.t, account), address, "--doors=extender,liqo", "--lease=")
 }
 
 // manifests are those of the placer with its door for Liqo.

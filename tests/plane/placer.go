@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Placer is `gpu-agent placer`, a process that can be stopped and killed.
+// Placer is `gpu-placer run`, a process that can be stopped and killed.
 type Placer struct {
 	// Door and Page are the addresses of kube-scheduler's door, and of metrics and probes.
 	Door, Page string
@@ -45,7 +45,7 @@ func (s *Server) StartPlacer(t testing.TB, program, kubeconfig, door string, arg
 	if !slices.Contains(args, "--client-ca-file") {
 		args = append(slices.Clip(args), "--insecure-door")
 	}
-	p.cmd = exec.Command(program, append([]string{"placer", "--kubeconfig", kubeconfig, "--listen", p.Door, "--http", p.Page}, args...)...)
+	p.cmd = exec.Command(program, append([]string{"run", "--kubeconfig", kubeconfig, "--listen", p.Door, "--http", p.Page}, args...)...)
 	p.cmd.Stderr = t.Output()
 	if err := StartTied(p.cmd); err != nil {
 		t.Fatal(err)

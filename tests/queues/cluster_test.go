@@ -167,7 +167,7 @@ func (c *cluster) startPlacer() {
 func (c *cluster) placerAt(door string) *plane.Placer {
 	c.t.Helper()
 	as := object{"as": "system:serviceaccount:gpu-placer:gpu-placer", "as-groups": []string{"system:serviceaccounts", "system:serviceaccounts:gpu-placer", "system:authenticated"}}
-	return c.StartPlacer(c.t, c.program, c.Kubeconfig(c.t, as), door, "--doors=extender,kueue")
+	return c.StartPlacer(c.t, plane.Program(c.t, "gpu-placer"), c.Kubeconfig(c.t, as), door, "--doors=extender,kueue")
 }
 
 func (c *cluster) read(file string) []byte {

@@ -28,7 +28,9 @@ const (
 	nodeName = "release"
 	// name is the Helm release's, its namespace's and the DaemonSet's.
 	name = "gpu-agent"
-	gpus = 2
+	// placer is the namespace of the placer, and all that is its own.
+	placer = "gpu-placer"
+	gpus   = 2
 	// units are those of a GPU: an H100-80GB has 81,559 MiB, of which the driver keeps some.
 	units      = 79
 	partitions = "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared}\n"
@@ -84,7 +86,8 @@ func TestLifeOfARelease(t *testing.T) {
 	must(t, os.WriteFile(file, []byte(partitions), 0o644))
 	b.kubectl("create", "namespace", name)
 	b.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=privileged")
-	b.helm("install", name, older.chart(), "--set-file", "partitions="+file, "--set-json", `flags={"proc-root":"/host/proc"}`)
+	b.helm("install", name, older.chart(), "--set-file", "partitions="+file, "--set-json", `flags={"proc-root":"/host/proc"}`, "--set", "placer.enabled=true")
+	b.certificates()
 	b.kubectl("label", "node", nodeName, lab.NodeLabel+"=true")
 	b.runs(older)
 	must(t, node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpus * units}))
@@ -137,7 +140,7 @@ func (b *bench) uninstall(r *madeRelease) {
 }
 
 // madeRelease is a release's folder.
-type madeRelease struct{ dir, version, digest string }
+type madeRelease struct{ dir, version, digest, placer string }
 
 func (r *madeRelease) chart() string {
 	return filepath.Join(r.dir, "gpu-agent-"+strings.TrimPrefix(r.version, "v")+".tgz")
@@ -179,18 +182,35 @@ func (b *bench) folder(version string) string {
 }
 
 func (b *bench) read(dir, version string) *madeRelease {
-	digest, err := os.ReadFile(filepath.Join(dir, "image-digest"))
+	digest, err := os.ReadFile(filepath.Join(dir, "gpu-agent-digest"))
 	must(b.T, err)
-	return &madeRelease{dir, version, strings.TrimSpace(string(digest))}
+	placer, err := os.ReadFile(filepath.Join(dir, "gpu-placer-digest"))
+	must(b.T, err)
+	return &madeRelease{dir, version, strings.TrimSpace(string(digest)), strings.TrimSpace(string(placer))}
 }
 
-// load brings a release's image onto the node, as docs/release.md says.
+// load brings a release's images onto the node, as docs/release.md says.
 func (b *bench) load(r *madeRelease) {
-	_, err := b.node.Exec(b.Context(), "ctr", "-n", "k8s.io", "images", "import", filepath.Join(r.dir, "gpu-agent-"+r.version+".oci.tar"))
-	must(b.T, err)
+	for _, of := range []string{name, placer} {
+		_, err := b.node.Exec(b.Context(), "ctr", "-n", "k8s.io", "images", "import", filepath.Join(r.dir, of+"-"+r.version+".oci.tar"))
+		must(b.T, err)
+	}
 }
 
-// runs waits until the agent that runs is a release's, by the digest of its image.
+// certificates gives the placer what its door takes, as docs/placer.md says of Helm. Until
+// then its pods say what is missing, and are started again.
+func (b *bench) certificates() {
+	dir := b.folder("door")
+	must(b.T, b.kit.Run(b.Context(), b.kit.Bin(placer), "certificates", "--out", dir))
+	args := []string{"-n", placer, "create", "secret", "generic", "gpu-placer-door"}
+	for _, file := range []string{"ca.crt", "tls.crt", "tls.key"} {
+		args = append(args, "--from-file="+filepath.Join(dir, file))
+	}
+	b.kubectl(args...)
+}
+
+// runs waits until the agent that runs is a release's, by the digest of its image, and one placer
+// leads that is.
 func (b *bench) runs(r *madeRelease) {
 	b.Helper()
 	b.kubectl("rollout", "status", "-n", name, "daemonset/"+name, "--timeout=3m")
@@ -198,6 +218,13 @@ func (b *bench) runs(r *madeRelease) {
 		said := b.kubectl("get", "pods", "-n", name, "-o", "jsonpath={range .items[*]}{.spec.containers[0].image} {.status.containerStatuses[0].ready} {.status.containerStatuses[0].restartCount}{end}")
 		if want := "localhost/gpu-agent@" + r.digest + " true 0"; said != want {
 			return fmt.Errorf("there are %q, want %q", said, want)
+		}
+		return nil
+	}))
+	must(b.T, lab.Await(b.Context(), 3*time.Minute, "a placer of "+r.version, func(context.Context) error {
+		said := b.kubectl("get", "pods", "-n", placer, "-o", "jsonpath={range .items[*]}{.spec.containers[0].image} {.status.containerStatuses[0].ready},{end}")
+		if want := "localhost/gpu-placer@" + r.placer; strings.Count(said, want) != 2 || strings.Count(said, want+" true,") != 1 {
+			return fmt.Errorf("there are %q, want two of %s, one of them ready", said, want)
 		}
 		return nil
 	}))

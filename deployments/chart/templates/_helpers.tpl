@@ -121,13 +121,15 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- $_ := set $pod "imagePullSecrets" $secrets -}}
 {{- end -}}
 {{- range $container := concat ($pod.initContainers | default list) $pod.containers -}}
-{{- $_ := set $container "image" (include "gpu-agent.image" $root) -}}
+{{- $image := ternary $values.placer.image $values.image (eq $name "gpu-placer") -}}
+{{- $_ := set $container "image" (include "gpu-agent.image" (list $root $image)) -}}
 {{- $_ := set $container "imagePullPolicy" $values.image.pullPolicy -}}
-{{- if ne $values.domain "example.com" -}}{{- include "gpu-agent.env" (list $container "GPU_AGENT_DOMAIN" $values.domain) -}}{{- end -}}
-{{- with $values.resourceDomain -}}{{- include "gpu-agent.env" (list $container "GPU_AGENT_RESOURCE_DOMAIN" .) -}}{{- end -}}
+{{- $prefix := ternary "GPU_PLACER_" "GPU_AGENT_" (eq $name "gpu-placer") -}}
+{{- if ne $values.domain "example.com" -}}{{- include "gpu-agent.env" (list $container (printf "%sDOMAIN" $prefix) $values.domain) -}}{{- end -}}
+{{- with $values.resourceDomain -}}{{- include "gpu-agent.env" (list $container (printf "%sRESOURCE_DOMAIN" $prefix) .) -}}{{- end -}}
 {{- if ne $name "gpu-agent-cleanup" -}}{{- $_ := set $container "resources" $of.resources -}}{{- end -}}
 {{- if eq $name "gpu-placer" -}}
-{{- with without $values.placer.doors "extender" -}}{{- include "gpu-agent.env" (list $container "GPU_AGENT_DOORS" ($values.placer.doors | join ",")) -}}{{- end -}}
+{{- with without $values.placer.doors "extender" -}}{{- include "gpu-agent.env" (list $container "GPU_PLACER_DOORS" ($values.placer.doors | join ",")) -}}{{- end -}}
 {{- else -}}
 {{- range $flag, $value := $values.flags -}}
 {{- $text := ternary ($value | int64 | toString) ($value | toString) (kindIs "float64" $value) -}}
@@ -150,9 +152,11 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- $_ := set $container "env" (append $others (dict "name" $name "value" (index . 2))) -}}
 {{- end -}}
 
+{{- /* The name of an image: (root, image). */ -}}
 {{- define "gpu-agent.image" -}}
-{{- with .Values.image -}}
+{{- $root := index . 0 -}}
+{{- with index . 1 -}}
 {{- .repository -}}
-{{- if .digest }}@{{ .digest }}{{- else }}:{{ default $.Chart.AppVersion .tag }}{{- end -}}
+{{- if .digest }}@{{ .digest }}{{- else }}:{{ default $root.Chart.AppVersion .tag }}{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -48,7 +48,7 @@ type Dir struct {
 // files that a killed predecessor of the same domain left in it, and returns
 // it. The path must be absolute.
 func Open(path, domain string) (*Dir, error) {
-	if err := cdi.ValidateDomain(domain); err != nil {
+	if err := gpu.ValidateDomain(domain); err != nil {
 		return nil, fmt.Errorf("open CDI directory %s: %w", path, err)
 	}
 	if !filepath.IsAbs(path) {

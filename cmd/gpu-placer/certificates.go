@@ -5,6 +5,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"path/filepath"
@@ -30,7 +31,7 @@ func (f *certificateFlags) register(fs *pflag.FlagSet) {
 	fs.IntVar(&f.days, "days", 365, "for how many `days` they are valid")
 }
 
-// newCertificates makes `gpu-agent certificates`.
+// newCertificates makes `gpu-placer certificates`.
 func newCertificates() *cobra.Command {
 	var f certificateFlags
 	c := &cobra.Command{
@@ -38,14 +39,14 @@ func newCertificates() *cobra.Command {
 		Short: "make those by which kube-scheduler and the placer's door know each other",
 		Long: `Makes the certificates with which kube-scheduler and the placer's door know each other, and
 says where each file belongs. The authority's key is kept nowhere.`,
-		Example: "gpu-agent certificates --out door --names gpu-placer.gpu-placer.svc,10.96.0.20",
-		RunE:    func(c *cobra.Command, _ []string) error { return f.make(consoleOf(c)) },
+		Example: "gpu-placer certificates --out door --names gpu-placer.gpu-placer.svc,10.96.0.20",
+		RunE:    func(c *cobra.Command, _ []string) error { return f.make(c.OutOrStdout()) },
 	}
 	f.register(c.Flags())
 	return c
 }
 
-func (f *certificateFlags) make(c console) error {
+func (f *certificateFlags) make(out io.Writer) error {
 	names := slices.DeleteFunc(strings.Split(f.names, ","), func(name string) bool { return strings.TrimSpace(name) == "" })
 	if f.days < 1 {
 		return command.Usagef("--days %d: at least 1", f.days)
@@ -64,10 +65,12 @@ func (f *certificateFlags) make(c console) error {
 		}
 	}
 	path := func(name string) string { return filepath.Join(f.out, name) }
-	fmt.Fprintf(c.out, "for the placer, in its namespace:\n  kubectl -n gpu-placer create secret generic gpu-placer-door --from-file=%s --from-file=%s --from-file=%s\n"+
-		"for kube-scheduler's host, in the folder that its configuration names (/etc/kubernetes/placer):\n  %s %s %s\nvalid until %s\n",
-		path(extender.CAFile), path(extender.CertFile), path(extender.KeyFile), path(extender.CAFile), path(extender.SchedulerCertFile), path(extender.SchedulerKeyFile),
-		now.AddDate(0, 0, f.days).Format(time.DateOnly))
+	fmt.Fprintf(out, "for the placer, in its namespace:\n"+
+		"  kubectl -n gpu-placer create secret generic gpu-placer-door --from-file=%s --from-file=%s --from-file=%s\n",
+		path(extender.CAFile), path(extender.CertFile), path(extender.KeyFile))
+	fmt.Fprintf(out, "for kube-scheduler's host, in the folder that its configuration names (/etc/kubernetes/placer):\n  %s %s %s\n",
+		path(extender.CAFile), path(extender.SchedulerCertFile), path(extender.SchedulerKeyFile))
+	fmt.Fprintf(out, "valid until %s\n", now.AddDate(0, 0, f.days).Format(time.DateOnly))
 	return nil
 }
 

@@ -18,7 +18,7 @@ import (
 
 // A placer that cannot serve ends with the flag to change; one that cannot reach the API
 // server goes on, answers nobody, and ends when it is told to.
-func TestPlacer(t *testing.T) {
+func TestRun(t *testing.T) {
 	kubeconfig := write(t, "kubeconfig", `{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}],
 clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u, user: {}}]}`)
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
@@ -26,13 +26,13 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	common := []string{"placer", "--kubeconfig", kubeconfig, "--lease", "", "--insecure-door", "--http"}
+	common := []string{"run", "--kubeconfig", kubeconfig, "--lease", "", "--insecure-door", "--http"}
 	for want, args := range map[string][]string{
 		"--listen":             {"127.0.0.1:0", "--listen", taken.Addr().String()},
 		"--http":               {taken.Addr().String(), "--listen", "127.0.0.1:0"},
 		"read the certificate": {"127.0.0.1:0", "--listen", "127.0.0.1:0", "--tls-cert-file", kubeconfig, "--tls-key-file", kubeconfig},
 	} {
-		if _, _, err := execute(t, append(common[:len(common):len(common)], args...)...); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := execute(t, append(common[:len(common):len(common)], args...)...); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want an error with %q", args, err, want)
 		}
 	}
@@ -41,7 +41,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	said := &lines{to: make(chan string, 100)}
 	done := make(chan error, 1)
 	go func() {
-		done <- within(ctx, console{nil, said, said}, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
+		done <- within(ctx, said, append(common[:len(common):len(common)], "127.0.0.1:0", "--listen", "127.0.0.1:0"))
 	}()
 	for _, want := range []string{"serving schedulers", "request fails"} {
 		said.until(t, want)
@@ -58,7 +58,7 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 // Certificates are for their owner alone, and none is written over.
 func TestCertificates(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "door")
-	out, _, err := execute(t, "certificates", "--out", dir, "--names", "placer.test,10.0.0.1", "--days", "7")
+	out, err := execute(t, "certificates", "--out", dir, "--names", "placer.test,10.0.0.1", "--days", "7")
 	if err != nil || !strings.Contains(out, "create secret generic gpu-placer-door") {
 		t.Fatalf("%s, %v", out, err)
 	}
@@ -72,7 +72,7 @@ func TestCertificates(t *testing.T) {
 		}
 	}
 	for _, args := range [][]string{{"--out", dir}, {"--out", dir + "2", "--names", " ,"}, {"--out", dir + "3", "--days", "0"}} {
-		if _, _, err := execute(t, append([]string{"certificates"}, args...)...); err == nil {
+		if _, err := execute(t, append([]string{"certificates"}, args...)...); err == nil {
 			t.Errorf("%q makes certificates", args)
 		}
 	}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"example.com/gpu-agent/internal/command"
+)
+
+// newRoot makes the commands.
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "gpu-placer",
+		Short: "tell schedulers which node has room for a pod",
+		Long: `Tells schedulers which node of a cluster has room for a pod that asks for pieces of GPUs,
+by what the agents on the nodes say.`,
+	}
+	root.AddCommand(newRun(), newCertificates(), command.NewVersion("gpu-placer", build()))
+	return root
+}
+
+// Set by the build: what this program was built from.
+var release, commit, date string
+
+func build() command.Build { return command.Build{Release: release, Commit: commit, Date: date} }
+
+// prefix begins the environment variables of flags.
+const prefix = "GPU_PLACER_"
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := command.New(newRoot(), prefix).Execute(ctx, os.Args[1:], os.Environ())
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(int(command.ExitOf(err)))
+}

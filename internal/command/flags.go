@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package command
+
+import (
+	"cmp"
+	"io"
+	"log/slog"
+	"strings"
+
+	"github.com/spf13/pflag"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Domains are the flags of the names that resources and all the rest begin with. The zero
+// value is to be registered.
+type Domains struct {
+	// Domain is that of labels, annotations, GPUNodes and resources.
+	Domain string
+	// ResourceDomain is that of the resources alone. Complete makes it Domain where it is
+	// empty.
+	ResourceDomain string
+}
+
+// Register adds --domain and --resource-domain.
+func (d *Domains) Register(fs *pflag.FlagSet) {
+	fs.StringVar(&d.Domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
+		"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
+	fs.StringVar(&d.ResourceDomain, "resource-domain", "", "`domain` of the resources alone, in admission.yaml too (default: --domain)")
+}
+
+// Complete checks the names and fills in what follows from them.
+func (d *Domains) Complete() error {
+	d.ResourceDomain = cmp.Or(d.ResourceDomain, d.Domain)
+	if err := gpu.ValidateDomain(d.Domain); err != nil {
+		return Usagef("--domain: %w", err)
+	}
+	if err := gpu.ValidateDomain(d.ResourceDomain); err != nil {
+		return Usagef("--resource-domain: %w", err)
+	}
+	return nil
+}
+
+// Kubeconfig adds --kubeconfig.
+func Kubeconfig(fs *pflag.FlagSet, file *string) {
+	fs.StringVar(file, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
+}
+
+// Log is the flags of a program that runs on, and tells what it does. The zero value is to
+// be registered.
+type Log struct {
+	format, level Choice
+}
+
+// Register adds --log-format and --log-level.
+func (l *Log) Register(fs *pflag.FlagSet) {
+	l.format = Choice{Value: "text", Of: []string{"text", "json"}}
+	fs.Var(&l.format, "log-format", "how the log is written")
+	l.level = Choice{Value: "info", Of: []string{"debug", "info", "warn", "error"}}
+	fs.Var(&l.level, "log-level", "the least grave lines that the log has")
+}
+
+// Logger writes to w as the flags say.
+func (l *Log) Logger(w io.Writer) *slog.Logger {
+	var level slog.Level
+	_ = level.UnmarshalText([]byte(l.level.Value)) // one of four known words
+	options := &slog.HandlerOptions{Level: level}
+	if l.format.Value == "json" {
+		return slog.New(slog.NewJSONHandler(w, options))
+	}
+	return slog.New(slog.NewTextHandler(w, options))
+}
+
+// Namespaced splits NAMESPACE/NAME; ok says that it is that.
+func Namespaced(s string) (namespace, name string, ok bool) {
+	namespace, name, ok = strings.Cut(s, "/")
+	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")
+}
