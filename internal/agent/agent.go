@@ -3,12 +3,8 @@
 package agent
 
 import (
-	"cmp"
 	"context"
-	"errors"
 	"log/slog"
-	"maps"
-	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -126,48 +122,17 @@ type Labels struct {
 	Own, Guest bool
 }
 
-// Agent is the loop, and joins the rooms that it asks; doc.go has a table of them. Use [New].
+// Agent is what others have to do with: they tell it what is new, and ask it what there is. What
+// it does is the loop's. Use [New].
 type Agent struct {
-	bell       *bell
-	mail       *mailbox
-	ledger     *ledger.Ledger
-	witnesses  *deviceplugin.Witnesses
-	reader     *reader
-	partitions *partitions
-	others     neighbours
-	layouts    *layouts
-	executor   *executor
-	slices     *timeSlices
-	gates      *gatekeeper
-	offering   *offering
-	journal    *journal
-	reporter   reports
-	display    shows
-	beside     *beside
-	observer   Observer
-	// ration is the log for what a program on a GPU, or a server that is away, can
-	// repeat as often as it likes.
-	ration *brief.Ration
-}
-
-// neighbours are others who may give out the node's GPUs; coexistence finds them.
-type neighbours interface {
-	// look looks for them where that is due: see coexistence.
-	look(ctx context.Context, inv *gpu.Inventory, migManager string, mine []string) (map[string][]string, bool)
-	// lookAtCheckpoint has look find out what is new in the kubelet's checkpoint.
-	lookAtCheckpoint()
-	// theirs is why GPUs are, or may be, given out by somebody else; nil before the first look.
-	theirs() map[gpu.UUID]string
-	// next is when the next look is due, zero before the first; soon has it come no later than
-	// at that time.
-	next() time.Time
-	soon(at time.Time)
-}
-
-// reports keeps what rounds came to; reporter does.
-type reports interface {
-	finish(s *Snapshot, f *findings)
-	last() *Snapshot
+	loop    *loop
+	bell    *bell
+	mail    *mailbox
+	ledger  *ledger.Ledger
+	front   *deviceplugin.FrontEnd
+	claims  *claims
+	others  neighbours
+	display shows
 }
 
 // shows is how the agent looks from outside: the methods of Agent of the same names. display has
@@ -187,58 +152,59 @@ type shows interface {
 // connects them.
 func New(o Options, w Worlds) *Agent {
 	ring := newBell()
-	a := &Agent{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
+	l := &loop{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
 		mail:       &mailbox{domain: o.Domain, wake: ring.wake, input: input{labelKnown: w.Cluster == nil}},
 		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
 		ledger: ledger.New(ring.wake, time.Now)}
-	a.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: a.ration}
+	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
 	granted := func(c *ledger.Allocation) {
 		// The kubelet waits for its answer, and has the allocation in its own checkpoint a
 		// moment later. The round that comes writes it down.
-		a.journal.note(c)
-		ring.wakeSoon(a.ledger.Unopened)
+		l.journal.note(c)
+		ring.wakeSoon(l.ledger.Unopened)
 	}
-	a.offering = newOffering(&o, &w, a.ledger, granted, ring.wake)
-	front, claims := a.offering.front, a.offering.claims
-	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
-		front, a.offering.names, w.Kubelet, w.Runtime, ring.wake)
-	a.others = newCoexistence(&o, &w, a.witnesses, ring.wake)
+	l.offering = newOffering(&o, &w, l.ledger, granted, ring.wake)
+	front, claims := l.offering.front, l.offering.claims
+	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
+		front, l.offering.names, w.Kubelet, w.Runtime, ring.wake)
+	l.others = newCoexistence(&o, &w, l.witnesses, ring.wake)
 	monitor := health.New(o.Health)
-	a.reader = newReader(&o, &w, monitor, ring.wake)
-	faults := newFaults(&o, &w, monitor, a.ration, a.offering.setFaults, ring.wake, a.reader.again)
-	a.reader.told = faults
-	a.executor = newExecutor(&o, &w, a.ledger, w.Account.cut, a.reader.wasReset, ring.wake)
-	a.gates = newGatekeeper(&o, &w, a.ledger, front.Started, a.journal.append, ring.wake)
+	l.reader = newReader(&o, &w, monitor, ring.wake)
+	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, ring.wake, l.reader.again)
+	l.reader.told = faults
+	l.executor = newExecutor(&o, &w, l.ledger, w.Account.cut, l.reader.wasReset, ring.wake)
+	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, ring.wake)
 
 	// Those who tell others what rounds leave.
 	news := make(chan struct{}, 1)
-	reporter := newReporter(a.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
-	herald := newHerald(&o, &w, reporter.last, front.Offer, a.ledger.Allocations, ring.wake, news)
-	a.mail.told = herald.setNode
-	a.reporter = reporter
-	a.display = &display{names: a.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
-		caps: claims.caps, front: front, ledger: a.ledger, plugins: w.Plugins,
-		latest: reporter.last, choice: a.mail.choice, claimed: claims.inUse}
+	reporter := newReporter(l.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
+	herald := newHerald(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, ring.wake, news)
+	l.mail.told, l.reporter = herald.setNode, reporter
+	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
+		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
+		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse}
 	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
-		in := a.mail.latest()
-		return a.display.gpuNode(in.holdersIn(o.HoldersIn))
-	}, a.display.ready, o.Log)
-	w.Account.begin(a.ledger, &w, reporter.last, ring.wake, o.Log)
+		in := l.mail.latest()
+		return shown.gpuNode(in.holdersIn(o.HoldersIn))
+	}, shown.ready, o.Log)
+	w.Account.begin(l.ledger, &w, reporter.last, ring.wake, o.Log)
 
-	a.beside = &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
+	b := &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
 		turns: []func(bool){object.turn, w.Account.round}}
-	a.beside.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
-		a.reader.links.follow, a.witnesses.Follow, a.witnesses.AwaitReleases, claims.run)
-	a.beside.add(w.Cluster != nil || w.Features != nil, herald.run)
-	a.beside.add(w.GPUNodes != nil, object.run)
-	a.beside.leaves = append(a.beside.leaves, object.leave)
-	if l := w.Lowering; l != nil {
-		a.beside.add(true, l.Run)
-		a.beside.leaves = append(a.beside.leaves, func(ctx context.Context) { l.Leave(ctx, w.Plugins.Withhold) })
+	b.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
+		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	b.add(w.Cluster != nil || w.Features != nil, herald.run)
+	b.add(w.GPUNodes != nil, object.run)
+	b.leaves = append(b.leaves, object.leave)
+	if lower := w.Lowering; lower != nil {
+		b.add(true, lower.Run)
+		b.leaves = append(b.leaves, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
 	}
-	a.beside.leaves = append(a.beside.leaves, claims.leave)
-	a.beside.add(w.Account != nil, w.Account.run)
-	return a
+	b.leaves = append(b.leaves, claims.leave)
+	b.add(w.Account != nil, w.Account.run)
+	l.beside = b
+	return &Agent{loop: l, bell: ring, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
+		display: shown}
 }
 
 // SetFile hands in the partition file as it now is. A file that does not parse
@@ -296,85 +262,8 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.
 func (a *Agent) Run(asked context.Context) error {
-	a.remember()
-	return a.beside.run(asked, a.loop)
-}
-
-// loop has one round after the other, as long as the driver can be used.
-func (a *Agent) loop(ctx context.Context) error {
-	pause := backOff(backOffMax)
-	for {
-		began := time.Now()
-		err := a.round(ctx)
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, gpu.ErrReloaded) {
-			return err
-		}
-		a.observer.Round(err, time.Since(began))
-		wait := a.nextLook(time.Now())
-		if err != nil {
-			most := pause.Step()
-			a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
-			// Not at once: what failed may be what makes wait short.
-			wait = min(max(wait, backOffMin), most)
-		} else {
-			pause = backOff(backOffMax)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-a.bell.rounds:
-		case <-time.After(wait):
-		}
-	}
-}
-
-// nextLook says how long the loop may sleep if nobody wakes it.
-func (a *Agent) nextLook(now time.Time) time.Duration {
-	wait := inventoryEvery
-	if a.reader.reading == nil && a.reader.letGo == "" {
-		wait = a.reader.nextReading(now).Sub(now)
-	}
-	in := a.mail.latest()
-	for _, r := range in.refused {
-		if left := silentFor - now.Sub(r.since); left > 0 {
-			wait = min(wait, left)
-		}
-	}
-	if a.offering.unregistered() {
-		wait = min(wait, holdersEvery) // it is news when it has been so for a while
-	}
-	if a.reader.inv == nil {
-		// A round ends behind the driver then: what is due later on would stay due.
-		return max(wait, leastSleep)
-	}
-	if due := a.others.next(); !due.IsZero() {
-		wait = min(wait, due.Sub(now))
-	}
-	if at, ok := a.witnesses.Next(a.reporter.last().blocked, now); ok {
-		wait = min(wait, at)
-	}
-	if a.someoneWaits() {
-		wait = min(wait, waitEvery)
-	}
-	if at, ok := a.executor.nextWork(now); ok {
-		wait = min(wait, at)
-	}
-	for _, past := range a.layouts.past {
-		for _, p := range past {
-			wait = min(wait, p.Until.Sub(now))
-		}
-	}
-	return max(wait, leastSleep)
-}
-
-// someoneWaits reports whether an allocation waits for the holder before it.
-func (a *Agent) someoneWaits() bool {
-	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool {
-		return c.Phase == ledger.Waiting
-	})
+	a.loop.remember()
+	return a.loop.beside.run(asked, a.loop.run)
 }
 
 // Changed has a value when allocations, or the GPUs that are given out, may have changed
@@ -382,11 +271,11 @@ func (a *Agent) someoneWaits() bool {
 func (a *Agent) Changed() <-chan struct{} { return a.bell.stirred }
 
 // Claims reports whether GPUs are, or have been, offered through DRA.
-func (a *Agent) Claims() bool { return a.offering.claims.inUse() }
+func (a *Agent) Claims() bool { return a.claims.inUse() }
 
 // Listed is how many devices the kubelet's lists name now.
 func (a *Agent) Listed() (n int) {
-	for _, r := range a.offering.front.Offer().Resources {
+	for _, r := range a.front.Offer().Resources {
 		n += len(r.Devices)
 	}
 	return n
@@ -394,5 +283,3 @@ func (a *Agent) Listed() (n int) {
 
 // LookAtCheckpoint is called when something in the kubelet's directory has changed.
 func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }
-
-func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }

@@ -226,7 +226,7 @@ func (o *outside) allocatableLocked() map[string][]string {
 	if o.agent == nil || o.forgetful {
 		return out
 	}
-	for _, r := range o.agent.offering.front.Offer().Resources {
+	for _, r := range o.agent.front.Offer().Resources {
 		for _, d := range r.Devices {
 			if d.Healthy {
 				out[r.Name] = append(out[r.Name], d.ID)
@@ -602,10 +602,10 @@ func (b *bench) want(state, units, whole string) {
 	if got := b.state(); got != state {
 		b.t.Errorf("state %q, want %q (%q)", got, state, b.message())
 	}
-	if got := listed(b.offering.front.Offer(), memResource); got != units {
+	if got := listed(b.front.Offer(), memResource); got != units {
 		b.t.Errorf("units %s, want %s", got, units)
 	}
-	if got := listed(b.offering.front.Offer(), wholeResource); got != whole {
+	if got := listed(b.front.Offer(), wholeResource); got != whole {
 		b.t.Errorf("whole %s, want %s", got, whole)
 	}
 }
@@ -761,7 +761,7 @@ func TestRestartTakesAllocationsOver(t *testing.T) {
 		// Partitions may not be had, the API server being away: a container of
 		// before starts again all the same.
 		b = start(t, o, cdiDir, "")
-		if err := b.offering.front.Prepare(t.Context(), memResource, ids); err != nil {
+		if err := b.front.Prepare(t.Context(), memResource, ids); err != nil {
 			t.Errorf("without partitions the container cannot start again: %v", err)
 		}
 		b.end()
@@ -1020,7 +1020,7 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		o.partsGate = gate
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.offering.front.Offer(), memResource); got != fourUnits {
+		if got := listed(b.front.Offer(), memResource); got != fourUnits {
 			t.Errorf("units %s, want %s", got, fourUnits)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
@@ -1041,7 +1041,7 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		b.with(func() { b.partsGate, b.outside.inv.GPUs[1].Fault = gate, "GPU is lost" })
 		b.event <- gpu.Event{Kind: gpu.EventLost}
 		synctest.Wait()
-		if got, want := listed(b.offering.front.Offer(), memResource), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
+		if got, want := listed(b.front.Offer(), memResource), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
 			t.Errorf("units %s, want %s", got, want)
 		}
 		close(gate)
@@ -1075,7 +1075,7 @@ func TestNothingIsOfferedWithoutParts(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x", "")
-		if r := b.offering.front.Offer().Resources[0].Devices[0].Reason; !strings.Contains(r, "hook program is missing") {
+		if r := b.front.Offer().Resources[0].Devices[0].Reason; !strings.Contains(r, "hook program is missing") {
 			t.Errorf("reason %q", r)
 		}
 		b.with(func() { b.outside.partsErr = nil })

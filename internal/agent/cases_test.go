@@ -38,17 +38,17 @@ func TestReplicasSurviveARestart(t *testing.T) {
 		file := allShared + "      replicas: 4\n"
 		b := start(t, o, cdiDir, file)
 		b.hold("p", sharedResource, string(uuid(0))+"::1")
-		before := listed(b.offering.front.Offer(), sharedResource)
+		before := listed(b.front.Offer(), sharedResource)
 		b.end()
 
 		b = start(t, o, cdiDir, "") // the ConfigMap is a moment away
 		defer b.end()
-		if got := listed(b.offering.front.Offer(), sharedResource); got != before {
+		if got := listed(b.front.Offer(), sharedResource); got != before {
 			t.Errorf("without the partition: replicas %s, want %s as before", got, before)
 		}
 		b.SetFile("p.yaml", []byte(file))
 		synctest.Wait()
-		if got := listed(b.offering.front.Offer(), sharedResource); got != before || b.state() != "applied" {
+		if got := listed(b.front.Offer(), sharedResource); got != before || b.state() != "applied" {
 			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.message(), got, before)
 		}
 	})
@@ -64,7 +64,7 @@ func TestRestartKeepsOffering(t *testing.T) {
 		b.end()
 		b = start(t, o, cdiDir, "")
 		defer b.end()
-		if got := listed(b.offering.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3" {
+		if got := listed(b.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3" {
 			t.Errorf("without the partition: %s", got)
 		}
 	})
@@ -206,7 +206,7 @@ func TestResourceDomainChanges(t *testing.T) {
 		if len(a.Allocations()) != 1 {
 			t.Errorf("%d allocations while a container runs with one", len(a.Allocations()))
 		}
-		if got := listed(a.offering.front.Offer(), "nvidia.com/gpu"); got != "" {
+		if got := listed(a.front.Offer(), "nvidia.com/gpu"); got != "" {
 			t.Errorf("offered as a whole beside a pod with a part of it: %s", got)
 		}
 		cancel()
@@ -228,7 +228,7 @@ func TestOtherPluginRestarts(t *testing.T) {
 		b.with(func() { b.allocatable = nil }) // GetAllocatableResources has healthy devices only
 		time.Sleep(othersEvery + holdersEvery)
 		synctest.Wait()
-		if got := listed(b.offering.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
+		if got := listed(b.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
 			t.Errorf("GPU 0 is offered while ns/theirs has it: %s", got)
 		}
 	})
@@ -348,7 +348,7 @@ func TestAllocationOfAnUnknownKind(t *testing.T) {
 		for range 2 {
 			b = start(t, o, cdiDir, allShared)
 			time.Sleep(2*deviceplugin.Grace + 2*holdersEvery)
-			if got := listed(b.offering.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
+			if got := listed(b.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
 				t.Errorf("on offer: %s, want the other GPU's units alone", got)
 			}
 			if m := b.message(); b.state() != "failed" || !strings.Contains(m, string(uuid(0))) || !strings.Contains(m, piece.UnknownKind{Word: "slot"}.Error()) {
@@ -367,7 +367,7 @@ func TestAllocationOfAnUnknownKind(t *testing.T) {
 		b = start(t, o, cdiDir, allShared)
 		defer b.end()
 		time.Sleep(2*deviceplugin.Grace + 2*holdersEvery)
-		if got := listed(b.offering.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3" || b.state() != "applied" {
+		if got := listed(b.front.Offer(), memResource); got != "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3" || b.state() != "applied" {
 			t.Errorf("after its end: %s, and the node is %s: %s", got, b.state(), b.message())
 		}
 	})
@@ -442,7 +442,7 @@ func TestPartsTimeOut(t *testing.T) {
 		o.partsErr = fmt.Errorf("list the driver's parts: %w", gpu.ErrTimeout)
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.offering.front.Offer(), memResource); strings.Contains(got, "x") && b.state() == "applied" {
+		if got := listed(b.front.Offer(), memResource); strings.Contains(got, "x") && b.state() == "applied" {
 			t.Errorf("state applied and nothing on offer: %s", got)
 		}
 		b.with(func() { b.outside.partsErr = nil })
@@ -515,7 +515,7 @@ func TestIndicesMove(t *testing.T) {
 		})
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
 		synctest.Wait()
-		if got := listed(b.offering.front.Offer(), memResource); got != units {
+		if got := listed(b.front.Offer(), memResource); got != units {
 			t.Errorf("GPU 0 fell off the bus: units %s, want %s", got, units)
 		}
 		b.end()
@@ -523,7 +523,7 @@ func TestIndicesMove(t *testing.T) {
 		defer b.end()
 		time.Sleep(2 * plan.Linger)
 		synctest.Wait()
-		if got := listed(b.offering.front.Offer(), memResource); got != units {
+		if got := listed(b.front.Offer(), memResource); got != units {
 			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.message(), got, units)
 		}
 	})

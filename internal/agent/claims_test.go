@@ -116,7 +116,7 @@ func throughDRA(entry string) string {
 // specOf is the CDI file of an allocation, as it is on disk; nil where there is none.
 func (b *bench) specOf(key string) *specs.Spec {
 	b.t.Helper()
-	spec, err := b.gates.files.Read(key)
+	spec, err := b.loop.gates.files.Read(key)
 	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 		b.t.Error(err)
 	}
@@ -148,7 +148,7 @@ func TestClaims(t *testing.T) {
 				defer b.end()
 				time.Sleep(time.Minute) // a geometry is cut
 				synctest.Wait()
-				for _, r := range b.offering.front.Offer().Resources {
+				for _, r := range b.front.Offer().Resources {
 					if len(r.Devices) > 0 {
 						t.Errorf("the kubelet is told of %s, too", r.Name)
 					}
@@ -574,8 +574,8 @@ func TestClaimsHoldUpNobodyElse(t *testing.T) {
 		o.dra.Away(errors.New("no route to host"))
 		began := time.Now()
 		b.SetFile("p.yaml", []byte(file("whole")))
-		if synctest.Wait(); listed(b.offering.front.Offer(), wholeResource) != "1" || time.Since(began) > 0 {
-			t.Errorf("%s after %v: %s", listed(b.offering.front.Offer(), wholeResource), time.Since(began), b.message())
+		if synctest.Wait(); listed(b.front.Offer(), wholeResource) != "1" || time.Since(began) > 0 {
+			t.Errorf("%s after %v: %s", listed(b.front.Offer(), wholeResource), time.Since(began), b.message())
 		}
 		if text := b.log.String(); strings.Contains(text, "through DRA") {
 			t.Errorf("the API server was asked for claims:\n%s", text)
@@ -855,7 +855,7 @@ func TestMIGGPUChangesItsAPIUnderLoad(t *testing.T) {
 			if _, ok := prepares(fmt.Sprint("late-", n), "-mig-1g10gb-0"); ok {
 				t.Error("a GPU takes claims that is to take none any more")
 			}
-			for _, r := range b.offering.front.Offer().Resources {
+			for _, r := range b.front.Offer().Resources {
 				for _, d := range r.Devices {
 					if d.Healthy {
 						t.Errorf("%s is on offer to the kubelet while claims have the GPUs", d.ID)

@@ -105,7 +105,7 @@ func TestCordonKeepsNewPodsOffAGPU(t *testing.T) {
 		offers := func(b *bench, when string) {
 			t.Helper()
 			n := 0
-			for _, r := range b.offering.front.Offer().Resources {
+			for _, r := range b.front.Offer().Resources {
 				for _, dev := range r.Devices {
 					n++
 					held := dev.GPU == uuid(0) && (strings.HasSuffix(dev.ID, "::2") || strings.HasSuffix(dev.ID, "::3"))

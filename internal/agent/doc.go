@@ -32,7 +32,7 @@
 // # Rooms
 //
 // What outlives a round is in rooms, which do not know the loop and hold none of each other.
-// [New] makes and connects them, and [Agent] asks them in turn:
+// [New] makes and connects them, and the loop (loop.go) asks them in turn:
 //
 //	room           file                     owns                                                          guarded by
 //	mailbox        partitions.go            what was heard of the partition file and the Node             a lock
@@ -43,7 +43,7 @@
 //	links          look.go                  whether there are NVLinks to look at                          an atomic
 //	coexistence    others.go, prepared.go   which GPUs are somebody else's                                the loop
 //	layouts        layouts.go               what GPUs are laid out as, and what still lingers             the loop
-//	executor       work.go                  jobs, pauses after failures, instances that are ours          the loop
+//	executor       work.go, progress.go     jobs, pauses after failures, instances that are ours          the loop
 //	timeSlices     slices.go                what was asked of the driver                                  the loop
 //	gatekeeper     gates.go, cap.go         CDI files and limit pages                                     the loop
 //	  supplies     cap.go                   what containers need of the driver                            the loop

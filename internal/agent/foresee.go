@@ -38,16 +38,16 @@ type basis struct {
 }
 
 // basis keeps what the next plan would be made from.
-func (a *Agent) basis(allocations []ledger.Allocation) *basis {
-	b := &basis{Input: a.planInput(allocations, time.Now()), on: a.partitions.on,
-		closed: a.gates.supplies.closed(), cordons: a.partitions.cordons}
-	b.Allocations, b.MIG.Made = nil, a.executor.made()
+func (l *loop) basis(allocations []ledger.Allocation) *basis {
+	b := &basis{Input: l.planInput(allocations, time.Now()), on: l.partitions.on,
+		closed: l.gates.supplies.closed(), cordons: l.partitions.cordons}
+	b.Allocations, b.MIG.Made = nil, l.executor.made()
 	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
 	for u, of := range b.Past {
 		past[u] = slices.Clone(of)
 	}
-	if b.Past = past; a.reader.letting != "" || !a.reader.usable() {
-		b.halted = a.reader.absent()
+	if b.Past = past; l.reader.letting != "" || !l.reader.usable() {
+		b.halted = l.reader.absent()
 	}
 	return b
 }

@@ -84,7 +84,7 @@ func (f *foreseen) holders() {
 			of       deviceplugin.Device
 		}
 		var all []choice
-		for _, r := range f.offering.front.Offer().Resources {
+		for _, r := range f.front.Offer().Resources {
 			for _, d := range r.Devices {
 				if d.Healthy && !d.Leaving && !slices.ContainsFunc(f.Allocations(), func(a ledger.Allocation) bool {
 					return slices.Contains(deviceplugin.IDs(a.Grants), d.ID) && a.Resource == r.Name
@@ -152,7 +152,7 @@ func (f *foreseen) trouble() {
 		f.with(func() { d().Fault = "GPU is lost" })
 	}
 	f.SetNode(agentkube.Node{Annotations: annotations})
-	f.reader.stale.Store(true)
+	f.loop.reader.stale.Store(true)
 	f.bell.wake()
 	f.LookAtCheckpoint()
 }
@@ -175,7 +175,7 @@ func did(steps []status.PlannedStep, resets bool) (out []string) {
 
 // now is how the node is, in the words of a plan.
 func (f *foreseen) now(wanted []string) (out status.Plan) {
-	snap := f.reporter.last()
+	snap := f.loop.reporter.last()
 	out.State = string(snap.Outcome.State)
 	for i := range snap.hardware.Inventory.GPUs {
 		d := &snap.hardware.Inventory.GPUs[i]
@@ -291,8 +291,8 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 		t.Helper()
 		t.Errorf(format+"\nfile: %s\nnode: %s, %s\nallocations: %v", append(args, file, b.state(), b.message(), b.Allocations())...)
 	}
-	if want.Partition != b.reporter.last().Outcome.Partition {
-		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.reporter.last().Outcome.Partition)
+	if want.Partition != b.loop.reporter.last().Outcome.Partition {
+		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.loop.reporter.last().Outcome.Partition)
 	}
 	if want.State == "invalid" {
 		after := f.now(make([]string, gpus))

@@ -268,7 +268,7 @@ func TestGPUNodeSaysWhatFits(t *testing.T) {
 						if r.Largest == 0 {
 							continue
 						}
-						ids, err := b.offering.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1+random.IntN(min(r.Largest, 9)))
+						ids, err := b.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1+random.IntN(min(r.Largest, 9)))
 						if err != nil {
 							t.Fatal(err)
 						}
@@ -284,7 +284,7 @@ func TestGPUNodeSaysWhatFits(t *testing.T) {
 // that nobody has.
 func (b *bench) listedHealthy(resource string) (out []string) {
 	held := b.display.(*display).scene().held[resource]
-	for _, r := range b.offering.front.Offer().Resources {
+	for _, r := range b.front.Offer().Resources {
 		for _, dev := range r.Devices {
 			if r.Name == resource && dev.Healthy && !held[dev.ID] {
 				out = append(out, dev.ID)
@@ -301,10 +301,10 @@ func (b *bench) wantLargest(r gpunode.Resource) {
 	if len(free) != r.Free {
 		b.t.Errorf("%s: %d are free, told are %d", r.Name, len(free), r.Free)
 	}
-	if _, err := b.offering.front.Prefer(r.Name, free, nil, r.Largest); r.Largest > 0 && err != nil {
+	if _, err := b.front.Prefer(r.Name, free, nil, r.Largest); r.Largest > 0 && err != nil {
 		b.t.Errorf("%s: %d are told to fit: %v", r.Name, r.Largest, err)
 	}
-	if got, err := b.offering.front.Prefer(r.Name, free, nil, r.Largest+1); err == nil {
+	if got, err := b.front.Prefer(r.Name, free, nil, r.Largest+1); err == nil {
 		b.t.Errorf("%s: %d are told to fit, and %d do: %v", r.Name, r.Largest, r.Largest+1, got)
 	}
 }

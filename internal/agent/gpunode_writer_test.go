@@ -279,7 +279,7 @@ func (b *bench) comeAndGo(random *rand.Rand, pods *int) {
 	s := b.GPUNode(gpunode.InPods)
 	r := s.Resources[random.IntN(len(s.Resources))]
 	if r.Largest > 0 {
-		ids, err := b.offering.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1)
+		ids, err := b.front.Prefer(r.Name, b.listedHealthy(r.Name), nil, 1)
 		if err != nil {
 			b.t.Fatal(err)
 		}

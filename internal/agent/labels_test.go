@@ -123,10 +123,10 @@ func TestALinkFailsAndReturns(t *testing.T) {
 		link(0)
 		link(4)
 		wantHistory(t, o, map[string]string{"example.com/gpu.joined": "2 1 2", "example.com/gpu.nvlink": "4 3 - 4"})
-		if got, want := listed(b.offering.front.Offer(), wholeResource), "0 1"; got != want {
+		if got, want := listed(b.front.Offer(), wholeResource), "0 1"; got != want {
 			t.Errorf("devices %s, want %s", got, want)
 		}
-		if p := b.offering.front.Offer().Topology.Between(uuid(0), uuid(1)); p.NVLink != 4 {
+		if p := b.front.Offer().Topology.Between(uuid(0), uuid(1)); p.NVLink != 4 {
 			t.Errorf("the chooser has %d lanes between them", p.NVLink)
 		}
 	})

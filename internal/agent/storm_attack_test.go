@@ -293,15 +293,15 @@ func (s *storm) offerTooMany() {
 	}
 	s.round(nil)
 	synctest.Wait()
-	if !s.agent.reader.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 || s.agent.reporter.last().Outcome.State != Applied {
+	if !s.agent.loop.reader.answered || s.mute != nil || s.hangs || len(s.agent.loop.executor.jobs) > 0 || s.agent.loop.reporter.last().Outcome.State != Applied {
 		return
 	}
-	before, wanted := s.healthy(), s.agent.reporter.last().asked.Generation
+	before, wanted := s.healthy(), s.agent.loop.reporter.last().asked.Generation
 	s.agent.SetFile("p.yaml", []byte(tooMany))
 	s.round(nil)
 	synctest.Wait()
 	after := s.healthy()
-	snap := s.agent.reporter.last()
+	snap := s.agent.loop.reporter.last()
 	if snap.Outcome.State != Invalid || snap.asked.Generation != wanted {
 		s.t.Errorf("30000 replicas on each of %d GPUs are %s (%q), and the wishes went from %d to %d; want them refused", s.gpus,
 			snap.Outcome.State, snap.Outcome.Message, wanted, snap.asked.Generation)
@@ -316,7 +316,7 @@ func (s *storm) offerTooMany() {
 
 // healthy is what is on offer, as "resource id", sorted.
 func (s *storm) healthy() (out []string) {
-	for _, r := range s.agent.offering.front.Offer().Resources {
+	for _, r := range s.agent.front.Offer().Resources {
 		for i := range r.Devices {
 			if r.Devices[i].Healthy {
 				out = append(out, r.Name+" "+r.Devices[i].ID)
@@ -333,7 +333,7 @@ type offer struct {
 	allocations []ledger.Allocation
 }
 
-func (s *storm) offer() offer { return offer{s.agent.offering.front.Offer(), s.agent.Allocations()} }
+func (s *storm) offer() offer { return offer{s.agent.front.Offer(), s.agent.Allocations()} }
 
 // checkChoice holds what the agent prefers against what it knew: a device that is
 // leaving, or that an allocation covers, is no good to a new pod where others would do. What
@@ -460,7 +460,7 @@ func (s *storm) checkAttack(when string) {
 			continue
 		}
 		s.done["looks at guests"]++
-		for _, r := range s.agent.offering.front.Offer().Resources {
+		for _, r := range s.agent.front.Offer().Resources {
 			for _, d := range r.Devices {
 				if d.GPU == g.gpu && d.Healthy && !d.Leaving && !allocated[r.Name+" "+d.ID] {
 					s.t.Errorf("%s: %s of %s is on offer, and another plugin's pod %s has had the GPU as %s (%s) for %s", when, d.ID, r.Name, g.uid, g.id, g.resource, time.Since(g.since))
@@ -468,7 +468,7 @@ func (s *storm) checkAttack(when string) {
 			}
 		}
 	}
-	for _, r := range s.agent.offering.front.Offer().Resources {
+	for _, r := range s.agent.front.Offer().Resources {
 		listed += len(r.Devices)
 	}
 	// What is held, or was until a moment ago, is listed whatever that comes to.

@@ -55,7 +55,7 @@ func TestProfilesWithoutMemory(t *testing.T) {
 		defer b.end()
 		synctest.Wait()
 		var offered []string
-		for _, r := range b.offering.front.Offer().Resources {
+		for _, r := range b.front.Offer().Resources {
 			for _, d := range r.Devices {
 				offered = append(offered, strings.TrimPrefix(r.Name, "example.com/")+" "+strings.TrimPrefix(d.ID, string(uuid(0))+"::"))
 			}

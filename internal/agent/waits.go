@@ -32,10 +32,10 @@ type ground struct {
 }
 
 // ground is what files follow from now.
-func (a *Agent) ground() *ground {
-	return &ground{inv: a.reader.inv, parts: a.gates.supplies.parts, partsErr: a.gates.supplies.err,
-		absent: a.reader.absent(), layouts: a.layouts.now, working: a.executor.working(), sliced: a.slices.stands,
-		heard: a.witnesses.Heard(), unheard: a.witnesses.Err()}
+func (l *loop) ground() *ground {
+	return &ground{inv: l.reader.inv, parts: l.gates.supplies.parts, partsErr: l.gates.supplies.err,
+		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.stands,
+		heard: l.witnesses.Heard(), unheard: l.witnesses.Err()}
 }
 
 // unsliced reports whether the driver has yet to be asked for a time slice that an

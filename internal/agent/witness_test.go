@@ -123,7 +123,7 @@ func TestStartedContainerIsNamed(t *testing.T) {
 		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
 			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(memResource, ids)): memResource}}}
 		synctest.Wait()
-		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "p" || !b.offering.front.Started(c[0].ID) {
+		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "p" || !b.front.Started(c[0].ID) {
 			t.Errorf("allocations %+v", c)
 		}
 	})
