@@ -87,7 +87,8 @@ func newAdvise() *cobra.Command {
 func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	r.driver.register(fs)
 	stateDirFlag(fs, &r.stateDir)
-	fs.StringVar(&r.trace, "trace", "", "`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
+	fs.StringVar(&r.trace, "trace", "",
+		"`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
 	inventoryFlag(fs, &r.inventory)
 	configFlag(fs, &r.config)
 	partitionFlag(fs, &r.partition)
@@ -95,12 +96,16 @@ func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	nodeNameFlag(fs, &r.node)
 	r.names.Register(fs)
 	r.unit.register(fs)
-	fs.BoolVar(&r.placer, "placer", false, "pods are placed through the placer: what does not fit waits and is not refused")
-	fs.BoolVar(&r.dynamic, "dynamic", false, "try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
-	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond, "`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
+	fs.BoolVar(&r.placer, "placer", false,
+		"pods are placed through the placer: what does not fit waits and is not refused")
+	fs.BoolVar(&r.dynamic, "dynamic", false,
+		"try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
+	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond,
+		"`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
 	r.refused = command.Choice{Value: "gone", Of: []string{"gone", "back"}}
 	fs.Var(&r.refused, "refused", "what becomes of a refused pod: it is gone, or it comes back as a Job's does")
-	fs.IntVar(&r.tries, "tries", 500, "`number` of partitions to try at most, apart from those in which all GPUs are alike")
+	fs.IntVar(&r.tries, "tries", 500,
+		"`number` of partitions to try at most, apart from those in which all GPUs are alike")
 	fs.IntVar(&r.top, "top", 10, "`number` of partitions to print")
 	r.output = outputFlag(fs, "text", "json", "partition")
 }
@@ -162,7 +167,9 @@ type alternativeJSON struct {
 // demand reads what was asked for, and the journal that has it.
 func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	now := time.Now()
-	o := advise.Options{Back: r.refused.Value == "back", Domain: r.names.ResourceDomain, Unit: gpu.MiB(r.unit), Node: r.node}
+	o := advise.Options{
+		Back: r.refused.Value == "back", Domain: r.names.ResourceDomain, Unit: gpu.MiB(r.unit), Node: r.node,
+	}
 	var err error
 	if o.Since, err = moment("since", r.since, time.Time{}, now); err != nil {
 		return nil, nil, err
@@ -224,20 +231,29 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 	if err != nil {
 		return nil, err
 	}
-	on, rules := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}, advise.Rules{Placer: r.placer, Back: r.refused.Value == "back", Lag: r.lag}
+	on := advise.Node{Inventory: inv, Unit: gpu.MiB(r.unit)}
+	rules := advise.Rules{Placer: r.placer, Back: r.refused.Value == "back", Lag: r.lag}
 	a, err := advise.Search(on, present, d, rules, advise.Limits{Tries: r.tries, Dynamic: r.dynamic})
 	if err != nil {
 		return nil, err
 	}
 	best := &a.Tried[0]
-	out := &adviceJSON{Demand: demandJSON{d.Begin, d.End, len(d.Requests), d.Granted, d.Refused, d.Pending}, Alternatives: []alternativeJSON{},
-		Tried: len(a.Tried), Possible: a.Possible, All: a.All, Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told()}
+	out := &adviceJSON{
+		Demand:       demandJSON{d.Begin, d.End, len(d.Requests), d.Granted, d.Refused, d.Pending},
+		Alternatives: []alternativeJSON{},
+		Tried:        len(a.Tried), Possible: a.Possible, All: a.All,
+		Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told(),
+	}
 	if present == nil {
-		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have it whole. Name it with --config and --partition.")
+		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have it whole. "+
+			"Name it with --config and --partition.")
 	}
 	for i := range a.Tried {
 		if t := &a.Tried[i]; i < max(1, r.top) || t.Present || t.Plain {
-			out.Alternatives = append(out.Alternatives, alternativeJSON{t.Name, t.Present, t.Served, t.Refused, t.Never, t.Waited, t.Waiting, t.Wait.Seconds(), t.Longest.Seconds(), t.Packed, t.Idle, t.Renamed, t.Names})
+			out.Alternatives = append(out.Alternatives, alternativeJSON{
+				t.Name, t.Present, t.Served, t.Refused, t.Never, t.Waited, t.Waiting,
+				t.Wait.Seconds(), t.Longest.Seconds(), t.Packed, t.Idle, t.Renamed, t.Names,
+			})
 		}
 	}
 	comments := append([]string{out.headline(), out.Alternatives[0].told() + ".", "This assumes:"}, out.Assumes...)
@@ -258,7 +274,8 @@ func (a *adviceJSON) headline() string {
 
 // told is what would have come of an alternative, in words.
 func (a *alternativeJSON) told() string {
-	return fmt.Sprintf("%s: %d served, %d refused, %d never to be served; %d waited, %s in the mean; in use GPUs are %s full, and %s of their time GPUs are idle",
+	return fmt.Sprintf("%s: %d served, %d refused, %d never to be served; %d waited, %s in the mean; "+
+		"in use GPUs are %s full, and %s of their time GPUs are idle",
 		a.Name, a.Served, a.Refused, a.Never, a.Waited, a.mean(), percent(a.Packed), percent(a.Idle))
 }
 
@@ -278,12 +295,15 @@ func percent(part float64) string { return strconv.FormatFloat(100*part, 'f', 0,
 // print prints an advice for people.
 func (a *adviceJSON) print(out io.Writer) error {
 	d := &a.Demand
-	fmt.Fprintf(out, "%s: %d were granted, %d refused, %d never came to the node\n\n", a.told, d.Granted, d.Refused, d.Pending)
+	fmt.Fprintf(out, "%s: %d were granted, %d refused, %d never came to the node\n\n",
+		a.told, d.Granted, d.Refused, d.Pending)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "PARTITION\tSERVED\tREFUSED\tNEVER\tWAITED\tMEAN WAIT\tLONGEST\tRENAMED\tPACKED\tIDLE")
 	for i := range a.Alternatives {
 		t := &a.Alternatives[i]
-		fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%s\t%s\t%d\t%s\t%s\n", t.Name, t.Served, t.Refused, t.Never, t.Waited, t.mean(), seconds(t.Longest), t.Renamed, percent(t.Packed), percent(t.Idle))
+		fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%s\t%s\t%d\t%s\t%s\n",
+			t.Name, t.Served, t.Refused, t.Never, t.Waited, t.mean(), seconds(t.Longest),
+			t.Renamed, percent(t.Packed), percent(t.Idle))
 	}
 	if err := w.Flush(); err != nil {
 		return err

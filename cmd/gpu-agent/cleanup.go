@@ -38,7 +38,8 @@ runs, and while pods hold devices. What operators have set stays.`,
 	}
 	n.register(c.Flags())
 	names.register(c.Flags())
-	c.Flags().BoolVar(&wait, "wait", false, "where it is refused, try again until it is not; then stay until told to end")
+	c.Flags().BoolVar(&wait, "wait", false,
+		"where it is refused, try again until it is not; then stay until told to end")
 	return c
 }
 
@@ -50,7 +51,10 @@ func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, wai
 		Domain: names.Domain, ResourceDomain: names.ResourceDomain, Runtime: runtime}
 	if names.nodeName != "" {
 		job.Object = func(ctx context.Context) error {
-			client, err := agentkube.New(agentkube.Options{Options: kube.Options{Kubeconfig: names.kubeconfig, Domain: names.Domain, Logger: log}, NodeName: names.nodeName})
+			client, err := agentkube.New(agentkube.Options{
+				Options:  kube.Options{Kubeconfig: names.kubeconfig, Domain: names.Domain, Logger: log},
+				NodeName: names.nodeName,
+			})
 			if err != nil {
 				return err
 			}

@@ -48,14 +48,17 @@ type sourceFlags struct {
 func (s *sourceFlags) register(fs *pflag.FlagSet) {
 	command.Kubeconfig(fs, &s.names.kubeconfig)
 	s.names.Register(fs)
-	fs.StringVar(&s.selector, "selector", "", "only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
+	fs.StringVar(&s.selector, "selector", "",
+		"only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
 	configFlag(fs, &s.config)
 	s.of.register(fs)
 }
 
 // read returns the nodes, by what is recorded in files, or by the cluster. recorded makes
 // labels of a file's first word.
-func (s *sourceFlags) read(ctx context.Context, c console, files []string, recorded func(word string) map[string]string) ([]export.Node, error) {
+func (s *sourceFlags) read(
+	ctx context.Context, c console, files []string, recorded func(word string) map[string]string,
+) ([]export.Node, error) {
 	if err := s.names.Complete(); err != nil {
 		return nil, err
 	}
@@ -63,7 +66,8 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 		return s.cluster(ctx, c)
 	}
 	if s.config == "" {
-		return nil, command.Usagef("--config is missing: write --config FILE, which says how the GPUs of recorded inventories are laid out")
+		return nil, command.Usagef("--config is missing: write --config FILE, " +
+			"which says how the GPUs of recorded inventories are laid out")
 	}
 	partitions, err := readPartitions(c, s.config)
 	if err != nil {
@@ -84,7 +88,8 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 		if err != nil {
 			return nil, invalid(err)
 		}
-		n, err := export.FromInventory(strings.TrimSuffix(filepath.Base(file), ".json"), s.names.Domain, inv, want, gpu.MiB(s.of.unit), recorded(word))
+		name := strings.TrimSuffix(filepath.Base(file), ".json")
+		n, err := export.FromInventory(name, s.names.Domain, inv, want, gpu.MiB(s.of.unit), recorded(word))
 		if err != nil {
 			return nil, err
 		}
@@ -100,7 +105,10 @@ func (s *sourceFlags) read(ctx context.Context, c console, files []string, recor
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	found, err := agentkube.List(ctx, kube.Options{Kubeconfig: s.names.kubeconfig, Domain: s.names.Domain, Logger: slog.New(slog.NewTextHandler(c.err, nil))}, s.selector)
+	found, err := agentkube.List(ctx, kube.Options{
+		Kubeconfig: s.names.kubeconfig, Domain: s.names.Domain,
+		Logger: slog.New(slog.NewTextHandler(c.err, nil)),
+	}, s.selector)
 	if err != nil {
 		return nil, err
 	}
@@ -122,12 +130,82 @@ func (r repeated) Set(s string) error { return r.set(s) }
 // Type is what help shows as the value.
 func (r repeated) Type() string { return "value" }
 
+// kueueFlags are those of `gpu-agent export kueue`, and what they make.
+type kueueFlags struct {
+	source sourceFlags
+	out    export.Kueue
+	// none says that there is no cloud.
+	none, configuration bool
+	how                 command.Choice
+}
+
+func (k *kueueFlags) register(fs *pflag.FlagSet) {
+	k.source.register(fs)
+	fs.Var(repeated{k.addCloud}, "cloud",
+		"`site=limit`: the most GPU memory that may be used at a site that costs money, or none; "+
+			"SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
+	fs.Var(repeated{k.addTeam}, "team",
+		"`name[=share][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), "+
+			"whether its work stays on-prem, and whether it may send jobs that take the room of others; "+
+			"may be repeated")
+	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
+	fs.BoolVar(&k.out.Checks, "checks", false,
+		"have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
+	k.how = command.Choice{Value: "names", Of: []string{"names", "claims"}}
+	fs.Var(&k.how, "dra",
+		"how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates")
+	fs.BoolVar(&k.configuration, "configuration", false,
+		"print the part of Kueue's configuration instead of objects")
+}
+
+// addCloud takes a value of --cloud.
+func (k *kueueFlags) addCloud(v string) error {
+	if v == "none" {
+		k.none = true
+		return nil
+	}
+	site, amount, ok := strings.Cut(v, "=")
+	var limit memoryFlag
+	if !ok {
+		return errors.New("want SITE=LIMIT, such as cloud=640GiB")
+	}
+	if err := limit.Set(amount); err != nil {
+		return err
+	}
+	cloud, err := export.ParseCloud(site, gpu.MiB(limit))
+	k.out.Clouds = append(k.out.Clouds, cloud)
+	return err
+}
+
+// addTeam takes a value of --team.
+func (k *kueueFlags) addTeam(v string) error {
+	words := strings.Split(v, ",")
+	name, share, ok := strings.Cut(words[0], "=")
+	t := export.Team{Name: name, Share: 1}
+	for _, word := range words[1:] {
+		switch word {
+		case "on-prem":
+			t.OnPrem = true
+		case "urgent":
+			t.Urgent = true
+		default:
+			return fmt.Errorf("%q is neither on-prem nor urgent", word)
+		}
+	}
+	if ok {
+		n, err := strconv.Atoi(share)
+		if err != nil {
+			return fmt.Errorf("share %q is not a number", share)
+		}
+		t.Share = n
+	}
+	k.out.Teams = append(k.out.Teams, t)
+	return nil
+}
+
 // newExportKueue makes `gpu-agent export kueue`.
 func newExportKueue() *cobra.Command {
-	var s sourceFlags
-	var k export.Kueue
-	var none, configuration bool
-	how := command.Choice{Value: "names", Of: []string{"names", "claims"}}
+	var k kueueFlags
 	c := &cobra.Command{
 		Use:   "kueue --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...",
 		Short: "print what Kueue needs to give out GPUs",
@@ -135,71 +213,30 @@ func newExportKueue() *cobra.Command {
 part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + `.`,
 		Example: "gpu-agent export kueue --cloud cloud=640GiB --checks --team research,urgent --team records,on-prem",
 		Args:    cobra.ArbitraryArgs,
-		RunE: func(c *cobra.Command, files []string) error {
-			nodes, err := s.read(c.Context(), consoleOf(c), files, func(site string) map[string]string {
-				return map[string]string{s.names.Domain + "/" + gpunode.Site: site}
-			})
-			if err != nil {
-				return err
-			}
-			if none == (len(k.Clouds) > 0) {
-				return command.Usagef("--cloud is missing: say how much of a cloud may be used (--cloud cloud=640GiB), or that there is none (--cloud none)")
-			}
-			k.Domain, k.ResourceDomain, k.Nodes, k.Claims = s.names.Domain, s.names.ResourceDomain, nodes, how.Value == "claims"
-			if configuration {
-				return printText(c, k.Configuration)
-			}
-			return printText(c, k.Objects)
-		},
+		RunE:    k.print,
 	}
-	fs := c.Flags()
-	s.register(fs)
-	fs.Var(repeated{func(v string) error {
-		if v == "none" {
-			none = true
-			return nil
-		}
-		site, amount, ok := strings.Cut(v, "=")
-		var limit memoryFlag
-		if !ok {
-			return errors.New("want SITE=LIMIT, such as cloud=640GiB")
-		}
-		if err := limit.Set(amount); err != nil {
-			return err
-		}
-		cloud, err := export.ParseCloud(site, gpu.MiB(limit))
-		k.Clouds = append(k.Clouds, cloud)
-		return err
-	}}, "cloud", "`site=limit`: the most GPU memory that may be used at a site that costs money, or none; SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
-	fs.Var(repeated{func(v string) error {
-		words := strings.Split(v, ",")
-		name, share, ok := strings.Cut(words[0], "=")
-		t := export.Team{Name: name, Share: 1}
-		for _, word := range words[1:] {
-			switch word {
-			case "on-prem":
-				t.OnPrem = true
-			case "urgent":
-				t.Urgent = true
-			default:
-				return fmt.Errorf("%q is neither on-prem nor urgent", word)
-			}
-		}
-		if ok {
-			n, err := strconv.Atoi(share)
-			if err != nil {
-				return fmt.Errorf("share %q is not a number", share)
-			}
-			t.Share = n
-		}
-		k.Teams = append(k.Teams, t)
-		return nil
-	}}, "team", "`name[=share][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), whether its work stays on-prem, and whether it may send jobs that take the room of others; may be repeated")
-	fs.BoolVar(&k.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
-	fs.BoolVar(&k.Checks, "checks", false, "have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
-	fs.Var(&how, "dra", "how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates")
-	fs.BoolVar(&configuration, "configuration", false, "print the part of Kueue's configuration instead of objects")
+	k.register(c.Flags())
 	return c
+}
+
+func (k *kueueFlags) print(c *cobra.Command, files []string) error {
+	names := &k.source.names
+	nodes, err := k.source.read(c.Context(), consoleOf(c), files, func(site string) map[string]string {
+		return map[string]string{names.Domain + "/" + gpunode.Site: site}
+	})
+	if err != nil {
+		return err
+	}
+	if k.none == (len(k.out.Clouds) > 0) {
+		return command.Usagef("--cloud is missing: say how much of a cloud may be used (--cloud cloud=640GiB), " +
+			"or that there is none (--cloud none)")
+	}
+	k.out.Domain, k.out.ResourceDomain = names.Domain, names.ResourceDomain
+	k.out.Nodes, k.out.Claims = nodes, k.how.Value == "claims"
+	if k.configuration {
+		return printText(c, k.out.Configuration)
+	}
+	return printText(c, k.out.Objects)
 }
 
 // printText prints what an export makes.

@@ -27,7 +27,8 @@ type partitionFlags struct {
 
 func (f *partitionFlags) register(fs *pflag.FlagSet) {
 	f.unit.register(fs)
-	f.api = command.Choice{Value: string(ledger.DevicePlugin), Of: []string{string(ledger.DevicePlugin), string(ledger.DRA)}}
+	devicePlugin, dra := string(ledger.DevicePlugin), string(ledger.DRA)
+	f.api = command.Choice{Value: devicePlugin, Of: []string{devicePlugin, dra}}
 	fs.Var(&f.api, "api", "through what a GPU is offered whose entry does not name an api: device-plugin or dra")
 }
 
@@ -38,7 +39,9 @@ func (f *partitionFlags) node() config.Node {
 // register makes it the size of a unit.
 func (m *memoryFlag) register(fs *pflag.FlagSet) {
 	*m = 1024
-	fs.Var(m, "memory-unit", "`size` of one gpu-mem unit, the same on all nodes of a cluster; a node has at most 30,000 devices, units and replicas of all its GPUs together, and a GPU in use keeps its unit until it is free")
+	fs.Var(m, "memory-unit",
+		"`size` of one gpu-mem unit, the same on all nodes of a cluster; a node has at most 30,000 devices, "+
+			"units and replicas of all its GPUs together, and a GPU in use keeps its unit until it is free")
 }
 
 // Type is what help shows as the value.
@@ -73,6 +76,7 @@ func (m *memoryFlag) Set(s string) error {
 // outputFlag registers how a command prints: the first of the formats without the flag.
 func outputFlag(fs *pflag.FlagSet, formats ...string) *command.Choice {
 	c := &command.Choice{Value: formats[0], Of: formats}
-	fs.VarP(c, "output", "o", "what to print: text for people, json and csv for programs, or partition, which is a partition file alone")
+	fs.VarP(c, "output", "o",
+		"what to print: text for people, json and csv for programs, or partition, which is a partition file alone")
 	return c
 }

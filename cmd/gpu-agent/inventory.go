@@ -29,9 +29,11 @@ type driverFlags struct {
 func (d *driverFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&d.library, "nvml-library", "", "NVML's library `file` (default: sought below --driver-root)")
 	fs.StringVar(&d.root, "driver-root", "/", "`directory` where the agent sees the driver's files")
-	fs.StringVar(&d.hostRoot, "host-driver-root", "", "the same `directory` as the host sees it, for CDI files (default: --driver-root)")
+	fs.StringVar(&d.hostRoot, "host-driver-root", "",
+		"the same `directory` as the host sees it, for CDI files (default: --driver-root)")
 	fs.StringVar(&d.proc, "proc-root", "/proc", "the host's /proc as the agent sees it, a `directory`")
-	fs.StringVar(&d.sys, "sys-root", "/sys", "the host's /sys as the agent sees it, a `directory`: NUMA nodes, the PCI bus, network cards")
+	fs.StringVar(&d.sys, "sys-root", "/sys",
+		"the host's /sys as the agent sees it, a `directory`: NUMA nodes, the PCI bus, network cards")
 }
 
 func (d *driverFlags) options(log *slog.Logger) nvml.Options {
@@ -39,7 +41,9 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 	if host == "" {
 		host = d.root
 	}
-	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, SysRoot: d.sys, Logger: log}
+	return nvml.Options{
+		Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, SysRoot: d.sys, Logger: log,
+	}
 }
 
 // readDriver takes one reading of the driver for a command at the console.
@@ -123,7 +127,8 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 
 // inventoryFlag names a recorded inventory.
 func inventoryFlag(fs *pflag.FlagSet, file *string) {
-	fs.StringVar(file, "inventory", "", "recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver")
+	fs.StringVar(file, "inventory", "",
+		"recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver")
 }
 
 // inventoryFrom reads a recorded inventory, or where none is named this node's

@@ -36,9 +36,10 @@ func newRoot() *cobra.Command {
 		Long: `Owns the NVIDIA GPUs of a Kubernetes node: lays them out as a partition file says, offers
 the pieces to the kubelet, and says what is left.`,
 	}
-	root.AddCommand(newRun(), newInventory(), newCheck(), newPlan(), newTopology(), newStatus(), newUsage(), newAdvise(),
-		newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),
-		command.NewMoved("placer", "the placer is a program of its own, with an image of its own: write gpu-placer run, and GPU_PLACER_… for its variables"),
+	root.AddCommand(newRun(), newInventory(), newCheck(), newPlan(), newTopology(),
+		newStatus(), newUsage(), newAdvise(), newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),
+		command.NewMoved("placer", "the placer is a program of its own, with an image of its own: "+
+			"write gpu-placer run, and GPU_PLACER_… for its variables"),
 		command.NewMoved("certificates", "the placer's program makes them: write gpu-placer certificates"))
 	return root
 }

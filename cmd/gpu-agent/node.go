@@ -27,14 +27,19 @@ func (n *nodeFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&n.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
 	fs.StringVar(&n.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
 	stateDirFlag(fs, &n.stateDir)
-	fs.StringVar(&n.hostRoot, "host-root", "/", "`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
-	fs.StringVar(&n.nfdDir, "nfd-dir", nfd.Dir, "`directory` that Node Feature Discovery reads features files from")
-	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "", "the container runtime's `socket`, unix:///… as the kubelet names it (default: the first that is there of the usual ones)")
+	fs.StringVar(&n.hostRoot, "host-root", "/",
+		"`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
+	fs.StringVar(&n.nfdDir, "nfd-dir", nfd.Dir,
+		"`directory` that Node Feature Discovery reads features files from")
+	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "",
+		"the container runtime's `socket`, unix:///… as the kubelet names it "+
+			"(default: the first that is there of the usual ones)")
 }
 
 // stateDirFlag is the agent's own directory, to those too who only read it.
 func stateDirFlag(fs *pflag.FlagSet, dir *string) {
-	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
+	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent",
+		"`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
 }
 
 // runtime prepares to ask the container runtime which containers have allocations of a
@@ -67,7 +72,9 @@ func (n *nameFlags) register(fs *pflag.FlagSet) {
 
 // nodeNameFlag is the node's name.
 func nodeNameFlag(fs *pflag.FlagSet, name *string) {
-	fs.StringVar(name, "node-name", "", "`name` of this Node; without it run and cleanup do not speak to the API server, and advise takes that of the pods that the journal has")
+	fs.StringVar(name, "node-name", "",
+		"`name` of this Node; without it run and cleanup do not speak to the API server, "+
+			"and advise takes that of the pods that the journal has")
 }
 
 // xids is a list of error numbers, written "13,31,43".

@@ -64,7 +64,8 @@ func (a *asking) register(fs *pflag.FlagSet) {
 // read checks the flags and reads the partition file.
 func (a *asking) read(c console) (f partitionFile, err error) {
 	if a.config == "" {
-		return f, command.Usagef("--config is missing: write --config FILE, the partition file, or --config - for the standard input")
+		return f, command.Usagef("--config is missing: write --config FILE, " +
+			"the partition file, or --config - for the standard input")
 	}
 	if err := a.names.Complete(); err != nil {
 		return f, err
@@ -84,7 +85,7 @@ func partitionFlag(fs *pflag.FlagSet, name *string) {
 
 // completePartition completes --partition with what the file of --config has.
 func completePartition(c *cobra.Command) {
-	_ = c.RegisterFlagCompletionFunc("partition", func(c *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	names := func(c *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		name := c.Flags().Lookup("config").Value.String()
 		if name == "-" { // it is not for the shell to read
 			return nil, cobra.ShellCompDirectiveNoFileComp
@@ -93,8 +94,10 @@ func completePartition(c *cobra.Command) {
 		if err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
-		return slices.DeleteFunc(f.Names(), func(name string) bool { return !strings.HasPrefix(name, typed) }), cobra.ShellCompDirectiveNoFileComp
-	})
+		other := func(name string) bool { return !strings.HasPrefix(name, typed) }
+		return slices.DeleteFunc(f.Names(), other), cobra.ShellCompDirectiveNoFileComp
+	}
+	_ = c.RegisterFlagCompletionFunc("partition", names)
 }
 
 // patience is how long a command waits for the agent.
@@ -102,7 +105,9 @@ const patience = time.Minute
 
 // agent asks the agent on this node. It is false where there is none, or the question is of
 // an inventory.
-func (a *asking) agent(ctx context.Context, c console, q status.Question) (answer status.Answer, asked bool, err error) {
+func (a *asking) agent(
+	ctx context.Context, c console, q status.Question,
+) (answer status.Answer, asked bool, err error) {
 	if a.inventory != "" {
 		return answer, false, nil
 	}
@@ -121,7 +126,8 @@ func (a *asking) agent(ctx context.Context, c console, q status.Question) (answe
 		return answer, false, nil
 	}
 	if errors.Is(err, os.ErrPermission) {
-		err = fmt.Errorf("%w: its socket is for root alone; name a recorded inventory with --inventory to go without the agent", err)
+		err = fmt.Errorf("%w: its socket is for root alone; "+
+			"name a recorded inventory with --inventory to go without the agent", err)
 	}
 	a.asked = err == nil
 	return answer, true, err
@@ -295,7 +301,9 @@ func (a *asking) check(ctx context.Context, c console) error {
 }
 
 // all are the plans of several partitions, in brief.
-func (a *asking) all(ctx context.Context, c console, f *partitionFile, names []string) (plans []status.Plan, err error) {
+func (a *asking) all(
+	ctx context.Context, c console, f *partitionFile, names []string,
+) (plans []status.Plan, err error) {
 	for part := range slices.Chunk(names, status.MostAsked) {
 		answer, asked, err := a.agent(ctx, c, status.Question{File: f.data, Partitions: part, Brief: true})
 		if err != nil {

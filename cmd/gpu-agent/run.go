@@ -6,8 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"path/filepath"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -21,7 +21,6 @@ import (
 	frontend "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/guard"
-	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
@@ -48,20 +47,16 @@ type runFlags struct {
 	nameFlags
 	pod string
 	partitionFlags
-	node                     nodeFlags
-	cap                      capFlags
-	http                     string
-	ignoredXids              xids
-	healthHold, healthProbe  time.Duration
-	linksEvery               time.Duration
-	faultTaint               command.Choice
-	schedulers               schedulerFlags
-	whenBusy, foreign, reset command.Choice
-	numaHints                command.Choice
-	nodeLabels, nvidiaLabels command.Choice
-	idleTTL                  time.Duration
-	usage                    usageFlags
-	log                      command.Log
+	node       nodeFlags
+	cap        capFlags
+	http       string
+	health     healthFlags
+	schedulers schedulerFlags
+	layout     layoutFlags
+	labels     labelFlags
+	numaHints  command.Choice
+	usage      usageFlags
+	log        command.Log
 }
 
 func (f *runFlags) register(fs *pflag.FlagSet) {
@@ -69,49 +64,24 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	configFlag(fs, &f.config)
 	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `namespace/name`; its key is "+configKey)
 	f.nameFlags.register(fs)
-	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `namespace/name`: the kubelet's list of holders is believed once it has it")
+	fs.StringVar(&f.pod, "pod", "",
+		"this agent's own pod, `namespace/name`: the kubelet's list of holders is believed once it has it")
 	f.partitionFlags.register(fs)
 	f.node.register(fs)
 	f.cap.register(fs)
-	f.ignoredXids = slices.Clone(health.DefaultIgnored)
-	fs.Var(&f.ignoredXids, "ignored-xids", "Xid `numbers` that do not speak against a GPU: errors of applications")
-	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
-	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
-	fs.DurationVar(&f.linksEvery, "links-every", time.Minute, "`time` between looks at NVLinks, whose lanes fail and return without a word")
-	f.faultTaint = command.Choice{Value: string(agentkube.NoSchedule), Of: []string{string(agentkube.NoSchedule), string(agentkube.NoExecute)}}
-	fs.Var(&f.faultTaint, "fault-taint", "what the taint of a faulty GPU that is offered through dra does: NoSchedule (it gets no new claims) or NoExecute (the pods on it are ended, too)")
+	f.health.register(fs)
 	f.schedulers.register(fs)
 	httpFlag(fs, &f.http)
-	f.whenBusy = command.Choice{Value: "drain", Of: []string{"drain", "wait"}}
-	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
-	f.foreign = command.Choice{Value: "keep", Of: []string{"keep", "reclaim"}}
-	fs.Var(&f.foreign, "foreign-instances", "idle MIG instances that the agent did not make and the partition does not name: keep or reclaim (destroy)")
-	f.reset = command.Choice{Value: "auto", Of: []string{"auto", "never"}}
-	fs.Var(&f.reset, "reset", "a GPU whose MIG mode needs a reset to change: auto (reset that GPU, once it is idle) or never (wait for somebody to do it)")
-	f.nodeLabels = command.Choice{Value: "api", Of: []string{"api", "nfd", "none"}}
-	fs.Var(&f.nodeLabels, "node-labels", "how the node gets labels of what its GPUs are: api (the agent writes them), nfd (a features file for Node Feature Discovery, in --nfd-dir) or none")
-	f.nvidiaLabels = command.Choice{Value: "absent", Of: []string{"absent", "never"}}
-	fs.Var(&f.nvidiaLabels, "nvidia-labels", "the nvidia.com labels that GPU Feature Discovery writes: absent (each where nobody else has written it) or never")
-	f.numaHints = command.Choice{Value: string(deviceplugin.AlignFixed), Of: []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
-	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
-	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
+	f.layout.register(fs)
+	f.labels.register(fs)
+	none, fixed, all := string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)
+	f.numaHints = command.Choice{Value: fixed, Of: []string{none, fixed, all}}
+	fs.Var(&f.numaHints, "numa-hints",
+		"which devices the kubelet is told the NUMA node of: none, "+
+			"fixed (whole GPUs and MIG devices of fixed geometries) or "+
+			"all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	f.usage.register(fs)
 	f.log.Register(fs)
-}
-
-// schedulerFlags are what schedulers and autoscalers are told beside the offer.
-type schedulerFlags struct {
-	lowerAllocatable, holdScaleDown bool
-	gpuNode                         command.Choice
-	startupTaint                    string
-}
-
-func (f *schedulerFlags) register(fs *pflag.FlagSet) {
-	fs.BoolVar(&f.lowerAllocatable, "lower-allocatable", true, "tell the scheduler at once of devices that cannot be had any more, in the Node's status.allocatable; otherwise it hears of them up to ten seconds later, from the kubelet")
-	f.gpuNode = command.Choice{Value: "auto", Of: []string{"auto", "pods", "holders", "off"}}
-	fs.Var(&f.gpuNode, "gpunode", "the node's GPUNode object: auto (it names holders where the kubelet is older than 1.36), pods (it never does; pods' own status does), holders (it always does, and is written at every change) or off")
-	fs.BoolVar(&f.holdScaleDown, "hold-scale-down", false, "keep Cluster Autoscaler from taking the node away while pods have something of its GPUs, by its annotation scale-down-disabled")
-	fs.StringVar(&f.startupTaint, "startup-taint", "", "`key` of a taint that the node is registered with: the agent takes it away once pods that ask for GPUs can be sent to the node; needs deployments/components/startup-taint")
 }
 
 // complete checks what the flags say together and fills in what follows.
@@ -120,22 +90,13 @@ func (f *runFlags) complete() error {
 		return err
 	}
 	if f.Domain == "nvidia.com" {
-		return command.Usagef("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
+		return command.Usagef("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; " +
+			"--resource-domain nvidia.com gives the resources its names")
 	}
-	if f.idleTTL < 0 {
-		return command.Usagef("--idle-instance-ttl must not be negative")
-	}
-	if f.healthHold <= 0 || f.healthProbe <= 0 {
-		return command.Usagef("--health-hold and --health-probe must be positive")
-	}
-	if f.linksEvery <= 0 {
-		return command.Usagef("--links-every must be positive")
-	}
-	if err := f.cap.complete(); err != nil {
-		return err
-	}
-	if err := f.usage.complete(); err != nil {
-		return err
+	for _, part := range []interface{ complete() error }{&f.layout, &f.health, &f.cap, &f.usage} {
+		if err := part.complete(); err != nil {
+			return err
+		}
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
@@ -143,7 +104,8 @@ func (f *runFlags) complete() error {
 	case f.config == "" && f.configMap == "":
 		return command.Usagef("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
 	case f.api.Value == string(ledger.DRA) && f.nodeName == "":
-		return command.Usagef("--api dra needs an API server, and so --node-name (in a pod: NODE_NAME from spec.nodeName)")
+		return command.Usagef("--api dra needs an API server, and so --node-name " +
+			"(in a pod: NODE_NAME from spec.nodeName)")
 	case f.schedulers.startupTaint != "" && f.nodeName == "":
 		return command.Usagef("--startup-taint needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.configMap != "" && f.nodeName == "":
@@ -177,11 +139,29 @@ offers the pieces to the kubelet, and keeps an account of who has them.`,
 	return c
 }
 
+// daemon is the agent of a node: the loop, the watchdog, and the worlds they are connected to.
+// Some parts are made before those that they call, so they call them through it.
+type daemon struct {
+	log     *slog.Logger
+	options agent.Options
+	worlds  agent.Worlds
+	driver  *nvml.Late
+	caps    *lib.Files
+	runtime *node.Runtime
+	metrics *agentobs.Metrics
+	// cluster is nil where there is no API server to speak to.
+	cluster  *agentkube.Client
+	loop     *agent.Agent
+	watchdog *guard.Guard
+	policies atomic.Pointer[[]status.Policy]
+}
+
 // run opens the worlds and ties them to the loop.
 func run(ctx context.Context, c console, f *runFlags) error {
 	agent.LimitHeap()
 	log := f.log.Logger(c.err)
 	log.Info("gpu-agent", "version", version(), "domain", f.Domain, "memory_unit", f.unit.String())
+	d := &daemon{log: log}
 
 	files, err := dir.Open(f.node.cdiDir, f.Domain)
 	if err != nil {
@@ -192,8 +172,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		return err
 	}
 	defer store.Close()
-	caps, err := lib.OpenFiles(f.node.stateDir, f.cap.every, f.driver.options(log).Seen)
-	if err != nil {
+	if d.caps, err = lib.OpenFiles(f.node.stateDir, f.cap.every, f.driver.options(log).Seen); err != nil {
 		return err
 	}
 	if f.cap.labels {
@@ -203,150 +182,207 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	}
 	boot, err := node.BootID(f.driver.proc)
 	if err != nil {
-		log.Warn("cannot tell one boot of the machine from the next; of what was laid out and withdrawn before, nothing is believed", "err", err)
+		log.Warn("cannot tell one boot of the machine from the next; "+
+			"of what was laid out and withdrawn before, nothing is believed", "err", err)
 	}
 	kubelet := node.NewPodResources(f.node.kubeletDir)
 	defer kubelet.Close()
-	var loop *agent.Agent
-	runtime := f.node.runtime(f.Domain, func() bool { return loop.Claims() }, log)
-	defer runtime.Close()
-	metrics := agentobs.NewMetrics(version())
-	driver := nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
-		o := f.driver.options(log)
-		program, err := nvml.FindHook()
-		if err != nil {
-			return nil, err
-		}
-		if o.Hook, err = nvml.InstallHook(program, f.node.stateDir); err != nil {
-			return nil, err
-		}
-		// A GPU that is lost comes back to a driver that is initialised anew.
-		o.Rearm = max(f.healthProbe, time.Second)
-		return nvml.Open(ctx, o)
-	}, metrics.DriverCall)
+	d.runtime = f.node.runtime(f.Domain, func() bool { return d.loop.Claims() }, log)
+	defer d.runtime.Close()
+	d.metrics = agentobs.NewMetrics(version())
+	d.driver = nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
+		return openDriver(ctx, f, log)
+	}, d.metrics.DriverCall)
 
-	var watchdog *guard.Guard
-	var cluster *agentkube.Client
-	options := agent.Options{
-		Domain:         f.Domain,
-		ResourceDomain: f.ResourceDomain,
-		MemoryUnit:     gpu.MiB(f.unit),
-		API:            ledger.FrontEnd(f.api.Value),
-		KeepOffering:   f.whenBusy.Value == "wait",
-		IdleTTL:        f.idleTTL,
-		LinksEvery:     f.linksEvery,
-		HoldScaleDown:  f.schedulers.holdScaleDown,
-		FaultTaint:     agentkube.TaintEffect(f.faultTaint.Value),
-		HoldersIn:      map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}[f.schedulers.gpuNode.Value],
-		Labels:         agent.Labels{Own: f.nodeLabels.Value != "none", Guest: f.nvidiaLabels.Value == "absent"},
-		Align:          deviceplugin.Alignment(f.numaHints.Value),
-		ReclaimForeign: f.foreign.Value == "reclaim",
-		NeverReset:     f.reset.Value == "never",
-		OpenCaps:       f.cap.policy.Value == "open",
-		Boot:           boot,
-		Node:           f.nodeName,
-		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
-		Log:            log,
-	}
-	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
-		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }},
-		Account:  f.usage.account(f.node.stateDir, runtime, func() *guard.Guard { return watchdog })}
-	if ns, name, ok := command.Namespaced(f.pod); ok {
-		options.Pod = workload.Pod{Namespace: ns, Name: name}
+	d.options = f.options(boot, log)
+	d.worlds = agent.Worlds{
+		Driver: d.driver, Files: files, Caps: d.caps, Kubelet: kubelet, Runtime: d.runtime, Store: store,
+		Observer: &agent.HeapLimit{Observer: d.metrics, Listed: func() int { return d.loop.Listed() }},
+		Account:  f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
 	}
 	if f.nodeName != "" {
-		cluster, err = agentkube.New(agentkube.Options{
-			Options: kube.Options{Kubeconfig: f.kubeconfig, Domain: f.Domain, Logger: log,
-				Failed:   metrics.APIError,
-				Answered: metrics.APIAnswered,
-				Refused:  func(request string, err error) { loop.SetRefused(request, err) },
-			},
-			NodeName: f.nodeName, ResourceDomain: f.ResourceDomain, StartupTaint: f.schedulers.startupTaint,
-			EventDone: func(o agentkube.EventOutcome) { metrics.Event(string(o)) },
-			Allocatable: func(amounts map[string]int64) {
-				if worlds.Lowering != nil {
-					worlds.Lowering.See(amounts)
-				}
-			},
-		})
-		if err != nil {
+		if err := d.connect(f); err != nil {
 			return err
 		}
-		metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
-		worlds.Cluster = cluster
-		if f.schedulers.lowerAllocatable {
-			worlds.Lowering = agent.NewLowering(cluster, metrics.Lowered, log)
-		}
-		if f.schedulers.gpuNode.Value != "off" {
-			worlds.GPUNodes = cluster
-		}
-		worlds.DRA = &agent.DRA{API: cluster, Kubelet: frontend.KubeletDir(filepath.Join(f.node.hostRoot, f.node.kubeletDir)), Serve: func(front *frontend.FrontEnd) (agent.DRADriver, error) {
-			return serveDRA(front, dra.Options{Name: front.Driver, Driver: front, Dir: filepath.Join(f.node.kubeletDir, "plugins_registry"), Logger: log, Observer: metrics})
-		}}
-		if f.cap.evictAfter > 0 {
-			worlds.DRA.Evict = cluster.Evict
-		}
 	}
-	if f.nodeLabels.Value == "nfd" {
-		worlds.Features = features(f.node.nfdDir)
+	if f.labels.node.Value == "nfd" {
+		d.worlds.Features = features(f.node.nfdDir)
 	}
-	var sent func(resource string, healthy int)
-	if worlds.Lowering != nil {
-		sent = worlds.Lowering.Sent
-	}
-	plugins := plugin.NewKubelet(plugin.KubeletOptions{
-		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: metrics,
-		Looked: func() { loop.LookAtCheckpoint() }, Changed: func() { loop.LookAtPlugins() }, Sent: sent,
-	})
-	worlds.Plugins = plugins
-	loop = agent.New(options, worlds)
+	plugins := d.newPlugins(f.node.kubeletDir)
+	d.worlds.Plugins = plugins
+	d.loop = agent.New(d.options, d.worlds)
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()
-	watch := guard.Worlds{
-		Driver: driver, Allocations: loop, Proc: guard.Processes{Proc: proc, Runtime: runtime}, Runtime: runtime,
-		Pages: guard.Counters{Pages: caps.Pages}, Observer: agent.Offences{Metrics: metrics, Account: worlds.Account}, Limiter: guard.ByCgroup{Driver: driver, Runtime: runtime},
-	}
-	if cluster != nil {
-		watch.Cluster = cluster
-	}
-	watchdog = guard.New(guard.Options{
-		Domain: f.Domain, Every: f.cap.every, EndIntruders: f.cap.intruders.Value == "end", EvictAfter: f.cap.evictAfter,
-		Own: options.Pod, Log: log,
-	}, watch)
-	var policies atomic.Pointer[[]status.Policy]
-	show := func() status.Status {
-		s := loop.Status()
-		s.Node, s.Version = f.nodeName, version()
-		watchdog.State().Show(&s)
-		if p := policies.Load(); p != nil {
-			s.Policies = *p
-		}
-		return s
-	}
-	page := agentobs.New(agentobs.Options{Addr: f.http, Logger: log, Metrics: metrics, Healthy: loop.Healthy, Ready: loop.Ready, Status: show, Account: f.usage.metrics(f.nodeName, worlds.Account, show)})
-
-	door := agentobs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: log, Foresee: loop.Foresee}
-
-	services := []func(context.Context) error{
-		plugins.Run, page.Run, door.Run,
-		func(ctx context.Context) error { return followPartitions(ctx, f, cluster, loop) },
-	}
-	if cluster != nil {
-		o := agentkube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, GPUNodes: f.schedulers.gpuNode.Value != "off", Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
-		services = append(services, cluster.Run,
-			func(ctx context.Context) error { return cluster.WatchNode(ctx, loop.SetNode) },
-			func(ctx context.Context) error {
-				return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
-			})
-	}
-	if f.cap.every > 0 {
-		services = append(services, watchdog.Run)
-	}
-	if err := around(ctx, loop.Run, services...); err != nil && !errors.Is(err, context.Canceled) {
+	d.watchdog = d.newWatchdog(&f.cap, proc)
+	if err := d.serve(ctx, f, plugins); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
 	log.Info("ended; devices stay with their containers")
 	return nil
+}
+
+// options are the loop's. Where boot is empty, it is not known.
+func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
+	o := agent.Options{
+		Domain:         f.Domain,
+		ResourceDomain: f.ResourceDomain,
+		MemoryUnit:     gpu.MiB(f.unit),
+		API:            ledger.FrontEnd(f.api.Value),
+		KeepOffering:   f.layout.whenBusy.Value == "wait",
+		IdleTTL:        f.layout.idleTTL,
+		LinksEvery:     f.health.linksEvery,
+		HoldScaleDown:  f.schedulers.holdScaleDown,
+		FaultTaint:     agentkube.TaintEffect(f.health.taint.Value),
+		HoldersIn:      holdersIn[f.schedulers.gpuNode.Value],
+		Labels:         agent.Labels{Own: f.labels.node.Value != "none", Guest: f.labels.nvidia.Value == "absent"},
+		Align:          deviceplugin.Alignment(f.numaHints.Value),
+		ReclaimForeign: f.layout.foreign.Value == "reclaim",
+		NeverReset:     f.layout.reset.Value == "never",
+		OpenCaps:       f.cap.policy.Value == "open",
+		Boot:           boot,
+		Node:           f.nodeName,
+		Health:         f.health.options(),
+		Log:            log,
+	}
+	if ns, name, ok := command.Namespaced(f.pod); ok {
+		o.Pod = workload.Pod{Namespace: ns, Name: name}
+	}
+	return o
+}
+
+// holdersIn is where holders are named, by the values of --gpunode that say it. The others leave
+// it to the loop.
+var holdersIn = map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}
+
+// openDriver opens the driver, with the hook's program where the host finds it.
+func openDriver(ctx context.Context, f *runFlags, log *slog.Logger) (*nvml.Driver, error) {
+	o := f.driver.options(log)
+	program, err := nvml.FindHook()
+	if err != nil {
+		return nil, err
+	}
+	if o.Hook, err = nvml.InstallHook(program, f.node.stateDir); err != nil {
+		return nil, err
+	}
+	// A GPU that is lost comes back to a driver that is initialised anew.
+	o.Rearm = max(f.health.probe, time.Second)
+	return nvml.Open(ctx, o)
+}
+
+// connect adds the API server to the worlds.
+func (d *daemon) connect(f *runFlags) (err error) {
+	d.cluster, err = agentkube.New(agentkube.Options{
+		Options: kube.Options{
+			Kubeconfig: f.kubeconfig, Domain: f.Domain, Logger: d.log,
+			Failed:   d.metrics.APIError,
+			Answered: d.metrics.APIAnswered,
+			Refused:  func(request string, err error) { d.loop.SetRefused(request, err) },
+		},
+		NodeName: f.nodeName, ResourceDomain: f.ResourceDomain, StartupTaint: f.schedulers.startupTaint,
+		EventDone: func(o agentkube.EventOutcome) { d.metrics.Event(string(o)) },
+		Allocatable: func(amounts map[string]int64) {
+			if d.worlds.Lowering != nil {
+				d.worlds.Lowering.See(amounts)
+			}
+		},
+	})
+	if err != nil {
+		return err
+	}
+	d.metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
+	d.worlds.Cluster = d.cluster
+	if f.schedulers.lowerAllocatable {
+		d.worlds.Lowering = agent.NewLowering(d.cluster, d.metrics.Lowered, d.log)
+	}
+	if f.schedulers.gpuNode.Value != "off" {
+		d.worlds.GPUNodes = d.cluster
+	}
+	d.worlds.DRA = &agent.DRA{
+		API:     d.cluster,
+		Kubelet: frontend.KubeletDir(filepath.Join(f.node.hostRoot, f.node.kubeletDir)),
+		Serve: func(front *frontend.FrontEnd) (agent.DRADriver, error) {
+			return serveDRA(front, dra.Options{
+				Name: front.Driver, Driver: front, Dir: filepath.Join(f.node.kubeletDir, "plugins_registry"),
+				Logger: d.log, Observer: d.metrics,
+			})
+		},
+	}
+	if f.cap.evictAfter > 0 {
+		d.worlds.DRA.Evict = d.cluster.Evict
+	}
+	return nil
+}
+
+// newPlugins makes what offers devices to the kubelet.
+func (d *daemon) newPlugins(kubeletDir string) *plugin.Kubelet {
+	var sent func(resource string, healthy int)
+	if d.worlds.Lowering != nil {
+		sent = d.worlds.Lowering.Sent
+	}
+	return plugin.NewKubelet(plugin.KubeletOptions{
+		Dir: filepath.Join(kubeletDir, "device-plugins"), Logger: d.log, Observer: d.metrics,
+		Looked:  func() { d.loop.LookAtCheckpoint() },
+		Changed: func() { d.loop.LookAtPlugins() },
+		Sent:    sent,
+	})
+}
+
+func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc) *guard.Guard {
+	watch := guard.Worlds{
+		Driver:      d.driver,
+		Allocations: d.loop,
+		Proc:        guard.Processes{Proc: proc, Runtime: d.runtime},
+		Runtime:     d.runtime,
+		Pages:       guard.Counters{Pages: d.caps.Pages},
+		Observer:    agent.Offences{Metrics: d.metrics, Account: d.worlds.Account},
+		Limiter:     guard.ByCgroup{Driver: d.driver, Runtime: d.runtime},
+	}
+	if d.cluster != nil {
+		watch.Cluster = d.cluster
+	}
+	return guard.New(guard.Options{
+		Domain: d.options.Domain, Every: f.every, EndIntruders: f.intruders.Value == "end", EvictAfter: f.evictAfter,
+		Own: d.options.Pod, Log: d.log,
+	}, watch)
+}
+
+// status is what people are shown of the loop, the watchdog and the policies.
+func (d *daemon) status() status.Status {
+	s := d.loop.Status()
+	s.Node, s.Version = d.options.Node, version()
+	d.watchdog.State().Show(&s)
+	if p := d.policies.Load(); p != nil {
+		s.Policies = *p
+	}
+	return s
+}
+
+// serve runs the loop and all around it until ctx ends or a part of it fails.
+func (d *daemon) serve(ctx context.Context, f *runFlags, plugins *plugin.Kubelet) error {
+	page := agentobs.New(agentobs.Options{
+		Addr: f.http, Logger: d.log, Metrics: d.metrics, Healthy: d.loop.Healthy, Ready: d.loop.Ready, Status: d.status,
+		Account: f.usage.metrics(f.nodeName, d.worlds.Account, d.status),
+	})
+	door := agentobs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: d.log, Foresee: d.loop.Foresee}
+	services := []func(context.Context) error{
+		plugins.Run, page.Run, door.Run,
+		func(ctx context.Context) error { return followPartitions(ctx, f, d.cluster, d.loop) },
+	}
+	if d.cluster != nil {
+		o := agentkube.PolicyOptions{
+			Evictions: f.cap.evictAfter > 0, DRA: d.loop.Claims, GPUNodes: f.schedulers.gpuNode.Value != "off",
+			Pod: workload.Pod{Namespace: d.options.Pod.Namespace, Name: d.options.Pod.Name},
+		}
+		services = append(services, d.cluster.Run,
+			func(ctx context.Context) error { return d.cluster.WatchNode(ctx, d.loop.SetNode) },
+			func(ctx context.Context) error {
+				return d.cluster.WatchPolicies(ctx, o, func(list []status.Policy) { d.policies.Store(&list) })
+			})
+	}
+	if f.cap.every > 0 {
+		services = append(services, d.watchdog.Run)
+	}
+	return around(ctx, d.loop.Run, services...)
 }
 
 // around runs the loop with its services around it. When ctx ends the loop ends first, and

@@ -69,10 +69,14 @@ func (b *boundFlag) Set(s string) error {
 
 func (f *usageFlags) register(fs *pflag.FlagSet) {
 	f.size = segments.DefaultMax >> 20
-	fs.Var(&f.size, "usage-size", "the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
-	fs.StringVar(&f.labels, "usage-labels", "", "`keys` of pods' labels that the usage journal has, with commas between them")
-	fs.DurationVar(&f.idle, "idle-after", meter.DefaultIdle, "`time` after which a grant that no process has used is told of; 0 is never")
-	fs.BoolVar(&f.dcgm, "dcgm-names", false, "serve what containers use under dcgm-exporter's names, too; not beside a dcgm-exporter")
+	fs.Var(&f.size, "usage-size",
+		"the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
+	fs.StringVar(&f.labels, "usage-labels", "",
+		"`keys` of pods' labels that the usage journal has, with commas between them")
+	fs.DurationVar(&f.idle, "idle-after", meter.DefaultIdle,
+		"`time` after which a grant that no process has used is told of; 0 is never")
+	fs.BoolVar(&f.dcgm, "dcgm-names", false,
+		"serve what containers use under dcgm-exporter's names, too; not beside a dcgm-exporter")
 }
 
 func (f *usageFlags) complete() error {
@@ -100,9 +104,17 @@ func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog fu
 	if f.size == 0 {
 		return nil
 	}
-	a := &agent.Account{Used: func() []status.Container { return watchdog().State().Containers }, Keys: f.keys, IdleAfter: f.idle, Version: version(),
-		Journal: &segments.Late{Dir: filepath.Join(stateDir, usageDir), Options: segments.Options{Max: int64(f.size) << 20}}}
-	a.Sampled = func(ctx context.Context, since time.Time) []status.Container { return watchdog().Sampled(ctx, since) }
+	a := &agent.Account{
+		Journal: &segments.Late{
+			Dir:     filepath.Join(stateDir, usageDir),
+			Options: segments.Options{Max: int64(f.size) << 20},
+		},
+		Used: func() []status.Container { return watchdog().State().Containers },
+		Sampled: func(ctx context.Context, since time.Time) []status.Container {
+			return watchdog().Sampled(ctx, since)
+		},
+		Keys: f.keys, IdleAfter: f.idle, Version: version(),
+	}
 	if len(f.keys) > 0 {
 		a.Labels = runtime.Labels
 	}
@@ -153,13 +165,16 @@ then. It reads the journal that the agent keeps in --state-dir.
 		},
 	}
 	fs := c.Flags()
-	fs.StringVar(&r.by, "by", "namespace", "what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
+	fs.StringVar(&r.by, "by", "namespace",
+		"what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
 	timeFlags(fs, &r.since, &r.until)
 	fs.StringVar(&r.at, "at", "", "print who had something at this `time`")
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
 	stateDirFlag(fs, &stateDir)
 	output = outputFlag(fs, "text", "csv", "json")
-	_ = c.RegisterFlagCompletionFunc("by", cobra.FixedCompletions([]cobra.Completion{"namespace", "pod", "label="}, cobra.ShellCompDirectiveNoFileComp|cobra.ShellCompDirectiveNoSpace))
+	_ = c.RegisterFlagCompletionFunc("by", cobra.FixedCompletions(
+		[]cobra.Completion{"namespace", "pod", "label="},
+		cobra.ShellCompDirectiveNoFileComp|cobra.ShellCompDirectiveNoSpace))
 	return c
 }
 
@@ -195,7 +210,8 @@ func moment(flag, text string, otherwise, now time.Time) (time.Time, error) {
 		y, m, d := now.UTC().Date()
 		return time.Date(y, m, d, t.Hour(), t.Minute(), 0, 0, time.UTC), nil
 	}
-	return time.Time{}, command.Usagef("--%s %q is not a time: write 24h, 2026-03-01, 2026-03-01T12:00 or 12:00", flag, text)
+	return time.Time{}, command.Usagef("--%s %q is not a time: write 24h, 2026-03-01, 2026-03-01T12:00 or 12:00",
+		flag, text)
 }
 
 // naming returns what makes the name of a line.
@@ -242,14 +258,24 @@ func (r *usageReport) sums(c console) error {
 	}
 	tellLeft(c.err, left, from)
 	sums := report.Sum(book)
-	heads := []string{strings.ToUpper(r.by), "GRANTS", "GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS"}
+	heads := []string{
+		strings.ToUpper(r.by), "GRANTS",
+		"GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS",
+	}
 	if r.format == "csv" {
-		heads = []string{"name", "grants", "granted_gpu_hours", "used_gpu_hours", "granted_gib_hours", "used_gib_hours", "sm_hours"}
+		heads = []string{
+			"name", "grants",
+			"granted_gpu_hours", "used_gpu_hours", "granted_gib_hours", "used_gib_hours", "sm_hours",
+		}
 	}
 	var rows [][]string
 	for i := range sums {
 		s := &sums[i]
-		rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours), r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours)})
+		rows = append(rows, []string{
+			s.Name, strconv.Itoa(s.Grants),
+			r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours),
+			r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours),
+		})
 	}
 	return r.print(c.out, sums, heads, rows)
 }
@@ -286,7 +312,8 @@ func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 		if o.Namespace == "" {
 			whose = "no namespace"
 		}
-		fmt.Fprintf(out, "note: %d records of %s, from before %s, are not in the journal any more: what it had was more than its share of --usage-size\n",
+		fmt.Fprintf(out, "note: %d records of %s, from before %s, are not in the journal any more: "+
+			"what it had was more than its share of --usage-size\n",
 			l.Records, whose, l.Before.UTC().Format(time.RFC3339))
 	}
 }
@@ -318,7 +345,10 @@ func (r *usageReport) presence(c console) error {
 	var rows [][]string
 	for i := range had {
 		h := &had[i]
-		rows = append(rows, []string{strconv.Itoa(h.Index), string(h.GPU), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64), h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until)})
+		rows = append(rows, []string{
+			strconv.Itoa(h.Index), string(h.GPU), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64),
+			h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until),
+		})
 	}
 	return r.print(c.out, had, heads, rows)
 }

@@ -26,8 +26,10 @@ type certificateFlags struct {
 }
 
 func (f *certificateFlags) register(fs *pflag.FlagSet) {
-	fs.StringVar(&f.out, "out", "door", "`directory` for the files, which is made; none of them may be there")
-	fs.StringVar(&f.names, "names", "gpu-placer.gpu-placer.svc", "`names` and addresses by which the scheduler reaches the door, separated by commas")
+	fs.StringVar(&f.out, "out", "door",
+		"`directory` for the files, which is made; none of them may be there")
+	fs.StringVar(&f.names, "names", "gpu-placer.gpu-placer.svc",
+		"`names` and addresses by which the scheduler reaches the door, separated by commas")
 	fs.IntVar(&f.days, "days", 365, "for how many `days` they are valid")
 }
 
@@ -47,7 +49,8 @@ says where each file belongs. The authority's key is kept nowhere.`,
 }
 
 func (f *certificateFlags) make(out io.Writer) error {
-	names := slices.DeleteFunc(strings.Split(f.names, ","), func(name string) bool { return strings.TrimSpace(name) == "" })
+	blank := func(name string) bool { return strings.TrimSpace(name) == "" }
+	names := slices.DeleteFunc(strings.Split(f.names, ","), blank)
 	if f.days < 1 {
 		return command.Usagef("--days %d: at least 1", f.days)
 	}
@@ -68,7 +71,9 @@ func (f *certificateFlags) make(out io.Writer) error {
 	fmt.Fprintf(out, "for the placer, in its namespace:\n"+
 		"  kubectl -n gpu-placer create secret generic gpu-placer-door --from-file=%s --from-file=%s --from-file=%s\n",
 		path(extender.CAFile), path(extender.CertFile), path(extender.KeyFile))
-	fmt.Fprintf(out, "for kube-scheduler's host, in the folder that its configuration names (/etc/kubernetes/placer):\n  %s %s %s\n",
+	fmt.Fprintf(out, "for kube-scheduler's host, "+
+		"in the folder that its configuration names (/etc/kubernetes/placer):\n"+
+		"  %s %s %s\n",
 		path(extender.CAFile), path(extender.SchedulerCertFile), path(extender.SchedulerKeyFile))
 	fmt.Fprintf(out, "valid until %s\n", now.AddDate(0, 0, f.days).Format(time.DateOnly))
 	return nil

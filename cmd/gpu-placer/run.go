@@ -54,15 +54,20 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	command.Kubeconfig(fs, &f.kubeconfig)
 	f.names.Register(fs)
 	f.doors = command.List{Values: []string{extenderDoor}, Of: []string{extenderDoor, kueueDoor, liqoDoor}}
-	fs.Var(&f.doors, "doors", "for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), liqo (GPU ResourceSlices of other clusters)")
+	fs.Var(&f.doors, "doors",
+		"for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), "+
+			"liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the extender's door's certificate (PEM)")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
-	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "", "`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
-	fs.BoolVar(&f.insecure, "insecure-door", false, "serve schedulers without --client-ca-file, over plain HTTP without a certificate: "+
-		"then whoever reaches the door can reserve room")
-	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer", "`namespace/name` of the Lease by which one of several processes leads; empty where there is one process")
+	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "",
+		"`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
+	fs.BoolVar(&f.insecure, "insecure-door", false,
+		"serve schedulers without --client-ca-file, over plain HTTP without a certificate: "+
+			"then whoever reaches the door can reserve room")
+	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer",
+		"`namespace/name` of the Lease by which one of several processes leads; empty where there is one process")
 	f.log.Register(fs)
 }
 
@@ -79,8 +84,9 @@ func (f *runFlags) complete() error {
 	case f.tls.ClientCA != "" && f.tls.Cert == "":
 		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
 	case f.doors.Has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
-		return command.Usagef("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, or everybody who reaches it " +
-			"can reserve room: make them with `gpu-placer certificates`, or say --insecure-door")
+		return command.Usagef("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, " +
+			"or everybody who reaches it can reserve room: " +
+			"make them with `gpu-placer certificates`, or say --insecure-door")
 	}
 	return nil
 }
@@ -123,7 +129,8 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	log.Info("gpu-placer", "version", build().Version(), "domain", f.names.Domain, "doors", f.doors.String())
 	p := &place{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
 	p.sites = fleet.CountSites(p.books, f.names.Domain+"/"+gpunode.Site)
-	p.metrics = placerobs.NewMetrics(build().Version(), p.state, words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
+	p.metrics = placerobs.NewMetrics(build().Version(), p.state,
+		words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
 	var err error
 	p.cluster, err = placerkube.New(kube.Options{
 		Kubeconfig: f.kubeconfig, Domain: f.names.Domain,
@@ -144,7 +151,8 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	if f.doors.Has(kueueDoor) {
 		holder := fleet.HoldFor(p.books, kueue.HoldOf(f.names.Domain))
 		p.admitted = kueue.New(holder, kueue.Options{
-			API: p.cluster, Domain: f.names.Domain, Leads: holder.Ready, Listed: holder.Listed, Logger: log, Now: time.Now,
+			API: p.cluster, Domain: f.names.Domain,
+			Leads: holder.Ready, Listed: holder.Listed, Logger: log, Now: time.Now,
 		})
 	}
 	if err := p.serve(ctx); err != nil && !errors.Is(err, context.Canceled) {
@@ -199,18 +207,22 @@ func (p *place) serve(ctx context.Context) error {
 	}
 	if p.admitted != nil {
 		g.Go(func() error { return p.admitted.Run(ctx) })
-		for _, of := range []schema.GroupVersionResource{kueue.Workloads, kueue.ResourceFlavors, kueue.AdmissionChecks} {
+		kinds := []schema.GroupVersionResource{kueue.Workloads, kueue.ResourceFlavors, kueue.AdmissionChecks}
+		for _, of := range kinds {
 			g.Go(func() error { return p.cluster.Follow(ctx, of, kueueObjects{p.admitted, of}) })
 		}
 	}
 	if p.flags.doors.Has(extenderDoor) {
 		p.books.TellUnguarded(func(u fleet.Unguarded) {
 			p.metrics.Unguarded()
-			p.log.Warn("a pod was bound without the placer's word", "namespace", u.Namespace, "pod", u.Name, "node", u.Node)
+			p.log.Warn("a pod was bound without the placer's word",
+				"namespace", u.Namespace, "pod", u.Name, "node", u.Node)
 		})
-		door := extender.New(p.books, extender.Options{Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
-			p.metrics.Answered(string(v), string(how), took)
-		}})
+		door := extender.New(p.books, extender.Options{
+			Answered: func(v extender.Verb, how extender.Outcome, took time.Duration) {
+				p.metrics.Answered(string(v), string(how), took)
+			},
+		})
 		g.Go(func() error { return p.serveExtender(ctx, door) })
 	}
 	g.Go(func() error { return p.cluster.Watch(ctx, p.books) })
@@ -292,7 +304,8 @@ func (p *place) serveExtender(ctx context.Context, door http.Handler) error {
 	server := extender.Server(door)
 	server.ConnState = obs.Asks
 	server.ErrorLog = slog.NewLogLogger(p.log.Handler(), slog.LevelDebug)
-	p.log.Info("serving schedulers", "addr", listener.Addr().String(), "tls", secured, "client_certificates", p.flags.tls.ClientCA != "")
+	p.log.Info("serving schedulers", "addr", listener.Addr().String(),
+		"tls", secured, "client_certificates", p.flags.tls.ClientCA != "")
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(listener) }()
 	select {

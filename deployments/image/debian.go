@@ -69,7 +69,8 @@ func parseLock(text string) ([]pkg, error) {
 
 func parsePackage(f []string) (pkg, error) {
 	if len(f) != 6 {
-		return pkg{}, fmt.Errorf("it has %d columns in place of 6: use, package, version, architecture, file, SHA-256; `make lock` fills in the last ones", len(f))
+		return pkg{}, fmt.Errorf("it has %d columns in place of 6: "+
+			"use, package, version, architecture, file, SHA-256; `make lock` fills in the last ones", len(f))
 	}
 	p := pkg{use: f[0], name: f[1], version: f[2], arch: f[3], file: f[4], sha256: f[5]}
 	if uses := []string{useImage, usePlacer, useLink, useCross}; !slices.Contains(uses, p.use) {
@@ -104,9 +105,15 @@ type debian struct {
 }
 
 func (d *debian) apt(ctx context.Context, dir string, args ...string) ([]byte, error) {
-	options := []string{"-q", "-o", "Dir::State::Lists=" + filepath.Join(d.dir, "lists"), "-o", "Dir::State::Status=/dev/null",
-		"-o", "Dir::Cache=" + filepath.Join(d.dir, "cache"), "-o", "APT::Sandbox::User=root",
-		"-o", "Acquire::Languages=none", "-o", "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false"}
+	options := []string{
+		"-q",
+		"-o", "Dir::State::Lists=" + filepath.Join(d.dir, "lists"),
+		"-o", "Dir::State::Status=/dev/null",
+		"-o", "Dir::Cache=" + filepath.Join(d.dir, "cache"),
+		"-o", "APT::Sandbox::User=root",
+		"-o", "Acquire::Languages=none",
+		"-o", "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
+	}
 	for _, arch := range architectures {
 		options = append(options, "-o", "APT::Architectures::="+arch)
 	}
@@ -168,7 +175,10 @@ func (d *debian) newest(ctx context.Context, packages []pkg) ([]pkg, error) {
 		if len(parts) != 3 {
 			return nil, fmt.Errorf("look for Debian's packages: the file %s has no version in its name", f[1])
 		}
-		p := pkg{name: parts[0], version: strings.ReplaceAll(parts[1], "%3a", ":"), arch: parts[2], file: f[1], sha256: strings.TrimPrefix(f[3], "SHA256:")}
+		p := pkg{
+			name: parts[0], version: strings.ReplaceAll(parts[1], "%3a", ":"), arch: parts[2],
+			file: f[1], sha256: strings.TrimPrefix(f[3], "SHA256:"),
+		}
 		found[key{p.name, p.arch}] = p
 	}
 	var all []pkg
@@ -200,8 +210,10 @@ func (d *debian) fetch(ctx context.Context, p pkg) (string, error) {
 	}
 	defer os.RemoveAll(tmp)
 	if _, err := d.apt(ctx, tmp, "download", p.name+":"+p.arch+"="+p.version); err != nil {
-		return "", fmt.Errorf("fetch %s: %w: %w\nThe mirror may serve a newer version alone: `make lock` renews debian.lock. "+
-			"The packages of a release lie beside its image; put %s into %s to build that one again", p, errNotServed, err, p.file, d.dir)
+		return "", fmt.Errorf("fetch %s: %w: %w\n"+
+			"The mirror may serve a newer version alone: `make lock` renews debian.lock. "+
+			"The packages of a release lie beside its image; put %s into %s to build that one again",
+			p, errNotServed, err, p.file, d.dir)
 	}
 	if err := verify(filepath.Join(tmp, p.file), p); err != nil {
 		return "", err
@@ -233,7 +245,8 @@ func (d *debian) served(ctx context.Context, lock []pkg, arch string) (now []pkg
 			return nil, nil, why
 		}
 		now[slices.Index(now, p)] = other[0]
-		replaced = append(replaced, fmt.Sprintf("%s is no longer served: the image is made with %s", p, other[0].version))
+		replaced = append(replaced,
+			fmt.Sprintf("%s is no longer served: the image is made with %s", p, other[0].version))
 	}
 	return now, replaced, nil
 }
@@ -253,7 +266,8 @@ func verify(file string, p pkg) error {
 		return fmt.Errorf("read %s: %w", file, err)
 	}
 	if sum := hex.EncodeToString(h.Sum(nil)); sum != p.sha256 {
-		return fmt.Errorf("%s has the SHA-256 %s, and debian.lock says %s: it is not the package that was locked; remove it", file, sum, p.sha256)
+		return fmt.Errorf("%s has the SHA-256 %s, and debian.lock says %s: "+
+			"it is not the package that was locked; remove it", file, sum, p.sha256)
 	}
 	return nil
 }
@@ -345,20 +359,24 @@ func (d *debian) compiler(ctx context.Context, lock []pkg, arch string) (string,
 			return "", fmt.Errorf("ask for the compiler's version: %w", err)
 		}
 		if v := strings.TrimSpace(string(version)); v != gccVersion {
-			return "", fmt.Errorf("gcc is of version %s, and an image takes version %s, Debian 12's, whose own library is in debian.lock", v, gccVersion)
+			return "", fmt.Errorf("gcc is of version %s, and an image takes version %s, Debian 12's, "+
+				"whose own library is in debian.lock", v, gccVersion)
 		}
 	case runtime.GOARCH != architectures[0]:
-		return "", fmt.Errorf("images for %s are made on %s or on %s; this machine is %s", arch, architectures[0], arch, runtime.GOARCH)
+		return "", fmt.Errorf("images for %s are made on %s or on %s; this machine is %s",
+			arch, architectures[0], arch, runtime.GOARCH)
 	default:
 		tools, err := d.unpack(ctx, of(lock, architectures[0], useCross))
 		if err != nil {
 			return "", err
 		}
 		name := fmt.Sprintf("%s/usr/bin/%s-", tools, m.triplet)
-		cc = fmt.Sprintf("env LD_LIBRARY_PATH=%s/usr/lib/%s %sgcc-%s -B%s", tools, machines[architectures[0]].triplet, name, gccVersion, name)
+		libraries := tools + "/usr/lib/" + machines[architectures[0]].triplet
+		cc = fmt.Sprintf("env LD_LIBRARY_PATH=%s %sgcc-%s -B%s", libraries, name, gccVersion, name)
 	}
 	// libgcc is found by -B, everything else by the root. Paths do not get into what is built.
-	return fmt.Sprintf("%s --sysroot=%s -B%s/usr/lib/gcc/%s/%s -ffile-prefix-map=%s=", cc, root, root, m.triplet, gccVersion, root), nil
+	return fmt.Sprintf("%s --sysroot=%s -B%s/usr/lib/gcc/%s/%s -ffile-prefix-map=%s=",
+		cc, root, root, m.triplet, gccVersion, root), nil
 }
 
 // qemu is the emulator that runs arm64 programs on amd64. It is for tests and gets into
@@ -394,7 +412,8 @@ func renewLock(ctx context.Context, d *debian, text string) (string, error) {
 			continue
 		}
 		if len(f) != 3 && len(f) != 6 {
-			return "", fmt.Errorf("renew debian.lock: line %d has %d columns; it takes use, package and architecture, or all six", i+1, len(f))
+			return "", fmt.Errorf("renew debian.lock: line %d has %d columns; "+
+				"it takes use, package and architecture, or all six", i+1, len(f))
 		}
 		p := pkg{use: f[0], name: f[1], arch: f[2]}
 		if len(f) == 6 {

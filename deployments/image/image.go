@@ -31,8 +31,18 @@ type machine struct {
 }
 
 var machines = map[string]machine{
-	"amd64": {"x86_64-linux-gnu", "ld-linux-x86-64.so.2", "usr/lib64/ld-linux-x86-64.so.2", "../lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"},
-	"arm64": {"aarch64-linux-gnu", "ld-linux-aarch64.so.1", "usr/lib/ld-linux-aarch64.so.1", "aarch64-linux-gnu/ld-linux-aarch64.so.1"},
+	"amd64": {
+		triplet:    "x86_64-linux-gnu",
+		loader:     "ld-linux-x86-64.so.2",
+		loaderName: "usr/lib64/ld-linux-x86-64.so.2",
+		loaderLink: "../lib/x86_64-linux-gnu/ld-linux-x86-64.so.2",
+	},
+	"arm64": {
+		triplet:    "aarch64-linux-gnu",
+		loader:     "ld-linux-aarch64.so.1",
+		loaderName: "usr/lib/ld-linux-aarch64.so.1",
+		loaderLink: "aarch64-linux-gnu/ld-linux-aarch64.so.1",
+	},
 }
 
 // libraries are what the agent's programs need beside the loader, and the driver's library, which
@@ -76,8 +86,9 @@ func productOf(name string) (product, error) {
 // layAgent lays out an image whose programs are linked against the C library.
 func layAgent(m machine, files tree) map[string]map[string]string {
 	for name, e := range (tree{
-		"bin": {link: "usr/bin"}, "lib": {link: "usr/lib"}, "lib64": {link: "usr/lib64"}, "usr/lib64": {mode: directory | 0o755},
-		"tmp": {mode: directory | 0o1777}, m.loaderName: {link: m.loaderLink},
+		"bin": {link: "usr/bin"}, "lib": {link: "usr/lib"}, "lib64": {link: "usr/lib64"},
+		"usr/lib64": {mode: directory | 0o755}, "tmp": {mode: directory | 0o1777},
+		m.loaderName: {link: m.loaderLink},
 	}) {
 		files[name] = e
 	}
@@ -211,13 +222,15 @@ func (a about) image(p *part) (v1.Image, error) {
 		return nil, err
 	}
 	open := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(data.Bytes())), nil }
-	layer, err := tarball.LayerFromOpener(open, tarball.WithMediaType(types.OCILayer), tarball.WithCompression(compression.GZip), tarball.WithCompressionLevel(6))
+	layer, err := tarball.LayerFromOpener(open, tarball.WithMediaType(types.OCILayer),
+		tarball.WithCompression(compression.GZip), tarball.WithCompressionLevel(6))
 	if err != nil {
 		return nil, err
 	}
 	date := v1.Time{Time: a.created.UTC()}
 	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
-	image, err := mutate.Append(base, mutate.Addendum{Layer: layer, History: v1.History{Created: date, CreatedBy: "deployments/image"}})
+	history := v1.History{Created: date, CreatedBy: "deployments/image"}
+	image, err := mutate.Append(base, mutate.Addendum{Layer: layer, History: history})
 	if err != nil {
 		return nil, err
 	}
@@ -254,7 +267,8 @@ func (a about) index(parts []*part) (v1.ImageIndex, error) {
 	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
 	for _, p := range parts {
 		index = mutate.AppendManifests(index, mutate.IndexAddendum{
-			Add: runnable{p.image}, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
+			Add:        runnable{p.image},
+			Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: p.arch}},
 		})
 	}
 	annotated, ok := mutate.Annotations(index, a.labels(parts[0].product)).(v1.ImageIndex)
@@ -274,9 +288,10 @@ func writeArchive(file string, index v1.ImageIndex, created time.Time, names ...
 	defer os.RemoveAll(dir)
 	archive := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
 	for _, name := range names {
-		archive = mutate.AppendManifests(archive, mutate.IndexAddendum{Add: index, Descriptor: v1.Descriptor{Annotations: map[string]string{
-			"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name,
-		}}})
+		named := map[string]string{"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name}
+		archive = mutate.AppendManifests(archive, mutate.IndexAddendum{
+			Add: index, Descriptor: v1.Descriptor{Annotations: named},
+		})
 	}
 	if _, err := layout.Write(dir, archive); err != nil {
 		return fmt.Errorf("write %s: %w", file, err)

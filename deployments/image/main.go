@@ -8,7 +8,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -66,63 +65,90 @@ func do(ctx context.Context, args []string) error {
 		fmt.Fprint(flags.Output(), usage)
 		flags.PrintDefaults()
 	}
-	r := release{bins: bins{}}
+	q := request{release: release{bins: bins{}, repositories: map[string]string{}}}
+	q.register(flags)
+	if err := flags.Parse(args[1:]); err != nil {
+		return err
+	}
+	if q.cache == "" || flags.NArg() > 0 {
+		return errors.New("--cache is needed, and nothing but flags is taken")
+	}
+	if err := q.complete(); err != nil {
+		return err
+	}
+	return q.do(ctx, args[0])
+}
+
+// request is what the command line asks for.
+type request struct {
+	release                          release
+	cache, arch, name, kind, created string
+	newer                            bool
+}
+
+func (q *request) register(flags *flag.FlagSet) {
+	r := &q.release
 	flags.StringVar(&r.checkout, "checkout", ".", "top of the checkout")
-	cache := flags.String("cache", "", "folder for Debian's packages")
-	arch := flags.String("arch", architectures[0], "architecture to compile for")
+	flags.StringVar(&q.cache, "cache", "", "folder for Debian's packages")
+	flags.StringVar(&q.arch, "arch", architectures[0], "architecture to compile for")
 	flags.StringVar(&r.out, "out", "", "file or folder to write")
-	name := flags.String("name", "", "name of the image, with its tag (default: localhost/NAME:dev)")
-	kind := flags.String("of", products[0].name, "what the image is of: gpu-agent or gpu-placer")
-	r.repositories = map[string]string{}
+	flags.StringVar(&q.name, "name", "", "name of the image, with its tag (default: localhost/NAME:dev)")
+	flags.StringVar(&q.kind, "of", products[0].name, "what the image is of: gpu-agent or gpu-placer")
 	for _, of := range products {
-		flags.Func(of.name+"-repository", "name of a release's image of "+of.name+", without a tag (default: localhost/"+of.name+")", func(s string) error {
+		text := "name of a release's image of " + of.name + ", without a tag (default: localhost/" + of.name + ")"
+		flags.Func(of.name+"-repository", text, func(s string) error {
 			r.repositories[of.name] = s
 			return nil
 		})
 	}
 	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
-	created := flags.String("created", "", "the commit's date, as in RFC 3339")
+	flags.StringVar(&q.created, "created", "", "the commit's date, as in RFC 3339")
 	flags.BoolVar(&r.again, "again", false, "an old version is built again: debian.lock may be behind")
-	newer := flags.Bool("newer", false, "take newer packages, with a warning, in place of those that are no longer served: such an image is no release's")
+	flags.BoolVar(&q.newer, "newer", false,
+		"take newer packages, with a warning, in place of those that are no longer served: "+
+			"such an image is no release's")
 	flags.Var(bins(r.bins), "bin", "ARCHITECTURE=FOLDER of the programs; repeatable")
-	if err := flags.Parse(args[1:]); err != nil {
-		return err
-	}
-	if *cache == "" || flags.NArg() > 0 {
-		return errors.New("--cache is needed, and nothing but flags is taken")
-	}
-	var err error
+}
+
+// complete fills in what follows from the flags.
+func (q *request) complete() error {
 	// apt and compilers run in other folders.
-	if *cache, err = filepath.Abs(*cache); err != nil {
+	cache, err := filepath.Abs(q.cache)
+	if err != nil {
 		return err
 	}
-	r.debian = &debian{dir: *cache}
-	if *created != "" {
-		if r.about.created, err = time.Parse(time.RFC3339, *created); err != nil {
+	q.release.debian = &debian{dir: cache}
+	q.release.about.created = time.Unix(0, 0)
+	if q.created != "" {
+		if q.release.about.created, err = time.Parse(time.RFC3339, q.created); err != nil {
 			return fmt.Errorf("read --created: %w", err)
 		}
-	} else {
-		r.about.created = time.Unix(0, 0)
 	}
-	if args[0] == "lock" {
+	return nil
+}
+
+// do does what a command says.
+func (q *request) do(ctx context.Context, command string) (err error) {
+	r := &q.release
+	if command == "lock" {
 		return r.renew(ctx)
 	}
 	if r.lock, err = parseLock(lockText); err != nil {
 		return err
 	}
-	if *newer {
+	if q.newer {
 		var replaced []string
-		if r.lock, replaced, err = r.debian.served(ctx, r.lock, *arch); err != nil {
+		if r.lock, replaced, err = r.debian.served(ctx, r.lock, q.arch); err != nil {
 			return err
 		}
 		for _, line := range replaced {
 			fmt.Fprintln(os.Stderr, "warning: debian.lock is behind, `make lock` renews it:", line)
 		}
 	}
-	switch args[0] {
+	switch command {
 	case "cc":
-		cc, err := r.debian.compiler(ctx, r.lock, *arch)
+		cc, err := r.debian.compiler(ctx, r.lock, q.arch)
 		if err != nil {
 			return err
 		}
@@ -131,11 +157,11 @@ func do(ctx context.Context, args []string) error {
 	case "qemu":
 		return r.showQEMU(ctx)
 	case "build":
-		of, err := productOf(*kind)
+		of, err := productOf(q.kind)
 		if err != nil {
 			return err
 		}
-		return r.archive(ctx, of, cmp.Or(*name, "localhost/"+of.name+":dev"))
+		return r.archive(ctx, of, cmp.Or(q.name, "localhost/"+of.name+":dev"))
 	case "behind":
 		return r.warn(ctx)
 	case "check":
@@ -143,7 +169,7 @@ func do(ctx context.Context, args []string) error {
 	case "release":
 		return r.make(ctx)
 	}
-	return fmt.Errorf("there is no command %q; `image -h` prints them", args[0])
+	return fmt.Errorf("there is no command %q; `image -h` prints them", command)
 }
 
 // showQEMU prints what runs arm64 programs, and where their libraries are.
@@ -172,7 +198,7 @@ func (r *release) renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return writeFile(file, func(w io.Writer) error { _, err := io.WriteString(w, text); return err })
+	return writeText(file, text)
 }
 
 // archive writes an image alone.

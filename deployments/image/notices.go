@@ -53,7 +53,8 @@ func linked(ctx context.Context, checkout, bin string, programs []string) ([]mod
 		wanted := []*debug.Module{{Path: standardLibrary, Version: strings.TrimPrefix(info.GoVersion, "go")}}
 		for _, m := range append(info.Deps, &info.Main) {
 			if m.Replace != nil {
-				return nil, fmt.Errorf("%s has %s replaced by %s; a released program has modules as they are", name, m.Path, m.Replace.Path)
+				return nil, fmt.Errorf("%s has %s replaced by %s; a released program has modules as they are",
+					name, m.Path, m.Replace.Path)
 			}
 			if m.Path != ownModule {
 				wanted = append(wanted, m)
@@ -71,7 +72,9 @@ func linked(ctx context.Context, checkout, bin string, programs []string) ([]mod
 			}
 		}
 	}
-	slices.SortFunc(all, func(a, b module) int { return cmp.Or(cmp.Compare(a.path, b.path), cmp.Compare(a.version, b.version)) })
+	slices.SortFunc(all, func(a, b module) int {
+		return cmp.Or(cmp.Compare(a.path, b.path), cmp.Compare(a.version, b.version))
+	})
 	return all, nil
 }
 
@@ -142,7 +145,8 @@ func (m *module) addTexts(f folders) error {
 		}
 	}
 	if len(m.texts) == 0 {
-		return fmt.Errorf("%s has no licence file: nobody may hand it on without one; take another module, or ask its authors", m)
+		return fmt.Errorf("%s has no licence file: nobody may hand it on without one; "+
+			"take another module, or ask its authors", m)
 	}
 	slices.SortFunc(m.texts, func(a, b text) int { return cmp.Compare(a.file, b.file) })
 	return nil

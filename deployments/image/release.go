@@ -37,14 +37,16 @@ type release struct {
 func (r *release) check(ctx context.Context) error {
 	v := r.about.version
 	if semver.Canonical(v) != v || v == "" {
-		return fmt.Errorf("release: VERSION=%s is no semantic version such as v0.1.0 or v0.1.0-rc.1; build metadata (+…) cannot stand in an image's tag", v)
+		return fmt.Errorf("release: VERSION=%s is no semantic version such as v0.1.0 or v0.1.0-rc.1; "+
+			"build metadata (+…) cannot stand in an image's tag", v)
 	}
 	changes, err := run(ctx, r.checkout, "git", "status", "--porcelain")
 	if err != nil {
 		return fmt.Errorf("release: %w", err)
 	}
 	if len(changes) > 0 {
-		return fmt.Errorf("release: the checkout has changes that no commit has; commit or remove them:\n%s", bytes.TrimRight(changes, "\n"))
+		return fmt.Errorf("release: the checkout has changes that no commit has; commit or remove them:\n%s",
+			bytes.TrimRight(changes, "\n"))
 	}
 	if _, err := r.notes(); err != nil {
 		return err
@@ -57,7 +59,8 @@ func (r *release) check(ctx context.Context) error {
 		return fmt.Errorf("release: %w", err)
 	}
 	if len(old) > 0 {
-		return fmt.Errorf("release: debian.lock is behind; renew it by `make lock`, run the tests, and commit it:\n%s", strings.Join(old, "\n"))
+		return fmt.Errorf("release: debian.lock is behind; renew it by `make lock`, run the tests, and commit it:\n%s",
+			strings.Join(old, "\n"))
 	}
 	return nil
 }
@@ -86,7 +89,7 @@ func (r *release) make(ctx context.Context) error {
 
 func (r *release) fill(ctx context.Context, dir string) error {
 	text := func(name, content string) error {
-		return writeFile(filepath.Join(dir, name), func(w io.Writer) error { _, err := io.WriteString(w, content); return err })
+		return writeText(filepath.Join(dir, name), content)
 	}
 	digests := map[string]string{} // by product
 	for _, of := range products {
@@ -99,7 +102,8 @@ func (r *release) fill(ctx context.Context, dir string) error {
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(text(of.name+"-digest", digest+"\n"), text(of.name+"-"+r.about.version+".yaml", manifests)); err != nil {
+		err = errors.Join(text(of.name+"-digest", digest+"\n"), text(of.name+"-"+r.about.version+".yaml", manifests))
+		if err != nil {
 			return err
 		}
 	}
@@ -108,7 +112,9 @@ func (r *release) fill(ctx context.Context, dir string) error {
 		return err
 	}
 	chart := filepath.Join(dir, "gpu-agent-"+strings.TrimPrefix(r.about.version, "v")+".tgz")
-	if err := errors.Join(text("NOTES.md", notes), r.chart(chart, digests), r.copyPackages(ctx, filepath.Join(dir, "debian"))); err != nil {
+	packages := filepath.Join(dir, "debian")
+	err = errors.Join(text("NOTES.md", notes), r.chart(chart, digests), r.copyPackages(ctx, packages))
+	if err != nil {
 		return err
 	}
 	return checksums(dir)
@@ -132,8 +138,8 @@ func (r *release) addImage(ctx context.Context, of product, dir string) (string,
 		return "", err
 	}
 	// By both names, since the manifests and the chart go by the digest.
-	at := r.repository(of)
-	err = writeArchive(filepath.Join(dir, of.name+"-"+v+".oci.tar"), index, r.about.created, at+":"+v, at+"@"+digest.String())
+	file, at := filepath.Join(dir, of.name+"-"+v+".oci.tar"), r.repository(of)
+	err = writeArchive(file, index, r.about.created, at+":"+v, at+"@"+digest.String())
 	return digest.String(), errors.Join(err, report(parts, of.name+" "+digest.String()))
 }
 
@@ -156,12 +162,14 @@ func (r *release) notes() (string, error) {
 			heading, body, _ := strings.Cut(section, "\n")
 			// Only a pre-release may be of what is not released yet.
 			heading, unreleased := strings.CutPrefix(heading, "Unreleased: ")
-			if names := strings.FieldsFunc(heading, func(c rune) bool { return c == ' ' || c == ',' }); len(names) > 0 && names[0] == want && (!unreleased || v != final) {
+			names := strings.FieldsFunc(heading, func(c rune) bool { return c == ' ' || c == ',' })
+			if len(names) > 0 && names[0] == want && (!unreleased || v != final) {
 				return "# gpu-agent " + v + "\n\n" + strings.TrimSpace(body) + "\n", nil
 			}
 		}
 	}
-	return "", fmt.Errorf("release: CHANGELOG.md has no section \"## %s, …\"; write what users notice, or take \"Unreleased: \" off the heading", v)
+	return "", fmt.Errorf("release: CHANGELOG.md has no section \"## %s, …\"; "+
+		"write what users notice, or take \"Unreleased: \" off the heading", v)
 }
 
 // manifestsOf is where the manifests of a product are, below deployments.
@@ -174,7 +182,8 @@ func (r *release) manifests(of product, digest string) (string, error) {
 	if err := base.addAll(filepath.Join(r.checkout, "deployments", manifestsOf[of.name]), "base"); err != nil {
 		return "", fmt.Errorf("read the manifests: %w", err)
 	}
-	base["release/kustomization.yaml"] = entry{data: fmt.Appendf(nil, "resources: [../base]\nimages: [{name: localhost/%s, newName: %s, digest: %s}]\n", of.name, repository, digest)}
+	base["release/kustomization.yaml"] = entry{data: fmt.Appendf(nil, "resources: [../base]\n"+
+		"images: [{name: localhost/%s, newName: %s, digest: %s}]\n", of.name, repository, digest)}
 	for name, e := range base {
 		if err := files.WriteFile("/"+name, e.data); err != nil {
 			return "", fmt.Errorf("read the manifests: %w", err)
@@ -189,7 +198,8 @@ func (r *release) manifests(of product, digest string) (string, error) {
 		return "", fmt.Errorf("make the manifests: %w", err)
 	}
 	if !bytes.Contains(out, []byte(repository+"@"+digest)) {
-		return "", fmt.Errorf("make the manifests: no object names the image; is it still localhost/%s in deployments/%s?", of.name, manifestsOf[of.name])
+		return "", fmt.Errorf("make the manifests: no object names the image; "+
+			"is it still localhost/%s in deployments/%s?", of.name, manifestsOf[of.name])
 	}
 	return "# " + of.name + " " + r.about.version + "\n" + string(out), nil
 }
@@ -236,7 +246,7 @@ func (r *release) copyPackages(ctx context.Context, dir string) error {
 		if err != nil {
 			return fmt.Errorf("keep %s: %w", p, err)
 		}
-		if err := writeFile(filepath.Join(dir, p.file), func(w io.Writer) error { _, err := w.Write(data); return err }); err != nil {
+		if err := writeText(filepath.Join(dir, p.file), string(data)); err != nil {
 			return err
 		}
 	}
@@ -265,5 +275,5 @@ func checksums(dir string) error {
 		return fmt.Errorf("sum up the files: %w", err)
 	}
 	slices.Sort(lines)
-	return writeFile(filepath.Join(dir, "SHA256SUMS"), func(w io.Writer) error { _, err := io.WriteString(w, strings.Join(lines, "")); return err })
+	return writeText(filepath.Join(dir, "SHA256SUMS"), strings.Join(lines, ""))
 }

@@ -24,9 +24,11 @@ func (s *source) writeSBOM(w io.Writer, p *part) error {
 	hex := digest.Hex
 	// The same image has the same number.
 	bom.SerialNumber = fmt.Sprintf("urn:uuid:%s-%s-5%s-a%s-%s", hex[:8], hex[8:12], hex[13:16], hex[17:20], hex[20:32])
+	name := p.product.name
 	root := cdx.Component{
-		BOMRef: "pkg:oci/" + p.product.name + "@" + digest.String(), Type: cdx.ComponentTypeContainer, Name: p.product.name, Version: s.about.version,
-		PackageURL: "pkg:oci/" + p.product.name + "@" + url.QueryEscape(digest.String()) + "?arch=" + p.arch,
+		BOMRef: "pkg:oci/" + name + "@" + digest.String(), Type: cdx.ComponentTypeContainer,
+		Name: name, Version: s.about.version,
+		PackageURL: "pkg:oci/" + name + "@" + url.QueryEscape(digest.String()) + "?arch=" + p.arch,
 		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}},
 		Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: hex}},
 	}
@@ -48,8 +50,9 @@ func (s *source) writeSBOM(w io.Writer, p *part) error {
 		})
 	}
 	for _, d := range p.debs {
+		at := "pkg:deb/debian/" + d.name + "@" + url.QueryEscape(d.version)
 		add(cdx.Component{
-			Name: d.name, Version: d.version, PackageURL: "pkg:deb/debian/" + d.name + "@" + url.QueryEscape(d.version) + "?arch=" + d.arch + "&distro=debian-12",
+			Name: d.name, Version: d.version, PackageURL: at + "?arch=" + d.arch + "&distro=debian-12",
 			Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: d.sha256}},
 			Properties: &[]cdx.Property{{Name: "gpu-agent:use", Value: d.use}},
 		})

@@ -99,7 +99,10 @@ func (t tree) write(w io.Writer, date time.Time) error {
 	out := tar.NewWriter(w)
 	for _, name := range slices.Sorted(maps.Keys(all)) { // a directory before what is in it
 		e := all[name]
-		h := &tar.Header{Name: name, Mode: e.mode & 0o7777, ModTime: date, Size: int64(len(e.data)), Linkname: e.link, Typeflag: tar.TypeReg, Format: tar.FormatPAX}
+		h := &tar.Header{
+			Name: name, Mode: e.mode & 0o7777, ModTime: date, Size: int64(len(e.data)), Linkname: e.link,
+			Typeflag: tar.TypeReg, Format: tar.FormatPAX,
+		}
 		switch {
 		case e.link != "":
 			h.Typeflag, h.Mode = tar.TypeSymlink, 0o777
@@ -133,4 +136,9 @@ func writeFile(file string, write func(io.Writer) error) error {
 		return errors.Join(fmt.Errorf("write %s: %w", file, err), os.Remove(f.Name()))
 	}
 	return nil
+}
+
+// writeText has a file with a text appear when it is whole.
+func writeText(file, text string) error {
+	return writeFile(file, func(w io.Writer) error { _, err := io.WriteString(w, text); return err })
 }

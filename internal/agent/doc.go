@@ -32,7 +32,8 @@
 // # Rooms
 //
 // What outlives a round is in rooms, which do not know the loop and hold none of each other, but
-// for those that stand below another one here. [New] makes and connects them, and the loop (loop.go) asks them in turn:
+// for those that stand below another one here. [New] makes and connects them, and the loop
+// (loop.go) asks them in turn:
 //
 //	room           file                     owns                                                          guarded by
 //	mailbox        partitions.go            what was heard of the partition file and the Node             a lock

@@ -67,7 +67,8 @@ func usage(c *cobra.Command, err error) error {
 	if ExitOf(err) != Usage {
 		return err
 	}
-	return &Error{Usage, errors.New(c.CommandPath() + ": " + strings.Join(strings.Fields(err.Error()), " "))}
+	line := strings.Join(strings.Fields(err.Error()), " ")
+	return &Error{Usage, errors.New(c.CommandPath() + ": " + line)}
 }
 
 // commands are the root and all below it, without help and those that have moved; a command
@@ -161,7 +162,7 @@ func (p *Program) flagError(c *cobra.Command, err error) error {
 		return Usagef("there is no flag %s%s: %s --help lists those that there are", dashes, name, c.CommandPath())
 	case errors.As(err, &empty):
 		value, _ := pflag.UnquoteUsage(empty.GetFlag())
-		return Usagef("--%s has no value: write --%s %s", empty.GetFlag().Name, empty.GetFlag().Name, strings.ToUpper(value))
+		return Usagef("--%s has no value: write --%[1]s %s", empty.GetFlag().Name, strings.ToUpper(value))
 	case errors.As(err, &bad):
 		return Usagef("--%s %q: %w", bad.GetFlag().Name, bad.GetValue(), errors.Unwrap(bad))
 	}
@@ -217,8 +218,10 @@ func distance(a, b string) int {
 // help makes `help [COMMAND]`.
 func (p *Program) help() *cobra.Command {
 	c := &cobra.Command{
-		Use: "help [COMMAND]", Short: "print the help of a command", Example: p.root.Name() + " help " + p.root.Commands()[0].Name(),
-		Args: cobra.ArbitraryArgs,
+		Use:     "help [COMMAND]",
+		Short:   "print the help of a command",
+		Example: p.root.Name() + " help " + p.root.Commands()[0].Name(),
+		Args:    cobra.ArbitraryArgs,
 		RunE: func(c *cobra.Command, args []string) error {
 			of, rest, err := c.Root().Find(args)
 			switch {
@@ -230,19 +233,22 @@ func (p *Program) help() *cobra.Command {
 			p.printHelp(of, nil)
 			return nil
 		},
-		ValidArgsFunction: func(c *cobra.Command, args []string, _ string) (out []cobra.Completion, _ cobra.ShellCompDirective) {
-			if of, rest, err := c.Root().Find(args); err == nil && len(rest) == 0 {
-				for _, sub := range of.Commands() {
-					if sub.IsAvailableCommand() {
-						out = append(out, cobra.CompletionWithDesc(sub.Name(), sub.Short))
-					}
-				}
-			}
-			return out, cobra.ShellCompDirectiveNoFileComp
-		},
+		ValidArgsFunction: completeCommands,
 	}
 	c.Flags().BoolP("help", "h", false, "print this help")
 	return c
+}
+
+// completeCommands offers the commands below the one that is typed already.
+func completeCommands(c *cobra.Command, args []string, _ string) (out []cobra.Completion, _ cobra.ShellCompDirective) {
+	if of, rest, err := c.Root().Find(args); err == nil && len(rest) == 0 {
+		for _, sub := range of.Commands() {
+			if sub.IsAvailableCommand() {
+				out = append(out, cobra.CompletionWithDesc(sub.Name(), sub.Short))
+			}
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
 }
 
 // printHelp prints a command's help to standard output.
@@ -277,7 +283,8 @@ func (p *Program) printHelp(c *cobra.Command, _ []string) {
 	}
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if name := p.variable(f); name != "" && text != "" {
-			fmt.Fprintf(out, "\nEach flag has an environment variable: --%s is %s. The command line wins.\n", f.Name, name)
+			fmt.Fprintf(out, "\nEach flag has an environment variable: --%s is %s. The command line wins.\n",
+				f.Name, name)
 			text = ""
 		}
 	})

@@ -66,7 +66,8 @@ func (p *Program) environment(c *cobra.Command) error {
 
 // serviceForms are the variables that the kubelet sets in a pod for each Service of its
 // namespace, behind the Service's name.
-var serviceForms = regexp.MustCompile(`^_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$`)
+var serviceForms = regexp.MustCompile(`^_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|` +
+	`PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$`)
 
 // ofService says whether the kubelet has set a variable for a Service: then it has set the
 // one with the Service's address, too.

@@ -28,12 +28,17 @@ const (
 
 // meanings are the exit codes as the reference has them.
 var meanings = [...]string{
-	Done:       "done; of `plan`: the partition would be `applied`; of `check`: all partitions fit, whatever they would wait for",
-	Failed:     "failed: standard error says why",
-	Usage:      "the command line or an environment variable is wrong: standard error says in one line what to write instead",
-	Blocked:    "holders are in the way: `plan` says whose end the partition would wait for (`blocked`), `cleanup` which pods hold devices",
-	NotApplied: "of `plan`: the partition would be `pending` or `failed`: a reset that is left to you, a driver that does not answer, a GPU that somebody else gives out",
-	Invalid:    "the partition file is wrong, or a partition cannot be had on these GPUs (`invalid`; of `check`, `failed` too): standard error says where",
+	Done: "done; of `plan`: the partition would be `applied`; " +
+		"of `check`: all partitions fit, whatever they would wait for",
+	Failed: "failed: standard error says why",
+	Usage: "the command line or an environment variable is wrong: " +
+		"standard error says in one line what to write instead",
+	Blocked: "holders are in the way: `plan` says whose end the partition would wait for (`blocked`), " +
+		"`cleanup` which pods hold devices",
+	NotApplied: "of `plan`: the partition would be `pending` or `failed`: a reset that is left to you, " +
+		"a driver that does not answer, a GPU that somebody else gives out",
+	Invalid: "the partition file is wrong, or a partition cannot be had on these GPUs " +
+		"(`invalid`; of `check`, `failed` too): standard error says where",
 }
 
 // Error is an error with an exit code of its own.

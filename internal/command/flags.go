@@ -25,9 +25,11 @@ type Domains struct {
 
 // Register adds --domain and --resource-domain.
 func (d *Domains) Register(fs *pflag.FlagSet) {
-	fs.StringVar(&d.Domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
-		"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
-	fs.StringVar(&d.ResourceDomain, "resource-domain", "", "`domain` of the resources alone, in admission.yaml too (default: --domain)")
+	fs.StringVar(&d.Domain, "domain", "example.com",
+		"`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
+			"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
+	fs.StringVar(&d.ResourceDomain, "resource-domain", "",
+		"`domain` of the resources alone, in admission.yaml too (default: --domain)")
 }
 
 // Complete checks the names and fills in what follows from them.
@@ -44,7 +46,8 @@ func (d *Domains) Complete() error {
 
 // Kubeconfig adds --kubeconfig.
 func Kubeconfig(fs *pflag.FlagSet, file *string) {
-	fs.StringVar(file, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
+	fs.StringVar(file, "kubeconfig", "",
+		"`file` with the API server's address and credentials (default: the pod's service account)")
 }
 
 // Log is the flags of a program that runs on, and tells what it does. The zero value is to

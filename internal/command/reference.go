@@ -82,7 +82,8 @@ func (p *Program) Flaws() (out []string) {
 		for word := range strings.FieldsSeq(words) {
 			name, long := strings.CutPrefix(word, "--")
 			if name, _, _ = strings.Cut(name, "="); long && c.Flags().Lookup(name) == nil {
-				out = append(out, fmt.Sprintf("%s: its example has the flag --%s, and the command has none", path, name))
+				out = append(out,
+					fmt.Sprintf("%s: its example has the flag --%s, and the command has none", path, name))
 			}
 		}
 	}
@@ -92,7 +93,8 @@ func (p *Program) Flaws() (out []string) {
 			out = append(out, fmt.Sprintf("--%s of %s has no text", f.Name, f.commands[0]))
 		}
 		if i > 0 && all[i-1].Name == f.Name {
-			out = append(out, fmt.Sprintf("--%s means one thing to %s and another to %s", f.Name, all[i-1].commands[0], f.commands[0]))
+			out = append(out, fmt.Sprintf("--%s means one thing to %s and another to %s",
+				f.Name, all[i-1].commands[0], f.commands[0]))
 		}
 		name := p.variable(f.Flag)
 		for at := range name {
@@ -108,15 +110,19 @@ func (p *Program) Flaws() (out []string) {
 // level.
 func (p *Program) Reference() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` tells more of a command, with an example.\n\n| command | does |\n|---|---|\n", p.root.Name())
+	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` tells more of a command, with an example.\n\n"+
+		"| command | does |\n|---|---|\n", p.root.Name())
 	for _, c := range p.commands() {
 		if !c.HasSubCommands() {
 			c.DisableFlagsInUseLine = true
 			fmt.Fprintf(&b, "| `%s` | %s |\n", cell(c.UseLine()), cell(c.Short))
 		}
 	}
-	fmt.Fprint(&b, "\n### Flags\n\nA flag has one meaning in all commands that have it. Where the command line does not have it, its environment variable\n"+
-		"counts. Any other variable that begins with `"+p.prefix+"` is an error, so that a misspelt one is seen. Those that Kubernetes\n"+
+	fmt.Fprint(&b, "\n### Flags\n\n"+
+		"A flag has one meaning in all commands that have it. "+
+		"Where the command line does not have it, its environment variable\n"+
+		"counts. Any other variable that begins with `"+p.prefix+"` is an error, "+
+		"so that a misspelt one is seen. Those that Kubernetes\n"+
 		"sets for Services ("+"`"+p.prefix+"SERVICE_HOST` and the like) are ignored.\n\n"+
 		"| flag | variable | default | of | meaning |\n|---|---|---|---|---|\n")
 	for _, f := range p.flags() {
@@ -132,7 +138,10 @@ func (p *Program) Reference() string {
 		if f.DefValue != "" {
 			standard = "`" + f.DefValue + "`"
 		}
-		fmt.Fprintf(&b, "| `%s` | `%s` | %s | %s | %s |\n", cell(strings.TrimSpace(name+" "+value)), p.variable(f.Flag), cell(standard), strings.Join(f.commands, ", "), cell(text))
+		name = strings.TrimSpace(name + " " + value)
+		commands := strings.Join(f.commands, ", ")
+		fmt.Fprintf(&b, "| `%s` | `%s` | %s | %s | %s |\n",
+			cell(name), p.variable(f.Flag), cell(standard), commands, cell(text))
 	}
 	return b.String()
 }

@@ -32,7 +32,8 @@ func (b Build) Version() string {
 
 // String is what people want to know of a program that they have found.
 func (b Build) String() string {
-	return fmt.Sprintf("%s (commit %s of %s, %s %s/%s)", b.Version(), cmp.Or(b.Commit, "unknown"), cmp.Or(b.Date, "unknown date"),
+	return fmt.Sprintf("%s (commit %s of %s, %s %s/%s)",
+		b.Version(), cmp.Or(b.Commit, "unknown"), cmp.Or(b.Date, "unknown date"),
 		runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
