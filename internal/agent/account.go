@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"log/slog"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -42,23 +43,29 @@ type Account struct {
 }
 
 // begin has the account be that of an agent.
-func (c *Account) begin(a *Agent, w *Worlds) {
+func (c *Account) begin(l *ledger.Ledger, w *Worlds, latest func() *Snapshot, wake func(), log *slog.Logger) {
 	if c == nil {
 		return
 	}
-	o := meter.Options{Ledger: a.ledger, Journal: c.Journal, Used: c.Used, Sampled: c.Sampled, Labels: c.Labels, Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
+	o := meter.Options{Ledger: l, Journal: c.Journal, Used: c.Used, Sampled: c.Sampled, Labels: c.Labels,
+		Keys: c.Keys, IdleAfter: c.IdleAfter, Version: c.Version,
 		Inventory: func() *gpu.Inventory {
-			if s := a.reporter.snapshot.Load(); s.Answered {
-				return s.Inventory
+			if s := latest(); s.hardware.Answered {
+				return s.hardware.Inventory
 			}
 			return &gpu.Inventory{} // what is remembered of one lacks what a MIG instance comes to
 		},
-		Heard: c.heard.Load, Changed: a.wake, Now: time.Now, Log: a.log}
+		Heard: c.heard.Load, Changed: wake, Now: time.Now, Log: log}
 	if w.Cluster != nil {
-		o.Tell = func(p workload.Pod, reason, message string) { w.Cluster.Event(p, agentkube.Normal, reason, message) }
+		o.Tell = func(p workload.Pod, reason, message string) {
+			w.Cluster.Event(p, agentkube.Normal, reason, message)
+		}
 	}
 	c.meter = meter.New(o)
 }
+
+// run keeps the account until ctx ends.
+func (c *Account) run(ctx context.Context) error { return c.meter.Run(ctx) }
 
 // Usage is what the account comes to, for one scrape of the metrics.
 func (c *Account) Usage() usage.Shown { return c.meter.Scraped() }
@@ -87,7 +94,8 @@ func (c *Account) conditions() []status.Condition {
 
 // refused notes a request of the kubelet's that was refused.
 func (c *Account) refused(resource string, n int, ids []string, err error) {
-	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: resource, Count: n, Reason: status.CauseOf(err, status.NotOffered).Reason, Message: err.Error()}
+	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: resource, Count: n,
+		Reason: status.CauseOf(err, status.NotOffered).Reason, Message: err.Error()}
 	if len(ids) > 0 {
 		u, placement, isPlacement := strings.Cut(ids[0], "::")
 		if r.GPU = gpu.UUID(u); isPlacement && strings.Contains(placement, "@") {
@@ -99,7 +107,8 @@ func (c *Account) refused(resource string, n int, ids []string, err error) {
 
 // refusedClaim notes a claim that can never be prepared.
 func (c *Account) refusedClaim(claim *agentkube.Claim, why status.Cause) {
-	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DRA, Reason: why.Reason, Message: "claim " + claim.Name + ": " + why.Message}
+	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DRA, Reason: why.Reason,
+		Message: "claim " + claim.Name + ": " + why.Message}
 	if r.Namespace = claim.Namespace; len(claim.Pods) > 0 {
 		r.Pod, r.UID = claim.Pods[0].Name, claim.Pods[0].UID
 	}
@@ -121,7 +130,8 @@ func (c *Account) evicting(evict func(context.Context, workload.Pod) error) func
 }
 
 func (c *Account) evicted(p workload.Pod, why status.Reason, message string) {
-	c.note(usage.Record{Event: usage.Evicted, Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}, Reason: why, Message: message})
+	c.note(usage.Record{Event: usage.Evicted, Reason: why, Message: message,
+		Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}})
 }
 
 // cut notes a step of a change to a GPU's MIG mode or instances.
@@ -162,12 +172,14 @@ func (o Offences) Ended(e guard.End) {
 	if e.Kind == memcap.Intruder {
 		why = status.Intruder
 	}
-	o.Account.note(usage.Record{Event: usage.Killed, GPU: e.GPU, Reason: why, Holder: usage.Holder{Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: e.Pod.UID, Container: e.Container},
+	o.Account.note(usage.Record{Event: usage.Killed, GPU: e.GPU, Reason: why,
+		Holder:  usage.Holder{Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: e.Pod.UID, Container: e.Container},
 		Message: status.Why(why, "it used %d MiB and could have %d", e.Used>>20, e.Cap>>20).Message})
 }
 
 // Evicted is guard.Observer's.
 func (o Offences) Evicted(p workload.Pod, offences int) {
 	o.Metrics.Evicted()
-	o.Account.evicted(p, status.CapEvicted, status.Why(status.CapEvicted, "after %d offences within an hour", offences).Message)
+	why := status.Why(status.CapEvicted, "after %d offences within an hour", offences)
+	o.Account.evicted(p, status.CapEvicted, why.Message)
 }

@@ -3,29 +3,19 @@
 package agent
 
 import (
-	"cmp"
 	"context"
-	"errors"
 	"log/slog"
-	"maps"
-	"slices"
-	"sync/atomic"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/plugin"
 )
 
 // How often the loop looks when nobody wakes it, and how long it waits for
@@ -89,11 +79,9 @@ type Options struct {
 	IdleTTL time.Duration
 	// ReclaimForeign lets idle instances go that the agent did not make.
 	ReclaimForeign bool
-	// Label has the node's labels of what its GPUs are written (--node-labels other
-	// than none): to the features file where Worlds has one, else to the Node.
-	// Guest has those of GPU Feature Discovery among them, where nobody else has
-	// written them.
-	Label, Guest bool
+	// Labels says which labels of what its GPUs are the node gets: in the features file where
+	// Worlds has one, else on the Node.
+	Labels Labels
 	// HoldersIn says where the holders of devices are told; empty has the kubelet's version
 	// decide.
 	HoldersIn gpunode.HoldersIn
@@ -127,114 +115,146 @@ type Options struct {
 	Log    *slog.Logger
 }
 
-// Agent is the loop, and joins what it remembers from one round to the next. Use [New].
+// Labels says which labels of what its GPUs are a node gets.
+type Labels struct {
+	// Own has the agent's own written (--node-labels other than none), and Guest those of GPU
+	// Feature Discovery beside them, where nobody else has written them.
+	Own, Guest bool
+}
+
+// Agent is what others have to do with: they tell it what is new, and ask it what there is. What
+// it does is the loop's. Use [New].
 type Agent struct {
-	*reporter   // has Status, Ready, Healthy, Offered and Open
-	*partitions // has SetFile, SetFileMissing and SetRefused
+	loop    *loop
+	bell    *bell
+	mail    *mailbox
+	ledger  *ledger.Ledger
+	front   *deviceplugin.FrontEnd
+	claims  *claims
+	others  neighbours
+	display shows
+}
 
-	opts      Options
-	names     *deviceplugin.Names
-	observer  Observer
-	ledger    *ledger.Ledger
-	front     *deviceplugin.FrontEnd
-	claims    *claims
-	witnesses *deviceplugin.Witnesses
-	health    *health.Monitor
-	reader    *reader
-	others    *coexistence
-	slices    *timeSlices
-	object    *gpuNodeWriter
-	served    *served
-	layouts   *layouts
-	executor  *executor
-	journal   *journal
-	gates     *gatekeeper
-	account   *Account // nil where none is kept
-	log       *slog.Logger
-	// ration is the log for what a program on a GPU, or a server that is away, can
-	// repeat as often as it likes.
-	ration *brief.Ration
-
-	// trigger holds at most one token: somebody wants a round.
-	trigger chan struct{}
-	// stirred has one too: the watchdog has something new to look at.
-	stirred chan struct{}
-	// soon says that wakeSoon has a round coming.
-	soon atomic.Bool
+// shows is how the agent looks from outside: the methods of Agent of the same names. display has
+// them.
+type shows interface {
+	status() status.Status
+	gpuNode(in gpunode.HoldersIn) *gpunode.Status
+	foresee(q status.Question) (status.Answer, error)
+	ready() error
+	healthy() error
+	offered() []gpu.Device
+	open(u gpu.UUID) bool
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
-// cluster, no partition is chosen before SetNode has been called.
+// cluster, no partition is chosen before SetNode has been called. It makes the rooms and
+// connects them.
 func New(o Options, w Worlds) *Agent {
-	a := &Agent{
-		opts:     o,
-		names:    deviceplugin.ResourceNames(o.ResourceDomain),
-		observer: w.Observer,
-		account:  w.Account,
-		health:   health.New(o.Health),
-		log:      o.Log,
-		trigger:  make(chan struct{}, 1),
-		stirred:  make(chan struct{}, 1),
-		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log, told: w.Account.laidOut},
+	ring := newBell()
+	l := &loop{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
+		mail:       &mailbox{domain: o.Domain, wake: ring.wake, input: input{labelKnown: w.Cluster == nil}},
+		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
+		ledger: ledger.New(ring.wake, time.Now)}
+	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
+	granted := func(c *ledger.Allocation) {
+		// The kubelet waits for its answer, and has the allocation in its own checkpoint a
+		// moment later. The round that comes writes it down.
+		l.journal.note(c)
+		ring.wakeSoon(l.ledger.Unopened)
 	}
-	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
-	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
-	if w.DRA == nil {
-		a.partitions.on.NoDRA = "the agent runs without an API server (--node-name)"
+	l.offering = newOffering(&o, &w, l.ledger, granted, ring.wake)
+	front, claims := l.offering.front, l.offering.claims
+	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
+		front, l.offering.names, w.Kubelet, w.Runtime, ring.wake)
+	l.others = newCoexistence(&o, &w, l.witnesses, ring.wake)
+	monitor := health.New(o.Health)
+	l.reader = newReader(&o, &w, monitor, ring.wake)
+	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, ring.wake, l.reader.again)
+	l.reader.told = faults
+	l.executor = newExecutor(&o, &w, l.ledger, w.Account.cut, l.reader.wasReset, ring.wake)
+	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, ring.wake)
+
+	// Those who tell others what rounds leave.
+	news := make(chan struct{}, 1)
+	reporter := newReporter(l.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
+	herald := newHerald(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, ring.wake, news)
+	l.mail.told, l.reporter = herald.setNode, reporter
+	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
+		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
+		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse}
+	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
+		in := l.mail.latest()
+		return shown.gpuNode(in.holdersIn(o.HoldersIn))
+	}, shown.ready, o.Log)
+	w.Account.begin(l.ledger, &w, reporter.last, ring.wake, o.Log)
+
+	b := &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
+		turns: []func(bool){object.turn, w.Account.round}}
+	b.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
+		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	b.add(w.Cluster != nil || w.Features != nil, herald.run)
+	b.add(w.GPUNodes != nil, object.run)
+	b.leaves = append(b.leaves, object.leave)
+	if lower := w.Lowering; lower != nil {
+		b.add(true, lower.Run)
+		b.leaves = append(b.leaves, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
 	}
-	a.ledger = ledger.New(a.wake, time.Now)
-	a.front = deviceplugin.New(a.ledger, time.Now)
-	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
-	a.claims = newClaims(&o, &w, a.ledger, a)
-	a.reader = newReader(&o, &w, a.health, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
-		a.front.SetFaults(gpus, placements)
-		a.claims.setFaults(gpus, placements)
-	}, a.ration, a.wake)
-	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
-	a.slices = newTimeSlices(&o, &w)
-	a.served = &served{plugins: w.Plugins, lowering: w.Lowering, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
-		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted, Refused: a.account.refused}
-	}}
-	a.executor = newExecutor(&o, &w, a.ledger, a.account.cut, a.wasReset, a.wake)
-	a.journal = &journal{store: w.Store, ration: a.ration}
-	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
-		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, slices: a.slices, journal: a.journal, witnesses: a.witnesses,
-		pages: &pageSweeper{caps: w.Caps, wake: a.wake, going: map[string]chan struct{}{}}, made: map[string]string{}, removed: map[string]bool{}}
-	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, a.claims, &w, a.wake)
-	a.object = newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
-		in := a.partitions.latest()
-		return a.reporter.GPUNode(in.holdersIn(&a.opts))
-	}, a.reporter.Ready, o.Log)
-	a.account.begin(a, &w)
-	return a
+	b.leaves = append(b.leaves, claims.leave)
+	b.add(w.Account != nil, w.Account.run)
+	l.beside = b
+	return &Agent{loop: l, bell: ring, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
+		display: shown}
 }
 
-// wake asks for a round.
-func (a *Agent) wake() {
-	poke(a.trigger)
-	poke(a.stirred)
-}
+// SetFile hands in the partition file as it now is. A file that does not parse
+// changes nothing but the outcome: the last good one stays in force.
+func (a *Agent) SetFile(name string, data []byte) { a.mail.setFile(name, data) }
 
-// poke leaves a token in a channel that has room for one.
-func poke(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
+// SetFileMissing says that there is no partition file, and why. What was in
+// force stays.
+func (a *Agent) SetFileMissing(err error) { a.mail.setFileMissing(err) }
 
-// wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
-// PreStartContainer has had one by then.
-func (a *Agent) wakeSoon() {
-	if a.soon.CompareAndSwap(false, true) {
-		time.AfterFunc(answerTime, func() {
-			a.soon.Store(false)
-			if a.ledger.Unopened() {
-				a.wake()
-			}
-		})
-	}
-}
+// SetNode says what the Node object says.
+func (a *Agent) SetNode(n agentkube.Node) { a.mail.setNode(&n) }
+
+// SetRefused says that the API server refuses a request without which partitions or
+// the node cannot be followed, or with nil that it permits it again. What was in force
+// stays.
+func (a *Agent) SetRefused(request string, err error) { a.mail.setRefused(request, err) }
+
+// Status is what people and metrics are shown.
+func (a *Agent) Status() status.Status { return a.display.status() }
+
+// GPUNode is what the GPUNode object is to say, but for when its conditions changed.
+func (a *Agent) GPUNode(in gpunode.HoldersIn) *gpunode.Status { return a.display.gpuNode(in) }
+
+// Foresee answers what partitions would make of the node, by the plans that the loop would
+// make. It touches no hardware and asks nobody: what the loop knew after its last round
+// counts, and who has what now. The error says why it cannot tell yet.
+func (a *Agent) Foresee(q status.Question) (status.Answer, error) { return a.display.foresee(q) }
+
+// Ready returns nil once this process has read the driver, with the files of it
+// that containers need, and has heard of the partitions; else it says what is
+// missing. What a predecessor knew does not count, or a rolling update would walk
+// past nodes on which the new version does not work. A first partition that is
+// invalid is not enough where nothing is on offer.
+//
+// Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
+// in the outcome and in the health of the GPUs, and no reason to hold up or to take
+// back the update of an agent that works.
+func (a *Agent) Ready() error { return a.display.ready() }
+
+// Healthy returns nil while rounds come to an end.
+func (a *Agent) Healthy() error { return a.display.healthy() }
+
+// Offered returns the GPUs that the agent gives out, in index order: who uses one
+// of them without an allocation is an intruder.
+func (a *Agent) Offered() []gpu.Device { return a.display.offered() }
+
+// Open reports whether somebody else, too, gives a GPU out: who uses it without a
+// allocation of ours may have one of theirs.
+func (a *Agent) Open(u gpu.UUID) bool { return a.display.open(u) }
 
 // Allocations returns the allocations as they are now, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
@@ -242,136 +262,16 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.
 func (a *Agent) Run(asked context.Context) error {
-	a.remember()
-	ctx, end := context.WithCancel(context.WithoutCancel(asked))
-	defer end()
-	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error {
-		select {
-		case <-asked.Done():
-			// While everything still runs.
-			a.object.leave(ctx)
-			if a.served.lowering != nil {
-				a.served.lowering.Leave(ctx, a.served.plugins.Withhold)
-			}
-			a.claims.leave(ctx)
-			end()
-			return asked.Err()
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	})
-	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
-	g.Go(func() error { return a.reader.followLinks(ctx) })
-	g.Go(func() error { return a.witnesses.Follow(ctx) })
-	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
-	g.Go(func() error { return a.claims.run(ctx) })
-	if r := a.reporter; r.cluster != nil || r.features != nil {
-		g.Go(func() error { return r.run(ctx) })
-	}
-	if a.object.api != nil {
-		g.Go(func() error { return a.object.run(ctx) })
-	}
-	if a.served.lowering != nil {
-		g.Go(func() error { return a.served.lowering.Run(ctx) })
-	}
-	if a.account != nil {
-		g.Go(func() error { return a.account.meter.Run(ctx) })
-	}
-	g.Go(func() error { return a.loop(ctx) })
-	return g.Wait()
+	a.loop.remember()
+	return a.loop.beside.run(asked, a.loop.run)
 }
 
-// abandon does something that is not waited for at the end: a wait inside the driver
-// cannot be cut short, and the process may end without it.
-func abandon(ctx context.Context, do func(context.Context) error) error {
-	ended := make(chan error, 1)
-	go func() { ended <- do(ctx) }()
-	select {
-	case err := <-ended:
-		return err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
+// Changed has a value when allocations, or the GPUs that are given out, may have changed
+// since the last one was taken. It is for one taker.
+func (a *Agent) Changed() <-chan struct{} { return a.bell.stirred }
 
-// loop has one round after the other, as long as the driver can be used.
-func (a *Agent) loop(ctx context.Context) error {
-	pause := backOff(backOffMax)
-	for {
-		began := time.Now()
-		err := a.round(ctx)
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, gpu.ErrReloaded) {
-			return err
-		}
-		a.observer.Round(err, time.Since(began))
-		wait := a.nextLook(time.Now())
-		if err != nil {
-			most := pause.Step()
-			a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
-			// Not at once: what failed may be what makes wait short.
-			wait = min(max(wait, backOffMin), most)
-		} else {
-			pause = backOff(backOffMax)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-a.trigger:
-		case <-time.After(wait):
-		}
-	}
-}
-
-// nextLook says how long the loop may sleep if nobody wakes it.
-func (a *Agent) nextLook(now time.Time) time.Duration {
-	wait := inventoryEvery
-	if a.reader.reading == nil && a.reader.letGo == "" {
-		wait = a.reader.nextReading(now).Sub(now)
-	}
-	in := a.partitions.latest()
-	for _, r := range in.refused {
-		if left := silentFor - now.Sub(r.since); left > 0 {
-			wait = min(wait, left)
-		}
-	}
-	if slices.ContainsFunc(a.served.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
-		wait = min(wait, holdersEvery) // it is news when it has been so for a while
-	}
-	if _, _, yes := a.claims.unregistered(); yes {
-		wait = min(wait, holdersEvery)
-	}
-	if a.reader.inv == nil {
-		// A round ends behind the driver then: what is due later on would stay due.
-		return max(wait, leastSleep)
-	}
-	if !a.others.due.IsZero() {
-		wait = min(wait, a.others.due.Sub(now))
-	}
-	if at, ok := a.witnesses.Next(a.reporter.snapshot.Load().blocked, now); ok {
-		wait = min(wait, at)
-	}
-	if a.someoneWaits() {
-		wait = min(wait, waitEvery)
-	}
-	if at, ok := a.executor.nextWork(now); ok {
-		wait = min(wait, at)
-	}
-	for _, past := range a.layouts.past {
-		for _, p := range past {
-			wait = min(wait, p.Until.Sub(now))
-		}
-	}
-	return max(wait, leastSleep)
-}
-
-// someoneWaits reports whether an allocation waits for the holder before it.
-func (a *Agent) someoneWaits() bool {
-	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Phase == ledger.Waiting })
-}
+// Claims reports whether GPUs are, or have been, offered through DRA.
+func (a *Agent) Claims() bool { return a.claims.inUse() }
 
 // Listed is how many devices the kubelet's lists name now.
 func (a *Agent) Listed() (n int) {
@@ -383,5 +283,3 @@ func (a *Agent) Listed() (n int) {
 
 // LookAtCheckpoint is called when something in the kubelet's directory has changed.
 func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }
-
-func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }

@@ -472,7 +472,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
-		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
+		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),

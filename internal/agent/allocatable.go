@@ -89,7 +89,8 @@ type offered struct {
 // NewLowering makes a Lowering of a Node. wrote is told, for each resource that is
 // lowered, ByList or ByKubelet; it must not block.
 func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowering {
-	return &Lowering{node: node, wrote: wrote, log: log, news: make(chan struct{}, 1), raised: make(chan struct{}, 1), gather: lowerGather, period: againIn,
+	return &Lowering{node: node, wrote: wrote, log: log, news: make(chan struct{}, 1), raised: make(chan struct{}, 1),
+		gather: lowerGather, period: againIn,
 		writes: rate.NewLimiter(rate.Every(lowerEvery), lowerBurst), of: map[string]*offered{}}
 }
 
@@ -160,7 +161,8 @@ func (l *Lowering) Run(ctx context.Context) error {
 			if cause[name] == ByKubelet {
 				l.contradicted(name, time.Now())
 			}
-			l.log.Debug("lowered what the scheduler may give out", "resource", name, "to", want[name], "because", cause[name])
+			l.log.Debug("lowered what the scheduler may give out",
+				"resource", name, "to", want[name], "because", cause[name])
 		}
 	}
 }

@@ -35,7 +35,7 @@ func (u *usable) follow(old usable, delivered bool, now time.Time) {
 }
 
 // delivered reports whether the kubelet has all that is on offer.
-func delivered(plugins Plugins, c *claims) bool {
+func delivered(plugins Plugins, c remarks) bool {
 	for _, s := range plugins.Status() {
 		if !s.Registered {
 			return false
@@ -60,8 +60,8 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 	well, given := 0, 0
 	var none []string
 	var lacks status.Reason // why one has nothing that is to have something
-	for i := range snap.Inventory.GPUs {
-		d := &snap.Inventory.GPUs[i]
+	for i := range snap.hardware.Inventory.GPUs {
+		d := &snap.hardware.Inventory.GPUs[i]
 		if snap.sick(d.UUID) {
 			continue
 		}
@@ -71,12 +71,13 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 			given++
 			continue
 		}
-		if none = append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message)); why.Reason != status.NotOffered && why.Reason != status.OtherOwner {
+		none = append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message))
+		if why.Reason != status.NotOffered && why.Reason != status.OtherOwner {
 			lacks = cmp.Or(lacks, why.Reason)
 		}
 	}
-	switch all := len(snap.Inventory.GPUs); {
-	case snap.usable.absent != (status.Cause{}) && snap.Hangs == "":
+	switch all := len(snap.hardware.Inventory.GPUs); {
+	case snap.usable.absent != (status.Cause{}) && snap.hardware.Hangs == "":
 		say(snap.usable.absent.Reason, "%s", snap.usable.absent.Message)
 	case !snap.usable.offered:
 		say(status.Starting, "%s", cmp.Or(snap.Missing, "the kubelet does not have the node's devices yet"))
@@ -92,7 +93,8 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 		say(lacks, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
 	default:
 		c.Status = agentkube.True
-		say(status.Offered, "%s", sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))
+		say(status.Offered, "%s",
+			sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))
 	}
 	return c, true
 }
@@ -104,18 +106,19 @@ const mostNamed = 4
 // offersNothing is why there is nothing of a GPU that anybody could have, even if it were
 // idle; it is zero where there is something. Faults, cordons and holders are left aside.
 func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
-	layout := s.Layouts[u]
-	if layout.Offers && layout.N > 0 && s.Others[u] == "" {
+	layout := s.shape.Layouts[u]
+	if layout.Offers && layout.N > 0 && s.shape.Others[u] == "" {
 		return none
 	}
+	held := []status.Type{status.Failed, status.Refused, status.Blocked, status.Pending}
 	for _, c := range s.Conditions { // the gravest first
-		if c.Subject == string(u) && slices.Contains([]status.Type{status.Failed, status.Refused, status.Blocked, status.Pending}, c.Type) {
+		if c.Subject == string(u) && slices.Contains(held, c.Type) {
 			return c.Cause
 		}
 	}
 	switch {
-	case s.Others[u] != "":
-		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", s.Others[u])
+	case s.shape.Others[u] != "":
+		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", s.shape.Others[u])
 	case !layout.Known:
 		return status.Why(status.PartitionUnset, "no partition is in force")
 	default:
@@ -126,19 +129,20 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 // changes reports whether a GPU is being changed at this moment, or waits for nothing but
 // the kubelet's lists: what it is to offer comes by itself.
 func (s *Snapshot) changes(u gpu.UUID) bool {
-	return s.Work[u] != "" || slices.ContainsFunc(s.Conditions, func(c status.Condition) bool {
-		return c.Subject == string(u) && c.Type == status.Pending && (c.Reason == status.GPUChange || c.Reason == status.ListsFull)
+	return s.shape.Work[u] != "" || slices.ContainsFunc(s.Conditions, func(c status.Condition) bool {
+		return c.Subject == string(u) && c.Type == status.Pending &&
+			(c.Reason == status.GPUChange || c.Reason == status.ListsFull)
 	})
 }
 
 // sick reports whether nothing of a GPU can be had for its faults.
 func (s *Snapshot) sick(u gpu.UUID) bool {
-	for _, v := range s.Verdicts {
+	for _, v := range s.hardware.Verdicts {
 		if v.GPU == u && v.GI < 0 {
 			return true
 		}
 	}
-	d := s.Inventory.ByUUID(u)
+	d := s.hardware.Inventory.ByUUID(u)
 	return d == nil || d.Gone
 }
 
@@ -146,25 +150,25 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 // GPUs can be sent to it and its Node says what they can ask for. The kubelet writes that
 // some seconds after it has the devices. Without the taint and without the devices the node
 // would look to autoscalers like one that pods which wait for GPUs do not fit.
-func (r *reporter) admit(ctx context.Context, ready agentkube.Condition) error {
-	node := r.node.Load()
+func (h *herald) admit(ctx context.Context, ready agentkube.Condition) error {
+	node := h.node.Load()
 	var err error
 	if node.StartupTaint {
 		if ready.Status != agentkube.True {
 			return nil
 		}
-		err = r.cluster.RemoveStartupTaint(ctx, givenOut(r.front.Offer()))
+		err = h.cluster.RemoveStartupTaint(ctx, givenOut(h.offer()))
 	}
 	var why *status.Cause
 	if err != nil {
 		c := status.Why(status.StartupTaintKept, "%v", err)
 		why = &c
 	}
-	if was := r.kept.Swap(why); (was == nil) != (why == nil) {
+	if was := h.kept.Swap(why); (was == nil) != (why == nil) {
 		if err != nil {
-			r.log.Error("the node keeps the taint that it was registered with", "err", err)
+			h.log.Error("the node keeps the taint that it was registered with", "err", err)
 		}
-		r.wake()
+		h.wake()
 	}
 	return err
 }
@@ -179,9 +183,9 @@ func givenOut(offer *deviceplugin.Offer) (names []string) {
 	return names
 }
 
-// taintConditions say that the startup taint could not be taken away.
-func (r *reporter) taintConditions() []status.Condition {
-	if why := r.kept.Load(); why != nil {
+// conditions say that the startup taint could not be taken away.
+func (h *herald) conditions() []status.Condition {
+	if why := h.kept.Load(); why != nil {
 		return []status.Condition{why.Condition(status.Noted, "")}
 	}
 	return nil

@@ -4,8 +4,10 @@ package agent
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync/atomic"
@@ -14,19 +16,72 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
+// supplies is what containers need of the driver and of each GPU, and the libraries that hold
+// them to their memory there. It is for the loop's goroutine.
+type supplies struct {
+	driver Driver
+	caps   Caps
+	log    *slog.Logger
+	// parts were learnt in the reader's epoch of, nil before that; err is why the last try
+	// failed.
+	parts *parts
+	of    uint64
+	err   error
+}
+
+// parts are what supplies knows.
+type parts struct {
+	cdi.Parts
+	kit lib.Kit
+}
+
+// closed is why no container can be given anything of the driver; empty where one can.
+func (s *supplies) closed() string {
+	if s.parts == nil && s.err != nil {
+		return s.err.Error()
+	}
+	return ""
+}
+
+// learn asks the driver what containers need of it, in an epoch of the reader's. On failure
+// what was learnt before stays, and the next round asks again.
+func (s *supplies) learn(ctx context.Context, epoch uint64) error {
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	of, err := s.driver.Parts(ctx)
+	if s.err = err; err != nil {
+		return status.Because(status.DriverFilesUnknown,
+			fmt.Errorf("learn which driver files containers need: %w", err))
+	}
+	kit, err := s.caps.Fit(of)
+	if kit == (lib.Kit{}) {
+		s.err = err
+		return status.Because(status.FilesFailed, err)
+	}
+	s.parts, s.of = &parts{of, kit}, epoch
+	if err != nil {
+		s.log.Warn("programs in containers will find functions that this driver does not have; "+
+			"they fail where they are called", "err", err)
+	}
+	return nil
+}
+
 // allocations are the allocations, with the caps that were given to their holders where
 // that is known. Where every record of that is lost the limit page tells: the size of a
 // unit or the number of replicas may have changed since.
-func (k *gatekeeper) allocations() []ledger.Allocation {
+func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 	allocations := k.ledger.Allocations()
 	for i := range allocations {
 		if c := &allocations[i]; !c.CapsKnown() {
-			_ = k.fixCaps(c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) { return k.caps.Limit(c.ID, g.GPU) })
+			_ = k.fixCaps(inv, c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) {
+				return k.caps.Limit(c.ID, g.GPU)
+			})
 		}
 	}
 	return allocations
@@ -35,9 +90,9 @@ func (k *gatekeeper) allocations() []ledger.Allocation {
 // settleCaps decides the caps of an allocation of which there is neither a record nor a
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
-func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
-	return k.fixCaps(c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
-		layout := k.layouts.now[g.GPU]
+func (k *gatekeeper) settleCaps(on *ground, c *ledger.Allocation) error {
+	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
+		layout := on.layouts[g.GPU]
 		of, _ := layout.Of(g.Kind())
 		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps the unit that it was laid out with, as long as it is held
 		if _, cap := g.In(piece.Share{Division: of, Usable: d.Usable()}); cap.Known {
@@ -49,12 +104,13 @@ func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 }
 
 // fixCaps gives those grants of an allocation a cap that have none, where bytes tells it.
-func (k *gatekeeper) fixCaps(c *ledger.Allocation, bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
+func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
+	bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
 	var errs []error
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
-		d := k.reader.inv.ByUUID(g.GPU)
+		d := inv.ByUUID(g.GPU)
 		if g.Cap.Known || d == nil {
 			continue
 		}
@@ -69,26 +125,15 @@ func (k *gatekeeper) fixCaps(c *ledger.Allocation, bytes func(*ledger.Grant, *gp
 	return errors.Join(errs...)
 }
 
-// granted has a round come for a new allocation, which writes it down: the kubelet
-// waits for its answer, and has the allocation in its own checkpoint a moment later.
-func (a *Agent) granted(c *ledger.Allocation) {
-	a.journal.note(c)
-	a.wakeSoon()
-}
-
-// Changed has a value when allocations, or the GPUs that are given out, may have changed
-// since the last one was taken. It is for one taker.
-func (a *Agent) Changed() <-chan struct{} { return a.stirred }
-
 // overlay lays an allocation's pages and says what its container gets for the
 // cap. Every allocation gets it, that of a whole GPU too: a container can have two
 // allocations, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
-func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
+func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
-	if err := k.settleCaps(c); err != nil {
+	if err := k.settleCaps(on, c); err != nil {
 		return none, err
 	}
 	for _, u := range c.GPUs() {
@@ -105,7 +150,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	}
 	if c.Kind().InMIG() {
 		// Programs know an instance by its own UUID.
-		instances, _ := k.instancesOf(c)
+		instances, _ := on.instancesOf(c)
 		for _, i := range instances {
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
@@ -116,9 +161,10 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 		return none, err
 	}
 	bind := func(from, to string) specs.Mount {
-		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
+		return specs.Mount{HostPath: from, ContainerPath: to,
+			Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
-	kit := k.reader.parts.kit
+	kit := on.parts.kit
 	over := cdi.Overlay{
 		Overrides: []cdi.Override{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},

@@ -225,7 +225,7 @@ func (p *pages) Prune() error { return nil }
 // mountAt is the host path that an allocation's container has at a path.
 func mountAt(t *testing.T, b *bench, key, path string) string {
 	t.Helper()
-	spec, err := b.Agent.gates.files.Read(key)
+	spec, err := b.Agent.loop.gates.files.Read(key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -241,7 +241,7 @@ func mountAt(t *testing.T, b *bench, key, path string) string {
 // hidden reports whether the image's own driver libraries are, before any other hook runs.
 func hidden(t *testing.T, b *bench, key string) bool {
 	t.Helper()
-	spec, err := b.Agent.gates.files.Read(key)
+	spec, err := b.Agent.loop.gates.files.Read(key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -467,7 +467,7 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		time.Sleep(time.Minute)
 		b.lose("")
 		key := cdi.Key(memResource, ids)
-		if err := errors.Join(b.Agent.gates.files.Remove(key), o.caps.Remove(key)); err != nil {
+		if err := errors.Join(b.Agent.loop.gates.files.Remove(key), o.caps.Remove(key)); err != nil {
 			t.Fatal(err)
 		}
 		o.unit = unit / 2
@@ -503,27 +503,27 @@ func TestCapOfAnAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		{sharedResource, plan.Layout{Known: true}},
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
-		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.layout
+		a.loop.reader.inv, a.loop.layouts.now[uuid(0)] = machine(1), c.layout
 		lost := allocated(c.resource, "p", "0::0")
-		if err := a.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		if err := a.loop.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		allocation := a.gates.allocations()[0]
+		allocation := a.loop.gates.allocations(a.loop.reader.inv)[0]
 		if got := capsOf(&allocation); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.layout.Mode(), got)
 		}
-		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == memResource) {
+		if err := a.loop.gates.settleCaps(a.loop.ground(), &allocation); (err == nil) != (c.resource == memResource) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.layout.Mode(), err)
 		}
-		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
-		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.layout
-		if err := b.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.loop.gates.caps})
+		b.loop.reader.inv, b.loop.layouts.now[uuid(0)] = machine(1), c.layout
+		if err := b.loop.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := b.gates.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
+		if _, err := b.loop.gates.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
 			t.Fatal(err)
 		}
-		allocation = b.gates.allocations()[0]
+		allocation = b.loop.gates.allocations(b.loop.reader.inv)[0]
 		if got := capsOf(&allocation); len(got) != 1 || got[0].Bytes != 123<<20 {
 			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.layout.Mode(), got)
 		}

@@ -39,7 +39,7 @@ type claims struct {
 	driver atomic.Pointer[DRADriver]
 }
 
-func newClaims(o *Options, w *Worlds, l *ledger.Ledger, a *Agent) *claims {
+func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.Allocation), wake func()) *claims {
 	c := &claims{log: o.Log, caps: memcap.API, begun: make(chan struct{})}
 	if o.OpenCaps {
 		c.caps = memcap.Watchdog
@@ -48,8 +48,8 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, a *Agent) *claims {
 		c.serve = w.DRA.Serve
 		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l,
 			API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
-			Fault: o.FaultTaint, Granted: a.granted, RefusedClaim: a.account.refusedClaim, Wake: a.wake, Now: time.Now,
-			Log: o.Log, Listing: w.Kubelet.List, Evict: a.account.evicting(w.DRA.Evict),
+			Fault: o.FaultTaint, Granted: granted, RefusedClaim: w.Account.refusedClaim, Wake: wake, Now: time.Now,
+			Log: o.Log, Listing: w.Kubelet.List, Evict: w.Account.evicting(w.DRA.Evict),
 			Tell: func(p workload.Pod, kind agentkube.EventType, reason, message string) {
 				if w.Cluster != nil {
 					w.Cluster.Event(p, kind, reason, message)
@@ -71,9 +71,6 @@ func (c *claims) inUse() bool {
 		return false
 	}
 }
-
-// Claims reports whether GPUs are, or have been, offered through DRA.
-func (a *Agent) Claims() bool { return a.claims.inUse() }
 
 // run serves the kubelet and publishes, once there is something to publish.
 func (c *claims) run(ctx context.Context) error {

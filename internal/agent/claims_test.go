@@ -117,7 +117,7 @@ func throughDRA(entry string) string {
 // specOf is the CDI file of an allocation, as it is on disk; nil where there is none.
 func (b *bench) specOf(key string) *specs.Spec {
 	b.t.Helper()
-	spec, err := b.gates.files.Read(key)
+	spec, err := b.loop.gates.files.Read(key)
 	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
 		b.t.Error(err)
 	}

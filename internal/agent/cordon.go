@@ -64,16 +64,20 @@ func (c *cordons) conditions(domain string, inv *gpu.Inventory) (out []status.Co
 	key := domain + "/" + CordonAnnotation
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; c.gpus[d.UUID] {
-			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: pods that have something of it go on, and no other gets any", d.Name(), key).
+			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: "+
+				"pods that have something of it go on, and no other gets any", d.Name(), key).
 				Condition(status.Noted, string(d.UUID)))
 		}
 	}
 	if c.more > 0 {
-		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s has more than %d words: the last %d are not read; name GPUs once each, or write all", key, mostCordons, c.more).Condition(status.Noted, ""))
+		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s has more than %d words: "+
+			"the last %d are not read; name GPUs once each, or write all", key, mostCordons, c.more).
+			Condition(status.Noted, ""))
 	}
 	if len(c.unknown) > 0 {
 		slices.Sort(c.unknown)
-		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s names %s, and there is no such GPU here: it takes indices and UUIDs, with commas between, or all", key,
+		out = append(out, status.Why(status.CordonUnknown, "the node's annotation %s names %s, "+
+			"and there is no such GPU here: it takes indices and UUIDs, with commas between, or all", key,
 			brief.Cut(strings.Join(c.unknown, ", "), brief.Text)).Condition(status.Noted, ""))
 	}
 	return out

@@ -26,15 +26,52 @@
 //	               publish what is on offer
 //	finish         report: labels, annotations, condition, Events, status
 //
-// What outlives a round is in types with state of their own, which do not know the loop:
-// reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
-// coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
-// gatekeeper (gates.go, cap.go, instances.go, waits.go), journal, reporter (report.go).
-// [Agent] joins them. Their state is for the loop's goroutine, where they do not say
-// otherwise.
-//
 // The decisions are pure functions: package plan makes the plan, and Build of
 // internal/deviceplugin makes the offer from it.
+//
+// # Rooms
+//
+// What outlives a round is in rooms, which do not know the loop and hold none of each other, but
+// for those that stand below another one here. [New] makes and connects them, and the loop
+// (loop.go) asks them in turn:
+//
+//	room           file                     owns                                                          guarded by
+//	mailbox        partitions.go            what was heard of the partition file and the Node             a lock
+//	bell           beside.go                the tokens that have rounds come                              channels
+//	partitions     partitions.go            what is wanted, and what operators annotated                  the loop
+//	reader         look.go                  the hardware as last read, whether the driver is to be had    the loop
+//	faults         faults.go                what an instance's number stands for, when an event names it  a lock
+//	links          look.go                  whether there are NVLinks to look at                          an atomic
+//	coexistence    others.go, prepared.go   which GPUs are somebody else's                                the loop
+//	layouts        layouts.go               what GPUs are laid out as, and what still lingers             the loop
+//	executor       work.go, progress.go     jobs, pauses after failures, instances that are ours          the loop
+//	timeSlices     slices.go                what was asked of the driver                                  the loop
+//	gatekeeper     gates.go, cap.go         CDI files and limit pages                                     the loop
+//	  supplies     cap.go                   what containers need of the driver                            the loop
+//	  pageSweeper  cap.go                   pages that are being removed                                  the loop
+//	offering       serve.go                 both front-ends, and which resources are served               the loop
+//	  claims       claims.go                the front-end for claims, once there is a need                atomics
+//	journal        journal.go, memory.go    what is written down for a successor                          the loop
+//	reporter       outcome.go               what the last round left                                      an atomic
+//	herald         report.go, autoscale.go  what was told on the Node, and its startup taint              its goroutine
+//	display        status.go, foresee.go    nothing: it shows the rest to outsiders
+//	gpuNodeWriter  gpunode_writer.go        the GPUNode at the API server                                 locks
+//	Lowering       allocatable.go           what the kubelet was sent, and what the Node says             a lock
+//	Account        account.go               the usage journal, which internal/meter keeps                 internal/meter
+//
+// "The loop" is its goroutine alone. What others have for these rooms they leave under a lock or in
+// an atomic there: a job its result, a front-end what it has granted, the reader's watchers that a
+// reading is out of date, whoever watches the kubelet's directory that the checkpoint was written.
+//
+// Values pass between rooms. The mailbox gives an input. A [plan.Input] has what a plan is made
+// from, and a ground what the files of allocations follow from beside the ledger, so that the
+// gatekeeper knows neither the reader nor the executor. A [Snapshot] is what a round left; reporter,
+// herald, display and Account read the last one. Where somebody has to be told, New passes a
+// function on: the executor tells the reader of a reset, and the reader has faults, its judge, tell
+// the front-ends. What runs beside the loop, and what is done at the end, is listed in beside.
+//
+// No room's lock is held while another room is asked, but for that of faults: verdicts must
+// not overtake each other on their way to the front-ends.
 //
 // # Layouts
 //
@@ -93,11 +130,11 @@
 //
 // A reading runs beside the loop, which waits a second for it and then goes on with what
 // it knows. NVLinks fail without an event: their states alone are asked for every
-// minute, and all is read anew where they have changed. The driver's events do not wait for the loop: a fault is in the kubelet's
-// lists before the loop has woken. internal/health judges. A fault of one MIG instance
-// withdraws the devices of that instance alone. Where the node's labels say that the
-// driver is to be replaced, the agent gives up its handles; when it may use the driver
-// again, the process ends and starts anew.
+// minute, and all is read anew where they have changed. The driver's events do not wait for
+// the loop: a fault is in the kubelet's lists before the loop has woken. internal/health
+// judges. A fault of one MIG instance withdraws the devices of that instance alone. Where the
+// node's labels say that the driver is to be replaced, the agent gives up its handles; when it
+// may use the driver again, the process ends and starts anew.
 //
 // # The GPUNode (gpunode.go, gpunode_writer.go)
 //

@@ -38,6 +38,16 @@ type faults struct {
 	mu    sync.Mutex // held while the verdicts go to the lists
 }
 
+func newFaults(o *Options, w *Worlds, monitor *health.Monitor, ration *brief.Ration,
+	tell func(map[gpu.UUID]string, map[mig.Place]string), wake, look func()) *faults {
+	return &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration,
+		tell: tell, wake: wake, look: look}
+}
+
+func (f *faults) stands(inv *gpu.Inventory) { f.instances.Store(inv) }
+
+func (f *faults) isBlind() bool { return f.blind.Load() }
+
 // onEvent is called by the driver for each event, beside the loop. What it means
 // for the kubelet's lists is in them before the loop wakes.
 func (f *faults) onEvent(e gpu.Event) {
@@ -65,7 +75,8 @@ func (f *faults) logEvent(e gpu.Event, changed bool) {
 	if f.monitor.Ignores(e) {
 		level = slog.LevelDebug
 	}
-	f.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
+	f.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)},
+		"xid", e.Xid, "condemns", false)
 }
 
 // apply tells the front-ends which GPUs are unhealthy, and which MIG instances:
@@ -80,7 +91,8 @@ func (f *faults) apply() {
 
 // faultsIn says of which GPUs of an inventory nothing can be had for its faults, and of which
 // MIG devices on others, each with the reasons. inv is nil where nobody knows yet what stands.
-func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string,
+	placements map[mig.Place]string) {
 	reasons := map[gpu.UUID][]string{}
 	ofPlacements := map[mig.Place][]string{}
 	for _, v := range verdicts {
@@ -133,7 +145,8 @@ func (f *faults) follow(ctx context.Context) error {
 			return ctx.Err()
 		}
 		if errors.Is(err, gpu.ErrNotSupported) {
-			f.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", blindEvery.String())
+			f.log.Warn("the driver tells of no events; faults are seen at the next reading",
+				"err", err, "every", blindEvery.String())
 			f.blind.Store(true)
 			f.wake()
 			<-ctx.Done()

@@ -38,15 +38,16 @@ type basis struct {
 }
 
 // basis keeps what the next plan would be made from.
-func (a *Agent) basis(allocations []ledger.Allocation) *basis {
-	b := &basis{Input: a.planInput(allocations, time.Now()), on: a.partitions.on, closed: a.reader.closed(), cordons: a.partitions.cordons}
-	b.Allocations, b.MIG.Made = nil, a.executor.made()
+func (l *loop) basis(allocations []ledger.Allocation) *basis {
+	b := &basis{Input: l.planInput(allocations, time.Now()), on: l.partitions.on,
+		closed: l.gates.supplies.closed(), cordons: l.partitions.cordons}
+	b.Allocations, b.MIG.Made = nil, l.executor.made()
 	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
 	for u, of := range b.Past {
 		past[u] = slices.Clone(of)
 	}
-	if b.Past = past; a.reader.letting != "" || !a.reader.usable() {
-		b.halted = a.reader.absent()
+	if b.Past = past; l.reader.letting != "" || !l.reader.usable() {
+		b.halted = l.reader.absent()
 	}
 	return b
 }
@@ -54,8 +55,8 @@ func (a *Agent) basis(allocations []ledger.Allocation) *basis {
 // foresight says what partitions would come to: on this agent's node, or on one of which
 // nothing is known but an inventory.
 type foresight struct {
-	// Snapshot has a basis.
-	*Snapshot
+	// snap has a basis.
+	snap        *Snapshot
 	allocations []ledger.Allocation
 	names       *deviceplugin.Names
 	domain      string
@@ -64,13 +65,12 @@ type foresight struct {
 	unknown     []string
 }
 
-// Foresee answers what partitions would make of the node, by the plans that the loop would
-// make. It touches no hardware and asks nobody: what the loop knew after its last round
-// counts, and who has what now. The error says why it cannot tell yet.
-func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
-	snap := a.reporter.snapshot.Load()
-	if snap.basis == nil || !snap.Answered {
-		return status.Answer{}, errors.New("this agent has just started and has not read the driver yet: ask again in a while")
+// foresee is Agent.Foresee.
+func (y *display) foresee(q status.Question) (status.Answer, error) {
+	snap := y.latest()
+	if snap.basis == nil || !snap.hardware.Answered {
+		return status.Answer{}, errors.New(
+			"this agent has just started and has not read the driver yet: ask again in a while")
 	}
 	if len(q.Partitions) > status.MostAsked {
 		return status.Answer{}, errors.New("too many partitions in one question")
@@ -87,15 +87,13 @@ func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
 		s.basis = &b
 		snap = &s
 	}
-	f := &foresight{Snapshot: snap, allocations: a.ledger.Allocations(), names: a.names, domain: a.opts.Domain, drain: !a.opts.KeepOffering, caps: a.claims.caps}
-	if a.claims.inUse() {
-		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: the agent asks the API server for them before it takes anything away"}
+	f := &foresight{snap: snap, allocations: y.ledger.Allocations(), names: y.names, domain: y.domain,
+		drain: y.drain, caps: y.caps}
+	if y.claimed() {
+		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: " +
+			"the agent asks the API server for them before it takes anything away"}
 	}
-	in := a.partitions.latest()
-	own, unset := in.choice(file)
-	if !in.labelKnown {
-		own, unset = "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
-	}
+	own, unset := y.choice(file)
 	var out status.Answer
 	for _, name := range q.Partitions {
 		p := f.plan(file, name, q.Brief)
@@ -105,8 +103,9 @@ func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
 	switch {
 	case len(q.Partitions) > 0:
 	case unset != (status.Cause{}):
-		out.Plans = []status.Plan{{Own: true, State: string(Pending), Reason: unset.Reason, Message: unset.Message, Conditions: []status.Condition{unset.Condition(status.Pending, "")},
-			GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}}
+		out.Plans = []status.Plan{{Own: true, State: string(Pending), Reason: unset.Reason, Message: unset.Message,
+			Conditions: []status.Condition{unset.Condition(status.Pending, "")},
+			GPUs:       []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}}
 	default:
 		p := f.plan(file, own, q.Brief)
 		p.Own = true
@@ -119,11 +118,16 @@ func (a *Agent) Foresee(q status.Question) (status.Answer, error) {
 // instance that the inventory calls busy has the holder that it names, or is in use by an
 // unknown process; all others count as the agent's own. odd is what is left out of what the
 // inventory says.
-func ForeseeFrom(inv *gpu.Inventory, on config.Node, domain string, file *config.File, partition string) (p status.Plan, odd error) {
-	b := &basis{on: on, Input: plan.Input{Unit: on.Unit, Layouts: map[gpu.UUID]plan.Layout{}, Others: map[gpu.UUID]string{},
+func ForeseeFrom(inv *gpu.Inventory, on config.Node, domain string, file *config.File,
+	partition string) (p status.Plan, odd error) {
+	b := &basis{on: on, Input: plan.Input{Unit: on.Unit,
+		Layouts: map[gpu.UUID]plan.Layout{}, Others: map[gpu.UUID]string{},
 		MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{}, Made: map[gpu.UUID]map[mig.Placement]bool{}}}}
-	f := &foresight{Snapshot: &Snapshot{basis: b}, names: deviceplugin.ResourceNames(domain), domain: domain, drain: true, caps: memcap.API,
-		unknown: []string{"which pods hold something of these GPUs, but for the MIG instances that the inventory calls busy", "how the GPUs are laid out now, apart from MIG", "the partition that the node's label chooses"}}
+	f := &foresight{snap: &Snapshot{basis: b}, names: deviceplugin.ResourceNames(domain), domain: domain,
+		drain: true, caps: memcap.API,
+		unknown: []string{
+			"which pods hold something of these GPUs, but for the MIG instances that the inventory calls busy",
+			"how the GPUs are laid out now, apart from MIG", "the partition that the node's label chooses"}}
 	copied := *inv
 	copied.GPUs = slices.Clone(inv.GPUs)
 	b.Inventory = &copied
@@ -146,7 +150,8 @@ func (f *foresight) stand(d *gpu.Device) {
 	made := map[mig.Placement]bool{}
 	var instances []gpu.Instance
 	for i, s := range mig.Stand(&d.MIG) {
-		in := gpu.Instance{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI, GI: i + 1, Busy: s.Pinned}
+		in := gpu.Instance{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size},
+			CIStart: s.CI, GI: i + 1, Busy: s.Pinned}
 		switch {
 		case s.Profile == (mig.Name{}):
 			in.Profile = s.Reason // no name, and so no plan is made
@@ -158,23 +163,27 @@ func (f *foresight) stand(d *gpu.Device) {
 			if name == "" {
 				namespace, name = "", s.Holder
 			}
-			f.allocations = append(f.allocations, ledger.Allocation{ID: cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}), Owner: ledger.DevicePlugin, Phase: ledger.Open,
-				Resource: f.names.OfProfile(s.Profile), Holder: ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
-				Grants: []ledger.Grant{{GPU: d.UUID, Piece: piece.Instance(s.Placement)}}})
+			f.allocations = append(f.allocations, ledger.Allocation{
+				ID:    cdi.Key(s.Holder, []string{mig.ID(d.UUID, s.Placement)}),
+				Owner: ledger.DevicePlugin, Phase: ledger.Open,
+				Resource: f.names.OfProfile(s.Profile),
+				Holder:   ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: name}},
+				Grants:   []ledger.Grant{{GPU: d.UUID, Piece: piece.Instance(s.Placement)}}})
 		}
 		made[s.Placement] = true
 		instances = append(instances, in)
 	}
 	d.MIG.Instances = instances
-	f.basis.MIG.Made[d.UUID] = made
+	f.snap.basis.MIG.Made[d.UUID] = made
 }
 
 // plan says what a partition of a file would come to.
 func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan {
-	out := status.Plan{Partition: name, Unknown: f.unknown, GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
-	in := f.basis.Input
+	out := status.Plan{Partition: name, Unknown: f.unknown,
+		GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
+	in := f.snap.basis.Input
 	in.Allocations = f.allocations
-	want, err := file.Desire(name, in.Inventory, f.basis.on)
+	want, err := file.Desire(name, in.Inventory, f.snap.basis.on)
 	if err != nil {
 		why := status.CauseOf(err, status.PartitionUnfit)
 		out.State, out.Reason, out.Message, out.Mistakes = string(Invalid), why.Reason, why.Message, mistakes(err)
@@ -182,10 +191,11 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	}
 	out.Open = mistakes(file.Prove(want, in.Inventory))
 	in.Wanted = want.GPUs
-	then := plan.Foresee(in, f.basis.halted)
+	then := plan.Foresee(in, f.snap.basis.halted)
 	end := f.end(&then, want.GPUs)
 	o := &end.Outcome
-	out.State, out.Reason, out.Message, out.Conditions = string(o.State), o.Reason, o.Message, slices.Clone(end.Conditions)
+	out.State, out.Reason, out.Message = string(o.State), o.Reason, o.Message
+	out.Conditions = slices.Clone(end.Conditions)
 	slices.SortStableFunc(out.Conditions, status.Condition.Compare)
 	for i := range want.GPUs {
 		out.GPUs = append(out.GPUs, f.gpu(&then.Inventory.GPUs[i], &want.GPUs[i], &then))
@@ -198,42 +208,46 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 
 // end is the snapshot that the last round before the end would leave.
 func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
-	s := &Snapshot{Inventory: then.Inventory, Answered: true, Layouts: then.Changes.Layouts, Wanted: wanted, Others: f.basis.Others, At: f.At, Hangs: f.Hangs,
-		Made: then.Made, Leaving: then.Changes.Leaving, Failing: map[mig.Place]status.Cause{}}
-	for at, why := range f.Failing {
+	s := &Snapshot{At: f.snap.At, asked: asked{Wanted: wanted},
+		hardware: readout{Inventory: then.Inventory, Answered: true, Hangs: f.snap.hardware.Hangs},
+		shape: shape{Layouts: then.Changes.Layouts, Others: f.snap.basis.Others, Made: then.Made,
+			Leaving: then.Changes.Leaving, Failing: map[mig.Place]status.Cause{}}}
+	for at, why := range f.snap.shape.Failing {
 		if len(then.Steps[at.GPU]) == 0 { // else something was made there since, and it is tried again
-			s.Failing[at] = why
+			s.shape.Failing[at] = why
 		}
 	}
-	for _, v := range f.Verdicts {
+	for _, v := range f.snap.hardware.Verdicts {
 		// That of an instance ends with the instance.
 		if placements, _ := placementsOf(v.Subject, then.Inventory); v.GI < 0 || len(placements) > 0 {
-			s.Verdicts = append(s.Verdicts, v)
+			s.hardware.Verdicts = append(s.hardware.Verdicts, v)
 		}
 	}
 	of := findings{changes: &then.Changes}
-	if halted := f.basis.halted; halted.Reason == status.DriverLetGo {
+	if halted := f.snap.basis.halted; halted.Reason == status.DriverLetGo {
 		of.note = halted
 	}
 	for _, u := range sortedKeys(then.Waits) {
 		of.work = append(of.work, then.Waits[u].Condition(status.Pending, string(u)))
 	}
-	if slices.EqualFunc(wanted, f.Wanted, config.Want.Equal) {
+	if slices.EqualFunc(wanted, f.snap.asked.Wanted, config.Want.Equal) {
 		// What is wanted already, and has failed, is tried again later.
-		for _, c := range f.Conditions {
-			if failed := c.Reason == status.GPUChangeFailed || c.Reason == status.ResetDue; failed && len(then.Steps[gpu.UUID(c.Subject)]) > 0 {
+		for _, c := range f.snap.Conditions {
+			failed := c.Reason == status.GPUChangeFailed || c.Reason == status.ResetDue
+			if failed && len(then.Steps[gpu.UUID(c.Subject)]) > 0 {
 				of.work = append(of.work, c)
 			}
 		}
 	}
-	of.judge(s, f.lasting)
+	of.judge(s, f.snap.lasting)
 	return s
 }
 
 // gpu is the way to its partition of one GPU, as it is then.
 func (f *foresight) gpu(d *gpu.Device, w *config.Want, then *plan.Forecast) status.PlannedGPU {
-	g := status.PlannedGPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, Wanted: describeWant(w), Fault: d.Fault, Untold: then.Untold[d.UUID],
-		From: f.basis.Layouts[d.UUID].Words(), To: then.Changes.Layouts[d.UUID].Words(),
+	g := status.PlannedGPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, Wanted: describeWant(w),
+		Fault: d.Fault, Untold: then.Untold[d.UUID],
+		From: f.snap.basis.Layouts[d.UUID].Words(), To: then.Changes.Layouts[d.UUID].Words(),
 		Steps: []status.PlannedStep{}, Result: []status.PlannedInstance{}, Blocked: []status.InTheWay{}}
 	if w.API == ledger.DRA {
 		g.API = string(ledger.DRA)
@@ -263,7 +277,8 @@ func (f *foresight) gpu(d *gpu.Device, w *config.Want, then *plan.Forecast) stat
 		}
 		for _, s := range b.In {
 			at := planned(s.Placement)
-			g.Blocked = append(g.Blocked, status.InTheWay{PlannedInstance: &at, Reason: status.Reason(s.Reason), Holder: s.Holder})
+			g.Blocked = append(g.Blocked,
+				status.InTheWay{PlannedInstance: &at, Reason: status.Reason(s.Reason), Holder: s.Holder})
 		}
 		if len(b.In) == 0 {
 			for _, who := range b.Holders {
@@ -292,12 +307,15 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	}
 	front := deviceplugin.New(books, time.Now)
 	front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {
-		return deviceplugin.Build(deviceplugin.Input{Inventory: then.Inventory, Changes: &then.Changes, Held: held, Names: f.names, Cards: f.basis.MIG.Cards, Failing: end.Failing,
-			Drain: f.drain, Others: f.basis.Others, Cordoned: f.basis.cordons.gpus, Closed: f.basis.closed})
+		return deviceplugin.Build(deviceplugin.Input{Inventory: then.Inventory, Changes: &then.Changes, Held: held,
+			Names: f.names, Cards: f.snap.basis.MIG.Cards, Failing: end.shape.Failing,
+			Drain: f.drain, Others: f.snap.basis.Others, Cordoned: f.snap.basis.cordons.gpus,
+			Closed: f.snap.basis.closed})
 	})
-	front.SetFaults(faultsIn(end.Verdicts, end.Inventory))
-	end.Conditions = slices.Concat(end.Conditions, end.leaves(), f.basis.cordons.conditions(f.domain, then.Inventory))
-	at := newScene(end, f.names, f.basis.on.Unit, front.Offer(), f.allocations)
+	front.SetFaults(faultsIn(end.hardware.Verdicts, end.hardware.Inventory))
+	end.Conditions = slices.Concat(end.Conditions, end.leaves(),
+		f.snap.basis.cordons.conditions(f.domain, then.Inventory))
+	at := newScene(end, f.names, f.snap.basis.on.Unit, front.Offer(), f.allocations)
 	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names)
 }
 
@@ -348,7 +366,8 @@ func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffe
 		}
 	}
 	out := []status.PlannedOffer{}
-	for _, k := range slices.SortedFunc(maps.Keys(sum), func(a, b key) int { return cmp.Or(cmp.Compare(a.resource, b.resource), cmp.Compare(a.api, b.api)) }) {
+	byName := func(a, b key) int { return cmp.Or(cmp.Compare(a.resource, b.resource), cmp.Compare(a.api, b.api)) }
+	for _, k := range slices.SortedFunc(maps.Keys(sum), byName) {
 		if o := sum[k]; o.Total > 0 {
 			out = append(out, o)
 		}

@@ -153,8 +153,8 @@ func (f *foreseen) trouble() {
 		f.with(func() { d().Fault = "GPU is lost" })
 	}
 	f.SetNode(agentkube.Node{Annotations: annotations})
-	f.reader.stale.Store(true)
-	f.wake()
+	f.loop.reader.stale.Store(true)
+	f.bell.wake()
 	f.LookAtCheckpoint()
 }
 
@@ -176,11 +176,11 @@ func did(steps []status.PlannedStep, resets bool) (out []string) {
 
 // now is how the node is, in the words of a plan.
 func (f *foreseen) now(wanted []string) (out status.Plan) {
-	snap := f.snapshot.Load()
+	snap := f.loop.reporter.last()
 	out.State = string(snap.Outcome.State)
-	for i := range snap.Inventory.GPUs {
-		d := &snap.Inventory.GPUs[i]
-		g := status.PlannedGPU{Index: d.Index, Wanted: wanted[i], To: snap.Layouts[d.UUID].Words()}
+	for i := range snap.hardware.Inventory.GPUs {
+		d := &snap.hardware.Inventory.GPUs[i]
+		g := status.PlannedGPU{Index: d.Index, Wanted: wanted[i], To: snap.shape.Layouts[d.UUID].Words()}
 		for at := range strings.FieldsSeq(f.standing(i)) {
 			g.Result = append(g.Result, status.PlannedInstance{Profile: at})
 		}
@@ -252,7 +252,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if label != "" {
 		labels["example.com/"+PartitionLabel] = label
 	}
-	annotations := map[string]string{"example.com/" + CordonAnnotation: b.partitions.latest().cordon}
+	annotations := map[string]string{"example.com/" + CordonAnnotation: b.mail.latest().cordon}
 	q := status.Question{File: []byte(file)}
 	if label != "" && rng.IntN(2) == 0 {
 		q.Partitions = []string{label}
@@ -277,7 +277,7 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.partitions.hear(func(in *input) { in.file, in.chosen = parsed, label }) // at one moment
+	b.mail.hear(func(in *input) { in.file, in.chosen = parsed, label }) // at one moment
 	settle()
 	met[want.State]++
 	done := make([][]string, gpus)
@@ -292,8 +292,8 @@ func foresee(t *testing.T, seed uint64, met map[string]int) {
 		t.Helper()
 		t.Errorf(format+"\nfile: %s\nnode: %s, %s\nallocations: %v", append(args, file, b.state(), b.message(), b.Allocations())...)
 	}
-	if want.Partition != b.snapshot.Load().Outcome.Partition {
-		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.snapshot.Load().Outcome.Partition)
+	if want.Partition != b.loop.reporter.last().Outcome.Partition {
+		complain("the plan is of partition %q, and the node follows %q", want.Partition, b.loop.reporter.last().Outcome.Partition)
 	}
 	if want.State == "invalid" {
 		after := f.now(make([]string, gpus))

@@ -23,15 +23,17 @@ import (
 func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Level) *gpunode.Status {
 	out := &gpunode.Status{MemoryUnitMiB: int(at.unit), HoldersIn: in}
 	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
-	if at.Missing != "" || at.At.IsZero() {
+	if at.snap.Missing != "" || at.snap.At.IsZero() {
 		// A driver that is not there is why, as in the Node's GPUReady: it may last.
-		ready.Status, ready.Reason, ready.Message = gpunode.False, cmp.Or(at.usable.absent.Reason, status.Starting), cmp.Or(at.Missing, "the first round has not ended")
+		ready.Status, ready.Reason = gpunode.False, cmp.Or(at.snap.usable.absent.Reason, status.Starting)
+		ready.Message = cmp.Or(at.snap.Missing, "the first round has not ended")
 	}
 	out.Conditions = []gpunode.Condition{ready}
 	for i := range s.GPUs {
-		g, d := &s.GPUs[i], at.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
-		layout := at.Layouts[d.UUID]
-		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: g.Mode, Resource: g.Resource, Cordoned: at.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
+		g, d := &s.GPUs[i], at.snap.hardware.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
+		layout := at.snap.shape.Layouts[d.UUID]
+		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: g.Mode,
+			Resource: g.Resource, Cordoned: at.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
 		if layout.Offers {
 			to.API, to.Kind = string(cmp.Or(layout.API, ledger.DevicePlugin)), layout.Kind
 			switch {
@@ -94,7 +96,8 @@ func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Cond
 	out := []gpunode.Condition{available, healthy}
 	if n := at.idle(gpu.UUID(g.UUID)); n > 0 {
 		// Pods are not named: the object is for everybody.
-		out = append(out, gpunode.Condition{Type: gpunode.Idle, Status: gpunode.True, Reason: status.GrantIdle, Message: fmt.Sprintf("allocations that nobody has used for a while: %d", n)})
+		out = append(out, gpunode.Condition{Type: gpunode.Idle, Status: gpunode.True, Reason: status.GrantIdle,
+			Message: fmt.Sprintf("allocations that nobody has used for a while: %d", n)})
 	}
 	return out
 }
@@ -103,7 +106,8 @@ func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Cond
 func (at *scene) idle(u gpu.UUID) (n int) {
 	for i := range at.allocations {
 		a := &at.allocations[i]
-		if a.On(u) && slices.ContainsFunc(at.Conditions, func(c status.Condition) bool { return c.Reason == status.GrantIdle && c.Subject == a.ID }) {
+		idle := func(c status.Condition) bool { return c.Reason == status.GrantIdle && c.Subject == a.ID }
+		if a.On(u) && slices.ContainsFunc(at.snap.Conditions, idle) {
 			n++
 		}
 	}
@@ -114,12 +118,12 @@ func (at *scene) idle(u gpu.UUID) (n int) {
 // the GPU were not full.
 func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 	u := gpu.UUID(g.UUID)
-	for _, v := range at.Verdicts {
+	for _, v := range at.snap.hardware.Verdicts {
 		if v.GPU == u && v.GI < 0 { // of one instance, the rest goes on
 			return status.Why(status.GPUUnhealthy, "%s", v.Reason)
 		}
 	}
-	switch none := at.offersNothing(u); {
+	switch none := at.snap.offersNothing(u); {
 	case none != (status.Cause{}):
 		return none
 	case at.cordoned(u):
@@ -151,15 +155,17 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 
 // blockedBy is the reason why a GPU's change waits.
 func (at *scene) blockedBy(uuid string) status.Reason {
-	i := slices.IndexFunc(at.Conditions, func(c status.Condition) bool { return c.Type == status.Blocked && c.Subject == uuid })
-	return at.Conditions[i].Reason
+	i := slices.IndexFunc(at.snap.Conditions, func(c status.Condition) bool {
+		return c.Type == status.Blocked && c.Subject == uuid
+	})
+	return at.snap.Conditions[i].Reason
 }
 
 // gpuNodeMIG is what a GPU has of MIG devices. Its card is added to cards.
 func (at *scene) gpuNodeMIG(g *status.GPU, d *gpu.Device, cards *[]gpunode.Card) *gpunode.MIG {
 	m := &gpunode.MIG{OnDemand: g.MIG.OnDemand, Card: nameCard(gpunode.CardOf(d), cards)}
 	leaving := map[string]bool{}
-	for _, c := range at.Conditions {
+	for _, c := range at.snap.Conditions {
 		if c.Type == status.Leaving {
 			leaving[c.Subject] = true
 		}
@@ -228,7 +234,8 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 			continue
 		}
 		of := scene{allocations: at.allocations[i : i+1]}
-		h := gpunode.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, Container: a.Holder.Container, Resource: a.Resource}
+		h := gpunode.Holder{Namespace: a.Holder.Namespace, Pod: a.Holder.Name, Container: a.Holder.Container,
+			Resource: a.Resource}
 		if a.Owner == ledger.DevicePlugin && !a.Kind().InMIG() {
 			h.Devices = of.used(u, a.Kind())
 		}
@@ -240,23 +247,25 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 		out = append(out, h)
 	}
 	slices.SortStableFunc(out, func(a, b gpunode.Holder) int {
-		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod), cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource))
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
+			cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource))
 	})
 	return out
 }
 
-// GPUNode is what the GPUNode object is to say, but for when its conditions changed.
-func (r *reporter) GPUNode(in gpunode.HoldersIn) *gpunode.Status {
-	at := r.scene()
-	s := r.show(at)
-	return at.gpuNode(&s, in, r.claims.caps)
+// gpuNode is Agent.GPUNode.
+func (y *display) gpuNode(in gpunode.HoldersIn) *gpunode.Status {
+	at := y.scene()
+	s := y.show(at)
+	return at.gpuNode(&s, in, y.caps)
 }
 
-// holdersIn says where the holders of devices are told on a node from which in came.
-func (in *input) holdersIn(o *Options) gpunode.HoldersIn {
+// holdersIn says where the holders of devices are told on a node from which in came, where the
+// operator says fixed, or nothing.
+func (in *input) holdersIn(fixed gpunode.HoldersIn) gpunode.HoldersIn {
 	switch {
-	case o.HoldersIn != "":
-		return o.HoldersIn
+	case fixed != "":
+		return fixed
 	case in.podsTell:
 		return gpunode.InPods
 	}

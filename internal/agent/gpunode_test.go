@@ -283,7 +283,7 @@ func TestGPUNodeSaysWhatFits(t *testing.T) {
 // listedHealthy are the devices that the kubelet could give out: those that are healthy and
 // that nobody has.
 func (b *bench) listedHealthy(resource string) (out []string) {
-	held := b.scene().held[resource]
+	held := b.display.(*display).scene().held[resource]
 	for _, r := range b.front.Offer().Resources {
 		for _, dev := range r.Devices {
 			if r.Name == resource && dev.Healthy && !held[dev.ID] {

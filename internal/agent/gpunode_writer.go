@@ -100,12 +100,16 @@ func (w *gpuNodeWriter) see(has *gpunode.Status, absent error) {
 	poke(w.news)
 }
 
+// turn has what the object is to say compared, after a round.
+func (w *gpuNodeWriter) turn(bool) { poke(w.news) }
+
 // conditions says why the object is not what it should be.
 func (w *gpuNodeWriter) conditions() []status.Condition {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err := cmp.Or(w.absent, w.failed); err != nil {
-		return []status.Condition{status.Why(status.GPUNodeFailed, "the node's GPUNode cannot be written: %v", err).Condition(status.Noted, "")}
+		return []status.Condition{status.Why(status.GPUNodeFailed, "the node's GPUNode cannot be written: %v", err).
+			Condition(status.Noted, "")}
 	}
 	return nil
 }

@@ -365,7 +365,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 			g.set(nil, g.absent)
 		}
 		b.want("applied", fourUnits, "")
-		b.wake()
+		b.bell.wake()
 		synctest.Wait()
 		if n := strings.Count(b.log.String(), "there is no GPUNode"); n != 1 || g.count() != 0 {
 			t.Errorf("said %d times:\n%s", n, b.log)
@@ -375,7 +375,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 		}
 		g.set(nil, nil)
 		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
-		b.wake()
+		b.bell.wake()
 		if synctest.Wait(); len(b.Status().Conditions) != 0 {
 			t.Errorf("%+v", b.Status().Conditions)
 		}

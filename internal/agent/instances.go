@@ -15,10 +15,10 @@ import (
 
 // instancesOf finds the instances of an allocation of MIG devices. ok is false where one
 // of them does not stand, or is about to go: the allocation's container cannot start.
-func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
+func (on *ground) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
-		d := k.reader.inv.ByUUID(g.GPU)
+		d := on.inv.ByUUID(g.GPU)
 		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
@@ -26,7 +26,7 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 		if in == nil || in.CI < 0 {
 			return nil, false
 		}
-		if placement, err := mig.PlacementOf(in); err != nil || k.executor.jobs[g.GPU].destroys(placement) {
+		if placement, err := mig.PlacementOf(in); err != nil || destroys(on.working[g.GPU], placement) {
 			return nil, false
 		}
 		out = append(out, instance{d, in})
@@ -36,13 +36,13 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 
 // inOtherMode reports whether an allocation is not of MIG devices, and a GPU of it is in
 // MIG mode or on its way: no container can use it as a whole.
-func (k *gatekeeper) inOtherMode(c *ledger.Allocation) bool {
+func (on *ground) inOtherMode(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
 		if g.Kind().InMIG() || g.NoRoom {
 			return false
 		}
-		d := k.reader.inv.ByUUID(g.GPU)
-		return d != nil && (d.MIG.Enabled || k.executor.jobs[g.GPU].switches())
+		d := on.inv.ByUUID(g.GPU)
+		return d != nil && (d.MIG.Enabled || switches(on.working[g.GPU]))
 	})
 }
 

@@ -15,10 +15,13 @@ import (
 // that need it, where some always do.
 const trimEvery = 256
 
-// journal writes allocations down of which no file tells yet. note is for anybody, all else
-// for the loop's goroutine.
+// journal is the agent's memory on disk. It writes allocations down of which no file tells yet.
+// note is for anybody, all else for the loop's goroutine.
 type journal struct {
-	store  Store
+	store Store
+	// boot is Options.Boot.
+	boot   string
+	log    *slog.Logger
 	ration *brief.Ration
 
 	mu    sync.Mutex
@@ -47,7 +50,8 @@ func (j *journal) write() {
 	j.mu.Unlock()
 	for _, c := range noted {
 		if err := j.append(c); err != nil {
-			j.ration.Log(slog.LevelWarn, "cannot write an allocation down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
+			j.ration.Log(slog.LevelWarn, "cannot write an allocation down; the kubelet's checkpoint must do", nil,
+				"resource", c.Resource, "err", err)
 			j.due = true // the journal is written anew, as soon as that can be done
 		}
 	}

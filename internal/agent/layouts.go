@@ -24,6 +24,10 @@ type layouts struct {
 	told func(gpu.UUID, plan.Layout)
 }
 
+func newLayouts(log *slog.Logger, told func(gpu.UUID, plan.Layout)) *layouts {
+	return &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: log, told: told}
+}
+
 // offerAny reports whether any of these GPUs has devices to withdraw.
 func (l *layouts) offerAny(gpus []gpu.UUID) bool {
 	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return l.now[u].Offers })
@@ -54,7 +58,8 @@ func (l *layouts) settle(changes *plan.Changes) {
 		if old.Offers {
 			l.keep(u, old)
 		}
-		l.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
+		l.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(),
+			"devices", changes.Layouts[u].N)
 		l.told(u, changes.Layouts[u])
 	}
 	l.now = changes.Layouts
@@ -64,7 +69,8 @@ func (l *layouts) settle(changes *plan.Changes) {
 // a plan, which may need the room.
 func (l *layouts) expire(now time.Time) {
 	for u, past := range l.past {
-		if l.past[u] = slices.DeleteFunc(past, func(p plan.Past) bool { return !p.Until.After(now) }); len(l.past[u]) == 0 {
+		l.past[u] = slices.DeleteFunc(past, func(p plan.Past) bool { return !p.Until.After(now) })
+		if len(l.past[u]) == 0 {
 			delete(l.past, u)
 		}
 	}

@@ -12,34 +12,28 @@ import (
 	"sync/atomic"
 	"time"
 
-	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
 )
 
 // reader reads the hardware, beside the loop where that takes long, and knows it as it
-// was last seen. stale may be set by anybody, and followLinks runs beside the loop;
-// everything else is for the loop's
-// goroutine. Use newReader.
+// was last seen. stale may be set by anybody, and again called; everything else is for the
+// loop's goroutine. Use newReader.
 type reader struct {
 	driver Driver
 	health *health.Monitor
-	faults *faults
-	log    *slog.Logger
+	// told is told of what a reading says, when health has been.
+	told judge
+	log  *slog.Logger
 	// wake has a round come, when a reading has ended that none waits for.
-	wake func()
-	// linksEvery is Options.LinksEvery.
-	linksEvery time.Duration
+	wake  func()
+	links *links
 	// stale says that the driver is to be read anew in the next round.
 	stale atomic.Bool
-	// linked says that some GPUs have NVLinks, up or down.
-	linked atomic.Bool
 
 	// The rest belongs to the loop's goroutine.
 
@@ -56,24 +50,52 @@ type reader struct {
 	readRest rest      // how long it is not tried again
 	letGo    string    // why the driver was let go
 	letting  string    // why it is to be let go when no work is under way
-	// parts were learnt in the epoch partsOf; partsErr is why that failed.
-	parts    *parts
-	partsOf  uint64
-	partsErr error
-	// cards is what can stand on each GPU, of profiles as they were then.
-	cards    map[gpu.UUID]*mig.Card
-	profiles map[gpu.UUID][]gpu.Profile
+	cards    cards     // of inv
 }
 
-func newReader(o *Options, w *Worlds, monitor *health.Monitor, tell func(map[gpu.UUID]string, map[mig.Place]string), ration *brief.Ration, wake func()) *reader {
-	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, linksEvery: o.LinksEvery,
-		epoch: 1, partsOf: 1, cards: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}
-	if r.linksEvery <= 0 {
-		r.linksEvery = inventoryEvery
+// judge turns what is known of the GPUs' health into what the front-ends are told; faults does.
+type judge interface {
+	// stands takes in what stands on the GPUs, by which a fault of an instance is understood.
+	stands(*gpu.Inventory)
+	// apply tells the front-ends.
+	apply()
+	// isBlind reports whether the driver tells of no events.
+	isBlind() bool
+}
+
+// firstEpoch is the reader's before it has read anything.
+const firstEpoch = 1
+
+func newReader(o *Options, w *Worlds, monitor *health.Monitor, wake func()) *reader {
+	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, epoch: firstEpoch,
+		cards: cards{of: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}}
+	r.links = &links{driver: w.Driver, every: o.LinksEvery, changed: r.again}
+	if r.links.every <= 0 {
+		r.links.every = inventoryEvery
 	}
-	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, tell: tell, wake: wake,
-		look: func() { r.stale.Store(true); wake() }}
 	return r
+}
+
+// again has the hardware read anew, in a round that comes at once. It may be called by anybody.
+func (r *reader) again() {
+	r.stale.Store(true)
+	r.wake()
+}
+
+// wereReset takes in when an operator says that GPUs were reset.
+func (r *reader) wereReset(at map[gpu.UUID]time.Time) {
+	for u, at := range at {
+		if r.health.WasReset(u, at) {
+			r.log.Info("an operator says that a GPU was reset", "gpu", string(u), "at", at)
+			r.again()
+		}
+	}
+}
+
+// wasReset takes in that the agent itself has reset a GPU. It may be called by anybody.
+func (r *reader) wasReset(u gpu.UUID) {
+	r.health.WasReset(u, time.Now())
+	r.again()
 }
 
 // restore takes over the GPUs that the process before this one knew.
@@ -170,28 +192,6 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 	}
 }
 
-// followLinks has the hardware read anew when NVLinks have failed or come back, of which
-// the driver tells in no event.
-func (r *reader) followLinks(ctx context.Context) error {
-	every := time.NewTicker(r.linksEvery)
-	defer every.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-every.C:
-		}
-		if !r.linked.Load() {
-			continue
-		}
-		asking, cancel := context.WithTimeout(ctx, driverPatience)
-		if changed, err := r.driver.LinksChanged(asking); err == nil && changed {
-			r.faults.look()
-		}
-		cancel()
-	}
-}
-
 // lookErr is why the hardware is not known as it is now: what the last reading
 // failed of, or that the first one takes its time.
 func (r *reader) lookErr() error {
@@ -215,7 +215,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 		return r.readRest.until
 	}
 	next := r.readAt.Add(inventoryEvery)
-	if r.faults.blind.Load() {
+	if r.told.isBlind() {
 		next = r.readAt.Add(blindEvery)
 	}
 	if probe := r.health.Due(now); !probe.IsZero() && probe.Before(next) {
@@ -228,7 +228,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 // one changes only what is known of the GPUs' health.
 func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now time.Time) bool {
 	r.reading = nil
-	defer r.faults.apply()
+	defer r.told.apply()
 	r.readAt = now
 	if got.err != nil {
 		r.health.Reading(health.Reading{Err: got.err}, now)
@@ -251,8 +251,8 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	}
 	r.inv = inv
 	r.setTopology()
-	r.faults.instances.Store(inv)
-	r.setCards()
+	r.told.stands(inv)
+	r.cards.follow(inv, r.log)
 	// As merged: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{Load: inv.Load}
 	for i := range inv.GPUs {
@@ -270,8 +270,8 @@ func (r *reader) setMIG(u gpu.UUID, m gpu.MIG) {
 	inv.GPUs = slices.Clone(inv.GPUs)
 	inv.ByUUID(u).MIG = m
 	r.inv = &inv
-	r.faults.instances.Store(r.inv)
-	r.setCards()
+	r.told.stands(r.inv)
+	r.cards.follow(r.inv, r.log)
 	if slices.ContainsFunc(r.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
 		r.stale.Store(true) // re-read, so that health drops what it says of a removed instance
 	}
@@ -282,7 +282,8 @@ func (r *reader) setTopology() {
 	r.topology = topology.New(r.inv)
 	m := r.topology.Matrix()
 	r.matrix = &m
-	r.linked.Store(slices.ContainsFunc(r.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 }))
+	linked := func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 }
+	r.links.some.Store(slices.ContainsFunc(r.inv.GPUs, linked))
 }
 
 // sameGPUs reports whether two readings have the same GPUs, each as well
@@ -308,7 +309,8 @@ func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 			if inv.ByUUID(d.UUID) != nil {
 				continue
 			}
-			if i := slices.IndexFunc(inv.GPUs, func(n gpu.Device) bool { return n.UUID == "" && n.Index == d.Index }); i >= 0 {
+			same := func(n gpu.Device) bool { return n.UUID == "" && n.Index == d.Index }
+			if i := slices.IndexFunc(inv.GPUs, same); i >= 0 {
 				d.Fault, d.Lost = inv.GPUs[i].Fault, inv.GPUs[i].Lost
 				inv.GPUs[i] = d
 				continue
@@ -417,11 +419,17 @@ func (r *reader) mind(why string, working bool) error {
 		r.letGo = why
 		r.readErr = fmt.Errorf("the driver was let go, since %s: %w", why, gpu.ErrNoDriver)
 		r.health.Reading(health.Reading{Err: r.readErr}, time.Now())
-		r.faults.apply()
+		r.told.apply()
 	case r.letGo != "" && why == "":
 		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
 	}
 	return nil
+}
+
+// hardware is what is known of the GPUs now.
+func (r *reader) hardware() readout {
+	return readout{Inventory: r.inv, Topology: r.topology, Matrix: r.matrix, Answered: r.answered,
+		Verdicts: r.health.Verdicts(), Hangs: r.hangs()}
 }
 
 // usable says whether there is any point in asking the driver for more.
@@ -452,74 +460,75 @@ func (r *reader) absent() (none status.Cause) {
 	return none
 }
 
-// parts are what containers need of the driver and of each GPU, and the libraries
-// that hold them to their memory there.
-type parts struct {
-	cdi.Parts
-	kit lib.Kit
+// links asks for the states of NVLinks, of which the driver tells in no event. follow runs
+// beside the loop.
+type links struct {
+	driver Driver
+	// every is Options.LinksEvery.
+	every time.Duration
+	// some says that some GPUs have NVLinks, up or down.
+	some atomic.Bool
+	// changed is called when links have failed or come back.
+	changed func()
 }
 
-// closed is why no container can be given anything of the driver; empty where one can.
-func (r *reader) closed() string {
-	if r.parts == nil && r.partsErr != nil {
-		return r.partsErr.Error()
+// follow looks at the links until ctx ends.
+func (l *links) follow(ctx context.Context) error {
+	every := time.NewTicker(l.every)
+	defer every.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-every.C:
+		}
+		if !l.some.Load() {
+			continue
+		}
+		asking, cancel := context.WithTimeout(ctx, driverPatience)
+		if changed, err := l.driver.LinksChanged(asking); err == nil && changed {
+			l.changed()
+		}
+		cancel()
 	}
-	return ""
 }
 
-// partsDue reports whether what containers need of the driver is to be learnt anew.
-func (r *reader) partsDue() bool { return r.partsOf != r.epoch }
-
-// learnParts asks the driver what containers need of it. On failure what was
-// learnt before stays, and the next round asks again.
-func (r *reader) learnParts(ctx context.Context, caps Caps) error {
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
-	defer cancel()
-	of, err := r.driver.Parts(ctx)
-	if r.partsErr = err; err != nil {
-		return status.Because(status.DriverFilesUnknown, fmt.Errorf("learn which driver files containers need: %w", err))
-	}
-	kit, err := caps.Fit(of)
-	if kit == (lib.Kit{}) {
-		r.partsErr = err
-		return status.Because(status.FilesFailed, err)
-	}
-	r.parts, r.partsOf = &parts{of, kit}, r.epoch
-	if err != nil {
-		r.log.Warn("programs in containers will find functions that this driver does not have; they fail where they are called", "err", err)
-	}
-	return nil
+// cards is what can stand on each GPU, of profiles as they were then.
+type cards struct {
+	of       map[gpu.UUID]*mig.Card // replaced by follow, not changed
+	profiles map[gpu.UUID][]gpu.Profile
 }
 
-// setCards keeps what can stand on each GPU in step with what its driver says.
-func (r *reader) setCards() {
-	cards := map[gpu.UUID]*mig.Card{}
-	for i := range r.inv.GPUs {
-		d := &r.inv.GPUs[i]
+// follow keeps what can stand on each GPU in step with what its driver says.
+func (c *cards) follow(inv *gpu.Inventory, log *slog.Logger) {
+	of := map[gpu.UUID]*mig.Card{}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
 		if !d.MIG.Capable {
 			continue
 		}
-		if old, ok := r.cards[d.UUID]; ok && sameProfiles(r.profiles[d.UUID], d.MIG.Profiles) {
-			cards[d.UUID] = old
+		if old, ok := c.of[d.UUID]; ok && sameProfiles(c.profiles[d.UUID], d.MIG.Profiles) {
+			of[d.UUID] = old
 			continue
 		}
-		c, err := mig.NewCard(&d.MIG)
+		card, err := mig.NewCard(&d.MIG)
 		if err != nil { // the profiles that are understood may be had
-			r.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
+			log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
 		}
-		if old := r.cards[d.UUID]; old != nil && old.Known() && !c.Known() {
+		if old := c.of[d.UUID]; old != nil && old.Known() && !card.Known() {
 			// A driver that tells placements only with MIG on: they do not change.
-			cards[d.UUID] = old
+			of[d.UUID] = old
 			continue
 		}
-		cards[d.UUID] = c
-		r.profiles[d.UUID] = d.MIG.Profiles
+		of[d.UUID] = card
+		c.profiles[d.UUID] = d.MIG.Profiles
 	}
-	r.cards = cards
+	c.of = of
 }
 
 func sameProfiles(a, b []gpu.Profile) bool {
 	return slices.EqualFunc(a, b, func(x, y gpu.Profile) bool {
-		return x.Name == y.Name && x.ID == y.ID && x.Max == y.Max && x.Slices == y.Slices && slices.Equal(x.Placements, y.Placements)
+		return x.Name == y.Name && x.ID == y.ID && x.Max == y.Max && x.Slices == y.Slices &&
+			slices.Equal(x.Placements, y.Placements)
 	})
 }

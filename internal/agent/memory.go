@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -16,67 +17,77 @@ import (
 // remember takes over what the process before this one left: its allocations, what it
 // was still withdrawing, which GPUs it knew and which of them were faulty. All of
 // it is in force before anything is said to the kubelet.
-func (a *Agent) remember() {
-	doc, now := a.journal.store.Document(), time.Now()
-	same := doc.Boot == a.opts.Boot && doc.Boot != ""
+func (l *loop) remember() {
+	doc, now := l.journal.store.Document(), time.Now()
+	same := doc.Boot == l.journal.boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
-		a.reader.restore(doc.GPUs)
+		l.reader.restore(doc.GPUs)
 	}
 	// Where no boot has a name, a fault stays: a reboot that nobody saw loads the driver anew.
-	a.health.Restore(doc.Faults, same || doc.Boot == "" || a.opts.Boot == "")
-	a.reader.faults.apply()
-	a.partitions.cordons.gpus = map[gpu.UUID]bool{}
+	l.reader.health.Restore(doc.Faults, same || doc.Boot == "" || l.journal.boot == "")
+	l.reader.told.apply()
+	l.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {
-		a.partitions.cordons.gpus[u] = true
+		l.partitions.cordons.gpus[u] = true
 	}
 	if same {
-		a.slices.restore(doc.TimeSlices)
-		a.layouts.restore(doc.Layouts, now)
-		if offersClaims(a.layouts.now) {
+		l.slices.restore(doc.TimeSlices)
+		l.layouts.restore(doc.Layouts, now)
+		if offersClaims(l.layouts.now) {
 			// The kubelet may call already: what it asks then can wait, and what it
 			// cannot ask it tries again after a minute or more.
-			a.claims.start()
+			l.offering.claims.start()
 		}
 		for _, m := range doc.Made {
-			a.executor.own(m.GPU, m.Placement)
+			l.executor.own(m.GPU, m.Placement)
 		}
 	}
 	// The journal knows when its allocations were allocated, the files do not.
-	for _, c := range a.journal.store.Allocations() {
+	for _, c := range l.journal.store.Allocations() {
 		if c.Allocated.After(now) { // the clock was put back
 			c.Allocated = time.Time{}
 		}
-		if err := a.gates.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
-			a.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
+		if err := l.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
+			l.journal.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
-	a.gates.adoptFiles()
+	l.gates.adoptFiles(l.takeOver)
+}
+
+// takeOver has an allocation of the process before this one in the ledger again.
+func (l *loop) takeOver(id string, r ledger.Record, given, file time.Time) error {
+	err := l.offering.takeOver(l.ledger, id, r, given, file)
+	if err == nil {
+		l.ledger.Filed(id, file)
+	}
+	return err
 }
 
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
-func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.health.Records(), Cordoned: sortedKeys(a.partitions.cordons.gpus)}
-	for i := range a.reader.inv.GPUs {
-		d := a.reader.inv.GPUs[i]
+func (l *loop) save() error {
+	doc := state.Document{Boot: l.journal.boot, TimeSlices: l.slices.inForce(), Layouts: l.layouts.listed(),
+		Faults: l.reader.health.Records(), Cordoned: sortedKeys(l.partitions.cordons.gpus)}
+	for i := range l.reader.inv.GPUs {
+		d := l.reader.inv.GPUs[i]
 		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}
 		doc.GPUs = append(doc.GPUs, d)
 	}
-	for _, u := range sortedKeys(a.executor.mine) {
-		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.ComparePlacements) {
+	for _, u := range sortedKeys(l.executor.mine) {
+		for _, m := range slices.SortedFunc(maps.Keys(l.executor.mine[u]), mig.ComparePlacements) {
 			doc.Made = append(doc.Made, state.Made{GPU: u, Placement: m})
 		}
 	}
-	if err := a.journal.store.Save(doc); err != nil {
+	if err := l.journal.store.Save(doc); err != nil {
 		return status.Because(status.FilesFailed, err)
 	}
 	// An allocation whose container has been made is in its CDI file, unless that was taken
 	// away.
 	var need []state.Allocation
-	for _, c := range a.ledger.Allocations() {
-		if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
+	for _, c := range l.ledger.Allocations() {
+		if !c.Adopted && !l.offering.front.Started(c.ID) || l.gates.removed[c.ID] {
 			need = append(need, recordOf(&c))
 		}
 	}
-	return status.Because(status.FilesFailed, a.journal.trim(need))
+	return status.Because(status.FilesFailed, l.journal.trim(need))
 }

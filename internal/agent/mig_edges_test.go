@@ -237,8 +237,8 @@ func TestFreePlacementsAreWithdrawnBeforeTheWork(t *testing.T) {
 			b := start(t, o, t.TempDir(), migPartition(demand))
 			defer b.end()
 			src, late := b.source(small), false
-			m := &meddler{Store: b.Agent.journal.store}
-			b.Agent.journal.store = m
+			m := &meddler{Store: b.Agent.loop.journal.store}
+			b.Agent.loop.journal.store = m
 			m.do = func() {
 				_, err := src.Allocate([]string{migID(0, "1g.10gb@3")})
 				late = err == nil

@@ -483,7 +483,7 @@ func TestIdleInstanceTTL(t *testing.T) {
 		o := migMachine(1, 0)
 		b := start(t, o, t.TempDir(), migPartition(demand))
 		defer b.end()
-		b.Agent.executor.idleTTL = time.Minute
+		b.Agent.loop.executor.idleTTL = time.Minute
 		b.hold("a", small, migID(0, "1g.10gb@0"))
 		time.Sleep(5 * time.Minute)
 		b.wantStanding(0, "1g.10gb@0")
@@ -506,7 +506,7 @@ func TestForeignInstances(t *testing.T) {
 				}
 				b := start(t, o, t.TempDir(), "")
 				defer b.end()
-				b.Agent.opts.ReclaimForeign = reclaim
+				b.Agent.loop.executor.reclaim = reclaim
 				b.SetFile("p.yaml", []byte(migPartition(twoLarge, demand)))
 				time.Sleep(time.Minute)
 				if reclaim {
@@ -670,7 +670,7 @@ func TestResetNeverAsksForIt(t *testing.T) {
 		o.ampere = true
 		b := start(t, o, t.TempDir(), "")
 		defer b.end()
-		b.Agent.executor.neverReset = true
+		b.Agent.loop.executor.neverReset = true
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge, "{mode: whole}")))
 		time.Sleep(time.Second)
 		b.wantState("pending")

@@ -17,7 +17,7 @@ import (
 
 // ready is what GPUReady is now, with its message.
 func (b *bench) ready() string {
-	c, _ := readyCondition("example.com", b.snapshot.Load(), time.Now().Add(2*silentFor))
+	c, _ := readyCondition("example.com", b.loop.reporter.last(), time.Now().Add(2*silentFor))
 	return string(c.Status) + " " + c.Reason + ": " + c.Message
 }
 

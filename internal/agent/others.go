@@ -70,8 +70,13 @@ type coexistence struct {
 }
 
 func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func()) *coexistence {
-	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of, own: "gpus." + o.Domain, log: o.Log, wake: wake}
+	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of,
+		own: "gpus." + o.Domain, log: o.Log, wake: wake}
 }
+
+func (c *coexistence) theirs() map[gpu.UUID]string { return c.gpus }
+
+func (c *coexistence) next() time.Time { return c.due }
 
 // lookAtCheckpoint has the kubelet's checkpoint read, in a while and for all who ask until
 // then, where it has been written again, and the kubelet asked where that is news.
@@ -99,7 +104,8 @@ type account struct {
 
 func (a *account) equal(b *account) bool {
 	return maps.Equal(a.registered, b.registered) && slices.EqualFunc(a.entries, b.entries, func(x, y node.Entry) bool {
-		return x.PodUID == y.PodUID && x.Container == y.Container && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+		return x.PodUID == y.PodUID && x.Container == y.Container && x.Resource == y.Resource &&
+			slices.Equal(x.IDs, y.IDs)
 	})
 }
 
@@ -133,7 +139,8 @@ func (c *coexistence) newlyWritten() bool {
 	}
 	cp, err := c.kubelet.Checkpoint()
 	now := c.ofOthers(&cp, !errors.Is(err, gpu.ErrNotFound), err)
-	return now == nil || !now.equal(told) || slices.ContainsFunc(*mine, func(resource string) bool { return cp.Registered[resource].N == 0 })
+	lacking := func(resource string) bool { return cp.Registered[resource].N == 0 }
+	return now == nil || !now.equal(told) || slices.ContainsFunc(*mine, lacking)
 }
 
 // sightings is what one look has found: why GPUs are somebody else's. A GPU that is
@@ -160,11 +167,13 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 // look looks for others' GPUs where that is due, and returns the devices of all
 // resources that the kubelet would give out. asked is whether it was asked; it was away
 // where there are none. mine are the resources of which the kubelet should have devices.
-func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string, mine []string) (allocatable map[string][]string, asked bool) {
+func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string,
+	mine []string) (allocatable map[string][]string, asked bool) {
 	now := time.Now()
 	c.mine.Store(&mine)
 	unknown := func(d gpu.Device) bool { return !c.known[d.UUID] } // it may be others' already
-	if !c.asked.Swap(false) && c.gpus != nil && migManager == c.migManager && !slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) {
+	if !c.asked.Swap(false) && c.gpus != nil && migManager == c.migManager &&
+		!slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) {
 		return nil, false
 	}
 	// First: what the kubelet says is no older than what it wrote before.
@@ -202,13 +211,15 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	c.prepared(ctx, s)
 	for _, resource := range sortedKeys(allocatable) {
 		if !c.witness.Owns(resource) {
-			add(s.sure, gpusOf(inv, allocatable[resource]...),
-				fmt.Sprintf("the kubelet lists it as %s of another device plugin; end that one, or give the GPU mode off", resource))
+			add(s.sure, gpusOf(inv, allocatable[resource]...), fmt.Sprintf(
+				"the kubelet lists it as %s of another device plugin; end that one, or give the GPU mode off",
+				resource))
 		}
 	}
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; d.MIG.Capable && migManager != "" && migManager != migManagerIdle {
-			add(s.sure, []gpu.UUID{d.UUID}, fmt.Sprintf("NVIDIA's MIG manager partitions it (the node's label %s is %s); remove that label, or give the GPU mode off",
+			add(s.sure, []gpu.UUID{d.UUID}, fmt.Sprintf("NVIDIA's MIG manager partitions it "+
+				"(the node's label %s is %s); remove that label, or give the GPU mode off",
 				migManagerLabel, migManager))
 		}
 	}
@@ -335,7 +346,8 @@ func (c *coexistence) livingPods(ctx context.Context) (map[string]workload.Pod, 
 
 // heldAs says who has a GPU by another device plugin.
 func heldAs(pod, resource string) string {
-	return fmt.Sprintf("%s has it as %s of another device plugin; end that pod and plugin, or give the GPU mode off", pod, resource)
+	return fmt.Sprintf("%s has it as %s of another device plugin; end that pod and plugin, or give the GPU mode off",
+		pod, resource)
 }
 
 // gpuName is a name that stands for a GPU at the beginning of device IDs.

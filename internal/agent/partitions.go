@@ -14,19 +14,24 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// partitions is what was heard of the partition file and of the node, and what that
-// means for the GPUs. hear and latest are for anybody, all else for the loop's goroutine.
-type partitions struct {
-	// on is what counts of the node beside its GPUs.
-	on config.Node
+// mailbox is what was heard of the partition file and of the node. All of it may be used by
+// several goroutines.
+type mailbox struct {
+	domain string
 	// wake has a round come.
 	wake func()
+	// told is told of each Node.
+	told func(*agentkube.Node)
 
 	mu    sync.Mutex
 	input input // guarded by mu
+}
 
-	// The rest belongs to the loop's goroutine.
-
+// partitions is what that means for the GPUs. It belongs to the loop's goroutine.
+type partitions struct {
+	domain string
+	// on is what counts of the node beside its GPUs.
+	on config.Node
 	// wanted is what the partition active means: the last good one. gen counts the
 	// changes of it.
 	wanted []config.Want
@@ -91,7 +96,8 @@ type refusal struct {
 func (in *input) refusals(now time.Time, least time.Duration) (out []status.Condition) {
 	for _, request := range sortedKeys(in.refused) {
 		if r := in.refused[request]; now.Sub(r.since) >= least {
-			c := status.Why(status.APIForbidden, "the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err).Condition(status.Failed, "")
+			c := status.Why(status.APIForbidden, "the API server refuses to %s: %v; give the agent's ServiceAccount "+
+				"the rights of deployments/base/rbac.yaml", request, r.err).Condition(status.Failed, "")
 			c.Since = r.since
 			out = append(out, c)
 		}
@@ -100,25 +106,33 @@ func (in *input) refusals(now time.Time, least time.Duration) (out []status.Cond
 }
 
 // hear takes in news.
-func (p *partitions) hear(change func(*input)) {
-	p.mu.Lock()
-	change(&p.input)
-	p.mu.Unlock()
-	p.wake()
+func (m *mailbox) hear(change func(*input)) {
+	m.mu.Lock()
+	change(&m.input)
+	m.mu.Unlock()
+	m.wake()
 }
 
 // latest returns what has been heard so far.
-func (p *partitions) latest() input {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.input
+func (m *mailbox) latest() input {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.input
 }
 
-// SetFile hands in the partition file as it now is. A file that does not parse
-// changes nothing but the outcome: the last good one stays in force.
-func (p *partitions) SetFile(name string, data []byte) {
+// choice is which partition of a file the node follows, and why none, as far as is known now.
+func (m *mailbox) choice(f *config.File) (name string, unset status.Cause) {
+	in := m.latest()
+	if !in.labelKnown {
+		return "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
+	}
+	return in.choice(f)
+}
+
+// setFile is Agent.SetFile.
+func (m *mailbox) setFile(name string, data []byte) {
 	f, err := config.Parse(name, data)
-	p.hear(func(in *input) {
+	m.hear(func(in *input) {
 		in.source, in.fileErr = name, err
 		if err == nil {
 			in.file = f
@@ -126,31 +140,28 @@ func (p *partitions) SetFile(name string, data []byte) {
 	})
 }
 
-// SetFileMissing says that there is no partition file, and why. What was in
-// force stays.
-func (p *partitions) SetFileMissing(err error) {
-	p.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
+// setFileMissing is Agent.SetFileMissing.
+func (m *mailbox) setFileMissing(err error) {
+	m.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
 }
 
-// SetNode says what the Node object says.
-func (a *Agent) SetNode(n agentkube.Node) {
-	a.partitions.hear(func(in *input) {
-		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
-		in.letGo = letGoReason(&n, a.opts.Domain)
-		in.cordon = n.Annotations[a.opts.Domain+"/"+CordonAnnotation]
-		in.reset = n.Annotations[a.opts.Domain+"/"+WasResetAnnotation]
+// setNode takes in what counts for the loop of the Node object.
+func (m *mailbox) setNode(n *agentkube.Node) {
+	m.hear(func(in *input) {
+		in.chosen, in.labelKnown = n.Labels[m.domain+"/"+PartitionLabel], true
+		in.letGo = letGoReason(n, m.domain)
+		in.cordon = n.Annotations[m.domain+"/"+CordonAnnotation]
+		in.reset = n.Annotations[m.domain+"/"+WasResetAnnotation]
 		in.migManager = n.Labels[migManagerLabel]
 		in.allocatable = n.Allocatable
 		in.podsTell = n.PodsTellDevices
 	})
-	a.reporter.setNode(n)
+	m.told(n)
 }
 
-// SetRefused says that the API server refuses a request without which partitions or
-// the node cannot be followed, or with nil that it permits it again. What was in force
-// stays.
-func (p *partitions) SetRefused(request string, err error) {
-	p.hear(func(in *input) {
+// setRefused is Agent.SetRefused.
+func (m *mailbox) setRefused(request string, err error) {
+	m.hear(func(in *input) {
 		refused := maps.Clone(in.refused)
 		if refused == nil {
 			refused = map[string]refusal{}
@@ -160,6 +171,19 @@ func (p *partitions) SetRefused(request string, err error) {
 		}
 		in.refused = refused
 	})
+}
+
+func newPartitions(o *Options, w *Worlds) *partitions {
+	p := &partitions{domain: o.Domain, on: config.Node{Unit: o.MemoryUnit, API: o.API}}
+	if w.DRA == nil {
+		p.on.NoDRA = "the agent runs without an API server (--node-name)"
+	}
+	return p
+}
+
+// conditions are remarks on the annotations by which operators speak of GPUs.
+func (p *partitions) conditions(inv *gpu.Inventory) []status.Condition {
+	return slices.Concat(p.cordons.conditions(p.domain, inv), p.resets.conditions(p.domain))
 }
 
 // resolve works out what is wanted of an inventory, which this process has read itself
@@ -201,11 +225,17 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	return note, in.fileErr
 }
 
+// asked is what the partitions ask for now; where the newest file is from, the input says.
+func (p *partitions) asked() asked {
+	return asked{Wanted: p.wanted, Active: p.active, Generation: p.gen}
+}
+
 // choice is which partition of a file the node follows, and why none.
 func (in *input) choice(f *config.File) (name string, unset status.Cause) {
 	if name = in.chosen; name == "" {
 		if name = DefaultPartition; !slices.Contains(f.Names(), name) {
-			unset = status.Why(status.PartitionUnset, "the node has no partition label and the file no partition %q: nothing changes", name)
+			unset = status.Why(status.PartitionUnset,
+				"the node has no partition label and the file no partition %q: nothing changes", name)
 		}
 	}
 	return name, unset

@@ -54,7 +54,9 @@ func (c *coexistence) prepared(ctx context.Context, s *sightings) {
 		return p.Driver == c.own || slices.Contains(otherHardware, p.Driver)
 	})
 	if !s.trusted { // it lacks pods: those of before may still be there
-		listed = append(listed, slices.DeleteFunc(slices.Clone(d.listed), func(p node.Prepared) bool { return slices.Contains(listed, p) })...)
+		listed = append(listed, slices.DeleteFunc(slices.Clone(d.listed), func(p node.Prepared) bool {
+			return slices.Contains(listed, p)
+		})...)
 	}
 	d.listed = listed
 	gone := func(p node.Prepared) bool { return !slices.Contains(listed, p) }
@@ -75,17 +77,21 @@ func (c *coexistence) prepared(ctx context.Context, s *sightings) {
 		switch u, why := d.known[p], d.unknown[p]; {
 		case why != "":
 			for i := range s.inv.GPUs {
-				add(s.doubt, []gpu.UUID{s.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
+				add(s.doubt, []gpu.UUID{s.inv.GPUs[i].UUID}, fmt.Sprintf(
+					"%s, and that may be this GPU: %s; end that pod, or give the GPU mode off",
+					describePrepared(p), why))
 			}
 			c.soon(d.due)
 		case u != "":
-			add(s.sure, []gpu.UUID{u}, describePrepared(p)+"; end that pod and keep that driver off the GPU, or give the GPU mode off")
+			add(s.sure, []gpu.UUID{u},
+				describePrepared(p)+"; end that pod and keep that driver off the GPU, or give the GPU mode off")
 		}
 	}
 }
 
 func describePrepared(p node.Prepared) string {
-	return fmt.Sprintf("%s/%s has device %s of pool %s of the DRA driver %s by the claim %s", p.Namespace, p.Pod, p.Device, p.Pool, p.Driver, p.Claim)
+	return fmt.Sprintf("%s/%s has device %s of pool %s of the DRA driver %s by the claim %s",
+		p.Namespace, p.Pod, p.Device, p.Pool, p.Driver, p.Claim)
 }
 
 // askDrivers reads the ResourceSlices for the devices of which it is not known which
@@ -113,7 +119,8 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	}
 	for _, p := range ask {
 		if err != nil {
-			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read (the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
+			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read "+
+				"(the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
 		} else if u, why := whichGPU(s.inv, p, offered); why != "" {
 			d.unknown[p] = why
 		} else {
@@ -149,7 +156,8 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (
 		of, _ := identity(inv, &d)
 		return d.Driver == p.Driver && of != ""
 	}):
-		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that tells; see to a version of that driver that says one"
+		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that tells; " +
+			"see to a version of that driver that says one"
 	}
 	return "", ""
 }
@@ -165,7 +173,8 @@ func identity(inv *gpu.Inventory, d *agentkube.Device) (u gpu.UUID, elsewhere bo
 			if ours := gpusOf(inv, value, "GPU-"+value); len(ours) > 0 {
 				u = ours[0]
 			}
-			elsewhere = elsewhere || strings.HasPrefix(value, "GPU-") && len(value) == len("GPU-01234567-89ab-cdef-0123-456789abcdef")
+			whole := len(value) == len("GPU-01234567-89ab-cdef-0123-456789abcdef")
+			elsewhere = elsewhere || strings.HasPrefix(value, "GPU-") && whole
 			// Of an instance that was made after the last reading, or is on a GPU
 			// that could not be read.
 			instance = instance || strings.HasPrefix(value, "MIG-")

@@ -117,7 +117,7 @@ func TestRefusedPartitionsAreTold(t *testing.T) {
 
 		// The label on the node is heard of in the same way.
 		b = start(t, o, dir, allShared)
-		b.partitions.hear(func(in *input) { in.labelKnown = false })
+		b.mail.hear(func(in *input) { in.labelKnown = false })
 		b.SetRefused("list nodes n", forbidden)
 		time.Sleep(silentFor)
 		b.wantState("failed")

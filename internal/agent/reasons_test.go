@@ -183,9 +183,9 @@ func TestOutcomeFollowsFromConditions(t *testing.T) {
 			if c.f.changes == nil {
 				c.f.changes = &plan.Changes{}
 			}
-			s := &Snapshot{Hangs: c.hangs}
+			s := &Snapshot{hardware: readout{Hangs: c.hangs}}
 			if c.inForce {
-				s.Wanted = []config.Want{}
+				s.asked.Wanted = []config.Want{}
 			}
 			if c.f.judge(s, c.trouble); s.Outcome != c.want || len(s.Conditions) != c.all {
 				t.Errorf("%+v with %d conditions, want %+v with %d", s.Outcome, len(s.Conditions), c.want, c.all)

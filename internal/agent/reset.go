@@ -76,24 +76,7 @@ func (r *resets) conditions(domain string) []status.Condition {
 		said += " and more"
 	}
 	return []status.Condition{status.Why(status.WasResetUnknown,
-		"the node's annotation %s/%s says %s, which is not understood: it takes an index, a UUID or all, @, and a time that is not to come, 3@2026-03-01T12:00:00Z, with commas between, at most %d of them",
+		"the node's annotation %s/%s says %s, which is not understood: it takes an index, a UUID or all, @, "+
+			"and a time that is not to come, 3@2026-03-01T12:00:00Z, with commas between, at most %d of them",
 		domain, WasResetAnnotation, said, mostResets).Condition(status.Noted, "")}
-}
-
-// tellResets tells the monitor which GPUs an operator says were reset.
-func (a *Agent) tellResets(said string) {
-	now := time.Now()
-	a.partitions.resets = resetsOf(said, a.reader.inv, now)
-	for u, at := range a.partitions.resets.at {
-		if a.health.WasReset(u, at) {
-			a.log.Info("an operator says that a GPU was reset", "gpu", string(u), "at", at)
-			a.reader.faults.look()
-		}
-	}
-}
-
-// wasReset takes in that the agent itself has reset a GPU.
-func (a *Agent) wasReset(u gpu.UUID) {
-	a.health.WasReset(u, time.Now())
-	a.reader.faults.look()
 }

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
-	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -29,175 +28,181 @@ type pass struct {
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
 
 // round is one look at everything and what follows from it: the walk that doc.go draws.
-func (a *Agent) round(ctx context.Context) error {
-	in := a.partitions.latest()
+func (l *loop) round(ctx context.Context) error {
+	in := l.mail.latest()
 	p := &pass{findings: findings{in: &in, changes: &plan.Changes{}}}
-	a.journal.write()
-	if err := a.readHardware(ctx, p); err != nil {
+	l.journal.write()
+	if err := l.readHardware(ctx, p); err != nil {
 		return err // only a new process can go on
 	}
-	in = a.partitions.latest() // a reading takes a while: the partitions may have arrived meanwhile
-	if a.reader.inv != nil {
-		a.want(p)
-		a.lookAround(ctx, in.migManager)
-		a.plan(p)
-		a.askHolders(ctx, p)
-		a.withdraw(ctx, p)
-		a.act(ctx, p)
-		a.setDriver(ctx, p)
-		a.openGates(p)
+	in = l.mail.latest() // a reading takes a while: the partitions may have arrived meanwhile
+	if l.reader.inv != nil {
+		l.want(p)
+		l.lookAround(ctx, in.migManager)
+		l.plan(p)
+		l.askHolders(ctx, p)
+		l.withdraw(ctx, p)
+		l.act(ctx, p)
+		l.setDriver(ctx, p)
+		l.openGates(p)
 	}
-	return a.finish(p)
+	return l.finish(p)
 }
 
 // readHardware takes in what jobs came to, and the hardware as it is. It returns an
 // error that wraps gpu.ErrReloaded, and leaves every other to the findings: the
 // containers that wait need no driver.
-func (a *Agent) readHardware(ctx context.Context, p *pass) error {
+func (l *loop) readHardware(ctx context.Context, p *pass) error {
 	now := time.Now()
-	results := a.executor.ended(now)
+	results := l.executor.ended(now)
 	for i := range results {
 		r := &results[i]
-		if a.reader.inv.ByUUID(r.GPU) == nil {
+		if l.reader.inv.ByUUID(r.GPU) == nil {
 			continue
 		}
 		if r.read != nil {
-			a.reader.stale.Store(true)
+			l.reader.stale.Store(true)
 		} else {
-			a.reader.setMIG(r.GPU, r.mig)
+			l.reader.setMIG(r.GPU, r.mig)
 		}
-		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.partitions.gen, now)
+		l.executor.learn(r, l.reader.inv.ByUUID(r.GPU), l.partitions.gen, now)
 	}
-	err := a.reader.mind(p.in.letGo, len(a.executor.jobs) > 0)
+	err := l.reader.mind(p.in.letGo, len(l.executor.jobs) > 0)
 	if errors.Is(err, gpu.ErrReloaded) {
 		return err
 	}
 	p.fail(err)
-	news, err := a.reader.look(ctx, a.executor.unsettled)
+	news, err := l.reader.look(ctx, l.executor.unsettled)
 	if news {
-		a.executor.seen(a.reader.inv)
+		l.executor.seen(l.reader.inv)
 	}
 	switch {
 	case errors.Is(err, gpu.ErrReloaded):
 		return err
-	case errors.Is(err, gpu.ErrTimeout) && a.reader.inv != nil: // everything else goes on; see hangs
-	case a.reader.letGo == "":
+	case errors.Is(err, gpu.ErrTimeout) && l.reader.inv != nil: // everything else goes on; see hangs
+	case l.reader.letGo == "":
 		p.fail(err)
 	}
-	if a.reader.letGo != "" {
-		p.note = a.reader.absent()
+	if l.reader.letGo != "" {
+		p.note = l.reader.absent()
 	}
 	return nil
 }
 
 // want works out what is wanted of the GPUs.
-func (a *Agent) want(p *pass) {
+func (l *loop) want(p *pass) {
 	if p.in.labelKnown { // until then the last agent's
-		a.partitions.cordons = cordonsOf(p.in.cordon, a.reader.inv)
-		a.tellResets(p.in.reset)
+		l.partitions.cordons = cordonsOf(p.in.cordon, l.reader.inv)
+		l.partitions.resets = resetsOf(p.in.reset, l.reader.inv, time.Now())
+		l.reader.wereReset(l.partitions.resets.at)
 	}
-	note, err := a.partitions.resolve(p.in, a.reader.inv, a.reader.answered)
-	if p.configErr = err; a.reader.letGo == "" {
+	note, err := l.partitions.resolve(p.in, l.reader.inv, l.reader.answered)
+	if p.configErr = err; l.reader.letGo == "" {
 		p.note = note
 	}
 }
 
 // lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
 // what we offer.
-func (a *Agent) lookAround(ctx context.Context, migManager string) {
-	expected := a.served.expected(a.front.Offer())
-	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager, expected)
+func (l *loop) lookAround(ctx context.Context, migManager string) {
+	served := l.offering.served
+	expected := served.expected(l.offering.front.Offer())
+	allocatable, asked := l.others.look(ctx, l.reader.inv, migManager, expected)
 	if !asked {
 		return
 	}
 	now := time.Now()
-	if a.served.suspect(expected, allocatable, now); len(a.served.unknown) > 0 {
-		a.others.soon(now.Add(holdersEvery))
+	if served.suspect(expected, allocatable, now); len(served.unknown) > 0 {
+		l.others.soon(now.Add(holdersEvery))
 	}
 }
 
 // plan plans with the allocations as they are now.
-func (a *Agent) plan(p *pass) {
+func (l *loop) plan(p *pass) {
 	now := time.Now()
-	a.layouts.expire(now)
-	p.allocations = a.gates.allocations()
-	changes := plan.Make(a.planInput(p.allocations, now))
+	l.layouts.expire(now)
+	p.allocations = l.gates.allocations(l.reader.inv)
+	changes := plan.Make(l.planInput(p.allocations, now))
 	p.changes = &changes
 }
 
 // planInput is what a plan is made from now.
-func (a *Agent) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
-	mig := a.executor.input(allocations, now)
-	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	return plan.Input{Inventory: a.reader.inv, Allocations: allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
-		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig}
+func (l *loop) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
+	mig := l.executor.input(allocations, now)
+	mig.Cards = l.reader.cards.of
+	return plan.Input{Inventory: l.reader.inv, Allocations: allocations, Wanted: l.partitions.wanted,
+		Layouts: l.layouts.now, Past: l.layouts.past, Others: l.others.theirs(), Unit: l.partitions.on.Unit, MIG: mig}
 }
 
 // unchecked reports whether there is an allocation of which nobody has looked whether
 // its devices are free, or that they were not.
 func unchecked(allocations []ledger.Allocation) bool {
-	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool { return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting })
+	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool {
+		return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting
+	})
 }
 
 // askHolders asks the witnesses who has what, where that is due, and plans again.
-func (a *Agent) askHolders(ctx context.Context, p *pass) {
-	takes := len(p.changes.Changing) > 0 || withdraws(a.due(p.changes.Work))
-	full := a.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
-	if !a.witnesses.Started() && !full && !unchecked(p.allocations) {
+func (l *loop) askHolders(ctx context.Context, p *pass) {
+	takes := len(p.changes.Changing) > 0 || withdraws(l.due(p.changes.Work))
+	full := l.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
+	if !l.witnesses.Started() && !full && !unchecked(p.allocations) {
 		return
 	}
-	ended, err := a.witnesses.Look(ctx, full)
+	ended, err := l.witnesses.Look(ctx, full)
 	p.fail(err)
-	if holders, asked, sure := a.witnesses.Holders(); sure {
-		a.claims.observe(holders, asked)
+	if holders, asked, sure := l.witnesses.Holders(); sure {
+		l.offering.claims.observe(holders, asked)
 	}
 	for i := range ended {
-		if c := &ended[i]; a.names.Ours(c.Resource) {
-			a.layouts.linger(c)
+		if c := &ended[i]; l.offering.names.Ours(c.Resource) {
+			l.layouts.linger(c)
 			if c.Kind().InMIG() { // look what is on the instance: it may be wanted for something else
-				a.reader.stale.Store(true)
+				l.reader.stale.Store(true)
 			}
 		}
 	}
 	if full {
-		p.fail(a.gates.lookForFiles())
+		p.fail(l.gates.lookForFiles())
 	}
-	a.plan(p)
+	l.plan(p)
 }
 
 // due picks the work that is to be begun now.
-func (a *Agent) due(work []plan.Work) []plan.Work {
-	if a.reader.letting != "" || !a.reader.usable() {
+func (l *loop) due(work []plan.Work) []plan.Work {
+	if l.reader.letting != "" || !l.reader.usable() {
 		return nil
 	}
-	return a.executor.due(work, a.partitions.gen, a.witnesses.Heard(), time.Now())
+	return l.executor.due(work, l.partitions.gen, l.witnesses.Heard(), time.Now())
 }
 
 // withdraw withdraws what the plan takes away, and plans again: an allocation that came
 // before the withdrawal keeps what it has.
-func (a *Agent) withdraw(ctx context.Context, p *pass) {
-	if !a.layouts.offerAny(p.changes.Changing) && !withdraws(a.due(p.changes.Work)) {
+func (l *loop) withdraw(ctx context.Context, p *pass) {
+	if !l.layouts.offerAny(p.changes.Changing) && !withdraws(l.due(p.changes.Work)) {
 		return
 	}
 	withdrawn := *p.changes
-	withdrawn.Layouts = a.layouts.now // not laid out anew yet
-	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
-	if slices.ContainsFunc(p.changes.Changing, a.claims.offered) ||
-		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) }) {
-		promised, err := a.claims.settle(ctx)
+	withdrawn.Layouts = l.layouts.now // not laid out anew yet
+	l.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
+	claims := l.offering.claims
+	if slices.ContainsFunc(p.changes.Changing, claims.offered) ||
+		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && claims.offered(w.GPU) }) {
+		promised, err := claims.settle(ctx)
 		if err != nil {
 			p.fail(err)
-			defer p.postpone(a.claims.offered, a.layouts.now)
+			defer p.postpone(claims.offered, l.layouts.now)
 		} else if len(promised) > 0 {
 			defer func() {
-				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, a.layouts.now)
+				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, l.layouts.now)
 				if len(p.postponed) > 0 {
-					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: claims were promised devices of them that others have until they end", p.postponed)))
+					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: "+
+						"claims were promised devices of them that others have until they end", p.postponed)))
 				}
 			}()
 		}
 	}
-	a.plan(p)
+	l.plan(p)
 }
 
 // postpone leaves GPUs laid out as they are now whose devices somebody may have been
@@ -216,46 +221,48 @@ func (p *pass) postpone(promised func(gpu.UUID) bool, now map[gpu.UUID]plan.Layo
 
 // act makes the plan the one in force and begins its work, after what a successor must
 // know of it has been written down: what to go on listing, and which instances are ours.
-func (a *Agent) act(ctx context.Context, p *pass) {
+func (l *loop) act(ctx context.Context, p *pass) {
 	now := time.Now()
-	a.layouts.settle(p.changes)
-	a.executor.planned(p.changes, now)
-	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
-		a.reader.stale.Store(true)
+	l.layouts.settle(p.changes)
+	l.executor.planned(p.changes, now)
+	if every := l.executor.busyLook; every > 0 && now.Sub(l.reader.readAt) >= every {
+		l.reader.stale.Store(true)
 	}
-	if n, _ := a.ledger.Ended(); n != a.journal.released {
-		a.journal.released, a.journal.due, a.gates.swept = n, true, false
+	if n, _ := l.ledger.Ended(); n != l.journal.released {
+		l.journal.released, l.journal.due, l.gates.swept = n, true, false
 	}
-	work := a.due(p.changes.Work)
-	a.executor.ownMade(work)
-	unsaved := a.save()
+	work := l.due(p.changes.Work)
+	l.executor.ownMade(work)
+	unsaved := l.save()
 	if p.fail(unsaved); unsaved == nil {
-		a.executor.begin(ctx, a.reader.inv, work)
+		l.executor.begin(ctx, l.reader.inv, work)
 	}
-	a.gates.correct(p.changes, unsaved)
+	l.ground().correct(p.changes, unsaved)
 }
 
 // setDriver learns what containers need of the driver, where it or its GPUs are others
 // than before, and sets time slices.
-func (a *Agent) setDriver(ctx context.Context, p *pass) {
+func (l *loop) setDriver(ctx context.Context, p *pass) {
 	// Not before somebody can need the parts: the partitions may arrive meanwhile.
-	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
+	needed := func() bool { return l.partitions.wanted != nil || len(l.layouts.now) > 0 || l.ledger.Held() }
+	if l.gates.supplies.of != l.reader.epoch && l.reader.usable() && needed() {
 		// It takes a while to learn them. A fault is told before that, and so is what a
 		// new process offers: a container that comes meanwhile waits for its allocation's
 		// file.
-		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
-		switch err := a.reader.learnParts(ctx, a.gates.caps); {
+		p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
+		switch err := l.gates.supplies.learn(ctx, l.reader.epoch); {
 		case err == nil:
-			for _, c := range a.ledger.Allocations() {
-				a.ledger.Shut(c.ID) // written again below, if the files differ
+			for _, c := range l.ledger.Allocations() {
+				l.ledger.Shut(c.ID) // written again below, if the files differ
 			}
-		case a.reader.parts == nil || !errors.Is(err, gpu.ErrTimeout):
+		case l.gates.supplies.parts == nil || !errors.Is(err, gpu.ErrTimeout):
 			p.fail(err)
 		}
 	}
-	if a.reader.usable() {
+	if l.reader.usable() {
 		var err error
-		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now, a.ledger.Allocations())
+		p.hwNote, err = l.slices.set(ctx, l.reader.inv, l.reader.epoch, l.partitions.wanted, l.layouts.now,
+			l.ledger.Allocations())
 		p.fail(err)
 	}
 }
@@ -263,77 +270,60 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 // openGates writes the CDI files of the allocations that may start, and then publishes what
 // is on offer. Files of ended allocations go first: the next holder's container must not find
 // the gate of the one before it open.
-func (a *Agent) openGates(p *pass) {
-	p.fail(a.gates.sweep())
-	p.fail(a.gates.write(a.gates.allocations(), p.changes.Trouble))
-	a.gates.tellWaiting(p.changes.Trouble)
-	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
+func (l *loop) openGates(p *pass) {
+	p.fail(l.gates.sweep(l.witnesses.Heard(), l.witnesses.Used))
+	p.fail(l.gates.write(l.ground(), l.gates.allocations(l.reader.inv), p.changes.Trouble))
+	l.gates.tellWaiting(p.changes.Trouble, l.executor.failedFor)
+	p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 
-func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
-	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
-	in.Failing = a.executor.failingPlacements(time.Now())
-	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
-	in.Cordoned = a.partitions.cordons.gpus
-	in.Closed = a.reader.closed()
-	offer := a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
-		in.Held = allocations
-		return deviceplugin.Build(in)
-	})
-	if a.partitions.judged {
+// publish offers what follows from in, which says what changes, and from what is known.
+func (l *loop) publish(in deviceplugin.Input) *deviceplugin.Offer {
+	in.Inventory, in.Topology, in.Cards = l.reader.inv, l.reader.topology, l.reader.cards.of
+	in.Past, in.OnDemand, in.Cordoned = l.layouts.past, l.partitions.onDemand, l.partitions.cordons.gpus
+	in.Failing, in.Others = l.executor.failingPlacements(time.Now()), l.others.theirs()
+	in.Closed = l.gates.supplies.closed()
+	offer := l.offering.publish(&in)
+	if l.partitions.judged {
 		// Before that the slices stay as the last process has left them: what is held is
 		// all that would be in them, and claims of the rest would be refused.
-		a.claims.publish(&in, a.kept(offer), a.executor.refusedPlacements(time.Now()))
+		l.offering.publishClaims(&in, offer, l.mail.latest().allocatable, l.executor.refusedPlacements(time.Now()))
 	}
 	return offer
 }
 
-// kept reports of a device whether pods that ask for it by a resource's name would be sent
-// to the device plugin yet: by the API, of which the kubelet's word is up to ten seconds
-// old, or by the kubelet, which lists other devices of that name for a minute more.
-func (a *Agent) kept(offer *deviceplugin.Offer) func(dra.Device) bool {
-	names := map[string]bool{}
-	for _, name := range a.partitions.latest().allocatable {
-		names[name] = true
-	}
-	for i := range offer.Resources {
-		names[offer.Resources[i].Name] = names[offer.Resources[i].Name] || len(offer.Resources[i].Devices) > 0
-	}
-	return func(d dra.Device) bool {
-		// No claim is made for memory by its name.
-		return !d.Kind.Together() && names[a.names.Of(d.Kind, d.Placement.Profile)]
-	}
-}
-
 // finish hands what the round left to the reporter, and returns what failed.
-func (a *Agent) finish(p *pass) error {
+func (l *loop) finish(p *pass) error {
 	f := &p.findings
-	if a.reader.inv != nil {
-		f.work = a.executor.conditions(a.reader.inv, p.changes.Work, a.partitions.gen)
+	if l.reader.inv != nil {
+		f.work = l.executor.conditions(l.reader.inv, p.changes.Work, l.partitions.gen)
 	}
-	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
-		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs(), usable: usable{absent: a.reader.absent()}}
-	if a.reader.inv == nil {
-		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
+	s := &Snapshot{hardware: l.reader.hardware(), asked: l.partitions.asked(),
+		usable: usable{absent: l.reader.absent()},
+		shape: shape{Layouts: l.layouts.now, Others: l.others.theirs(), Work: l.executor.now(), Made: l.executor.made(),
+			Failing: l.executor.failingPlacements(time.Now())},
+		Outcome: Outcome{Partition: l.partitions.chosen}, Unknown: l.offering.served.unknown}
+	if l.reader.inv == nil {
+		s.hardware.Inventory = l.reporter.last().hardware.Inventory // an empty one
 	}
-	if !a.reader.answered {
+	if !l.reader.answered {
 		why := "the first reading has not ended"
-		if a.reader.readErr != nil {
-			why = a.reader.readErr.Error()
+		if l.reader.readErr != nil {
+			why = l.reader.readErr.Error()
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if closed := a.reader.closed(); closed != "" {
+	if closed := l.gates.supplies.closed(); closed != "" {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+closed)
 	}
-	if a.reader.inv != nil {
-		s.basis = a.basis(p.allocations)
+	if l.reader.inv != nil {
+		s.basis = l.basis(p.allocations)
 	}
-	f.besides = slices.Concat(a.object.conditions(), a.reporter.taintConditions(), a.partitions.cordons.conditions(a.opts.Domain, s.Inventory), a.partitions.resets.conditions(a.opts.Domain), a.account.conditions())
-	a.reporter.finish(s, f)
-	poke(a.stirred)
-	poke(a.object.news)
-	a.account.round(a.witnesses.Heard())
+	f.besides = slices.Concat(l.beside.conditions(), l.partitions.conditions(s.hardware.Inventory))
+	l.reporter.finish(s, f)
+	poke(l.bell.stirred)
+	for _, turn := range l.beside.turns {
+		turn(l.witnesses.Heard())
+	}
 	return errors.Join(f.errs...)
 }

@@ -51,7 +51,7 @@ var allocationPhases = []phase{
 		// The kubelet has let go, and the container is still there.
 		containers := runtime{b.outside}.containers()
 		b.with(func() { b.old, b.holdings = containers[1:], nil })
-		b.witnesses.Ask()
+		b.loop.witnesses.Ask()
 		synctest.Wait()
 		select { // nothing is served where no GPU is known
 		case want := <-b.sources:

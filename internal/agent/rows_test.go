@@ -217,11 +217,11 @@ func (b *bench) device(resource, id string) *deviceplugin.Device {
 // minute, and nothing else with it.
 func TestEndedAllocationLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
-	a.reader.inv = machine(1)
-	a.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: 1024}}
+	a.loop.reader.inv = machine(1)
+	a.loop.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: 1024}}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
-	a.layouts.linger(&ledger.Allocation{Resource: memResource, Grants: grantsOf(memResource, ids...)})
-	got := a.layouts.past[uuid(0)]
+	a.loop.layouts.linger(&ledger.Allocation{Resource: memResource, Grants: grantsOf(memResource, ids...)})
+	got := a.loop.layouts.past[uuid(0)]
 	if len(got) != 1 || fmt.Sprint(deviceplugin.DivisionIDs(got[0].Division, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)
 	}

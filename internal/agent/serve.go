@@ -8,15 +8,103 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
+// offering is what can be had here, through both front-ends. It belongs to the loop's goroutine,
+// but for setFaults.
+type offering struct {
+	names *deviceplugin.Names
+	// drain is the opposite of Options.KeepOffering, and align is Options.Align.
+	drain  bool
+	align  deviceplugin.Alignment
+	front  *deviceplugin.FrontEnd
+	claims *claims
+	served *served
+}
+
+func newOffering(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.Allocation), wake func()) *offering {
+	front := deviceplugin.New(l, time.Now)
+	return &offering{names: deviceplugin.ResourceNames(o.ResourceDomain), drain: !o.KeepOffering, align: o.Align,
+		front: front, claims: newClaims(o, w, l, granted, wake),
+		served: &served{plugins: w.Plugins, of: map[string]plugin.Source{},
+			source: func(resource string) plugin.Source {
+				return &deviceplugin.Source{Front: front, Domain: o.Domain, Resource: resource,
+					Granted: granted, Refused: w.Account.refused}
+			}}}
+}
+
+// publish makes the offer that follows from in, and completes in.
+func (o *offering) publish(in *deviceplugin.Input) *deviceplugin.Offer {
+	in.Names, in.Drain, in.Aligned = o.names, o.drain, o.align
+	return o.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
+		in.Held = allocations
+		return deviceplugin.Build(*in)
+	})
+}
+
+// publishClaims says the same to the front-end for claims. allocatable are the resources of
+// which the scheduler may give something out, as the API server has it.
+func (o *offering) publishClaims(in *deviceplugin.Input, offer *deviceplugin.Offer, allocatable []string,
+	refused map[mig.Place]status.Cause) {
+	o.claims.publish(in, o.kept(offer, allocatable), refused)
+}
+
+// kept reports of a device whether pods that ask for it by a resource's name would be sent
+// to the device plugin yet: by the API, of which the kubelet's word is up to ten seconds
+// old, or by the kubelet, which lists other devices of that name for a minute more.
+func (o *offering) kept(offer *deviceplugin.Offer, allocatable []string) func(dra.Device) bool {
+	names := map[string]bool{}
+	for _, name := range allocatable {
+		names[name] = true
+	}
+	for i := range offer.Resources {
+		names[offer.Resources[i].Name] = names[offer.Resources[i].Name] || len(offer.Resources[i].Devices) > 0
+	}
+	return func(d dra.Device) bool {
+		// No claim is made for memory by its name.
+		return !d.Kind.Together() && names[o.names.Of(d.Kind, d.Placement.Profile)]
+	}
+}
+
+// setFaults tells both front-ends which GPUs are unhealthy, and which placements on others. It
+// may be called by anybody.
+func (o *offering) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+	o.front.SetFaults(gpus, placements)
+	o.claims.setFaults(gpus, placements)
+}
+
+// unregistered reports whether the kubelet lacks something that is served.
+func (o *offering) unregistered() bool {
+	_, _, missing := o.claims.unregistered()
+	return missing || slices.ContainsFunc(o.served.plugins.Status(), func(s plugin.Status) bool {
+		return !s.Registered && !s.Since.IsZero()
+	})
+}
+
+// takeOver has an allocation of the process before this one in the ledger again, by
+// way of the front-end that it is of, where that has to know more of it than the ledger.
+func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given, file time.Time) (err error) {
+	switch {
+	case r.Owner == ledger.DevicePlugin:
+		err = o.front.Found(id, r, given, file)
+	case r.Owner == ledger.DRA && o.claims.front != nil:
+		err = o.claims.found(id, r, given)
+	default:
+		_, err = l.Found(id, r, given)
+	}
+	return err
+}
+
 // served is the resources that have a device plugin at the kubelet. It belongs to the
-// loop's goroutine, but for lowering.
+// loop's goroutine.
 type served struct {
 	plugins Plugins
-	// lowering is nil where the scheduler hears of devices from the kubelet alone.
-	lowering *Lowering
 	// source makes the source of a resource's plugin.
 	source func(resource string) plugin.Source
 	of     map[string]plugin.Source
@@ -47,7 +135,8 @@ func (s *served) set(v *deviceplugin.Offer) error {
 // expected are the resources of which the kubelet should give out devices.
 func (s *served) expected(v *deviceplugin.Offer) (names []string) {
 	for _, r := range v.Resources {
-		if s.of[r.Name] != nil && slices.ContainsFunc(r.Devices, func(d deviceplugin.Device) bool { return d.Healthy }) {
+		healthy := func(d deviceplugin.Device) bool { return d.Healthy }
+		if s.of[r.Name] != nil && slices.ContainsFunc(r.Devices, healthy) {
 			names = append(names, r.Name)
 		}
 	}

@@ -80,16 +80,20 @@ func (t *timeSlices) stands(g ledger.Grant) bool {
 // set makes the driver's time slices what claims ask for, and where none does what the
 // partition says. A GPU that never had one set is left alone where none is asked for, and so
 // is one in MIG mode, which has none.
-func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want, layouts map[gpu.UUID]plan.Layout, allocations []ledger.Allocation) (note string, err error) {
+func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want,
+	layouts map[gpu.UUID]plan.Layout, allocations []ledger.Allocation) (note string, err error) {
 	var notes []string
 	var errs []error
 	claims := claimed(allocations)
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		want := claims[d.UUID]
-		if w := slices.IndexFunc(wanted, func(w config.Want) bool { return w.GPU == d.UUID }); d.Fault != "" || d.MIG.Enabled || w < 0 && want == "" {
+		w := slices.IndexFunc(wanted, func(w config.Want) bool { return w.GPU == d.UUID })
+		if d.Fault != "" || d.MIG.Enabled || w < 0 && want == "" {
 			continue
-		} else if want == "" && wanted[w].TimeSlice != gpu.TimeSliceDefault && layouts[d.UUID].Mode() == string(config.Shared) {
+		}
+		shared := layouts[d.UUID].Mode() == string(config.Shared)
+		if want == "" && wanted[w].TimeSlice != gpu.TimeSliceDefault && shared {
 			want = wanted[w].TimeSlice
 		}
 		have, asked := t.of[d.UUID]
@@ -108,7 +112,8 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
 			} else if err != nil {
-				if errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err)); errors.Is(err, gpu.ErrTimeout) {
+				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
+				if errors.Is(err, gpu.ErrTimeout) {
 					break // so would the others
 				}
 				continue

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
@@ -17,13 +18,14 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // scene is all that a Status is made from.
 type scene struct {
-	*Snapshot
+	snap        *Snapshot
 	names       *deviceplugin.Names
 	unit        gpu.MiB // what a memory unit is from now on
 	offer       *deviceplugin.Offer
@@ -35,16 +37,39 @@ type scene struct {
 	over func(id string) bool
 }
 
+// display shows what rounds leave: as the status, as the GPUNode, and to those who ask what
+// another partition would come to. All of it may be used by several goroutines.
+type display struct {
+	names  *deviceplugin.Names
+	domain string
+	// unit is Options.MemoryUnit, drain the opposite of Options.KeepOffering, and caps how caps
+	// are guaranteed.
+	unit    gpu.MiB
+	drain   bool
+	caps    memcap.Level
+	front   *deviceplugin.FrontEnd
+	ledger  *ledger.Ledger
+	plugins Plugins
+	// latest is what the last round left.
+	latest func() *Snapshot
+	// choice is which partition of a file the node follows, and why none.
+	choice func(*config.File) (name string, unset status.Cause)
+	// claimed reports whether something is, or has been, offered through DRA.
+	claimed func() bool
+}
+
 // scene looks at the node: the last round's inventory and outcome, and the offer and the
 // allocations as they are now.
-func (r *reporter) scene() *scene {
-	at := newScene(r.snapshot.Load(), r.names, r.opts.MemoryUnit, r.front.Offer(), r.ledger.Allocations())
-	at.over = r.front.Over
+func (y *display) scene() *scene {
+	at := newScene(y.latest(), y.names, y.unit, y.front.Offer(), y.ledger.Allocations())
+	at.over = y.front.Over
 	return at
 }
 
-func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer, allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{}, func(string) bool { return false }}
+func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer,
+	allocations []ledger.Allocation) *scene {
+	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{},
+		func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -57,11 +82,11 @@ func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *devic
 	return at
 }
 
-// Status is what people and metrics are shown.
-func (r *reporter) Status() status.Status {
-	at := r.scene()
-	s := r.show(at)
-	n := at.gpuNode(&s, gpunode.InPods, r.claims.caps)
+// status is Agent.Status.
+func (y *display) status() status.Status {
+	at := y.scene()
+	s := y.show(at)
+	n := at.gpuNode(&s, gpunode.InPods, y.caps)
 	s.SaturationPercent = &n.Summary.SaturationPercent
 	for i := range s.Resources {
 		r := &s.Resources[i]
@@ -73,20 +98,21 @@ func (r *reporter) Status() status.Status {
 }
 
 // show shows a scene, but for what can be had of it.
-func (r *reporter) show(at *scene) status.Status {
+func (y *display) show(at *scene) status.Status {
 	s := status.Status{
-		Driver:  at.Inventory.Driver,
-		CUDA:    at.Inventory.CUDA,
-		Machine: at.Inventory.Machine,
+		Driver:  at.snap.hardware.Inventory.Driver,
+		CUDA:    at.snap.hardware.Inventory.CUDA,
+		Machine: at.snap.hardware.Inventory.Machine,
 		Partition: status.Partition{
-			Name: at.Outcome.Partition, State: string(at.Outcome.State), Reason: at.Outcome.Reason, Message: at.Outcome.Message,
-			Source: at.Source, Generation: at.Generation,
+			Name: at.snap.Outcome.Partition, State: string(at.snap.Outcome.State),
+			Reason: at.snap.Outcome.Reason, Message: at.snap.Outcome.Message,
+			Source: at.snap.asked.Source, Generation: at.snap.asked.Generation,
 		},
 		Allocations: len(at.allocations),
-		Hardware:    at.Hangs,
-		Conditions:  at.Conditions,
-		Topology:    at.Matrix,
-		Resources:   r.resources(at.Unknown),
+		Hardware:    at.snap.hardware.Hangs,
+		Conditions:  at.snap.Conditions,
+		Topology:    at.snap.hardware.Matrix,
+		Resources:   resourcesOf(y.plugins, at.snap.Unknown),
 		GPUs:        at.gpus(),
 	}
 	return s
@@ -94,8 +120,8 @@ func (r *reporter) show(at *scene) status.Status {
 
 // gpus shows the GPUs.
 func (at *scene) gpus() (out []status.GPU) {
-	for i := range at.Inventory.GPUs {
-		out = append(out, at.gpu(&at.Inventory.GPUs[i]))
+	for i := range at.snap.hardware.Inventory.GPUs {
+		out = append(out, at.gpu(&at.snap.hardware.Inventory.GPUs[i]))
 	}
 	at.count(out)
 	return out
@@ -107,7 +133,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 		Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
 		PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
 	}
-	layout := at.Layouts[d.UUID]
+	layout := at.snap.shape.Layouts[d.UUID]
 	if layout.Known {
 		g.Mode = layout.Mode()
 	}
@@ -121,7 +147,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 		g.Resource = at.names.Of(layout.Kind, mig.Name{})
 	}
 	var reasons []string
-	for _, v := range at.Verdicts { // the worst first
+	for _, v := range at.snap.hardware.Verdicts { // the worst first
 		if v.GPU != d.UUID {
 			continue
 		}
@@ -130,8 +156,9 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 		}
 	}
 	g.Reason = strings.Join(reasons, "; ")
-	if i := slices.IndexFunc(at.Conditions, func(c status.Condition) bool { return c.Type == status.Blocked && c.Subject == g.UUID }); i >= 0 {
-		g.Blocked = at.Conditions[i].Message
+	blocked := func(c status.Condition) bool { return c.Type == status.Blocked && c.Subject == g.UUID }
+	if i := slices.IndexFunc(at.snap.Conditions, blocked); i >= 0 {
+		g.Blocked = at.snap.Conditions[i].Message
 	}
 	g.MIG, g.Holders = at.mig(d), at.holdersOf(d.UUID)
 	return g
@@ -150,7 +177,8 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
-				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given, Waits: c.After, Over: at.over(c.ID),
+				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given,
+				Waits: c.After, Over: at.over(c.ID),
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -176,7 +204,7 @@ func (at *scene) count(gpus []status.GPU) {
 	for i := range gpus {
 		g := &gpus[i]
 		index[gpu.UUID(g.UUID)] = g
-		if layout := at.Layouts[gpu.UUID(g.UUID)]; layout.Through(ledger.DRA) {
+		if layout := at.snap.shape.Layouts[gpu.UUID(g.UUID)]; layout.Through(ledger.DRA) {
 			at.countClaims(g, layout)
 		}
 	}
@@ -188,7 +216,7 @@ func (at *scene) count(gpus []status.GPU) {
 				continue
 			}
 			held := at.held[r.Name][dev.ID]
-			if !held && lingers(dev.ID, at.Layouts[dev.GPU]) {
+			if !held && lingers(dev.ID, at.snap.shape.Layouts[dev.GPU]) {
 				continue
 			}
 			g.Total++
@@ -234,7 +262,7 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 			switch of := &at.allocations[i].Grants[j]; {
 			case string(of.GPU) != g.UUID || !layout.Has(of.Kind()) || of.NoRoom:
 			case layout.Dynamic && of.Kind().InMIG(): // by its part of the memory slices
-				width := at.Inventory.ByUUID(of.GPU).MIG.MemorySlices()
+				width := at.snap.hardware.Inventory.ByUUID(of.GPU).MIG.MemorySlices()
 				g.Used += (piece.At(of.Piece).Size*layout.N + width - 1) / max(width, 1)
 			case layout.Dynamic && of.Kind().Alone():
 				g.Used = layout.N
@@ -251,13 +279,15 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 
 // cordoned reports whether an operator keeps new pods off a GPU.
 func (at *scene) cordoned(u gpu.UUID) bool {
-	return slices.ContainsFunc(at.Conditions, func(c status.Condition) bool { return c.Reason == status.GPUCordoned && c.Subject == string(u) })
+	return slices.ContainsFunc(at.snap.Conditions, func(c status.Condition) bool {
+		return c.Reason == status.GPUCordoned && c.Subject == string(u)
+	})
 }
 
 // forClaims are the MIG devices that a GPU offers through DRA, as the other front-end would
 // list them: healthy where no claim is on their memory slices, and nobody keeps pods off.
 func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
-	layout := at.Layouts[u]
+	layout := at.snap.shape.Layouts[u]
 	if !layout.Through(ledger.DRA) || !layout.InMIG() {
 		return nil
 	}
@@ -266,7 +296,8 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 		for i := range at.allocations {
 			for _, g := range at.allocations[i].Grants {
 				on := piece.At(g.Piece)
-				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || g.Kind().InMIG() && (on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size))
+				apart := g.Kind().InMIG() && (on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size)
+				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || apart)
 			}
 		}
 		out = append(out, dev)
@@ -277,13 +308,13 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 // mig shows a GPU's MIG devices: those that stand and those on offer. It is nil where
 // there are none.
 func (at *scene) mig(d *gpu.Device) *status.MIG {
-	layout := at.Layouts[d.UUID]
+	layout := at.snap.shape.Layouts[d.UUID]
 	offers := layout.InMIG()
-	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && at.Work[d.UUID] == "" {
+	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && at.snap.shape.Work[d.UUID] == "" {
 		return nil
 	}
-	out := &status.MIG{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: at.Work[d.UUID]}
-	for _, w := range at.Wanted {
+	out := &status.MIG{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: at.snap.shape.Work[d.UUID]}
+	for _, w := range at.snap.asked.Wanted {
 		if w.GPU == d.UUID {
 			out.OnDemand = w.OnDemand
 		}
@@ -321,7 +352,8 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		out.Placements = append(out.Placements, *s)
 	}
 	slices.SortFunc(out.Placements, func(a, b status.Placement) int {
-		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
+		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size),
+			cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
 	})
 	return out
 }
@@ -342,7 +374,7 @@ func (at *scene) standing(d *gpu.Device) map[string]*status.Placement {
 		id := mig.ID(d.UUID, placement)
 		s := newPlacement(id, placement)
 		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.PlacementWarm
-		if !at.Made[d.UUID][placement] {
+		if !at.snap.shape.Made[d.UUID][placement] {
 			s.State = status.PlacementForeign
 		}
 		out[id] = s
@@ -353,19 +385,19 @@ func (at *scene) standing(d *gpu.Device) map[string]*status.Placement {
 // placementState is the state of a listed MIG device, of which s shows the instance, if it
 // stands; empty where the device merely lingers in the list.
 func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) string {
-	layout, stands := at.Layouts[dev.GPU], s.UUID != ""
+	layout, stands := at.snap.shape.Layouts[dev.GPU], s.UUID != ""
 	switch {
 	case at.holders[dev.ID] != nil && stands:
 		return status.PlacementHeld
 	case at.holders[dev.ID] != nil:
 		return status.PlacementMaking
-	case at.Failing[mig.Place{GPU: dev.GPU, Placement: dev.Placement}] != (status.Cause{}):
+	case at.snap.shape.Failing[mig.Place{GPU: dev.GPU, Placement: dev.Placement}] != (status.Cause{}):
 		return status.PlacementFailed
 	case dev.Healthy && s.State == "":
 		return status.PlacementFree
 	case dev.Healthy:
 		return status.PlacementWarm
-	case at.Leaving[dev.GPU][dev.Placement] != (status.Cause{}), !layout.InMIG():
+	case at.snap.shape.Leaving[dev.GPU][dev.Placement] != (status.Cause{}), !layout.InMIG():
 		return status.PlacementLeaving
 	case s.State == status.PlacementForeign:
 		return status.PlacementForeign
@@ -375,17 +407,9 @@ func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) s
 	return ""
 }
 
-// Ready returns nil once this process has read the driver, with the files of it
-// that containers need, and has heard of the partitions; else it says what is
-// missing. What a predecessor knew does not count, or a rolling update would walk
-// past nodes on which the new version does not work. A first partition that is
-// invalid is not enough where nothing is on offer.
-//
-// Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
-// in the outcome and in the health of the GPUs, and no reason to hold up or to take
-// back the update of an agent that works.
-func (r *reporter) Ready() error {
-	snap := r.snapshot.Load()
+// ready is Agent.Ready.
+func (y *display) ready() error {
+	snap := y.latest()
 	if snap.At.IsZero() {
 		return errors.New("the first round has not ended")
 	}
@@ -399,27 +423,25 @@ func (r *reporter) Ready() error {
 // thing that a round waits for has a deadline.
 const stuckAfter = inventoryEvery + 5*time.Minute
 
-// Healthy returns nil while rounds come to an end.
-func (r *reporter) Healthy() error {
-	if at := r.snapshot.Load().At; !at.IsZero() && time.Since(at) > stuckAfter {
+// healthy is Agent.Healthy.
+func (y *display) healthy() error {
+	if at := y.latest().At; !at.IsZero() && time.Since(at) > stuckAfter {
 		return fmt.Errorf("the loop has not finished a round since %s", at.Format(time.RFC3339))
 	}
 	return nil
 }
 
-// Offered returns the GPUs that the agent gives out, in index order: who uses one
-// of them without an allocation is an intruder.
-func (r *reporter) Offered() []gpu.Device {
-	snap := r.snapshot.Load()
+// offered is Agent.Offered.
+func (y *display) offered() []gpu.Device {
+	snap := y.latest()
 	var out []gpu.Device
-	for _, d := range snap.Inventory.GPUs {
-		if snap.Layouts[d.UUID].Offers && !d.Gone {
+	for _, d := range snap.hardware.Inventory.GPUs {
+		if snap.shape.Layouts[d.UUID].Offers && !d.Gone {
 			out = append(out, d)
 		}
 	}
 	return out
 }
 
-// Open reports whether somebody else, too, gives a GPU out: who uses it without a
-// allocation of ours may have one of theirs.
-func (r *reporter) Open(u gpu.UUID) bool { return r.snapshot.Load().Others[u] != "" }
+// open is Agent.Open.
+func (y *display) open(u gpu.UUID) bool { return y.latest().shape.Others[u] != "" }

@@ -293,18 +293,18 @@ func (s *storm) offerTooMany() {
 	}
 	s.round(nil)
 	synctest.Wait()
-	if !s.agent.reader.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 || s.agent.reporter.snapshot.Load().Outcome.State != Applied {
+	if !s.agent.loop.reader.answered || s.mute != nil || s.hangs || len(s.agent.loop.executor.jobs) > 0 || s.agent.loop.reporter.last().Outcome.State != Applied {
 		return
 	}
-	before, wanted := s.healthy(), s.agent.reporter.snapshot.Load().Generation
+	before, wanted := s.healthy(), s.agent.loop.reporter.last().asked.Generation
 	s.agent.SetFile("p.yaml", []byte(tooMany))
 	s.round(nil)
 	synctest.Wait()
 	after := s.healthy()
-	snap := s.agent.reporter.snapshot.Load()
-	if snap.Outcome.State != Invalid || snap.Generation != wanted {
+	snap := s.agent.loop.reporter.last()
+	if snap.Outcome.State != Invalid || snap.asked.Generation != wanted {
 		s.t.Errorf("30000 replicas on each of %d GPUs are %s (%q), and the wishes went from %d to %d; want them refused", s.gpus,
-			snap.Outcome.State, snap.Outcome.Message, wanted, snap.Generation)
+			snap.Outcome.State, snap.Outcome.Message, wanted, snap.asked.Generation)
 	}
 	for _, id := range before {
 		if _, still := slices.BinarySearch(after, id); !still {

@@ -339,7 +339,7 @@ func (c *stormClaims) justifiedLocked(p *claimant, err error, began time.Time) b
 	troubled := c.mishap.After(began.Add(-2*time.Minute)) || s.mute != nil || s.hangs || s.unreadable || s.down
 	for _, r := range p.results {
 		u := c.gpuOf(&r)
-		troubled = troubled || s.trouble[u] != "" || s.agent.reader.inv.ByUUID(u) == nil
+		troubled = troubled || s.trouble[u] != "" || s.agent.loop.reader.inv.ByUUID(u) == nil
 	}
 	switch {
 	case p.doubt != "", !p.pod.active: // its claim is no more
@@ -551,13 +551,13 @@ func (c *stormClaims) checkSlices(when string, allocated map[string]agentkube.Cl
 			have[d.Name] = true
 		}
 	}
-	if len(have) == 0 || !c.s.agent.partitions.judged {
+	if len(have) == 0 || !c.s.agent.loop.partitions.judged {
 		return // wiped, or nothing is offered; or this agent has written nothing yet
 	}
 	for uid, claim := range allocated {
 		for _, r := range claim.Results {
 			p := c.of[uid]
-			if u := c.gpuOf(&r); !have[r.Device] && p != nil && p.doubt == "" && c.s.trouble[u] != "gone" && c.s.agent.reader.inv.ByUUID(u) != nil {
+			if u := c.gpuOf(&r); !have[r.Device] && p != nil && p.doubt == "" && c.s.trouble[u] != "gone" && c.s.agent.loop.reader.inv.ByUUID(u) != nil {
 				c.s.t.Errorf("%s: claim %s has %s, which is in no slice: %v", when, uid, r.Device, slices.Sorted(maps.Keys(have)))
 			}
 		}
@@ -569,8 +569,8 @@ func (c *stormClaims) checkRunning(when string, o *stormContainer, layouts map[g
 	s, p := c.s, o.pod.claim
 	for i, key := range p.keys {
 		g := &p.grants[i][0]
-		sick := s.agent.reader.inv == nil || s.agent.gates.faulty(g.GPU) || s.unheard
-		went := s.attack.went[key] && !s.agent.reader.answered
+		sick := s.agent.loop.reader.inv == nil || (&ground{inv: s.agent.loop.reader.inv}).faulty(g.GPU) || s.unheard
+		went := s.attack.went[key] && !s.agent.loop.reader.answered
 		s.attack.went[key] = s.specs[key] == nil && (sick || went)
 		if s.specs[key] == nil && p.pod.active && !sick && !went {
 			s.t.Errorf("%s: %s runs and the file of its claim's allocation %s is gone", when, o.ID, key)

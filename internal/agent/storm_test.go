@@ -473,10 +473,10 @@ func (s *storm) start() {
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
 	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, DRA: s.claims.worlds(), Observer: s})
 	s.note("an agent starts; %d allocations in the journal", len(s.journal))
-	s.agent.remember()
+	s.agent.loop.remember()
 	agent := s.agent
 	go func() { _ = agent.claims.run(ctx) }()
-	go func() { _ = s.agent.witnesses.Follow(ctx) }()
+	go func() { _ = s.agent.loop.witnesses.Follow(ctx) }()
 	go func() {
 		running := map[string]bool{}
 		for {
@@ -772,13 +772,13 @@ func (s *storm) step() {
 	case n >= 100 && n < 103: // GPUs that fail, leave and come back
 		u := uuid(s.rng.IntN(s.gpus))
 		s.locked(func() { s.trouble[u] = []string{"", "", "GPU is lost", "gone"}[s.rng.IntN(4)]; s.done["troubles"]++ })
-		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 103:
 		s.locked(func() {
 			s.mute = []error{nil, fmt.Errorf("init: %w", gpu.ErrNoDriver)}[s.rng.IntN(2)]
 			s.hangs = s.mute == nil && !s.hangs
 		})
-		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 104:
 		s.locked(func() { u := uuid(s.rng.IntN(s.gpus)); s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0 })
 	case n == 105:
@@ -902,7 +902,7 @@ func (s *storm) step() {
 		if s.rng.IntN(2) == 0 {
 			s.resetGPUs() // of the faults before
 		}
-		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
+		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
 		s.locked(func() { s.done["faults"]++ })
 	case n < 95:
 		s.locked(func() { s.down = !s.down })
@@ -941,7 +941,7 @@ func (s *storm) heal() {
 		clear(s.trouble)
 		clear(s.foreign)
 	})
-	s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	s.resetGPUs()
 }
 
@@ -1045,11 +1045,13 @@ func (s *storm) check(when string) {
 			s.claims.checkRunning(when, c, layouts)
 		}
 		for resource, ids := range c.ids {
-			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.unheard
+			sick := s.agent.loop.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool {
+				return (&ground{inv: s.agent.loop.reader.inv}).faulty(gpu.UUID(strings.Split(id, "::")[0]))
+			}) || s.unheard
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
 			key := cdi.Key(resource, ids)
-			went := s.attack.went[key] && !s.agent.reader.answered
+			went := s.attack.went[key] && !s.agent.loop.reader.answered
 			s.attack.went[key] = s.specs[key] == nil && (sick || went)
 			if s.specs[key] == nil && c.pod.active && !sick && !went && !c.lost && !c.early {
 				a, held := s.agent.ledger.Get(key)
@@ -1108,7 +1110,7 @@ func (s *storm) called() {
 func (s *storm) round(beside func()) {
 	var wait sync.WaitGroup
 	began := time.Now()
-	round := func() { _ = s.agent.round(s.ctx) }
+	round := func() { _ = s.agent.loop.round(s.ctx) }
 	s.untilBeside.Store(0)
 	switch s.beside = beside != nil; {
 	case beside == nil:
@@ -1170,7 +1172,7 @@ func (s *storm) calm() {
 		}
 	}
 	if want := s.gpus * timeslice.Units(&machine(1).GPUs[0], s.attack.unit); listed != want {
-		s.t.Errorf("%d units are on offer, want %d: %s", listed, want, s.agent.reporter.snapshot.Load().Outcome.Message)
+		s.t.Errorf("%d units are on offer, want %d: %s", listed, want, s.agent.loop.reporter.last().Outcome.Message)
 	}
 	s.pods, s.entries, s.file = map[string]*stormPod{}, nil, nil
 	s.attack.clocks = s.rng.IntN(2) == 0
@@ -1280,7 +1282,7 @@ func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 		u := s.agent.Allocations()[0].GPUs()[0]
 		trouble := func(why string) {
 			s.locked(func() { s.trouble[u] = why })
-			s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+			s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 		}
 		trouble("GPU is lost")
 		look("lost")

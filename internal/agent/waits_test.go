@@ -97,8 +97,8 @@ func TestWaitingPodsAreToldWhatIs(t *testing.T) {
 	noSpace := errors.New("write /var/lib/gpu-agent/state.json: no space left on device; check free space and permissions there")
 	unit0 := string(uuid(0)) + "::0"
 	disk := func(b *bench, journal bool) func() {
-		d := &fullDisk{Store: b.Agent.journal.store, journal: journal}
-		b.Agent.journal.store, b.Agent.gates.files = d, fullCDI{b.Agent.gates.files, d}
+		d := &fullDisk{Store: b.Agent.loop.journal.store, journal: journal}
+		b.Agent.loop.journal.store, b.Agent.loop.gates.files = d, fullCDI{b.Agent.loop.gates.files, d}
 		d.set(noSpace)
 		return func() { d.set(nil) }
 	}
@@ -247,9 +247,9 @@ func TestSecondWishIsToldOfTheFirst(t *testing.T) {
 		o.took = 40 * time.Second
 		b := start(t, o, t.TempDir(), migPartition(demand))
 		defer b.end()
-		d := &fullDisk{Store: b.Agent.journal.store}
+		d := &fullDisk{Store: b.Agent.loop.journal.store}
 		d.set(errors.New("no space"))
-		b.Agent.journal.store = d
+		b.Agent.loop.journal.store = d
 		b.allocate("a", small, migID(0, "1g.10gb@1"))
 		b.allocate("b", large, migID(0, "3g.40gb@4"))
 		_ = b.prepare(small, migID(0, "1g.10gb@1"))

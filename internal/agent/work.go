@@ -10,7 +10,6 @@ import (
 	"maps"
 	"math"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -61,14 +60,16 @@ type job struct {
 	now atomic.Pointer[string]
 }
 
-// destroys reports whether the job takes an instance away.
-func (j *job) destroys(s mig.Placement) bool {
-	return j != nil && slices.Contains(j.Steps, mig.Step{Op: mig.Destroy, Placement: s})
+// destroys reports whether work, nil for none, takes an instance away.
+func destroys(w *plan.Work, s mig.Placement) bool {
+	return w != nil && slices.Contains(w.Steps, mig.Step{Op: mig.Destroy, Placement: s})
 }
 
-// switches reports whether the job changes the MIG mode.
-func (j *job) switches() bool {
-	return j != nil && slices.ContainsFunc(j.Steps, func(s mig.Step) bool { return s.Op == mig.Enable || s.Op == mig.Disable })
+// switches reports whether work, nil for none, changes the MIG mode.
+func switches(w *plan.Work) bool {
+	return w != nil && slices.ContainsFunc(w.Steps, func(s mig.Step) bool {
+		return s.Op == mig.Enable || s.Op == mig.Disable
+	})
 }
 
 // result is what became of a job.
@@ -163,9 +164,9 @@ type executor struct {
 	wake  func()
 	// wasReset tells that a GPU has been reset.
 	wasReset func(gpu.UUID)
-	// neverReset and idleTTL are the Options of these names.
-	neverReset bool
-	idleTTL    time.Duration
+	// neverReset, reclaim and idleTTL are Options.NeverReset, ReclaimForeign and IdleTTL.
+	neverReset, reclaim bool
+	idleTTL             time.Duration
 
 	mu      sync.Mutex
 	results []result // guarded by mu; of jobs that have ended
@@ -189,10 +190,11 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error), wasReset func(gpu.UUID), wake func()) *executor {
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error),
+	wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		wasReset: wasReset,
-		driver:   w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wasReset: wasReset, wake: wake,
+		neverReset: o.NeverReset, reclaim: o.ReclaimForeign, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
@@ -292,27 +294,6 @@ func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Wo
 	}
 }
 
-// workText is what is to be done for the partition, in words. Events are few: GPUs
-// of which the same is to be said share a sentence.
-func workText(inv *gpu.Inventory, work []plan.Work) string {
-	gpus := map[string][]gpu.UUID{}
-	var texts []string
-	for _, w := range work {
-		if w.Allocation != "" {
-			continue
-		}
-		text := w.String()
-		if gpus[text] == nil {
-			texts = append(texts, text)
-		}
-		gpus[text] = append(gpus[text], w.GPU)
-	}
-	for i, text := range texts {
-		texts[i] = numbers(inv, gpus[text]) + ": " + text
-	}
-	return strings.Join(texts, "; ")
-}
-
 // execute does a job's steps in order. Where one fails, what was done is undone: the
 // GPU is as it was, or as near to that as the driver lets it be.
 func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
@@ -370,7 +351,8 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 // sameInstances reports whether the same instances stand.
 func sameInstances(a, b []gpu.Instance) bool {
 	return slices.EqualFunc(a, b, func(x, y gpu.Instance) bool {
-		return x.Profile == y.Profile && x.Placement == y.Placement && x.GI == y.GI && x.CI == y.CI && x.CIStart == y.CIStart
+		return x.Profile == y.Profile && x.Placement == y.Placement &&
+			x.GI == y.GI && x.CI == y.CI && x.CIStart == y.CIStart
 	})
 }
 
@@ -401,7 +383,10 @@ func happened(m *gpu.MIG, s *mig.Step) bool {
 }
 
 func inverse(s mig.Step) mig.Step {
-	s.Op = map[mig.Op]mig.Op{mig.Create: mig.Destroy, mig.Destroy: mig.Create, mig.Enable: mig.Disable, mig.Disable: mig.Enable}[s.Op]
+	s.Op = map[mig.Op]mig.Op{
+		mig.Create: mig.Destroy, mig.Destroy: mig.Create,
+		mig.Enable: mig.Disable, mig.Disable: mig.Enable,
+	}[s.Op]
 	return s
 }
 
@@ -422,7 +407,8 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 			err = nil
 		}
 	case mig.Create:
-		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Placement.Profile.String(), gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size}, s.Placement.CI)
+		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Placement.Profile.String(),
+			gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size}, s.Placement.CI)
 	default:
 		err = e.switchMIG(ctx, d, s.Op == mig.Enable)
 	}
@@ -449,7 +435,8 @@ func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error 
 		return err
 	}
 	if e.neverReset {
-		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) or a reboot; --reset is never", errResetDue, d.Index)
+		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) "+
+			"or a reboot; --reset is never", errResetDue, d.Index)
 	}
 	if err := e.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
@@ -525,7 +512,8 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		f.refusals++
 	}
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
-	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
+	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v",
+		d.Name(), r.Placement, f.n, failingFor, r.err)
 	if r.Placement == (mig.Placement{}) { // the MIG mode of a dynamic GPU
 		reason := status.GPUChangeFailed
 		if errors.Is(r.err, errResetDue) {
@@ -557,7 +545,9 @@ func orNew[K comparable, V any](m map[K]*V, key K) *V {
 // failedFor reports whether something that an allocation waits for could not be made and
 // is tried again later.
 func (e *executor) failedFor(allocation string) bool {
-	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Allocation == allocation })
+	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool {
+		return w.Allocation == allocation
+	})
 }
 
 // failingPlacements are those that are withdrawn, with the reason.
@@ -580,13 +570,20 @@ func (e *executor) refusedPlacements(now time.Time) map[mig.Place]status.Cause {
 	return out
 }
 
+// working is the work under way.
+func (e *executor) working() map[gpu.UUID]*plan.Work {
+	out := map[gpu.UUID]*plan.Work{}
+	for u, j := range e.jobs {
+		out[u] = &j.Work
+	}
+	return out
+}
+
 // input is what the plan must know of the work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
-	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Placement{},
-		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{}, NeverReset: e.neverReset}
-	for u, j := range e.jobs {
-		in.Working[u] = &j.Work
-	}
+	in := plan.MIGInput{Made: e.mine, Working: e.working(), Expired: map[gpu.UUID][]mig.Placement{},
+		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{},
+		NeverReset: e.neverReset, Reclaim: e.reclaim}
 	for w, r := range e.rests {
 		switch {
 		case w.Allocation == "":
@@ -618,7 +615,8 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(e.rests, func(of plan.Want, _ *rest) bool {
-		return of.Allocation == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == of.GPU })
+		planned := func(w plan.Work) bool { return w.GPU == of.GPU }
+		return of.Allocation == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, planned)
 	})
 	idle := map[mig.Place]time.Time{}
 	for u, v := range changes.MIG {
@@ -659,48 +657,4 @@ func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 		soon(now.Add(e.busyLook))
 	}
 	return wait, ok
-}
-
-// conditions say what failed for the partition and is tried again later, which GPUs
-// wait for a reset or a reboot, what is being done, and which of the work that is planned has
-// not begun.
-func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint64) (out []status.Condition) {
-	for i := range inv.GPUs {
-		d := &inv.GPUs[i]
-		next := slices.IndexFunc(planned, func(w plan.Work) bool { return w.GPU == d.UUID && w.Allocation == "" })
-		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
-		case (r == nil || r.gen != gen) && next >= 0 && e.jobs[d.UUID] == nil:
-			out = append(out, status.Why(status.GPUChange, "%s: %s, which has not begun", d.Name(), &planned[next]).Condition(status.Pending, string(d.UUID)))
-		case r == nil || r.gen != gen:
-		case errors.Is(r.err, errResetDue):
-			out = append(out, status.CauseOf(r.err, status.ResetDue).Condition(status.Pending, string(d.UUID)))
-		default:
-			out = append(out, status.CauseOf(r.err, status.GPUChangeFailed).Condition(status.Failed, string(d.UUID)))
-		}
-		if j := e.jobs[d.UUID]; j != nil && j.Allocation == "" {
-			out = append(out, status.Why(status.GPUChange, "%s: %s", d.Name(), j).Condition(status.Pending, string(d.UUID)))
-		}
-	}
-	return out
-}
-
-// now says what is being done to GPUs.
-func (e *executor) now() map[gpu.UUID]string {
-	out := map[gpu.UUID]string{}
-	for u, j := range e.jobs {
-		out[u] = j.String() // until its first step begins
-		if text := j.now.Load(); text != nil {
-			out[u] = *text
-		}
-	}
-	return out
-}
-
-// made are the instances that are the agent's.
-func (e *executor) made() map[gpu.UUID]map[mig.Placement]bool {
-	out := map[gpu.UUID]map[mig.Placement]bool{}
-	for u, placements := range e.mine {
-		out[u] = maps.Clone(placements)
-	}
-	return out
 }
