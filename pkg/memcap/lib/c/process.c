@@ -20,8 +20,10 @@ static void find_driver(void)
     struct real_library lib = {0};
     if (real_find(&lib, CAP_REAL_CUDA, "cuDriverGetVersion")) {
 #define FIND(name, arguments) real.name = (CUresult(*) arguments)real_symbol(&lib, #name);
-        OVERRIDES(FIND)
+#define OVERRIDDEN(base, since, name, arguments) FIND(name, arguments)
+        OVERRIDES(OVERRIDDEN)
         HELPERS(FIND)
+#undef OVERRIDDEN
 #undef FIND
     }
     real_library = lib;
