@@ -247,14 +247,6 @@ LAYOUT(CUmapinfo, 96);
       (CUhandle, size_t, CUdeviceptr, size_t, unsigned long long))                                              \
     X(cuMulticastBindAddr, 13010, cuMulticastBindAddr_v2,                                                       \
       (CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long))                                    \
-    X(cuStreamBeginCapture, 10000, cuStreamBeginCapture, (CUstream))                                            \
-    X(cuStreamBeginCapture, 10000, cuStreamBeginCapture_ptsz, (CUstream))                                       \
-    X(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2, (CUstream, int))                                    \
-    X(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2_ptsz, (CUstream, int))                               \
-    X(cuStreamBeginCaptureToGraph, 12030, cuStreamBeginCaptureToGraph,                                          \
-      (CUstream, CUgraph, const CUnode *, const void *, size_t, int))                                           \
-    X(cuStreamBeginCaptureToGraph, 12030, cuStreamBeginCaptureToGraph_ptsz,                                     \
-      (CUstream, CUgraph, const CUnode *, const void *, size_t, int))                                           \
     X(cuStreamDestroy, 2000, cuStreamDestroy, (CUstream))                                                       \
     X(cuStreamDestroy, 4000, cuStreamDestroy_v2, (CUstream))                                                    \
     X(cuStreamSynchronize, 2000, cuStreamSynchronize, (CUstream))                                               \

@@ -346,7 +346,7 @@ static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CU
             least[d] = entry.owner;
         }
     }
-    if (!n.any || capturing(p, s, upload == real.cuGraphUpload_ptsz))
+    if (!n.any || capturing(s, upload == real.cuGraphUpload_ptsz))
         return call(e, s);
     struct run r = {.exec = e, .stream = s, .upload = upload};
     if (!run_begin(p, &r, &n, least))

@@ -161,7 +161,7 @@ void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64
 
 /* --- allocating ----------------------------------------------------------- */
 
-bool capturing_now(CUstream s, bool per_thread)
+bool capturing(CUstream s, bool per_thread)
 {
     int status = 0;
     CUresult r = per_thread && !s ? CALL(cuStreamIsCapturing_ptsz, s, &status) : CALL(cuStreamIsCapturing, s, &status);
@@ -460,7 +460,7 @@ static CUresult allocate(struct process *p, struct request *q)
 {
     bool refuse;
     struct pool *pool;
-    if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(p, q->stream, q->per_thread))
+    if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(q->stream, q->per_thread))
         return pass(q); /* a captured allocation becomes a node of a graph; see graph.c */
     uint32_t changes = __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE);
     if (!pool_find(p, q, changes, &pool))
@@ -509,25 +509,6 @@ HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes,
     struct process *p = ENTER();
     struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .per_thread = true, .from = real.cuMemAllocFromPoolAsync_ptsz};
     return allocate(p, &q);
-}
-
-#define BEGIN_CAPTURE(name, ...)                               \
-    struct process *p = ENTER();                               \
-    if (p)                                                     \
-        __atomic_store_n(&p->captures, 1, __ATOMIC_RELAXED);   \
-    return CALL(name, __VA_ARGS__);
-
-EXPORT CUresult cuStreamBeginCapture(CUstream s) { BEGIN_CAPTURE(cuStreamBeginCapture, s) }
-EXPORT CUresult cuStreamBeginCapture_ptsz(CUstream s) { BEGIN_CAPTURE(cuStreamBeginCapture_ptsz, s) }
-EXPORT CUresult cuStreamBeginCapture_v2(CUstream s, int mode) { BEGIN_CAPTURE(cuStreamBeginCapture_v2, s, mode) }
-EXPORT CUresult cuStreamBeginCapture_v2_ptsz(CUstream s, int mode) { BEGIN_CAPTURE(cuStreamBeginCapture_v2_ptsz, s, mode) }
-EXPORT CUresult cuStreamBeginCaptureToGraph(CUstream s, CUgraph g, const CUnode *after, const void *data, size_t n, int mode)
-{
-    BEGIN_CAPTURE(cuStreamBeginCaptureToGraph, s, g, after, data, n, mode)
-}
-EXPORT CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream s, CUgraph g, const CUnode *after, const void *data, size_t n, int mode)
-{
-    BEGIN_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, s, g, after, data, n, mode)
 }
 
 /* --- freeing -------------------------------------------------------------- */

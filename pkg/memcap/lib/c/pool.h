@@ -94,7 +94,7 @@ void bound_again(struct process *p, CUdevice device);
 struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most);
 
 /* Between relax and unrelax this thread's calls do not invalidate a stream capture. */
-CUresult relax(const struct process *p, int *mode);
+CUresult relax(int *mode);
 void unrelax(CUresult r, int *mode);
 
 /* pool_find finds the pool that a request is for. False: pass the request on. changes is
@@ -137,10 +137,6 @@ static inline void pool_hope(struct pool *pool)
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);
 
 /* capturing says whether a stream is being captured into a graph. */
-COLD bool capturing_now(CUstream s, bool per_thread);
-static inline bool capturing(const struct process *p, CUstream s, bool per_thread)
-{
-    return __builtin_expect(__atomic_load_n(&p->captures, __ATOMIC_RELAXED), 0) && capturing_now(s, per_thread);
-}
+bool capturing(CUstream s, bool per_thread);
 
 #endif

@@ -467,10 +467,10 @@ static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool
     return more;
 }
 
-CUresult relax(const struct process *p, int *mode)
+CUresult relax(int *mode)
 {
     *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    return __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, mode) : CUDA_ERROR_NOT_FOUND;
+    return CALL(cuThreadExchangeStreamCaptureMode, mode);
 }
 
 void unrelax(CUresult r, int *mode)
@@ -495,7 +495,7 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
         return false;
     }
     int mode;
-    CUresult r = relax(p, &mode);
+    CUresult r = relax(&mode);
     trim(p, pool, charge - want);
     unrelax(r, &mode);
     bool made = account_reserve_quickly(a, n);
@@ -509,7 +509,7 @@ void relieve(struct account *a, uint64_t n)
 {
     struct process *p = the_process;
     int mode;
-    CUresult r = relax(p, &mode);
+    CUresult r = relax(&mode);
     pools_settle(p, (CUdevice)(a - p->accounts)); /* they may have shrunk by themselves */
     bool more = relieve_pools(p, a, n, false);
     if (lacks(a, n))

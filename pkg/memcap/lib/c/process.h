@@ -111,7 +111,6 @@ struct process {
     uint32_t standing_in;                   /* a lock, held while stands_in is decided */
     uint32_t obeys;                         /* whether the driver keeps pools to a greatest size: OBEYS and so on */
     uint32_t contexts_ended;
-    uint32_t captures; /* 1: the program has captured a stream */
     uint32_t freeing;  /* a lock, held while freers are looked at or their streams destroyed */
     struct freer freers[FREERS];
     uint64_t last_freers[LAST_FREERS]; /* a word for each of the streams that freed last */
