@@ -190,12 +190,10 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemPoolSetAttribute, 11020, cuMemPoolSetAttribute, (CUmempool, int, void *))                            \
     X(cuMemPoolImportFromShareableHandle, 11020, cuMemPoolImportFromShareableHandle,                            \
       (CUmempool *, void *, int, unsigned long long))                                                           \
-    X(cuDeviceSetMemPool, 11020, cuDeviceSetMemPool, (CUdevice, CUmempool))                                     \
     X(cuDeviceGetMemPool, 11020, cuDeviceGetMemPool, (CUmempool *, CUdevice))                                   \
     X(cuDeviceGetDefaultMemPool, 11020, cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))                     \
     X(cuMemGetDefaultMemPool, 13000, cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                  \
     X(cuMemGetMemPool, 13000, cuMemGetMemPool, (CUmempool *, CUlocation *, int))                                \
-    X(cuMemSetMemPool, 13000, cuMemSetMemPool, (CUlocation *, int, CUmempool))                                  \
     X(cuMemCreate, 10020, cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))             \
     X(cuMemRelease, 10020, cuMemRelease, (CUhandle))                                                            \
     X(cuMemRetainAllocationHandle, 11000, cuMemRetainAllocationHandle, (CUhandle *, void *))                    \
@@ -262,6 +260,7 @@ LAYOUT(CUmapinfo, 96);
     X(cuCtxPushCurrent_v2, (CUcontext))                           \
     X(cuCtxPopCurrent_v2, (CUcontext *))                          \
     X(cuDeviceGetCount, (int *))                                  \
+    X(cuDeviceSetMemPool, (CUdevice, CUmempool))                  \
     X(cuMemPoolGetAttribute, (CUmempool, int, void *))            \
     X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
     X(cuStreamIsCapturing, (CUstream, int *))                     \

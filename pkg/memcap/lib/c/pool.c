@@ -462,10 +462,7 @@ static CUresult allocate(struct process *p, struct request *q)
     struct pool *pool;
     if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(q->stream, q->per_thread))
         return pass(q); /* a captured allocation becomes a node of a graph; see graph.c */
-    uint32_t changes = __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE);
-    if (!pool_find(p, q, changes, &pool))
-        return pass(q);
-    if (pool && pool->passed)
+    if (!pool_find(p, q, &pool))
         return pass(q);
     struct account *a = account_of(p, pool ? pool->device : 0, &refuse);
     if (!a && !refuse)
@@ -478,37 +475,29 @@ static CUresult allocate(struct process *p, struct request *q)
     CUresult r = !held || account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && !held)
         r = reuse(p, q, pool, a, n); /* the driver may not have made the stream wait for others */
-    if (__builtin_expect(changes != __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE), 0))
-        pools_settle(p, pool->device); /* the allocation may have come from another pool */
     return r;
 }
 
+#define ALLOCATE(...)                                                                        \
+    struct process *p = ENTER();                                                             \
+    struct request q = {.out = out, .bytes = bytes, .stream = s, __VA_ARGS__};               \
+    return allocate(p, &q);
+
 HOT EXPORT CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .stream = s, .plain = real.cuMemAllocAsync};
-    return allocate(p, &q);
+    ALLOCATE(.plain = real.cuMemAllocAsync, .from = real.cuMemAllocFromPoolAsync)
 }
-
 HOT EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .stream = s, .per_thread = true, .plain = real.cuMemAllocAsync_ptsz};
-    return allocate(p, &q);
+    ALLOCATE(.plain = real.cuMemAllocAsync_ptsz, .from = real.cuMemAllocFromPoolAsync_ptsz, .per_thread = true)
 }
-
 HOT EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .from = real.cuMemAllocFromPoolAsync};
-    return allocate(p, &q);
+    ALLOCATE(.pool = pool, .from = real.cuMemAllocFromPoolAsync)
 }
-
 HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .per_thread = true, .from = real.cuMemAllocFromPoolAsync_ptsz};
-    return allocate(p, &q);
+    ALLOCATE(.pool = pool, .from = real.cuMemAllocFromPoolAsync_ptsz, .per_thread = true)
 }
 
 /* --- freeing -------------------------------------------------------------- */

@@ -104,8 +104,6 @@ struct process {
     uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of pools_charged that is, or was, not 0 */
     uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
-    uint64_t current[MAX_DEVICES];          /* a device's current pool: [pool_changes:32 | 1 + index:32] */
-    uint32_t pool_changes;                  /* grows whenever a current pool may have changed */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
     uint64_t exacted;                       /* a bit for each device for which we have waited for an exact reading */
     uint32_t standing_in;                   /* a lock, held while stands_in is decided */
