@@ -148,6 +148,11 @@ bool context_lives(const struct process *p, CUcontext handle, uint64_t number);
 /* CALL calls the driver. An older driver may lack the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)
 
+/* OVER calls ours with the driver's function, or the driver's alone. */
+#define OVER(name, ours, ...)    \
+    struct process *p = ENTER(); \
+    return p && real.name ? ours(p, __VA_ARGS__, real.name) : CALL(name, __VA_ARGS__);
+
 /* account_of returns a device's account. NULL: it has none, and *refuse says whether
  * allocations must fail (the closed policy) or pass uncounted. */
 COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse);
