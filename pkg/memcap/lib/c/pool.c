@@ -135,7 +135,6 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
     if (!had && (pool->r.charge || rest)) {
         uint64_t i = (uint64_t)(pool - p->pools);
         __atomic_or_fetch(&p->pools_charged[i / 64], (uint64_t)1 << i % 64, __ATOMIC_ACQ_REL);
-        __atomic_or_fetch(&p->pools_words[i / 4096], (uint64_t)1 << i / 64 % 64, __ATOMIC_ACQ_REL);
     }
     return rest;
 }

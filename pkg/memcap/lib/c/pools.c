@@ -94,15 +94,6 @@ void pool_leave(struct process *p, struct pool *pool)
 static int next_charged(const struct process *p, int i)
 {
     for (int w = i / 64; w < MAX_POOLS / 64; i = ++w * 64) {
-        uint64_t words = __atomic_load_n(&p->pools_words[w / 64], __ATOMIC_RELAXED) >> w % 64;
-        if (!words) {
-            w |= 63;
-            continue;
-        }
-        if (!(words & 1)) {
-            w += __builtin_ctzll(words) - 1;
-            continue;
-        }
         uint64_t bits = __atomic_load_n(&p->pools_charged[w], __ATOMIC_RELAXED) >> i % 64;
         if (bits)
             return i + __builtin_ctzll(bits);

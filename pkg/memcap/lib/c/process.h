@@ -101,7 +101,6 @@ struct process {
     uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
-    uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of pools_charged that is, or was, not 0 */
     uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
