@@ -132,15 +132,6 @@ COLD static enum standing open_account(struct account *a, CUdevice device)
     return STANDING_CLOSED;
 }
 
-bool is_open(void)
-{
-    int fd = sys_open(CAP_OPEN_MARK, O_PATH | O_NOFOLLOW, 0);
-    if (fd < 0)
-        return false;
-    sys_close(fd);
-    return true;
-}
-
 COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse)
 {
     if (device < 0 || device >= MAX_DEVICES)

@@ -163,10 +163,6 @@ static inline struct account *account_of(struct process *p, CUdevice device, boo
     return account_of_slowly(p, device, refuse);
 }
 
-/* is_open says whether what cannot be counted passes (the open policy). Otherwise it is
- * refused. */
-bool is_open(void);
-
 /* where finds the device and the number of the current context. False: there is none, so
  * pass the call on, which the driver then refuses. */
 struct where {
