@@ -103,7 +103,7 @@ func TestDoors(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, list := range []struct{ file, line string }{
-		{"../../pkg/memcap/lib/c/doors.h", `(?m)^(?:DOOR|TWIN)\((\w+), (\d+), (\w+)\)$`},
+		{"../../pkg/memcap/lib/c/driver.h", `(?m)^ {4}X\((\w+), (\d+), (\w+),`},
 		{"../emulator/lib/c/cuda_names.h", `(?m)^[VT]\((\w+), (\d+), (\w+)`},
 	} {
 		data, err := os.ReadFile(list.file)

@@ -10,19 +10,17 @@
 #include "process.h"
 
 struct door {
-    const char *base;
+    const char *base, *name;
     int since; /* the CUDA version that brought this form */
     bool per_thread;
-    const char *name;
     void *ours;
     size_t real; /* offset in struct driver */
 };
 
-#define DOOR(base, since, name) {#base, since, false, #name, (void *)name, offsetof(struct driver, name)},
-#define TWIN(base, since, name) {#base, since, true, #name, (void *)name, offsetof(struct driver, name)},
-static const struct door doors[] = {
-#include "doors.h"
-};
+/* A form for the per-thread default stream has _ptsz at the end of its name, where another has
+ * _v2 or nothing. */
+#define DOOR(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5, (void *)name, offsetof(struct driver, name)},
+static const struct door doors[] = {OVERRIDES(DOOR)};
 enum { DOORS = sizeof doors / sizeof *doors };
 
 static void *behind(const struct door *d) { return *(void *const *)((const char *)&real + d->real); }

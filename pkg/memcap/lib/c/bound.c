@@ -58,7 +58,7 @@ static uint64_t most_for(struct process *p, CUdevice device)
     if (!a || account_unlimited(a) || a->others || !where(p, &w) || w.device != device)
         return 0; /* with several shares, nobody knows to the byte what can be borrowed */
     int mode;
-    CUresult relaxed = relax(p, &mode);
+    CUresult relaxed = relax(&mode);
     uint64_t step = 0, bit = (uint64_t)1 << device, ceiling = 0;
     switch (obeys(p, a, device)) {
     case OBEYS: step = BLOCK; break;

@@ -152,17 +152,9 @@ static CUresult destroy(struct process *p, CUcontext context, CUresult (*call)(C
     return r;
 }
 
-EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
-{
-    struct process *p = ENTER();
-    return p && real.cuCtxDestroy_v2 ? destroy(p, context, real.cuCtxDestroy_v2) : CALL(cuCtxDestroy_v2, context);
-}
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context) { OVER(cuCtxDestroy_v2, destroy, context) }
 
-EXPORT CUresult cuCtxDestroy(CUcontext context)
-{
-    struct process *p = ENTER();
-    return p && real.cuCtxDestroy ? destroy(p, context, real.cuCtxDestroy) : CALL(cuCtxDestroy, context);
-}
+EXPORT CUresult cuCtxDestroy(CUcontext context) { OVER(cuCtxDestroy, destroy, context) }
 
 /* The primary context is counted from the first retain that we see until the release or
  * reset after which the driver says that it is not active. */
@@ -264,17 +256,9 @@ static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUd
     return r;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device)
-{
-    struct process *p = ENTER();
-    return p && real.cuDevicePrimaryCtxRelease ? release(p, device, real.cuDevicePrimaryCtxRelease) : CALL(cuDevicePrimaryCtxRelease, device);
-}
+EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device) { OVER(cuDevicePrimaryCtxRelease, release, device) }
 
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
-{
-    struct process *p = ENTER();
-    return p && real.cuDevicePrimaryCtxRelease_v2 ? release(p, device, real.cuDevicePrimaryCtxRelease_v2) : CALL(cuDevicePrimaryCtxRelease_v2, device);
-}
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) { OVER(cuDevicePrimaryCtxRelease_v2, release, device) }
 
 static CUresult reset(struct process *p, CUdevice device, CUresult (*call)(CUdevice))
 {
@@ -282,17 +266,9 @@ static CUresult reset(struct process *p, CUdevice device, CUresult (*call)(CUdev
     return handle ? end_primary(p, device, handle, call, true) : call(device);
 }
 
-EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device)
-{
-    struct process *p = ENTER();
-    return p && real.cuDevicePrimaryCtxReset ? reset(p, device, real.cuDevicePrimaryCtxReset) : CALL(cuDevicePrimaryCtxReset, device);
-}
+EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device) { OVER(cuDevicePrimaryCtxReset, reset, device) }
 
-EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
-{
-    struct process *p = ENTER();
-    return p && real.cuDevicePrimaryCtxReset_v2 ? reset(p, device, real.cuDevicePrimaryCtxReset_v2) : CALL(cuDevicePrimaryCtxReset_v2, device);
-}
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) { OVER(cuDevicePrimaryCtxReset_v2, reset, device) }
 
 /* A green context retains the primary context, whose memory it uses, and releases it when
  * it is destroyed. We retain the primary context before, so that it is counted, and

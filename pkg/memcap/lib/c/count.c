@@ -533,6 +533,18 @@ struct hearing {
     uint64_t nap; /* in microseconds */
 };
 
+static void ask(struct account *a, struct hearing *h)
+{
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    h->one = patience(2000 * (every < 5000 ? every : 5000));
+    if (!h->begun)
+        h->all = h->one;
+    /* In this order: a reading that begins because of this ask has a higher number. */
+    h->after = count_read(&a->page->begun);
+    count_add(&a->usage->asks, 1);
+    h->begun = h->asked = true;
+}
+
 enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
 
 /* hear must be called before each nap. HEARD_NEWS: there is a new reading, or none is to
@@ -560,14 +572,7 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
     h->over = known || account_unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
         return HEARD_NEWS;
-    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-    h->one = patience(2000 * (every < 5000 ? every : 5000));
-    if (!h->begun)
-        h->all = h->one;
-    /* In this order: a reading that begins because of this ask has a higher number. */
-    h->after = count_read(&a->page->begun);
-    count_add(&a->usage->asks, 1);
-    h->begun = h->asked = true;
+    ask(a, h);
     return HEARD_NOTHING;
 }
 
@@ -634,11 +639,8 @@ void account_await_measure(struct account *a, uint64_t n)
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     if (!unread && __atomic_load_n(&a->page->sure, __ATOMIC_RELAXED) && now_us() - __atomic_load_n(&a->begun, __ATOMIC_RELAXED) < 1000 * every)
         return;
-    struct hearing h = {.begun = true, .asked = true, .one = patience(2000 * (every < 5000 ? every : 5000))};
-    h.all = h.one;
-    /* In this order: a reading that begins because of this ask has a higher number. */
-    h.after = count_read(&a->page->begun);
-    count_add(&a->usage->asks, 1);
+    struct hearing h = {0};
+    ask(a, &h);
     while (hear(a, &h, n) == HEARD_NOTHING)
         await_reading(a, &h);
     if (!h.readings) {

@@ -144,118 +144,123 @@ LAYOUT(CUinstantiate, 32);
 LAYOUT(CUmapinfo, 96);
 #undef LAYOUT
 
-/* OVERRIDES lists the driver's functions that this library overrides and exports, with the
- * types of their arguments. They are defined in memory.c and the files beside it; a test
- * checks that none is missing on either side. */
-#define OVERRIDES(X)                                                                          \
-    X(cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
-    X(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \
-    X(cuMemAllocPitch, (CUdeviceptr_v1 *, size_v1 *, size_v1, size_v1, unsigned int))         \
-    X(cuMemAllocPitch_v2, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))            \
-    X(cuMemAllocManaged, (CUdeviceptr *, size_t, unsigned int))                               \
-    X(cuMemFree, (CUdeviceptr_v1))                                                            \
-    X(cuMemFree_v2, (CUdeviceptr))                                                            \
-    X(cuMemGetInfo, (size_v1 *, size_v1 *))                                                   \
-    X(cuMemGetInfo_v2, (size_t *, size_t *))                                                  \
-    X(cuDeviceTotalMem, (size_v1 *, CUdevice))                                                \
-    X(cuDeviceTotalMem_v2, (size_t *, CUdevice))                                              \
-    X(cuCtxCreate, (CUcontext *, unsigned int, CUdevice))                                     \
-    X(cuCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                  \
-    X(cuCtxCreate_v3, (CUcontext *, void *, int, unsigned int, CUdevice))                     \
-    X(cuCtxCreate_v4, (CUcontext *, void *, unsigned int, CUdevice))                          \
-    X(cuGLCtxCreate, (CUcontext *, unsigned int, CUdevice))                                   \
-    X(cuGLCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                \
-    X(cuVDPAUCtxCreate, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))              \
-    X(cuVDPAUCtxCreate_v2, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))           \
-    X(cuCtxDestroy, (CUcontext))                                                              \
-    X(cuCtxDestroy_v2, (CUcontext))                                                           \
-    X(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                      \
-    X(cuDevicePrimaryCtxRelease, (CUdevice))                                                  \
-    X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                               \
-    X(cuDevicePrimaryCtxReset, (CUdevice))                                                    \
-    X(cuDevicePrimaryCtxReset_v2, (CUdevice))                                                 \
-    X(cuGreenCtxCreate, (void **, void *, CUdevice, unsigned int))                            \
-    X(cuGreenCtxDestroy, (void *))                                                            \
-    X(cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream))                                     \
-    X(cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream))                                \
-    X(cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUmempool, CUstream))                  \
-    X(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *, size_t, CUmempool, CUstream))             \
-    X(cuMemFreeAsync, (CUdeviceptr, CUstream))                                                \
-    X(cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream))                                           \
-    X(cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                                    \
-    X(cuMemPoolDestroy, (CUmempool))                                                          \
-    X(cuMemPoolTrimTo, (CUmempool, size_t))                                                   \
-    X(cuMemPoolSetAttribute, (CUmempool, int, void *))                                        \
-    X(cuMemPoolImportFromShareableHandle, (CUmempool *, void *, int, unsigned long long))     \
-    X(cuDeviceSetMemPool, (CUdevice, CUmempool))                                              \
-    X(cuDeviceGetMemPool, (CUmempool *, CUdevice))                                            \
-    X(cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))                                     \
-    X(cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                               \
-    X(cuMemGetMemPool, (CUmempool *, CUlocation *, int))                                      \
-    X(cuMemSetMemPool, (CUlocation *, int, CUmempool))                                        \
-    X(cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))               \
-    X(cuMemRelease, (CUhandle))                                                               \
-    X(cuMemRetainAllocationHandle, (CUhandle *, void *))                                      \
-    X(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long))                  \
-    X(cuMemUnmap, (CUdeviceptr, size_t))                                                      \
-    X(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long))              \
-    X(cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long))  \
-    X(cuIpcGetMemHandle, (void *, CUdeviceptr))                                               \
-    X(cuIpcCloseMemHandle, (CUdeviceptr))                                                     \
-    X(cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                              \
-    X(cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                         \
-    X(cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                        \
-    X(cuArrayCreate_v2, (CUarray *, const CUarray2 *))                                        \
-    X(cuArray3DCreate, (CUarray *, const CUarray3_v1 *))                                      \
-    X(cuArray3DCreate_v2, (CUarray *, const CUarray3 *))                                      \
-    X(cuArrayDestroy, (CUarray))                                                              \
-    X(cuMipmappedArrayCreate, (CUmipmap *, const CUarray3 *, unsigned int))                   \
-    X(cuMipmappedArrayDestroy, (CUmipmap))                                                    \
-    X(cuGraphInstantiate, (CUexec *, CUgraph, CUnode *, char *, size_t))                      \
-    X(cuGraphInstantiate_v2, (CUexec *, CUgraph, CUnode *, char *, size_t))                   \
-    X(cuGraphInstantiateWithFlags, (CUexec *, CUgraph, unsigned long long))                   \
-    X(cuGraphInstantiateWithParams, (CUexec *, CUgraph, CUinstantiate *))                     \
-    X(cuGraphInstantiateWithParams_ptsz, (CUexec *, CUgraph, CUinstantiate *))                \
-    X(cuGraphUpload, (CUexec, CUstream))                                                      \
-    X(cuGraphUpload_ptsz, (CUexec, CUstream))                                                 \
-    X(cuGraphLaunch, (CUexec, CUstream))                                                      \
-    X(cuGraphLaunch_ptsz, (CUexec, CUstream))                                                 \
-    X(cuGraphExecDestroy, (CUexec))                                                           \
-    X(cuDeviceGraphMemTrim, (CUdevice))                                                       \
-    X(cuCtxSetLimit, (int, size_t))                                                           \
-    X(cuModuleLoad, (CUmodule *, const char *))                                               \
-    X(cuModuleLoadData, (CUmodule *, const void *))                                           \
-    X(cuModuleLoadDataEx, (CUmodule *, const void *, unsigned int, int *, void **))           \
-    X(cuModuleLoadFatBinary, (CUmodule *, const void *))                                      \
-    X(cuModuleUnload, (CUmodule))                                                             \
-    X(cuLibraryLoadData, (CUlibrary *, const void *, int *, void **, unsigned int, int *, void **, unsigned int)) \
-    X(cuLibraryLoadFromFile, (CUlibrary *, const char *, int *, void **, unsigned int, int *, void **, unsigned int)) \
-    X(cuLibraryUnload, (CUlibrary))                                                           \
-    X(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long))   \
-    X(cuMulticastBindMem_v2, (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
-    X(cuMulticastBindAddr, (CUhandle, size_t, CUdeviceptr, size_t, unsigned long long))       \
-    X(cuMulticastBindAddr_v2, (CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long)) \
-    X(cuStreamBeginCapture, (CUstream))                                                       \
-    X(cuStreamBeginCapture_ptsz, (CUstream))                                                  \
-    X(cuStreamBeginCapture_v2, (CUstream, int))                                               \
-    X(cuStreamBeginCapture_v2_ptsz, (CUstream, int))                                          \
-    X(cuStreamBeginCaptureToGraph, (CUstream, CUgraph, const CUnode *, const void *, size_t, int))\
-    X(cuStreamBeginCaptureToGraph_ptsz, (CUstream, CUgraph, const CUnode *, const void *, size_t, int))\
-    X(cuStreamDestroy, (CUstream))                                                            \
-    X(cuStreamDestroy_v2, (CUstream))                                                         \
-    X(cuStreamSynchronize, (CUstream))                                                        \
-    X(cuStreamSynchronize_ptsz, (CUstream))                                                   \
-    X(cuEventSynchronize, (CUevent))                                                          \
-    X(cuCtxSynchronize, (void))                                                               \
-    X(cuCtxSynchronize_v2, (CUcontext))                                                       \
-    X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
-    X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
+/* OVERRIDES lists the driver's functions that this library overrides and exports: what
+ * cuGetProcAddress calls each, since which CUDA version, its name, and the types of its
+ * arguments. They are defined in memory.c and the files beside it; a test checks that none is
+ * missing on either side, and tests/drivers holds the list against what real drivers answer. */
+#define OVERRIDES(X)                                                                                            \
+    X(cuMemAlloc, 2000, cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
+    X(cuMemAlloc, 3020, cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \
+    X(cuMemAllocPitch, 2000, cuMemAllocPitch, (CUdeviceptr_v1 *, size_v1 *, size_v1, size_v1, unsigned int))    \
+    X(cuMemAllocPitch, 3020, cuMemAllocPitch_v2, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))       \
+    X(cuMemAllocManaged, 6000, cuMemAllocManaged, (CUdeviceptr *, size_t, unsigned int))                        \
+    X(cuMemFree, 2000, cuMemFree, (CUdeviceptr_v1))                                                             \
+    X(cuMemFree, 3020, cuMemFree_v2, (CUdeviceptr))                                                             \
+    X(cuMemGetInfo, 2000, cuMemGetInfo, (size_v1 *, size_v1 *))                                                 \
+    X(cuMemGetInfo, 3020, cuMemGetInfo_v2, (size_t *, size_t *))                                                \
+    X(cuDeviceTotalMem, 2000, cuDeviceTotalMem, (size_v1 *, CUdevice))                                          \
+    X(cuDeviceTotalMem, 3020, cuDeviceTotalMem_v2, (size_t *, CUdevice))                                        \
+    X(cuCtxCreate, 2000, cuCtxCreate, (CUcontext *, unsigned int, CUdevice))                                    \
+    X(cuCtxCreate, 3020, cuCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                 \
+    X(cuCtxCreate, 11040, cuCtxCreate_v3, (CUcontext *, void *, int, unsigned int, CUdevice))                   \
+    X(cuCtxCreate, 12050, cuCtxCreate_v4, (CUcontext *, void *, unsigned int, CUdevice))                        \
+    X(cuGLCtxCreate, 2000, cuGLCtxCreate, (CUcontext *, unsigned int, CUdevice))                                \
+    X(cuGLCtxCreate, 3020, cuGLCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                             \
+    X(cuVDPAUCtxCreate, 3010, cuVDPAUCtxCreate, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))        \
+    X(cuVDPAUCtxCreate, 3020, cuVDPAUCtxCreate_v2, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))     \
+    X(cuCtxDestroy, 2000, cuCtxDestroy, (CUcontext))                                                            \
+    X(cuCtxDestroy, 4000, cuCtxDestroy_v2, (CUcontext))                                                         \
+    X(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                        \
+    X(cuDevicePrimaryCtxRelease, 7000, cuDevicePrimaryCtxRelease, (CUdevice))                                   \
+    X(cuDevicePrimaryCtxRelease, 11000, cuDevicePrimaryCtxRelease_v2, (CUdevice))                               \
+    X(cuDevicePrimaryCtxReset, 7000, cuDevicePrimaryCtxReset, (CUdevice))                                       \
+    X(cuDevicePrimaryCtxReset, 11000, cuDevicePrimaryCtxReset_v2, (CUdevice))                                   \
+    X(cuGreenCtxCreate, 12040, cuGreenCtxCreate, (void **, void *, CUdevice, unsigned int))                     \
+    X(cuGreenCtxDestroy, 12040, cuGreenCtxDestroy, (void *))                                                    \
+    X(cuMemAllocAsync, 11020, cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream))                               \
+    X(cuMemAllocAsync, 11020, cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream))                          \
+    X(cuMemAllocFromPoolAsync, 11020, cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUmempool, CUstream))    \
+    X(cuMemAllocFromPoolAsync, 11020, cuMemAllocFromPoolAsync_ptsz,                                             \
+      (CUdeviceptr *, size_t, CUmempool, CUstream))                                                             \
+    X(cuMemFreeAsync, 11020, cuMemFreeAsync, (CUdeviceptr, CUstream))                                           \
+    X(cuMemFreeAsync, 11020, cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream))                                      \
+    X(cuMemPoolCreate, 11020, cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                              \
+    X(cuMemPoolDestroy, 11020, cuMemPoolDestroy, (CUmempool))                                                   \
+    X(cuMemPoolTrimTo, 11020, cuMemPoolTrimTo, (CUmempool, size_t))                                             \
+    X(cuMemPoolSetAttribute, 11020, cuMemPoolSetAttribute, (CUmempool, int, void *))                            \
+    X(cuMemPoolImportFromShareableHandle, 11020, cuMemPoolImportFromShareableHandle,                            \
+      (CUmempool *, void *, int, unsigned long long))                                                           \
+    X(cuDeviceGetMemPool, 11020, cuDeviceGetMemPool, (CUmempool *, CUdevice))                                   \
+    X(cuDeviceGetDefaultMemPool, 11020, cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))                     \
+    X(cuMemGetDefaultMemPool, 13000, cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                  \
+    X(cuMemGetMemPool, 13000, cuMemGetMemPool, (CUmempool *, CUlocation *, int))                                \
+    X(cuMemCreate, 10020, cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))             \
+    X(cuMemRelease, 10020, cuMemRelease, (CUhandle))                                                            \
+    X(cuMemRetainAllocationHandle, 11000, cuMemRetainAllocationHandle, (CUhandle *, void *))                    \
+    X(cuMemMap, 10020, cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long))                   \
+    X(cuMemUnmap, 10020, cuMemUnmap, (CUdeviceptr, size_t))                                                     \
+    X(cuMemExportToShareableHandle, 10020, cuMemExportToShareableHandle,                                        \
+      (void *, CUhandle, int, unsigned long long))                                                              \
+    X(cuMemGetHandleForAddressRange, 11070, cuMemGetHandleForAddressRange,                                      \
+      (void *, CUdeviceptr, size_t, int, unsigned long long))                                                   \
+    X(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle, (void *, CUdeviceptr))                                        \
+    X(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle, (CUdeviceptr))                                            \
+    X(cuMemMapArrayAsync, 11010, cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                     \
+    X(cuMemMapArrayAsync, 11010, cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                \
+    X(cuArrayCreate, 2000, cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                     \
+    X(cuArrayCreate, 3020, cuArrayCreate_v2, (CUarray *, const CUarray2 *))                                     \
+    X(cuArray3DCreate, 2000, cuArray3DCreate, (CUarray *, const CUarray3_v1 *))                                 \
+    X(cuArray3DCreate, 3020, cuArray3DCreate_v2, (CUarray *, const CUarray3 *))                                 \
+    X(cuArrayDestroy, 2000, cuArrayDestroy, (CUarray))                                                          \
+    X(cuMipmappedArrayCreate, 5000, cuMipmappedArrayCreate, (CUmipmap *, const CUarray3 *, unsigned int))       \
+    X(cuMipmappedArrayDestroy, 5000, cuMipmappedArrayDestroy, (CUmipmap))                                       \
+    X(cuGraphInstantiate, 10000, cuGraphInstantiate, (CUexec *, CUgraph, CUnode *, char *, size_t))             \
+    X(cuGraphInstantiate, 11000, cuGraphInstantiate_v2, (CUexec *, CUgraph, CUnode *, char *, size_t))          \
+    X(cuGraphInstantiateWithFlags, 11040, cuGraphInstantiateWithFlags, (CUexec *, CUgraph, unsigned long long)) \
+    X(cuGraphInstantiateWithParams, 12000, cuGraphInstantiateWithParams, (CUexec *, CUgraph, CUinstantiate *))  \
+    X(cuGraphInstantiateWithParams, 12000, cuGraphInstantiateWithParams_ptsz,                                   \
+      (CUexec *, CUgraph, CUinstantiate *))                                                                     \
+    X(cuGraphUpload, 11010, cuGraphUpload, (CUexec, CUstream))                                                  \
+    X(cuGraphUpload, 11010, cuGraphUpload_ptsz, (CUexec, CUstream))                                             \
+    X(cuGraphLaunch, 10000, cuGraphLaunch, (CUexec, CUstream))                                                  \
+    X(cuGraphLaunch, 10000, cuGraphLaunch_ptsz, (CUexec, CUstream))                                             \
+    X(cuGraphExecDestroy, 10000, cuGraphExecDestroy, (CUexec))                                                  \
+    X(cuDeviceGraphMemTrim, 11040, cuDeviceGraphMemTrim, (CUdevice))                                            \
+    X(cuCtxSetLimit, 3010, cuCtxSetLimit, (int, size_t))                                                        \
+    X(cuModuleLoad, 2000, cuModuleLoad, (CUmodule *, const char *))                                             \
+    X(cuModuleLoadData, 2000, cuModuleLoadData, (CUmodule *, const void *))                                     \
+    X(cuModuleLoadDataEx, 2010, cuModuleLoadDataEx, (CUmodule *, const void *, unsigned int, int *, void **))   \
+    X(cuModuleLoadFatBinary, 2000, cuModuleLoadFatBinary, (CUmodule *, const void *))                           \
+    X(cuModuleUnload, 2000, cuModuleUnload, (CUmodule))                                                         \
+    X(cuLibraryLoadData, 12000, cuLibraryLoadData,                                                              \
+      (CUlibrary *, const void *, int *, void **, unsigned int, int *, void **, unsigned int))                  \
+    X(cuLibraryLoadFromFile, 12000, cuLibraryLoadFromFile,                                                      \
+      (CUlibrary *, const char *, int *, void **, unsigned int, int *, void **, unsigned int))                  \
+    X(cuLibraryUnload, 12000, cuLibraryUnload, (CUlibrary))                                                     \
+    X(cuMulticastBindMem, 12010, cuMulticastBindMem,                                                            \
+      (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long))                                         \
+    X(cuMulticastBindMem, 13010, cuMulticastBindMem_v2,                                                         \
+      (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long))                               \
+    X(cuMulticastBindAddr, 12010, cuMulticastBindAddr,                                                          \
+      (CUhandle, size_t, CUdeviceptr, size_t, unsigned long long))                                              \
+    X(cuMulticastBindAddr, 13010, cuMulticastBindAddr_v2,                                                       \
+      (CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long))                                    \
+    X(cuStreamDestroy, 2000, cuStreamDestroy, (CUstream))                                                       \
+    X(cuStreamDestroy, 4000, cuStreamDestroy_v2, (CUstream))                                                    \
+    X(cuStreamSynchronize, 2000, cuStreamSynchronize, (CUstream))                                               \
+    X(cuStreamSynchronize, 7000, cuStreamSynchronize_ptsz, (CUstream))                                          \
+    X(cuEventSynchronize, 2000, cuEventSynchronize, (CUevent))                                                  \
+    X(cuCtxSynchronize, 2000, cuCtxSynchronize, (void))                                                         \
+    X(cuCtxSynchronize, 13000, cuCtxSynchronize_v2, (CUcontext))                                                \
+    X(cuGetProcAddress, 11030, cuGetProcAddress, (const char *, void **, int, uint64_t))                        \
+    X(cuGetProcAddress, 12000, cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
 
 /* HELPERS lists the driver's functions that this library only calls. */
 #define HELPERS(X)                                                \
     X(cuCtxPushCurrent_v2, (CUcontext))                           \
     X(cuCtxPopCurrent_v2, (CUcontext *))                          \
     X(cuDeviceGetCount, (int *))                                  \
+    X(cuDeviceSetMemPool, (CUdevice, CUmempool))                  \
     X(cuMemPoolGetAttribute, (CUmempool, int, void *))            \
     X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
     X(cuStreamIsCapturing, (CUstream, int *))                     \
@@ -279,15 +284,17 @@ LAYOUT(CUmapinfo, 96);
     X(cuDeviceGetUuid_v2, (CUuuid *, CUdevice))                   \
     X(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))
 
+#define OVERRIDDEN(base, since, name, arguments) CUresult(*name) arguments;
 #define MEMBER(name, arguments) CUresult(*name) arguments;
 struct driver {
-    OVERRIDES(MEMBER)
+    OVERRIDES(OVERRIDDEN)
     HELPERS(MEMBER)
 };
+#undef OVERRIDDEN
 #undef MEMBER
 
 #define EXPORT __attribute__((visibility("default")))
-#define DECLARE(name, arguments) EXPORT CUresult name arguments;
+#define DECLARE(base, since, name, arguments) EXPORT CUresult name arguments;
 OVERRIDES(DECLARE)
 #undef DECLARE
 

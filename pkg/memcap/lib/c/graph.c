@@ -8,8 +8,9 @@
  *
  * The sum is the most that a launch can take. It takes less if a node reuses what another
  * has freed, and no call tells how much less. So if there is no room for the sum, we
- * upload the graph first, which takes the memory that it needs but runs nothing. If that
- * is too much, it is given back and the launch is refused (try_upload). A driver that has
+ * reserve the least that it can take, and upload the graph first, which takes the memory
+ * that it needs but runs nothing. If that is too much, it is given back and the launch is
+ * refused (try_upload). A driver that has
  * no room for two graphs at the same time runs one after the other. Here the card has
  * that room, and only the cap is reached. So the launch waits for the graphs that run
  * (await_runs).
@@ -21,8 +22,7 @@
 
 /* An executable graph has an entry in the table for each device on which it allocates.
  * Its bytes are the sum of what its nodes ask for. Its owner is the least that the graph
- * takes, in bytes, plus one (TRIED) if an upload has shown that. */
-enum { TRIED = 1 };
+ * takes, in bytes. */
 static uint64_t exec_key(CUexec e, CUdevice device) { return (uintptr_t)e * MAX_DEVICES + (uint64_t)device; }
 
 struct needs {
@@ -88,8 +88,8 @@ static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice 
 }
 
 /* A run is a launch or an upload, on the devices on which its graph allocates. Mostly it
- * has reserved all that its nodes ask for. A tight run has reserved less, because the
- * device's graph memory has room for the rest. Another run may take that room; when it
+ * has reserved all that its nodes ask for. A tight run has reserved less, and the device's
+ * graph memory has room for the rest. Another run may take that room; when it
  * ends, it leaves its own reservation to the tight run instead (credit). A device has one
  * tight run at a time, and its graph memory is not trimmed meanwhile. */
 struct run {
@@ -124,12 +124,6 @@ static void leave_tight(struct account *a, struct graph_pool *g)
     spin_unlock(&g->lock);
 }
 
-static void learn(struct entry *e, void *arg)
-{
-    if (e->how)
-        e->owner = *(const uint64_t *)arg;
-}
-
 /* empty has the driver give back the graph memory that is not used. No tight run may be
  * under way but the caller's. */
 static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
@@ -147,10 +141,10 @@ static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
     return r;
 }
 
-/* try_upload has the driver take what a graph needs, with less reserved than its nodes ask
- * for. False: there is no room for it, and it was given back. *least is then raised to
- * what the graph takes at least, which does not include what other graphs use now, since
- * they may share that. An error of the upload is ignored; the launch gets it too. */
+/* try_upload has the driver take what a graph needs, with the least reserved that it takes.
+ * False: there is no room for it, and it was given back. *least is then raised to what the
+ * graph takes at least, which does not include what other graphs use now, since they may
+ * share that. An error of the upload is ignored; the launch gets it too. */
 static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t used, uint64_t *least)
 {
     uint64_t reserved, now;
@@ -200,37 +194,23 @@ static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t
     return false;
 }
 
-/* The state of a tight run that is about to begin, in bytes: what its nodes ask for
- * (want), the least that it takes (least), what graphs use now (used), and what it lacks
- * to begin (lacks). tried: use try_upload, because nothing else is left or because it was
- * used before. */
-struct tight {
-    uint64_t want, least, used, lacks;
-    bool tried;
-};
-
-/* begin_tight begins a tight run. False: there is no room for it now. */
-static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, struct tight *t)
+/* begin_tight begins a tight run. False: there is no room for it now. least is the least in
+ * bytes that the run takes, used becomes what graphs use now, and lacks what the run lacked
+ * to begin. */
+static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t *least, uint64_t *used, uint64_t *lacks)
 {
     struct graph_pool *g = &p->graphs[d];
     if (!take_tight(g))
         return false;
     spin_lock(&g->lock);
-    t->used = settle_graphs(a, g, d, 0, false);
-    uint64_t has = g->r.charge + r->held[d];
-    uint64_t all = t->used + t->want > has ? round_up(t->used + t->want - has, BLOCK) : 0;
-    uint64_t some = t->used + t->least > has ? round_up(t->used + t->least - has, BLOCK) : 0;
-    bool fits = !all || account_reserve_quickly(a, all), tries = !fits && t->tried && (!some || account_reserve_quickly(a, some));
-    r->held[d] += fits ? all : tries ? some : 0;
-    t->lacks = t->tried ? some : all;
+    *used = settle_graphs(a, g, d, 0, false);
+    uint64_t has = g->r.charge + r->held[d], needs = *used + *least;
+    *lacks = needs > has ? round_up(needs - has, BLOCK) : 0;
+    bool fits = !*lacks || account_reserve_quickly(a, *lacks);
+    r->held[d] += fits ? *lacks : 0;
     g->flying++;
     spin_unlock(&g->lock);
-    if (tries) {
-        fits = try_upload(a, g, d, r, t->want, t->used, &t->least);
-        uint64_t least = t->least | TRIED;
-        table_edit(&p->table, exec_key(r->exec, d), SPACE_EXEC, learn, &least);
-    }
-    if (fits) {
+    if (fits && try_upload(a, g, d, r, want, *used, least)) {
         r->devices |= (uint64_t)1 << d;
         r->tight |= (uint64_t)1 << d;
         return true;
@@ -246,23 +226,20 @@ static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct
  * waits, another run can be the tight one. */
 static bool run_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t least)
 {
-    struct tight t = {.want = want, .least = least & ~(uint64_t)TRIED, .tried = least & TRIED};
-    uint64_t until = 0;
+    uint64_t until = 0, used = 0, lacks = 0;
     bool relieved = false;
     for (int tries = 0; tries < 100; tries++) {
-        if (begin_tight(p, a, d, r, &t))
+        if (begin_tight(p, a, d, r, want, &least, &used, &lacks))
             return true;
         if (!relieved) {
             relieved = true;
-            relieve(a, t.lacks);
-        } else if (await_runs(&p->graphs[d], d, t.used, &until)) {
+            relieve(a, lacks);
+        } else if (await_runs(&p->graphs[d], d, used, &until)) {
             continue;
-        } else if (t.lacks && account_reserve_slowly(a, t.lacks)) {
-            r->held[d] += t.lacks;
-        } else if (t.tried) {
-            break;
+        } else if (lacks && account_reserve_slowly(a, lacks)) {
+            r->held[d] += lacks;
         } else {
-            t.tried = true; /* nothing but an upload is left */
+            break;
         }
     }
     if (r->held[d])
@@ -346,7 +323,7 @@ static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CU
             least[d] = entry.owner;
         }
     }
-    if (!n.any || capturing(p, s, upload == real.cuGraphUpload_ptsz))
+    if (!n.any || capturing(s, upload == real.cuGraphUpload_ptsz))
         return call(e, s);
     struct run r = {.exec = e, .stream = s, .upload = upload};
     if (!run_begin(p, &r, &n, least))

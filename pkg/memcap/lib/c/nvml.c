@@ -70,15 +70,6 @@ static uint64_t left_dead(int fd, uint64_t high, uint64_t *idle)
     return sum;
 }
 
-static bool is_open(void)
-{
-    int fd = sys_open(CAP_OPEN_MARK, O_PATH | O_NOFOLLOW, 0);
-    if (fd < 0)
-        return false;
-    sys_close(fd);
-    return true;
-}
-
 struct view {
     uint64_t limit, used;
 };

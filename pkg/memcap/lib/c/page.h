@@ -170,51 +170,7 @@ static inline int64_t shown_used(int64_t shown, uint64_t shown_settled, uint64_t
     return (int64_t)(bound + (uint64_t)shown + gone - (dead > still ? dead - still : 0));
 }
 
-#define AT(type, field, where) _Static_assert(offsetof(struct type, field) == (where), #field)
-AT(limit_page, limit, 8);
-AT(limit_page, context, 16);
-AT(limit_page, every_ms, 24);
-AT(limit_page, uuid, 32);
-AT(limit_page, usage, 96);
-AT(limit_page, since, 104);
-AT(limit_page, code, 112);
-AT(limit_page, sure, 120);
-AT(limit_page, nonce, 128);
-AT(limit_page, ceiling, 136);
-AT(limit_page, stamp, 144);
-AT(limit_page, begun, 152);
-AT(limit_page, done, 160);
-AT(limit_page, settled, 168);
-AT(limit_page, shown, 176);
-AT(limit_page, shown_settled, 184);
-AT(limit_page, shown_dead, 192);
-AT(limit_page, roof, 200);
-AT(limit_page, roof_stamp, 208);
-AT(limit_page, held, 216);
-AT(limit_page, surely, 224);
-AT(limit_page, bare, 232);
-AT(usage_page, nonce, 8);
-AT(usage_page, bound, 64);
-AT(usage_page, asks, 128);
-AT(usage_page, refusals, 136);
-AT(usage_page, peak, 144);
-AT(usage_page, high, 152);
-AT(usage_page, settled, 160);
-AT(usage_page, undone, 168);
-AT(usage_page, uncounted, 176);
-AT(usage_page, guesses, 184);
-AT(usage_page, attempt, 192);
-AT(usage_page, slots, PAGE);
-AT(slot, others_reserved, 64);
-AT(slot, promised, 80);
-AT(usage_page, borrows, 200);
-AT(usage_page, unmeasured, 208);
-AT(usage_page, unread, 216);
-AT(slot, idle, 88);
-AT(slot, borrowed, 96);
-AT(slot, lends, 104);
 _Static_assert(sizeof(struct slot) == 128, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
-#undef AT
 
 #endif

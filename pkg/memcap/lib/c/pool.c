@@ -135,7 +135,6 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
     if (!had && (pool->r.charge || rest)) {
         uint64_t i = (uint64_t)(pool - p->pools);
         __atomic_or_fetch(&p->pools_charged[i / 64], (uint64_t)1 << i % 64, __ATOMIC_ACQ_REL);
-        __atomic_or_fetch(&p->pools_words[i / 4096], (uint64_t)1 << i / 64 % 64, __ATOMIC_ACQ_REL);
     }
     return rest;
 }
@@ -161,7 +160,7 @@ void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64
 
 /* --- allocating ----------------------------------------------------------- */
 
-bool capturing_now(CUstream s, bool per_thread)
+bool capturing(CUstream s, bool per_thread)
 {
     int status = 0;
     CUresult r = per_thread && !s ? CALL(cuStreamIsCapturing_ptsz, s, &status) : CALL(cuStreamIsCapturing, s, &status);
@@ -460,12 +459,9 @@ static CUresult allocate(struct process *p, struct request *q)
 {
     bool refuse;
     struct pool *pool;
-    if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(p, q->stream, q->per_thread))
+    if (!p || !q->out || !q->bytes || (!q->plain && !q->from) || capturing(q->stream, q->per_thread))
         return pass(q); /* a captured allocation becomes a node of a graph; see graph.c */
-    uint32_t changes = __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE);
-    if (!pool_find(p, q, changes, &pool))
-        return pass(q);
-    if (pool && pool->passed)
+    if (!pool_find(p, q, &pool))
         return pass(q);
     struct account *a = account_of(p, pool ? pool->device : 0, &refuse);
     if (!a && !refuse)
@@ -478,56 +474,29 @@ static CUresult allocate(struct process *p, struct request *q)
     CUresult r = !held || account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && !held)
         r = reuse(p, q, pool, a, n); /* the driver may not have made the stream wait for others */
-    if (__builtin_expect(changes != __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE), 0))
-        pools_settle(p, pool->device); /* the allocation may have come from another pool */
     return r;
 }
 
+#define ALLOCATE(...)                                                                        \
+    struct process *p = ENTER();                                                             \
+    struct request q = {.out = out, .bytes = bytes, .stream = s, __VA_ARGS__};               \
+    return allocate(p, &q);
+
 HOT EXPORT CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .stream = s, .plain = real.cuMemAllocAsync};
-    return allocate(p, &q);
+    ALLOCATE(.plain = real.cuMemAllocAsync, .from = real.cuMemAllocFromPoolAsync)
 }
-
 HOT EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .stream = s, .per_thread = true, .plain = real.cuMemAllocAsync_ptsz};
-    return allocate(p, &q);
+    ALLOCATE(.plain = real.cuMemAllocAsync_ptsz, .from = real.cuMemAllocFromPoolAsync_ptsz, .per_thread = true)
 }
-
 HOT EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .from = real.cuMemAllocFromPoolAsync};
-    return allocate(p, &q);
+    ALLOCATE(.pool = pool, .from = real.cuMemAllocFromPoolAsync)
 }
-
 HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
-    struct process *p = ENTER();
-    struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .per_thread = true, .from = real.cuMemAllocFromPoolAsync_ptsz};
-    return allocate(p, &q);
-}
-
-#define BEGIN_CAPTURE(name, ...)                               \
-    struct process *p = ENTER();                               \
-    if (p)                                                     \
-        __atomic_store_n(&p->captures, 1, __ATOMIC_RELAXED);   \
-    return CALL(name, __VA_ARGS__);
-
-EXPORT CUresult cuStreamBeginCapture(CUstream s) { BEGIN_CAPTURE(cuStreamBeginCapture, s) }
-EXPORT CUresult cuStreamBeginCapture_ptsz(CUstream s) { BEGIN_CAPTURE(cuStreamBeginCapture_ptsz, s) }
-EXPORT CUresult cuStreamBeginCapture_v2(CUstream s, int mode) { BEGIN_CAPTURE(cuStreamBeginCapture_v2, s, mode) }
-EXPORT CUresult cuStreamBeginCapture_v2_ptsz(CUstream s, int mode) { BEGIN_CAPTURE(cuStreamBeginCapture_v2_ptsz, s, mode) }
-EXPORT CUresult cuStreamBeginCaptureToGraph(CUstream s, CUgraph g, const CUnode *after, const void *data, size_t n, int mode)
-{
-    BEGIN_CAPTURE(cuStreamBeginCaptureToGraph, s, g, after, data, n, mode)
-}
-EXPORT CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream s, CUgraph g, const CUnode *after, const void *data, size_t n, int mode)
-{
-    BEGIN_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, s, g, after, data, n, mode)
+    ALLOCATE(.pool = pool, .from = real.cuMemAllocFromPoolAsync_ptsz, .per_thread = true)
 }
 
 /* --- freeing -------------------------------------------------------------- */

@@ -36,8 +36,8 @@ COLD void pools_settle(struct process *p, CUdevice device);
 void relieve_graphs(struct process *p, CUdevice device);
 void graphs_settle(struct process *p, CUdevice device);
 
-/* A request for memory of a pool, by cuMemAllocAsync (plain) or cuMemAllocFromPoolAsync
- * (from). */
+/* A request for memory of a pool, by cuMemAllocAsync (plain, until the device's current pool
+ * is found) or by cuMemAllocFromPoolAsync (from). */
 struct request {
     CUdeviceptr *out;
     size_t bytes;
@@ -82,7 +82,7 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
 CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *props, CUdevice device, uint64_t *most);
 
 /* bound_default returns the pool that stands in for a device's default pool, or NULL. */
-CUmempool bound_default(struct process *p, CUdevice device);
+COLD CUmempool bound_default(struct process *p, CUdevice device);
 
 /* bound_again makes that pool the device's current one again, after the current one was
  * destroyed and the driver has gone back to its default pool. */
@@ -94,12 +94,11 @@ void bound_again(struct process *p, CUdevice device);
 struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most);
 
 /* Between relax and unrelax this thread's calls do not invalidate a stream capture. */
-CUresult relax(const struct process *p, int *mode);
+CUresult relax(int *mode);
 void unrelax(CUresult r, int *mode);
 
-/* pool_find finds the pool that a request is for. False: pass the request on. changes is
- * the value of pool_changes before the request. */
-bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool);
+/* pool_find finds the pool that a request is for. False: pass the request on. */
+bool pool_find(struct process *p, struct request *q, struct pool **pool);
 
 /* pool_makes_room has a pool give back what n bytes lack of room, and reserves n. False:
  * it has not so much that is free, or that did not help. */
@@ -137,10 +136,6 @@ static inline void pool_hope(struct pool *pool)
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);
 
 /* capturing says whether a stream is being captured into a graph. */
-COLD bool capturing_now(CUstream s, bool per_thread);
-static inline bool capturing(const struct process *p, CUstream s, bool per_thread)
-{
-    return __builtin_expect(__atomic_load_n(&p->captures, __ATOMIC_RELAXED), 0) && capturing_now(s, per_thread);
-}
+bool capturing(CUstream s, bool per_thread);
 
 #endif

@@ -94,15 +94,6 @@ void pool_leave(struct process *p, struct pool *pool)
 static int next_charged(const struct process *p, int i)
 {
     for (int w = i / 64; w < MAX_POOLS / 64; i = ++w * 64) {
-        uint64_t words = __atomic_load_n(&p->pools_words[w / 64], __ATOMIC_RELAXED) >> w % 64;
-        if (!words) {
-            w |= 63;
-            continue;
-        }
-        if (!(words & 1)) {
-            w += __builtin_ctzll(words) - 1;
-            continue;
-        }
         uint64_t bits = __atomic_load_n(&p->pools_charged[w], __ATOMIC_RELAXED) >> i % 64;
         if (bits)
             return i + __builtin_ctzll(bits);
@@ -111,7 +102,7 @@ static int next_charged(const struct process *p, int i)
 }
 
 /* device_of finds the device of a stream. With one device there is nothing to ask. */
-static bool device_of(struct process *p, CUstream s, CUdevice *device)
+COLD static bool device_of(struct process *p, CUstream s, CUdevice *device)
 {
     struct where at;
     int n = (int)__atomic_load_n(&p->devices, __ATOMIC_RELAXED);
@@ -120,20 +111,22 @@ static bool device_of(struct process *p, CUstream s, CUdevice *device)
     *device = 0;
     if (n == 1)
         return true;
-    if (!where_stream(p, &at, s))
+    if (!where_stream(p, &at, s) || at.device < 0 || at.device >= MAX_DEVICES)
         return false;
     *device = at.device;
     return true;
 }
 
-/* pool_find_slowly is pool_find for a pool that was not seen yet, and for the current pool
- * of one of several devices. */
-COLD static bool pool_find_slowly(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
+/* learn_unseen records a pool that was not seen made. */
+COLD static struct pool *learn_unseen(struct process *p, CUmempool handle, CUdevice device) { return learn(p, handle, MEANS_COUNTED, home(handle, device)); }
+
+bool pool_find(struct process *p, struct request *q, struct pool **pool)
 {
     CUdevice device = 0;
-    if (*pool && (*pool)->passed)
-        return false;
-    if (!device_of(p, q->stream, &device) || device < 0 || device >= MAX_DEVICES)
+    *pool = q->plain ? NULL : known(p, q->pool);
+    if (*pool && ((*pool)->device >= 0 || (*pool)->passed))
+        return !(*pool)->passed;
+    if (__builtin_expect(__atomic_load_n(&p->devices, __ATOMIC_RELAXED) != 1, 0) && !device_of(p, q->stream, &device))
         return false;
     if (*pool) { /* a managed pool of no device counts on the device that uses it first */
         int32_t nowhere = DEVICE_CURRENT;
@@ -141,34 +134,16 @@ COLD static bool pool_find_slowly(struct process *p, struct request *q, uint32_t
         return true;
     }
     if (q->plain) {
-        uint64_t now = __atomic_load_n(&p->current[device], __ATOMIC_ACQUIRE);
-        if ((uint32_t)now && now >> 32 == changes) {
-            *pool = &p->pools[(uint32_t)now - 1];
-            return true;
-        }
-        bound_default(p, device);
-        if (CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
+        if (__builtin_expect(!__atomic_load_n(&p->stands_in[device], __ATOMIC_ACQUIRE), 0))
+            bound_default(p, device);
+        if (!q->from || CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
             return false;
+        q->plain = NULL; /* the program may make another pool the current one meanwhile */
         *pool = known(p, q->pool);
     }
-    if (!*pool)
-        *pool = learn(p, q->pool, MEANS_COUNTED, home(q->pool, device));
-    if (*pool && q->plain)
-        __atomic_store_n(&p->current[device], (uint64_t)changes << 32 | (uint64_t)(*pool - p->pools + 1), __ATOMIC_RELEASE);
-    return true;
-}
-
-bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
-{
-    if (q->plain && __atomic_load_n(&p->devices, __ATOMIC_RELAXED) == 1) {
-        uint64_t now = __atomic_load_n(&p->current[0], __ATOMIC_ACQUIRE);
-        if (__builtin_expect((uint32_t)now && now >> 32 == changes, 1)) {
-            *pool = &p->pools[(uint32_t)now - 1];
-            return true;
-        }
-    }
-    *pool = q->plain ? NULL : known(p, q->pool);
-    return (*pool && (*pool)->device >= 0) || pool_find_slowly(p, q, changes, pool);
+    if (__builtin_expect(!*pool, 0))
+        *pool = learn_unseen(p, q->pool, device);
+    return !*pool || !(*pool)->passed;
 }
 
 /* --- giving back ---------------------------------------------------------- */
@@ -274,46 +249,18 @@ EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
     return r;
 }
 
-/* changed is called before and after a call that may change a device's current pool. */
-static void changed(struct process *p)
-{
-    if (p)
-        __atomic_add_fetch(&p->pool_changes, 1, __ATOMIC_SEQ_CST);
-}
-
-EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmempool handle)
-{
-    struct process *p = ENTER();
-    changed(p);
-    CUresult r = CALL(cuDeviceSetMemPool, device, handle);
-    changed(p);
-    return r;
-}
-
-EXPORT CUresult cuMemSetMemPool(CUlocation *at, int type, CUmempool handle)
-{
-    struct process *p = ENTER();
-    changed(p);
-    CUresult r = CALL(cuMemSetMemPool, at, type, handle);
-    changed(p);
-    return r;
-}
-
 EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 {
     struct process *p = ENTER();
     struct pool *pool = p ? known(p, handle) : NULL;
     if (pool && pool->device >= 0 && p->stands_in[pool->device] == (uintptr_t)handle)
         return CUDA_ERROR_INVALID_VALUE; /* the driver's answer for a default pool */
-    changed(p); /* if it is a device's current pool, the default one becomes that */
     if (pool && pool->r.charge)
         trim(p, pool, 0); /* what is free goes now, so that we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
-    if (pool && r == CUDA_SUCCESS)
-        bound_again(p, pool->device);
-    changed(p);
     if (!pool || r != CUDA_SUCCESS)
         return r;
+    bound_again(p, pool->device); /* if it was the current pool, the default one is that now */
     spin_lock(&pool->lock);
     __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE);
     pool_leave(p, pool);
@@ -467,10 +414,10 @@ static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool
     return more;
 }
 
-CUresult relax(const struct process *p, int *mode)
+CUresult relax(int *mode)
 {
     *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    return __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, mode) : CUDA_ERROR_NOT_FOUND;
+    return CALL(cuThreadExchangeStreamCaptureMode, mode);
 }
 
 void unrelax(CUresult r, int *mode)
@@ -495,7 +442,7 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
         return false;
     }
     int mode;
-    CUresult r = relax(p, &mode);
+    CUresult r = relax(&mode);
     trim(p, pool, charge - want);
     unrelax(r, &mode);
     bool made = account_reserve_quickly(a, n);
@@ -509,7 +456,7 @@ void relieve(struct account *a, uint64_t n)
 {
     struct process *p = the_process;
     int mode;
-    CUresult r = relax(p, &mode);
+    CUresult r = relax(&mode);
     pools_settle(p, (CUdevice)(a - p->accounts)); /* they may have shrunk by themselves */
     bool more = relieve_pools(p, a, n, false);
     if (lacks(a, n))

@@ -20,8 +20,10 @@ static void find_driver(void)
     struct real_library lib = {0};
     if (real_find(&lib, CAP_REAL_CUDA, "cuDriverGetVersion")) {
 #define FIND(name, arguments) real.name = (CUresult(*) arguments)real_symbol(&lib, #name);
-        OVERRIDES(FIND)
+#define OVERRIDDEN(base, since, name, arguments) FIND(name, arguments)
+        OVERRIDES(OVERRIDDEN)
         HELPERS(FIND)
+#undef OVERRIDDEN
 #undef FIND
     }
     real_library = lib;
@@ -128,15 +130,6 @@ COLD static enum standing open_account(struct account *a, CUdevice device)
         return STANDING_GOOD;
     }
     return STANDING_CLOSED;
-}
-
-bool is_open(void)
-{
-    int fd = sys_open(CAP_OPEN_MARK, O_PATH | O_NOFOLLOW, 0);
-    if (fd < 0)
-        return false;
-    sys_close(fd);
-    return true;
 }
 
 COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse)

@@ -101,17 +101,13 @@ struct process {
     uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
-    uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of pools_charged that is, or was, not 0 */
     uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
-    uint64_t current[MAX_DEVICES];          /* a device's current pool: [pool_changes:32 | 1 + index:32] */
-    uint32_t pool_changes;                  /* grows whenever a current pool may have changed */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
     uint64_t exacted;                       /* a bit for each device for which we have waited for an exact reading */
     uint32_t standing_in;                   /* a lock, held while stands_in is decided */
     uint32_t obeys;                         /* whether the driver keeps pools to a greatest size: OBEYS and so on */
     uint32_t contexts_ended;
-    uint32_t captures; /* 1: the program has captured a stream */
     uint32_t freeing;  /* a lock, held while freers are looked at or their streams destroyed */
     struct freer freers[FREERS];
     uint64_t last_freers[LAST_FREERS]; /* a word for each of the streams that freed last */
@@ -151,6 +147,11 @@ bool context_lives(const struct process *p, CUcontext handle, uint64_t number);
 /* CALL calls the driver. An older driver may lack the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)
 
+/* OVER calls ours with the driver's function, or the driver's alone. */
+#define OVER(name, ours, ...)    \
+    struct process *p = ENTER(); \
+    return p && real.name ? ours(p, __VA_ARGS__, real.name) : CALL(name, __VA_ARGS__);
+
 /* account_of returns a device's account. NULL: it has none, and *refuse says whether
  * allocations must fail (the closed policy) or pass uncounted. */
 COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool *refuse);
@@ -161,10 +162,6 @@ static inline struct account *account_of(struct process *p, CUdevice device, boo
         return account_unlimited(&p->accounts[device]) ? NULL : &p->accounts[device];
     return account_of_slowly(p, device, refuse);
 }
-
-/* is_open says whether what cannot be counted passes (the open policy). Otherwise it is
- * refused. */
-bool is_open(void);
 
 /* where finds the device and the number of the current context. False: there is none, so
  * pass the call on, which the driver then refuses. */

@@ -49,7 +49,7 @@ COLD static bool enlist(struct process *p, CUstream s, uint64_t key)
         return false;
     struct freer *free = NULL;
     int mode;
-    CUresult relaxed = relax(p, &mode);
+    CUresult relaxed = relax(&mode);
     spin_lock(&p->freeing);
     for (int i = 0; i < FREERS && !done; i++) {
         struct freer *is = &p->freers[i];
@@ -85,7 +85,7 @@ static CUevent record(const struct process *p, const struct freer *is)
 {
     CUevent e = NULL;
     CUcontext popped;
-    if (!context_lives(p, is->context, is->number) || capturing(p, stream_of(is->key), false) || CALL(cuCtxPushCurrent_v2, is->context) != CUDA_SUCCESS)
+    if (!context_lives(p, is->context, is->number) || capturing(stream_of(is->key), false) || CALL(cuCtxPushCurrent_v2, is->context) != CUDA_SUCCESS)
         return NULL;
     if (CALL(cuEventCreate, &e, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS && CALL(cuEventRecord, e, stream_of(is->key)) != CUDA_SUCCESS) {
         CALL(cuEventDestroy_v2, e);
@@ -145,12 +145,12 @@ static void follow(struct process *p, const struct request *q, const struct pool
 CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
 {
     uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), hopeless = __atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST);
-    if (live + n > charge || (hopeless && n >= hopeless) || capturing(p, q->stream, q->per_thread))
+    if (live + n > charge || (hopeless && n >= hopeless) || capturing(q->stream, q->per_thread))
         return CUDA_ERROR_OUT_OF_MEMORY;
     uint32_t hopes = __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
     __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
     int mode;
-    CUresult relaxed = relax(p, &mode), r = CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult relaxed = relax(&mode), r = CUDA_ERROR_OUT_OF_MEMORY;
     enum attempted how = NOT_ATTEMPTED;
     if (attempt_begin(a)) {
         follow(p, q, pool); /* now, so that it includes what was freed while this thread waited */

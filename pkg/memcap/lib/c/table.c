@@ -110,22 +110,35 @@ static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
     return s;
 }
 
+static void put_locked(struct shard *s, uint64_t hash, const struct entry *e, struct entry *old)
+{
+    struct entry *at = find(s, hash, e->key, e->space);
+    if (at->how)
+        *old = *at;
+    else
+        s->used++;
+    *at = *e;
+}
+
 bool table_put(struct table *t, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(e->key, e->space);
     bool ok;
     struct shard *s = lock_for(t, hash, &ok);
     old->how = 0;
-    if (ok) {
-        struct entry *at = find(s, hash, e->key, e->space);
-        if (at->how)
-            *old = *at;
-        else
-            s->used++;
-        *at = *e;
-    }
+    if (ok)
+        put_locked(s, hash, e, old);
     spin_unlock(&s->lock);
     return ok;
+}
+
+/* edited is called when an entry, or the place for one, was edited. */
+static void edited(struct shard *s, struct entry *at, bool was)
+{
+    if (was && !at->how)
+        drop(s, at);
+    else if (!was && at->how)
+        s->used++;
 }
 
 static void edit_locked(struct shard *s, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
@@ -135,10 +148,7 @@ static void edit_locked(struct shard *s, uint64_t key, enum space space, void (*
     if (!was)
         *at = (struct entry){.key = key, .space = (uint16_t)space};
     edit(at, arg);
-    if (was && !at->how)
-        drop(s, at);
-    else if (!was && at->how)
-        s->used++;
+    edited(s, at, was);
 }
 
 bool table_take_then(struct table *t, uint64_t key, enum space space, struct entry *out, uint16_t how, uint64_t key2, enum space space2,
@@ -176,18 +186,9 @@ bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (
         if (!was)
             *at = (struct entry){.key = key, .space = (uint16_t)space};
         ok = first(at, arg);
-        if (was && !at->how)
-            drop(s, at);
-        else if (!was && at->how)
-            s->used++;
-        if (ok) {
-            at = find(s, spread(e->key, e->space), e->key, e->space);
-            if (at->how)
-                *old = *at;
-            else
-                s->used++;
-            *at = *e;
-        }
+        edited(s, at, was);
+        if (ok)
+            put_locked(s, spread(e->key, e->space), e, old);
     }
     spin_unlock(&s->lock);
     return ok;

@@ -269,12 +269,10 @@ static CUresult map_array(struct process *p, CUmapinfo *list, unsigned int n, CU
 
 EXPORT CUresult cuMemMapArrayAsync(CUmapinfo *list, unsigned int n, CUstream s)
 {
-    struct process *p = ENTER();
-    return p && real.cuMemMapArrayAsync ? map_array(p, list, n, s, real.cuMemMapArrayAsync) : CALL(cuMemMapArrayAsync, list, n, s);
+    OVER(cuMemMapArrayAsync, map_array, list, n, s)
 }
 
 EXPORT CUresult cuMemMapArrayAsync_ptsz(CUmapinfo *list, unsigned int n, CUstream s)
 {
-    struct process *p = ENTER();
-    return p && real.cuMemMapArrayAsync_ptsz ? map_array(p, list, n, s, real.cuMemMapArrayAsync_ptsz) : CALL(cuMemMapArrayAsync_ptsz, list, n, s);
+    OVER(cuMemMapArrayAsync_ptsz, map_array, list, n, s)
 }

@@ -35,11 +35,8 @@ struct door {
     const char *base, *name;
     int since, twin;
 };
-#define DOOR(base, since, name) {#base, #name, since, 0},
-#define TWIN(base, since, name) {#base, #name, since, 1},
-static const struct door doors[] = {
-#include "doors.h"
-};
+#define DOOR(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5},
+static const struct door doors[] = {OVERRIDES(DOOR)};
 #define COUNT (sizeof doors / sizeof *doors)
 
 /* counted is the usage page and the slot of this process, which is the first. */

@@ -8,7 +8,7 @@
 
 #include "driver.h"
 
-#define NAME(name, arguments) #name,
+#define NAME(base, since, name, arguments) #name,
 static const char *const overrides[] = {OVERRIDES(NAME)};
 
 int main(int argc, char **argv)

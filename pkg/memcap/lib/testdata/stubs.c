@@ -4,6 +4,6 @@
  * defined in that file. Built with -std=gnu2x, for arguments without names. */
 #include "driver.h"
 
-#define STUB(name, arguments) \
+#define STUB(base, since, name, arguments) \
     __attribute__((weak)) CUresult name arguments { return 801; }
 OVERRIDES(STUB)
