@@ -23,7 +23,7 @@ func TestOwnMountOverUsage(t *testing.T) {
 	u := r.uuid(0)
 	dir, usage := filepath.Dir(lib.PagesDir(u, key)), lib.UsagePath(u, key)
 	for _, c := range []struct{ name, script string }{
-		{"nothing over all of it", "mount -t tmpfs none " + lib.Root + "/claims"},
+		{"nothing over all of it", "mount -t tmpfs none " + lib.AllocationsDir},
 		{"nothing over the allocation", "mount -t tmpfs none " + lib.PagesDir(u, key)},
 		{"a fresh page over the page", "mount --bind /own " + usage},
 		{"an allocation without a limit beside the allocation", "mkdir " + dir + "/x && cp " + lib.LimitPath(u, key) + " /own " + dir + "/x && mv " + dir + "/x/own " + dir + "/x/usage && " +

@@ -93,7 +93,7 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 		return nil
 	})
 	root := t.TempDir()
-	allocation := filepath.Join("claims", string(uuid), aKey)
+	allocation := filepath.Join("allocations", string(uuid), aKey)
 	usage, limit := filepath.Join(allocation, usageName), filepath.Join(allocation, limitName)
 	for _, dir := range []string{"driver", allocation} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {

@@ -40,10 +40,10 @@
 // page, even a good one that somebody has mounted over it, is refused. A GPU without a
 // limit has no usage page.
 //
-//	on the host       dir/cap/limits/<key>/<GPU>                      on disk
-//	                  dir/cap/usage/<key>/<GPU>                       on a tmpfs for each key
-//	in a container    /usr/lib/gpu-agent/claims/<GPU>/<key>/limit     mounted, read-only
-//	                  /usr/lib/gpu-agent/claims/<GPU>/<key>/usage     mounted, writable
+//	on the host       dir/cap/limits/<key>/<GPU>                           on disk
+//	                  dir/cap/usage/<key>/<GPU>                            on a tmpfs for each key
+//	in a container    /usr/lib/gpu-agent/allocations/<GPU>/<key>/limit     mounted, read-only
+//	                  /usr/lib/gpu-agent/allocations/<GPU>/<key>/usage     mounted, writable
 //
 // The key is the allocation's. So one page serves all containers and pods that share the
 // allocation, and all starts of a container. A container can have several allocations on

@@ -15,11 +15,11 @@ import (
 
 // Where things are in a container that holds an allocation.
 const (
-	Root      = "/usr/lib/gpu-agent"
-	RealCUDA  = Root + "/driver/libcuda.so.1"      // the driver's own library
-	RealNVML  = Root + "/driver/libnvidia-ml.so.1" // likewise
-	ClaimsDir = Root + "/claims"                   // the pages; see PagesDir
-	OpenMark  = Root + "/open"                     // if it exists, what cannot be counted passes
+	Root           = "/usr/lib/gpu-agent"
+	RealCUDA       = Root + "/driver/libcuda.so.1"      // the driver's own library
+	RealNVML       = Root + "/driver/libnvidia-ml.so.1" // likewise
+	AllocationsDir = Root + "/allocations"              // the pages; see PagesDir
+	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted passes
 )
 
 // compatDirs are where images bring driver libraries of their own, as patterns.
@@ -43,7 +43,7 @@ const (
 // directory for each GPU and in that one for each allocation, so a container with two
 // allocations on one GPU has both pairs, and the library finds them whatever their
 // keys are.
-func PagesDir(u gpu.UUID, key string) string { return ClaimsDir + "/" + string(u) + "/" + key }
+func PagesDir(u gpu.UUID, key string) string { return AllocationsDir + "/" + string(u) + "/" + key }
 
 // LimitPath and UsagePath are the pages in PagesDir.
 func LimitPath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + limitName }

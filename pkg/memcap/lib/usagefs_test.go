@@ -333,7 +333,7 @@ func TestMounts(t *testing.T) {
 			}
 		}
 	}
-	dir := "/usr/lib/gpu-agent/claims/"
+	dir := "/usr/lib/gpu-agent/allocations/"
 	want := map[string]string{dir + "GPU-0/" + aKey + "/limit": "ro /l", dir + "GPU-0/" + aKey + "/usage": "rw /u", dir + "GPU-1/" + aKey + "/limit": "ro /m"}
 	if !maps.Equal(got, want) {
 		t.Errorf("%v", got)

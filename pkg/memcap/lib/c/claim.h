@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* Finds the pages of a container's GPU. The agent mounts a pair of them for each of its
- * allocations that the container has on the GPU: a directory in CAP_CLAIMS/GPU with the
+ * allocations that the container has on the GPU: a directory in CAP_ALLOCATIONS/GPU with the
  * files limit and usage. */
 #ifndef CAP_CLAIM_H
 #define CAP_CLAIM_H
@@ -87,7 +87,7 @@ static inline bool claim_find(struct claim *best, const char *gpu, const struct 
     char dir[PATH_ROOM], list[2048] __attribute__((aligned(8)));
     struct claim c;
     bool found = false;
-    if (!text_join(dir, sizeof dir, CAP_CLAIMS, gpu) || !text_join(dir, sizeof dir, dir, "/"))
+    if (!text_join(dir, sizeof dir, CAP_ALLOCATIONS, gpu) || !text_join(dir, sizeof dir, dir, "/"))
         return false;
     int fd = sys_open(dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
     if (fd < 0)

@@ -17,7 +17,7 @@
 #endif
 #define CAP_REAL_CUDA CAP_ROOT "/driver/libcuda.so.1"
 #define CAP_REAL_NVML CAP_ROOT "/driver/libnvidia-ml.so.1"
-#define CAP_CLAIMS CAP_ROOT "/claims/" /* GPU/KEY/limit and GPU/KEY/usage; see claim.h */
+#define CAP_ALLOCATIONS CAP_ROOT "/allocations/" /* GPU/KEY/limit and GPU/KEY/usage; see claim.h */
 #define CAP_OPEN_MARK CAP_ROOT "/open"
 
 #define LIMIT_MAGIC "GPUCAP02"
