@@ -18,6 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/runtime"
+
 	front "example.com/gpu-agent/internal/dra"
 	witness "example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/piece"
@@ -133,12 +135,13 @@ func draSlices(t *testing.T) (out []map[string]any) {
 		in.Layouts[u], in.Cards[u] = layout, card
 	}
 	for _, s := range front.Build(in).Slices {
-		s.Pool.Generation = 1
-		object, err := s.Object(draDriver, nodeName)
+		s.Spec.Pool.Generation = 1
+		object, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		out = append(out, object.Object)
+		object["apiVersion"], object["kind"] = "resource.k8s.io/v1", "ResourceSlice"
+		out = append(out, object)
 	}
 	return out
 }
