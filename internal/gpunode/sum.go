@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -174,12 +175,16 @@ func (t *tally) summary() Summary {
 		s.SaturationPercent = (t.memory - t.idle) * 100 / t.memory
 	}
 	var modes, free, largest []string
-	for _, mode := range []string{"whole", "shared", "mig", "dynamic", "off", "unset"} {
+	var words, kinds []string
+	for _, k := range piece.Kinds() {
+		words, kinds = append(words, k.Short()), append(kinds, k.Mode())
+	}
+	for _, mode := range append(slices.Compact(kinds), "dynamic", "off", "unset") {
 		if n := t.modes[mode]; n > 0 {
 			modes = append(modes, fmt.Sprintf("%d %s", n, mode))
 		}
 	}
-	for _, word := range []string{"gpu", "gpu-mem", "gpu.shared"} {
+	for _, word := range words {
 		if total := t.total[word]; total > 0 {
 			free = append(free, fmt.Sprintf("%s %d/%d", word, t.free[word], total))
 			largest = append(largest, fmt.Sprintf("%s %d", word, t.largest[word]))
