@@ -68,7 +68,9 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	}
 	for i := range grants {
 		g := &grants[i]
-		s.Amount += int64(piece.Count(g.Piece)) * int64(g.Size()) << 20
+		if g.Kind().Together() { // else a claim names no amount, whatever the size of a device is
+			s.Amount += int64(piece.Count(g.Piece)) * int64(g.Size()) << 20
+		}
 		s.Admin = s.Admin || g.NoRoom
 	}
 	return s, nil
