@@ -41,6 +41,7 @@ type schema struct {
 	MaxLength  int      `yaml:"maxLength"`
 	Minimum    *int
 	Maximum    *int
+	Enum       []string
 }
 
 // The schema has the fields that the program writes and no others, of the same types, and
@@ -72,6 +73,13 @@ func TestGPUNodeSchemaIsTheProgramsTypes(t *testing.T) {
 		t.Error("the status is written as a whole, and the schema does not say so")
 	}
 	compareSchema(t, "status", is, reflect.TypeFor[gpunode.Status](), "", "")
+	// The API server refuses all that a node says if it lacks one of its words.
+	of := is.Properties["gpus"].Items.Properties
+	for _, k := range piece.Kinds() {
+		if !slices.Contains(of["kind"].Enum, string(k)) || !slices.Contains(of["mode"].Enum, k.Mode()) {
+			t.Errorf("the schema lacks the kind %s, or its mode %s: it has %v and %v", k, k.Mode(), of["kind"].Enum, of["mode"].Enum)
+		}
+	}
 }
 
 // compareSchema compares a schema with a type, a field of which has the bounds most and each.
