@@ -40,6 +40,41 @@ func unknown(t testing.TB, record string) piece.Piece {
 	return p
 }
 
+// samples are a piece of each kind, with something in each of its fields.
+func samples(t testing.TB) []piece.Piece {
+	t.Helper()
+	all := []piece.Piece{piece.Whole{}, units(0, 3, 1024), piece.Replica{Number: 2, Of: 4}, instance(t, "1c.3g.40gb", 4, 4, 1)}
+	for i, k := range piece.Kinds() {
+		if i >= len(all) || all[i].Kind() != k {
+			t.Fatalf("the samples lack a piece of kind %s in its place", k)
+		}
+	}
+	return all
+}
+
+// own are the fields that records of pieces have for themselves: the ledger's and the usage
+// journal's.
+var own = []string{"gpu", "kind", "cap", "noRoom", "timeSlice", "index", "share", "memoryMiB", "placement"}
+
+// No field of a piece has the name of one that a record has for itself: it would be read for that.
+func TestFieldsBesideARecords(t *testing.T) {
+	for _, p := range samples(t) {
+		text, err := json.Marshal(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var fields map[string]any
+		if err := json.Unmarshal(text, &fields); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range own {
+			if _, has := fields[name]; has {
+				t.Errorf("%s writes %s, and records have a field %s of their own", p.Kind(), text, name)
+			}
+		}
+	}
+}
+
 // Every kind is alone on its GPU, shared, or in MIG mode; and its pieces say so of themselves.
 func TestKinds(t *testing.T) {
 	for _, k := range piece.Kinds() {
@@ -56,7 +91,7 @@ func TestKinds(t *testing.T) {
 			t.Errorf("GPUs of %s are counted by %s", k, k.Counted())
 		}
 	}
-	for _, p := range []piece.Piece{piece.Whole{}, units(0, 3, 1024), piece.Replica{Number: 2, Of: 4}, instance(t, "3g.40gb", 4, 4, 0)} {
+	for _, p := range samples(t) {
 		_, at := p.Placement()
 		if k := p.Kind(); at != k.InMIG() || (len(p.Numbers()) > 0) == k.InMIG() || piece.Count(p) < 1 {
 			t.Errorf("%s has a placement: %t, and the numbers %v", p, at, p.Numbers())
@@ -107,8 +142,8 @@ func TestRead(t *testing.T) {
 			t.Errorf("%s of kind %q is read as %v, %v", c.record, c.kind, p, err)
 		}
 	}
-	own := unknown(t, `{"slot":3,"gpu":"GPU-a","kind":"slot"}`)
-	if p, err := piece.Read("slot", []byte(`{"kind":"slot","slot":3,"gpu":"GPU-a"}`), "gpu"); err != nil || p.Kind() != "slot" || piece.Same(p, own) {
+	whole := unknown(t, `{"slot":3,"gpu":"GPU-a","kind":"slot"}`)
+	if p, err := piece.Read("slot", []byte(`{"kind":"slot","slot":3,"gpu":"GPU-a"}`), "gpu"); err != nil || p.Kind() != "slot" || piece.Same(p, whole) {
 		t.Errorf("the record's own fields: %v, %v", p, err)
 	}
 }
