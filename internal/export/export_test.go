@@ -294,15 +294,8 @@ func TestBothSourcesAgree(t *testing.T) {
 func says(t *testing.T, card *gpunode.Card, g GPU) gpunode.GPU {
 	t.Helper()
 	out := gpunode.GPU{Index: g.Index, Model: g.Model, MemoryMiB: int(g.Memory), Mode: string(g.Mode), API: string(g.API)}
-	switch {
-	case g.Replicas > 0:
-		out.Kind, out.Total = piece.KindReplica, g.Replicas
-	case g.Mode == config.Dynamic:
-		out.Kind, out.Total = piece.KindPlacement, g.Units
-	case g.Units > 0:
-		out.Kind, out.Total = piece.KindUnits, g.Units
-	case g.Mode == config.Whole:
-		out.Kind, out.Total = piece.KindWhole, 1
+	if out.Kind, out.Total = g.Kind, g.N; g.Mode == config.Dynamic {
+		out.Kind = piece.KindPlacement
 	}
 	if g.Profiles == nil {
 		return out

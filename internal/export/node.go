@@ -35,9 +35,10 @@ type GPU struct {
 	// Mode is empty where no partition is in force.
 	Mode config.Mode
 	API  ledger.FrontEnd
-	// Units are its memory units where it is offered in them, which a dynamic GPU is too, and
-	// Replicas its shares.
-	Units, Replicas int
+	// N is how many devices without a profile it is divided into, and Kind what they are: of a
+	// dynamic GPU memory units. 0 and empty where there are none.
+	N    int
+	Kind piece.Kind
 	// Slices are its memory slices, and Profiles the MIG instances that it can have. What the
 	// partition does not offer has neither Most nor Devices.
 	Slices   int
@@ -70,10 +71,9 @@ func FromInventory(
 		d := &inv.GPUs[i]
 		g := GPU{Index: d.Index, Model: d.Model, Memory: d.Memory, Mode: w.Mode, API: w.API}
 		switch w.Mode {
-		case config.Shared:
-			if g.Replicas = w.Replicas; w.Replicas == 0 {
-				g.Units = timeslice.Units(d, unit)
-			}
+		case config.Whole, config.Shared:
+			of, _ := piece.Divide(piece.Wish{Mode: string(w.Mode), Replicas: w.Replicas, Unit: unit}, d)
+			g.N, g.Kind = of.N, of.Kind
 		case config.MIG, config.Dynamic:
 			card := gpunode.CardOf(d)
 			if card == nil {
@@ -81,10 +81,10 @@ func FromInventory(
 					"which some do only with MIG on: turn MIG on there and record the inventory again", name, d.Index)
 			}
 			if w.Mode == config.Dynamic {
-				g.Units = timeslice.Units(d, unit)
+				g.N, g.Kind = timeslice.Units(d, unit), piece.OfDynamic
 			}
 			g.Slices, g.Profiles = card.MemorySlices, wantedProfiles(card, &w)
-		case config.Whole, config.Keep, config.Off:
+		case config.Keep, config.Off:
 		}
 		n.GPUs = append(n.GPUs, g)
 	}
@@ -167,10 +167,9 @@ func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 			Index: from.Index, Model: from.Model, Memory: gpu.MiB(from.MemoryMiB), Mode: config.Mode(from.Mode),
 			API: ledger.FrontEnd(from.API),
 		}
-		if from.Kind.Counted().Together() {
-			g.Units = from.Total
+		if from.Total > 0 {
+			g.N, g.Kind = from.Total, from.Kind.Counted()
 		}
-		g.Replicas = piece.Division{Kind: from.Kind, N: from.Total}.Wish().Replicas
 		if m := from.MIG; m != nil && (g.Mode == config.MIG || g.Mode == config.Dynamic) {
 			if c := slices.IndexFunc(s.Cards, func(c gpunode.Card) bool { return c.Name == m.Card }); c >= 0 {
 				g.Slices, g.Profiles = s.Cards[c].MemorySlices, offeredProfiles(&s.Cards[c], m)
@@ -207,14 +206,14 @@ func (g *GPU) offers() bool { return g.Mode != config.Keep && g.Mode != config.O
 func (g *GPU) resources() map[string]Profile {
 	out := map[string]Profile{}
 	one := func(name string, n int) { out[name] = Profile{Most: n, Devices: n} }
-	if g.Mode == config.Whole || g.Mode == config.Dynamic {
-		one("gpu", 1)
-	}
-	if g.Units > 0 && g.API != ledger.DRA {
-		one("gpu-mem", g.Units)
-	}
-	if g.Replicas > 0 {
-		one("gpu.shared", g.Replicas)
+	for _, k := range piece.Kinds() {
+		if k.Alone() && k.Dynamic() && g.Mode == config.Dynamic {
+			one(k.Short(), 1)
+		}
+		// Memory units are had by a claim of an amount alone, through DRA.
+		if k == g.Kind && g.N > 0 && !(k.Together() && g.API == ledger.DRA) {
+			one(k.Short(), g.N)
+		}
 	}
 	for _, p := range g.Profiles {
 		out[p.Name.Resource()] = p
@@ -235,24 +234,37 @@ func (g *GPU) memory(unit gpu.MiB) gpu.MiB {
 	switch {
 	case !g.offers():
 		return 0
-	case g.Mode == config.Shared && g.Replicas > 0:
-		return g.whole() / gpu.MiB(g.Replicas) * gpu.MiB(g.Replicas)
-	case g.Mode == config.Shared:
-		return gpu.MiB(g.Units) * unit
-	default:
+	case g.Mode == config.Dynamic || !g.Kind.Shared():
 		return g.whole()
 	}
+	return gpu.MiB(g.N) * g.share(g.Kind, unit)
+}
+
+// share is how much GPU memory one device of a kind without profiles counts as.
+func (g *GPU) share(k piece.Kind, unit gpu.MiB) gpu.MiB {
+	switch {
+	case k.Together():
+		return unit
+	case k.Shared():
+		return g.whole() / gpu.MiB(max(g.N, 1))
+	}
+	return g.whole()
+}
+
+// kindOf is what a resource is of by its short name, empty where that is a MIG profile's.
+func kindOf(name string) piece.Kind {
+	for _, k := range piece.Kinds() {
+		if k.Short() == name {
+			return k
+		}
+	}
+	return ""
 }
 
 // size is how much GPU memory one device of a resource counts as.
 func (g *GPU) size(name string, p Profile, unit gpu.MiB) gpu.MiB {
-	switch name {
-	case "gpu":
-		return g.whole()
-	case "gpu-mem":
-		return unit
-	case "gpu.shared":
-		return g.whole() / gpu.MiB(g.Replicas)
+	if k := kindOf(name); k != "" {
+		return g.share(k, unit)
 	}
 	size := g.whole() * gpu.MiB(p.Slices) / gpu.MiB(max(g.Slices, 1))
 	if p.Name.Compute > 0 { // its neighbours have the rest of the GPU instance

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -122,7 +123,7 @@ func (b *book) measure(nodes []Node) {
 		}
 		todo := "give the GPUs of one size the mode shared or mig, so that pods ask for them by size, " +
 			"or keep those nodes out of the export (--selector)"
-		if name == "gpu-mem" {
+		if kindOf(name).Together() {
 			todo = "start all agents with the same --memory-unit"
 		}
 		b.refuse("%s is of %s, and Kueue counts a name as one size in the whole cluster: %s",
@@ -141,7 +142,7 @@ func (b *book) claims(nodes []Node) {
 			case !g.offers():
 			case g.API != ledger.DRA:
 				plugin = append(plugin, nodes[i].Name)
-			case g.Units > 0:
+			case g.Kind.Together() && g.N > 0:
 				shared = append(shared, nodes[i].Name)
 			default:
 				modes[string(g.Mode)] = append(modes[string(g.Mode)], nodes[i].Name)
@@ -168,7 +169,7 @@ func (b *book) claims(nodes []Node) {
 			"or export with --dra names", strings.Join(have, " and "))
 	}
 	for _, name := range slices.Sorted(maps.Keys(b.sizes)) {
-		if name != "gpu.shared" {
+		if k := kindOf(name); !k.Shared() || k.Together() {
 			b.classes = append(b.classes, name)
 			delete(b.sizes, name)
 		}
@@ -239,7 +240,7 @@ func (b *book) add(f *flavor, n *Node, g *GPU) {
 		f.counts[name] += p.Most
 	}
 	if g.API == ledger.DRA {
-		b.shares = b.shares || g.Units > 0
+		b.shares = b.shares || g.Kind.Together() && g.N > 0
 		b.apart = "it goes by what nodes have allocatable, and GPUs with api dra are not in there"
 	}
 }
@@ -301,10 +302,8 @@ func (b *book) limit(clouds []Cloud) {
 // could offer anything.
 func may(mode, name string) bool {
 	switch config.Mode(mode) {
-	case config.Whole:
-		return name == "gpu"
-	case config.Shared:
-		return name == "gpu-mem" || name == "gpu.shared"
+	case config.Whole, config.Shared:
+		return kindOf(name).Mode() == mode
 	case config.MIG:
 		return strings.HasPrefix(name, "mig-")
 	case config.Keep, config.Off, config.Dynamic:
@@ -316,8 +315,8 @@ func may(mode, name string) bool {
 func (b *book) check(k *Kueue) {
 	b.covered = slices.Sorted(maps.Keys(b.sizes))
 	if !k.Claims {
-		for _, name := range []string{"gpu", "gpu-mem", "gpu.shared"} {
-			if !slices.Contains(b.covered, name) {
+		for _, k := range piece.Kinds() {
+			if name := k.Short(); name != "" && !slices.Contains(b.covered, name) {
 				b.covered = append(b.covered, name) // with no quota: else it would not be counted
 			}
 		}
