@@ -136,8 +136,8 @@ var rows = map[piece.Kind]row{
 
 // sharing are the attributes of a GPU that several claims have a part of.
 func sharing(how string) func(*Input, *gpu.Device, Device) texts {
-	return func(in *Input, d *gpu.Device, _ Device) texts {
-		return texts{"uuid": string(d.UUID), "sharing": how, "guarantee": in.Guarantee}
+	return func(_ *Input, d *gpu.Device, _ Device) texts {
+		return texts{"uuid": string(d.UUID), "sharing": how}
 	}
 }
 

@@ -288,7 +288,9 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[resourcev1.QualifiedNa
 	}
 	row := rows[of.Kind]
 	text("type", row.kind)
-	text("guarantee", "hardware")
+	if text("guarantee", "hardware"); of.Kind.Shared() {
+		text("guarantee", in.Guarantee)
+	}
 	for name, value := range row.attributes(in, d, of) {
 		text(name, value)
 	}
