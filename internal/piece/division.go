@@ -69,11 +69,11 @@ func (d Division) Equal(o Division) bool {
 		slices.Equal(d.Alone, o.Alone)
 }
 
-// SameSize reports whether both are of devices of one size, of which d has some. How many a GPU
-// has follows from what its driver keeps for itself, which can move by some MiB from one
-// reading to the next.
+// SameSize reports whether both are by one wish, and d has some devices. How many memory units a
+// GPU has, and how large an equal part of it is, follows from what its driver keeps for itself,
+// which can move by some MiB from one reading to the next.
 func (d Division) SameSize(o Division) bool {
-	return d.Kind == o.Kind && d.Kind.Together() && d.N > 0 && d.Unit == o.Unit
+	return d.Kind == o.Kind && d.N > 0 && d.Wish() == o.Wish() && (d.Unit == o.Unit || !d.Kind.Together())
 }
 
 // String is into what the GPU is divided, for people: "4 replicas"; empty where the kind says

@@ -87,8 +87,8 @@ func (c Layout) speaksOther(o Layout) bool { return c.Offers && o.Offers && api(
 // where it does not say.
 func api(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
 
-// sameSize reports whether both offer devices of one size: a GPU keeps the number that it was
-// first given.
+// sameSize reports whether both offer devices by one wish: a GPU keeps the number and the size
+// that it was first given.
 func (c Layout) sameSize(o Layout) bool {
 	return c.Offers && o.Offers && c.SameSize(o.Division)
 }
@@ -287,7 +287,7 @@ func Make(in Input) Changes {
 		if !ok {
 			to = have
 		} else if have.sameSize(to) {
-			to.N = have.N
+			to.N, to.Unit = have.N, have.Unit
 		}
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
