@@ -77,7 +77,8 @@ func TestGPUNodeSchemaIsTheProgramsTypes(t *testing.T) {
 	of := is.Properties["gpus"].Items.Properties
 	for _, k := range piece.Kinds() {
 		if !slices.Contains(of["kind"].Enum, string(k)) || !slices.Contains(of["mode"].Enum, k.Mode()) {
-			t.Errorf("the schema lacks the kind %s, or its mode %s: it has %v and %v", k, k.Mode(), of["kind"].Enum, of["mode"].Enum)
+			t.Errorf("the schema lacks the kind %s, or its mode %s: it has %v and %v",
+				k, k.Mode(), of["kind"].Enum, of["mode"].Enum)
 		}
 	}
 }

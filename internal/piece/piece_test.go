@@ -43,7 +43,8 @@ func unknown(t testing.TB, record string) piece.Piece {
 // samples are a piece of each kind, with something in each of its fields.
 func samples(t testing.TB) []piece.Piece {
 	t.Helper()
-	all := []piece.Piece{piece.Whole{}, units(0, 3, 1024), piece.Replica{Number: 2, Of: 4}, instance(t, "1c.3g.40gb", 4, 4, 1)}
+	all := []piece.Piece{piece.Whole{}, units(0, 3, 1024), piece.Replica{Number: 2, Of: 4},
+		instance(t, "1c.3g.40gb", 4, 4, 1)}
 	for i, k := range piece.Kinds() {
 		if i >= len(all) || all[i].Kind() != k {
 			t.Fatalf("the samples lack a piece of kind %s in its place", k)
