@@ -144,7 +144,8 @@ func TestRead(t *testing.T) {
 		}
 	}
 	whole := unknown(t, `{"slot":3,"gpu":"GPU-a","kind":"slot"}`)
-	if p, err := piece.Read("slot", []byte(`{"kind":"slot","slot":3,"gpu":"GPU-a"}`), "gpu"); err != nil || p.Kind() != "slot" || piece.Same(p, whole) {
+	p, err := piece.Read("slot", []byte(`{"kind":"slot","slot":3,"gpu":"GPU-a"}`), "gpu")
+	if err != nil || p.Kind() != "slot" || piece.Same(p, whole) {
 		t.Errorf("the record's own fields: %v, %v", p, err)
 	}
 }
