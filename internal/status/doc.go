@@ -56,20 +56,26 @@
 // Each figure has its unit, each colour a word beside it, and each drawing a table
 // that says the same.
 //
-// Go computes what is shown: values that page.html, an [html/template], can print
-// without deciding anything. The drawing is computed as rectangles, paths and labels
-// (drawing.go). Because the policy ([PagePolicy]) refuses style attributes, whatever
-// has a size is SVG, or a table cell that spans columns.
+// First it is computed what is shown (page.go): cards, notes, offers, and the drawing as
+// rectangles, paths and labels (drawing.go). Then one function for each part of the page
+// writes that between its tags and decides next to nothing (parts.go). Because the policy
+// ([PagePolicy]) refuses style attributes, whatever has a size is SVG, or a table cell
+// that spans columns.
 //
-// Pod names, models and errors are texts from outside. The template escapes each of
-// them for its context, and sanitize replaces control, invalid and bidirectional
-// characters. The page has no script, and its policy lets none run and nothing be loaded. The
-// page is XML as well as HTML, so that a test can read it with a strict parser, and
-// tests/page looks at it in a browser.
+// Pod names, models and errors are texts from outside. A tag is a constant of the program,
+// with holes for values (markup.go):
 //
-// html/template makes the program 4 MB larger, because with it the linker cannot
-// drop methods that nobody calls. In return all markup is in one file that reads like
-// the page.
+//	m.put(`<p class="say {}">{}</p>`, n.Tone, n.Text)
+//
+// Each value is escaped, and a test holds that each hole is where escaping is enough: in
+// text or within the double quotes of an attribute, and of a link only behind #gpu-.
+// sanitize replaces control, invalid and bidirectional characters. The page has no script,
+// and its policy lets none run and nothing be loaded. The page is XML as well as HTML, so
+// that a test can read it with a strict parser, and tests/page looks at it in a browser.
+//
+// The page is not a template of html/template or text/template. Those call methods by
+// name, so that the linker keeps every exported method of the whole program, and the agent
+// needs 5 MB more on each node.
 //
 // # Limits
 //

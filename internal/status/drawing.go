@@ -46,13 +46,14 @@ type drawing struct {
 	linked              int // width of the arcs
 }
 
-// group is a part of a drawing. It is painted in the order of the fields; with an
-// Href it is a link.
+// group is a part of a drawing. It is painted in the order of the fields.
 type group struct {
-	Class, Href, Title string
-	Rects              []rect
-	Paths              []path
-	Labels             []label
+	Class  string
+	Card   *link // where it leads, instead of a Class; nil if it is no link
+	Title  string
+	Rects  []rect
+	Paths  []path
+	Labels []label
 }
 
 type rect struct {
@@ -69,8 +70,8 @@ type label struct {
 	Turned      bool // written from top to bottom
 }
 
-// Key explains what has no label in the drawing.
-func (d *drawing) Key() string {
+// key explains what has no label in the drawing.
+func (d *drawing) key() string {
 	var out []string
 	if len(d.arcs) > 0 || len(d.m.Switched) > 0 {
 		out = append(out, "Green lines are NVLinks.")
@@ -81,9 +82,8 @@ func (d *drawing) Key() string {
 	return strings.Join(out, " ")
 }
 
-// Links says in words how GPUs and network cards are connected.
-func (p *sheet) Links() []note {
-	m := p.Topology
+// linkNotes says in words how GPUs and network cards are connected.
+func linkNotes(m *topology.Matrix) []note {
 	var out []note
 	add := func(tone, format string, args ...any) {
 		out = append(out, note{Tone: tone, Text: fmt.Sprintf(format, args...)})
@@ -428,15 +428,15 @@ func laneWord(n int) string {
 // tile is a GPU in the drawing.
 type tile struct {
 	index       int
-	href        string // of its card; empty where it has none
+	card        *link // nil where it has none
 	title       string
 	tone, state string
 	// bar draws what is taken of it, within a rectangle.
 	bar func(x, y, width, height int) []rect
 }
 
-func newTile(g *GPU, href string) tile {
-	t := tile{index: g.Index, href: href, bar: g.segments}
+func newTile(g *GPU, card *link) tile {
+	t := tile{index: g.Index, card: card, bar: g.segments}
 	t.tone, t.state = tileState(g)
 	t.title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
 	if g.MIG != nil && g.MIG.Enabled {
@@ -450,13 +450,13 @@ func (d *drawing) gpu(i int) {
 	at := d.m.GPUs[i]
 	t, known := d.known[string(at.UUID)]
 	if !known {
-		t = newTile(&GPU{Index: at.Index, UUID: string(at.UUID)}, "")
+		t = newTile(&GPU{Index: at.Index, UUID: string(at.UUID)}, nil)
 	}
 	frame := rect{strings.TrimSpace("tile " + t.tone), d.tiles, d.middle[i] - tileHigh/2, tileWide, tileHigh}
 	bar := rect{"free", frame.X + 6, frame.Y + frame.H - 14, frame.W - 12, 7}
 	end := cmp.Or(t.tone, "muted") + " end"
 	d.Groups = append(d.Groups, group{
-		Href: t.href, Title: t.title,
+		Card: t.card, Title: t.title,
 		Rects: append([]rect{frame, bar}, t.bar(bar.X, bar.Y, bar.W, bar.H)...),
 		Labels: []label{
 			{Class: "strong", X: frame.X + 8, Y: frame.Y + 17, Text: "GPU " + strconv.Itoa(t.index)},

@@ -8,25 +8,19 @@ import (
 	_ "embed"
 	"encoding/base64"
 	"fmt"
-	"html/template"
 	"io"
 	"maps"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/topology"
 )
 
-var (
-	//go:embed page.css
-	style string
-	//go:embed page.html
-	markup string
-)
+//go:embed page.css
+var style string
 
 // PagePolicy is the page's Content-Security-Policy. It allows the page's own style
 // sheet and icon, and nothing else: no script, no style attribute, nothing loaded.
@@ -36,66 +30,15 @@ var PagePolicy = func() string {
 		"'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }()
 
-// pageTemplate is parsed for the first reader: most agents never have one.
-var pageTemplate = sync.OnceValue(func() *template.Template {
-	return template.Must(template.New("page").Funcs(template.FuncMap{
-		"style": func() template.CSS { return template.CSS(style) },
-		"after": func(sep, s string) []string { return strings.SplitAfter(s, sep) },
-		"fact": func(name, value string) map[string]string {
-			return map[string]string{"Name": name, "Value": value}
-		},
-		"cellColumns":   func() int { return cellColumns },
-		"count":         count[int],
-		"ended":         ended,
-		"kind":          kindName,
-		"label":         (*Placement).label,
-		"means":         means,
-		"measure":       measure,
-		"mode":          modeName,
-		"placementTone": placementTone,
-		"spans":         spans,
-		"tone":          stateTone,
-		"units":         func(g *GPU, n int) string { return measure(g, n) + unitName(g, n) },
-	}).Parse(markup))
-})
-
 // WriteHTML writes the Status as a web page that is complete in itself. Ages are
 // counted to now; if it is zero they are left out. The page is XML as well as HTML,
-// and no text in the Status is taken for markup. After an error of the template
-// nothing has been written to w.
+// and no text in the Status is taken for markup. It is drawn whole before it is written
+// to w; the error is that of w.
 func WriteHTML(w io.Writer, s Status, now time.Time) error {
-	var out strings.Builder
-	if err := pageTemplate().Execute(&out, newSheet(s, now)); err != nil {
-		return fmt.Errorf("draw the status page: %w", err)
-	}
-	_, err := io.WriteString(w, sanitize(out.String()))
+	var m markup
+	m.page(&s, now.UTC())
+	_, err := io.WriteString(w, sanitize(m.b.String()))
 	return err
-}
-
-// sanitize replaces control, invalid and bidirectional characters, and those that XML
-// forbids. Line breaks stay.
-func sanitize(s string) string {
-	return strings.Map(func(r rune) rune {
-		switch {
-		case r == 0, r == '\ufffe', r == '\uffff', r >= '\u202a' && r <= '\u202e', r >= '\u2066' && r <= '\u2069':
-			return '\ufffd'
-		case r < ' ' && r != '\n', r >= 0x7f && r < 0xa0:
-			return ' '
-		}
-		return r
-	}, strings.ToValidUTF8(s, "\ufffd"))
-}
-
-// sheet is what the template prints: a Status, and what is computed from it.
-type sheet struct {
-	Status
-	Now     time.Time
-	Cards   []*card
-	Notes   []note // the worst first
-	Offers  []*nodeOffer
-	HasMIG  bool // Offers has MIG devices
-	Matrix  []matrixRow
-	Drawing *drawing // nil while it is not known how the GPUs are connected
 }
 
 // card is a GPU's part of the page.
@@ -115,39 +58,40 @@ type link struct{ At, Index int }
 // link is the card's.
 func (c *card) link() *link { return &link{c.At, c.Index} }
 
-func newSheet(s Status, now time.Time) *sheet {
-	p := &sheet{Status: s, Now: now.UTC()}
-	cards := map[string]*link{} // by UUID; the first, if a UUID occurs twice
+func newCards(s *Status, now time.Time) []*card {
+	var cards []*card
 	for i := range s.GPUs {
-		c := p.newCard(i)
-		if cards[c.UUID] == nil {
-			cards[c.UUID] = c.link()
-		}
-		p.Cards = append(p.Cards, c)
+		cards = append(cards, newCard(s, i, now))
 	}
-	p.Notes = p.allNotes(cards)
-	p.Offers = p.offers()
-	if m := s.Topology; m != nil && len(m.GPUs) > 0 {
-		p.Matrix, p.Drawing = matrix(m), newDrawing(m, p.tiles())
-	}
-	return p
+	return cards
 }
 
-// tiles are the cards' in the drawing, by UUID; the first, if a UUID occurs twice.
-func (p *sheet) tiles() map[string]tile {
-	out := map[string]tile{}
-	for _, c := range p.Cards {
-		if _, twice := out[c.UUID]; !twice {
-			out[c.UUID] = newTile(c.GPU, "#gpu-"+strconv.Itoa(c.At))
+// cardLinks are the links to cards by UUID; to the first, if a UUID occurs twice.
+func cardLinks(cards []*card) map[string]*link {
+	out := map[string]*link{}
+	for _, c := range cards {
+		if out[c.UUID] == nil {
+			out[c.UUID] = c.link()
 		}
 	}
 	return out
 }
 
-func (p *sheet) newCard(at int) *card {
-	g := &p.GPUs[at]
+// tiles are the cards' in the drawing, by UUID; the first, if a UUID occurs twice.
+func tiles(cards []*card) map[string]tile {
+	out := map[string]tile{}
+	for _, c := range cards {
+		if _, twice := out[c.UUID]; !twice {
+			out[c.UUID] = newTile(c.GPU, c.link())
+		}
+	}
+	return out
+}
+
+func newCard(s *Status, at int, now time.Time) *card {
+	g := &s.GPUs[at]
 	c := &card{GPU: g, At: at, Tone: "ok"}
-	c.Notes = g.notes(p.Now)
+	c.Notes = g.notes(now)
 	switch {
 	case g.Health != Healthy:
 		c.Tone = "bad"
@@ -156,7 +100,7 @@ func (p *sheet) newCard(at int) *card {
 	}
 	facts := []string{}
 	// Where all are of a kind the page says it once, at the top.
-	if slices.ContainsFunc(p.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) {
+	if slices.ContainsFunc(s.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) {
 		facts = append(facts, g.Model, amount(g.MemoryMiB))
 	}
 	if n := nodeNumber(g.NUMA); n != "" {
@@ -166,19 +110,19 @@ func (p *sheet) newCard(at int) *card {
 		facts = append(facts, "PCI "+g.PCI)
 	}
 	c.Facts = join(" · ", append(facts, g.Resource)...)
-	c.Devices, c.Tenants = p.tenants(g, p.Now)
+	c.Devices, c.Tenants = s.tenants(g, now)
 	return c
 }
 
 // kind is the same for all GPUs of a kind.
 func (g *GPU) kind() string { return join(", ", g.Model, amount(g.MemoryMiB)) }
 
-// Kinds counts the kinds of GPUs: "8 × NVIDIA H100 80GB HBM3, 79.6 GiB".
-func (p *sheet) Kinds() string {
+// kinds counts the kinds of GPUs: "8 × NVIDIA H100 80GB HBM3, 79.6 GiB".
+func kinds(gpus []GPU) string {
 	var kinds []string
 	number := map[string]int{}
-	for i := range p.GPUs {
-		k := p.GPUs[i].kind()
+	for i := range gpus {
+		k := gpus[i].kind()
 		if number[k]++; number[k] == 1 {
 			kinds = append(kinds, k)
 		}
@@ -189,17 +133,17 @@ func (p *sheet) Kinds() string {
 	return cmp.Or(strings.Join(kinds, "; "), "none")
 }
 
-// allNotes returns all that needs attention on the node.
-func (p *sheet) allNotes(cards map[string]*link) []note {
-	all := p.Status.notes()
+// pageNotes returns all that needs attention on the node, the worst first.
+func pageNotes(s *Status, cards []*card) []note {
+	all := s.notes()
 	add := func(tone, text string, to *link) { all = append(all, note{tone, text, to}) }
-	switch t := p.Partition; {
+	switch t := s.Partition; {
 	case t.State != "" && stateTone(t.State) != "ok":
 		add(stateTone(t.State), "The partition is "+join(": ", t.State, t.Message), nil)
 	case t.Message != "":
 		add("warn", t.Message, nil)
 	}
-	for _, c := range p.Cards {
+	for _, c := range cards {
 		for _, n := range c.Notes {
 			add(n.Tone, n.Text, c.link())
 		}
@@ -209,23 +153,24 @@ func (p *sheet) allNotes(cards map[string]*link) []note {
 			}
 		}
 	}
-	for _, c := range p.Containers {
+	links := cardLinks(cards)
+	for _, c := range s.Containers {
 		if c.over() {
 			text := fmt.Sprintf("%s uses %s of %s GiB",
 				who(c.Namespace, c.Pod, c.Container), gib(c.UsedMiB), gib(c.CapMiB))
-			add("bad", text, cards[c.GPU])
+			add("bad", text, links[c.GPU])
 		}
 	}
 	slices.SortStableFunc(all, func(a, b note) int { return strings.Compare(a.Tone, b.Tone) })
 	return all
 }
 
-// Color is the colour of the page's icon.
-func (p *sheet) Color() string {
+// iconColor is the colour of the page's icon.
+func iconColor(notes []note) constant {
 	switch {
-	case len(p.Notes) == 0:
+	case len(notes) == 0:
 		return "1d7a45"
-	case p.Notes[0].Tone == "bad":
+	case notes[0].Tone == "bad":
 		return "c5362b"
 	}
 	return "b97a00"
@@ -238,11 +183,11 @@ type nodeOffer struct {
 	Unit string // the size of one device, if it is an amount of memory
 }
 
-// offers adds up what the GPUs offer, by resource.
-func (p *sheet) offers() []*nodeOffer {
+// allOffers adds up what the GPUs offer, by resource, and says whether MIG devices are among it.
+func allOffers(gpus []GPU) (offers []*nodeOffer, hasMIG bool) {
 	sums := map[string]*nodeOffer{}
-	for i := range p.GPUs {
-		g := &p.GPUs[i]
+	for i := range gpus {
+		g := &gpus[i]
 		for _, o := range g.Offers() {
 			sum := sums[o.Resource]
 			if sum == nil {
@@ -256,7 +201,7 @@ func (p *sheet) offers() []*nodeOffer {
 			}
 			switch {
 			case o.Resource != g.Resource:
-				p.HasMIG = true
+				hasMIG = true
 			case g.UnitMiB > 0 && g.UnitMiB%1024 == 0:
 				sum.Unit = strconv.FormatUint(g.UnitMiB/1024, 10) + " GiB"
 			case g.UnitMiB > 0:
@@ -266,7 +211,7 @@ func (p *sheet) offers() []*nodeOffer {
 	}
 	return slices.SortedFunc(maps.Values(sums), func(a, b *nodeOffer) int {
 		return strings.Compare(a.Resource, b.Resource)
-	})
+	}), hasMIG
 }
 
 // modeName says how a GPU is laid out, and of a whole GPU whether it is held.
@@ -296,10 +241,6 @@ func modeName(g *GPU) string {
 	}
 	return g.Mode
 }
-
-// Bar is a bar of the GPU's devices. It is hidden from screen readers: the words
-// beside it say the same.
-func (c *card) Bar() []rect { return c.segments(0, 0, 1000, 10) }
 
 // segments returns the pieces of a bar: one for each holder, and what is withdrawn.
 func (g *GPU) segments(x, y, width, height int) []rect {
@@ -339,28 +280,13 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 // enough to divide any GPU instance into its compute instances.
 const cellColumns = 12
 
-// Row is the GPU's memory slices as cells, each as wide as its share of the memory.
-func (c *card) Row() []cell {
-	if c.MIG == nil || len(c.MIG.Placements) == 0 {
-		return nil
-	}
-	return row(c.MIG, c.Numbers(), cellColumns)
-}
-
-// Numbers is the number of memory slices in the Row, and Columns that of its columns.
-func (c *card) Numbers() int { return c.MIG.size() }
-func (c *card) Columns() int { return c.Numbers() * cellColumns }
-
-// CouldStand lists the placements where a MIG device could be created.
-func (c *card) CouldStand() string { return couldStand(c.MIG) }
-
 // matrixRow says how one GPU or network card is connected to each of them.
 type matrixRow struct {
 	Name, NUMA, CPUs string
 	Cells            []string
 }
 
-func matrix(m *topology.Matrix) []matrixRow {
+func newMatrix(m *topology.Matrix) []matrixRow {
 	var rows []matrixRow
 	for _, g := range m.GPUs {
 		rows = append(rows, matrixRow{Name: "GPU" + strconv.Itoa(g.Index), NUMA: nodeNumber(g.NUMA), CPUs: g.CPUs})
@@ -399,10 +325,10 @@ func means(cell string) nearness {
 	return nearness{Tone: "self"}
 }
 
-// Legend explains the words that occur in the Matrix.
-func (p *sheet) Legend() []nearness {
+// legendOf explains the words that occur in a matrix.
+func legendOf(rows []matrixRow) []nearness {
 	return slices.DeleteFunc(slices.Clone(legend), func(n nearness) bool {
-		return !slices.ContainsFunc(p.Matrix, func(row matrixRow) bool {
+		return !slices.ContainsFunc(rows, func(row matrixRow) bool {
 			return slices.ContainsFunc(row.Cells, func(c string) bool { return means(c) == n })
 		})
 	})
