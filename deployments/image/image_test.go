@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
 	"slices"
@@ -277,6 +278,30 @@ func isNamed(t *testing.T, r *release, p *part, debs []string) {
 		control := p.files["var/lib/dpkg/status.d/"+d.name].data
 		if !bytes.Contains(control, []byte("\nVersion: "+d.version+"\n")) {
 			t.Errorf("scanners are told of %s as\n%s", d, control)
+		}
+	}
+}
+
+// Where a program can call methods by names that are made at run time, the linker keeps every
+// method of every type: that was a sixth of the agent.
+func TestNoMethodsAreKeptByName(t *testing.T) {
+	for _, of := range products {
+		var asked bytes.Buffer
+		cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-tags", "netgo,osusergo,grpcnotrace", "-ldflags", "-s -w -dumpdep",
+			"-o", filepath.Join(t.TempDir(), of.name), "./cmd/"+of.name)
+		cmd.Dir, cmd.Stderr = "../..", &asked
+		if err := cmd.Run(); err != nil {
+			t.Fatalf("%v\n%.2000s", err, asked.String())
+		}
+		edges := 0
+		for line := range strings.Lines(asked.String()) {
+			edges++
+			if from, _, ok := strings.Cut(line, " <ReflectMethod>"); ok && !strings.Contains(from, "->") {
+				t.Errorf("%s has %s, which calls methods by name", of.name, from)
+			}
+		}
+		if edges < 10000 {
+			t.Errorf("the linker told of %d references in %s: this test looks at nothing", edges, of.name)
 		}
 	}
 }
