@@ -518,7 +518,7 @@ func TestChartPackage(t *testing.T) {
 		t.Error(err, out)
 	}
 	everything := switched(switches...)
-	got, want := flat(t, chart(t, packed, append(everything, "image.tag=dev")...)), flat(t, chart(t, "chart", everything...))
+	got, want := flat(t, chart(t, packed, append(everything, "image.tag=dev", "placer.image.tag=dev")...)), flat(t, chart(t, "chart", everything...))
 	if diff := changes(want, got); len(diff) > 0 {
 		t.Errorf("the package makes other objects than the directory:\n%s", strings.Join(diff, "\n"))
 	}
