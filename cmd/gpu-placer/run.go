@@ -306,18 +306,5 @@ func (p *place) serveExtender(ctx context.Context, door http.Handler) error {
 	server.ErrorLog = slog.NewLogLogger(p.log.Handler(), slog.LevelDebug)
 	p.log.Info("serving schedulers", "addr", listener.Addr().String(),
 		"tls", secured, "client_certificates", p.flags.tls.ClientCA != "")
-	failed := make(chan error, 1)
-	go func() { failed <- server.Serve(listener) }()
-	select {
-	case err := <-failed:
-		return fmt.Errorf("serve schedulers on %s: %w", listener.Addr(), err)
-	case <-ctx.Done():
-	}
-	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
-	defer cancel()
-	if err := server.Shutdown(grace); err != nil {
-		server.Close()
-	}
-	<-failed
-	return ctx.Err()
+	return obs.ServeUntil(ctx, server, listener, "schedulers")
 }

@@ -70,12 +70,19 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 		ConnState:         Asks,
 		ErrorLog:          slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelDebug),
 	}
+	s.options.Logger.Info("serving metrics and health", "addr", listener.Addr().String())
+	return ServeUntil(ctx, server, listener, "metrics and health")
+}
+
+// ServeUntil has a server answer until ctx ends, and gives the requests that are under way then
+// three seconds. It closes the listener, and returns the error of ctx, or one that names what is
+// served where the server fails before.
+func ServeUntil(ctx context.Context, server *http.Server, listener net.Listener, what string) error {
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(listener) }()
-	s.options.Logger.Info("serving metrics and health", "addr", listener.Addr().String())
 	select {
 	case err := <-failed:
-		return fmt.Errorf("serve metrics and health on %s: %w", listener.Addr(), err)
+		return fmt.Errorf("serve %s on %s: %w", what, listener.Addr(), err)
 	case <-ctx.Done():
 	}
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
