@@ -277,11 +277,7 @@ func (c *cluster) start(ctx context.Context, p *sent) {
 		case <-time.After(time.Second):
 		}
 	}
-	var claim resource.ResourceClaim
-	devices, err := []device(nil), c.get(claims+"/"+p.name, &claim)
-	if err == nil {
-		devices, err = c.devices(&claim)
-	}
+	devices, err := c.given(ctx, p.name)
 	if err == nil {
 		err = c.phase(p, "Running")
 	}
@@ -338,13 +334,54 @@ func (c *cluster) status(p *sent, is map[string]any) error {
 	return c.Do(c.t, nil, http.MethodPatch, pods+"/"+p.name+"/status", plane.Strategic, map[string]any{"status": is}, nil)
 }
 
+// errWriting is of a pool whose slices are being written one after the other: a device that moves
+// from one to another may be in none meanwhile.
+var errWriting = errors.New("the slices of its pool are not of one generation")
+
+// given are the devices that a claim has, once the slices of their pools are whole.
+func (c *cluster) given(ctx context.Context, claim string) ([]device, error) {
+	var is resource.ResourceClaim
+	if err := c.get(claims+"/"+claim, &is); err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		devices, err := c.devices(&is)
+		if !errors.Is(err, errWriting) {
+			return devices, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// complete are the pools of which each slice is there, by name.
+func complete(all []resource.ResourceSlice) map[string]bool {
+	newest, there, out := map[string]int64{}, map[string]int64{}, map[string]bool{}
+	for i := range all {
+		pool := &all[i].Spec.Pool
+		newest[pool.Name] = max(newest[pool.Name], pool.Generation)
+	}
+	for i := range all {
+		if pool := &all[i].Spec.Pool; pool.Generation == newest[pool.Name] {
+			there[pool.Name]++
+			out[pool.Name] = there[pool.Name] == pool.ResourceSliceCount
+		}
+	}
+	return out
+}
+
 // devices are what a claim has been given, by the attributes of the slices that have it.
 func (c *cluster) devices(claim *resource.ResourceClaim) (out []device, err error) {
 	var list resource.ResourceSliceList
 	if err := c.get(slicesAt, &list); err != nil {
 		return nil, err
 	}
-	of := map[string]*resource.Device{}
+	of, complete := map[string]*resource.Device{}, complete(list.Items)
 	for i := range list.Items {
 		for j := range list.Items[i].Spec.Devices {
 			of[list.Items[i].Spec.Pool.Name+"/"+list.Items[i].Spec.Devices[j].Name] = &list.Items[i].Spec.Devices[j]
@@ -355,6 +392,9 @@ func (c *cluster) devices(claim *resource.ResourceClaim) (out []device, err erro
 	}
 	for _, r := range claim.Status.Allocation.Devices.Results {
 		d := of[r.Pool+"/"+r.Device]
+		if d == nil && !complete[r.Pool] {
+			return nil, fmt.Errorf("its claim has device %s: %w", r.Device, errWriting)
+		}
 		if d == nil {
 			return nil, fmt.Errorf("its claim has device %s, which is in no slice", r.Device)
 		}
@@ -424,8 +464,8 @@ func (c *cluster) settled() (running []*request) {
 			case p.running:
 				running = append(running, p.request)
 			case p.node != nil || p.refused == "":
-				c.mu.Unlock()
-				return fmt.Errorf("%s is not decided on: bound %v", p.name, p.node != nil)
+				defer c.mu.Unlock()
+				return fmt.Errorf("%s is not decided on: bound %v; went wrong: %q", p.name, p.node != nil, c.wrong)
 			default:
 				waits = append(waits, *p)
 			}
