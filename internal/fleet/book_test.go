@@ -63,7 +63,7 @@ func (w *lastGPU) race(t *testing.T, round string) (got []string) {
 		"liqo": func() bool {
 			short := w.lender.Keep("liqo/"+round, map[string]int{memory: 79})
 			if short != nil {
-				w.lender.Release("liqo/" + round)
+				w.lender.Drop("liqo/" + round)
 			}
 			return short == nil
 		},

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -405,11 +406,8 @@ func (f *Fleet) read(p *corev1.Pod) placer.Pod {
 		Done:   p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
 		Ending: p.DeletionTimestamp != nil,
 	}
-	if f.quotaOf != nil {
-		out.Quota = f.quotaOf(p)
-	}
-	if f.holdOf != nil {
-		out.Hold = f.holdOf(p)
+	for _, of := range f.holdOf {
+		out.Hold = cmp.Or(out.Hold, of(p))
 	}
 	for i := range p.Spec.InitContainers {
 		c := &p.Spec.InitContainers[i]

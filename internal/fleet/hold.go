@@ -22,8 +22,12 @@ type Holder struct{ f *Fleet }
 func HoldFor(f *Fleet, of func(*corev1.Pod) string) *Holder {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.holdOf = of
+	f.holdOf = append(f.holdOf, of)
 	f.missing = append(f.missing, Held)
+	f.books.Pause(func() { // a scheduler's question need not wait for the search
+		f.mu.Unlock()
+		f.mu.Lock()
+	})
 	return &Holder{f}
 }
 

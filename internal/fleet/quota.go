@@ -15,8 +15,8 @@ import (
 
 // lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
 type lending struct {
-	// quotaOf, if set, says of which quota a pod is, and holdOf of which hold.
-	quotaOf, holdOf func(*corev1.Pod) string
+	// holdOf say for which hold a pod is, if for any.
+	holdOf []func(*corev1.Pod) string
 	// about are Nodes, as far as it matters.
 	about map[string]about
 }
@@ -68,7 +68,7 @@ type Lender struct {
 func Lend(f *Fleet, of func(*corev1.Pod) string) *Lender {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.quotaOf = of
+	f.holdOf = append(f.holdOf, of)
 	f.missing = append(f.missing, Lent)
 	return &Lender{f: f, kept: map[string][]placer.Part{}}
 }
@@ -89,11 +89,11 @@ func (l *Lender) Keep(id string, want map[string]int) (short map[string]int) {
 	return short
 }
 
-// Release gives it up.
-func (l *Lender) Release(id string) {
+// Drop gives it up.
+func (l *Lender) Drop(id string) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
-	l.f.books.Release(id)
+	l.f.books.Drop(id)
 	l.moved(id)
 }
 

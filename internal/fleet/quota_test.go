@@ -80,7 +80,7 @@ func TestAMemberIsKnownByItsLabels(t *testing.T) {
 	if !f.changed["b"] {
 		t.Error("nobody looks at b again")
 	}
-	l.Release("q")
+	l.Drop("q")
 	l.wants(t, "q", "map[] []")
 	if !f.changed["a"] {
 		t.Error("nobody looks at a again")

@@ -24,7 +24,7 @@ const Class = "gpu-agent"
 // Books keep room, and know what there is.
 type Books interface {
 	Keep(quota string, want map[string]int) (short map[string]int)
-	Release(quota string)
+	Drop(quota string)
 	Kept(quota string) (parts []placer.Part, short map[string]int, nodes []string)
 	Labels(nodes []string) map[string]string
 	Lendable() (devices map[string]int, plain corev1.ResourceList)
@@ -174,7 +174,7 @@ func compare(x, y *Slice) int {
 func (g *Grants) keep(m *grant, want map[string]int) (short map[string]int) {
 	if len(want) == 0 {
 		if m.want != nil {
-			g.books.Release(m.quota)
+			g.books.Drop(m.quota)
 		}
 		m.want = nil
 		return nil

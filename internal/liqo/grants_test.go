@@ -220,7 +220,7 @@ func TestAPodOfThisClustersThatTakesGrantedRoom(t *testing.T) {
 	p.wants("one", "Accepted Granted gpu-mem=79")
 	// The consumer's own pods are part of what it has.
 	own := stray
-	own.UID, own.Quota = "own", p.read("one").Quota()
+	own.UID, own.Hold = "own", p.read("one").Quota()
 	p.cluster.SetPod(own)
 	p.later(patience * 2)
 	p.wants("one", "Accepted Granted gpu-mem=79")
@@ -241,7 +241,7 @@ func TestAConsumerIsNamedLate(t *testing.T) {
 	name("one")
 	p.rest()
 	p.wants("one", "Accepted Granted gpu-mem=40")
-	p.cluster.SetPod(placer.Pod{UID: "own", Node: "a", Quota: p.read("one").Quota(), Containers: []placer.Container{{Requests: map[string]int{memory: 24}}}})
+	p.cluster.SetPod(placer.Pod{UID: "own", Node: "a", Hold: p.read("one").Quota(), Containers: []placer.Container{{Requests: map[string]int{memory: 24}}}})
 	p.ask("two", one(memory, 200))
 	p.rest()
 	p.wants("two", "Denied NoRoom")

@@ -46,11 +46,6 @@ func (b *Books) Refresh(most int) (more bool) {
 func (b *Books) HasRoom(p Pod, name string) bool {
 	e := &entry{}
 	e.set(p)
-	b.quotas.balance()
-	why, _ := b.room(name).refuse(e)
-	if h := b.holds.by[p.Hold]; h != nil && why != "" {
-		v, _ := b.holds.judgeSeat(h, e, name, verdict{why: why})
-		why = v.why
-	}
-	return why == ""
+	b.holds.balance()
+	return b.judge(e, name, yieldNothing).why == ""
 }

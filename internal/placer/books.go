@@ -33,10 +33,8 @@ type Pod struct {
 	Done bool
 	// Ending says that the pod is being deleted. It has its devices until it is gone.
 	Ending bool
-	// Quota is the ID of what is kept for the pod and others ([Books.Keep]); empty for none.
-	Quota string
-	// Hold is the ID of the room that was found for the pod and others before there were
-	// any ([Books.Hold]); empty for none.
+	// Hold is the ID of the room that is held for the pod and others ([Books.Hold],
+	// [Books.Keep]); empty for none.
 	Hold string
 }
 
@@ -60,9 +58,7 @@ type Books struct {
 	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
 	lapsed []string
-	// quotas are what is kept for pods of which nobody knows yet.
-	quotas quotas
-	// holds are what is kept for pods that are to come.
+	// holds are what is held for pods that are to come.
 	holds holds
 }
 
@@ -82,10 +78,14 @@ type node struct {
 	// leaving are the devices of pods that have gone and that the GPUNode still counts, by ID, with
 	// the time when somebody first waited for them.
 	leaving map[string]time.Time
-	// kept is what quotas have there, in the order in which it is placed.
-	kept []Part
-	// room is what follows from that; nil where it must be found anew.
-	room *room
+	// seats are those that are open there, as they came. The slice does not change.
+	seats []*seat
+	// room is what follows from that; nil where it must be found anew. Empty, at and kinds are what
+	// follows from the GPUNode alone, kinds nil where that must be.
+	room  *room
+	empty []space
+	at    map[string]int
+	kinds map[string]piece.Kind
 }
 
 // podName is how a GPUNode names a pod.
@@ -109,13 +109,12 @@ type entry struct {
 	until    time.Time
 	// asking says that the pod is being placed, and so is nowhere; told that SetPod had it.
 	asking, told bool
-	// at is the node among whose pods it is, and of the quota of which it is a member.
+	// at is the node among whose pods it is.
 	at string
-	of *quota
-	// in is the hold of which it is a member, and seat what it is itself if it is no pod. Left says
-	// that it is no member of a hold with its ID any more.
+	// in is the hold of which it is a member, and sits the seat that it uses. Left says that it is no
+	// member of a hold with its ID any more.
 	in   *hold
-	seat *seat
+	sits *seat
 	left bool
 }
 
@@ -135,8 +134,7 @@ type cardOf struct {
 // New returns books in which nothing is written.
 func New() *Books {
 	b := &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
-	b.quotas = quotas{b: b, by: map[string]*quota{}}
-	b.holds = holds{b: b, by: map[string]*hold{}}
+	b.holds = holds{b: b, by: map[string]*hold{}, pause: func() {}}
 	return b
 }
 
@@ -146,7 +144,7 @@ func New() *Books {
 func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 	n := b.node(name)
 	if n.known && ready == n.ready && n.passed == "" && reflect.DeepEqual(says, &n.status) {
-		b.quotas.moved = true // where they may be may be told of a Node alone
+		b.holds.moved = true // where they may be may be told of a Node alone
 		return
 	}
 	b.tell(n, says)
@@ -174,9 +172,9 @@ func (b *Books) PassOver(name, why string) {
 
 // tell writes down what a GPUNode says, and what follows from that.
 func (b *Books) tell(n *node, says *gpunode.Status) {
-	b.quotas.moved = true
+	b.holds.moved = true
 	was := n.cards
-	n.status, n.room, n.cards = *says, nil, map[string]*cardOf{}
+	n.status, n.room, n.kinds, n.cards = *says, nil, nil, map[string]*cardOf{}
 	for i := range n.status.Cards {
 		c := b.cards.of(&n.status.Cards[i])
 		c.nodes++
@@ -310,7 +308,7 @@ func (b *Books) node(name string) *node {
 
 // prune forgets a node of which nothing is known.
 func (b *Books) prune(name string) {
-	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.kept) == 0 {
+	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 {
 		delete(b.nodes, name)
 	}
 }
@@ -344,9 +342,8 @@ func (b *Books) settle(e *entry) {
 			delete(n.leaving, id)
 		}
 	}
-	b.quotas.join(e)
 	b.holds.sit(e)
-	b.quotas.moved = true
+	b.holds.moved = true
 }
 
 // leave notes which devices a pod that goes leaves behind.

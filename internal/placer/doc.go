@@ -54,18 +54,30 @@
 //
 // # Holds
 //
-// [Books.Hold] finds room for the pods of a group before there are any, for all of them or
-// for none, and has no end of its own. Each pod has a seat: as long as no pod of the hold
-// ([Pod].Hold) uses it, it counts like a pod that is bound and has not reported its devices, so
-// whoever is placed beside it leaves it its room whatever the agents choose. When a pod of the
-// hold has gone, its seat waits for the next one, until [Books.Drop]. Pods are held one after
-// the other, the hardest to place first, each on the best node; where they ask for the same, a
-// hold is refused only if there is no room for so many.
+// A hold is room that somebody has before pods use it: seats, each for what one pod asks for and on
+// one node, until [Books.Drop]. There is one form of it, for two askers:
 //
-// Seats of one hold may be more on a node than are safe beside each other, as many as the
-// agents' packing has room for, where nobody else is about to get devices there: otherwise
-// four pods could never be held that just fill two GPUs. Room that goes is lost
-// ([Books.Lost]), and looked for again when Hold is called again.
+//	[Books.Hold]   a seat for each pod of some groups, for all pods or for none
+//	[Books.Keep]   so much of each resource, for pods in whatever pieces they come: a seat for each
+//	               part of it that is in one place, as few as there is room for
+//
+// A pod uses what the hold of its name has ([Pod].Hold). One of a group takes the seat of one that asks
+// for the same, and when it has gone, that waits for the next one. One that takes some of an amount has
+// the seats of its node cut to what is left.
+//
+// A seat is kept by expectation. Once pods that have not reported have the devices that the agent's
+// packing would give them, seats get theirs in the order in which they came; those that find none then
+// have lost their room ([Books.Lost]). Nobody is placed or held where a seat that has its room would
+// lose it. Where one waits for room, what becomes free is for it. So a pod comes to its seat as it
+// would to a free node, and agents that choose otherwise than their packing cost a seat, not a pod.
+//
+// Room that goes is looked for again: of an amount with each piece of news, before anybody else is
+// placed, and for groups when Hold is called again, since somebody else has written down where their
+// pods are to go. A pod that has come and takes some of an amount has its room before pods that may:
+// the rest of the amount loses what it needs, and in the end what others hold there does.
+//
+// A search for hundreds of pods looks at each node once, and then at those alone that have got a seat.
+// Between its steps others may ask ([Books.Pause]).
 //
 // # Room that others have
 //
@@ -79,19 +91,6 @@
 //	Hold                 the GPUNode says that they are free: there is room
 //
 // Nobody ends on a node where a pod has not reported its devices, since it might be in vain.
-//
-// # Quotas
-//
-// Room can be kept for pods of which nobody knows yet, such as those of another cluster:
-// [Books.Keep] is told how much of each resource, and finds nodes for it, in as few parts as
-// there is room for. What is kept is for pods of that quota ([Pod].Quota) alone, in whatever
-// pieces they come, and what they have is part of it. It lasts until [Books.Release]. Room that
-// goes is missed, [Books.Kept] says so, and it is looked for again with each piece of news,
-// before anybody else is placed.
-//
-// Here the books do guess: a part is kept on a node where it fits once all pods have the
-// devices that the agent's packing would give them. A quota that is kept for weeks could not
-// be sure of its room whatever the agent chooses, unless nobody else got near it.
 //
 // # Packing
 //

@@ -4,7 +4,6 @@ package placer
 
 import (
 	"cmp"
-	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -20,30 +19,47 @@ type Group struct {
 	Among, Closed []string
 }
 
-// hold is room for pods that are to come.
+// hold is room that somebody has before pods use it: seats, until it is given up. What it is for are
+// groups of pods ([Books.Hold]), of which each has a seat, or amounts ([Books.Keep]), which pods take
+// in whatever pieces they come.
 type hold struct {
 	id, name string
 	seats    []*seat
-	// among are all nodes of its groups, nil while they are not known, and members the pods of
-	// the hold that have or will have devices of one of them.
-	among   map[string]bool
+	// members are the pods of the hold that have or will have devices of a node; of groups, of
+	// one of among, which is nil while these are not known.
 	members map[string]*entry
-	seq     int
+	among   map[string]bool
+	// want is how much is to be kept of each resource, nil of a hold for groups; where, if set,
+	// says on which nodes.
+	want  map[string]int
+	where func(node string) bool
+}
+
+// seat is room on a node for what a pod asks for. While no member uses it, it is open, and among
+// the node's.
+type seat struct {
+	entry // it is no pod of the API's, and never has devices
+	of    *hold
+	group int
+	// age counts seats: where there is not room for all, those that came first keep theirs.
+	age  int
+	node string
+	by   *entry
+	// part is the amount that the seat is for, zero of a group's.
+	part Part
 }
 
 // holds are what Books hold, by ID.
 type holds struct {
-	b  *Books
-	by map[string]*hold
-}
-
-// seat is the room of one pod of a hold. While no member has it, its entry is among the pods
-// of its node, and is not the API's: it never reports devices.
-type seat struct {
-	entry
-	group int
-	node  string
-	by    *entry
+	b   *Books
+	by  map[string]*hold
+	age int
+	// pause is called between the steps of a long search.
+	pause func()
+	// kept are those for amounts, as they came, and moved says that there was news since they were
+	// last looked at.
+	kept  []*hold
+	moved bool
 }
 
 // Hold finds room for groups of pods, for all or for none, and keeps it under an ID until
@@ -58,43 +74,35 @@ type seat struct {
 // job that comes back from elsewhere may not have ended there yet.
 func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
 	b.expire(now)
+	b.holds.balance()
 	h := b.holds.holdOf(id, name)
 	b.holds.narrow(h, groups)
-	before := h.seats
-	b.holds.seat(h, h.remaining(groups, b.holds.lost(h)))
-	b.holds.seat(h, append(slices.Clone(h.seats), h.ofMembers(groups)...))
-	b.quotas.balance()
-	return b.holds.fill(h, groups, before, func(e *entry, among []string) (string, *Refusal) { return b.best(context.Background(), e, among) })
+	before := slices.Clone(h.seats)
+	b.holds.set(h, b.holds.remaining(h, groups))
+	b.holds.set(h, append(slices.Clone(h.seats), b.holds.ofMembers(h, groups)...))
+	return b.holds.fill(h, groups, before, b.holds.findAll)
 }
 
-// fill seats the pods that groups lack, the hardest to place first, each on the node that best finds.
-// Where that finds none, the hold gets the seats that it had before.
-func (hs *holds) fill(h *hold, groups []Group, before []*seat, best func(e *entry, among []string) (string, *Refusal)) (at [][]string, err error) {
-	if no := tooMany(groups); no != nil {
-		hs.restore(h, before)
-		return nil, no
-	}
-	missing := h.missing(groups)
-	slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
-	for i, s := range missing {
-		node, no := best(&s.entry, groups[s.group].Among)
-		if no != nil {
-			found := len(h.seats)
-			hs.restore(h, before)
-			no.Found, no.Of = found, found+len(missing)-i
-			return nil, no
+// fill seats the pods that groups lack, the hardest to place first. Find opens a seat for each and
+// says how many have one. Where there is none for some, the hold gets the seats that it had before.
+func (hs *holds) fill(
+	h *hold, groups []Group, before []*seat, find func(missing []*seat, groups []Group) (int, *Refusal),
+) (at [][]string, err error) {
+	no := tooMany(groups)
+	if no == nil {
+		missing := hs.missing(h, groups)
+		slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
+		had := len(h.seats)
+		var found int
+		if found, no = find(missing, groups); no == nil {
+			return h.at(len(groups)), nil
 		}
-		s.node = node
-		hs.add(h, s)
+		no.Found, no.Of = had+found, had+len(missing)
 	}
-	return h.at(len(groups)), nil
-}
-
-// restore gives a hold the seats that it had before, of which there may be none.
-func (hs *holds) restore(h *hold, before []*seat) {
-	if hs.seat(h, before); len(before) == 0 {
+	if hs.set(h, before); len(before) == 0 {
 		hs.b.Drop(h.id)
 	}
+	return nil, no
 }
 
 // MaxSeats is for how many pods a hold has room at most. Whoever writes a workload writes any
@@ -103,7 +111,7 @@ const MaxSeats = 4096
 
 // tooMany refuses groups of more pods; nil where there are fewer.
 func tooMany(groups []Group) *Refusal {
-	pods, no := 0, &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
+	pods, no := 0, newRefusal()
 	for _, g := range groups {
 		pods += min(g.N, MaxSeats+1)
 		for _, node := range g.Among {
@@ -123,12 +131,10 @@ func (b *Books) SetHold(id, name string, groups []Group, at [][]string) {
 	var seats []*seat
 	for g := range min(len(groups), len(at)) {
 		for i := range min(groups[g].N, len(at[g])) {
-			s := h.seat(g, groups[g].Containers)
-			s.node = at[g][i]
-			seats = append(seats, s)
+			seats = append(seats, b.holds.seat(h, g, groups[g].Containers, at[g][i]))
 		}
 	}
-	b.holds.seat(h, seats)
+	b.holds.set(h, seats)
 }
 
 // Drop gives up what is held under an ID. Pods that have got some of it keep that.
@@ -137,11 +143,13 @@ func (b *Books) Drop(id string) {
 	if h == nil {
 		return
 	}
-	b.holds.seat(h, nil)
+	b.holds.set(h, nil)
 	for _, e := range h.members {
 		e.in = nil
 	}
 	delete(b.holds.by, id)
+	b.holds.kept = slices.DeleteFunc(b.holds.kept, func(o *hold) bool { return o == h })
+	b.holds.moved = true
 }
 
 // Leave says of the pods that are on nodes that they use no seat of what is held under an ID from now
@@ -159,16 +167,33 @@ func (b *Books) Leave(id string) {
 // as one can tell, one for each.
 func (b *Books) Lost(id string) (nodes []string) {
 	if h := b.holds.by[id]; h != nil {
-		for s := range b.holds.lost(h) {
-			nodes = append(nodes, s.node)
+		for _, s := range h.seats {
+			if b.holds.lost(s) {
+				nodes = append(nodes, s.node)
+			}
 		}
 	}
 	slices.Sort(nodes)
 	return nodes
 }
 
-// Holds are the IDs of all holds, in order.
-func (b *Books) Holds() []string { return slices.Sorted(maps.Keys(b.holds.by)) }
+// lost reports whether a seat is open and has no room any more.
+func (hs *holds) lost(s *seat) bool { return s.at != "" && hs.b.room(s.node).lacks(s) }
+
+// Pause has f called between the steps of a search for a hold: the books may be told and asked of
+// anything but that hold meanwhile.
+func (b *Books) Pause(f func()) { b.holds.pause = f }
+
+// Holds are the IDs of all holds for groups, in order.
+func (b *Books) Holds() (ids []string) {
+	for id, h := range b.holds.by {
+		if h.want == nil {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
 
 // holdOf is the hold of an ID, which is made where there is none.
 func (hs *holds) holdOf(id, name string) *hold {
@@ -176,11 +201,7 @@ func (hs *holds) holdOf(id, name string) *hold {
 	if h == nil {
 		h = &hold{id: id, members: map[string]*entry{}}
 		hs.by[id] = h
-		for _, e := range hs.b.pods {
-			if e.Hold == id {
-				hs.sit(e)
-			}
-		}
+		hs.sitAll(h)
 	}
 	h.name = name
 	return h
@@ -194,35 +215,42 @@ func (hs *holds) narrow(h *hold, groups []Group) {
 			among[node] = true
 		}
 	}
-	if h.among != nil && maps.Equal(among, h.among) {
-		return
+	if h.among == nil || !maps.Equal(among, h.among) {
+		h.among = among
+		hs.sitAll(h)
 	}
-	h.among = among
-	for _, e := range hs.b.pods {
-		if e.Hold == h.id {
+}
+
+// sitAll finds out which pods are members of a hold.
+func (hs *holds) sitAll(h *hold) {
+	for _, uid := range slices.Sorted(maps.Keys(hs.b.pods)) {
+		if e := hs.b.pods[uid]; e.Hold == h.id {
 			hs.sit(e)
 		}
 	}
 }
 
-// seat makes a seat that is nowhere yet.
-func (h *hold) seat(group int, containers []Container) *seat {
-	h.seq++
-	s := &seat{group: group}
+// seat makes a seat, which is not open yet.
+func (hs *holds) seat(h *hold, group int, containers []Container, node string) *seat {
+	hs.age++
+	s := &seat{of: h, group: group, age: hs.age, node: node}
 	// No pod has such a name, so that no GPUNode names it as a holder.
-	s.set(Pod{UID: fmt.Sprintf("hold %s %08d", h.id, h.seq), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
-	s.seat = s
+	s.set(Pod{UID: fmt.Sprintf("hold %s %d", h.id, s.age), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
 	return s
 }
 
 // remaining are the seats that stay when these groups are wanted.
-func (h *hold) remaining(groups []Group, lost map[*seat]bool) (out []*seat) {
+func (hs *holds) remaining(h *hold, groups []Group) (out []*seat) {
 	for g := range groups {
 		shape, n := fmt.Sprint(groups[g].Containers), 0
+		among := map[string]bool{}
+		for _, node := range groups[g].Among {
+			among[node] = true
+		}
 		for _, taken := range []bool{true, false} {
 			for _, s := range h.seats {
 				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != nil) &&
-					(taken || !lost[s] && slices.Contains(groups[g].Among, s.node)) {
+					(taken || among[s.node] && !hs.lost(s)) {
 					out = append(out, s)
 					n++
 				}
@@ -233,42 +261,38 @@ func (h *hold) remaining(groups []Group, lost map[*seat]bool) (out []*seat) {
 }
 
 // ofMembers are seats for members that have none.
-func (h *hold) ofMembers(groups []Group) (out []*seat) {
-	left := map[int]int{}
-	for g := range groups {
-		left[g] = groups[g].N
-	}
-	seated := map[*entry]bool{}
-	for _, s := range h.seats {
-		left[s.group]--
-		seated[s.by] = true
-	}
+func (hs *holds) ofMembers(h *hold, groups []Group) (out []*seat) {
+	left := h.lacks(groups)
 	for _, uid := range slices.Sorted(maps.Keys(h.members)) {
 		e := h.members[uid]
 		for g := range groups {
-			if !seated[e] && left[g] > 0 && fmt.Sprint(groups[g].Containers) == e.shape {
-				s := h.seat(g, e.Containers)
-				s.node = e.at
-				out = append(out, s)
-				seated[e] = true
+			if e.sits == nil && left[g] > 0 && fmt.Sprint(groups[g].Containers) == e.shape {
+				out = append(out, hs.seat(h, g, e.Containers, e.at))
 				left[g]--
+				break
 			}
 		}
 	}
 	return out
 }
 
-// missing are seats that groups lack.
-func (h *hold) missing(groups []Group) (out []*seat) {
+// lacks is how many seats more each of some groups needs.
+func (h *hold) lacks(groups []Group) []int {
+	left := make([]int, len(groups))
 	for g := range groups {
-		n := 0
-		for _, s := range h.seats {
-			if s.group == g {
-				n++
-			}
-		}
-		for range groups[g].N - n {
-			out = append(out, h.seat(g, groups[g].Containers))
+		left[g] = groups[g].N
+	}
+	for _, s := range h.seats {
+		left[s.group]--
+	}
+	return left
+}
+
+// missing are the seats that groups lack, on no node yet.
+func (hs *holds) missing(h *hold, groups []Group) (out []*seat) {
+	for g, n := range h.lacks(groups) {
+		for range n {
+			out = append(out, hs.seat(h, g, groups[g].Containers, ""))
 		}
 	}
 	return out
@@ -286,115 +310,92 @@ func (h *hold) at(groups int) [][]string {
 	return out
 }
 
-// seat gives a hold other seats, and its members theirs.
-func (hs *holds) seat(h *hold, seats []*seat) {
+// set gives a hold other seats, and members that had none or lose theirs what there is.
+func (hs *holds) set(h *hold, seats []*seat) {
+	stays := make(map[*seat]bool, len(seats))
+	for _, s := range seats {
+		stays[s] = true
+	}
 	for _, s := range h.seats {
-		hs.open(s, false)
+		if stays[s] {
+			continue
+		}
+		if hs.open(s, false); s.by != nil {
+			s.by, s.by.sits = nil, nil
+		}
 	}
 	h.seats = seats
-	hs.reseat(h)
-}
-
-// add gives a hold one seat more. Those that it has need not be looked at anew where all members
-// sit: a hold of thousands of seats gets them one after the other.
-func (hs *holds) add(h *hold, s *seat) {
-	sitting := 0
-	for _, o := range h.seats {
-		if o.by != nil {
-			sitting++
-		}
-	}
-	if h.seats = append(h.seats, s); sitting < len(h.members) {
-		hs.reseat(h)
-		return
-	}
-	hs.open(s, true)
-}
-
-// reseat finds out which member has which seat. Where a pod has got its room elsewhere, its
-// seat goes with it.
-func (hs *holds) reseat(h *hold) {
-	free := map[[2]string][]*seat{}
-	at := func(node, shape string) *seat {
-		key := [2]string{node, shape}
-		of := free[key]
-		for len(of) > 0 && of[0].by != nil {
-			of = of[1:]
-		}
-		free[key] = of
-		if len(of) == 0 {
-			return nil
-		}
-		return of[0]
-	}
-	for _, s := range h.seats {
-		s.by = nil
-		free[[2]string{s.node, s.shape}] = append(free[[2]string{s.node, s.shape}], s)
-		free[[2]string{"", s.shape}] = append(free[[2]string{"", s.shape}], s)
-	}
-	uids := slices.Sorted(maps.Keys(h.members))
-	var elsewhere []*entry
-	for _, uid := range uids {
-		if e := h.members[uid]; at(e.at, e.shape) == nil {
-			elsewhere = append(elsewhere, e)
-		} else {
-			at(e.at, e.shape).by = e
-		}
-	}
-	for _, e := range elsewhere {
-		if s := at("", e.shape); s != nil {
-			hs.open(s, false)
-			s.by, s.node = e, e.at
-		}
-	}
-	for _, s := range h.seats {
+	for _, s := range seats {
 		hs.open(s, s.by == nil)
 	}
+	for _, uid := range slices.Sorted(maps.Keys(h.members)) {
+		hs.offer(h.members[uid])
+	}
 }
 
-// open puts a seat among the pods of its node, or takes it out.
+// offer gives a member a seat of one that asks for the same, if it has none: one of its node, or
+// else another, which goes with it.
+func (hs *holds) offer(e *entry) {
+	if e.sits != nil || e.in.want != nil {
+		return
+	}
+	var found *seat
+	for _, s := range e.in.seats {
+		if s.at != "" && s.shape == e.shape {
+			if s.node == e.at {
+				found = s
+				break
+			}
+			found = cmp.Or(found, s)
+		}
+	}
+	if found != nil {
+		hs.open(found, false)
+		found.node, found.by, e.sits = e.at, e, found
+	}
+}
+
+// open puts a seat among those of its node, or takes it out.
 func (hs *holds) open(s *seat, open bool) {
 	if open == (s.at != "") {
 		return
 	}
 	n := hs.b.node(s.node)
+	i, _ := slices.BinarySearchFunc(n.seats, s, func(x, y *seat) int { return cmp.Compare(x.age, y.age) })
 	if s.at = ""; open {
 		s.at = s.node
-		n.here[s.UID] = &s.entry
-		n.room = n.room.joined(&s.entry)
+		n.room = n.room.joined(s, i == len(n.seats))
+		n.seats = slices.Insert(slices.Clip(n.seats), i, s)
 	} else {
-		delete(n.here, s.UID)
 		n.room = nil
+		n.seats = slices.Delete(slices.Clone(n.seats), i, i+1)
 	}
-	hs.b.quotas.moved = true
+	hs.moved = true
 	hs.b.prune(s.node)
 }
 
-// sit puts a pod among the members of its hold, or takes it out.
+// sit puts a pod among the members of its hold, with a seat, or takes it out.
 func (hs *holds) sit(e *entry) {
 	was, is := e.in, hs.by[e.Hold]
 	if e.at == "" || e.left || is != nil && is.among != nil && !is.among[e.at] {
 		is = nil
 	}
-	if e.in = is; was != nil && was != is {
+	if s := e.sits; s != nil && (is != was || s.node != e.at || s.shape != e.shape) {
+		s.by, e.sits = nil, nil
+		hs.open(s, true)
+	}
+	if was != nil && was != is {
 		delete(was.members, e.UID)
-		hs.reseat(was)
 	}
-	if is != nil {
-		is.members[e.UID] = e
-		hs.reseat(is)
+	e.in = is
+	if is == nil {
+		return
 	}
-}
-
-// seatsOn are the open seats on a node, the hardest to place first.
-func (n *node) seatsOn() (out []*seat) {
-	for _, e := range n.here {
-		if e.seat != nil {
-			out = append(out, e.seat)
-		}
+	_, known := is.members[e.UID]
+	is.members[e.UID] = e
+	if hs.offer(e); is.want != nil && !known {
+		hs.set(is, hs.cut(is.seats, e.needs, e.at)) // it has some of what is kept
 	}
-	slices.SortFunc(out, func(x, y *seat) int { return cmp.Or(heavier(&x.entry, &y.entry), cmp.Compare(x.UID, y.UID)) })
-	return out
 }
 
 // heavier sorts what pods ask for, the hardest to place first.
@@ -402,147 +403,18 @@ func heavier(x, y *entry) int {
 	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape))
 }
 
-// lost are open seats of a hold for which there is no room any more.
-func (hs *holds) lost(h *hold) map[*seat]bool {
-	out := map[*seat]bool{}
-	looked := map[string]bool{}
-	for _, s := range h.seats {
-		if s.at == "" || looked[s.node] {
-			continue
-		}
-		looked[s.node] = true
-		n := hs.b.nodes[s.node]
-		on := n.seatsOn()
-		_, no := hs.b.roomOf(n, besides(on)).seated(nil, on)
-		for _, s := range no {
-			if s != nil && slices.Contains(h.seats, s) {
-				out[s] = true
-			}
-		}
-	}
-	return out
-}
-
-// besides are seats as those who are to be left out.
-func besides(seats []*seat) map[string]bool {
-	out := map[string]bool{}
-	for _, s := range seats {
-		out[s.UID] = true
-	}
-	return out
-}
-
-// seated tries a pod, and then what is to come and what quotas have, with the agent's packing.
-// First is whether the pod has its room, and not are those that have none then; of a part of
-// a quota nil.
-func (r *room) seated(p *Pod, seats []*seat) (first bool, not []*seat) {
-	t := r.expect().anew()
-	if p != nil && !t.pod(p) {
-		return false, nil
-	}
-	for _, s := range seats {
-		next := t.clone()
-		if !next.pod(&s.Pod) {
-			not = append(not, s)
-			continue
-		}
-		t = next
-	}
-	for _, p := range r.kept {
-		if _, ok := t.take(p.Resource, p.N, nil); !ok {
-			not = append(not, nil)
-		}
-	}
-	return true, not
-}
-
-// pod gives a pod all that it asks for.
-func (t *trial) pod(p *Pod) bool {
-	again := map[string][]string{}
-	for i := range p.Containers {
-		c := &p.Containers[i]
-		for _, name := range sorted(c.Requests) {
-			if _, ours := t.kinds[name]; !ours && c.Requests[name] > 0 || ours && c.Requests[name] > 0 && !t.container(c, name, again) {
-				return false
-			}
-		}
-	}
-	return true
-}
-
 // seatOf is an open seat on a node that a pod may use; nil where there is none.
-func (n *node) seatOf(h *hold, e *entry) *seat {
-	if h == nil || e.seat != nil {
+func (n *node) seatOf(h *hold, shape string) *seat {
+	if h == nil || n == nil {
 		return nil
 	}
-	for _, s := range h.seats {
-		if s.at != "" && n.here[s.UID] != nil && s.shape == e.shape {
+	for _, s := range n.seats {
+		if s.of == h && s.shape == shape && h.want == nil {
 			return s
 		}
 	}
 	return nil
 }
 
-// judgeSeat gives a node's verdict on a pod that may use a seat of its hold, or on a new
-// seat; alone is the verdict on it as on any other pod. Own says that there is a seat for it.
-//
-// Seats are beside others only where each has its room whatever the agents choose. Seats of
-// one hold may be more than that, as many as the agent's packing has room for, if nobody else
-// is about to get devices there. So a pod that has a seat need not wait for pods that are to
-// come: it must only leave as many of them their room as had it before.
-func (hs *holds) judgeSeat(h *hold, e *entry, name string, alone verdict) (v verdict, own bool) {
-	n := hs.b.nodes[name]
-	if n == nil {
-		return alone, false
-	}
-	mine := n.seatOf(h, e)
-	if own = mine != nil; alone.why == "" || !own && e.seat == nil {
-		return alone, own
-	}
-	// A hold of thousands of seats is asked about the same full nodes for each of them.
-	r, key := hs.b.room(name), seatKey{h.id, e.shape, own}
-	v, known := r.seats[key]
-	if !known {
-		if v = hs.tryon(h, e, n, mine); v.why != "" && !own {
-			v = alone
-		}
-		if r.seats == nil {
-			r.seats = map[seatKey]verdict{}
-		}
-		if len(r.seats) < maxVerdicts && len(e.shape) <= maxShape {
-			r.seats[key] = v
-		}
-	}
-	return v, own
-}
-
-// tryon judges a pod beside the seats on a node, without the one that would be its own.
-func (hs *holds) tryon(h *hold, e *entry, n *node, mine *seat) verdict {
-	aside := n.seatsOn()
-	if e.seat != nil {
-		aside = slices.DeleteFunc(aside, func(s *seat) bool { return !slices.Contains(h.seats, s) })
-	}
-	if mine == nil && len(aside) == 0 {
-		return verdict{why: "no seats"}
-	}
-	r := hs.b.roomOf(n, besides(aside))
-	v := r.judge(e)
-	if v.why != "" || mine == nil && len(r.pending) > 0 {
-		return verdict{why: cmp.Or(v.why, "others are to come"), waits: v.waits}
-	}
-	_, before := r.seated(nil, aside)
-	fits, after := r.seated(&e.Pod, slices.DeleteFunc(slices.Clone(aside), func(s *seat) bool { return s == mine }))
-	if !fits || len(after) > len(before) {
-		return verdict{why: "other pods of the same hold are to have the room first", waits: true}
-	}
-	v.spoilt, v.left = n.room.expect().score(&e.Pod)
-	return v
-}
-
 // who is the pod for people.
-func (e *entry) who() string {
-	if e.seat != nil {
-		return e.Name
-	}
-	return e.Namespace + "/" + e.Name
-}
+func (e *entry) who() string { return e.Namespace + "/" + e.Name }

@@ -50,24 +50,30 @@ func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.T
 	b.expire(now)
 	h := b.holds.holdOf(id, name)
 	b.holds.narrow(h, groups)
-	before := h.seats
-	b.holds.seat(h, nil)
-	b.holds.seat(h, h.ofMembers(groups))
-	b.quotas.balance()
+	before := slices.Clone(h.seats)
+	b.holds.set(h, nil)
+	b.holds.set(h, b.holds.ofMembers(h, groups))
+	b.holds.balance()
 	o := opening{b: b, h: h, guests: guests, going: map[string]bool{}, now: now}
 	for _, g := range guests {
 		o.going[g.ID] = g.Going
 	}
-	at, err = b.holds.fill(h, groups, before, func(e *entry, among []string) (string, *Refusal) {
-		best, no := o.best(e, among)
-		if no != nil {
-			return "", no
+	at, err = b.holds.fill(h, groups, before, func(missing []*seat, groups []Group) (found int, _ *Refusal) {
+		for _, s := range missing {
+			best, no := o.best(&s.entry, groups[s.group].Among)
+			if no != nil {
+				return found, no
+			}
+			for _, g := range best.ends {
+				o.going[g.ID] = true
+				ends = append(ends, g.ID)
+			}
+			s.node = best.node
+			h.seats = append(h.seats, s)
+			b.holds.open(s, true)
+			found++
 		}
-		for _, g := range best.ends {
-			o.going[g.ID] = true
-			ends = append(ends, g.ID)
-		}
-		return best.node, nil
+		return found, nil
 	})
 	if err != nil {
 		return nil, nil, err
@@ -94,9 +100,10 @@ type offer struct {
 	verdict
 }
 
-// better compares two offers: whom they end, how many, what a pod spoils, and who is to go first.
-func better(x, y *offer) int {
-	return cmp.Or(dearer(x.ends, y.ends), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.last, y.last), cmp.Compare(x.node, y.node))
+// cheaper compares two offers: whom they end, how many, what a pod spoils, and who is to go first.
+func cheaper(x, y *offer) int {
+	return cmp.Or(dearer(x.ends, y.ends), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left),
+		cmp.Compare(x.last, y.last), cmp.Compare(x.node, y.node))
 }
 
 // dearer compares guests that end: by the highest rank, and then by their number.
@@ -112,13 +119,13 @@ func dearer(x, y []Guest) int {
 
 // best is the best offer of some nodes.
 func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
-	no = &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}}
+	no = newRefusal()
 	found := 0
 	for _, name := range among {
 		of := o.on(name)
 		v := of.judge(nil, e)
 		if v.why == "" {
-			if one := (&offer{node: name, verdict: v}); best == nil || better(one, best) < 0 {
+			if one := (&offer{node: name, verdict: v}); best == nil || cheaper(one, best) < 0 {
 				best = one
 			}
 			continue
@@ -127,12 +134,11 @@ func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
 			continue
 		}
 		if v = of.judge(of.guests, e); v.why != "" {
-			no.Nodes[name], no.Waits = v.why, no.Waits || v.waits
-			no.measure(e, o.b.roomOf(of.n, of.without(of.guests), of.free...), name)
+			no.note(e, o.b.roomOf(of.n, of.without(of.guests), of.free...), name, &v)
 			continue
 		}
 		found++
-		if one := of.cheapest(e, v, best); one != nil && (best == nil || better(one, best) < 0) {
+		if one := of.cheapest(e, v, best); one != nil && (best == nil || cheaper(one, best) < 0) {
 			one.node, best = name, one
 		}
 	}
@@ -170,13 +176,17 @@ func (o *opening) on(name string) *hosted {
 		}
 	}
 	for _, e := range o.b.room(name).pending {
-		if e.seat == nil && e.Hold != o.h.id {
+		if e.Hold != o.h.id {
 			of.vague = e
 		}
 	}
+	here := maps.Clone(n.here)
+	for _, s := range n.seats {
+		here[s.UID] = &s.entry
+	}
 	devices := map[string]map[string]bool{}
-	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
-		e := n.here[uid]
+	for _, uid := range slices.Sorted(maps.Keys(here)) {
+		e := here[uid]
 		going, guest := o.going[e.Hold]
 		switch {
 		case e.Ending, going && guest:
@@ -219,30 +229,12 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 	return gone
 }
 
-// judge is the verdict on a pod once guests have gone. Seats of its own hold may be as many as the
-// packing has room for; see judgeSeat.
+// judge is the verdict on a seat once guests have gone.
 func (of *hosted) judge(ends []Guest, e *entry) verdict {
 	if of.vague != nil && len(ends) > 0 { // somebody might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
-	gone := of.without(ends)
-	r := of.b.roomOf(of.n, gone, of.free...)
-	v := r.judge(e)
-	if v.why == "" {
-		return v
-	}
-	mine := slices.DeleteFunc(of.n.seatsOn(), func(s *seat) bool { return !slices.Contains(of.h.seats, s) })
-	if len(mine) == 0 {
-		return v
-	}
-	maps.Copy(gone, besides(mine))
-	r = of.b.roomOf(of.n, gone, of.free...)
-	if alone := r.judge(e); alone.why == "" && len(r.pending) == 0 {
-		if fits, not := r.seated(&e.Pod, mine); fits && len(not) == 0 {
-			return alone
-		}
-	}
-	return v
+	return of.b.roomOf(of.n, of.without(ends), of.free...).judgeSeat(e)
 }
 
 // cheapest are the guests that are best ended; nil where that is not better than another offer. All is
@@ -253,7 +245,7 @@ func (of *hosted) cheapest(e *entry, all verdict, than *offer) (best *offer) {
 		for _, g := range ends {
 			one.last = max(one.last, slices.Index(of.opening.guests, g))
 		}
-		if (than == nil || dearer(one.ends, than.ends) <= 0) && (best == nil || better(one, best) < 0) {
+		if (than == nil || dearer(one.ends, than.ends) <= 0) && (best == nil || cheaper(one, best) < 0) {
 			best = one
 		}
 	}

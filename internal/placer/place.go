@@ -4,6 +4,7 @@ package placer
 
 import (
 	"cmp"
+	"container/heap"
 	"context"
 	"fmt"
 	"maps"
@@ -18,11 +19,10 @@ type Refusal struct {
 	Nodes map[string]string
 	// Largest are the largest requests that would fit on one of these nodes, by resource, once
 	// pods that have not reported their devices have those that the agent's packing would give
-	// them, and beside what is kept for other clusters; of a MIG profile how many placements
-	// are free.
+	// them, and beside what is held; of a MIG profile how many placements are free.
 	Largest map[string]Block
-	// Kept says that a node would have room but for that.
-	Kept bool
+	// Held says that a node would have room but for what is held there.
+	Held bool
 	// Waits says that there may be room as soon as pods that are starting have reported
 	// their devices.
 	Waits bool
@@ -50,8 +50,8 @@ func (r *Refusal) Error() string {
 	} else if parts == nil {
 		parts = []string{"no node was asked"}
 	}
-	if r.Kept {
-		parts = append(parts, "the rest is kept for other clusters")
+	if r.Held {
+		parts = append(parts, "the rest is held for others")
 	}
 	if r.Waits {
 		parts = append(parts, "and pods that are starting have not reported their devices yet")
@@ -62,10 +62,13 @@ func (r *Refusal) Error() string {
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
 }
 
-// measure notes what the largest requests are that a pod's resources allow in the room of a node.
-func (r *Refusal) measure(p *entry, of *room, node string) {
+func newRefusal() *Refusal { return &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}} }
+
+// note notes why a node has no room for a pod, and what there is.
+func (r *Refusal) note(p *entry, of *room, node string, v *verdict) {
+	r.Nodes[node], r.Waits, r.Held = v.why, r.Waits || v.waits, r.Held || v.held
 	for _, resource := range p.names {
-		if n := of.beside(resource); n > r.Largest[resource].N || r.Largest[resource].Node == "" {
+		if n := of.block(resource); n > r.Largest[resource].N || r.Largest[resource].Node == "" {
 			r.Largest[resource] = Block{n, node}
 		}
 	}
@@ -89,7 +92,7 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	e.reserved, e.asking = "", true
 	b.settle(e)
 	e.set(p)
-	b.quotas.balance()
+	b.holds.balance()
 	best, why := b.best(ctx, e, among)
 	if e.asking = false; why == nil && ctx.Err() == nil {
 		e.reserved, e.until = best, now.Add(ReservedFor)
@@ -97,8 +100,8 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 			b.due = e.until
 		}
 	}
-	if b.settle(e); e.of != nil {
-		b.quotas.regain(e.of) // before others do
+	if b.settle(e); e.in != nil && e.in.want != nil {
+		b.holds.regain(e.in) // before others do
 	}
 	if e.reserved == "" {
 		if !e.told {
@@ -112,56 +115,189 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	return best, nil
 }
 
+// choice is a node that would do.
+type choice struct {
+	node string
+	verdict
+}
+
+// better compares two choices: what is spoilt there, how much there is, and the name.
+func better(x, y *choice) int {
+	return cmp.Or(cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.node, y.node))
+}
+
 // best is the best of some nodes. Where ctx ends first it is not known.
+//
+// A pod of a hold goes where that has room for it, as long as it has any. A pod that takes some of
+// an amount has its room before pods that may come: where the rest has none beside it, that loses
+// its room, and in the end what others hold does, too.
 func (b *Books) best(ctx context.Context, p *entry, among []string) (string, *Refusal) {
-	if q := b.quotas.by[p.Quota]; q != nil {
-		if node, parts := b.quotas.bestOf(q, p, among); node != "" {
-			b.quotas.put(q, parts)
-			return node, nil
+	h := b.holds.by[p.Hold]
+	if h != nil && h.want != nil {
+		for _, yield := range []yielding{yieldNothing, yieldOwn, yieldAll} {
+			var best *choice
+			for _, name := range among {
+				if n := b.nodes[name]; n != nil && n.keepsFor(h, p) {
+					if c := (&choice{name, b.judge(p, name, yield)}); c.why == "" && (best == nil || better(c, best) < 0) {
+						best = c
+					}
+				}
+			}
+			if best != nil {
+				return best.node, nil
+			}
 		}
 	}
-	type choice struct {
-		node         string
-		spoilt, left int
-		seat         int // 0 where it has one
-	}
-	var best *choice
-	h, waits := b.holds.by[p.Hold], false
-	no := &Refusal{Largest: map[string]Block{}}
-	whys := make([]string, len(among))
-	for i, name := range among {
+	var best, seated *choice
+	no, whys, waits := newRefusal(), make([]choice, 0, len(among)), false
+	for _, name := range among {
 		if ctx.Err() != nil {
 			return "", no
 		}
-		r := b.room(name)
-		v, own := r.judge(p), 1
-		if h != nil {
-			var at bool
-			if v, at = b.holds.judgeSeat(h, p, name, v); at {
-				own, waits = 0, waits || v.waits
-			}
-		}
-		if v.why != "" {
-			whys[i], no.Waits, no.Kept = v.why, no.Waits || v.waits, no.Kept || v.why == isKept
-			no.measure(p, r, name)
-			continue
-		}
-		if c := (choice{name, v.spoilt, v.left, own}); best == nil ||
-			cmp.Or(cmp.Compare(c.seat, best.seat), cmp.Compare(c.spoilt, best.spoilt), cmp.Compare(c.left, best.left), cmp.Compare(c.node, best.node)) < 0 {
-			best = &c
+		c := &choice{name, b.judge(p, name, yieldNothing)}
+		own := b.nodes[name].seatOf(h, p.shape) != nil
+		switch {
+		case c.why != "":
+			waits = waits || own && c.waits
+			whys = append(whys, *c)
+		case own && (seated == nil || better(c, seated) < 0):
+			seated = c
+		case !own && (best == nil || better(c, best) < 0):
+			best = c
 		}
 	}
-	if best != nil && (best.seat == 0 || !waits) {
+	switch {
+	case seated != nil:
+		return seated.node, nil
+	case best != nil && !waits:
 		return best.node, nil
+	case best != nil: // another node is about to have its own room for it again
+		no.Waits = true
+		no.Nodes[best.node] = "room is held for it elsewhere"
 	}
-	no.Nodes = make(map[string]string, len(among))
-	for i, name := range among {
-		// Where there is room and another node is about to have its own for it again, it
-		// need not take somebody else's.
-		no.Nodes[name] = cmp.Or(whys[i], "room is held for it elsewhere")
-		no.Waits = no.Waits || best != nil
+	for i := range whys {
+		no.note(p, b.room(whys[i].node), whys[i].node, &whys[i].verdict)
 	}
 	return "", no
+}
+
+// yielding says what is held on a node where a pod takes some of it need not keep its room.
+type yielding int
+
+const (
+	yieldNothing yielding = iota
+	yieldOwn
+	yieldAll
+)
+
+// keepsFor reports whether a hold keeps an amount of something on a node that a pod asks for.
+func (n *node) keepsFor(h *hold, p *entry) bool {
+	return slices.ContainsFunc(n.seats, func(s *seat) bool { return s.of == h && p.needs[s.part.Resource] > 0 })
+}
+
+// judge gives a node's verdict on a pod that is on none, which may use what its hold has there.
+func (b *Books) judge(p *entry, name string, yield yielding) verdict {
+	n, r := b.nodes[name], b.room(name)
+	h := b.holds.by[p.Hold]
+	key := verdictKey{shape: p.shape, yield: yield}
+	mine := n.seatOf(h, p.shape)
+	part := h != nil && h.want != nil && n != nil && n.keepsFor(h, p)
+	if mine != nil || part {
+		key.hold = h.id
+	}
+	return r.remember(key, func() verdict {
+		r.expect()
+		keep := r.stands
+		switch {
+		case mine != nil:
+			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s == mine })
+		case part && yield == yieldAll:
+			keep = nil
+		case part:
+			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.of == h })
+			if yield == yieldNothing {
+				own := slices.DeleteFunc(slices.Clone(r.stands), func(s *seat) bool { return s.of != h })
+				keep = append(keep, b.holds.cut(own, p.needs, name)...)
+			}
+		}
+		v := verdict{}
+		if v.why, v.waits, v.held = r.refuse(p, keep); v.why == "" {
+			v.spoilt, v.left = r.expect().score(&p.Pod)
+		}
+		return v
+	})
+}
+
+// judgeSeat gives the room's verdict on one seat more there, beside those that there are.
+func (r *room) judgeSeat(s *entry) verdict {
+	return r.remember(verdictKey{shape: s.shape, seat: true}, func() (v verdict) {
+		if v.why = r.never(s); v.why != "" {
+			return v
+		}
+		t := r.expect()
+		if r.awaited(s) != nil || !t.anew().pod(&s.Pod) {
+			v.why, v.held, v.waits = r.noBlock(s), len(r.stands) > 0, len(r.pending) > 0
+			return v
+		}
+		v.spoilt, v.left = t.score(&s.Pod)
+		return v
+	})
+}
+
+// findAll opens seats of groups, each on the best node that has room for it. Seats that follow each
+// other and ask for the same are looked for at once.
+func (hs *holds) findAll(missing []*seat, groups []Group) (found int, no *Refusal) {
+	for len(missing) > 0 {
+		s, n := missing[0], 1
+		for n < len(missing) && missing[n].group == s.group && missing[n].shape == s.shape {
+			n++
+		}
+		among := groups[s.group].Among
+		var all choices
+		consider := func(name string) {
+			if v := hs.b.room(name).judgeSeat(&s.entry); v.why == "" {
+				heap.Push(&all, choice{name, v})
+			}
+			hs.pause()
+		}
+		for _, name := range among {
+			consider(name)
+		}
+		for _, s := range missing[:n] {
+			for len(all) > 0 && hs.b.room(all[0].node).judgeSeat(&s.entry) != all[0].verdict { // there was news
+				consider(heap.Pop(&all).(choice).node)
+			}
+			if len(all) == 0 {
+				no := newRefusal()
+				for _, name := range among {
+					v := hs.b.room(name).judgeSeat(&s.entry)
+					no.note(&s.entry, hs.b.room(name), name, &v)
+				}
+				return found, no
+			}
+			s.node = heap.Pop(&all).(choice).node
+			s.of.seats = append(s.of.seats, s)
+			hs.open(s, true)
+			consider(s.node)
+			found++
+		}
+		missing = missing[n:]
+	}
+	return found, nil
+}
+
+// choices are a heap, the best first.
+type choices []choice
+
+func (c choices) Len() int           { return len(c) }
+func (c choices) Less(i, j int) bool { return better(&c[i], &c[j]) < 0 }
+func (c choices) Swap(i, j int)      { c[i], c[j] = c[j], c[i] }
+func (c *choices) Push(x any)        { *c = append(*c, x.(choice)) }
+func (c *choices) Pop() any {
+	last := len(*c) - 1
+	out := (*c)[last]
+	*c = (*c)[:last]
+	return out
 }
 
 // room is that of a node, empty where nothing is known of it.
@@ -188,69 +324,120 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	for _, uid := range without {
 		gone[uid] = true
 	}
-	b.quotas.balance()
+	b.holds.balance()
 	e := &entry{}
 	e.set(p)
-	if s := n.seatOf(b.holds.by[p.Hold], e); s != nil {
+	if s := n.seatOf(b.holds.by[p.Hold], e.shape); s != nil {
 		gone[s.UID] = true
 	}
 	r := b.roomOf(n, gone)
-	why, waits := r.refuse(e)
-	if why == "" {
+	r.expect()
+	v := verdict{}
+	if v.why, v.waits, v.held = r.refuse(e, r.stands); v.why == "" {
 		return nil
 	}
-	no := &Refusal{Nodes: map[string]string{name: why}, Largest: map[string]Block{}, Waits: waits, Kept: why == isKept}
-	no.measure(e, r, name)
+	no := newRefusal()
+	no.note(e, r, name, &v)
 	return no
 }
 
-// refuse is why a pod may not be placed in the room, empty where it may. Waits says that
-// pods which have not reported their devices are the reason.
-func (r *room) refuse(p *entry) (why string, waits bool) {
-	if why, waits = r.refuseAlone(p); why == "" && len(r.kept) > 0 && !r.holdsBeside(&p.Pod, r.kept) {
-		why = isKept
+// refuse is why a pod may not be placed in the room, where some seats are to keep theirs; empty where
+// it may. Waits says that pods which have not reported their devices are the reason, and held that
+// these seats are.
+func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
+	if why = r.never(p); why != "" {
+		return why, false, false
 	}
-	return why, waits
-}
-
-// isKept is why a node is refused that would have room if nothing were kept there.
-const isKept = "the rest of it is kept for another cluster"
-
-// refuseAlone is that where nothing is kept for anybody.
-func (r *room) refuseAlone(p *entry) (why string, waits bool) {
-	if r.of != nil && r.of.passed != "" {
-		return r.of.passed, false
-	}
-	families := map[string]bool{}
-	for _, name := range p.names {
-		if _, ours := r.kinds[name]; !ours {
-			return fmt.Sprintf("the node does not offer %s through the device plugin, or its agent is not ready", name), false
-		}
-		if n := p.needs[name]; r.largest(name) == 0 {
-			return fmt.Sprintf("no room for %d of %s: none is free", n, name), false
-		}
-		families[r.family(name)] = true
-	}
-	// Numbers that a node can never give are refused before anybody counts with them.
-	if r.of != nil && r.of.cannot(p) != "" || r.tooLarge(p) {
-		return r.noBlock(p), false
-	}
+	families := r.families(p)
 	var beside []*entry
 	for _, e := range r.pending {
 		if e.UID != p.UID && r.competes(e, families) {
 			beside = append(beside, e)
 		}
 	}
-	if r.bounded(p, families, beside) {
-		return "", false
-	}
-	if r.fits(&p.Pod) {
-		if len(beside) == 0 {
-			return "", false
+	if !r.bounded(p, families, beside) {
+		switch {
+		case !r.fits(&p.Pod):
+			return r.noBlock(p), false, false
+		case len(beside) > 0:
+			return fmt.Sprintf("which devices %s has, and %d others, is not known yet", beside[0].who(), len(beside)-1), true, false
 		}
-		return fmt.Sprintf("which devices %s has, and %d others, is not known yet", beside[0].who(), len(beside)-1), true
 	}
-	return r.noBlock(p), false
+	if s := cmp.Or(r.awaited(p), r.robbed(p, keep)); s != nil {
+		return "the rest of it is held for " + s.of.whom(), false, true
+	}
+	return "", false, false
+}
+
+// awaited is a seat of another hold that has no room yet, or any more, and competes with a pod; nil
+// where there is none. What becomes free is for it.
+func (r *room) awaited(p *entry) *seat {
+	if len(r.seats) == len(r.stands) {
+		return nil
+	}
+	families := r.families(p)
+	for _, s := range r.seats {
+		if s.of.id != p.Hold && r.competes(&s.entry, families) && !slices.Contains(r.stands, s) {
+			return s
+		}
+	}
+	return nil
+}
+
+// families are those of what a pod asks for.
+func (r *room) families(p *entry) map[string]bool {
+	out := map[string]bool{}
+	for _, name := range p.names {
+		out[r.family(name)] = true
+	}
+	return out
+}
+
+// whom is whom a hold is for, for people.
+func (h *hold) whom() string {
+	if h.want != nil {
+		return "another cluster"
+	}
+	return "pods to come of " + h.name
+}
+
+// never is why a pod may not be placed in the room whoever else is there, as far as one can tell without
+// trying; empty where it may.
+func (r *room) never(p *entry) string {
+	if r.of != nil && r.of.passed != "" {
+		return r.of.passed
+	}
+	for _, name := range p.names {
+		if _, ours := r.kinds[name]; !ours {
+			return fmt.Sprintf("the node does not offer %s through the device plugin, or its agent is not ready", name)
+		}
+		if n := p.needs[name]; r.largest(name) == 0 {
+			return fmt.Sprintf("no room for %d of %s: none is free", n, name)
+		}
+	}
+	// Numbers that a node can never give are refused before anybody counts with them.
+	if r.of != nil && r.of.cannot(p) != "" || r.tooLarge(p) {
+		return r.noBlock(p)
+	}
+	return ""
+}
+
+// robbed is the first of some seats that has no room once a pod has what it asks for; nil where each
+// has.
+func (r *room) robbed(p *entry, seats []*seat) *seat {
+	if len(seats) == 0 {
+		return nil
+	}
+	t := r.after().anew()
+	if !t.pod(&p.Pod) {
+		return seats[0] // beside pods that have not reported it has none by the packing
+	}
+	for _, s := range seats {
+		if !t.pod(&s.Pod) {
+			return s
+		}
+	}
+	return nil
 }
 
 // tooLarge reports whether one container asks for more than any could have.
@@ -269,7 +456,7 @@ func (r *room) tooLarge(p *entry) bool {
 func (r *room) noBlock(p *entry) string {
 	var largest []string
 	for _, name := range p.names {
-		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.foreseen(name)))
+		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.block(name)))
 	}
 	return strings.Join(largest, "; ")
 }

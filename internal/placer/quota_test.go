@@ -32,7 +32,7 @@ func (f *fleet) wantKept(id, parts, short string) {
 // member is a pod of a quota.
 func member(of, uid, resource string, n int) Pod {
 	p := asks(uid, resource, n)
-	p.Quota = of
+	p.Hold = of
 	return p
 }
 
@@ -52,7 +52,7 @@ func TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom(t *testing.T) {
 		t.Errorf("four lacks %v of 80, and 78 are left", short)
 	}
 	f.wantKept("four", "b:78 ", fmt.Sprint(map[string]int{memName: 2}))
-	f.books.Release("three")
+	f.books.Drop("three")
 	f.wantKept("four", "b:78 b:2 ", none())
 	keep("four", 10)
 	f.wantKept("four", "b:10 ", none())
@@ -62,7 +62,7 @@ func TestMemoryIsKeptOnAsFewGPUsAsThereIsRoom(t *testing.T) {
 func TestOthersDoNotGetWhatIsKept(t *testing.T) {
 	f := of(piece.KindUnits, 1, 79, "a")(t)
 	f.books.Keep("q", map[string]int{memName: 40}, nil)
-	f.wantRefused(units("large", 40), "the largest free block of "+memName+" is 39, on a; the rest is kept for other clusters")
+	f.wantRefused(units("large", 40), "the largest free block of "+memName+" is 39, on a; the rest is held for others")
 	if err := f.books.Fits(units("large", 40), "a", nil, f.now); err == nil {
 		t.Error("Fits gives away what is kept")
 	}
@@ -127,10 +127,10 @@ func TestKeptRoomFollowsTheInventory(t *testing.T) {
 	f.wantKept("young", "b:1 ", fmt.Sprint(map[string]int{gpuName: 1}))
 	f.books.Keep("old", map[string]int{gpuName: 2}, func(node string) bool { return node == "b" })
 	f.wantKept("old", "b:1 ", fmt.Sprint(map[string]int{gpuName: 1}))
-	f.books.Release("young")
+	f.books.Drop("young")
 	f.wantKept("old", "b:2 ", none())
 	f.books.DeletePod("stray")
-	f.books.Release("old")
+	f.books.Drop("old")
 	f.wantPlaced(asks("p", gpuName, 2), "a")
 }
 
@@ -243,7 +243,7 @@ func (w *quotaWalk) step() {
 		w.books.Keep(id, want, nil)
 	case 2:
 		delete(w.want, id)
-		w.books.Release(id)
+		w.books.Drop(id)
 	case 3, 4:
 		w.member(id)
 	case 5:
@@ -286,12 +286,13 @@ func (w *quotaWalk) verify() {
 	for name, m := range w.machines {
 		machines[name] = m.clone()
 	}
-	w.books.quotas.balance()
+	w.books.holds.balance()
 	for _, name := range w.names {
-		for i, part := range w.books.quotas.keptOn(name) {
-			p := asks(fmt.Sprintf("kept%d", i), part.Resource, part.N)
+		n := w.books.nodes[name]
+		for i, s := range n.seats {
+			p := asks(fmt.Sprintf("kept%d", i), s.part.Resource, s.part.N)
 			if _, err := machines[name].admit(w.r, &p); err != nil {
-				w.t.Fatalf("%s has no room for %v of %v: %v", name, part, w.books.quotas.keptOn(name), err)
+				w.t.Fatalf("%s has no room for %v: %v", name, s.part, err)
 			}
 		}
 	}
@@ -320,7 +321,7 @@ func (w *quotaWalk) verify() {
 			has[p.Resource] += p.N
 		}
 		for _, p := range w.pods {
-			if p.Quota == id {
+			if p.Hold == id {
 				for resource, n := range p.needs() {
 					has[resource] += n
 				}

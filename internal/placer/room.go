@@ -5,6 +5,7 @@ package placer
 import (
 	"maps"
 	"slices"
+	"sort"
 	"strings"
 
 	"example.com/gpu-agent/internal/gpunode"
@@ -25,36 +26,34 @@ type room struct {
 	taken *int
 	// kinds has the resources that the node offers.
 	kinds map[string]piece.Kind
-	// pending are the pods whose devices are not all known, by UID.
+	// pending are the pods whose devices are not all known, by UID, and seats those that are held, as
+	// they came.
 	pending []*entry
-	// expected is what is left once they have theirs, as far as one can tell; nil until
-	// somebody asks, and rest are the steps that were left then. It ranks nodes; nothing is
-	// promised on it.
-	expected *trial
-	rest     int
-	// kept is what quotas have here, checked says that there is room for it, and chunks are
-	// the largest parts that more can be kept in, by resource.
-	kept    []Part
-	checked bool
-	chunks  map[string]int
-	// verdicts are the answers so far, by the shape of the pod that was asked for, and blocks
-	// the largest requests, by resource.
-	verdicts map[string]verdict
-	blocks   map[string]int
-	// seats are the answers to seats of holds, and to pods that have one here.
-	seats map[seatKey]verdict
+	seats   []*seat
+	// settled is what is left once the pending have their devices, as far as one can tell, expected
+	// what is left once stands, the seats that have room then, have theirs too. Nil until somebody
+	// asks; rest are the steps that were left then.
+	settled, expected *trial
+	stands            []*seat
+	rest              int
+	// verdicts are the answers so far, blocks the largest requests and chunks the largest amounts that
+	// could be kept, by resource.
+	verdicts       map[verdictKey]verdict
+	blocks, chunks map[string]int
 }
 
-// seatKey is what the answer to a seat depends on besides the room.
-type seatKey struct {
-	hold, shape string
-	own         bool
+// verdictKey is what a verdict depends on besides the room: what a pod asks for, the hold of which it
+// may use something there, and what need not keep its room; or that it is on a seat.
+type verdictKey struct {
+	shape, hold string
+	yield       yielding
+	seat        bool
 }
 
 // verdict is what a room says to a pod: why it refuses, or how bad a choice it is.
 type verdict struct {
 	why          string
-	waits        bool
+	waits, held  bool
 	spoilt, left int
 }
 
@@ -65,26 +64,25 @@ const (
 	maxShape    = 1 << 10
 )
 
-// judge gives the room's verdict on a pod that is not among those pending.
-func (r *room) judge(p *entry) verdict {
-	v, known := r.verdicts[p.shape]
+// remember finds a verdict once.
+func (r *room) remember(key verdictKey, find func() verdict) verdict {
+	v, known := r.verdicts[key]
 	if known {
 		return v
 	}
-	if v.why, v.waits = r.refuse(p); v.why == "" {
-		v.spoilt, v.left = r.expect().score(&p.Pod)
-	}
+	v = find()
 	if r.verdicts == nil || len(r.verdicts) >= maxVerdicts {
-		r.verdicts = map[string]verdict{}
+		r.verdicts = map[verdictKey]verdict{}
 	}
-	if len(p.shape) <= maxShape {
-		r.verdicts[p.shape] = v
+	if len(key.shape) <= maxShape {
+		r.verdicts[key] = v
 	}
 	return v
 }
 
-// space is what can be had of a GPU.
+// space is what can be had of a GPU. Copies share what lies behind it; alter comes before a change.
 type space struct {
+	own      bool // whether that is its own
 	uuid     gpu.UUID
 	rank     int
 	kind     piece.Kind
@@ -104,12 +102,25 @@ type space struct {
 	places, all    map[string][]mig.Placement
 }
 
+// alter copies what a space may share with others.
+func (s *space) alter() {
+	if !s.own {
+		s.own = true
+		s.held, s.standing, s.places = slices.Clone(s.held), slices.Clone(s.standing), maps.Clone(s.places)
+	}
+}
+
+// shared are copies of spaces.
+func shared(of []space) []space {
+	out := slices.Clone(of)
+	for i := range out {
+		out[i].own = false
+	}
+	return out
+}
+
 // roomOf is the room of a node as if the pods named by without were gone, and some devices free.
 func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
-	r := &room{of: n, taken: &b.taken, at: map[string]int{}, kinds: map[string]piece.Kind{}, kept: n.kept}
-	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
-		return r
-	}
 	gone := map[string]bool{} // devices
 	for _, id := range free {
 		gone[id] = true
@@ -121,24 +132,21 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 			}
 		}
 	}
-	for i := range n.status.GPUs {
-		g := &n.status.GPUs[i]
-		if g.API != string(workload.DevicePlugin) {
-			continue
+	r := &room{of: n, taken: &b.taken}
+	if len(gone) > 0 {
+		r.gpus, r.at, r.kinds = n.spaces(gone)
+	} else {
+		if n.kinds == nil {
+			n.empty, n.at, n.kinds = n.spaces(nil)
 		}
-		s := space{uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
-		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
-		if g.Kind == piece.KindPlacement {
-			n.placements(&s, g, open, gone)
-		} else {
-			s.numbers(g, open, gone)
-			r.kinds[g.Resource] = g.Kind
-		}
-		for name := range s.places {
-			r.kinds[name] = piece.KindPlacement
-		}
-		r.at[g.UUID] = len(r.gpus)
-		r.gpus = append(r.gpus, s)
+		r.gpus, r.at, r.kinds = shared(n.empty), n.at, n.kinds
+	}
+	if len(r.kinds) == 0 {
+		return r
+	}
+	r.seats = n.seats
+	if len(without) > 0 {
+		r.seats = slices.DeleteFunc(slices.Clone(n.seats), func(s *seat) bool { return without[s.UID] })
 	}
 	for _, uid := range slices.Sorted(maps.Keys(n.here)) {
 		e := n.here[uid]
@@ -155,6 +163,35 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		}
 	}
 	return r
+}
+
+// spaces are the node's GPUs by its GPUNode, with some devices free that this counts as held, where
+// each is among them, and the resources that they offer: none of a node that is not ready.
+func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, kinds map[string]piece.Kind) {
+	at, kinds = map[string]int{}, map[string]piece.Kind{}
+	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
+		return nil, at, kinds
+	}
+	for i := range n.status.GPUs {
+		g := &n.status.GPUs[i]
+		if g.API != string(workload.DevicePlugin) {
+			continue
+		}
+		s := space{own: true, uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
+		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
+		if g.Kind == piece.KindPlacement {
+			n.placements(&s, g, open, gone)
+		} else {
+			s.numbers(g, open, gone)
+			kinds[g.Resource] = g.Kind
+		}
+		for name := range s.places {
+			kinds[name] = piece.KindPlacement
+		}
+		at[g.UUID] = len(gpus)
+		gpus = append(gpus, s)
+	}
+	return gpus, at, kinds
 }
 
 // devices are those of a pod, by its own status or by the node's word.
@@ -306,6 +343,7 @@ func (r *room) hold(id string) {
 			return
 		}
 		if p, err := gpunode.Placement(s.card, rest); err == nil && !slices.Contains(s.standing, p) {
+			s.alter()
 			s.standing = append(s.standing, p)
 			s.narrow()
 		}
@@ -319,6 +357,7 @@ func (r *room) hold(id string) {
 		}
 	}
 	if number >= 0 && number < s.total && !s.held[number] {
+		s.alter()
 		s.held[number] = true
 		s.free--
 	}
@@ -327,7 +366,7 @@ func (r *room) hold(id string) {
 // reported tells whether all that a pod has asked for of the node is among its devices.
 func (r *room) reported(p *entry, ids []string) bool {
 	for name, need := range p.needs {
-		if _, ours := r.kinds[name]; ours && r.count(name, ids) < need {
+		if _, ours := r.kinds[name]; ours && (len(ids) < need || r.count(name, ids) < need) {
 			return false
 		}
 	}
@@ -401,20 +440,30 @@ func (r *room) family(resource string) string {
 // sorted are the names of resources in order.
 func sorted(requests map[string]int) []string { return slices.Sorted(maps.Keys(requests)) }
 
-// foreseen is what largest would be once those who are about to have devices have them.
-func (r *room) foreseen(resource string) int {
-	if len(r.pending) == 0 {
+// block is what largest would be once those who are about to have devices, or are to come, have
+// them.
+func (r *room) block(resource string) int {
+	if len(r.pending) == 0 && len(r.seats) == 0 {
 		return r.largest(resource)
 	}
 	return (&room{gpus: r.expect().gpus}).largest(resource)
 }
 
-// beside is that beside what is kept for other clusters.
-func (r *room) beside(resource string) int {
-	if len(r.kept) == 0 {
-		return r.foreseen(resource)
+// chunk is the largest amount of a resource for which there is room beside that.
+func (r *room) chunk(resource string) int {
+	if n, known := r.chunks[resource]; known {
+		return n
 	}
-	return min(r.foreseen(resource), r.chunk(resource))
+	t := r.expect()
+	n := sort.Search(r.block(resource), func(i int) bool {
+		_, ok := t.anew().take(resource, i+1, nil)
+		return !ok
+	})
+	if r.chunks == nil {
+		r.chunks = map[string]int{}
+	}
+	r.chunks[resource] = n
+	return n
 }
 
 // largest is the largest request for a resource that one container could have, and of a

@@ -17,7 +17,6 @@ type trial struct {
 	gpus  []space
 	at    map[string]int // as in the room
 	kinds map[string]piece.Kind
-	rank  map[gpu.UUID]int
 	// steps are shared with those that it is copied to.
 	steps *steps
 	// value remembers what else could be made on a GPU, and least what a device of a
@@ -27,13 +26,7 @@ type trial struct {
 
 // trial copies the room.
 func (r *room) trial() *trial {
-	t := &trial{gpus: slices.Clone(r.gpus), at: r.at, kinds: r.kinds, rank: map[gpu.UUID]int{}, steps: newSteps(r.taken)}
-	for i := range t.gpus {
-		s := &t.gpus[i]
-		s.held, s.standing, s.warm, s.places = slices.Clone(s.held), slices.Clone(s.standing), slices.Clone(s.warm), maps.Clone(s.places)
-		t.rank[s.uuid] = s.rank
-	}
-	return t
+	return &trial{gpus: shared(r.gpus), at: r.at, kinds: r.kinds, steps: newSteps(r.taken)}
 }
 
 // fits reports whether a pod that is alone gets all that it asks for. The kubelet asks
@@ -201,6 +194,7 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 // lowest takes the n lowest free devices of a GPU, and appends them to ids.
 func (t *trial) lowest(ids []string, gpu, n int) []string {
 	s := &t.gpus[gpu]
+	s.alter()
 	s.free -= n
 	for number := s.lowest; n > 0; number++ {
 		t.steps.spend(1)
@@ -222,8 +216,10 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 		return nil, false
 	}
 	var free []string
+	rank := map[gpu.UUID]int{}
 	for i := range t.gpus {
 		s := &t.gpus[i]
+		rank[s.uuid] = s.rank
 		for number := range s.held {
 			if s.resource == resource && !s.held[number] {
 				free = append(free, s.id(number))
@@ -233,9 +229,9 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 	var err error
 	switch t.kinds[resource] {
 	case piece.KindUnits:
-		ids, err = timeslice.PreferUnits(free, must, n, t.rank)
+		ids, err = timeslice.PreferUnits(free, must, n, rank)
 	case piece.KindReplica:
-		ids, err = timeslice.PreferReplicas(free, must, n, t.rank)
+		ids, err = timeslice.PreferReplicas(free, must, n, rank)
 	case piece.KindWhole, piece.KindPlacement:
 		fallthrough
 	default:
@@ -297,27 +293,69 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 	t.hold(ids...)
 	for i := range t.gpus {
 		s := &t.gpus[i]
-		s.warm = slices.DeleteFunc(s.warm, func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
+		s.warm = slices.DeleteFunc(slices.Clone(s.warm), func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
 	}
 	return ids, true
 }
 
-// expect is what is left of the room once those who are about to have some of it do.
-func (r *room) expect() *trial {
-	if r.expected == nil {
-		t := r.trial()
+// after is what is left of the room once those who are about to have some of it do.
+func (r *room) after() *trial {
+	if r.settled == nil {
+		r.settled = r.trial()
 		for _, e := range r.pending {
-			t.expect(e)
+			r.settled.expect(e)
 		}
-		r.expectedIs(t)
+		r.settled.least = map[string]int{}
 	}
+	return r.settled
+}
+
+// expect is what is left once seats have theirs, too. A seat that has no room then is passed over.
+func (r *room) expect() *trial {
+	if r.expected != nil {
+		return r.expected
+	}
+	r.expected = r.after()
+	for i, s := range r.seats {
+		if i == 0 {
+			r.expected = r.expected.anew()
+		}
+		r.seat(s)
+	}
+	r.rest = r.expected.steps.left
 	return r.expected
 }
 
-// expectedIs notes what is left once those who are about to have devices have them.
-func (r *room) expectedIs(t *trial) {
+// seat expects a seat after all others, if it has room.
+func (r *room) seat(s *seat) {
+	t := r.expected
+	if s.sum > 1 || len(s.Containers) > 1 { // it may have only some of its room
+		t = t.clone()
+	}
 	t.least = map[string]int{}
-	r.expected, r.rest = t, t.steps.left
+	if t.pod(&s.Pod) {
+		r.expected, r.stands = t, append(slices.Clip(r.stands), s)
+	}
+}
+
+// lacks reports whether a seat has no room.
+func (r *room) lacks(s *seat) bool {
+	r.expect()
+	return !slices.Contains(r.stands, s)
+}
+
+// pod gives a pod all that it asks for.
+func (t *trial) pod(p *Pod) bool {
+	again := map[string][]string{}
+	for i := range p.Containers {
+		c := &p.Containers[i]
+		for _, name := range sorted(c.Requests) {
+			if _, ours := t.kinds[name]; c.Requests[name] > 0 && (!ours || !t.container(c, name, again)) {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // expect gives a pod what there is room for. The rest of what it asks for is not expected.
@@ -333,19 +371,18 @@ func (t *trial) expect(e *entry) {
 	}
 }
 
-// joined is the room once a pod has come that has no devices yet, nil where it has to be worked out
-// anew. A hold of thousands of seats gets them one after the other, and dozens of them are on
-// one node: what is left beside those that it has need not be found again for each.
-func (r *room) joined(e *entry) *room {
-	if r == nil || r.expected == nil || len(r.of.devices(&e.Pod)) > 0 || r.reported(e, nil) || r.of.cannot(e) != "" ||
-		len(r.pending) > 0 && r.pending[len(r.pending)-1].UID > e.UID {
+// joined is the room with a seat more, nil where it has to be worked out anew. A hold of thousands of
+// seats gets them one after the other, and dozens of them are on one node: what is left beside those
+// that it has need not be found again for each, where the new one is the last.
+func (r *room) joined(s *seat, last bool) *room {
+	if r == nil || r.expected == nil || !last {
 		return nil
 	}
-	next := &room{gpus: r.gpus, at: r.at, of: r.of, taken: r.taken, kinds: r.kinds, kept: r.kept, pending: append(slices.Clip(r.pending), e)}
-	t := r.expected.anew()
-	t.steps.left = r.rest // what answers have taken since is not of this
-	t.expect(e)
-	next.expectedIs(t)
+	next := &room{gpus: r.gpus, at: r.at, of: r.of, taken: r.taken, kinds: r.kinds, pending: r.pending, seats: append(slices.Clip(r.seats), s),
+		settled: r.settled, expected: r.expected.anew(), stands: r.stands}
+	next.expected.steps.left = r.rest // what answers have taken since is not of this
+	next.seat(s)
+	next.rest = next.expected.steps.left
 	return next
 }
 

@@ -306,6 +306,9 @@ func sketch(r *room) (out string) {
 	for _, e := range r.pending {
 		pending = append(pending, e.who()+e.shape)
 	}
+	for _, s := range r.seats {
+		pending = append(pending, s.of.id+s.shape)
+	}
 	slices.Sort(pending)
 	return out + strings.Join(pending, "\n")
 }
