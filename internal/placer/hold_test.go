@@ -331,6 +331,9 @@ func (f *fleet) drop() {
 // before: what is held must be there for them, whatever has happened meanwhile.
 func (f *fleet) come() {
 	f.settle()
+	f.books.holds.balance()
+	f.seats()
+	f.giveUp()
 	for _, id := range slices.Sorted(maps.Keys(f.holds)) {
 		one := len(f.holds[id]) == 1 && len(f.holds[id][0].Containers) == 1 && len(f.holds[id][0].Containers[0].Requests) == 1
 		for tries := 0; ; tries++ {

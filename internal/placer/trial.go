@@ -305,7 +305,6 @@ func (r *room) after() *trial {
 		for _, e := range r.pending {
 			r.settled.expect(e)
 		}
-		r.settled.least = map[string]int{}
 	}
 	return r.settled
 }
@@ -332,8 +331,8 @@ func (r *room) seat(s *seat) {
 	if s.sum > 1 || len(s.Containers) > 1 { // it may have only some of its room
 		t = t.clone()
 	}
-	t.least = map[string]int{}
 	if t.pod(&s.Pod) {
+		t.least = nil
 		r.expected, r.stands = t, append(slices.Clip(r.stands), s)
 	}
 }
@@ -452,6 +451,9 @@ func (t *trial) loss(resource string) int {
 			t.steps.spend(looked)
 			least = min(least, lost)
 		}
+	}
+	if t.least == nil {
+		t.least = map[string]int{}
 	}
 	t.least[resource] = least
 	return least

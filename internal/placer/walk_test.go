@@ -43,12 +43,14 @@ type fleet struct {
 	// holds are what is held, and members to which hold and group pods belong.
 	holds   map[string][]Group
 	members map[string]string
+	// kept are the amounts that are kept, by ID.
+	kept map[string]bool
 }
 
 func newFleet(t *testing.T, seed uint64, machines ...func(*rand.Rand) *machine) *fleet {
 	f := &fleet{t: t, r: rand.New(rand.NewPCG(seed, 17)), books: New(), machines: map[string]*machine{}, now: time.Unix(1e9, 0), pods: map[string]*Pod{}, placed: map[string]string{},
 		admitted: map[string]bool{}, ended: map[string]bool{}, devices: map[string][]string{}, news: map[string][]func(*Books){}, count: map[string]int{}, left: map[string]bool{},
-		holds: map[string][]Group{}, members: map[string]string{}}
+		holds: map[string][]Group{}, members: map[string]string{}, kept: map[string]bool{}}
 	for _, make := range machines {
 		m := make(f.r)
 		f.machines[m.name] = m
@@ -82,7 +84,9 @@ func (f *fleet) deliver() bool {
 }
 
 func (f *fleet) hear(key string) {
-	f.news[key][0](f.books)
+	for range 1 + f.r.IntN(5)/4 { // what is told twice is told in vain
+		f.news[key][0](f.books)
+	}
 	if f.news[key] = f.news[key][1:]; len(f.news[key]) == 0 {
 		delete(f.news, key)
 	}
@@ -258,6 +262,7 @@ func (f *fleet) restart() {
 	for len(f.news) > 0 {
 		f.deliver()
 	}
+	f.giveUp()
 	for uid, p := range f.pods { // what the API does not know is lost
 		if p.Node == "" && p.Nominated == "" {
 			f.books.DeletePod(uid)
@@ -378,12 +383,109 @@ func rounds(few, many int) int {
 	return few
 }
 
-// TestRandomWalks lets pods come and go while the API tells of them late and in any order.
-// No pod may be refused where it was placed; what is refused while nothing is under way,
-// the machines must refuse too.
+// giveUp drops all amounts that are kept.
+func (f *fleet) giveUp() {
+	for id := range f.kept {
+		f.books.Drop(id)
+	}
+	clear(f.kept)
+}
+
+// lose has a node go, or its agent be away, until the GPUNode is written again.
+func (f *fleet) lose() {
+	m := f.machines[f.names[f.r.IntN(len(f.names))]]
+	if says := m.says(); f.r.IntN(2) == 0 {
+		f.news[m.name] = append(f.news[m.name], func(b *Books) { b.SetNode(m.name, says, false) })
+	} else {
+		f.news[m.name] = append(f.news[m.name], func(b *Books) { b.DeleteNode(m.name) })
+	}
+	f.quiet = false
+}
+
+// lie has a node say what is not so, or cannot be, and asks for room there.
+func (f *fleet) lie() {
+	says := f.machines[f.names[f.r.IntN(len(f.names))]].says()
+	for i := range says.GPUs {
+		g := &says.GPUs[i]
+		switch f.r.IntN(20) {
+		case 0:
+			g.Total = f.r.IntN(1 << f.r.IntN(31))
+		case 1:
+			g.Used = piece.SetOf([]int{f.r.IntN(1 << f.r.IntN(20))})
+		case 2:
+			g.UUID = says.GPUs[f.r.IntN(len(says.GPUs))].UUID
+		case 3:
+			g.Kind = []piece.Kind{piece.KindUnits, piece.KindReplica, piece.KindWhole, piece.KindPlacement, "none"}[f.r.IntN(5)]
+		}
+	}
+	if f.r.IntN(2) == 0 {
+		says.Sum()
+	}
+	if f.count["lies"]++; says.Check() == nil {
+		f.books.SetNode("liar", says, true)
+		f.count["lies believed"]++
+	} else {
+		f.books.PassOver("liar", "a lie")
+	}
+	p := Pod{UID: "dupe", Containers: f.containers()}
+	if _, err := f.books.Place(context.Background(), p, []string{"liar"}, f.now); err == nil {
+		f.books.DeletePod(p.UID)
+	}
+}
+
+// keep has an amount kept, more or less of it, or none, and lets a pod come that takes some.
+func (f *fleet) keep() {
+	id := fmt.Sprintf("q%d", f.r.IntN(2))
+	f.quiet = false
+	switch f.r.IntN(4) {
+	case 0:
+		f.books.Drop(id)
+		delete(f.kept, id)
+		return
+	case 1:
+		want := map[string]int{}
+		for _, c := range f.containers() {
+			maps.Copy(want, c.Requests)
+		}
+		f.books.Keep(id, want, nil)
+		f.kept[id] = true
+	}
+	if parts, _ := f.books.Kept(id); len(parts) > 0 {
+		part := parts[f.r.IntN(len(parts))]
+		f.seq++
+		p := asks(fmt.Sprintf("p%d", f.seq), part.Resource, 1+f.r.IntN(part.N)).of(id)
+		if node, err := f.books.Place(context.Background(), p, f.names, f.now); err == nil {
+			f.pods[p.UID], f.placed[p.UID] = &p, node
+			f.count["taken of amounts"]++
+		}
+	}
+}
+
+// seats compares what is held with what the machines would do, while nothing is under way: each seat
+// has its room, or is counted lost.
+func (f *fleet) seats() {
+	for _, name := range f.names {
+		m := f.machines[name].clone()
+		for _, s := range f.books.nodes[name].seats {
+			if f.books.holds.lost(s) {
+				f.count["seats without room"]++
+				continue
+			}
+			f.count["seats with room"]++
+			if _, err := m.admit(f.r, &s.Pod); err != nil && !s.several() {
+				f.t.Fatalf("%s has no room for a seat of %s, %v: %v", name, s.of.id, s.Containers, err)
+			}
+		}
+	}
+}
+
+// TestRandomWalks lets pods come and go while the API tells of them late, twice and in any order, and
+// of nodes that come and go, and lie. No pod may be refused where it was placed; what is refused while
+// nothing is under way, the machines must refuse too; what is held has its room or is counted lost.
 func TestRandomWalks(t *testing.T) {
 	total := map[string]int{}
-	for seed := range uint64(rounds(5, 60)) {
+	steps := rounds(1500, 20_000)
+	for seed := range uint64(5) {
 		mixed := func(name string, in gpunode.HoldersIn) func(*rand.Rand) *machine {
 			return func(r *rand.Rand) *machine {
 				m := newMachine(t, r, name, piece.KindUnits, 1+r.IntN(3), 8)
@@ -400,9 +502,9 @@ func TestRandomWalks(t *testing.T) {
 			}
 		}
 		f := newFleet(t, seed, mixed("a", gpunode.InPods), mixed("b", gpunode.InPods), mixed("c", gpunode.InObject))
-		for range 1500 {
+		for range steps {
 			f.now = f.now.Add(time.Millisecond)
-			switch f.r.IntN(17) {
+			switch f.r.IntN(20) {
 			case 0, 1:
 				_, _ = f.new(f.containers()...)
 			case 2, 3:
@@ -438,6 +540,16 @@ func TestRandomWalks(t *testing.T) {
 				} else if f.r.IntN(8) == 0 {
 					f.restart()
 				}
+			case 15:
+				f.keep()
+			case 16:
+				if f.r.IntN(4) == 0 {
+					f.lose()
+				}
+			case 17:
+				if f.r.IntN(4) == 0 {
+					f.lie()
+				}
 			default:
 				f.deliver()
 			}
@@ -451,7 +563,8 @@ func TestRandomWalks(t *testing.T) {
 	if total["misled"] > total["placed"]/200 {
 		t.Errorf("%d of %d pods with several requests were refused where they were placed", total["misled"], total["placed"])
 	}
-	for _, k := range []string{"placed", "refused", "refused in quiet", "victims", "held", "not held", "not held in quiet", "members", "seats filled"} {
+	for _, k := range []string{"placed", "refused", "refused in quiet", "victims", "held", "not held", "not held in quiet", "members", "seats filled",
+		"seats with room", "taken of amounts", "lies", "lies believed"} {
 		if total[k] < 10 {
 			t.Errorf("the walks have %d of %q: they look at nothing", total[k], k)
 		}
