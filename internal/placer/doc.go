@@ -34,9 +34,9 @@
 // to take to leave no room for it. Memory units: to keep r units from a GPU with f free
 // ones takes f-r+1 of them. GPUs of which nothing is held are worth more, since the
 // agent turns to one only for what fits on none of the fuller ones. Replicas: others
-// must use up GPUs, on which each request takes one replica. MIG placements on demand:
-// others must cover each of a profile's free placements, or use up what the card allows of
-// its kind.
+// must use up GPUs, on which each request takes one replica. MIG devices have none: those of one
+// profile are counted, since each leaves room for as many others wherever it is, and one of another
+// profile waits until they have reported.
 //
 // Where all have reported, the books ask the agent's own packing (pkg/timeslice, pkg/mig)
 // for each of the pod's containers in turn, as the kubelet would. So what is refused then

@@ -3,7 +3,6 @@
 package placer
 
 import (
-	"cmp"
 	"math"
 	"slices"
 
@@ -43,14 +42,21 @@ func (r *room) items(p *Pod, family string) (out []item) {
 // already. One of these that has no room even alone is left out of account: it has got
 // its devices, of which the pod's status does not tell yet, or it is lost in any case.
 //
-// Where that takes more than maxSteps, it is not sure.
+// MIG devices of several profiles are never safe beside each other: where one is decides how
+// many of another there are. Where that takes more than maxSteps, it is not sure.
 func (r *room) safe(family string, items []item, fixed int) bool {
 	steps := newSteps(r.taken)
+	if family == "mig" {
+		return r.alike(items, steps)
+	}
 	type request struct {
 		item
 		fixed bool
 	}
-	seen := map[request]bool{}
+	seen, sum := map[request]bool{}, 0
+	for _, it := range items {
+		sum += it.n
+	}
 	for i, it := range items {
 		of := request{it, i < fixed}
 		if seen[of] {
@@ -60,29 +66,61 @@ func (r *room) safe(family string, items []item, fixed int) bool {
 		if !steps.spend(len(items) + len(r.gpus)) {
 			return false
 		}
-		others := slices.Concat(items[:i], items[i+1:])
-		take := r.total(family, others)
-		most, alone := r.spare(family, it, others, take, steps)
+		most, alone := r.spare(it, slices.Concat(items[:i], items[i+1:]), steps)
 		if steps.left < 0 {
 			return false
 		}
 		if !alone && i < fixed {
 			continue
 		}
-		if !alone || take > most {
+		if !alone || sum-it.n > most {
 			return false
 		}
 	}
 	return true
 }
 
-// spare is how much others may take, all together, with none of them able to keep a request
-// from its room. Alone is false where there is no room without them. Nobody asks for more
-// than take, so that the search for it may end there. Steps are taken on the way.
-func (r *room) spare(family string, it item, others []item, take int, steps *steps) (most int, alone bool) {
-	if family == "mig" {
-		return r.sparePlacements(it.resource, others, take, steps)
+// alike reports whether MIG devices are all of one profile, and there is room for so many. Then it makes
+// no difference to the others which placement the agent chooses for one of them.
+func (r *room) alike(items []item, steps *steps) bool {
+	resource, most := items[0].resource, 0
+	if slices.ContainsFunc(items, func(o item) bool { return o.resource != resource }) {
+		return false
 	}
+	for i := range r.gpus {
+		s := &r.gpus[i]
+		n, apart := s.together(s.places[resource], steps)
+		if !apart {
+			return false
+		}
+		most += n
+	}
+	return len(items) <= most
+}
+
+// together is how many of a profile's placements can be had at a time, and whether they lie apart, so
+// that each one that is taken costs no other.
+func (s *space) together(places []mig.Placement, steps *steps) (n int, apart bool) {
+	if !s.onDemand { // devices that exist exclude nobody
+		return len(places), true
+	}
+	standing := slices.Clone(s.standing)
+	for i, p := range places {
+		over := func(q mig.Placement) bool { return p.Start < q.Start+q.Size && q.Start < p.Start+p.Size }
+		if !steps.spend(1+len(standing)+len(places)) || slices.ContainsFunc(places[i+1:], over) {
+			return 0, false
+		}
+		if s.card.Fits(standing, p) {
+			standing = append(standing, p)
+			n++
+		}
+	}
+	return n, true
+}
+
+// spare is how many devices others may take, all together, with none of them able to keep a
+// request from its room. Alone is false where there is no room without them.
+func (r *room) spare(it item, others []item, steps *steps) (most int, alone bool) {
 	switch r.kinds[it.resource] {
 	case piece.KindUnits:
 		return r.spareUnits(it, others, steps)
@@ -97,18 +135,6 @@ func (r *room) spare(family string, it item, others []item, take int, steps *ste
 		}
 	}
 	return free - it.n, free >= it.n
-}
-
-// total is what requests take, in the measure of spare.
-func (r *room) total(family string, items []item) (sum int) {
-	for _, it := range items {
-		if family == "mig" {
-			sum += r.size(it.resource)
-		} else {
-			sum += it.n
-		}
-	}
-	return sum
 }
 
 // spareUnits is one less than what keeps r units off every GPU. A GPU on which they fit
@@ -180,122 +206,4 @@ func (r *room) spareReplicas(it item, others []item) (most int, alone bool) {
 		block += f
 	}
 	return block - 1, true
-}
-
-// size is how many memory slices a MIG device takes at most.
-func (r *room) size(resource string) (n int) {
-	for i := range r.gpus {
-		for _, p := range r.gpus[i].all[resource] {
-			n = max(n, p.Size)
-		}
-	}
-	return n
-}
-
-// sparePlacements is one less than the memory slices that others must take to keep a MIG
-// device off every GPU, as far as that is not more than take.
-func (r *room) sparePlacements(resource string, others []item, take int, steps *steps) (most int, alone bool) {
-	counts := map[string]int{}
-	for _, o := range others {
-		counts[o.resource]++
-	}
-	block := 0
-	for i := range r.gpus {
-		s := &r.gpus[i]
-		if len(s.places[resource]) == 0 {
-			continue
-		}
-		if alone = true; block > take {
-			break
-		}
-		block += s.block(resource, counts, take-block+1, steps)
-	}
-	return block - 1, alone
-}
-
-// block is the fewest memory slices that others, so many of each resource, must take of the
-// GPU until none of a resource's placements can be had; most where it is not fewer.
-func (s *space) block(resource string, others map[string]int, most int, steps *steps) int {
-	wanted := s.places[resource]
-	if !s.onDemand { // devices that exist exclude nobody
-		if others[resource] < len(wanted) {
-			return most
-		}
-		return min(len(wanted)*wanted[0].Size, most)
-	}
-	c := cover{space: s, best: most, steps: steps}
-	for _, name := range sorted(others) {
-		if of := s.all[name]; len(of) > 0 {
-			c.pieces = append(c.pieces, of...)
-			// One that is nowhere takes no room and counts for what the card allows.
-			c.kinds = append(c.kinds, kind{mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
-		}
-	}
-	slices.SortFunc(c.pieces, func(a, b mig.Placement) int { return cmp.Compare(a.Size, b.Size) })
-	c.places(wanted, slices.Clone(s.standing), 0)
-	c.counts(wanted, slices.Clone(s.standing), 0, 0)
-	return c.best
-}
-
-// maxCount is more MIG devices than a card has room for.
-const maxCount = 16
-
-// cover looks for the cheapest way to keep placements from being had. What others take may
-// be anywhere on the card: what stands there can go at any time.
-type cover struct {
-	*space
-	pieces []mig.Placement
-	kinds  []kind
-	best   int
-	steps  *steps
-}
-
-// step takes one, and reports whether there was one left.
-func (c *cover) step() bool { return c.steps.spend(1 + len(c.pieces)) }
-
-type kind struct {
-	piece     mig.Placement
-	cost, max int
-}
-
-// places covers the first placement that can still be had in each way that there is.
-func (c *cover) places(wanted, standing []mig.Placement, cost int) {
-	if !c.step() {
-		return
-	}
-	for len(wanted) > 0 && !c.card.Fits(standing, wanted[0]) {
-		wanted = wanted[1:]
-	}
-	if len(wanted) == 0 {
-		c.best = min(c.best, cost)
-		return
-	}
-	w := wanted[0]
-	for _, p := range c.pieces {
-		if cost+p.Size >= c.best {
-			return // they are sorted
-		}
-		if p.Start < w.Start+w.Size && w.Start < p.Start+p.Size {
-			c.places(wanted[1:], append(standing, p), cost+p.Size)
-		}
-	}
-}
-
-// counts uses up what the card allows besides room: how many of a profile, and engines.
-func (c *cover) counts(wanted, standing []mig.Placement, from, cost int) {
-	if cost >= c.best || !c.step() {
-		return
-	}
-	if !slices.ContainsFunc(wanted, func(p mig.Placement) bool { return c.card.Fits(standing, p) }) {
-		c.best = cost
-		return
-	}
-	for i := from; i < len(c.kinds); i++ {
-		k := &c.kinds[i]
-		if k.max > 0 {
-			k.max--
-			c.counts(wanted, append(standing, k.piece), i, cost+k.cost)
-			k.max++
-		}
-	}
 }
