@@ -80,6 +80,13 @@ func (h *Holder) Room(groups []placer.Group) *placer.Refusal {
 	return nil
 }
 
+// News is a number that is another one whenever there may be room that was not there before.
+func (h *Holder) News() uint64 {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	return h.f.books.News()
+}
+
 // Drop gives a hold up. Pods that have got some of it keep that.
 func (h *Holder) Drop(id string) {
 	h.f.mu.Lock()

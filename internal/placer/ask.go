@@ -25,6 +25,9 @@ func (b *Books) Lapsed(now time.Time) []string {
 	return slices.Compact(out)
 }
 
+// News is a number that is another one whenever there may be room that was not there before.
+func (b *Books) News() uint64 { return b.news }
+
 // Refresh finds anew what has changed on up to most nodes, which the next question would do
 // otherwise. More says that there are others. Of books in which all is new a question about
 // 1,000 nodes takes 100 to 200 ms, and then less than one.

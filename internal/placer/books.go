@@ -52,8 +52,9 @@ type Books struct {
 	nodes map[string]*node
 	pods  map[string]*entry
 	cards cards
-	// taken is how many steps trials have taken so far.
+	// taken is how many steps trials have taken so far, and news how much that may have opened room.
 	taken int
+	news  uint64
 	// due is when the first reservation ends at the earliest, zero while there is none.
 	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
@@ -173,6 +174,7 @@ func (b *Books) PassOver(name, why string) {
 // tell writes down what a GPUNode says, and what follows from that.
 func (b *Books) tell(n *node, says *gpunode.Status) {
 	b.holds.moved = true
+	b.news++
 	was := n.cards
 	n.status, n.room, n.kinds, n.cards = *says, nil, nil, map[string]*cardOf{}
 	for i := range n.status.Cards {
@@ -344,6 +346,7 @@ func (b *Books) settle(e *entry) {
 	}
 	b.holds.sit(e)
 	b.holds.moved = true
+	b.news++
 }
 
 // leave notes which devices a pod that goes leaves behind.

@@ -100,7 +100,7 @@ func (hs *holds) fill(
 		no.Found, no.Of = had+found, had+len(missing)
 	}
 	if hs.set(h, before); len(before) == 0 {
-		hs.b.Drop(h.id)
+		hs.drop(h)
 	}
 	return nil, no
 }
@@ -111,15 +111,19 @@ const MaxSeats = 4096
 
 // tooMany refuses groups of more pods; nil where there are fewer.
 func tooMany(groups []Group) *Refusal {
-	pods, no := 0, newRefusal()
+	pods := 0
 	for _, g := range groups {
 		pods += min(g.N, MaxSeats+1)
+	}
+	if pods <= MaxSeats {
+		return nil
+	}
+	no := newRefusal()
+	no.Of = pods
+	for _, g := range groups {
 		for _, node := range g.Among {
 			no.Nodes[node] = fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)
 		}
-	}
-	if no.Of = pods; pods <= MaxSeats {
-		return nil
 	}
 	return no
 }
@@ -139,17 +143,20 @@ func (b *Books) SetHold(id, name string, groups []Group, at [][]string) {
 
 // Drop gives up what is held under an ID. Pods that have got some of it keep that.
 func (b *Books) Drop(id string) {
-	h := b.holds.by[id]
-	if h == nil {
-		return
+	if h := b.holds.by[id]; h != nil {
+		b.news++
+		b.holds.drop(h)
 	}
-	b.holds.set(h, nil)
+}
+
+func (hs *holds) drop(h *hold) {
+	hs.set(h, nil)
 	for _, e := range h.members {
 		e.in = nil
 	}
-	delete(b.holds.by, id)
-	b.holds.kept = slices.DeleteFunc(b.holds.kept, func(o *hold) bool { return o == h })
-	b.holds.moved = true
+	delete(hs.by, h.id)
+	hs.kept = slices.DeleteFunc(hs.kept, func(o *hold) bool { return o == h })
+	hs.moved = true
 }
 
 // Leave says of the pods that are on nodes that they use no seat of what is held under an ID from now
@@ -223,10 +230,15 @@ func (hs *holds) narrow(h *hold, groups []Group) {
 
 // sitAll finds out which pods are members of a hold.
 func (hs *holds) sitAll(h *hold) {
-	for _, uid := range slices.Sorted(maps.Keys(hs.b.pods)) {
-		if e := hs.b.pods[uid]; e.Hold == h.id {
-			hs.sit(e)
+	var of []*entry
+	for _, e := range hs.b.pods {
+		if e.Hold == h.id {
+			of = append(of, e)
 		}
+	}
+	slices.SortFunc(of, func(x, y *entry) int { return cmp.Compare(x.UID, y.UID) })
+	for _, e := range of {
+		hs.sit(e)
 	}
 }
 

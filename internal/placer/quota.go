@@ -39,6 +39,7 @@ func (b *Books) Keep(id string, want map[string]int, where func(node string) boo
 	}
 	h.want, h.where = maps.Clone(want), where
 	b.holds.moved = true
+	b.news++
 	_, short = b.Kept(id)
 	return short
 }
