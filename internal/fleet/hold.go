@@ -66,20 +66,6 @@ func (h *Holder) SetHold(id, name string, groups []placer.Group, at [][]string) 
 	h.f.books.SetHold(id, name, groups, at)
 }
 
-// Room looks for room as Hold does, and holds nothing.
-func (h *Holder) Room(groups []placer.Group) *placer.Refusal {
-	h.f.mu.Lock()
-	defer h.f.mu.Unlock()
-	const trial = "a trial" // no hold has a name without a slash
-	_, err := h.f.books.Hold(trial, trial, groups, h.f.now())
-	h.f.books.Drop(trial)
-	no := new(placer.Refusal)
-	if errors.As(err, &no) {
-		return no
-	}
-	return nil
-}
-
 // News is a number that is another one whenever there may be room that was not there before.
 func (h *Holder) News() uint64 {
 	h.f.mu.Lock()

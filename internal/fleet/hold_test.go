@@ -43,9 +43,6 @@ func TestHolder(t *testing.T) {
 	}
 	h.SetHold("x/1", "a job", []placer.Group{group}, [][]string{{"a"}})
 	h.Listed()
-	if no := h.Room([]placer.Group{group}); no == nil {
-		t.Error("there is room for another one")
-	}
 	if _, no := h.Hold("x/2", "another job", []placer.Group{group}); no == nil || !slices.Equal(h.Holds(), []string{"x/1"}) || h.Lost("x/1") != nil {
 		t.Errorf("held are %v, lost %v", h.Holds(), h.Lost("x/1"))
 	}
