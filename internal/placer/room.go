@@ -375,16 +375,18 @@ func (r *room) reported(p *entry, ids []string) bool {
 
 // count is how many of the devices are of a resource.
 func (r *room) count(resource string, ids []string) (n int) {
-	_, short, _ := strings.Cut(resource, "/")
-	profile, err := mig.ParseResource(short)
-	for _, id := range ids {
-		uuid, rest, _ := strings.Cut(id, "::")
-		if err == nil {
-			if _, p, _, _, bad := mig.ParseID(id); bad == nil && p == profile {
+	if r.kinds[resource] == piece.KindPlacement {
+		_, short, _ := strings.Cut(resource, "/")
+		profile, err := mig.ParseResource(short)
+		for _, id := range ids {
+			if _, p, _, _, bad := mig.ParseID(id); err == nil && bad == nil && p == profile {
 				n++
 			}
-			continue
 		}
+		return n
+	}
+	for _, id := range ids {
+		uuid, rest, _ := strings.Cut(id, "::")
 		if i, known := r.at[uuid]; known && r.gpus[i].resource == resource && !strings.Contains(rest, "@") {
 			n++
 		}
