@@ -25,12 +25,12 @@ func (b *Books) Lapsed(now time.Time) []string {
 	return slices.Compact(out)
 }
 
-// News is a number that is another one whenever there may be room that was not there before.
+// News returns a number that changes whenever there may be new room.
 func (b *Books) News() uint64 { return b.news }
 
-// Refresh finds anew what has changed on up to most nodes, which the next question would do
-// otherwise. More says that there are others. Of books in which all is new a question about
-// 1,000 nodes takes 100 to 200 ms, and then less than one.
+// Refresh works out the room of up to most nodes that have changed, so that the next question need not.
+// more is true when there are others. A question about 1,000 nodes takes 100 to 200 ms in new books,
+// and less than 1 ms after that.
 func (b *Books) Refresh(most int) (more bool) {
 	for name, n := range b.nodes {
 		if n.room == nil && most == 0 {

@@ -22,16 +22,15 @@ const ReservedFor = 30 * time.Second
 // Pod is a pod that asks for GPUs.
 type Pod struct {
 	UID, Namespace, Name string
-	// Node is where the pod is bound, and Nominated where the API says that it will be;
-	// empty where it says nothing.
+	// Node is where the pod is bound, and Nominated where the API expects it; empty if nowhere.
 	Node, Nominated string
 	// Containers are the init containers and then the others, in the order of the spec.
 	Containers []Container
 	// Devices are the IDs of the devices that the pod's status names.
 	Devices []string
-	// Done says that all of its containers have ended, and none will start again.
+	// Done is true when all of its containers have ended, and none will start again.
 	Done bool
-	// Ending says that the pod is being deleted. It has its devices until it is gone.
+	// Ending is true for a pod that is being deleted. It has its devices until it is gone.
 	Ending bool
 	// Hold is the ID of the room that is held for the pod and others ([Books.Hold],
 	// [Books.Keep]); empty for none.
@@ -40,8 +39,8 @@ type Pod struct {
 
 // Container is what a container asks for.
 type Container struct {
-	// Init says that it ends before the next one starts. Sidecar is an init container that
-	// goes on; then Init is false.
+	// Init is true for one that ends before the next one starts. Sidecar is true for an init
+	// container that goes on, for which Init is false.
 	Init, Sidecar bool
 	// Requests are numbers of devices by full resource name, of the agent's resources alone.
 	Requests map[string]int
@@ -67,9 +66,9 @@ type Books struct {
 type node struct {
 	known, ready bool
 	status       gpunode.Status
-	// passed is why the node is passed over, whatever it says; empty for none.
+	// passed is why the node is passed over, empty if it is not.
 	passed string
-	// cards are its kinds of GPUs by name, held what the GPUNode says that pods have, and has how
+	// cards are its kinds of GPUs by name, held the devices of pods by its GPUNode, and has how
 	// many devices of each resource it can give at most.
 	cards map[string]*cardOf
 	held  map[podName][]string
@@ -77,7 +76,7 @@ type node struct {
 	// here are the pods that have or will have devices of the node, by UID.
 	here map[string]*entry
 	// leaving are the devices of pods that have gone and that the GPUNode still counts, by ID, with
-	// the time when somebody first waited for them.
+	// the time when Open first waited for them.
 	leaving map[string]time.Time
 	// seats are those that are open there, as they came. The slice does not change.
 	seats []*seat
@@ -95,9 +94,8 @@ type podName struct{ namespace, name string }
 // entry is what is known of a pod.
 type entry struct {
 	Pod
-	// needs, names and pinned follow from what its containers ask for: how many devices it
-	// has at least, by resource, their names in order, and whether that is not all that
-	// counts.
+	// needs is how many devices its containers get at least, by resource, and names are these
+	// resources in order. pinned is true if that does not tell all: see Pod.pinned.
 	needs  map[string]int
 	names  []string
 	pinned bool
@@ -108,12 +106,11 @@ type entry struct {
 	// reserved is a node, until a time.
 	reserved string
 	until    time.Time
-	// asking says that the pod is being placed, and so is nowhere; told that SetPod had it.
+	// asking is true while Place looks for a node for it; told after SetPod.
 	asking, told bool
-	// at is the node among whose pods it is.
+	// at is the node that counts it among its pods.
 	at string
-	// in is the hold of which it is a member, and sits the seat that it uses. Left says that it is no
-	// member of a hold with its ID any more.
+	// in is the hold that it is a member of, and sits the seat that it uses. left is true after Leave.
 	in   *hold
 	sits *seat
 	left bool
@@ -132,16 +129,15 @@ type cardOf struct {
 	losses map[loss]int
 }
 
-// New returns books in which nothing is written.
+// New returns empty books.
 func New() *Books {
 	b := &Books{nodes: map[string]*node{}, pods: map[string]*entry{}}
 	b.holds = holds{b: b, by: map[string]*hold{}, pause: func() {}}
 	return b
 }
 
-// SetNode notes what a GPUNode says, which the caller may not change any more, and which has
-// been found plausible ([gpunode.Status.Check]). Ready is what the Node's own conditions say; the
-// GPUNode's are looked at besides.
+// SetNode notes a GPUNode's status that has passed [gpunode.Status.Check]. The caller may not change it
+// afterwards. ready is the Node's own condition; SetNode looks at the GPUNode's besides.
 func (b *Books) SetNode(name string, says *gpunode.Status, ready bool) {
 	n := b.node(name)
 	if n.known && ready == n.ready && n.passed == "" && reflect.DeepEqual(says, &n.status) {
@@ -240,8 +236,8 @@ func (n *node) most(g *gpunode.GPU) map[string]int {
 	return out
 }
 
-// cannot is the first resource of which a pod asks for more than a node can ever give, in
-// order; empty where there is none.
+// cannot is the first resource, in order, that a pod wants more of than a node can ever give; empty if
+// there is none.
 func (n *node) cannot(e *entry) string {
 	for _, name := range e.names {
 		if has, ours := n.has[name]; ours && e.needs[name] > has {
@@ -308,7 +304,7 @@ func (b *Books) node(name string) *node {
 	return n
 }
 
-// prune forgets a node of which nothing is known.
+// prune forgets a node that the books know nothing about.
 func (b *Books) prune(name string) {
 	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 {
 		delete(b.nodes, name)

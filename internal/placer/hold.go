@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Group is so many pods that ask for the same, each of which may be on some nodes.
+// Group is a number of pods that ask for the same, and the nodes that they may be on.
 type Group struct {
 	Containers []Container
 	N          int
@@ -19,14 +19,14 @@ type Group struct {
 	Among, Closed []string
 }
 
-// hold is room that somebody has before pods use it: seats, until it is given up. What it is for are
-// groups of pods ([Books.Hold]), of which each has a seat, or amounts ([Books.Keep]), which pods take
-// in whatever pieces they come.
+// hold is room that is set aside before pods use it: seats, until it is given up. It is for groups of
+// pods ([Books.Hold]), each pod with a seat of its own, or for amounts ([Books.Keep]), which pods take
+// in pieces of any size.
 type hold struct {
 	id, name string
 	seats    []*seat
-	// members are the pods of the hold that have or will have devices of a node; of groups, of
-	// one of among, which is nil while these are not known.
+	// members are the pods of the hold that have or will have devices of a node. A hold for groups
+	// counts those on nodes of among alone, or all while that is nil: the groups are not known yet.
 	members map[string]*entry
 	among   map[string]bool
 	// want is how much is to be kept of each resource, nil of a hold for groups; where, if set,
@@ -56,8 +56,8 @@ type holds struct {
 	age int
 	// pause is called between the steps of a long search.
 	pause func()
-	// kept are those for amounts, as they came, and moved says that there was news since they were
-	// last looked at.
+	// kept are the holds for amounts, oldest first. moved is true when there was news since balance
+	// last looked at them.
 	kept  []*hold
 	moved bool
 }
@@ -84,7 +84,7 @@ func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]str
 }
 
 // fill seats the pods that groups lack, the hardest to place first. Find opens a seat for each and
-// says how many have one. Where there is none for some, the hold gets the seats that it had before.
+// returns how many have one. If one finds none, the hold gets the seats that it had before.
 func (hs *holds) fill(
 	h *hold, groups []Group, before []*seat, find func(missing []*seat, groups []Group) (int, *Refusal),
 ) (at [][]string, err error) {
@@ -105,8 +105,8 @@ func (hs *holds) fill(
 	return nil, no
 }
 
-// MaxSeats is for how many pods a hold has room at most. Whoever writes a workload writes any
-// number of them, and each is looked for on all nodes.
+// MaxSeats is how many pods a hold has room for at most. A tenant's workload may ask for any number,
+// and each is looked for on all nodes.
 const MaxSeats = 4096
 
 // tooMany refuses groups of more pods; nil where there are fewer.
@@ -128,8 +128,8 @@ func tooMany(groups []Group) *Refusal {
 	return no
 }
 
-// SetHold notes a hold as somebody has written it down, with the nodes of each group's pods,
-// of which nothing is asked. Room that is not there is lost ([Books.Lost]).
+// SetHold notes a hold as it was written down, with the nodes of each group's pods. It looks for no
+// room: seats that have none are lost ([Books.Lost]).
 func (b *Books) SetHold(id, name string, groups []Group, at [][]string) {
 	h := b.holds.holdOf(id, name)
 	var seats []*seat
@@ -159,8 +159,8 @@ func (hs *holds) drop(h *hold) {
 	hs.moved = true
 }
 
-// Leave says of the pods that are on nodes that they use no seat of what is held under an ID from now
-// on: those who hold it have ended them, and begin anew. Pods that are bound later do.
+// Leave takes their seats from the pods of a hold that are on nodes now: the workload has ended them,
+// and begins anew. Pods that are bound later get seats again.
 func (b *Books) Leave(id string) {
 	for _, e := range b.pods {
 		if e.Hold == id && e.Node != "" && !e.left {
@@ -170,8 +170,7 @@ func (b *Books) Leave(id string) {
 	}
 }
 
-// Lost are the nodes on which pods of a hold that are to come have no room any more, as far
-// as one can tell, one for each.
+// Lost returns the nodes of seats that have lost their room, sorted, a node once for each seat.
 func (b *Books) Lost(id string) (nodes []string) {
 	if h := b.holds.by[id]; h != nil {
 		for _, s := range h.seats {
@@ -184,7 +183,7 @@ func (b *Books) Lost(id string) (nodes []string) {
 	return nodes
 }
 
-// lost reports whether a seat is open and has no room any more.
+// lost reports whether a seat is open and has lost its room.
 func (hs *holds) lost(s *seat) bool { return s.at != "" && hs.b.room(s.node).lacks(s) }
 
 // Pause has f called between the steps of a search for a hold: the books may be told and asked of

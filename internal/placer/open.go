@@ -13,38 +13,38 @@ import (
 
 // Guest is a hold whose room another one may take.
 type Guest struct {
-	// ID is the hold's. There need be none any more: its pods have the room as long as they are
+	// ID is the hold's. It may have been dropped: its pods have the room as long as they are
 	// there.
 	ID string
-	// Rank says who goes first: the lower one.
+	// Rank orders guests: the lower one goes first.
 	Rank int
-	// Going says that it goes in any case.
+	// Going is true for a guest that goes in any case.
 	Going bool
 }
 
 const (
-	// enoughNodes is on how many nodes where guests could make room it is looked which of them
-	// are best ended. A fleet of a thousand nodes would take seconds.
+	// enoughNodes is on how many nodes Open looks for the guests that are best ended. A thousand
+	// nodes would take seconds.
 	enoughNodes = 100
-	// leavesWithin is how long it may take until the devices of pods that have gone are free. From then
-	// on they are taken for held.
+	// leavesWithin is how long the devices of a pod that has gone count as free while its GPUNode
+	// counts them as held.
 	leavesWithin = 2 * time.Minute
-	// maxMasks bounds the guests of one GPU of which all subsets are tried; of more the cheapest
-	// are spared one by one.
+	// maxMasks is for how many guests of one GPU all subsets are tried. With more, the dearest are
+	// spared one by one.
 	maxMasks = 8
 )
 
-// Open holds room as Hold does, also where others have it yet: guests, of whom those that are to
-// end are returned. It is the caller's to end them, and to call Hold or Open again until they have
-// gone. Meanwhile nobody else is placed in their room. Guests of one rank are in the order in which
-// they are to go; pods that are being deleted need not be among them.
+// Open holds room as Hold does, also where guests still have it, and returns the guests that are to
+// end. The caller ends them, and calls Hold or Open again until they have gone. Meanwhile their room
+// is for this hold. Guests of one rank go in their order here; pods that are being deleted need not
+// be among them.
 //
-// Those of the lowest ranks end that make room, and of these as few as can be found: on each GPU the
-// fewest for a pod that has room on one GPU. For each of several pods it chooses anew. Nobody ends on
-// a node where a pod has not reported its devices: it might be in vain. What a pod that has gone
-// leaves behind counts as free for a while, before its GPUNode says so.
+// Open ends guests of the lowest ranks, and as few of them as it can find: on each GPU the fewest for a
+// pod that fits on one GPU. It chooses for one pod after the other. It ends no guest on a node where a
+// pod has not reported its devices: that might be in vain. Devices of a pod that has gone count as free
+// for two minutes, although its GPUNode still counts them as held.
 //
-// The error is a [Refusal] where there is no room without all guests either; then the hold stays as
+// The error is a [Refusal] where there is no room without all guests either; the hold then stays as
 // it was.
 func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
 	b.expire(now)
@@ -91,8 +91,8 @@ type opening struct {
 	now    time.Time
 }
 
-// offer is a node with the guests that must end for a pod to have room there. Last is the place of
-// the last of them in the order in which guests are to go.
+// offer is a node with the guests that must end for a pod to have room there. last is the highest
+// index of them among all guests, which are in the order of their going.
 type offer struct {
 	node string
 	ends []Guest
@@ -155,7 +155,7 @@ type hosted struct {
 	guests []Guest
 	gone   map[string]bool     // UIDs of those that go in any case
 	free   []string            // devices of pods that have gone
-	vague  *entry              // a pod of which nobody knows which devices it has
+	vague  *entry              // a pod that has not reported its devices
 	uids   map[string][]string // of guests' pods and seats, by hold
 	gpus   map[string][]Guest  // by UUID, those with devices of it
 }
@@ -231,7 +231,7 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 
 // judge is the verdict on a seat once guests have gone.
 func (of *hosted) judge(ends []Guest, e *entry) verdict {
-	if of.vague != nil && len(ends) > 0 { // somebody might end in vain
+	if of.vague != nil && len(ends) > 0 { // a guest might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
 	return of.b.roomOf(of.n, of.without(ends), of.free...).judgeSeat(e)

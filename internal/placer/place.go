@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// Refusal says why a pod has no place. Its text is for the person whose pod waits.
+// Refusal is why a pod has no place. Its text is for the person whose pod waits.
 type Refusal struct {
 	// Nodes has the reason of each node that was asked.
 	Nodes map[string]string
@@ -21,9 +21,9 @@ type Refusal struct {
 	// pods that have not reported their devices have those that the agent's packing would give
 	// them, and beside what is held; of a MIG profile how many placements are free.
 	Largest map[string]Block
-	// Held says that a node would have room but for what is held there.
+	// Held is true if a node would have room but for what is held there.
 	Held bool
-	// Waits says that there may be room as soon as pods that are starting have reported
+	// Waits is true if there may be room as soon as pods that are starting have reported
 	// their devices.
 	Waits bool
 	// Found is for how many pods of a hold there is room, of so many; both 0 for a pod.
@@ -181,7 +181,7 @@ func (b *Books) best(ctx context.Context, p *entry, among []string) (string, *Re
 	return "", no
 }
 
-// yielding says what is held on a node where a pod takes some of it need not keep its room.
+// yielding is what may lose its room on a node when a pod takes some of what is held there.
 type yielding int
 
 const (
@@ -312,8 +312,8 @@ func (b *Books) room(name string) *room {
 	return n.room
 }
 
-// Fits says whether a node would have room for a pod if others, named by their UIDs, were
-// gone from it; nil if so. The error is a [Refusal]. Nothing is reserved.
+// Fits returns nil if a node had room for a pod after others, named by their UIDs, were gone from it.
+// The error is a [Refusal]. Nothing is reserved.
 func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error {
 	b.expire(now)
 	n := b.nodes[name]
@@ -341,9 +341,8 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	return no
 }
 
-// refuse is why a pod may not be placed in the room, where some seats are to keep theirs; empty where
-// it may. Waits says that pods which have not reported their devices are the reason, and held that
-// these seats are.
+// refuse is why a pod has no room where some seats keep theirs; empty if it has. waits is true if pods
+// that have not reported their devices are the reason, and held if these seats are.
 func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
 	if why = r.never(p); why != "" {
 		return why, false, false
@@ -369,8 +368,8 @@ func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
 	return "", false, false
 }
 
-// awaited is a seat of another hold that has no room yet, or any more, and competes with a pod; nil
-// where there is none. What becomes free is for it.
+// awaited is a seat of another hold that waits for room and competes with a pod; nil if there is none.
+// It gets what becomes free.
 func (r *room) awaited(p *entry) *seat {
 	if len(r.seats) == len(r.stands) {
 		return nil
@@ -401,8 +400,8 @@ func (h *hold) whom() string {
 	return "pods to come of " + h.name
 }
 
-// never is why a pod may not be placed in the room whoever else is there, as far as one can tell without
-// trying; empty where it may.
+// never is why a pod has no room on an otherwise idle node, as far as that shows without a trial; empty
+// if it may have.
 func (r *room) never(p *entry) string {
 	if r.of != nil && r.of.passed != "" {
 		return r.of.passed
@@ -415,7 +414,7 @@ func (r *room) never(p *entry) string {
 			return fmt.Sprintf("no room for %d of %s: none is free", n, name)
 		}
 	}
-	// Numbers that a node can never give are refused before anybody counts with them.
+	// Refuse numbers that a node can never give before counting with them.
 	if r.of != nil && r.of.cannot(p) != "" || r.tooLarge(p) {
 		return r.noBlock(p)
 	}
@@ -452,7 +451,7 @@ func (r *room) tooLarge(p *entry) bool {
 	return false
 }
 
-// noBlock says that no free block is large enough for a pod.
+// noBlock is the text for a pod that no free block is large enough for.
 func (r *room) noBlock(p *entry) string {
 	var largest []string
 	for _, name := range p.names {

@@ -18,14 +18,13 @@ type Part struct {
 	N              int
 }
 
-// Keep keeps room for so much of each resource, under an ID, until it is called again or
-// [Books.Drop] is: on the nodes of which where is true, on any where that is nil. Where may
-// change its mind with news of a node. It is for pods whose Hold is that ID and nobody else;
-// what they have is part of it. Short is what there is no room for, nil where there is room
-// for all. It is looked for again whenever there is news.
+// Keep keeps room for so much of each resource under an ID, until the next call or [Books.Drop]. It
+// takes nodes for which where returns true, or any node if where is nil; where may answer otherwise
+// after news of a node. Pods with that ID as their Hold use the room, and what they have is part of
+// it. Short is what found no room, nil if all did. The books look for it again after each piece of news.
 //
-// Each resource is kept in as few parts as there is room for. Where a part's room goes, short
-// says so. Of what has not all room any more, what has been there for longer keeps its own.
+// Each resource is kept in as few parts as there is room for. A part that loses its room is in short
+// until it finds other room. When there is too little room, older parts keep theirs.
 func (b *Books) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
 	// With news comes first what is kept already: one that wants more, and has been there for
 	// longer, would get the room that another one is to have back.

@@ -16,41 +16,40 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// room is what can be had on a node, and who is about to have some of it.
+// room is what is free on a node, and the pods and seats that are about to take some of it.
 type room struct {
 	gpus []space
-	// at is where a GPU is among them, and of the node; nil where nothing is known of it.
+	// at is each GPU's index in gpus by its UUID. of is the node, nil for an unknown one.
 	at map[string]int
 	of *node
 	// taken counts the steps of all trials.
 	taken *int
 	// kinds has the resources that the node offers.
 	kinds map[string]piece.Kind
-	// pending are the pods whose devices are not all known, by UID, and seats those that are held, as
-	// they came.
+	// pending are the pods that have not reported all their devices, in the order of their UIDs. seats
+	// are the open ones, oldest first.
 	pending []*entry
 	seats   []*seat
-	// settled is what is left once the pending have their devices, as far as one can tell, expected
-	// what is left once stands, the seats that have room then, have theirs too. Nil until somebody
-	// asks; rest are the steps that were left then.
+	// settled is what is left after the agent's packing has given the pending pods their devices.
+	// expected is what is left after the seats got theirs, too, and stands are the seats that found
+	// room. All are nil until after or expect is called; rest is how many steps expect left over.
 	settled, expected *trial
 	stands            []*seat
 	rest              int
-	// verdicts are the answers so far, blocks the largest requests and chunks the largest amounts that
-	// could be kept, by resource.
+	// verdicts, blocks and chunks remember answers: of judge, of block and of chunk.
 	verdicts       map[verdictKey]verdict
 	blocks, chunks map[string]int
 }
 
-// verdictKey is what a verdict depends on besides the room: what a pod asks for, the hold of which it
-// may use something there, and what need not keep its room; or that it is on a seat.
+// verdictKey is what a verdict depends on besides the room: what a pod asks for, the hold whose room it
+// may use there, and what may lose its room for it; or that it is a seat's.
 type verdictKey struct {
 	shape, hold string
 	yield       yielding
 	seat        bool
 }
 
-// verdict is what a room says to a pod: why it refuses, or how bad a choice it is.
+// verdict is the answer to a pod: why there is no room, or how bad a choice the node is.
 type verdict struct {
 	why          string
 	waits, held  bool
@@ -80,21 +79,21 @@ func (r *room) remember(key verdictKey, find func() verdict) verdict {
 	return v
 }
 
-// space is what can be had of a GPU. Copies share what lies behind it; alter comes before a change.
+// space is what is free of a GPU. Copies share slices and maps; call alter before changing these.
 type space struct {
-	own      bool // whether that is its own
+	own      bool // true if the slices and maps are not shared
 	uuid     gpu.UUID
 	rank     int
 	kind     piece.Kind
 	resource string
 	// total is how many devices the GPU has, held tells which of them are held, and free
-	// counts the others; of a GPU of which nothing new can be had, all are held.
+	// counts the others. Of a GPU that gives out nothing new, all are held.
 	total, free int
 	held        []bool
 	// lowest is a number below which all are held.
 	lowest int
-	// MIG: standing may not be destroyed, warm exists and nobody has it, places are the
-	// placements that can be had, by resource, and all are those that the card has.
+	// MIG: standing instances may not be destroyed, warm ones exist and are free. places are the
+	// free placements by resource, and all are the card's.
 	of             *cardOf
 	card           *mig.Card
 	onDemand       bool
@@ -157,7 +156,7 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 		for _, id := range ids {
 			r.hold(id)
 		}
-		// Who asks for more than there can be gets nothing, or has it already.
+		// A pod that asks for more than the node can have gets nothing, or has its devices already.
 		if !r.reported(e, ids) && n.cannot(e) == "" {
 			r.pending = append(r.pending, e)
 		}
@@ -165,8 +164,9 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 	return r
 }
 
-// spaces are the node's GPUs by its GPUNode, with some devices free that this counts as held, where
-// each is among them, and the resources that they offer: none of a node that is not ready.
+// spaces returns the node's GPUs by its GPUNode, each GPU's index by UUID, and the kinds of the resources
+// that they offer. Devices that are gone count as free, although the GPUNode counts them as held. A
+// node that is not ready has none.
 func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, kinds map[string]piece.Kind) {
 	at, kinds = map[string]int{}, map[string]piece.Kind{}
 	if !n.known || !n.ready || !gpunode.Is(n.status.Conditions, gpunode.Ready) {
@@ -363,7 +363,7 @@ func (r *room) hold(id string) {
 	}
 }
 
-// reported tells whether all that a pod has asked for of the node is among its devices.
+// reported reports whether a pod's devices are all that it has asked for of the node.
 func (r *room) reported(p *entry, ids []string) bool {
 	for name, need := range p.needs {
 		if _, ours := r.kinds[name]; ours && (len(ids) < need || r.count(name, ids) < need) {
@@ -451,7 +451,7 @@ func (r *room) block(resource string) int {
 	return (&room{gpus: r.expect().gpus}).largest(resource)
 }
 
-// chunk is the largest amount of a resource for which there is room beside that.
+// chunk is the largest amount of a resource that still finds room beside those.
 func (r *room) chunk(resource string) int {
 	if n, known := r.chunks[resource]; known {
 		return n

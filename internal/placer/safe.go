@@ -37,13 +37,13 @@ func (r *room) items(p *Pod, family string) (out []item) {
 	return out
 }
 
-// safe reports whether each request gets its room, whatever the agent chooses for the
-// others and in whatever order. The first fixed of them are of pods that are on the node
-// already. One of these that has no room even alone is left out of account: it has got
-// its devices, of which the pod's status does not tell yet, or it is lost in any case.
+// safe reports whether each request gets its room for any choice that the agent makes for the others,
+// in any order. The first fixed requests are of pods that are on the node already. One of these that
+// has no room even alone is left out: it has its devices, and its pod's status does not name them yet,
+// or it is lost in any case.
 //
-// MIG devices of several profiles are never safe beside each other: where one is decides how
-// many of another there are. Where that takes more than maxSteps, it is not sure.
+// MIG devices of several profiles are never safe beside each other: the place of one decides how
+// many of another fit. A search that needs more than maxSteps returns false.
 func (r *room) safe(family string, items []item, fixed int) bool {
 	steps := newSteps(r.taken)
 	if family == "mig" {
@@ -98,10 +98,10 @@ func (r *room) alike(items []item, steps *steps) bool {
 	return len(items) <= most
 }
 
-// together is how many of a profile's placements can be had at a time, and whether they lie apart, so
-// that each one that is taken costs no other.
+// together is how many of a profile's placements fit at a time, and whether they lie apart, so that
+// taking one leaves the others.
 func (s *space) together(places []mig.Placement, steps *steps) (n int, apart bool) {
-	if !s.onDemand { // devices that exist exclude nobody
+	if !s.onDemand { // devices that exist exclude no others
 		return len(places), true
 	}
 	standing := slices.Clone(s.standing)
@@ -140,11 +140,11 @@ func (r *room) spare(it item, others []item, steps *steps) (most int, alone bool
 // spareUnits is one less than what keeps r units off every GPU. A GPU on which they fit
 // must lose all its free units but r-1.
 //
-// Where nothing of a GPU is held, that is not all. Think of the GPU to which the agent
-// turned last, with a request for x units. Since the agent takes the fullest GPU that fits,
-// x did not fit on the others that were less full before: each had fewer than x free. (Or
-// it was turned to with more than the last one had.) What is held of a GPU can become free
-// at any moment, which changes that order; so only GPUs count of which nothing is.
+// An empty GPU must lose more. Think of the GPU to which the agent turned last, with a request for x
+// units. Since the agent takes the fullest GPU that fits, x did not fit on the others that were less
+// full before: each had fewer than x free. (Or the agent turned to it with more than the last one had.)
+// Held units can become free at any moment, which changes that order. So this counts for empty GPUs
+// alone.
 func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone bool) {
 	var fit []*space
 	for i := range r.gpus {
@@ -155,7 +155,7 @@ func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone
 	if len(fit) == 0 {
 		return 0, false
 	}
-	// Of requests for as much one is enough.
+	// One of several requests for as much is enough.
 	sizes := map[int]bool{}
 	for _, x := range others {
 		sizes[x.n] = true

@@ -19,8 +19,7 @@ type trial struct {
 	kinds map[string]piece.Kind
 	// steps are shared with those that it is copied to.
 	steps *steps
-	// value remembers what else could be made on a GPU, and least what a device of a
-	// resource spoils.
+	// least remembers how much a device of a resource spoils at least.
 	least map[string]int
 }
 
@@ -29,8 +28,8 @@ func (r *room) trial() *trial {
 	return &trial{gpus: shared(r.gpus), at: r.at, kinds: r.kinds, steps: newSteps(r.taken)}
 }
 
-// fits reports whether a pod that is alone gets all that it asks for. The kubelet asks
-// container by container, and for the resources of one in any order.
+// fits reports whether a pod gets all that it asks for if no other pod comes. The kubelet asks
+// container by container, and for the resources of one container in any order.
 func (r *room) fits(p *Pod) bool {
 	tries := maxTries
 	return r.try(p, 0, r.trial(), map[string][]string{}, &tries)
@@ -430,8 +429,8 @@ func (t *trial) remnant(resource string, n int) int {
 	return least
 }
 
-// loss is how many memory slices of placements that could be had cannot any more, if a
-// device of a resource is put where that is least.
+// loss is how many memory slices of free placements are lost for others if a device of a resource
+// is put where that is least.
 func (t *trial) loss(resource string) int {
 	if least, known := t.least[resource]; known {
 		return least
@@ -468,9 +467,8 @@ type loss struct {
 // maxLosses bounds what is remembered of a card.
 const maxLosses = 10_000
 
-// loss is how many memory slices of placements cannot be had any more once one of them is, and how
-// many steps it took to find out. Cards of a kind are in few states, and one of a fleet of 1,000
-// nodes is asked for each of them.
+// loss is how many memory slices of placements are lost for others when p is taken, and how many steps
+// it took to find out. Cards of a kind are in few states, and the same states come back all over a fleet.
 func (c *cardOf) loss(standing []mig.Placement, p mig.Placement) (lost, looked int) {
 	key, named := loss{place: p}, true
 	for _, o := range standing {
