@@ -58,8 +58,8 @@ type Books struct {
 	due time.Time
 	// lapsed are nodes where reservations have ended by themselves.
 	lapsed []string
-	// holds are what is held for pods that are to come.
-	holds holds
+	// holds are what is held for pods that are to come: Hold, Keep, Open and all about them.
+	holds
 }
 
 // node is what is known of a node.

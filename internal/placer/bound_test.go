@@ -78,7 +78,7 @@ func TestUnitsWhateverTheAgentChooses(t *testing.T) {
 		a := adversary{seen: map[string]bool{}}
 		beaten := a.units(free, total, sizes)
 		switch {
-		case !room.safe(memName, items, 0):
+		case !(bound{room, newSteps(nil)}).safe(memName, items, 0):
 			unsafe++
 			if beaten {
 				lost++
@@ -179,7 +179,7 @@ func TestPlacementsWhateverTheAgentChooses(t *testing.T) {
 		a := adversary{seen: map[string]bool{}}
 		beaten := a.placements(card, standing, held, names)
 		switch {
-		case !room.safe("mig", items, 0):
+		case !(bound{room, newSteps(nil)}).safe("mig", items, 0):
 			unsafe++
 			if beaten {
 				lost++
@@ -212,7 +212,7 @@ func TestReplicasWhateverTheAgentChooses(t *testing.T) {
 			items = append(items, item{repName, 1 + r.IntN(3)})
 		}
 		switch beaten := exhaust(free, items); {
-		case !room.safe(repName, items, 0):
+		case !(bound{room, newSteps(nil)}).safe(repName, items, 0):
 			if beaten {
 				lost++
 			}

@@ -72,15 +72,15 @@ type holds struct {
 // where it is, and the rest is looked for. Where that is not found, the hold stays as it was.
 // Pods of it on other nodes than those of the groups have nothing to do with it: those of a
 // job that comes back from elsewhere may not have ended there yet.
-func (b *Books) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
-	b.expire(now)
-	b.holds.balance()
-	h := b.holds.holdOf(id, name)
-	b.holds.narrow(h, groups)
+func (hs *holds) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
+	hs.b.expire(now)
+	hs.balance()
+	h := hs.holdOf(id, name)
+	hs.narrow(h, groups)
 	before := slices.Clone(h.seats)
-	b.holds.set(h, b.holds.remaining(h, groups))
-	b.holds.set(h, append(slices.Clone(h.seats), b.holds.ofMembers(h, groups)...))
-	return b.holds.fill(h, groups, before, b.holds.findAll)
+	hs.set(h, hs.remaining(h, groups))
+	hs.set(h, append(slices.Clone(h.seats), hs.ofMembers(h, groups)...))
+	return hs.fill(h, groups, before, hs.findAll)
 }
 
 // fill seats the pods that groups lack, the hardest to place first. Find opens a seat for each and
@@ -130,22 +130,22 @@ func tooMany(groups []Group) *Refusal {
 
 // SetHold notes a hold as it was written down, with the nodes of each group's pods. It looks for no
 // room: seats that have none are lost ([Books.Lost]).
-func (b *Books) SetHold(id, name string, groups []Group, at [][]string) {
-	h := b.holds.holdOf(id, name)
+func (hs *holds) SetHold(id, name string, groups []Group, at [][]string) {
+	h := hs.holdOf(id, name)
 	var seats []*seat
 	for g := range min(len(groups), len(at)) {
 		for i := range min(groups[g].N, len(at[g])) {
-			seats = append(seats, b.holds.seat(h, g, groups[g].Containers, at[g][i]))
+			seats = append(seats, hs.seat(h, g, groups[g].Containers, at[g][i]))
 		}
 	}
-	b.holds.set(h, seats)
+	hs.set(h, seats)
 }
 
 // Drop gives up what is held under an ID. Pods that have got some of it keep that.
-func (b *Books) Drop(id string) {
-	if h := b.holds.by[id]; h != nil {
-		b.news++
-		b.holds.drop(h)
+func (hs *holds) Drop(id string) {
+	if h := hs.by[id]; h != nil {
+		hs.b.news++
+		hs.drop(h)
 	}
 }
 
@@ -161,20 +161,20 @@ func (hs *holds) drop(h *hold) {
 
 // Leave takes their seats from the pods of a hold that are on nodes now: the workload has ended them,
 // and begins anew. Pods that are bound later get seats again.
-func (b *Books) Leave(id string) {
-	for _, e := range b.pods {
+func (hs *holds) Leave(id string) {
+	for _, e := range hs.b.pods {
 		if e.Hold == id && e.Node != "" && !e.left {
 			e.left = true
-			b.holds.sit(e)
+			hs.sit(e)
 		}
 	}
 }
 
 // Lost returns the nodes of seats that have lost their room, sorted, a node once for each seat.
-func (b *Books) Lost(id string) (nodes []string) {
-	if h := b.holds.by[id]; h != nil {
+func (hs *holds) Lost(id string) (nodes []string) {
+	if h := hs.by[id]; h != nil {
 		for _, s := range h.seats {
-			if b.holds.lost(s) {
+			if hs.lost(s) {
 				nodes = append(nodes, s.node)
 			}
 		}
@@ -188,11 +188,11 @@ func (hs *holds) lost(s *seat) bool { return s.at != "" && hs.b.room(s.node).lac
 
 // Pause has f called between the steps of a search for a hold: the books may be told and asked of
 // anything but that hold meanwhile.
-func (b *Books) Pause(f func()) { b.holds.pause = f }
+func (hs *holds) Pause(f func()) { hs.pause = f }
 
 // Holds are the IDs of all holds for groups, in order.
-func (b *Books) Holds() (ids []string) {
-	for id, h := range b.holds.by {
+func (hs *holds) Holds() (ids []string) {
+	for id, h := range hs.by {
 		if h.want == nil {
 			ids = append(ids, id)
 		}

@@ -46,19 +46,19 @@ const (
 //
 // The error is a [Refusal] where there is no room without all guests either; the hold then stays as
 // it was.
-func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
-	b.expire(now)
-	h := b.holds.holdOf(id, name)
-	b.holds.narrow(h, groups)
+func (hs *holds) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
+	hs.b.expire(now)
+	h := hs.holdOf(id, name)
+	hs.narrow(h, groups)
 	before := slices.Clone(h.seats)
-	b.holds.set(h, nil)
-	b.holds.set(h, b.holds.ofMembers(h, groups))
-	b.holds.balance()
-	o := opening{b: b, h: h, guests: guests, going: map[string]bool{}, now: now}
+	hs.set(h, nil)
+	hs.set(h, hs.ofMembers(h, groups))
+	hs.balance()
+	o := opening{b: hs.b, h: h, guests: guests, going: map[string]bool{}, now: now}
 	for _, g := range guests {
 		o.going[g.ID] = g.Going
 	}
-	at, err = b.holds.fill(h, groups, before, func(missing []*seat, groups []Group) (found int, _ *Refusal) {
+	at, err = hs.fill(h, groups, before, func(missing []*seat, groups []Group) (found int, _ *Refusal) {
 		for _, s := range missing {
 			best, no := o.best(&s.entry, groups[s.group].Among)
 			if no != nil {
@@ -70,7 +70,7 @@ func (b *Books) Open(id, name string, groups []Group, guests []Guest, now time.T
 			}
 			s.node = best.node
 			h.seats = append(h.seats, s)
-			b.holds.open(s, true)
+			hs.open(s, true)
 			found++
 		}
 		return found, nil

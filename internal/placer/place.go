@@ -354,7 +354,7 @@ func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
 			beside = append(beside, e)
 		}
 	}
-	if !r.bounded(p, families, beside) {
+	if !(bound{room: r}).holds(p, families, beside) {
 		switch {
 		case !r.fits(&p.Pod):
 			return r.noBlock(p), false, false
@@ -468,22 +468,4 @@ func (r *room) competes(p *entry, families map[string]bool) bool {
 		}
 	}
 	return false
-}
-
-// bounded reports whether the pod and those beside it are sure to have their room.
-func (r *room) bounded(p *entry, families map[string]bool, beside []*entry) bool {
-	if p.pinned || slices.ContainsFunc(beside, func(e *entry) bool { return e.pinned }) {
-		return false
-	}
-	for family := range families {
-		var items []item
-		for _, e := range beside {
-			items = append(items, r.items(&e.Pod, family)...)
-		}
-		fixed := len(items)
-		if !r.safe(family, append(items, r.items(&p.Pod, family)...), fixed) {
-			return false
-		}
-	}
-	return true
 }

@@ -25,29 +25,29 @@ type Part struct {
 //
 // Each resource is kept in as few parts as there is room for. A part that loses its room is in short
 // until it finds other room. When there is too little room, older parts keep theirs.
-func (b *Books) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
+func (hs *holds) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
 	// With news comes first what is kept already: one that wants more, and has been there for
 	// longer, would get the room that another one is to have back.
-	b.holds.balance()
-	h := b.holds.by[id]
+	hs.balance()
+	h := hs.by[id]
 	if h == nil {
 		h = &hold{id: id, members: map[string]*entry{}, want: map[string]int{}}
-		b.holds.by[id] = h
-		b.holds.kept = append(b.holds.kept, h)
-		b.holds.sitAll(h)
+		hs.by[id] = h
+		hs.kept = append(hs.kept, h)
+		hs.sitAll(h)
 	}
 	h.want, h.where = maps.Clone(want), where
-	b.holds.moved = true
-	b.news++
-	_, short = b.Kept(id)
+	hs.moved = true
+	hs.b.news++
+	_, short = hs.Kept(id)
 	return short
 }
 
 // Kept is what is kept under an ID beside what members use, and what there is no room for,
 // nil if nothing.
-func (b *Books) Kept(id string) (parts []Part, short map[string]int) {
-	b.holds.balance()
-	h := b.holds.by[id]
+func (hs *holds) Kept(id string) (parts []Part, short map[string]int) {
+	hs.balance()
+	h := hs.by[id]
 	if h == nil {
 		return nil, nil
 	}
@@ -69,8 +69,8 @@ func (b *Books) Kept(id string) (parts []Part, short map[string]int) {
 }
 
 // MembersOn are the nodes with pods of a hold.
-func (b *Books) MembersOn(id string) (nodes []string) {
-	if h := b.holds.by[id]; h != nil {
+func (hs *holds) MembersOn(id string) (nodes []string) {
+	if h := hs.by[id]; h != nil {
 		for _, e := range h.members {
 			nodes = append(nodes, e.at)
 		}

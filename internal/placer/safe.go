@@ -10,6 +10,31 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
+// bound decides whether pods get their room beside each other for any choice that the agent makes. It
+// has a number of steps for each family.
+type bound struct {
+	*room
+	steps *steps
+}
+
+// holds reports whether the pod and those beside it are sure to have their room.
+func (b bound) holds(p *entry, families map[string]bool, beside []*entry) bool {
+	if p.pinned || slices.ContainsFunc(beside, func(e *entry) bool { return e.pinned }) {
+		return false
+	}
+	for family := range families {
+		var items []item
+		for _, e := range beside {
+			items = append(items, b.items(&e.Pod, family)...)
+		}
+		b.steps = newSteps(b.taken)
+		if fixed := len(items); !b.safe(family, append(items, b.items(&p.Pod, family)...), fixed) {
+			return false
+		}
+	}
+	return true
+}
+
 // item is a request of one container: n devices of a resource, of a MIG profile always one.
 type item struct {
 	resource string
@@ -18,14 +43,14 @@ type item struct {
 
 // items are the requests of a pod for what competes in a family, as they are if no device
 // is used twice.
-func (r *room) items(p *Pod, family string) (out []item) {
+func (b bound) items(p *Pod, family string) (out []item) {
 	for i := range p.Containers {
 		requests := p.Containers[i].Requests
 		for _, name := range sorted(requests) {
 			n := requests[name]
 			switch {
-			case n <= 0 || r.family(name) != family:
-			case r.kinds[name] == piece.KindPlacement:
+			case n <= 0 || b.family(name) != family:
+			case b.kinds[name] == piece.KindPlacement:
 				for range n {
 					out = append(out, item{name, 1})
 				}
@@ -44,10 +69,9 @@ func (r *room) items(p *Pod, family string) (out []item) {
 //
 // MIG devices of several profiles are never safe beside each other: the place of one decides how
 // many of another fit. A search that needs more than maxSteps returns false.
-func (r *room) safe(family string, items []item, fixed int) bool {
-	steps := newSteps(r.taken)
+func (b bound) safe(family string, items []item, fixed int) bool {
 	if family == "mig" {
-		return r.alike(items, steps)
+		return b.alike(items)
 	}
 	type request struct {
 		item
@@ -63,11 +87,11 @@ func (r *room) safe(family string, items []item, fixed int) bool {
 			continue // the others are the same
 		}
 		seen[of] = true
-		if !steps.spend(len(items) + len(r.gpus)) {
+		if !b.steps.spend(len(items) + len(b.gpus)) {
 			return false
 		}
-		most, alone := r.spare(it, slices.Concat(items[:i], items[i+1:]), steps)
-		if steps.left < 0 {
+		most, alone := b.spare(it, slices.Concat(items[:i], items[i+1:]))
+		if b.steps.left < 0 {
 			return false
 		}
 		if !alone && i < fixed {
@@ -82,14 +106,14 @@ func (r *room) safe(family string, items []item, fixed int) bool {
 
 // alike reports whether MIG devices are all of one profile, and there is room for so many. Then it makes
 // no difference to the others which placement the agent chooses for one of them.
-func (r *room) alike(items []item, steps *steps) bool {
+func (b bound) alike(items []item) bool {
 	resource, most := items[0].resource, 0
 	if slices.ContainsFunc(items, func(o item) bool { return o.resource != resource }) {
 		return false
 	}
-	for i := range r.gpus {
-		s := &r.gpus[i]
-		n, apart := s.together(s.places[resource], steps)
+	for i := range b.gpus {
+		s := &b.gpus[i]
+		n, apart := s.together(s.places[resource], b.steps)
 		if !apart {
 			return false
 		}
@@ -120,18 +144,18 @@ func (s *space) together(places []mig.Placement, steps *steps) (n int, apart boo
 
 // spare is how many devices others may take, all together, with none of them able to keep a
 // request from its room. Alone is false where there is no room without them.
-func (r *room) spare(it item, others []item, steps *steps) (most int, alone bool) {
-	switch r.kinds[it.resource] {
+func (b bound) spare(it item, others []item) (most int, alone bool) {
+	switch b.kinds[it.resource] {
 	case piece.KindUnits:
-		return r.spareUnits(it, others, steps)
+		return b.spareUnits(it, others)
 	case piece.KindReplica:
-		return r.spareReplicas(it, others)
+		return b.spareReplicas(it, others)
 	case piece.KindWhole, piece.KindPlacement:
 	}
 	free := 0
-	for i := range r.gpus {
-		if r.gpus[i].resource == it.resource {
-			free += r.gpus[i].free
+	for i := range b.gpus {
+		if b.gpus[i].resource == it.resource {
+			free += b.gpus[i].free
 		}
 	}
 	return free - it.n, free >= it.n
@@ -145,10 +169,10 @@ func (r *room) spare(it item, others []item, steps *steps) (most int, alone bool
 // full before: each had fewer than x free. (Or the agent turned to it with more than the last one had.)
 // Held units can become free at any moment, which changes that order. So this counts for empty GPUs
 // alone.
-func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone bool) {
+func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 	var fit []*space
-	for i := range r.gpus {
-		if s := &r.gpus[i]; s.resource == it.resource && s.free >= it.n {
+	for i := range b.gpus {
+		if s := &b.gpus[i]; s.resource == it.resource && s.free >= it.n {
 			fit = append(fit, s)
 		}
 	}
@@ -160,7 +184,7 @@ func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone
 	for _, x := range others {
 		sizes[x.n] = true
 	}
-	if !steps.spend(len(fit) * len(fit) * len(sizes)) {
+	if !b.steps.spend(len(fit) * len(fit) * len(sizes)) {
 		return 0, false
 	}
 	least := func(last *space, x int) (sum int) {
@@ -187,10 +211,10 @@ func (r *room) spareUnits(it item, others []item, steps *steps) (most int, alone
 
 // spareReplicas is how much others may take if they use up the GPUs with the fewest free
 // replicas first. Each takes at most one of a GPU.
-func (r *room) spareReplicas(it item, others []item) (most int, alone bool) {
+func (b bound) spareReplicas(it item, others []item) (most int, alone bool) {
 	var free []int
-	for i := range r.gpus {
-		if s := &r.gpus[i]; s.resource == it.resource && s.free > 0 {
+	for i := range b.gpus {
+		if s := &b.gpus[i]; s.resource == it.resource && s.free > 0 {
 			free = append(free, s.free)
 		}
 	}
