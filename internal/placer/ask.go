@@ -47,8 +47,6 @@ func (b *Books) Refresh(most int) (more bool) {
 // costs less than Fits where much is asked of one node, and leaves reservations as they are,
 // also those whose time has come.
 func (b *Books) HasRoom(p Pod, name string) bool {
-	e := &entry{}
-	e.set(p)
 	b.holds.balance()
-	return b.judge(e, name, yieldNothing).why == ""
+	return b.judge(newAsk(p), name, yieldNothing).why == ""
 }

@@ -91,8 +91,8 @@ type node struct {
 // podName is how a GPUNode names a pod.
 type podName struct{ namespace, name string }
 
-// entry is what is known of a pod.
-type entry struct {
+// ask is what a pod asks for, or a seat. It does not change.
+type ask struct {
 	Pod
 	// needs is how many devices its containers get at least, by resource, and names are these
 	// resources in order. pinned is true if that does not tell all: see Pod.pinned.
@@ -103,6 +103,20 @@ type entry struct {
 	largest, sum int
 	// shape is the same for pods that ask for the same.
 	shape string
+}
+
+func newAsk(p Pod) *ask {
+	a := &ask{Pod: p, needs: p.needs(), pinned: p.pinned(), shape: fmt.Sprint(p.Containers)}
+	a.names = sorted(a.needs)
+	for name, n := range a.needs {
+		a.largest, a.sum = max(a.largest, slicesOf(name)), a.sum+n
+	}
+	return a
+}
+
+// entry is what is known of a pod.
+type entry struct {
+	*ask
 	// reserved is a node, until a time.
 	reserved string
 	until    time.Time
@@ -110,8 +124,9 @@ type entry struct {
 	asking, told bool
 	// at is the node that counts it among its pods.
 	at string
-	// in is the hold that it is a member of, and sits the seat that it uses. left is true after Leave.
-	in   *hold
+	// in is the ID of the hold that it is a member of, and sits the seat that it uses. left is true
+	// after Leave.
+	in   string
 	sits *seat
 	left bool
 }
@@ -236,11 +251,11 @@ func (n *node) most(g *gpunode.GPU) map[string]int {
 	return out
 }
 
-// cannot is the first resource, in order, that a pod wants more of than a node can ever give; empty if
-// there is none.
-func (n *node) cannot(e *entry) string {
-	for _, name := range e.names {
-		if has, ours := n.has[name]; ours && e.needs[name] > has {
+// beyond is the first resource, in order, that a pod wants more of than a node can ever give, which has
+// is; empty if there is none.
+func (a *ask) beyond(has map[string]int) string {
+	for _, name := range a.names {
+		if most, ours := has[name]; ours && a.needs[name] > most {
 			return name
 		}
 	}
@@ -255,20 +270,10 @@ func (b *Books) SetPod(p Pod) {
 		b.pods[p.UID] = e
 	}
 	e.told = true
-	if e.set(p); p.Node != "" || p.Done {
+	if e.ask = newAsk(p); p.Node != "" || p.Done {
 		e.reserved = ""
 	}
 	b.settle(e)
-}
-
-// set notes what a pod is.
-func (e *entry) set(p Pod) {
-	e.Pod, e.needs, e.pinned = p, p.needs(), p.pinned()
-	e.names, e.shape = sorted(e.needs), fmt.Sprint(p.Containers)
-	e.largest, e.sum = 0, 0
-	for name, n := range e.needs {
-		e.largest, e.sum = max(e.largest, slicesOf(name)), e.sum+n
-	}
 }
 
 // DeletePod forgets a pod.

@@ -23,8 +23,8 @@ type Group struct {
 // pods ([Books.Hold]), each pod with a seat of its own, or for amounts ([Books.Keep]), which pods take
 // in pieces of any size.
 type hold struct {
-	id, name string
-	seats    []*seat
+	*owner
+	seats []*seat
 	// members are the pods of the hold that have or will have devices of a node. A hold for groups
 	// counts those on nodes of among alone, or all while that is nil: the groups are not known yet.
 	members map[string]*entry
@@ -35,16 +35,23 @@ type hold struct {
 	where func(node string) bool
 }
 
+// owner is whose a hold is: its ID, a name for people, and whether it is for amounts.
+type owner struct {
+	id, name string
+	amounts  bool
+}
+
 // seat is room on a node for what a pod asks for. While no member uses it, it is open, and among
 // the node's.
 type seat struct {
-	entry // it is no pod of the API's, and never has devices
-	of    *hold
+	*ask  // it is no pod of the API's, and never has devices
+	owner *owner
+	open  bool
 	group int
 	// age counts seats: where there is not room for all, those that came first keep theirs.
 	age  int
 	node string
-	by   *entry
+	by   string // the UID of the member that uses it, empty if none does
 	// part is the amount that the seat is for, zero of a group's.
 	part Part
 }
@@ -91,7 +98,7 @@ func (hs *holds) fill(
 	no := tooMany(groups)
 	if no == nil {
 		missing := hs.missing(h, groups)
-		slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(&x.entry, &y.entry) })
+		slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(x.ask, y.ask) })
 		had := len(h.seats)
 		var found int
 		if found, no = find(missing, groups); no == nil {
@@ -152,7 +159,7 @@ func (hs *holds) Drop(id string) {
 func (hs *holds) drop(h *hold) {
 	hs.set(h, nil)
 	for _, e := range h.members {
-		e.in = nil
+		e.in = ""
 	}
 	delete(hs.by, h.id)
 	hs.kept = slices.DeleteFunc(hs.kept, func(o *hold) bool { return o == h })
@@ -184,7 +191,7 @@ func (hs *holds) Lost(id string) (nodes []string) {
 }
 
 // lost reports whether a seat is open and has lost its room.
-func (hs *holds) lost(s *seat) bool { return s.at != "" && hs.b.room(s.node).lacks(s) }
+func (hs *holds) lost(s *seat) bool { return s.open && hs.b.room(s.node).lacks(s) }
 
 // Pause has f called between the steps of a search for a hold: the books may be told and asked of
 // anything but that hold meanwhile.
@@ -205,7 +212,7 @@ func (hs *holds) Holds() (ids []string) {
 func (hs *holds) holdOf(id, name string) *hold {
 	h := hs.by[id]
 	if h == nil {
-		h = &hold{id: id, members: map[string]*entry{}}
+		h = &hold{owner: &owner{id: id}, members: map[string]*entry{}}
 		hs.by[id] = h
 		hs.sitAll(h)
 	}
@@ -244,10 +251,9 @@ func (hs *holds) sitAll(h *hold) {
 // seat makes a seat, which is not open yet.
 func (hs *holds) seat(h *hold, group int, containers []Container, node string) *seat {
 	hs.age++
-	s := &seat{of: h, group: group, age: hs.age, node: node}
 	// No pod has such a name, so that no GPUNode names it as a holder.
-	s.set(Pod{UID: fmt.Sprintf("hold %s %d", h.id, s.age), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
-	return s
+	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
+	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
 }
 
 // remaining are the seats that stay when these groups are wanted.
@@ -260,7 +266,7 @@ func (hs *holds) remaining(h *hold, groups []Group) (out []*seat) {
 		}
 		for _, taken := range []bool{true, false} {
 			for _, s := range h.seats {
-				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != nil) &&
+				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != "") &&
 					(taken || among[s.node] && !hs.lost(s)) {
 					out = append(out, s)
 					n++
@@ -331,13 +337,13 @@ func (hs *holds) set(h *hold, seats []*seat) {
 		if stays[s] {
 			continue
 		}
-		if hs.open(s, false); s.by != nil {
-			s.by, s.by.sits = nil, nil
+		if hs.open(s, false); s.by != "" {
+			hs.b.pods[s.by].sits, s.by = nil, ""
 		}
 	}
 	h.seats = seats
 	for _, s := range seats {
-		hs.open(s, s.by == nil)
+		hs.open(s, s.by == "")
 	}
 	for _, uid := range slices.Sorted(maps.Keys(h.members)) {
 		hs.offer(h.members[uid])
@@ -347,12 +353,13 @@ func (hs *holds) set(h *hold, seats []*seat) {
 // offer gives a member a seat of one that asks for the same, if it has none: one of its node, or
 // else another, which goes with it.
 func (hs *holds) offer(e *entry) {
-	if e.sits != nil || e.in.want != nil {
+	h := hs.by[e.in]
+	if e.sits != nil || h.want != nil {
 		return
 	}
 	var found *seat
-	for _, s := range e.in.seats {
-		if s.at != "" && s.shape == e.shape {
+	for _, s := range h.seats {
+		if s.open && s.shape == e.shape {
 			if s.node == e.at {
 				found = s
 				break
@@ -362,19 +369,18 @@ func (hs *holds) offer(e *entry) {
 	}
 	if found != nil {
 		hs.open(found, false)
-		found.node, found.by, e.sits = e.at, e, found
+		found.node, found.by, e.sits = e.at, e.UID, found
 	}
 }
 
 // open puts a seat among those of its node, or takes it out.
 func (hs *holds) open(s *seat, open bool) {
-	if open == (s.at != "") {
+	if open == s.open {
 		return
 	}
 	n := hs.b.node(s.node)
 	i, _ := slices.BinarySearchFunc(n.seats, s, func(x, y *seat) int { return cmp.Compare(x.age, y.age) })
-	if s.at = ""; open {
-		s.at = s.node
+	if s.open = open; open {
 		n.room = n.room.joined(s, i == len(n.seats))
 		n.seats = slices.Insert(slices.Clip(n.seats), i, s)
 	} else {
@@ -387,21 +393,21 @@ func (hs *holds) open(s *seat, open bool) {
 
 // sit puts a pod among the members of its hold, with a seat, or takes it out.
 func (hs *holds) sit(e *entry) {
-	was, is := e.in, hs.by[e.Hold]
+	was, is := hs.by[e.in], hs.by[e.Hold]
 	if e.at == "" || e.left || is != nil && is.among != nil && !is.among[e.at] {
 		is = nil
 	}
 	if s := e.sits; s != nil && (is != was || s.node != e.at || s.shape != e.shape) {
-		s.by, e.sits = nil, nil
+		s.by, e.sits = "", nil
 		hs.open(s, true)
 	}
 	if was != nil && was != is {
 		delete(was.members, e.UID)
 	}
-	e.in = is
-	if is == nil {
+	if e.in = ""; is == nil {
 		return
 	}
+	e.in = is.id
 	_, known := is.members[e.UID]
 	is.members[e.UID] = e
 	if hs.offer(e); is.want != nil && !known {
@@ -410,7 +416,7 @@ func (hs *holds) sit(e *entry) {
 }
 
 // heavier sorts what pods ask for, the hardest to place first.
-func heavier(x, y *entry) int {
+func heavier(x, y *ask) int {
 	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape))
 }
 
@@ -420,7 +426,7 @@ func (n *node) seatOf(h *hold, shape string) *seat {
 		return nil
 	}
 	for _, s := range n.seats {
-		if s.of == h && s.shape == shape && h.want == nil {
+		if s.owner == h.owner && s.shape == shape && h.want == nil {
 			return s
 		}
 	}
@@ -428,4 +434,4 @@ func (n *node) seatOf(h *hold, shape string) *seat {
 }
 
 // who is the pod for people.
-func (e *entry) who() string { return e.Namespace + "/" + e.Name }
+func (a *ask) who() string { return a.Namespace + "/" + a.Name }

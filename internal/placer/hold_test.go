@@ -489,7 +489,7 @@ func TestOthersAskBetweenTheSteps(t *testing.T) {
 					continue // an agent has chosen otherwise, between two steps
 				}
 				if _, err := f.machines[name].admit(f.r, &s.Pod); err != nil {
-					t.Fatalf("seed %d: %s has no room for a seat of %s, %v: %v", seed, name, s.of.id, s.Containers, err)
+					t.Fatalf("seed %d: %s has no room for a seat of %s, %v: %v", seed, name, s.owner.id, s.Containers, err)
 				}
 			}
 		}

@@ -60,7 +60,7 @@ func (hs *holds) Open(id, name string, groups []Group, guests []Guest, now time.
 	}
 	at, err = hs.fill(h, groups, before, func(missing []*seat, groups []Group) (found int, _ *Refusal) {
 		for _, s := range missing {
-			best, no := o.best(&s.entry, groups[s.group].Among)
+			best, no := o.best(s.ask, groups[s.group].Among)
 			if no != nil {
 				return found, no
 			}
@@ -118,7 +118,7 @@ func dearer(x, y []Guest) int {
 }
 
 // best is the best offer of some nodes.
-func (o *opening) best(e *entry, among []string) (best *offer, no *Refusal) {
+func (o *opening) best(e *ask, among []string) (best *offer, no *Refusal) {
 	no = newRefusal()
 	found := 0
 	for _, name := range among {
@@ -155,7 +155,7 @@ type hosted struct {
 	guests []Guest
 	gone   map[string]bool     // UIDs of those that go in any case
 	free   []string            // devices of pods that have gone
-	vague  *entry              // a pod that has not reported its devices
+	vague  *ask                // a pod that has not reported its devices
 	uids   map[string][]string // of guests' pods and seats, by hold
 	gpus   map[string][]Guest  // by UUID, those with devices of it
 }
@@ -180,9 +180,12 @@ func (o *opening) on(name string) *hosted {
 			of.vague = e
 		}
 	}
-	here := maps.Clone(n.here)
+	here := map[string]*ask{}
+	for uid, e := range n.here {
+		here[uid] = e.ask
+	}
 	for _, s := range n.seats {
-		here[s.UID] = &s.entry
+		here[s.UID] = s.ask
 	}
 	devices := map[string]map[string]bool{}
 	for _, uid := range slices.Sorted(maps.Keys(here)) {
@@ -230,7 +233,7 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 }
 
 // judge is the verdict on a seat once guests have gone.
-func (of *hosted) judge(ends []Guest, e *entry) verdict {
+func (of *hosted) judge(ends []Guest, e *ask) verdict {
 	if of.vague != nil && len(ends) > 0 { // a guest might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
@@ -239,7 +242,7 @@ func (of *hosted) judge(ends []Guest, e *entry) verdict {
 
 // cheapest are the guests that are best ended; nil where that is not better than another offer. All is
 // the verdict once all of them have gone.
-func (of *hosted) cheapest(e *entry, all verdict, than *offer) (best *offer) {
+func (of *hosted) cheapest(e *ask, all verdict, than *offer) (best *offer) {
 	take := func(ends []Guest, v verdict) {
 		one := &offer{ends: ends, verdict: v}
 		for _, g := range ends {
@@ -285,7 +288,7 @@ func (of *hosted) cheapest(e *entry, all verdict, than *offer) (best *offer) {
 }
 
 // spare leaves those guests alone that need not end, the dearest first.
-func (of *hosted) spare(all []Guest, e *entry, v verdict) ([]Guest, verdict) {
+func (of *hosted) spare(all []Guest, e *ask, v verdict) ([]Guest, verdict) {
 	ends := slices.Clone(all)
 	order := slices.Clone(all)
 	slices.Reverse(order)

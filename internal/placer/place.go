@@ -65,7 +65,7 @@ func (r *Refusal) Error() string {
 func newRefusal() *Refusal { return &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}} }
 
 // note notes why a node has no room for a pod, and what there is.
-func (r *Refusal) note(p *entry, of *room, node string, v *verdict) {
+func (r *Refusal) note(p *ask, of *room, node string, v *verdict) {
 	r.Nodes[node], r.Waits, r.Held = v.why, r.Waits || v.waits, r.Held || v.held
 	for _, resource := range p.names {
 		if n := of.block(resource); n > r.Largest[resource].N || r.Largest[resource].Node == "" {
@@ -83,7 +83,7 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	b.expire(now)
 	e := b.pods[p.UID]
 	if e == nil {
-		e = &entry{}
+		e = &entry{ask: newAsk(p)}
 		b.pods[p.UID] = e
 	}
 	if e.Node != "" {
@@ -91,17 +91,18 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	}
 	e.reserved, e.asking = "", true
 	b.settle(e)
-	e.set(p)
+	e.ask = newAsk(p)
 	b.holds.balance()
-	best, why := b.best(ctx, e, among)
+	best, why := b.best(ctx, e.ask, among)
 	if e.asking = false; why == nil && ctx.Err() == nil {
 		e.reserved, e.until = best, now.Add(ReservedFor)
 		if b.due.IsZero() || e.until.Before(b.due) {
 			b.due = e.until
 		}
 	}
-	if b.settle(e); e.in != nil && e.in.want != nil {
-		b.holds.regain(e.in) // before others do
+	b.settle(e)
+	if h := b.holds.by[e.in]; h != nil && h.want != nil {
+		b.holds.regain(h) // before others do
 	}
 	if e.reserved == "" {
 		if !e.told {
@@ -131,7 +132,7 @@ func better(x, y *choice) int {
 // A pod of a hold goes where that has room for it, as long as it has any. A pod that takes some of
 // an amount has its room before pods that may come: where the rest has none beside it, that loses
 // its room, and in the end what others hold does, too.
-func (b *Books) best(ctx context.Context, p *entry, among []string) (string, *Refusal) {
+func (b *Books) best(ctx context.Context, p *ask, among []string) (string, *Refusal) {
 	h := b.holds.by[p.Hold]
 	if h != nil && h.want != nil {
 		for _, yield := range []yielding{yieldNothing, yieldOwn, yieldAll} {
@@ -191,12 +192,12 @@ const (
 )
 
 // keepsFor reports whether a hold keeps an amount of something on a node that a pod asks for.
-func (n *node) keepsFor(h *hold, p *entry) bool {
-	return slices.ContainsFunc(n.seats, func(s *seat) bool { return s.of == h && p.needs[s.part.Resource] > 0 })
+func (n *node) keepsFor(h *hold, p *ask) bool {
+	return slices.ContainsFunc(n.seats, func(s *seat) bool { return s.owner == h.owner && p.needs[s.part.Resource] > 0 })
 }
 
 // judge gives a node's verdict on a pod that is on none, which may use what its hold has there.
-func (b *Books) judge(p *entry, name string, yield yielding) verdict {
+func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 	n, r := b.nodes[name], b.room(name)
 	h := b.holds.by[p.Hold]
 	key := verdictKey{shape: p.shape, yield: yield}
@@ -214,9 +215,9 @@ func (b *Books) judge(p *entry, name string, yield yielding) verdict {
 		case part && yield == yieldAll:
 			keep = nil
 		case part:
-			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.of == h })
+			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.owner == h.owner })
 			if yield == yieldNothing {
-				own := slices.DeleteFunc(slices.Clone(r.stands), func(s *seat) bool { return s.of != h })
+				own := slices.DeleteFunc(slices.Clone(r.stands), func(s *seat) bool { return s.owner != h.owner })
 				keep = append(keep, b.holds.cut(own, p.needs, name)...)
 			}
 		}
@@ -229,7 +230,7 @@ func (b *Books) judge(p *entry, name string, yield yielding) verdict {
 }
 
 // judgeSeat gives the room's verdict on one seat more there, beside those that there are.
-func (r *room) judgeSeat(s *entry) verdict {
+func (r *room) judgeSeat(s *ask) verdict {
 	return r.remember(verdictKey{shape: s.shape, seat: true}, func() (v verdict) {
 		if v.why = r.never(s); v.why != "" {
 			return v
@@ -255,7 +256,7 @@ func (hs *holds) findAll(missing []*seat, groups []Group) (found int, no *Refusa
 		among := groups[s.group].Among
 		var all choices
 		consider := func(name string) {
-			if v := hs.b.room(name).judgeSeat(&s.entry); v.why == "" {
+			if v := hs.b.room(name).judgeSeat(s.ask); v.why == "" {
 				heap.Push(&all, choice{name, v})
 			}
 			hs.pause()
@@ -264,19 +265,20 @@ func (hs *holds) findAll(missing []*seat, groups []Group) (found int, no *Refusa
 			consider(name)
 		}
 		for _, s := range missing[:n] {
-			for len(all) > 0 && hs.b.room(all[0].node).judgeSeat(&s.entry) != all[0].verdict { // there was news
+			for len(all) > 0 && hs.b.room(all[0].node).judgeSeat(s.ask) != all[0].verdict { // there was news
 				consider(heap.Pop(&all).(choice).node)
 			}
 			if len(all) == 0 {
 				no := newRefusal()
 				for _, name := range among {
-					v := hs.b.room(name).judgeSeat(&s.entry)
-					no.note(&s.entry, hs.b.room(name), name, &v)
+					v := hs.b.room(name).judgeSeat(s.ask)
+					no.note(s.ask, hs.b.room(name), name, &v)
 				}
 				return found, no
 			}
 			s.node = heap.Pop(&all).(choice).node
-			s.of.seats = append(s.of.seats, s)
+			h := hs.by[s.owner.id]
+			h.seats = append(h.seats, s)
 			hs.open(s, true)
 			consider(s.node)
 			found++
@@ -325,8 +327,7 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 		gone[uid] = true
 	}
 	b.holds.balance()
-	e := &entry{}
-	e.set(p)
+	e := newAsk(p)
 	if s := n.seatOf(b.holds.by[p.Hold], e.shape); s != nil {
 		gone[s.UID] = true
 	}
@@ -343,12 +344,12 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 
 // refuse is why a pod has no room where some seats keep theirs; empty if it has. waits is true if pods
 // that have not reported their devices are the reason, and held if these seats are.
-func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
+func (r *room) refuse(p *ask, keep []*seat) (why string, waits, held bool) {
 	if why = r.never(p); why != "" {
 		return why, false, false
 	}
 	families := r.families(p)
-	var beside []*entry
+	var beside []*ask
 	for _, e := range r.pending {
 		if e.UID != p.UID && r.competes(e, families) {
 			beside = append(beside, e)
@@ -363,20 +364,20 @@ func (r *room) refuse(p *entry, keep []*seat) (why string, waits, held bool) {
 		}
 	}
 	if s := cmp.Or(r.awaited(p), r.robbed(p, keep)); s != nil {
-		return "the rest of it is held for " + s.of.whom(), false, true
+		return "the rest of it is held for " + s.owner.whom(), false, true
 	}
 	return "", false, false
 }
 
 // awaited is a seat of another hold that waits for room and competes with a pod; nil if there is none.
 // It gets what becomes free.
-func (r *room) awaited(p *entry) *seat {
+func (r *room) awaited(p *ask) *seat {
 	if len(r.seats) == len(r.stands) {
 		return nil
 	}
 	families := r.families(p)
 	for _, s := range r.seats {
-		if s.of.id != p.Hold && r.competes(&s.entry, families) && !slices.Contains(r.stands, s) {
+		if s.owner.id != p.Hold && r.competes(s.ask, families) && !slices.Contains(r.stands, s) {
 			return s
 		}
 	}
@@ -384,7 +385,7 @@ func (r *room) awaited(p *entry) *seat {
 }
 
 // families are those of what a pod asks for.
-func (r *room) families(p *entry) map[string]bool {
+func (r *room) families(p *ask) map[string]bool {
 	out := map[string]bool{}
 	for _, name := range p.names {
 		out[r.family(name)] = true
@@ -393,18 +394,18 @@ func (r *room) families(p *entry) map[string]bool {
 }
 
 // whom is whom a hold is for, for people.
-func (h *hold) whom() string {
-	if h.want != nil {
+func (o *owner) whom() string {
+	if o.amounts {
 		return "another cluster"
 	}
-	return "pods to come of " + h.name
+	return "pods to come of " + o.name
 }
 
 // never is why a pod has no room on an otherwise idle node, as far as that shows without a trial; empty
 // if it may have.
-func (r *room) never(p *entry) string {
-	if r.of != nil && r.of.passed != "" {
-		return r.of.passed
+func (r *room) never(p *ask) string {
+	if r.passed != "" {
+		return r.passed
 	}
 	for _, name := range p.names {
 		if _, ours := r.kinds[name]; !ours {
@@ -415,7 +416,7 @@ func (r *room) never(p *entry) string {
 		}
 	}
 	// Refuse numbers that a node can never give before counting with them.
-	if r.of != nil && r.of.cannot(p) != "" || r.tooLarge(p) {
+	if p.beyond(r.has) != "" || r.tooLarge(p) {
 		return r.noBlock(p)
 	}
 	return ""
@@ -423,7 +424,7 @@ func (r *room) never(p *entry) string {
 
 // robbed is the first of some seats that has no room once a pod has what it asks for; nil where each
 // has.
-func (r *room) robbed(p *entry, seats []*seat) *seat {
+func (r *room) robbed(p *ask, seats []*seat) *seat {
 	if len(seats) == 0 {
 		return nil
 	}
@@ -440,7 +441,7 @@ func (r *room) robbed(p *entry, seats []*seat) *seat {
 }
 
 // tooLarge reports whether one container asks for more than any could have.
-func (r *room) tooLarge(p *entry) bool {
+func (r *room) tooLarge(p *ask) bool {
 	for i := range p.Containers {
 		for name, n := range p.Containers[i].Requests {
 			if _, ours := r.kinds[name]; ours && n > r.largest(name) {
@@ -452,7 +453,7 @@ func (r *room) tooLarge(p *entry) bool {
 }
 
 // noBlock is the text for a pod that no free block is large enough for.
-func (r *room) noBlock(p *entry) string {
+func (r *room) noBlock(p *ask) string {
 	var largest []string
 	for _, name := range p.names {
 		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.block(name)))
@@ -461,7 +462,7 @@ func (r *room) noBlock(p *entry) string {
 }
 
 // competes reports whether a pod asks for something of the families.
-func (r *room) competes(p *entry, families map[string]bool) bool {
+func (r *room) competes(p *ask, families map[string]bool) bool {
 	for _, name := range p.names {
 		if _, ours := r.kinds[name]; ours && families[r.family(name)] {
 			return true

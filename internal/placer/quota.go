@@ -31,7 +31,7 @@ func (hs *holds) Keep(id string, want map[string]int, where func(node string) bo
 	hs.balance()
 	h := hs.by[id]
 	if h == nil {
-		h = &hold{id: id, members: map[string]*entry{}, want: map[string]int{}}
+		h = &hold{owner: &owner{id: id, amounts: true}, members: map[string]*entry{}, want: map[string]int{}}
 		hs.by[id] = h
 		hs.kept = append(hs.kept, h)
 		hs.sitAll(h)
@@ -182,7 +182,7 @@ func (hs *holds) parted(h *hold, p Part) *seat {
 
 // smaller makes a seat for less of the same amount, in its place.
 func (hs *holds) smaller(s *seat, n int) *seat {
-	out := hs.parted(s.of, Part{s.part.Node, s.part.Resource, n})
+	out := hs.parted(hs.by[s.owner.id], Part{s.part.Node, s.part.Resource, n})
 	out.age = s.age
 	return out
 }

@@ -19,16 +19,17 @@ import (
 // room is what is free on a node, and the pods and seats that are about to take some of it.
 type room struct {
 	gpus []space
-	// at is each GPU's index in gpus by its UUID. of is the node, nil for an unknown one.
-	at map[string]int
-	of *node
+	// at is each GPU's index in gpus by its UUID. passed and has are the node's, empty of an unknown one.
+	at     map[string]int
+	passed string
+	has    map[string]int
 	// taken counts the steps of all trials.
 	taken *int
 	// kinds has the resources that the node offers.
 	kinds map[string]piece.Kind
 	// pending are the pods that have not reported all their devices, in the order of their UIDs. seats
 	// are the open ones, oldest first.
-	pending []*entry
+	pending []*ask
 	seats   []*seat
 	// settled is what is left after the agent's packing has given the pending pods their devices.
 	// expected is what is left after the seats got theirs, too, and stands are the seats that found
@@ -131,7 +132,7 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 			}
 		}
 	}
-	r := &room{of: n, taken: &b.taken}
+	r := &room{passed: n.passed, has: n.has, taken: &b.taken}
 	if len(gone) > 0 {
 		r.gpus, r.at, r.kinds = n.spaces(gone)
 	} else {
@@ -157,8 +158,8 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 			r.hold(id)
 		}
 		// A pod that asks for more than the node can have gets nothing, or has its devices already.
-		if !r.reported(e, ids) && n.cannot(e) == "" {
-			r.pending = append(r.pending, e)
+		if !r.reported(e.ask, ids) && e.beyond(n.has) == "" {
+			r.pending = append(r.pending, e.ask)
 		}
 	}
 	return r
@@ -364,7 +365,7 @@ func (r *room) hold(id string) {
 }
 
 // reported reports whether a pod's devices are all that it has asked for of the node.
-func (r *room) reported(p *entry, ids []string) bool {
+func (r *room) reported(p *ask, ids []string) bool {
 	for name, need := range p.needs {
 		if _, ours := r.kinds[name]; ours && (len(ids) < need || r.count(name, ids) < need) {
 			return false

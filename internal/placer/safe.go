@@ -18,8 +18,8 @@ type bound struct {
 }
 
 // holds reports whether the pod and those beside it are sure to have their room.
-func (b bound) holds(p *entry, families map[string]bool, beside []*entry) bool {
-	if p.pinned || slices.ContainsFunc(beside, func(e *entry) bool { return e.pinned }) {
+func (b bound) holds(p *ask, families map[string]bool, beside []*ask) bool {
+	if p.pinned || slices.ContainsFunc(beside, func(e *ask) bool { return e.pinned }) {
 		return false
 	}
 	for family := range families {

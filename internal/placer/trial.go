@@ -357,7 +357,7 @@ func (t *trial) pod(p *Pod) bool {
 }
 
 // expect gives a pod what there is room for. The rest of what it asks for is not expected.
-func (t *trial) expect(e *entry) {
+func (t *trial) expect(e *ask) {
 	again := map[string][]string{}
 	for i := range e.Containers {
 		c := &e.Containers[i]
@@ -376,7 +376,7 @@ func (r *room) joined(s *seat, last bool) *room {
 	if r == nil || r.expected == nil || !last {
 		return nil
 	}
-	next := &room{gpus: r.gpus, at: r.at, of: r.of, taken: r.taken, kinds: r.kinds, pending: r.pending, seats: append(slices.Clip(r.seats), s),
+	next := &room{gpus: r.gpus, at: r.at, passed: r.passed, has: r.has, taken: r.taken, kinds: r.kinds, pending: r.pending, seats: append(slices.Clip(r.seats), s),
 		settled: r.settled, expected: r.expected.anew(), stands: r.stands}
 	next.expected.steps.left = r.rest // what answers have taken since is not of this
 	next.seat(s)

@@ -312,7 +312,7 @@ func sketch(r *room) (out string) {
 		pending = append(pending, e.who()+e.shape)
 	}
 	for _, s := range r.seats {
-		pending = append(pending, s.of.id+s.shape)
+		pending = append(pending, s.owner.id+s.shape)
 	}
 	slices.Sort(pending)
 	return out + strings.Join(pending, "\n")
@@ -473,7 +473,7 @@ func (f *fleet) seats() {
 			}
 			f.count["seats with room"]++
 			if _, err := m.admit(f.r, &s.Pod); err != nil && !s.several() {
-				f.t.Fatalf("%s has no room for a seat of %s, %v: %v", name, s.of.id, s.Containers, err)
+				f.t.Fatalf("%s has no room for a seat of %s, %v: %v", name, s.owner.id, s.Containers, err)
 			}
 		}
 	}
