@@ -169,11 +169,8 @@ func TestPlacementsWhateverTheAgentChooses(t *testing.T) {
 		}
 		var items []item
 		var names []mig.Name
-		name := kinds[r.IntN(len(kinds))]
 		for range 2 + r.IntN(2) {
-			if r.IntN(4) == 0 {
-				name = kinds[r.IntN(len(kinds))]
-			}
+			name := kinds[r.IntN(len(kinds))]
 			names, items = append(names, name), append(items, item{"example.com/" + name.Resource(), 1})
 		}
 		a := adversary{seen: map[string]bool{}}

@@ -31,9 +31,9 @@
 // A bound decides that: for every request, how much the other requests would have to take to leave no
 // room for it. To keep r memory units from a GPU with f free ones takes f-r+1 of them. An empty GPU
 // counts for more, since the agent turns to it only for what fits on none of the fuller ones. To keep a
-// replica from a GPU others must use it up, and each request takes one replica. MIG devices of one
-// profile are counted, since each leaves room for as many others in any place. A MIG device of another
-// profile waits until these have reported.
+// replica from a GPU others must use it up, and each request takes one replica. To keep a MIG device on
+// demand from a card others must cover each of its profile's free placements, or use up what the card
+// allows of its kind.
 //
 // Where all pods have reported, the books ask the agent's own packing (pkg/timeslice, pkg/mig) for each
 // of the pod's containers in turn, as the kubelet would. So they refuse what the agent would refuse. A
@@ -66,15 +66,20 @@
 // the seats of its node cut to what is left.
 //
 // A seat is kept by expectation. First the agent's packing gives the pods that have not reported their
-// devices, and then it serves the seats, oldest first. A seat that finds no room then has lost it
-// ([Books.Lost]). No pod is placed, and no seat added, where a seat that has its room would lose it.
-// Where a seat waits for room, it gets what becomes free. So a pod comes to its seat as it would to a
-// free node. An agent that chooses otherwise than its packing costs a seat, not a pod.
+// devices. Then it serves the seats of groups, oldest first, and then those of amounts, which may as well
+// be elsewhere. A seat that finds no room then has lost it ([Books.Lost]). No pod is placed, and no seat
+// added, where a seat that has its room would lose it. Where a seat waits for room, it gets what becomes
+// free.
+//
+// The pods of a group come at the same moment. So its seats are where the bound holds for all pods and
+// seats of groups; or, with no others on the node, as many as the packing has room for, and then their
+// pods come one after the other. Otherwise four pods could never be held that just fill two GPUs. An
+// amount has no part in the bound: little would ever be safe beside it.
 //
 // The books look again for the lost room of an amount after each piece of news, before they place a pod.
 // For the lost room of a group they look when the caller calls Hold again: the caller has written down
 // where its pods are to go. A pod that takes some of an amount goes before pods that may still come. If
-// the two do not fit, the rest of the amount loses its room, and at last so do other holds there.
+// the two do not fit, the rest of the amount loses its room, and at last so do others' amounts there.
 //
 // A search for hundreds of pods looks at each node once, and then only at nodes that have got a seat.
 // Between its steps others may ask ([Books.Pause]).

@@ -373,13 +373,25 @@ func (hs *holds) offer(e *entry) {
 	}
 }
 
+// older sorts seats as they get their room: those of groups before those of amounts, which may as well be
+// elsewhere, and then those that came first.
+func older(x, y *seat) int {
+	switch {
+	case x.owner.amounts == y.owner.amounts:
+		return cmp.Compare(x.age, y.age)
+	case y.owner.amounts:
+		return -1
+	}
+	return 1
+}
+
 // open puts a seat among those of its node, or takes it out.
 func (hs *holds) open(s *seat, open bool) {
 	if open == s.open {
 		return
 	}
 	n := hs.b.node(s.node)
-	i, _ := slices.BinarySearchFunc(n.seats, s, func(x, y *seat) int { return cmp.Compare(x.age, y.age) })
+	i, _ := slices.BinarySearchFunc(n.seats, s, older)
 	if s.open = open; open {
 		n.room = n.room.joined(s, i == len(n.seats))
 		n.seats = slices.Insert(slices.Clip(n.seats), i, s)

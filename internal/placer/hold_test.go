@@ -144,21 +144,23 @@ func TestASeatIsKeptForTheNextPod(t *testing.T) {
 	f.wantRoom("b", true)
 }
 
-// TestAHoldFillsItsNode: four pods of 39 fit on two GPUs of 79 by the agent's packing, beside a pod
-// that has not reported. They come one after the other.
-func TestAHoldFillsItsNode(t *testing.T) {
+// TestMoreThanIsSafeInOneHold: four pods of 39 fit on two GPUs of 79 by the agent's packing,
+// and two strangers might be in their way.
+func TestMoreThanIsSafeInOneHold(t *testing.T) {
 	f := of(piece.KindUnits, 2, 79, "a")(t)
 	f.wantPlaced(units("stranger", 1), "a")
+	if no := f.wantNotHeld("g", "room for 3 of 4", f.group(4, memName, 39)); !no.Waits {
+		t.Error("it does not wait for a pod that has not reported")
+	}
+	f.books.DeletePod("stranger")
 	f.wantHeld("g", "[[a a a a]]", f.group(4, memName, 39))
-	f.wantNotHeld("h", "", f.group(1, memName, 2))
-	f.wantHeld("h", "[[a]]", f.group(1, memName, 1))
-	f.give(units("stranger", 1), "a")
+	f.wantNotHeld("h", "", f.group(1, memName, 1))
 	for i := range 4 {
 		p := units(fmt.Sprint("m", i), 39).of("g")
 		f.wantPlaced(p, "a")
 		f.give(p, "a")
 	}
-	f.wantPlaced(units("last", 1).of("h"), "a")
+	f.wantHeld("h", "[[a]]", f.group(1, memName, 1))
 }
 
 func TestAHoldLosesItsRoom(t *testing.T) {

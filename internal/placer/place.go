@@ -122,7 +122,7 @@ type choice struct {
 	verdict
 }
 
-// better compares two choices: what is spoilt there, how much there is, and the name.
+// better compares two choices: what is spoilt there, how much room there is, and the name.
 func better(x, y *choice) int {
 	return cmp.Or(cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.node, y.node))
 }
@@ -130,8 +130,8 @@ func better(x, y *choice) int {
 // best is the best of some nodes. Where ctx ends first it is not known.
 //
 // A pod of a hold goes where that has room for it, as long as it has any. A pod that takes some of
-// an amount has its room before pods that may come: where the rest has none beside it, that loses
-// its room, and in the end what others hold does, too.
+// an amount goes before pods that may still come: if the rest of the amount does not fit beside it, that
+// loses its room, and at last so do others' amounts.
 func (b *Books) best(ctx context.Context, p *ask, among []string) (string, *Refusal) {
 	h := b.holds.by[p.Hold]
 	if h != nil && h.want != nil {
@@ -213,7 +213,7 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 		case mine != nil:
 			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s == mine })
 		case part && yield == yieldAll:
-			keep = nil
+			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.owner.amounts })
 		case part:
 			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.owner == h.owner })
 			if yield == yieldNothing {
@@ -229,18 +229,36 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 	})
 }
 
-// judgeSeat gives the room's verdict on one seat more there, beside those that there are.
+// judgeSeat gives the room's verdict on one seat more there, beside those that there are: on one of groups
+// where its pod may come at the same moment as all others, or has no others but those of its own hold.
 func (r *room) judgeSeat(s *ask) verdict {
-	return r.remember(verdictKey{shape: s.shape, seat: true}, func() (v verdict) {
+	return r.remember(verdictKey{shape: s.shape, hold: s.Hold, seat: true}, func() (v verdict) {
 		if v.why = r.never(s); v.why != "" {
 			return v
 		}
-		t := r.expect()
-		if r.awaited(s) != nil || !t.anew().pod(&s.Pod) {
+		r.expect()
+		t := r.grouped.anew()
+		if r.awaited(s) != nil || !t.pod(&s.Pod) ||
+			slices.ContainsFunc(r.stands, func(o *seat) bool { return o.owner.amounts && !t.pod(&o.Pod) }) {
 			v.why, v.held, v.waits = r.noBlock(s), len(r.stands) > 0, len(r.pending) > 0
 			return v
 		}
-		v.spoilt, v.left = t.score(&s.Pod)
+		others, beside := slices.Clone(r.pending), slices.Clone(r.pending)
+		for _, o := range r.stands {
+			if !o.owner.amounts {
+				beside = append(beside, o.ask)
+				if o.Hold != s.Hold {
+					others = append(others, o.ask)
+				}
+			}
+		}
+		families := r.families(s)
+		beside = slices.DeleteFunc(beside, func(o *ask) bool { return !r.competes(o, families) })
+		if !(bound{room: r}).holds(s, families, beside) && len(others) > 0 {
+			v.why, v.waits = fmt.Sprintf("which devices %s has, and %d others, is not known yet", others[0].who(), len(others)-1), true
+			return v
+		}
+		v.spoilt, v.left = r.expected.score(&s.Pod)
 		return v
 	})
 }
@@ -348,26 +366,40 @@ func (r *room) refuse(p *ask, keep []*seat) (why string, waits, held bool) {
 	if why = r.never(p); why != "" {
 		return why, false, false
 	}
+	if s := r.awaited(p); s != nil {
+		return heldFor(s), false, true
+	}
 	families := r.families(p)
-	var beside []*ask
+	var pending, beside []*ask
 	for _, e := range r.pending {
 		if e.UID != p.UID && r.competes(e, families) {
-			beside = append(beside, e)
+			pending = append(pending, e)
 		}
 	}
-	if !(bound{room: r}).holds(p, families, beside) {
+	// An amount has no part in the bound: little would ever be safe beside it.
+	var amounts []*seat
+	for _, s := range keep {
 		switch {
-		case !r.fits(&p.Pod):
-			return r.noBlock(p), false, false
-		case len(beside) > 0:
-			return fmt.Sprintf("which devices %s has, and %d others, is not known yet", beside[0].who(), len(beside)-1), true, false
+		case s.owner.amounts:
+			amounts = append(amounts, s)
+		case r.competes(s.ask, families):
+			beside = append(beside, s.ask)
 		}
 	}
-	if s := cmp.Or(r.awaited(p), r.robbed(p, keep)); s != nil {
-		return "the rest of it is held for " + s.owner.whom(), false, true
+	if (bound{room: r}).holds(p, families, append(beside, pending...)) {
+		keep = amounts
+	} else if !r.fits(&p.Pod) {
+		return r.noBlock(p), false, false
+	} else if len(pending) > 0 {
+		return fmt.Sprintf("which devices %s has, and %d others, is not known yet", pending[0].who(), len(pending)-1), true, false
+	}
+	if s := r.robbed(p, keep); s != nil {
+		return heldFor(s), false, true
 	}
 	return "", false, false
 }
+
+func heldFor(s *seat) string { return "the rest of it is held for " + s.owner.whom() }
 
 // awaited is a seat of another hold that waits for room and competes with a pod; nil if there is none.
 // It gets what becomes free.

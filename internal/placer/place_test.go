@@ -164,11 +164,11 @@ func TestBestNodeSpoilsLeast(t *testing.T) {
 	f.wantPlaced(units("5", 79), "c")
 
 	f = of(piece.KindPlacement, 2, 0, "a", "b")(t)
-	f.give(asks("1", "example.com/mig-1g.10gb", 1), "a")
+	f.wantPlaced(asks("1", "example.com/mig-1g.10gb", 1), "a")
 	f.wantPlaced(asks("2", "example.com/mig-7g.80gb", 1), "a")
 	f.wantPlaced(asks("3", "example.com/mig-7g.80gb", 1), "b")
 	f.wantPlaced(asks("4", "example.com/mig-7g.80gb", 1), "b")
-	f.wantRefused(asks("5", "example.com/mig-1g.10gb", 1), "have not reported")
+	f.wantRefused(asks("5", "example.com/mig-7g.80gb", 1), "have not reported")
 }
 
 // TestPodsThatHoldANodeForThemselves: what init containers had comes again.

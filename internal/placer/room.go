@@ -32,11 +32,12 @@ type room struct {
 	pending []*ask
 	seats   []*seat
 	// settled is what is left after the agent's packing has given the pending pods their devices.
-	// expected is what is left after the seats got theirs, too, and stands are the seats that found
-	// room. All are nil until after or expect is called; rest is how many steps expect left over.
-	settled, expected *trial
-	stands            []*seat
-	rest              int
+	// grouped is what is left after the seats of groups got theirs, too, and expected after all seats
+	// did; stands are the seats that found room. All are nil until after or expect is called; rest is how
+	// many steps expect left over.
+	settled, grouped, expected *trial
+	stands                     []*seat
+	rest                       int
 	// verdicts, blocks and chunks remember answers: of judge, of block and of chunk.
 	verdicts       map[verdictKey]verdict
 	blocks, chunks map[string]int

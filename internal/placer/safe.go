@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"cmp"
 	"math"
 	"slices"
 
@@ -63,24 +64,17 @@ func (b bound) items(p *Pod, family string) (out []item) {
 }
 
 // safe reports whether each request gets its room for any choice that the agent makes for the others,
-// in any order. The first fixed requests are of pods that are on the node already. One of these that
-// has no room even alone is left out: it has its devices, and its pod's status does not name them yet,
-// or it is lost in any case.
+// in any order. The first fixed requests are of pods that are on the node already, or of seats. One of
+// these that has no room even alone is left out: it has its devices, and its pod's status does not name
+// them yet, or it is lost in any case.
 //
-// MIG devices of several profiles are never safe beside each other: the place of one decides how
-// many of another fit. A search that needs more than maxSteps returns false.
+// A search that needs more than maxSteps returns false.
 func (b bound) safe(family string, items []item, fixed int) bool {
-	if family == "mig" {
-		return b.alike(items)
-	}
 	type request struct {
 		item
 		fixed bool
 	}
-	seen, sum := map[request]bool{}, 0
-	for _, it := range items {
-		sum += it.n
-	}
+	seen := map[request]bool{}
 	for i, it := range items {
 		of := request{it, i < fixed}
 		if seen[of] {
@@ -90,61 +84,28 @@ func (b bound) safe(family string, items []item, fixed int) bool {
 		if !b.steps.spend(len(items) + len(b.gpus)) {
 			return false
 		}
-		most, alone := b.spare(it, slices.Concat(items[:i], items[i+1:]))
+		others := slices.Concat(items[:i], items[i+1:])
+		take := b.total(family, others)
+		most, alone := b.spare(family, it, others, take)
 		if b.steps.left < 0 {
 			return false
 		}
 		if !alone && i < fixed {
 			continue
 		}
-		if !alone || sum-it.n > most {
+		if !alone || take > most {
 			return false
 		}
 	}
 	return true
 }
 
-// alike reports whether MIG devices are all of one profile, and there is room for so many. Then it makes
-// no difference to the others which placement the agent chooses for one of them.
-func (b bound) alike(items []item) bool {
-	resource, most := items[0].resource, 0
-	if slices.ContainsFunc(items, func(o item) bool { return o.resource != resource }) {
-		return false
+// spare is how much others may take in all, without any way to keep a request from its room. alone is
+// false where there is no room without them. They ask for take in all, so a search may end there.
+func (b bound) spare(family string, it item, others []item, take int) (most int, alone bool) {
+	if family == "mig" {
+		return b.sparePlacements(it.resource, others, take)
 	}
-	for i := range b.gpus {
-		s := &b.gpus[i]
-		n, apart := s.together(s.places[resource], b.steps)
-		if !apart {
-			return false
-		}
-		most += n
-	}
-	return len(items) <= most
-}
-
-// together is how many of a profile's placements fit at a time, and whether they lie apart, so that
-// taking one leaves the others.
-func (s *space) together(places []mig.Placement, steps *steps) (n int, apart bool) {
-	if !s.onDemand { // devices that exist exclude no others
-		return len(places), true
-	}
-	standing := slices.Clone(s.standing)
-	for i, p := range places {
-		over := func(q mig.Placement) bool { return p.Start < q.Start+q.Size && q.Start < p.Start+p.Size }
-		if !steps.spend(1+len(standing)+len(places)) || slices.ContainsFunc(places[i+1:], over) {
-			return 0, false
-		}
-		if s.card.Fits(standing, p) {
-			standing = append(standing, p)
-			n++
-		}
-	}
-	return n, true
-}
-
-// spare is how many devices others may take, all together, with none of them able to keep a
-// request from its room. Alone is false where there is no room without them.
-func (b bound) spare(it item, others []item) (most int, alone bool) {
 	switch b.kinds[it.resource] {
 	case piece.KindUnits:
 		return b.spareUnits(it, others)
@@ -159,6 +120,18 @@ func (b bound) spare(it item, others []item) (most int, alone bool) {
 		}
 	}
 	return free - it.n, free >= it.n
+}
+
+// total is what requests take, in the measure of spare.
+func (b bound) total(family string, items []item) (sum int) {
+	for _, it := range items {
+		if family == "mig" {
+			sum += b.size(it.resource)
+		} else {
+			sum += it.n
+		}
+	}
+	return sum
 }
 
 // spareUnits is one less than what keeps r units off every GPU. A GPU on which they fit
@@ -230,4 +203,122 @@ func (b bound) spareReplicas(it item, others []item) (most int, alone bool) {
 		block += f
 	}
 	return block - 1, true
+}
+
+// size is how many memory slices a MIG device takes at most.
+func (b bound) size(resource string) (n int) {
+	for i := range b.gpus {
+		for _, p := range b.gpus[i].all[resource] {
+			n = max(n, p.Size)
+		}
+	}
+	return n
+}
+
+// sparePlacements is one less than the memory slices that others must take to keep a MIG
+// device off every GPU, or more than take if that is enough to know.
+func (b bound) sparePlacements(resource string, others []item, take int) (most int, alone bool) {
+	counts := map[string]int{}
+	for _, o := range others {
+		counts[o.resource]++
+	}
+	block := 0
+	for i := range b.gpus {
+		s := &b.gpus[i]
+		if len(s.places[resource]) == 0 {
+			continue
+		}
+		if alone = true; block > take {
+			break
+		}
+		block += s.block(resource, counts, take-block+1, b.steps)
+	}
+	return block - 1, alone
+}
+
+// block is the fewest memory slices that others, a number of each resource, must take of the GPU until
+// none of a resource's placements fits; most if it is not fewer.
+func (s *space) block(resource string, others map[string]int, most int, steps *steps) int {
+	wanted := s.places[resource]
+	if !s.onDemand { // devices that exist exclude nobody
+		if others[resource] < len(wanted) {
+			return most
+		}
+		return min(len(wanted)*wanted[0].Size, most)
+	}
+	c := cover{space: s, best: most, steps: steps}
+	for _, name := range sorted(others) {
+		if of := s.all[name]; len(of) > 0 {
+			c.pieces = append(c.pieces, of...)
+			// One without a place takes no room, and counts for what the card allows.
+			c.kinds = append(c.kinds, kind{mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
+		}
+	}
+	slices.SortFunc(c.pieces, func(a, b mig.Placement) int { return cmp.Compare(a.Size, b.Size) })
+	c.places(wanted, slices.Clone(s.standing), 0)
+	c.counts(wanted, slices.Clone(s.standing), 0, 0)
+	return c.best
+}
+
+// maxCount is more MIG devices than a card has room for.
+const maxCount = 16
+
+// cover looks for the cheapest way to block placements. Others may take any place of the card: what
+// stands there now can go at any time.
+type cover struct {
+	*space
+	pieces []mig.Placement
+	kinds  []kind
+	best   int
+	steps  *steps
+}
+
+// step takes one, and reports whether there was one left.
+func (c *cover) step() bool { return c.steps.spend(1 + len(c.pieces)) }
+
+type kind struct {
+	piece     mig.Placement
+	cost, max int
+}
+
+// places covers the first placement that still fits in each way that there is.
+func (c *cover) places(wanted, standing []mig.Placement, cost int) {
+	if !c.step() {
+		return
+	}
+	for len(wanted) > 0 && !c.card.Fits(standing, wanted[0]) {
+		wanted = wanted[1:]
+	}
+	if len(wanted) == 0 {
+		c.best = min(c.best, cost)
+		return
+	}
+	w := wanted[0]
+	for _, p := range c.pieces {
+		if cost+p.Size >= c.best {
+			return // they are sorted
+		}
+		if p.Start < w.Start+w.Size && w.Start < p.Start+p.Size {
+			c.places(wanted[1:], append(standing, p), cost+p.Size)
+		}
+	}
+}
+
+// counts uses up what the card allows besides room: how many of a profile, and engines.
+func (c *cover) counts(wanted, standing []mig.Placement, from, cost int) {
+	if cost >= c.best || !c.step() {
+		return
+	}
+	if !slices.ContainsFunc(wanted, func(p mig.Placement) bool { return c.card.Fits(standing, p) }) {
+		c.best = cost
+		return
+	}
+	for i := from; i < len(c.kinds); i++ {
+		k := &c.kinds[i]
+		if k.max > 0 {
+			k.max--
+			c.counts(wanted, append(standing, k.piece), i, cost+k.cost)
+			k.max++
+		}
+	}
 }

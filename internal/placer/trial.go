@@ -3,6 +3,7 @@
 package placer
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -308,18 +309,23 @@ func (r *room) after() *trial {
 	return r.settled
 }
 
-// expect is what is left once seats have theirs, too. A seat that has no room then is passed over.
+// expect is what is left once seats have theirs, too: those of groups, and then those of amounts. A seat
+// that finds no room then is passed over.
 func (r *room) expect() *trial {
 	if r.expected != nil {
 		return r.expected
 	}
 	r.expected = r.after()
 	for i, s := range r.seats {
+		if s.owner.amounts && r.grouped == nil {
+			r.grouped = r.expected
+		}
 		if i == 0 {
 			r.expected = r.expected.anew()
 		}
 		r.seat(s)
 	}
+	r.grouped = cmp.Or(r.grouped, r.expected)
 	r.rest = r.expected.steps.left
 	return r.expected
 }
@@ -327,7 +333,7 @@ func (r *room) expect() *trial {
 // seat expects a seat after all others, if it has room.
 func (r *room) seat(s *seat) {
 	t := r.expected
-	if s.sum > 1 || len(s.Containers) > 1 { // it may have only some of its room
+	if s.sum > 1 || len(s.Containers) > 1 || t == r.grouped { // it may have only some of its room
 		t = t.clone()
 	}
 	if t.pod(&s.Pod) {
@@ -377,9 +383,11 @@ func (r *room) joined(s *seat, last bool) *room {
 		return nil
 	}
 	next := &room{gpus: r.gpus, at: r.at, passed: r.passed, has: r.has, taken: r.taken, kinds: r.kinds, pending: r.pending, seats: append(slices.Clip(r.seats), s),
-		settled: r.settled, expected: r.expected.anew(), stands: r.stands}
+		settled: r.settled, grouped: r.grouped, expected: r.expected.anew(), stands: r.stands}
 	next.expected.steps.left = r.rest // what answers have taken since is not of this
-	next.seat(s)
+	if next.seat(s); !s.owner.amounts {
+		next.grouped = next.expected
+	}
 	next.rest = next.expected.steps.left
 	return next
 }
