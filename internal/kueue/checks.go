@@ -112,28 +112,36 @@ func NewChecks(domain string, books Books) *Checks {
 	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}}
 }
 
-// id is the hold of a namespace's owner.
-func id(namespace, key string) string { return "kueue/" + namespace + "/" + key }
-
-// HoldOf says of a pod for which hold it is, if there is one.
+// HoldOf says of a pod for which hold it is, if there is one: Kueue has its controller give pods the key
+// that the workload's check says.
 func HoldOf(domain string) func(*corev1.Pod) string {
 	return func(p *corev1.Pod) string {
-		key := p.Annotations[domain+"/"+holdName]
-		if by := metav1.GetControllerOf(p); key == "" && by != nil {
-			key = string(by.UID)
+		if key := p.Annotations[domain+"/"+holdName]; key != "" {
+			return id(p.Namespace, key)
 		}
-		if key == "" {
-			return ""
-		}
-		return id(p.Namespace, key)
+		return ""
 	}
 }
 
-// key is what the hold of a workload goes by: the controller of its pods.
-func key(w *Workload) string { return cmp.Or(w.Owner, w.UID) }
+// id is that of a hold in a namespace.
+func id(namespace, key string) string { return "kueue/" + namespace + "/" + key }
 
-// hold is the ID of a workload's hold.
-func (w *Workload) hold() string { return id(w.Namespace, key(w)) }
+// key is that of a workload's hold. Once its pods have been told one, it is that one. Until then it is what
+// no other object gets and no edit changes: the workload's UID or, of an elastic job, whose workloads replace
+// each other while its pods run on, the name that they all go by.
+func (c *Checks) key(w *Workload) string {
+	for _, s := range w.Checks {
+		for _, u := range s.PodSetUpdates {
+			if key := u.Annotations[c.domain+"/"+holdName]; key != "" {
+				return key
+			}
+		}
+	}
+	return cmp.Or(w.Annotations[sliceName], w.UID)
+}
+
+// id is that of a workload's hold.
+func (c *Checks) id(w *Workload) string { return id(w.Namespace, c.key(w)) }
 
 // is reports whether a check asks a question.
 func (c *Checks) is(v *View, check, question string) bool {
@@ -161,7 +169,7 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 func (c *Checks) Follow(v *View, now time.Time) {
 	there := map[string]bool{}
 	for _, w := range v.Workloads {
-		hold := w.hold()
+		hold := c.id(w)
 		h := c.held[hold]
 		if h != nil && h.by == w.UID && !w.Over && !h.since.IsZero() {
 			if c.returns(w, v) {
@@ -283,17 +291,15 @@ func retry(why string, after time.Duration) *Answer {
 func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answer {
 	groups, asks := c.groups(w, v)
 	shape := fmt.Sprint(groups)
-	h := c.held[w.hold()]
+	h := c.held[c.id(w)]
 	switch {
 	case !asks && s.State == Pending:
 		return ready("it asks for nothing that the GPU agents offer")
 	case !asks, s.State != Pending && s.State != Ready:
 		return nil
-	case h != nil && h.by != w.UID && s.State == Pending:
-		return pending("room is held for another workload of the same owner")
 	case h != nil && h.by != w.UID:
-		return nil
-	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(w.hold()) == nil:
+		return nil // its slice before, or its variant
+	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(c.id(w)) == nil:
 		return nil
 	}
 	at, no := c.find(w, groups, s.State == Ready)
@@ -307,22 +313,22 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answe
 	case s.State == Ready && w.Admitted:
 		return nil // the scheduler has the last word
 	}
-	c.drop(w.hold())
+	c.drop(c.id(w))
 	return c.refuse(w, groups, no.Error())
 }
 
 // find finds room and holds it. Pods that there are before a workload has begun are of a time when it
-// had quota before, and are ending.
+// had quota before, and are ending; but those of a slice that it replaces go on.
 func (c *Checks) find(w *Workload, groups []placer.Group, begun bool) (at [][]string, no *placer.Refusal) {
-	if c.held[w.hold()] == nil && !begun {
-		c.books.Leave(w.hold())
+	if _, replaces := w.Annotations[replacesName]; c.held[c.id(w)] == nil && !begun && !replaces {
+		c.books.Leave(c.id(w))
 	}
-	return c.books.Hold(w.hold(), w.Namespace+"/"+w.Name, groups)
+	return c.books.Hold(c.id(w), w.Namespace+"/"+w.Name, groups)
 }
 
 // placed notes that a workload's room is held, and says so.
 func (c *Checks) placed(w *Workload, groups []placer.Group, at [][]string) *Answer {
-	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), version: w.version()}
+	c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), version: w.version()}
 	a := ready("there is room: " + places(at))
 	a.State.PodSetUpdates = c.updates(w, at)
 	return a
@@ -367,7 +373,7 @@ func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
 // it was kept from. That room is held for a while. Full are the shapes for which there is none.
 func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Time) *Answer {
 	refused, told, mine := c.refused(w)
-	h := c.held[w.hold()]
+	h := c.held[c.id(w)]
 	switch {
 	case w.Reserved || w.Over || !told || !mine || h != nil && h.by != w.UID:
 		return nil
@@ -394,15 +400,15 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 		full[shape] = true
 		return nil
 	}
-	c.held[w.hold()].woken = now
+	c.held[c.id(w)].woken = now
 	return &Answer{Changes: true, Wakes: "there is room: " + places(at)}
 }
 
 // hold holds room for a workload that has no quota for it yet.
 func (c *Checks) hold(w *Workload, groups []placer.Group, now time.Time) (at [][]string, no *placer.Refusal) {
 	at, no = c.find(w, groups, false)
-	if h := c.held[w.hold()]; no == nil && (h == nil || h.since.IsZero()) {
-		c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), since: now}
+	if h := c.held[c.id(w)]; no == nil && (h == nil || h.since.IsZero()) {
+		c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), since: now}
 	}
 	return at, no
 }
@@ -410,16 +416,14 @@ func (c *Checks) hold(w *Workload, groups []placer.Group, now time.Time) (at [][
 // cloud answers whether on-prem is full.
 func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
 	groups, asks := c.groups(w, v)
-	h := c.held[w.hold()]
+	h := c.held[c.id(w)]
 	switch {
 	case !asks && s.State == Pending:
 		return ready("it asks for nothing that the GPU agents offer")
 	case !asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
 		return nil
-	case h != nil && h.by != w.UID && s.State == Pending:
-		return pending("room is held for another workload of the same owner")
 	case h != nil && h.by != w.UID:
-		return nil
+		return nil // its slice before, or its variant
 	}
 	c.spread(w, groups, func(s *Set, labels map[string]string) bool {
 		of := v.labels(s)
@@ -435,14 +439,14 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		a.Changes = mine
 		return a
 	case no != nil:
-		c.drop(w.hold())
+		c.drop(c.id(w))
 		return ready("on-prem, " + no.Error())
 	case mine && len(refused) > 0:
 		a := retry("there is room on-prem: it begins again with the first flavor", 0)
 		a.Changes = true
 		return a
-	case now.Sub(c.held[w.hold()].since) >= patience:
-		c.drop(w.hold())
+	case now.Sub(c.held[c.id(w)].since) >= patience:
+		c.drop(c.id(w))
 		return ready("on-prem, there is room and no quota")
 	case now.Sub(s.LastTransitionTime.Time) < pause:
 		return pending("there is room on-prem, and no quota yet")
@@ -569,8 +573,11 @@ func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
 		if len(of) == 0 {
 			continue
 		}
-		u := Update{Name: w.Sets[i].Name, Annotations: map[string]string{c.domain + "/" + holdName: key(w), c.domain + "/" + nodesName: count(of)}}
-		if host := nodes[of[0]][corev1.LabelHostname]; host != "" && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
+		told := map[string]string{c.domain + "/" + holdName: c.key(w), c.domain + "/" + nodesName: count(of)}
+		u := Update{Name: w.Sets[i].Name, Annotations: told}
+		host := nodes[of[0]][corev1.LabelHostname]
+		_, grows := w.Annotations[sliceName]
+		if host != "" && !grows && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
 			u.NodeSelector = map[string]string{corev1.LabelHostname: host}
 		}
 		out = append(out, u)

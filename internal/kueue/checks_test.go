@@ -107,8 +107,8 @@ func (c *cluster) Open(id, name string, groups []placer.Group, guests []placer.G
 
 // job adds a workload with quota of a flavor and a check, whose sets have so many pods of so many
 // units each.
-func (c *cluster) job(name, owner, flavor, check string, sets ...[2]int) *Workload {
-	w := &Workload{UID: "u-" + name, Namespace: "train", Name: name, Created: start.Add(time.Duration(len(c.view.Workloads)) * time.Second), Owner: owner, Reserved: true,
+func (c *cluster) job(name, flavor, check string, sets ...[2]int) *Workload {
+	w := &Workload{UID: "u-" + name, Namespace: "train", Name: name, Created: start.Add(time.Duration(len(c.view.Workloads)) * time.Second), Reserved: true,
 		Checks: []CheckState{{Name: check, State: Pending, LastTransitionTime: metav1.NewTime(start)}, {Name: "other", State: Pending}}}
 	for i, s := range sets {
 		pod := corev1.PodSpec{Containers: []corev1.Container{{Name: "main"}}}
@@ -150,6 +150,15 @@ func (c *cluster) decide(after time.Duration) (told []string) {
 	return told
 }
 
+// place places a pod of so many units.
+func (c *cluster) place(uid string, is metav1.ObjectMeta, units int) (at string, err error) {
+	p := placer.Pod{
+		UID: uid, Hold: HoldOf("example.com")(&corev1.Pod{ObjectMeta: is}),
+		Containers: []placer.Container{{Requests: map[string]int{memory: units}}},
+	}
+	return c.Place(c.t.Context(), p, slices.Sorted(maps.Keys(c.nodes)), start)
+}
+
 func (c *cluster) want(w *Workload, state, message string) {
 	c.t.Helper()
 	if s := w.Checks[0]; s.State != state || !strings.Contains(s.Message, message) {
@@ -182,10 +191,10 @@ func (c *cluster) quota(w *Workload, flavor, check string) {
 
 func TestAdmittedMeansPlaceable(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79, 79}, "b": {79}, "cloud-1": {79, 79}})
-	one := c.job("one", "job-1", "here", "room", [2]int{2, 50})
-	two := c.job("two", "job-2", "here", "room", [2]int{1, 50}, [2]int{2, 20})
-	three := c.job("three", "job-3", "here", "room", [2]int{1, 50})
-	none := c.job("none", "job-4", "here", "room", [2]int{3, 0})
+	one := c.job("one", "here", "room", [2]int{2, 50})
+	two := c.job("two", "here", "room", [2]int{1, 50}, [2]int{2, 20})
+	three := c.job("three", "here", "room", [2]int{1, 50})
+	none := c.job("none", "here", "room", [2]int{3, 0})
 	c.decide(0)
 	c.want(one, Ready, "there is room: ")
 	c.want(two, Ready, "there is room: ")
@@ -215,7 +224,7 @@ func TestAdmittedMeansPlaceable(t *testing.T) {
 	if _, limited := three.Annotations[allowedFlavors]; limited {
 		t.Errorf("it is kept from %v", three.Annotations)
 	}
-	four := c.job("four", "job-5", "here", "room", [2]int{2, 50})
+	four := c.job("four", "here", "room", [2]int{2, 50})
 	c.decide(time.Second)
 	c.want(four, Retry, "room for 1 of 2 pods")
 	c.quota(three, "here", "room")
@@ -230,9 +239,9 @@ func TestAdmittedMeansPlaceable(t *testing.T) {
 // process asks once more, as nobody knows whether Kueue has heard.
 func TestEarlyHold(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}})
-	first := c.job("first", "job-1", "here", "room", [2]int{1, 50})
-	second := c.job("second", "job-2", "here", "room", [2]int{1, 50})
-	third := c.job("third", "job-3", "here", "room", [2]int{1, 50})
+	first := c.job("first", "here", "room", [2]int{1, 50})
+	second := c.job("second", "here", "room", [2]int{1, 50})
+	third := c.job("third", "here", "room", [2]int{1, 50})
 	c.decide(0)
 	for _, w := range []*Workload{second, third} {
 		c.want(w, Retry, "none of 1 nodes")
@@ -269,9 +278,9 @@ func TestEarlyHold(t *testing.T) {
 // feature gate Kueue does not listen. Such a workload is tried again later.
 func TestFlavorsThatAreNotKept(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {20}, "cloud-1": {79}})
-	variant := c.job("variant", "job-1", "here", "room", [2]int{1, 50})
+	variant := c.job("variant", "here", "room", [2]int{1, 50})
 	variant.Annotations = map[string]string{allowedFlavors: "here"}
-	deaf := c.job("deaf", "job-2", "here", "room", [2]int{1, 50})
+	deaf := c.job("deaf", "here", "room", [2]int{1, 50})
 	c.decide(0)
 	c.want(variant, Retry, "none of 1 nodes")
 	if is := variant.Annotations; len(is) != 1 || is[allowedFlavors] != "here" {
@@ -291,29 +300,26 @@ func TestFlavorsThatAreNotKept(t *testing.T) {
 // workload alone.
 func TestPodsOfAHold(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
-	one := c.job("one", "job-1", "here", "room", [2]int{1, 60}, [2]int{1, 60})
+	one := c.job("one", "here", "room", [2]int{1, 60}, [2]int{1, 60})
 	c.decide(0)
 	c.want(one, Ready, "a × 1, b × 1")
 	u := one.Checks[0].PodSetUpdates
-	if len(u) != 2 || u[0].Annotations["example.com/gpu.hold"] != "job-1" || u[0].NodeSelector[corev1.LabelHostname] == u[1].NodeSelector[corev1.LabelHostname] {
+	if len(u) != 2 || u[0].Annotations["example.com/gpu.hold"] != "u-one" || u[0].NodeSelector[corev1.LabelHostname] == u[1].NodeSelector[corev1.LabelHostname] {
 		t.Errorf("pods get %+v", u)
 	}
-	of := HoldOf("example.com")
 	place := func(uid string, meta metav1.ObjectMeta) string {
-		p := placer.Pod{UID: uid, Hold: of(&corev1.Pod{ObjectMeta: meta}), Containers: []placer.Container{{Requests: map[string]int{memory: 60}}}}
-		at, _ := c.Place(t.Context(), p, []string{"a", "b"}, start)
+		at, _ := c.place(uid, meta, 60)
 		return at
 	}
-	yes := true
-	owner := []metav1.OwnerReference{{UID: "job-1", Controller: &yes}}
 	if at := place("p-1", metav1.ObjectMeta{Namespace: "train"}); at != "" {
 		t.Errorf("a pod of nobody has room on %s", at)
 	}
-	if at := place("p-2", metav1.ObjectMeta{Namespace: "web", OwnerReferences: owner, Annotations: map[string]string{"example.com/gpu.hold": "job-1"}}); at != "" {
+	told := map[string]string{"example.com/gpu.hold": "u-one"}
+	if at := place("p-2", metav1.ObjectMeta{Namespace: "web", Annotations: told}); at != "" {
 		t.Errorf("a pod of another namespace has room on %s", at)
 	}
-	first := place("p-3", metav1.ObjectMeta{Namespace: "train", OwnerReferences: owner})
-	second := place("p-4", metav1.ObjectMeta{Namespace: "train", Annotations: map[string]string{"example.com/gpu.hold": "job-1"}})
+	first := place("p-3", metav1.ObjectMeta{Namespace: "train", Annotations: told})
+	second := place("p-4", metav1.ObjectMeta{Namespace: "train", Annotations: told})
 	if first == "" || second == "" || first == second {
 		t.Errorf("its own pods are on %q and %q", first, second)
 	}
@@ -322,15 +328,15 @@ func TestPodsOfAHold(t *testing.T) {
 // A process that begins anew holds what workloads say, before anything is answered.
 func TestHoldsOutliveTheProcess(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
-	one := c.job("one", "job-1", "here", "room", [2]int{2, 50})
+	one := c.job("one", "here", "room", [2]int{2, 50})
 	c.decide(0)
 	c.want(one, Ready, "there is room")
 	before := c.view
 	next := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 	next.view = before
-	two := next.job("two", "job-2", "here", "room", [2]int{1, 50})
+	two := next.job("two", "here", "room", [2]int{1, 50})
 	next.Follow(&next.view, start)
-	if ids := next.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/job-1"}) || next.Books.Lost(ids[0]) != nil {
+	if ids := next.Books.Holds(); !slices.Equal(ids, []string{"kueue/train/u-one"}) || next.Books.Lost(ids[0]) != nil {
 		t.Errorf("held are %v", ids)
 	}
 	next.decide(0)
@@ -347,13 +353,13 @@ func TestHoldsOutliveTheProcess(t *testing.T) {
 // A cloud is for what has no room on-prem.
 func TestCloud(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
-	large := c.job("large", "job-1", "there", "full", [2]int{2, 50})
+	large := c.job("large", "there", "full", [2]int{2, 50})
 	c.decide(0)
 	c.want(large, Ready, "room for 1 of 2 pods")
 
 	// There is room and no quota. Nobody else gets that room for a while.
-	poor := c.job("poor", "job-2", "there", "full", [2]int{1, 50})
-	other := c.job("other", "job-3", "there", "full", [2]int{1, 50})
+	poor := c.job("poor", "there", "full", [2]int{1, 50})
+	other := c.job("other", "there", "full", [2]int{1, 50})
 	c.decide(0)
 	c.want(poor, Pending, "there is room on-prem, and no quota yet")
 	c.want(other, Ready, "on-prem, none of 1 nodes has room")
@@ -369,7 +375,7 @@ func TestCloud(t *testing.T) {
 	}
 
 	// There was none, and now there is.
-	late := c.job("late", "job-4", "there", "full", [2]int{1, 50})
+	late := c.job("late", "there", "full", [2]int{1, 50})
 	late.Annotations = map[string]string{"example.com/gpu.refused-flavors": "here", allowedFlavors: "there"}
 	c.decide(0)
 	c.want(late, Retry, "begins again with the first flavor")
@@ -384,7 +390,7 @@ func TestTwoClouds(t *testing.T) {
 		c := newCluster(t, map[string][]int{"a": {20}, "cloud-1": {79}, "other": {79}})
 		c.labels["other"]["site"] = "other"
 		c.view.Flavors["elsewhere"] = &Flavor{Name: "elsewhere", Labels: map[string]string{"site": "other"}, Cloud: cloud}
-		w := c.job("one", "job-1", "there", "full", [2]int{1, 50})
+		w := c.job("one", "there", "full", [2]int{1, 50})
 		w.Annotations = map[string]string{"example.com/gpu.refused-flavors": "here", allowedFlavors: "there,elsewhere"}
 		c.decide(0)
 		if got := w.Checks[0].State; got != want {
@@ -396,11 +402,11 @@ func TestTwoClouds(t *testing.T) {
 // Nodes are those of the flavors, and of the pods' own word.
 func TestNodesOfAWorkload(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
-	w := c.job("one", "job-1", "here", "room", [2]int{1, 50})
+	w := c.job("one", "here", "room", [2]int{1, 50})
 	w.Sets[0].Pod.NodeSelector = map[string]string{corev1.LabelHostname: "b"}
 	c.decide(0)
 	c.want(w, Ready, "there is room: b × 1")
-	v := c.job("two", "job-2", "here", "room", [2]int{1, 50})
+	v := c.job("two", "here", "room", [2]int{1, 50})
 	v.Sets[0].Pod.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
 		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: corev1.LabelHostname, Operator: corev1.NodeSelectorOpNotIn, Values: []string{"a"}}}}}}}}
 	c.decide(0)
@@ -427,7 +433,7 @@ func TestObjects(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s := w.Sets[0]; !w.Reserved || w.Admitted || w.Over || w.Owner != "job" || s.N != 3 || !slices.Equal(s.Flavors, []string{"here"}) || len(w.Checks) != 2 {
+	if s := w.Sets[0]; !w.Reserved || w.Admitted || w.Over || s.N != 3 || !slices.Equal(s.Flavors, []string{"here"}) || len(w.Checks) != 2 {
 		t.Errorf("read %+v", w)
 	}
 	if again, err := w.woken("there is room", start); err != nil {
@@ -468,10 +474,10 @@ func TestObjects(t *testing.T) {
 // checkpoint, and no other does.
 func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79, 79}})
-	local := c.job("local", "job-1", "here", "room", [2]int{1, 60})
-	movable := c.job("movable", "job-2", "there", "full", [2]int{1, 50})
-	second := c.job("second", "job-3", "there", "full", [2]int{1, 20})
-	fixed := c.job("fixed", "job-4", "there", "full", [2]int{1, 40})
+	local := c.job("local", "here", "room", [2]int{1, 60})
+	movable := c.job("movable", "there", "full", [2]int{1, 50})
+	second := c.job("second", "there", "full", [2]int{1, 20})
+	fixed := c.job("fixed", "there", "full", [2]int{1, 40})
 	for _, w := range []*Workload{movable, second} {
 		w.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
 	}
@@ -489,12 +495,12 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 	}{
 		{"on-prem is full for the one, and the other has not been away for long", stay - time.Second, func() {}, nil},
 		{"there is room for both, and still too soon", stay - time.Second, func() { local.Over = true }, nil},
-		{"somebody else has the room first", stay, func() { c.job("next", "job-5", "here", "room", [2]int{1, 60}) }, []string{"next Ready"}},
+		{"somebody else has the room first", stay, func() { c.job("next", "here", "room", [2]int{1, 60}) }, []string{"next Ready"}},
 		{"it has ended, and both come back", stay, func() { c.view.Workloads[4].Over = true }, []string{"movable Retry", "second Retry"}},
 		{"their room is theirs while their pods end", stay + early - time.Second, func() {
 			movable.Evicted, movable.Checks[0].State, second.Evicted, second.Checks[0].State = true, Pending, true, Pending
 		}, nil},
-		{"for as long as that takes", stay + 2*early - 2*time.Second, func() { c.job("late", "job-6", "here", "room", [2]int{1, 60}) }, []string{"late Retry"}},
+		{"for as long as that takes", stay + 2*early - 2*time.Second, func() { c.job("late", "here", "room", [2]int{1, 60}) }, []string{"late Retry"}},
 		{"and until they have quota", stay + 2*early - time.Second, func() { c.quota(movable, "", "") }, []string{"movable woken"}},
 		{"which they get", stay + 2*early, func() { c.quota(movable, "here", "room") }, []string{"movable Ready"}},
 		{"who does not checkpoint stays", time.Hour, func() { movable.Over, second.Over = true, true; c.view.Workloads[5].Over = true }, nil},
@@ -505,23 +511,6 @@ func TestCheckpointingWorkloadComesBack(t *testing.T) {
 		}
 	}
 	c.want(fixed, Ready, "on-prem, none of 1 nodes has room")
-}
-
-// What is held for another workload of the same owner takes nothing from one that runs in a cloud.
-func TestReadyStaysReady(t *testing.T) {
-	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79}})
-	full := c.job("full", "job-1", "here", "room", [2]int{1, 79})
-	away := c.job("away", "job-2", "there", "full", [2]int{1, 50})
-	away.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
-	c.decide(0)
-	c.want(away, Ready, "on-prem, none of 1 nodes has room")
-	away.Admitted, full.Over = true, true
-	twin := c.job("twin", "job-2", "here", "room", [2]int{1, 50})
-	c.decide(0)
-	c.want(twin, Ready, "there is room: a × 1")
-	if told := c.decide(stay); told != nil {
-		t.Errorf("told: %q", told)
-	}
 }
 
 // dropping counts holds that are given up.

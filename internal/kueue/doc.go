@@ -60,9 +60,12 @@
 // as a node selector where all pods of a set go to one node. A process that begins reads the
 // holds from there, so that nothing is given out twice.
 //
-// A pod uses a seat of the hold of its namespace and its controller: that of the workload's
-// owner, or what the annotation says, where another controller stands in between. Both a tenant
-// can write, but not the namespace: who lies takes the room of a workload beside its own.
+// A pod uses a seat of the hold that its annotation names, in its own namespace. The name is a key that
+// is made with the hold and written once, in the check that turns Ready: the workload's UID or, of an
+// elastic job, the name that all of its workloads go by. It stays when a workload gets an owner later, as
+// prebuilt ones do. Whoever takes over reads it, also where an earlier build has written the owner's UID.
+// A tenant can write the annotation, but not the namespace: who lies takes the room of a workload beside
+// its own.
 //
 // # What it does not do
 //

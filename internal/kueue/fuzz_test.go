@@ -32,7 +32,7 @@ func FuzzDecide(f *testing.F) {
 		}
 		took := cost.Allocated(func() {
 			c := newCluster(t, map[string][]int{"a": {79}, "b": {79, 79}})
-			ours := c.job("ours", "o-1", "here", "room", [2]int{1, 40})
+			ours := c.job("ours", "here", "room", [2]int{1, 40})
 			if w, err := ReadWorkload(&unstructured.Unstructured{Object: in.Workload}); err == nil && in.Workload != nil {
 				if w.UID = "theirs"; w.Created.Before(ours.Created) {
 					w.Created = ours.Created.Add(time.Second) // who came first has his room first

@@ -96,9 +96,7 @@ type Workload struct {
 	UID, Namespace, Name string
 	Created              time.Time
 	// Priority is higher for those that others make room for.
-	Priority int
-	// Owner is the UID of its controller, empty if it has none.
-	Owner       string
+	Priority    int
 	Annotations map[string]string
 	// Reserved says that it has quota, Admitted that its pods may begin, and Over that they have
 	// ended or shall end.
@@ -150,9 +148,6 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	if from.Spec.Priority != nil {
 		w.Priority = int(*from.Spec.Priority)
 	}
-	if by := metav1.GetControllerOf(&from.ObjectMeta); by != nil {
-		w.Owner = string(by.UID)
-	}
 	w.Annotations = from.Annotations
 	w.Woken = slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == requeued && c.Reason == wokenReason })
 	for _, s := range from.Spec.PodSets {
@@ -186,6 +181,10 @@ const (
 	// workload that waits for quota, which it does not when an annotation changes.
 	requeued    = "Requeued"
 	wokenReason = "GPUPlacer"
+	// sliceName is the annotation of an elastic job's workloads, and of its pods, with the name of the
+	// first of them, and replacesName that of the later ones.
+	sliceName    = "kueue.x-k8s.io/workload-slice-name"
+	replacesName = "kueue.x-k8s.io/workload-slice-replacement-for"
 )
 
 // read makes a typed value of an object.

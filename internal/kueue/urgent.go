@@ -19,7 +19,7 @@ const lookAgain = time.Second
 // is none: ends are what these are told.
 func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *Answer, ends []Answer) {
 	groups, asks := c.groups(w, v)
-	h := c.held[w.hold()]
+	h := c.held[c.id(w)]
 	if !asks || s.State != Pending || h != nil && h.by != w.UID {
 		if a = c.onPrem(w, s, v, now); a != nil && a.State.State == Retry {
 			a = retry(a.State.Message, 0) // it is not kept from any flavor: once it has quota again, others make room
@@ -35,21 +35,21 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 	}
 	c.sought[w.UID] = now
 	guests := c.guests(w, v)
-	gone, at, no := c.books.Open(w.hold(), w.Namespace+"/"+w.Name, groups, guests)
+	gone, at, no := c.books.Open(c.id(w), w.Namespace+"/"+w.Name, groups, guests)
 	if no != nil {
-		c.drop(w.hold())
+		c.drop(c.id(w))
 		if no.Waits {
 			return pending("no room yet: " + no.Error()), nil
 		}
 		return pending("no room, nor would there be any without workloads of lower priority: " + no.Error()), nil
 	}
-	c.held[w.hold()] = &held{by: w.UID, shape: fmt.Sprint(groups), opening: true}
+	c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), opening: true}
 	why := fmt.Sprintf("its room is for a workload of a higher priority (UID: %s)", w.UID)
 	for _, y := range sorted(v.Workloads) {
-		if !slices.Contains(gone, y.hold()) || c.held[y.hold()] == nil || c.held[y.hold()].by != y.UID {
+		if !slices.Contains(gone, c.id(y)) || c.held[c.id(y)] == nil || c.held[c.id(y)].by != y.UID {
 			continue
 		}
-		c.drop(y.hold())
+		c.drop(c.id(y))
 		for i := range y.Checks {
 			if k := &y.Checks[i]; y.Reserved && c.room(v, k.Name) {
 				theirs, _ := c.groups(y, v)
@@ -66,16 +66,16 @@ func (c *Checks) guests(w *Workload, v *View) (out []placer.Guest) {
 	all := sorted(v.Workloads)
 	slices.Reverse(all)
 	slices.SortStableFunc(all, func(x, y *Workload) int { return cmp.Compare(x.Priority, y.Priority) })
-	seen := map[string]bool{w.hold(): true}
+	seen := map[string]bool{c.id(w): true}
 	for _, y := range all {
-		h := c.held[y.hold()]
+		h := c.held[c.id(y)]
 		going := h == nil && (y.Over || y.Evicted || !y.Reserved || slices.ContainsFunc(y.Checks, func(s CheckState) bool { return s.State == Retry && c.room(v, s.Name) }))
 		yields := h != nil && h.by == y.UID && y.Priority < w.Priority
-		if seen[y.hold()] || !going && !yields {
+		if seen[c.id(y)] || !going && !yields {
 			continue
 		}
-		seen[y.hold()] = true
-		out = append(out, placer.Guest{ID: y.hold(), Rank: y.Priority, Going: going})
+		seen[c.id(y)] = true
+		out = append(out, placer.Guest{ID: c.id(y), Rank: y.Priority, Going: going})
 	}
 	return out
 }

@@ -14,7 +14,7 @@ import (
 
 // pod lets a workload's pod run on a node, with units from one on, and returns how it ends.
 func (c *cluster) pod(w *Workload, node string, from, units int) (end func()) {
-	p := placer.Pod{UID: "pod-of-" + w.UID, Name: w.Name, Namespace: w.Namespace, Hold: w.hold(), Containers: []placer.Container{{Requests: map[string]int{memory: units}}}, Node: node}
+	p := placer.Pod{UID: "pod-of-" + w.UID, Name: w.Name, Namespace: w.Namespace, Hold: c.id(w), Containers: []placer.Container{{Requests: map[string]int{memory: units}}}, Node: node}
 	for n := range units {
 		p.Devices = append(p.Devices, timeslice.ID(gpu.UUID("GPU-"+node+"-0"), from+n))
 	}
@@ -33,9 +33,9 @@ func TestUrgent(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := newCluster(t, map[string][]int{"a": {79}, "b": {79}})
 			c.view.Checks["now"] = &Check{Name: "now", Controller: "example.com/gpu-placer-urgent"}
-			big := c.job("big", "job-1", "here", "room", [2]int{1, 79})
-			left := c.job("left", "job-2", "here", "room", [2]int{1, 40})
-			right := c.job("right", "job-3", "here", "room", [2]int{1, 39})
+			big := c.job("big", "here", "room", [2]int{1, 79})
+			left := c.job("left", "here", "room", [2]int{1, 40})
+			right := c.job("right", "here", "room", [2]int{1, 39})
 			big.Priority, right.Priority = 5, 5
 			c.decide(0)
 			for _, w := range []*Workload{big, left, right} {
@@ -53,12 +53,12 @@ func TestUrgent(t *testing.T) {
 				return c.decide(after)
 			}
 
-			equal := c.job("equal", "job-4", "here", "now", [2]int{1, 40})
+			equal := c.job("equal", "here", "now", [2]int{1, 40})
 			if told := next(); !slices.Equal(told, []string{"equal Pending"}) {
 				t.Fatalf("no workload has a lower priority, and these were told: %q", told)
 			}
 			equal.Over = true
-			urgent := c.job("urgent", "job-5", "here", "now", [2]int{1, 40})
+			urgent := c.job("urgent", "here", "now", [2]int{1, 40})
 			urgent.Priority = 9
 			if told := next(); !slices.Equal(told, []string{"left Retry", "urgent Pending"}) {
 				t.Fatalf("told: %q", told)
@@ -70,7 +70,7 @@ func TestUrgent(t *testing.T) {
 			}
 			// Kueue evicts it. Meanwhile nobody else ends.
 			left.Evicted, left.Checks[0].State = true, Pending
-			late := c.job("late", "job-6", "here", "room", [2]int{1, 20})
+			late := c.job("late", "here", "room", [2]int{1, 20})
 			if told := next(); !slices.Equal(told, []string{"late Retry"}) {
 				t.Fatalf("told: %q", told)
 			}
@@ -89,7 +89,7 @@ func TestUrgent(t *testing.T) {
 				t.Fatalf("told: %q", told)
 			}
 			// A second one finds only higher ones to end.
-			second := c.job("second", "job-7", "here", "now", [2]int{1, 60})
+			second := c.job("second", "here", "now", [2]int{1, 60})
 			second.Priority = 8
 			if told := next(); !slices.Equal(told, []string{"big Retry", "second Pending"}) {
 				t.Fatalf("told: %q", told)
