@@ -230,6 +230,7 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 		f.touch(entry.Node)
 	}
 	f.bind(&entry, p)
+	f.seek(&entry, p)
 }
 
 // DeletePod notes that there is no pod with this UID any more.
@@ -239,6 +240,7 @@ func (f *Fleet) DeletePod(uid string) {
 	_, at := f.books.Pod(uid)
 	f.books.DeletePod(uid)
 	delete(f.asks, uid)
+	delete(f.hosts, uid)
 	f.touch(at)
 	f.forget(uid)
 }

@@ -4,6 +4,8 @@ package fleet
 
 import (
 	"errors"
+	"maps"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 
@@ -90,14 +92,7 @@ func (h *Holder) Leave(id string) {
 	h.f.books.Leave(id)
 }
 
-// Holds are the IDs of all holds, in order, and Lost the nodes on which pods of one have no
-// room any more.
-func (h *Holder) Holds() []string {
-	h.f.mu.Lock()
-	defer h.f.mu.Unlock()
-	return h.f.books.Holds()
-}
-
+// Lost are the nodes on which pods of a hold have no room any more ([placer.Books.Lost]).
 func (h *Holder) Lost(id string) []string {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
@@ -112,20 +107,40 @@ func (h *Holder) touch(at [][]string) {
 	}
 }
 
-// Nodes are the labels of the Nodes, by name: of those that take new pods, and of the others. The
-// caller may not change them.
-func (h *Holder) Nodes() (open, closed map[string]map[string]string) {
+// Stuck are the hosts that pods of a hold name in their node selectors and on which a scheduler has found no
+// room for them, one for each.
+func (h *Holder) Stuck(id string) (hosts []string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	open, closed = map[string]map[string]string{}, map[string]map[string]string{}
-	for name, a := range h.f.about {
-		if a.open {
-			open[name] = a.labels
-		} else {
-			closed[name] = a.labels
+	for uid, p := range h.f.stuck {
+		if host := h.f.hosts[uid]; host != "" && p.Hold == id && !p.Ending {
+			hosts = append(hosts, host)
 		}
 	}
-	return open, closed
+	slices.Sort(hosts)
+	return hosts
+}
+
+// seek notes which host a pod without a node names.
+func (l *lending) seek(p *placer.Pod, from *corev1.Pod) {
+	delete(l.hosts, p.UID)
+	if host := from.Spec.NodeSelector[corev1.LabelHostname]; host != "" && p.Hold != "" && p.Node == "" && !p.Done {
+		l.hosts[p.UID] = host
+	}
+}
+
+// Nodes have the names, labels and taints of the Nodes, in order. A cordoned one has the taint that says so.
+// The caller may not change them.
+func (h *Holder) Nodes() (out []*corev1.Node) {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	for _, name := range slices.Sorted(maps.Keys(h.f.about)) {
+		a := h.f.about[name]
+		n := &corev1.Node{Spec: corev1.NodeSpec{Taints: a.taints}}
+		n.Name, n.Labels = name, a.labels
+		out = append(out, n)
+	}
+	return out
 }
 
 // Asks is what a pod would ask for of the agents' resources, nil for nothing.

@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"example.com/gpu-agent/internal/placer"
 )
@@ -32,8 +33,9 @@ func TestHolder(t *testing.T) {
 	if _, _, err := place(t.Context(), f, asks("p", "1"), []string{"a"}); err == nil {
 		t.Error("a pod was placed before it was known what is held")
 	}
-	if nodes, _ := h.Nodes(); len(nodes) != 1 || nodes["a"] == nil && len(nodes["a"]) > 0 {
-		t.Errorf("pods may be on %v, and b is cordoned", nodes)
+	if n := h.Nodes(); len(n) != 2 || n[0].Name != "a" || n[0].Spec.Taints != nil || n[1].Name != "b" ||
+		len(n[1].Spec.Taints) != 1 || n[1].Spec.Taints[0].Key != corev1.TaintNodeUnschedulable {
+		t.Errorf("nodes are %v, and b is cordoned", n)
 	}
 	// A template may name limits alone.
 	template := corev1.PodSpec{Containers: []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{memory: resource.MustParse("50")}}}}}
@@ -43,8 +45,9 @@ func TestHolder(t *testing.T) {
 	}
 	h.SetHold("x/1", "a job", []placer.Group{group}, [][]string{{"a"}})
 	h.Listed()
-	if _, no := h.Hold("x/2", "another job", []placer.Group{group}); no == nil || !slices.Equal(h.Holds(), []string{"x/1"}) || h.Lost("x/1") != nil {
-		t.Errorf("held are %v, lost %v", h.Holds(), h.Lost("x/1"))
+	_, no := h.Hold("x/2", "another job", []placer.Group{group})
+	if no == nil || !slices.Equal(f.books.Holds(), []string{"x/1"}) || h.Lost("x/1") != nil {
+		t.Errorf("held are %v, lost %v", f.books.Holds(), h.Lost("x/1"))
 	}
 	if at, _, _ := place(t.Context(), f, asks("p", "50"), []string{"a"}); at != "" {
 		t.Errorf("another pod was placed on %s", at)
@@ -58,5 +61,38 @@ func TestHolder(t *testing.T) {
 	h.Drop("x/1")
 	if at, no := h.Hold("x/2", "another job", []placer.Group{group}); no != nil || len(at) != 1 || !slices.Equal(at[0], []string{"a"}) {
 		t.Errorf("the room is not free: %v, %v", at, no)
+	}
+}
+
+// TestStuck has pods of which some may go to one host alone, and have no place there.
+func TestStuck(t *testing.T) {
+	f := known("a")
+	h := HoldFor(f, func(p *corev1.Pod) string { return p.Labels["of"] })
+	pod := func(name, of, host string) *corev1.Pod {
+		p := asks(name, "10")
+		p.Labels = map[string]string{"of": of}
+		if host != "" {
+			p.Spec.NodeSelector = map[string]string{corev1.LabelHostname: host}
+		}
+		p.Status.Conditions = []corev1.PodCondition{
+			{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}}
+		return p
+	}
+	ending, fresh := pod("ending", "x/1", "e"), pod("fresh", "x/1", "f")
+	ending.DeletionTimestamp, fresh.Status.Conditions = &metav1.Time{Time: start}, nil
+	all := []*corev1.Pod{
+		pod("p-1", "x/1", "b"), pod("p-2", "x/1", "a"), pod("free", "x/1", ""), pod("another", "x/2", "c"),
+		pod("nobody", "", "d"), ending, fresh, bound(pod("bound", "x/1", "g"), "g", first, 10),
+	}
+	for _, p := range all {
+		f.SetPod(p)
+	}
+	if hosts := h.Stuck("x/1"); !slices.Equal(hosts, []string{"a", "b"}) {
+		t.Errorf("its pods wait for %v", hosts)
+	}
+	f.SetPod(bound(all[0], "b", first, 10))
+	f.DeletePod("p-2")
+	if hosts := h.Stuck("x/1"); hosts != nil || len(f.hosts) != 3 {
+		t.Errorf("its pods wait for %v, and of all there are %v", hosts, f.hosts)
 	}
 }

@@ -15,16 +15,19 @@ import (
 
 // lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
 type lending struct {
-	// holdOf say for which hold a pod is, if for any.
+	// holdOf say for which hold a pod is, if for any. Hosts are those that pods of a hold name that have no
+	// node, by the pods' UIDs.
 	holdOf []func(*corev1.Pod) string
+	hosts  map[string]string
 	// about are Nodes, as far as it matters.
 	about map[string]about
 }
 
 // about is what is known of a Node beside its GPUs.
 type about struct {
-	// open says that new pods may go there.
+	// open says that it is not cordoned. Taints has one that says so, too.
 	open   bool
+	taints []corev1.Taint
 	labels map[string]string
 	// plain is what it can give out that is not of the agent's.
 	plain corev1.ResourceList
@@ -34,11 +37,19 @@ type about struct {
 var plainNames = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
 
 func newLending() lending {
-	return lending{about: map[string]about{}}
+	return lending{about: map[string]about{}, hosts: map[string]string{}}
 }
 
 func aboutNode(n *corev1.Node) about {
 	a := about{open: !n.Spec.Unschedulable, labels: n.Labels, plain: corev1.ResourceList{}}
+	for _, t := range n.Spec.Taints {
+		a.taints = append(a.taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: t.Effect})
+	}
+	if !a.open {
+		// As the scheduler has it: the taint itself comes later.
+		cordon := corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
+		a.taints = append(a.taints, cordon)
+	}
 	for _, name := range plainNames {
 		if amount, there := n.Status.Allocatable[name]; there {
 			a.plain[name] = amount
@@ -48,7 +59,7 @@ func aboutNode(n *corev1.Node) about {
 }
 
 func (a about) equal(o about) bool {
-	return a.open == o.open && maps.Equal(a.labels, o.labels) &&
+	return a.open == o.open && slices.Equal(a.taints, o.taints) && maps.Equal(a.labels, o.labels) &&
 		maps.EqualFunc(a.plain, o.plain, func(x, y resource.Quantity) bool { return x.Equal(y) })
 }
 

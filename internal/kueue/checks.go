@@ -13,7 +13,9 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	corev1helpers "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/placer"
@@ -22,14 +24,17 @@ import (
 // Books hold room, and know the nodes.
 type Books interface {
 	Asks(*corev1.PodSpec) []placer.Container
-	// Nodes are the labels of nodes by name: of those that take new pods, and of the others.
-	Nodes() (open, closed map[string]map[string]string)
+	// Nodes have the names, labels and taints of all nodes, in order; a cordoned one has the taint for that.
+	Nodes() []*corev1.Node
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
 	Open(id, name string, groups []placer.Group, guests []placer.Guest) (ends []string, at [][]string, no *placer.Refusal)
 	SetHold(id, name string, groups []placer.Group, at [][]string)
 	Drop(id string)
 	Leave(id string)
+	// Lost are nodes where pods to come have no room any more, or may not go, and Stuck the hosts that pods
+	// without a node name, and on which a scheduler has found no room.
 	Lost(id string) []string
+	Stuck(id string) (hosts []string)
 }
 
 const (
@@ -44,6 +49,9 @@ const (
 	// often Kueue is asked meanwhile to look at the workload. It does not hear when it looks already.
 	early = 30 * time.Second
 	again = 5 * time.Second
+	// strand is how long a node may be without room for pods that can go nowhere else before their
+	// workload begins again: one that restarts, or was cordoned by mistake, comes back.
+	strand = 30 * time.Second
 	// stay is how long a workload is left in a cloud before it may come back.
 	stay = time.Minute
 
@@ -76,6 +84,7 @@ type Checks struct {
 	domain string
 	books  Books
 	held   map[string]*held // by ID
+	nodes  []*corev1.Node
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
 }
@@ -92,6 +101,8 @@ type held struct {
 	since, woken time.Time
 	// opening says that others make room.
 	opening bool
+	// stranded is since when pods of it have had no node to go to, zero once there is room for all again.
+	stranded time.Time
 }
 
 // Answer is what a workload is told.
@@ -167,6 +178,7 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 // Follow holds what workloads say that is held for them, and gives up the rest. It decides
 // nothing.
 func (c *Checks) Follow(v *View, now time.Time) {
+	c.nodes = c.books.Nodes()
 	there := map[string]bool{}
 	for _, w := range v.Workloads {
 		hold := c.id(w)
@@ -187,8 +199,8 @@ func (c *Checks) Follow(v *View, now time.Time) {
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
 				groups, _ := c.groups(w, v)
-				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.nodes(w, s.PodSetUpdates))
-				c.held[hold] = &held{by: w.UID, shape: fmt.Sprint(groups)}
+				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.written(w, s.PodSetUpdates))
+				c.held[hold] = &held{by: w.UID} // of no shape: it is looked for anew what has moved since
 			}
 			there[hold] = there[hold] || c.held[hold] != nil && c.held[hold].by == w.UID
 		}
@@ -288,7 +300,7 @@ func retry(why string, after time.Duration) *Answer {
 }
 
 // onPrem answers whether there is room; nil where the check stays as it is.
-func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answer {
+func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
 	groups, asks := c.groups(w, v)
 	shape := fmt.Sprint(groups)
 	h := c.held[c.id(w)]
@@ -300,21 +312,63 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, _ time.Time) *Answe
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
 	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(c.id(w)) == nil:
+		h.stranded = time.Time{}
 		return nil
 	}
 	at, no := c.find(w, groups, s.State == Ready)
 	switch {
 	case no == nil:
 		a := c.placed(w, groups, at)
-		if s.State == Ready {
-			return nil // its pods have been told
+		elsewhere := func(node string) bool { return !strings.Contains(s.Message, " "+node+" × ") }
+		if s.State == Ready && !slices.ContainsFunc(slices.Concat(at...), elsewhere) {
+			return nil
+		} else if s.State == Ready {
+			a.State.PodSetUpdates = s.PodSetUpdates // its pods have been told
 		}
 		return a
-	case s.State == Ready && w.Admitted:
+	case s.State == Ready && w.Admitted && !c.stranded(w, s, now):
 		return nil // the scheduler has the last word
 	}
 	c.drop(c.id(w))
-	return c.refuse(w, groups, no.Error())
+	if s.State == Ready {
+		return retry("its pods have no room any more where they may go: it begins again", 0)
+	}
+	return c.refuse(w, groups, because(no, groups))
+}
+
+// because says why there is no room, and of how many nodes nobody was asked since they take none of the pods.
+func because(no *placer.Refusal, groups []placer.Group) string {
+	closed := map[string]bool{}
+	for _, g := range groups {
+		for _, name := range g.Closed {
+			closed[name] = true
+		}
+	}
+	if len(closed) == 0 {
+		return no.Error()
+	}
+	return fmt.Sprintf("%v; %d more are cordoned, or have taints that its pods do not tolerate", no, len(closed))
+}
+
+// stranded reports whether pods of a workload have had no node for a while, and may go to one alone, by what
+// they were told, which takes them no more.
+func (c *Checks) stranded(w *Workload, s *CheckState, now time.Time) bool {
+	h := c.held[c.id(w)]
+	if h == nil {
+		return false
+	}
+	stuck, lost := c.books.Stuck(c.id(w)), c.books.Lost(c.id(w))
+	for i, at := range c.written(w, s.PodSetUpdates) {
+		host := s.told(w.Sets[i].Name)[corev1.LabelHostname]
+		if host == "" || len(at) == 0 || !slices.Contains(stuck, host) || !slices.Contains(lost, at[0]) {
+			continue
+		}
+		if h.stranded.IsZero() {
+			h.stranded = now
+		}
+		return now.Sub(h.stranded) >= strand
+	}
+	return false
 }
 
 // find finds room and holds it. Pods that there are before a workload has begun are of a time when it
@@ -388,8 +442,12 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 		return &Answer{Changes: true, Wakes: "there was room"}
 	}
 	groups, _ := c.groups(w, v)
-	c.spread(w, groups, func(_ *Set, labels map[string]string) bool {
-		return slices.ContainsFunc(refused, func(name string) bool { return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels) })
+	c.spread(w, v, groups, func(*Set) where {
+		return func(labels map[string]string) bool {
+			return slices.ContainsFunc(refused, func(name string) bool {
+				return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels)
+			})
+		}
 	})
 	shape := fmt.Sprint(groups)
 	if full[shape] {
@@ -425,9 +483,9 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
 	}
-	c.spread(w, groups, func(s *Set, labels map[string]string) bool {
+	c.spread(w, v, groups, func(s *Set) where {
 		of := v.labels(s)
-		return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
+		return func(labels map[string]string) bool { return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels) }
 	})
 	_, no := c.hold(w, groups, now)
 	refused, _, mine := c.refused(w)
@@ -440,7 +498,7 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return a
 	case no != nil:
 		c.drop(c.id(w))
-		return ready("on-prem, " + no.Error())
+		return ready("on-prem, " + because(no, groups))
 	case mine && len(refused) > 0:
 		a := retry("there is room on-prem: it begins again with the first flavor", 0)
 		a.Changes = true
@@ -475,16 +533,34 @@ func (c *Checks) groups(w *Workload, v *View) (out []placer.Group, asks bool) {
 		}
 		out = append(out, g)
 	}
-	c.spread(w, out, func(s *Set, labels map[string]string) bool { return has(labels, v.labels(s)) })
+	c.spread(w, v, out, func(s *Set) where {
+		want := v.labels(s)
+		for i := range w.Checks {
+			maps.Copy(want, w.Checks[i].told(s.Name))
+		}
+		return func(labels map[string]string) bool { return has(labels, want) }
+	})
 	return out, asks
 }
 
-// spread says on which nodes a workload's groups may be: where a condition on their labels holds.
-func (c *Checks) spread(w *Workload, groups []placer.Group, of func(s *Set, labels map[string]string) bool) {
+// where is a condition on nodes' labels.
+type where func(labels map[string]string) bool
+
+// spread says on which nodes a workload's groups may be: where a condition holds.
+func (c *Checks) spread(w *Workload, v *View, groups []placer.Group, of func(*Set) where) {
 	for i := range groups {
-		s := &w.Sets[i]
-		groups[i].Among, groups[i].Closed = c.among(s, func(labels map[string]string) bool { return of(s, labels) })
+		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], v, of(&w.Sets[i]))
 	}
+}
+
+// told is the node selector that a set's pods get of a check.
+func (s *CheckState) told(set string) map[string]string {
+	for i := range s.PodSetUpdates {
+		if s.PodSetUpdates[i].Name == set {
+			return s.PodSetUpdates[i].NodeSelector
+		}
+	}
+	return nil
 }
 
 // labels are those of the nodes of a set's flavors.
@@ -518,21 +594,44 @@ func has(labels, want map[string]string) bool {
 }
 
 // among are the nodes that pods of a set may be on, and of which a condition holds: those that
-// take new pods, and the others.
-func (c *Checks) among(s *Set, of func(labels map[string]string) bool) (open, closed []string) {
+// take new pods of it, and the others.
+func (c *Checks) among(s *Set, v *View, of where) (open, closed []string) {
 	required := nodeaffinity.GetRequiredNodeAffinity(&corev1.Pod{Spec: s.Pod})
-	those := func(nodes map[string]map[string]string) (out []string) {
-		for _, name := range slices.Sorted(maps.Keys(nodes)) {
-			node := &corev1.Node{}
-			node.Name, node.Labels = name, nodes[name]
-			if ok, err := required.Match(node); ok && err == nil && of(nodes[name]) {
-				out = append(out, name)
-			}
+	for _, n := range c.nodes {
+		if ok, err := required.Match(n); !ok || err != nil || !of(n.Labels) {
+			continue
 		}
-		return out
+		if v.takes(n, s) {
+			open = append(open, n.Name)
+		} else {
+			closed = append(closed, n.Name)
+		}
 	}
-	yes, no := c.books.Nodes()
-	return those(yes), those(no)
+	return open, closed
+}
+
+// takes reports whether pods of a set stand a node's taints, with what Kueue gives them for the node's flavors.
+// An admission plugin of the API server has pods stand those that are named for what they ask for.
+func (v *View) takes(n *corev1.Node, s *Set) bool {
+	if len(n.Spec.Taints) == 0 {
+		return true
+	}
+	tolerations := slices.Clone(s.Pod.Tolerations)
+	for _, f := range v.Flavors {
+		if has(n.Labels, f.Labels) {
+			tolerations = append(tolerations, f.Tolerations...)
+		}
+	}
+	counts := func(t *corev1.Taint) bool {
+		asks := func(c corev1.Container) bool {
+			_, request := c.Resources.Requests[corev1.ResourceName(t.Key)]
+			_, limit := c.Resources.Limits[corev1.ResourceName(t.Key)]
+			return request || limit
+		}
+		return t.Effect != corev1.TaintEffectPreferNoSchedule && !slices.ContainsFunc(s.Pod.Containers, asks)
+	}
+	_, repels := corev1helpers.FindMatchingUntoleratedTaint(klog.Background(), n.Spec.Taints, tolerations, counts, true)
+	return !repels
 }
 
 // count counts nodes, in order, as "a:2,b:1".
@@ -568,25 +667,26 @@ func places(at [][]string) string {
 
 // updates are what pods are told of their room.
 func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
-	nodes, _ := c.books.Nodes()
 	for i, of := range at {
 		if len(of) == 0 {
 			continue
 		}
 		told := map[string]string{c.domain + "/" + holdName: c.key(w), c.domain + "/" + nodesName: count(of)}
 		u := Update{Name: w.Sets[i].Name, Annotations: told}
-		host := nodes[of[0]][corev1.LabelHostname]
+		n := slices.IndexFunc(c.nodes, func(n *corev1.Node) bool { return n.Name == of[0] })
 		_, grows := w.Annotations[sliceName]
-		if host != "" && !grows && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
-			u.NodeSelector = map[string]string{corev1.LabelHostname: host}
+		if n >= 0 && !grows && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
+			if host := c.nodes[n].Labels[corev1.LabelHostname]; host != "" {
+				u.NodeSelector = map[string]string{corev1.LabelHostname: host}
+			}
 		}
 		out = append(out, u)
 	}
 	return out
 }
 
-// nodes are those of each set's pods, by what updates has written.
-func (c *Checks) nodes(w *Workload, updates []Update) (at [][]string) {
+// written are the nodes of each set's pods, by what updates has written.
+func (c *Checks) written(w *Workload, updates []Update) (at [][]string) {
 	for i := range w.Sets {
 		var of []string
 		for _, u := range updates {

@@ -85,7 +85,14 @@ func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container) {
 	return out
 }
 
-func (c *cluster) Nodes() (open, closed map[string]map[string]string) { return c.labels, nil }
+func (c *cluster) Nodes() (out []*corev1.Node) {
+	for _, name := range slices.Sorted(maps.Keys(c.labels)) {
+		out = append(out, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: c.labels[name]}})
+	}
+	return out
+}
+
+func (c *cluster) Stuck(string) []string { return nil }
 
 func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *placer.Refusal) {
 	at, err := c.Books.Hold(id, name, groups, start)

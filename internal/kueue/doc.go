@@ -67,11 +67,21 @@
 // A tenant can write the annotation, but not the namespace: who lies takes the room of a workload beside
 // its own.
 //
+// # What is taken back
+//
+// A node is none for pods that do not tolerate its taints; a cordon is one of them. Tolerations are those of
+// the template, and of ResourceFlavors whose labels the node has, which Kueue gives the pods. A node that is
+// cordoned, tainted, gone or without its agent loses the seats that no pod has. They are looked for elsewhere,
+// and the check's message says where they are now. Where there is no room, the workload stays as it is.
+//
+// Pods that have a node selector of the check's cannot go elsewhere. When such a pod has had no node for 30 s,
+// and its seat is lost, the check is Retry: Kueue ends the job, which begins again and may have another
+// node. A job whose pods all run is left alone, on whatever node.
+//
 // # What it does not do
 //
-// It does not look at taints, and at what pods ask for beside GPUs: Kueue has quotas for that,
-// and the scheduler the last word. A hold whose room goes after the workload was admitted is
-// looked for elsewhere; where there is none, the workload stays as it is.
+// It does not look at what pods ask for beside GPUs: Kueue has quotas for that, and the scheduler the last
+// word.
 //
 // The package knows Kueue's objects as plain values: its Go module is not needed.
 package kueue

@@ -244,10 +244,11 @@ func setCondition(o *unstructured.Unstructured, condition map[string]any) error 
 	return unstructured.SetNestedSlice(o.Object, list, "status", "conditions")
 }
 
-// Flavor is a ResourceFlavor: nodes by their labels.
+// Flavor is a ResourceFlavor: nodes by their labels, and what pods stand there.
 type Flavor struct {
-	Name   string
-	Labels map[string]string
+	Name        string
+	Labels      map[string]string
+	Tolerations []corev1.Toleration
 	// Cloud says that these nodes cost money.
 	Cloud bool
 }
@@ -256,13 +257,15 @@ type Flavor struct {
 func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 	var from struct {
 		Spec struct {
-			NodeLabels map[string]string `json:"nodeLabels"`
+			NodeLabels  map[string]string   `json:"nodeLabels"`
+			Tolerations []corev1.Toleration `json:"tolerations"`
 		} `json:"spec"`
 	}
 	if err := read(o, &from); err != nil {
 		return nil, err
 	}
-	return &Flavor{o.GetName(), from.Spec.NodeLabels, o.GetLabels()[domain+"/"+cloudLabel] == "true"}, nil
+	cloud := o.GetLabels()[domain+"/"+cloudLabel] == "true"
+	return &Flavor{o.GetName(), from.Spec.NodeLabels, from.Spec.Tolerations, cloud}, nil
 }
 
 // Check is an AdmissionCheck. Active says that its controller has said that it is there.

@@ -39,9 +39,10 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 	if no != nil {
 		c.drop(c.id(w))
 		if no.Waits {
-			return pending("no room yet: " + no.Error()), nil
+			return pending("no room yet: " + because(no, groups)), nil
 		}
-		return pending("no room, nor would there be any without workloads of lower priority: " + no.Error()), nil
+		why := "no room, nor would there be any without workloads of lower priority: " + because(no, groups)
+		return pending(why), nil
 	}
 	c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), opening: true}
 	why := fmt.Sprintf("its room is for a workload of a higher priority (UID: %s)", w.UID)

@@ -78,7 +78,7 @@
 //
 // The books look again for the lost room of an amount after each piece of news, before they place a pod.
 // For the lost room of a group they look when the caller calls Hold again: the caller has written down
-// where its pods are to go. A pod that takes some of an amount goes before pods that may still come. If
+// where its pods are to go. A node that takes no new pods ([Group].Closed) has no room for open seats. A pod that takes some of an amount goes before pods that may still come. If
 // the two do not fit, the rest of the amount loses its room, and at last so do others' amounts there.
 //
 // A search for hundreds of pods looks at each node once, and then only at nodes that have got a seat.

@@ -27,8 +27,10 @@ type hold struct {
 	seats []*seat
 	// members are the pods of the hold that have or will have devices of a node. A hold for groups
 	// counts those on nodes of among alone, or all while that is nil: the groups are not known yet.
+	// open are the nodes of each group that take new pods.
 	members map[string]*entry
 	among   map[string]bool
+	open    []map[string]bool
 	// want is how much is to be kept of each resource, nil of a hold for groups; where, if set,
 	// says on which nodes.
 	want  map[string]int
@@ -177,7 +179,8 @@ func (hs *holds) Leave(id string) {
 	}
 }
 
-// Lost returns the nodes of seats that have lost their room, sorted, a node once for each seat.
+// Lost returns the nodes of seats that have lost their room, or that take no new pods by the last Hold,
+// sorted, a node once for each seat.
 func (hs *holds) Lost(id string) (nodes []string) {
 	if h := hs.by[id]; h != nil {
 		for _, s := range h.seats {
@@ -190,8 +193,12 @@ func (hs *holds) Lost(id string) (nodes []string) {
 	return nodes
 }
 
-// lost reports whether a seat is open and has lost its room.
-func (hs *holds) lost(s *seat) bool { return s.open && hs.b.room(s.node).lacks(s) }
+// lost reports whether a seat is open and has lost its room, or is on a node that takes no new pods.
+func (hs *holds) lost(s *seat) bool {
+	open := hs.by[s.owner.id].open
+	closed := s.group < len(open) && !open[s.group][s.node]
+	return s.open && (closed || hs.b.room(s.node).lacks(s))
+}
 
 // Pause has f called between the steps of a search for a hold: the books may be told and asked of
 // anything but that hold meanwhile.
@@ -223,8 +230,13 @@ func (hs *holds) holdOf(id, name string) *hold {
 // narrow makes pods members that are on nodes of some groups, and no others.
 func (hs *holds) narrow(h *hold, groups []Group) {
 	among := map[string]bool{}
-	for _, g := range groups {
-		for _, node := range slices.Concat(g.Among, g.Closed) {
+	h.open = make([]map[string]bool, len(groups))
+	for i, g := range groups {
+		h.open[i] = map[string]bool{}
+		for _, node := range g.Among {
+			h.open[i][node], among[node] = true, true
+		}
+		for _, node := range g.Closed {
 			among[node] = true
 		}
 	}
@@ -260,14 +272,9 @@ func (hs *holds) seat(h *hold, group int, containers []Container, node string) *
 func (hs *holds) remaining(h *hold, groups []Group) (out []*seat) {
 	for g := range groups {
 		shape, n := fmt.Sprint(groups[g].Containers), 0
-		among := map[string]bool{}
-		for _, node := range groups[g].Among {
-			among[node] = true
-		}
 		for _, taken := range []bool{true, false} {
 			for _, s := range h.seats {
-				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != "") &&
-					(taken || among[s.node] && !hs.lost(s)) {
+				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != "") && !hs.lost(s) {
 					out = append(out, s)
 					n++
 				}

@@ -5,16 +5,25 @@ package queues
 import (
 	"errors"
 	"fmt"
+	"net/http"
 	"testing"
+
+	core "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/tests/plane"
 )
 
-// What befalls a workload after it was admitted: it gets a job.
+// What befalls a workload after it was admitted: it gets a job, and its node is drained.
 func TestAfterAdmission(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
+	}
 	c := startCluster(t, options{
 		nodes:  []node{{"gpu-1", "on-prem", shared}, {"gpu-2", "on-prem", shared}},
 		export: []string{"--cloud", "none", "--checks"},
 	})
 	t.Run("its job comes later", func(t *testing.T) { c.prebuilt(t) })
+	t.Run("its node is drained", func(t *testing.T) { c.drain(t) })
 }
 
 // prebuilt has a workload admitted before there is a job for it, as MultiKueue does. The hold takes all
@@ -44,4 +53,42 @@ func (c *cluster) prebuilt(t *testing.T) {
 	c.post(jobs, object{"metadata": object{"name": "pre", "labels": labels}, "spec": spec})
 	c.awaitAt("pre", "on-prem", 4)
 	c.end("pre")
+}
+
+// drain cordons a node with two jobs, and evicts the pod of one. That one begins again elsewhere, since its
+// next pod may go to that node alone; the other runs on.
+func (c *cluster) drain(t *testing.T) {
+	pod := func(job string) core.Pod {
+		t.Helper()
+		pods := c.podsOf("batch.kubernetes.io/job-name=" + job)
+		if len(pods) != 1 {
+			t.Fatalf("%s has %d pods; %s", job, len(pods), c.says(job))
+		}
+		return pods[0]
+	}
+	c.send(job{name: "evicted", asks: map[string]int{memory: 30}})
+	c.awaitAt("evicted", "on-prem", 1)
+	c.send(job{name: "stays", asks: map[string]int{memory: 30}})
+	c.awaitAt("stays", "on-prem", 1)
+	evicted, stays := pod("evicted"), pod("stays")
+	at, told := evicted.Spec.NodeName, evicted.Spec.NodeSelector[core.LabelHostname]
+	if stays.Spec.NodeName != at || told != at {
+		t.Fatalf("they run on %s and %s, and the one may go to %s", at, stays.Spec.NodeName, told)
+	}
+	c.patch("/api/v1/nodes/"+at, object{"spec": object{"unschedulable": true}})
+	ends := object{"apiVersion": "policy/v1", "kind": "Eviction", "metadata": object{"name": evicted.Name}}
+	path := podsOfTeam + "/" + evicted.Name + "/eviction"
+	if err := c.Do(t, nil, http.MethodPost, path, plane.JSON, ends, nil); err != nil {
+		t.Fatal(err)
+	}
+	c.Await(t, "the evicted job runs on the other node", func() error {
+		nodes, err := c.running("evicted")
+		if err != nil || len(nodes) != 1 || nodes[0] == at {
+			return fmt.Errorf("%w; it runs on %v; %s", errors.Join(err), nodes, c.says("evicted"))
+		}
+		return nil
+	})
+	if now := pod("stays"); now.UID != stays.UID {
+		t.Errorf("the pod of the other job was ended: %s", c.says("stays"))
+	}
 }
