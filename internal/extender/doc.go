@@ -24,15 +24,19 @@
 // books do: after that it is 503, and with "ignorable: true" the scheduler goes on
 // without it. Requests take turns at the books, and one that hangs keeps only itself. What
 // cannot be read is answered with 400, and is likewise no obstacle. Each answer is
-// counted by verb and [Outcome]; all but [Placed] and [Refused] are pods that were scheduled
-// unguarded.
+// counted by verb and [Outcome]; all but [Placed], [Refused] and [Deferred] are pods that were
+// scheduled unguarded.
+//
+// A pod with a schedulingGroup is bound together with others or not at all. If the scheduler put one
+// of these somewhere by itself, the group could be bound in part. So where there would be a 503 for such a
+// pod, no node can take it: the scheduler tries the whole group again.
 //
 // Nothing is asked of the books for a client that has gone.
 //
 // # Who may ask
 //
-// Of a pod in a request only the UID is believed: what it asks for, and whether there is such a
-// pod, the API server says. One that it has not shown yet is waited for, without a turn, and then
+// Of a pod in a request only the UID is believed, and that it is of a group, which turns an error into a
+// refusal: what it asks for, and whether there is such a pod, the API server says. One that it has not shown yet is waited for, without a turn, and then
 // the answer is 503. Still whoever reaches the door can reserve room for pods that wait.
 // [Files] gives it TLS with clients' certificates.
 //

@@ -60,12 +60,14 @@ const (
 	Unknown Outcome = "unknown"
 	// Failed: the books could not tell.
 	Failed Outcome = "failed"
+	// Deferred: a pod of a group was refused for now, for one of the last three reasons.
+	Deferred Outcome = "deferred"
 )
 
 // Verbs and Outcomes are all that there are.
 var (
 	Verbs    = []Verb{Filter, Preempt}
-	Outcomes = []Outcome{Placed, Refused, Broken, Late, Unknown, Failed}
+	Outcomes = []Outcome{Placed, Refused, Broken, Late, Unknown, Failed, Deferred}
 )
 
 // Options may be zero.
@@ -173,7 +175,8 @@ func (s *service) serve(w http.ResponseWriter, r *http.Request, v Verb) {
 }
 
 // answer reads the request and asks the books.
-func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Request, v Verb, began time.Time) (any, Outcome, *failure) {
+func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Request, v Verb,
+	began time.Time) (answer any, how Outcome, fail *failure) {
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
 		return nil, "", &failure{http.StatusUnsupportedMediaType, Broken, fmt.Errorf("a request is application/json, and this is %q", r.Header.Get("Content-Type"))}
 	}
@@ -190,64 +193,84 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 		return nil, "", &failure{http.StatusBadRequest, Broken, fmt.Errorf("read the request: %w", err)}
 	}
 	_ = control.SetReadDeadline(time.Time{})
-	ask, uid, err := read(v, body.Bytes())
+	q, err := read(v, body.Bytes())
 	if err != nil {
 		return nil, "", &failure{http.StatusBadRequest, Broken, err}
 	}
 	// Before it has its turn, so that whoever asks for pods that are not there holds nobody up.
 	known, cancel := context.WithDeadline(ctx, began.Add(s.opts.Deadline*9/10))
 	defer cancel()
-	if err := s.books.Known(known, uid); err != nil {
-		return nil, "", &failure{http.StatusServiceUnavailable, Unknown, err}
+	if err := s.books.Known(known, string(q.pod.UID)); err != nil {
+		fail = &failure{http.StatusServiceUnavailable, Unknown, err}
+	} else {
+		answer, how, fail = s.ask(ctx, q)
 	}
-	return s.ask(ctx, ask)
+	if fail != nil && q.pod.Spec.SchedulingGroup != nil {
+		return q.refuse(fail.err.Error()), Deferred, nil
+	}
+	return answer, how, fail
 }
 
 // question is a request that makes sense.
-type question func(context.Context, Books) (answer any, how Outcome, err error)
+type question struct {
+	pod *pod
+	ask func(context.Context, Books) (answer any, how Outcome, err error)
+	// refuse is the answer by which no node can take the pod, with the reason.
+	refuse func(why string) any
+}
 
-// read makes sense of a request, and says which pod it is about.
-func read(v Verb, body []byte) (q question, uid string, err error) {
+// read makes sense of a request.
+func read(v Verb, body []byte) (*question, error) {
 	if v == Preempt {
 		var args preemption
 		if err := decode(body, &args, &args.Pod); err != nil {
-			return nil, "", err
+			return nil, err
 		}
 		if args.NodeNameToMetaVictims == nil && args.NodeNameToVictims != nil {
-			return nil, "", errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+			return nil, errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
 		}
-		return func(ctx context.Context, b Books) (any, Outcome, error) { return preempt(ctx, b, &args) }, string(args.Pod.UID), nil
+		return &question{args.Pod, args.preempt, func(string) any { return noNode() }}, nil
 	}
 	var args filtering
 	if err := decode(body, &args, &args.Pod); err != nil {
-		return nil, "", err
+		return nil, err
 	}
 	if args.NodeNames == nil {
-		return nil, "", errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+		return nil, errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
 	}
-	return func(ctx context.Context, b Books) (any, Outcome, error) { return filter(ctx, b, &args) }, string(args.Pod.UID), nil
+	return &question{args.Pod, args.filter, args.refuse}, nil
 }
 
-// filtering is what is read of an extender.ExtenderArgs. Whoever asks could make up the pod's
-// spec, and its amounts can take minutes to decode, so none of that is read.
+// pod is what is read of the pod in a request. Whoever asks could make up its spec, and its amounts can
+// take minutes to decode, so nothing else of that is read.
+type pod struct {
+	metav1.ObjectMeta `json:"metadata"`
+	Spec              struct {
+		// SchedulingGroup is of a pod that is bound together with others or not at all. Of who makes one
+		// up the pod is refused where it would be scheduled unguarded.
+		SchedulingGroup *struct{}
+	}
+}
+
+// filtering is what is read of an extender.ExtenderArgs.
 type filtering struct {
-	Pod       *metav1.PartialObjectMetadata
+	Pod       *pod
 	NodeNames *[]string
 }
 
 // preemption is what is read of an extender.ExtenderPreemptionArgs.
 type preemption struct {
-	Pod                   *metav1.PartialObjectMetadata
+	Pod                   *pod
 	NodeNameToVictims     map[string]json.RawMessage
 	NodeNameToMetaVictims map[string]*extender.MetaVictims
 }
 
 // decode reads arguments, of which pod is a part.
-func decode(body []byte, args any, pod **metav1.PartialObjectMetadata) error {
+func decode(body []byte, args any, of **pod) error {
 	if err := json.Unmarshal(body, args); err != nil {
 		return fmt.Errorf("read the request: %w", err)
 	}
-	if *pod == nil || (*pod).UID == "" {
+	if *of == nil || (*of).UID == "" {
 		return errors.New("the request has no pod with a UID")
 	}
 	return nil
@@ -258,7 +281,7 @@ func (s *service) late() *failure {
 }
 
 // ask waits for a turn and asks the books, both until the deadline.
-func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) {
+func (s *service) ask(ctx context.Context, q *question) (any, Outcome, *failure) {
 	select {
 	case s.turn <- struct{}{}:
 	case <-ctx.Done():
@@ -276,7 +299,7 @@ func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) 
 	done := make(chan result, 1)
 	go func() {
 		defer func() { <-s.turn }()
-		answer, how, err := q(ctx, s.books)
+		answer, how, err := q.ask(ctx, s.books)
 		done <- result{answer, how, err}
 	}()
 	select {
@@ -291,7 +314,7 @@ func (s *service) ask(ctx context.Context, q question) (any, Outcome, *failure) 
 }
 
 // filter answers with the one best node.
-func filter(ctx context.Context, b Books, args *filtering) (any, Outcome, error) {
+func (args *filtering) filter(ctx context.Context, b Books) (any, Outcome, error) {
 	node, refused, err := b.Place(ctx, string(args.Pod.UID), *args.NodeNames)
 	if err != nil {
 		return nil, "", fmt.Errorf("place %s/%s: %w", args.Pod.Namespace, args.Pod.Name, err)
@@ -302,10 +325,23 @@ func filter(ctx context.Context, b Books, args *filtering) (any, Outcome, error)
 	return &extender.ExtenderFilterResult{NodeNames: &[]string{node}}, Placed, nil
 }
 
+// refuse answers that no node can take the pod, for one reason.
+func (args *filtering) refuse(why string) any {
+	no := &extender.ExtenderFilterResult{NodeNames: &[]string{}, FailedNodes: map[string]string{}}
+	for _, name := range *args.NodeNames {
+		no.FailedNodes[name] = why
+	}
+	return no
+}
+
+// noNode is the answer that the eviction of pods opens room nowhere.
+func noNode() *extender.ExtenderPreemptionResult {
+	return &extender.ExtenderPreemptionResult{NodeNameToMetaVictims: map[string]*extender.MetaVictims{}}
+}
+
 // preempt keeps the nodes on which the eviction of pods opens room.
-func preempt(ctx context.Context, b Books, args *preemption) (any, Outcome, error) {
-	out := &extender.ExtenderPreemptionResult{NodeNameToMetaVictims: map[string]*extender.MetaVictims{}}
-	how := Refused
+func (args *preemption) preempt(ctx context.Context, b Books) (any, Outcome, error) {
+	out, how := noNode(), Refused
 	for node, victims := range args.NodeNameToMetaVictims {
 		var uids []string
 		if victims != nil {

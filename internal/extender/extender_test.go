@@ -63,7 +63,9 @@ func (s *shelf) Known(ctx context.Context, uid string) error {
 	if uid != s.unknown {
 		return nil
 	}
-	close(s.waits)
+	if s.waits != nil {
+		close(s.waits)
+	}
 	<-ctx.Done()
 	return errors.New("who is it?")
 }
@@ -136,7 +138,7 @@ func (d *door) want(how Outcome) {
 	}
 }
 
-func pod(name string) *corev1.Pod {
+func podOf(name string) *corev1.Pod {
 	return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "x", Name: name, UID: types.UID("uid-" + name)}}
 }
 
@@ -152,7 +154,7 @@ func jsonOf(t *testing.T, v any) string {
 
 func filterArgs(t *testing.T, name string, nodes ...string) string {
 	t.Helper()
-	return jsonOf(t, &extender.ExtenderArgs{Pod: pod(name), NodeNames: &nodes})
+	return jsonOf(t, &extender.ExtenderArgs{Pod: podOf(name), NodeNames: &nodes})
 }
 
 func TestFilterNamesTheOneNode(t *testing.T) {
@@ -195,7 +197,7 @@ func TestPreemptDropsNodesWhoseVictimsOpenNoRoom(t *testing.T) {
 		{map[string]*extender.MetaVictims{"b": victims("small")}, nil, Refused},
 		{map[string]*extender.MetaVictims{}, nil, Refused},
 	} {
-		code, text := d.post("/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: pod("p"), NodeNameToMetaVictims: c.nodes}))
+		code, text := d.post("/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToMetaVictims: c.nodes}))
 		var got extender.ExtenderPreemptionResult
 		if err := json.Unmarshal([]byte(text), &got); code != http.StatusOK || err != nil || got.NodeNameToMetaVictims == nil {
 			t.Fatalf("%d %s: %v", code, text, err)
@@ -223,8 +225,8 @@ func TestBrokenRequests(t *testing.T) {
 		{"another type", "/filter", `{"Pod": 7}`, "cannot unmarshal"},
 		{"no pod", "/filter", `{"NodeNames": ["a"]}`, "no pod with a UID"},
 		{"a pod without UID", "/filter", `{"Pod": {"metadata": {"name": "p"}}, "NodeNames": ["a"]}`, "no pod with a UID"},
-		{"whole nodes", "/filter", jsonOf(t, &extender.ExtenderArgs{Pod: pod("p"), Nodes: nodes}), "nodeCacheCapable: true"},
-		{"whole victims", "/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: pod("p"), NodeNameToVictims: map[string]*extender.Victims{"a": {}}}), "nodeCacheCapable: true"},
+		{"whole nodes", "/filter", jsonOf(t, &extender.ExtenderArgs{Pod: podOf("p"), Nodes: nodes}), "nodeCacheCapable: true"},
+		{"whole victims", "/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToVictims: map[string]*extender.Victims{"a": {}}}), "nodeCacheCapable: true"},
 		{"no pod to preempt for", "/preempt", `{"NodeNameToMetaVictims": {}}`, "no pod with a UID"},
 		{"too long", "/filter", `{"Pod": "` + strings.Repeat("x", most) + `"}`, "too large"},
 	} {
@@ -292,7 +294,7 @@ func TestBooksThatCannotTell(t *testing.T) {
 	d := open(t, &shelf{err: errors.New("the pods have not been listed yet")}, time.Minute)
 	for path, body := range map[string]string{
 		"/filter":  filterArgs(t, "p", "a"),
-		"/preempt": jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: pod("p"), NodeNameToMetaVictims: map[string]*extender.MetaVictims{"a": {}}}),
+		"/preempt": jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToMetaVictims: map[string]*extender.MetaVictims{"a": {}}}),
 	} {
 		if code, text := d.post(path, body); code != http.StatusServiceUnavailable || !strings.Contains(text, "x/p") || !strings.Contains(text, "not been listed yet") {
 			t.Errorf("%s: %d %s", path, code, text)
@@ -385,4 +387,45 @@ func TestAPodThatIsNotKnown(t *testing.T) {
 	if s.asked != 1 {
 		t.Errorf("the books were asked %d times, want once", s.asked)
 	}
+}
+
+// TestAPodOfAGroup is refused for now where another one would get no answer: the scheduler must not go
+// on without one, or the group is bound in part.
+func TestAPodOfAGroup(t *testing.T) {
+	p, name := podOf("p"), "train"
+	p.Spec.SchedulingGroup = &corev1.PodSchedulingGroup{PodGroupName: &name}
+	hangs := &shelf{hang: make(chan struct{}), inside: make(chan struct{}, 1000)}
+	for _, c := range []struct {
+		name     string
+		books    *shelf
+		deadline time.Duration
+		want     string
+	}{
+		{"the books hang", hangs, 50 * time.Millisecond, "no answer within 50ms"},
+		{"they cannot tell", &shelf{err: errors.New("not listed yet")}, time.Minute, "not listed yet"},
+		{"they do not know it", &shelf{unknown: "uid-p"}, 50 * time.Millisecond, "who is it?"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d := open(t, c.books, c.deadline)
+			// On a busy machine a request may be late before it has been read.
+			post := func(path, body string) (text string) {
+				for how := Late; how == Late; how = <-d.how {
+					_, text = d.post(path, body)
+				}
+				return text
+			}
+			text := post("/filter", jsonOf(t, &extender.ExtenderArgs{Pod: p, NodeNames: &[]string{"a", "b"}}))
+			var got extender.ExtenderFilterResult
+			if err := json.Unmarshal([]byte(text), &got); err != nil || got.NodeNames == nil || len(*got.NodeNames) > 0 ||
+				len(got.FailedNodes) != 2 || !strings.Contains(got.FailedNodes["a"], c.want) {
+				t.Errorf("it is told %s, %v; want a refusal with %q", text, err, c.want)
+			}
+			victims := map[string]*extender.MetaVictims{"a": {}}
+			text = post("/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: p, NodeNameToMetaVictims: victims}))
+			if strings.TrimSpace(text) != `{"NodeNameToMetaVictims":{}}` {
+				t.Errorf("that others end for it is answered %s", text)
+			}
+		})
+	}
+	close(hangs.hang)
 }

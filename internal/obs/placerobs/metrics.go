@@ -76,8 +76,8 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 	m := &Metrics{
 		own: own,
 		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_answers_total",
-			Help: "Requests of schedulers, by how they ended. Where that is neither placed nor refused, the " +
-				"scheduler went on without the placer."}, []string{"verb", "outcome"}),
+			Help: "Requests of schedulers, by how they ended. Where that is neither placed, refused nor " +
+				"deferred, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
 		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + "placer_answer_seconds",
 			Help:    "Time from a scheduler's request to the answer.",
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
