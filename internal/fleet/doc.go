@@ -27,6 +27,15 @@
 // where one of them fits. Who begins to lead takes pods of which the API says that no node
 // has room for them.
 //
+// # Slow binds
+//
+// A pod keeps its room for ten minutes, unless the scheduler says why it is not bound. The time of that
+// condition does not tell whether this is the outcome of the last answer: it stands still while the
+// condition is False, and is of another clock, in seconds. The order of events does not tell either: a
+// scheduler may ask again before the watch has shown why it failed before. Where what it says has changed
+// since the answer, it has failed at some time. Then the room is kept for 30 s more. So an event that comes
+// late takes no room from a pod that is being bound.
+//
 // # Unguarded pods
 //
 // A scheduler that gets no answer goes on without one. A pod that is bound with devices of an

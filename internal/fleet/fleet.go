@@ -46,9 +46,8 @@ type Fleet struct {
 	passed map[string]error
 	ready  map[string]bool
 	counts map[string]map[string]bool
-	// asks is what pods without a node ask for, by UID: the books have of one that was placed
-	// only what goes through the device plugin. Shown is closed when there is another pod.
-	asks  map[string]placer.Pod
+	// asks are the pods without a node, by UID. Shown is closed when there is another pod.
+	asks  map[string]*asking
 	shown chan struct{}
 	// dra are the nodes that offer something through DRA.
 	dra map[string]bool
@@ -67,7 +66,7 @@ type Fleet struct {
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
-		says: map[string]*gpunode.Status{}, passed: map[string]error{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{}, asks: map[string]placer.Pod{}, shown: make(chan struct{}),
+		says: map[string]*gpunode.Status{}, passed: map[string]error{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{}, asks: map[string]*asking{}, shown: make(chan struct{}),
 		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), lending: newLending(),
 	}
 }
@@ -216,21 +215,15 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	}
 	was, at := f.books.Pod(entry.UID)
 	f.books.SetPod(entry)
-	if entry.Node == "" && !entry.Done {
-		f.asks[entry.UID] = entry
-	} else {
-		delete(f.asks, entry.UID)
-	}
 	if was.UID == "" {
 		close(f.shown)
 		f.shown = make(chan struct{})
 	}
-	if at != entry.Node || entry.Done || len(was.Devices) != len(entry.Devices) {
+	if _, is := f.books.Pod(entry.UID); at != is || entry.Done || len(was.Devices) != len(entry.Devices) {
 		f.touch(at)
-		f.touch(entry.Node)
+		f.touch(is)
 	}
 	f.bind(&entry, p)
-	f.seek(&entry, p)
 }
 
 // DeletePod notes that there is no pod with this UID any more.
@@ -239,8 +232,6 @@ func (f *Fleet) DeletePod(uid string) {
 	defer f.mu.Unlock()
 	_, at := f.books.Pod(uid)
 	f.books.DeletePod(uid)
-	delete(f.asks, uid)
-	delete(f.hosts, uid)
 	f.touch(at)
 	f.forget(uid)
 }
@@ -267,15 +258,15 @@ func (f *Fleet) Known(ctx context.Context, uid string) error {
 	}
 }
 
-// asked is what a pod asks for by the API.
-func (f *Fleet) asked(uid string) (placer.Pod, error) {
-	if p, there := f.asks[uid]; there {
-		return p, nil
+// asked is a pod as the API has it.
+func (f *Fleet) asked(uid string) (*asking, error) {
+	if a := f.asks[uid]; a != nil {
+		return a, nil
 	}
 	if p, _ := f.books.Pod(uid); p.UID != "" {
-		return p, nil
+		return &asking{Pod: p}, nil
 	}
-	return placer.Pod{}, errUnknown
+	return nil, errUnknown
 }
 
 // Place picks one of some nodes for a pod, named by its UID, and reserves there. What the pod
@@ -288,22 +279,23 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 	if err := f.listed(ctx); err != nil {
 		return "", nil, err
 	}
-	entry, err := f.asked(uid)
+	p, err := f.asked(uid)
 	if err != nil {
 		return "", nil, err
 	}
-	delete(f.doubtful, entry.UID) // what it was told before is void
-	_, at := f.books.Pod(entry.UID)
-	node, refused, err = f.place(ctx, entry, among)
-	switch {
-	case err != nil:
+	delete(f.doubtful, uid) // what it was told before is void
+	_, at := f.books.Pod(uid)
+	node, no, err := f.place(ctx, p.Pod, among)
+	if err != nil {
 		return "", nil, err
-	case node == "":
-		f.refused(entry, f.known(among), f.now())
-		delete(f.answers, entry.UID)
-	default:
-		f.satisfied(entry.UID)
-		f.answers[entry.UID] = answer{node, f.now()}
+	}
+	if no == nil {
+		f.satisfied(uid)
+		f.answers[uid] = answer{node, f.now()}
+	} else {
+		f.refused(p.Pod, f.known(among), f.now())
+		delete(f.answers, uid)
+		refused = no.Nodes
 	}
 	if at != node {
 		f.touch(at) // it had a reservation there
@@ -320,9 +312,8 @@ func (f *Fleet) known(among []string) []string {
 }
 
 // place asks the books, and then looks at what goes through DRA.
-func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (node string, refused map[string]string, err error) {
+func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (node string, no *placer.Refusal, err error) {
 	node, err = f.books.Place(ctx, entry, among, f.now())
-	no := new(placer.Refusal)
 	if !errors.As(err, &no) {
 		return node, nil, err
 	}
@@ -338,7 +329,7 @@ func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (no
 			return node, nil, nil
 		}
 	}
-	return "", no.Nodes, nil
+	return "", no, nil
 }
 
 // Fits says whether a node could take a pod without some others; all are named by their UIDs.
@@ -348,11 +339,12 @@ func (f *Fleet) Fits(ctx context.Context, uid, node string, without []string) (b
 	if err := f.listed(ctx); err != nil {
 		return false, err
 	}
-	entry, err := f.asked(uid)
+	p, err := f.asked(uid)
 	if err != nil {
 		return false, err
 	}
-	if entry, _ = f.withoutDRA(entry, node); len(entry.Containers) == 0 {
+	entry, _ := f.withoutDRA(p.Pod, node)
+	if len(entry.Containers) == 0 {
 		return true, nil
 	}
 	err = f.books.Fits(entry, node, without, f.now())

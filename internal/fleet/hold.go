@@ -112,21 +112,13 @@ func (h *Holder) touch(at [][]string) {
 func (h *Holder) Stuck(id string) (hosts []string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	for uid, p := range h.f.stuck {
-		if host := h.f.hosts[uid]; host != "" && p.Hold == id && !p.Ending {
-			hosts = append(hosts, host)
+	for _, a := range h.f.asks {
+		if a.stuck && a.host != "" && a.Hold == id && !a.Ending {
+			hosts = append(hosts, a.host)
 		}
 	}
 	slices.Sort(hosts)
 	return hosts
-}
-
-// seek notes which host a pod without a node names.
-func (l *lending) seek(p *placer.Pod, from *corev1.Pod) {
-	delete(l.hosts, p.UID)
-	if host := from.Spec.NodeSelector[corev1.LabelHostname]; host != "" && p.Hold != "" && p.Node == "" && !p.Done {
-		l.hosts[p.UID] = host
-	}
 }
 
 // Nodes have the names, labels and taints of the Nodes, in order. A cordoned one has the taint that says so.

@@ -92,7 +92,7 @@ func TestStuck(t *testing.T) {
 	}
 	f.SetPod(bound(all[0], "b", first, 10))
 	f.DeletePod("p-2")
-	if hosts := h.Stuck("x/1"); hosts != nil || len(f.hosts) != 3 {
-		t.Errorf("its pods wait for %v, and of all there are %v", hosts, f.hosts)
+	if hosts := h.Stuck("x/1"); hosts != nil {
+		t.Errorf("its pods wait for %v", hosts)
 	}
 }

@@ -5,7 +5,9 @@ package fleet
 import (
 	"context"
 	"fmt"
+	"hash/maphash"
 	"maps"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -25,12 +27,8 @@ type leading struct {
 	// answers are pods that were placed and are not bound yet, and bound those that are.
 	answers map[string]answer
 	bound   map[string]*boundPod
-	// stuck are pods of which the API says that no node has room.
-	stuck map[string]placer.Pod
-	// open are pods that have no node and that a scheduler may look at. Doubtful are those of them
-	// that whoever led before may have placed, until a time.
-	open, doubtful map[string]bool
-	until          time.Time
+	// doubtful are pods without a node that whoever led before may have placed, until a time.
+	doubtful map[string]time.Time
 	// unguarded, if set, is told of each pod that got to a node without an answer.
 	unguarded func(Unguarded)
 }
@@ -38,6 +36,16 @@ type leading struct {
 // Unguarded is a pod that is bound to a node without the placer's word.
 type Unguarded struct {
 	Namespace, Name, Node string
+}
+
+// asking is a pod that has no node. What it asks for is all that it does: the books have of one that was
+// placed only what goes through the device plugin.
+type asking struct {
+	placer.Pod
+	// gated says that no scheduler looks at it yet, and stuck that one has found no node for it. Said is
+	// a digest of what the scheduler said last of why it is not bound; 0 where it has said nothing.
+	gated, stuck bool
+	said         uint64
 }
 
 // answer is where a pod was placed, and when.
@@ -56,7 +64,7 @@ type boundPod struct {
 }
 
 func newLeading() leading {
-	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}, stuck: map[string]placer.Pod{}, open: map[string]bool{}}
+	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}}
 }
 
 // LeadBy has questions answered only while leads returns nil. It is called under a lock and
@@ -89,8 +97,15 @@ func (f *Fleet) Lead(before time.Time, own bool) {
 
 func (f *Fleet) lead(before time.Time, still bool) {
 	if !still {
-		f.led, f.before = true, before
-		f.doubtful, f.until = maps.Clone(f.open), f.now().Add(placer.ReservedFor)
+		f.led, f.before, f.doubtful = true, before, map[string]time.Time{}
+		for uid, a := range f.asks {
+			if !a.gated {
+				f.doubtful[uid] = f.now().Add(placer.ReservedFor)
+			}
+			if a.said != 0 {
+				f.doubt(uid)
+			}
+		}
 	}
 	for _, b := range f.bound {
 		if !b.judged && (still || !before.IsZero() && b.scheduled.After(before)) {
@@ -103,9 +118,9 @@ func (f *Fleet) lead(before time.Time, still bool) {
 	for name := range f.says {
 		all = append(all, name)
 	}
-	for uid, p := range f.stuck {
-		if f.refusedPods[uid] == nil {
-			f.refused(p, all, f.now())
+	for uid, a := range f.asks {
+		if a.stuck && f.refusedPods[uid] == nil {
+			f.refused(a.Pod, all, f.now())
 		}
 	}
 	for _, name := range all {
@@ -114,10 +129,19 @@ func (f *Fleet) lead(before time.Time, still bool) {
 	f.books.Refresh(len(all))
 }
 
+// doubt notes that the scheduler may have given up a pod where it was placed.
+func (f *Fleet) doubt(uid string) {
+	f.books.Doubt(uid, f.now())
+	if soon := f.now().Add(placer.DoubtedFor); soon.Before(f.doubtful[uid]) {
+		f.doubtful[uid] = soon
+	}
+}
+
 // settled is nil while questions are answered and no pod may be bound of which nobody knows where.
 // Whoever led before may have placed a pod in its last moments, and its reservations are gone. Such
 // a pod is waited for until it is bound, gone or asked for again, and as long as a reservation
-// lasts. A scheduler places its pods one after the other, and knows itself what it has placed; it
+// lasts; where the scheduler has said why it is not bound, as long as one that is doubted: nearly all
+// of these are not being bound, and some wait for days. A scheduler places its pods one after the other, and knows itself what it has placed; it
 // need not wait. Whoever else gives room away must.
 func settled(f *Fleet) error {
 	f.mu.Lock()
@@ -125,7 +149,8 @@ func settled(f *Fleet) error {
 	if err := f.listed(context.Background()); err != nil {
 		return err
 	}
-	if n := len(f.doubtful); n > 0 && f.now().Before(f.until) {
+	maps.DeleteFunc(f.doubtful, func(_ string, until time.Time) bool { return !f.now().Before(until) })
+	if n := len(f.doubtful); n > 0 {
 		return fmt.Errorf("%d pods may still be bound where they were placed before this process began to answer", n)
 	}
 	return nil
@@ -140,18 +165,14 @@ func (f *Fleet) tell(b *boundPod) {
 
 // bind notes where a pod is, or that it is nowhere.
 func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
-	scheduled, stuck := scheduledOf(from)
-	delete(f.stuck, p.UID)
 	if p.Node == "" && !p.Done {
-		if stuck {
-			f.stuck[p.UID] = *p
-		}
-		if len(from.Spec.SchedulingGates) == 0 {
-			f.open[p.UID] = true
+		was, is := f.asks[p.UID], askingOf(p, from)
+		if f.asks[p.UID] = is; was != nil && was.said != is.said && is.said != 0 {
+			f.doubt(p.UID)
 		}
 		return
 	}
-	delete(f.open, p.UID)
+	delete(f.asks, p.UID)
 	delete(f.doubtful, p.UID)
 	if p.Node == "" {
 		return
@@ -160,7 +181,7 @@ func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	if f.bound[p.UID] != nil {
 		return
 	}
-	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduled}
+	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduledAt(from)}
 	f.bound[p.UID] = b
 	rest, _ := f.withoutDRA(*p, p.Node)
 	b.judged = f.answers[p.UID].node == p.Node || len(rest.Containers) == 0
@@ -177,21 +198,37 @@ func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 func (f *Fleet) forget(uid string) {
 	delete(f.answers, uid)
 	delete(f.bound, uid)
-	delete(f.stuck, uid)
-	delete(f.open, uid)
+	delete(f.asks, uid)
 	delete(f.doubtful, uid)
 	f.satisfied(uid)
 }
 
-// scheduledOf is when a pod was bound, and whether the scheduler has found no node for it.
-func scheduledOf(p *corev1.Pod) (at time.Time, stuck bool) {
-	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodScheduled {
-			if c.Status == corev1.ConditionTrue {
-				return c.LastTransitionTime.Time, false
-			}
-			return time.Time{}, c.Reason == corev1.PodReasonUnschedulable
-		}
+// askingOf is a pod as one that has no node.
+func askingOf(p *placer.Pod, from *corev1.Pod) *asking {
+	a := &asking{Pod: *p, host: from.Spec.NodeSelector[corev1.LabelHostname], gated: len(from.Spec.SchedulingGates) > 0}
+	if c := scheduledOf(from); c != nil && c.Status == corev1.ConditionFalse && c.Reason != corev1.PodReasonSchedulingGated {
+		a.stuck = c.Reason == corev1.PodReasonUnschedulable
+		a.said = maphash.Comparable(seed, [2]string{c.Reason, c.Message})
 	}
-	return time.Time{}, false
+	return a
+}
+
+// seed is of digests of what schedulers say.
+var seed = maphash.MakeSeed()
+
+// scheduledAt is when a pod was bound, zero where nobody says.
+func scheduledAt(p *corev1.Pod) time.Time {
+	if c := scheduledOf(p); c != nil && c.Status == corev1.ConditionTrue {
+		return c.LastTransitionTime.Time
+	}
+	return time.Time{}
+}
+
+// scheduledOf is what the scheduler says of a pod; nil where it says nothing.
+func scheduledOf(p *corev1.Pod) *corev1.PodCondition {
+	i := slices.IndexFunc(p.Status.Conditions, func(c corev1.PodCondition) bool { return c.Type == corev1.PodScheduled })
+	if i < 0 {
+		return nil
+	}
+	return &p.Status.Conditions[i]
 }

@@ -15,10 +15,8 @@ import (
 
 // lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
 type lending struct {
-	// holdOf say for which hold a pod is, if for any. Hosts are those that pods of a hold name that have no
-	// node, by the pods' UIDs.
+	// holdOf say for which hold a pod is, if for any.
 	holdOf []func(*corev1.Pod) string
-	hosts  map[string]string
 	// about are Nodes, as far as it matters.
 	about map[string]about
 }
@@ -37,7 +35,7 @@ type about struct {
 var plainNames = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
 
 func newLending() lending {
-	return lending{about: map[string]about{}, hosts: map[string]string{}}
+	return lending{about: map[string]about{}}
 }
 
 func aboutNode(n *corev1.Node) about {

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"example.com/gpu-agent/internal/placer"
 )
 
 // TestSettled has a process begin where another one may have placed pods that are not bound yet. It
@@ -14,6 +16,8 @@ import (
 func TestSettled(t *testing.T) {
 	gated := asks("gated", "79")
 	gated.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "queue"}}
+	waits := asks("p", "79")
+	waits.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}}
 	succeeded := asks("p", "79")
 	succeeded.Status.Phase = corev1.PodSucceeded
 	for name, test := range map[string]struct {
@@ -27,7 +31,9 @@ func TestSettled(t *testing.T) {
 		"it has gone":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.DeletePod("p") }, true},
 		"it has ended":       {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(succeeded) }, true},
 		"it asks again":      {asks("p", "79"), func(f *Fleet, _ *time.Time) { place(t.Context(), f, asks("p", "79"), []string{"a"}) }, true},
-		"nothing comes":      {asks("p", "79"), func(_ *Fleet, now *time.Time) { *now = now.Add(30 * time.Second) }, true},
+		"nothing comes":      {asks("p", "79"), func(_ *Fleet, now *time.Time) { *now = now.Add(placer.ReservedFor) }, true},
+		"it waits":           {waits, func(_ *Fleet, now *time.Time) { *now = now.Add(placer.DoubtedFor) }, true},
+		"it is given up":     {asks("p", "79"), func(f *Fleet, now *time.Time) { f.SetPod(waits); *now = now.Add(placer.DoubtedFor) }, true},
 		"it is gated":        {pod: gated},
 		"it asks for no GPU": {pod: &corev1.Pod{}},
 		"it was bound":       {pod: bound(asks("p", "79"), "a", first, 0)},
@@ -71,5 +77,40 @@ func TestSettledAgain(t *testing.T) {
 	}
 	if f.Lead(start, false); settled(f) == nil {
 		t.Error("it does not wait for what another one may have placed")
+	}
+}
+
+// TestSlowBind: a pod that a scheduler binds slowly keeps its room for ten minutes, unless the scheduler says
+// that it is not bound, and has not said so before.
+func TestSlowBind(t *testing.T) {
+	told := func(p *corev1.Pod, what string) *corev1.Pod {
+		p = p.DeepCopy()
+		p.Status.Conditions = []corev1.PodCondition{{
+			Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonSchedulerError, Message: what,
+		}}
+		return p
+	}
+	p := asks("p", "79")
+	for name, c := range map[string]struct {
+		before, after *corev1.Pod
+		keeps         time.Duration
+	}{
+		"nothing is heard":                   {p, p, placer.ReservedFor},
+		"it could not be bound":              {p, told(p, "a volume"), placer.DoubtedFor},
+		"it was refused before":              {told(p, "no room"), told(p, "no room"), placer.ReservedFor},
+		"it was refused, and is not bound":   {told(p, "no room"), told(p, "a volume"), placer.DoubtedFor},
+		"what was said of it is taken back ": {told(p, "no room"), p, placer.ReservedFor},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, now := known("a"), start
+			f.now = func() time.Time { return now }
+			f.SetGPUNode("a", says(first))
+			wantPlaced(t, f, c.before, "a", "")
+			f.SetPod(c.after)
+			now = now.Add(c.keeps - 1)
+			wantPlaced(t, f, asks("other", "79"), "", "not known yet")
+			now = now.Add(1)
+			wantPlaced(t, f, asks("other", "79"), "a", "")
+		})
 	}
 }

@@ -5,6 +5,7 @@ package fleet
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -206,16 +207,8 @@ func (f *Fleet) lapse() {
 			f.satisfied(uid)
 		}
 	}
-	for node, at := range f.woken {
-		if now.Sub(at) >= again {
-			delete(f.woken, node)
-		}
-	}
-	for uid, a := range f.answers {
-		if now.Sub(a.at) > stale {
-			delete(f.answers, uid)
-		}
-	}
+	maps.DeleteFunc(f.woken, func(_ string, at time.Time) bool { return now.Sub(at) >= again })
+	maps.DeleteFunc(f.answers, func(_ string, a answer) bool { return now.Sub(a.at) > stale })
 }
 
 // due takes the nodes with news for which the scheduler has not just been woken; none while

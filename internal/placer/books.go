@@ -16,8 +16,13 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// ReservedFor is how long a reservation lasts for which nobody speaks.
-const ReservedFor = 30 * time.Second
+const (
+	// ReservedFor is how long a pod has its reservation while nothing is heard of it: kube-scheduler
+	// binds one within ten minutes, where a volume has to be made first, or gives up.
+	ReservedFor = 10 * time.Minute
+	// DoubtedFor is how long it has it after [Books.Doubt].
+	DoubtedFor = 30 * time.Second
+)
 
 // Pod is a pod that asks for GPUs.
 type Pod struct {
@@ -285,6 +290,31 @@ func (b *Books) DeletePod(uid string) {
 	delete(b.pods, uid)
 	e.asking = true
 	b.settle(e)
+}
+
+// Doubt notes that a pod may have been given up where it was placed: its reservation ends soon.
+func (b *Books) Doubt(uid string, now time.Time) {
+	if e := b.pods[uid]; e != nil && e.reserved != "" {
+		b.reserve(e, e.reserved, now.Add(DoubtedFor))
+	}
+}
+
+// Unreserve ends a pod's reservation.
+func (b *Books) Unreserve(uid string) {
+	if e := b.pods[uid]; e != nil && e.reserved != "" {
+		e.reserved = ""
+		b.settle(e)
+	}
+}
+
+// reserve notes where a pod has its room until a time, and has it no longer than it had.
+func (b *Books) reserve(e *entry, node string, until time.Time) {
+	if e.reserved == "" || until.Before(e.until) {
+		e.until = until
+	}
+	if e.reserved = node; b.due.IsZero() || e.until.Before(b.due) {
+		b.due = e.until
+	}
 }
 
 // Reserved are the nodes where pods have reservations or are nominated, by the pods' UIDs.

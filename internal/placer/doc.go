@@ -47,9 +47,10 @@
 //
 // # Reservations
 //
-// A reservation ends when the pod is bound, gone, or asked for again, and after
-// [ReservedFor]. While the API says that a pod is nominated to a node, it has its room
-// there. So books that are made anew from the API's pods know the same as before, but for
+// A reservation ends when the pod is bound, gone, or asked for again, by [Books.Unreserve], and after
+// [ReservedFor]. That is as long as a scheduler may take to bind a pod. [Books.Doubt] shortens it, where
+// the scheduler may have given the pod up. While the API says that a pod is nominated to a node, it has
+// its room there. So books that are made anew from the API's pods know the same as before, but for
 // pods that were placed in the last moments and whose binding the API does not know.
 //
 // # Holds

@@ -95,10 +95,7 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	b.holds.balance()
 	best, why := b.best(ctx, e.ask, among)
 	if e.asking = false; why == nil && ctx.Err() == nil {
-		e.reserved, e.until = best, now.Add(ReservedFor)
-		if b.due.IsZero() || e.until.Before(b.due) {
-			b.due = e.until
-		}
+		b.reserve(e, best, now.Add(ReservedFor))
 	}
 	b.settle(e)
 	if h := b.holds.by[e.in]; h != nil && h.want != nil {
