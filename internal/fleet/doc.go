@@ -36,6 +36,14 @@
 // since the answer, it has failed at some time. Then the room is kept for 30 s more. So an event that comes
 // late takes no room from a pod that is being bound.
 //
+// # Groups
+//
+// kube-scheduler asks for the pods of a PodGroup one after the other, binds as many as the group needs
+// or none, and begins anew at once, again and again. When room for one was looked for in vain and a pod
+// of the group that has a place is asked for again, the scheduler has begun anew. Then all lose their
+// places, and each is refused without a search until there is news of a node where one of them fits, or a
+// minute has passed. What a group says of itself (its name, how many pods it needs) is not read.
+//
 // # Unguarded pods
 //
 // A scheduler that gets no answer goes on without one. A pod that is bound with devices of an

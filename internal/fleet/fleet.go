@@ -57,6 +57,7 @@ type Fleet struct {
 	complete chan struct{}
 	leading
 	waiting
+	gangs map[string]*gang // by group
 	lending
 	sites *Sites // nil where nobody counts
 }
@@ -67,7 +68,7 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		prefix: resourceDomain + "/", now: now, books: placer.New(),
 		says: map[string]*gpunode.Status{}, passed: map[string]error{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{}, asks: map[string]*asking{}, shown: make(chan struct{}),
-		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), lending: newLending(),
+		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), gangs: map[string]*gang{}, lending: newLending(),
 	}
 }
 
@@ -284,16 +285,22 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 		return "", nil, err
 	}
 	delete(f.doubtful, uid) // what it was told before is void
+	known := f.known(among)
+	if why := f.hopeless(p, known); why != "" {
+		f.refused(p.Pod, known, f.now())
+		return "", each(among, why), nil
+	}
 	_, at := f.books.Pod(uid)
 	node, no, err := f.place(ctx, p.Pod, among)
 	if err != nil {
 		return "", nil, err
 	}
+	f.found(p, known, no)
 	if no == nil {
 		f.satisfied(uid)
-		f.answers[uid] = answer{node, f.now()}
+		f.answers[uid] = answer{node, f.now(), p.group, f.refusals}
 	} else {
-		f.refused(p.Pod, f.known(among), f.now())
+		f.refused(p.Pod, known, f.now())
 		delete(f.answers, uid)
 		refused = no.Nodes
 	}

@@ -42,16 +42,22 @@ type Unguarded struct {
 // placed only what goes through the device plugin.
 type asking struct {
 	placer.Pod
+	// group are the pods that are bound together with it or not at all; empty for none.
+	group string
+	// host is the one that its node selector names, empty for none.
+	host string
 	// gated says that no scheduler looks at it yet, and stuck that one has found no node for it. Said is
 	// a digest of what the scheduler said last of why it is not bound; 0 where it has said nothing.
 	gated, stuck bool
 	said         uint64
 }
 
-// answer is where a pod was placed, and when.
+// answer is where a pod of a group was placed, when, and how many refusals there had been.
 type answer struct {
-	node string
-	at   time.Time
+	node     string
+	at       time.Time
+	group    string
+	refusals int
 }
 
 // boundPod is a pod on a node.
@@ -165,8 +171,8 @@ func (f *Fleet) tell(b *boundPod) {
 
 // bind notes where a pod is, or that it is nowhere.
 func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
+	was, is := f.asks[p.UID], askingOf(p, from)
 	if p.Node == "" && !p.Done {
-		was, is := f.asks[p.UID], askingOf(p, from)
 		if f.asks[p.UID] = is; was != nil && was.said != is.said && is.said != 0 {
 			f.doubt(p.UID)
 		}
@@ -181,6 +187,7 @@ func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	if f.bound[p.UID] != nil {
 		return
 	}
+	delete(f.gangs, is.group) // it is being bound
 	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduledAt(from)}
 	f.bound[p.UID] = b
 	rest, _ := f.withoutDRA(*p, p.Node)
@@ -206,6 +213,9 @@ func (f *Fleet) forget(uid string) {
 // askingOf is a pod as one that has no node.
 func askingOf(p *placer.Pod, from *corev1.Pod) *asking {
 	a := &asking{Pod: *p, host: from.Spec.NodeSelector[corev1.LabelHostname], gated: len(from.Spec.SchedulingGates) > 0}
+	if g := from.Spec.SchedulingGroup; g != nil && g.PodGroupName != nil {
+		a.group = p.Namespace + "/" + *g.PodGroupName
+	}
 	if c := scheduledOf(from); c != nil && c.Status == corev1.ConditionFalse && c.Reason != corev1.PodReasonSchedulingGated {
 		a.stuck = c.Reason == corev1.PodReasonUnschedulable
 		a.said = maphash.Comparable(seed, [2]string{c.Reason, c.Message})

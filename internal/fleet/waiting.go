@@ -42,6 +42,10 @@ type waiting struct {
 	woken map[string]time.Time
 	// news is sent to when there is.
 	news chan struct{}
+	// refusals counts pods for which room was looked for in vain. Last is whose the last one was, by its
+	// group if it has one, and others how many there were when it was another's.
+	refusals, others int
+	last             string
 }
 
 // shapeKey tells shapes apart.
@@ -209,6 +213,7 @@ func (f *Fleet) lapse() {
 	}
 	maps.DeleteFunc(f.woken, func(_ string, at time.Time) bool { return now.Sub(at) >= again })
 	maps.DeleteFunc(f.answers, func(_ string, a answer) bool { return now.Sub(a.at) > stale })
+	maps.DeleteFunc(f.gangs, func(_ string, g *gang) bool { return now.Sub(g.at) >= hopelessFor })
 }
 
 // due takes the nodes with news for which the scheduler has not just been woken; none while
@@ -272,6 +277,7 @@ func (f *Fleet) usable(node string) []*shape {
 			if len(rest.Containers) == 0 || f.books.HasRoom(rest, node) {
 				for _, s := range asked {
 					s.nodes.drop(n)
+					f.hope(s)
 				}
 				f.woken[node] = f.now()
 				return asked
