@@ -45,13 +45,13 @@ const (
 
 // byName are four nodes of two GPUs each, whose instances are made on demand.
 var byName = fleet{
-	[][]string{
+	entries: [][]string{
 		{"{devices: [0], mode: mig}", "{devices: [1], mode: shared}"},
 		{"{devices: [0], mode: mig}", "{devices: [1], mode: whole}"},
 		{"{devices: [0], mode: mig}", "{devices: [1], mode: mig}"},
 		{"{devices: [0], mode: mig}", "{devices: [1], mode: shared}"},
 	},
-	fleets["each mode apart"].cards,
+	cards: fleets["each mode apart"].cards,
 }
 
 // named is a cluster whose pods ask by name.
@@ -67,13 +67,18 @@ type named struct {
 func startNamed(t *testing.T, f fleet, placer bool, way func(door string) string) *named {
 	t.Helper()
 	c := &named{full: map[string]map[string]int{}}
-	c.cluster = startClusterWith(t, f.entries, false, func(of *cluster) {
+	c.cluster = startClusterWith(t, f, false, func(of *cluster) {
 		if !placer {
 			of.Scheduler(t, 300)
 			return
 		}
 		c.placer = of.startPlacer(plane.FreeAddress(t))
-		of.SchedulerAsking(t, filepath.Join(of.root, "deployments", "placer", "scheduler-config.yaml"), way(c.placer.Door), 300)
+		config := filepath.Join(of.root, "deployments", "placer", "scheduler-config.yaml")
+		if !f.gangs {
+			of.SchedulerAsking(t, config, way(c.placer.Door), 300)
+			return
+		}
+		of.SchedulerAsking(t, strict(t, config), way(c.placer.Door), 300, "--feature-gates="+workloads+",GangScheduling=true")
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	var kubelets sync.WaitGroup
@@ -98,7 +103,7 @@ func startNamed(t *testing.T, f fleet, placer bool, way func(door string) string
 	for name, n := range c.nodes {
 		c.Await(t, name+" offers its GPUs", func() error {
 			// A GPU offers one resource at least; instances on demand are of many.
-			if c.full[name] = n.Offered(); len(c.full[name]) < 2 {
+			if c.full[name] = n.Offered(); len(c.full[name]) < min(2, len(n.Entries)) {
 				return fmt.Errorf("it offers %v", c.full[name])
 			}
 			return nil
@@ -386,7 +391,9 @@ func TestPlacerAway(t *testing.T) {
 		t.Skip("make test-all runs it: TestStockSchedulerWithThePlacer of deployments kills the placer")
 	}
 	var late atomic.Int64 // in ns
-	c := startNamed(t, byName.some(2), true, func(door string) string { return slowWay(t, door, &late) })
+	c := startNamed(t, byName.some(2), true, func(door string) string {
+		return slowWay(t, door, func() time.Duration { return time.Duration(late.Load()) })
+	})
 	rng := rand.New(rand.NewPCG(*first, 18))
 	counted := func() int { return int(c.placer.Metric(t, "gpu_agent_placer_unguarded_pods_total")) }
 	wave := func(name string) outcome {
@@ -438,13 +445,13 @@ func TestPlacerAway(t *testing.T) {
 }
 
 // slowWay leads to a server, and holds each answer back for as long as late says.
-func slowWay(t *testing.T, door string, late *atomic.Int64) string {
+func slowWay(t *testing.T, door string, late func() time.Duration) string {
 	t.Helper()
 	proxy := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "http", Host: door})
 	proxy.ModifyResponse = func(r *http.Response) error {
 		select {
 		case <-r.Request.Context().Done():
-		case <-time.After(time.Duration(late.Load())):
+		case <-time.After(late()):
 		}
 		return nil
 	}

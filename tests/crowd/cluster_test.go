@@ -92,11 +92,11 @@ type device struct {
 // startCluster starts a cluster of nodes that are laid out as entries say, one list a node.
 func startCluster(t *testing.T, layout [][]string, byClaim bool) *cluster {
 	t.Helper()
-	return startClusterWith(t, layout, byClaim, func(c *cluster) { c.Scheduler(t, 300) })
+	return startClusterWith(t, fleet{entries: layout}, byClaim, func(c *cluster) { c.Scheduler(t, 300) })
 }
 
 // startClusterWith has the scheduler started by somebody else, once the API server is there.
-func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler func(*cluster)) *cluster {
+func startClusterWith(t *testing.T, f fleet, byClaim bool, scheduler func(*cluster)) *cluster {
 	t.Helper()
 	if missing := lab.Missing(); missing != "" {
 		t.Skipf("skipped: this needs %s", missing)
@@ -105,14 +105,18 @@ func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler f
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{Server: plane.Start(t), t: t, root: kit.Root, byClaim: byClaim, nodes: map[string]*hollow.Node{}, pods: map[string]*sent{}, done: map[string]int{}}
+	var args []string
+	if f.gangs {
+		args = []string{"--feature-gates=" + workloads, "--runtime-config=scheduling.k8s.io/v1alpha2=true"}
+	}
+	c := &cluster{Server: plane.Start(t, args...), t: t, root: kit.Root, byClaim: byClaim, nodes: map[string]*hollow.Node{}, pods: map[string]*sent{}, done: map[string]int{}}
 	c.apply("/apis/resource.k8s.io/v1/deviceclasses", "components/dra/classes.yaml")
 	c.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", "base/crd.yaml")
 	c.Await(t, "GPUNodes are served", func() error { return c.get(gpuNodes, nil) })
 	create(t, c.Server, "/api/v1/namespaces", map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": namespace}})
 	create(t, c.Server, "/api/v1/namespaces/"+namespace+"/serviceaccounts", map[string]any{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": map[string]any{"name": "default"}})
 	c.Controllers(t, "resourceclaim-controller,device-taint-eviction-controller")
-	for i, entries := range layout {
+	for i, entries := range f.entries {
 		name := fmt.Sprintf("node-%d", i+1)
 		c.nodes[name] = hollow.Start(t, c.Server, hollow.Options{Name: name, Model: model, GPUs: gpus, Entries: entries, Agent: plane.Program(t, "gpu-agent"), Kubelet: kubeletVersion})
 	}
@@ -131,7 +135,7 @@ func startClusterWith(t *testing.T, layout [][]string, byClaim bool, scheduler f
 				found[cmp.Or(attribute(&d, "parentUUID"), attribute(&d, "uuid"))] = len(d.Taints) == 0
 			}
 		}
-		if want := gpus * len(layout); len(found) != want {
+		if want := gpus * len(f.entries); len(found) != want {
 			return fmt.Errorf("there are %v, want %d", found, want)
 		}
 		return nil

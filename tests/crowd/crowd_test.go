@@ -37,27 +37,29 @@ const (
 type fleet struct {
 	entries [][]string
 	cards   [][]card
+	// gangs says that the scheduler binds pods of a group together or not at all.
+	gangs bool
 }
 
 // fleets are four nodes of two GPUs each, by how these are laid out.
 var fleets = map[string]fleet{
 	"dynamic": {
-		slices.Repeat([][]string{{"{devices: all, mode: dynamic, api: dra}"}}, 4),
-		slices.Repeat([][]card{slices.Repeat([]card{{uses: []use{whole, memory, mig}}}, gpus)}, 4),
+		entries: slices.Repeat([][]string{{"{devices: all, mode: dynamic, api: dra}"}}, 4),
+		cards:   slices.Repeat([][]card{slices.Repeat([]card{{uses: []use{whole, memory, mig}}}, gpus)}, 4),
 	},
 	"each mode apart": {
-		[][]string{
+		entries: [][]string{
 			{"{devices: [0], mode: mig, api: dra}", "{devices: [1], mode: shared, api: dra}"},
 			{"{devices: [0], mode: mig, api: dra}", "{devices: [1], mode: whole, api: dra}"},
 			{"{devices: [0], mode: mig, api: dra}", "{devices: [1], mode: mig, api: dra}"},
 			{"{devices: [0], mode: mig, api: dra}", "{devices: [1], mode: shared, api: dra}"},
 		},
-		[][]card{{{uses: []use{mig}}, {uses: []use{memory}}}, {{uses: []use{mig}}, {uses: []use{whole}}}, {{uses: []use{mig}}, {uses: []use{mig}}}, {{uses: []use{mig}}, {uses: []use{memory}}}},
+		cards: [][]card{{{uses: []use{mig}}, {uses: []use{memory}}}, {{uses: []use{mig}}, {uses: []use{whole}}}, {{uses: []use{mig}}, {uses: []use{mig}}}, {{uses: []use{mig}}, {uses: []use{memory}}}},
 	},
 }
 
 // some are the first nodes of a fleet.
-func (f fleet) some(n int) fleet { return fleet{f.entries[:n], f.cards[:n]} }
+func (f fleet) some(n int) fleet { return fleet{entries: f.entries[:n], cards: f.cards[:n]} }
 
 // Random requests, in waves of more than there is room for. All that fits runs, nobody is
 // refused, and the cards are as full as first fit can make them.

@@ -21,6 +21,8 @@ type request struct {
 	whole    bool
 	gib      int
 	profiles []string
+	// group is the PodGroup of its pod; empty for none.
+	group string
 }
 
 func (r *request) String() string {
@@ -130,6 +132,9 @@ func (r *request) pod(byClaim bool) map[string]any {
 	if byClaim {
 		container["resources"] = object{"claims": []any{object{"name": "gpu"}}}
 		spec["resourceClaims"] = []any{object{"name": "gpu", "resourceClaimName": r.name}}
+	}
+	if r.group != "" {
+		spec["schedulingGroup"] = object{"podGroupName": r.group}
 	}
 	return object{"apiVersion": "v1", "kind": "Pod", "metadata": object{"name": r.name, "namespace": namespace}, "spec": spec}
 }

@@ -145,10 +145,10 @@ func FreeAddress(t testing.TB) string {
 
 // SchedulerAsking starts the scheduler as a configuration file says that is shown to users,
 // but for the placer's address, and for the certificates where its door is open; perSecond is as in
-// Scheduler.
-func (s *Server) SchedulerAsking(t testing.TB, shown, door string, perSecond int) {
+// Scheduler, and args are besides.
+func (s *Server) SchedulerAsking(t testing.TB, shown, door string, perSecond int, args ...string) {
 	t.Helper()
-	s.schedulerAsking(t, shown, perSecond, func(text string) string {
+	s.schedulerAsking(t, shown, perSecond, args, func(text string) string {
 		text = regexp.MustCompile(`(?m)^    enableHTTPS: true\n    tlsConfig:\n(      .*\n)+`).ReplaceAllString(text, "")
 		return regexp.MustCompile(`urlPrefix: \S+`).ReplaceAllString(text, "urlPrefix: http://"+door)
 	})
@@ -157,13 +157,13 @@ func (s *Server) SchedulerAsking(t testing.TB, shown, door string, perSecond int
 // SchedulerAskingSecurely is SchedulerAsking with the certificates of a folder that Secured has made.
 func (s *Server) SchedulerAskingSecurely(t testing.TB, shown, door, dir string) {
 	t.Helper()
-	s.schedulerAsking(t, shown, 0, func(text string) string {
+	s.schedulerAsking(t, shown, 0, nil, func(text string) string {
 		text = strings.ReplaceAll(text, "/etc/kubernetes/placer/", dir+"/")
 		return regexp.MustCompile(`urlPrefix: \S+`).ReplaceAllString(text, "urlPrefix: https://"+door)
 	})
 }
 
-func (s *Server) schedulerAsking(t testing.TB, shown string, perSecond int, adapt func(string) string) {
+func (s *Server) schedulerAsking(t testing.TB, shown string, perSecond int, args []string, adapt func(string) string) {
 	t.Helper()
 	kubeconfig := s.Kubeconfig(t, nil)
 	text, err := os.ReadFile(shown)
@@ -175,7 +175,8 @@ func (s *Server) schedulerAsking(t testing.TB, shown string, perSecond int, adap
 	if err := os.WriteFile(config, text, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	Background(t, Program(t, "kube-scheduler"), "--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig, "--secure-port", "0", "--config", config)
+	args = append([]string{"--authentication-kubeconfig", kubeconfig, "--authorization-kubeconfig", kubeconfig, "--secure-port", "0", "--config", config}, args...)
+	Background(t, Program(t, "kube-scheduler"), args...)
 }
 
 func rate(perSecond int) string {
