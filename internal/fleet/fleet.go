@@ -121,7 +121,8 @@ func (f *Fleet) SetNode(n *corev1.Node) {
 	if was, known := f.ready[n.Name]; known && was == ready && maps.Equal(f.counts[n.Name], counts) && a.equal(f.about[n.Name]) {
 		return // a Node is written every few minutes, and says nothing else here
 	}
-	f.about[n.Name] = a
+	f.about[n.Name], f.nodes = a, nil
+	f.changes++
 	f.ready[n.Name], f.counts[n.Name] = ready, counts
 	f.told(n.Name)
 }
@@ -148,6 +149,8 @@ func (f *Fleet) DeleteNode(name string) {
 	delete(f.ready, name)
 	delete(f.counts, name)
 	delete(f.about, name)
+	f.nodes = nil
+	f.changes++
 	f.told(name)
 	if f.says[name] == nil {
 		f.unnumber(name)

@@ -72,7 +72,7 @@ func (h *Holder) SetHold(id, name string, groups []placer.Group, at [][]string) 
 func (h *Holder) News() uint64 {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	return h.f.books.News()
+	return h.f.books.News() + h.f.changes
 }
 
 // Drop gives a hold up. Pods that have got some of it keep that.
@@ -122,17 +122,20 @@ func (h *Holder) Stuck(id string) (hosts []string) {
 }
 
 // Nodes have the names, labels and taints of the Nodes, in order. A cordoned one has the taint that says so.
-// The caller may not change them.
-func (h *Holder) Nodes() (out []*corev1.Node) {
+// The caller may not change them. They are the same until a Node changes.
+func (h *Holder) Nodes() []*corev1.Node {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	for _, name := range slices.Sorted(maps.Keys(h.f.about)) {
-		a := h.f.about[name]
-		n := &corev1.Node{Spec: corev1.NodeSpec{Taints: a.taints}}
-		n.Name, n.Labels = name, a.labels
-		out = append(out, n)
+	if h.f.nodes == nil {
+		h.f.nodes = []*corev1.Node{}
+		for _, name := range slices.Sorted(maps.Keys(h.f.about)) {
+			a := h.f.about[name]
+			n := &corev1.Node{Spec: corev1.NodeSpec{Taints: a.taints}}
+			n.Name, n.Labels = name, a.labels
+			h.f.nodes = append(h.f.nodes, n)
+		}
 	}
-	return out
+	return h.f.nodes
 }
 
 // Asks is what a pod would ask for of the agents' resources, nil for nothing.

@@ -17,8 +17,11 @@ import (
 type lending struct {
 	// holdOf say for which hold a pod is, if for any.
 	holdOf []func(*corev1.Pod) string
-	// about are Nodes, as far as it matters.
-	about map[string]about
+	// about are Nodes, as far as it matters, nodes the same for the Holder, nil after a change, and changes
+	// how many there have been.
+	about   map[string]about
+	nodes   []*corev1.Node
+	changes uint64
 }
 
 // about is what is known of a Node beside its GPUs.

@@ -13,9 +13,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	corev1helpers "k8s.io/component-helpers/scheduling/corev1"
-	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
-	"k8s.io/klog/v2"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/placer"
@@ -35,6 +32,8 @@ type Books interface {
 	// without a node name, and on which a scheduler has found no room.
 	Lost(id string) []string
 	Stuck(id string) (hosts []string)
+	// News is a number that changes whenever there may be new room.
+	News() uint64
 }
 
 const (
@@ -84,7 +83,11 @@ type Checks struct {
 	domain string
 	books  Books
 	held   map[string]*held // by ID
-	nodes  []*corev1.Node
+	// reaches are the nodes that workloads may be on. full are the shapes that found no room since the
+	// books' news was heard.
+	reaches reaches
+	full    map[string]*placer.Refusal
+	heard   uint64
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
 }
@@ -178,7 +181,7 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 // Follow holds what workloads say that is held for them, and gives up the rest. It decides
 // nothing.
 func (c *Checks) Follow(v *View, now time.Time) {
-	c.nodes = c.books.Nodes()
+	c.reaches.of(c.books.Nodes(), v.Flavors)
 	there := map[string]bool{}
 	for _, w := range v.Workloads {
 		hold := c.id(w)
@@ -198,7 +201,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
-				groups, _ := c.groups(w, v)
+				groups := c.want(w, v, v.byFlavors(w)).groups
 				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.written(w, s.PodSetUpdates))
 				c.held[hold] = &held{by: w.UID} // of no shape: it is looked for anew what has moved since
 			}
@@ -261,9 +264,11 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	})
 	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
 	answer(all, onPremName, c.onPrem)
-	full := map[string]bool{} // shapes for which there is no room
+	if news := c.books.News(); c.full == nil || news != c.heard {
+		c.full, c.heard = map[string]*placer.Refusal{}, news
+	}
 	for _, w := range all {
-		if a := c.waiting(w, v, full, now); a != nil {
+		if a := c.waiting(w, v, now); a != nil {
 			a.Workload = w
 			out = append(out, *a)
 		}
@@ -301,24 +306,23 @@ func retry(why string, after time.Duration) *Answer {
 
 // onPrem answers whether there is room; nil where the check stays as it is.
 func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	groups, asks := c.groups(w, v)
-	shape := fmt.Sprint(groups)
+	want := c.want(w, v, v.byFlavors(w))
 	h := c.held[c.id(w)]
 	switch {
-	case !asks && s.State == Pending:
+	case !want.asks && s.State == Pending:
 		return ready("it asks for nothing that the GPU agents offer")
-	case !asks, s.State != Pending && s.State != Ready:
+	case !want.asks, s.State != Pending && s.State != Ready:
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
-	case s.State == Ready && h != nil && h.shape == shape && c.books.Lost(c.id(w)) == nil:
+	case s.State == Ready && h != nil && h.shape == want.shape && c.books.Lost(c.id(w)) == nil:
 		h.stranded = time.Time{}
 		return nil
 	}
-	at, no := c.find(w, groups, s.State == Ready)
+	at, no := c.find(w, &want, s.State == Ready)
 	switch {
 	case no == nil:
-		a := c.placed(w, groups, at)
+		a := c.placed(w, &want, at)
 		elsewhere := func(node string) bool { return !strings.Contains(s.Message, " "+node+" × ") }
 		if s.State == Ready && !slices.ContainsFunc(slices.Concat(at...), elsewhere) {
 			return nil
@@ -333,13 +337,13 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	if s.State == Ready {
 		return retry("its pods have no room any more where they may go: it begins again", 0)
 	}
-	return c.refuse(w, groups, because(no, groups))
+	return c.refuse(w, &want, because(no, &want))
 }
 
 // because says why there is no room, and of how many nodes nobody was asked since they take none of the pods.
-func because(no *placer.Refusal, groups []placer.Group) string {
+func because(no *placer.Refusal, want *wanted) string {
 	closed := map[string]bool{}
-	for _, g := range groups {
+	for _, g := range want.groups {
 		for _, name := range g.Closed {
 			closed[name] = true
 		}
@@ -373,26 +377,26 @@ func (c *Checks) stranded(w *Workload, s *CheckState, now time.Time) bool {
 
 // find finds room and holds it. Pods that there are before a workload has begun are of a time when it
 // had quota before, and are ending; but those of a slice that it replaces go on.
-func (c *Checks) find(w *Workload, groups []placer.Group, begun bool) (at [][]string, no *placer.Refusal) {
+func (c *Checks) find(w *Workload, want *wanted, begun bool) (at [][]string, no *placer.Refusal) {
 	if _, replaces := w.Annotations[replacesName]; c.held[c.id(w)] == nil && !begun && !replaces {
 		c.books.Leave(c.id(w))
 	}
-	return c.books.Hold(c.id(w), w.Namespace+"/"+w.Name, groups)
+	return c.books.Hold(c.id(w), w.Namespace+"/"+w.Name, want.groups)
 }
 
 // placed notes that a workload's room is held, and says so.
-func (c *Checks) placed(w *Workload, groups []placer.Group, at [][]string) *Answer {
-	c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), version: w.version()}
+func (c *Checks) placed(w *Workload, want *wanted, at [][]string) *Answer {
+	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, version: w.version()}
 	a := ready("there is room: " + places(at))
 	a.State.PodSetUpdates = c.updates(w, at)
 	return a
 }
 
 // refuse keeps a workload from the flavors that it has, so that Kueue tries the next ones.
-func (c *Checks) refuse(w *Workload, groups []placer.Group, why string) *Answer {
+func (c *Checks) refuse(w *Workload, want *wanted, why string) *Answer {
 	refused, _, mine := c.refused(w)
 	news := false
-	for i, g := range groups {
+	for i, g := range want.groups {
 		for _, flavor := range w.Sets[i].Flavors {
 			if g.N > 0 && !slices.Contains(refused, flavor) {
 				refused, news = append(refused, flavor), true
@@ -424,8 +428,8 @@ func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
 }
 
 // waiting has Kueue look again at a workload without quota once there is room for it in flavors that
-// it was kept from. That room is held for a while. Full are the shapes for which there is none.
-func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Time) *Answer {
+// it was kept from. That room is held for a while. A shape without room is not looked at again before there is news.
+func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 	refused, told, mine := c.refused(w)
 	h := c.held[c.id(w)]
 	switch {
@@ -441,21 +445,14 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 		h.woken = now
 		return &Answer{Changes: true, Wakes: "there was room"}
 	}
-	groups, _ := c.groups(w, v)
-	c.spread(w, v, groups, func(*Set) where {
-		return func(labels map[string]string) bool {
-			return slices.ContainsFunc(refused, func(name string) bool {
-				return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels)
-			})
-		}
-	})
-	shape := fmt.Sprint(groups)
-	if full[shape] {
-		return nil
-	}
-	at, no := c.hold(w, groups, now)
+	of := where{"refused " + strings.Join(refused, ","), func(labels map[string]string) bool {
+		return slices.ContainsFunc(refused, func(name string) bool {
+			return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels)
+		})
+	}}
+	want := c.want(w, v, func(*Set) where { return of })
+	at, no := c.hold(w, &want, now)
 	if no != nil {
-		full[shape] = true
 		return nil
 	}
 	c.held[c.id(w)].woken = now
@@ -463,31 +460,37 @@ func (c *Checks) waiting(w *Workload, v *View, full map[string]bool, now time.Ti
 }
 
 // hold holds room for a workload that has no quota for it yet.
-func (c *Checks) hold(w *Workload, groups []placer.Group, now time.Time) (at [][]string, no *placer.Refusal) {
-	at, no = c.find(w, groups, false)
-	if h := c.held[c.id(w)]; no == nil && (h == nil || h.since.IsZero()) {
-		c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), since: now}
+func (c *Checks) hold(w *Workload, want *wanted, now time.Time) (at [][]string, no *placer.Refusal) {
+	h := c.held[c.id(w)]
+	if no := c.full[want.shape]; no != nil && h == nil {
+		return nil, no
+	}
+	if at, no = c.find(w, want, false); no != nil {
+		c.full[want.shape] = no
+	} else if h == nil || h.since.IsZero() {
+		c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, since: now}
 	}
 	return at, no
 }
 
 // cloud answers whether on-prem is full.
 func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	groups, asks := c.groups(w, v)
+	want := c.want(w, v, func(s *Set) where {
+		of := v.labels(s)
+		return where{"cloud " + fmt.Sprint(of), func(labels map[string]string) bool {
+			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
+		}}
+	})
 	h := c.held[c.id(w)]
 	switch {
-	case !asks && s.State == Pending:
+	case !want.asks && s.State == Pending:
 		return ready("it asks for nothing that the GPU agents offer")
-	case !asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
+	case !want.asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
 	}
-	c.spread(w, v, groups, func(s *Set) where {
-		of := v.labels(s)
-		return func(labels map[string]string) bool { return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels) }
-	})
-	_, no := c.hold(w, groups, now)
+	_, no := c.hold(w, &want, now)
 	refused, _, mine := c.refused(w)
 	switch {
 	case s.State == Ready && no != nil:
@@ -498,7 +501,7 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return a
 	case no != nil:
 		c.drop(c.id(w))
-		return ready("on-prem, " + because(no, groups))
+		return ready("on-prem, " + because(no, &want))
 	case mine && len(refused) > 0:
 		a := retry("there is room on-prem: it begins again with the first flavor", 0)
 		a.Changes = true
@@ -518,120 +521,6 @@ func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) bool {
 	label := c.domain + "/" + checkpoints
 	return w.Admitted && now.Sub(s.LastTransitionTime.Time) >= stay &&
 		!slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" })
-}
-
-// groups are a workload's sets of pods, with the nodes on which they may be by their own word
-// and by their flavors'. Asks says that one of them asks for something.
-func (c *Checks) groups(w *Workload, v *View) (out []placer.Group, asks bool) {
-	for i := range w.Sets {
-		s := &w.Sets[i]
-		g := placer.Group{Containers: c.books.Asks(&s.Pod), N: s.N}
-		if len(g.Containers) == 0 {
-			g.N = 0
-		} else {
-			asks = true
-		}
-		out = append(out, g)
-	}
-	c.spread(w, v, out, func(s *Set) where {
-		want := v.labels(s)
-		for i := range w.Checks {
-			maps.Copy(want, w.Checks[i].told(s.Name))
-		}
-		return func(labels map[string]string) bool { return has(labels, want) }
-	})
-	return out, asks
-}
-
-// where is a condition on nodes' labels.
-type where func(labels map[string]string) bool
-
-// spread says on which nodes a workload's groups may be: where a condition holds.
-func (c *Checks) spread(w *Workload, v *View, groups []placer.Group, of func(*Set) where) {
-	for i := range groups {
-		groups[i].Among, groups[i].Closed = c.among(&w.Sets[i], v, of(&w.Sets[i]))
-	}
-}
-
-// told is the node selector that a set's pods get of a check.
-func (s *CheckState) told(set string) map[string]string {
-	for i := range s.PodSetUpdates {
-		if s.PodSetUpdates[i].Name == set {
-			return s.PodSetUpdates[i].NodeSelector
-		}
-	}
-	return nil
-}
-
-// labels are those of the nodes of a set's flavors.
-func (v *View) labels(s *Set) map[string]string {
-	out := map[string]string{}
-	for _, name := range s.Flavors {
-		if f := v.Flavors[name]; f != nil {
-			maps.Copy(out, f.Labels)
-		}
-	}
-	return out
-}
-
-// cloud reports whether nodes with these labels are of a flavor that costs money.
-func (v *View) cloud(labels map[string]string) bool {
-	for _, f := range v.Flavors {
-		if f.Cloud && has(labels, f.Labels) {
-			return true
-		}
-	}
-	return false
-}
-
-func has(labels, want map[string]string) bool {
-	for key, value := range want {
-		if is, there := labels[key]; !there || is != value {
-			return false
-		}
-	}
-	return true
-}
-
-// among are the nodes that pods of a set may be on, and of which a condition holds: those that
-// take new pods of it, and the others.
-func (c *Checks) among(s *Set, v *View, of where) (open, closed []string) {
-	required := nodeaffinity.GetRequiredNodeAffinity(&corev1.Pod{Spec: s.Pod})
-	for _, n := range c.nodes {
-		if ok, err := required.Match(n); !ok || err != nil || !of(n.Labels) {
-			continue
-		}
-		if v.takes(n, s) {
-			open = append(open, n.Name)
-		} else {
-			closed = append(closed, n.Name)
-		}
-	}
-	return open, closed
-}
-
-// takes reports whether pods of a set stand a node's taints, with what Kueue gives them for the node's flavors.
-// An admission plugin of the API server has pods stand those that are named for what they ask for.
-func (v *View) takes(n *corev1.Node, s *Set) bool {
-	if len(n.Spec.Taints) == 0 {
-		return true
-	}
-	tolerations := slices.Clone(s.Pod.Tolerations)
-	for _, f := range v.Flavors {
-		if has(n.Labels, f.Labels) {
-			tolerations = append(tolerations, f.Tolerations...)
-		}
-	}
-	counts := func(t *corev1.Taint) bool {
-		asks := func(c corev1.Container) bool {
-			_, request := c.Resources.Requests[corev1.ResourceName(t.Key)]
-			_, limit := c.Resources.Limits[corev1.ResourceName(t.Key)]
-			return request || limit
-		}
-		return t.Effect != corev1.TaintEffectPreferNoSchedule && !slices.ContainsFunc(s.Pod.Containers, asks)
-	}
-	_, repels := corev1helpers.FindMatchingUntoleratedTaint(klog.Background(), n.Spec.Taints, tolerations, counts, true)
-	return !repels
 }
 
 // count counts nodes, in order, as "a:2,b:1".
@@ -673,10 +562,10 @@ func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
 		}
 		told := map[string]string{c.domain + "/" + holdName: c.key(w), c.domain + "/" + nodesName: count(of)}
 		u := Update{Name: w.Sets[i].Name, Annotations: told}
-		n := slices.IndexFunc(c.nodes, func(n *corev1.Node) bool { return n.Name == of[0] })
+		n := slices.IndexFunc(c.reaches.nodes, func(n *corev1.Node) bool { return n.Name == of[0] })
 		_, grows := w.Annotations[sliceName]
 		if n >= 0 && !grows && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
-			if host := c.nodes[n].Labels[corev1.LabelHostname]; host != "" {
+			if host := c.reaches.nodes[n].Labels[corev1.LabelHostname]; host != "" {
 				u.NodeSelector = map[string]string{corev1.LabelHostname: host}
 			}
 		}

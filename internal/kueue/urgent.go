@@ -18,33 +18,33 @@ const lookAgain = time.Second
 // urgent answers whether there is room for an urgent workload, and has others make some where there
 // is none: ends are what these are told.
 func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *Answer, ends []Answer) {
-	groups, asks := c.groups(w, v)
+	want := c.want(w, v, v.byFlavors(w))
 	h := c.held[c.id(w)]
-	if !asks || s.State != Pending || h != nil && h.by != w.UID {
+	if !want.asks || s.State != Pending || h != nil && h.by != w.UID {
 		if a = c.onPrem(w, s, v, now); a != nil && a.State.State == Retry {
 			a = retry(a.State.Message, 0) // it is not kept from any flavor: once it has quota again, others make room
 		}
 		return a, nil
 	}
-	at, no := c.find(w, groups, false)
+	at, no := c.find(w, &want, false)
 	if no == nil {
-		return c.placed(w, groups, at), nil
+		return c.placed(w, &want, at), nil
 	}
 	if _, lately := c.sought[w.UID]; lately {
 		return nil, nil
 	}
 	c.sought[w.UID] = now
 	guests := c.guests(w, v)
-	gone, at, no := c.books.Open(c.id(w), w.Namespace+"/"+w.Name, groups, guests)
+	gone, at, no := c.books.Open(c.id(w), w.Namespace+"/"+w.Name, want.groups, guests)
 	if no != nil {
 		c.drop(c.id(w))
 		if no.Waits {
-			return pending("no room yet: " + because(no, groups)), nil
+			return pending("no room yet: " + because(no, &want)), nil
 		}
-		why := "no room, nor would there be any without workloads of lower priority: " + because(no, groups)
+		why := "no room, nor would there be any without workloads of lower priority: " + because(no, &want)
 		return pending(why), nil
 	}
-	c.held[c.id(w)] = &held{by: w.UID, shape: fmt.Sprint(groups), opening: true}
+	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, opening: true}
 	why := fmt.Sprintf("its room is for a workload of a higher priority (UID: %s)", w.UID)
 	for _, y := range sorted(v.Workloads) {
 		if !slices.Contains(gone, c.id(y)) || c.held[c.id(y)] == nil || c.held[c.id(y)].by != y.UID {
@@ -53,8 +53,8 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 		c.drop(c.id(y))
 		for i := range y.Checks {
 			if k := &y.Checks[i]; y.Reserved && c.room(v, k.Name) {
-				theirs, _ := c.groups(y, v)
-				ends = append(ends, c.refuse(y, theirs, why).to(y, k, now))
+				theirs := c.want(y, v, v.byFlavors(y))
+				ends = append(ends, c.refuse(y, &theirs, why).to(y, k, now))
 			}
 		}
 	}
