@@ -54,8 +54,8 @@ func TestHoldOfAPrebuiltWorkload(t *testing.T) {
 					t.Errorf("then it is told %+v", told[0])
 				}
 			}
-			of := s.PodSetUpdates[0].Annotations
-			if at, err := c.place("p", metav1.ObjectMeta{Namespace: "train", OwnerReferences: job, Annotations: of}, 50); at != "a" {
+			of := metav1.ObjectMeta{Namespace: "train", OwnerReferences: job, Annotations: s.PodSetUpdates[0].Annotations}
+			if at, err := c.place("p", of, 50); at != "a" {
 				t.Errorf("its pod has no room: %v", err)
 			}
 		})
