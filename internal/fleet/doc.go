@@ -38,11 +38,12 @@
 //
 // # Groups
 //
-// kube-scheduler asks for the pods of a PodGroup one after the other, binds as many as the group needs
-// or none, and begins anew at once, again and again. When room for one was looked for in vain and a pod
-// of the group that has a place is asked for again, the scheduler has begun anew. Then all lose their
-// places, and each is refused without a search until there is news of a node where one of them fits, or a
-// minute has passed. What a group says of itself (its name, how many pods it needs) is not read.
+// kube-scheduler asks for the pods of a PodGroup one after the other. It binds as many as the group
+// needs, or it binds none and begins anew at once, again and again. When room for one was looked for in
+// vain, the others keep their places, since they may be bound without it. Each that is asked for again
+// is not being bound, and loses its place. It is refused without a search until there is news of a node
+// where one of them fits, or a minute has passed. What a group says of itself (how many pods it needs) is
+// not read.
 //
 // # Unguarded pods
 //

@@ -290,6 +290,7 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 	delete(f.doubtful, uid) // what it was told before is void
 	known := f.known(among)
 	if why := f.hopeless(p, known); why != "" {
+		f.leave(p)
 		f.refused(p.Pod, known, f.now())
 		return "", each(among, why), nil
 	}
@@ -301,7 +302,7 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 	f.found(p, known, no)
 	if no == nil {
 		f.satisfied(uid)
-		f.answers[uid] = answer{node, f.now(), p.group, f.refusals}
+		f.answers[uid] = answer{node, f.now(), f.refusals}
 	} else {
 		f.refused(p.Pod, known, f.now())
 		delete(f.answers, uid)

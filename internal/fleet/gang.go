@@ -29,18 +29,16 @@ type gang struct {
 // hopeless is why a pod is refused at once since its group has no room; empty if room is to be looked for.
 //
 // A scheduler asks for all pods of a group, one after the other. Then it binds as many as the group
-// needs, or none, and begins anew. Here it is not known how many these are: when one is refused, the
-// others may be bound without it, and keep their places. When one that has a place is asked for again,
-// the scheduler has begun anew. Then all of them lose their places, and are refused until there is news.
+// needs, or it binds none, begins anew at once, and asks for all of them again. Here it is not known how
+// many the group needs: when one is refused, the others may be bound without it, as slowly as any pod, and
+// keep their places. Those that are asked for again are not being bound, and lose theirs.
 func (f *Fleet) hopeless(p *asking, among []string) (why string) {
 	g := f.gangs[p.group]
 	if g == nil || g.why == "" {
 		return ""
 	}
 	_, placed := f.answers[p.UID]
-	if placed {
-		f.fall(p.group)
-	} else if f.refusedPods[p.UID] == nil {
+	if !placed && f.refusedPods[p.UID] == nil {
 		return ""
 	}
 	untried := func(node string) bool { return !g.nodes.has(f.number(node)) }
@@ -50,21 +48,14 @@ func (f *Fleet) hopeless(p *asking, among []string) (why string) {
 	return g.why
 }
 
-// fall ends the reservations of a group. That is no news unless somebody else was refused while
-// there were these: otherwise two groups that wait would wake each other for ever.
-func (f *Fleet) fall(group string) {
-	for uid, a := range f.answers {
-		if a.group != group {
-			continue
-		}
-		f.books.Unreserve(uid)
-		delete(f.answers, uid)
-		if p := f.asks[uid]; p != nil {
-			f.refused(p.Pod, nil, f.now())
-		}
-		if f.others > a.refusals || f.last != group && f.refusals > a.refusals {
-			f.touch(a.node)
-		}
+// leave ends the reservation of a pod that is refused with its group. That is no news unless somebody
+// else was refused while there was this one: otherwise two groups that wait would wake each other for ever.
+func (f *Fleet) leave(p *asking) {
+	a := f.answers[p.UID]
+	delete(f.answers, p.UID)
+	f.books.Unreserve(p.UID)
+	if f.others > a.refusals || f.last != p.group && f.refusals > a.refusals {
+		f.touch(a.node)
 	}
 }
 

@@ -4,6 +4,9 @@ package fleet
 
 import (
 	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -168,5 +171,149 @@ func TestGroupsThatWait(t *testing.T) {
 	}
 	if searches > 0 {
 		t.Errorf("room was looked for %d times, and there was no news", searches)
+	}
+}
+
+// crowd is what a scheduler knows of groups in TestGroupsAtRandom. Each pod asks for more than half a GPU.
+type crowd struct {
+	*scheduler
+	rng    *rand.Rand
+	groups map[string]*squad
+	made   int
+}
+
+// squad is a group, of which at least so many pods are bound or none.
+type squad struct {
+	least int
+	pods  []*trooper
+	asked int // how often
+}
+
+// trooper is a pod. It is being bound on a node until a time, then it is bound there, and has a GPU.
+type trooper struct {
+	pod     *corev1.Pod
+	on, gpu string
+	until   time.Time
+}
+
+// ask has a scheduler ask for the pods of a group that have no node.
+func (c *crowd) ask(s *squad) {
+	var placed []*trooper
+	has := 0
+	for _, p := range s.pods {
+		if p.on != "" {
+			has++
+			continue
+		}
+		on, _, err := c.Place(c.t.Context(), string(p.pod.UID), []string{"a", "b", "c"})
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		if c.rng.IntN(12) == 0 {
+			return // the answer is lost, and the scheduler puts all of them back
+		}
+		if on != "" {
+			p.on = on
+			placed = append(placed, p)
+		}
+	}
+	for _, p := range placed {
+		p.until = c.clock.Add([]time.Duration{0, time.Second, 9 * time.Minute}[c.rng.IntN(3)])
+		if has+len(placed) < s.least {
+			p.on = ""
+			c.say(p, "the group lacks pods")
+		}
+	}
+}
+
+// say has the scheduler write why a pod is not bound.
+func (c *crowd) say(p *trooper, why string) {
+	p.pod = p.pod.DeepCopy()
+	p.pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: why}}
+	c.SetPod(p.pod)
+}
+
+// bind ends the binding of pods whose time has come: some of them cannot be bound.
+func (c *crowd) bind() {
+	taken := map[string]int{}
+	for _, s := range c.groups {
+		for _, p := range s.pods {
+			switch {
+			case p.on == "" || p.gpu != "" || c.clock.Before(p.until):
+			case c.rng.IntN(20) == 0:
+				p.on = ""
+				c.say(p, "a volume")
+			default:
+				c.start(p)
+			}
+			if taken[p.on]++; p.on != "" && taken[p.on] > 2 {
+				c.t.Fatalf("three pods have room on %s, where there is room for two", p.on)
+			}
+		}
+	}
+}
+
+// start gives a pod a GPU that nobody has.
+func (c *crowd) start(p *trooper) {
+	used := map[string]bool{}
+	for _, s := range c.groups {
+		for _, o := range s.pods {
+			used[o.on+o.gpu] = true
+		}
+	}
+	for _, gpu := range []string{first, second} {
+		if p.gpu == "" && !used[p.on+gpu] {
+			p.gpu = gpu
+		}
+	}
+	if p.gpu == "" {
+		c.t.Fatalf("%s is bound to %s, where no GPU is free", p.pod.Name, p.on)
+	}
+	c.SetPod(bound(p.pod, p.on, p.gpu, 50))
+}
+
+// TestGroupsAtRandom: whatever a scheduler does with groups, which answers it loses, how slowly it binds
+// and what it cannot bind, no room is given twice, and each group gets its own in the end.
+func TestGroupsAtRandom(t *testing.T) {
+	for seed := range uint64(5) {
+		c := &crowd{newScheduler(t, "a", "b", "c"), rand.New(rand.NewPCG(seed, 38)), map[string]*squad{}, 0}
+		whole := 0
+		for range 2000 {
+			if len(c.groups) < 5 {
+				name := fmt.Sprint("group-", c.made)
+				c.made++
+				s := &squad{}
+				for i := range 1 + c.rng.IntN(5) {
+					s.pods = append(s.pods, &trooper{pod: member(name, i)})
+					c.SetPod(s.pods[i].pod)
+				}
+				s.least = 1 + c.rng.IntN(len(s.pods))
+				c.groups[name] = s
+			}
+			name := slices.Sorted(maps.Keys(c.groups))[c.rng.IntN(len(c.groups))]
+			c.ask(c.groups[name])
+			c.bind()
+			c.clock = c.clock.Add(time.Duration(c.rng.Int64N(int64(20 * time.Second))))
+			c.look()
+			has := 0
+			for _, p := range c.groups[name].pods {
+				if p.gpu != "" {
+					has++
+				}
+			}
+			// Where a pod cannot be bound two groups may wait for each other: that is the scheduler's, and ends.
+			enough := has >= c.groups[name].least
+			if c.groups[name].asked++; enough && c.rng.IntN(3) == 0 || c.groups[name].asked > 100 {
+				for _, p := range c.groups[name].pods {
+					c.DeletePod(string(p.pod.UID))
+				}
+				if delete(c.groups, name); enough {
+					whole++
+				}
+			}
+		}
+		if whole < c.made*2/3 {
+			t.Errorf("seed %d: %d groups of %d were ever bound", seed, whole, c.made)
+		}
 	}
 }

@@ -52,11 +52,10 @@ type asking struct {
 	said         uint64
 }
 
-// answer is where a pod of a group was placed, when, and how many refusals there had been.
+// answer is where a pod was placed, when, and how many refusals there had been.
 type answer struct {
 	node     string
 	at       time.Time
-	group    string
 	refusals int
 }
 
