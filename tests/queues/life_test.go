@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"testing"
 
 	core "k8s.io/api/core/v1"
@@ -13,7 +14,7 @@ import (
 	"example.com/gpu-agent/tests/plane"
 )
 
-// What befalls a workload after it was admitted: it gets a job, and its node is drained.
+// What befalls a workload after it was admitted: it gets a job, its node is drained, and the job grows.
 func TestAfterAdmission(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
@@ -24,6 +25,7 @@ func TestAfterAdmission(t *testing.T) {
 	})
 	t.Run("its job comes later", func(t *testing.T) { c.prebuilt(t) })
 	t.Run("its node is drained", func(t *testing.T) { c.drain(t) })
+	t.Run("its job grows", func(t *testing.T) { c.grow(t) })
 }
 
 // prebuilt has a workload admitted before there is a job for it, as MultiKueue does. The hold takes all
@@ -53,6 +55,28 @@ func (c *cluster) prebuilt(t *testing.T) {
 	c.post(jobs, object{"metadata": object{"name": "pre", "labels": labels}, "spec": spec})
 	c.awaitAt("pre", "on-prem", 4)
 	c.end("pre")
+}
+
+// grow has an elastic job grow, which is another workload of Kueue's then. What runs goes on, and the pods that
+// come use the room that is held for that one, though they were told of the first.
+func (c *cluster) grow(t *testing.T) {
+	requests := object{memory: "50"}
+	container := object{"name": "main", "image": "none", "resources": object{"requests": requests, "limits": requests}}
+	c.post(jobs, object{
+		"metadata": object{"name": "grows", "labels": object{"kueue.x-k8s.io/queue-name": "gpus"},
+			"annotations": object{"kueue.x-k8s.io/elastic-job": "true"}},
+		"spec": object{"suspend": true, "parallelism": 2, "completions": 20,
+			"template": object{"spec": object{"restartPolicy": "Never", "containers": []object{container}}}}})
+	c.awaitAt("grows", "on-prem", 2)
+	before := c.podsOf("batch.kubernetes.io/job-name=grows")
+	c.patch(jobs+"/grows", object{"spec": object{"parallelism": 4}})
+	c.awaitAt("grows", "on-prem", 4)
+	now := c.podsOf("batch.kubernetes.io/job-name=grows")
+	for _, was := range before {
+		if !slices.ContainsFunc(now, func(p core.Pod) bool { return p.UID == was.UID }) {
+			t.Errorf("%s was ended for it; %s", was.Name, c.says("grows"))
+		}
+	}
 }
 
 // drain cordons a node with two jobs, and evicts the pod of one. That one begins again elsewhere, since its
@@ -91,4 +115,7 @@ func (c *cluster) drain(t *testing.T) {
 	if now := pod("stays"); now.UID != stays.UID {
 		t.Errorf("the pod of the other job was ended: %s", c.says("stays"))
 	}
+	c.patch("/api/v1/nodes/"+at, object{"spec": object{"unschedulable": nil}})
+	c.end("evicted")
+	c.end("stays")
 }
