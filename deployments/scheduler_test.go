@@ -103,6 +103,10 @@ func (s *apiServer) node(t *testing.T, name string, has fields) {
 		"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
 		t.Fatal(err)
 	}
+	// The taint is there until a controller, which does not run here, finds the node ready.
+	if err := s.do(t, nil, http.MethodPatch, "/api/v1/nodes/"+name, merge, fields{"spec": fields{"taints": nil}}, nil); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // offers publishes what a node with the recorded H100 has, none of it withdrawn.
