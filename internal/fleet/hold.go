@@ -12,14 +12,14 @@ import (
 	"example.com/gpu-agent/internal/placer"
 )
 
-// Held is the kind of what is held for pods that are to come, of which Holder.Listed tells.
+// Held is the kind of rooms that are held for pods to come. Holder.Listed ends its list.
 const Held Kind = "what is held for workloads"
 
 // Holder holds room for groups of pods. Its methods may be called from several goroutines.
 type Holder struct{ f *Fleet }
 
 // HoldFor has room of a fleet held, and no question answered until the Holder has been told what
-// was held before. Of says for which hold a pod is, empty for none. It is called before the
+// was held before. Of returns the ID of a pod's hold, empty for none. It is called before the
 // fleet is told of anything.
 func HoldFor(f *Fleet, of func(*corev1.Pod) string) *Holder {
 	f.mu.Lock()
@@ -85,14 +85,14 @@ func (h *Holder) Drop(id string) {
 	}
 }
 
-// Leave says that the pods that there are use no seat of a hold from now on ([placer.Books.Leave]).
+// Leave has the pods that there are use no seat of a hold from now on ([placer.Books.Leave]).
 func (h *Holder) Leave(id string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	h.f.books.Leave(id)
 }
 
-// Lost are the nodes on which pods of a hold have no room any more ([placer.Books.Lost]).
+// Lost are the nodes where a hold has lost the room of pods to come ([placer.Books.Lost]).
 func (h *Holder) Lost(id string) []string {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
@@ -107,8 +107,8 @@ func (h *Holder) touch(at [][]string) {
 	}
 }
 
-// Stuck are the hosts that pods of a hold name in their node selectors and on which a scheduler has found no
-// room for them, one for each.
+// Stuck are the hosts that pods of a hold name in their node selectors, one for each pod that the scheduler
+// calls unschedulable.
 func (h *Holder) Stuck(id string) (hosts []string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()

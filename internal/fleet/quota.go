@@ -15,7 +15,7 @@ import (
 
 // lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
 type lending struct {
-	// holdOf say for which hold a pod is, if for any.
+	// holdOf return the ID of a pod's hold, empty for none.
 	holdOf []func(*corev1.Pod) string
 	// about are Nodes, as far as it matters, nodes the same for the Holder, nil after a change, and changes
 	// how many there have been.
@@ -26,7 +26,7 @@ type lending struct {
 
 // about is what is known of a Node beside its GPUs.
 type about struct {
-	// open says that it is not cordoned. Taints has one that says so, too.
+	// open is false of a node that is cordoned; taints then has one for that.
 	open   bool
 	taints []corev1.Taint
 	labels map[string]string

@@ -28,8 +28,8 @@ type Books interface {
 	SetHold(id, name string, groups []placer.Group, at [][]string)
 	Drop(id string)
 	Leave(id string)
-	// Lost are nodes where pods to come have no room any more, or may not go, and Stuck the hosts that pods
-	// without a node name, and on which a scheduler has found no room.
+	// Lost are nodes where a hold has lost the room of pods to come, and Stuck the hosts that its pods name
+	// in node selectors, where the scheduler calls them unschedulable.
 	Lost(id string) []string
 	Stuck(id string) (hosts []string)
 	// News is a number that changes whenever there may be new room.
@@ -102,7 +102,7 @@ type held struct {
 	// since is when room was held for a workload that has no quota for it yet, zero once its check
 	// was answered; woken is when Kueue was last asked to look at it.
 	since, woken time.Time
-	// opening says that others make room.
+	// opening is true while others make room.
 	opening bool
 	// stranded is since when pods of it have had no node to go to, zero once there is room for all again.
 	stranded time.Time
@@ -126,8 +126,8 @@ func NewChecks(domain string, books Books) *Checks {
 	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}}
 }
 
-// HoldOf says of a pod for which hold it is, if there is one: Kueue has its controller give pods the key
-// that the workload's check says.
+// HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
+// copies from the workload's check into the pods' template.
 func HoldOf(domain string) func(*corev1.Pod) string {
 	return func(p *corev1.Pod) string {
 		if key := p.Annotations[domain+"/"+holdName]; key != "" {
@@ -140,9 +140,9 @@ func HoldOf(domain string) func(*corev1.Pod) string {
 // id is that of a hold in a namespace.
 func id(namespace, key string) string { return "kueue/" + namespace + "/" + key }
 
-// key is that of a workload's hold. Once its pods have been told one, it is that one. Until then it is what
-// no other object gets and no edit changes: the workload's UID or, of an elastic job, whose workloads replace
-// each other while its pods run on, the name that they all go by.
+// key is that of a workload's hold. Once a check has told the pods a key, it is that one. Until then it is
+// what no other object gets and no edit changes: the workload's UID. The workloads of an elastic job replace
+// each other while its pods run on, so their key is the name that they share.
 func (c *Checks) key(w *Workload) string {
 	for _, s := range w.Checks {
 		for _, u := range s.PodSetUpdates {
@@ -168,7 +168,7 @@ func (c *Checks) room(v *View, check string) bool {
 	return c.is(v, check, onPremName) || c.is(v, check, urgentName)
 }
 
-// Inactive are the checks of which nobody has said that they are answered.
+// Inactive are the placer's checks whose condition Active is not set yet.
 func (c *Checks) Inactive(v *View) (out []*Check) {
 	for _, name := range slices.Sorted(maps.Keys(v.Checks)) {
 		if k := v.Checks[name]; !k.Active && (c.room(v, name) || c.is(v, name, cloudName)) {
@@ -233,7 +233,7 @@ func sorted(all []*Workload) []*Workload {
 	})
 }
 
-// Decide says what to tell workloads, older ones first. What makes a check Ready is held from
+// Decide returns what to tell workloads, older ones first. What makes a check Ready is held from
 // then on.
 func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	c.Follow(v, now)
@@ -340,7 +340,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	return c.refuse(w, &want, because(no, &want))
 }
 
-// because says why there is no room, and of how many nodes nobody was asked since they take none of the pods.
+// because is the reason for a refusal, with the number of nodes that were left out since they are closed.
 func because(no *placer.Refusal, want *wanted) string {
 	closed := map[string]bool{}
 	for _, g := range want.groups {
@@ -354,8 +354,8 @@ func because(no *placer.Refusal, want *wanted) string {
 	return fmt.Sprintf("%v; %d more are cordoned, or have taints that its pods do not tolerate", no, len(closed))
 }
 
-// stranded reports whether pods of a workload have had no node for a while, and may go to one alone, by what
-// they were told, which takes them no more.
+// stranded reports whether a workload has waited for a while for the only node that its check lets some pods
+// go to: the node has lost their seats, and the scheduler calls one of them unschedulable.
 func (c *Checks) stranded(w *Workload, s *CheckState, now time.Time) bool {
 	h := c.held[c.id(w)]
 	if h == nil {
@@ -414,8 +414,8 @@ func (c *Checks) refuse(w *Workload, want *wanted, why string) *Answer {
 	return a
 }
 
-// refused are the flavors that a workload was kept from. Told says that there were some once, and
-// mine that nobody else has said which flavors it may have.
+// refused are the flavors that a workload was kept from. Told is true if there were some once, and
+// mine if the annotation with its flavors is the placer's or missing.
 func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
 	text, told := w.Annotations[c.domain+"/"+refusedName]
 	for name := range strings.SplitSeq(text, ",") {
@@ -428,7 +428,8 @@ func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
 }
 
 // waiting has Kueue look again at a workload without quota once there is room for it in flavors that
-// it was kept from. That room is held for a while. A shape without room is not looked at again before there is news.
+// it was kept from. That room is held for a while. A shape without room is looked at again once there is
+// news.
 func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 	refused, told, mine := c.refused(w)
 	h := c.held[c.id(w)]

@@ -105,7 +105,7 @@ func older(x, y string) bool {
 	return errA == nil && errB == nil && a < b
 }
 
-// Delete notes that there is no object with this UID any more.
+// Delete notes that the object with this UID is gone.
 func (d *Door) Delete(uid string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -240,7 +240,7 @@ func (d *Door) decide(ctx context.Context, v *View) {
 	}
 }
 
-// tell writes what a workload is told. Changed says that it is another one meanwhile.
+// tell writes what a workload is told. Changed is true if the workload has changed since it was read.
 func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err error) {
 	w := a.Workload
 	if a.Changes {
@@ -265,9 +265,9 @@ func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err e
 	return d.write(ctx, Workloads, o)
 }
 
-// annotations keep a workload from some flavors. Kueue does not try again what it takes for
-// the like of a workload that it had no room for, until somebody's quota is free again; likes
-// have the same text about flavors. So a workload that may have them all is told so in two ways
+// annotations keep a workload from some flavors. Kueue does not try a workload again that looks like
+// one that it had no quota for, until quota is freed; workloads look alike if they have the same text
+// about flavors. So a workload that may have them all is told so in two ways
 // by turns: by their names, and by nothing.
 func (c *Checks) annotations(v *View, w *Workload, refused []string) map[string]*string {
 	text := strings.Join(refused, ",")

@@ -72,7 +72,7 @@ type reclaimable struct {
 	Count int    `json:"count"`
 }
 
-// CheckState is what a Workload says of one of its checks.
+// CheckState is the state of one check in a Workload's status.
 type CheckState struct {
 	Name                string      `json:"name"`
 	State               string      `json:"state"`
@@ -98,13 +98,13 @@ type Workload struct {
 	// Priority is higher for those that others make room for.
 	Priority    int
 	Annotations map[string]string
-	// Reserved says that it has quota, Admitted that its pods may begin, and Over that they have
+	// Reserved is true while it has quota, Admitted while its pods may begin, and Over once they have
 	// ended or shall end.
 	Reserved, Admitted, Over bool
-	// Evicted says that Kueue takes the quota away. Its pods may not have ended yet, and its checks
+	// Evicted is true while Kueue takes the quota away. Its pods may not have ended yet, and its checks
 	// are Pending without being asked.
 	Evicted bool
-	// Woken says that Kueue was asked to look at it, and nothing has happened to it since.
+	// Woken is true if Kueue was asked to look at it, and nothing has happened to it since.
 	Woken  bool
 	Sets   []Set
 	Checks []CheckState
@@ -130,7 +130,7 @@ func (w *Workload) version() string {
 	return w.object.GetResourceVersion()
 }
 
-// ReadWorkload reads a Workload, which the caller may not change any more.
+// ReadWorkload reads a Workload. The caller may not change it afterwards.
 func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	var from workload
 	if err := read(o, &from); err != nil {
@@ -244,12 +244,12 @@ func setCondition(o *unstructured.Unstructured, condition map[string]any) error 
 	return unstructured.SetNestedSlice(o.Object, list, "status", "conditions")
 }
 
-// Flavor is a ResourceFlavor: nodes by their labels, and what pods stand there.
+// Flavor is a ResourceFlavor: nodes by their labels, and the tolerations that Kueue gives pods for them.
 type Flavor struct {
 	Name        string
 	Labels      map[string]string
 	Tolerations []corev1.Toleration
-	// Cloud says that these nodes cost money.
+	// Cloud is true of nodes that cost money.
 	Cloud bool
 }
 
@@ -268,7 +268,7 @@ func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 	return &Flavor{o.GetName(), from.Spec.NodeLabels, from.Spec.Tolerations, cloud}, nil
 }
 
-// Check is an AdmissionCheck. Active says that its controller has said that it is there.
+// Check is an AdmissionCheck. Active is true once its controller has set that condition.
 type Check struct {
 	Name, Controller string
 	Active           bool
@@ -276,7 +276,7 @@ type Check struct {
 	object *unstructured.Unstructured
 }
 
-// ReadCheck reads an AdmissionCheck, which the caller may not change any more.
+// ReadCheck reads an AdmissionCheck. The caller may not change it afterwards.
 func ReadCheck(o *unstructured.Unstructured) (*Check, error) {
 	var from struct {
 		Spec struct {
