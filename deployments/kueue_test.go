@@ -151,7 +151,7 @@ func TestKueueDoor(t *testing.T) {
 	s.workload(t, "two", "on-prem", "gpu-placer", 1, 50)
 	s.awaitCheck(t, "two", "Retry", "the largest free block of "+unitsName+" is 29")
 	s.workload(t, "burst", "cloud", "gpu-placer-cloud", 1, 50)
-	s.awaitCheck(t, "burst", "Ready", "on-prem, none of 3 nodes has room")
+	s.awaitCheck(t, "burst", "Ready", "on-prem, none of 1 nodes has room")
 	s.workload(t, "small", "cloud", "gpu-placer-cloud", 1, 20)
 	s.awaitCheck(t, "small", "Retry", "begins again with the first flavor")
 
