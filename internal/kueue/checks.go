@@ -348,10 +348,14 @@ func because(no *placer.Refusal, want *wanted) string {
 			closed[name] = true
 		}
 	}
-	if len(closed) == 0 {
+	const why = "%d nodes are cordoned, or have taints that its pods do not tolerate"
+	switch {
+	case len(closed) == 0:
 		return no.Error()
+	case len(no.Nodes) == 0 && no.Found == 0:
+		return fmt.Sprintf("no other node is left: "+why, len(closed))
 	}
-	return fmt.Sprintf("%v; %d more are cordoned, or have taints that its pods do not tolerate", no, len(closed))
+	return fmt.Sprintf("%v; "+why, no, len(closed))
 }
 
 // stranded reports whether a workload has waited for a while for the only node that its check lets some pods

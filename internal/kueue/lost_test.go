@@ -238,6 +238,10 @@ func TestSeatsLeaveANode(t *testing.T) {
 					other := s.job("other", 1)
 					s.decide(time.Second)
 					s.want(other, Retry, "has room")
+					says := strings.Contains(other.Checks[0].Message, "; 1 nodes are cordoned, or have taints")
+					if says != (name != "gone" && name != "without its agent") {
+						t.Errorf("it is told %q", other.Checks[0].Message)
+					}
 					if p := s.pod(w); p.Spec.NodeName != "c" && drained {
 						t.Errorf("its next pod is on %q", p.Spec.NodeName)
 					}
@@ -344,7 +348,7 @@ func TestStuckIsNotStranded(t *testing.T) {
 // Nodes whose taints pods do not stand are none for them.
 func TestTaintsOfNodes(t *testing.T) {
 	stands := []corev1.Toleration{{Key: "maintenance", Operator: corev1.TolerationOpExists}}
-	const closed = "; 1 more are cordoned, or have taints"
+	const closed = "no other node is left: 1 nodes are cordoned, or have taints"
 	for _, test := range []struct {
 		name, key    string
 		effect       corev1.TaintEffect
