@@ -186,9 +186,10 @@ func TestAgentsLongestTextsAreTaken(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	done := make(chan error, 1)
-	go func() { done <- client.Run(ctx) }()
+	sender := agentkube.NewEvents(client, nil)
+	go func() { done <- sender.Run(ctx) }()
 	for _, text := range []string{letters(100_000), strings.Repeat("\x01", 100_000), strings.Repeat("日本語", 100_000)} {
-		client.Event(workload.Pod{}, agentkube.Warning, letters(1000), text)
+		sender.Event(workload.Pod{}, agentkube.Warning, letters(1000), text)
 		if err := client.SetCondition(ctx, agentkube.Condition{Type: "example.com/GPUReady", Status: agentkube.False, Reason: letters(1000), Message: text}); err != nil {
 			t.Errorf("%.300v", err)
 		}

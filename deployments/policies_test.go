@@ -440,12 +440,12 @@ func TestAgentSendsEventsInItsOwnName(t *testing.T) {
 		e["reportingInstance"], e["source"] = "", fields{"component": "gpu-agent", "host": ""}
 	}), ownName)})
 	// What internal/kube/agentkube sends is taken, of the node and of a pod.
-	client := s.agentClient(t)
+	sender := agentkube.NewEvents(s.agentClient(t), nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- client.Run(ctx) }()
-	client.Event(workload.Pod{}, agentkube.Warning, "GPUUnhealthy", "m")
-	client.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u"}, agentkube.Warning, "CapExceeded", "m")
+	go func() { done <- sender.Run(ctx) }()
+	sender.Event(workload.Pod{}, agentkube.Warning, "GPUUnhealthy", "m")
+	sender.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u"}, agentkube.Warning, "CapExceeded", "m")
 	for path, reason := range map[string]string{events: "GPUUnhealthy", "/api/v1/namespaces/train/events": "CapExceeded"} {
 		s.await(t, "the Event is there", func() error {
 			var list struct{ Items []struct{ Reason string } }

@@ -150,10 +150,16 @@ type daemon struct {
 	runtime *node.Runtime
 	metrics *agentobs.Metrics
 	// cluster is nil where there is no API server to speak to.
-	cluster  *agentkube.Client
+	cluster  *cluster
 	loop     *agent.Agent
 	watchdog *guard.Guard
 	policies atomic.Pointer[[]status.Policy]
+}
+
+// cluster is what the agent reads and writes at the API server.
+type cluster struct {
+	*agentkube.Client
+	*agentkube.Events
 }
 
 // run opens the worlds and ties them to the loop.
@@ -270,8 +276,8 @@ func openDriver(ctx context.Context, f *runFlags, log *slog.Logger) (*nvml.Drive
 }
 
 // connect adds the API server to the worlds.
-func (d *daemon) connect(f *runFlags) (err error) {
-	d.cluster, err = agentkube.New(agentkube.Options{
+func (d *daemon) connect(f *runFlags) error {
+	client, err := agentkube.New(agentkube.Options{
 		Options: kube.Options{
 			Kubeconfig: f.kubeconfig, Domain: f.Domain, Logger: d.log,
 			Failed:   d.metrics.APIError,
@@ -279,7 +285,6 @@ func (d *daemon) connect(f *runFlags) (err error) {
 			Refused:  func(request string, err error) { d.loop.SetRefused(request, err) },
 		},
 		NodeName: f.nodeName, ResourceDomain: f.ResourceDomain, StartupTaint: f.schedulers.startupTaint,
-		EventDone: func(o agentkube.EventOutcome) { d.metrics.Event(string(o)) },
 		Allocatable: func(amounts map[string]int64) {
 			if d.worlds.Lowering != nil {
 				d.worlds.Lowering.See(amounts)
@@ -289,6 +294,7 @@ func (d *daemon) connect(f *runFlags) (err error) {
 	if err != nil {
 		return err
 	}
+	d.cluster = &cluster{client, agentkube.NewEvents(client, func(o agentkube.EventOutcome) { d.metrics.Event(string(o)) })}
 	d.metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
 	d.worlds.Cluster = d.cluster
 	if f.schedulers.lowerAllocatable {
@@ -419,7 +425,7 @@ type features string
 func (dir features) Write(f nfd.Features) error { return nfd.Write(string(dir), f) }
 
 // followPartitions hands the partition file to the loop whenever it changes.
-func followPartitions(ctx context.Context, f *runFlags, cluster *agentkube.Client, loop *agent.Agent) error {
+func followPartitions(ctx context.Context, f *runFlags, cluster *cluster, loop *agent.Agent) error {
 	if f.config != "" {
 		return node.WatchFile(ctx, f.config, func(data []byte, err error) {
 			if err != nil {

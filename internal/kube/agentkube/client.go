@@ -40,8 +40,6 @@ type Options struct {
 	// resource, by every word of the server about the Node that WatchNode follows. It
 	// must not block.
 	Allocatable func(map[string]int64)
-	// EventDone, if set, is told what became of every Event. It must not block.
-	EventDone func(EventOutcome)
 }
 
 // Client speaks to one API server for one node. Its methods may be called from
@@ -51,7 +49,6 @@ type Client struct {
 	*ourNode
 	*ourSlices
 	*ourGPUNode
-	*eventQueue
 }
 
 // apiServer is the API server as every part of a Client asks it.
@@ -65,9 +62,6 @@ type apiServer struct {
 type timing struct {
 	// recheck is how often admission policies that are in force are tried.
 	recheck time.Duration
-	// An Event repeated within quiet of its last write is only counted; within
-	// window, its count is written; later, it is a new Event.
-	quiet, window time.Duration
 	// claimPage is for how long Claims may pause, for each page that is left.
 	claimPage time.Duration
 }
@@ -92,20 +86,12 @@ func New(o Options) (*Client, error) {
 	if o.ResourceDomain == "" {
 		o.ResourceDomain = o.Domain
 	}
-	up := &apiServer{server, o, timing{
-		recheck: time.Hour, quiet: time.Minute, window: 10 * time.Minute, claimPage: 50 * time.Millisecond}}
+	up := &apiServer{server, o, timing{recheck: time.Hour, claimPage: 50 * time.Millisecond}}
 	node := &ourNode{apiServer: up, writes: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
 	return &Client{
 		apiServer:  up,
 		ourNode:    node,
 		ourSlices:  &ourSlices{ourNode: node, unkept: map[string]exchange{}},
 		ourGPUNode: &ourGPUNode{ourNode: node},
-		eventQueue: &eventQueue{
-			apiServer: up,
-			// One fault may concern every pod of a node, 110 by default.
-			queue:  make(chan event, 256),
-			onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
-			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
-		},
 	}, nil
 }

@@ -36,13 +36,14 @@ func TestRulesAreUsed(t *testing.T) {
 	s.Node("node-1", nil, nil)
 	s.Config("gpu", "p", "one")
 	c, _ := connect(t, s)
-	c.timing.quiet = 0
+	e := NewEvents(c, nil)
+	e.quiet = 0
 	told := partitions(t, c)
 	want(t, told, "one")
 	kubetest.Background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(Node) {}) })
-	kubetest.Background(t, c.Run)
-	c.Event(workload.Pod{}, Normal, "Applied", "m")
-	c.Event(workload.Pod{}, Normal, "Applied", "m")
+	kubetest.Background(t, e.Run)
+	e.Event(workload.Pod{}, Normal, "Applied", "m")
+	e.Event(workload.Pod{}, Normal, "Applied", "m")
 	if err := c.Mark(t.Context(), Marks{Labels: map[string]string{"example.com/a": "b"}}); err != nil {
 		t.Fatal(err)
 	}

@@ -74,8 +74,8 @@
 //
 // # Events
 //
-// [Client.Event] never waits: it puts the Event on a short queue that
-// [Client.Run] sends from. The same Event again within ten minutes raises the
+// [Events] uses a client's connection. [Events.Event] never waits: it puts the Event on a
+// short queue that [Events.Run] sends from. The same Event again within ten minutes raises the
 // count of the first one, at most once a minute, and token buckets, one for the
 // node and one for its pods, bound what a faulty node can write. Events are of
 // core/v1, as the kubelet's own are, and one that regards the node names it as

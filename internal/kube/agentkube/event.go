@@ -3,6 +3,7 @@
 package agentkube
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -56,9 +57,17 @@ type event struct {
 	serial uint64
 }
 
-// eventQueue has the Events that are still to be sent.
-type eventQueue struct {
-	*apiServer
+// Events sends Events about a node and its pods. Its methods may be called from several
+// goroutines.
+type Events struct {
+	server       *kube.Server
+	node, domain string
+	// done, if set, is told what became of every Event.
+	done func(EventOutcome)
+	// An Event repeated within quiet of its last write is only counted; within
+	// window, its count is written; later, it is a new Event.
+	quiet, window time.Duration
+
 	serial atomic.Uint64
 	queue  chan event
 	// onNode and onPods bound the Events of each: a fault that hits many pods
@@ -66,12 +75,25 @@ type eventQueue struct {
 	onNode, onPods flowcontrol.RateLimiter
 }
 
+// NewEvents prepares what sends Events of the client's node by the client's connection.
+// done, unless it is nil, is told what became of every Event. It must not block.
+func NewEvents(c *Client, done func(EventOutcome)) *Events {
+	return &Events{
+		server: c.server, node: c.options.NodeName, domain: c.options.Domain, done: done,
+		quiet: time.Minute, window: 10 * time.Minute,
+		// One fault may concern every pod of a node, 110 by default.
+		queue:  make(chan event, 256),
+		onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+		onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
+	}
+}
+
 // Event queues an Event about a pod and returns at once; Run sends it. Without a name
 // it is about the agent's own Node. An empty namespace means default. Without a UID the
 // Event is kept, but `kubectl describe pod` does not find it; a static pod's is the one
 // that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
 // 1,024 bytes is cut.
-func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, message string) {
+func (q *Events) Event(regarding workload.Pod, kind EventType, reason, message string) {
 	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message),
 		q.server.Now(), q.serial.Add(1)}
 	select {
@@ -83,7 +105,7 @@ func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, messa
 
 // dropped counts an Event that comes to nothing. Thousands may: why is one of a few
 // words, and err what the server said, if it did.
-func (q *eventQueue) dropped(e event, why string, err error) {
+func (q *Events) dropped(e event, why string, err error) {
 	args := []any{"reason", e.reason, "message", e.message}
 	if err != nil {
 		args = append(args, "err", err)
@@ -92,9 +114,9 @@ func (q *eventQueue) dropped(e event, why string, err error) {
 	q.eventDone(EventDropped)
 }
 
-func (q *eventQueue) eventDone(o EventOutcome) {
-	if q.options.EventDone != nil {
-		q.options.EventDone(o)
+func (q *Events) eventDone(o EventOutcome) {
+	if q.done != nil {
+		q.done(o)
 	}
 }
 
@@ -114,7 +136,7 @@ func (e event) identity() event {
 
 // Run sends queued Events until ctx ends, whose error it returns. What is in
 // the queue then is lost.
-func (q *eventQueue) Run(ctx context.Context) error {
+func (q *Events) Run(ctx context.Context) error {
 	seen := map[event]*written{}
 	for {
 		select {
@@ -122,7 +144,7 @@ func (q *eventQueue) Run(ctx context.Context) error {
 			return ctx.Err()
 		case e := <-q.queue:
 			for key, w := range seen {
-				if q.server.Now().Sub(w.at) > q.timing.window {
+				if q.server.Now().Sub(w.at) > q.window {
 					delete(seen, key)
 				}
 			}
@@ -133,11 +155,11 @@ func (q *eventQueue) Run(ctx context.Context) error {
 
 // send writes one Event, waiting for a server that is away until the Event is
 // older than the window. Meanwhile others wait in the queue.
-func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written) {
+func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 	known := seen[e.identity()]
 	if known != nil {
 		known.count++
-		if e.at.Sub(known.at) < q.timing.quiet {
+		if e.at.Sub(known.at) < q.quiet {
 			q.eventDone(EventMerged)
 			return
 		}
@@ -161,7 +183,7 @@ func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written)
 		case err == nil:
 			q.eventDone(EventSent)
 			if known == nil {
-				known = &written{namespace: e.namespace(), name: q.eventName(e), count: 1}
+				known = &written{namespace: e.namespace(), name: e.objectName(q.node), count: 1}
 				seen[e.identity()] = known
 			}
 			known.at = e.at
@@ -171,7 +193,7 @@ func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written)
 		case kube.Answered(err) && !transient(err):
 			q.dropped(e, "the API server refuses it", err)
 			return
-		case q.server.Now().Sub(e.at) > q.timing.window:
+		case q.server.Now().Sub(e.at) > q.window:
 			q.dropped(e, "the API server is away", err)
 			return
 		}
@@ -186,12 +208,12 @@ func transient(err error) bool {
 		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }
 
-func (q *eventQueue) write(ctx context.Context, e event, known *written) error {
+func (q *Events) write(ctx context.Context, e event, known *written) error {
 	bounded, cancel := context.WithTimeout(ctx, q.server.Timing.Request)
 	defer cancel()
 	if known == nil {
 		api := q.server.API.Resource(events).Namespace(e.namespace())
-		_, err := api.Create(bounded, q.object(e), metav1.CreateOptions{FieldManager: "gpu-agent"})
+		_, err := api.Create(bounded, e.object(q.node, q.domain), metav1.CreateOptions{FieldManager: "gpu-agent"})
 		if apierrors.IsAlreadyExists(err) {
 			err = nil // an answer that got lost on the way
 		}
@@ -221,20 +243,18 @@ func (e event) namespace() string {
 	return e.regarding.Namespace
 }
 
-// eventName differs for all Events of one agent and for those of its
+// objectName differs for all Events of one agent and for those of its
 // predecessors.
-func (q *eventQueue) eventName(e event) string {
-	name := e.regarding.Name
-	if name == "" {
-		name = q.options.NodeName
-	}
+func (e event) objectName(node string) string {
+	name := cmp.Or(e.regarding.Name, node)
 	// A name may have 253 bytes, and up to 34 follow.
 	return fmt.Sprintf("%s.%x.%x", strings.TrimRight(name[:min(len(name), 219)], ".-"), e.at.UnixNano(), e.serial)
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-func (q *eventQueue) object(e event) *unstructured.Unstructured {
+// object is the Event of a node's agent.
+func (e event) object(node, domain string) *unstructured.Unstructured {
 	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
 		"namespace": e.namespace(), "name": e.regarding.Name}
 	if e.regarding.UID != "" {
@@ -242,19 +262,19 @@ func (q *eventQueue) object(e event) *unstructured.Unstructured {
 	}
 	if e.regarding.Name == "" {
 		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
-			"name": q.options.NodeName, "uid": q.options.NodeName}
+			"name": node, "uid": node}
 	}
-	reporter := q.options.Domain + "/gpu-agent"
+	reporter := domain + "/gpu-agent"
 	return &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "v1", "kind": "Event",
-		"metadata":           map[string]any{"namespace": e.namespace(), "name": q.eventName(e)},
+		"metadata":           map[string]any{"namespace": e.namespace(), "name": e.objectName(node)},
 		"involvedObject":     involved,
 		"type":               string(e.kind),
 		"reason":             e.reason,
 		"message":            e.message,
-		"source":             map[string]any{"component": "gpu-agent", "host": q.options.NodeName},
+		"source":             map[string]any{"component": "gpu-agent", "host": node},
 		"reportingComponent": reporter,
-		"reportingInstance":  q.options.NodeName,
+		"reportingInstance":  node,
 		"firstTimestamp":     stamp(e.at),
 		"lastTimestamp":      stamp(e.at),
 		"count":              int64(1),

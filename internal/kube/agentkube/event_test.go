@@ -33,15 +33,14 @@ func (c *clock) add(d time.Duration) {
 	c.now = c.now.Add(d)
 }
 
-// reporter is a client that is about to send Events, its clock, and what
-// becomes of each.
-func reporter(t *testing.T, s *server) (*Client, *clock, <-chan EventOutcome) {
+// reporter is what is about to send Events, its clock, and what becomes of each.
+func reporter(t *testing.T, s *server) (*Events, *clock, <-chan EventOutcome) {
 	t.Helper()
 	done := make(chan EventOutcome, 1000)
-	c, _ := connect(t, s, func(o *Options) { o.EventDone = func(e EventOutcome) { done <- e } })
+	c, _ := connect(t, s)
 	k := &clock{now: time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)}
 	c.server.Now = k.Now
-	return c, k, done
+	return NewEvents(c, func(o EventOutcome) { done <- o }), k, done
 }
 
 func outcome(t *testing.T, done <-chan EventOutcome, want EventOutcome) {
@@ -53,12 +52,12 @@ func outcome(t *testing.T, done <-chan EventOutcome, want EventOutcome) {
 
 func TestEventShape(t *testing.T) {
 	s := newServer(t)
-	c, k, done := reporter(t, s)
-	kubetest.Background(t, c.Run)
-	c.Event(workload.Pod{}, Warning, "PartitionInvalid", "config.yaml:3: no such mode")
+	q, k, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
+	q.Event(workload.Pod{}, Warning, "PartitionInvalid", "config.yaml:3: no such mode")
 	outcome(t, done, EventSent)
 	k.add(time.Nanosecond)
-	c.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}, Normal, "Held", "waits")
+	q.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}, Normal, "Held", "waits")
 	outcome(t, done, EventSent)
 
 	events := s.All("events")
@@ -98,11 +97,11 @@ func at(object map[string]any, path string) any {
 
 func TestEventRepeated(t *testing.T) {
 	s := newServer(t)
-	c, k, done := reporter(t, s)
-	kubetest.Background(t, c.Run)
+	q, k, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
 	send := func(want EventOutcome) {
 		t.Helper()
-		c.Event(workload.Pod{}, Warning, "Blocked", "train/job-1 holds it")
+		q.Event(workload.Pod{}, Warning, "Blocked", "train/job-1 holds it")
 		outcome(t, done, want)
 	}
 	counts := func(want ...float64) {
@@ -132,27 +131,27 @@ func TestEventRepeated(t *testing.T) {
 	send(EventSent)
 	counts(4, 1)
 	// Another message is another Event.
-	c.Event(workload.Pod{}, Warning, "Blocked", "train/job-2 holds it")
+	q.Event(workload.Pod{}, Warning, "Blocked", "train/job-2 holds it")
 	outcome(t, done, EventSent)
 	counts(4, 1, 1)
 }
 
 func TestEventForgottenByServer(t *testing.T) {
 	s := newServer(t)
-	c, k, done := reporter(t, s)
-	kubetest.Background(t, c.Run)
-	c.Event(workload.Pod{}, Normal, "Applied", "m")
+	q, k, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
+	q.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	s.Put("events", "default", at(s.All("events")[0], "metadata.name").(string), nil)
 	k.add(2 * time.Minute)
-	c.Event(workload.Pod{}, Normal, "Applied", "m")
+	q.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	if n := len(s.All("events")); n != 1 {
 		t.Fatalf("%d Events, want a new one", n)
 	}
 	// The new one is the one that counts on.
 	k.add(2 * time.Minute)
-	c.Event(workload.Pod{}, Normal, "Applied", "m")
+	q.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	if got := s.All("events")[0]["count"]; got != 2.0 {
 		t.Errorf("count %v, want 2", got)
@@ -161,9 +160,9 @@ func TestEventForgottenByServer(t *testing.T) {
 
 func TestEventNeverBlocks(t *testing.T) {
 	s := newServer(t)
-	c, _, done := reporter(t, s)
-	for range cap(c.queue) + 3 { // nobody runs
-		c.Event(workload.Pod{}, Normal, "Applied", "m")
+	q, _, done := reporter(t, s)
+	for range cap(q.queue) + 3 { // nobody runs
+		q.Event(workload.Pod{}, Normal, "Applied", "m")
 	}
 	for range 3 {
 		outcome(t, done, EventDropped)
@@ -172,24 +171,24 @@ func TestEventNeverBlocks(t *testing.T) {
 
 func TestEventServerAway(t *testing.T) {
 	s := newServer(t)
-	c, k, done := reporter(t, s)
+	q, k, done := reporter(t, s)
 	tried := make(chan struct{}, 1000)
-	c.server.Options.Failed = func(string, string) {
+	q.server.Options.Failed = func(string, string) {
 		select {
 		case tried <- struct{}{}:
 		default:
 		}
 	}
 	s.Stop()
-	kubetest.Background(t, c.Run)
-	c.Event(workload.Pod{}, Normal, "Applied", "kept")
+	kubetest.Background(t, q.Run)
+	q.Event(workload.Pod{}, Normal, "Applied", "kept")
 	kubetest.Receive(t, tried)
 	kubetest.Receive(t, tried)
 	s.Back()
 	outcome(t, done, EventSent)
 	s.Stop()
 	k.add(time.Hour)
-	c.Event(workload.Pod{}, Normal, "Applied", "too old")
+	q.Event(workload.Pod{}, Normal, "Applied", "too old")
 	for len(tried) > 0 {
 		<-tried
 	}
@@ -200,12 +199,12 @@ func TestEventServerAway(t *testing.T) {
 
 func TestEventRefused(t *testing.T) {
 	s := newServer(t)
-	c, _, done := reporter(t, s)
-	kubetest.Background(t, c.Run)
+	q, _, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
 	s.Set(func() {
 		s.Fault = func(_, _ string, w http.ResponseWriter) bool { kubetest.Refuse(w, 403, "Forbidden"); return true }
 	})
-	c.Event(workload.Pod{Namespace: "gone", Name: "p"}, Normal, "Applied", "refused")
+	q.Event(workload.Pod{Namespace: "gone", Name: "p"}, Normal, "Applied", "refused")
 	outcome(t, done, EventDropped)
 	var failures int
 	s.Set(func() {
@@ -217,17 +216,17 @@ func TestEventRefused(t *testing.T) {
 			return false
 		}
 	})
-	c.Event(workload.Pod{}, Normal, "Applied", "tried again")
+	q.Event(workload.Pod{}, Normal, "Applied", "tried again")
 	outcome(t, done, EventSent)
 }
 
 func TestEventFlood(t *testing.T) {
 	s := newServer(t)
-	c, _, done := reporter(t, s)
-	kubetest.Background(t, c.Run)
+	q, _, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
 	sent := 0
 	for i := range 60 {
-		c.Event(workload.Pod{}, Normal, "Applied", strings.Repeat("x", i+1))
+		q.Event(workload.Pod{}, Normal, "Applied", strings.Repeat("x", i+1))
 		if kubetest.Receive(t, done) == EventSent {
 			sent++
 		}
@@ -242,14 +241,15 @@ func TestEventFlood(t *testing.T) {
 func TestDroppedEventsFloodTheLog(t *testing.T) {
 	s := newServer(t)
 	dropped := 0
-	c, j := connect(t, s, func(o *Options) { o.EventDone = func(EventOutcome) { dropped++ } })
+	c, j := connect(t, s)
+	e := NewEvents(c, func(EventOutcome) { dropped++ })
 	var over func()
 	c.server.Ration = brief.NewRation(c.server.Log, c.server.Now, func(_ time.Duration, f func()) *time.Timer { over = f; return nil })
 	const all = 10_000
 	for i := range all { // nobody runs
-		c.Event(workload.Pod{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))
+		e.Event(workload.Pod{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))
 	}
-	want := all - cap(c.queue)
+	want := all - cap(e.queue)
 	if dropped != want {
 		t.Errorf("%d Events were counted as dropped, want %d", dropped, want)
 	}
@@ -267,8 +267,9 @@ func TestDroppedEventsFloodTheLog(t *testing.T) {
 func TestRefusedEventsFloodTheLog(t *testing.T) {
 	s := newServer(t)
 	c, j := connect(t, s)
+	e := NewEvents(c, nil)
 	for i := range 1000 {
-		c.dropped(event{}, "the API server refuses it", fmt.Errorf("events %q is forbidden", fmt.Sprint(i)))
+		e.dropped(event{}, "the API server refuses it", fmt.Errorf("events %q is forbidden", fmt.Sprint(i)))
 	}
 	if n := j.Count("\n"); n != 10 || j.Count("is forbidden") != 10 {
 		t.Errorf("%d lines in the log", n)
@@ -276,8 +277,8 @@ func TestRefusedEventsFloodTheLog(t *testing.T) {
 }
 
 func TestEventNames(t *testing.T) {
-	c, _ := connect(t, newServer(t), func(o *Options) { o.NodeName = strings.Repeat("n", 218) + "." + strings.Repeat("m", 23) })
-	name := c.eventName(event{at: time.Unix(1<<33, 1), serial: 1 << 63})
+	e := event{at: time.Unix(1<<33, 1), serial: 1 << 63}
+	name := e.objectName(strings.Repeat("n", 218) + "." + strings.Repeat("m", 23))
 	if len(name) > 253 || strings.Contains(name, "..") {
 		t.Errorf("%q has %d bytes", name, len(name))
 	}
@@ -288,12 +289,12 @@ func TestEventNames(t *testing.T) {
 func TestEventsOfManyPods(t *testing.T) {
 	const pods = 110 // the kubelet's default
 	s := newServer(t)
-	c, _, done := reporter(t, s)
+	q, _, done := reporter(t, s)
 	for i := range pods {
-		c.Event(workload.Pod{Namespace: "train", Name: fmt.Sprintf("job-%d", i)}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+		q.Event(workload.Pod{Namespace: "train", Name: fmt.Sprintf("job-%d", i)}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
 	}
-	c.Event(workload.Pod{}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
-	kubetest.Background(t, c.Run)
+	q.Event(workload.Pod{}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+	kubetest.Background(t, q.Run)
 	for range pods + 1 {
 		outcome(t, done, EventSent)
 	}

@@ -129,7 +129,8 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			return err
 		}, nil},
 		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
-			e := c.object(event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()})
+			dryRun := event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()}
+			e := dryRun.object(c.options.NodeName, c.options.Domain)
 			e.SetName(tried)
 			e.Object["reportingComponent"] = tried
 			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, create)
