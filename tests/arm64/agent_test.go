@@ -63,9 +63,10 @@ func (k kit) agent(t *testing.T) string {
 		replace[filepath.Join(top, "pkg/memcap/lib/built", name)] = filepath.Join(caps, name)
 	}
 	dir := t.TempDir()
-	hide := filepath.Join(dir, "hide")
-	k.build(t, hide, "build", "-tags", "netgo,osusergo", "./pkg/memcap/lib/hide")
-	replace[filepath.Join(top, "pkg/memcap/lib/built/hide")] = hide
+	if err := lib.BuildHide(t.Context(), dir); err != nil {
+		t.Fatal(err)
+	}
+	replace[filepath.Join(top, "pkg/memcap/lib/built/hide.gz")] = filepath.Join(dir, "hide.gz")
 	text, err := json.Marshal(map[string]any{"Replace": replace})
 	overlay, program := filepath.Join(dir, "overlay.json"), filepath.Join(dir, "gpu-agent")
 	if err == nil {

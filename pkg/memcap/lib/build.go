@@ -4,10 +4,12 @@ package lib
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
 	"crypto/sha256"
 	"embed"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -154,9 +156,9 @@ func build(ctx context.Context, out, root string) error {
 	return nil
 }
 
-// BuildHide compiles the program hide, for the machine that gcc compiles for, into the folder
-// out. It runs the go command, in a folder of this module. The program is static, since the container
-// runtime runs it on the host.
+// BuildHide compiles the program hide, for the machine that gcc compiles for, and puts it into the
+// folder out, packed. It runs the go command, in a folder of this module. The program is static, since
+// the container runtime runs it on the host.
 func BuildHide(ctx context.Context, out string) error {
 	machine, err := gcc(ctx, "", "-dumpmachine")
 	if err != nil {
@@ -167,13 +169,30 @@ func BuildHide(ctx context.Context, out string) error {
 		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w",
 			hideName, machine, gpu.ErrNotSupported)
 	}
+	program := filepath.Join(out, hideName)
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=",
-		"-o", filepath.Join(out, hideName), "example.com/gpu-agent/pkg/memcap/lib/hide")
+		"-o", program, "example.com/gpu-agent/pkg/memcap/lib/hide")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOAMD64=v1", "GOARM64=v8.0")
 	if said, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build the program %s: %w\n%s", hideName, err, said)
 	}
+	data, err := os.ReadFile(program)
+	if err == nil {
+		err = errors.Join(os.WriteFile(program+packedSuffix, pack(data), 0o644), os.Remove(program))
+	}
+	if err != nil {
+		return fmt.Errorf("pack the program %s: %w", hideName, err)
+	}
 	return nil
+}
+
+// pack compresses what a packed file has.
+func pack(data []byte) []byte {
+	var out bytes.Buffer
+	w, _ := gzip.NewWriterLevel(&out, gzip.BestCompression) // it fails for a level that there is not
+	_, _ = w.Write(data)                                    // a buffer takes all
+	_ = w.Close()
+	return out.Bytes()
 }
 
 // machineFlags are those for the machine that gcc compiles for, by its name of it.

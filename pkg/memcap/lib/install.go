@@ -4,11 +4,15 @@ package lib
 
 import (
 	"bytes"
+	"compress/gzip"
 	"crypto/sha256"
 	"embed"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"hash/crc32"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -30,9 +34,39 @@ type Kit struct {
 	Mark       string // an empty file, for OpenMark
 }
 
+// file is a file of a kit. A packed one is compressed by gzip: the program hide is larger than all
+// else, and this process would have all of it in memory for as long as it runs.
 type file struct {
-	name string
-	data []byte
+	name   string
+	data   []byte
+	packed bool
+}
+
+// write makes the file at a path.
+func (f file) write(path string) (err error) {
+	var data io.Reader = bytes.NewReader(f.data)
+	if f.packed {
+		if data, err = gzip.NewReader(data); err != nil {
+			return err
+		}
+	}
+	to, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o755)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(to, data)
+	return errors.Join(err, to.Close())
+}
+
+// is reports whether the file is at a path, unchanged. Of a packed one it compares the checksum and
+// the length that end it, since unpacking would take most of a start's time.
+func (f file) is(path string) bool {
+	data, err := os.ReadFile(path)
+	if err != nil || !f.packed {
+		return err == nil && bytes.Equal(data, f.data)
+	}
+	end := f.data[len(f.data)-8:]
+	return binary.LittleEndian.Uint32(end) == crc32.ChecksumIEEE(data) && binary.LittleEndian.Uint32(end[4:]) == uint32(len(data))
 }
 
 // Version returns the name of the kit's folder, for Prune.
@@ -43,12 +77,15 @@ var errNotBuilt = fmt.Errorf("built without the cap's library; build with make: 
 
 // content returns the libraries, CUDA's first, and the program hide, and the hash of all that.
 func content() (files []file, hash string, err error) {
-	for _, name := range []string{cudaName, nvmlName, hideName} {
-		data, err := built.ReadFile("built/" + name)
-		if err != nil {
+	for _, f := range []file{{name: cudaName}, {name: nvmlName}, {name: hideName, packed: true}} {
+		from := "built/" + f.name
+		if f.packed {
+			from += packedSuffix
+		}
+		if f.data, err = built.ReadFile(from); err != nil {
 			return nil, "", errNotBuilt
 		}
-		files = append(files, file{name, data})
+		files = append(files, f)
 	}
 	return files, hashOf(files), nil
 }
@@ -86,8 +123,9 @@ func Install(dir string) (Kit, error) {
 }
 
 const (
-	hideName = "hide"
-	markName = "open"
+	hideName     = "hide"
+	markName     = "open"
+	packedSuffix = ".gz"
 )
 
 func install(top, hash string, files []file) (Kit, error) {
@@ -108,7 +146,7 @@ func install(top, hash string, files []file) (Kit, error) {
 	}
 	defer os.RemoveAll(tmp)
 	for _, f := range files {
-		if err := os.WriteFile(filepath.Join(tmp, f.name), f.data, 0o755); err != nil {
+		if err := f.write(filepath.Join(tmp, f.name)); err != nil {
 			return Kit{}, err
 		}
 	}
@@ -149,8 +187,7 @@ func mend(home, tmp string, files []file) error {
 // whole reports whether a version's folder is complete and unchanged.
 func whole(home string, files []file) bool {
 	for _, f := range append(files, file{name: markName}) {
-		data, err := os.ReadFile(filepath.Join(home, f.name))
-		if err != nil || !bytes.Equal(data, f.data) {
+		if !f.is(filepath.Join(home, f.name)) {
 			return false
 		}
 	}

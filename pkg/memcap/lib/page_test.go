@@ -573,7 +573,7 @@ func TestMeterRefusals(t *testing.T) {
 
 func TestInstall(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "cap")
-	one := []file{{cudaName, []byte("one")}, {nvmlName, []byte("uno")}, {hideName, []byte("eins")}}
+	one := []file{{name: cudaName, data: []byte("one")}, {name: nvmlName, data: []byte("uno")}, {hideName, pack([]byte("eins")), true}}
 	const first, second = "0000000000000001", "0000000000000002"
 	kit, err := install(top, first, one)
 	if err != nil {
@@ -586,7 +586,7 @@ func TestInstall(t *testing.T) {
 			t.Fatalf("%+v, %v", again, err)
 		}
 	}
-	if _, err := install(top, second, []file{{cudaName, []byte("two")}, {nvmlName, []byte("due")}, {hideName, nil}}); err != nil {
+	if _, err := install(top, second, []file{{name: cudaName, data: []byte("two")}, {name: nvmlName, data: []byte("due")}, {hideName, pack(nil), true}}); err != nil {
 		t.Fatal(err)
 	}
 	if data, err := os.ReadFile(kit.CUDA); err != nil || string(data) != "one" || inode(t, kit.CUDA) != old {
@@ -609,6 +609,18 @@ func TestInstall(t *testing.T) {
 	}
 	if _, err := install(top, first, one); err != nil || !whole(filepath.Dir(kit.CUDA), one) {
 		t.Errorf("not made good: %v", err)
+	}
+	// Of a packed file, too, every byte counts.
+	if data, err := os.ReadFile(kit.Hide); err != nil || string(data) != "eins" {
+		t.Errorf("the program is %q, %v", data, err)
+	}
+	for _, other := range []string{"einz", "ein", "eins\x00", ""} {
+		if err := os.WriteFile(kit.Hide, []byte(other), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if whole(filepath.Dir(kit.CUDA), one) {
+			t.Errorf("%q passes as the program", other)
+		}
 	}
 	if inode(t, kit.CUDA) == old {
 		t.Error("a file that a process may have mapped was written to")
