@@ -40,9 +40,9 @@ type Publisher struct {
 	wake  token
 
 	mu sync.Mutex
-	// Guarded by mu: the slices; whether the kubelet has the driver; and what kept the last
-	// writing from success.
-	want       []resourcev1.ResourceSlice
+	// Guarded by mu: what makes the slices; whether the kubelet has the driver; and what kept
+	// the last writing from success.
+	want       func() []resourcev1.ResourceSlice
 	registered bool
 	err        error
 	// failing is since when there has been an err. kubelets counts the registrations, and
@@ -84,9 +84,9 @@ func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
 		written: func() {}, told: func() {}}
 }
 
-// Set says what the slices shall be. They must not be changed afterwards. It returns the
-// number of this call.
-func (p *Publisher) Set(want []resourcev1.ResourceSlice) uint64 {
+// Set says what the slices shall be. want makes the same ones each time that it is called,
+// from any goroutine. Set returns the number of this call.
+func (p *Publisher) Set(want func() []resourcev1.ResourceSlice) uint64 {
 	p.mu.Lock()
 	p.want = want
 	p.asked++
@@ -204,7 +204,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if !due {
 		return nil
 	}
-	meddled, err := p.api.PublishSlices(ctx, p.driver, want)
+	meddled, err := p.api.PublishSlices(ctx, p.driver, want())
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}

@@ -37,12 +37,14 @@ func publishing(t *testing.T) (*Publisher, *claims.Cluster) {
 	return p, s
 }
 
-// slicesNamed are slices of which the name is all that counts.
-func slicesNamed(names ...string) (out []resourcev1.ResourceSlice) {
-	for _, name := range names {
-		out = append(out, resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: name}})
+// slicesNamed makes slices of which the name is all that counts.
+func slicesNamed(names ...string) func() []resourcev1.ResourceSlice {
+	return func() (out []resourcev1.ResourceSlice) {
+		for _, name := range names {
+			out = append(out, resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: name}})
+		}
+		return out
 	}
-	return out
 }
 
 // Nothing is written before the kubelet has the driver, and everything at once then.

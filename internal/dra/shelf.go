@@ -60,11 +60,13 @@ type shelf struct {
 
 	// mu guards everything below.
 	mu sync.Mutex
-	// offer is what the loop said last, nil before that; published follows from it, and basis
-	// is what published was built from.
-	offer     *Offer
-	published *Published
-	basis     basis
+	// offer is what the loop said last, nil before that. devices are those that are published,
+	// input is what they and their slices are built from, and basis what of it can change. The
+	// slices are built whenever they are wanted: that is seldom, and they are large.
+	offer   *Offer
+	devices map[DeviceName]Device
+	input   Input
+	basis   basis
 	// withdrew is the number of the last writing that keeps claims off something that they
 	// could have before, and withdraws says that the next one does.
 	withdrew  uint64
@@ -79,13 +81,13 @@ type shelf struct {
 	// leaves says that the process is about to end: nothing is for anybody new.
 	leaves  bool
 	leaving leaving
-	// news is closed when published, listed or what GPUs' drivers refuse become others.
+	// news is closed when the slices, listed or what GPUs' drivers refuse become others.
 	news chan struct{}
 }
 
 // publisher is what the shelf asks of a Publisher, which numbers what it is to write.
 type publisher interface {
-	Set([]resourcev1.ResourceSlice) uint64
+	Set(func() []resourcev1.ResourceSlice) uint64
 	state() (asked, wrote uint64, registered bool)
 }
 
@@ -123,11 +125,7 @@ func (s *shelf) while(f func(view)) {
 
 func (s *shelf) viewLocked() view {
 	_, written, _ := s.publisher.state()
-	v := view{s.offer, nil, s.leaving, s.listed, s.withdrew, written, s.news}
-	if s.published != nil {
-		v.devices = s.published.Devices
-	}
-	return v
+	return view{s.offer, s.devices, s.leaving, s.listed, s.withdrew, written, s.news}
 }
 
 func (s *shelf) Publish(o Offer) {
@@ -216,7 +214,7 @@ func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
 	parts := func(name DeviceName, d Device) bool {
 		return s.leaving[d].tainted(written) && !named[name] && !held[d]
 	}
-	before, devices, stay := s.published.Devices, map[DeviceName]Device{}, maps.Clone(s.leaving)
+	before, devices, stay := s.devices, map[DeviceName]Device{}, maps.Clone(s.leaving)
 	for name, d := range before {
 		if parts(name, d) {
 			delete(stay, d)
@@ -225,7 +223,7 @@ func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
 		}
 	}
 	if len(devices) < len(before) {
-		s.leaving, s.published = stay, &Published{s.published.Slices, devices}
+		s.leaving, s.devices = stay, devices
 		s.showLocked()
 	}
 	return len(before) - len(devices)
@@ -247,11 +245,12 @@ func (s *shelf) showLocked() {
 		held: held, has: in.has}
 	in.Taints = w.taints
 	same := true
-	if now := in.basis(); s.published == nil || !reflect.DeepEqual(now, s.basis) {
-		was := s.published
-		s.withdraws = s.withdraws || was == nil || s.basis.withdraws(&now)
-		s.published, s.basis = Build(in), now
-		same = was != nil && reflect.DeepEqual(was.Slices, s.published.Slices)
+	if now := in.basis(); s.devices == nil || !reflect.DeepEqual(now, s.basis) {
+		in.Taints = func(d Device) []resourcev1.DeviceTaint { return now.taints[d] }
+		built := Build(in)
+		same = s.devices != nil && reflect.DeepEqual(Build(s.input).Slices, built.Slices)
+		s.withdraws = s.withdraws || s.devices == nil || s.basis.withdraws(&now)
+		s.devices, s.input, s.basis = built.Devices, in, now
 	}
 	if !same {
 		s.tellLocked()
@@ -263,20 +262,25 @@ func (s *shelf) showLocked() {
 
 // leaveLocked says which devices leave: those that are published, or held, and in no layout.
 func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
-	out := maps.Clone(s.leaving)
-	if s.published != nil {
-		for _, d := range s.published.Devices {
+	out := leaving{}
+	add := func(d Device) {
+		if !has(d) {
 			out[d] = s.leaving[d]
 		}
+	}
+	for d := range s.leaving {
+		add(d)
+	}
+	for _, d := range s.devices {
+		add(d)
 	}
 	for i := range held {
 		for j := range held[i].Grants {
 			if g := &held[i].Grants[j]; held[i].Owner == ledger.DRA && !g.NoRoom {
-				out[deviceOf(g)] = s.leaving[deviceOf(g)]
+				add(deviceOf(g))
 			}
 		}
 	}
-	maps.DeleteFunc(out, func(d Device, _ departure) bool { return has(d) })
 	s.leaving = out
 }
 
@@ -285,7 +289,8 @@ func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
 func (s *shelf) setLocked(same bool) {
 	n, _, _ := s.publisher.state()
 	if !same || n == 0 {
-		n = s.publisher.Set(s.published.Slices)
+		in := s.input
+		n = s.publisher.Set(func() []resourcev1.ResourceSlice { return Build(in).Slices })
 	}
 	if s.withdraws {
 		s.withdraws, s.withdrew = false, n
