@@ -67,15 +67,15 @@ func (b *board) put(
 		open[shown.Series[i].Key] = true
 	}
 	maps.DeleteFunc(b.fading, func(k usage.Key, left int) bool { return open[k] || left <= 0 })
-	var faded []usage.Series
+	shown.Series = slices.Grow(shown.Series, len(b.fading))
 	for k := range b.fading {
 		if s, known := totals(k); known {
-			faded = append(faded, s)
+			shown.Series = append(shown.Series, s)
 		} else {
 			delete(b.fading, k) // nobody has asked for an hour
 		}
 	}
-	shown.Series = rise(b.shown.Series, append(shown.Series, faded...))
+	shown.Series = rise(b.shown.Series, shown.Series)
 	b.putLocked(shown, idle, lost)
 }
 
