@@ -32,7 +32,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 	for i := range s.GPUs {
 		g, d := &s.GPUs[i], at.snap.hardware.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
 		layout := at.snap.shape.Layouts[d.UUID]
-		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: g.Mode,
+		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: string(g.Mode),
 			Resource: g.Resource, Cordoned: at.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
 		if layout.Offers {
 			to.API, to.Kind = string(cmp.Or(layout.API, ledger.DevicePlugin)), layout.Kind

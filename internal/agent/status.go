@@ -135,7 +135,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	}
 	layout := at.snap.shape.Layouts[d.UUID]
 	if layout.Known {
-		g.Mode = layout.Mode()
+		g.Mode = status.Mode(layout.Mode())
 	}
 	if counted := layout.Kind.Counted(); counted.Together() && layout.Has(counted) {
 		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps the unit that it has

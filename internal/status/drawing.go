@@ -482,16 +482,16 @@ func tileState(g *GPU) (tone, state string) {
 		return "", strconv.Itoa(held) + " MIG"
 	case g.UnitMiB > 0:
 		return "", measure(g, g.Used) + "/" + measure(g, g.Total) + "\u00a0GiB"
-	case g.Mode == "shared":
+	case g.Mode == Shared:
 		return "", strconv.Itoa(g.Used) + " of " + strconv.Itoa(g.Total)
-	case g.Mode == "off":
+	case g.Mode == Off:
 		return "", "off"
 	case g.Used > 0:
 		return "", "held"
 	case g.Total > 0:
 		return "", "free"
 	}
-	return "", cmp.Or(g.Mode, "–")
+	return "", cmp.Or(string(g.Mode), "–")
 }
 
 // cells draws the MIG devices into a rectangle.

@@ -221,25 +221,33 @@ func modeName(g *GPU) string {
 		of.API = ""
 		return modeName(&of) + ", by " + g.API
 	}
-	switch {
-	case g.Mode == "whole" && g.Used > 0:
-		return "whole, held"
-	case g.Mode == "whole" && g.Free > 0:
-		return "whole, free"
-	case g.Mode == "whole" && g.Unhealthy > 0:
-		return "whole, withdrawn"
-	case g.Mode == "":
+	switch g.Mode {
+	case Unset:
 		return "no partition"
-	case g.Mode == "mig" && g.MIG != nil && g.MIG.OnDemand:
-		return "MIG on demand"
-	case g.Mode == "mig":
-		return "MIG"
-	case g.Mode == "shared" && g.UnitMiB > 0:
-		return "shared by memory"
-	case g.Mode == "shared":
+	case Whole:
+		switch {
+		case g.Used > 0:
+			return "whole, held"
+		case g.Free > 0:
+			return "whole, free"
+		case g.Unhealthy > 0:
+			return "whole, withdrawn"
+		}
+	case Shared:
+		if g.UnitMiB > 0 {
+			return "shared by memory"
+		}
 		return "shared by replicas"
+	case InMIG:
+		if g.MIG != nil && g.MIG.OnDemand {
+			return "MIG on demand"
+		}
+		return "MIG"
+	case Dynamic, Off:
+	default:
+		return "mode " + string(g.Mode) + ", which is not known"
 	}
-	return g.Mode
+	return string(g.Mode)
 }
 
 // segments returns the pieces of a bar: one for each holder, and what is withdrawn.

@@ -86,6 +86,19 @@ type Resource struct {
 	Largest int `json:"largest,omitempty"`
 }
 
+// Mode is how a GPU is laid out, in a partition's words.
+type Mode string
+
+// Modes of a GPU. Unset is that of one for which no partition is in force.
+const (
+	Unset   Mode = ""
+	Whole   Mode = "whole"
+	Shared  Mode = "shared"
+	InMIG   Mode = "mig"
+	Dynamic Mode = "dynamic"
+	Off     Mode = "off"
+)
+
 // GPU is one GPU.
 type GPU struct {
 	Index int    `json:"index"`
@@ -97,9 +110,8 @@ type GPU struct {
 	// MemoryMiB is the size of the whole GPU's memory; 0 where it has none of its own, but
 	// the machine's.
 	MemoryMiB uint64 `json:"memoryMiB"`
-	// Mode is the partition's word for the layout: whole, shared, mig, dynamic or off; empty
-	// while no partition is in force.
-	Mode string `json:"mode,omitempty"`
+	// Mode is the partition's word for the layout.
+	Mode Mode `json:"mode,omitempty"`
 	// API is "dra" where the GPU is offered through dynamic resource allocation, and
 	// empty where through the device plugin.
 	API string `json:"api,omitempty"`

@@ -205,3 +205,14 @@ func TestJSON(t *testing.T) {
 		}
 	}
 }
+
+// A mode that this version does not know is named, and is no other one's.
+func TestModeThatIsNotKnown(t *testing.T) {
+	g := GPU{Mode: "paged", Total: 7, Used: 3}
+	if got := modeName(&g); got != "mode paged, which is not known" {
+		t.Errorf("it is called %q", got)
+	}
+	if got := measure(&g, g.Total) + unitName(&g, g.Total); got != "7 of mode paged" {
+		t.Errorf("it has %q", got)
+	}
+}

@@ -223,7 +223,7 @@ func (p *printer) notes(indent string, all []note) {
 func (p *printer) gpu(s *Status, g *GPU) {
 	p.line("")
 	title := fmt.Sprintf("GPU %-2d ", g.Index)
-	mode := cmp.Or(g.Mode, "no partition")
+	mode := cmp.Or(string(g.Mode), "no partition")
 	if g.API != "" {
 		mode += " (" + g.API + ")"
 	}
@@ -413,17 +413,21 @@ func (h *Holder) units(g *GPU) string {
 
 // unitName is the unit of what measure writes, for n devices.
 func unitName(g *GPU, n int) string {
-	switch {
-	case g.UnitMiB > 0:
+	if g.UnitMiB > 0 {
 		return " GiB"
-	case g.Mode == "whole":
-		return " GPU"
-	case g.Mode == "shared" && n == 1:
-		return " replica"
-	case g.Mode == "shared":
-		return " replicas"
 	}
-	return ""
+	switch g.Mode {
+	case Whole:
+		return " GPU"
+	case Shared:
+		if n == 1 {
+			return " replica"
+		}
+		return " replicas"
+	case Unset, InMIG, Dynamic, Off:
+		return ""
+	}
+	return " of mode " + string(g.Mode)
 }
 
 // measure writes a number of a GPU's devices: as GiB if they are units of memory, with

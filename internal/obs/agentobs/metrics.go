@@ -358,7 +358,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 }
 
 func sendGPU(send sender, g *status.GPU, watched bool) {
-	send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
+	send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, string(g.Mode))
 	if g.MemoryMiB > 0 { // else it has none of its own
 		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
 	}
