@@ -77,27 +77,37 @@ func (o *offers) check(m *mistakes) {
 // they are had by a claim alone.
 func resources(w *Want, d *gpu.Device) (names []string) {
 	var profiles []mig.Name
-	switch {
-	case w.Mode == Whole:
-		return []string{"gpu"}
-	case w.Mode == Shared && w.Replicas > 0:
-		return []string{"gpu.shared"}
-	case w.Mode == MIG && !w.OnDemand:
-		profiles = profilesOf(w.Geometry)
-	case len(w.Profiles) > 0:
-		profiles = w.Profiles
-	case w.OnDemand:
-		for i := range d.MIG.Profiles {
-			if name, err := mig.Parse(d.MIG.Profiles[i].Name); err == nil {
-				profiles = append(profiles, name)
-			}
-		}
-	}
-	if w.Mode == Dynamic {
+	switch w.Mode {
+	case Keep, Off:
+	case Whole:
 		names = append(names, "gpu")
+	case Shared:
+		if w.Replicas > 0 {
+			names = append(names, "gpu.shared")
+		}
+	case MIG:
+		profiles = profilesIn(w, d)
+	case Dynamic:
+		names, profiles = append(names, "gpu"), profilesIn(w, d)
 	}
 	for _, p := range profiles {
 		names = append(names, p.Resource())
 	}
 	return names
+}
+
+// profilesIn are the profiles that a GPU in MIG mode has something of, or can.
+func profilesIn(w *Want, d *gpu.Device) (profiles []mig.Name) {
+	switch {
+	case !w.OnDemand:
+		return profilesOf(w.Geometry)
+	case len(w.Profiles) > 0:
+		return w.Profiles
+	}
+	for i := range d.MIG.Profiles {
+		if name, err := mig.Parse(d.MIG.Profiles[i].Name); err == nil {
+			profiles = append(profiles, name)
+		}
+	}
+	return profiles
 }
