@@ -60,8 +60,10 @@ func (c Layout) Of(k piece.Kind) (of piece.Division, ok bool) {
 		return piece.Division{Kind: k, N: len(c.Placements), Placements: c.Placements}, true
 	case k.Alone():
 		return piece.Division{Kind: k, N: 1}, true
+	case k.Shared():
+		return piece.Division{Kind: k, N: c.N, Unit: c.Unit}, true
 	}
-	return piece.Division{Kind: k, N: c.N, Unit: c.Unit}, true
+	return piece.Division{}, false // the kind is not known
 }
 
 // Has reports whether pieces of a kind are offered.

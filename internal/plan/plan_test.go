@@ -482,3 +482,17 @@ func TestCrowdedGPUIsWithdrawn(t *testing.T) {
 		t.Errorf("with room for it: %s, conditions %+v", planText(&got, inv), got.Conditions)
 	}
 }
+
+// A layout of a kind that this version does not know has devices of it, and of no other, and a
+// dynamic one, whose devices the kind decides on, has none.
+func TestLayoutOfAnUnknownKind(t *testing.T) {
+	l := Layout{Known: true, Offers: true, Division: piece.Division{Kind: "slot", N: 3}}
+	for _, k := range piece.Kinds() {
+		if l.Has(k) {
+			t.Errorf("it has %s", k)
+		}
+	}
+	if l.Dynamic = true; l.Has("slot") {
+		t.Error("a dynamic one has some")
+	}
+}
