@@ -321,6 +321,42 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 	})
 }
 
+// A newer version gave out memory through a front-end that this one does not know. Its GPU is given
+// to nobody, and the node says why.
+func TestAllocationOfAnUnknownFrontEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cdiDir := t.TempDir()
+		store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := ledger.ReadRecord(fmt.Sprintf(
+			`{"frontEnd":"pager","resource":"example.com/gpu-mem","grants":[{"gpu":%q,"kind":"units","units":"1-2"}]}`, uuid(0)))
+		if err == nil {
+			err = store.Append(state.Allocation{Key: "k", Record: r, Allocated: time.Now().Add(-time.Minute)})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		store.Close()
+		b := start(t, newOutside(2), cdiDir, allShared)
+		time.Sleep(2*deviceplugin.Grace + 2*holdersEvery)
+		if a := b.Allocations(); len(a) != 1 || a[0].ID != "k" || a[0].Owner != "pager" {
+			t.Errorf("allocations %+v", a)
+		}
+		if got := listed(b.front.Offer(), memResource); got != "1.0 1.1 1.2 1.3" {
+			t.Errorf("on offer: %s, want the other GPU's units alone", got)
+		}
+		if log := b.log.String(); strings.Count(log, "front_end=pager") != 1 {
+			t.Errorf("the log has\n%s", log)
+		}
+		if b.state() != "blocked" || !strings.Contains(b.message(), "api: pager") {
+			t.Errorf("the node is %s: %s", b.state(), b.message())
+		}
+		b.end()
+	})
+}
+
 // A newer version gave out a piece of a kind that this one does not know, before somebody went
 // back to this one. The GPU is given to nobody while the piece's container runs, and the node
 // says so; a restart changes nothing of that, and the container's end ends it.

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"log/slog"
 	"maps"
 	"slices"
 	"time"
@@ -26,12 +27,13 @@ type offering struct {
 	front  *deviceplugin.FrontEnd
 	claims *claims
 	served *served
+	log    *slog.Logger
 }
 
 func newOffering(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.Allocation), wake func()) *offering {
 	front := deviceplugin.New(l, time.Now)
 	return &offering{names: deviceplugin.ResourceNames(o.ResourceDomain), drain: !o.KeepOffering, align: o.Align,
-		front: front, claims: newClaims(o, w, l, granted, wake),
+		log: o.Log, front: front, claims: newClaims(o, w, l, granted, wake),
 		served: &served{plugins: w.Plugins, of: map[string]plugin.Source{},
 			source: func(resource string) plugin.Source {
 				return &deviceplugin.Source{Front: front, Domain: o.Domain, Resource: resource,
@@ -89,15 +91,20 @@ func (o *offering) unregistered() bool {
 
 // takeOver has an allocation of the process before this one in the ledger again, by
 // way of the front-end that it is of, where that has to know more of it than the ledger.
-func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given, file time.Time) (err error) {
-	switch {
-	case r.Owner == ledger.DevicePlugin:
-		err = o.front.Found(id, r, given, file)
-	case r.Owner == ledger.DRA && o.claims.front != nil:
-		err = o.claims.found(id, r, given)
+func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given, file time.Time) error {
+	switch r.Owner {
+	case ledger.DevicePlugin:
+		return o.front.Found(id, r, given, file)
+	case ledger.DRA:
+		if o.claims.front != nil {
+			return o.claims.found(id, r, given)
+		}
 	default:
-		_, err = l.Found(id, r, given)
+		o.log.Warn("an allocation is of a front-end that this version does not know: its GPUs are given to nobody; "+
+			"run the version that wrote it, or end what has it and remove the allocation's files",
+			"allocation", id, "front_end", r.Owner)
 	}
+	_, err := l.Found(id, r, given)
 	return err
 }
 
