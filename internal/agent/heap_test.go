@@ -3,6 +3,7 @@
 package agent
 
 import (
+	goruntime "runtime"
 	"runtime/debug"
 	"testing"
 
@@ -42,6 +43,7 @@ func TestHeapIsCollectedFromTheFirstRoundOn(t *testing.T) {
 	t.Setenv("GOGC", "")
 	growth, limit := debug.SetGCPercent(100), debug.SetMemoryLimit(-1)
 	defer func() { debug.SetGCPercent(growth); debug.SetMemoryLimit(limit) }()
+	defer goruntime.GOMAXPROCS(goruntime.GOMAXPROCS(0))
 	h := &HeapLimit{Observer: agentobs.NewMetrics(""), Listed: func() int { return 0 }}
 	LimitHeap()
 	if limit, growth := debug.SetMemoryLimit(-1), debug.SetGCPercent(-1); limit != heapLimit || growth != -1 {
@@ -57,5 +59,19 @@ func TestHeapIsCollectedFromTheFirstRoundOn(t *testing.T) {
 	debug.SetGCPercent(80)
 	if (&HeapLimit{Observer: h.Observer, Listed: h.Listed}).Round(nil, 0); debug.SetGCPercent(80) != 80 {
 		t.Error("the operator's own growth was replaced")
+	}
+}
+
+// A node of many processors is left to others, unless the environment says how many are ours.
+func TestFewProcessors(t *testing.T) {
+	for env, want := range map[string][]int{"": {1, 4, 4}, "16": {1, 4, 16}} {
+		t.Setenv("GOMAXPROCS", env)
+		for i, n := range []int{1, 4, 16} {
+			before := goruntime.GOMAXPROCS(n)
+			limitProcessors()
+			if got := goruntime.GOMAXPROCS(before); got != want[i] {
+				t.Errorf("GOMAXPROCS=%q: of %d processors it takes %d, want %d", env, n, got, want[i])
+			}
+		}
 	}
 }
