@@ -283,7 +283,7 @@ func (l *Lowering) mayAgain(r *offered, now time.Time) bool {
 	return l.left || len(r.again) < againMost
 }
 
-// elapse returns false where ctx ended first.
+// elapse waits. It returns false where ctx ended first.
 func elapse(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-ctx.Done():

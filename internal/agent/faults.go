@@ -156,10 +156,8 @@ func (f *faults) follow(ctx context.Context) error {
 		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading says that
 			f.log.Warn("lost the driver's events", "err", err, "again_in", again.String())
 		}
-		select {
-		case <-ctx.Done():
+		if !elapse(ctx, again) {
 			return ctx.Err()
-		case <-time.After(again):
 		}
 	}
 }

@@ -125,7 +125,7 @@ func (w *gpuNodeWriter) write(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-w.news:
-			if !passes(ctx, gather) { // for what else comes with it
+			if !elapse(ctx, gather) { // for what else comes with it
 				return ctx.Err()
 			}
 		case <-again:
@@ -158,16 +158,6 @@ func (w *gpuNodeWriter) write(ctx context.Context) error {
 			continue
 		}
 		pause = backOff(backOffMax)
-	}
-}
-
-// passes waits; it returns false where ctx ended first.
-func passes(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
 	}
 }
 

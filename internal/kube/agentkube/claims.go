@@ -146,12 +146,10 @@ func (c *Client) spread(ctx context.Context, left *int64) error {
 	if most <= 0 {
 		return nil
 	}
-	select {
-	case <-time.After(rand.N(most)):
-		return nil
-	case <-ctx.Done():
+	if !kube.Sleep(ctx, rand.N(most)) {
 		return ctx.Err()
 	}
+	return nil
 }
 
 // readClaim reads what a ResourceClaim says to a driver.
