@@ -97,14 +97,6 @@ func same(a, b []object) bool {
 	return slices.EqualFunc(a, b, func(a, b object) bool { return a[0] == b[0] })
 }
 
-// fields are one object of many.
-func fields(list []object) (out object) {
-	for _, o := range list {
-		out = append(out, o...)
-	}
-	return out
-}
-
 const karpenterHead = `What nodes will offer, for Karpenter 1.8 (NodeOverlay, karpenter.sh/v1alpha1), by
 "gpu-agent export karpenter". It takes Karpenter's feature gate NodeOverlay=true.
 MIG on demand: the counts are of an idle node, and not all can be had together.
@@ -131,7 +123,7 @@ func (a *Autoscaler) Karpenter() ([]byte, error) {
 			says += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
 		}
 		out = append(out, document("karpenter.sh/v1alpha1", "NodeOverlay", object{{"name", name, ""}}, object{
-			{"requirements", inlined(requirements), ""}, {"capacity", fields(t.counts), says},
+			{"requirements", inlined(requirements), ""}, {"capacity", slices.Concat(t.counts...), says},
 		}))
 	}
 	return write(karpenterHead, out...)

@@ -5,6 +5,7 @@ package plan
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -366,9 +367,7 @@ func (in *Input) next(
 		}
 		if api(to.API) != api(w.API) {
 			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))
-			for s, why := range g.all(to, other) {
-				leaving[s] = why
-			}
+			maps.Copy(leaving, g.all(to, other))
 			if !out.Blocks(g.UUID) {
 				block(status.HeldByPods, others)
 			}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"time"
 )
@@ -163,13 +164,9 @@ func (c *Copier) flush() error {
 	if len(c.last) == 0 {
 		return nil
 	}
-	r := Record{Time: c.at, Event: Used}
-	for _, u := range c.last {
-		r.Used = append(r.Used, u)
-	}
-	slices.SortFunc(r.Used, func(a, b Use) int {
+	r := Record{Time: c.at, Event: Used, Used: slices.SortedFunc(maps.Values(c.last), func(a, b Use) int {
 		return cmp.Or(cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.GPU, b.GPU))
-	})
+	})}
 	clear(c.last)
 	var err error
 	if c.out, err = r.Append(c.out[:0]); err != nil {

@@ -5,6 +5,7 @@ package segments
 import (
 	"compress/gzip"
 	"errors"
+	"maps"
 	"math"
 	"slices"
 
@@ -163,11 +164,7 @@ func trim(files []info, trims []map[usage.Owner]usage.Trim, o usage.Owner, much 
 
 // level is the most that anybody keeps where all together keep so much.
 func level(held map[usage.Owner]int64, budget int64) int64 {
-	sizes := make([]int64, 0, len(held))
-	for _, n := range held {
-		sizes = append(sizes, n)
-	}
-	slices.Sort(sizes)
+	sizes := slices.Sorted(maps.Values(held))
 	for i, n := range sizes {
 		if left := int64(len(sizes) - i); n >= budget/left {
 			return max(0, budget/left)

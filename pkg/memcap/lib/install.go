@@ -16,6 +16,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -186,12 +187,9 @@ func mend(home, tmp string, files []file) error {
 
 // whole reports whether a version's folder is complete and unchanged.
 func whole(home string, files []file) bool {
-	for _, f := range append(files, file{name: markName}) {
-		if !f.is(filepath.Join(home, f.name)) {
-			return false
-		}
-	}
-	return true
+	return !slices.ContainsFunc(append(files, file{name: markName}), func(f file) bool {
+		return !f.is(filepath.Join(home, f.name))
+	})
 }
 
 // Prune removes versions of the libraries below dir that no allocation's CDI file names, as
