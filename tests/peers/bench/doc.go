@@ -48,7 +48,7 @@
 // Programs are asked in turn, so that drift meets all alike. Times are those of
 // the calling side. CPU time is the kernel's clock of the process, all threads,
 // those that ended included. Memory is /proc/PID/smaps_rollup in MB of 10^6
-// bytes; "anonymous" is what is left without the pages of files. Driver calls
+// bytes, of programs that lie on disk as an image's layer has them (build.go); "anonymous" is what is left without the pages of files. Driver calls
 // are the emulator's count for the process, without the waits for events that
 // run in the background all the time.
 //
