@@ -3,14 +3,10 @@
 package fleet
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"math"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -18,13 +14,12 @@ import (
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/placer"
-	"example.com/gpu-agent/internal/workload"
 )
 
-// Kind is a kind of object that is followed.
+// Kind is a kind of object that a Fleet must be told of before it answers.
 type Kind = string
 
-// Kinds, in the API's words.
+// Kinds, by their names in the API.
 const (
 	Nodes    Kind = "nodes"
 	Pods     Kind = "pods"
@@ -34,52 +29,65 @@ const (
 // Fleet is a cluster's nodes and pods as the books have them. Its methods may be called from
 // several goroutines.
 type Fleet struct {
-	prefix string
-	now    func() time.Time
+	now func() time.Time
+	reader
 
 	mu    sync.Mutex // guards what follows
 	books *placer.Books
-	// says and ready are what is known of nodes; counts has of each of the agent's
-	// resources in a Node's allocatable whether there is any. Passed are nodes whose GPUNode
-	// says what cannot be, and why.
-	says   map[string]*gpunode.Status
-	passed map[string]error
-	ready  map[string]bool
-	counts map[string]map[string]bool
-	// asks are the pods without a node, by UID. Shown is closed when there is another pod.
-	asks  map[string]*asking
+	// asks are the pods that have no node, by UID.
+	asks map[string]*asking
+	// shown is closed and replaced when the caller tells of a new pod.
 	shown chan struct{}
-	// dra are the nodes that offer something through DRA.
-	dra map[string]bool
-	// missing are the kinds of which no list has come yet.
-	missing []Kind
-	// complete is closed when there are none.
-	complete chan struct{}
+	nodes
+	readiness
 	leading
 	waiting
-	gangs map[string]*gang // by group
-	lending
-	sites *Sites // nil where nobody counts
+	sites *Sites // nil if the GPUs in use are not counted
 }
 
-// New returns a fleet of which nothing is known. The resource domain is the prefix of the
+// New returns a fleet that knows nothing yet. The resource domain is the prefix of the
 // agent's resources, for example "example.com".
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
-		prefix: resourceDomain + "/", now: now, books: placer.New(),
-		says: map[string]*gpunode.Status{}, passed: map[string]error{}, ready: map[string]bool{}, counts: map[string]map[string]bool{}, dra: map[string]bool{}, asks: map[string]*asking{}, shown: make(chan struct{}),
-		missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{}), leading: newLeading(), waiting: newWaiting(), gangs: map[string]*gang{}, lending: newLending(),
+		reader: reader{prefix: resourceDomain + "/"}, now: now, books: placer.New(),
+		asks: map[string]*asking{}, shown: make(chan struct{}), nodes: newNodes(),
+		readiness: readiness{missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{})},
+		leading:   newLeading(), waiting: newWaiting(),
 	}
 }
 
-// Ready is nil while questions are answered.
+// readiness decides whether questions are answered. A Fleet's lock guards it.
+type readiness struct {
+	// missing are the kinds that are not listed yet.
+	missing []Kind
+	// complete is closed when missing becomes empty.
+	complete chan struct{}
+	// leads returns an error while another process answers. It is nil if this process is the only one.
+	leads func() error
+}
+
+// listed returns nil if a question may be answered. It returns an error while a kind is missing or another process
+// leads, and after ctx has ended: nothing may be reserved for an asker that has gone.
+func (r *readiness) listed(ctx context.Context) error {
+	if len(r.missing) > 0 {
+		return fmt.Errorf("the API server has not listed %v yet", r.missing)
+	}
+	if r.leads != nil {
+		if err := r.leads(); err != nil {
+			return err
+		}
+	}
+	return context.Cause(ctx)
+}
+
+// Ready returns nil if questions are answered, and otherwise the reason why they are not.
 func (f *Fleet) Ready() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.listed(context.Background())
 }
 
-// Listed notes that all objects of a kind have been told.
+// Listed notes that the caller has told of all objects of a kind.
 func (f *Fleet) Listed(k Kind) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -93,7 +101,7 @@ func (f *Fleet) Listed(k Kind) {
 	}
 }
 
-// WaitListed waits until each kind has been listed once; its error is that of ctx.
+// WaitListed waits until each kind has been listed. If ctx ends first, it returns the error of ctx.
 func (f *Fleet) WaitListed(ctx context.Context) error {
 	select {
 	case <-f.complete:
@@ -103,53 +111,26 @@ func (f *Fleet) WaitListed(ctx context.Context) error {
 	}
 }
 
-// SetNode notes a Node. Whether pods may be put there at all is the scheduler's business;
-// here it counts whether its kubelet is ready to start them, and has devices of the agent's.
+// SetNode notes a Node. The scheduler decides whether the node's taints and labels allow a pod. The books need
+// to know only whether its kubelet can start pods and has the agent's devices.
 func (f *Fleet) SetNode(n *corev1.Node) {
-	ready := slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
-		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
-	})
-	counts := map[string]bool{}
-	for name, amount := range n.Status.Allocatable {
-		if strings.HasPrefix(string(name), f.prefix) {
-			counts[string(name)] = !amount.IsZero()
-		}
-	}
-	a := aboutNode(n)
+	a := aboutNode(n, f.prefix)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if was, known := f.ready[n.Name]; known && was == ready && maps.Equal(f.counts[n.Name], counts) && a.equal(f.about[n.Name]) {
-		return // a Node is written every few minutes, and says nothing else here
+	if was, known := f.about[n.Name]; known && a.equal(was) {
+		return // the kubelet writes its Node every few minutes, mostly without a change that matters here
 	}
-	f.about[n.Name], f.nodes = a, nil
+	f.about[n.Name], f.list = a, nil
 	f.changes++
-	f.ready[n.Name], f.counts[n.Name] = ready, counts
 	f.told(n.Name)
 }
 
-// silent reports whether a node's kubelet has lost the agent, whose GPUNode cannot say so:
-// then all that it offers through the kubelet is unhealthy, devices that are held
-// included, and so counts nothing. A Node that has never had these resources says nothing.
-func (f *Fleet) silent(name string) bool {
-	known := false
-	for _, r := range f.says[name].Resources {
-		if any, counted := f.counts[name][r.Name]; any {
-			return false
-		} else if counted && r.Total > 0 {
-			known = true
-		}
-	}
-	return known
-}
-
-// DeleteNode notes that there is no such Node any more.
+// DeleteNode notes that a Node has been deleted.
 func (f *Fleet) DeleteNode(name string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	delete(f.ready, name)
-	delete(f.counts, name)
 	delete(f.about, name)
-	f.nodes = nil
+	f.list = nil
 	f.changes++
 	f.told(name)
 	if f.says[name] == nil {
@@ -157,10 +138,9 @@ func (f *Fleet) DeleteNode(name string) {
 	}
 }
 
-// SetGPUNode notes what a GPUNode says, which the caller may not change any more. Nil says
-// that there is no such object any more, or none that can be read. Where it says what cannot be
-// ([gpunode.Status.Check]), the node is passed over until it says something else; the error is
-// why.
+// SetGPUNode notes the status of a GPUNode, which the caller may not change afterwards. says is nil if the object
+// was deleted or cannot be read. If the status is not valid ([gpunode.Status.Check]), SetGPUNode returns the error,
+// and no pod is placed on the node until it has another status.
 func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) error {
 	var wrong error
 	if says != nil {
@@ -183,33 +163,21 @@ func (f *Fleet) SetGPUNode(name string, says *gpunode.Status) error {
 	return wrong
 }
 
-// PassedOver is how many nodes say what cannot be.
+// PassedOver returns how many nodes have a GPUNode that is not valid.
 func (f *Fleet) PassedOver() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.passed)
 }
 
-// told writes in the books what is known of a node.
+// told follows news of a node: it counts the GPUs in use, has waiting pods looked at, and updates the books.
 func (f *Fleet) told(name string) {
 	f.sites.count(name)
 	f.touch(name)
-	delete(f.dra, name)
-	if says := f.says[name]; says != nil {
-		if f.ready[name] && gpunode.Is(says.Conditions, gpunode.Ready) &&
-			slices.ContainsFunc(says.GPUs, func(g gpunode.GPU) bool { return g.API == string(workload.DRA) }) {
-			f.dra[name] = true
-		}
-		f.books.SetNode(name, says, f.ready[name] && !f.silent(name))
-	} else if wrong := f.passed[name]; wrong != nil {
-		f.books.PassOver(name, fmt.Sprintf("its GPUNode says what cannot be: %v", wrong))
-	} else {
-		f.books.DeleteNode(name)
-	}
+	f.enter(f.books, name)
 }
 
-// SetPod notes a pod. One that asks for none of the agent's resources and has none is
-// nothing to the books.
+// SetPod notes a pod. It ignores a pod that asks for none of the agent's resources and has none.
 func (f *Fleet) SetPod(p *corev1.Pod) {
 	entry := f.read(p)
 	f.mu.Lock()
@@ -230,7 +198,7 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	f.bind(&entry, p)
 }
 
-// DeletePod notes that there is no pod with this UID any more.
+// DeletePod notes that the pod with this UID has been deleted.
 func (f *Fleet) DeletePod(uid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -240,11 +208,10 @@ func (f *Fleet) DeletePod(uid string) {
 	f.forget(uid)
 }
 
-// errUnknown says that a pod is not known yet, so that a scheduler is to ask again.
+// errUnknown is the error for a pod that the caller has not told of yet. The scheduler asks again later.
 var errUnknown = errors.New("the API server has not shown this pod yet")
 
-// Known waits until the API server has shown a pod, as long as ctx allows. Its error says that
-// it has not.
+// Known waits until the caller has told of a pod. It returns an error if ctx ends first.
 func (f *Fleet) Known(ctx context.Context, uid string) error {
 	for {
 		f.mu.Lock()
@@ -262,7 +229,7 @@ func (f *Fleet) Known(ctx context.Context, uid string) error {
 	}
 }
 
-// asked is a pod as the API has it.
+// asked returns a pod as the API has it, or errUnknown.
 func (f *Fleet) asked(uid string) (*asking, error) {
 	if a := f.asks[uid]; a != nil {
 		return a, nil
@@ -273,11 +240,13 @@ func (f *Fleet) asked(uid string) (*asking, error) {
 	return nil, errUnknown
 }
 
-// Place picks one of some nodes for a pod, named by its UID, and reserves there. What the pod
-// asks for is what the API says: a pod that it has not shown has no place. Where no node can take
-// it by the books, it picks the first that offers the rest through DRA. Otherwise node is empty,
-// and refused has the reason of each.
-func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node string, refused map[string]string, err error) {
+// Place picks one of some nodes for the pod with a UID, and reserves room there. The pod's requests are those that
+// the API has, and it is an error if the API has not shown the pod. If no node has room by the books, Place picks the first node where the
+// pod fits without the requests that the node serves through DRA. If there is none either, node is empty, and
+// refused has the reason of each node.
+func (f *Fleet) Place(
+	ctx context.Context, uid string, among []string,
+) (node string, refused map[string]string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.listed(ctx); err != nil {
@@ -287,7 +256,7 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 	if err != nil {
 		return "", nil, err
 	}
-	delete(f.doubtful, uid) // what it was told before is void
+	delete(f.doubtful, uid) // the scheduler asks again, so it does not bind the pod where it was placed before
 	known := f.known(among)
 	if why := f.hopeless(p, known); why != "" {
 		f.leave(p)
@@ -299,7 +268,7 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 	if err != nil {
 		return "", nil, err
 	}
-	f.found(p, known, no)
+	f.found(p, known, no, f.now())
 	if no == nil {
 		f.satisfied(uid)
 		f.answers[uid] = answer{node, f.now(), f.refusals}
@@ -309,21 +278,15 @@ func (f *Fleet) Place(ctx context.Context, uid string, among []string) (node str
 		refused = no.Nodes
 	}
 	if at != node {
-		f.touch(at) // it had a reservation there
+		f.touch(at) // the pod had a reservation there
 	}
 	return node, refused, nil
 }
 
-// known are those of some nodes that there are.
-func (f *Fleet) known(among []string) []string {
-	return slices.DeleteFunc(slices.Clone(among), func(name string) bool {
-		_, there := f.ready[name]
-		return !there && f.says[name] == nil
-	})
-}
-
-// place asks the books, and then looks at what goes through DRA.
-func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (node string, no *placer.Refusal, err error) {
+// place asks the books, first for all of a pod's requests, and then node by node without those that go through DRA.
+func (f *Fleet) place(
+	ctx context.Context, entry placer.Pod, among []string,
+) (node string, no *placer.Refusal, err error) {
 	node, err = f.books.Place(ctx, entry, among, f.now())
 	if !errors.As(err, &no) {
 		return node, nil, err
@@ -343,7 +306,7 @@ func (f *Fleet) place(ctx context.Context, entry placer.Pod, among []string) (no
 	return "", no, nil
 }
 
-// Fits says whether a node could take a pod without some others; all are named by their UIDs.
+// Fits reports whether a node had room for a pod if some other pods were gone. All pods are named by their UIDs.
 func (f *Fleet) Fits(ctx context.Context, uid, node string, without []string) (bool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -363,96 +326,4 @@ func (f *Fleet) Fits(ctx context.Context, uid, node string, without []string) (b
 		return false, nil
 	}
 	return err == nil, err
-}
-
-// withoutDRA leaves out of a pod what a node offers through DRA, also under the names of
-// extended resources. The scheduler has found room for that by itself, and the books know
-// nothing of it. Less says that there was something. Of a node that is not ready nobody
-// knows what it will offer how.
-func (f *Fleet) withoutDRA(p placer.Pod, name string) (rest placer.Pod, less bool) {
-	if !f.dra[name] {
-		return p, false
-	}
-	says := f.says[name]
-	rest = p
-	rest.Containers = nil
-	for _, c := range p.Containers {
-		requests := maps.Clone(c.Requests)
-		maps.DeleteFunc(requests, func(of string, _ int) bool {
-			return !slices.ContainsFunc(says.Resources, func(r gpunode.Resource) bool { return r.Name == of })
-		})
-		less = less || len(requests) < len(c.Requests)
-		if c.Requests = requests; len(requests) > 0 {
-			rest.Containers = append(rest.Containers, c)
-		}
-	}
-	return rest, less
-}
-
-// listed is an error while something is missing or another process leads, or when nobody waits for the answer any
-// more: then nothing is to be reserved.
-func (f *Fleet) listed(ctx context.Context) error {
-	if len(f.missing) > 0 {
-		return fmt.Errorf("the API server has not listed %v yet", f.missing)
-	}
-	if f.leads != nil {
-		if err := f.leads(); err != nil {
-			return err
-		}
-	}
-	return context.Cause(ctx)
-}
-
-// read makes an entry of the books from a pod.
-func (f *Fleet) read(p *corev1.Pod) placer.Pod {
-	out := placer.Pod{
-		UID: string(p.UID), Namespace: p.Namespace, Name: p.Name,
-		Node: p.Spec.NodeName, Nominated: p.Status.NominatedNodeName,
-		Done:   p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
-		Ending: p.DeletionTimestamp != nil,
-	}
-	for _, of := range f.holdOf {
-		out.Hold = cmp.Or(out.Hold, of(p))
-	}
-	for i := range p.Spec.InitContainers {
-		c := &p.Spec.InitContainers[i]
-		sidecar := c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways
-		f.container(&out, c, placer.Container{Init: !sidecar, Sidecar: sidecar})
-	}
-	for i := range p.Spec.Containers {
-		f.container(&out, &p.Spec.Containers[i], placer.Container{})
-	}
-	for _, statuses := range [][]corev1.ContainerStatus{p.Status.InitContainerStatuses, p.Status.ContainerStatuses} {
-		for i := range statuses {
-			for _, r := range statuses[i].AllocatedResourcesStatus {
-				if !strings.HasPrefix(string(r.Name), f.prefix) {
-					continue // "claim:…" is a device of DRA's
-				}
-				for _, device := range r.Resources {
-					out.Devices = append(out.Devices, string(device.ResourceID))
-				}
-			}
-		}
-	}
-	slices.Sort(out.Devices)
-	out.Devices = slices.Compact(out.Devices) // an init container's go to another one
-	return out
-}
-
-// container adds a container that asks for something of the agent's.
-func (f *Fleet) container(to *placer.Pod, from *corev1.Container, c placer.Container) {
-	requests := corev1.ResourceList{}
-	maps.Copy(requests, from.Resources.Limits) // a template need not say both
-	maps.Copy(requests, from.Resources.Requests)
-	for name, amount := range requests {
-		if n := amount.Value(); strings.HasPrefix(string(name), f.prefix) && n > 0 {
-			if c.Requests == nil {
-				c.Requests = map[string]int{}
-			}
-			c.Requests[string(name)] = int(min(n, math.MaxInt32)) // sums of which cannot overflow
-		}
-	}
-	if c.Requests != nil {
-		to.Containers = append(to.Containers, c)
-	}
 }

@@ -397,8 +397,8 @@ func onlyTheUIDCounts(t *testing.T) {
 	want("a pod that is shown meanwhile", <-answered, `"NodeNames":["n"]`)
 }
 
-// TestANodeThatSaysWhatCannotBe: the others are served, and it is too once it says what can be.
-func TestANodeThatSaysWhatCannotBe(t *testing.T) {
+// TestInvalidGPUNode: no pod is placed on a node until its GPUNode is valid, and the other nodes are not affected.
+func TestInvalidGPUNode(t *testing.T) {
 	f := known("a", "b")
 	wrong := says(first)
 	wrong.GPUs[0].Total = 1<<31 - 1
@@ -412,7 +412,7 @@ func TestANodeThatSaysWhatCannotBe(t *testing.T) {
 	if on != "" || err != nil || !strings.Contains(refused["a"], "gpus[0].total: 2147483647, and the most is") {
 		t.Errorf("on %q, %v, %v", on, refused, err)
 	}
-	wantPlaced(t, f, asks("2", "79"), "", "what cannot be")
+	wantPlaced(t, f, asks("2", "79"), "", "is not valid")
 	if on, _, err := place(t.Context(), f, asks("3", "79"), []string{"a", "b"}); on != "b" {
 		t.Errorf("on %q, %v", on, err)
 	}

@@ -41,7 +41,7 @@ func FuzzFleet(f *testing.F) {
 			f := known("honest")
 			in.Node.Name = "hostile"
 			f.SetNode(&in.Node)
-			_ = f.SetGPUNode("hostile", in.Says) // what cannot be is passed over
+			_ = f.SetGPUNode("hostile", in.Says) // an invalid one is passed over
 			for i := range in.Pods {
 				p := &in.Pods[i]
 				if p.UID = types.UID(fmt.Sprint("theirs-", i)); p.Spec.NodeName != "" {

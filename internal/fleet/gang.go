@@ -11,27 +11,27 @@ import (
 	"example.com/gpu-agent/internal/placer"
 )
 
-// hopelessFor is how long at most a group for which there was no room is not looked at again. The
-// scheduler may hear of room in other resources, of which there is no news here.
+// hopelessFor is how long at most the pods of a group are refused without a search. The scheduler may learn that
+// CPU or memory has become free, which the Fleet does not learn.
 const hopelessFor = time.Minute
 
-// gang is what was found of a group of pods since there was news that concerns it. Nothing in it grows
-// with the group.
+// gang is the result of the searches for a group of pods since the last news of a node with room for one of them.
+// Its size does not depend on the number of pods.
 type gang struct {
-	// nodes are those that its pods were asked for with.
+	// nodes are those on which the scheduler asked for room.
 	nodes nodeSet
-	// by is the pod that was refused last, and why the reason; empty if none was.
+	// by is the UID of the pod that was refused last, and why is the reason. Both are empty if none was.
 	by, why string
-	// at is when room was last looked for.
+	// at is the time of the last search.
 	at time.Time
 }
 
-// hopeless is why a pod is refused at once since its group has no room; empty if room is to be looked for.
+// hopeless returns the reason why a pod of a group is refused without a search. It is empty if a search is needed.
 //
-// A scheduler asks for all pods of a group, one after the other. Then it binds as many as the group
-// needs, or it binds none, begins anew at once, and asks for all of them again. Here it is not known how
-// many the group needs: when one is refused, the others may be bound without it, as slowly as any pod, and
-// keep their places. Those that are asked for again are not being bound, and lose theirs.
+// The scheduler asks for the pods of a group one after the other. Then it binds as many as the group needs, or it
+// binds none, begins anew at once, and asks for all of them again. The Fleet does not know how many the group needs.
+// When it refuses one pod, the scheduler may bind the others without it, as slowly as any pod, so they keep their
+// reservations. A pod that is asked for again is not being bound. It is refused, and loses its reservation (leave).
 func (f *Fleet) hopeless(p *asking, among []string) (why string) {
 	g := f.gangs[p.group]
 	if g == nil || g.why == "" {
@@ -48,8 +48,8 @@ func (f *Fleet) hopeless(p *asking, among []string) (why string) {
 	return g.why
 }
 
-// leave ends the reservation of a pod that is refused with its group. That is no news unless somebody
-// else was refused while there was this one: otherwise two groups that wait would wake each other for ever.
+// leave ends the reservation of a pod that is refused with its group. The room is news for other pods only if one of
+// them was refused while it was reserved. Otherwise two groups that wait would wake each other without end.
 func (f *Fleet) leave(p *asking) {
 	a := f.answers[p.UID]
 	delete(f.answers, p.UID)
@@ -59,28 +59,28 @@ func (f *Fleet) leave(p *asking) {
 	}
 }
 
-// found notes what came of looking for room on some nodes; no is nil if there was some.
-func (f *Fleet) found(p *asking, among []string, no *placer.Refusal) {
+// found notes the result of a search for room on some nodes. no is nil if there was room.
+func (w *waiting) found(p *asking, among []string, no *placer.Refusal, now time.Time) {
 	if by := cmp.Or(p.group, p.UID); no != nil {
-		if by != f.last {
-			f.last, f.others = by, f.refusals
+		if by != w.last {
+			w.last, w.others = by, w.refusals
 		}
-		f.refusals++
+		w.refusals++
 	}
 	if p.group == "" {
 		return
 	}
-	g := f.gangs[p.group]
+	g := w.gangs[p.group]
 	if g == nil {
 		g = &gang{}
-		f.gangs[p.group] = g
+		w.gangs[p.group] = g
 	}
-	g.at = f.now()
+	g.at = now
 	for _, name := range among {
-		g.nodes.add(f.number(name))
+		g.nodes.add(w.number(name))
 	}
 	switch {
-	case no != nil && slices.Equal(among, []string{p.Nominated}): // the scheduler asks about the others next
+	case no != nil && slices.Equal(among, []string{p.Nominated}): // the scheduler asks about the other nodes next
 	case no != nil:
 		g.by, g.why = p.UID, fmt.Sprintf("no room for all of its group: for %s/%s %v", p.Namespace, p.Name, no)
 	case g.by == p.UID:
@@ -88,16 +88,16 @@ func (f *Fleet) found(p *asking, among []string, no *placer.Refusal) {
 	}
 }
 
-// hope notes that there may be room for groups of some pods.
-func (f *Fleet) hope(s *shape) {
+// hope forgets the searches for the groups of a shape's pods, since there may be room for them now.
+func (w *waiting) hope(s *shape, asks map[string]*asking) {
 	for uid := range s.since {
-		if p := f.asks[uid]; p != nil {
-			delete(f.gangs, p.group)
+		if p := asks[uid]; p != nil {
+			delete(w.gangs, p.group)
 		}
 	}
 }
 
-// each has the same reason for each of some nodes.
+// each maps each of some nodes to the same reason.
 func each(nodes []string, why string) map[string]string {
 	out := make(map[string]string, len(nodes))
 	for _, name := range nodes {

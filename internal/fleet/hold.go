@@ -12,35 +12,35 @@ import (
 	"example.com/gpu-agent/internal/placer"
 )
 
-// Held is the kind of rooms that are held for pods to come. Holder.Listed ends its list.
+// Held is the kind of the room that is held for workloads. Holder.Listed notes that it is listed.
 const Held Kind = "what is held for workloads"
 
-// Holder holds room for groups of pods. Its methods may be called from several goroutines.
+// Holder holds room for groups of pods that do not exist yet. Its methods may be called from several goroutines.
 type Holder struct{ f *Fleet }
 
-// HoldFor has room of a fleet held, and no question answered until the Holder has been told what
-// was held before. Of returns the ID of a pod's hold, empty for none. It is called before the
-// fleet is told of anything.
+// HoldFor returns a Holder for a fleet. Call it before the fleet is told of anything. The fleet answers no question
+// until the caller has repeated the holds of the process before (SetHold), and called Listed. of returns the ID of
+// the hold that a pod uses, empty for none.
 func HoldFor(f *Fleet, of func(*corev1.Pod) string) *Holder {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.holdOf = append(f.holdOf, of)
 	f.missing = append(f.missing, Held)
-	f.books.Pause(func() { // a scheduler's question need not wait for the search
+	f.books.Pause(func() { // lets the Fleet answer a scheduler during a search
 		f.mu.Unlock()
 		f.mu.Lock()
 	})
 	return &Holder{f}
 }
 
-// Listed notes that all is held that was before.
+// Listed notes that the caller has told of all holds that were written down before.
 func (h *Holder) Listed() { h.f.Listed(Held) }
 
-// Ready is nil while room may be given to workloads that had none before.
+// Ready returns nil if room may be held for more workloads. Otherwise it returns the reason.
 func (h *Holder) Ready() error { return settled(h.f) }
 
-// Hold finds room for groups ([placer.Books.Hold]) on nodes that take new pods, and returns the
-// nodes of each group's pods. No is why there is none; nothing is held then that was not before.
+// Hold holds room for groups of pods, and returns the nodes of each group's pods ([placer.Books.Hold]). If there is no
+// room, it returns the reason, and the hold stays as it was.
 func (h *Holder) Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
@@ -50,9 +50,11 @@ func (h *Holder) Hold(id, name string, groups []placer.Group) (at [][]string, no
 	return at, no
 }
 
-// Open holds room as Hold does, also where guests have it yet ([placer.Books.Open]): ends are those
-// that the caller has to end.
-func (h *Holder) Open(id, name string, groups []placer.Group, guests []placer.Guest) (ends []string, at [][]string, no *placer.Refusal) {
+// Open holds room as Hold does, but also where guests still have it. The caller must end the guests that it returns
+// in ends ([placer.Books.Open]).
+func (h *Holder) Open(
+	id, name string, groups []placer.Group, guests []placer.Guest,
+) (ends []string, at [][]string, no *placer.Refusal) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	ends, at, err := h.f.books.Open(id, name, groups, guests, h.f.now())
@@ -61,44 +63,45 @@ func (h *Holder) Open(id, name string, groups []placer.Group, guests []placer.Gu
 	return ends, at, no
 }
 
-// SetHold notes a hold as it was written down ([placer.Books.SetHold]).
+// SetHold notes a hold that was written down, with the nodes of each group's pods ([placer.Books.SetHold]).
 func (h *Holder) SetHold(id, name string, groups []placer.Group, at [][]string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	h.f.books.SetHold(id, name, groups, at)
 }
 
-// News is a number that is another one whenever there may be room that was not there before.
+// News returns a number that changes whenever there may be room that was not there before.
 func (h *Holder) News() uint64 {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	return h.f.books.News() + h.f.changes
 }
 
-// Drop gives a hold up. Pods that have got some of it keep that.
+// Drop gives a hold up. Its pods that are on nodes keep their room.
 func (h *Holder) Drop(id string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	h.f.books.Drop(id)
 	for name := range h.f.says {
-		h.f.touch(name) // who waits may have room now
+		h.f.touch(name) // pods that wait may have room now
 	}
 }
 
-// Leave has the pods that there are use no seat of a hold from now on ([placer.Books.Leave]).
+// Leave notes that the present pods of a hold use none of its seats from now on ([placer.Books.Leave]).
 func (h *Holder) Leave(id string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	h.f.books.Leave(id)
 }
 
-// Lost are the nodes where a hold has lost the room of pods to come ([placer.Books.Lost]).
+// Lost returns the nodes on which a hold has lost room ([placer.Books.Lost]).
 func (h *Holder) Lost(id string) []string {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
 	return h.f.books.Lost(id)
 }
 
+// touch has waiting pods looked at on the nodes of a hold.
 func (h *Holder) touch(at [][]string) {
 	for _, of := range at {
 		for _, name := range of {
@@ -107,8 +110,8 @@ func (h *Holder) touch(at [][]string) {
 	}
 }
 
-// Stuck are the hosts that pods of a hold name in their node selectors, one for each pod that the scheduler
-// calls unschedulable.
+// Stuck returns the hostname in the node selector of each pod of a hold that the scheduler has found no node for,
+// sorted. It leaves out pods without a hostname and pods that are being deleted.
 func (h *Holder) Stuck(id string) (hosts []string) {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
@@ -121,24 +124,24 @@ func (h *Holder) Stuck(id string) (hosts []string) {
 	return hosts
 }
 
-// Nodes have the names, labels and taints of the Nodes, in order. A cordoned one has the taint that says so.
-// The caller may not change them. They are the same until a Node changes.
+// Nodes returns all Nodes with their names, labels and taints, sorted by name. A cordoned node has the taint
+// node.kubernetes.io/unschedulable. The caller may not change the result. It is the same slice until a Node changes.
 func (h *Holder) Nodes() []*corev1.Node {
 	h.f.mu.Lock()
 	defer h.f.mu.Unlock()
-	if h.f.nodes == nil {
-		h.f.nodes = []*corev1.Node{}
+	if h.f.list == nil {
+		h.f.list = []*corev1.Node{}
 		for _, name := range slices.Sorted(maps.Keys(h.f.about)) {
 			a := h.f.about[name]
 			n := &corev1.Node{Spec: corev1.NodeSpec{Taints: a.taints}}
 			n.Name, n.Labels = name, a.labels
-			h.f.nodes = append(h.f.nodes, n)
+			h.f.list = append(h.f.list, n)
 		}
 	}
-	return h.f.nodes
+	return h.f.list
 }
 
-// Asks is what a pod would ask for of the agents' resources, nil for nothing.
+// Asks returns the containers of a pod that ask for the agents' resources, nil if none does.
 func (h *Holder) Asks(p *corev1.PodSpec) []placer.Container {
 	return h.f.read(&corev1.Pod{Spec: *p}).Containers
 }

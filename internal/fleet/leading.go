@@ -5,9 +5,7 @@ package fleet
 import (
 	"context"
 	"fmt"
-	"hash/maphash"
 	"maps"
-	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -15,56 +13,43 @@ import (
 	"example.com/gpu-agent/internal/placer"
 )
 
-// leading is what follows from being the one process that answers: pods that get to a node
-// without its word are told of. A Fleet's lock guards it.
+// leading is what a process knows that places pods, or takes over from one that did. A Fleet's lock guards it.
 type leading struct {
-	// leads is an error while another process answers; nil where there is none.
-	leads func() error
-	// led says that this process has led, and before is the last word of who led before
-	// it, zero where nobody knows.
-	led    bool
+	// led is true once this process has led.
+	led bool
+	// before is when the former leader was last heard of, zero if there was none.
 	before time.Time
-	// answers are pods that were placed and are not bound yet, and bound those that are.
+	// answers are the pods that this process has placed and that are not bound yet, by UID.
 	answers map[string]answer
-	bound   map[string]*boundPod
-	// doubtful are pods without a node that whoever led before may have placed, until a time.
+	// bound are the pods that have a node, by UID.
+	bound map[string]*boundPod
+	// doubtful are the pods without a node that the former leader may have placed, by UID. The time is when they
+	// no longer count as placed.
 	doubtful map[string]time.Time
-	// unguarded, if set, is told of each pod that got to a node without an answer.
+	// unguarded is called with each unguarded pod. It may be nil.
 	unguarded func(Unguarded)
 }
 
-// Unguarded is a pod that is bound to a node without the placer's word.
+// Unguarded is a pod that is bound to a node where the placer has not placed it.
 type Unguarded struct {
 	Namespace, Name, Node string
 }
 
-// asking is a pod that has no node. What it asks for is all that it does: the books have of one that was
-// placed only what goes through the device plugin.
-type asking struct {
-	placer.Pod
-	// group are the pods that are bound together with it or not at all; empty for none.
-	group string
-	// host is the one that its node selector names, empty for none.
-	host string
-	// gated says that no scheduler looks at it yet, and stuck that one has found no node for it. Said is
-	// a digest of what the scheduler said last of why it is not bound; 0 where it has said nothing.
-	gated, stuck bool
-	said         uint64
-}
-
-// answer is where a pod was placed, when, and how many refusals there had been.
+// answer is where and when a pod was placed.
 type answer struct {
-	node     string
-	at       time.Time
+	node string
+	at   time.Time
+	// refusals is what waiting.refusals was at that time.
 	refusals int
 }
 
-// boundPod is a pod on a node.
+// boundPod is a pod that has a node.
 type boundPod struct {
 	Unguarded
-	// scheduled is when, by the API server's clock in seconds; zero where nobody says.
+	// scheduled is when the pod was bound, by the API server's clock in seconds; zero if its status has no time.
 	scheduled time.Time
-	// judged says that it is guarded, or was told of, or is none of this process's.
+	// judged is true if nothing is left to report: the pod is guarded, or it has been reported, or it was bound
+	// under a former leader.
 	judged bool
 }
 
@@ -72,28 +57,30 @@ func newLeading() leading {
 	return leading{answers: map[string]answer{}, bound: map[string]*boundPod{}}
 }
 
-// LeadBy has questions answered only while leads returns nil. It is called under a lock and
-// must return at once. Without it, this process leads as soon as all is listed.
+// LeadBy has questions answered only while leads returns nil. The Fleet calls leads under its lock, so leads
+// must return at once. Without LeadBy, this process leads as soon as all is listed.
 func (f *Fleet) LeadBy(leads func() error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.leads = leads
 }
 
-// TellUnguarded has each pod told of, once, that is bound to a node with devices of an
-// agent's without an answer of this process. It is called under a lock and must return at
-// once.
+// TellUnguarded has tell called once for each unguarded pod. The Fleet calls tell under its lock, so tell must
+// return at once.
 func (f *Fleet) TellUnguarded(tell func(Unguarded)) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.unguarded = tell
 }
 
-// Lead notes that this process leads from now on, and when who led before it was last heard
-// of. All must have been listed. Pods that were bound later than that are unguarded. The two
-// times are of different clocks, and the pods' is in seconds, so that this is an estimate:
-// what was answered in the last moments before may be told of, too. Own says that it was this
-// process, which has hung, say, and nobody else since: then nobody has answered meanwhile.
+// Lead notes that this process leads from now on. All kinds must have been listed. before is when the former leader
+// was last heard of. Lead reports the pods that were bound after that as unguarded.
+//
+// The report is an estimate: before is of another clock than the time when a pod was bound, which is in whole
+// seconds. So Lead may also report a pod that the former leader placed in its last moments.
+//
+// own is true if the former leader was this process itself, for example before it hung. Then no other process has
+// placed pods meanwhile.
 func (f *Fleet) Lead(before time.Time, own bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -118,7 +105,7 @@ func (f *Fleet) lead(before time.Time, still bool) {
 		}
 		b.judged = true
 	}
-	// Those who wait were refused by somebody else, who has forgotten it by now.
+	// The former leader has refused the pods that wait, and only it knew by which nodes. So ask about all nodes.
 	var all []string
 	for name := range f.says {
 		all = append(all, name)
@@ -134,7 +121,7 @@ func (f *Fleet) lead(before time.Time, still bool) {
 	f.books.Refresh(len(all))
 }
 
-// doubt notes that the scheduler may have given up a pod where it was placed.
+// doubt notes that the scheduler may have given a pod up: the pod keeps its reservation for 30 s more at most.
 func (f *Fleet) doubt(uid string) {
 	f.books.Doubt(uid, f.now())
 	if soon := f.now().Add(placer.DoubtedFor); soon.Before(f.doubtful[uid]) {
@@ -142,12 +129,15 @@ func (f *Fleet) doubt(uid string) {
 	}
 }
 
-// settled is nil while questions are answered and no pod may be bound of which nobody knows where.
-// Whoever led before may have placed a pod in its last moments, and its reservations are gone. Such
-// a pod is waited for until it is bound, gone or asked for again, and as long as a reservation
-// lasts; where the scheduler has said why it is not bound, as long as one that is doubted: nearly all
-// of these are not being bound, and some wait for days. A scheduler places its pods one after the other, and knows itself what it has placed; it
-// need not wait. Whoever else gives room away must.
+// settled returns nil if questions are answered and no pod is doubtful. Otherwise it returns the reason.
+//
+// The former leader may have placed pods in its last moments, and this process does not know where. Such a pod is
+// doubtful until it is bound, deleted or asked for again, or its reservation would have ended. That is ten minutes,
+// or 30 s if the scheduler has written why the pod is not bound: most of these are not being bound, and
+// some wait for days.
+//
+// Schedulers need not wait for that. A scheduler places its pods one after the other, and knows itself where it has
+// placed them. Lender and Holder give room to others, so they wait.
 func settled(f *Fleet) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -161,14 +151,14 @@ func settled(f *Fleet) error {
 	return nil
 }
 
-// tell tells of an unguarded pod.
-func (f *Fleet) tell(b *boundPod) {
-	if b.judged = true; f.unguarded != nil {
-		f.unguarded(b.Unguarded)
+// tell reports an unguarded pod.
+func (l *leading) tell(b *boundPod) {
+	if b.judged = true; l.unguarded != nil {
+		l.unguarded(b.Unguarded)
 	}
 }
 
-// bind notes where a pod is, or that it is nowhere.
+// bind notes whether and where a pod is bound, and reports the pod if it is unguarded.
 func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	was, is := f.asks[p.UID], askingOf(p, from)
 	if p.Node == "" && !p.Done {
@@ -186,14 +176,14 @@ func (f *Fleet) bind(p *placer.Pod, from *corev1.Pod) {
 	if f.bound[p.UID] != nil {
 		return
 	}
-	delete(f.gangs, is.group) // it is being bound
+	delete(f.gangs, is.group) // the scheduler is binding the group
 	b := &boundPod{Unguarded: Unguarded{p.Namespace, p.Name, p.Node}, scheduled: scheduledAt(from)}
 	f.bound[p.UID] = b
 	rest, _ := f.withoutDRA(*p, p.Node)
 	b.judged = f.answers[p.UID].node == p.Node || len(rest.Containers) == 0
 	delete(f.answers, p.UID)
 	if !f.led || f.leads != nil && f.leads() != nil || b.judged {
-		return // whoever leads next looks at it
+		return // if it is not judged, the next leader looks at it
 	}
 	if b.judged = true; f.before.IsZero() || b.scheduled.IsZero() || b.scheduled.After(f.before) {
 		f.tell(b)
@@ -207,37 +197,4 @@ func (f *Fleet) forget(uid string) {
 	delete(f.asks, uid)
 	delete(f.doubtful, uid)
 	f.satisfied(uid)
-}
-
-// askingOf is a pod as one that has no node.
-func askingOf(p *placer.Pod, from *corev1.Pod) *asking {
-	a := &asking{Pod: *p, host: from.Spec.NodeSelector[corev1.LabelHostname], gated: len(from.Spec.SchedulingGates) > 0}
-	if g := from.Spec.SchedulingGroup; g != nil && g.PodGroupName != nil {
-		a.group = p.Namespace + "/" + *g.PodGroupName
-	}
-	if c := scheduledOf(from); c != nil && c.Status == corev1.ConditionFalse && c.Reason != corev1.PodReasonSchedulingGated {
-		a.stuck = c.Reason == corev1.PodReasonUnschedulable
-		a.said = maphash.Comparable(seed, [2]string{c.Reason, c.Message})
-	}
-	return a
-}
-
-// seed is of digests of what schedulers say.
-var seed = maphash.MakeSeed()
-
-// scheduledAt is when a pod was bound, zero where nobody says.
-func scheduledAt(p *corev1.Pod) time.Time {
-	if c := scheduledOf(p); c != nil && c.Status == corev1.ConditionTrue {
-		return c.LastTransitionTime.Time
-	}
-	return time.Time{}
-}
-
-// scheduledOf is what the scheduler says of a pod; nil where it says nothing.
-func scheduledOf(p *corev1.Pod) *corev1.PodCondition {
-	i := slices.IndexFunc(p.Status.Conditions, func(c corev1.PodCondition) bool { return c.Type == corev1.PodScheduled })
-	if i < 0 {
-		return nil
-	}
-	return &p.Status.Conditions[i]
 }

@@ -7,76 +7,24 @@ import (
 	"slices"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/placer"
 )
 
-// lending is what a door for other clusters needs to know of nodes. A Fleet's lock guards it.
-type lending struct {
-	// holdOf return the ID of a pod's hold, empty for none.
-	holdOf []func(*corev1.Pod) string
-	// about are Nodes, as far as it matters, nodes the same for the Holder, nil after a change, and changes
-	// how many there have been.
-	about   map[string]about
-	nodes   []*corev1.Node
-	changes uint64
-}
-
-// about is what is known of a Node beside its GPUs.
-type about struct {
-	// open is false of a node that is cordoned; taints then has one for that.
-	open   bool
-	taints []corev1.Taint
-	labels map[string]string
-	// plain is what it can give out that is not of the agent's.
-	plain corev1.ResourceList
-}
-
-// plainNames are the resources of every Node that are lent with GPUs.
-var plainNames = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
-
-func newLending() lending {
-	return lending{about: map[string]about{}}
-}
-
-func aboutNode(n *corev1.Node) about {
-	a := about{open: !n.Spec.Unschedulable, labels: n.Labels, plain: corev1.ResourceList{}}
-	for _, t := range n.Spec.Taints {
-		a.taints = append(a.taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: t.Effect})
-	}
-	if !a.open {
-		// As the scheduler has it: the taint itself comes later.
-		cordon := corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
-		a.taints = append(a.taints, cordon)
-	}
-	for _, name := range plainNames {
-		if amount, there := n.Status.Allocatable[name]; there {
-			a.plain[name] = amount
-		}
-	}
-	return a
-}
-
-func (a about) equal(o about) bool {
-	return a.open == o.open && slices.Equal(a.taints, o.taints) && maps.Equal(a.labels, o.labels) &&
-		maps.EqualFunc(a.plain, o.plain, func(x, y resource.Quantity) bool { return x.Equal(y) })
-}
-
-// Lent is the kind of what is lent to other clusters, of which Lender.Listed tells.
+// Lent is the kind of the room that other clusters were granted. Lender.Listed notes that it is listed.
 const Lent Kind = "what other clusters were granted"
 
 // Lender keeps room for other clusters. Its methods may be called from several goroutines.
 type Lender struct {
 	f *Fleet
-	// kept has where each quota's room was when it was last looked at; f's lock guards it.
+	// kept is where each quota's room was at the last look, by the quota's ID. The Fleet's lock guards it.
 	kept map[string][]placer.Part
 }
 
-// Lend has room of a fleet kept for other clusters, and no question answered until the
-// Lender has been told what there was before. Of says which quota a pod is a member of, empty
-// for none. It is called before the fleet is told of anything.
+// Lend returns a Lender for a fleet. Call it before the fleet is told of anything. The fleet answers no question until
+// the caller has repeated each Keep of the process before, and called Listed. of returns the ID of the quota that a pod
+// uses, empty for none.
 func Lend(f *Fleet, of func(*corev1.Pod) string) *Lender {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -85,14 +33,14 @@ func Lend(f *Fleet, of func(*corev1.Pod) string) *Lender {
 	return &Lender{f: f, kept: map[string][]placer.Part{}}
 }
 
-// Listed notes that all is kept that was before.
+// Listed notes that the caller has called Keep for all that other clusters were granted before.
 func (l *Lender) Listed() { l.f.Listed(Lent) }
 
-// Ready is nil while other clusters may be granted what they had not before.
+// Ready returns nil if other clusters may be granted more than they have. Otherwise it returns the reason.
 func (l *Lender) Ready() error { return settled(l.f) }
 
-// Keep keeps room for a quota ([placer.Books.Keep]) on nodes that take new pods. It does so
-// also while questions are not answered.
+// Keep keeps room for a quota on nodes that take new pods, as [placer.Books.Keep] does. It also works
+// while questions are not answered.
 func (l *Lender) Keep(id string, want map[string]int) (short map[string]int) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -101,7 +49,7 @@ func (l *Lender) Keep(id string, want map[string]int) (short map[string]int) {
 	return short
 }
 
-// Drop gives it up.
+// Drop gives up the room that is kept for a quota.
 func (l *Lender) Drop(id string) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -109,7 +57,7 @@ func (l *Lender) Drop(id string) {
 	l.moved(id)
 }
 
-// moved has those who wait looked at where room was kept and is not any more.
+// moved has waiting pods looked at on the nodes where room was kept for a quota and no longer is.
 func (l *Lender) moved(id string) {
 	parts, _ := l.f.books.Kept(id)
 	for _, p := range l.kept[id] {
@@ -122,8 +70,8 @@ func (l *Lender) moved(id string) {
 	}
 }
 
-// Kept is what is kept for a quota beside what its pods have, what there is no room for, and
-// the nodes that it is on or has pods on, sorted.
+// Kept returns three things about a quota: the parts that are kept beside what its pods have, the amounts that have
+// found no room, and the names of the nodes with such parts or pods, sorted.
 func (l *Lender) Kept(id string) (parts []placer.Part, short map[string]int, nodes []string) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -136,7 +84,7 @@ func (l *Lender) Kept(id string) (parts []placer.Part, short map[string]int, nod
 	return parts, short, slices.Compact(nodes)
 }
 
-// Labels are those that all of some nodes have, with the same values.
+// Labels returns the labels that all of some nodes have with the same value.
 func (l *Lender) Labels(nodes []string) map[string]string {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -151,8 +99,8 @@ func (l *Lender) Labels(nodes []string) map[string]string {
 	return out
 }
 
-// Lendable is how many devices of each resource the nodes have by their agents' last word,
-// whoever has them, and what else can be given out by those that are ready and take new pods.
+// Lendable returns what there is to lend, taken or not: how many devices of each resource all GPUNodes have, and how
+// much of plainNames is allocatable on the nodes that are ready and take new pods.
 func (l *Lender) Lendable() (devices map[string]int, plain corev1.ResourceList) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -162,7 +110,7 @@ func (l *Lender) Lendable() (devices map[string]int, plain corev1.ResourceList) 
 			devices[r.Name] += r.Total
 		}
 		a := l.f.about[name]
-		if !l.f.ready[name] || !a.open || !gpunode.Is(says.Conditions, gpunode.Ready) {
+		if !a.ready || !a.open || !gpunode.Is(says.Conditions, gpunode.Ready) {
 			continue
 		}
 		for name, amount := range a.plain {

@@ -9,31 +9,31 @@ import (
 	"example.com/gpu-agent/internal/gpunode"
 )
 
-// Use is how many GPUs of a site are in use, and for how long all of them together have been
-// since the process began. A GPU is in use while anybody holds any piece of it: it is paid for
-// as a whole then.
+// Use is how many GPUs of a site are in use now, and the sum of the times for which each of them has been in use
+// since the process began. A GPU is in use while a pod holds any piece of it, since the whole GPU is paid for.
 type Use struct {
 	GPUs int
 	Time time.Duration
 }
 
-// Sites count the GPUs in use by what a label of their nodes says.
+// Sites counts the GPUs in use by site. A node's site is the value of one of its labels.
 type Sites struct {
 	f     *Fleet
 	label string
-	// of has each node's part of use, which is as of a moment. The fleet's mutex guards all.
-	of  map[string]siteUse
+	// of is each node's part of use, by the node's name. The Fleet's lock guards it, and what follows.
+	of map[string]siteUse
+	// use is each site's, up to the time as.
 	use map[string]Use
 	as  time.Time
 }
 
+// siteUse is how many GPUs of a node are in use, and the node's site.
 type siteUse struct {
 	site string
 	gpus int
 }
 
-// CountSites has GPUs of a fleet that are in use counted by a label of Nodes. It is called before
-// the fleet is told of anything.
+// CountSites has a fleet's GPUs in use counted by a label of Nodes. Call it before the fleet is told of anything.
 func CountSites(f *Fleet, label string) *Sites {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -41,7 +41,7 @@ func CountSites(f *Fleet, label string) *Sites {
 	return f.sites
 }
 
-// Use is what is in use, by the value of the label.
+// Use returns the use of each site, by the value of the label.
 func (s *Sites) Use() map[string]Use {
 	s.f.mu.Lock()
 	defer s.f.mu.Unlock()
@@ -49,7 +49,7 @@ func (s *Sites) Use() map[string]Use {
 	return maps.Clone(s.use)
 }
 
-// accrue adds the time since the last moment.
+// accrue brings use up to the present.
 func (s *Sites) accrue() {
 	now := s.f.now()
 	for site, u := range s.use {
@@ -59,7 +59,7 @@ func (s *Sites) accrue() {
 	s.as = now
 }
 
-// count notes what a node says now.
+// count counts a node anew after news of it.
 func (s *Sites) count(node string) {
 	if s == nil {
 		return
@@ -93,7 +93,7 @@ func (s *Sites) count(node string) {
 	}
 }
 
-// inUse reports whether anybody holds a piece of a GPU.
+// inUse reports whether a pod holds a piece of a GPU.
 func inUse(g *gpunode.GPU) bool {
 	return g.Used.Len() > 0 || g.MIG != nil && len(g.MIG.Used) > 0
 }

@@ -13,56 +13,61 @@ import (
 )
 
 const (
-	// gather is how long news is collected before it is looked at who could use it.
+	// gather is how long Run collects news before it looks for pods that could use the room.
 	gather = 200 * time.Millisecond
-	// again is how long a node is left alone after the scheduler was woken for it.
+	// again is how long Run leaves a node alone after it has had the scheduler woken for it.
 	again = time.Second
-	// most is for how many nodes the scheduler is woken at a time. Whoever then still waits
-	// is looked at again.
+	// most is how many nodes Run has the scheduler woken for at a time. Run looks at the other nodes with
+	// news at the next tick.
 	most = 20
-	// stale is after how long a pod of which nothing more is heard is forgotten. A scheduler
-	// tries pods again after five minutes.
+	// stale is how long the Fleet remembers a pod's refusal or answer without a further question for it. A
+	// scheduler tries pods again after five minutes.
 	stale = 15 * time.Minute
-	// tries is how many shapes are looked at a time that wait for room on a node. Each namespace has
-	// its turn, so that one with thousands of them makes no other wait.
+	// tries is how many shapes are tried on a node at a time. Namespaces take turns, so that one with thousands
+	// of shapes does not make the others wait.
 	tries = 200
 )
 
-// waiting are the pods that were refused and have no place. A Fleet's lock guards it.
+// waiting is what is known of the pods that were refused and have no reservation. A Fleet's lock guards it.
 type waiting struct {
-	// refusedPods are they by UID, and shapes by their namespace and what they ask for.
+	// refusedPods has the shape of each of these pods, by UID.
 	refusedPods map[string]*shape
 	shapes      map[shapeKey]*shape
-	// numbers are those of nodes in sets, and spare those that no node has any more.
+	// gangs are the groups that were asked for, by name.
+	gangs map[string]*gang
+	// numbers are the nodes' numbers in sets, by name. spare are numbers of nodes that are gone.
 	numbers map[string]int
 	spare   []int
-	// changed are nodes of which there is news since it was last looked at who could use it.
+	// changed are the nodes with news that Run has not looked at yet.
 	changed map[string]bool
-	// woken is when the scheduler was last woken for a node.
+	// woken is when Run last had the scheduler woken for a node, by the node's name.
 	woken map[string]time.Time
-	// news is sent to when there is.
+	// news has room for one value. It has one while there is news.
 	news chan struct{}
-	// refusals counts pods for which room was looked for in vain. Last is whose the last one was, by its
-	// group if it has one, and others how many there were when it was another's.
-	refusals, others int
-	last             string
+	// refusals counts the searches that found no room.
+	refusals int
+	// last names the pod of the last such search, by its group if it has one and otherwise by its UID.
+	last string
+	// others is what refusals was when another than last was refused last.
+	others int
 }
 
-// shapeKey tells shapes apart.
+// shapeKey is what the pods of a shape have in common.
 type shapeKey struct{ namespace, containers string }
 
-// shape are pods of a namespace that ask for the same.
+// shape is the pods of a namespace that were refused and ask for the same.
 type shape struct {
 	key shapeKey
-	// pod asks for that and is none of them, and since is when each was refused last.
-	pod   placer.Pod
+	// pod asks for the same, but is not one of them. It has no UID.
+	pod placer.Pod
+	// since is when each pod was refused last, by UID.
 	since map[string]time.Time
-	// nodes are those that had no room for one of them, and for which the scheduler has not
+	// nodes are those that had no room for one of the pods, and for which the scheduler has not
 	// been woken since.
 	nodes nodeSet
 }
 
-// nodeSet is a set of nodes by number, a bit each: there may be as many sets as pods that wait.
+// nodeSet is a set of nodes. It has a bit for each node's number, since there may be as many sets as waiting pods.
 type nodeSet []uint64
 
 func (s *nodeSet) add(n int) {
@@ -81,10 +86,14 @@ func (s nodeSet) drop(n int) {
 }
 
 func newWaiting() waiting {
-	return waiting{refusedPods: map[string]*shape{}, shapes: map[shapeKey]*shape{}, numbers: map[string]int{}, changed: map[string]bool{}, woken: map[string]time.Time{}, news: make(chan struct{}, 1)}
+	return waiting{
+		refusedPods: map[string]*shape{}, shapes: map[shapeKey]*shape{}, gangs: map[string]*gang{},
+		numbers: map[string]int{}, changed: map[string]bool{}, woken: map[string]time.Time{},
+		news: make(chan struct{}, 1),
+	}
 }
 
-// touch notes that there is news of a node; without anybody who waits for some it is none.
+// touch notes that there is news of a node. It does nothing while no pod waits.
 func (w *waiting) touch(node string) {
 	if node == "" || len(w.refusedPods) == 0 {
 		return
@@ -96,7 +105,7 @@ func (w *waiting) touch(node string) {
 	}
 }
 
-// number is that of a node.
+// number returns the number of a node, and gives it one if it has none.
 func (w *waiting) number(node string) int {
 	n, there := w.numbers[node]
 	if !there {
@@ -108,7 +117,7 @@ func (w *waiting) number(node string) int {
 	return n
 }
 
-// unnumber forgets a node that is gone.
+// unnumber forgets the number of a node that is gone.
 func (w *waiting) unnumber(node string) {
 	n, there := w.numbers[node]
 	if !there {
@@ -139,7 +148,7 @@ func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
 	}
 }
 
-// satisfied notes that a pod does not wait any more.
+// satisfied notes that a pod no longer waits.
 func (w *waiting) satisfied(uid string) {
 	s := w.refusedPods[uid]
 	if s == nil {
@@ -151,16 +160,16 @@ func (w *waiting) satisfied(uid string) {
 	}
 }
 
-// State is how many pods wait after a refusal, and how many have room reserved.
+// State returns how many pods wait after a refusal, and how many have a reservation or are nominated.
 func (f *Fleet) State() (waiting, reservations int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.refusedPods), len(f.books.Reserved(f.now()))
 }
 
-// Run has the scheduler woken for nodes on which there is room for a pod that was refused
-// there, until ctx ends, whose error it returns. News is gathered for 200 ms. Wake is called
-// for a node at most once a second, and again later where it fails.
+// Run has the scheduler woken for each node that has room for a pod that it refused before. It runs until ctx ends,
+// and returns the error of ctx. It gathers news for 200 ms. It calls wake for a node at most once a second, and again
+// later if wake fails.
 func (f *Fleet) Run(ctx context.Context, wake func(ctx context.Context, node string) error) error {
 	tick := time.NewTicker(again)
 	defer tick.Stop()
@@ -193,8 +202,8 @@ func (f *Fleet) Run(ctx context.Context, wake func(ctx context.Context, node str
 	}
 }
 
-// lapse ends what has been there for too long, and has the books look at what has changed
-// before somebody asks, with questions answered in between.
+// lapse ends reservations and forgets refusals and answers whose time has come. It also has the books work out the
+// room of changed nodes before a question needs it. Questions are answered in between.
 func (f *Fleet) lapse() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -216,8 +225,8 @@ func (f *Fleet) lapse() {
 	maps.DeleteFunc(f.gangs, func(_ string, g *gang) bool { return now.Sub(g.at) >= hopelessFor })
 }
 
-// due takes the nodes with news for which the scheduler has not just been woken; none while
-// this process does not lead.
+// due takes the nodes with news from changed, but for those that the scheduler was woken for within the last second.
+// It takes none while questions are not answered.
 func (f *Fleet) due() (out []string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -234,7 +243,7 @@ func (f *Fleet) due() (out []string) {
 	return out
 }
 
-// keep has a node looked at again, for shapes for which the scheduler could not be woken.
+// keep has a node looked at again. It puts back the shapes that usable took, if the scheduler could not be woken.
 func (f *Fleet) keep(node string, shapes []*shape) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -242,15 +251,15 @@ func (f *Fleet) keep(node string, shapes []*shape) {
 		s.nodes.add(f.number(node))
 	}
 	if len(f.refusedPods) > 0 {
-		f.changed[node] = true // without news: it is for the next tick
+		f.changed[node] = true // without a value in news, so Run comes back at the next tick
 	}
 }
 
-// usable looks whether a node had no room for a pod and has some now. Then it returns all
-// shapes that had none there, since the scheduler will ask for each again, and comes back
-// to a shape only when it has been refused there once more. Questions that come meanwhile are
-// answered in between. Where there are more shapes than are looked at a time, the others' turn is
-// at the next tick.
+// usable looks for a shape that the node refused before and that has room there now. If there is one, usable takes
+// the node out of all shapes that it refused, and returns them: the scheduler will ask for the pods of each again. If
+// there is none, it returns nil.
+//
+// Questions are answered in between. If there are more shapes than tries, the next tick tries others.
 func (f *Fleet) usable(node string) []*shape {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -260,7 +269,7 @@ func (f *Fleet) usable(node string) []*shape {
 	}
 	var asked []*shape
 	of := map[string][]*shape{}
-	for _, s := range f.shapes { // in no order: at the next tick others come first
+	for _, s := range f.shapes { // in random order, so that others come first at the next tick
 		if s.nodes.has(n) {
 			asked = append(asked, s)
 			of[s.key.namespace] = append(of[s.key.namespace], s)
@@ -277,7 +286,7 @@ func (f *Fleet) usable(node string) []*shape {
 			if len(rest.Containers) == 0 || f.books.HasRoom(rest, node) {
 				for _, s := range asked {
 					s.nodes.drop(n)
-					f.hope(s)
+					f.hope(s, f.asks)
 				}
 				f.woken[node] = f.now()
 				return asked

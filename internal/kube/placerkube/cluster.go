@@ -99,7 +99,7 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 						"node", name, "err", err)
 				}
 				if err := into.SetGPUNode(name, status); err != nil {
-					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode says what cannot be", nil,
+					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode is not valid", nil,
 						"node", name, "err", err)
 				}
 			},

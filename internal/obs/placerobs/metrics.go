@@ -29,7 +29,7 @@ type State struct {
 	// Waiting are pods that were refused and have no place yet. Reservations are pods that
 	// have one, by the placer's word or as the API's nominees, and are not bound.
 	Waiting, Reservations int
-	// PassedOver are nodes whose GPUNode says what cannot be.
+	// PassedOver is how many nodes have a GPUNode that is not valid.
 	PassedOver int
 	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
 	Slices map[string]int
@@ -96,7 +96,7 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 		Help: "Pods that are not bound and have room reserved."},
 		func() float64 { return float64(read().Reservations) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_passed_over_nodes",
-		Help: "Nodes where nobody is placed since their GPUNode says what cannot be: an agent of another version, or " +
+		Help: "Nodes where no pod is placed since their GPUNode is not valid: an agent of another version, or " +
 			"a node that lies."}, func() float64 { return float64(read().PassedOver) })
 	for _, state := range checks {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks",
