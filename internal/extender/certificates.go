@@ -25,16 +25,18 @@ const (
 	SchedulerKeyFile  = "scheduler.key"
 )
 
-// Certificates makes what a door with clients' certificates needs, as PEM by the names of files: an
-// authority, a certificate for the door, whose names and addresses are given, and one for the
-// scheduler. The authority's key is kept nowhere, so that nobody can make another client: whoever
-// needs new certificates makes all of them anew.
+// Certificates makes an authority, a certificate for the placer and one for the scheduler, with their keys. It returns
+// them as PEM by the names of files. names are the DNS names and IP addresses of the placer, at least one. The
+// authority's key is not kept, so no other client can be given a certificate. To renew one, make all of them anew.
 func Certificates(names []string, from, until time.Time) (map[string][]byte, error) {
 	if len(names) == 0 {
-		return nil, errors.New("make certificates: the door has no name")
+		return nil, errors.New("make certificates: no name of the placer is given")
 	}
 	template := func(name string) *x509.Certificate {
-		return &x509.Certificate{Subject: pkix.Name{CommonName: name}, NotBefore: from, NotAfter: until, KeyUsage: x509.KeyUsageDigitalSignature, BasicConstraintsValid: true}
+		return &x509.Certificate{
+			Subject: pkix.Name{CommonName: name}, NotBefore: from, NotAfter: until,
+			KeyUsage: x509.KeyUsageDigitalSignature, BasicConstraintsValid: true,
+		}
 	}
 	authority := template("gpu-placer")
 	authority.IsCA, authority.KeyUsage, authority.MaxPathLenZero = true, x509.KeyUsageCertSign, true
@@ -74,8 +76,7 @@ func Certificates(names []string, from, until time.Time) (map[string][]byte, err
 	return out, nil
 }
 
-// sign makes a key and its certificate, signed with the authority's key, or with its own where
-// there is none.
+// sign makes a key and its certificate. It signs with the authority's key, or with the new key if by is nil.
 func sign(of, authority *x509.Certificate, by *ecdsa.PrivateKey) (raw []byte, key *ecdsa.PrivateKey, err error) {
 	if key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		return nil, nil, fmt.Errorf("make a key: %w", err)

@@ -20,24 +20,23 @@ import (
 	extender "k8s.io/kube-scheduler/extender/v1"
 )
 
-// Books know what fits where, and what each pod asks for: of a pod in a request only the UID is
-// believed. Place and Fits are called by one request at a time, and may be under way still when
-// their request has been answered.
+// Books know what each pod asks for and where it fits. One request at a time calls Place or Fits. The call may go on
+// after the request has been answered at its deadline.
 type Books interface {
-	// Known waits until the pod is known, as long as ctx allows; its error says that it is not.
+	// Known waits until the books know the pod. It returns an error if ctx ends first.
 	Known(ctx context.Context, uid string) error
-	// Place picks one of some nodes for a pod, and reserves there. Where none can take it,
-	// node is empty and refused has each one's reason. An error says that the books cannot
-	// tell, for example since they have not been filled yet.
+	// Place picks one of some nodes for a pod, and reserves room there. If none has room, node is empty, and
+	// refused has the reason of each. It returns an error if the books cannot answer, for example before all
+	// pods have been listed.
 	Place(ctx context.Context, uid string, among []string) (node string, refused map[string]string, err error)
-	// Fits says whether a node could take a pod without some others, named by their UIDs.
+	// Fits reports whether a node had room for a pod if some other pods were gone, named by their UIDs.
 	Fits(ctx context.Context, uid, node string, without []string) (bool, error)
 }
 
-// Verb is what the scheduler asks for.
+// Verb is what a request asks for.
 type Verb string
 
-// Verbs, as in the paths.
+// Verbs, by their paths.
 const (
 	Filter  Verb = "filter"
 	Preempt Verb = "preempt"
@@ -48,47 +47,47 @@ type Outcome string
 
 // Outcomes.
 const (
-	// Placed: filter named a node, or preempt kept one.
+	// Placed: filter picked a node, or preempt kept at least one.
 	Placed Outcome = "placed"
-	// Refused: no node can take the pod.
+	// Refused: no node has room for the pod.
 	Refused Outcome = "refused"
 	// Broken: the request could not be read.
 	Broken Outcome = "broken"
-	// Late: there was no answer in time.
+	// Late: the books had no answer within the deadline.
 	Late Outcome = "late"
 	// Unknown: the API server has not shown the pod to the books.
 	Unknown Outcome = "unknown"
-	// Failed: the books could not tell.
+	// Failed: the books returned an error.
 	Failed Outcome = "failed"
-	// Deferred: a pod of a group was refused for now, for one of the last three reasons.
+	// Deferred: a pod of a group was refused, instead of one of the three outcomes before.
 	Deferred Outcome = "deferred"
 )
 
-// Verbs and Outcomes are all that there are.
+// All verbs and outcomes.
 var (
 	Verbs    = []Verb{Filter, Preempt}
 	Outcomes = []Outcome{Placed, Refused, Broken, Late, Unknown, Failed, Deferred}
 )
 
-// Options may be zero.
+// Options are settings of New. The zero value has the defaults.
 type Options struct {
-	// Deadline is when a request is answered at the latest, counted from its header; 200 ms
-	// if zero. The scheduler's httpTimeout is to be longer.
+	// Deadline is how long a request may take from its header to its answer; 200 ms if zero. The scheduler's
+	// httpTimeout must be longer.
 	Deadline time.Duration
-	// Answered, if set, is called at the end of each request.
+	// Answered is called at the end of each request. It may be nil.
 	Answered func(v Verb, how Outcome, took time.Duration)
 }
 
 const (
 	deadline = 200 * time.Millisecond
-	// most is how long a request may be. A pod has at most 1.5 MB in the API, and 5,000 nodes
-	// have names of at most 253 bytes.
+	// most is the largest size of a request, in bytes. A pod has at most 1.5 MB in the API, and the names of
+	// 5,000 nodes at most 253 bytes each.
 	most = 4 << 20
-	// believed is how much of that is set aside before it has come.
+	// believed is how many bytes of a request's Content-Length are allocated before its body has come.
 	believed = 128 << 10
 )
 
-// New returns the handler of the scheduler's requests.
+// New returns a handler for the scheduler's requests.
 func New(b Books, o Options) http.Handler {
 	s := &service{books: b, opts: o, turn: make(chan struct{}, 1)}
 	s.opts.Deadline = cmp.Or(o.Deadline, deadline)
@@ -98,7 +97,7 @@ func New(b Books, o Options) http.Handler {
 	return mux
 }
 
-// Server serves a handler with bounds on what a client can keep busy.
+// Server returns a server for the handler that closes connections of slow clients.
 func Server(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler:           h,
@@ -107,16 +106,18 @@ func Server(h http.Handler) *http.Server {
 		WriteTimeout:      10 * time.Second,
 		IdleTimeout:       5 * time.Minute, // the scheduler keeps its connections
 		MaxHeaderBytes:    16 << 10,
-		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connOf{}, c) },
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, connOf{}, c)
+		},
 	}
 }
 
-// connOf is the key of a request's connection.
+// connOf is the key of the connection in a request's context.
 type connOf struct{}
 
-// left reports whether the client of a request has closed its connection. net/http notices
-// that by itself, but not at once; and where this process was stopped for a while, it meets
-// the requests of clients that have long gone on without it, and must reserve nothing for them.
+// left reports whether the client of a request has closed its connection. net/http notices that, too, but only some
+// time later. After this process was stopped for a while, it finds requests of clients that have long gone on without
+// it. It must not reserve room for these.
 func left(ctx context.Context) bool {
 	conn, _ := ctx.Value(connOf{}).(net.Conn)
 	if secured, ok := conn.(*tls.Conn); ok {
@@ -135,7 +136,7 @@ func left(ctx context.Context) bool {
 		n, _, err := syscall.Recvfrom(int(fd), make([]byte, 1), syscall.MSG_PEEK|syscall.MSG_DONTWAIT)
 		gone = n == 0 && err == nil || errors.Is(err, syscall.ECONNRESET)
 	}); err != nil {
-		return true // it is closed here
+		return true // this process has closed it
 	}
 	return gone
 }
@@ -146,7 +147,7 @@ type service struct {
 	turn  chan struct{} // holds a value while a request is at the books
 }
 
-// failure is an answer that the scheduler takes for an error of the extender.
+// failure is an answer that is not 200. The scheduler takes it for an error of the extender.
 type failure struct {
 	code int
 	how  Outcome
@@ -171,18 +172,19 @@ func (s *service) serve(w http.ResponseWriter, r *http.Request, v Verb) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(answer) // who has gone needs no answer
+	_ = json.NewEncoder(w).Encode(answer) // an error means that the client has gone
 }
 
-// answer reads the request and asks the books.
+// answer reads a request and asks the books. It returns an answer for the client or a failure.
 func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Request, v Verb,
 	began time.Time) (answer any, how Outcome, fail *failure) {
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
-		return nil, "", &failure{http.StatusUnsupportedMediaType, Broken, fmt.Errorf("a request is application/json, and this is %q", r.Header.Get("Content-Type"))}
+		wrong := fmt.Errorf("a request must be application/json, and this is %q", r.Header.Get("Content-Type"))
+		return nil, "", &failure{http.StatusUnsupportedMediaType, Broken, wrong}
 	}
-	// A body that comes slowly takes the time of its own request only.
+	// A body that comes slowly delays its own request alone, which does not wait for a turn yet.
 	control := http.NewResponseController(w)
-	_ = control.SetReadDeadline(began.Add(s.opts.Deadline)) // a writer that cannot has no slow clients
+	_ = control.SetReadDeadline(began.Add(s.opts.Deadline)) // it fails only with a test's ResponseWriter
 	var body bytes.Buffer
 	body.Grow(int(min(max(r.ContentLength, 0), believed)) + bytes.MinRead)
 	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, most))
@@ -197,7 +199,7 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 	if err != nil {
 		return nil, "", &failure{http.StatusBadRequest, Broken, err}
 	}
-	// Before it has its turn, so that whoever asks for pods that are not there holds nobody up.
+	// Known comes before the turn: a client that asks for pods that do not exist must not delay others.
 	known, cancel := context.WithDeadline(ctx, began.Add(s.opts.Deadline*9/10))
 	defer cancel()
 	if err := s.books.Known(known, string(q.pod.UID)); err != nil {
@@ -211,15 +213,19 @@ func (s *service) answer(ctx context.Context, w http.ResponseWriter, r *http.Req
 	return answer, how, fail
 }
 
-// question is a request that makes sense.
+// question is a request that has been read.
 type question struct {
 	pod *pod
 	ask func(context.Context, Books) (answer any, how Outcome, err error)
-	// refuse is the answer by which no node can take the pod, with the reason.
+	// refuse returns the answer that no node has room for the pod, for one reason.
 	refuse func(why string) any
 }
 
-// read makes sense of a request.
+// errWholeObjects is the error for a request with objects in place of their names.
+var errWholeObjects = errors.New("the request has whole nodes or pods instead of their names: " +
+	"set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+
+// read reads the body of a request.
 func read(v Verb, body []byte) (*question, error) {
 	if v == Preempt {
 		var args preemption
@@ -227,7 +233,7 @@ func read(v Verb, body []byte) (*question, error) {
 			return nil, err
 		}
 		if args.NodeNameToMetaVictims == nil && args.NodeNameToVictims != nil {
-			return nil, errors.New("the pods to be evicted came whole: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+			return nil, errWholeObjects
 		}
 		return &question{args.Pod, args.preempt, func(string) any { return noNode() }}, nil
 	}
@@ -236,18 +242,18 @@ func read(v Verb, body []byte) (*question, error) {
 		return nil, err
 	}
 	if args.NodeNames == nil {
-		return nil, errors.New("the nodes came without NodeNames: set nodeCacheCapable: true for this extender in kube-scheduler's configuration")
+		return nil, errWholeObjects
 	}
 	return &question{args.Pod, args.filter, args.refuse}, nil
 }
 
-// pod is what is read of the pod in a request. Whoever asks could make up its spec, and its amounts can
-// take minutes to decode, so nothing else of that is read.
+// pod is what is read of the pod in a request. A client could make up the rest of the spec, and its amounts can take
+// minutes to decode.
 type pod struct {
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
-		// SchedulingGroup is of a pod that is bound together with others or not at all. Of who makes one
-		// up the pod is refused where it would be scheduled unguarded.
+		// SchedulingGroup is not nil for a pod that is bound together with others or not at all. A client
+		// that makes one up gets a refusal in place of an error.
 		SchedulingGroup *struct{}
 	}
 }
@@ -265,7 +271,7 @@ type preemption struct {
 	NodeNameToMetaVictims map[string]*extender.MetaVictims
 }
 
-// decode reads arguments, of which pod is a part.
+// decode reads a request into args. of is the field of args for the pod, which must have a UID.
 func decode(body []byte, args any, of **pod) error {
 	if err := json.Unmarshal(body, args); err != nil {
 		return fmt.Errorf("read the request: %w", err)
@@ -280,7 +286,7 @@ func (s *service) late() *failure {
 	return &failure{http.StatusServiceUnavailable, Late, fmt.Errorf("there was no answer within %s", s.opts.Deadline)}
 }
 
-// ask waits for a turn and asks the books, both until the deadline.
+// ask waits for a turn and asks the books. It returns when ctx ends, also if the books have not answered.
 func (s *service) ask(ctx context.Context, q *question) (any, Outcome, *failure) {
 	select {
 	case s.turn <- struct{}{}:
@@ -313,7 +319,7 @@ func (s *service) ask(ctx context.Context, q *question) (any, Outcome, *failure)
 	}
 }
 
-// filter answers with the one best node.
+// filter answers with the best node.
 func (args *filtering) filter(ctx context.Context, b Books) (any, Outcome, error) {
 	node, refused, err := b.Place(ctx, string(args.Pod.UID), *args.NodeNames)
 	if err != nil {
@@ -325,7 +331,7 @@ func (args *filtering) filter(ctx context.Context, b Books) (any, Outcome, error
 	return &extender.ExtenderFilterResult{NodeNames: &[]string{node}}, Placed, nil
 }
 
-// refuse answers that no node can take the pod, for one reason.
+// refuse answers that no node has room for the pod, for one reason.
 func (args *filtering) refuse(why string) any {
 	no := &extender.ExtenderFilterResult{NodeNames: &[]string{}, FailedNodes: map[string]string{}}
 	for _, name := range *args.NodeNames {
@@ -334,7 +340,7 @@ func (args *filtering) refuse(why string) any {
 	return no
 }
 
-// noNode is the answer that the eviction of pods opens room nowhere.
+// noNode answers that the eviction of pods opens room on no node.
 func noNode() *extender.ExtenderPreemptionResult {
 	return &extender.ExtenderPreemptionResult{NodeNameToMetaVictims: map[string]*extender.MetaVictims{}}
 }
@@ -353,7 +359,8 @@ func (args *preemption) preempt(ctx context.Context, b Books) (any, Outcome, err
 		}
 		fits, err := b.Fits(ctx, string(args.Pod.UID), node, uids)
 		if err != nil {
-			return nil, "", fmt.Errorf("look for room for %s/%s on %s: %w", args.Pod.Namespace, args.Pod.Name, node, err)
+			return nil, "", fmt.Errorf(
+				"look for room for %s/%s on %s: %w", args.Pod.Namespace, args.Pod.Name, node, err)
 		}
 		if fits {
 			out.NodeNameToMetaVictims[node], how = victims, Placed

@@ -12,15 +12,15 @@ import (
 	"time"
 )
 
-// Files are those of a door with TLS (PEM). With ClientCA, clients without a certificate of
-// one of its authorities are refused.
+// Files are the paths of the PEM files for TLS. If ClientCA is not empty, clients need a certificate of one
+// of its authorities.
 type Files struct {
 	Cert, Key, ClientCA string
 }
 
-// Config reads the files, and again at the first connection after one of them has changed.
-// Where they then make no sense, as in the moment in which they are replaced, what was read
-// last stays in force, which is logged once.
+// Config reads the files and returns an error if it cannot. Its result reads them again at the first connection after
+// one of them has changed. If they are invalid then, for example while they are being replaced, it keeps what it read
+// last and logs the error once.
 func (f Files) Config(log *slog.Logger) (*tls.Config, error) {
 	r := &reader{files: f, log: log}
 	stamps := f.stamps()
@@ -29,10 +29,13 @@ func (f Files) Config(log *slog.Logger) (*tls.Config, error) {
 		return nil, err
 	}
 	r.config, r.stamps = config, stamps
-	return &tls.Config{MinVersion: tls.VersionTLS12, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return r.newest(), nil }}, nil
+	return &tls.Config{
+		MinVersion:         tls.VersionTLS12,
+		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return r.newest(), nil },
+	}, nil
 }
 
-// stamp tells one state of a file from others.
+// stamp changes when a file is written; zero if there is no file.
 type stamp struct {
 	size int64
 	at   time.Time
@@ -52,7 +55,9 @@ func (f Files) read() (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the certificate %s with the key %s: %w", f.Cert, f.Key, err)
 	}
-	config := &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}, NextProtos: []string{"http/1.1"}}
+	config := &tls.Config{
+		MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}, NextProtos: []string{"http/1.1"},
+	}
 	if f.ClientCA == "" {
 		return config, nil
 	}
@@ -67,7 +72,7 @@ func (f Files) read() (*tls.Config, error) {
 	return config, nil
 }
 
-// reader has what the files said last.
+// reader keeps the last valid content of the files.
 type reader struct {
 	files Files
 	log   *slog.Logger
@@ -77,7 +82,7 @@ type reader struct {
 	stamps [3]stamp
 }
 
-// newest reads the files again where they have changed.
+// newest returns the last valid content. It reads the files again if they have changed.
 func (r *reader) newest() *tls.Config {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -88,10 +93,10 @@ func (r *reader) newest() *tls.Config {
 	r.stamps = stamps
 	config, err := r.files.read()
 	if err != nil {
-		r.log.Error("what the door's files say is not used; what they said before is in force", "err", err)
+		r.log.Error("the files for TLS are invalid; going on with those that were read before", "err", err)
 		return r.config
 	}
 	r.config = config
-	r.log.Info("the door has new certificates", "cert", r.files.Cert)
+	r.log.Info("read new certificates", "cert", r.files.Cert)
 	return config
 }
