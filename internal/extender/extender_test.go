@@ -162,7 +162,8 @@ func TestFilterNamesTheOneNode(t *testing.T) {
 	for _, want := range []string{"b", "c", ""} {
 		code, text := d.post("/filter", filterArgs(t, "p", "a", "b", "c"))
 		var got extender.ExtenderFilterResult
-		if err := json.Unmarshal([]byte(text), &got); code != http.StatusOK || err != nil || got.NodeNames == nil || got.Error != "" {
+		if err := json.Unmarshal([]byte(text), &got); code != http.StatusOK || err != nil || got.NodeNames == nil ||
+			got.Error != "" {
 			t.Fatalf("%d %s: %v", code, text, err)
 		}
 		if names := strings.Join(*got.NodeNames, ","); names != want {
@@ -173,7 +174,8 @@ func TestFilterNamesTheOneNode(t *testing.T) {
 			continue
 		}
 		d.want(Refused)
-		if len(got.FailedNodes) != 3 || got.FailedNodes["a"] != "there is no room for uid-p" || len(got.FailedAndUnresolvableNodes) > 0 {
+		if len(got.FailedNodes) != 3 || got.FailedNodes["a"] != "there is no room for uid-p" ||
+			len(got.FailedAndUnresolvableNodes) > 0 {
 			t.Errorf("%+v", got)
 		}
 	}
@@ -193,13 +195,16 @@ func TestPreemptDropsNodesWhoseVictimsOpenNoRoom(t *testing.T) {
 		want  []string
 		how   Outcome
 	}{
-		{map[string]*extender.MetaVictims{"a": victims("small", "large"), "b": victims("small"), "c": victims(), "roomy": nil}, []string{"a", "roomy"}, Placed},
+		{map[string]*extender.MetaVictims{"a": victims("small", "large"), "b": victims("small"), "c": victims(),
+			"roomy": nil}, []string{"a", "roomy"}, Placed},
 		{map[string]*extender.MetaVictims{"b": victims("small")}, nil, Refused},
 		{map[string]*extender.MetaVictims{}, nil, Refused},
 	} {
-		code, text := d.post("/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToMetaVictims: c.nodes}))
+		code, text := d.post("/preempt",
+			jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToMetaVictims: c.nodes}))
 		var got extender.ExtenderPreemptionResult
-		if err := json.Unmarshal([]byte(text), &got); code != http.StatusOK || err != nil || got.NodeNameToMetaVictims == nil {
+		if err := json.Unmarshal([]byte(text), &got); code != http.StatusOK || err != nil ||
+			got.NodeNameToMetaVictims == nil {
 			t.Fatalf("%d %s: %v", code, text, err)
 		}
 		if names := slices.Sorted(maps.Keys(got.NodeNameToMetaVictims)); !slices.Equal(names, c.want) {
@@ -224,9 +229,13 @@ func TestBrokenRequests(t *testing.T) {
 		{"cut off", "/filter", filterArgs(t, "p", "a")[:50], "unexpected end of JSON"},
 		{"another type", "/filter", `{"Pod": 7}`, "cannot unmarshal"},
 		{"no pod", "/filter", `{"NodeNames": ["a"]}`, "no pod with a UID"},
-		{"a pod without UID", "/filter", `{"Pod": {"metadata": {"name": "p"}}, "NodeNames": ["a"]}`, "no pod with a UID"},
-		{"whole nodes", "/filter", jsonOf(t, &extender.ExtenderArgs{Pod: podOf("p"), Nodes: nodes}), "nodeCacheCapable: true"},
-		{"whole victims", "/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToVictims: map[string]*extender.Victims{"a": {}}}), "nodeCacheCapable: true"},
+		{"a pod without UID", "/filter", `{"Pod": {"metadata": {"name": "p"}}, "NodeNames": ["a"]}`,
+			"no pod with a UID"},
+		{"whole nodes", "/filter", jsonOf(t, &extender.ExtenderArgs{Pod: podOf("p"), Nodes: nodes}),
+			"nodeCacheCapable: true"},
+		{"whole victims", "/preempt", jsonOf(t, &extender.ExtenderPreemptionArgs{
+			Pod: podOf("p"), NodeNameToVictims: map[string]*extender.Victims{"a": {}},
+		}), "nodeCacheCapable: true"},
 		{"no pod to preempt for", "/preempt", `{"NodeNameToMetaVictims": {}}`, "no pod with a UID"},
 		{"too long", "/filter", `{"Pod": "` + strings.Repeat("x", most) + `"}`, "too large"},
 	} {
@@ -262,13 +271,15 @@ func TestBrokenRequests(t *testing.T) {
 
 // TestBooksThatHang: each request has its answer, and afterwards all is as before.
 func TestBooksThatHang(t *testing.T) {
-	books := &shelf{room: map[string]bool{"a": true, "b": true}, hang: make(chan struct{}), inside: make(chan struct{}, 10)}
+	books := &shelf{room: map[string]bool{"a": true, "b": true}, hang: make(chan struct{}),
+		inside: make(chan struct{}, 10)}
 	d := open(t, books, 50*time.Millisecond)
 	for more := 3; len(books.inside) == 0 || more > 0; { // on a busy machine some come too late to get there
 		if len(books.inside) > 0 {
 			more--
 		}
-		if code, text := d.post("/filter", filterArgs(t, "p", "a", "b")); code != http.StatusServiceUnavailable || !strings.Contains(text, "no answer within 50ms") {
+		if code, text := d.post("/filter", filterArgs(t, "p", "a", "b")); code != http.StatusServiceUnavailable ||
+			!strings.Contains(text, "no answer within 50ms") {
 			t.Errorf("%d %s", code, text)
 		}
 		d.want(Late)
@@ -293,10 +304,12 @@ func TestBooksThatHang(t *testing.T) {
 func TestBooksThatCannotTell(t *testing.T) {
 	d := open(t, &shelf{err: errors.New("the pods have not been listed yet")}, time.Minute)
 	for path, body := range map[string]string{
-		"/filter":  filterArgs(t, "p", "a"),
-		"/preempt": jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"), NodeNameToMetaVictims: map[string]*extender.MetaVictims{"a": {}}}),
+		"/filter": filterArgs(t, "p", "a"),
+		"/preempt": jsonOf(t, &extender.ExtenderPreemptionArgs{Pod: podOf("p"),
+			NodeNameToMetaVictims: map[string]*extender.MetaVictims{"a": {}}}),
 	} {
-		if code, text := d.post(path, body); code != http.StatusServiceUnavailable || !strings.Contains(text, "x/p") || !strings.Contains(text, "not been listed yet") {
+		if code, text := d.post(path, body); code != http.StatusServiceUnavailable || !strings.Contains(text, "x/p") ||
+			!strings.Contains(text, "not been listed yet") {
 			t.Errorf("%s: %d %s", path, code, text)
 		}
 		d.want(Failed)
@@ -312,7 +325,9 @@ func TestSlowRequestsKeepNobody(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer conn.Close()
-		if _, err := io.WriteString(conn, "POST /filter HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"); err != nil {
+		const start = "POST /filter HTTP/1.1\r\nHost: x\r\n" +
+			"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+		if _, err := io.WriteString(conn, start); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -346,7 +361,8 @@ func TestManyAtOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 40 {
 		wg.Go(func() {
-			res, err := http.Post(d.url+"/filter", "application/json", bytes.NewReader([]byte(filterArgs(t, "p", nodes...))))
+			res, err := http.Post(d.url+"/filter", "application/json",
+				bytes.NewReader([]byte(filterArgs(t, "p", nodes...))))
 			if err != nil {
 				t.Error(err)
 				return
@@ -416,7 +432,8 @@ func TestAPodOfAGroup(t *testing.T) {
 			}
 			text := post("/filter", jsonOf(t, &extender.ExtenderArgs{Pod: p, NodeNames: &[]string{"a", "b"}}))
 			var got extender.ExtenderFilterResult
-			if err := json.Unmarshal([]byte(text), &got); err != nil || got.NodeNames == nil || len(*got.NodeNames) > 0 ||
+			if err := json.Unmarshal([]byte(text), &got); err != nil || got.NodeNames == nil ||
+				len(*got.NodeNames) > 0 ||
 				len(got.FailedNodes) != 2 || !strings.Contains(got.FailedNodes["a"], c.want) {
 				t.Errorf("it is told %s, %v; want a refusal with %q", text, err, c.want)
 			}

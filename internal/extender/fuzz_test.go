@@ -16,9 +16,11 @@ import (
 func FuzzDoor(f *testing.F) {
 	f.Add(true, []byte(`{"Pod":{"metadata":{"uid":"uid-p"}},"NodeNames":["a","b"]}`))
 	f.Add(true, []byte(`{"Pod":{"metadata":{"uid":"uid-p"}},"Nodes":{"items":[]}}`))
-	f.Add(false, []byte(`{"Pod":{"metadata":{"uid":"uid-p"}},"NodeNameToMetaVictims":{"a":{"Pods":[{"UID":"large"},null]},"b":null}}`))
+	f.Add(false, []byte(`{"Pod":{"metadata":{"uid":"uid-p"}},
+		"NodeNameToMetaVictims":{"a":{"Pods":[{"UID":"large"},null]},"b":null}}`))
 	f.Add(false, []byte(`{"Pod":null}`))
-	f.Add(true, []byte(`{"Pod":{"metadata":{"uid":"uid-p"},"spec":{"containers":[{"resources":{"requests":{"cpu":"1e-999999999"}}}]}},"NodeNames":["a","b"]}`))
+	f.Add(true, []byte(`{"Pod":{"metadata":{"uid":"uid-p"},
+		"spec":{"containers":[{"resources":{"requests":{"cpu":"1e-999999999"}}}]}},"NodeNames":["a","b"]}`))
 	f.Add(true, []byte(`[[[[[[`))
 	f.Fuzz(func(t *testing.T, filter bool, body []byte) {
 		path := "/preempt"

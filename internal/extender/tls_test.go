@@ -46,9 +46,11 @@ func (a *authority) make(name string, by *ecdsa.PrivateKey) (*x509.Certificate, 
 		a.t.Fatal(err)
 	}
 	template := &x509.Certificate{SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
-		KeyUsage: x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
-		IsCA: by == nil, BasicConstraintsValid: true}
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+		KeyUsage:    x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+		IsCA:        by == nil, BasicConstraintsValid: true}
 	parent := a.cert
 	if by == nil {
 		parent, by = template, key
@@ -71,7 +73,8 @@ func (a *authority) pair(name string) (cert, key []byte) {
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw}), pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: raw})
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw}),
+		pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: raw})
 }
 
 func (a *authority) pem() []byte {
@@ -125,9 +128,12 @@ func TestDoorWithTLS(t *testing.T) {
 				t.Fatal(err)
 			}
 			// Also to a server that does not ask for one of this authority.
-			config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &pair, nil }
+			config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+				return &pair, nil
+			}
 		}
-		client := http.Client{Transport: &http.Transport{TLSClientConfig: config, DisableKeepAlives: true}, Timeout: 20 * time.Second}
+		client := http.Client{Transport: &http.Transport{TLSClientConfig: config, DisableKeepAlives: true},
+			Timeout: 20 * time.Second}
 		response, err := client.Get("https://" + listener.Addr().String())
 		if err == nil {
 			response.Body.Close()
@@ -176,7 +182,8 @@ func TestDoorWithTLS(t *testing.T) {
 	if err := os.WriteFile(files.ClientCA, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := files.Config(slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "no certificate in") {
+	if _, err := files.Config(slog.New(slog.DiscardHandler)); err == nil ||
+		!strings.Contains(err.Error(), "no certificate in") {
 		t.Errorf("an empty file of authorities: %v", err)
 	}
 }
@@ -229,7 +236,8 @@ func TestClientHasLeft(t *testing.T) {
 // TestCertificates: the scheduler's lets in, the door's own and nobody's do not.
 func TestCertificates(t *testing.T) {
 	dir := t.TempDir()
-	files, err := Certificates([]string{"placer.test", "127.0.0.1"}, time.Now().Add(-time.Minute), time.Now().Add(time.Hour))
+	files, err := Certificates([]string{"placer.test", "127.0.0.1"}, time.Now().Add(-time.Minute),
+		time.Now().Add(time.Hour))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -239,7 +247,8 @@ func TestCertificates(t *testing.T) {
 		}
 	}
 	in := func(name string) string { return filepath.Join(dir, name) }
-	config, err := Files{Cert: in(CertFile), Key: in(KeyFile), ClientCA: in(CAFile)}.Config(slog.New(slog.DiscardHandler))
+	config, err := Files{Cert: in(CertFile), Key: in(KeyFile),
+		ClientCA: in(CAFile)}.Config(slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

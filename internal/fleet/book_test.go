@@ -22,7 +22,8 @@ type lastGPU struct {
 
 func newLastGPU() *lastGPU {
 	w := &lastGPU{Fleet: New("example.com", func() time.Time { return start })}
-	w.lender, w.holder = Lend(w.Fleet, func(p *corev1.Pod) string { return p.Labels["quota"] }), HoldFor(w.Fleet, func(p *corev1.Pod) string { return p.Labels["hold"] })
+	w.lender = Lend(w.Fleet, func(p *corev1.Pod) string { return p.Labels["quota"] })
+	w.holder = HoldFor(w.Fleet, func(p *corev1.Pod) string { return p.Labels["hold"] })
 	w.SetNode(node("a", corev1.ConditionTrue))
 	s := says(first)
 	s.Sum()
@@ -40,7 +41,9 @@ func (w *lastGPU) listed() {
 }
 
 func allOfIt() []placer.Group {
-	return []placer.Group{{Containers: []placer.Container{{Requests: map[string]int{memory: 79}}}, N: 1, Among: []string{"a"}}}
+	return []placer.Group{{
+		Containers: []placer.Container{{Requests: map[string]int{memory: 79}}}, N: 1, Among: []string{"a"},
+	}}
 }
 
 // race has all doors ask for all of the GPU at the same moment, and returns who has got it.

@@ -241,9 +241,9 @@ func (f *Fleet) asked(uid string) (*asking, error) {
 }
 
 // Place picks one of some nodes for the pod with a UID, and reserves room there. The pod's requests are those that
-// the API has, and it is an error if the API has not shown the pod. If no node has room by the books, Place picks the first node where the
-// pod fits without the requests that the node serves through DRA. If there is none either, node is empty, and
-// refused has the reason of each node.
+// the API has, and it is an error if the API has not shown the pod. If no node has room by the books, Place picks
+// the first node where the pod fits without the requests that the node serves through DRA. If there is none either,
+// node is empty, and refused has the reason of each node.
 func (f *Fleet) Place(
 	ctx context.Context, uid string, among []string,
 ) (node string, refused map[string]string, err error) {

@@ -57,7 +57,8 @@ func says(uuids ...string) *gpunode.Status {
 		out.GPUs = append(out.GPUs, gpunode.GPU{
 			UUID: uuid, Index: i, Mode: "shared", API: "device-plugin",
 			Resource: memory, Kind: piece.KindUnits, Total: 79, Free: 79, Largest: 79,
-			Conditions: []gpunode.Condition{{Type: gpunode.Healthy, Status: gpunode.True}, {Type: gpunode.Available, Status: gpunode.True}},
+			Conditions: []gpunode.Condition{{Type: gpunode.Healthy, Status: gpunode.True},
+				{Type: gpunode.Available, Status: gpunode.True}},
 		})
 	}
 	return out
@@ -77,7 +78,8 @@ func asks(name, units string) *corev1.Pod {
 }
 
 func container(of, n string) corev1.Container {
-	return corev1.Container{Resources: corev1.ResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceName(of): resource.MustParse(n)}}}
+	requests := corev1.ResourceList{corev1.ResourceName(of): resource.MustParse(n)}
+	return corev1.Container{Resources: corev1.ResourceRequirements{Requests: requests}}
 }
 
 // bound is the pod on a node, with n units of a GPU once it has reported.
@@ -86,7 +88,8 @@ func bound(p *corev1.Pod, on, uuid string, n int) *corev1.Pod {
 	p.Spec.NodeName = on
 	has := corev1.ResourceStatus{Name: memory}
 	for i := range n {
-		has.Resources = append(has.Resources, corev1.ResourceHealth{ResourceID: corev1.ResourceID(timeslice.ID(gpu.UUID(uuid), i))})
+		has.Resources = append(has.Resources,
+			corev1.ResourceHealth{ResourceID: corev1.ResourceID(timeslice.ID(gpu.UUID(uuid), i))})
 	}
 	p.Status.ContainerStatuses = []corev1.ContainerStatus{{AllocatedResourcesStatus: []corev1.ResourceStatus{has}}}
 	return p
@@ -111,7 +114,8 @@ func wantPlaced(t *testing.T, f *Fleet, p *corev1.Pod, on, part string) {
 	t.Helper()
 	got, refused, err := place(context.Background(), f, p, []string{"a"})
 	if err != nil || got != on || !strings.Contains(refused["a"], part) {
-		t.Fatalf("%s was placed on %q, refused %q, error %v; want %q and a reason with %q", p.Name, got, refused, err, on, part)
+		t.Fatalf("%s was placed on %q, refused %q, error %v; want %q and a reason with %q", p.Name, got, refused, err,
+			on, part)
 	}
 }
 
@@ -120,7 +124,8 @@ func TestNothingIsAnsweredBeforeAllIsListed(t *testing.T) {
 	f.SetNode(node("a", corev1.ConditionTrue))
 	f.SetGPUNode("a", says(first))
 	for _, k := range []Kind{Nodes, GPUNodes, Pods} {
-		if on, _, err := place(context.Background(), f, asks("1", "8"), []string{"a"}); err == nil || !strings.Contains(err.Error(), string(k)) {
+		if on, _, err := place(context.Background(), f, asks("1", "8"), []string{"a"}); err == nil ||
+			!strings.Contains(err.Error(), string(k)) {
 			t.Errorf("before %s are listed: %q, error %v", k, on, err)
 		}
 		if _, err := fits(context.Background(), f, asks("1", "8"), "a", nil); err == nil {
@@ -198,14 +203,16 @@ func TestNodesInAnyOrder(t *testing.T) {
 		news []func(*Fleet)
 		on   string
 	}{
-		"the Node first":        {[]func(*Fleet){ready, reports}, "a"},
-		"the GPUNode first":     {[]func(*Fleet){reports, ready}, "a"},
-		"no GPUNode":            {[]func(*Fleet){ready}, ""},
-		"no Node":               {[]func(*Fleet){reports}, ""},
-		"the Node goes":         {[]func(*Fleet){ready, reports, func(f *Fleet) { f.DeleteNode("a") }}, ""},
-		"the GPUNode goes":      {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetGPUNode("a", nil) }}, ""},
-		"the kubelet is silent": {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) }}, ""},
-		"and comes back": {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) },
+		"the Node first":    {[]func(*Fleet){ready, reports}, "a"},
+		"the GPUNode first": {[]func(*Fleet){reports, ready}, "a"},
+		"no GPUNode":        {[]func(*Fleet){ready}, ""},
+		"no Node":           {[]func(*Fleet){reports}, ""},
+		"the Node goes":     {[]func(*Fleet){ready, reports, func(f *Fleet) { f.DeleteNode("a") }}, ""},
+		"the GPUNode goes":  {[]func(*Fleet){ready, reports, func(f *Fleet) { f.SetGPUNode("a", nil) }}, ""},
+		"the kubelet is silent": {[]func(*Fleet){ready, reports,
+			func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) }}, ""},
+		"and comes back": {[]func(*Fleet){ready, reports,
+			func(f *Fleet) { f.SetNode(node("a", corev1.ConditionUnknown)) },
 			ready}, "a"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -303,7 +310,8 @@ func TestReadPod(t *testing.T) {
 	if got := known().read(p); !reflect.DeepEqual(got, want) {
 		t.Errorf("read %+v\nwant %+v", got, want)
 	}
-	for phase, done := range map[corev1.PodPhase]bool{corev1.PodPending: false, corev1.PodRunning: false, corev1.PodSucceeded: true, corev1.PodFailed: true} {
+	for phase, done := range map[corev1.PodPhase]bool{corev1.PodPending: false, corev1.PodRunning: false,
+		corev1.PodSucceeded: true, corev1.PodFailed: true} {
 		p.Status.Phase = phase
 		if got := known().read(p); got.Done != done {
 			t.Errorf("a pod that is %s: done is %v", phase, got.Done)
@@ -331,7 +339,7 @@ func TestNothingIsPlacedWhereTheKubeletHasLostTheAgent(t *testing.T) {
 	wantPlaced(t, f, asks("2", "8"), "a", "")
 	counts(map[string]string{memory: "0", "nvidia.com/gpu": "4"})
 	wantPlaced(t, f, asks("3", "8"), "", "not ready")
-	counts(map[string]string{memory: "0", "example.com/gpu": "1"}) // of another resource, which the object does not name
+	counts(map[string]string{memory: "0", "example.com/gpu": "1"}) // a resource that the GPUNode does not name
 	wantPlaced(t, f, asks("3", "8"), "", "not ready")
 	counts(map[string]string{memory: "1"}) // it is back, and nearly all of its devices are withdrawn
 	wantPlaced(t, f, asks("3", "8"), "a", "")
@@ -382,7 +390,8 @@ func onlyTheUIDCounts(t *testing.T) {
 	// The same UID, and another pod.
 	none := asks("waits", "1")
 	none.Spec.Containers = nil
-	for what, p := range map[string]*corev1.Pod{"without containers": none, "that asks for less": asks("waits", "1"), "that is bound": bound(asks("waits", "79"), "n", first, 79)} {
+	for what, p := range map[string]*corev1.Pod{"without containers": none, "that asks for less": asks("waits", "1"),
+		"that is bound": bound(asks("waits", "79"), "n", first, 79)} {
 		want("the same UID on a pod "+what, post(p, "n"), `"NodeNames":["n"]`)
 		f.SetPod(asks("other", "1"))
 		want("beside it", post(asks("other", "1"), "n"), `"NodeNames":[]`)

@@ -19,12 +19,26 @@ import (
 func FuzzFleet(f *testing.F) {
 	for _, text := range []string{
 		`{}`,
-		`{"node":{"status":{"conditions":[{"type":"Ready","status":"True"}],"allocatable":{"example.com/gpu-mem":"79"}}},
-		  "says":{"conditions":[{"type":"Ready","status":"True"}],"gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","resource":"example.com/gpu-mem","total":79,"conditions":[{"type":"Available","status":"True"}]}]},
-		  "pods":[{"spec":{"nodeName":"hostile","containers":[{"resources":{"limits":{"example.com/gpu-mem":"4000000000"}}}]}},{"spec":{"initContainers":[{"restartPolicy":"Always","resources":{"requests":{"example.com/gpu-mem":"9E"}}}],"containers":[{"resources":{"requests":{"example.com/gpu-mem":"2"}}}]}}]}`,
-		`{"says":{"gpus":[{"uuid":"GPU-1","total":2147483647}]},"pods":[{"status":{"containerStatuses":[{"allocatedResourcesStatus":[{"name":"example.com/gpu-mem","resources":[{"resourceID":"GPU-1::00007"},{"resourceID":"GPU-1::99999999999999999999"},{"resourceID":"::"}]}]}]},"spec":{"nodeName":"hostile"}}]}`,
-		`{"pods":[{"spec":{"schedulingGroup":{"podGroupName":"g"},"containers":[{"resources":{"limits":{"example.com/gpu-mem":"40"}}}]}},{"spec":{"schedulingGroup":{},"containers":[{"resources":{"limits":{"example.com/gpu-mem":"99"}}}]}}]}`,
-		`{"pods":[{"status":{"phase":"Failed","nominatedNodeName":"honest"},"spec":{"schedulingGates":[{"name":"g"}],"containers":[{"resources":{"limits":{"example.com/mig-1g.10gb":"1k"}}}]}}]}`,
+		`{"node":{"status":{"conditions":[{"type":"Ready","status":"True"}],
+		    "allocatable":{"example.com/gpu-mem":"79"}}},
+		  "says":{"conditions":[{"type":"Ready","status":"True"}],
+		    "gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","resource":"example.com/gpu-mem","total":79,
+		      "conditions":[{"type":"Available","status":"True"}]}]},
+		  "pods":[
+		    {"spec":{"nodeName":"hostile",
+		      "containers":[{"resources":{"limits":{"example.com/gpu-mem":"4000000000"}}}]}},
+		    {"spec":{"initContainers":[{"restartPolicy":"Always",
+		        "resources":{"requests":{"example.com/gpu-mem":"9E"}}}],
+		      "containers":[{"resources":{"requests":{"example.com/gpu-mem":"2"}}}]}}]}`,
+		`{"says":{"gpus":[{"uuid":"GPU-1","total":2147483647}]},
+		  "pods":[{"status":{"containerStatuses":[{"allocatedResourcesStatus":[{"name":"example.com/gpu-mem",
+		      "resources":[{"resourceID":"GPU-1::00007"},{"resourceID":"GPU-1::99999999999999999999"},
+		        {"resourceID":"::"}]}]}]},"spec":{"nodeName":"hostile"}}]}`,
+		`{"pods":[{"spec":{"schedulingGroup":{"podGroupName":"g"},
+		    "containers":[{"resources":{"limits":{"example.com/gpu-mem":"40"}}}]}},
+		  {"spec":{"schedulingGroup":{},"containers":[{"resources":{"limits":{"example.com/gpu-mem":"99"}}}]}}]}`,
+		`{"pods":[{"status":{"phase":"Failed","nominatedNodeName":"honest"},"spec":{"schedulingGates":[{"name":"g"}],
+		    "containers":[{"resources":{"limits":{"example.com/mig-1g.10gb":"1k"}}}]}}]}`,
 	} {
 		f.Add([]byte(text))
 	}

@@ -38,7 +38,8 @@ func TestHolder(t *testing.T) {
 		t.Errorf("nodes are %v, and b is cordoned", n)
 	}
 	// A template may name limits alone.
-	template := corev1.PodSpec{Containers: []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{memory: resource.MustParse("50")}}}}}
+	limits := corev1.ResourceList{memory: resource.MustParse("50")}
+	template := corev1.PodSpec{Containers: []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: limits}}}}
 	group := placer.Group{Containers: h.Asks(&template), N: 1, Among: []string{"a"}}
 	if len(group.Containers) != 1 || group.Containers[0].Requests[memory] != 50 {
 		t.Fatalf("it asks for %v", group.Containers)
@@ -59,7 +60,8 @@ func TestHolder(t *testing.T) {
 	}
 	f.DeletePod("own")
 	h.Drop("x/1")
-	if at, no := h.Hold("x/2", "another job", []placer.Group{group}); no != nil || len(at) != 1 || !slices.Equal(at[0], []string{"a"}) {
+	if at, no := h.Hold("x/2", "another job", []placer.Group{group}); no != nil || len(at) != 1 ||
+		!slices.Equal(at[0], []string{"a"}) {
 		t.Errorf("the room is not free: %v, %v", at, no)
 	}
 }

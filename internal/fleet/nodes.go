@@ -52,7 +52,8 @@ var plainNames = []corev1.ResourceName{
 
 func newNodes() nodes {
 	return nodes{
-		about: map[string]about{}, says: map[string]*gpunode.Status{}, passed: map[string]error{}, dra: map[string]bool{},
+		about: map[string]about{}, says: map[string]*gpunode.Status{},
+		passed: map[string]error{}, dra: map[string]bool{},
 	}
 }
 

@@ -19,7 +19,8 @@ func lendingFleet(t *testing.T) (*Fleet, *Lender) {
 	for i, name := range []string{"a", "b"} {
 		n := node(name, corev1.ConditionTrue)
 		n.Labels = map[string]string{"model": "A100", "rack": name}
-		n.Status.Allocatable = corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("16"), "example.com/other": resource.MustParse("1")}
+		n.Status.Allocatable = corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("16"),
+			"example.com/other": resource.MustParse("1")}
 		f.SetNode(n)
 		s := says([]string{first, second}[i])
 		s.Sum()
@@ -110,7 +111,8 @@ func TestNothingIsLentWhereNoPodMayGo(t *testing.T) {
 
 func TestWhatNodesHaveInCommon(t *testing.T) {
 	f, l := lendingFleet(t)
-	if got := fmt.Sprint(l.Labels([]string{"a"}), l.Labels([]string{"a", "b"}), l.Labels(nil), l.Labels([]string{"a", "c"})); got != "map[model:A100 rack:a] map[model:A100] map[] map[]" {
+	if got := fmt.Sprint(l.Labels([]string{"a"}), l.Labels([]string{"a", "b"}), l.Labels(nil),
+		l.Labels([]string{"a", "c"})); got != "map[model:A100 rack:a] map[model:A100] map[] map[]" {
 		t.Error(got)
 	}
 	devices, plain := l.Lendable()

@@ -17,7 +17,8 @@ func TestSettled(t *testing.T) {
 	gated := asks("gated", "79")
 	gated.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "queue"}}
 	waits := asks("p", "79")
-	waits.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}}
+	waits.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
+		Reason: corev1.PodReasonUnschedulable}}
 	succeeded := asks("p", "79")
 	succeeded.Status.Phase = corev1.PodSucceeded
 	for name, test := range map[string]struct {
@@ -26,14 +27,18 @@ func TestSettled(t *testing.T) {
 		then      func(f *Fleet, now *time.Time)
 		unsettled bool
 	}{
-		"nothing waits":      {},
-		"it is bound":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(bound(asks("p", "79"), "a", first, 0)) }, true},
-		"it has gone":        {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.DeletePod("p") }, true},
-		"it has ended":       {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(succeeded) }, true},
-		"it asks again":      {asks("p", "79"), func(f *Fleet, _ *time.Time) { place(t.Context(), f, asks("p", "79"), []string{"a"}) }, true},
-		"nothing comes":      {asks("p", "79"), func(_ *Fleet, now *time.Time) { *now = now.Add(placer.ReservedFor) }, true},
-		"it waits":           {waits, func(_ *Fleet, now *time.Time) { *now = now.Add(placer.DoubtedFor) }, true},
-		"it is given up":     {asks("p", "79"), func(f *Fleet, now *time.Time) { f.SetPod(waits); *now = now.Add(placer.DoubtedFor) }, true},
+		"nothing waits": {},
+		"it is bound": {asks("p", "79"),
+			func(f *Fleet, _ *time.Time) { f.SetPod(bound(asks("p", "79"), "a", first, 0)) }, true},
+		"it has gone":  {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.DeletePod("p") }, true},
+		"it has ended": {asks("p", "79"), func(f *Fleet, _ *time.Time) { f.SetPod(succeeded) }, true},
+		"it asks again": {asks("p", "79"),
+			func(f *Fleet, _ *time.Time) { place(t.Context(), f, asks("p", "79"), []string{"a"}) }, true},
+		"nothing comes": {asks("p", "79"),
+			func(_ *Fleet, now *time.Time) { *now = now.Add(placer.ReservedFor) }, true},
+		"it waits": {waits, func(_ *Fleet, now *time.Time) { *now = now.Add(placer.DoubtedFor) }, true},
+		"it is given up": {asks("p", "79"),
+			func(f *Fleet, now *time.Time) { f.SetPod(waits); *now = now.Add(placer.DoubtedFor) }, true},
 		"it is gated":        {pod: gated},
 		"it asks for no GPU": {pod: &corev1.Pod{}},
 		"it was bound":       {pod: bound(asks("p", "79"), "a", first, 0)},
@@ -86,7 +91,8 @@ func TestSlowBind(t *testing.T) {
 	told := func(p *corev1.Pod, what string) *corev1.Pod {
 		p = p.DeepCopy()
 		p.Status.Conditions = []corev1.PodCondition{{
-			Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonSchedulerError, Message: what,
+			Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
+			Reason: corev1.PodReasonSchedulerError, Message: what,
 		}}
 		return p
 	}

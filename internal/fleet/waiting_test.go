@@ -118,7 +118,8 @@ func TestWokenWhereRoomAppears(t *testing.T) {
 	// The pod is asked for again, and has a reservation beside one that lapses.
 	w.pass(time.Minute)
 	for _, name := range []string{"3", "4"} {
-		if on, _, err := place(context.Background(), w.Fleet, asks(name, "39"), []string{"a"}); on != "a" || err != nil {
+		if on, _, err := place(context.Background(), w.Fleet, asks(name, "39"), []string{"a"}); on != "a" ||
+			err != nil {
 			t.Fatalf("%s is on %q: %v", name, on, err)
 		}
 	}
@@ -220,7 +221,8 @@ func TestManyThatWaitAreFewQuestions(t *testing.T) {
 	f.SetPod(bound(asks("big-1", "79"), "a", first, 79))
 	f.SetPod(bound(asks("big-2", "70"), "a", second, 70))
 	for i := range pods {
-		if on, _, err := place(context.Background(), f, asks(fmt.Sprint(i), fmt.Sprint(40+i%2)), []string{"a"}); on != "" || err != nil {
+		on, _, err := place(context.Background(), f, asks(fmt.Sprint(i), fmt.Sprint(40+i%2)), []string{"a"})
+		if on != "" || err != nil {
 			t.Fatal(on, err)
 		}
 	}
@@ -250,7 +252,8 @@ func TestManyThatWaitAreFewQuestions(t *testing.T) {
 func scheduled(p *corev1.Pod, on string, at time.Time) *corev1.Pod {
 	p = p.DeepCopy()
 	p.Spec.NodeName = on
-	p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionTrue, LastTransitionTime: metav1.NewTime(at)}}
+	p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionTrue,
+		LastTransitionTime: metav1.NewTime(at)}}
 	return p
 }
 
@@ -342,7 +345,8 @@ func TestSuccessorWakesForThoseWhoWait(t *testing.T) {
 	w.LeadBy(func() error { return follows })
 	stuck := func(name, units string) *corev1.Pod {
 		p := asks(name, units)
-		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}}
+		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
+			Reason: corev1.PodReasonUnschedulable}}
 		return p
 	}
 	w.SetPod(stuck("1", "79"))

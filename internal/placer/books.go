@@ -429,7 +429,8 @@ func (all *cards) of(told *gpunode.Card) *cardOf {
 			return c
 		}
 	}
-	c := &cardOf{told: *told, profiles: map[string][]mig.Placement{}, texts: map[string]mig.Placement{}, losses: map[loss]int{}}
+	c := &cardOf{told: *told, profiles: map[string][]mig.Placement{},
+		texts: map[string]mig.Placement{}, losses: map[loss]int{}}
 	c.card, _ = told.Read() // a profile that makes no sense is on no offer
 	for _, p := range c.card.Placements() {
 		name := p.Profile.String()

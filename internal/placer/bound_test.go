@@ -89,7 +89,8 @@ func TestUnitsWhateverTheAgentChooses(t *testing.T) {
 			safe++
 		}
 	}
-	if t.Logf("%d are safe; of %d that are not said to be, %d can be kept out", safe, unsafe, lost); safe < 500 || lost < 500 {
+	if t.Logf("%d are safe; of %d that are not said to be, %d can be kept out", safe, unsafe, lost); safe < 500 ||
+		lost < 500 {
 		t.Error("the test looks at nothing")
 	}
 }
@@ -154,7 +155,8 @@ func TestPlacementsWhateverTheAgentChooses(t *testing.T) {
 		var standing [][]mig.Placement
 		var held []int
 		for range 1 + r.IntN(2) {
-			s := space{kind: piece.KindPlacement, card: card, onDemand: true, all: all, places: map[string][]mig.Placement{}}
+			s := space{kind: piece.KindPlacement, card: card, onDemand: true, all: all,
+				places: map[string][]mig.Placement{}}
 			for range r.IntN(3) {
 				if p := card.Placements()[r.IntN(len(card.Placements()))]; card.Fits(s.standing, p) {
 					s.standing = append(s.standing, p)
@@ -187,7 +189,8 @@ func TestPlacementsWhateverTheAgentChooses(t *testing.T) {
 			safe++
 		}
 	}
-	if t.Logf("%d are safe; of %d that are not said to be, %d can be kept out", safe, unsafe, lost); safe < 50 || lost < 100 {
+	if t.Logf("%d are safe; of %d that are not said to be, %d can be kept out", safe, unsafe, lost); safe < 50 ||
+		lost < 100 {
 		t.Error("the test looks at nothing")
 	}
 }

@@ -264,7 +264,8 @@ func (hs *holds) sitAll(h *hold) {
 func (hs *holds) seat(h *hold, group int, containers []Container, node string) *seat {
 	hs.age++
 	// No pod has such a name, so that no GPUNode names it as a holder.
-	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name, Containers: containers, Hold: h.id})
+	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name,
+		Containers: containers, Hold: h.id})
 	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
 }
 

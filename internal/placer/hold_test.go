@@ -77,7 +77,8 @@ func TestAGroupIsHeldAsAWhole(t *testing.T) {
 	f.wantHeld("g", "[[a a b b]]", f.group(4, memName, 50)) // asked for again
 	f.wantRefused(units("other", 50), "the rest is held for others")
 	var refusal *Refusal
-	if _, err := f.books.Place(context.Background(), units("other", 50), f.names, f.now); !errors.As(err, &refusal) || !strings.Contains(refusal.Nodes["a"], "held for pods to come of x/g") {
+	if _, err := f.books.Place(context.Background(), units("other", 50), f.names, f.now); !errors.As(err, &refusal) ||
+		!strings.Contains(refusal.Nodes["a"], "held for pods to come of x/g") {
 		t.Errorf("%v: %+v", err, refusal)
 	}
 	f.wantPlaced(units("small", 29), "a")
@@ -261,7 +262,8 @@ func (f *fleet) hold() {
 		}
 		return
 	}
-	if f.count["not held"]++; !quiet || len(groups) > 1 || len(groups[0].Containers) > 1 || len(groups[0].Containers[0].Requests) > 1 {
+	if f.count["not held"]++; !quiet || len(groups) > 1 || len(groups[0].Containers) > 1 ||
+		len(groups[0].Containers[0].Requests) > 1 {
 		return
 	}
 	f.count["not held in quiet"]++
@@ -310,7 +312,8 @@ func (f *fleet) member() {
 
 func (f *fleet) sit(id string, g int) error {
 	f.seq++
-	p := &Pod{UID: fmt.Sprintf("p%d", f.seq), Namespace: "x", Name: fmt.Sprintf("p%d", f.seq), Hold: id, Containers: f.holds[id][g].Containers}
+	p := &Pod{UID: fmt.Sprintf("p%d", f.seq), Namespace: "x", Name: fmt.Sprintf("p%d", f.seq), Hold: id,
+		Containers: f.holds[id][g].Containers}
 	node, err := f.books.Place(context.Background(), *p, f.names, f.now)
 	f.quiet = false
 	if err == nil {
@@ -337,7 +340,8 @@ func (f *fleet) come() {
 	f.seats()
 	f.giveUp()
 	for _, id := range slices.Sorted(maps.Keys(f.holds)) {
-		one := len(f.holds[id]) == 1 && len(f.holds[id][0].Containers) == 1 && len(f.holds[id][0].Containers[0].Requests) == 1
+		one := len(f.holds[id]) == 1 && len(f.holds[id][0].Containers) == 1 &&
+			len(f.holds[id][0].Containers[0].Requests) == 1
 		for tries := 0; ; tries++ {
 			groups := f.lacking(id)
 			if len(groups) == 0 {
@@ -391,7 +395,8 @@ func TestSeatsOneAfterTheOther(t *testing.T) {
 		kind := []piece.Kind{piece.KindUnits, piece.KindPlacement}[seed%2]
 		of := func() []Container {
 			if kind == piece.KindPlacement {
-				return asks("", []string{"example.com/mig-1g.10gb", "example.com/mig-2g.20gb", "example.com/mig-3g.40gb"}[r.IntN(3)], 1+r.IntN(2)).Containers
+				return asks("", []string{"example.com/mig-1g.10gb", "example.com/mig-2g.20gb",
+					"example.com/mig-3g.40gb"}[r.IntN(3)], 1+r.IntN(2)).Containers
 			}
 			return units("", 1+r.IntN(9)).Containers
 		}
@@ -402,7 +407,8 @@ func TestSeatsOneAfterTheOther(t *testing.T) {
 			names = append(names, m.name)
 			b.SetNode(m.name, m.says(), true)
 			for j := range r.IntN(3) { // who has been bound, and has no devices yet
-				b.SetPod(Pod{UID: fmt.Sprintf("%d-%d", i, j), Name: fmt.Sprintf("%d-%d", i, j), Node: m.name, Containers: of()})
+				b.SetPod(Pod{UID: fmt.Sprintf("%d-%d", i, j), Name: fmt.Sprintf("%d-%d", i, j), Node: m.name,
+					Containers: of()})
 			}
 		}
 		for id := range 3 {
@@ -420,7 +426,8 @@ func TestSeatsOneAfterTheOther(t *testing.T) {
 				}
 				grown++
 				anew := b.roomOf(n, nil)
-				if want, got := shared(anew.expect().gpus), shared(n.room.expected.gpus); !reflect.DeepEqual(got, want) || len(anew.pending) != len(n.room.pending) {
+				want, got := shared(anew.expect().gpus), shared(n.room.expected.gpus)
+				if !reflect.DeepEqual(got, want) || len(anew.pending) != len(n.room.pending) {
 					t.Fatalf("seed %d: on %s %+v is expected, and anew %+v", seed, name, got, want)
 				}
 			}
@@ -491,12 +498,14 @@ func TestOthersAskBetweenTheSteps(t *testing.T) {
 					continue // an agent has chosen otherwise, between two steps
 				}
 				if _, err := f.machines[name].admit(f.r, &s.Pod); err != nil {
-					t.Fatalf("seed %d: %s has no room for a seat of %s, %v: %v", seed, name, s.owner.id, s.Containers, err)
+					t.Fatalf("seed %d: %s has no room for a seat of %s, %v: %v", seed, name, s.owner.id, s.Containers,
+						err)
 				}
 			}
 		}
 	}
-	if t.Logf("%d holds in %d steps; %d seats were lost", held, steps, lost); held < 20 || steps < 500 || lost > held/4 {
+	if t.Logf("%d holds in %d steps; %d seats were lost", held, steps, lost); held < 20 || steps < 500 ||
+		lost > held/4 {
 		t.Error("the test shows little")
 	}
 }

@@ -26,7 +26,8 @@ func cheap(t *testing.T, what string, b *Books, mib uint64, do func()) {
 	before := b.taken
 	bytes := cost.Allocated(do)
 	if steps := b.taken - before; bytes > mib<<20 || steps > mostTrials*maxSteps {
-		t.Errorf("%s took %d MiB and %d steps, want at most %d and %d", what, bytes>>20, steps, mib, mostTrials*maxSteps)
+		t.Errorf("%s took %d MiB and %d steps, want at most %d and %d", what, bytes>>20, steps, mib,
+			mostTrials*maxSteps)
 	}
 }
 
@@ -34,7 +35,8 @@ func cheap(t *testing.T, what string, b *Books, mib uint64, do func()) {
 func plain(kind piece.Kind, resource string, gpus, total int) *gpunode.Status {
 	s := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 	for i := range gpus {
-		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%d", i), Index: i, API: "device-plugin", Kind: kind, Resource: resource, Total: total, Free: total,
+		s.GPUs = append(s.GPUs, gpunode.GPU{UUID: fmt.Sprintf("GPU-%d", i), Index: i, API: "device-plugin", Kind: kind,
+			Resource: resource, Total: total, Free: total,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}})
 	}
 	return s
@@ -89,7 +91,8 @@ func honest(t *testing.T) (b *Books, served func()) {
 // likes.
 func TestNumbersOfPodsSizeNothing(t *testing.T) {
 	for _, n := range []int{1 << 31, 1e7, 60_001, 5_000} {
-		for _, resource := range []string{memName, repName, gpuName, "example.com/mig-1g.10gb", "example.com/mig-9g.99gb"} {
+		for _, resource := range []string{memName, repName, gpuName, "example.com/mig-1g.10gb",
+			"example.com/mig-9g.99gb"} {
 			b, served := honest(t)
 			told, _ := h100(t)
 			for _, name := range []string{"honest", "hostile"} {
@@ -97,7 +100,9 @@ func TestNumbersOfPodsSizeNothing(t *testing.T) {
 				if name == "hostile" {
 					s.Cards = []gpunode.Card{*told}
 					mig := plain(piece.KindPlacement, "", 1, 0).GPUs[0]
-					mig.UUID, mig.MIG = "GPU-mig", &gpunode.MIG{Card: told.Name, OnDemand: true, Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: "example.com/mig-1g.10gb", Placements: []string{"0", "1"}, Free: []string{"0", "1"}}}}
+					mig.UUID, mig.MIG = "GPU-mig", &gpunode.MIG{Card: told.Name, OnDemand: true,
+						Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: "example.com/mig-1g.10gb",
+							Placements: []string{"0", "1"}, Free: []string{"0", "1"}}}}
 					s.GPUs[0].Kind, s.GPUs[0].Resource = piece.KindReplica, repName
 					s.GPUs[1].Kind, s.GPUs[1].Resource, s.GPUs[1].Total = piece.KindWhole, gpuName, 1
 					s.GPUs = append(s.GPUs, mig)
@@ -110,7 +115,8 @@ func TestNumbersOfPodsSizeNothing(t *testing.T) {
 				cheap(t, "a bound pod", b, 8, func() { b.SetPod(p) })
 			}
 			cheap(t, fmt.Sprintf("a pod that asks for %d of %s", n, resource), b, 16, func() {
-				if at, err := b.Place(context.Background(), asks("waits", resource, n), []string{"hostile", "honest"}, start); err == nil {
+				if at, err := b.Place(context.Background(), asks("waits", resource, n), []string{"hostile", "honest"},
+					start); err == nil {
 					t.Errorf("it is placed on %s", at)
 				}
 			})
@@ -122,7 +128,8 @@ func TestNumbersOfPodsSizeNothing(t *testing.T) {
 // TestManyPodsOnANode: with a thousand pods that are to come a question is refused or answered, and
 // never goes on for long.
 func TestManyPodsOnANode(t *testing.T) {
-	for _, of := range []*gpunode.Status{plain(piece.KindUnits, memName, 128, 468), plain(piece.KindReplica, memName, 128, 468), table(t, 16, 16, 8, 1, 8)} {
+	for _, of := range []*gpunode.Status{plain(piece.KindUnits, memName, 128, 468),
+		plain(piece.KindReplica, memName, 128, 468), table(t, 16, 16, 8, 1, 8)} {
 		b, served := honest(t)
 		if err := of.Check(); err != nil {
 			t.Fatal(err)
@@ -151,7 +158,8 @@ func TestManyPodsOnANode(t *testing.T) {
 // TestTablesOfNobody: a node may write any table that could be a card's.
 func TestTablesOfNobody(t *testing.T) {
 	for _, c := range []struct{ gpus, profiles, starts, size, memory int }{
-		{1, 2, 64, 1, 64}, {128, 2, 64, 1, 64}, {128, 64, 2, 32, 64}, {128, 16, 8, 2, 64}, {128, 8, 16, 1, 16}, {16, 32, 4, 1, 4},
+		{1, 2, 64, 1, 64}, {128, 2, 64, 1, 64}, {128, 64, 2, 32, 64}, {128, 16, 8, 2, 64}, {128, 8, 16, 1, 16},
+		{16, 32, 4, 1, 4},
 	} {
 		s := table(t, c.gpus, c.profiles, c.starts, c.size, c.memory)
 		if err := s.Check(); err != nil {
@@ -165,14 +173,16 @@ func TestTablesOfNobody(t *testing.T) {
 			p.Containers = append(p.Containers, Container{Requests: map[string]int{of(i): 2, of(i + 1): 1}})
 		}
 		what := fmt.Sprintf("%+v", c)
-		cheap(t, what+": a pod of four containers", b, 256, func() { _, _ = b.Place(context.Background(), p, []string{"hostile"}, start) })
+		cheap(t, what+": a pod of four containers", b, 256,
+			func() { _, _ = b.Place(context.Background(), p, []string{"hostile"}, start) })
 		for i := range 6 {
 			q := asks(fmt.Sprint("comes-", i), of(i), 1)
 			q.Node = "hostile"
 			b.SetPod(q)
 		}
 		p.UID = "next"
-		cheap(t, what+": beside six that are to come", b, 256, func() { _, _ = b.Place(context.Background(), p, []string{"hostile"}, start) })
+		cheap(t, what+": beside six that are to come", b, 256,
+			func() { _, _ = b.Place(context.Background(), p, []string{"hostile"}, start) })
 		served()
 	}
 }
@@ -252,9 +262,18 @@ func TestWhoHasGoneReservesNothing(t *testing.T) {
 func FuzzBooks(f *testing.F) {
 	for _, text := range []string{
 		`{"node":{},"pods":[]}`,
-		`{"node":{"conditions":[{"type":"Ready","status":"True"}],"gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","resource":"example.com/gpu-mem","total":60000,"used":"0-59999","conditions":[{"type":"Available","status":"True"}]}]},"pods":[[2147483647,1]]}`,
-		`{"node":{"holdersIn":"GPUNode","gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","total":9,"holders":[{"namespace":"x","pod":"0","devices":"0-59999"}]}]},"pods":[[1]]}`,
-		`{"node":{"conditions":[{"type":"Ready","status":"True"}],"cards":[{"name":"c","memorySlices":8,"profiles":[{"name":"1g.10gb","computeSlices":1,"memorySlices":1,"starts":[0,1,2,3,4,5,6,7]}]}],"gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"placement","mig":{"card":"c","onDemand":true,"offers":[{"profile":"1g.10gb","resource":"example.com/gpu-mem","placements":["0","1"],"free":["0","1"]}]},"conditions":[{"type":"Available","status":"True"}]}]},"pods":[[1,1],[2],[4000000000]]}`,
+		`{"node":{"conditions":[{"type":"Ready","status":"True"}],"gpus":[{"uuid":"GPU-1","api":"device-plugin",
+			"kind":"units","resource":"example.com/gpu-mem","total":60000,"used":"0-59999",
+			"conditions":[{"type":"Available","status":"True"}]}]},"pods":[[2147483647,1]]}`,
+		`{"node":{"holdersIn":"GPUNode","gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"units","total":9,
+			"holders":[{"namespace":"x","pod":"0","devices":"0-59999"}]}]},"pods":[[1]]}`,
+		`{"node":{"conditions":[{"type":"Ready","status":"True"}],
+			"cards":[{"name":"c","memorySlices":8,
+				"profiles":[{"name":"1g.10gb","computeSlices":1,"memorySlices":1,"starts":[0,1,2,3,4,5,6,7]}]}],
+			"gpus":[{"uuid":"GPU-1","api":"device-plugin","kind":"placement","mig":{"card":"c","onDemand":true,
+				"offers":[{"profile":"1g.10gb","resource":"example.com/gpu-mem",
+					"placements":["0","1"],"free":["0","1"]}]},
+				"conditions":[{"type":"Available","status":"True"}]}]},"pods":[[1,1],[2],[4000000000]]}`,
 	} {
 		f.Add([]byte(text))
 	}
@@ -272,7 +291,8 @@ func FuzzBooks(f *testing.F) {
 			p := Pod{UID: fmt.Sprint(i), Namespace: "x", Name: fmt.Sprint(i)}
 			for _, n := range containers {
 				if n > 0 {
-					p.Containers = append(p.Containers, Container{Requests: map[string]int{memName: min(n, 1<<31-1)}, Init: n%5 == 4})
+					p.Containers = append(p.Containers,
+						Container{Requests: map[string]int{memName: min(n, 1<<31-1)}, Init: n%5 == 4})
 				}
 			}
 			if i < len(in.Pods)-1 {
@@ -295,7 +315,8 @@ func FuzzBooks(f *testing.F) {
 // few nodes until these are full. What one of them costs must not grow with those before it. Before,
 // a hold of 512 took 164 and 360 million steps, and half a minute in which nobody else was answered.
 func TestACrowdOfSmallPods(t *testing.T) {
-	for name, says := range map[string]*gpunode.Status{memName: plain(piece.KindUnits, memName, 8, 79), "example.com/mig-1g.1gb": table(t, 8, 7, 8, 1, 8)} {
+	for name, says := range map[string]*gpunode.Status{memName: plain(piece.KindUnits, memName, 8, 79),
+		"example.com/mig-1g.1gb": table(t, 8, 7, 8, 1, 8)} {
 		b := New()
 		var among []string
 		for i := range 100 {
@@ -305,7 +326,8 @@ func TestACrowdOfSmallPods(t *testing.T) {
 		const crowd = 512
 		for what, do := range map[string]func(){
 			"hold": func() {
-				at, err := b.Hold("h", "x/h", []Group{{Containers: asks("", name, 1).Containers, N: crowd, Among: among}}, start)
+				at, err := b.Hold("h", "x/h",
+					[]Group{{Containers: asks("", name, 1).Containers, N: crowd, Among: among}}, start)
 				if err != nil || len(at[0]) != crowd {
 					t.Errorf("%d of %s are held: %v", len(at[0]), name, err)
 				}

@@ -46,7 +46,9 @@ const (
 //
 // The error is a [Refusal] where there is no room without all guests either; the hold then stays as
 // it was.
-func (hs *holds) Open(id, name string, groups []Group, guests []Guest, now time.Time) (ends []string, at [][]string, err error) {
+func (hs *holds) Open(
+	id, name string, groups []Group, guests []Guest, now time.Time,
+) (ends []string, at [][]string, err error) {
 	hs.b.expire(now)
 	h := hs.holdOf(id, name)
 	hs.narrow(h, groups)
@@ -273,7 +275,8 @@ func (of *hosted) cheapest(e *ask, all verdict, than *offer) (best *offer) {
 					some = append(some, g)
 				}
 			}
-			if dearer(some, spared) >= 0 || best != nil && dearer(some, best.ends) > 0 || than != nil && dearer(some, than.ends) > 0 {
+			if dearer(some, spared) >= 0 || best != nil && dearer(some, best.ends) > 0 ||
+				than != nil && dearer(some, than.ends) > 0 {
 				continue
 			}
 			if v := of.judge(some, e); v.why == "" {

@@ -68,7 +68,8 @@ func TestRoomIsOpenedWhereJobsAreNeighbours(t *testing.T) {
 		for j := range guests {
 			guests[j].Going = guests[j].Going || slices.Contains(ends[:i+1], guests[j].ID)
 		}
-		if more, _, err := f.books.Open("urgent", "x/urgent", []Group{urgent}, guests, f.now); err != nil || i == len(ends)-1 && more != nil {
+		if more, _, err := f.books.Open("urgent", "x/urgent", []Group{urgent}, guests, f.now); err != nil ||
+			i == len(ends)-1 && more != nil {
 			t.Errorf("with %v gone, %v are to end: %v", ends[:i+1], more, err)
 		}
 	}
@@ -83,7 +84,10 @@ func TestLeftDevicesAreWaitedFor(t *testing.T) {
 		kind             piece.Kind
 		resource, urgent string
 		n, wants         int
-	}{{piece.KindUnits, memName, memName, 39, 60}, {piece.KindPlacement, profile("3g.40gb"), profile("7g.80gb"), 1, 1}} {
+	}{
+		{piece.KindUnits, memName, memName, 39, 60},
+		{piece.KindPlacement, profile("3g.40gb"), profile("7g.80gb"), 1, 1},
+	} {
 		f := of(c.kind, 1, 79, "a", "b")(t)
 		for _, id := range []string{"one", "two", "three", "four"} {
 			node, err := f.books.Place(context.Background(), asks("p-"+id, c.resource, c.n).of(id), f.names, f.now)
@@ -145,11 +149,13 @@ func TestNobodyEndsForWhatIsNotKnown(t *testing.T) {
 	urgent := []Group{f.group(1, memName, 59)}
 	guests := []Guest{{ID: "small"}}
 	var no *Refusal
-	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); !errors.As(err, &no) || !no.Waits || !strings.Contains(no.Nodes["a"], "which devices x/p-vague has") {
+	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); !errors.As(err, &no) || !no.Waits ||
+		!strings.Contains(no.Nodes["a"], "which devices x/p-vague has") {
 		t.Errorf("%v end: %v, %+v", ends, err, no)
 	}
 	f.give(vague, "a")
-	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); err != nil || !slices.Equal(ends, []string{"small"}) {
+	if ends, _, err := f.books.Open("urgent", "x/urgent", urgent, guests, f.now); err != nil ||
+		!slices.Equal(ends, []string{"small"}) {
 		t.Errorf("%v end: %v", ends, err)
 	}
 }
@@ -160,12 +166,14 @@ func TestNobodyEndsInVain(t *testing.T) {
 	f.guest("small", memName, 40, "a")
 	f.give(units("p-fixed", 40), "b")
 	guests := []Guest{{ID: "small"}}
-	if ends, at, err := f.books.Open("fits", "x/fits", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil || ends != nil {
+	if ends, at, err := f.books.Open("fits", "x/fits", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil ||
+		ends != nil {
 		t.Errorf("%v end for room on %v: %v", ends, at, err)
 	}
 	f.books.Drop("fits")
 	var no *Refusal
-	if ends, _, err := f.books.Open("two", "x/two", []Group{f.group(2, memName, 60)}, guests, f.now); !errors.As(err, &no) || ends != nil || no.Found != 1 || no.Of != 2 {
+	ends, _, err := f.books.Open("two", "x/two", []Group{f.group(2, memName, 60)}, guests, f.now)
+	if !errors.As(err, &no) || ends != nil || no.Found != 1 || no.Of != 2 {
 		t.Errorf("%v end: %v", ends, err)
 	}
 	if held := f.books.Holds(); len(held) != 0 {
@@ -174,10 +182,12 @@ func TestNobodyEndsInVain(t *testing.T) {
 	// The cheapest goes, and of several pods each has its own.
 	f.guest("dear", memName, 30, "b")
 	guests = []Guest{{ID: "small", Rank: 1}, {ID: "dear", Rank: 2}}
-	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil || ends != nil || fmt.Sprint(at) != "[[a]]" {
+	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(1, memName, 39)}, guests, f.now); err != nil ||
+		ends != nil || fmt.Sprint(at) != "[[a]]" {
 		t.Errorf("%v end for room on %v: %v", ends, at, err)
 	}
-	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(2, memName, 39)}, guests, f.now); err != nil || !slices.Equal(ends, []string{"small"}) || fmt.Sprint(at) != "[[a a]]" {
+	if ends, at, err := f.books.Open("mid", "x/mid", []Group{f.group(2, memName, 39)}, guests, f.now); err != nil ||
+		!slices.Equal(ends, []string{"small"}) || fmt.Sprint(at) != "[[a a]]" {
 		t.Errorf("%v end for room on %v: %v", ends, at, err)
 	}
 }
@@ -252,7 +262,8 @@ func TestTheFewestEnd(t *testing.T) {
 			}
 		}
 		if dearer(got, best) != 0 {
-			t.Errorf("seed %d: %v end for %v, and brute force ends %v of %v", seed, got, urgent.Containers, best, guests)
+			t.Errorf("seed %d: %v end for %v, and brute force ends %v of %v", seed, got, urgent.Containers, best,
+				guests)
 		}
 		if len(got) > 0 {
 			opened++

@@ -57,7 +57,8 @@ func (r *Refusal) Error() string {
 		parts = append(parts, "and pods that are starting have not reported their devices yet")
 	}
 	if r.Of > 1 {
-		return fmt.Sprintf("room for %d of %d pods, and for the next one on none of %d nodes: %s", r.Found, r.Of, len(r.Nodes), strings.Join(parts, "; "))
+		return fmt.Sprintf("room for %d of %d pods, and for the next one on none of %d nodes: %s",
+			r.Found, r.Of, len(r.Nodes), strings.Join(parts, "; "))
 	}
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
 }
@@ -136,7 +137,8 @@ func (b *Books) best(ctx context.Context, p *ask, among []string) (string, *Refu
 			var best *choice
 			for _, name := range among {
 				if n := b.nodes[name]; n != nil && n.keepsFor(h, p) {
-					if c := (&choice{name, b.judge(p, name, yield)}); c.why == "" && (best == nil || better(c, best) < 0) {
+					c := &choice{name, b.judge(p, name, yield)}
+					if c.why == "" && (best == nil || better(c, best) < 0) {
 						best = c
 					}
 				}
@@ -190,7 +192,9 @@ const (
 
 // keepsFor reports whether a hold keeps an amount of something on a node that a pod asks for.
 func (n *node) keepsFor(h *hold, p *ask) bool {
-	return slices.ContainsFunc(n.seats, func(s *seat) bool { return s.owner == h.owner && p.needs[s.part.Resource] > 0 })
+	return slices.ContainsFunc(n.seats, func(s *seat) bool {
+		return s.owner == h.owner && p.needs[s.part.Resource] > 0
+	})
 }
 
 // judge gives a node's verdict on a pod that is on none, which may use what its hold has there.
@@ -252,7 +256,7 @@ func (r *room) judgeSeat(s *ask) verdict {
 		families := r.families(s)
 		beside = slices.DeleteFunc(beside, func(o *ask) bool { return !r.competes(o, families) })
 		if !(bound{room: r}).holds(s, families, beside) && len(others) > 0 {
-			v.why, v.waits = fmt.Sprintf("which devices %s has, and %d others, is not known yet", others[0].who(), len(others)-1), true
+			v.why, v.waits = vague(others), true
 			return v
 		}
 		v.spoilt, v.left = r.expected.score(&s.Pod)
@@ -388,12 +392,17 @@ func (r *room) refuse(p *ask, keep []*seat) (why string, waits, held bool) {
 	} else if !r.fits(&p.Pod) {
 		return r.noBlock(p), false, false
 	} else if len(pending) > 0 {
-		return fmt.Sprintf("which devices %s has, and %d others, is not known yet", pending[0].who(), len(pending)-1), true, false
+		return vague(pending), true, false
 	}
 	if s := r.robbed(p, keep); s != nil {
 		return heldFor(s), false, true
 	}
 	return "", false, false
+}
+
+// vague is the text for a pod that has no room for sure beside some that have not reported their devices.
+func vague(others []*ask) string {
+	return fmt.Sprintf("which devices %s has, and %d others, is not known yet", others[0].who(), len(others)-1)
 }
 
 func heldFor(s *seat) string { return "the rest of it is held for " + s.owner.whom() }
@@ -485,7 +494,8 @@ func (r *room) tooLarge(p *ask) bool {
 func (r *room) noBlock(p *ask) string {
 	var largest []string
 	for _, name := range p.names {
-		largest = append(largest, fmt.Sprintf("no room for %d of %s: the largest free block is %d", p.needs[name], name, r.block(name)))
+		largest = append(largest, fmt.Sprintf(
+			"no room for %d of %s: the largest free block is %d", p.needs[name], name, r.block(name)))
 	}
 	return strings.Join(largest, "; ")
 }

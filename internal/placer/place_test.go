@@ -100,7 +100,9 @@ func TestWhatEndsAReservation(t *testing.T) {
 		{"gone", func(f *fleet) { f.books.DeletePod("first") }, true},
 		{"bound and gone", func(f *fleet) { f.books.SetPod(bound); f.books.DeletePod("first") }, true},
 		{"asked again for less", func(f *fleet) { f.wantPlaced(units("first", 2), "a") }, false},
-		{"asked again elsewhere", func(f *fleet) { _, _ = f.books.Place(context.Background(), first, []string{"b"}, f.now) }, true},
+		{"asked again elsewhere", func(f *fleet) {
+			_, _ = f.books.Place(context.Background(), first, []string{"b"}, f.now)
+		}, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := of(piece.KindUnits, 1, 8, "a")(t)
@@ -129,12 +131,15 @@ func TestNothingIsPlacedWhere(t *testing.T) {
 		{"the Node is not ready", func(*gpunode.Status) {}, false, false},
 		{"the agent is not ready", func(s *gpunode.Status) { s.Conditions[0].Status = gpunode.False }, true, false},
 		{"the agent says nothing of it", func(s *gpunode.Status) { s.Conditions = nil }, true, false},
-		{"the GPU is not available", func(s *gpunode.Status) { s.GPUs[0].Conditions[0].Status = gpunode.False }, true, false},
+		{"the GPU is not available",
+			func(s *gpunode.Status) { s.GPUs[0].Conditions[0].Status = gpunode.False }, true, false},
 		{"the GPU is cordoned", func(s *gpunode.Status) { s.GPUs[0].Cordoned = true }, true, false},
 		{"the GPU goes through DRA", func(s *gpunode.Status) { s.GPUs[0].API = string(workload.DRA) }, true, false},
 		{"the GPU is off", func(s *gpunode.Status) { s.GPUs[0] = gpunode.GPU{UUID: "GPU-a-0"} }, true, false},
 		{"it is full", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 7}} }, true, false},
-		{"it has one unit", func(s *gpunode.Status) { s.GPUs[0].Used = piece.Set{{First: 0, Last: 3}, {First: 5, Last: 7}} }, true, true},
+		{"it has one unit", func(s *gpunode.Status) {
+			s.GPUs[0].Used = piece.Set{{First: 0, Last: 3}, {First: 5, Last: 7}}
+		}, true, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := of(piece.KindUnits, 1, 8, "a")(t)
@@ -339,7 +344,8 @@ func BenchmarkPlace(b *testing.B) {
 // BenchmarkHold has room held for as many pods as a hold may be for, on 200 nodes of 8 GPUs: the
 // placer answers nobody else meanwhile.
 func BenchmarkHold(b *testing.B) {
-	for kind, one := range map[piece.Kind][]Container{piece.KindUnits: units("", 3).Containers, piece.KindPlacement: asks("", "example.com/mig-1g.10gb", 1).Containers} {
+	for kind, one := range map[piece.Kind][]Container{piece.KindUnits: units("", 3).Containers,
+		piece.KindPlacement: asks("", "example.com/mig-1g.10gb", 1).Containers} {
 		b.Run(string(kind), func(b *testing.B) {
 			books, r := New(), rand.New(rand.NewPCG(1, 1))
 			var names []string

@@ -103,7 +103,8 @@ func (hs *holds) balance() {
 	}
 	hs.moved = false
 	for _, h := range hs.kept {
-		hs.set(h, slices.DeleteFunc(slices.Clone(h.seats), func(s *seat) bool { return h.where != nil && !h.where(s.node) }))
+		hs.set(h, slices.DeleteFunc(slices.Clone(h.seats),
+			func(s *seat) bool { return h.where != nil && !h.where(s.node) }))
 		for name, n := range h.short() {
 			if n < 0 {
 				hs.set(h, hs.less(h.seats, name, -n))

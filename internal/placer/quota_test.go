@@ -164,7 +164,8 @@ func TestMIGOnDemandExcludes(t *testing.T) {
 		{"two halves leave none", map[string]int{half: 2, small: 1}, map[string]int{small: 1}},
 		{"seven small leave none", map[string]int{small: 8}, map[string]int{small: 1}},
 		{"the whole card and a small one", map[string]int{all: 1, small: 1}, map[string]int{small: 1}},
-		{"a profile that there is not", map[string]int{"example.com/mig-5g.50gb": 1}, map[string]int{"example.com/mig-5g.50gb": 1}},
+		{"a profile that there is not", map[string]int{"example.com/mig-5g.50gb": 1},
+			map[string]int{"example.com/mig-5g.50gb": 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := of(piece.KindPlacement, 1, 0, "a")(t)
@@ -185,7 +186,8 @@ func TestRandomQuotas(t *testing.T) {
 			return func(r *rand.Rand) *machine {
 				m := newMachine(t, r, name, piece.KindUnits, 1+r.IntN(3), 8)
 				for _, kind := range []piece.Kind{piece.KindReplica, piece.KindWhole, piece.KindPlacement} {
-					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
+					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3),
+						map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
 					m.gpus = append(m.gpus, more.gpus...)
 					maps.Copy(m.rank, more.rank)
 				}
@@ -268,7 +270,8 @@ func (w *quotaWalk) member(id string) {
 	p := member(id, fmt.Sprintf("m%d", w.seq), part.Resource, 1+w.r.IntN(part.N))
 	at, err := w.books.Place(context.Background(), p, w.names, w.now)
 	if err != nil {
-		w.t.Fatalf("a member of %s was refused %d of %s: %v\nkept are %v", id, p.Containers[0].Requests[part.Resource], part.Resource, err, parts)
+		w.t.Fatalf("a member of %s was refused %d of %s: %v\nkept are %v", id, p.Containers[0].Requests[part.Resource],
+			part.Resource, err, parts)
 	}
 	// The agent places a MIG instance without a thought of what is kept beside it. A part that a member has
 	// made smaller may have others beside it that had no room before.

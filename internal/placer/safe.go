@@ -251,7 +251,8 @@ func (s *space) block(resource string, others map[string]int, most int, steps *s
 		if of := s.all[name]; len(of) > 0 {
 			c.pieces = append(c.pieces, of...)
 			// One without a place takes no room, and counts for what the card allows.
-			c.kinds = append(c.kinds, kind{mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
+			c.kinds = append(c.kinds, kind{
+				mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
 		}
 	}
 	slices.SortFunc(c.pieces, func(a, b mig.Placement) int { return cmp.Compare(a.Size, b.Size) })

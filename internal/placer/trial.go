@@ -293,7 +293,8 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 	t.hold(ids...)
 	for i := range t.gpus {
 		s := &t.gpus[i]
-		s.warm = slices.DeleteFunc(slices.Clone(s.warm), func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
+		s.warm = slices.DeleteFunc(slices.Clone(s.warm),
+			func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
 	}
 	return ids, true
 }
@@ -382,7 +383,8 @@ func (r *room) joined(s *seat, last bool) *room {
 	if r == nil || r.expected == nil || !last {
 		return nil
 	}
-	next := &room{gpus: r.gpus, at: r.at, passed: r.passed, has: r.has, taken: r.taken, kinds: r.kinds, pending: r.pending, seats: append(slices.Clip(r.seats), s),
+	next := &room{gpus: r.gpus, at: r.at, passed: r.passed, has: r.has, taken: r.taken, kinds: r.kinds,
+		pending: r.pending, seats: append(slices.Clip(r.seats), s),
 		settled: r.settled, grouped: r.grouped, expected: r.expected.anew(), stands: r.stands}
 	next.expected.steps.left = r.rest // what answers have taken since is not of this
 	if next.seat(s); !s.owner.amounts {

@@ -48,8 +48,10 @@ type fleet struct {
 }
 
 func newFleet(t *testing.T, seed uint64, machines ...func(*rand.Rand) *machine) *fleet {
-	f := &fleet{t: t, r: rand.New(rand.NewPCG(seed, 17)), books: New(), machines: map[string]*machine{}, now: time.Unix(1e9, 0), pods: map[string]*Pod{}, placed: map[string]string{},
-		admitted: map[string]bool{}, ended: map[string]bool{}, devices: map[string][]string{}, news: map[string][]func(*Books){}, count: map[string]int{}, left: map[string]bool{},
+	f := &fleet{t: t, r: rand.New(rand.NewPCG(seed, 17)), books: New(), machines: map[string]*machine{},
+		now: time.Unix(1e9, 0), pods: map[string]*Pod{}, placed: map[string]string{},
+		admitted: map[string]bool{}, ended: map[string]bool{}, devices: map[string][]string{},
+		news: map[string][]func(*Books){}, count: map[string]int{}, left: map[string]bool{},
 		holds: map[string][]Group{}, members: map[string]string{}, kept: map[string]bool{}}
 	for _, make := range machines {
 		m := make(f.r)
@@ -187,7 +189,8 @@ func (f *fleet) admit() {
 		return
 	}
 	if err != nil {
-		f.t.Fatalf("%s refused %+v, which was placed there: %v\nit says %+v", p.Node, p, err, f.machines[p.Node].says().Summary)
+		f.t.Fatalf("%s refused %+v, which was placed there: %v\nit says %+v", p.Node, p, err,
+			f.machines[p.Node].says().Summary)
 	}
 	f.admitted[p.UID], f.devices[p.UID] = true, ids
 }
@@ -415,7 +418,8 @@ func (f *fleet) lie() {
 		case 2:
 			g.UUID = says.GPUs[f.r.IntN(len(says.GPUs))].UUID
 		case 3:
-			g.Kind = []piece.Kind{piece.KindUnits, piece.KindReplica, piece.KindWhole, piece.KindPlacement, "none"}[f.r.IntN(5)]
+			kinds := []piece.Kind{piece.KindUnits, piece.KindReplica, piece.KindWhole, piece.KindPlacement, "none"}
+			g.Kind = kinds[f.r.IntN(len(kinds))]
 		}
 	}
 	if f.r.IntN(2) == 0 {
@@ -491,7 +495,8 @@ func TestRandomWalks(t *testing.T) {
 				m := newMachine(t, r, name, piece.KindUnits, 1+r.IntN(3), 8)
 				m.holders = in
 				for _, kind := range []piece.Kind{piece.KindReplica, piece.KindWhole, piece.KindPlacement} {
-					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3), map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
+					more := newMachine(t, r, name+string(kind), kind, 1+r.IntN(3),
+						map[piece.Kind]int{piece.KindReplica: 2, piece.KindWhole: 1}[kind])
 					m.gpus = append(m.gpus, more.gpus...)
 					maps.Copy(m.rank, more.rank)
 				}
@@ -561,9 +566,11 @@ func TestRandomWalks(t *testing.T) {
 	}
 	t.Log(total)
 	if total["misled"] > total["placed"]/200 {
-		t.Errorf("%d of %d pods with several requests were refused where they were placed", total["misled"], total["placed"])
+		t.Errorf("%d of %d pods with several requests were refused where they were placed", total["misled"],
+			total["placed"])
 	}
-	for _, k := range []string{"placed", "refused", "refused in quiet", "victims", "held", "not held", "not held in quiet", "members", "seats filled",
+	for _, k := range []string{"placed", "refused", "refused in quiet", "victims", "held", "not held",
+		"not held in quiet", "members", "seats filled",
 		"seats with room", "taken of amounts", "lies", "lies believed"} {
 		if total[k] < 10 {
 			t.Errorf("the walks have %d of %q: they look at nothing", total[k], k)

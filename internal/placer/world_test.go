@@ -72,7 +72,8 @@ func newMachine(t testing.TB, r *rand.Rand, name string, kind piece.Kind, n, tot
 	m := &machine{name: name, holders: gpunode.InPods, rank: map[gpu.UUID]int{}}
 	m.told, m.card = h100(t)
 	for i := range n {
-		d := &device{uuid: gpu.UUID(fmt.Sprintf("GPU-%s-%d", name, i)), index: i, kind: kind, total: total, by: map[string]string{}}
+		d := &device{uuid: gpu.UUID(fmt.Sprintf("GPU-%s-%d", name, i)), index: i, kind: kind, total: total,
+			by: map[string]string{}}
 		if kind == piece.KindPlacement {
 			d.onDemand, d.total = i%3 != 2, 0
 			if !d.onDemand {
@@ -133,10 +134,13 @@ func (m *machine) available(d *device) (out []mig.Placement) {
 
 // says is what the agent writes into the GPUNode now.
 func (m *machine) says() *gpunode.Status {
-	s := &gpunode.Status{HoldersIn: m.holders, Cards: []gpunode.Card{*m.told}, Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
+	s := &gpunode.Status{HoldersIn: m.holders, Cards: []gpunode.Card{*m.told},
+		Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}}}
 	for _, d := range m.gpus {
-		g := gpunode.GPU{UUID: string(d.uuid), Index: d.index, API: string(workload.DevicePlugin), Kind: d.kind, Resource: d.resource(), Total: d.total,
-			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}, {Type: gpunode.Healthy, Status: gpunode.True}}}
+		g := gpunode.GPU{UUID: string(d.uuid), Index: d.index, API: string(workload.DevicePlugin), Kind: d.kind,
+			Resource: d.resource(), Total: d.total,
+			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True},
+				{Type: gpunode.Healthy, Status: gpunode.True}}}
 		holders := map[string]*gpunode.Holder{}
 		holder := func(id string) *gpunode.Holder {
 			uid := d.by[id]
@@ -157,10 +161,12 @@ func (m *machine) says() *gpunode.Status {
 			}
 			free := m.available(d)
 			for _, p := range m.offered(d) {
-				i := slices.IndexFunc(g.MIG.Offers, func(o gpunode.Offer) bool { return o.Profile == p.Profile.String() })
+				i := slices.IndexFunc(g.MIG.Offers,
+					func(o gpunode.Offer) bool { return o.Profile == p.Profile.String() })
 				if i < 0 {
 					i = len(g.MIG.Offers)
-					g.MIG.Offers = append(g.MIG.Offers, gpunode.Offer{Profile: p.Profile.String(), Resource: "example.com/" + p.Profile.Resource()})
+					g.MIG.Offers = append(g.MIG.Offers,
+						gpunode.Offer{Profile: p.Profile.String(), Resource: "example.com/" + p.Profile.Resource()})
 				}
 				o := &g.MIG.Offers[i]
 				o.Placements = append(o.Placements, fmt.Sprint(p.Start))
@@ -234,7 +240,8 @@ func (m *machine) admit(r *rand.Rand, p *Pod) ([]string, error) {
 			if c.Init {
 				reuse[name] = slices.Compact(slices.Sorted(slices.Values(slices.Concat(reuse[name], got))))
 			} else {
-				reuse[name] = slices.DeleteFunc(slices.Clone(reuse[name]), func(id string) bool { return slices.Contains(got, id) })
+				reuse[name] = slices.DeleteFunc(slices.Clone(reuse[name]),
+					func(id string) bool { return slices.Contains(got, id) })
 			}
 		}
 	}
