@@ -84,57 +84,10 @@ type holds struct {
 func (hs *holds) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
 	hs.b.expire(now)
 	hs.balance()
-	h := hs.holdOf(id, name)
-	hs.narrow(h, groups)
-	before := slices.Clone(h.seats)
-	hs.set(h, hs.remaining(h, groups))
-	hs.set(h, append(slices.Clone(h.seats), hs.ofMembers(h, groups)...))
-	return hs.fill(h, groups, before, hs.findAll)
-}
-
-// fill seats the pods that groups lack, the hardest to place first. Find opens a seat for each and
-// returns how many have one. If one finds none, the hold gets the seats that it had before.
-func (hs *holds) fill(
-	h *hold, groups []Group, before []*seat, find func(missing []*seat, groups []Group) (int, *Refusal),
-) (at [][]string, err error) {
-	no := tooMany(groups)
-	if no == nil {
-		missing := hs.missing(h, groups)
-		slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(x.ask, y.ask) })
-		had := len(h.seats)
-		var found int
-		if found, no = find(missing, groups); no == nil {
-			return h.at(len(groups)), nil
-		}
-		no.Found, no.Of = had+found, had+len(missing)
-	}
-	if hs.set(h, before); len(before) == 0 {
-		hs.drop(h)
-	}
-	return nil, no
-}
-
-// MaxSeats is how many pods a hold has room for at most. A tenant's workload may ask for any number,
-// and each is looked for on all nodes.
-const MaxSeats = 4096
-
-// tooMany refuses groups of more pods; nil where there are fewer.
-func tooMany(groups []Group) *Refusal {
-	pods := 0
-	for _, g := range groups {
-		pods += min(g.N, MaxSeats+1)
-	}
-	if pods <= MaxSeats {
-		return nil
-	}
-	no := newRefusal()
-	no.Of = pods
-	for _, g := range groups {
-		for _, node := range g.Among {
-			no.Nodes[node] = fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)
-		}
-	}
-	return no
+	s := hs.search(id, name, groups)
+	hs.set(s.h, s.remaining())
+	hs.set(s.h, append(slices.Clone(s.h.seats), s.ofMembers()...))
+	return s.fill(s.findAll)
 }
 
 // SetHold notes a hold as it was written down, with the nodes of each group's pods. It looks for no
@@ -267,60 +220,6 @@ func (hs *holds) seat(h *hold, group int, containers []Container, node string) *
 	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name,
 		Containers: containers, Hold: h.id})
 	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
-}
-
-// remaining are the seats that stay when these groups are wanted.
-func (hs *holds) remaining(h *hold, groups []Group) (out []*seat) {
-	for g := range groups {
-		shape, n := fmt.Sprint(groups[g].Containers), 0
-		for _, taken := range []bool{true, false} {
-			for _, s := range h.seats {
-				if s.group == g && s.shape == shape && n < groups[g].N && taken == (s.by != "") && !hs.lost(s) {
-					out = append(out, s)
-					n++
-				}
-			}
-		}
-	}
-	return out
-}
-
-// ofMembers are seats for members that have none.
-func (hs *holds) ofMembers(h *hold, groups []Group) (out []*seat) {
-	left := h.lacks(groups)
-	for _, uid := range slices.Sorted(maps.Keys(h.members)) {
-		e := h.members[uid]
-		for g := range groups {
-			if e.sits == nil && left[g] > 0 && fmt.Sprint(groups[g].Containers) == e.shape {
-				out = append(out, hs.seat(h, g, e.Containers, e.at))
-				left[g]--
-				break
-			}
-		}
-	}
-	return out
-}
-
-// lacks is how many seats more each of some groups needs.
-func (h *hold) lacks(groups []Group) []int {
-	left := make([]int, len(groups))
-	for g := range groups {
-		left[g] = groups[g].N
-	}
-	for _, s := range h.seats {
-		left[s.group]--
-	}
-	return left
-}
-
-// missing are the seats that groups lack, on no node yet.
-func (hs *holds) missing(h *hold, groups []Group) (out []*seat) {
-	for g, n := range h.lacks(groups) {
-		for range n {
-			out = append(out, hs.seat(h, g, groups[g].Containers, ""))
-		}
-	}
-	return out
 }
 
 // at are the nodes of each group's seats.

@@ -50,47 +50,46 @@ func (hs *holds) Open(
 	id, name string, groups []Group, guests []Guest, now time.Time,
 ) (ends []string, at [][]string, err error) {
 	hs.b.expire(now)
-	h := hs.holdOf(id, name)
-	hs.narrow(h, groups)
-	before := slices.Clone(h.seats)
-	hs.set(h, nil)
-	hs.set(h, hs.ofMembers(h, groups))
+	o := opening{search: hs.search(id, name, groups), guests: guests, going: map[string]bool{}, now: now}
+	hs.set(o.h, nil)
+	hs.set(o.h, o.ofMembers())
 	hs.balance()
-	o := opening{b: hs.b, h: h, guests: guests, going: map[string]bool{}, now: now}
 	for _, g := range guests {
 		o.going[g.ID] = g.Going
 	}
-	at, err = hs.fill(h, groups, before, func(missing []*seat, groups []Group) (found int, _ *Refusal) {
-		for _, s := range missing {
-			best, no := o.best(s.ask, groups[s.group].Among)
-			if no != nil {
-				return found, no
-			}
-			for _, g := range best.ends {
-				o.going[g.ID] = true
-				ends = append(ends, g.ID)
-			}
-			s.node = best.node
-			h.seats = append(h.seats, s)
-			hs.open(s, true)
-			found++
-		}
-		return found, nil
-	})
-	if err != nil {
+	if at, err = o.fill(o.find); err != nil {
 		return nil, nil, err
 	}
-	slices.Sort(ends)
-	return ends, at, nil
+	slices.Sort(o.ends)
+	return o.ends, at, nil
 }
 
-// opening looks for room for pods of a hold.
+// opening is a search for room that guests still have.
 type opening struct {
-	b      *Books
-	h      *hold
+	*search
 	guests []Guest
-	going  map[string]bool // by hold
-	now    time.Time
+	// going has the IDs of the guests, true for those that go in any case or by this search.
+	going map[string]bool
+	// ends are the IDs of those that go by this search.
+	ends []string
+	now  time.Time
+}
+
+// find opens each seat where the cheapest guests end for it.
+func (o *opening) find(missing []*seat) (found int, no *Refusal) {
+	for _, s := range missing {
+		best, no := o.best(s.ask, o.groups[s.group].Among)
+		if no != nil {
+			return found, no
+		}
+		for _, g := range best.ends {
+			o.going[g.ID] = true
+			o.ends = append(o.ends, g.ID)
+		}
+		o.seat(s, best.node)
+		found++
+	}
+	return found, nil
 }
 
 // offer is a node with the guests that must end for a pod to have room there. last is the highest
@@ -136,7 +135,7 @@ func (o *opening) best(e *ask, among []string) (best *offer, no *Refusal) {
 			continue
 		}
 		if v = of.judge(of.guests, e); v.why != "" {
-			no.note(e, o.b.roomOf(of.n, of.without(of.guests), of.free...), name, &v)
+			no.note(e, o.hs.b.roomOf(of.n, of.without(of.guests), of.free...), name, &v)
 			continue
 		}
 		found++
@@ -164,7 +163,7 @@ type hosted struct {
 
 // on finds the guests of a node.
 func (o *opening) on(name string) *hosted {
-	n := o.b.nodes[name]
+	n := o.hs.b.nodes[name]
 	if n == nil {
 		n = &node{}
 	}
@@ -177,7 +176,7 @@ func (o *opening) on(name string) *hosted {
 			of.free = append(of.free, id)
 		}
 	}
-	for _, e := range o.b.room(name).pending {
+	for _, e := range o.hs.b.room(name).pending {
 		if e.Hold != o.h.id {
 			of.vague = e
 		}
@@ -239,7 +238,7 @@ func (of *hosted) judge(ends []Guest, e *ask) verdict {
 	if of.vague != nil && len(ends) > 0 { // a guest might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
-	return of.b.roomOf(of.n, of.without(ends), of.free...).judgeSeat(e)
+	return of.hs.b.roomOf(of.n, of.without(ends), of.free...).judgeSeat(e)
 }
 
 // cheapest are the guests that are best ended; nil where that is not better than another offer. All is

@@ -4,7 +4,6 @@ package placer
 
 import (
 	"cmp"
-	"container/heap"
 	"context"
 	"fmt"
 	"maps"
@@ -262,63 +261,6 @@ func (r *room) judgeSeat(s *ask) verdict {
 		v.spoilt, v.left = r.expected.score(&s.Pod)
 		return v
 	})
-}
-
-// findAll opens seats of groups, each on the best node that has room for it. Seats that follow each
-// other and ask for the same are looked for at once.
-func (hs *holds) findAll(missing []*seat, groups []Group) (found int, no *Refusal) {
-	for len(missing) > 0 {
-		s, n := missing[0], 1
-		for n < len(missing) && missing[n].group == s.group && missing[n].shape == s.shape {
-			n++
-		}
-		among := groups[s.group].Among
-		var all choices
-		consider := func(name string) {
-			if v := hs.b.room(name).judgeSeat(s.ask); v.why == "" {
-				heap.Push(&all, choice{name, v})
-			}
-			hs.pause()
-		}
-		for _, name := range among {
-			consider(name)
-		}
-		for _, s := range missing[:n] {
-			for len(all) > 0 && hs.b.room(all[0].node).judgeSeat(s.ask) != all[0].verdict { // there was news
-				consider(heap.Pop(&all).(choice).node)
-			}
-			if len(all) == 0 {
-				no := newRefusal()
-				for _, name := range among {
-					v := hs.b.room(name).judgeSeat(s.ask)
-					no.note(s.ask, hs.b.room(name), name, &v)
-				}
-				return found, no
-			}
-			s.node = heap.Pop(&all).(choice).node
-			h := hs.by[s.owner.id]
-			h.seats = append(h.seats, s)
-			hs.open(s, true)
-			consider(s.node)
-			found++
-		}
-		missing = missing[n:]
-	}
-	return found, nil
-}
-
-// choices are a heap, the best first.
-type choices []choice
-
-func (c choices) Len() int           { return len(c) }
-func (c choices) Less(i, j int) bool { return better(&c[i], &c[j]) < 0 }
-func (c choices) Swap(i, j int)      { c[i], c[j] = c[j], c[i] }
-func (c *choices) Push(x any)        { *c = append(*c, x.(choice)) }
-func (c *choices) Pop() any {
-	last := len(*c) - 1
-	out := (*c)[last]
-	*c = (*c)[:last]
-	return out
 }
 
 // room is that of a node, empty where nothing is known of it.

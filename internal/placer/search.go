@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"container/heap"
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// search looks for room for the groups of a hold.
+type search struct {
+	hs     *holds
+	h      *hold
+	groups []Group
+	// before are the seats that the hold had when the search began.
+	before []*seat
+}
+
+// search begins a search for the hold of an ID.
+func (hs *holds) search(id, name string, groups []Group) *search {
+	h := hs.holdOf(id, name)
+	hs.narrow(h, groups)
+	return &search{hs, h, groups, slices.Clone(h.seats)}
+}
+
+// MaxSeats is how many pods a hold has room for at most. A tenant's workload may ask for any number,
+// and each is looked for on all nodes.
+const MaxSeats = 4096
+
+// tooMany refuses groups of more pods; nil where there are fewer.
+func tooMany(groups []Group) *Refusal {
+	pods := 0
+	for _, g := range groups {
+		pods += min(g.N, MaxSeats+1)
+	}
+	if pods <= MaxSeats {
+		return nil
+	}
+	no := newRefusal()
+	no.Of = pods
+	for _, g := range groups {
+		for _, node := range g.Among {
+			no.Nodes[node] = fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)
+		}
+	}
+	return no
+}
+
+// fill seats the pods that the groups lack, the hardest to place first, and returns the nodes of each group's pods.
+// find opens a seat for each and returns how many have one. If one finds no room, the hold gets the seats that it had
+// before, and err is a [Refusal].
+func (s *search) fill(find func(missing []*seat) (int, *Refusal)) (at [][]string, err error) {
+	no := tooMany(s.groups)
+	if no == nil {
+		missing := s.missing()
+		slices.SortStableFunc(missing, func(x, y *seat) int { return heavier(x.ask, y.ask) })
+		had := len(s.h.seats)
+		var found int
+		if found, no = find(missing); no == nil {
+			return s.h.at(len(s.groups)), nil
+		}
+		no.Found, no.Of = had+found, had+len(missing)
+	}
+	if s.hs.set(s.h, s.before); len(s.before) == 0 {
+		s.hs.drop(s.h)
+	}
+	return nil, no
+}
+
+// remaining are the seats that stay: they have their room, and the groups still want them. Those that a member uses
+// come first.
+func (s *search) remaining() (out []*seat) {
+	for g := range s.groups {
+		shape, n := fmt.Sprint(s.groups[g].Containers), 0
+		for _, taken := range []bool{true, false} {
+			for _, o := range s.h.seats {
+				if o.group == g && o.shape == shape && n < s.groups[g].N && taken == (o.by != "") && !s.hs.lost(o) {
+					out = append(out, o)
+					n++
+				}
+			}
+		}
+	}
+	return out
+}
+
+// ofMembers are seats for members that have none.
+func (s *search) ofMembers() (out []*seat) {
+	left := s.lacks()
+	for _, uid := range slices.Sorted(maps.Keys(s.h.members)) {
+		e := s.h.members[uid]
+		for g := range s.groups {
+			if e.sits == nil && left[g] > 0 && fmt.Sprint(s.groups[g].Containers) == e.shape {
+				out = append(out, s.hs.seat(s.h, g, e.Containers, e.at))
+				left[g]--
+				break
+			}
+		}
+	}
+	return out
+}
+
+// lacks is how many seats more each of the groups needs.
+func (s *search) lacks() []int {
+	left := make([]int, len(s.groups))
+	for g := range s.groups {
+		left[g] = s.groups[g].N
+	}
+	for _, o := range s.h.seats {
+		left[o.group]--
+	}
+	return left
+}
+
+// missing are the seats that the groups lack, on no node yet.
+func (s *search) missing() (out []*seat) {
+	for g, n := range s.lacks() {
+		for range n {
+			out = append(out, s.hs.seat(s.h, g, s.groups[g].Containers, ""))
+		}
+	}
+	return out
+}
+
+// findAll opens each seat on the best node that has room for it. Seats that follow each other and ask for
+// the same are looked for at once.
+func (s *search) findAll(missing []*seat) (found int, no *Refusal) {
+	for len(missing) > 0 {
+		n := 1
+		for n < len(missing) && missing[n].group == missing[0].group && missing[n].shape == missing[0].shape {
+			n++
+		}
+		some, no := s.findSame(missing[:n])
+		if found += some; no != nil {
+			return found, no
+		}
+		missing = missing[n:]
+	}
+	return found, nil
+}
+
+// findSame is findAll of seats of one group that ask for the same.
+func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
+	one, among := missing[0].ask, s.groups[missing[0].group].Among
+	room := s.hs.b.room
+	var all choices
+	consider := func(name string) {
+		if v := room(name).judgeSeat(one); v.why == "" {
+			heap.Push(&all, choice{name, v})
+		}
+		s.hs.pause()
+	}
+	for _, name := range among {
+		consider(name)
+	}
+	for _, next := range missing {
+		for len(all) > 0 && room(all[0].node).judgeSeat(one) != all[0].verdict { // there was news
+			consider(heap.Pop(&all).(choice).node)
+		}
+		if len(all) == 0 {
+			no := newRefusal()
+			for _, name := range among {
+				v := room(name).judgeSeat(one)
+				no.note(one, room(name), name, &v)
+			}
+			return found, no
+		}
+		node := heap.Pop(&all).(choice).node
+		s.seat(next, node)
+		consider(node)
+		found++
+	}
+	return found, nil
+}
+
+// seat gives a seat a node and opens it there.
+func (s *search) seat(of *seat, node string) {
+	of.node = node
+	s.h.seats = append(s.h.seats, of)
+	s.hs.open(of, true)
+}
+
+// choices are a heap, the best first.
+type choices []choice
+
+func (c choices) Len() int           { return len(c) }
+func (c choices) Less(i, j int) bool { return better(&c[i], &c[j]) < 0 }
+func (c choices) Swap(i, j int)      { c[i], c[j] = c[j], c[i] }
+func (c *choices) Push(x any)        { *c = append(*c, x.(choice)) }
+func (c *choices) Pop() any {
+	last := len(*c) - 1
+	out := (*c)[last]
+	*c = (*c)[:last]
+	return out
+}
