@@ -229,7 +229,8 @@ func (c *crowd) ask(s *squad) {
 // say has the scheduler write why a pod is not bound.
 func (c *crowd) say(p *trooper, why string) {
 	p.pod = p.pod.DeepCopy()
-	p.pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: why}}
+	no := corev1.PodCondition{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: why}
+	p.pod.Status.Conditions = []corev1.PodCondition{no}
 	c.SetPod(p.pod)
 }
 
