@@ -14,9 +14,10 @@ import (
 type Group struct {
 	Containers []Container
 	N          int
-	// Among are the nodes on which there may be room. Closed are those that take no new pods,
-	// where pods of the group may be all the same.
-	Among, Closed []string
+	// Among are the nodes on which the books look for room.
+	Among []string
+	// Closed are nodes that take no new pods. Pods of the group that are there already have their seats there.
+	Closed []string
 }
 
 // hold is room that is set aside before pods use it: seats, until it is given up. It is for groups of
@@ -25,62 +26,66 @@ type Group struct {
 type hold struct {
 	*owner
 	seats []*seat
-	// members are the pods of the hold that have or will have devices of a node. A hold for groups
-	// counts those on nodes of among alone, or all while that is nil: the groups are not known yet.
-	// open are the nodes of each group that take new pods.
+	// members are the pods of the hold that have or will have devices of a node, by UID.
 	members map[string]*entry
-	among   map[string]bool
-	open    []map[string]bool
-	// want is how much is to be kept of each resource, nil of a hold for groups; where, if set,
-	// says on which nodes.
-	want  map[string]int
+	// among are the nodes on which pods of a hold for groups are members. It is nil until the groups are known:
+	// then pods on all nodes are.
+	among map[string]bool
+	// open are the nodes of each group that take new pods.
+	open []map[string]bool
+	// want is how much the caller wants of each resource. It is nil for a hold for groups.
+	want map[string]int
+	// where reports whether an amount may be on a node. It may be nil, for any node.
 	where func(node string) bool
 }
 
-// owner is whose a hold is: its ID, a name for people, and whether it is for amounts.
+// owner identifies a hold: its ID, a name for people, and whether it is for amounts.
 type owner struct {
 	id, name string
 	amounts  bool
 }
 
-// seat is room on a node for what a pod asks for. While no member uses it, it is open, and among
-// the node's.
+// seat is room on a node for what a pod asks for.
 type seat struct {
-	*ask  // it is no pod of the API's, and never has devices
+	*ask  // of a pod that does not exist
 	owner *owner
-	open  bool
+	// open is true while no member uses the seat. Then it is in its node's list of seats.
+	open bool
+	// group is the index of the seat's group, 0 for an amount.
 	group int
-	// age counts seats: where there is not room for all, those that came first keep theirs.
+	// age is the seat's number in the order in which seats were made. If there is not room for all, the oldest
+	// keep theirs.
 	age  int
 	node string
 	by   string // the UID of the member that uses it, empty if none does
-	// part is the amount that the seat is for, zero of a group's.
+	// part is the amount that the seat is for, zero for a seat of a group.
 	part Part
 }
 
-// holds are what Books hold, by ID.
+// holds are all holds of Books.
 type holds struct {
-	b   *Books
-	by  map[string]*hold
+	b *Books
+	// by has the holds by ID.
+	by map[string]*hold
+	// age is the age of the seat that was made last.
 	age int
 	// pause is called between the steps of a long search.
 	pause func()
-	// kept are the holds for amounts, oldest first. moved is true when there was news since balance
-	// last looked at them.
-	kept  []*hold
+	// kept are the holds for amounts, oldest first.
+	kept []*hold
+	// moved is true if there has been news since balance last looked at kept.
 	moved bool
 }
 
-// Hold finds room for groups of pods, for all or for none, and keeps it under an ID until
-// [Books.Drop]. It is for pods whose Hold is that ID: each uses one seat, that of a pod that
-// asks for the same, and leaves it when it is gone. Name is for people who are refused beside
-// it. At has the nodes of each group's pods. The error is a [Refusal] of the first pod that
-// finds no room.
+// Hold finds a seat for each pod of some groups, and keeps the seats under an ID until [Books.Drop]. It returns the
+// nodes of each group's pods. If a pod finds no room, Hold returns its [Refusal], and holds nothing new.
 //
-// A hold that there is already becomes what is asked for now: what has its room stays
-// where it is, and the rest is looked for. Where that is not found, the hold stays as it was.
-// Pods of it on other nodes than those of the groups have nothing to do with it: those of a
-// job that comes back from elsewhere may not have ended there yet.
+// The seats are for pods with that ID as their Hold. Each uses a seat for the same requests, and leaves it when it is
+// gone. name is for people: the reason of a pod that is refused beside the hold names it.
+//
+// If there is a hold with that ID, Hold changes it: seats that have their room stay where they are, and the books look
+// for the others. If these find no room, the hold stays as it was. Only pods on nodes of the groups use its seats. A
+// job that comes back from elsewhere may still have pods on other nodes, which have not ended yet.
 func (hs *holds) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
 	hs.b.expire(now)
 	hs.balance()
@@ -90,8 +95,8 @@ func (hs *holds) Hold(id, name string, groups []Group, now time.Time) (at [][]st
 	return s.fill(s.findAll)
 }
 
-// SetHold notes a hold as it was written down, with the nodes of each group's pods. It looks for no
-// room: seats that have none are lost ([Books.Lost]).
+// SetHold notes a hold that was written down, with the nodes of each group's pods. It looks for no room: a seat without
+// room is lost ([Books.Lost]).
 func (hs *holds) SetHold(id, name string, groups []Group, at [][]string) {
 	h := hs.holdOf(id, name)
 	var seats []*seat
@@ -103,7 +108,7 @@ func (hs *holds) SetHold(id, name string, groups []Group, at [][]string) {
 	hs.set(h, seats)
 }
 
-// Drop gives up what is held under an ID. Pods that have got some of it keep that.
+// Drop ends the hold of an ID. Pods that use its seats keep their room.
 func (hs *holds) Drop(id string) {
 	if h := hs.by[id]; h != nil {
 		hs.b.news++
@@ -121,8 +126,8 @@ func (hs *holds) drop(h *hold) {
 	hs.moved = true
 }
 
-// Leave takes their seats from the pods of a hold that are on nodes now: the workload has ended them,
-// and begins anew. Pods that are bound later get seats again.
+// Leave takes the seats from the pods of a hold that are bound now. The caller uses it when a workload has ended its
+// pods and begins anew. Pods that are bound later get seats again.
 func (hs *holds) Leave(id string) {
 	for _, e := range hs.b.pods {
 		if e.Hold == id && e.Node != "" && !e.left {
@@ -132,8 +137,8 @@ func (hs *holds) Leave(id string) {
 	}
 }
 
-// Lost returns the nodes of seats that have lost their room, or that take no new pods by the last Hold,
-// sorted, a node once for each seat.
+// Lost returns the nodes of a hold's seats that are lost, sorted, each node once for each seat. An open seat is lost if
+// it has no room, or if its node takes no new pods by the last Hold.
 func (hs *holds) Lost(id string) (nodes []string) {
 	if h := hs.by[id]; h != nil {
 		for _, s := range h.seats {
@@ -146,18 +151,18 @@ func (hs *holds) Lost(id string) (nodes []string) {
 	return nodes
 }
 
-// lost reports whether a seat is open and has lost its room, or is on a node that takes no new pods.
+// lost reports whether a seat is open and has no room, or is open on a node that takes no new pods.
 func (hs *holds) lost(s *seat) bool {
 	open := hs.by[s.owner.id].open
 	closed := s.group < len(open) && !open[s.group][s.node]
 	return s.open && (closed || hs.b.room(s.node).lacks(s))
 }
 
-// Pause has f called between the steps of a search for a hold: the books may be told and asked of
-// anything but that hold meanwhile.
+// Pause has f called between the steps of a search for a hold. While f runs, the books may be told and asked anything
+// that does not concern that hold.
 func (hs *holds) Pause(f func()) { hs.pause = f }
 
-// Holds are the IDs of all holds for groups, in order.
+// Holds returns the IDs of all holds for groups, sorted.
 func (hs *holds) Holds() (ids []string) {
 	for id, h := range hs.by {
 		if h.want == nil {
@@ -168,7 +173,7 @@ func (hs *holds) Holds() (ids []string) {
 	return ids
 }
 
-// holdOf is the hold of an ID, which is made where there is none.
+// holdOf returns the hold for groups of an ID, and makes it if there is none.
 func (hs *holds) holdOf(id, name string) *hold {
 	h := hs.by[id]
 	if h == nil {
@@ -180,7 +185,7 @@ func (hs *holds) holdOf(id, name string) *hold {
 	return h
 }
 
-// narrow makes pods members that are on nodes of some groups, and no others.
+// narrow makes the pods on nodes of some groups members of a hold, and no others.
 func (hs *holds) narrow(h *hold, groups []Group) {
 	among := map[string]bool{}
 	h.open = make([]map[string]bool, len(groups))
@@ -213,16 +218,16 @@ func (hs *holds) sitAll(h *hold) {
 	}
 }
 
-// seat makes a seat, which is not open yet.
+// seat makes a seat. It is not open yet.
 func (hs *holds) seat(h *hold, group int, containers []Container, node string) *seat {
 	hs.age++
-	// No pod has such a name, so that no GPUNode names it as a holder.
+	// No pod can have such a name, so no GPUNode names it as a holder.
 	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name,
 		Containers: containers, Hold: h.id})
 	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
 }
 
-// at are the nodes of each group's seats.
+// at returns the nodes of each group's seats, sorted.
 func (h *hold) at(groups int) [][]string {
 	out := make([][]string, groups)
 	for _, s := range h.seats {
@@ -234,7 +239,7 @@ func (h *hold) at(groups int) [][]string {
 	return out
 }
 
-// set gives a hold other seats, and members that had none or lose theirs what there is.
+// set replaces the seats of a hold. Members without a seat get one, if there is one for their requests.
 func (hs *holds) set(h *hold, seats []*seat) {
 	stays := make(map[*seat]bool, len(seats))
 	for _, s := range seats {
@@ -257,8 +262,8 @@ func (hs *holds) set(h *hold, seats []*seat) {
 	}
 }
 
-// offer gives a member a seat of one that asks for the same, if it has none: one of its node, or
-// else another, which goes with it.
+// offer gives a member without a seat an open one for the same requests. If none is on the member's node, it takes one
+// of another node, which moves to the member's.
 func (hs *holds) offer(e *entry) {
 	h := hs.by[e.in]
 	if e.sits != nil || h.want != nil {
@@ -280,8 +285,8 @@ func (hs *holds) offer(e *entry) {
 	}
 }
 
-// older sorts seats as they get their room: those of groups before those of amounts, which may as well be
-// elsewhere, and then those that came first.
+// older compares seats by the order in which they get their room: those of groups come before those of amounts, which
+// may as well be on another node, and then the oldest first.
 func older(x, y *seat) int {
 	switch {
 	case x.owner.amounts == y.owner.amounts:
@@ -292,7 +297,7 @@ func older(x, y *seat) int {
 	return 1
 }
 
-// open puts a seat among those of its node, or takes it out.
+// open opens a seat, or closes it.
 func (hs *holds) open(s *seat, open bool) {
 	if open == s.open {
 		return
@@ -310,7 +315,7 @@ func (hs *holds) open(s *seat, open bool) {
 	hs.b.prune(s.node)
 }
 
-// sit puts a pod among the members of its hold, with a seat, or takes it out.
+// sit makes a pod a member of its hold and gives it a seat, or takes both away.
 func (hs *holds) sit(e *entry) {
 	was, is := hs.by[e.in], hs.by[e.Hold]
 	if e.at == "" || e.left || is != nil && is.among != nil && !is.among[e.at] {
@@ -330,16 +335,16 @@ func (hs *holds) sit(e *entry) {
 	_, known := is.members[e.UID]
 	is.members[e.UID] = e
 	if hs.offer(e); is.want != nil && !known {
-		hs.set(is, hs.cut(is.seats, e.needs, e.at)) // it has some of what is kept
+		hs.set(is, hs.cut(is.seats, e.needs, e.at)) // the member has a part of the amount now
 	}
 }
 
-// heavier sorts what pods ask for, the hardest to place first.
+// heavier compares what pods ask for: the hardest to place comes first.
 func heavier(x, y *ask) int {
 	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape))
 }
 
-// seatOf is an open seat on a node that a pod may use; nil where there is none.
+// seatOf returns an open seat on a node that a pod of the hold may use, nil if there is none.
 func (n *node) seatOf(h *hold, shape string) *seat {
 	if h == nil || n == nil {
 		return nil
@@ -352,5 +357,5 @@ func (n *node) seatOf(h *hold, shape string) *seat {
 	return nil
 }
 
-// who is the pod for people.
+// who names the pod for people.
 func (a *ask) who() string { return a.Namespace + "/" + a.Name }

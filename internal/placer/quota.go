@@ -11,23 +11,23 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Part is so much of a resource that is kept in one place: on one node, and of memory units
-// on one GPU.
+// Part is an amount of a resource in one place: on one node, and for memory units on one GPU.
 type Part struct {
 	Node, Resource string
 	N              int
 }
 
-// Keep keeps room for so much of each resource under an ID, until the next call or [Books.Drop]. It
-// takes nodes for which where returns true, or any node if where is nil; where may answer otherwise
-// after news of a node. Pods with that ID as their Hold use the room, and what they have is part of
-// it. Short is what found no room, nil if all did. The books look for it again after each piece of news.
+// Keep keeps room for an amount of each resource under an ID, until the next call or [Books.Drop]. It returns the
+// amounts that found no room, nil if all did. The books look for these again after each piece of news.
 //
-// Each resource is kept in as few parts as there is room for. A part that loses its room is in short
-// until it finds other room. When there is too little room, older parts keep theirs.
+// It takes nodes for which where returns true, or any node if where is nil. where may change its answer only with news
+// of that node. Pods with the ID as their Hold use the room, and what they have is part of it.
+//
+// Each resource is kept in as few parts as there is room for. A part that has lost its room is in short until it finds
+// other room. If there is too little room, older parts keep theirs.
 func (hs *holds) Keep(id string, want map[string]int, where func(node string) bool) (short map[string]int) {
-	// With news comes first what is kept already: one that wants more, and has been there for
-	// longer, would get the room that another one is to have back.
+	// First the amounts that are kept already find room after news. Otherwise this hold, if it is older and wants
+	// more now, would take the room that another one is about to find again.
 	hs.balance()
 	h := hs.by[id]
 	if h == nil {
@@ -43,8 +43,8 @@ func (hs *holds) Keep(id string, want map[string]int, where func(node string) bo
 	return short
 }
 
-// Kept is what is kept under an ID beside what members use, and what there is no room for,
-// nil if nothing.
+// Kept returns the parts that are kept under an ID beside what members use, and the amounts that have no room, nil if
+// there are none.
 func (hs *holds) Kept(id string) (parts []Part, short map[string]int) {
 	hs.balance()
 	h := hs.by[id]
@@ -68,7 +68,7 @@ func (hs *holds) Kept(id string) (parts []Part, short map[string]int) {
 	return parts, short
 }
 
-// MembersOn are the nodes with pods of a hold.
+// MembersOn returns the nodes with pods of a hold, sorted.
 func (hs *holds) MembersOn(id string) (nodes []string) {
 	if h := hs.by[id]; h != nil {
 		for _, e := range h.members {
@@ -79,8 +79,7 @@ func (hs *holds) MembersOn(id string) (nodes []string) {
 	return slices.Compact(nodes)
 }
 
-// short is how much is to be kept and is not, of each resource, less than nothing where
-// too much is.
+// short returns how much of each resource is wanted and not kept. It is negative where too much is kept.
 func (h *hold) short() map[string]int {
 	out := maps.Clone(h.want)
 	for _, e := range h.members {
@@ -96,7 +95,7 @@ func (h *hold) short() map[string]int {
 	return out
 }
 
-// balance makes what is kept what there is room for, after news.
+// balance adapts the holds for amounts to the room that there is after news.
 func (hs *holds) balance() {
 	if !hs.moved || len(hs.kept) == 0 {
 		return
@@ -111,7 +110,7 @@ func (hs *holds) balance() {
 			}
 		}
 	}
-	// All at once: what one loses opens room for another that has none on the same node.
+	// Find all lost seats before any goes: one that goes would open room for another on the same node.
 	lost := map[*seat]bool{}
 	for _, h := range hs.kept {
 		for _, s := range h.seats {
@@ -124,10 +123,10 @@ func (hs *holds) balance() {
 	for _, h := range hs.kept {
 		hs.regain(h)
 	}
-	hs.moved = false // by ourselves
+	hs.moved = false // set by the changes above
 }
 
-// regain looks for room for what a hold lacks.
+// regain looks for room for the amounts that a hold lacks.
 func (hs *holds) regain(h *hold) {
 	short := h.short()
 	for _, name := range slices.SortedFunc(maps.Keys(short), harder) {
@@ -135,8 +134,8 @@ func (hs *holds) regain(h *hold) {
 	}
 }
 
-// extend keeps up to n more of a resource, in the largest parts that there is room for,
-// and those where the least is left beside.
+// extend keeps up to n more of a resource, in the largest parts that there is room for. Among equals it takes the node
+// where the least is left beside the part.
 func (hs *holds) extend(h *hold, resource string, n int) {
 	for n > 0 {
 		best, most, tight := "", 0, 0
@@ -157,8 +156,8 @@ func (hs *holds) extend(h *hold, resource string, n int) {
 	}
 }
 
-// add keeps one part more: as one with another on its node where there is room for that, which is
-// worth more.
+// add keeps one part more. If there is room, it joins the part with another one on the same node, since one large
+// part is worth more than two.
 func (hs *holds) add(h *hold, p Part) {
 	i := slices.IndexFunc(h.seats, func(s *seat) bool { return s.part.Node == p.Node && s.part.Resource == p.Resource })
 	if i >= 0 {
@@ -174,27 +173,26 @@ func (hs *holds) add(h *hold, p Part) {
 	hs.set(h, append(slices.Clone(h.seats), hs.parted(h, p)))
 }
 
-// parted makes a seat for an amount.
+// parted makes a seat for a part.
 func (hs *holds) parted(h *hold, p Part) *seat {
 	s := hs.seat(h, 0, []Container{{Requests: map[string]int{p.Resource: p.N}}}, p.Node)
 	s.part = p
 	return s
 }
 
-// smaller makes a seat for less of the same amount, in its place.
+// smaller makes a seat of the same age for n of the same part.
 func (hs *holds) smaller(s *seat, n int) *seat {
 	out := hs.parted(hs.by[s.owner.id], Part{s.part.Node, s.part.Resource, n})
 	out.age = s.age
 	return out
 }
 
-// harder sorts names of resources: of MIG devices, which exclude each other, large profiles
-// first.
+// harder compares names of resources: large MIG profiles come first, since MIG devices exclude each other.
 func harder(x, y string) int {
 	return cmp.Or(cmp.Compare(slicesOf(y), slicesOf(x)), cmp.Compare(x, y))
 }
 
-// slicesOf is how large a MIG device is, 0 for what is none.
+// slicesOf returns a number that orders MIG profiles by their size, 0 for other resources.
 func slicesOf(resource string) int {
 	_, short, _ := strings.Cut(resource, "/")
 	profile, err := mig.ParseResource(short)
@@ -204,7 +202,7 @@ func slicesOf(resource string) int {
 	return profile.Slices*1000 + profile.GB
 }
 
-// less takes n of a resource out of seats, of the smallest first.
+// less takes n of a resource out of seats, the smallest first.
 func (hs *holds) less(seats []*seat, resource string, n int) (out []*seat) {
 	smallest := slices.Clone(seats)
 	slices.SortStableFunc(smallest, func(x, y *seat) int { return cmp.Compare(x.part.N, y.part.N) })
@@ -227,8 +225,8 @@ func (hs *holds) less(seats []*seat, resource string, n int) (out []*seat) {
 	return out
 }
 
-// cut takes what a pod asks for out of the seats on its node: of each resource out of the smallest
-// that has as much, or else out of the smallest ones.
+// cut takes what a pod asks for out of the seats on its node. For each resource it takes from the smallest seat that
+// has enough. If none has, it takes from several, the smallest first.
 func (hs *holds) cut(seats []*seat, needs map[string]int, node string) []*seat {
 	var here, out []*seat
 	for _, s := range seats {
