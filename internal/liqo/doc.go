@@ -1,52 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package liqo answers other clusters that ask for GPUs of this one through Liqo (v1.2). A
-// consumer asks with a ResourceSlice (authentication.liqo.io), which Liqo copies here, and gets
-// a virtual node with what the slice's status grants. Liqo's own class grants anything. The
-// class "gpu-agent" is answered by this package, which grants what there is.
+// Package liqo answers other clusters that ask for GPUs of this one through Liqo (v1.2). Such
+// a cluster, a consumer, asks with a ResourceSlice (authentication.liqo.io), which Liqo copies
+// into this cluster. The consumer then gets a virtual node with what the slice's status
+// grants. Liqo's own class of slices grants anything. This package answers slices of the
+// class "gpu-agent", and grants only what there is.
 //
 //	door := liqo.New(books, liqo.Options{API: api, Domain: "example.com", …})
 //	door.Set(true, slice)   // and Tenants, with false
 //	door.Listed(true)
 //	err := door.Run(ctx)
 //
-// [Grants] decides, and is pure but for the books, which it asks to keep room; [Door] hears of
-// objects, and writes.
+// [Grants] decides. It is pure, but for the books, which it has keep room. [Door] is told of
+// objects, and writes the decisions.
 //
 // # What is granted
 //
-// A first request is granted in full or denied, with what could be had in the message. What
-// has been granted stays: it is reduced where the room has gone, and then grows again up to
-// what is asked for. Who asks for more than it has gets all of it or keeps what it has. A slice
-// that was granted something is never denied, since Liqo then leaves quota and virtual node as
-// they are: to take something back is to accept less. What is not granted any more is zero,
-// since the virtual node would keep a name, or a label, that is left out.
+// A first request is granted in full or denied. The message of a denial has what the consumer
+// could have.
 //
-// Room that is missing is waited for, since what a pod has left looks held for a minute. What
-// the nodes do not have at all any more goes at once.
+// A grant stays. If room for it has gone, it is reduced, and later grows again up to what the
+// slice asks for. If the consumer asks for more than it has, it gets all of it or keeps what
+// it has. A slice with a grant is never denied, since Liqo then would not change quota
+// and virtual node. To take something back, the package accepts the slice with less. A
+// resource or label that is no longer granted is written as zero or empty, since the virtual
+// node would keep one that is left out.
 //
-// # No unit for two
+// If room is missing, the package waits before it reduces the grant: what a pod has left
+// looks held for a minute. If the nodes no longer have a resource at all, the grant is
+// reduced at once.
 //
-// What a slice's status grants is kept in the books, and nobody else is granted it until
-// the status says less. A process that begins reads the statuses before anything is given out,
-// and one that begins to lead reads them anew at the server, not from a watch that may be late.
-// A status is written in the version that was read; where somebody else has written, it is
-// decided again. The rest of the status is Liqo's, and is written back as it was.
+// # No unit for two consumers
 //
-// Pods that run here for a consumer use what is kept for it. They are known by Liqo's label
-// with the slice's user ([QuotaOf]).
+// The books keep what a slice's status grants. No other consumer is granted it until the
+// status grants less. A process that begins reads the statuses before it grants anything. A
+// process that begins to lead reads them again from the server, since a watch may be late.
 //
-// # Whose word counts
+// A status is written only if the object still has the version that was read. If another
+// client has written meanwhile, the package decides again. It keeps Liqo's part of the status
+// as it was.
 //
-// Liqo's, on who a consumer is: nothing is decided until the condition Authentication is
-// Accepted and there is a Tenant. A drained tenant's slices are left to Liqo, which denies them;
-// where it has done so, the Tenant is read anew before anything is written, because Liqo may
-// have heard of it first. A cordoned tenant is granted nothing new.
+// Pods that run here for a consumer use the room that is kept for it. They are known by
+// Liqo's label with the slice's user ([QuotaOf]).
 //
-// Consumers have the right to write the status of their slices. An admission policy keeps them
-// from it for this class (deployments/placer/liqo); without it a consumer can claim what
-// happens to be free, and would be found out: what a status grants beyond what is asked for is
-// taken back, and so is what there is no room for.
+// # Who is trusted
 //
-// The package knows Liqo's objects as plain values: its Go module is not needed.
+// Liqo decides who a consumer is. Nothing is granted until the slice's condition
+// Authentication is Accepted and there is a Tenant. Liqo denies the slices of a drained
+// tenant, and may learn of the drain first. So the package reads a Tenant again before it
+// writes to a slice that Liqo has denied. A cordoned tenant is granted nothing new.
+//
+// Consumers may write the status of their slices. For this class an admission policy forbids
+// that (deployments/placer/liqo). Without the policy a consumer can claim room that happens to
+// be free. The package then takes back what exceeds the slice's request, and what has no room.
+//
+// The package has its own types for Liqo's objects, and does not import Liqo's Go module.
 package liqo

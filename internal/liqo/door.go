@@ -20,8 +20,8 @@ type API interface {
 	// Objects reads all objects of a resource as they are now, not as they were when some
 	// cache saw them.
 	Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error
-	// Write writes an object's status, if the object is still in its version. The error says
-	// whether it is not.
+	// Write writes an object's status, if the object still has the same version. changed is true if it has another
+	// one, or no longer exists.
 	Write(ctx context.Context, o *unstructured.Unstructured) (now *unstructured.Unstructured, changed bool, err error)
 }
 
@@ -30,8 +30,8 @@ type Options struct {
 	API API
 	// Domain is that of labels, ResourceDomain that of the agent's resources.
 	Domain, ResourceDomain string
-	// Leads is an error while another process decides, or nothing new is to be given. Listed is
-	// called once all that was granted is in the books.
+	// Leads returns an error while another process decides, or while nothing new may be granted. Listed is
+	// called once the books keep all that was granted.
 	Leads  func() error
 	Listed func()
 	Logger *slog.Logger
@@ -44,7 +44,7 @@ type Door struct {
 	o      Options
 	grants *Grants
 	news   chan struct{}
-	// asked has the version of each slice for which tenants were read anew. Run alone uses it.
+	// asked is the version of each slice at which disputed last read the tenants, by UID. Run alone uses it.
 	asked map[string]string
 
 	mu      sync.Mutex // guards what follows
@@ -103,7 +103,7 @@ func older(x, y string) bool {
 	return errA == nil && errB == nil && a < b
 }
 
-// Delete notes that there is no object with this UID any more.
+// Delete notes that the object with this UID has been deleted.
 func (d *Door) Delete(slice bool, uid string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -137,22 +137,22 @@ func (d *Door) wake() {
 // States are what State counts.
 var States = []string{"accepted", "denied", "waiting", "bypassing"}
 
-// State is how many ResourceSlices there are that ask for what the agents offer, by what they
-// were told: "accepted", "denied", "waiting", or "bypassing" for those of Liqo's own class.
+// State returns how many ResourceSlices ask for the agents' resources, by their answer: "accepted",
+// "denied", "waiting", or "bypassing" for those of Liqo's own class.
 func (d *Door) State() map[string]int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return maps.Clone(d.counts)
 }
 
-// view is what is known now, in some order; ok is false while something is missing.
+// view returns all slices and tenants, in no order. ok is false until both have been listed.
 func (d *Door) view() (s []*Slice, t []*Tenant, ok bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Collect(maps.Values(d.slices)), slices.Collect(maps.Values(d.tenants)), d.listed[true] && d.listed[false]
 }
 
-// Run decides, at news and every second, until ctx ends, whose error it returns.
+// Run decides at news and every second. It runs until ctx ends, and returns the error of ctx.
 func (d *Door) Run(ctx context.Context) error {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
@@ -179,7 +179,7 @@ func (d *Door) Run(ctx context.Context) error {
 			continue
 		}
 		if !led {
-			// Who led before may have written what no watch has told yet.
+			// The former leader may have written what the watches have not shown yet.
 			if err := errors.Join(d.refresh(ctx, false), d.refresh(ctx, true)); err != nil {
 				d.o.Logger.Error("what clusters have been granted is not known", "err", err)
 				continue
@@ -217,9 +217,9 @@ func (d *Door) refresh(ctx context.Context, slice bool) error {
 	return nil
 }
 
-// disputed reports whether Liqo denies a slice, as it does for drained tenants, which
-// Liqo may have heard of first. Then tenants are read anew, once for a version of the slice, and
-// it is decided again. Err is that of reading.
+// disputed reports whether Liqo denies a slice, as it does for a drained tenant. Liqo may have learned of the drain
+// first. So disputed then reads the tenants anew, once for each version of the slice, and the caller decides again. The
+// error is that of reading.
 func (d *Door) disputed(ctx context.Context, s *Slice) (yes bool, err error) {
 	if s.Resources.Status != denied || s.Resources.Reason == NoRoom || s.Resources.Reason == NotOffered || d.asked[s.UID] == s.version {
 		return false, nil

@@ -21,7 +21,7 @@ import (
 // for the class "gpu-agent".
 const Class = "gpu-agent"
 
-// Books keep room, and know what there is.
+// Books keep room for slices, and know what the nodes have.
 type Books interface {
 	Keep(quota string, want map[string]int) (short map[string]int)
 	Drop(quota string)
@@ -48,7 +48,7 @@ const (
 	// patience is how long granted room may be missing before the grant is reduced. What a
 	// pod has left looks held for up to a minute.
 	patience = 90 * time.Second
-	// again is how soon a request is tried again that there was no room for.
+	// again is how long a request without room waits for the next try.
 	again = 5 * time.Second
 )
 
@@ -82,14 +82,14 @@ type grant struct {
 // Decision is what to do about a slice.
 type Decision struct {
 	Slice *Slice
-	// Status is what to write; nil where nothing is to be.
+	// Status is what to write, nil for nothing.
 	Status *Status
-	// Bypass says that it asks Liqo's own class for resources of the agent's, and so gets
-	// them whether there are any or not.
+	// Bypass is true if the slice asks Liqo's own class for the agent's resources. Liqo then
+	// grants them, also if there are none.
 	Bypass bool
 }
 
-// NewGrants returns what knows of no slice. Domain is that of labels, and resourceDomain that
+// NewGrants returns Grants that know no slice. domain is the domain of labels, and resourceDomain that
 // of the agent's resources.
 func NewGrants(domain, resourceDomain string, books Books) *Grants {
 	return &Grants{prefix: resourceDomain + "/", domain: domain, books: books, of: map[string]*grant{}}
@@ -129,9 +129,9 @@ func (g *Grants) Follow(all []*Slice) {
 	}
 }
 
-// Decide says what to tell each slice, those first that have been granted something for
-// longest. What it grants is kept in the books from then on; what it takes back, only once the
-// slice's status says so. So no unit is ever granted to two.
+// Decide returns a decision about each slice. It begins with the slices that have had a grant for the longest time. The
+// books keep what it grants from then on. They give up what it takes back only after the slice's status shows that. So
+// no unit is ever granted to two slices.
 func (g *Grants) Decide(all []*Slice, tenants []*Tenant, now time.Time) (out []Decision) {
 	g.Restore(all)
 	for _, s := range all {
@@ -145,8 +145,8 @@ func (g *Grants) Decide(all []*Slice, tenants []*Tenant, now time.Time) (out []D
 		if w == nil {
 			continue
 		}
-		// It names what a cluster asks for, which may be anything. It is cut before it is
-		// compared, or it would be written again and again.
+		// The message names what a cluster asks for, which may be long. Cut it before it is compared with the one
+		// that was written. Otherwise it would be written again and again.
 		if w.Resources.Message = brief.Cut(w.Resources.Message, brief.Message); !s.says(w) {
 			out = append(out, Decision{Slice: s, Status: w})
 		}
@@ -187,12 +187,12 @@ func (g *Grants) keep(m *grant, want map[string]int) (short map[string]int) {
 	return g.books.Keep(m.quota, want)
 }
 
-// decide is what a slice is to be told; nil where it is left as it is.
+// decide returns the new status of a slice, nil if it stays as it is.
 func (g *Grants) decide(s *Slice, all []*Slice, tenants []*Tenant, now time.Time) *Status {
 	m, standing := g.of[s.UID], g.ours(s.Granted)
 	i := slices.IndexFunc(tenants, func(t *Tenant) bool { return t.Cluster == s.Consumer && t.Namespace == s.Namespace })
 	if s.Going || s.Consumer == "" || i < 0 || tenants[i].Condition == drained || s.Authentication.Status != accepted {
-		g.keep(m, standing) // Liqo has the word, or nobody yet
+		g.keep(m, standing) // Liqo decides about the slice, or has not yet
 		return nil
 	}
 	ask := g.ours(s.Ask)
@@ -229,8 +229,7 @@ func (g *Grants) first(s *Slice, m *grant, ask map[string]int, all []*Slice, now
 	return g.grant(s, m, ask, ask, plain, Granted)
 }
 
-// standing decides on a slice that has been granted something, which it never loses but where
-// the room has gone.
+// standing decides on a slice with a grant. The slice loses some of it only if the room has gone.
 func (g *Grants) standing(s *Slice, m *grant, ask, standing map[string]int, more bool, all []*Slice, now time.Time) *Status {
 	reason, full := Granted, maps.Clone(standing)
 	for name, n := range ask {
@@ -288,7 +287,7 @@ func (g *Grants) standing(s *Slice, m *grant, ask, standing map[string]int, more
 	return g.grant(s, m, ask, give, plain, reason)
 }
 
-// othersLack reports whether another slice lacks some of what its status says that it has.
+// othersLack reports whether another slice has no room for some of what its status grants.
 func (g *Grants) othersLack(s *Slice, all []*Slice) bool {
 	for _, o := range g.sorted(all) {
 		m := g.of[o.UID]
@@ -305,7 +304,7 @@ func (g *Grants) othersLack(s *Slice, all []*Slice) bool {
 	return false
 }
 
-// gone are the resources of which the nodes have less than is granted, whoever has it now.
+// gone returns the resources that the nodes have less of in all than is granted.
 func (g *Grants) gone(all []*Slice) map[string]bool {
 	there, _ := g.books.Lendable()
 	sum, out := map[string]int{}, map[string]bool{}
@@ -319,9 +318,8 @@ func (g *Grants) gone(all []*Slice) map[string]bool {
 	return out
 }
 
-// grant is the status of a slice that is granted something. What it was granted before of a
-// resource and is not any more is zero: the consumer's virtual node would keep a name
-// that is left out.
+// grant returns the status of a slice with a grant. A resource that is no longer granted has the amount 0: the
+// consumer's virtual node would keep a name that is left out.
 func (g *Grants) grant(s *Slice, m *grant, ask, give map[string]int, plain corev1.ResourceList, reason string) *Status {
 	w := &Status{Granted: maps.Clone(plain), Resources: Condition{Status: accepted, Reason: reason}}
 	for name := range s.Granted {
@@ -341,9 +339,9 @@ func (g *Grants) grant(s *Slice, m *grant, ask, give map[string]int, plain corev
 	return w
 }
 
-// message is for people of the other cluster. It says in which blocks memory was found, which
-// is as it was then. While more is kept than is granted, or pods have some of it, the parts
-// that are kept free are not those blocks, and it says nothing of them.
+// message is the text for people of the other cluster. It names the blocks in which the books found memory at that
+// time. It leaves them out while pods have some of it, or more is kept than is granted: the parts that are kept free
+// are not those blocks then.
 func message(ask, give map[string]int, parts []placer.Part, reason string) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(give)) {
@@ -394,7 +392,7 @@ func (g *Grants) labels(s *Slice, nodes []string) (labels, selector map[string]s
 	return labels, selector
 }
 
-// ours are the agent's resources of a list, without those of which there are none.
+// ours returns the amounts of the agent's resources in a list, without those that are 0.
 func (g *Grants) ours(list corev1.ResourceList) map[string]int {
 	out := map[string]int{}
 	for name, amount := range list {
@@ -405,7 +403,7 @@ func (g *Grants) ours(list corev1.ResourceList) map[string]int {
 	return out
 }
 
-// unknown says what a slice asks for that is not granted here, empty if nothing.
+// unknown returns a text about what a slice asks for that this class does not grant, empty if there is nothing.
 func (g *Grants) unknown(s *Slice, ask map[string]int) string {
 	var not []string
 	for name, amount := range s.Ask {
@@ -424,9 +422,8 @@ func (g *Grants) unknown(s *Slice, ask map[string]int) string {
 	return ""
 }
 
-// plain is what a slice gets beside GPUs: what it asks for, or the usual, as far as the
-// nodes can give it out and other slices have not got it. Over says what there is too
-// little of; then that stays as it was granted.
+// plain returns what a slice gets beside GPUs: what it asks for, or the usual, as far as the nodes have it and other
+// slices do not. over is a text about what there is too little of. Of that, the slice keeps what it was granted.
 func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over string) {
 	_, free := g.books.Lendable()
 	for _, o := range g.sorted(all) {
@@ -461,7 +458,7 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 	return out, over
 }
 
-// lacks says of what there is too little.
+// lacks returns a text about the resources of which there are too few.
 func lacks(ask, short map[string]int) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(short)) {

@@ -50,8 +50,8 @@ type Slice struct {
 	Created              time.Time
 	// Consumer is the cluster that asks, and Class for whose word.
 	Consumer, Class string
-	// Replicated says that it came from another cluster. Others are this cluster's own
-	// requests to others. Going says that it is being deleted.
+	// Replicated is true if the slice came from another cluster. Otherwise it is a request of
+	// this cluster to another one. Going is true if the slice is being deleted.
 	Replicated, Going bool
 	// Ask is what it asks for, and Granted what its status gives it.
 	Ask, Granted corev1.ResourceList
@@ -64,7 +64,7 @@ type Slice struct {
 	object  *unstructured.Unstructured
 }
 
-// Condition is what one of a slice's conditions says; all is empty where there is none.
+// Condition is one of a slice's conditions, zero if the slice has none of that type.
 type Condition struct {
 	Status, Reason, Message string
 }
@@ -76,7 +76,7 @@ type Tenant struct {
 	Condition string
 }
 
-// ReadSlice reads a ResourceSlice, which the caller may not change any more. The error names a
+// ReadSlice reads a ResourceSlice, which the caller may not change afterwards. The error names a
 // field that is not as Liqo writes it.
 func ReadSlice(o *unstructured.Unstructured) (*Slice, error) {
 	labels := o.GetLabels()
@@ -115,8 +115,8 @@ func ReadTenant(o *unstructured.Unstructured) (*Tenant, error) {
 	return t, r.err
 }
 
-// Quota is by what name the books keep what the slice is granted. It is made of what Liqo
-// calls the slice's user, whose pods it labels with it.
+// Quota returns the ID under which the books keep what the slice is granted. It follows from the slice's user, with
+// which Liqo labels the user's pods.
 func (s *Slice) Quota() string {
 	sum := sha256.Sum256([]byte(s.Consumer))
 	return quota(fmt.Sprintf("%s-%x", s.Name, sum[:6]))
@@ -124,13 +124,12 @@ func (s *Slice) Quota() string {
 
 func quota(user string) string { return "liqo/" + notInLabels.ReplaceAllString(user, "-") }
 
-// notInLabels is what Liqo replaces in the value of a label.
+// notInLabels matches the characters that Liqo replaces in the value of a label.
 var notInLabels = regexp.MustCompile(`[^\w\-.]`)
 
-// QuotaOf says for which slice a pod runs that Liqo made here for another cluster, as
-// [Slice.Quota] does; empty for a pod of this cluster's own. Liqo's webhook sees to it that a
-// consumer cannot say that it is another one. Whoever may make pods here can make one that
-// passes for Liqo's.
+// QuotaOf returns the [Slice.Quota] that a pod uses which Liqo made for another cluster. It is empty for a pod of this
+// cluster's own. Liqo's webhook makes sure that a consumer cannot pass for another one. A user of this cluster who may
+// make pods can make one that passes for Liqo's.
 func QuotaOf(p *corev1.Pod) string {
 	user := p.Labels[creatorLabel]
 	if user == "" || p.Labels[managedByLabel] != strings.ToLower(shadowPod) {
@@ -197,21 +196,21 @@ func (r *reader) amounts(path ...string) corev1.ResourceList {
 	return out
 }
 
-// Status is what a slice is to be told.
+// Status is the part of a slice's status that this package writes.
 type Status struct {
 	Granted          corev1.ResourceList
 	Labels, Selector map[string]string
 	Resources        Condition
 }
 
-// says reports whether the slice is told this already.
+// says reports whether the slice has this status already.
 func (s *Slice) says(w *Status) bool {
 	return s.Resources == w.Resources && maps.Equal(s.Labels, w.Labels) && maps.Equal(s.Selector, w.Selector) &&
 		maps.EqualFunc(s.Granted, w.Granted, func(x, y resource.Quantity) bool { return x.Equal(y) })
 }
 
-// with is the object with another status, in the version that was read. All else in the
-// status is Liqo's, and stays.
+// with returns the object with another status, in the version that was read. The rest of the status is Liqo's, and
+// stays as it was.
 func (s *Slice) with(w *Status, now time.Time) *unstructured.Unstructured {
 	o := s.object.DeepCopy()
 	status, _, _ := unstructured.NestedMap(o.Object, "status")
