@@ -25,11 +25,11 @@
 //
 // # Pods that wait
 //
-// A scheduler does not read GPUNodes or reservations, so it does not notice that they have
-// made room. The Fleet remembers each pod that was refused, and the nodes that refused it.
+// A scheduler does not read GPUNodes or reservations, so it does not notice when they free
+// room. The Fleet remembers each pod that was refused, and the nodes that had no room for it.
 // When there is news of such a node, [Fleet.Run] asks the books again: once for all pods of
-// a namespace that ask for the same. If one of them fits, Run has the scheduler woken for
-// that node.
+// a namespace that ask for the same. If there is room, Run has the scheduler woken for that
+// node, and the scheduler asks again for the pods that wait.
 //
 // A process that begins to lead does not know which pods the former leader refused. It takes
 // the pods with the reason Unschedulable in their condition PodScheduled.
@@ -62,11 +62,11 @@
 //
 // # Unguarded pods
 //
-// A scheduler that gets no answer places the pod by itself. A pod is unguarded if it is bound
-// to a node with devices of an agent's and this process has not placed it there. The Fleet
-// reports each unguarded pod once ([Fleet.TellUnguarded]), but none while another process
-// leads ([Fleet.LeadBy]). A process that begins to lead also reports the pods that were bound after
-// the former leader was last heard of.
+// A scheduler that gets no answer places the pod by itself. A pod is unguarded if it asks for
+// devices of an agent, and is bound to a node where no placer has put it. The Fleet reports
+// each unguarded pod once ([Fleet.TellUnguarded]), but none while another process leads
+// ([Fleet.LeadBy]). A process that begins to lead cannot know what the former leader has
+// answered. It reports the pods that were bound after that one was last heard of.
 //
 // # What a pod has
 //

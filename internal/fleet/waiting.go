@@ -48,7 +48,7 @@ type waiting struct {
 	refusals int
 	// last names the pod of the last such search, by its group if it has one and otherwise by its UID.
 	last string
-	// others is what refusals was when another than last was refused last.
+	// others is what refusals was when the present row of refusals of last began.
 	others int
 }
 

@@ -4,9 +4,11 @@
 // which node. It is for schedulers that add up a node's devices. Such a scheduler cannot see
 // whether one GPU has enough of them, and learns of an allocation too late.
 //
-// The caller tells [Books] what the API has: each node's GPUNode, and each pod that asks for
-// GPUs, with its node and the devices in its status. [Books.Place] picks a node for a pod and
-// reserves room there. [Books.Fits] answers whether a node had room if some pods were gone.
+// On each node an agent (gpu-agent) chooses the devices of pods, and writes the node's GPUNode:
+// which GPUs there are, and what is taken of them. The caller tells [Books] what the API has:
+// each GPUNode, and each pod that asks for GPUs, with its node and the devices in its status.
+// [Books.Place] picks a node for a pod and reserves room there. [Books.Fits] answers whether a
+// node had room if some pods were gone.
 //
 //	books := placer.New()
 //	books.SetNode("node-1", status, true)
@@ -18,7 +20,8 @@
 // A pod that goes where Place put it gets its devices from the node's agent: the books never
 // give one room to two pods. They promise this for any order in which news of pods and nodes
 // comes. They rely on three facts: no pod gets to a node without them, each GPUNode is true,
-// and no GPU breaks or is laid out anew. Otherwise the agent may refuse a pod.
+// and no GPU breaks or is laid out anew. Otherwise the agent may refuse a pod. For two kinds
+// of pods it may also refuse one if another ends in the same second (see The bound).
 //
 // A reservation keeps its room. Room that is held for pods to come may be lost, for example
 // when a GPU breaks. The books then report it.
@@ -65,8 +68,8 @@
 //
 // The bound cannot judge a pod with init containers that ask for GPUs, or one with split
 // compute instances. Such a pod is placed by the packing alone, and others that compete with
-// it wait until it has reported. If another pod ends in the same second, the packing may
-// choose otherwise between two requests of such a pod, and the agent may refuse the second.
+// it wait until it has reported. If another pod ends in the same second, the agent may choose
+// otherwise for the pod's first request than the packing, and refuse its second.
 //
 // Without the bound, a node would take the next pod only when the last one has reported. Then
 // the last of 22 pods on three nodes would run at least a third later (internal/fleet,
@@ -94,8 +97,8 @@
 //
 // A pod with the ID of a hold ([Pod].Hold) is a member of it, and uses its room:
 //
-//   - In a hold for groups it takes a seat for the same requests. When the pod has gone, the
-//     seat is open again for the next member.
+//   - In a hold for groups it takes a seat for the same requests. A seat that no pod uses is
+//     open. When the pod has gone, its seat is open again for the next member.
 //   - In a hold for amounts it has a part of the amount. The seats on its node shrink by what
 //     it asks for. When the pod has gone, the books look for room for that part again.
 //
@@ -108,8 +111,8 @@
 //
 // A seat that finds no room in this order has lost it ([Books.Lost]). A seat that has its
 // room keeps it: no pod is placed, and no seat is opened, if the seat would then lose its
-// room. A seat that has lost its room gets what becomes free on its node, before pods that
-// compete with it.
+// room. There is one exception, for amounts (see Room that is lost). A seat that has lost its
+// room gets what becomes free on its node, before pods that compete with it.
 //
 // The pods of a group come at the same moment. So a new seat of a group must be safe beside
 // the pods that have not reported and all seats of groups. There is one exception: a node
@@ -126,8 +129,9 @@
 // again, since the caller has written down on which nodes the pods are to go. An open seat is
 // also lost when its node takes no new pods ([Group].Closed).
 //
-// A member of an amount goes before pods that may still come. If the rest of its amount does
-// not fit beside it, that loses its room, and if need be other amounts on the node do, too.
+// A member of a hold for amounts goes before pods that may still come. If there is not room
+// for the rest of its own amount beside it, that rest loses its room. If need be, other
+// amounts on the node lose theirs, too. Seats of groups do not.
 //
 // # Long searches
 //
