@@ -28,6 +28,9 @@
 // Then nodes are laid out anew while pods come and go. Whoever was placed by a layout that is
 // no more may be ended then, and nobody who runs may lose anything.
 //
+// Groups of pods that are bound together or not at all (PodGroups) come while answers of the placer are
+// late, by a scheduler that has the gates for them. None of them is bound in part.
+//
 //	go test ./tests/crowd -short           two waves of each kind; nobody judges how full the cards are
 //	go test ./tests/crowd                  one seed
 //	go test ./tests/crowd -long -timeout=2h

@@ -116,16 +116,16 @@ func (c *named) endGang(g *gang) {
 	c.end(names)
 }
 
-// late is how long an answer is held back: one in three up to 400 ms. The scheduler gives up after 250.
+// late is how long an answer is held back: one in eight up to 400 ms. The scheduler gives up after 250.
 func late() time.Duration {
-	if rand.IntN(3) > 0 {
+	if rand.IntN(8) > 0 {
 		return 0
 	}
 	return time.Duration(rand.Int64N(int64(400 * time.Millisecond)))
 }
 
 // Groups come, more at a time than there is room for, and answers of the placer are late at random,
-// one in eight too late for the scheduler. Of each group as many pods run as it needs, and none is
+// one in twenty too late for the scheduler. Of each group as many pods run as it needs, and none is
 // refused by a kubelet.
 func TestGangs(t *testing.T) {
 	if testing.Short() {
