@@ -307,11 +307,11 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed(".", "./tests/emulator/deploy", "-run=^TestOverlay$", "-built")},
 		},
 		{
-			name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"}, set: long,
+			name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector; crowds of pods in virtual time; a year of the usage journal, and kills in 100 histories of it", after: []string{"unit"}, set: long,
 			commands: []command{
 				test(".", "-race", "-count=1", longLimit, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
 				test(".", "-race", "-count=1", longLimit, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
-				test(".", "-count=1", longLimit, "./internal/advise", "./internal/meter", "./internal/placer", "./internal/usage/...", "-long"),
+				test(".", "-count=1", longLimit, "./internal/advise", "./internal/fleet", "./internal/meter", "./internal/placer", "./internal/usage/...", "-long"),
 			},
 		},
 		{
