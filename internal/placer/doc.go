@@ -59,8 +59,9 @@
 //   - Replicas: a request for n of them needs n GPUs. To keep one from a GPU takes all its
 //     free replicas, and each other request takes one replica of a GPU at most.
 //   - Whole GPUs: to keep n of f free ones from a request takes f-n+1.
-//   - MIG devices on demand: others must cover each free placement of the profile, or use up
-//     what the card allows, such as its media engines.
+//   - MIG devices on demand: others must take all placements that the profile could have at a
+//     time, or use up what else the card allows, such as its media engines. Each of the others
+//     counts for as many of them as one of its profile can take.
 //
 // Once all pods of a node have reported, the books do not need the bound. They ask the
 // agent's own packing (pkg/timeslice, pkg/mig) for each container in turn, as the kubelet

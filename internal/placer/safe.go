@@ -3,7 +3,6 @@
 package placer
 
 import (
-	"cmp"
 	"math"
 	"slices"
 
@@ -68,7 +67,7 @@ func (b bound) items(p *Pod, family string) (out []item) {
 // these that has no room even alone is left out: it has its devices, and its pod's status does not name
 // them yet, or it is lost in any case.
 //
-// A search that needs more than maxSteps returns false.
+// Where that takes more than maxSteps, it returns false.
 func (b bound) safe(family string, items []item, fixed int) bool {
 	type request struct {
 		item
@@ -84,9 +83,7 @@ func (b bound) safe(family string, items []item, fixed int) bool {
 		if !b.steps.spend(len(items) + len(b.gpus)) {
 			return false
 		}
-		others := slices.Concat(items[:i], items[i+1:])
-		take := b.total(family, others)
-		most, alone := b.spare(family, it, others, take)
+		most, take, alone := b.spare(it, slices.Concat(items[:i], items[i+1:]))
 		if b.steps.left < 0 {
 			return false
 		}
@@ -100,38 +97,29 @@ func (b bound) safe(family string, items []item, fixed int) bool {
 	return true
 }
 
-// spare is how much others may take in all, without any way to keep a request from its room. alone is
-// false where there is no room without them. They ask for take in all, so a search may end there.
-func (b bound) spare(family string, it item, others []item, take int) (most int, alone bool) {
-	if family == "mig" {
-		return b.sparePlacements(it.resource, others, take)
+// spare is how much others may take in all, without any way to keep a request from its room, and how much
+// they take. alone is false where there is no room without them.
+func (b bound) spare(it item, others []item) (most, take int, alone bool) {
+	for _, o := range others {
+		take += o.n
 	}
 	switch b.kinds[it.resource] {
 	case piece.KindUnits:
-		return b.spareUnits(it, others)
+		most, alone = b.spareUnits(it, others)
 	case piece.KindReplica:
-		return b.spareReplicas(it, others)
-	case piece.KindWhole, piece.KindPlacement:
-	}
-	free := 0
-	for i := range b.gpus {
-		if b.gpus[i].resource == it.resource {
-			free += b.gpus[i].free
+		most, alone = b.spareReplicas(it, others)
+	case piece.KindPlacement:
+		return b.sparePlacements(it.resource, others)
+	case piece.KindWhole:
+		free := 0
+		for i := range b.gpus {
+			if b.gpus[i].resource == it.resource {
+				free += b.gpus[i].free
+			}
 		}
+		most, alone = free-it.n, free >= it.n
 	}
-	return free - it.n, free >= it.n
-}
-
-// total is what requests take, in the measure of spare.
-func (b bound) total(family string, items []item) (sum int) {
-	for _, it := range items {
-		if family == "mig" {
-			sum += b.size(it.resource)
-		} else {
-			sum += it.n
-		}
-	}
-	return sum
+	return most, take, alone
 }
 
 // spareUnits is one less than what keeps r units off every GPU. A GPU on which they fit
@@ -205,121 +193,60 @@ func (b bound) spareReplicas(it item, others []item) (most int, alone bool) {
 	return block - 1, true
 }
 
-// size is how many memory slices a MIG device takes at most.
-func (b bound) size(resource string) (n int) {
-	for i := range b.gpus {
-		for _, p := range b.gpus[i].all[resource] {
-			n = max(n, p.Size)
-		}
-	}
-	return n
-}
-
-// sparePlacements is one less than the memory slices that others must take to keep a MIG
-// device off every GPU, or more than take if that is enough to know.
-func (b bound) sparePlacements(resource string, others []item, take int) (most int, alone bool) {
-	counts := map[string]int{}
+// sparePlacements counts the placements of a profile that can be had at a time. Each other device takes
+// as many of them as one of its profile can at worst, wherever the agent puts it.
+func (b bound) sparePlacements(resource string, others []item) (most, take int, alone bool) {
+	worst := map[string]int{}
 	for _, o := range others {
-		counts[o.resource]++
+		worst[o.resource] = 0
 	}
-	block := 0
+	free := 0
 	for i := range b.gpus {
 		s := &b.gpus[i]
-		if len(s.places[resource]) == 0 {
-			continue
+		apart := s.apart(s.places[resource])
+		for name := range worst {
+			if len(apart) > 0 && b.steps.spend(1+len(s.standing)+len(s.all[name])*len(apart)) {
+				worst[name] = max(worst[name], s.costs(apart, s.all[name], name == resource))
+			}
 		}
-		if alone = true; block > take {
-			break
-		}
-		block += s.block(resource, counts, take-block+1, b.steps)
+		free += mig.Whole * len(apart)
 	}
-	return block - 1, alone
+	for _, o := range others {
+		take += worst[o.resource]
+	}
+	return free - 1, take, free > 0
 }
 
-// block is the fewest memory slices that others, a number of each resource, must take of the GPU until
-// none of a resource's placements fits; most if it is not fewer.
-func (s *space) block(resource string, others map[string]int, most int, steps *steps) int {
-	wanted := s.places[resource]
-	if !s.onDemand { // devices that exist exclude nobody
-		if others[resource] < len(wanted) {
-			return most
-		}
-		return min(len(wanted)*wanted[0].Size, most)
-	}
-	c := cover{space: s, best: most, steps: steps}
-	for _, name := range sorted(others) {
-		if of := s.all[name]; len(of) > 0 {
-			c.pieces = append(c.pieces, of...)
-			// One without a place takes no room, and counts for what the card allows.
-			c.kinds = append(c.kinds, kind{
-				mig.Placement{Profile: of[0].Profile, Start: -1}, of[0].Size, min(others[name], maxCount)})
+// apart are those of a profile's free placements that do not overlap: as many as there is room for at a time.
+func (s *space) apart(places []mig.Placement) (out []mig.Placement) {
+	for _, p := range places {
+		if !s.onDemand || !slices.ContainsFunc(out, func(o mig.Placement) bool { return overlap(o, p) }) {
+			out = append(out, p)
 		}
 	}
-	slices.SortFunc(c.pieces, func(a, b mig.Placement) int { return cmp.Compare(a.Size, b.Size) })
-	c.places(wanted, slices.Clone(s.standing), 0)
-	c.counts(wanted, slices.Clone(s.standing), 0, 0)
-	return c.best
+	return out
 }
 
-// maxCount is more MIG devices than a card has room for.
-const maxCount = 16
-
-// cover looks for the cheapest way to block placements. Others may take any place of the card: what
-// stands there now can go at any time.
-type cover struct {
-	*space
-	pieces []mig.Placement
-	kinds  []kind
-	best   int
-	steps  *steps
-}
-
-// step takes one, and reports whether there was one left.
-func (c *cover) step() bool { return c.steps.spend(1 + len(c.pieces)) }
-
-type kind struct {
-	piece     mig.Placement
-	cost, max int
-}
-
-// places covers the first placement that still fits in each way that there is.
-func (c *cover) places(wanted, standing []mig.Placement, cost int) {
-	if !c.step() {
-		return
+// costs is how much one of other placements takes at most of some that do not overlap: of the room for them, or
+// of what else the card allows of them. One of them is mig.Whole. What stands now can go at any time, so the
+// other may be anywhere.
+func (s *space) costs(apart, others []mig.Placement, same bool) (most int) {
+	if !s.onDemand && same {
+		return mig.Whole
+	} else if !s.onDemand || len(others) == 0 { // devices that exist exclude nobody
+		return 0
 	}
-	for len(wanted) > 0 && !c.card.Fits(standing, wanted[0]) {
-		wanted = wanted[1:]
-	}
-	if len(wanted) == 0 {
-		c.best = min(c.best, cost)
-		return
-	}
-	w := wanted[0]
-	for _, p := range c.pieces {
-		if cost+p.Size >= c.best {
-			return // they are sorted
+	for _, q := range others {
+		n := 0
+		for _, p := range apart {
+			if overlap(p, q) {
+				n += mig.Whole
+			}
 		}
-		if p.Start < w.Start+w.Size && w.Start < p.Start+p.Size {
-			c.places(wanted[1:], append(standing, p), cost+p.Size)
-		}
+		most = max(most, n)
 	}
+	return max(most, len(apart)*s.card.Uses(s.standing, others[0].Profile, apart[0].Profile))
 }
 
-// counts uses up what the card allows besides room: how many of a profile, and engines.
-func (c *cover) counts(wanted, standing []mig.Placement, from, cost int) {
-	if cost >= c.best || !c.step() {
-		return
-	}
-	if !slices.ContainsFunc(wanted, func(p mig.Placement) bool { return c.card.Fits(standing, p) }) {
-		c.best = cost
-		return
-	}
-	for i := from; i < len(c.kinds); i++ {
-		k := &c.kinds[i]
-		if k.max > 0 {
-			k.max--
-			c.counts(wanted, append(standing, k.piece), i, cost+k.cost)
-			k.max++
-		}
-	}
-}
+// overlap reports whether two placements need the same memory slices.
+func overlap(p, q mig.Placement) bool { return p.Start < q.Start+q.Size && q.Start < p.Start+p.Size }

@@ -379,6 +379,40 @@ func (c *Card) Fits(standing []Placement, s Placement) bool {
 	return t.allows(c, c.index(s.Profile.GPUInstance()))
 }
 
+// Whole is all that a card allows, in the measure of [Card.Uses].
+const Whole = 64
+
+// Uses is how much of what the card allows of a profile, beside what stands, one GPU instance of another uses
+// up: the largest part of what is left by any rule that is not about room, rounded up to a 64th. So where a set
+// of others uses less than [Whole], these rules allow one of the profile beside them.
+func (c *Card) Uses(standing []Placement, other, of Name) (most int) {
+	i, j := c.index(other.GPUInstance()), c.index(of.GPUInstance())
+	if i < 0 || j < 0 {
+		return 0
+	}
+	t, o, p := c.tally(standing), &c.profiles[i], &c.profiles[j]
+	part := func(n, left int) {
+		if n > 0 {
+			most = max(most, min(Whole, (Whole*n+max(left, 1)-1)/max(left, 1)))
+		}
+	}
+	if i == j {
+		part(1, p.max-int(t.n[j]))
+	}
+	if o.media && p.media {
+		part(1, c.media-t.media)
+	}
+	for k, n := range p.uses {
+		if c.engines && n > 0 {
+			part(o.uses[k], c.has[k]-t.uses[k]-n+1)
+		}
+	}
+	if !c.engines && (p.all && !o.none || o.all && !p.all && !p.none) {
+		part(1, 1)
+	}
+	return most
+}
+
 // tally counts the GPU instances of what exists.
 func (c *Card) tally(standing []Placement) (t tally) {
 	for i := range standing {

@@ -4,6 +4,7 @@ package mig
 
 import (
 	"errors"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -190,6 +191,48 @@ func TestFitsBesideWhatIsNotLegal(t *testing.T) {
 		}
 		if c.Fits(nil, strange[0]) {
 			t.Errorf("%s fits, which the card does not have", strange[0])
+		}
+	}
+}
+
+// TestUses has others join what stands, anywhere, until they use up what the card allows of a placement's profile:
+// before that it fits wherever there is room.
+func TestUses(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 1))
+	for _, family := range families {
+		c := card(t, family.rows)
+		places := c.Placements()
+		joined, refused := 0, 0
+		for range 3000 {
+			var standing []Placement
+			for range r.IntN(3) {
+				if s := places[r.IntN(len(places))]; c.Fits(standing, s) {
+					standing = append(standing, s)
+				}
+			}
+			s := places[r.IntN(len(places))]
+			if !c.Fits(standing, s) {
+				continue
+			}
+			used := 0
+			with := slices.Clone(standing)
+			for {
+				other := places[r.IntN(len(places))]
+				other.Start = -1 // it takes no room
+				used += c.Uses(standing, other.Profile, s.Profile)
+				if with = append(with, other); used >= Whole || len(with) > 9 {
+					break
+				}
+				if joined++; !c.Fits(with, s) {
+					t.Fatalf("%s: %v use %d of %d, and %v does not fit beside them", family.name, with, used, Whole, s)
+				}
+			}
+			if used >= Whole && !c.Fits(with, s) {
+				refused++
+			}
+		}
+		if joined < 300 || refused < 50 {
+			t.Errorf("%s: %d joined and %d used all up: the test looks at nothing", family.name, joined, refused)
 		}
 	}
 }
