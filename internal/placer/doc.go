@@ -113,7 +113,8 @@
 // A seat that finds no room in this order has lost it ([Books.Lost]). A seat that has its
 // room keeps it: no pod is placed, and no seat is opened, if the seat would then lose its
 // room. There is one exception, for amounts (see Room that is lost). A seat that has lost its
-// room gets what becomes free on its node, before pods that compete with it.
+// room gets what becomes free on its node, before pods that compete with it. Pods whose own
+// seats have their room do not wait for that.
 //
 // The pods of a group come at the same moment. So a new seat of a group must be safe beside
 // the pods that have not reported and all seats of groups. There is one exception: a node

@@ -238,6 +238,34 @@ func TestQuotasAndHoldsKeepOffEachOther(t *testing.T) {
 	f.wantPlaced(member("q", "m2", memName, 40), "a")
 }
 
+// TestAMemberTakesNoSeatOfAGroup: the quota has some room on the node, and the rest is a Job's.
+func TestAMemberTakesNoSeatOfAGroup(t *testing.T) {
+	f := of(piece.KindUnits, 1, 79, "a")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 40))
+	f.books.Keep("q", map[string]int{memName: 60}, nil)
+	f.wantRefused(member("q", "m", memName, 50), "held for others")
+	f.wantPlaced(units("p", 40).of("g"), "a")
+}
+
+// TestWhoHasASeatWaitsForNobody: another hold has lost its room, and waits for what becomes free.
+func TestWhoHasASeatWaitsForNobody(t *testing.T) {
+	f := of(piece.KindUnits, 1, 79, "a")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 20))
+	f.books.Keep("q", map[string]int{memName: 20}, nil)
+	f.wantHeld("h", "[[a]]", f.group(1, memName, 39))
+	f.give(units("stray", 30), "a")
+	if f.books.Lost("g") != nil || f.books.Lost("h") == nil {
+		t.Fatalf("lost are %v and %v", f.books.Lost("g"), f.books.Lost("h"))
+	}
+	f.wantKept("q", "a:20 ", none())
+	f.wantRefused(units("other", 1), "held for others")
+	if err := f.books.Fits(units("p", 20).of("g"), "a", nil, f.now); err != nil {
+		t.Error(err)
+	}
+	f.wantPlaced(units("p", 20).of("g"), "a")
+	f.wantPlaced(member("q", "m", memName, 20), "a")
+}
+
 // hold asks for room for a random group.
 func (f *fleet) hold() {
 	f.seq++

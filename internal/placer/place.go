@@ -208,25 +208,42 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 	}
 	return r.remember(key, func() verdict {
 		r.expect()
-		keep := r.stands
+		keep, own := r.besides(mine)
 		switch {
-		case mine != nil:
-			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s == mine })
 		case part && yield == yieldAll:
 			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.owner.amounts })
 		case part:
 			keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.owner == h.owner })
 			if yield == yieldNothing {
-				own := slices.DeleteFunc(slices.Clone(r.stands), func(s *seat) bool { return s.owner != h.owner })
-				keep = append(keep, b.holds.cut(own, p.needs, name)...)
+				parts := slices.DeleteFunc(slices.Clone(r.stands), func(s *seat) bool { return s.owner != h.owner })
+				keep, own = append(keep, b.holds.cut(parts, p.needs, name)...), covered(p, parts)
 			}
 		}
 		v := verdict{}
-		if v.why, v.waits, v.held = r.refuse(p, keep); v.why == "" {
+		if v.why, v.waits, v.held = r.refuse(p, keep, own); v.why == "" {
 			v.spoilt, v.left = r.expect().score(&p.Pod)
 		}
 		return v
 	})
+}
+
+// besides are the seats that have their room, without one that a pod is to use. own is true if that has, too.
+func (r *room) besides(mine *seat) (others []*seat, own bool) {
+	i := slices.Index(r.stands, mine)
+	if i < 0 {
+		return r.stands, false
+	}
+	return slices.Concat(r.stands[:i], r.stands[i+1:]), true
+}
+
+// covered reports whether each of a pod's requests is part of one of some amounts.
+func covered(p *ask, parts []*seat) bool {
+	for _, name := range p.names {
+		if !slices.ContainsFunc(parts, func(s *seat) bool { return s.part.Resource == name && s.part.N >= p.needs[name] }) {
+			return false
+		}
+	}
+	return true
 }
 
 // judgeSeat gives the room's verdict on one seat more there, beside those that there are: on one of groups
@@ -289,13 +306,11 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	}
 	b.holds.balance()
 	e := newAsk(p)
-	if s := n.seatOf(b.holds.by[p.Hold], e.shape); s != nil {
-		gone[s.UID] = true
-	}
 	r := b.roomOf(n, gone)
 	r.expect()
+	keep, own := r.besides(n.seatOf(b.holds.by[p.Hold], e.shape))
 	v := verdict{}
-	if v.why, v.waits, v.held = r.refuse(e, r.stands); v.why == "" {
+	if v.why, v.waits, v.held = r.refuse(e, keep, own); v.why == "" {
 		return nil
 	}
 	no := newRefusal()
@@ -304,12 +319,13 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 }
 
 // refuse is why a pod has no room where some seats keep theirs; empty if it has. waits is true if pods
-// that have not reported their devices are the reason, and held if these seats are.
-func (r *room) refuse(p *ask, keep []*seat) (why string, waits, held bool) {
+// that have not reported their devices are the reason, and held if these seats are. own is true if the pod
+// has room of its own there: then it takes nothing of what becomes free.
+func (r *room) refuse(p *ask, keep []*seat, own bool) (why string, waits, held bool) {
 	if why = r.never(p); why != "" {
 		return why, false, false
 	}
-	if s := r.awaited(p); s != nil {
+	if s := r.awaited(p); s != nil && !own {
 		return heldFor(s), false, true
 	}
 	families := r.families(p)
