@@ -57,23 +57,8 @@ static uint64_t mipmap_bytes(const CUarray3 *d, unsigned int levels)
     return sum;
 }
 
-#define CREATE(name, space, undo, bytes, ...)                         \
-    struct process *p = ENTER();                                      \
-    struct charge c;                                                  \
-    enum verdict v = PASS;                                            \
-    if (p && out && d)                                                \
-        v = charge_begin(p, &c, bytes, HOW_HIDDEN);                   \
-    if (v == REFUSE)                                                  \
-        return CUDA_ERROR_OUT_OF_MEMORY;                              \
-    CUresult r = CALL(name, __VA_ARGS__);                             \
-    if (v == COUNT && r != CUDA_SUCCESS)                              \
-        charge_failed(p, &c);                                         \
-    if (v == COUNT && r == CUDA_SUCCESS &&                            \
-        !charge_done(p, &c, (uintptr_t)*out, space)) {                \
-        CALL(undo, *out);                                             \
-        return CUDA_ERROR_OUT_OF_MEMORY;                              \
-    }                                                                 \
-    return r;
+#define CREATE(name, space, undo, bytes, ...) \
+    COUNTED(out && d, charge_begin(p, &c, bytes, HOW_HIDDEN), charge_done(p, &c, (uintptr_t)*out, space), CALL(undo, *out), name, __VA_ARGS__)
 
 #define FLAT(d) part_bytes(&(CUarray3){(d)->width, (d)->height, 0, (d)->format, (d)->channels, 0})
 #define DEEP(d) part_bytes(&(CUarray3){(d)->width, (d)->height, (d)->depth, (d)->format, (d)->channels, (d)->flags})
@@ -87,12 +72,7 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmap *out, const CUarray3 *d, unsigne
     CREATE(cuMipmappedArrayCreate, SPACE_MIPMAP, cuMipmappedArrayDestroy, mipmap_bytes(d, levels), out, d, levels)
 }
 
-#define DESTROY(name, space, handle)                          \
-    struct process *p = ENTER();                              \
-    struct taken t;                                           \
-    if (!p || !charge_take(p, &t, (uintptr_t)handle, space))  \
-        return CALL(name, handle);                            \
-    return charge_end(p, &t, CALL(name, handle));
+#define DESTROY(name, space, handle) FREED((uintptr_t)handle, space, CALL(name, handle), name, handle)
 
 EXPORT CUresult cuArrayDestroy(CUarray array) { DESTROY(cuArrayDestroy, SPACE_ARRAY, array) }
 EXPORT CUresult cuMipmappedArrayDestroy(CUmipmap array) { DESTROY(cuMipmappedArrayDestroy, SPACE_MIPMAP, array) }

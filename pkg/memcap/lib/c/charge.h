@@ -79,6 +79,35 @@ static inline CUresult charge_end(struct process *p, const struct taken *t, CUre
     return r;
 }
 
+/* COUNTED is the body of an override that gives memory. begin reserves it, if asks: where the call
+ * says where the answer goes. done charges what the driver gave; if it is false, undo frees that. */
+#define COUNTED(asks, begin, done, undo, name, ...)        \
+    struct process *p = ENTER();                           \
+    struct charge c;                                       \
+    enum verdict v = p && (asks) ? begin : PASS;           \
+    if (v == REFUSE)                                       \
+        return CUDA_ERROR_OUT_OF_MEMORY;                   \
+    do {                                                   \
+        CUresult r = CALL(name, __VA_ARGS__);              \
+        if (v == COUNT && r != CUDA_SUCCESS)               \
+            charge_failed(p, &c);                          \
+        if (v == PASS || r != CUDA_SUCCESS || (done))      \
+            return r;                                      \
+        undo;                                              \
+    } while (charge_again(&c));                            \
+    return CUDA_ERROR_OUT_OF_MEMORY;
+
+/* FREED is the body of an override that takes memory back, and other what is done where none is
+ * charged at key. */
+#define FREED(key, space, other, name, handle)                                            \
+    struct process *p = ENTER();                                                          \
+    struct taken t;                                                                       \
+    if (!p)                                                                               \
+        return CALL(name, handle);                                                        \
+    if (__builtin_expect(!charge_take(p, &t, key, space), 0))                             \
+        return other;                                                                     \
+    return charge_end(p, &t, CALL(name, handle));
+
 /* The same for everything that a context has, which is freed with it. */
 struct taken_list {
     struct taken *list;

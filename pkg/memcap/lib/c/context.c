@@ -20,7 +20,7 @@ static enum verdict context_begin(struct process *p, struct charge *c, CUdevice 
     return !c->bytes || account_reserve(c->a, c->bytes) ? COUNT : REFUSE;
 }
 
-static void context_done(struct process *p, struct charge *c, CUcontext context)
+static bool context_done(struct process *p, struct charge *c, CUcontext context)
 {
     uint64_t number = context_number(p, context, c->at.device);
     struct entry e = {.key = number, .bytes = c->bytes, .space = SPACE_CONTEXT, .how = HOW_LARGE, .device = c->at.device}, old;
@@ -32,12 +32,7 @@ static void context_done(struct process *p, struct charge *c, CUcontext context)
     __atomic_store_n(&c->a->begun, now_us(), __ATOMIC_RELAXED);
     account_unmeasured(c->a, 0);
     table_put(&p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
-}
-
-static void context_cancel(struct charge *c)
-{
-    if (c->bytes)
-        account_cancel(c->a, c->bytes);
+    return true;
 }
 
 /* For a context that ends: context_take before the call, then context_gone or, if it did
@@ -70,20 +65,7 @@ static void context_back(struct process *p, struct entry *e, uint64_t number)
     table_put(&p->table, e, &old);
 }
 
-#define CREATE(name, ...)                          \
-    struct process *p = ENTER();                   \
-    struct charge c;                               \
-    if (!p || !out)                                \
-        return CALL(name, __VA_ARGS__);            \
-    enum verdict v = context_begin(p, &c, device); \
-    if (v == REFUSE)                               \
-        return CUDA_ERROR_OUT_OF_MEMORY;           \
-    CUresult r = CALL(name, __VA_ARGS__);          \
-    if (v == COUNT && r == CUDA_SUCCESS)           \
-        context_done(p, &c, *out);                 \
-    else if (v == COUNT)                           \
-        context_cancel(&c);                        \
-    return r;
+#define CREATE(name, ...) COUNTED(out, context_begin(p, &c, device), context_done(p, &c, *out), , name, __VA_ARGS__)
 
 EXPORT CUresult cuCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuCtxCreate, out, flags, device) }
 EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuCtxCreate_v2, out, flags, device) }
@@ -185,7 +167,7 @@ static CUresult retain_primary(struct process *p, CUcontext *out, CUdevice devic
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&p->primary[device], &none, (uintptr_t)*out, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         context_done(p, &c, *out);
     else
-        context_cancel(&c); /* the call failed, or another thread has counted the context */
+        charge_failed(p, &c); /* the call failed, or another thread has counted the context */
     return r;
 }
 

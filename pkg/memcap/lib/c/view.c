@@ -5,12 +5,10 @@
 
 #include "charge.h"
 
-static uint64_t limit_of(const struct account *a) { return account_limit(a); }
-
 /* info turns the driver's figures into the container's. */
 static void info(struct account *a, uint64_t *free, uint64_t *total)
 {
-    uint64_t limit = limit_of(a), used = account_used(a);
+    uint64_t limit = account_limit(a), used = account_used(a);
     if (limit == NO_LIMIT)
         return;
     for (struct account *b = a->others; b; b = b->next)
@@ -22,20 +20,27 @@ static void info(struct account *a, uint64_t *free, uint64_t *total)
         *free = left;
 }
 
+/* changed makes the driver's figures for the current context the container's, and says whether
+ * there is anything to change. */
+static bool changed(struct process *p, uint64_t *free, uint64_t *total)
+{
+    struct where at;
+    bool refuse = false;
+    struct account *a = p && where(p, &at) ? account_of(p, at.device, &refuse) : NULL;
+    if (a)
+        info(a, free, total);
+    else if (refuse)
+        *free = 0;
+    return a || refuse;
+}
+
 EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 {
     struct process *p = ENTER();
-    struct where at;
-    bool refuse;
     CUresult r = CALL(cuMemGetInfo_v2, free, total);
-    if (!p || r != CUDA_SUCCESS || !where(p, &at))
-        return r;
-    struct account *a = account_of(p, at.device, &refuse);
     uint64_t f = free ? *free : 0, t = total ? *total : 0; /* a program may ask for one of them */
-    if (a)
-        info(a, &f, &t);
-    else if (refuse)
-        f = 0;
+    if (r != CUDA_SUCCESS || !changed(p, &f, &t))
+        return r;
     if (free)
         *free = f;
     if (total)
@@ -48,48 +53,39 @@ static size_v1 clip(uint64_t n) { return n < UINT32_MAX ? (size_v1)n : UINT32_MA
 EXPORT CUresult cuMemGetInfo(size_v1 *free, size_v1 *total)
 {
     struct process *p = ENTER();
-    struct where at;
-    bool refuse;
-    size_t f, t;
+    uint64_t f, t;
     CUresult r = CALL(cuMemGetInfo, free, total);
-    if (!p || r != CUDA_SUCCESS || !where(p, &at))
+    if (r != CUDA_SUCCESS || CALL(cuMemGetInfo_v2, &f, &t) != CUDA_SUCCESS || !changed(p, &f, &t))
         return r;
-    struct account *a = account_of(p, at.device, &refuse);
-    if (refuse && free)
-        *free = 0;
-    if (!a || CALL(cuMemGetInfo_v2, &f, &t) != CUDA_SUCCESS)
-        return r;
-    uint64_t free64 = f, total64 = t;
-    info(a, &free64, &total64);
     if (free)
-        *free = clip(free64);
+        *free = clip(f);
     if (total)
-        *total = clip(total64);
+        *total = clip(t);
     return r;
+}
+
+/* total_of returns the least of so many bytes and a device's limit. */
+static uint64_t total_of(struct process *p, CUdevice device, uint64_t bytes)
+{
+    bool refuse;
+    struct account *a = p ? account_of(p, device, &refuse) : NULL;
+    return a && account_limit(a) < bytes ? account_limit(a) : bytes;
 }
 
 EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
     struct process *p = ENTER();
-    bool refuse;
     CUresult r = CALL(cuDeviceTotalMem_v2, bytes, device);
-    if (!p || r != CUDA_SUCCESS || !bytes)
-        return r;
-    struct account *a = account_of(p, device, &refuse);
-    if (a && limit_of(a) < *bytes)
-        *bytes = limit_of(a);
+    if (r == CUDA_SUCCESS && bytes)
+        *bytes = total_of(p, device, *bytes);
     return r;
 }
 
 EXPORT CUresult cuDeviceTotalMem(size_v1 *bytes, CUdevice device)
 {
     struct process *p = ENTER();
-    bool refuse;
     CUresult r = CALL(cuDeviceTotalMem, bytes, device);
-    if (!p || r != CUDA_SUCCESS || !bytes)
-        return r;
-    struct account *a = account_of(p, device, &refuse);
-    if (a && limit_of(a) < *bytes)
-        *bytes = clip(limit_of(a));
+    if (r == CUDA_SUCCESS && bytes)
+        *bytes = clip(total_of(p, device, *bytes));
     return r;
 }

@@ -13,36 +13,23 @@
 #define REF ((uint64_t)1 << 32)
 #define MAPPED ((uint64_t)1)
 
+static enum verdict create_begin(struct process *p, struct charge *c, size_t size, const CUmemprop *prop)
+{
+    CUdevice device;
+    struct where at;
+    enum means means = property_means(prop->type, &prop->location, &device);
+    if (means == MEANS_UNKNOWN && property_unknown(p, device))
+        return REFUSE;
+    if (means != MEANS_COUNTED && means != MEANS_MANAGED)
+        return PASS;
+    property_place(p, device, &at);
+    at.context = REF;
+    return charge_begin_at(p, c, &at, size, means == MEANS_MANAGED ? HOW_MANAGED : HOW_WHOLE);
+}
+
 EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, unsigned long long flags)
 {
-    struct process *p = ENTER();
-    struct charge c;
-    struct where at;
-    enum verdict v = PASS;
-    if (p && out && prop) {
-        CUdevice device;
-        enum means means = property_means(prop->type, &prop->location, &device);
-        if (means == MEANS_UNKNOWN && property_unknown(p, device))
-            v = REFUSE;
-        else if (means == MEANS_COUNTED || means == MEANS_MANAGED) {
-            property_place(p, device, &at);
-            at.context = REF;
-            v = charge_begin_at(p, &c, &at, size, means == MEANS_MANAGED ? HOW_MANAGED : HOW_WHOLE);
-        }
-    }
-    if (v == REFUSE)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult r = CALL(cuMemCreate, out, size, prop, flags);
-    if (v == PASS)
-        return r;
-    if (r != CUDA_SUCCESS) {
-        charge_failed(p, &c);
-        return r;
-    }
-    if (charge_done(p, &c, *out, SPACE_HANDLE))
-        return r;
-    CALL(cuMemRelease, *out);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    COUNTED(out && prop, create_begin(p, &c, size, prop), charge_done(p, &c, *out, SPACE_HANDLE), CALL(cuMemRelease, *out), cuMemCreate, out, size, prop, flags)
 }
 
 struct change {
