@@ -14,24 +14,22 @@ struct block {
     uint64_t bytes;             /* of the allocation that joins the block */
     const struct entry *leaves; /* the allocation that leaves it */
     bool old;                   /* join only a block that exists */
+    bool joined;
     bool changed;               /* the entry was made, or removed */
 };
 
-/* join returns false where the block does not exist and none may be made. */
-static bool join(struct entry *e, void *arg)
+static void join(struct entry *e, void *arg)
 {
     struct block *b = arg;
-    if (!e->how && b->old)
-        return false;
+    b->joined = e->how || !b->old;
+    if (!b->joined)
+        return;
     b->changed = !e->how;
     e->how = HOW_NOTE;
     e->device = b->device;
     e->owner++;
     e->bytes += b->bytes;
-    return true;
 }
-
-static void rejoin(struct entry *e, void *arg) { join(e, arg); }
 
 static void leave(struct entry *e, void *arg)
 {
@@ -185,8 +183,8 @@ void charge_undone(struct charge *c)
 }
 
 /* guessed says whether a charge is a guess: an array's by its description, a hidden
- * thing's, or what was measured. */
-static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->how == HOW_GUESS || e->space == SPACE_LIMIT || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP; }
+ * thing's, a context's, or what was measured. */
+static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->how == HOW_GUESS || e->space == SPACE_LIMIT || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_CONTEXT; }
 
 COLD bool charge_again(struct charge *c)
 {
@@ -219,7 +217,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
     struct entry old;
     if (c->how == HOW_SMALL) {
         struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->tight};
-        if (!table_edit_then_put(&p->table, key / BLOCK, SPACE_BLOCK, join, &b, &e, &old)) {
+        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
             if (!c->tight)
                 charge_failed(p, c);
             return false;
@@ -228,17 +226,18 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
             account_commit(c->a, BLOCK);
         else if (!c->tight)
             account_cancel(c->a, BLOCK); /* the block is charged already */
-        charge_undone(c);
     } else {
         if (c->how == HOW_MANAGED)
             count_add(&c->a->slot->managed, c->bytes);
         account_commit(c->a, c->bytes);
         if (guessed(&e))
             account_guessed(c->a);
-        if (!table_put(&p->table, &e, &old)) {
-            release(p, &e);
-            return false;
-        }
+    }
+    bool kept = table_put(&p->table, &e, &old);
+    charge_undone(c); /* now that others see what is taken of the block */
+    if (!kept) {
+        release(p, &e);
+        return false;
     }
     if (__builtin_expect(old.how, 0))
         release(p, &old); /* it was freed without our seeing it */
@@ -261,12 +260,9 @@ static void take(struct process *p, struct taken *t)
 
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space)
 {
-    struct block b = {.leaves = &t->e};
-    if (!table_take_then(&p->table, key, space, &t->e, HOW_SMALL, key / BLOCK, SPACE_BLOCK, leave, &b))
+    if (!table_take(&p->table, key, space, &t->e))
         return false;
-    t->held = t->e.how != HOW_SMALL ? t->e.bytes : b.changed ? BLOCK : 0;
-    if (t->held)
-        account_uncommit(&p->accounts[t->e.device], t->held);
+    take(p, t);
     return true;
 }
 
@@ -279,6 +275,17 @@ COLD static bool export_gone(struct process *p, const struct taken *t)
     account_commit(a, t->held);
     account_exported(a, t->held);
     return true;
+}
+
+/* If the context was charged more than the limit page says by now, the difference was never taken,
+ * so it is no room (settled). */
+COLD static void context_gone(struct account *a, uint64_t bytes)
+{
+    count_sub(&a->slot->expected, bytes);
+    count_sub(&a->slot->contexts, 1);
+    count_add(&a->usage->settled, account_excess(a, bytes, 1));
+    if (bytes)
+        account_return(a, bytes);
 }
 
 void charge_gone(struct process *p, const struct taken *t)
@@ -296,7 +303,9 @@ void charge_gone(struct process *p, const struct taken *t)
     bool no_room = t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device));
     if (no_room)
         count_add(&a->usage->settled, t->held);
-    if (t->held)
+    if (t->e.space == SPACE_CONTEXT)
+        context_gone(a, t->held);
+    else if (t->held)
         (no_room ? account_return : account_cancel)(a, t->held);
     if (guessed(&t->e))
         account_guessed(a);
@@ -310,7 +319,7 @@ COLD void charge_back(struct process *p, const struct taken *t)
     struct entry old;
     if (t->e.how == HOW_SMALL) {
         struct block b = {.device = t->e.device, .bytes = t->e.bytes};
-        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, rejoin, &b);
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, join, &b);
         if (b.changed && !t->held)
             account_force(a, BLOCK); /* another thread has removed the block meanwhile */
         else if (b.changed)
@@ -338,7 +347,7 @@ static bool owned(const struct entry *e, void *arg)
     const struct owner *o = arg;
     if (e->space == SPACE_LIMIT)
         return e->key / LIMITS == o->context;
-    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_MODULE);
+    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_MODULE || e->space == SPACE_CONTEXT);
 }
 
 static bool reserve_room(struct taken_list *l, size_t more)
@@ -394,6 +403,8 @@ void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
             l->list[i].e.key = context * LIMITS + l->list[i].e.key % LIMITS;
         else
             l->list[i].e.owner = context;
+        if (l->list[i].e.space == SPACE_CONTEXT)
+            l->list[i].e.key = context;
         charge_back(p, &l->list[i]);
     }
     forget(l);

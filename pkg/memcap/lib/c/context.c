@@ -7,7 +7,7 @@
 
 #include "pool.h"
 
-/* A context's charge is an entry in the table under the context's number. */
+/* A context's charge is an entry in the table under the context's number, which it also belongs to. */
 
 static enum verdict context_begin(struct process *p, struct charge *c, CUdevice device)
 {
@@ -23,7 +23,7 @@ static enum verdict context_begin(struct process *p, struct charge *c, CUdevice 
 static bool context_done(struct process *p, struct charge *c, CUcontext context)
 {
     uint64_t number = context_number(p, context, c->at.device);
-    struct entry e = {.key = number, .bytes = c->bytes, .space = SPACE_CONTEXT, .how = HOW_LARGE, .device = c->at.device}, old;
+    struct entry e = {.key = number, .bytes = c->bytes, .owner = number, .space = SPACE_CONTEXT, .how = HOW_WHOLE, .device = c->at.device};
     struct slot *s = c->a->slot;
     count_add(&s->expected, c->bytes);
     count_add(&s->contexts, 1);
@@ -31,38 +31,8 @@ static bool context_done(struct process *p, struct charge *c, CUcontext context)
     account_guessed(c->a);
     __atomic_store_n(&c->a->begun, now_us(), __ATOMIC_RELAXED);
     account_unmeasured(c->a, 0);
-    table_put(&p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
+    table_put(&p->table, &e, NULL); /* without memory for the entry, it stays charged until the process ends */
     return true;
-}
-
-/* For a context that ends: context_take before the call, then context_gone or, if it did
- * not end, context_back. If the context was charged more than the limit page says by now,
- * the difference was never taken, so it is no room (settled). */
-static bool context_take(struct process *p, struct entry *e, uint64_t number)
-{
-    if (!table_take(&p->table, number, SPACE_CONTEXT, e))
-        return false;
-    account_uncommit(&p->accounts[e->device], e->bytes);
-    return true;
-}
-
-static void context_gone(struct process *p, const struct entry *e)
-{
-    struct account *a = &p->accounts[e->device];
-    count_sub(&a->slot->expected, e->bytes);
-    count_sub(&a->slot->contexts, 1);
-    count_add(&a->usage->settled, account_excess(a, e->bytes, 1));
-    account_guessed(a);
-    if (e->bytes)
-        account_return(a, e->bytes);
-}
-
-static void context_back(struct process *p, struct entry *e, uint64_t number)
-{
-    struct entry old;
-    account_commit(&p->accounts[e->device], e->bytes);
-    e->key = number;
-    table_put(&p->table, e, &old);
 }
 
 #define CREATE(name, ...) COUNTED(out, context_begin(p, &c, device), context_done(p, &c, *out), , name, __VA_ARGS__)
@@ -93,9 +63,8 @@ EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice
 /* What ends with a context is taken out of the table before the call that may end it, and
  * then given back or, if the context lives on, put back. */
 struct ending {
-    bool known, charged;
+    bool known;
     struct where w;
-    struct entry e;
     struct taken_list l;
 };
 
@@ -103,26 +72,16 @@ static void ending_begin(struct process *p, struct ending *x, CUcontext context)
 {
     *x = (struct ending){.known = false};
     x->known = context_forget(p, context, &x->w);
-    if (!x->known)
-        return;
-    charge_take_all(p, &x->l, x->w.context);
-    x->charged = context_take(p, &x->e, x->w.context);
+    if (x->known)
+        charge_take_all(p, &x->l, x->w.context);
 }
 
 static void ending_end(struct process *p, struct ending *x, CUcontext context, bool gone)
 {
-    if (!x->known)
-        return;
-    if (gone) {
+    if (x->known && gone)
         charge_gone_all(p, &x->l);
-        if (x->charged)
-            context_gone(p, &x->e);
-        return;
-    }
-    uint64_t number = context_number(p, context, x->w.device);
-    if (x->charged)
-        context_back(p, &x->e, number);
-    charge_back_all(p, &x->l, number);
+    else if (x->known)
+        charge_back_all(p, &x->l, context_number(p, context, x->w.device));
 }
 
 static CUresult destroy(struct process *p, CUcontext context, CUresult (*call)(CUcontext))
@@ -212,8 +171,6 @@ static void primary_gone(struct process *p, CUdevice device)
     if (!handle)
         return;
     ending_begin(p, &x, (CUcontext)(uintptr_t)handle);
-    if (x.charged)
-        count_add(&p->accounts[device].usage->settled, x.e.bytes);
     for (size_t i = 0; i < x.l.length; i++)
         count_add(&p->accounts[device].usage->settled, x.l.list[i].held);
     ending_end(p, &x, NULL, true);

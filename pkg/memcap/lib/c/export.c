@@ -133,13 +133,13 @@ void places_end(struct process *p, const struct pool *pool)
 
 void place_freed(struct process *p, struct pool *pool, const struct entry *e)
 {
-    struct entry place = *e, old;
+    struct entry place = *e;
     if (__atomic_add_fetch(&pool->places, 1, __ATOMIC_RELAXED) > MANY_PLACES) {
         __atomic_store_n(&pool->places, 0, __ATOMIC_RELAXED);
         places_end(p, pool); /* too many: begin again */
     }
     place.space = SPACE_PLACE;
-    table_put(&p->table, &place, &old);
+    table_put(&p->table, &place, NULL);
 }
 
 static bool large(const struct entry *e, void *arg)

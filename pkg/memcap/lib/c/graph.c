@@ -306,8 +306,6 @@ static bool run_begin(struct process *p, struct run *r, const struct needs *n, c
     return true;
 }
 
-static void copy(struct entry *e, void *arg) { *(struct entry *)arg = *e; }
-
 /* run makes a launch or an upload. */
 static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CUexec, CUstream), CUresult (*upload)(CUexec, CUstream))
 {
@@ -316,8 +314,8 @@ static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CU
     uint64_t devices = __atomic_load_n(&p->graph_devices, __ATOMIC_ACQUIRE);
     for (; devices; devices &= devices - 1) {
         CUdevice d = __builtin_ctzll(devices);
-        struct entry entry = {.how = 0};
-        if (table_edit(&p->table, exec_key(e, d), SPACE_EXEC, copy, &entry) && entry.how) {
+        struct entry entry;
+        if (table_get(&p->table, exec_key(e, d), SPACE_EXEC, &entry)) {
             n.bytes[d] = entry.bytes;
             n.any = true;
             least[d] = entry.owner;
@@ -337,8 +335,8 @@ static void write_down(struct process *p, CUexec e, const struct needs *n)
 {
     for (CUdevice d = 0; n->any && d < MAX_DEVICES; d++) {
         uint64_t least = n->frees ? n->largest[d] : n->bytes[d];
-        struct entry entry = {.key = exec_key(e, d), .bytes = n->bytes[d], .owner = least, .space = SPACE_EXEC, .how = HOW_NOTE, .device = d}, old;
-        if (n->bytes[d] && table_put(&p->table, &entry, &old))
+        struct entry entry = {.key = exec_key(e, d), .bytes = n->bytes[d], .owner = least, .space = SPACE_EXEC, .how = HOW_NOTE, .device = d};
+        if (n->bytes[d] && table_put(&p->table, &entry, NULL))
             __atomic_or_fetch(&p->graph_devices, (uint64_t)1 << d, __ATOMIC_ACQ_REL);
     }
 }

@@ -74,7 +74,7 @@ static bool at_once(int limit, size_t was, size_t value, uint64_t more, size_t b
  * something later. */
 static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one, bool *promised)
 {
-    struct entry e, old;
+    struct entry e;
     size_t was, now = value;
     uint64_t key = at->context * LIMITS + (uint64_t)limit;
     CUresult r = CALL(cuCtxGetLimit, &was, limit);
@@ -122,7 +122,7 @@ static CUresult change(struct process *p, struct account *a, const struct where 
         account_guessed(a);
     e.bytes = has;
     if (has)
-        table_put(&p->table, &e, &old); /* if there is no memory for it, it is charged until the process ends */
+        table_put(&p->table, &e, NULL); /* if there is no memory for it, it is charged until the process ends */
     return r;
 }
 

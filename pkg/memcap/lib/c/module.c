@@ -93,7 +93,7 @@ static bool again(struct load *l)
 static bool fits(struct load *l, uint64_t key)
 {
     struct account *a = l->a;
-    struct entry e = {.key = key, .owner = l->at.context, .space = SPACE_MODULE, .how = HOW_GUESS, .device = l->at.device}, old;
+    struct entry e = {.key = key, .owner = l->at.context, .space = SPACE_MODULE, .how = HOW_GUESS, .device = l->at.device};
     account_guessed(a);
     if (l->took == MOST || !(e.bytes = round_up(l->took, UNIT)))
         return true;
@@ -110,7 +110,7 @@ static bool fits(struct load *l, uint64_t key)
         return false;
     }
     account_commit(a, e.bytes);
-    table_put(&l->p->table, &e, &old); /* without memory for the entry, it stays charged until the process ends */
+    table_put(&l->p->table, &e, NULL); /* without memory for the entry, it stays charged until the process ends */
     return true;
 }
 

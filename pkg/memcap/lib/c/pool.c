@@ -501,13 +501,6 @@ HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes,
 
 /* --- freeing -------------------------------------------------------------- */
 
-/* not_freed records an allocation again that the driver did not free. */
-COLD static void not_freed(struct process *p, const struct entry *e)
-{
-    struct entry old;
-    table_put(&p->table, e, &old);
-}
-
 static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
 {
     if (!table_take(&p->table, at, SPACE_POOLED, e))
@@ -515,7 +508,7 @@ static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresu
     struct pool *pool = &p->pools[e->owner];
     *r = call ? call(at) : async(at, s);
     if (__builtin_expect(*r != CUDA_SUCCESS, 0)) {
-        not_freed(p, e);
+        table_put(&p->table, e, NULL);
         return true;
     }
     flight_sub(pool, e->bytes / UNIT);

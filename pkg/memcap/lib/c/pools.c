@@ -11,48 +11,45 @@
 
 /* --- knowing pools -------------------------------------------------------- */
 
-static uint64_t home_of(CUmempool handle) { return ((uintptr_t)handle * 0x9E3779B97F4A7C15u) >> 50; }
-_Static_assert(MAX_POOLS == 1 << 14, "a home is one of them");
-
 static struct pool *known(struct process *p, CUmempool handle)
 {
-    uint64_t home = home_of(handle), probe = __atomic_load_n(&p->pools_probe, __ATOMIC_ACQUIRE);
-    for (uint64_t i = 0; i <= probe; i++) {
-        struct pool *pool = &p->pools[(home + i) % MAX_POOLS];
-        if (__atomic_load_n(&pool->handle, __ATOMIC_ACQUIRE) == (uintptr_t)handle && __atomic_load_n(&pool->used, __ATOMIC_ACQUIRE))
-            return pool;
-    }
-    return NULL;
+    struct entry e;
+    return table_get(&p->table, (uintptr_t)handle, SPACE_POOL, &e) ? &p->pools[e.owner] : NULL;
 }
 
 /* learn records a pool. NULL: no place is left. */
 static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
 {
-    struct pool *pool;
-    uint64_t home = home_of(handle);
+    struct entry e = {.key = (uintptr_t)handle, .space = SPACE_POOL, .how = HOW_NOTE};
     spin_lock(&p->lock);
-    pool = known(p, handle);
-    for (uint32_t i = 0; !pool && i < MAX_POOLS / 4; i++) {
-        struct pool *at = &p->pools[(home + i) % MAX_POOLS];
+    struct pool *pool = known(p, handle);
+    for (uint32_t i = 0; !pool && i < MAX_POOLS; i++) {
+        struct pool *at = &p->pools[e.owner = p->next_pool++ % MAX_POOLS];
         if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))
             continue;
+        *at = (struct pool){.handle = e.key, .used = 1, .device = device, .passed = means == MEANS_NOTHING || means == MEANS_UNKNOWN, .r.managed = means == MEANS_MANAGED};
+        if (!table_put(&p->table, &e, NULL)) {
+            at->used = 0;
+            break;
+        }
         pool = at;
-        *pool = (struct pool){.device = device, .passed = means == MEANS_NOTHING || means == MEANS_UNKNOWN, .r.managed = means == MEANS_MANAGED};
-        if (i > p->pools_probe)
-            __atomic_store_n(&p->pools_probe, i, __ATOMIC_RELEASE);
-        __atomic_store_n(&pool->used, 1, __ATOMIC_RELEASE);
-        __atomic_store_n(&pool->handle, (uintptr_t)handle, __ATOMIC_RELEASE);
     }
     spin_unlock(&p->lock);
     return pool;
 }
 
+/* forget notes that a handle is no pool's any more. What lives of the pool keeps its place. */
+static void forget(struct process *p, CUmempool handle)
+{
+    struct entry e;
+    if (table_take(&p->table, (uintptr_t)handle, SPACE_POOL, &e))
+        __atomic_store_n(&p->pools[e.owner].handle, 0, __ATOMIC_RELEASE);
+}
+
 struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most)
 {
-    struct pool *pool = known(p, handle);
-    if (pool)
-        __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE); /* an old pool of that handle, whose end we did not see */
-    pool = learn(p, handle, means, device);
+    forget(p, handle); /* an old pool of that handle, whose end we did not see */
+    struct pool *pool = learn(p, handle, means, device);
     if (pool)
         pool->most = most;
     return pool;
@@ -262,7 +259,7 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
         return r;
     bound_again(p, pool->device); /* if it was the current pool, the default one is that now */
     spin_lock(&pool->lock);
-    __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE);
+    forget(p, handle);
     pool_leave(p, pool);
     spin_unlock(&pool->lock);
     return r;

@@ -173,61 +173,50 @@ bool property_unknown(struct process *p, CUdevice device)
 
 /* --- contexts ------------------------------------------------------------- */
 
-static uint64_t context_home(uint64_t handle) { return (handle * 0x9E3779B97F4A7C15u) >> 57; }
-
-/* look finds a context without a lock, and returns its info or 0. That is safe because an
- * entry's handle is written last and cleared first, and no number is used twice. */
-static uint64_t look(const struct process *p, uint64_t handle)
+/* A context's entry has its number as owner. No number is used twice. */
+static bool look(struct process *p, CUcontext context, struct where *w)
 {
-    for (uint64_t i = context_home(handle), n = 0; n < 8; i = (i + 1) % MAX_CONTEXTS, n++) {
-        const struct context *c = &p->contexts[i];
-        if (__atomic_load_n(&c->handle, __ATOMIC_ACQUIRE) == handle) {
-            uint64_t info = __atomic_load_n(&c->info, __ATOMIC_ACQUIRE);
-            if (__atomic_load_n(&c->handle, __ATOMIC_ACQUIRE) == handle)
-                return info;
-        }
-    }
-    return 0;
+    struct entry e;
+    if (!table_get(&p->table, (uintptr_t)context, SPACE_NUMBER, &e))
+        return false;
+    *w = (struct where){e.device, e.owner};
+    return true;
+}
+
+static void number(struct entry *e, void *arg)
+{
+    if (!e->how)
+        *e = *(const struct entry *)arg;
 }
 
 COLD uint64_t context_number(struct process *p, CUcontext context, CUdevice device)
 {
-    uint64_t handle = (uintptr_t)context;
-    spin_lock(&p->lock);
-    uint64_t info = look(p, handle);
-    if (!info) {
-        info = ++p->contexts_made << 8 | (uint64_t)(device & 0xFF);
-        for (uint64_t i = context_home(handle), n = 0; n < 8; i = (i + 1) % MAX_CONTEXTS, n++)
-            if (!p->contexts[i].handle) {
-                __atomic_store_n(&p->contexts[i].info, info, __ATOMIC_RELEASE);
-                __atomic_store_n(&p->contexts[i].handle, handle, __ATOMIC_RELEASE);
-                break;
-            }
-        /* Without a free place, which takes about a hundred contexts, its allocations stay
-         * charged after it has ended: too much is counted, never too little. */
-    }
-    spin_unlock(&p->lock);
-    return info >> 8;
+    struct where w;
+    if (look(p, context, &w))
+        return w.context;
+    struct entry e = {.key = (uintptr_t)context, .owner = __atomic_add_fetch(&p->contexts_made, 1, __ATOMIC_RELAXED), .space = SPACE_NUMBER, .how = 1, .device = device};
+    w.context = e.owner;
+    /* Without memory its allocations stay charged after it has ended: too much, never too little. */
+    table_edit(&p->table, e.key, SPACE_NUMBER, number, &e);
+    look(p, context, &w);
+    return w.context;
 }
 
 bool context_forget(struct process *p, CUcontext context, struct where *w)
 {
-    uint64_t handle = (uintptr_t)context, info = 0;
-    spin_lock(&p->lock);
-    for (uint64_t i = context_home(handle), n = 0; n < 8; i = (i + 1) % MAX_CONTEXTS, n++)
-        if (p->contexts[i].handle == handle) {
-            info = p->contexts[i].info;
-            __atomic_store_n(&p->contexts[i].handle, 0, __ATOMIC_RELEASE);
-            break;
-        }
-    p->contexts_ended++;
-    spin_unlock(&p->lock);
-    w->device = (CUdevice)(info & 0xFF);
-    w->context = info >> 8;
-    return info;
+    struct entry e;
+    __atomic_add_fetch(&p->contexts_ended, 1, __ATOMIC_RELAXED);
+    if (!table_take(&p->table, (uintptr_t)context, SPACE_NUMBER, &e))
+        return false;
+    *w = (struct where){e.device, e.owner};
+    return true;
 }
 
-bool context_lives(const struct process *p, CUcontext handle, uint64_t number) { return look(p, (uintptr_t)handle) >> 8 == number; }
+bool context_lives(struct process *p, CUcontext handle, uint64_t number)
+{
+    struct where w;
+    return look(p, handle, &w) && w.context == number;
+}
 
 bool where_stream(struct process *p, struct where *w, CUstream stream)
 {
@@ -236,17 +225,13 @@ bool where_stream(struct process *p, struct where *w, CUstream stream)
         return where(p, w);
     if (CALL(cuStreamGetCtx, stream, &context) != CUDA_SUCCESS || !context)
         return where(p, w);
-    uint64_t info = look(p, (uintptr_t)context);
-    if (!info) {
-        if (CALL(cuCtxPushCurrent_v2, context) != CUDA_SUCCESS)
-            return false;
-        bool found = where(p, w);
-        CALL(cuCtxPopCurrent_v2, &popped);
-        return found;
-    }
-    w->device = (CUdevice)(info & 0xFF);
-    w->context = info >> 8;
-    return true;
+    if (look(p, context, w))
+        return true;
+    if (CALL(cuCtxPushCurrent_v2, context) != CUDA_SUCCESS)
+        return false;
+    bool found = where(p, w);
+    CALL(cuCtxPopCurrent_v2, &popped);
+    return found;
 }
 
 /* where_unseen is where for a context that was not seen before. */
@@ -263,10 +248,5 @@ bool where(struct process *p, struct where *w)
     CUcontext now = NULL;
     if (CALL(cuCtxGetCurrent, &now) != CUDA_SUCCESS || !now)
         return false;
-    uint64_t info = look(p, (uintptr_t)now);
-    if (__builtin_expect(!info, 0))
-        return where_unseen(p, w, now);
-    w->device = (CUdevice)(info & 0xFF);
-    w->context = info >> 8;
-    return true;
+    return __builtin_expect(look(p, now, w), 1) || where_unseen(p, w, now);
 }

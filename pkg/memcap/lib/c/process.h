@@ -16,16 +16,11 @@
 #include "real.h"
 #include "table.h"
 
-enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 16384 };
+enum { MAX_DEVICES = 64, MAX_POOLS = 16384 };
 
 /* Whether a device has an account, or why it has none: it has no limit, or something is
  * missing or broken, under the open or the closed policy. */
 enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OPEN, STANDING_CLOSED };
-
-struct context {
-    uint64_t handle; /* the driver's; 0: this place is free */
-    uint64_t info;   /* number << 8 | device */
-};
 
 /* Memory that the driver reserves by its own rules, as for a pool. We ask the driver for
  * its size and charge that. */
@@ -86,12 +81,11 @@ enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 
 struct process {
     uint32_t ready; /* 0 in a forked child before its first call */
-    uint32_t lock;  /* guards standing, contexts and the recording of pools */
+    uint32_t lock;  /* guards standing and the recording of pools */
     uint32_t pid;   /* whose memory this is, if the kernel cannot wipe it; else 1 */
     uint64_t contexts_made;
     uint32_t standing[MAX_DEVICES];
     struct account accounts[MAX_DEVICES];
-    struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     uint32_t primary_refs[MAX_DEVICES];
     uint64_t hidden[MAX_DEVICES]; /* small allocations without an address; see charge.h */
@@ -101,7 +95,7 @@ struct process {
     uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
-    uint32_t pools_probe;                   /* the greatest distance of a pool from its home place */
+    uint32_t next_pool;                     /* where to look for a free place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
     uint64_t exacted;                       /* a bit for each device for which we have waited for an exact reading */
@@ -142,7 +136,7 @@ static inline struct process *enter(const void *back)
 void relieve(struct account *a, uint64_t n);
 
 /* context_lives says whether a handle still belongs to the context of that number. */
-bool context_lives(const struct process *p, CUcontext handle, uint64_t number);
+bool context_lives(struct process *p, CUcontext handle, uint64_t number);
 
 /* CALL calls the driver. An older driver may lack the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)

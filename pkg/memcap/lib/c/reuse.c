@@ -81,7 +81,7 @@ void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
 }
 
 /* record returns an event on a freer's stream, or NULL. */
-static CUevent record(const struct process *p, const struct freer *is)
+static CUevent record(struct process *p, const struct freer *is)
 {
     CUevent e = NULL;
     CUcontext popped;

@@ -4,23 +4,13 @@
 
 enum { FIRST_BITS = 5 };
 
-/* spread is the table's hash. Its highest bits choose the shard, and are the same for an
- * address and its block. */
+/* spread is the table's hash. Its highest bits choose the shard. Addresses come at steps of 512
+ * bytes and more, handles at steps of 16. */
 static inline uint64_t spread(uint64_t key, enum space space)
 {
-    const uint64_t odd = 0x9E3779B97F4A7C15u;
-    uint64_t within = 0, h;
-    if (space == SPACE_ADDRESS) {
-        within = (key % BLOCK * odd) >> SHARD_BITS;
-        key /= BLOCK;
-    } else if (space == SPACE_BLOCK) {
-        within = odd >> SHARD_BITS;
-    } else {
-        /* Addresses come at steps of 512 bytes and more, handles at steps of 16. */
-        key ^= (uint64_t)space << 56;
-    }
-    h = (key ^ key >> 32) * odd;
-    return h ^ h >> 29 ^ within;
+    key ^= (uint64_t)space << 56;
+    key = (key ^ key >> 32) * 0x9E3779B97F4A7C15u;
+    return key ^ key >> 29;
 }
 
 static uint64_t place(uint64_t hash, const struct shard *s) { return hash >> (64 - SHARD_BITS - s->bits) & (((uint64_t)1 << s->bits) - 1); }
@@ -101,125 +91,58 @@ static void drop(struct shard *s, struct entry *e)
     s->used--;
 }
 
-/* lock_for locks the shard of a key, with room for two more if there is memory. */
-static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
+/* change calls edit with the entry of a key, or, if there is none and it may be made, with the
+ * place for one. */
+static inline bool change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg, bool make)
 {
+    uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     spin_lock(&s->lock);
-    *room = (s->bits && s->used < ((uint64_t)1 << s->bits) / 2) || grow(t, s);
-    return s;
+    bool room = make ? (s->bits && s->used < ((uint64_t)1 << s->bits) / 2) || grow(t, s) : s->bits;
+    struct entry *e = room ? find(s, hash, key, space) : NULL;
+    bool was = e && e->how, done = was || (e && make);
+    if (done && !was)
+        *e = (struct entry){.key = key, .space = (uint16_t)space};
+    if (done)
+        edit(e, arg);
+    if (was && !e->how)
+        drop(s, e);
+    else if (done && !was && e->how)
+        s->used++;
+    spin_unlock(&s->lock);
+    return done;
 }
 
-static void put_locked(struct shard *s, uint64_t hash, const struct entry *e, struct entry *old)
+bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg) { return change(t, key, space, edit, arg, true); }
+
+bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg) { return change(t, key, space, edit, arg, false); }
+
+static void copy(struct entry *e, void *out) { *(struct entry *)out = *e; }
+
+bool table_get(struct table *t, uint64_t key, enum space space, struct entry *out) { return change(t, key, space, copy, out, false); }
+
+static void take(struct entry *e, void *out)
 {
-    struct entry *at = find(s, hash, e->key, e->space);
-    if (at->how)
-        *old = *at;
-    else
-        s->used++;
-    *at = *e;
+    copy(e, out);
+    e->how = 0;
+}
+
+bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out) { return change(t, key, space, take, out, false); }
+
+static void exchange(struct entry *e, void *pair)
+{
+    struct entry *both = pair;
+    both[1] = *e;
+    *e = both[0];
 }
 
 bool table_put(struct table *t, const struct entry *e, struct entry *old)
 {
-    uint64_t hash = spread(e->key, e->space);
-    bool ok;
-    struct shard *s = lock_for(t, hash, &ok);
-    old->how = 0;
-    if (ok)
-        put_locked(s, hash, e, old);
-    spin_unlock(&s->lock);
+    struct entry both[2] = {*e, {.how = 0}};
+    bool ok = change(t, e->key, e->space, exchange, both, true);
+    if (old)
+        *old = both[1];
     return ok;
-}
-
-/* edited is called when an entry, or the place for one, was edited. */
-static void edited(struct shard *s, struct entry *at, bool was)
-{
-    if (was && !at->how)
-        drop(s, at);
-    else if (!was && at->how)
-        s->used++;
-}
-
-static void edit_locked(struct shard *s, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
-{
-    struct entry *at = find(s, spread(key, space), key, space);
-    bool was = at->how;
-    if (!was)
-        *at = (struct entry){.key = key, .space = (uint16_t)space};
-    edit(at, arg);
-    edited(s, at, was);
-}
-
-bool table_take_then(struct table *t, uint64_t key, enum space space, struct entry *out, uint16_t how, uint64_t key2, enum space space2,
-                     void (*edit)(struct entry *, void *), void *arg)
-{
-    uint64_t hash = spread(key, space);
-    struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
-    bool found = false;
-    spin_lock(&s->lock);
-    if (s->bits) {
-        struct entry *at = find(s, hash, key, space);
-        if (at->how) {
-            *out = *at;
-            drop(s, at);
-            found = true;
-            if (how && out->how == how)
-                edit_locked(s, key2, space2, edit, arg);
-        }
-    }
-    spin_unlock(&s->lock);
-    return found;
-}
-
-bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out) { return table_take_then(t, key, space, out, 0, 0, 0, NULL, NULL); }
-
-bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old)
-{
-    uint64_t hash = spread(key, space);
-    bool ok;
-    struct shard *s = lock_for(t, hash, &ok);
-    old->how = 0;
-    if (ok) {
-        struct entry *at = find(s, hash, key, space);
-        bool was = at->how;
-        if (!was)
-            *at = (struct entry){.key = key, .space = (uint16_t)space};
-        ok = first(at, arg);
-        edited(s, at, was);
-        if (ok)
-            put_locked(s, spread(e->key, e->space), e, old);
-    }
-    spin_unlock(&s->lock);
-    return ok;
-}
-
-bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
-{
-    bool ok;
-    struct shard *s = lock_for(t, spread(key, space), &ok);
-    if (ok)
-        edit_locked(s, key, space, edit, arg);
-    spin_unlock(&s->lock);
-    return ok;
-}
-
-bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
-{
-    uint64_t hash = spread(key, space);
-    struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
-    bool found = false;
-    spin_lock(&s->lock);
-    if (s->bits) {
-        struct entry *at = find(s, hash, key, space);
-        found = at->how;
-        if (found)
-            edit(at, arg);
-        if (found && !at->how)
-            drop(s, at);
-    }
-    spin_unlock(&s->lock);
-    return found;
 }
 
 int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void *arg, struct entry *out, int room)

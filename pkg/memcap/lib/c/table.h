@@ -15,7 +15,7 @@
 #define BLOCK ((uint64_t)2 << 20)
 
 /* An address and a handle, or handles of two kinds, may be the same number. */
-enum space { SPACE_ADDRESS = 1, SPACE_BLOCK, SPACE_CONTEXT, SPACE_ARRAY, SPACE_MIPMAP, SPACE_HANDLE, SPACE_MAP, SPACE_EXEC, SPACE_POOLED, SPACE_PLACE, SPACE_EXPORT, SPACE_LIMIT, SPACE_MODULE };
+enum space { SPACE_ADDRESS = 1, SPACE_BLOCK, SPACE_CONTEXT, SPACE_ARRAY, SPACE_MIPMAP, SPACE_HANDLE, SPACE_MAP, SPACE_EXEC, SPACE_POOLED, SPACE_PLACE, SPACE_EXPORT, SPACE_LIMIT, SPACE_MODULE, SPACE_NUMBER, SPACE_POOL };
 
 struct entry {
     uint64_t key;
@@ -42,10 +42,11 @@ struct table {
 };
 
 /* table_put adds an entry. If there is one with that key, it replaces it and returns it
- * in *old; else old->how is 0. False: no memory. */
+ * in *old, unless old is NULL; else old->how is 0. False: no memory. */
 bool table_put(struct table *t, const struct entry *e, struct entry *old);
 
-/* table_take removes an entry and returns it. */
+/* table_get returns a copy of an entry. table_take removes the entry. */
+bool table_get(struct table *t, uint64_t key, enum space space, struct entry *out);
 bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out);
 
 /* table_edit calls edit with the entry of a key, under the shard's lock. If there is no
@@ -55,14 +56,6 @@ bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(st
 
 /* table_change is table_edit for an existing entry. False: there is none. */
 bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg);
-
-/* An address and its block are in the same shard, and change under one lock.
- * table_edit_then_put edits one entry by first, and puts the other if first returns true.
- * If it returns false, or without memory, the result is false and nothing is put.
- * table_take_then removes one entry, and edits the other if the first has that how. */
-bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old);
-bool table_take_then(struct table *t, uint64_t key, enum space space, struct entry *out, uint16_t how, uint64_t key2, enum space space2,
-                     void (*edit)(struct entry *, void *), void *arg);
 
 /* table_pick removes up to room entries for which pick returns true, and returns their
  * number. If that is less than room, there are no more. Locks are held only while pick is

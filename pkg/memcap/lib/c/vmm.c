@@ -93,10 +93,9 @@ static void ended(struct process *p, const struct entry *e)
 
 static void not_ended(struct process *p, const struct entry *e)
 {
-    struct entry old;
     if (!(e->owner & EXPORTED))
         account_commit(&p->accounts[e->device], e->bytes);
-    table_put(&p->table, e, &old);
+    table_put(&p->table, e, NULL);
 }
 
 /* It makes a descriptor, or a handle for other processes and other nodes. */
@@ -146,7 +145,7 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *out, void *at)
 EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle handle, unsigned long long flags)
 {
     struct process *p = ENTER();
-    struct entry e = {.key = at, .bytes = size, .owner = handle, .space = SPACE_MAP, .how = HOW_NOTE}, old, was;
+    struct entry e = {.key = at, .bytes = size, .owner = handle, .space = SPACE_MAP, .how = HOW_NOTE}, was;
     if (!p)
         return CALL(cuMemMap, at, size, offset, handle, flags);
     hold(p, handle, MAPPED); /* first, so that another thread's release is not the last */
@@ -155,7 +154,7 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
         if (let_go(p, handle, MAPPED, &was))
             ended(p, &was);
     } else {
-        table_put(&p->table, &e, &old); /* if there is no memory for it, it is charged until the process ends */
+        table_put(&p->table, &e, NULL); /* if there is no memory for it, it is charged until the process ends */
     }
     return r;
 }
@@ -227,8 +226,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
         if (t->space == SPACE_HANDLE)
             r == CUDA_SUCCESS ? ended(p, t) : not_ended(p, t);
         else if (r != CUDA_SUCCESS) {
-            struct entry old;
-            table_put(&p->table, t, &old);
+            table_put(&p->table, t, NULL);
             if (!last)
                 hold(p, t->owner, MAPPED);
         }
