@@ -229,7 +229,7 @@ func (m *model) programs() []program {
 		{name: "what is settled is committed no more", first: one,
 			threads: []thread{with("owner", m.lose()), with("agent", []access{{kind: load, at: "settled", into: "settled"}, {kind: fence}, {kind: load, at: "committed", into: "committed"}})},
 			never:   func(_, reg func(string) int) bool { return reg("agent.settled")+reg("agent.committed") > 1 }},
-		m.repaid(), m.attempts(), m.closed(),
+		m.repaid(), m.attempts(), m.closed(), m.alone(),
 	}
 	for killed := 0; killed <= 4; killed++ {
 		all = append(all, m.reaped(fmt.Sprintf("a process killed after %d steps of an allocation", killed), 0, m.allocate("1")[:killed]))
@@ -299,12 +299,33 @@ func (m *model) attempts() program {
 	return p
 }
 
-// closed: of a thread that enters a pool and one that closes it, one sees the other.
+func (m *model) closes() access {
+	return access{kind: update, at: "closed", into: "was", order: m.of("gate_close"), value: func(*registers) int { return 1 }}
+}
+
+// closed: of a thread that enters a gate and one that closes it, one sees the other.
 func (m *model) closed() program {
-	return program{name: "a pool is entered and closed", threads: []thread{
-		{name: "enters", accesses: []access{m.add("count_add", "flight", "was", 1), m.load("enter_pool", "closed", "closed")}},
-		{name: "closes", accesses: []access{m.store("close_pool", "closed", 1), m.load("count_read", "flight", "flight")}},
+	return program{name: "a gate is entered and closed", threads: []thread{
+		{name: "enters", accesses: []access{m.add("count_add", "flight", "was", 1), m.load("gate_enter", "closed", "closed")}},
+		{name: "closes", accesses: []access{m.closes(), m.load("count_read", "flight", "flight")}},
 	}, never: func(_, reg func(string) int) bool { return reg("enters.closed") == 0 && reg("closes.flight") == 0 }}
+}
+
+// alone: of two threads that close a gate, the second finds what the first has changed.
+func (m *model) alone() program {
+	p := program{name: "two close a gate", never: func(word, reg func(string) int) bool {
+		return reg("one.was") == 0 && reg("two.was") == 0 && word("charge") != 2
+	}}
+	got := func(r *registers) bool { return r.of("was") == 0 }
+	open := m.store("gate_open", "closed", 0)
+	open.when = got
+	for _, name := range []string{"one", "two"} {
+		p.threads = append(p.threads, thread{name: name, accesses: []access{
+			m.closes(), {kind: load, at: "charge", into: "charge"},
+			{kind: store, at: "charge", when: got, value: func(r *registers) int { return r.of("charge") + 1 }}, open,
+		}})
+	}
+	return p
 }
 
 // reaped: a process dies after some steps, and another reaps it, which may itself be killed

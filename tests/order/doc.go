@@ -22,7 +22,7 @@
 // counter.go has the counter's steps as threads of such a machine: allocations and frees
 // beside a repair, idle memory, slots that are new or whose owner was killed at any step,
 // lost memory near the ceiling, a reading while it is published, borrowed memory, attempts,
-// and pools that are closed. Each says what must be true at every moment, or in the end.
+// and gates that are closed. Each says what must be true at every moment, or in the end.
 //
 // The order of each access is read from the source (source.go), so the model and the source
 // cannot say different things. Each order is then taken out, one at a time, and some program
@@ -36,5 +36,5 @@
 // kernel's lock on a slot to be one. The agent reads usage pages by pread: its words come
 // in any order within a call, and in order from call to call, because the kernel takes and
 // drops a reference of each page. The table of a process (c/table.h) and its pools are not
-// here, but for the one handshake of pools that uses a slot's words.
+// here, but for their gates.
 package order

@@ -50,8 +50,9 @@ var tokens = []token{
 	{"take_off", "c/loan.c", "take_off", "__atomic_compare_exchange_n(word, &was, was - some, false, ORDER)"},
 	{"attempt_begin", "c/attempt.c", "attempt_begin", "__atomic_compare_exchange_n(at, &word, turn_of(a, word), false, ORDER)"},
 	{"attempt_end", "c/attempt.c", "attempt_end", "__atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, ORDER)"},
-	{"enter_pool", "c/pool.c", "enter_pool", "__atomic_load_n(&pool->closed, ORDER)"},
-	{"close_pool", "c/pool.c", "close_pool", "__atomic_store_n(&pool->closed, 1, ORDER)"},
+	{"gate_enter", "c/pool.c", "gate_enter", "__atomic_load_n(&g->closed, ORDER)"},
+	{"gate_close", "c/pool.c", "gate_close", "__atomic_exchange_n(&g->closed, 1, ORDER)"},
+	{"gate_open", "c/pool.h", "gate_open", "__atomic_store_n(&g->closed, 0, ORDER)"},
 	{"page store", "page.go", "store", "ORDER(p.word(at), v)"},
 }
 
@@ -86,8 +87,8 @@ var steps = []struct {
 	{"c/loan.c", "hand_back", []string{"account_uncommit(b, some)", "account_return(b, some)"}},
 	{"c/attempt.c", "attempt_begin", []string{"count_read(at)", "__atomic_compare_exchange_n(at"}},
 	{"c/attempt.c", "attempt_end", []string{"count_read(at)", "__atomic_compare_exchange_n(at"}},
-	{"c/pool.c", "enter_pool", []string{"count_add(", "&pool->closed"}},
-	{"c/pool.c", "close_pool", []string{"&pool->closed, 1", "pool_flight(pool)"}},
+	{"c/pool.c", "gate_enter", []string{"count_add(", "&g->closed"}},
+	{"c/pool.c", "gate_close", []string{"&g->closed, 1", "count_read(&g->flight)"}},
 	{"page.go", "publish", []string{"p.store(atNonce, writing)", "p.store(atCeiling", "p.store(atSettled", "p.store(atNonce, r.nonce)"}},
 	{"page.go", "writeLimit", []string{"page.store(atNonce, writing)", "page.store(atLimit", "page.publish(c)"}},
 	{"meter.go", "Begin", []string{"m.page.store(atBegun"}},

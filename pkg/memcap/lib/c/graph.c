@@ -82,16 +82,15 @@ static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice 
         used = reserved;
     }
     uint64_t rest = settle(a, &g->r, reserved, held);
-    if (rest && g->flying <= me)
+    if (rest && count_read(&g->gate.flight) <= me * FLIGHT)
         settle_force(a, &g->r, rest);
     return used;
 }
 
 /* A run is a launch or an upload, on the devices on which its graph allocates. Mostly it
  * has reserved all that its nodes ask for. A tight run has reserved less, and the device's
- * graph memory has room for the rest. Another run may take that room; when it
- * ends, it leaves its own reservation to the tight run instead (credit). A device has one
- * tight run at a time, and its graph memory is not trimmed meanwhile. */
+ * graph memory has room for the rest. Another run might take that room, so a tight run is
+ * the device's only one, and its graph memory is not trimmed meanwhile (the gate). */
 struct run {
     CUexec exec;
     CUstream stream;
@@ -102,27 +101,6 @@ struct run {
 
 /* A launch that waits longer than this for another takes it that the other is stuck. */
 enum { TIGHT_US = 10 * 1000 * 1000 };
-
-static bool take_tight(struct graph_pool *g)
-{
-    uint64_t until = now_us() + TIGHT_US;
-    while (__atomic_exchange_n(&g->tight, 1, __ATOMIC_SEQ_CST)) {
-        if (now_us() > until)
-            return false;
-        nap_us(20);
-    }
-    return true;
-}
-
-static void leave_tight(struct account *a, struct graph_pool *g)
-{
-    spin_lock(&g->lock);
-    if (g->credit)
-        account_cancel(a, g->credit);
-    g->credit = 0;
-    __atomic_store_n(&g->tight, 0, __ATOMIC_SEQ_CST);
-    spin_unlock(&g->lock);
-}
 
 /* empty has the driver give back the graph memory that is not used. No tight run may be
  * under way but the caller's. */
@@ -200,7 +178,7 @@ static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t
 static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t *least, uint64_t *used, uint64_t *lacks)
 {
     struct graph_pool *g = &p->graphs[d];
-    if (!take_tight(g))
+    if (!gate_close(&g->gate, 0, TIGHT_US))
         return false;
     spin_lock(&g->lock);
     *used = settle_graphs(a, g, d, 0, false);
@@ -208,17 +186,15 @@ static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct
     *lacks = needs > has ? round_up(needs - has, BLOCK) : 0;
     bool fits = !*lacks || account_reserve_quickly(a, *lacks);
     r->held[d] += fits ? *lacks : 0;
-    g->flying++;
+    count_add(&g->gate.flight, FLIGHT);
     spin_unlock(&g->lock);
     if (fits && try_upload(a, g, d, r, want, *used, least)) {
         r->devices |= (uint64_t)1 << d;
         r->tight |= (uint64_t)1 << d;
         return true;
     }
-    spin_lock(&g->lock);
-    g->flying--;
-    spin_unlock(&g->lock);
-    leave_tight(a, g);
+    gate_leave(&g->gate, 0);
+    gate_open(&g->gate);
     return false;
 }
 
@@ -254,26 +230,12 @@ static void run_end(struct process *p, struct run *r, bool ran)
         if (!(r->devices >> d & 1))
             continue;
         struct graph_pool *g = &p->graphs[d];
-        struct account *a = &p->accounts[d];
-        bool tight = r->tight >> d & 1;
-        uint64_t held = r->held[d];
         spin_lock(&g->lock);
-        if (tight) {
-            held += g->credit;
-            g->credit = 0;
-        } else if (__atomic_load_n(&g->tight, __ATOMIC_SEQ_CST)) {
-            uint64_t had = g->r.charge, reserved, used;
-            if (figures(d, &reserved, &used) && reserved <= had + held) {
-                uint64_t pays = reserved > had ? round_up(reserved - had, UNIT) : 0;
-                g->credit += held - pays;
-                held = pays;
-            }
-        }
-        settle_graphs(a, g, d, held, true);
-        g->flying--;
-        if (tight)
-            __atomic_store_n(&g->tight, 0, __ATOMIC_SEQ_CST);
+        settle_graphs(&p->accounts[d], g, d, r->held[d], true);
+        gate_leave(&g->gate, 0);
         spin_unlock(&g->lock);
+        if (r->tight >> d & 1)
+            gate_open(&g->gate);
         if (ran)
             count_add(&g->launched, 1);
     }
@@ -290,15 +252,17 @@ static bool run_begin(struct process *p, struct run *r, const struct needs *n, c
         if (!a && !refuse)
             continue;
         struct graph_pool *g = &p->graphs[d];
-        if (a)
+        if (a) {
             account_measure(a, all);
-        if (a && account_reserve_quickly(a, all)) {
-            spin_lock(&g->lock);
-            g->flying++;
-            r->held[d] = all;
-            r->devices |= (uint64_t)1 << d;
-            spin_unlock(&g->lock);
-        } else if (!a || !run_tight(p, a, d, r, want, least[d])) {
+            gate_enter(&g->gate, 0);
+            if (account_reserve_quickly(a, all)) {
+                r->held[d] = all;
+                r->devices |= (uint64_t)1 << d;
+                continue;
+            }
+            gate_leave(&g->gate, 0);
+        }
+        if (!a || !run_tight(p, a, d, r, want, least[d])) {
             run_end(p, r, false);
             return false;
         }
@@ -367,26 +331,23 @@ static CUresult instantiated(struct process *p, CUexec *out, CUgraph graph, bool
     return r;
 }
 
-#define INSTANTIATE(name, ...)                  \
+#define INSTANTIATE(name, upload, ...)          \
     struct process *p = ENTER();                \
     CUresult r = CALL(name, __VA_ARGS__);       \
-    return p && out && r == CUDA_SUCCESS ? instantiated(p, out, graph, false, NULL, NULL) : r;
+    return p && out && r == CUDA_SUCCESS ? instantiated(p, out, graph, upload, NULL, real.cuGraphUpload) : r;
 
 EXPORT CUresult cuGraphInstantiate(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
 {
-    INSTANTIATE(cuGraphInstantiate, out, graph, bad, log, room)
+    INSTANTIATE(cuGraphInstantiate, false, out, graph, bad, log, room)
 }
 EXPORT CUresult cuGraphInstantiate_v2(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
 {
-    INSTANTIATE(cuGraphInstantiate_v2, out, graph, bad, log, room)
+    INSTANTIATE(cuGraphInstantiate_v2, false, out, graph, bad, log, room)
 }
-
 EXPORT CUresult cuGraphInstantiateWithFlags(CUexec *out, CUgraph graph, unsigned long long flags)
 {
-    struct process *p = ENTER();
-    bool upload = p && out && flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD;
-    CUresult r = CALL(cuGraphInstantiateWithFlags, out, graph, upload ? flags & ~(unsigned long long)CU_GRAPH_INSTANTIATE_FLAG_UPLOAD : flags);
-    return p && out && r == CUDA_SUCCESS ? instantiated(p, out, graph, upload, NULL, real.cuGraphUpload) : r;
+    unsigned long long upload = flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD;
+    INSTANTIATE(cuGraphInstantiateWithFlags, upload, out, graph, p && out ? flags & ~upload : flags)
 }
 
 enum { CU_GRAPH_INSTANTIATE_ERROR = 1 };
@@ -435,10 +396,10 @@ static CUresult trim(struct process *p, CUdevice device)
     struct graph_pool *g = &p->graphs[device];
     if (!g->r.charge)
         return CALL(cuDeviceGraphMemTrim, device);
-    bool mine = take_tight(g);
+    bool mine = gate_close(&g->gate, 0, TIGHT_US);
     CUresult r = empty(a, g, device);
     if (mine)
-        leave_tight(a, g);
+        gate_open(&g->gate);
     return r;
 }
 

@@ -15,8 +15,8 @@
  * If the limit has no room for the pool to grow, but the pool has free memory, reuse.c
  * makes sure that the driver can take what streams have freed without growing. Then one
  * allocation is made without a reservation, an attempt (attempt.h). If the pool grows all
- * the same, by more than other threads at it have reserved, we undo that and note it in
- * the usage page (undone). Other threads at that pool wait during these few calls only.
+ * the same, we undo that and note it in the usage page (undone). Other threads at that
+ * pool wait during these few calls only (its gate).
  *
  * Attempts are made one after the other, and to undo one takes several calls, in which
  * the driver maps and unmaps memory. Most pools do not need them, because the driver
@@ -174,41 +174,41 @@ static CUresult pass(const struct request *q)
                      : CUDA_ERROR_NOT_FOUND;
 }
 
-/* A pool is closed while an attempt is undone. That takes a few calls of the driver, none
- * of which waits for the GPU. A thread that has waited too long opens it. */
-static bool waits(struct wait *w) { return wait_more(w) < PATIENCE_US; }
-
-static void flight_sub(struct pool *pool, uint64_t n) { count_sub(&pool->flight, n); }
-
-COLD static void await_open(struct pool *pool)
+/* gate_enter enters and then looks whether the gate is closed; gate_close closes it and then looks
+ * whether anybody is inside. */
+COLD static bool await_open(const struct gate *g)
 {
-    for (struct wait w = {0}; __atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST);)
-        if (!waits(&w))
-            __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
+    struct wait w = {0};
+    while (__atomic_load_n(&g->closed, __ATOMIC_SEQ_CST))
+        if (wait_more(&w) >= PATIENCE_US)
+            return false;
+    return true;
 }
 
-/* enter_pool enters a pool and then looks whether it is closed; close_pool closes it and
- * then looks whether anybody is in it. */
-static void enter_pool(struct pool *pool, uint64_t n)
+void gate_enter(struct gate *g, uint64_t units)
 {
-    for (;;) {
-        count_add(&pool->flight, FLIGHT + n / UNIT);
-        if (__builtin_expect(!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST), 1))
+    for (bool opens = true; opens; opens = await_open(g)) {
+        count_add(&g->flight, FLIGHT + units);
+        if (__builtin_expect(!__atomic_load_n(&g->closed, __ATOMIC_SEQ_CST), 1))
             return;
-        flight_sub(pool, FLIGHT + n / UNIT);
-        await_open(pool);
+        gate_leave(g, units);
     }
+    count_add(&g->flight, FLIGHT + units);
 }
 
-/* close_pool keeps other threads out of a pool, and waits for those that are in it. */
-static void close_pool(struct pool *pool)
+bool gate_close(struct gate *g, unsigned own, uint64_t us)
 {
-    __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
-    for (struct wait w = {0}; pool_flight(pool) >= 2 * FLIGHT && waits(&w);)
-        ;
+    struct wait w = {0};
+    while (__atomic_exchange_n(&g->closed, 1, __ATOMIC_SEQ_CST))
+        if (wait_more(&w) >= us)
+            return false;
+    while (count_read(&g->flight) >= (own + 1) * FLIGHT)
+        if (wait_more(&w) >= us) {
+            gate_open(g);
+            return false;
+        }
+    return true;
 }
-
-static void open_pool(struct pool *pool) { __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST); }
 
 /* leave_destroyed is leave_pool's part for a pool that was destroyed meanwhile. */
 COLD static void leave_destroyed(struct process *p, struct pool *pool)
@@ -220,9 +220,7 @@ COLD static void leave_destroyed(struct process *p, struct pool *pool)
 
 static void leave_pool(struct process *p, struct pool *pool, uint64_t n)
 {
-    flight_sub(pool, n / UNIT + FLIGHT);
-    if (n)
-        pool_hope(pool);
+    gate_leave(&pool->gate, n / UNIT);
     if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
         leave_destroyed(p, pool);
 }
@@ -235,7 +233,7 @@ static bool remember(struct process *p, struct pool *pool, CUdeviceptr at, uint6
     if (!table_put(&p->table, &e, &old))
         return false;
     if (__builtin_expect(old.how, 0))
-        flight_sub(&p->pools[old.owner], old.bytes / UNIT);
+        count_sub(&p->pools[old.owner].gate.flight, old.bytes / UNIT);
     return true;
 }
 
@@ -307,10 +305,8 @@ COLD static CUresult undo(struct process *p, const struct request *q, struct poo
  * also pays for growth that was not reserved. False: there is no room for that. *rest is
  * what is not paid: this allocation's if it returns false, other threads' if it returns
  * true. trims is how often the pool had been trimmed before the allocation. If that is
- * unchanged, it learns how the pool grows. ALONE: the pool cannot have been trimmed.
- * MAYBE: nothing is learnt. */
+ * unchanged, it learns how the pool grows. ALONE: the pool cannot have been trimmed. */
 #define ALONE (~(uint64_t)0)
-#define MAYBE (ALONE - 1)
 static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t trims, uint64_t *rest)
 {
     uint64_t had = pool->r.charge;
@@ -323,8 +319,6 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
         gain(a, &pool->r, *rest);
     if (only && fits)
         *rest = 0;
-    if (pool->r.charge > had)
-        pool_hope(pool);
     return fits;
 }
 
@@ -349,7 +343,7 @@ COLD static CUresult settle_ordinary(struct process *p, const struct request *q,
 static CUresult ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t there;
-    enter_pool(pool, n);
+    gate_enter(&pool->gate, n / UNIT);
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     if (__builtin_expect(told_more(a, pool), 0))
         look(p, a, pool);
@@ -364,66 +358,36 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
     return r;
 }
 
-/* has_room says whether a pool, with held bytes more, has room for all that is allocated
- * from it. */
-static bool has_room(struct process *p, struct account *a, struct pool *pool, uint64_t held)
+void pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r)
 {
-    spin_lock(&pool->lock); /* a thread that has trimmed the pool has settled it under this lock */
-    pool_looked(p, a, pool);
-    bool has = pool_live(pool) <= pool->r.charge + held;
-    spin_unlock(&pool->lock);
-    return has;
-}
-
-/* begin_alone keeps other threads from trimming a pool. False: one is still trimming it. */
-static bool begin_alone(struct pool *pool)
-{
-    __atomic_store_n(&pool->alone, 1, __ATOMIC_SEQ_CST);
-    for (struct wait w = {0}; __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST);)
-        if (!waits(&w))
-            return false;
-    return true;
-}
-
-enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r)
-{
-    uint64_t there, over = 0, most = growth_of(p, pool, n);
+    uint64_t over, most = growth_of(p, pool, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
-    enter_pool(pool, n);
-    if (pool->exportable)
-        close_pool(pool);
-    if (!begin_alone(pool) || !has_room(p, a, pool, held) || (pool->exportable && !place_for(p, pool, n))) {
-        open_pool(pool);
-        __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
+    gate_enter(&pool->gate, n / UNIT);
+    bool closed = gate_close(&pool->gate, 1, PATIENCE_US), alone = closed;
+    for (struct wait w = {0}; alone && __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST);)
+        alone = wait_more(&w) < PATIENCE_US;
+    spin_lock(&pool->lock);
+    pool_looked(p, a, pool);
+    bool has = alone && pool_live(pool) <= pool->r.charge + held; /* room for all that is allocated from it */
+    spin_unlock(&pool->lock);
+    if (!has || (pool->exportable && !place_for(p, pool, n))) {
+        if (closed)
+            gate_open(&pool->gate);
         leave_pool(p, pool, n);
         if (held)
             account_cancel(a, held);
-        return NOT_ATTEMPTED;
+        return;
     }
     reserved_add(a, most); /* reserved exceeds our part of bound, so a reading sees that something is under way */
     *r = pass(q);
-    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE); /* first, as in ordinary */
-    bool fits = !held && reserved_now(pool, &there) && there == charge && !told_more(a, pool);
-    if (!fits) {
-        spin_lock(&pool->lock);
-        fits = settle_alone(p, pool, a, n, held, ALONE, &over);
-        spin_unlock(&pool->lock);
-    }
-    if (over && fits) { /* perhaps another thread's, which has yet to pay for it */
-        close_pool(pool);
-        spin_lock(&pool->lock);
-        fits = settle_alone(p, pool, a, n, 0, MAYBE, &over);
-        spin_unlock(&pool->lock);
-    } else if (!fits) {
-        close_pool(pool);
-    }
+    spin_lock(&pool->lock);
+    bool fits = settle_alone(p, pool, a, n, held, ALONE, &over);
+    spin_unlock(&pool->lock);
     if (!fits)
         *r = undo(p, q, pool, a, *r, held, over);
-    open_pool(pool);
-    __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
+    gate_open(&pool->gate);
     reserved_sub(a, most);
     leave_pool(p, pool, *r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
-    return *r == CUDA_ERROR_OUT_OF_MEMORY ? WOULD_GROW : ATTEMPTED;
 }
 
 /* An attempt of more than LARGE comes last, because it may exceed the cap by that much.
@@ -501,31 +465,22 @@ HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes,
 
 /* --- freeing -------------------------------------------------------------- */
 
-static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
-{
-    if (!table_take(&p->table, at, SPACE_POOLED, e))
-        return false;
-    struct pool *pool = &p->pools[e->owner];
-    *r = call ? call(at) : async(at, s);
-    if (__builtin_expect(*r != CUDA_SUCCESS, 0)) {
-        table_put(&p->table, e, NULL);
-        return true;
-    }
-    flight_sub(pool, e->bytes / UNIT);
-    if (__builtin_expect(pool->exportable, 0))
-        place_freed(p, pool, e);
-    if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
-        leave_destroyed(p, pool);
-    return true;
-}
-
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
 {
     struct entry e;
-    if (!give_back(p, at, &e, r, call, async, s))
+    if (!table_take(&p->table, at, SPACE_POOLED, &e))
         return false;
-    if (*r == CUDA_SUCCESS)
-        pool_hope(&p->pools[e.owner]);
+    struct pool *pool = &p->pools[e.owner];
+    *r = call ? call(at) : async(at, s);
+    if (__builtin_expect(*r != CUDA_SUCCESS, 0)) {
+        table_put(&p->table, &e, NULL);
+        return true;
+    }
+    count_sub(&pool->gate.flight, e.bytes / UNIT);
+    if (__builtin_expect(pool->exportable, 0))
+        place_freed(p, pool, &e);
+    if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0))
+        leave_destroyed(p, pool);
     return true;
 }
 
@@ -538,25 +493,15 @@ COLD static CUresult free_other(struct process *p, CUdeviceptr at, CUstream s, C
     return charge_end(p, &t, call(at, s));
 }
 
-static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool per_thread, CUresult (*call)(CUdeviceptr, CUstream))
+static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, CUresult (*call)(CUdeviceptr, CUstream))
 {
-    struct entry e;
     CUresult r;
-    if (__builtin_expect(!give_back(p, at, &e, &r, NULL, call, s), 0))
+    if (__builtin_expect(!pool_free(p, at, &r, NULL, call, s), 0))
         return free_other(p, at, s, call);
     if (__builtin_expect(r == CUDA_SUCCESS, 1))
-        freed_on(p, &p->pools[e.owner], s, per_thread);
+        freed_on(p, s, call == real.cuMemFreeAsync_ptsz);
     return r;
 }
 
-HOT EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s)
-{
-    struct process *p = ENTER();
-    return p && real.cuMemFreeAsync ? free_async(p, at, s, false, real.cuMemFreeAsync) : CALL(cuMemFreeAsync, at, s);
-}
-
-HOT EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream s)
-{
-    struct process *p = ENTER();
-    return p && real.cuMemFreeAsync_ptsz ? free_async(p, at, s, true, real.cuMemFreeAsync_ptsz) : CALL(cuMemFreeAsync_ptsz, at, s);
-}
+HOT EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s) { OVER(cuMemFreeAsync, free_async, at, s) }
+HOT EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream s) { OVER(cuMemFreeAsync_ptsz, free_async, at, s) }

@@ -24,8 +24,8 @@ void settle_exported(struct account *a, struct reserve *r);
 void loosen(struct account *a, struct reserve *r, uint64_t used);
 void tighten(struct account *a, struct reserve *r);
 
-/* pool_free frees memory of a pool, for the calls that are not in the order of a stream.
- * False: at is not of a pool, and nothing was freed. */
+/* pool_free frees memory of a pool, by call or, in the order of a stream, by async. False: at is
+ * not of a pool, and nothing was freed. */
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s);
 
 /* pools_settle settles all pools of a device, and its graph memory, after something that
@@ -48,14 +48,20 @@ struct request {
     CUresult (*from)(CUdeviceptr *, size_t, CUmempool, CUstream);
 };
 
-/* The two parts of struct pool's flight: FLIGHT for each allocation under way, and what
- * lives in units. */
+/* The two parts of a gate's flight: FLIGHT for each call inside, and what lives in units. */
 #define FLIGHT ((uint64_t)1 << 48)
-static inline uint64_t pool_flight(const struct pool *pool) { return count_read(&pool->flight); }
+static inline uint64_t pool_flight(const struct pool *pool) { return count_read(&pool->gate.flight); }
 static inline uint64_t pool_live(const struct pool *pool) { return (pool_flight(pool) & (FLIGHT - 1)) * UNIT; }
 
-/* PATIENCE_US is how long a thread waits in all for other threads at a pool. */
+/* gate_enter enters a gate, and adds units that live. It waits while the gate is closed, but no
+ * longer than PATIENCE_US, as whoever closed it may be stuck. gate_close closes a gate and waits
+ * until no call but as many of the caller's is inside. False: that took too long, and the
+ * gate is as before. */
 enum { PATIENCE_US = 1000 * 1000 };
+void gate_enter(struct gate *g, uint64_t units);
+bool gate_close(struct gate *g, unsigned own, uint64_t us);
+static inline void gate_open(struct gate *g) { __atomic_store_n(&g->closed, 0, __ATOMIC_SEQ_CST); }
+static inline void gate_leave(struct gate *g, uint64_t units) { count_sub(&g->flight, FLIGHT + units); }
 
 /* Pools grow by multiples of PIECE, unless one was seen to grow by more. */
 #define PIECE ((uint64_t)32 << 20)
@@ -69,10 +75,9 @@ void pool_looked(struct process *p, struct account *a, struct pool *pool);
 void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used);
 
 /* pool_attempt makes an attempt (attempt.h) to allocate n bytes. held bytes are reserved,
- * and the pool should not grow by more. *r is the driver's answer, if an attempt was made;
- * it is out of memory if the pool would have had to grow. */
-enum attempted { NOT_ATTEMPTED, ATTEMPTED, WOULD_GROW };
-enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r);
+ * and the pool should not grow by more. *r is the driver's answer, or out of memory if no
+ * attempt was made or the pool would have had to grow. */
+void pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r);
 
 /* --- bound.c */
 
@@ -122,18 +127,8 @@ void places_end(struct process *p, const struct pool *pool);
 /* reuse serves a request of n bytes from what streams have freed in a pool. */
 COLD CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n);
 
-/* pool_hope ends hopeless. Call it when more of a pool is free than before, or when the
- * pool may give what is free to more streams. */
-static inline void pool_hope(struct pool *pool)
-{
-    if (!__atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST))
-        return;
-    __atomic_add_fetch(&pool->hopes, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
-}
-
 /* freed_on records that a stream has freed something of a pool. */
-void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);
+void freed_on(struct process *p, CUstream s, bool per_thread);
 
 /* capturing says whether a stream is being captured into a graph. */
 bool capturing(CUstream s, bool per_thread);

@@ -159,7 +159,7 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     spin_unlock(&pool->lock);
     for (struct wait w = {0};;) { /* an attempt needs what is free in the pool: do not trim beside one */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-        if (!__atomic_load_n(&pool->alone, __ATOMIC_SEQ_CST) || w.napped >= PATIENCE_US)
+        if (!__atomic_load_n(&pool->gate.closed, __ATOMIC_SEQ_CST) || w.napped >= PATIENCE_US)
             break; /* the attempt's thread is stuck */
         __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
         wait_more(&w);
@@ -278,12 +278,8 @@ EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *val
 {
     struct process *p = ENTER();
     struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? known(p, handle) : NULL;
-    if (!pool) {
-        CUresult r = CALL(cuMemPoolSetAttribute, handle, attribute, value);
-        if (p && (pool = known(p, handle)))
-            pool_hope(pool); /* it may have been allowed more ways to reuse memory */
-        return r;
-    }
+    if (!pool)
+        return CALL(cuMemPoolSetAttribute, handle, attribute, value);
     uint64_t before = pool->keeps, after = *(const uint64_t *)value;
     __atomic_store_n(&pool->keeps, before < after ? before : after, __ATOMIC_SEQ_CST);
     CUresult r = CALL(cuMemPoolSetAttribute, handle, attribute, value);
@@ -368,17 +364,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream) { SYNCHRONIZE(cuStreamSynch
 EXPORT CUresult cuStreamSynchronize_ptsz(CUstream stream) { SYNCHRONIZE(cuStreamSynchronize_ptsz, stream) }
 EXPORT CUresult cuEventSynchronize(CUevent event) { SYNCHRONIZE(cuEventSynchronize, event) }
 EXPORT CUresult cuCtxSynchronize_v2(CUcontext context) { SYNCHRONIZE(cuCtxSynchronize_v2, context) }
-EXPORT CUresult cuCtxSynchronize(void)
-{
-    struct process *p = ENTER();
-    struct sync s;
-    if (!p || !real.cuCtxSynchronize)
-        return real.cuCtxSynchronize ? real.cuCtxSynchronize() : CUDA_ERROR_NOT_FOUND;
-    sync_begin(&s, p);
-    CUresult r = real.cuCtxSynchronize();
-    sync_end(&s);
-    return r;
-}
+EXPORT CUresult cuCtxSynchronize(void) { SYNCHRONIZE(cuCtxSynchronize) }
 
 /* --- making room ---------------------------------------------------------- */
 

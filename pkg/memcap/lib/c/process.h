@@ -33,6 +33,12 @@ struct reserve {
     bool managed; /* managed memory, which the driver's figures lack */
 };
 
+/* A gate is entered by calls that may take memory, and closed by one that must be alone. */
+struct gate {
+    uint64_t flight; /* [calls inside:16 | of a pool, live units of 512 bytes:48] */
+    uint32_t closed;
+};
+
 /* A stream that has freed something in a pool, or, after it was destroyed, the last event on it;
  * see reuse.c. */
 enum { FREERS = 64, LAST_FREERS = 4 };
@@ -52,11 +58,7 @@ struct pool {
     bool passed;     /* not counted: of the host, or another process's */
     bool exportable; /* other processes can open it */
     uint32_t places; /* recorded since they were last looked through; see export.c */
-    uint32_t alone;  /* 1: an attempt is under way, so it must not be trimmed */
-    uint32_t closed; /* 1: an attempt is being undone, so nothing else may be allocated */
-    uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */
-    uint64_t hopeless; /* bytes: what is free cannot serve requests from this size on; see reuse.c */
-    uint32_t hopes;    /* how often hopeless was ended */
+    struct gate gate; /* closed while an attempt is made; its flight has what lives too */
     struct spare {     /* giving back to make room; see pools.c */
         uint32_t wait, pause; /* how many requests to wait after a failure, and how many of them are left */
     } spare;
@@ -67,10 +69,8 @@ struct pool {
 };
 
 struct graph_pool { /* a device's graph memory; see graph.c */
-    uint32_t lock;  /* guards r and credit; held for moments only */
-    uint32_t tight; /* 1: a launch is under way that has reserved less than it may take */
-    uint64_t flying;   /* launches under way */
-    uint64_t credit;   /* what others leave to the tight one, in bytes: reserved and not committed */
+    uint32_t lock;  /* guards r; held for moments only */
+    struct gate gate; /* closed while a launch is under way that has reserved less than it may take */
     uint64_t launched; /* how many launches there were */
     uint64_t in_vain, in_vain_used; /* 1 + launched when one last waited for others in vain, and what they used then */
     struct reserve r;

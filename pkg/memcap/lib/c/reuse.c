@@ -8,12 +8,10 @@
  * stream"). Here the card has room, and only the cap is reached. So we do it: we record
  * an event on each stream that has freed something, have the allocating stream wait for
  * it, and then call the driver. If the pool is not allowed to reuse memory by events
- * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES), we wait for the streams ourselves,
- * because all streams may take what was complete at a synchronisation.
+ * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES), it is for that call.
  *
  * Nothing tells of which stream the driver will take memory, and if we waited for the wrong
- * ones the pool would grow. So the stream waits for all. If even that does not help, requests
- * of that size are not tried again until something is freed (hopeless). */
+ * ones the pool would grow. So the stream waits for all. */
 
 #include "pool.h"
 
@@ -71,13 +69,12 @@ COLD static bool enlist(struct process *p, CUstream s, uint64_t key)
     return (done || free) && !(all && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1);
 }
 
-void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
+void freed_on(struct process *p, CUstream s, bool per_thread)
 {
     uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
     uint64_t *last = &p->last_freers[(key >> 4 ^ key >> 8 ^ key >> 12) % LAST_FREERS];
     if (__builtin_expect(word != __atomic_load_n(last, __ATOMIC_RELAXED), 0) && enlist(p, s, key))
         __atomic_store_n(last, word, __ATOMIC_RELAXED);
-    pool_hope(pool); /* last, when other streams can wait for this one */
 }
 
 /* record returns an event on a freer's stream, or NULL. */
@@ -95,72 +92,51 @@ static CUevent record(struct process *p, const struct freer *is)
     return e;
 }
 
-/* complete waits until an event has passed, but no longer than until a time, since it may depend
- * on what this thread does next. Then it synchronises, which does not wait any more, so that the
- * driver takes note of it. */
-enum { COMPLETE_US = 10 * 1000 * 1000 };
-
-static void complete(CUevent e, uint64_t until)
-{
-    CUresult r = CALL(cuEventQuery, e);
-    for (; r == CUDA_ERROR_NOT_READY && now_us() < until; r = CALL(cuEventQuery, e))
-        nap_us(50);
-    if (r == CUDA_SUCCESS)
-        CALL(cuEventSynchronize, e);
-}
-
 /* follow has the allocating stream wait for all others that have freed something. */
-static void follow(struct process *p, const struct request *q, const struct pool *pool)
+static void follow(struct process *p, const struct request *q)
 {
-    CUevent events[FREERS];
-    int n = 0, flag = 1;
     CUstream own = q->stream ? q->stream : q->per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
-    uint64_t key = key_of(q->stream, q->per_thread), until = now_us() + COMPLETE_US;
-    bool by_events = CALL(cuMemPoolGetAttribute, (CUmempool)(uintptr_t)pool->handle, CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, &flag) != CUDA_SUCCESS || flag;
+    uint64_t key = key_of(q->stream, q->per_thread);
     spin_lock(&p->freeing); /* so that no stream is destroyed meanwhile */
     for (int i = 0; i < FREERS; i++) {
         struct freer *is = &p->freers[i];
         if (!is->number || is->key == key || !context_lives(p, is->context, is->number))
             continue;
         CUevent e = is->event ? is->event : record(p, is);
-        if (e && by_events)
+        if (e)
             CALL(cuStreamWaitEvent, own, e, 0);
-        if (!e || (is->event && by_events))
-            continue; /* other streams may have to wait for it too */
-        events[n++] = e;
-        if (is->event)
-            is->number = 0;
+        if (e && !is->event) /* other streams may have to wait for that of a destroyed one too */
+            CALL(cuEventDestroy_v2, e);
     }
     spin_unlock(&p->freeing);
-    for (int i = 0; i < n; i++) {
-        if (!by_events)
-            complete(events[i], until);
-        CALL(cuEventDestroy_v2, events[i]);
-    }
 }
 
-/* In hopeless, TRYING means that a thread is finding out. */
-#define TRYING (~(uint64_t)0)
+/* allow sets whether a pool may reuse memory by events, and returns whether it might. */
+static int allow(const struct pool *pool, int may)
+{
+    const CUmempool handle = (CUmempool)(uintptr_t)pool->handle;
+    int might = 1;
+    CALL(cuMemPoolGetAttribute, handle, CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, &might);
+    if (might != may)
+        CALL(cuMemPoolSetAttribute, handle, CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, &may);
+    return might;
+}
 
 CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
 {
-    uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), hopeless = __atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST);
-    if (live + n > charge || (hopeless && n >= hopeless) || capturing(q->stream, q->per_thread))
+    uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
+    if (live + n > charge || capturing(q->stream, q->per_thread))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    uint32_t hopes = __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
     int mode;
     CUresult relaxed = relax(&mode), r = CUDA_ERROR_OUT_OF_MEMORY;
-    enum attempted how = NOT_ATTEMPTED;
     if (attempt_begin(a)) {
-        follow(p, q, pool); /* now, so that it includes what was freed while this thread waited */
-        how = pool_attempt(p, q, pool, a, n, 0, &r);
+        int might = allow(pool, 1);
+        follow(p, q); /* now, so that it includes what was freed while this thread waited */
+        pool_attempt(p, q, pool, a, n, 0, &r);
+        allow(pool, might);
         attempt_end(a);
     }
     unrelax(relaxed, &mode);
-    uint64_t trying = TRYING;
-    bool sure = how == WOULD_GROW && hopes == __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
-    __atomic_compare_exchange_n(&pool->hopeless, &trying, sure ? n : 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return r;
 }
 
@@ -168,7 +144,7 @@ CUresult reuse(struct process *p, const struct request *q, struct pool *pool, st
 static CUresult destroy(struct process *p, CUstream s, CUresult (*call)(CUstream))
 {
     bool freed = false;
-    for (int i = 0; p && s && !of_thread((uintptr_t)s) && i < FREERS; i++)
+    for (int i = 0; s && !of_thread((uintptr_t)s) && i < FREERS; i++)
         freed |= __atomic_load_n(&p->freers[i].key, __ATOMIC_RELAXED) == (uintptr_t)s;
     if (!freed)
         return call(s);
@@ -189,14 +165,5 @@ static CUresult destroy(struct process *p, CUstream s, CUresult (*call)(CUstream
     return r;
 }
 
-EXPORT CUresult cuStreamDestroy(CUstream s)
-{
-    struct process *p = ENTER();
-    return real.cuStreamDestroy ? destroy(p, s, real.cuStreamDestroy) : CUDA_ERROR_NOT_FOUND;
-}
-
-EXPORT CUresult cuStreamDestroy_v2(CUstream s)
-{
-    struct process *p = ENTER();
-    return real.cuStreamDestroy_v2 ? destroy(p, s, real.cuStreamDestroy_v2) : CUDA_ERROR_NOT_FOUND;
-}
+EXPORT CUresult cuStreamDestroy(CUstream s) { OVER(cuStreamDestroy, destroy, s) }
+EXPORT CUresult cuStreamDestroy_v2(CUstream s) { OVER(cuStreamDestroy_v2, destroy, s) }

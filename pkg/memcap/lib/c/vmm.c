@@ -252,12 +252,5 @@ static CUresult map_array(struct process *p, CUmapinfo *list, unsigned int n, CU
     return r;
 }
 
-EXPORT CUresult cuMemMapArrayAsync(CUmapinfo *list, unsigned int n, CUstream s)
-{
-    OVER(cuMemMapArrayAsync, map_array, list, n, s)
-}
-
-EXPORT CUresult cuMemMapArrayAsync_ptsz(CUmapinfo *list, unsigned int n, CUstream s)
-{
-    OVER(cuMemMapArrayAsync_ptsz, map_array, list, n, s)
-}
+EXPORT CUresult cuMemMapArrayAsync(CUmapinfo *list, unsigned int n, CUstream s) { OVER(cuMemMapArrayAsync, map_array, list, n, s) }
+EXPORT CUresult cuMemMapArrayAsync_ptsz(CUmapinfo *list, unsigned int n, CUstream s) { OVER(cuMemMapArrayAsync_ptsz, map_array, list, n, s) }
