@@ -54,9 +54,18 @@ func amount(v int) int { return v % step }
 
 func (m *model) bind(into string, n int) access { return m.add("count_add", "bound", into, step+n) }
 
-// Two steps each of an allocation and a free; see count.h.
+// Two steps each of an allocation and a free; see count.h. An allocation changes bound when it has
+// looked at it, as often as need be.
 func (m *model) allocate(s string) []access {
-	return []access{m.add("count_add", "reserved", "r"+s, 1), m.bind("b"+s, 1), driver(1, "d"+s, nil), m.add("count_add", "committed", "c"+s, 1)}
+	return []access{m.add("count_add", "reserved", "r"+s, 1), m.add("try_below", "bound", "b"+s, step+1), driver(1, "d"+s, nil), m.add("count_add", "committed", "c"+s, 1)}
+}
+
+// below adds to a word that was read into b, where that fits, and then the driver gives.
+func (m *model) below(word string, fits func(r *registers) bool) []access {
+	return []access{
+		m.swap("try_below", word, "was", "b", func(r *registers) int { return r.of("b") + step + 1 }, fits),
+		driver(1, "d", func(r *registers) bool { return fits(r) && r.of("was") == r.of("b") }),
+	}
 }
 
 func (m *model) free(s string) []access {
@@ -190,16 +199,13 @@ func (m *model) programs() []program {
 		{name: "idle memory is kept, and at once taken by who lacks room", first: map[string]int{"bound": 2, "reserved": 2, "driver": 1, "high": 1},
 			threads: []thread{with("owner", m.keep("1")), m.reclaimer("count_read")}, always: enough},
 		{name: "an allocation that is checked first, beside a repair", first: map[string]int{"bound": 1, "high": 1},
-			threads: []thread{with("owner", []access{
-				m.add("count_add", "reserved", "r", 1), m.load("count_read", "bound", "b"),
-				m.swap("try_below", "bound", "was", "b", func(r *registers) int { return r.of("b") + step + 1 }, nil),
-				driver(1, "d", func(r *registers) bool { return r.of("was") == r.of("b") }),
-			}), m.repair(0, "")}, always: enough},
+			threads: []thread{with("owner", []access{m.add("count_add", "reserved", "r", 1), m.load("count_read", "bound", "b")},
+				m.below("bound", func(*registers) bool { return true })), m.repair(0, "")}, always: enough},
 		{name: "a new process, beside a repair", first: map[string]int{"bound": 1},
 			threads: []thread{with("newcomer", []access{
 				m.load("take_slot look", "high", "old"), m.swap("take_slot", "high", "was", "old", func(*registers) int { return 1 }, nil),
 			}, m.allocate("1")), m.repair(0, "")}, always: enough},
-		m.roomByLoss(""), m.roomByLoss("count_read"), m.roomByLoss("try_below"),
+		m.roomByLoss("count_read"), m.roomByLoss("try_below"),
 		{name: "a reading counts what is settled already", first: map[string]int{"nonce": ours, "ceiling": 2, "settled": 1, "limit": 2},
 			threads: []thread{with("agent", m.publish(1, 1, ours)), with("reader", m.ceiling())},
 			never:   func(_, reg func(string) int) bool { return ceilingBy(prefixed("reader", reg)) > 1 }},
@@ -243,21 +249,13 @@ func prefixed(thread string, register func(string) int) func(string) int {
 }
 
 // roomByLoss: the container is full, and a process finds that some of it is gone. Until the
-// next reading that is no room for anybody: neither where bound is added to first, nor where
-// it is looked at first, in the place saw.
+// next reading that is no room for anybody who looks at bound, in the place saw.
 func (m *model) roomByLoss(saw string) program {
 	p := program{name: "lost memory is no room, seen by " + saw, first: map[string]int{"bound": 1, "reserved": 1, "committed": 1, "nonce": ours, "ceiling": 1, "limit": 1}}
 	fits := func(r *registers) bool { return amount(r.of("b"))+1 <= ceilingBy(r.of) }
 	other := thread{name: "other"}
-	if saw == "" {
-		p.name = "lost memory is no room, where bound is added to first"
-		other.accesses = append([]access{m.bind("b", 1)}, m.ceiling()...)
-		other.accesses = append(other.accesses, driver(1, "d", fits))
-	} else {
-		other.accesses = append([]access{m.load(saw, "bound", "b")}, m.ceiling()...)
-		other.accesses = append(other.accesses, m.swap("try_below", "bound", "was", "b", func(r *registers) int { return r.of("b") + step + 1 }, fits),
-			driver(1, "d", func(r *registers) bool { return fits(r) && r.of("was") == r.of("b") }))
-	}
+	other.accesses = append([]access{m.load(saw, "bound", "b")}, m.ceiling()...)
+	other.accesses = append(other.accesses, m.below("bound", fits)...)
 	p.threads = []thread{{name: "loser", accesses: m.lose()}, other}
 	p.always = func(word func(string) int) bool { return word("driver") == 0 }
 	return p
@@ -273,11 +271,11 @@ func (m *model) repaid() program {
 		m.bind("b", -1), m.add("count_add", "reserved", "r", -1),
 		m.add("count_add", "lent committed", "lc", -1), m.add("count_add", "lent bound", "lb", step-1),
 	}}
-	other := thread{name: "other", accesses: []access{
-		m.bind("b", 1), m.load("borrows", "borrows", "borrows"), m.load("borrowed_for", "borrowed", "borrowed"),
-		driver(1, "d", func(r *registers) bool { return amount(r.of("b"))+1 <= 1+r.of("borrows")*r.of("borrowed") }),
-	}}
-	lender := thread{name: "lender", accesses: []access{m.add("count_add", "lent bound", "b", step+1), driver(1, "d", func(r *registers) bool { return amount(r.of("b"))+1 <= 1 })}}
+	other := thread{name: "other", accesses: append([]access{
+		m.load("count_read", "bound", "b"), m.load("borrows", "borrows", "borrows"), m.load("borrowed_for", "borrowed", "borrowed"),
+	}, m.below("bound", func(r *registers) bool { return amount(r.of("b"))+1 <= 1+r.of("borrows")*r.of("borrowed") })...)}
+	lender := thread{name: "lender", accesses: append([]access{m.load("count_read", "lent bound", "b")},
+		m.below("lent bound", func(r *registers) bool { return amount(r.of("b"))+1 <= 1 })...)}
 	return program{name: "what was borrowed is given back", first: map[string]int{"bound": 2, "reserved": 2, "borrowed": 1, "borrows": 1, "lent bound": 1, "lent committed": 1, "driver": 2},
 		threads: []thread{home, other, lender}, always: func(word func(string) int) bool { return word("driver") <= 2 }}
 }

@@ -26,7 +26,7 @@
 //
 // The order of each access is read from the source (source.go), so the model and the source
 // cannot say different things. Each order is then taken out, one at a time, and some program
-// must go wrong. What goes wrong nowhere is an order that the source need not state. Two of
+// must go wrong. What goes wrong nowhere is an order that the source need not state. Three of
 // these it states all the same, because C's rules need them.
 //
 // # What it does not show

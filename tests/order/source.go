@@ -20,6 +20,7 @@ type token struct{ name, file, function, text string }
 // does: its rules let a compiler do more than Arm's processors do.
 var kept = map[string]string{
 	"try_below without release":      "count_add of reserved before it releases, and an LDAXR waits for that; C knows no such thing",
+	"count_add without acquire":      "of a gate that is entered, the load after it acquires, and of a slot that is cleared, the store after it releases; C wants the total order of both sides of a gate",
 	"clear reserved without release": "count_add of bound before it acquires, and fails where a repair came between; C lets the repair see the store all the same",
 }
 
@@ -68,7 +69,7 @@ var steps = []struct {
 	{"c/count.h", "account_return", []string{"bound_sub(a, n)", "reserved_sub(a, n)"}},
 	{"c/count.h", "account_cancel", []string{"count_add(&a->slot->idle, STEP + n / UNIT)", "reserved_sub(a, n)"}},
 	{"c/count.h", "reserve_idle", []string{"__atomic_load_n(&a->slot->idle", "reserved_add(a, n)", "__atomic_compare_exchange_n(&a->slot->idle"}},
-	{"c/count.h", "account_reserve_quickly", []string{"reserve_idle(a, n)", "reserved_add(a, n)", "bound_add(a, n)", "account_own_ceiling(a)", "account_ceiling(a)", "bound_sub(a, n)", "reserved_sub(a, n)"}},
+	{"c/count.h", "account_reserve_quickly", []string{"reserve_idle(a, n)", "account_try(a, n, 0)", "count_read(&a->usage->bound)", "account_ceiling(a)", "bound_sub(a, n)", "reserved_sub(a, n)"}},
 	{"c/count.h", "account_lost", []string{"committed_sub(a, n)", "count_add(&a->usage->settled, n)", "account_return(a, n)"}},
 	{"c/count.h", "account_ceiling", []string{"account_ceiling_with(a, account_borrowed(a))"}},
 	{"c/count.h", "account_ceiling_with", []string{"&p->nonce", "&p->limit", "&p->ceiling", "&a->usage->settled", "&p->settled", "&p->ceiling", "&p->nonce", "&p->limit"}},

@@ -62,20 +62,14 @@ static void *ours(const char *symbol, void *f, int version, uint64_t flags)
     return best && (!known || !plain()) ? best->ours : f;
 }
 
+#define ADDRESS(name, ...) THEN(name, if (symbol && out && *out) *out = ours(symbol, *out, version, flags), __VA_ARGS__)
+
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status)
 {
-    struct process *p = ENTER();
-    CUresult r = CALL(cuGetProcAddress_v2, symbol, out, version, flags, status);
-    if (p && r == CUDA_SUCCESS && symbol && out && *out)
-        *out = ours(symbol, *out, version, flags);
-    return r;
+    ADDRESS(cuGetProcAddress_v2, symbol, out, version, flags, status)
 }
 
 EXPORT CUresult cuGetProcAddress(const char *symbol, void **out, int version, uint64_t flags)
 {
-    struct process *p = ENTER();
-    CUresult r = CALL(cuGetProcAddress, symbol, out, version, flags);
-    if (p && r == CUDA_SUCCESS && symbol && out && *out)
-        *out = ours(symbol, *out, version, flags);
-    return r;
+    ADDRESS(cuGetProcAddress, symbol, out, version, flags)
 }

@@ -17,12 +17,12 @@ static bool gone(struct account *a, uint64_t word)
     uint64_t index = (uint32_t)word - 1;
     if (index >= SLOTS)
         return true;
-    int fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-    bool dead = fd >= 0 && slot_free(fd, index);
+    int fd = -1;
+    bool dead = slot_dead(a->path, index, &fd), waited = false;
     if (fd >= 0)
         sys_close(fd);
     if (dead)
-        account_await_death(&a->usage->slots[index]);
+        account_await_death(&a->usage->slots[index], &waited);
     return dead;
 }
 

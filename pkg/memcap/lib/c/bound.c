@@ -129,21 +129,3 @@ void bound_again(struct process *p, CUdevice device)
         CALL(cuDeviceGetMemPool, &now, device) == CUDA_SUCCESS && now == normal)
         CALL(cuDeviceSetMemPool, device, (CUmempool)(uintptr_t)in);
 }
-
-EXPORT CUresult cuDeviceGetDefaultMemPool(CUmempool *out, CUdevice device)
-{
-    struct process *p = ENTER();
-    CUmempool in = p && out ? bound_default(p, device) : NULL;
-    CUresult r = CALL(cuDeviceGetDefaultMemPool, out, device);
-    if (r == CUDA_SUCCESS && in)
-        *out = in;
-    return r;
-}
-
-EXPORT CUresult cuDeviceGetMemPool(CUmempool *out, CUdevice device)
-{
-    struct process *p = ENTER();
-    if (p && out)
-        bound_default(p, device); /* if the default pool was the current one, its stand-in is now */
-    return CALL(cuDeviceGetMemPool, out, device);
-}

@@ -350,29 +350,42 @@ static bool owned(const struct entry *e, void *arg)
     return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_MODULE || e->space == SPACE_CONTEXT);
 }
 
-static bool reserve_room(struct taken_list *l, size_t more)
+void taken_begin(struct taken_list *l)
+{
+    l->list = l->few;
+    l->length = 0;
+    l->room = FEW;
+}
+
+bool taken_room(struct taken_list *l, size_t more)
 {
     if (l->length + more <= l->room)
         return true;
-    size_t room = l->room ? 2 * l->room : 1024;
+    size_t room = l->room * 16;
     struct taken *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (!list)
         return false;
     for (size_t i = 0; i < l->length; i++)
         list[i] = l->list[i];
-    sys_unmap(l->list, l->room * sizeof *list);
+    taken_end(l);
     l->list = list;
     l->room = room;
     return true;
+}
+
+void taken_end(struct taken_list *l)
+{
+    if (l->list != l->few)
+        sys_unmap(l->list, l->room * sizeof *l->list);
 }
 
 void charge_take_all(struct process *p, struct taken_list *l, uint64_t context)
 {
     struct owner o = {context, l};
     struct entry batch[32];
-    *l = (struct taken_list){0};
+    taken_begin(l);
     for (int n = 32; context && n == 32;) {
-        if (!reserve_room(l, 32))
+        if (!taken_room(l, 32))
             return; /* the rest stays charged */
         n = table_pick(&p->table, owned, &o, batch, 32);
         for (int i = 0; i < n; i++) {
@@ -383,17 +396,11 @@ void charge_take_all(struct process *p, struct taken_list *l, uint64_t context)
     }
 }
 
-static void forget(struct taken_list *l)
-{
-    sys_unmap(l->list, l->room * sizeof *l->list);
-    *l = (struct taken_list){0};
-}
-
 void charge_gone_all(struct process *p, struct taken_list *l)
 {
     for (size_t i = 0; i < l->length; i++)
         charge_gone(p, &l->list[i]);
-    forget(l);
+    taken_end(l);
 }
 
 void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
@@ -407,5 +414,5 @@ void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
             l->list[i].e.key = context;
         charge_back(p, &l->list[i]);
     }
-    forget(l);
+    taken_end(l);
 }

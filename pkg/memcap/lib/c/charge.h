@@ -109,10 +109,15 @@ static inline CUresult charge_end(struct process *p, const struct taken *t, CUre
     return charge_end(p, &t, CALL(name, handle));
 
 /* The same for everything that a context has, which is freed with it. */
+enum { FEW = 8 };
 struct taken_list {
-    struct taken *list;
+    struct taken *list; /* few, or memory of its own: to map some costs more than all else here */
     size_t length, room;
+    struct taken few[FEW];
 };
+void taken_begin(struct taken_list *l);
+bool taken_room(struct taken_list *l, size_t more);
+void taken_end(struct taken_list *l);
 void charge_take_all(struct process *p, struct taken_list *l, uint64_t context);
 void charge_gone_all(struct process *p, struct taken_list *l);
 void charge_back_all(struct process *p, struct taken_list *l, uint64_t context);

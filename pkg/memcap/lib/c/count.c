@@ -86,13 +86,12 @@ static uint64_t own_pids(void)
     return SYS4(SYS_newfstatat, AT_FDCWD, "/proc/self/ns/pid", &st, 0) == 0 ? st.st_ino : 0;
 }
 
-/* await_death waits until the process that had a slot is gone: the kernel releases its
- * lock a moment before the driver has all of its memory back. The wait is bounded, since
- * another process may have that number by now, or the process may run another program.
- * The number of a process in another PID namespace (of another container, or of an earlier
- * start of this one) tells nothing, so a fixed time is waited: once for all that are
- * reaped together. */
-static void await_death(const struct slot *s, bool *waited)
+/* The kernel releases the lock of a process a moment before the driver has all of its memory back.
+ * The wait is bounded, since another process may have that number by now, or the process may
+ * run another program. The number of a process in another PID namespace (of another container,
+ * or of an earlier start of this one) tells nothing, so a fixed time is waited: once for all
+ * that are reaped together. */
+void account_await_death(const struct slot *s, bool *waited)
 {
     uint64_t pid = count_read(&s->pid);
     if (!pid || pid > INT32_MAX)
@@ -113,12 +112,6 @@ static void await_death(const struct slot *s, bool *waited)
     struct timespec limit = {0, DEATH_MS * 1000000L};
     SYS5(SYS_ppoll, &p, 1, &limit, 0, 8);
     sys_close(fd);
-}
-
-void account_await_death(const struct slot *s)
-{
-    bool waited = false;
-    await_death(s, &waited);
 }
 
 uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts)
@@ -178,16 +171,14 @@ static bool reap(struct account *a)
         struct slot *s = &a->usage->slots[i];
         if (s == a->slot || blank(s))
             continue;
-        if (look < 0)
-            look = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
         /* Nearly all are alive, and asking for a lock is cheaper than trying to take it. */
-        if (look >= 0 && !slot_free(look, i))
+        if (!slot_dead(a->path, i, &look))
             continue;
         int fd = take_lock(a, i);
         if (fd < 0)
             continue;
         end_loans(s);
-        await_death(s, &waited);
+        account_await_death(s, &waited);
         clear(a, s);
         sys_close(fd);
         any = true;
@@ -282,7 +273,7 @@ static void end_turn(struct account *a, uint64_t slot, bool *waited)
     uint64_t *at = &a->usage->attempt, word = count_read(at);
     if ((uint32_t)word != 1 + slot)
         return;
-    await_death(&a->usage->slots[slot], waited);
+    account_await_death(&a->usage->slots[slot], waited);
     __atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
@@ -308,7 +299,7 @@ static int take_slot(struct account *a)
                     continue;
                 }
                 end_loans(s);
-                await_death(s, &waited);
+                account_await_death(s, &waited);
                 clear(a, s);
             }
             end_turn(a, i, &waited);
@@ -440,16 +431,6 @@ bool account_reserve_of_idle(struct account *a, uint64_t n)
 {
     __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
     return (reclaim(a, NULL) && account_try(a, n, 0)) || (a->others && account_borrow(a, n, false));
-}
-
-bool account_reserve_carefully(struct account *a, uint64_t n)
-{
-    if (!try(a, n) && !account_reserve_of_idle(a, n))
-        return false;
-    uint64_t ceiling = account_ceiling(a), amount = AMOUNT(count_read(&a->usage->bound));
-    if (amount < ceiling && ceiling - amount > ceiling / 8)
-        __atomic_store_n(&a->careful, 0, __ATOMIC_RELAXED);
-    return true;
 }
 
 void account_exports_gone(struct account *a)
@@ -747,7 +728,6 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
 {
     uint64_t limit = account_limit(a);
     if (n < MOST && limit && !account_nonsense(a)) {
-        __atomic_store_n(&a->careful, 1, __ATOMIC_RELAXED);
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
@@ -783,11 +763,8 @@ static uint64_t left_dead(struct account *a)
             if (last && now - last < TICKS)
                 return __atomic_load_n(&a->dead, __ATOMIC_RELAXED);
             __atomic_store_n(&a->looked, now, __ATOMIC_RELAXED);
-            fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-            if (fd < 0)
-                return 0;
         }
-        if (slot_free(fd, i))
+        if (slot_dead(a->path, i, &fd))
             sum += c;
     }
     if (fd >= 0)

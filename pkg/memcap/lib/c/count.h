@@ -5,8 +5,8 @@
  *
  * The guarantee: at every instant the driver has given the container's processes at most
  * the amount in `bound`, also when a process is killed between any two instructions.
- * Bound exceeds the ceiling only for moments, by a reservation that is taken back without
- * a call of the driver. Bound may be too large for a time; it is never too small.
+ * A reservation is made only where bound stays within the ceiling. Bound may be too large
+ * for a time; it is never too small.
  *
  * A slot's share is the part of bound that belongs to it. It is written down nowhere.
  * Each step of each process keeps
@@ -119,7 +119,6 @@ struct account {
     struct slot *slot;
     uint64_t nonce;
     uint64_t waited; /* 1 + page->done when a reading was awaited in vain; 0: never */
-    uint32_t careful; /* the ceiling was reached a short time ago; see account_reserve_quickly */
     uint64_t keeps; /* how many bytes may be idle, and when far from the ceiling */
     uint64_t keeps_far;
     uint32_t lock;    /* guards answers; held for moments only */
@@ -267,31 +266,27 @@ static inline bool reserve_idle(struct account *a, uint64_t n)
 static inline void account_guessed(struct account *a) { count_add(&a->usage->guesses, 1); }
 
 COLD bool account_reserve_slowly(struct account *a, uint64_t n);
-COLD bool account_reserve_carefully(struct account *a, uint64_t n);
 COLD bool account_reserve_of_idle(struct account *a, uint64_t n);
 
-/* account_reserve_quickly adds first and checks afterwards, which is cheapest. For a
- * moment others see an amount that may not fit. Near the ceiling that could make their
- * requests fail, so there it checks first. */
+/* account_try adds n to bound where it fits at once, with more that the caller has borrowed for
+ * it. */
+bool account_try(struct account *a, uint64_t n, uint64_t more);
+
+/* account_reserve_quickly reserves n where it fits at once. */
 static inline bool account_reserve_quickly(struct account *a, uint64_t n)
 {
-    if (__builtin_expect(__atomic_load_n(&a->careful, __ATOMIC_RELAXED), 0))
-        return account_reserve_carefully(a, n);
     if (n >= MOST || n > __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED))
         return false;
     bool idle = reserve_idle(a, n);
-    if (!idle)
-        reserved_add(a, n);
-    uint64_t amount = AMOUNT(idle ? count_read(&a->usage->bound) : bound_add(a, n));
-    /* Read the ceiling now: memory lost meanwhile has left bound and lowered it. */
-    uint64_t ceiling = account_own_ceiling(a);
-    if (__builtin_expect(amount > ceiling, 0) && amount > (ceiling = account_ceiling(a))) {
+    if (!idle && __builtin_expect(!account_try(a, n, 0), 0))
+        return account_reserve_of_idle(a, n);
+    /* Read the ceiling after bound: memory lost meanwhile has left bound and lowered it. */
+    uint64_t amount = AMOUNT(count_read(&a->usage->bound)), ceiling = account_ceiling(a);
+    if (idle && __builtin_expect(amount > ceiling, 0)) {
         bound_sub(a, n);
         reserved_sub(a, n);
         return account_reserve_of_idle(a, n);
     }
-    if (!idle)
-        account_peak(a, amount);
     uint64_t keeps = amount <= ceiling - ceiling / 8 ? a->keeps_far : 0;
     if (__builtin_expect(keeps != __atomic_load_n(&a->keeps, __ATOMIC_RELAXED), 0))
         __atomic_store_n(&a->keeps, keeps, __ATOMIC_RELAXED);
@@ -386,8 +381,9 @@ static inline void account_undone(struct account *a, uint64_t n)
 }
 
 /* account_await_death waits, for a bounded time, until the driver has back the memory of a
- * process that had a slot. The slot's lock must be free. */
-void account_await_death(const struct slot *s);
+ * process that had a slot. The slot's lock must be free. *waited says whether a fixed time was
+ * waited before. */
+void account_await_death(const struct slot *s, bool *waited);
 
 /* account_excess returns by how much contexts were charged more than is known by now that
  * they take. */
@@ -400,10 +396,8 @@ uint64_t account_used(struct account *a);
 /* account_limit returns what the container may have: the sum of its shares, or NO_LIMIT. */
 uint64_t account_limit(const struct account *a);
 
-/* For loans. account_try reserves n where it fits at once, with more that the caller has
- * borrowed for it. account_contend reserves n, or waits for it as account_reserve does.
+/* For loans. account_contend reserves n, or waits for it as account_reserve does.
  * account_room returns what fits now. */
-bool account_try(struct account *a, uint64_t n, uint64_t more);
 bool account_contend(struct account *a, uint64_t n);
 uint64_t account_room(struct account *a);
 

@@ -52,14 +52,6 @@ bool range_was_exported(struct process *p, CUdeviceptr at)
     return true;
 }
 
-/* THEN calls the driver, and then does something if that has succeeded. */
-#define THEN(name, what, ...)              \
-    struct process *p = ENTER();           \
-    CUresult r = CALL(name, __VA_ARGS__);  \
-    if (p && r == CUDA_SUCCESS)            \
-        what;                              \
-    return r;
-
 EXPORT CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr at, size_t size, int type, unsigned long long flags)
 {
     THEN(cuMemGetHandleForAddressRange, exported(p, at, size), out, at, size, type, flags)

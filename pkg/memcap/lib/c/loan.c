@@ -25,9 +25,7 @@ uint64_t account_loans(const struct account *a)
     for (uint64_t i = 0; i < high && i < SLOTS; i++) {
         const struct slot *s = &a->usage->slots[i];
         uint64_t n = borrowed_for(s);
-        if (n && s != a->slot && fd < 0)
-            fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-        if (n && (s == a->slot || (fd >= 0 && !slot_free(fd, i))))
+        if (n && (s == a->slot || (!slot_dead(a->path, i, &fd) && fd >= 0)))
             sum += n;
     }
     if (fd >= 0)

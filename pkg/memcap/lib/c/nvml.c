@@ -124,31 +124,19 @@ static bool look(nvmlDevice_t device, struct view *v)
     return any;
 }
 
-EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *m)
-{
-    struct view v;
-    find();
-    nvmlReturn_t r = real.info ? real.info(device, m) : NVML_ERROR_FUNCTION_NOT_FOUND;
-    if (r != NVML_SUCCESS || !m || !look(device, &v))
-        return r;
-    uint64_t left = v.limit - v.used;
-    m->total = v.limit < m->total ? v.limit : m->total;
-    m->free = left < m->free ? left : m->free;
-    m->used = v.used < m->total ? v.used : m->total;
+/* INFO is the body of both functions. What the driver reserves for itself is no part of a cap. */
+#define INFO(name, valid, also)                                                   \
+    struct view v;                                                                \
+    find();                                                                       \
+    nvmlReturn_t r = real.name ? real.name(device, m) : NVML_ERROR_FUNCTION_NOT_FOUND; \
+    if (r != NVML_SUCCESS || !m || !(valid) || !look(device, &v))                 \
+        return r;                                                                 \
+    uint64_t left = v.limit - v.used;                                             \
+    m->total = v.limit < m->total ? v.limit : m->total;                           \
+    m->free = left < m->free ? left : m->free;                                    \
+    m->used = v.used < m->total ? v.used : m->total;                              \
+    also;                                                                         \
     return r;
-}
 
-EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *m)
-{
-    struct view v;
-    find();
-    nvmlReturn_t r = real.info_v2 ? real.info_v2(device, m) : NVML_ERROR_FUNCTION_NOT_FOUND;
-    if (r != NVML_SUCCESS || !m || m->version != MEMORY_V2 || !look(device, &v))
-        return r;
-    uint64_t left = v.limit - v.used;
-    m->total = v.limit < m->total ? v.limit : m->total;
-    m->free = left < m->free ? left : m->free;
-    m->used = v.used < m->total ? v.used : m->total;
-    m->reserved = 0; /* what the driver reserves for itself is no part of a cap */
-    return r;
-}
+EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *m) { INFO(info, true, ) }
+EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *m) { INFO(info_v2, m->version == MEMORY_V2, m->reserved = 0) }

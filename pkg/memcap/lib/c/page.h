@@ -134,6 +134,15 @@ static inline bool slot_free(int fd, uint64_t index)
     return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
+/* slot_dead says whether nobody holds a slot's lock, by the usage page at path, which it opens where *fd
+ * is not yet. */
+static inline bool slot_dead(const char *path, uint64_t index, int *fd)
+{
+    if (*fd < 0)
+        *fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+    return *fd >= 0 && slot_free(*fd, index);
+}
+
 static inline uint64_t slot_reserved(const struct slot *s)
 {
     return __atomic_load_n(&s->reserved, __ATOMIC_ACQUIRE) + __atomic_load_n(&s->others_reserved, __ATOMIC_ACQUIRE);

@@ -246,25 +246,20 @@ static uint64_t piece_of(const struct process *p)
 /* We watch how pools grow: the size of a piece, and whether a request makes a pool grow by
  * whole pieces (coarse) or by just the request's size (fine). Both have one bit for
  * requests of up to a piece and one for larger ones. As long as we do not know the size of
- * a piece, growth by more than a larger request tells nothing. Neither does the growth of
- * a pool that was trimmed meanwhile. What an attempt shows is certain. */
+ * a piece, growth by more than a larger request tells nothing. */
 static uint32_t growth_bit(const struct process *p, uint64_t n) { return n > piece_of(p) ? 2 : 1; }
 
-static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sure)
+static void watch_growth(struct process *p, uint64_t n, uint64_t grown)
 {
     uint64_t exact = round_up(n, BLOCK), piece = __atomic_load_n(&p->piece, __ATOMIC_RELAXED);
     uint32_t bit = growth_bit(p, n);
     bool coarse = grown > exact && (bit == 1 || piece), fine = grown == exact && exact % piece_of(p);
-    if (!grown)
-        return;
     if (grown > exact && n <= PIECE && grown > piece && grown <= 32 * PIECE)
         __atomic_store_n(&p->piece, grown, __ATOMIC_RELAXED);
-    if (coarse)
-        __atomic_or_fetch(&p->coarse, bit, __ATOMIC_RELAXED);
-    if (fine)
-        __atomic_or_fetch(&p->fine, bit, __ATOMIC_RELAXED);
-    if (sure && (coarse || fine))
+    if (coarse || fine) {
+        __atomic_or_fetch(coarse ? &p->coarse : &p->fine, bit, __ATOMIC_RELAXED);
         __atomic_and_fetch(coarse ? &p->fine : &p->coarse, ~bit, __ATOMIC_RELAXED);
+    }
 }
 
 static uint64_t growth_of(const struct process *p, const struct pool *pool, uint64_t n)
@@ -295,29 +290,27 @@ COLD static CUresult undo(struct process *p, const struct request *q, struct poo
     if (rest && pool_flight(pool) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
     tighten(a, &pool->r);
-    pool->trimmed++;
     spin_unlock(&pool->lock);
     count_sub(&a->undoing, over);
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;
 }
 
 /* settle_alone settles a pool after an allocation. If no other thread is at the pool, it
- * also pays for growth that was not reserved. False: there is no room for that. *rest is
- * what is not paid: this allocation's if it returns false, other threads' if it returns
- * true. trims is how often the pool had been trimmed before the allocation. If that is
- * unchanged, it learns how the pool grows. ALONE: the pool cannot have been trimmed. */
-#define ALONE (~(uint64_t)0)
-static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t trims, uint64_t *rest)
+ * also pays for growth that was not reserved, and learns how the pool grows. False: there is no
+ * room for that. *rest is what is not paid: this allocation's if it returns false, other
+ * threads' if it returns true. */
+static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t *rest)
 {
     uint64_t had = pool->r.charge;
     bool fits = true;
     *rest = settle_pool(p, a, pool, held);
-    bool only = pool_flight(pool) < 2 * FLIGHT;
-    if (only && (trims == ALONE || (trims == pool->trimmed && !pool->r.trims)))
-        watch_growth(p, n, pool->r.charge + *rest > had ? pool->r.charge + *rest - had : 0, trims == ALONE);
-    if (*rest && only && (fits = account_reserve_quickly(a, *rest)))
+    if (pool_flight(pool) >= 2 * FLIGHT)
+        return true;
+    if (!pool->r.trims && pool->r.charge + *rest > had)
+        watch_growth(p, n, pool->r.charge + *rest - had);
+    if (*rest && (fits = account_reserve_quickly(a, *rest)))
         gain(a, &pool->r, *rest);
-    if (only && fits)
+    if (fits)
         *rest = 0;
     return fits;
 }
@@ -330,11 +323,11 @@ COLD static void look(struct process *p, struct account *a, struct pool *pool)
 }
 
 /* settle_ordinary ends an allocation where the pool's size has changed. */
-COLD static CUresult settle_ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t n, uint64_t held, uint64_t trims)
+COLD static CUresult settle_ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t n, uint64_t held)
 {
     uint64_t over;
     spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, trims, &over);
+    bool fits = settle_alone(p, pool, a, n, held, &over);
     spin_unlock(&pool->lock);
     return fits ? r : undo(p, q, pool, a, r, held, over);
 }
@@ -344,7 +337,6 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
 {
     uint64_t there;
     gate_enter(&pool->gate, n / UNIT);
-    uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     if (__builtin_expect(told_more(a, pool), 0))
         look(p, a, pool);
     CUresult r = pass(q);
@@ -353,7 +345,7 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
     if (__builtin_expect(reserved_now(pool, &there) && there == charge && !told_more(a, pool), 1))
         account_cancel(a, held);
     else
-        r = settle_ordinary(p, q, pool, a, r, n, held, trims);
+        r = settle_ordinary(p, q, pool, a, r, n, held);
     leave_pool(p, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     return r;
 }
@@ -381,7 +373,7 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
     reserved_add(a, most); /* reserved exceeds our part of bound, so a reading sees that something is under way */
     *r = pass(q);
     spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, ALONE, &over);
+    bool fits = settle_alone(p, pool, a, n, held, &over);
     spin_unlock(&pool->lock);
     if (!fits)
         *r = undo(p, q, pool, a, *r, held, over);
@@ -399,8 +391,8 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
 COLD static CUresult near(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t exact = round_up(n, BLOCK);
-    uint32_t bit = growth_bit(p, n), fine = __atomic_load_n(&p->fine, __ATOMIC_RELAXED) & bit, coarse = __atomic_load_n(&p->coarse, __ATOMIC_RELAXED) & bit;
-    uint64_t wants = fine && !coarse ? exact : held;
+    uint32_t bit = growth_bit(p, n), coarse = __atomic_load_n(&p->coarse, __ATOMIC_RELAXED) & bit;
+    uint64_t wants = __atomic_load_n(&p->fine, __ATOMIC_RELAXED) & bit ? exact : held;
     CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
     if (wants < held && account_reserve_quickly(a, wants))
         r = ordinary(p, q, pool, a, n, wants);

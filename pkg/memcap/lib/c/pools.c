@@ -167,7 +167,6 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
     spin_lock(&pool->lock);
     __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-    pool->trimmed++;
     pool_looked(p, a, pool);
     tighten(a, &pool->r);
     pool_leave(p, pool);
@@ -201,49 +200,55 @@ EXPORT CUresult cuMemPoolCreate(CUmempool *out, const CUpoolprops *props)
 }
 
 /* The memory of an imported pool is charged to its exporter. */
+static void imported(struct process *p, const CUmempool *out)
+{
+    __atomic_store_n(&p->imported, 1, __ATOMIC_RELAXED);
+    if (out)
+        pool_new(p, *out, MEANS_NOTHING, DEVICE_CURRENT, 0);
+}
+
 EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle, int type, unsigned long long flags)
 {
-    struct process *p = ENTER();
-    CUresult r = CALL(cuMemPoolImportFromShareableHandle, out, handle, type, flags);
-    if (p && r == CUDA_SUCCESS && out) {
-        __atomic_store_n(&p->imported, 1, __ATOMIC_RELAXED);
-        pool_new(p, *out, MEANS_NOTHING, DEVICE_CURRENT, 0);
-    }
-    return r;
+    THEN(cuMemPoolImportFromShareableHandle, imported(p, out), out, handle, type, flags)
 }
 
 /* The driver has a default pool for each type of memory at each location. */
 static void learn_default(struct process *p, CUmempool handle, const CUlocation *at, int type)
 {
     CUdevice device;
+    if (!at || known(p, handle))
+        return;
     enum means means = property_means(type, at, &device);
-    if (!known(p, handle))
-        learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
+    learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
 }
 
-static bool is_of_device(const CUlocation *at, int type) { return type == CU_MEM_ALLOCATION_TYPE_PINNED && at->type == CU_MEM_LOCATION_TYPE_DEVICE; }
+static CUdevice device_at(const CUlocation *at, int type)
+{
+    return at && type == CU_MEM_ALLOCATION_TYPE_PINNED && at->type == CU_MEM_LOCATION_TYPE_DEVICE ? at->id : DEVICE_CURRENT;
+}
 
+/* POOL_OF is the body of an override that answers with a pool: with a device's default one if
+ * normal, for which the pool that stands in for it is told, else with the current one. */
+#define POOL_OF(name, normal, device, then, ...)                      \
+    struct process *p = ENTER();                                      \
+    CUmempool in = p && out ? bound_default(p, device) : NULL;        \
+    CUresult r = CALL(name, __VA_ARGS__);                             \
+    if (r == CUDA_SUCCESS && in && (normal))                          \
+        *out = in;                                                    \
+    if (p && r == CUDA_SUCCESS && out) {                              \
+        then;                                                         \
+    }                                                                 \
+    return r;
+
+EXPORT CUresult cuDeviceGetDefaultMemPool(CUmempool *out, CUdevice device) { POOL_OF(cuDeviceGetDefaultMemPool, true, device, , out, device) }
+EXPORT CUresult cuDeviceGetMemPool(CUmempool *out, CUdevice device) { POOL_OF(cuDeviceGetMemPool, false, device, , out, device) }
 EXPORT CUresult cuMemGetDefaultMemPool(CUmempool *out, CUlocation *at, int type)
 {
-    struct process *p = ENTER();
-    CUmempool in = p && out && at && is_of_device(at, type) ? bound_default(p, at->id) : NULL;
-    CUresult r = CALL(cuMemGetDefaultMemPool, out, at, type);
-    if (r == CUDA_SUCCESS && in)
-        *out = in;
-    if (p && r == CUDA_SUCCESS && out && at)
-        learn_default(p, *out, at, type);
-    return r;
+    POOL_OF(cuMemGetDefaultMemPool, true, device_at(at, type), learn_default(p, *out, at, type), out, at, type)
 }
-
 EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
 {
-    struct process *p = ENTER();
-    if (p && out && at && is_of_device(at, type))
-        bound_default(p, at->id);
-    CUresult r = CALL(cuMemGetMemPool, out, at, type);
-    if (p && r == CUDA_SUCCESS && out && at)
-        learn_default(p, *out, at, type);
-    return r;
+    POOL_OF(cuMemGetMemPool, false, device_at(at, type), learn_default(p, *out, at, type), out, at, type)
 }
 
 EXPORT CUresult cuMemPoolDestroy(CUmempool handle)

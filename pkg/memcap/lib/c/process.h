@@ -64,7 +64,6 @@ struct pool {
     } spare;
     uint64_t keeps;    /* bytes: its release threshold */
     uint64_t most;     /* bytes: its greatest size, which the driver enforces; 0: it has none. See bound.c */
-    uint64_t trimmed;  /* how often it was trimmed */
     struct reserve r;
 };
 
@@ -145,6 +144,15 @@ bool context_lives(struct process *p, CUcontext handle, uint64_t number);
 #define OVER(name, ours, ...)    \
     struct process *p = ENTER(); \
     return p && real.name ? ours(p, __VA_ARGS__, real.name) : CALL(name, __VA_ARGS__);
+
+/* THEN calls the driver, and then does something if that has succeeded. */
+#define THEN(name, what, ...)             \
+    struct process *p = ENTER();          \
+    CUresult r = CALL(name, __VA_ARGS__); \
+    if (p && r == CUDA_SUCCESS) {         \
+        what;                             \
+    }                                     \
+    return r;
 
 /* account_of returns a device's account. NULL: it has none, and *refuse says whether
  * allocations must fail (the closed policy) or pass uncounted. */

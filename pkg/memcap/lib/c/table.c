@@ -153,25 +153,15 @@ int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void
         spin_lock(&s->lock);
         for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && got < room;)
             if (s->entries[i].how && pick(&s->entries[i], arg)) {
-                out[got++] = s->entries[i];
-                drop(s, &s->entries[i]); /* another entry may have moved there, so i stays */
+                if (out) {
+                    out[got] = s->entries[i];
+                    drop(s, &s->entries[i]); /* another entry may have moved there, so i stays */
+                }
+                got++;
             } else {
                 i++;
             }
         spin_unlock(&s->lock);
     }
     return got;
-}
-
-bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void *arg)
-{
-    bool any = false;
-    for (int n = 0; n < SHARDS && !any; n++) {
-        struct shard *s = &t->shards[n];
-        spin_lock(&s->lock);
-        for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && !any; i++)
-            any = s->entries[i].how && pick(&s->entries[i], arg);
-        spin_unlock(&s->lock);
-    }
-    return any;
 }

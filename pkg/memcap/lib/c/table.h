@@ -59,10 +59,10 @@ bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(
 
 /* table_pick removes up to room entries for which pick returns true, and returns their
  * number. If that is less than room, there are no more. Locks are held only while pick is
- * called, so the caller may use the table afterwards. */
+ * called, so the caller may use the table afterwards. If out is NULL, nothing is removed. */
 int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void *arg, struct entry *out, int room);
 
 /* table_any says whether there is an entry for which pick returns true. */
-bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void *arg);
+static inline bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void *arg) { return table_pick(t, pick, arg, NULL, 1); }
 
 #endif

@@ -68,24 +68,16 @@ EXPORT CUresult cuMemGetInfo(size_v1 *free, size_v1 *total)
 static uint64_t total_of(struct process *p, CUdevice device, uint64_t bytes)
 {
     bool refuse;
-    struct account *a = p ? account_of(p, device, &refuse) : NULL;
+    struct account *a = account_of(p, device, &refuse);
     return a && account_limit(a) < bytes ? account_limit(a) : bytes;
 }
 
 EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
-    struct process *p = ENTER();
-    CUresult r = CALL(cuDeviceTotalMem_v2, bytes, device);
-    if (r == CUDA_SUCCESS && bytes)
-        *bytes = total_of(p, device, *bytes);
-    return r;
+    THEN(cuDeviceTotalMem_v2, if (bytes) *bytes = total_of(p, device, *bytes), bytes, device)
 }
 
 EXPORT CUresult cuDeviceTotalMem(size_v1 *bytes, CUdevice device)
 {
-    struct process *p = ENTER();
-    CUresult r = CALL(cuDeviceTotalMem, bytes, device);
-    if (r == CUDA_SUCCESS && bytes)
-        *bytes = clip(total_of(p, device, *bytes));
-    return r;
+    THEN(cuDeviceTotalMem, if (bytes) *bytes = clip(total_of(p, device, *bytes)), bytes, device)
 }

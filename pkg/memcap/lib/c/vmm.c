@@ -133,14 +133,7 @@ EXPORT CUresult cuMemRelease(CUhandle handle)
     return r;
 }
 
-EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *out, void *at)
-{
-    struct process *p = ENTER();
-    CUresult r = CALL(cuMemRetainAllocationHandle, out, at);
-    if (p && out && r == CUDA_SUCCESS)
-        hold(p, *out, REF);
-    return r;
-}
+EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *out, void *at) { THEN(cuMemRetainAllocationHandle, if (out) hold(p, *out, REF), out, at) }
 
 EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle handle, unsigned long long flags)
 {
@@ -160,51 +153,23 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
 }
 
 /* An unmap takes one or several whole mappings. The list has each mapping of the range,
- * and after a mapping that was the last hold on a handle, the handle. Mostly there are
- * few; only a longer list gets memory of its own, which costs more than the rest of the
- * call. */
-
-enum { FEW = 8 };
-
-struct unmapped {
-    struct entry *list;
-    size_t length, room;
-    struct entry few[FEW];
-};
-
-static void forget(struct unmapped *u)
+ * and after a mapping that was the last hold on a handle, the handle. */
+static bool push(struct taken_list *u, const struct entry *e)
 {
-    if (u->list != u->few)
-        sys_unmap(u->list, u->room * sizeof *u->list);
-}
-
-static bool push(struct unmapped *u, const struct entry *e)
-{
-    if (u->length == u->room) {
-        size_t room = u->room * 16;
-        struct entry *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
-        if (!list)
-            return false;
-        for (size_t i = 0; i < u->length; i++)
-            list[i] = u->list[i];
-        forget(u);
-        u->list = list;
-        u->room = room;
-    }
-    u->list[u->length++] = *e;
+    if (!taken_room(u, 1))
+        return false;
+    u->list[u->length++].e = *e;
     return true;
 }
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
 {
     struct process *p = ENTER();
-    struct unmapped u;
+    struct taken_list u;
     struct entry e, was;
     if (!p)
         return CALL(cuMemUnmap, at, size);
-    u.list = u.few;
-    u.length = 0;
-    u.room = FEW;
+    taken_begin(&u);
     bool theirs = false;
     uint64_t step = size % BLOCK ? 65536 : BLOCK;
     for (uint64_t i = at; i - at < size; i += step) {
@@ -221,8 +186,8 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
     if (theirs && r == CUDA_SUCCESS)
         let_go_of_theirs(p);
     for (size_t i = 0; i < u.length; i++) {
-        const struct entry *t = &u.list[i];
-        bool last = i + 1 < u.length && u.list[i + 1].space == SPACE_HANDLE;
+        const struct entry *t = &u.list[i].e;
+        bool last = i + 1 < u.length && u.list[i + 1].e.space == SPACE_HANDLE;
         if (t->space == SPACE_HANDLE)
             r == CUDA_SUCCESS ? ended(p, t) : not_ended(p, t);
         else if (r != CUDA_SUCCESS) {
@@ -231,7 +196,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
                 hold(p, t->owner, MAPPED);
         }
     }
-    forget(&u);
+    taken_end(&u);
     return r;
 }
 

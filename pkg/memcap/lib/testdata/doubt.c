@@ -32,7 +32,7 @@ int main(int argc, char **argv)
     puts("has 5 GiB");
     told();
     account_lost(&a, GIB);
-    if (!account_reserve_carefully(&a, GIB))
+    if (!account_reserve_quickly(&a, GIB))
         return 9;
     puts("asks for 2.5 GiB");
     pid_t child = fork();

@@ -227,7 +227,6 @@ static void stepped(const char *what, struct cell *c)
         mark();
         give(&a, c, 6 * MIB);
         mark();
-        a.careful = 1;
         take(&a, c, 4 * MIB);
         mark();
         give(&a, c, 4 * MIB);
