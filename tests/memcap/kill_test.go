@@ -23,7 +23,7 @@ import (
 func TestKill(t *testing.T) {
 	const crew, limit = 8, 8*context300 + 1*GiB
 	// churn is the largest request of the probe's: what the peak may be over the cap. One
-	// process at a time undoes one request (pkg/memcap/lib/c/attempt.h), and the turn of one
+	// process at a time undoes one request (pkg/memcap/lib/c/attempt.c), and the turn of one
 	// that was killed in that moment is over when the driver has its memory back.
 	const churn = 64 * MiB
 	kills := pick(50, 1000)

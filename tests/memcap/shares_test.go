@@ -252,7 +252,7 @@ func die(t *testing.T, shares map[string]uint64, containers map[string][]string,
 	for _, bytes := range shares {
 		sum += bytes
 	}
-	// One attempt at a time on each page; see pkg/memcap/lib/c/attempt.h.
+	// One attempt at a time on each page; see pkg/memcap/lib/c/attempt.c.
 	undo := most * uint64(len(shares))
 	for i := range pick(30, 1000) {
 		pause(t, time.Duration(random.IntN(30))*time.Millisecond)

@@ -142,7 +142,7 @@
 // free memory, the stream waits for those that have freed something (c/reuse.c). If the
 // pool grows nevertheless, that is undone, and the usage page says by how much
 // ([Counters].Undone). Then the container has more than its limit for a moment. Of all
-// processes that share the page one makes such an attempt at a time (c/attempt.h), so the
+// processes that share the page one makes such an attempt at a time (c/attempt.c), so the
 // excess is at most one request. Requests of more than 128 MiB are attempted last. Near
 // the cap a pool that has much free gives a part of it back, so that it may grow and needs
 // no attempts. A pool cannot have the last part of a limit if that is smaller than one of

@@ -1,10 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-#include "attempt.h"
+/* An attempt is a call of the driver without a reservation, made where the driver should
+ * find what it needs in a pool that it has already. If the driver takes more all the same,
+ * that is undone. Until then the container has more than its cap. So of all processes
+ * that share a usage page only one makes an attempt at a time, and the excess is at most
+ * one request. A call with a reservation never waits for an attempt.
+ *
+ * The page says whose turn it is: [turns:32 | 1 + slot:32], with 0 in the lower half where
+ * nobody makes an attempt. The slot's lock tells whether its owner lives. The turn of a
+ * dead owner ends once its memory is back, or when another process takes its slot. An owner
+ * that lives and does not finish (a stopped process, or something that a tenant wrote there)
+ * is waited for once; after that no attempts are made until the word changes. */
+#include "pool.h"
 
 /* How long to wait for one attempt of another's, and for all that come first: a busy machine may
  * keep a queue of many processes waiting. And how often to look whether the owner lives. */
-enum { PATIENCE_US = 500 * 1000, QUEUE_US = 16 * PATIENCE_US, LOOK_US = 4000 };
+enum { TURN_US = 500 * 1000, QUEUE_US = 16 * TURN_US, LOOK_US = 4000 };
 
 static uint64_t turn_of(const struct account *a, uint64_t word)
 {
@@ -29,7 +40,7 @@ static bool gone(struct account *a, uint64_t word)
 bool attempt_begin(struct account *a)
 {
     uint64_t *at = &a->usage->attempt, word = 0, last = 0, since = 0, looks = LOOK_US;
-    for (struct wait w = {0}; w.napped - since < PATIENCE_US && w.napped < QUEUE_US;) {
+    for (struct wait w = {0}; w.napped - since < TURN_US && w.napped < QUEUE_US;) {
         word = count_read(at);
         if (word != last) {
             last = word;

@@ -195,7 +195,17 @@ COLD bool charge_again(struct charge *c)
     return tight && account_reserve_slowly(c->a, BLOCK);
 }
 
-static void take(struct process *p, struct taken *t);
+static void take(struct process *p, struct taken *t)
+{
+    t->held = t->e.bytes;
+    if (t->e.how == HOW_SMALL) {
+        struct block b = {.leaves = &t->e};
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
+        t->held = b.changed ? BLOCK : 0;
+    }
+    if (t->held)
+        account_uncommit(&p->accounts[t->e.device], t->held);
+}
 
 COLD static void release(struct process *p, const struct entry *e)
 {
@@ -245,18 +255,6 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
 }
 
 /* --- freeing -------------------------------------------------------------- */
-
-static void take(struct process *p, struct taken *t)
-{
-    t->held = t->e.bytes;
-    if (t->e.how == HOW_SMALL) {
-        struct block b = {.leaves = &t->e};
-        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
-        t->held = b.changed ? BLOCK : 0;
-    }
-    if (t->held)
-        account_uncommit(&p->accounts[t->e.device], t->held);
-}
 
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space)
 {

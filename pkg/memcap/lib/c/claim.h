@@ -18,14 +18,22 @@ struct claim {
     uint64_t bytes;                          /* what the limit page says */
 };
 
-/* open_page opens a file of exactly that size and reads its first n bytes. It follows no
- * link and does not wait for a pipe. A negative result is an error number. */
+/* open_sized opens a file of exactly that size. It follows no link and does not wait for a pipe:
+ * something else may be mounted there. A negative result is an error number. */
+static inline int open_sized(const char *path, int flags, size_t size)
+{
+    int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+    if (fd < 0 || SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size)
+        return fd;
+    sys_close(fd);
+    return SPOILT;
+}
+
+/* open_page is open_sized, and reads the first n bytes. */
 static inline int open_page(const char *path, size_t size, void *out, size_t n)
 {
-    int fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-    if (fd < 0)
-        return fd;
-    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size && SYS4(SYS_pread64, fd, out, n, 0) == (long)n)
+    int fd = open_sized(path, O_RDONLY, size);
+    if (fd < 0 || SYS4(SYS_pread64, fd, out, n, 0) == (long)n)
         return fd;
     sys_close(fd);
     return SPOILT;

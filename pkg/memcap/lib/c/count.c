@@ -22,24 +22,15 @@ static uint64_t random_word(void)
     return w ? w : 1;
 }
 
-/* map_file maps a file that must be exactly size bytes long. It follows no link and does
- * not wait for a pipe: something else may be mounted there. */
 static void *map_file(const char *path, size_t size, int flags, int prot, int *err)
 {
-    int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-    if (fd < 0) {
-        *err = fd;
-        return NULL;
-    }
-    void *at = NULL;
-    *err = -22; /* EINVAL */
-    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size) {
-        at = sys_map(size, prot, MAP_SHARED, fd);
-        if (at)
-            SYS3(SYS_madvise, at, size, MADV_DONTFORK);
-        *err = at ? 0 : -12; /* ENOMEM */
-    }
-    sys_close(fd);
+    int fd = open_sized(path, flags, size);
+    void *at = fd < 0 ? NULL : sys_map(size, prot, MAP_SHARED, fd);
+    *err = fd < 0 ? fd : at ? 0 : -12; /* ENOMEM */
+    if (at)
+        SYS3(SYS_madvise, at, size, MADV_DONTFORK);
+    if (fd >= 0)
+        sys_close(fd);
     return at;
 }
 
@@ -265,7 +256,7 @@ static bool reclaim(struct account *a, struct sums *t)
     return any;
 }
 
-/* end_turn ends the attempt (attempt.h) in which the owner of a slot died. Nobody else can tell
+/* end_turn ends the attempt (attempt.c) in which the owner of a slot died. Nobody else can tell
  * from now on: the slot's lock is held again, so the turn looks like one of the new owner's, who
  * never ends it. Then no process would make attempts, and no reading would be at rest. */
 static void end_turn(struct account *a, uint64_t slot, bool *waited)
@@ -409,9 +400,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t more, uint64_t (*c
     return false;
 }
 
-static uint64_t ceiling_now(const struct account *a) { return account_ceiling(a); }
-
-bool account_try(struct account *a, uint64_t n, uint64_t more) { return try_below(a, n, more, ceiling_now); }
+bool account_try(struct account *a, uint64_t n, uint64_t more) { return try_below(a, n, more, account_ceiling); }
 
 static bool try(struct account *a, uint64_t n) { return account_try(a, n, 0) || (a->others && account_borrow(a, n, false)); }
 
@@ -568,12 +557,8 @@ static void await_reading(const struct account *a, struct hearing *h)
 {
     const uint32_t *word = (const uint32_t *)&a->page->done; /* the low half */
     uint32_t done = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    uint64_t most = h->all.whole / (4 * LOOKS);
-    h->nap = h->nap ? h->nap * 2 : NAP_US;
-    if (h->nap > most)
-        h->nap = most;
-    if (h->nap > LONGEST_NAP_US)
-        h->nap = LONGEST_NAP_US;
+    uint64_t most = h->all.whole / (4 * LOOKS) < LONGEST_NAP_US ? h->all.whole / (4 * LOOKS) : LONGEST_NAP_US;
+    h->nap = 2 * h->nap < most ? 2 * h->nap : most;
     if (h->nap < NAP_US)
         h->nap = NAP_US;
     if (h->asked && count_read(&a->page->done) >= h->after + 1)

@@ -118,7 +118,7 @@ struct usage_page {
     /* Times that something came or went of which the driver may have more or less than was
      * charged. Until the next reading the ceiling may be too low by the difference. */
     uint64_t guesses;
-    uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
+    uint64_t attempt; /* which slot may allocate without a reservation; see attempt.c */
     uint64_t borrows; /* 1 once a process has borrowed for this page */
     uint64_t unmeasured; /* contexts and modules since bound was last near the ceiling; see account_measure */
     uint64_t unread;     /* bytes that modules may have taken since, and nobody charged; see module.c */

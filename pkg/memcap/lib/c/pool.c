@@ -14,7 +14,7 @@
  *
  * If the limit has no room for the pool to grow, but the pool has free memory, reuse.c
  * makes sure that the driver can take what streams have freed without growing. Then one
- * allocation is made without a reservation, an attempt (attempt.h). If the pool grows all
+ * allocation is made without a reservation, an attempt (attempt.c). If the pool grows all
  * the same, we undo that and note it in the usage page (undone). Other threads at that
  * pool wait during these few calls only (its gate).
  *

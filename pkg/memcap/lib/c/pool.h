@@ -3,7 +3,6 @@
 #ifndef CAP_POOL_H
 #define CAP_POOL_H
 
-#include "attempt.h"
 #include "charge.h"
 #include "property.h"
 
@@ -74,10 +73,17 @@ void pool_looked(struct process *p, struct account *a, struct pool *pool);
 /* pool_loosen is loosen for a pool, after it has settled what the pool lost by itself. */
 void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used);
 
-/* pool_attempt makes an attempt (attempt.h) to allocate n bytes. held bytes are reserved,
+/* pool_attempt makes an attempt (attempt.c) to allocate n bytes. held bytes are reserved,
  * and the pool should not grow by more. *r is the driver's answer, or out of memory if no
  * attempt was made or the pool would have had to grow. */
 void pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r);
+
+/* --- attempt.c */
+
+/* attempt_begin waits for the turn, half a second at most for each that has it before, and eight
+ * seconds in all. False: it did not get it. */
+bool attempt_begin(struct account *a);
+void attempt_end(struct account *a);
 
 /* --- bound.c */
 

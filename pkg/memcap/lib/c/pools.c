@@ -18,7 +18,7 @@ static struct pool *known(struct process *p, CUmempool handle)
 }
 
 /* learn records a pool. NULL: no place is left. */
-static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
+COLD static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
 {
     struct entry e = {.key = (uintptr_t)handle, .space = SPACE_POOL, .how = HOW_NOTE};
     spin_lock(&p->lock);
@@ -57,7 +57,7 @@ struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUd
 
 /* home returns the device of a pool that we have not seen made. Such a pool mostly is a
  * device's default one; otherwise the current device is the best guess. */
-static int home(CUmempool handle, int current)
+COLD static int home(CUmempool handle, int current)
 {
     int n = 0;
     CUmempool h;
@@ -114,9 +114,6 @@ COLD static bool device_of(struct process *p, CUstream s, CUdevice *device)
     return true;
 }
 
-/* learn_unseen records a pool that was not seen made. */
-COLD static struct pool *learn_unseen(struct process *p, CUmempool handle, CUdevice device) { return learn(p, handle, MEANS_COUNTED, home(handle, device)); }
-
 bool pool_find(struct process *p, struct request *q, struct pool **pool)
 {
     CUdevice device = 0;
@@ -139,7 +136,7 @@ bool pool_find(struct process *p, struct request *q, struct pool **pool)
         *pool = known(p, q->pool);
     }
     if (__builtin_expect(!*pool, 0))
-        *pool = learn_unseen(p, q->pool, device);
+        *pool = learn(p, q->pool, MEANS_COUNTED, home(q->pool, device));
     return !*pool || !(*pool)->passed;
 }
 
@@ -420,13 +417,12 @@ enum { LONGEST_PAUSE = 16 };
 
 bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n)
 {
-    struct spare *s = &pool->spare;
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool), lack = lacks(a, n), want = round_up(lack, PIECE);
     if (!lack || charge < live || charge - live < want)
         return false;
-    uint32_t pause = __atomic_load_n(&s->pause, __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait, __ATOMIC_RELAXED);
+    uint32_t pause = __atomic_load_n(&pool->pause, __ATOMIC_RELAXED), wait = __atomic_load_n(&pool->wait, __ATOMIC_RELAXED);
     if (pause) {
-        __atomic_store_n(&s->pause, pause - 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&pool->pause, pause - 1, __ATOMIC_RELAXED);
         return false;
     }
     int mode;
@@ -435,8 +431,8 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
     unrelax(r, &mode);
     bool made = account_reserve_quickly(a, n);
     wait = made ? wait / 2 : 2 * wait + 1 < LONGEST_PAUSE ? 2 * wait + 1 : wait;
-    __atomic_store_n(&s->wait, wait, __ATOMIC_RELAXED);
-    __atomic_store_n(&s->pause, wait, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool->wait, wait, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool->pause, wait, __ATOMIC_RELAXED);
     return made;
 }
 

@@ -59,9 +59,7 @@ struct pool {
     bool exportable; /* other processes can open it */
     uint32_t places; /* recorded since they were last looked through; see export.c */
     struct gate gate; /* closed while an attempt is made; its flight has what lives too */
-    struct spare {     /* giving back to make room; see pools.c */
-        uint32_t wait, pause; /* how many requests to wait after a failure, and how many of them are left */
-    } spare;
+    uint32_t wait, pause; /* how many requests to wait after it made no room, and how many of them are left; see pools.c */
     uint64_t keeps;    /* bytes: its release threshold */
     uint64_t most;     /* bytes: its greatest size, which the driver enforces; 0: it has none. See bound.c */
     struct reserve r;

@@ -84,10 +84,12 @@ bool real_find(struct real_library *r, const char *path, const char *witness)
     return s.done;
 }
 
-static void *address(const struct real_library *r, const ElfW(Sym) * s)
+/* address returns where a symbol is, if it is a function of that name. */
+static void *address(const struct real_library *r, uint32_t i, const char *name)
 {
+    const ElfW(Sym) *s = (const ElfW(Sym) *)r->symbols + i;
     unsigned type = ELF64_ST_TYPE(s->st_info), bind = ELF64_ST_BIND(s->st_info);
-    if (s->st_shndx == SHN_UNDEF || !s->st_value || (bind != STB_GLOBAL && bind != STB_WEAK))
+    if (!text_equal(r->strings + s->st_name, name) || s->st_shndx == SHN_UNDEF || !s->st_value || (bind != STB_GLOBAL && bind != STB_WEAK))
         return NULL;
     void *at = (void *)(r->base + s->st_value);
     if (type == STT_GNU_IFUNC)
@@ -97,7 +99,6 @@ static void *address(const struct real_library *r, const ElfW(Sym) * s)
 
 static void *by_gnu_hash(const struct real_library *r, const char *name)
 {
-    const ElfW(Sym) *symbols = r->symbols;
     const uint32_t *t = r->gnu_hash;
     uint32_t buckets = t[0], first = t[1], words = t[2], shift = t[3];
     const ElfW(Addr) *bloom = (const void *)(t + 4);
@@ -112,11 +113,9 @@ static void *by_gnu_hash(const struct real_library *r, const char *name)
     if (i < first)
         return NULL;
     for (;; i++) {
-        if ((chain[i - first] | 1) == (h | 1) && text_equal(r->strings + symbols[i].st_name, name)) {
-            void *at = address(r, &symbols[i]);
-            if (at)
-                return at;
-        }
+        void *at = (chain[i - first] | 1) == (h | 1) ? address(r, i, name) : NULL;
+        if (at)
+            return at;
         if (chain[i - first] & 1)
             return NULL;
     }
@@ -124,7 +123,6 @@ static void *by_gnu_hash(const struct real_library *r, const char *name)
 
 static void *by_sysv_hash(const struct real_library *r, const char *name)
 {
-    const ElfW(Sym) *symbols = r->symbols;
     const uint32_t *t = r->sysv_hash;
     uint32_t buckets = t[0], h = 0;
     const uint32_t *bucket = t + 2, *chain = bucket + buckets;
@@ -132,13 +130,10 @@ static void *by_sysv_hash(const struct real_library *r, const char *name)
         h = (h << 4) + (unsigned char)*p;
         h = (h ^ (h >> 24 & 0xF0)) & 0x0FFFFFFF;
     }
-    for (uint32_t i = buckets ? bucket[h % buckets] : 0; i; i = chain[i])
-        if (text_equal(r->strings + symbols[i].st_name, name)) {
-            void *at = address(r, &symbols[i]);
-            if (at)
-                return at;
-        }
-    return NULL;
+    void *at = NULL;
+    for (uint32_t i = buckets ? bucket[h % buckets] : 0; i && !at; i = chain[i])
+        at = address(r, i, name);
+    return at;
 }
 
 void *real_symbol(const struct real_library *r, const char *name)

@@ -154,14 +154,6 @@ static inline void spin_lock(uint32_t *lock)
 static inline void spin_unlock(uint32_t *lock) { __atomic_store_n(lock, 0, __ATOMIC_RELEASE); }
 
 /* The few functions on text that we need, in place of the C library's. */
-static inline size_t text_length(const char *s)
-{
-    size_t n = 0;
-    while (s[n])
-        n++;
-    return n;
-}
-
 static inline bool text_equal(const char *a, const char *b)
 {
     while (*a && *a == *b)
