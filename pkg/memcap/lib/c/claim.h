@@ -16,6 +16,7 @@ enum { SPOILT = -22 }; /* EINVAL */
 struct claim {
     char limit[PATH_ROOM], usage[PATH_ROOM]; /* paths */
     uint64_t bytes;                          /* what the limit page says */
+    bool others;                             /* the container has more of them on the GPU */
 };
 
 /* open_sized opens a file of exactly that size. It follows no link and does not wait for a pipe:
@@ -95,6 +96,7 @@ static inline bool claim_find(struct claim *best, const char *gpu, const struct 
     char dir[PATH_ROOM], list[2048] __attribute__((aligned(8)));
     struct claim c;
     bool found = false;
+    int all = 0;
     if (!text_join(dir, sizeof dir, CAP_ALLOCATIONS, gpu) || !text_join(dir, sizeof dir, dir, "/"))
         return false;
     int fd = sys_open(dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
@@ -107,6 +109,7 @@ static inline bool claim_find(struct claim *best, const char *gpu, const struct 
             if (e->name[0] == '.' || !text_join(c.limit, sizeof c.limit, dir, e->name) || !text_join(c.usage, sizeof c.usage, c.limit, "/usage") ||
                 !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
                 continue;
+            best->others = ++all > 1;
             if ((after && !claim_before(after, &c)) || (found && claim_before(best, &c)))
                 continue;
             found = text_join(best->limit, sizeof best->limit, c.limit, "") && text_join(best->usage, sizeof best->usage, c.usage, "");

@@ -126,7 +126,8 @@ COLD static enum standing open_account(struct account *a, CUdevice device)
             return STANDING_UNLIMITED;
         if (account_open(a, claim.usage) != 0)
             return STANDING_CLOSED;
-        open_others(a, name, &claim);
+        if (claim.others)
+            open_others(a, name, &claim);
         return STANDING_GOOD;
     }
     return STANDING_CLOSED;

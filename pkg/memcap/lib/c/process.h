@@ -76,13 +76,13 @@ struct graph_pool { /* a device's graph memory; see graph.c */
 enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 #define NO_STAND_IN (~(uint64_t)0)
 
+/* What a short program needs lies first, in few pages of memory. */
 struct process {
     uint32_t ready; /* 0 in a forked child before its first call */
     uint32_t lock;  /* guards standing and the recording of pools */
     uint32_t pid;   /* whose memory this is, if the kernel cannot wipe it; else 1 */
     uint64_t contexts_made;
     uint32_t standing[MAX_DEVICES];
-    struct account accounts[MAX_DEVICES];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     uint32_t primary_refs[MAX_DEVICES];
     uint64_t hidden[MAX_DEVICES]; /* small allocations without an address; see charge.h */
@@ -90,8 +90,6 @@ struct process {
     uint32_t limiting; /* a lock, held while a context's limit is changed */
     uint64_t exports; /* how many addresses were exported (entries of SPACE_EXPORT) */
     uint32_t imported; /* whether another process's pool was ever imported */
-    struct pool pools[MAX_POOLS];
-    uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
     uint32_t next_pool;                     /* where to look for a free place */
     uint32_t devices;                       /* the driver's number of devices; 0: not asked yet */
     uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
@@ -104,9 +102,12 @@ struct process {
     uint64_t last_freers[LAST_FREERS]; /* a word for each of the streams that freed last */
     uint64_t piece;    /* bytes by which pools were seen to grow, if that is more than PIECE */
     uint32_t coarse, fine; /* how pools were seen to grow; see pool.c */
-    struct graph_pool graphs[MAX_DEVICES];
     uint64_t graph_devices; /* a bit for each with a graph that allocates */
     struct table table;
+    struct account accounts[MAX_DEVICES];
+    struct graph_pool graphs[MAX_DEVICES];
+    uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has, or had, a charge */
+    struct pool pools[MAX_POOLS];
 };
 
 extern struct driver real;
