@@ -133,7 +133,8 @@ CUresult reuse(struct process *p, const struct request *q, struct pool *pool, st
         int might = allow(pool, 1);
         follow(p, q); /* now, so that it includes what was freed while this thread waited */
         pool_attempt(p, q, pool, a, n, 0, &r);
-        allow(pool, might);
+        if (!might)
+            allow(pool, might);
         attempt_end(a);
     }
     unrelax(relaxed, &mode);
