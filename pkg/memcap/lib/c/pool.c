@@ -246,20 +246,20 @@ static uint64_t piece_of(const struct process *p)
 /* We watch how pools grow: the size of a piece, and whether a request makes a pool grow by
  * whole pieces (coarse) or by just the request's size (fine). Both have one bit for
  * requests of up to a piece and one for larger ones. As long as we do not know the size of
- * a piece, growth by more than a larger request tells nothing. */
+ * a piece, growth by more than a larger request tells nothing. What an attempt shows is certain. */
 static uint32_t growth_bit(const struct process *p, uint64_t n) { return n > piece_of(p) ? 2 : 1; }
 
-static void watch_growth(struct process *p, uint64_t n, uint64_t grown)
+static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sure)
 {
     uint64_t exact = round_up(n, BLOCK), piece = __atomic_load_n(&p->piece, __ATOMIC_RELAXED);
     uint32_t bit = growth_bit(p, n);
     bool coarse = grown > exact && (bit == 1 || piece), fine = grown == exact && exact % piece_of(p);
     if (grown > exact && n <= PIECE && grown > piece && grown <= 32 * PIECE)
         __atomic_store_n(&p->piece, grown, __ATOMIC_RELAXED);
-    if (coarse || fine) {
+    if (coarse || fine)
         __atomic_or_fetch(coarse ? &p->coarse : &p->fine, bit, __ATOMIC_RELAXED);
+    if (sure && (coarse || fine))
         __atomic_and_fetch(coarse ? &p->fine : &p->coarse, ~bit, __ATOMIC_RELAXED);
-    }
 }
 
 static uint64_t growth_of(const struct process *p, const struct pool *pool, uint64_t n)
@@ -299,7 +299,7 @@ COLD static CUresult undo(struct process *p, const struct request *q, struct poo
  * also pays for growth that was not reserved, and learns how the pool grows. False: there is no
  * room for that. *rest is what is not paid: this allocation's if it returns false, other
  * threads' if it returns true. */
-static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t *rest)
+static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, bool attempt, uint64_t *rest)
 {
     uint64_t had = pool->r.charge;
     bool fits = true;
@@ -307,7 +307,7 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
     if (pool_flight(pool) >= 2 * FLIGHT)
         return true;
     if (!pool->r.trims && pool->r.charge + *rest > had)
-        watch_growth(p, n, pool->r.charge + *rest - had);
+        watch_growth(p, n, pool->r.charge + *rest - had, attempt);
     if (*rest && (fits = account_reserve_quickly(a, *rest)))
         gain(a, &pool->r, *rest);
     if (fits)
@@ -327,7 +327,7 @@ COLD static CUresult settle_ordinary(struct process *p, const struct request *q,
 {
     uint64_t over;
     spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, &over);
+    bool fits = settle_alone(p, pool, a, n, held, false, &over);
     spin_unlock(&pool->lock);
     return fits ? r : undo(p, q, pool, a, r, held, over);
 }
@@ -373,7 +373,7 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
     reserved_add(a, most); /* reserved exceeds our part of bound, so a reading sees that something is under way */
     *r = pass(q);
     spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, &over);
+    bool fits = settle_alone(p, pool, a, n, held, true, &over);
     spin_unlock(&pool->lock);
     if (!fits)
         *r = undo(p, q, pool, a, *r, held, over);
@@ -392,7 +392,7 @@ COLD static CUresult near(struct process *p, const struct request *q, struct poo
 {
     uint64_t exact = round_up(n, BLOCK);
     uint32_t bit = growth_bit(p, n), coarse = __atomic_load_n(&p->coarse, __ATOMIC_RELAXED) & bit;
-    uint64_t wants = __atomic_load_n(&p->fine, __ATOMIC_RELAXED) & bit ? exact : held;
+    uint64_t wants = __atomic_load_n(&p->fine, __ATOMIC_RELAXED) & bit && !coarse ? exact : held;
     CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
     if (wants < held && account_reserve_quickly(a, wants))
         r = ordinary(p, q, pool, a, n, wants);
