@@ -239,7 +239,8 @@ func (r *room) besides(mine *seat) (others []*seat, own bool) {
 // covered reports whether each of a pod's requests is part of one of some amounts.
 func covered(p *ask, parts []*seat) bool {
 	for _, name := range p.names {
-		if !slices.ContainsFunc(parts, func(s *seat) bool { return s.part.Resource == name && s.part.N >= p.needs[name] }) {
+		has := func(s *seat) bool { return s.part.Resource == name && s.part.N >= p.needs[name] }
+		if !slices.ContainsFunc(parts, has) {
 			return false
 		}
 	}
