@@ -537,3 +537,22 @@ func TestOthersAskBetweenTheSteps(t *testing.T) {
 		t.Error("the test shows little")
 	}
 }
+
+// TestOwnSeatsWithoutRoomAreNoStrangers has a hold of two groups. One group's seat has lost its room on a node.
+// What becomes free there is for the hold, whoever of its pods comes, and not for a stranger that asks for the
+// same, whoever asks first.
+func TestOwnSeatsWithoutRoomAreNoStrangers(t *testing.T) {
+	for _, strangerFirst := range []bool{true, false} {
+		f := of(piece.KindUnits, 1, 79, "a")(t)
+		f.books.SetHold("g", "x/g", []Group{f.group(1, memName, 60), f.group(1, memName, 10)}, [][]string{{"a"}, {"elsewhere"}})
+		f.give(units("other", 30), "a")
+		stranger := func() { f.wantRefused(units("stranger", 10), "the rest is held for others") }
+		if strangerFirst {
+			stranger()
+		}
+		if !f.books.HasRoom(units("m", 10).of("g"), "a") {
+			t.Errorf("stranger first %t: a pod of the hold finds no room", strangerFirst)
+		}
+		stranger()
+	}
+}

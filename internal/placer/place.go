@@ -203,8 +203,8 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 	key := verdictKey{shape: p.shape, yield: yield}
 	mine := n.seatOf(h, p.shape)
 	part := h != nil && h.want != nil && n != nil && n.keepsFor(h, p)
-	if mine != nil || part {
-		key.hold = h.id
+	if h != nil && n != nil && slices.ContainsFunc(n.seats, func(s *seat) bool { return s.owner == h.owner }) {
+		key.hold = h.id // awaited goes by it, too
 	}
 	return r.remember(key, func() verdict {
 		r.expect()
