@@ -357,5 +357,10 @@ func (n *node) seatOf(h *hold, shape string) *seat {
 	return nil
 }
 
-// who names the pod for people.
-func (a *ask) who() string { return a.Namespace + "/" + a.Name }
+// who names the pod, or the pod that a seat is for, for people.
+func (a *ask) who() string {
+	if a.Namespace == "" {
+		return a.Name // a seat's
+	}
+	return a.Namespace + "/" + a.Name
+}

@@ -155,7 +155,10 @@ func TestMoreThanIsSafeInOneHold(t *testing.T) {
 	}
 	f.books.DeletePod("stranger")
 	f.wantHeld("g", "[[a a a a]]", f.group(4, memName, 39))
-	f.wantNotHeld("h", "", f.group(1, memName, 1))
+	no := f.wantNotHeld("h", "", f.group(1, memName, 1))
+	if why := no.Nodes["a"]; !strings.HasPrefix(why, "which devices a pod to come of x/g has") {
+		t.Errorf("there is no room since %q", why)
+	}
 	for i := range 4 {
 		p := units(fmt.Sprint("m", i), 39).of("g")
 		f.wantPlaced(p, "a")
