@@ -110,8 +110,11 @@ type ask struct {
 	shape string
 }
 
+// shapeOf is the same for containers that ask for the same.
+func shapeOf(containers []Container) string { return fmt.Sprint(containers) }
+
 func newAsk(p Pod) *ask {
-	a := &ask{Pod: p, needs: p.needs(), pinned: p.pinned(), shape: fmt.Sprint(p.Containers)}
+	a := &ask{Pod: p, needs: p.needs(), pinned: p.pinned(), shape: shapeOf(p.Containers)}
 	a.names = sorted(a.needs)
 	for name, n := range a.needs {
 		a.largest, a.sum = max(a.largest, slicesOf(name)), a.sum+n

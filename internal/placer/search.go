@@ -14,6 +14,8 @@ type search struct {
 	hs     *holds
 	h      *hold
 	groups []Group
+	// shapes are what a pod of each group asks for, as the seats have it.
+	shapes []string
 	// before are the seats that the hold had when the search began.
 	before []*seat
 }
@@ -22,7 +24,11 @@ type search struct {
 func (hs *holds) search(id, name string, groups []Group) *search {
 	h := hs.holdOf(id, name)
 	hs.narrow(h, groups)
-	return &search{hs, h, groups, slices.Clone(h.seats)}
+	s := &search{hs: hs, h: h, groups: groups, before: slices.Clone(h.seats)}
+	for g := range groups {
+		s.shapes = append(s.shapes, shapeOf(groups[g].Containers))
+	}
+	return s
 }
 
 // MaxSeats is how many pods a hold has room for at most. A tenant's workload may ask for any number,
@@ -73,10 +79,11 @@ func (s *search) fill(find func(missing []*seat) (int, *Refusal)) (at [][]string
 // come first.
 func (s *search) remaining() (out []*seat) {
 	for g := range s.groups {
-		shape, n := fmt.Sprint(s.groups[g].Containers), 0
+		n := 0
 		for _, taken := range []bool{true, false} {
 			for _, o := range s.h.seats {
-				if o.group == g && o.shape == shape && n < s.groups[g].N && taken == (o.by != "") && !s.hs.lost(o) {
+				wanted := o.group == g && o.shape == s.shapes[g] && n < s.groups[g].N
+				if wanted && taken == (o.by != "") && !s.hs.lost(o) {
 					out = append(out, o)
 					n++
 				}
@@ -92,7 +99,7 @@ func (s *search) ofMembers() (out []*seat) {
 	for _, uid := range slices.Sorted(maps.Keys(s.h.members)) {
 		e := s.h.members[uid]
 		for g := range s.groups {
-			if e.sits == nil && left[g] > 0 && fmt.Sprint(s.groups[g].Containers) == e.shape {
+			if e.sits == nil && left[g] > 0 && s.shapes[g] == e.shape {
 				out = append(out, s.hs.seat(s.h, g, e.Containers, e.at))
 				left[g]--
 				break
