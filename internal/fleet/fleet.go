@@ -39,6 +39,7 @@ type Fleet struct {
 	// shown is closed and replaced when the caller tells of a new pod.
 	shown chan struct{}
 	nodes
+	beside others
 	readiness
 	leading
 	waiting
@@ -50,7 +51,7 @@ type Fleet struct {
 func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		reader: reader{prefix: resourceDomain + "/"}, now: now, books: placer.New(),
-		asks: map[string]*asking{}, shown: make(chan struct{}), nodes: newNodes(),
+		asks: map[string]*asking{}, shown: make(chan struct{}), nodes: newNodes(), beside: newOthers(),
 		readiness: readiness{missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{})},
 		leading:   newLeading(), waiting: newWaiting(),
 	}
@@ -175,14 +176,19 @@ func (f *Fleet) told(name string) {
 	f.sites.count(name)
 	f.touch(name)
 	f.enter(f.books, name)
+	f.tellPlain(name)
 }
 
-// SetPod notes a pod. It ignores a pod that asks for none of the agent's resources and has none.
+// SetPod notes a pod. Of a pod that asks for none of the agent's resources, and has none, it notes what it takes of
+// its node's other resources.
 func (f *Fleet) SetPod(p *corev1.Pod) {
 	entry := f.read(p)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if len(entry.Containers) == 0 && len(entry.Devices) == 0 {
+		if node := f.beside.set(p, entry.Plain); node != "" {
+			f.tellPlain(node)
+		}
 		return
 	}
 	was, at := f.books.Pod(entry.UID)
@@ -202,6 +208,10 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 func (f *Fleet) DeletePod(uid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if node := f.beside.forget(uid); node != "" {
+		f.tellPlain(node)
+		return
+	}
 	_, at := f.books.Pod(uid)
 	f.books.DeletePod(uid)
 	f.touch(at)

@@ -306,6 +306,7 @@ func TestReadPod(t *testing.T) {
 			{Requests: map[string]int{memory: 2}},
 		},
 		Devices: []string{first + "::0", first + "::1", first + "::2"},
+		Plain:   placer.Amounts{{Name: "cpu", N: 2000}, {Name: "nvidia.com/gpu", N: 1}, {Name: "pods", N: 1}},
 	}
 	if got := known().read(p); !reflect.DeepEqual(got, want) {
 		t.Errorf("read %+v\nwant %+v", got, want)

@@ -141,7 +141,26 @@ func (h *Holder) Nodes() []*corev1.Node {
 	return h.f.list
 }
 
-// Asks returns the containers of a pod that ask for the agents' resources, nil if none does.
-func (h *Holder) Asks(p *corev1.PodSpec) []placer.Container {
-	return h.f.read(&corev1.Pod{Spec: *p}).Containers
+// Asks returns the containers of a pod that ask for the agents' resources, nil if none does, and what the pod asks for
+// beside these resources.
+func (h *Holder) Asks(p *corev1.PodSpec) ([]placer.Container, placer.Amounts) {
+	spec := *p
+	spec.InitContainers, spec.Containers = defaulted(p.InitContainers), defaulted(p.Containers)
+	of := h.f.read(&corev1.Pod{Spec: spec})
+	return of.Containers, of.Plain
+}
+
+// defaulted returns containers of a pod template as those of its pods are: where one has a limit and no request, the API
+// server makes the limit the request.
+func defaulted(containers []corev1.Container) []corev1.Container {
+	out := slices.Clone(containers)
+	for i := range out {
+		requests := maps.Clone(out[i].Resources.Limits)
+		if requests == nil {
+			continue
+		}
+		maps.Copy(requests, out[i].Resources.Requests)
+		out[i].Resources.Requests = requests
+	}
+	return out
 }

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -38,11 +39,12 @@ func TestHolder(t *testing.T) {
 		t.Errorf("nodes are %v, and b is cordoned", n)
 	}
 	// A template may name limits alone.
-	limits := corev1.ResourceList{memory: resource.MustParse("50")}
+	limits := corev1.ResourceList{memory: resource.MustParse("50"), "cpu": resource.MustParse("1500m")}
 	template := corev1.PodSpec{Containers: []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: limits}}}}
-	group := placer.Group{Containers: h.Asks(&template), N: 1, Among: []string{"a"}}
-	if len(group.Containers) != 1 || group.Containers[0].Requests[memory] != 50 {
-		t.Fatalf("it asks for %v", group.Containers)
+	containers, plain := h.Asks(&template)
+	group := placer.Group{Containers: containers, N: 1, Among: []string{"a"}}
+	if len(containers) != 1 || containers[0].Requests[memory] != 50 || fmt.Sprint(plain) != "[{cpu 1500} {pods 1}]" {
+		t.Fatalf("it asks for %v and %v", containers, plain)
 	}
 	h.SetHold("x/1", "a job", []placer.Group{group}, [][]string{{"a"}})
 	h.Listed()

@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/placer"
@@ -41,13 +40,8 @@ type about struct {
 	open   bool
 	taints []corev1.Taint
 	labels map[string]string
-	// plain has the allocatable amounts of plainNames.
-	plain corev1.ResourceList
-}
-
-// plainNames are the resources that a Lender lends together with GPUs. Every Node has them.
-var plainNames = []corev1.ResourceName{
-	corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods,
+	// plain has what is allocatable beside the agent's resources, in the units of placer.Amount.
+	plain map[string]int64
 }
 
 func newNodes() nodes {
@@ -59,13 +53,15 @@ func newNodes() nodes {
 
 // aboutNode reads a Node. The names of the agent's resources begin with prefix.
 func aboutNode(n *corev1.Node, prefix string) about {
-	a := about{open: !n.Spec.Unschedulable, labels: n.Labels, counts: map[string]bool{}, plain: corev1.ResourceList{}}
+	a := about{open: !n.Spec.Unschedulable, labels: n.Labels, counts: map[string]bool{}, plain: map[string]int64{}}
 	a.ready = slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})
 	for name, amount := range n.Status.Allocatable {
 		if strings.HasPrefix(string(name), prefix) {
 			a.counts[string(name)] = !amount.IsZero()
+		} else {
+			a.plain[string(name)] = plainAmount(name, amount)
 		}
 	}
 	for _, t := range n.Spec.Taints {
@@ -76,18 +72,13 @@ func aboutNode(n *corev1.Node, prefix string) about {
 		cordon := corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
 		a.taints = append(a.taints, cordon)
 	}
-	for _, name := range plainNames {
-		if amount, there := n.Status.Allocatable[name]; there {
-			a.plain[name] = amount
-		}
-	}
 	return a
 }
 
 func (a about) equal(o about) bool {
 	return a.ready == o.ready && maps.Equal(a.counts, o.counts) &&
 		a.open == o.open && slices.Equal(a.taints, o.taints) && maps.Equal(a.labels, o.labels) &&
-		maps.EqualFunc(a.plain, o.plain, func(x, y resource.Quantity) bool { return x.Equal(y) })
+		maps.Equal(a.plain, o.plain)
 }
 
 // silent reports whether a node's kubelet has lost its agent. The GPUNode does not show that, since the agent

@@ -31,6 +31,7 @@ func (r *reader) read(p *corev1.Pod) placer.Pod {
 		Node: p.Spec.NodeName, Nominated: p.Status.NominatedNodeName,
 		Done:   p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed,
 		Ending: p.DeletionTimestamp != nil,
+		Plain:  plainOf(p, r.prefix),
 	}
 	for _, of := range r.holdOf {
 		out.Hold = cmp.Or(out.Hold, of(p))

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/placer"
@@ -99,8 +100,13 @@ func (l *Lender) Labels(nodes []string) map[string]string {
 	return out
 }
 
+// lentNames are the resources that a Lender lends together with GPUs. Every Node has them.
+var lentNames = []corev1.ResourceName{
+	corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods,
+}
+
 // Lendable returns what there is to lend, taken or not: how many devices of each resource all GPUNodes have, and how
-// much of plainNames is allocatable on the nodes that are ready and take new pods.
+// much of lentNames is allocatable on the nodes that are ready and take new pods.
 func (l *Lender) Lendable() (devices map[string]int, plain corev1.ResourceList) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
@@ -113,10 +119,15 @@ func (l *Lender) Lendable() (devices map[string]int, plain corev1.ResourceList) 
 		if !a.ready || !a.open || !gpunode.Is(says.Conditions, gpunode.Ready) {
 			continue
 		}
-		for name, amount := range a.plain {
-			sum := plain[name]
-			sum.Add(amount)
-			plain[name] = sum
+		for _, name := range lentNames {
+			if n, there := a.plain[string(name)]; there {
+				amount := resource.NewQuantity(n, resource.DecimalSI)
+				if name == corev1.ResourceCPU {
+					amount = resource.NewMilliQuantity(n, resource.DecimalSI)
+				}
+				amount.Add(plain[name])
+				plain[name] = *amount
+			}
 		}
 	}
 	return devices, plain

@@ -20,7 +20,8 @@ import (
 
 // Books hold room, and know the nodes.
 type Books interface {
-	Asks(*corev1.PodSpec) []placer.Container
+	// Asks is what a pod asks for of the agents' resources, and of all others.
+	Asks(*corev1.PodSpec) ([]placer.Container, placer.Amounts)
 	// Nodes have the names, labels and taints of all nodes, in order; a cordoned one has the taint for that.
 	Nodes() []*corev1.Node
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
@@ -337,7 +338,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	if s.State == Ready {
 		return retry("its pods have no room any more where they may go: it begins again", 0)
 	}
-	return c.refuse(w, &want, because(no, &want))
+	return c.refuse(w, &want, no.Group, because(no, &want))
 }
 
 // because is the reason for a refusal, with the number of nodes that were left out since they are closed.
@@ -391,18 +392,18 @@ func (c *Checks) find(w *Workload, want *wanted, begun bool) (at [][]string, no 
 // placed notes that a workload's room is held, and says so.
 func (c *Checks) placed(w *Workload, want *wanted, at [][]string) *Answer {
 	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, version: w.version()}
-	a := ready("there is room: " + places(at))
+	a := ready("there is room: " + places(at) + notJudged(w))
 	a.State.PodSetUpdates = c.updates(w, at)
 	return a
 }
 
-// refuse keeps a workload from the flavors that it has, so that Kueue tries the next ones.
-func (c *Checks) refuse(w *Workload, want *wanted, why string) *Answer {
+// refuse keeps a workload from the flavors of one of its sets, all if group is -1, so that Kueue tries the next ones.
+func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answer {
 	refused, _, mine := c.refused(w)
 	news := false
 	for i, g := range want.groups {
 		for _, flavor := range w.Sets[i].Flavors {
-			if g.N > 0 && !slices.Contains(refused, flavor) {
+			if g.N > 0 && (group < 0 || group == i) && !slices.Contains(refused, flavor) {
 				refused, news = append(refused, flavor), true
 			}
 		}

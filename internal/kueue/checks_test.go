@@ -76,13 +76,15 @@ func (c *cluster) restart() {
 	}
 }
 
-func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container) {
+func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container, plain placer.Amounts) {
+	cpu := map[string]int64{}
 	for _, one := range p.Containers {
 		if n, asks := one.Resources.Requests[memory]; asks {
 			out = append(out, placer.Container{Requests: map[string]int{memory: int(n.Value())}})
 		}
+		cpu["cpu"] += one.Resources.Requests.Cpu().MilliValue()
 	}
-	return out
+	return out, placer.NewAmounts(cpu)
 }
 
 func (c *cluster) Nodes() (out []*corev1.Node) {

@@ -80,10 +80,17 @@
 // and its seat is lost, the check is Retry: Kueue ends the job, which begins again and may have another
 // node. A job whose pods all run is left alone, even on a node that is cordoned.
 //
+// # The whole pod
+//
+// Room is on nodes that also have the cpu, memory, ephemeral storage and other devices that a pod asks for, as the
+// scheduler counts them (k8s.io/component-helpers): beside all pods of the node, and beside all other seats. Pods
+// without GPUs may take that afterwards. The seat is then lost, and is looked for elsewhere.
+//
 // # What it does not do
 //
-// It does not look at what pods ask for beside GPUs: Kueue has quotas for that, and the scheduler the last
-// word.
+// It does not look at what depends on where other pods are: affinity between pods, and topology spread. The check's
+// message says so. Nor does it look at volumes and host ports, at what a LimitRange or a RuntimeClass adds to pods, or
+// at sets of pods that ask for nothing of the agents'. The scheduler has the last word.
 //
 // The package knows Kueue's objects as plain values: its Go module is not needed.
 package kueue

@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"example.com/gpu-agent/internal/amount"
+	"example.com/gpu-agent/internal/placer"
 )
 
 // The resources that are followed, as of Kueue v0.19.
@@ -120,6 +121,15 @@ type Set struct {
 	Labels  map[string]string
 	Pod     corev1.PodSpec
 	Flavors []string
+
+	// request is what Checks has found that a pod asks for, nil until it has looked.
+	request *request
+}
+
+// request is what a pod asks for.
+type request struct {
+	containers []placer.Container
+	plain      placer.Amounts
 }
 
 // version is that of the object, empty where there is none.

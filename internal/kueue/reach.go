@@ -112,7 +112,8 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 	var out wanted
 	for i := range w.Sets {
 		s := &w.Sets[i]
-		g := placer.Group{Containers: c.books.Asks(&s.Pod), N: s.N}
+		g := placer.Group{N: s.N}
+		g.Containers, g.Plain = c.asks(s)
 		if len(g.Containers) == 0 {
 			g.N = 0
 		} else {
@@ -121,9 +122,43 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 		to := c.reaches.find(s, v, of(s))
 		g.Among, g.Closed = to.open, to.closed
 		out.groups = append(out.groups, g)
-		out.shape += fmt.Sprint(g.Containers, g.N, to.sum)
+		out.shape += fmt.Sprint(g.Containers, g.Plain, g.N, to.sum)
 	}
 	return out
+}
+
+// asks is what a pod of a set asks for.
+func (c *Checks) asks(s *Set) ([]placer.Container, placer.Amounts) {
+	if s.request == nil {
+		s.request = &request{}
+		s.request.containers, s.request.plain = c.books.Asks(&s.Pod)
+	}
+	return s.request.containers, s.request.plain
+}
+
+// notJudged names what the scheduler looks at, for the pods of a workload's sets, and the placer does not: it
+// depends on where other pods are.
+func notJudged(w *Workload) string {
+	var affinity, spread bool
+	for i := range w.Sets {
+		p := &w.Sets[i].Pod
+		if a := p.Affinity; a != nil {
+			affinity = affinity || a.PodAffinity != nil && len(a.PodAffinity.RequiredDuringSchedulingIgnoredDuringExecution) > 0 ||
+				a.PodAntiAffinity != nil && len(a.PodAntiAffinity.RequiredDuringSchedulingIgnoredDuringExecution) > 0
+		}
+		spread = spread || slices.ContainsFunc(p.TopologySpreadConstraints, func(c corev1.TopologySpreadConstraint) bool {
+			return c.WhenUnsatisfiable == corev1.DoNotSchedule
+		})
+	}
+	switch {
+	case affinity && spread:
+		return "; not judged: its pods' affinity to pods, and their topology spread"
+	case affinity:
+		return "; not judged: its pods' affinity to pods"
+	case spread:
+		return "; not judged: its pods' topology spread"
+	}
+	return ""
 }
 
 // byFlavors is the condition of the flavors that Kueue chose for a workload's sets, and of the nodes that

@@ -54,7 +54,7 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 		for i := range y.Checks {
 			if k := &y.Checks[i]; y.Reserved && c.room(v, k.Name) {
 				theirs := c.want(y, v, v.byFlavors(y))
-				ends = append(ends, c.refuse(y, &theirs, why).to(y, k, now))
+				ends = append(ends, c.refuse(y, &theirs, -1, why).to(y, k, now))
 			}
 		}
 	}

@@ -37,6 +37,8 @@ type Pod struct {
 	Done bool
 	// Ending is true for a pod that is being deleted. It has its devices until it is gone.
 	Ending bool
+	// Plain is what the pod asks for beside the agents' devices, as the scheduler counts it.
+	Plain Amounts
 	// Hold is the ID of the room that is held for the pod and others ([Books.Hold],
 	// [Books.Keep]); empty for none.
 	Hold string
@@ -85,6 +87,9 @@ type node struct {
 	leaving map[string]time.Time
 	// seats are those that are open there, as they came. The slice does not change.
 	seats []*seat
+	// plain is what SetPlain has told, and rest what follows from it; nil where it must be found anew.
+	plain map[string]int64
+	rest  *rest
 	// room is what follows from that; nil where it must be found anew. Empty, at and kinds are what
 	// follows from the GPUNode alone, kinds nil where that must be.
 	room  *room
@@ -344,7 +349,7 @@ func (b *Books) node(name string) *node {
 
 // prune forgets a node that the books know nothing about.
 func (b *Books) prune(name string) {
-	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 {
+	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 && len(n.plain) == 0 {
 		delete(b.nodes, name)
 	}
 }
@@ -364,7 +369,7 @@ func (b *Books) settle(e *entry) {
 	if e.at != "" {
 		n := b.node(e.at)
 		delete(n.here, e.UID)
-		n.room = nil
+		n.room, n.rest = nil, nil
 		if e.at != at {
 			n.leave(e)
 			b.prune(e.at)
@@ -373,7 +378,7 @@ func (b *Books) settle(e *entry) {
 	if e.at = at; at != "" {
 		n := b.node(at)
 		n.here[e.UID] = e
-		n.room = nil
+		n.room, n.rest = nil, nil
 		for _, id := range e.Devices {
 			delete(n.leaving, id)
 		}

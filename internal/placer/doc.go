@@ -155,6 +155,14 @@
 //
 // Open ends no hold on a node where a pod has not reported, since that might be in vain.
 //
+// # Plain resources
+//
+// A seat of a group also has room for what its pod asks for beside GPUs: cpu, memory, storage and the
+// like ([Amounts]). The caller tells how much of that a node has for pods with GPUs
+// ([Books.SetPlain]). A seat loses its room if that shrinks below what the pods and the older seats
+// there ask for. Pods that are to be placed get a node by its GPUs alone, since their scheduler counts
+// the rest. But no pod takes the plain room of an open seat.
+//
 // # Packing
 //
 // Of the nodes with room for a pod, the best is the one where the pod spoils least. For

@@ -13,7 +13,9 @@ import (
 // Group is a number of pods that ask for the same, and the nodes that they may be on.
 type Group struct {
 	Containers []Container
-	N          int
+	// Plain is what a pod asks for beside the agents' devices.
+	Plain Amounts
+	N     int
 	// Among are the nodes on which the books look for room.
 	Among []string
 	// Closed are nodes that take no new pods. Pods of the group that are there already have their seats there.
@@ -102,7 +104,7 @@ func (hs *holds) SetHold(id, name string, groups []Group, at [][]string) {
 	var seats []*seat
 	for g := range min(len(groups), len(at)) {
 		for i := range min(groups[g].N, len(at[g])) {
-			seats = append(seats, hs.seat(h, g, groups[g].Containers, at[g][i]))
+			seats = append(seats, hs.seat(h, g, groups[g].pod(), at[g][i]))
 		}
 	}
 	hs.set(h, seats)
@@ -155,7 +157,7 @@ func (hs *holds) Lost(id string) (nodes []string) {
 func (hs *holds) lost(s *seat) bool {
 	open := hs.by[s.owner.id].open
 	closed := s.group < len(open) && !open[s.group][s.node]
-	return s.open && (closed || hs.b.room(s.node).lacks(s))
+	return s.open && (closed || hs.b.room(s.node).lacks(s) || slices.Contains(hs.b.nodes[s.node].restOf().tight, s))
 }
 
 // Pause has f called between the steps of a search for a hold. While f runs, the books may be told and asked anything
@@ -218,14 +220,17 @@ func (hs *holds) sitAll(h *hold) {
 	}
 }
 
-// seat makes a seat. It is not open yet.
-func (hs *holds) seat(h *hold, group int, containers []Container, node string) *seat {
+// seat makes a seat for a pod that asks for as much as another one. It is not open yet.
+func (hs *holds) seat(h *hold, group int, as Pod, node string) *seat {
 	hs.age++
 	// No pod can have such a name, so no GPUNode names it as a holder.
 	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name,
-		Containers: containers, Hold: h.id})
+		Containers: as.Containers, Plain: as.Plain, Hold: h.id})
 	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
 }
+
+// pod is what a pod of the group asks for.
+func (g *Group) pod() Pod { return Pod{Containers: g.Containers, Plain: g.Plain} }
 
 // at returns the nodes of each group's seats, sorted.
 func (h *hold) at(groups int) [][]string {
@@ -270,13 +275,20 @@ func (hs *holds) offer(e *entry) {
 		return
 	}
 	var found *seat
+	best := -1
 	for _, s := range h.seats {
-		if s.open && s.shape == e.shape {
-			if s.node == e.at {
-				found = s
-				break
-			}
-			found = cmp.Or(found, s)
+		if !s.open || s.shape != e.shape {
+			continue
+		}
+		match := 0 // a seat on its node counts for more than one for the same cpu and the like
+		if s.node == e.at {
+			match += 2
+		}
+		if slices.Equal(s.Plain, e.Plain) {
+			match++
+		}
+		if match > best {
+			found, best = s, match
 		}
 	}
 	if found != nil {
@@ -304,6 +316,7 @@ func (hs *holds) open(s *seat, open bool) {
 	}
 	n := hs.b.node(s.node)
 	i, _ := slices.BinarySearchFunc(n.seats, s, older)
+	n.rest = nil
 	if s.open = open; open {
 		n.room = n.room.joined(s, i == len(n.seats))
 		n.seats = slices.Insert(slices.Clip(n.seats), i, s)
@@ -341,7 +354,8 @@ func (hs *holds) sit(e *entry) {
 
 // heavier compares what pods ask for: the hardest to place comes first.
 func heavier(x, y *ask) int {
-	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape))
+	return cmp.Or(cmp.Compare(y.largest, x.largest), cmp.Compare(y.sum, x.sum), cmp.Compare(x.shape, y.shape),
+		cmp.Compare(y.Plain.Of("cpu"), x.Plain.Of("cpu")))
 }
 
 // seatOf returns an open seat on a node that a pod of the hold may use, nil if there is none.

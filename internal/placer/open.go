@@ -238,7 +238,8 @@ func (of *hosted) judge(ends []Guest, e *ask) verdict {
 	if of.vague != nil && len(ends) > 0 { // a guest might end in vain
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
-	return of.hs.b.roomOf(of.n, of.without(ends), of.free...).judgeSeat(e)
+	without := of.without(ends)
+	return of.n.judgeSeat(of.hs.b.roomOf(of.n, without, of.free...), e, of.n.freed(without)...)
 }
 
 // cheapest are the guests that are best ended; nil where that is not better than another offer. All is

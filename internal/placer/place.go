@@ -25,8 +25,19 @@ type Refusal struct {
 	// Waits is true if there may be room as soon as pods that are starting have reported
 	// their devices.
 	Waits bool
-	// Found is for how many pods of a hold there is room, of so many; both 0 for a pod.
-	Found, Of int
+	// Lacks are the nodes that have too little of a plain resource, by resource.
+	Lacks map[string]Lacking
+	// Found is for how many pods of a hold there is room, of so many; both 0 for a pod. Group is the
+	// index of the group of the first pod without room, -1 where it is none in particular.
+	Found, Of, Group int
+}
+
+// Lacking are nodes with room on their GPUs that lack a plain resource. Lack is of the one that has
+// the most left, which Node names, and N is how many there are.
+type Lacking struct {
+	Lack
+	Node string
+	N    int
 }
 
 // Block is how much there is at one place.
@@ -49,6 +60,11 @@ func (r *Refusal) Error() string {
 	} else if parts == nil {
 		parts = []string{"no node was asked"}
 	}
+	for _, name := range slices.Sorted(maps.Keys(r.Lacks)) {
+		l := r.Lacks[name]
+		parts = append(parts, fmt.Sprintf("%d of them have GPUs for it and too little %s (it asks for %s, the most is %s, on %s)",
+			l.N, name, amountOf(name, l.Asked), amountOf(name, max(l.Left, 0)), l.Node))
+	}
 	if r.Held {
 		parts = append(parts, "the rest is held for others")
 	}
@@ -62,11 +78,21 @@ func (r *Refusal) Error() string {
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
 }
 
-func newRefusal() *Refusal { return &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}} }
+func newRefusal() *Refusal {
+	return &Refusal{Nodes: map[string]string{}, Largest: map[string]Block{}, Lacks: map[string]Lacking{}}
+}
 
 // note notes why a node has no room for a pod, and what there is.
 func (r *Refusal) note(p *ask, of *room, node string, v *verdict) {
 	r.Nodes[node], r.Waits, r.Held = v.why, r.Waits || v.waits, r.Held || v.held
+	if name := v.lack.Name; name != "" {
+		l := r.Lacks[name]
+		if l.N == 0 || v.lack.Left > l.Left {
+			l.Lack, l.Node = v.lack, node
+		}
+		l.N++
+		r.Lacks[name] = l
+	}
 	for _, resource := range p.names {
 		if n := of.block(resource); n > r.Largest[resource].N || r.Largest[resource].Node == "" {
 			r.Largest[resource] = Block{n, node}
@@ -206,7 +232,7 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 	if h != nil && n != nil && slices.ContainsFunc(n.seats, func(s *seat) bool { return s.owner == h.owner }) {
 		key.hold = h.id // awaited goes by it, too
 	}
-	return r.remember(key, func() verdict {
+	v := r.remember(key, func() verdict {
 		r.expect()
 		keep, own := r.besides(mine)
 		switch {
@@ -225,6 +251,10 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 		}
 		return v
 	})
+	if s := n.spoils(p, mine); v.why == "" && s != nil {
+		v.why, v.held = heldFor(s), true
+	}
+	return v
 }
 
 // besides are the seats that have their room, without one that a pod is to use. own is true if that has, too.
@@ -309,10 +339,15 @@ func (b *Books) Fits(p Pod, name string, without []string, now time.Time) error 
 	e := newAsk(p)
 	r := b.roomOf(n, gone)
 	r.expect()
-	keep, own := r.besides(n.seatOf(b.holds.by[p.Hold], e.shape))
+	mine := n.seatOf(b.holds.by[p.Hold], e.shape)
+	keep, own := r.besides(mine)
 	v := verdict{}
 	if v.why, v.waits, v.held = r.refuse(e, keep, own); v.why == "" {
-		return nil
+		s := n.spoils(e, mine, n.freed(gone)...)
+		if s == nil {
+			return nil
+		}
+		v.why, v.held = heldFor(s), true
 	}
 	no := newRefusal()
 	no.note(e, r, name, &v)

@@ -175,7 +175,7 @@ func (hs *holds) add(h *hold, p Part) {
 
 // parted makes a seat for a part.
 func (hs *holds) parted(h *hold, p Part) *seat {
-	s := hs.seat(h, 0, []Container{{Requests: map[string]int{p.Resource: p.N}}}, p.Node)
+	s := hs.seat(h, 0, Pod{Containers: []Container{{Requests: map[string]int{p.Resource: p.N}}}}, p.Node)
 	s.part = p
 	return s
 }

@@ -56,6 +56,8 @@ type verdict struct {
 	why          string
 	waits, held  bool
 	spoilt, left int
+	// lack is what the node lacks of the plain resources, where that is why.
+	lack Lack
 }
 
 // maxVerdicts and maxShape bound what a room remembers: a pod's shape is as long as its list of

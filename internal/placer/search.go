@@ -45,7 +45,7 @@ func tooMany(groups []Group) *Refusal {
 		return nil
 	}
 	no := newRefusal()
-	no.Of = pods
+	no.Of, no.Group = pods, -1
 	for _, g := range groups {
 		for _, node := range g.Among {
 			no.Nodes[node] = fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)
@@ -67,7 +67,7 @@ func (s *search) fill(find func(missing []*seat) (int, *Refusal)) (at [][]string
 		if found, no = find(missing); no == nil {
 			return s.h.at(len(s.groups)), nil
 		}
-		no.Found, no.Of = had+found, had+len(missing)
+		no.Found, no.Of, no.Group = had+found, had+len(missing), missing[found].group
 	}
 	if s.hs.set(s.h, s.before); len(s.before) == 0 {
 		s.hs.drop(s.h)
@@ -82,7 +82,8 @@ func (s *search) remaining() (out []*seat) {
 		n := 0
 		for _, taken := range []bool{true, false} {
 			for _, o := range s.h.seats {
-				wanted := o.group == g && o.shape == s.shapes[g] && n < s.groups[g].N
+				wanted := o.group == g && n < s.groups[g].N &&
+					o.shape == s.shapes[g] && slices.Equal(o.Plain, s.groups[g].Plain)
 				if wanted && taken == (o.by != "") && !s.hs.lost(o) {
 					out = append(out, o)
 					n++
@@ -98,12 +99,16 @@ func (s *search) ofMembers() (out []*seat) {
 	left := s.lacks()
 	for _, uid := range slices.Sorted(maps.Keys(s.h.members)) {
 		e := s.h.members[uid]
+		found := -1
 		for g := range s.groups {
-			if e.sits == nil && left[g] > 0 && s.shapes[g] == e.shape {
-				out = append(out, s.hs.seat(s.h, g, e.Containers, e.at))
-				left[g]--
-				break
+			wants := e.sits == nil && left[g] > 0 && s.shapes[g] == e.shape
+			if wants && (found < 0 || slices.Equal(s.groups[g].Plain, e.Plain)) {
+				found = g
 			}
+		}
+		if found >= 0 {
+			out = append(out, s.hs.seat(s.h, found, s.groups[found].pod(), e.at))
+			left[found]--
 		}
 	}
 	return out
@@ -125,7 +130,7 @@ func (s *search) lacks() []int {
 func (s *search) missing() (out []*seat) {
 	for g, n := range s.lacks() {
 		for range n {
-			out = append(out, s.hs.seat(s.h, g, s.groups[g].Containers, ""))
+			out = append(out, s.hs.seat(s.h, g, s.groups[g].pod(), ""))
 		}
 	}
 	return out
@@ -151,10 +156,10 @@ func (s *search) findAll(missing []*seat) (found int, no *Refusal) {
 // findSame is findAll of seats of one group that ask for the same.
 func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
 	one, among := missing[0].ask, s.groups[missing[0].group].Among
-	room := s.hs.b.room
+	judge := func(name string) verdict { return s.hs.b.nodes[name].judgeSeat(s.hs.b.room(name), one) }
 	var all choices
 	consider := func(name string) {
-		if v := room(name).judgeSeat(one); v.why == "" {
+		if v := judge(name); v.why == "" {
 			heap.Push(&all, choice{name, v})
 		}
 		s.hs.pause()
@@ -163,14 +168,14 @@ func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
 		consider(name)
 	}
 	for _, next := range missing {
-		for len(all) > 0 && room(all[0].node).judgeSeat(one) != all[0].verdict { // there was news
+		for len(all) > 0 && judge(all[0].node) != all[0].verdict { // there was news
 			consider(heap.Pop(&all).(choice).node)
 		}
 		if len(all) == 0 {
 			no := newRefusal()
 			for _, name := range among {
-				v := room(name).judgeSeat(one)
-				no.note(one, room(name), name, &v)
+				v := judge(name)
+				no.note(one, s.hs.b.room(name), name, &v)
 			}
 			return found, no
 		}
