@@ -151,6 +151,8 @@ func (k *kueueFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
 	fs.BoolVar(&k.out.Checks, "checks", false,
 		"have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
+	fs.DurationVar(&k.out.Patience, "patience", 0,
+		"how long a job waits for room on-prem before a cloud is paid, with --checks")
 	k.how = command.Choice{Value: "names", Of: []string{"names", "claims"}}
 	fs.Var(&k.how, "dra",
 		"how pods ask for whole GPUs and MIG with api dra: by the names of resources, or by ResourceClaimTemplates")

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -88,7 +89,7 @@ func TestGolden(t *testing.T) {
 	two.Clouds = []Cloud{{Site: "cloud", Limit: 320 * 1024}}
 	two.Teams = []Team{{Name: "research", Share: 2}, {Name: "web", Share: 1}, {Name: "records", Share: 1, OnPrem: true}}
 	checked := *two
-	checked.Checks, checked.Teams = true, slices.Clone(two.Teams)
+	checked.Checks, checked.Patience, checked.Teams = true, 2*time.Minute, slices.Clone(two.Teams)
 	checked.Teams[0].Urgent, checked.Teams[2].Urgent = true, true
 	zero := quotas(recorded(t, "a-1", "a100-80gb", "mixed", onPrem))
 	zero.Clouds = []Cloud{{Site: "cloud", Model: "NVIDIA-A100-SXM4-80GB", Mode: "whole", Limit: 640 * 1024}}
@@ -199,7 +200,9 @@ func TestRefused(t *testing.T) {
 		"no namespace's name":     {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Name = "Research!" }, []string{`team "Research!"`}},
 		"a cloud for nobody": {quotas(a("mig")), func(k *Kueue) { k.Teams[0].OnPrem = true; k.Clouds = []Cloud{{Site: "cloud", Limit: 1}} },
 			[]string{"all teams stay on-prem"}},
-		"urgent without the placer": {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Urgent = true }, []string{"--checks"}},
+		"patience without the placer": {quotas(a("mig")), func(k *Kueue) { k.Patience = time.Minute }, []string{"wait for 1m0s", "--checks"}},
+		"patience below zero":         {quotas(a("mig")), func(k *Kueue) { k.Checks, k.Patience = true, -time.Minute }, []string{"0 or more"}},
+		"urgent without the placer":   {quotas(a("mig")), func(k *Kueue) { k.Teams[0].Urgent = true }, []string{"--checks"}},
 		"urgent in a cloud": {quotas(elsewhere[0]), func(k *Kueue) {
 			k.Teams[0].Urgent, k.Checks, k.Clouds = true, true, []Cloud{{Site: "cloud", Limit: 1024}}
 		}, []string{"no node is on-prem"}},

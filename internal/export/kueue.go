@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/pkg/gpu"
@@ -26,6 +27,9 @@ type Kueue struct {
 	// Checks has the placer asked whether a workload has room. There is no topology then: both
 	// would choose nodes.
 	Checks bool
+	// Patience is how long a workload waits for room on-prem before a cloud is paid, 0 for not at all.
+	// It needs Checks.
+	Patience time.Duration
 	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
 	// by the names of extended resources. Kueue takes one or the other.
 	Claims bool
@@ -194,6 +198,12 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 		meta = append(meta, field{
 			"labels", object{{k.Domain + "/gpu.cloud", "true", ""}},
 			"It costs money: room here is no reason to keep a job off another cloud.",
+		})
+	}
+	if f.cloud && k.Patience > 0 {
+		meta = append(meta, field{
+			"annotations", object{{k.Domain + "/gpu.patience", k.Patience.String(), ""}},
+			"A job waits for room on-prem for so long before this is paid.",
 		})
 	}
 	return document(kueueAPI, "ResourceFlavor", meta, spec)

@@ -352,6 +352,10 @@ func (b *book) check(k *Kueue) {
 		}
 		teams[t.Name] = true
 	}
+	if k.Patience < 0 || k.Patience > 0 && !k.Checks {
+		b.refuse("jobs are to wait for %s, and the placer is not asked: say --checks, since Kueue by itself waits for "+
+			"quota and not for room; the time is 0 or more", k.Patience)
+	}
 	if slices.ContainsFunc(k.Teams, func(t Team) bool { return t.Urgent }) {
 		if !k.Checks {
 			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, " +

@@ -124,6 +124,20 @@ func (h *Holder) Stuck(id string) (hosts []string) {
 	return hosts
 }
 
+// Running reports whether pods of a hold are on nodes, and are not ending ([placer.Books.Running]).
+func (h *Holder) Running(id string) bool {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	return h.f.books.Running(id)
+}
+
+// Might reports whether groups would have room if only some holds stayed ([placer.Books.Might]).
+func (h *Holder) Might(groups []placer.Group, stay func(hold string) bool) bool {
+	h.f.mu.Lock()
+	defer h.f.mu.Unlock()
+	return h.f.books.Might(groups, stay, h.f.now())
+}
+
 // Nodes returns all Nodes with their names, labels and taints, sorted by name. A cordoned node has the taint
 // node.kubernetes.io/unschedulable. The caller may not change the result. It is the same slice until a Node changes.
 func (h *Holder) Nodes() []*corev1.Node {

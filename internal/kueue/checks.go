@@ -33,6 +33,10 @@ type Books interface {
 	// in node selectors, where the scheduler calls them unschedulable.
 	Lost(id string) []string
 	Stuck(id string) (hosts []string)
+	// Running reports whether pods of a hold are on nodes, and are not ending.
+	Running(id string) bool
+	// Might reports whether groups would have room if of all holds and pods only those stayed whose holds stay.
+	Might(groups []placer.Group, stay func(hold string) bool) bool
 	// News is a number that changes whenever there may be new room.
 	News() uint64
 }
@@ -41,10 +45,13 @@ const (
 	// later is after how long a workload without room is tried again where it cannot be kept from
 	// the flavor that has none.
 	later = 15 * time.Second
-	// patience is how long a workload in a cloud's queue waits for quota on-prem where there is
+	// forQuota is how long a workload in a cloud's queue waits for quota on-prem where there is
 	// room, and pause what lies between two tries: others may have the quota for a moment.
-	patience = 15 * time.Second
+	forQuota = 15 * time.Second
 	pause    = 3 * time.Second
+	// forEnds is how long a workload waits for the room of pods that are ending. Pods have 30 s for that
+	// by default, and the devices of one that has gone may be free some seconds later.
+	forEnds = 2 * time.Minute
 	// early is how long room is held for a workload that has no quota for it yet, and again how
 	// often Kueue is asked meanwhile to look at the workload. It does not hear when it looks already.
 	early = 30 * time.Second
@@ -91,6 +98,8 @@ type Checks struct {
 	heard   uint64
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
+	// hopes is what mayEnd has found, by UID.
+	hopes map[string]hope
 }
 
 // held is what a hold is for.
@@ -103,8 +112,11 @@ type held struct {
 	// since is when room was held for a workload that has no quota for it yet, zero once its check
 	// was answered; woken is when Kueue was last asked to look at it.
 	since, woken time.Time
-	// opening is true while others make room.
+	// opening is true while others make room, and began is when that began.
 	opening bool
+	began   time.Time
+	// grows is true while a slice of an elastic job has what the one before it had, and no answer yet.
+	grows bool
 	// stranded is since when pods of it have had no node to go to, zero once there is room for all again.
 	stranded time.Time
 }
@@ -124,7 +136,7 @@ type Answer struct {
 
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
 func NewChecks(domain string, books Books) *Checks {
-	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}}
+	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}, hopes: map[string]hope{}}
 }
 
 // HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
@@ -183,10 +195,16 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 // nothing.
 func (c *Checks) Follow(v *View, now time.Time) {
 	c.reaches.of(c.books.Nodes(), v.Flavors)
-	there := map[string]bool{}
+	there, goes := map[string]bool{}, map[string]bool{}
+	for _, w := range v.Workloads {
+		goes[w.UID] = !w.Over
+	}
 	for _, w := range v.Workloads {
 		hold := c.id(w)
 		h := c.held[hold]
+		if _, replaces := w.Annotations[replacesName]; replaces && h != nil && w.Reserved && !w.Over && !goes[h.by] {
+			h.by, h.grows, h.version = w.UID, true, "" // Kueue ends a slice as soon as the next one has quota
+		}
 		if h != nil && h.by == w.UID && !w.Over && !h.since.IsZero() {
 			if c.returns(w, v) {
 				h.since = now // its pods end yet
@@ -198,7 +216,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if s.State == Pending {
-				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || h.opening)
+				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || h.opening || h.grows)
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
@@ -210,6 +228,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
+	maps.DeleteFunc(c.hopes, func(_ string, h hope) bool { return now.Sub(h.at) >= hopeAgain })
 	for hold := range c.held {
 		if !there[hold] {
 			c.drop(hold)
@@ -333,12 +352,59 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 		return a
 	case s.State == Ready && w.Admitted && !c.stranded(w, s, now):
 		return nil // the scheduler has the last word
+	case s.State == Pending && c.running(w):
+		return pending("its pods go on, and there are more once there is room: " + because(no, &want))
+	case s.State == Pending:
+		if a := c.await(w, &want, s, v, now); a != nil {
+			return a
+		}
 	}
 	c.drop(c.id(w))
 	if s.State == Ready {
 		return retry("its pods have no room any more where they may go: it begins again", 0)
 	}
-	return c.refuse(w, &want, no.Group, because(no, &want))
+	return c.refuse(w, &want, no.Group, because(no, &want)+partly(w, no))
+}
+
+// running reports whether a workload is a slice of an elastic job whose pods, of the slice before, run. Were its
+// check Retry, they would all end.
+func (c *Checks) running(w *Workload) bool {
+	_, replaces := w.Annotations[replacesName]
+	return replaces && c.books.Running(c.id(w))
+}
+
+// await has a workload without room wait for that of others that are leaving: Kueue has taken their quota away,
+// and their pods are ending. It returns nil if that makes no room, or takes too long.
+func (c *Checks) await(w *Workload, want *wanted, s *CheckState, v *View, now time.Time) *Answer {
+	if h := c.held[c.id(w)]; h != nil && h.opening {
+		if now.Sub(h.began) >= forEnds {
+			return nil
+		}
+		return pending(s.Message)
+	}
+	leaving := slices.DeleteFunc(c.guests(w, v), func(g placer.Guest) bool { return !g.Going })
+	_, at, no := c.books.Open(c.id(w), w.Namespace+"/"+w.Name, want.groups, leaving)
+	if no != nil {
+		return nil
+	}
+	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, opening: true, began: now}
+	return pending("others are leaving: " + places(at))
+}
+
+// partly says how many pods of a set would fit that may have fewer. Kueue chooses their number by quota alone, before
+// it asks, and a check cannot tell it another (KEP-420).
+func partly(w *Workload, no *placer.Refusal) string {
+	if no.Group < 0 || no.Group >= len(w.Sets) {
+		return ""
+	}
+	s := &w.Sets[no.Group]
+	switch {
+	case s.Least == 0:
+		return ""
+	case no.Fit < s.Least:
+		return fmt.Sprintf("; %d of %q fit, and it takes no fewer than %d", no.Fit, s.Name, s.Least)
+	}
+	return fmt.Sprintf("; with a parallelism of %d for %q it would fit", no.Fit, s.Name)
 }
 
 // because is the reason for a refusal, with the number of nodes that were left out since they are closed.
@@ -495,6 +561,8 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
+	case s.State == Pending && c.running(w):
+		return ready("its pods run in the cloud already")
 	}
 	_, no := c.hold(w, &want, now)
 	refused, _, mine := c.refused(w)
@@ -507,12 +575,16 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return a
 	case no != nil:
 		c.drop(c.id(w))
+		if by := c.waitsUntil(w, &want, v, now); !by.IsZero() {
+			const as = "it waits for room on-prem until %s, and goes to the cloud then: on-prem, %s"
+			return pending(fmt.Sprintf(as, by.UTC().Format(time.RFC3339), because(no, &want)))
+		}
 		return ready("on-prem, " + because(no, &want))
 	case mine && len(refused) > 0:
 		a := retry("there is room on-prem: it begins again with the first flavor", 0)
 		a.Changes = true
 		return a
-	case now.Sub(c.held[c.id(w)].since) >= patience:
+	case now.Sub(c.held[c.id(w)].since) >= forQuota:
 		c.drop(c.id(w))
 		return ready("on-prem, there is room and no quota")
 	case now.Sub(s.LastTransitionTime.Time) < pause:

@@ -114,6 +114,10 @@ func (c *cluster) Open(id, name string, groups []placer.Group, guests []placer.G
 	return ends, at, nil
 }
 
+func (c *cluster) Might(groups []placer.Group, stay func(string) bool) bool {
+	return c.Books.Might(groups, stay, start)
+}
+
 // job adds a workload with quota of a flavor and a check, whose sets have so many pods of so many
 // units each.
 func (c *cluster) job(name, flavor, check string, sets ...[2]int) *Workload {
@@ -377,7 +381,7 @@ func TestCloud(t *testing.T) {
 	c.quota(poor, "", "")
 	c.decide(pause)
 	c.quota(poor, "there", "full")
-	c.decide(patience)
+	c.decide(forQuota)
 	c.want(poor, Ready, "there is room and no quota")
 	if ids := c.Books.Holds(); len(ids) > 0 {
 		t.Errorf("held are %q", ids)

@@ -80,6 +80,17 @@
 // and its seat is lost, the check is Retry: Kueue ends the job, which begins again and may have another
 // node. A job whose pods all run is left alone, even on a node that is cordoned.
 //
+// # Waiting
+//
+// A workload without room waits, with its check Pending, in three cases:
+//
+//   - Others are leaving: Kueue has taken their quota, and their pods are still ending. Their room is held for the
+//     workload, for up to two minutes.
+//   - It is a slice of an elastic job whose pods run. Kueue ends the slice before as soon as the next one has quota, so
+//     the next one takes over what is held. Retry would end all pods of the job.
+//   - It has quota in a cloud whose flavor asks for patience ("example.com/gpu.patience"). It goes to the cloud at once if
+//     there would be no room in time even if all went that do not say that they run longer.
+//
 // # The whole pod
 //
 // Room is on nodes that also have the cpu, memory, ephemeral storage and other devices that a pod asks for, as the

@@ -81,7 +81,10 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 			delete(d.workloads, uid)
 		}
 	case ResourceFlavors:
-		if d.flavors[uid], err = ReadFlavor(o, d.o.Domain); err != nil {
+		var f *Flavor
+		if f, err = ReadFlavor(o, d.o.Domain); f != nil {
+			d.flavors[uid] = f
+		} else {
 			delete(d.flavors, uid)
 		}
 	case AdmissionChecks:
@@ -90,7 +93,7 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 		}
 	}
 	if err != nil {
-		d.o.Logger.Error("ignoring a malformed object", "kind", o.GetKind(), "namespace", o.GetNamespace(), "name", o.GetName(), "err", err)
+		d.o.Logger.Error("an object is malformed, and what is wrong in it is ignored", "kind", o.GetKind(), "namespace", o.GetNamespace(), "name", o.GetName(), "err", err)
 	}
 	d.wake()
 }

@@ -45,6 +45,7 @@ type workload struct {
 		PodSets  []podSet `json:"podSets"`
 		Active   *bool    `json:"active"`
 		Priority *int32   `json:"priority"`
+		Longest  *int64   `json:"maximumExecutionTimeSeconds"`
 	} `json:"spec"`
 	Status struct {
 		Conditions      []metav1.Condition `json:"conditions"`
@@ -58,6 +59,7 @@ type podSet struct {
 	Name     string                 `json:"name"`
 	Template corev1.PodTemplateSpec `json:"template"`
 	Count    int                    `json:"count"`
+	MinCount int                    `json:"minCount"`
 }
 
 type admission struct {
@@ -106,21 +108,28 @@ type Workload struct {
 	// are Pending without being asked.
 	Evicted bool
 	// Woken is true if Kueue was asked to look at it, and nothing has happened to it since.
-	Woken  bool
-	Sets   []Set
-	Checks []CheckState
+	Woken bool
+	// Turned is when it was admitted or last ceased to be, Created if it never was.
+	Turned time.Time
+	// Longest is how long Kueue lets it run, 0 if as long as it likes.
+	Longest time.Duration
+	Sets    []Set
+	Checks  []CheckState
 
 	object *unstructured.Unstructured
 }
 
-// Set is so many pods of one kind. Labels are what pods get from their template, and Flavors
+// Set is so many pods of one kind. Labels and Annotations are what pods get from their template, and Flavors
 // those that Kueue chose for them.
 type Set struct {
-	Name    string
-	N       int
-	Labels  map[string]string
-	Pod     corev1.PodSpec
-	Flavors []string
+	Name string
+	N    int
+	// Least is how few pods it may have instead of those that it asks for, 0 where it may have no fewer.
+	Least       int
+	Labels      map[string]string
+	Annotations map[string]string
+	Pod         corev1.PodSpec
+	Flavors     []string
 
 	// request is what Checks has found that a pod asks for, nil until it has looked.
 	request *request
@@ -158,10 +167,19 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	if from.Spec.Priority != nil {
 		w.Priority = int(*from.Spec.Priority)
 	}
+	if from.Spec.Longest != nil {
+		w.Longest = seconds(*from.Spec.Longest)
+	}
+	w.Turned = w.Created
+	for _, c := range from.Status.Conditions {
+		if c.Type == "Admitted" {
+			w.Turned = c.LastTransitionTime.Time
+		}
+	}
 	w.Annotations = from.Annotations
 	w.Woken = slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == requeued && c.Reason == wokenReason })
 	for _, s := range from.Spec.PodSets {
-		set := Set{Name: s.Name, N: s.Count, Labels: s.Template.Labels, Pod: s.Template.Spec}
+		set := Set{Name: s.Name, N: s.Count, Least: max(s.MinCount, 0), Labels: s.Template.Labels, Annotations: s.Template.Annotations, Pod: s.Template.Spec}
 		if from.Status.Admission != nil {
 			for _, a := range from.Status.Admission.PodSetAssignments {
 				if a.Name != s.Name {
@@ -259,11 +277,13 @@ type Flavor struct {
 	Name        string
 	Labels      map[string]string
 	Tolerations []corev1.Toleration
-	// Cloud is true of nodes that cost money.
-	Cloud bool
+	// Cloud is true of nodes that cost money. Patience is how long workloads wait for room on-prem before these are paid.
+	Cloud    bool
+	Patience time.Duration
 }
 
-// ReadFlavor reads a ResourceFlavor. Domain is that of its own label.
+// ReadFlavor reads a ResourceFlavor. Domain is that of its own label and annotation. If the annotation makes no sense,
+// ReadFlavor returns the flavor without patience, and an error.
 func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 	var from struct {
 		Spec struct {
@@ -275,7 +295,16 @@ func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 		return nil, err
 	}
 	cloud := o.GetLabels()[domain+"/"+cloudLabel] == "true"
-	return &Flavor{o.GetName(), from.Spec.NodeLabels, from.Spec.Tolerations, cloud}, nil
+	f := &Flavor{Name: o.GetName(), Labels: from.Spec.NodeLabels, Tolerations: from.Spec.Tolerations, Cloud: cloud}
+	name := domain + "/" + patienceName
+	if text := o.GetAnnotations()[name]; text != "" {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 {
+			return f, fmt.Errorf("the annotation %s of ResourceFlavor %s is %q: write a duration, for example 2m; nobody waits until then", name, f.Name, text)
+		}
+		f.Patience = d
+	}
+	return f, nil
 }
 
 // Check is an AdmissionCheck. Active is true once its controller has set that condition.

@@ -85,3 +85,21 @@ func TestNotJudged(t *testing.T) {
 		}
 	}
 }
+
+// TestPartialAdmission: Kueue chooses a number of pods by quota. The check judges that number, and says which one would
+// fit.
+func TestPartialAdmission(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79, 79}, "cloud-1": {79}})
+	w := c.job("w", "here", "room", [2]int{6, 30}, [2]int{1, 5})
+	w.Sets[0].Least = 2
+	c.decide(0)
+	c.want(w, Retry, "with a parallelism of 4 for \"set-0\" it would fit")
+	none := c.job("none", "here", "room", [2]int{6, 30})
+	none.Sets[0].Least = 5
+	c.decide(0)
+	c.want(none, Retry, "4 of \"set-0\" fit, and it takes no fewer than 5")
+	fits := c.job("fits", "here", "room", [2]int{4, 30})
+	fits.Sets[0].Least = 2
+	c.decide(0)
+	c.want(fits, Ready, "a × 4")
+}

@@ -139,6 +139,16 @@ func (hs *holds) Leave(id string) {
 	}
 }
 
+// Running reports whether pods of a hold are on nodes, and are not ending.
+func (hs *holds) Running(id string) bool {
+	for _, e := range hs.b.pods {
+		if e.Hold == id && e.Node != "" && !e.Ending && !e.Done {
+			return true
+		}
+	}
+	return false
+}
+
 // Lost returns the nodes of a hold's seats that are lost, sorted, each node once for each seat. An open seat is lost if
 // it has no room, or if its node takes no new pods by the last Hold.
 func (hs *holds) Lost(id string) (nodes []string) {

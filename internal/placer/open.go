@@ -64,9 +64,37 @@ func (hs *holds) Open(
 	return o.ends, at, nil
 }
 
+// Might reports whether there would be room for groups if of all pods and seats only those stayed for whose holds stay
+// returns true. It holds nothing.
+func (hs *holds) Might(groups []Group, stay func(hold string) bool, now time.Time) bool {
+	hs.b.expire(now)
+	o := opening{search: hs.search("might", "", groups), stay: stay, now: now}
+	_, err := o.fill(o.findAny)
+	hs.drop(o.h)
+	return err == nil
+}
+
+// findAny opens each seat on the first node that would have room for it.
+func (o *opening) findAny(missing []*seat) (found int, no *Refusal) {
+	for _, s := range missing {
+		i := slices.IndexFunc(o.groups[s.group].Among, func(name string) bool {
+			o.hs.pause()
+			return o.on(name).judge(nil, s.ask).why == ""
+		})
+		if i < 0 {
+			return found, newRefusal()
+		}
+		o.seat(s, o.groups[s.group].Among[i])
+		found++
+	}
+	return found, nil
+}
+
 // opening is a search for room that guests still have.
 type opening struct {
 	*search
+	// stay tells whether a hold's pods and seats stay. If it is nil, those of all but guests do.
+	stay   func(hold string) bool
 	guests []Guest
 	// going has the IDs of the guests, true for those that go in any case or by this search.
 	going map[string]bool
@@ -152,6 +180,7 @@ func (o *opening) best(e *ask, among []string) (best *offer, no *Refusal) {
 // hosted is a node with the guests that have some of it.
 type hosted struct {
 	*opening
+	name   string
 	n      *node
 	guests []Guest
 	gone   map[string]bool     // UIDs of those that go in any case
@@ -167,7 +196,7 @@ func (o *opening) on(name string) *hosted {
 	if n == nil {
 		n = &node{}
 	}
-	of := &hosted{opening: o, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
+	of := &hosted{opening: o, name: name, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
 	for id, since := range n.leaving {
 		if since.IsZero() {
 			n.leaving[id], since = o.now, o.now
@@ -193,7 +222,7 @@ func (o *opening) on(name string) *hosted {
 		e := here[uid]
 		going, guest := o.going[e.Hold]
 		switch {
-		case e.Ending, going && guest:
+		case e.Ending, going && guest, o.stay != nil && e.Hold != o.h.id && !o.stay(e.Hold):
 			of.gone[uid] = true
 			continue
 		case !guest || e.Hold == o.h.id:
@@ -239,6 +268,9 @@ func (of *hosted) judge(ends []Guest, e *ask) verdict {
 		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
 	}
 	without := of.without(ends)
+	if len(without) == 0 && len(of.free) == 0 && of.n.here != nil {
+		return of.n.judgeSeat(of.hs.b.room(of.name), e) // as it is known already
+	}
 	return of.n.judgeSeat(of.hs.b.roomOf(of.n, without, of.free...), e, of.n.freed(without)...)
 }
 

@@ -274,3 +274,56 @@ func TestTheFewestEnd(t *testing.T) {
 		t.Error("there is little to be seen")
 	}
 }
+
+// TestMight: what would be free if only some stayed, without a change of the books.
+func TestMight(t *testing.T) {
+	f := of(piece.KindUnits, 1, 79, "a", "b")(t)
+	f.wantHeld("stays", "[[a]]", f.group(1, memName, 50))
+	f.give(units("p", 60), "b")
+	f.wantHeld("goes", "[[a]]", f.group(1, memName, 20))
+	stay := func(ids ...string) func(string) bool {
+		return func(id string) bool { return slices.Contains(ids, id) }
+	}
+	might := func(yes bool, groups []Group, ids ...string) {
+		t.Helper()
+		if got := f.books.Might(groups, stay(ids...), f.now); got != yes {
+			t.Errorf("if only %q stay there might be room: %v", ids, got)
+		}
+	}
+	two := []Group{f.group(2, memName, 60)}
+	might(true, two)
+	might(false, two, "stays")
+	might(true, []Group{f.group(1, memName, 60)}, "stays")
+	might(true, []Group{f.group(1, memName, 29), f.group(1, memName, 70)}, "stays")
+	might(false, []Group{f.group(1, memName, 30), f.group(1, memName, 70)}, "stays")
+	might(false, []Group{f.group(1, memName, 80)})
+	if ids := f.books.Holds(); !slices.Equal(ids, []string{"goes", "stays"}) {
+		t.Errorf("held are %q", ids)
+	}
+	for _, id := range f.books.Holds() {
+		if lost := f.books.Lost(id); len(lost) > 0 {
+			t.Errorf("%s has lost its room", id)
+		}
+	}
+	f.wantRefused(units("x", 30), "none of 2 nodes")
+}
+
+func TestRunning(t *testing.T) {
+	f := of(piece.KindUnits, 1, 79, "a")(t)
+	f.wantHeld("g", "[[a]]", f.group(1, memName, 50))
+	p := units("m", 50).of("g")
+	want := func(yes bool, when string) {
+		t.Helper()
+		if f.books.Running("g") != yes {
+			t.Errorf("%s it runs: %v", when, !yes)
+		}
+	}
+	want(false, "without a pod")
+	f.books.SetPod(p)
+	want(false, "while its pod has no node")
+	f.give(p, "a")
+	want(true, "on a node")
+	p.Node, p.Ending = "a", true
+	f.books.SetPod(p)
+	want(false, "while its pod is ending")
+}

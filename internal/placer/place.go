@@ -28,8 +28,9 @@ type Refusal struct {
 	// Lacks are the nodes that have too little of a plain resource, by resource.
 	Lacks map[string]Lacking
 	// Found is for how many pods of a hold there is room, of so many; both 0 for a pod. Group is the
-	// index of the group of the first pod without room, -1 where it is none in particular.
-	Found, Of, Group int
+	// index of the group of the first pod without room, -1 where it is none in particular, and Fit is
+	// for how many pods of that group there is room beside the others of Found.
+	Found, Of, Group, Fit int
 }
 
 // Lacking are nodes with room on their GPUs that lack a plain resource. Lack is of the one that has

@@ -7,9 +7,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
-
-	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 // Amount is how much of a plain resource a pod asks for: of anything but the agents' devices, for
@@ -62,15 +61,24 @@ func (l Lack) String() string {
 		amountOf(l.Name, max(l.Left, 0)))
 }
 
-// amountOf writes an amount as Kubernetes does, for example 1500m, 4Gi or 2.
+// amountOf writes an amount as people write it for Kubernetes, for example 1500m, 4Gi or 2. Of memory it
+// keeps one digit after the point.
 func amountOf(name string, n int64) string {
-	switch {
-	case name == "cpu":
-		return resource.NewMilliQuantity(n, resource.DecimalSI).String()
-	case name == "memory" || name == "ephemeral-storage" || strings.HasPrefix(name, "hugepages-"):
-		return resource.NewQuantity(n, resource.BinarySI).String()
+	short := func(n int64, unit float64) string {
+		return strings.TrimSuffix(strconv.FormatFloat(float64(n)/unit, 'f', 1, 64), ".0")
 	}
-	return resource.NewQuantity(n, resource.DecimalSI).String()
+	bytes := name == "memory" || name == "ephemeral-storage" || strings.HasPrefix(name, "hugepages-")
+	switch {
+	case name == "cpu" && n%1000 != 0:
+		return strconv.FormatInt(n, 10) + "m"
+	case name == "cpu":
+		return strconv.FormatInt(n/1000, 10)
+	case bytes && n >= 1<<30:
+		return short(n, 1<<30) + "Gi"
+	case bytes && n > 0:
+		return short(n, 1<<20) + "Mi"
+	}
+	return strconv.FormatInt(n, 10)
 }
 
 // SetPlain notes how much of the plain resources a node has for the pods of the books: what it has

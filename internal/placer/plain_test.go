@@ -209,3 +209,14 @@ func (f *fleet) leftOf(name string, has map[string]int64, seats bool) map[string
 	}
 	return left
 }
+
+func TestAmountOf(t *testing.T) {
+	for want, a := range map[string]Amount{
+		"1500m": {"cpu", 1500}, "2": {"cpu", 2000}, "0": {"cpu", 0}, "4Gi": {"memory", 4 << 30}, "1.5Gi": {"hugepages-2Mi", 3 << 29},
+		"0.5Mi": {"ephemeral-storage", 1 << 19}, "7": {"example.org/nic", 7},
+	} {
+		if got := amountOf(a.Name, a.N); got != want {
+			t.Errorf("%v is written %q, want %q", a, got, want)
+		}
+	}
+}

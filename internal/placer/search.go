@@ -68,6 +68,11 @@ func (s *search) fill(find func(missing []*seat) (int, *Refusal)) (at [][]string
 			return s.h.at(len(s.groups)), nil
 		}
 		no.Found, no.Of, no.Group = had+found, had+len(missing), missing[found].group
+		for _, o := range s.h.seats {
+			if o.group == no.Group {
+				no.Fit++
+			}
+		}
 	}
 	if s.hs.set(s.h, s.before); len(s.before) == 0 {
 		s.hs.drop(s.h)

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kueue
+
+import (
+	"time"
+)
+
+const (
+	// patienceName is the annotation of a cloud's ResourceFlavor with how long a workload waits for room on-prem before
+	// this cloud is paid, for example "2m".
+	patienceName = "gpu.patience"
+	// runsName is the annotation of pods with how long they run at most, for example "1h30m".
+	runsName = "gpu.runs-for"
+	// hopeAgain is how often it is looked anew whether waiting may be of use. In a large fleet that takes a part of a
+	// second.
+	hopeAgain = 5 * time.Second
+)
+
+// hope is whether a workload may get room on-prem while it waits, as of a time.
+type hope struct {
+	at    time.Time
+	there bool
+}
+
+// waitsUntil returns until when a workload that a cloud has quota for waits for room on-prem, zero if it goes to the
+// cloud now. It waits as long as its flavor says, from when it was made or last ran. It does not wait if the workloads
+// that have the room say that they run longer.
+func (c *Checks) waitsUntil(w *Workload, want *wanted, v *View, now time.Time) time.Time {
+	by := w.Turned.Add(v.patience(w))
+	if !now.Before(by) || !c.mayEnd(w, want, v, by, now) {
+		return time.Time{}
+	}
+	return by
+}
+
+// patience is the longest of a workload's flavors.
+func (v *View) patience(w *Workload) (most time.Duration) {
+	for i := range w.Sets {
+		for _, name := range w.Sets[i].Flavors {
+			if f := v.Flavors[name]; f != nil {
+				most = max(most, f.Patience)
+			}
+		}
+	}
+	return most
+}
+
+// mayEnd reports whether a workload may have room by a time: if all ended by then that do not say that they run on.
+// Pods that came without Kueue say nothing.
+func (c *Checks) mayEnd(w *Workload, want *wanted, v *View, by, now time.Time) bool {
+	if h, lately := c.hopes[w.UID]; lately {
+		return h.there
+	}
+	stay := map[string]bool{}
+	for _, y := range v.Workloads {
+		if end := c.end(y); end.After(by) {
+			stay[c.id(y)] = true
+		}
+	}
+	there := c.books.Might(want.groups, func(hold string) bool { return stay[hold] })
+	c.hopes[w.UID] = hope{now, there}
+	return there
+}
+
+// end returns when a workload that runs is over at the latest, zero if it does not say.
+func (c *Checks) end(w *Workload) time.Time {
+	if !w.Admitted || w.Over {
+		return time.Time{}
+	}
+	longest := time.Duration(0)
+	for i := range w.Sets {
+		s := &w.Sets[i]
+		runs, _ := time.ParseDuration(s.Annotations[c.domain+"/"+runsName]) // one that is no duration says nothing
+		if d := s.Pod.ActiveDeadlineSeconds; d != nil && (runs <= 0 || runs > seconds(*d)) {
+			runs = seconds(*d)
+		}
+		if runs <= 0 {
+			longest = 0
+			break
+		}
+		longest = max(longest, runs)
+	}
+	if w.Longest > 0 && (longest == 0 || w.Longest < longest) {
+		longest = w.Longest
+	}
+	if longest == 0 {
+		return time.Time{}
+	}
+	return w.Turned.Add(longest)
+}
+
+// seconds is a number of seconds, at most a year: whoever writes one chooses it.
+func seconds(n int64) time.Duration {
+	const year = 365 * 24 * 3600
+	return time.Duration(min(max(n, 0), year)) * time.Second
+}
