@@ -98,6 +98,8 @@ type Checks struct {
 	heard   uint64
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
+	// told is since when a workload had the quota that it was last refused room for, by UID.
+	told map[string]time.Time
 	// hopes is what mayEnd has found, by UID.
 	hopes map[string]hope
 }
@@ -136,7 +138,7 @@ type Answer struct {
 
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
 func NewChecks(domain string, books Books) *Checks {
-	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}, hopes: map[string]hope{}}
+	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}, told: map[string]time.Time{}, hopes: map[string]hope{}}
 }
 
 // HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
@@ -228,6 +230,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
+	maps.DeleteFunc(c.told, func(uid string, _ time.Time) bool { return !goes[uid] })
 	maps.DeleteFunc(c.hopes, func(_ string, h hope) bool { return now.Sub(h.at) >= hopeAgain })
 	for hold := range c.held {
 		if !there[hold] {
@@ -467,6 +470,10 @@ func (c *Checks) placed(w *Workload, want *wanted, at [][]string) *Answer {
 func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answer {
 	refused, _, mine := c.refused(w)
 	news := false
+	// Where the flavors were written and the state was not, since the workload had changed, it has the same quota yet.
+	since, told := c.told[w.UID]
+	again := told && !since.Equal(w.QuotaAt)
+	c.told[w.UID] = w.QuotaAt
 	for i, g := range want.groups {
 		for _, flavor := range w.Sets[i].Flavors {
 			if g.N > 0 && (group < 0 || group == i) && !slices.Contains(refused, flavor) {
@@ -477,7 +484,7 @@ func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answe
 	switch {
 	case !mine:
 		return retry(why, later)
-	case !news:
+	case !news && again:
 		return retry(why+" (Kueue gave it a flavor that it may not have: is its feature gate ConcurrentAdmission on?)", later)
 	}
 	a := retry(why, 0)

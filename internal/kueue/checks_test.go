@@ -299,8 +299,15 @@ func TestFlavorsThatAreNotKept(t *testing.T) {
 	if is := variant.Annotations; len(is) != 1 || is[allowedFlavors] != "here" {
 		t.Errorf("it says %v", is)
 	}
+	// The workload had changed when its state was to be written, so that it has the same quota yet.
 	deaf.Checks[0] = CheckState{Name: "room", State: Pending}
 	c.decide(0)
+	c.want(deaf, Retry, "the largest free block of example.com/gpu-mem is 20, on a")
+	if s := deaf.Checks[0]; s.RequeueAfterSeconds != nil || strings.Contains(s.Message, "feature gate") {
+		t.Errorf("after a state that was not written it is told %+v", s)
+	}
+	deaf.Checks[0], deaf.QuotaAt = CheckState{Name: "room", State: Pending}, start.Add(time.Second)
+	c.decide(time.Second)
 	c.want(deaf, Retry, "is its feature gate ConcurrentAdmission on?")
 	for _, w := range []*Workload{variant, deaf} {
 		if after := w.Checks[0].RequeueAfterSeconds; after == nil || *after != int32(later.Seconds()) {

@@ -109,6 +109,8 @@ type Workload struct {
 	Evicted bool
 	// Woken is true if Kueue was asked to look at it, and nothing has happened to it since.
 	Woken bool
+	// QuotaAt is when it last got quota or lost it.
+	QuotaAt time.Time
 	// Turned is when it was admitted or last ceased to be, Created if it never was.
 	Turned time.Time
 	// Longest is how long Kueue lets it run, 0 if as long as it likes.
@@ -172,8 +174,11 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	}
 	w.Turned = w.Created
 	for _, c := range from.Status.Conditions {
-		if c.Type == "Admitted" {
+		switch c.Type {
+		case "Admitted":
 			w.Turned = c.LastTransitionTime.Time
+		case "QuotaReserved":
+			w.QuotaAt = c.LastTransitionTime.Time
 		}
 	}
 	w.Annotations = from.Annotations

@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -70,6 +71,8 @@ type cluster struct {
 	nodes                     map[string]*hollow.Node
 	sites                     map[string]string // of nodes
 	work                      sync.WaitGroup
+	// slow is for how many nanoseconds a deleted pod goes on.
+	slow atomic.Int64
 
 	mu      sync.Mutex
 	pods    map[string]*pod // guarded by mu; by UID
@@ -273,6 +276,10 @@ func (c *cluster) look(ctx context.Context) {
 		case p != nil && of.DeletionTimestamp != nil && !p.ending && of.Status.Phase != core.PodPending:
 			p.ending = true
 			c.work.Go(func() {
+				select {
+				case <-ctx.Done():
+				case <-time.After(time.Duration(c.slow.Load())):
+				}
 				p.node.End(c.t.Context(), p.Pod, nil)
 				c.remove(p.Name)
 			})
