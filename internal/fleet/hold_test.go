@@ -100,3 +100,36 @@ func TestStuck(t *testing.T) {
 		t.Errorf("its pods wait for %v", hosts)
 	}
 }
+
+// TestAPodWaitsForItsHold: Kueue 0.19 lets pods of an elastic job go before their check is Ready. The scheduler is woken
+// for them once there is a seat.
+func TestAPodWaitsForItsHold(t *testing.T) {
+	w := &waker{Fleet: New("example.com", func() time.Time { return start }), clock: &clock{at: start}, t: t, woken: make(chan string, 100)}
+	w.Fleet.now = w.clock.now
+	h := HoldFor(w.Fleet, func(p *corev1.Pod) string { return p.Labels["of"] })
+	if err := w.SetGPUNode("a", says(first)); err != nil {
+		t.Fatal(err)
+	}
+	w.SetNode(node("a", corev1.ConditionTrue))
+	for _, k := range []Kind{Nodes, Pods, GPUNodes, Held} {
+		w.Listed(k)
+	}
+	w.run(func(node string) error { w.woken <- node; return nil })
+	group := placer.Group{N: 1, Among: []string{"a"}, Containers: []placer.Container{{Requests: map[string]int{memory: 50}}}}
+	if _, no := h.Hold("other", "another job", []placer.Group{group}); no != nil {
+		t.Fatal(no)
+	}
+	p := asks("p", "50")
+	p.Labels = map[string]string{"of": "mine"}
+	if at, _, err := place(t.Context(), w.Fleet, p, []string{"a"}); at != "" || err != nil {
+		t.Fatalf("placed on %q: %v", at, err)
+	}
+	h.Drop("other")
+	if _, no := h.Hold("mine", "its job", []placer.Group{group}); no != nil {
+		t.Fatal(no)
+	}
+	w.wants("a")
+	if at, refused, err := place(t.Context(), w.Fleet, p, []string{"a"}); at != "a" {
+		t.Errorf("not placed: %v, %v", refused, err)
+	}
+}

@@ -53,9 +53,9 @@ type waiting struct {
 }
 
 // shapeKey is what the pods of a shape have in common.
-type shapeKey struct{ namespace, containers string }
+type shapeKey struct{ namespace, containers, hold string }
 
-// shape is the pods of a namespace that were refused and ask for the same.
+// shape is the pods of a namespace and a hold that were refused and ask for the same.
 type shape struct {
 	key shapeKey
 	// pod asks for the same, but is not one of them. It has no UID.
@@ -132,13 +132,13 @@ func (w *waiting) unnumber(node string) {
 
 // refused notes that nodes had no room for a pod.
 func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
-	key := shapeKey{p.Namespace, fmt.Sprint(p.Containers)}
+	key := shapeKey{p.Namespace, fmt.Sprint(p.Containers), p.Hold}
 	s := w.shapes[key]
 	if s == nil || w.refusedPods[p.UID] != s {
 		w.satisfied(p.UID)
 	}
 	if s == nil {
-		s = &shape{key: key, pod: placer.Pod{Containers: p.Containers}, since: map[string]time.Time{}}
+		s = &shape{key: key, pod: placer.Pod{Containers: p.Containers, Plain: p.Plain, Hold: p.Hold}, since: map[string]time.Time{}}
 		w.shapes[key] = s
 	}
 	s.since[p.UID] = now

@@ -372,10 +372,28 @@ func (c *cluster) awaitAt(name, site string, n int) {
 			}
 		}
 		if at != n || len(nodes) != n {
-			return fmt.Errorf("its pods run on %v; %s", nodes, c.says(name))
+			return fmt.Errorf("its pods run on %v, %s; %s", nodes, c.waiting(name), c.says(name))
 		}
 		return nil
 	})
+}
+
+// waiting is why pods of a Job do not run, for people.
+func (c *cluster) waiting(name string) string {
+	var out []string
+	for _, p := range c.podsOf("batch.kubernetes.io/job-name=" + name) {
+		if p.Status.Phase == core.PodRunning && p.DeletionTimestamp == nil {
+			continue
+		}
+		text := fmt.Sprintf("%s is %s on %q, gates %v", p.Name, p.Status.Phase, p.Spec.NodeName, p.Spec.SchedulingGates)
+		for _, is := range p.Status.Conditions {
+			if is.Status != core.ConditionTrue {
+				text += fmt.Sprintf(", %s: %s", is.Type, is.Message)
+			}
+		}
+		out = append(out, text)
+	}
+	return strings.Join(out, "; ")
 }
 
 // end has the pods of a Job succeed.
