@@ -191,7 +191,7 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 					continue
 				}
 				if a.Count != nil {
-					set.N = *a.Count
+					set.N = min(set.N, *a.Count) // fewer by partial admission, or more before an elastic job shrank
 				}
 				set.Flavors = slices.Compact(slices.Sorted(maps.Values(a.Flavors)))
 			}

@@ -103,3 +103,17 @@ func TestPartialAdmission(t *testing.T) {
 	c.decide(0)
 	c.want(fits, Ready, "a × 4")
 }
+
+// TestNumberOfPods is the smaller one: what Kueue gave by partial admission, or what an elastic job has shrunk to since.
+func TestNumberOfPods(t *testing.T) {
+	for _, n := range [][3]int{{5, 4, 4}, {2, 4, 2}, {3, 3, 3}} {
+		w, err := ReadWorkload(object("Workload", map[string]any{
+			"metadata": map[string]any{"name": "w", "namespace": "x"},
+			"spec":     map[string]any{"podSets": []any{map[string]any{"name": "main", "count": int64(n[0])}}},
+			"status": map[string]any{"admission": map[string]any{"podSetAssignments": []any{
+				map[string]any{"name": "main", "count": int64(n[1])}}}}}))
+		if err != nil || w.Sets[0].N != n[2] {
+			t.Errorf("of %d pods, %d of them admitted, there are %+v, want %d: %v", n[0], n[1], w.Sets, n[2], err)
+		}
+	}
+}

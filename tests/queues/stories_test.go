@@ -11,6 +11,7 @@ import (
 	"time"
 
 	core "k8s.io/api/core/v1"
+	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"example.com/gpu-agent/tests/plane"
 )
@@ -146,7 +147,7 @@ func (c *cluster) growsLater(t *testing.T) {
 	c.awaitAt("stretches", "on-prem", 1)
 	c.send(job{name: "after", asks: map[string]int{memory: 60}}) // what it has left is free
 	c.awaitAt("after", "on-prem", 1)
-	c.end("stretches")
+	c.delete("stretches")
 	c.end("beside-1")
 	c.end("after")
 }
@@ -216,9 +217,17 @@ func (c *cluster) delete(name string) {
 		c.patch(podsOfTeam+"/"+p.Name, object{"metadata": object{"finalizers": nil}})
 		c.remove(p.Name)
 	}
-	if w, err := c.workload(name); err == nil {
-		c.patch(queueing+"/namespaces/"+team+"/workloads/"+w.Name, object{"metadata": object{"finalizers": nil}})
-		c.Do(c.t, nil, http.MethodDelete, queueing+"/namespaces/"+team+"/workloads/"+w.Name, plane.JSON, object{}, nil)
+	var list struct{ Items []workload }
+	if err := c.get(queueing+"/namespaces/"+team+"/workloads", &list); err != nil {
+		c.t.Fatal(err)
+	}
+	for i := range list.Items {
+		w := &list.Items[i]
+		if by := meta.GetControllerOf(&w.ObjectMeta); by != nil && by.Name == name {
+			path := queueing + "/namespaces/" + team + "/workloads/" + w.Name
+			c.patch(path, object{"metadata": object{"finalizers": nil}})
+			c.Do(c.t, nil, http.MethodDelete, path, plane.JSON, object{}, nil) // it may be gone
+		}
 	}
 }
 
