@@ -213,10 +213,7 @@ func (c *cluster) delete(name string) {
 		c.t.Fatal(err)
 	}
 	// No garbage collector runs here.
-	for _, p := range c.podsOf("batch.kubernetes.io/job-name=" + name) {
-		c.patch(podsOfTeam+"/"+p.Name, object{"metadata": object{"finalizers": nil}})
-		c.remove(p.Name)
-	}
+	c.deletePods("batch.kubernetes.io/job-name=" + name)
 	var list struct{ Items []workload }
 	if err := c.get(queueing+"/namespaces/"+team+"/workloads", &list); err != nil {
 		c.t.Fatal(err)
@@ -245,7 +242,7 @@ func (c *cluster) preempts(t *testing.T) {
 	}
 	c.slow.Store(int64(8 * time.Second)) // pods take so long to end
 	defer c.slow.Store(0)
-	c.send(job{name: "high", asks: map[string]int{memory: 60}, labels: map[string]string{"kueue.x-k8s.io/priority-class": "high"}})
+	c.send(job{name: "high", asks: map[string]int{memory: 60}, selector: stay, labels: map[string]string{"kueue.x-k8s.io/priority-class": "high"}})
 	c.awaitAt("high", "on-prem", 1)
 	c.delete("high")
 	for i := range 4 {
@@ -273,13 +270,18 @@ func (c *cluster) servers(t *testing.T) {
 		}
 		return nil
 	})
-	for i := range 5 {
-		path := podsOfTeam + "/" + fmt.Sprint("server-", i)
-		c.Do(t, nil, http.MethodDelete, path, plane.JSON, object{}, nil)
-		c.patch(path, object{"metadata": object{"finalizers": nil}})
+	c.deletePods("batch.kubernetes.io/job-name=servers")
+}
+
+// deletePods deletes pods, and waits until their kubelet has ended them.
+func (c *cluster) deletePods(selector string) {
+	c.t.Helper()
+	for _, p := range c.podsOf(selector) {
+		c.patch(podsOfTeam+"/"+p.Name, object{"metadata": object{"finalizers": nil}})
+		c.Do(c.t, nil, http.MethodDelete, podsOfTeam+"/"+p.Name, plane.JSON, object{}, nil) // it may be gone
 	}
-	c.Await(t, "the servers are gone", func() error {
-		if left := c.podsOf("batch.kubernetes.io/job-name=servers"); len(left) > 0 {
+	c.Await(c.t, "the pods are gone", func() error {
+		if left := c.podsOf(selector); len(left) > 0 {
 			return fmt.Errorf("%d are left", len(left))
 		}
 		return nil
