@@ -42,6 +42,11 @@ func TestAnElasticJobGrowsOnceThereIsRoom(t *testing.T) {
 			if !restarts {
 				// A pod that fails is made anew in the room of the one before.
 				end()
+				stranger := placer.Pod{UID: "s", Containers: []placer.Container{{Requests: map[string]int{memory: 50}}}}
+				if _, err := c.Place(t.Context(), stranger, []string{on}, start); err == nil {
+					t.Fatal("a stranger has the room of a pod that goes on")
+				}
+				c.DeletePod("s")
 				of := metav1.ObjectMeta{Namespace: "train", Annotations: first.Checks[0].PodSetUpdates[0].Annotations}
 				if at, err := c.place("again", of, 50); at != on {
 					t.Fatalf("the room of a pod that goes on is lost: it is placed on %q, %v", at, err)

@@ -114,14 +114,25 @@ func TestPlainRoomIsLost(t *testing.T) {
 	}
 }
 
-// TestSeatOfTheSameCores: of pods with the same GPUs, each takes the seat for its own cpu.
+// TestSeatOfTheSameCores: of pods with the same GPUs, each takes the seat for its own cpu, those that run when the hold
+// is made anew, too.
 func TestSeatOfTheSameCores(t *testing.T) {
-	f := of(piece.KindUnits, 1, 79, "a")(t)
-	f.books.SetPlain("a", has(10, 64, 110))
-	f.wantHeld("g", "[[a] [a]]", f.thick(1, 10, 2, 0), f.thick(1, 10, 8, 0))
-	f.give(Pod{UID: "m", Namespace: "x", Name: "m", Containers: asks("", memName, 10).Containers, Plain: amounts(8, 0)}.of("g"), "a")
-	if lost := f.books.Lost("g"); len(lost) != 0 {
-		t.Errorf("lost on %v: the pod took the small seat", lost)
+	for cores, left := range map[int64]int64{2: 8, 8: 2} {
+		f := of(piece.KindUnits, 1, 79, "a")(t)
+		f.books.SetPlain("a", has(11, 64, 110))
+		groups := []Group{f.thick(1, 10, 2, 0), f.thick(1, 10, 8, 0)}
+		f.wantHeld("g", "[[a] [a]]", groups...)
+		p := units("m", 10).of("g")
+		p.Plain = amounts(cores, 0)
+		f.give(p, "a")
+		for range 2 {
+			f.wantRefused(units("x", 5).with(2), "the rest is held for others")
+			if got := f.books.nodes["a"].seats[0].Plain.Of("cpu"); got != left*1000 {
+				t.Errorf("with a pod of %d cores the open seat is for %d millicores", cores, got)
+			}
+			f.books.Drop("g")
+			f.wantHeld("g", "[[a] [a]]", groups...)
+		}
 	}
 }
 
