@@ -55,8 +55,10 @@ type options struct {
 	// export are flags of `gpu-agent export kueue` beside --kubeconfig and --team.
 	export []string
 	// may is what the team may do beside, as in the flag --team.
-	may   string
-	gates map[string]bool
+	may string
+	// others are more teams.
+	others []string
+	gates  map[string]bool
 	// quotas, if it is set, changes the exported objects before they are applied.
 	quotas func(text string) string
 }
@@ -71,10 +73,12 @@ type cluster struct {
 	nodes                     map[string]*hollow.Node
 	sites                     map[string]string // of nodes
 	work                      sync.WaitGroup
+	// every does something again and again until the test ends.
+	every func(pause time.Duration, do func())
 	// slow is for how many nanoseconds a deleted pod goes on.
 	slow atomic.Int64
 
-	mu      sync.Mutex
+	mu      sync.Mutex      // guards writes of nodes and sites, too, which the test's own goroutine makes
 	pods    map[string]*pod // guarded by mu; by UID
 	refused []string        // guarded by mu; by nodes
 }
@@ -100,20 +104,22 @@ func startCluster(t *testing.T, o options) *cluster {
 	c.kubeconfig = c.Kubeconfig(t, nil)
 	c.apply(c.read("deployments/base/crd.yaml"))
 	c.Await(t, "GPUNodes are served", func() error { return c.get("/apis/example.com/v1alpha1/gpunodes", nil) })
-	c.post("/api/v1/namespaces", object{"metadata": object{"name": team}})
+	for _, name := range append(o.others, team) {
+		c.post("/api/v1/namespaces", object{"metadata": object{"name": name}})
+	}
 	c.post("/api/v1/namespaces/"+team+"/serviceaccounts", object{"metadata": object{"name": "default"}})
 	c.Controllers(t, "job-controller")
-	for _, n := range o.nodes {
-		c.nodes[n.name] = hollow.Start(t, c.Server, hollow.Options{Name: n.name, Model: model, GPUs: 2, Entries: n.entries, Agent: c.program, Kubelet: "v1.36.3", Args: []string{"--node-labels", "api"}})
-		c.sites[n.name] = n.site
-		// The taint is there until a controller, which does not run here, finds the node ready.
-		c.patch("/api/v1/nodes/"+n.name, object{"metadata": object{"labels": object{site: n.site, core.LabelHostname: n.name}}, "spec": object{"taints": nil}})
-	}
 	c.play()
+	for _, n := range o.nodes {
+		c.startNode(n)
+	}
 	for _, n := range o.nodes {
 		c.Await(t, n.name+" offers its GPUs", func() error { return c.offers(n.name) })
 	}
 	o.export = append([]string{"--kubeconfig", c.kubeconfig, "--team", team + o.may}, o.export...)
+	for _, name := range o.others {
+		o.export = append(o.export, "--team", name)
+	}
 	c.Kueue(t, c.export(append(o.export, "--configuration")), o.gates)
 	c.startPlacer()
 	objects := string(c.export(o.export))
@@ -122,6 +128,18 @@ func startCluster(t *testing.T, o options) *cluster {
 	}
 	c.apply([]byte(objects))
 	return c
+}
+
+// startNode starts a node, with the agent on it.
+func (c *cluster) startNode(n node) {
+	c.t.Helper()
+	made := hollow.Start(c.t, c.Server, hollow.Options{Name: n.name, Model: model, GPUs: 2, Entries: n.entries, Agent: c.program, Kubelet: "v1.36.3", Args: []string{"--node-labels", "api"}})
+	// The taint is there until a controller, which does not run here, finds the node ready.
+	c.patch("/api/v1/nodes/"+n.name, object{"metadata": object{"labels": object{site: n.site, core.LabelHostname: n.name}}, "spec": object{"taints": nil}})
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.nodes[n.name], c.sites[n.name] = made, n.site
+	c.every(time.Second, func() { made.Sync(c.t) }) // a kubelet says it again, too
 }
 
 // offers says what keeps a node from being exported as it will be.
@@ -238,7 +256,7 @@ func (c *cluster) play() {
 		cancel()
 		c.work.Wait()
 	})
-	every := func(pause time.Duration, do func()) {
+	c.every = func(pause time.Duration, do func()) {
 		c.work.Go(func() {
 			for ctx.Err() == nil {
 				do()
@@ -249,10 +267,7 @@ func (c *cluster) play() {
 			}
 		})
 	}
-	every(100*time.Millisecond, func() { c.look(ctx) })
-	for _, n := range c.nodes {
-		every(time.Second, func() { n.Sync(c.t) }) // a kubelet says it again, too
-	}
+	c.every(100*time.Millisecond, func() { c.look(ctx) })
 }
 
 // look starts the pods that are bound, and ends those that are deleted.

@@ -24,7 +24,7 @@ func TestStories(t *testing.T) {
 	}
 	c := startCluster(t, options{
 		nodes:  []node{{"gpu-1", "on-prem", shared}, {"gpu-2", "on-prem", shared}, {"cloud-1", "cloud", shared}},
-		export: []string{"--cloud", "cloud=158GiB", "--checks"},
+		export: []string{"--cloud", "cloud=158GiB", "--checks"}, others: []string{"lender"},
 	})
 	c.post("/api/v1/namespaces/default/serviceaccounts", object{"metadata": object{"name": "default"}})
 	for _, story := range []struct {
@@ -36,6 +36,8 @@ func TestStories(t *testing.T) {
 		{"an elastic job waits to grow, and shrinks", c.growsLater},
 		{"fewer pods than asked for", c.fewer},
 		{"preemption within a queue", c.preempts},
+		{"what was lent is taken back", c.reclaims},
+		{"a taint of spot nodes", c.spot},
 		{"pods without a job", c.servers},
 		{"patience", c.patience},
 	} {
@@ -250,6 +252,66 @@ func (c *cluster) preempts(t *testing.T) {
 	}
 }
 
+// reclaims: a team that lends its quota on-prem takes it back, and gets the room that others leave for it.
+func (c *cluster) reclaims(t *testing.T) {
+	queue := queueing + "/clusterqueues/lender"
+	anybody := object{"matchLabels": nil}
+	c.patch(queue, object{"spec": object{"namespaceSelector": anybody, "preemption": object{"reclaimWithinCohort": "Any"}}})
+	c.post(queueing+"/namespaces/"+team+"/localqueues", object{
+		"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue", "metadata": object{"name": "lender"}, "spec": object{"clusterQueue": "lender"}})
+	stay := map[string]string{site: "on-prem"}
+	for i := range 4 {
+		c.send(job{name: fmt.Sprint("borrows-", i), asks: map[string]int{memory: 70}, selector: stay})
+		c.awaitAt(fmt.Sprint("borrows-", i), "on-prem", 1)
+	}
+	c.slow.Store(int64(8 * time.Second))
+	defer c.slow.Store(0)
+	c.send(job{name: "owns", asks: map[string]int{memory: 60}, selector: stay, labels: map[string]string{"kueue.x-k8s.io/queue-name": "lender"}})
+	c.awaitAt("owns", "on-prem", 1)
+	c.delete("owns")
+	for i := range 4 {
+		c.delete(fmt.Sprint("borrows-", i))
+	}
+}
+
+// flavor is the name of the only flavor of a site.
+func (c *cluster) flavor(t *testing.T, of string) string {
+	t.Helper()
+	var flavors struct {
+		Items []struct {
+			meta.ObjectMeta `json:"metadata"`
+			Spec            struct{ NodeLabels map[string]string }
+		}
+	}
+	if err := c.get(queueing+"/resourceflavors", &flavors); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range flavors.Items {
+		if f.Spec.NodeLabels[site] == of {
+			return queueing + "/resourceflavors/" + f.Name
+		}
+	}
+	t.Fatalf("no flavor is of %s", of)
+	return ""
+}
+
+// spot: the cloud's nodes have a taint that its flavor tolerates, so pods go there that know nothing of it.
+func (c *cluster) spot(t *testing.T) {
+	taint := object{"key": "cloud.example.com/spot", "value": "true", "effect": "NoSchedule"}
+	flavor, node := c.flavor(t, "cloud"), "/api/v1/nodes/cloud-1"
+	c.patch(flavor, object{"spec": object{"tolerations": []object{{"key": "cloud.example.com/spot", "operator": "Exists"}}}})
+	c.patch(node, object{"spec": object{"taints": []object{taint}}})
+	for i := range 5 {
+		c.send(job{name: fmt.Sprint("spot-", i), asks: map[string]int{memory: 60}})
+		c.awaitAt(fmt.Sprint("spot-", i), map[bool]string{true: "cloud", false: "on-prem"}[i == 4], 1)
+	}
+	c.patch(flavor, object{"spec": object{"tolerations": nil}})
+	c.patch(node, object{"spec": object{"taints": nil}})
+	for i := range 5 {
+		c.end(fmt.Sprint("spot-", i))
+	}
+}
+
 // servers are pods that come to the queue by themselves.
 func (c *cluster) servers(t *testing.T) {
 	requests := object{memory: "50"}
@@ -290,17 +352,10 @@ func (c *cluster) deletePods(selector string) {
 
 // patience: a job waits for on-prem as long as the cloud's flavor says, and gets the room that comes meanwhile.
 func (c *cluster) patience(t *testing.T) {
-	var flavors struct{ Items []core.Node } // metadata alone counts
-	if err := c.get(queueing+"/resourceflavors", &flavors); err != nil {
-		t.Fatal(err)
-	}
+	flavor := c.flavor(t, "cloud")
 	say := func(text any) {
 		t.Helper()
-		for _, f := range flavors.Items {
-			if f.Labels["example.com/gpu.cloud"] == "true" {
-				c.patch(queueing+"/resourceflavors/"+f.Name, object{"metadata": object{"annotations": object{"example.com/gpu.patience": text}}})
-			}
-		}
+		c.patch(flavor, object{"metadata": object{"annotations": object{"example.com/gpu.patience": text}}})
 	}
 	for i := range 4 {
 		c.send(job{name: fmt.Sprint("holds-", i), asks: map[string]int{memory: 70}})
@@ -318,4 +373,29 @@ func (c *cluster) patience(t *testing.T) {
 	for _, name := range []string{"holds-1", "holds-2", "holds-3", "patient", "hasty"} {
 		c.end(name)
 	}
+}
+
+// TestCloudThatStartsAtZero: a cloud has no node until a job needs one. The job is admitted to it, and runs as soon as an
+// autoscaler has made the node.
+func TestCloudThatStartsAtZero(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the export is compared with golden files, and the check played with the real books")
+	}
+	c := startCluster(t, options{
+		nodes:  []node{{"gpu-1", "on-prem", shared}},
+		export: []string{"--cloud", "cloud/NVIDIA-A100-SXM4-80GB/shared=158GiB", "--checks"},
+	})
+	for i := range 2 {
+		c.send(job{name: fmt.Sprint("fills-", i), asks: map[string]int{memory: 60}})
+		c.awaitAt(fmt.Sprint("fills-", i), "on-prem", 1)
+	}
+	c.send(job{name: "first", asks: map[string]int{memory: 60}})
+	c.awaitSays(t, "first", "Admitted=True")
+	if w, err := c.workload("first"); err != nil || w.Status.Admission == nil ||
+		!strings.HasPrefix(w.Status.Admission.PodSetAssignments[0].Flavors[memory], "cloud") {
+		t.Fatalf("it is not in the cloud: %v; %s", err, c.says("first"))
+	}
+	c.startNode(node{"cloud-1", "cloud", shared})
+	c.awaitAt("first", "cloud", 1)
+	c.noneRefused()
 }
