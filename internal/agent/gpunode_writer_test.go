@@ -162,7 +162,7 @@ func withGPUNodes(t *testing.T, o *outside, g *gpuNodes, dir, file string, in gp
 
 const soon = 2 * time.Second
 
-// What the node offers, its health and the largest request are written within a second or
+// What the node offers, its health, the largest request and what is free again are written within a second or
 // two, what else has changed within a minute, and nothing twice.
 func TestGPUNodeIsWrittenWhenThereIsNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -189,9 +189,11 @@ func TestGPUNodeIsWrittenWhenThereIsNews(t *testing.T) {
 		if n := g.count(); n != 2 {
 			t.Errorf("%d writes for a fault that passes, want 2", n)
 		}
+		// What is free again nobody else can say.
 		b.drop("a")
+		b.wantIs(g, soon, "gpu-mem free 7/8 largest 4")
 		b.drop("b")
-		b.wantIs(g, soon+occupancyWithin, "gpu-mem free 8/8 largest 4")
+		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
 		g.count()
 		b.SetFile("p.yaml", []byte(allWhole))
 		b.wantIs(g, soon, "gpu free 2/2 largest 2")

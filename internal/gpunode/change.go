@@ -15,11 +15,12 @@ type Change int
 const (
 	// Same: they say the same.
 	Same Change = iota
-	// Occupancy: other devices are held or free. What is asked for can still be had where it
-	// could before, and no more than before.
+	// Occupancy: more devices are held. What is asked for can still be had where it could before. A
+	// pod's status names its devices, so that nobody waits for the object to say so.
 	Occupancy
-	// News: what a node offers, its health, a condition, or the largest request that fits; of
-	// MIG devices, whether one does. Where holders are told in the object, every change is.
+	// News: what a node offers, its health, a condition, devices that are free again, or the largest
+	// request that fits; of MIG devices, whether one does. Where holders are told in the object,
+	// every change is.
 	News
 )
 
@@ -42,10 +43,32 @@ func (s *Status) Since(before *Status, now time.Time) Change {
 	switch {
 	case reflect.DeepEqual(s, before):
 		return Same
-	case s.HoldersIn == InObject || !reflect.DeepEqual(s.lasting(), before.lasting()):
+	case s.HoldersIn == InObject || s.frees(before) || !reflect.DeepEqual(s.lasting(), before.lasting()):
 		return News
 	}
 	return Occupancy
+}
+
+// frees reports whether a device that was held before is free. Only the object says so: of a pod that has gone, no status
+// is left.
+func (s *Status) frees(before *Status) bool {
+	now := map[string]*GPU{}
+	for i := range s.GPUs {
+		now[s.GPUs[i].UUID] = &s.GPUs[i]
+	}
+	for i := range before.GPUs {
+		was := &before.GPUs[i]
+		is := now[was.UUID]
+		switch {
+		case is == nil:
+		case !was.Used.Within(is.Used):
+			return true
+		case was.MIG != nil && is.MIG != nil &&
+			slices.ContainsFunc(was.MIG.Used, func(p string) bool { return !slices.Contains(is.MIG.Used, p) }):
+			return true
+		}
+	}
+	return false
 }
 
 // keep takes over when conditions have changed.

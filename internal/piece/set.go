@@ -73,6 +73,20 @@ func (s Set) Meets(t Set) bool {
 	return false
 }
 
+// Within reports whether each number of the set is in another one.
+func (s Set) Within(t Set) bool {
+	i := 0
+	for _, r := range s {
+		for i < len(t) && t[i].Last < r.First {
+			i++
+		}
+		if i == len(t) || r.First < t[i].First || t[i].Last < r.Last {
+			return false
+		}
+	}
+	return true
+}
+
 // All yields the numbers in ascending order.
 func (s Set) All() iter.Seq[int] {
 	return func(yield func(int) bool) {

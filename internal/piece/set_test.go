@@ -34,6 +34,10 @@ func TestSet(t *testing.T) {
 		if got, want := slices.Collect(a.From(from).All()), slices.DeleteFunc(slices.Clone(in), func(n int) bool { return n < from }); !slices.Equal(got, want) {
 			t.Fatalf("%v from %d on is %v", in, from, got)
 		}
+		some := slices.DeleteFunc(slices.Clone(in), func(int) bool { return rng.IntN(8) == 0 })
+		if !piece.SetOf(some).Within(a) || a.Within(piece.SetOf(some)) != (len(some) == len(in)) {
+			t.Fatalf("%v is said to be within %v or not", some, in)
+		}
 		text, err := a.MarshalText()
 		var back piece.Set
 		if err == nil && len(in) > 0 {

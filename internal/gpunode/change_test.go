@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode_test
+
+import (
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/piece"
+)
+
+// TestWhatIsFreeAgainIsNews: only the object says it, so a scheduler would not know of the room for a minute, if the
+// largest request stayed the same.
+func TestWhatIsFreeAgainIsNews(t *testing.T) {
+	set := func(text string) (out piece.Set) {
+		if text != "" {
+			if err := out.UnmarshalText([]byte(text)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return out
+	}
+	units := func(first, second string) *gpunode.Status {
+		s := &gpunode.Status{HoldersIn: gpunode.InPods, GPUs: []gpunode.GPU{
+			{UUID: "a", API: "device-plugin", Kind: piece.KindUnits, Resource: "example.com/gpu-mem", Total: 79, Used: set(first)},
+			{UUID: "b", API: "device-plugin", Kind: piece.KindUnits, Resource: "example.com/gpu-mem", Total: 79, Used: set(second)},
+		}}
+		s.Sum()
+		return s
+	}
+	instances := func(used ...string) *gpunode.Status {
+		return &gpunode.Status{HoldersIn: gpunode.InPods, GPUs: []gpunode.GPU{{UUID: "a", MIG: &gpunode.MIG{Used: used}}}}
+	}
+	for name, c := range map[string]struct {
+		before, now *gpunode.Status
+		want        gpunode.Change
+	}{
+		"the same":                  {units("0-9", ""), units("0-9", ""), gpunode.Same},
+		"more is held":              {units("0-9", ""), units("0-19", ""), gpunode.Occupancy},
+		"a whole GPU is free again": {units("", "0-78"), units("", ""), gpunode.News},
+		"some of one GPU is":        {units("", "0-19"), units("", "0-9"), gpunode.News},
+		"some others are held":      {units("", "0-9"), units("", "10-19"), gpunode.News},
+		"an instance more":          {instances("1g.10gb@0"), instances("1g.10gb@0", "1g.10gb@1"), gpunode.Occupancy},
+		"an instance less":          {instances("1g.10gb@0", "1g.10gb@1"), instances("1g.10gb@1"), gpunode.News},
+	} {
+		if got := c.now.Since(c.before, time.Now()); got != c.want {
+			t.Errorf("%s: it is %v, want %v", name, got, c.want)
+		}
+	}
+}
