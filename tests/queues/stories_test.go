@@ -42,10 +42,46 @@ func TestStories(t *testing.T) {
 		{"patience", c.patience},
 	} {
 		t.Run(story.name, func(t *testing.T) {
+			c.awaitIdle(t)
 			story.tell(t)
 			c.noneRefused()
 		})
 	}
+}
+
+// awaitIdle waits until nothing is held on any node, and no workload has quota.
+func (c *cluster) awaitIdle(t *testing.T) {
+	t.Helper()
+	c.Await(t, "nothing is left of the story before", func() error {
+		var list struct{ Items []workload }
+		if err := c.get(queueing+"/namespaces/"+team+"/workloads", &list); err != nil {
+			return err
+		}
+		for i := range list.Items {
+			if w := &list.Items[i]; w.is("QuotaReserved") && !w.is("Finished") {
+				return fmt.Errorf("%s has quota", w.Name)
+			}
+		}
+		for name := range c.nodes {
+			var g struct {
+				Status struct {
+					Resources []struct {
+						Name        string
+						Total, Free int
+					}
+				}
+			}
+			if err := c.get("/apis/example.com/v1alpha1/gpunodes/"+name, &g); err != nil {
+				return err
+			}
+			for _, r := range g.Status.Resources {
+				if r.Free != r.Total {
+					return fmt.Errorf("%s has %d of %d %s", name, r.Free, r.Total, r.Name)
+				}
+			}
+		}
+		return nil
+	})
 }
 
 // onPrem are the nodes on-prem.
