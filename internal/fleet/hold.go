@@ -164,8 +164,8 @@ func (h *Holder) Asks(p *corev1.PodSpec) ([]placer.Container, placer.Amounts) {
 	return of.Containers, of.Plain
 }
 
-// defaulted returns containers of a pod template as those of its pods are: where one has a limit and no request, the API
-// server makes the limit the request.
+// defaulted returns containers of a pod template as those of its pods are: where one has a limit and no request, the
+// API server makes the limit the request.
 func defaulted(containers []corev1.Container) []corev1.Container {
 	out := slices.Clone(containers)
 	for i := range out {

@@ -99,18 +99,18 @@ func plainAmount(name corev1.ResourceName, q resource.Quantity) int64 {
 	return min(max(n, 0), placer.MostOfAmount)
 }
 
-// tellPlain tells the books what plain room a node has for pods with GPUs.
-func (f *Fleet) tellPlain(name string) {
-	a, there := f.about[name]
-	if !there {
-		f.books.SetPlain(name, nil)
+// tell tells the books what plain room a node has for pods with GPUs: what it has in all, less what the others ask for.
+// a is nil where there is no such Node.
+func (o *others) tell(books *placer.Books, name string, a *about) {
+	if a == nil {
+		books.SetPlain(name, nil)
 		return
 	}
 	has := maps.Clone(a.plain)
-	for of, n := range f.beside.use[name] {
+	for of, n := range o.use[name] {
 		if _, stated := has[of]; stated {
 			has[of] -= n
 		}
 	}
-	f.books.SetPlain(name, has)
+	books.SetPlain(name, has)
 }

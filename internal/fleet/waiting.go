@@ -138,7 +138,8 @@ func (w *waiting) refused(p placer.Pod, by []string, now time.Time) {
 		w.satisfied(p.UID)
 	}
 	if s == nil {
-		s = &shape{key: key, pod: placer.Pod{Containers: p.Containers, Plain: p.Plain, Hold: p.Hold}, since: map[string]time.Time{}}
+		pod := placer.Pod{Containers: p.Containers, Plain: p.Plain, Hold: p.Hold}
+		s = &shape{key: key, pod: pod, since: map[string]time.Time{}}
 		w.shapes[key] = s
 	}
 	s.since[p.UID] = now

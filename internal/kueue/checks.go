@@ -25,7 +25,8 @@ type Books interface {
 	// Nodes have the names, labels and taints of all nodes, in order; a cordoned one has the taint for that.
 	Nodes() []*corev1.Node
 	Hold(id, name string, groups []placer.Group) (at [][]string, no *placer.Refusal)
-	Open(id, name string, groups []placer.Group, guests []placer.Guest) (ends []string, at [][]string, no *placer.Refusal)
+	Open(id, name string, groups []placer.Group, guests []placer.Guest) (
+		ends []string, at [][]string, no *placer.Refusal)
 	SetHold(id, name string, groups []placer.Group, at [][]string)
 	Drop(id string)
 	Leave(id string)
@@ -99,9 +100,8 @@ type Checks struct {
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
 	// told is since when a workload had the quota that it was last refused room for, by UID.
-	told map[string]time.Time
-	// hopes is what mayEnd has found, by UID.
-	hopes map[string]hope
+	told  map[string]time.Time
+	hopes hopes
 }
 
 // held is what a hold is for.
@@ -138,7 +138,10 @@ type Answer struct {
 
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
 func NewChecks(domain string, books Books) *Checks {
-	return &Checks{domain: domain, books: books, held: map[string]*held{}, sought: map[string]time.Time{}, told: map[string]time.Time{}, hopes: map[string]hope{}}
+	return &Checks{
+		domain: domain, books: books, held: map[string]*held{},
+		sought: map[string]time.Time{}, told: map[string]time.Time{}, hopes: hopes{},
+	}
 }
 
 // HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
@@ -218,7 +221,8 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if s.State == Pending {
-				there[hold] = there[hold] || h != nil && h.by == w.UID && (h.version != "" && h.version == w.version() || h.opening || h.grows)
+				answered := h != nil && h.version != "" && h.version == w.version()
+				there[hold] = there[hold] || h != nil && h.by == w.UID && (answered || h.opening || h.grows)
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
@@ -231,7 +235,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 	}
 	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
 	maps.DeleteFunc(c.told, func(uid string, _ time.Time) bool { return !goes[uid] })
-	maps.DeleteFunc(c.hopes, func(_ string, h hope) bool { return now.Sub(h.at) >= hopeAgain })
+	c.hopes.forget(now)
 	for hold := range c.held {
 		if !there[hold] {
 			c.drop(hold)
@@ -241,7 +245,8 @@ func (c *Checks) Follow(v *View, now time.Time) {
 
 // returns reports whether a workload was told to come back from a cloud, and has quota there yet.
 func (c *Checks) returns(w *Workload, v *View) bool {
-	return w.Reserved && (w.Evicted || slices.ContainsFunc(w.Checks, func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) }))
+	told := func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) }
+	return w.Reserved && (w.Evicted || slices.ContainsFunc(w.Checks, told))
 }
 
 func (c *Checks) drop(hold string) {
@@ -276,7 +281,8 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		}
 	}
 	// Urgent ones go first, the most urgent of them before the others.
-	urgents := slices.SortedStableFunc(slices.Values(all), func(x, y *Workload) int { return cmp.Compare(y.Priority, x.Priority) })
+	first := func(x, y *Workload) int { return cmp.Compare(y.Priority, x.Priority) }
+	urgents := slices.SortedStableFunc(slices.Values(all), first)
 	answer(urgents, urgentName, func(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
 		a, ends := c.urgent(w, s, v, now)
 		for _, y := range ends {
@@ -485,7 +491,8 @@ func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answe
 	case !mine:
 		return retry(why, later)
 	case !news && again:
-		return retry(why+" (Kueue gave it a flavor that it may not have: is its feature gate ConcurrentAdmission on?)", later)
+		const hint = " (Kueue gave it a flavor that it may not have: is its feature gate ConcurrentAdmission on?)"
+		return retry(why+hint, later)
 	}
 	a := retry(why, 0)
 	a.Changes, a.Refuses = true, slices.Sorted(slices.Values(refused))

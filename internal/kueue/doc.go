@@ -88,8 +88,8 @@
 //     workload, for up to two minutes.
 //   - It is a slice of an elastic job whose pods run. Kueue ends the slice before as soon as the next one has quota, so
 //     the next one takes over what is held. Retry would end all pods of the job.
-//   - It has quota in a cloud whose flavor asks for patience ("example.com/gpu.patience"). It goes to the cloud at once if
-//     there would be no room in time even if all went that do not say that they run longer.
+//   - It has quota in a cloud whose flavor asks for patience ("example.com/gpu.patience"). It goes to the cloud at
+//     once if there would be no room in time even if all went that do not say that they run longer.
 //
 // # The whole pod
 //

@@ -23,9 +23,13 @@ type API interface {
 	Read(ctx context.Context, of schema.GroupVersionResource, see func(*unstructured.Unstructured)) error
 	// WriteStatus writes an object's status, if the object is still in its version. Changed
 	// says that it is not.
-	WriteStatus(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (now *unstructured.Unstructured, changed bool, err error)
+	WriteStatus(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (
+		now *unstructured.Unstructured, changed bool, err error)
 	// Annotate sets an object's annotations, and takes those away that are nil, likewise.
-	Annotate(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string) (now *unstructured.Unstructured, changed bool, err error)
+	Annotate(
+		ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
+		annotations map[string]*string,
+	) (now *unstructured.Unstructured, changed bool, err error)
 }
 
 // Options are what a Door needs beside the books.
@@ -61,7 +65,8 @@ type Door struct {
 // New returns a door to some books.
 func New(books Books, o Options) *Door {
 	return &Door{o: o, checks: NewChecks(o.Domain, books), news: make(chan struct{}, 1),
-		workloads: map[string]*Workload{}, flavors: map[string]*Flavor{}, known: map[string]*Check{}, versions: map[string]string{}, gone: map[string]bool{},
+		workloads: map[string]*Workload{}, flavors: map[string]*Flavor{}, known: map[string]*Check{},
+		versions: map[string]string{}, gone: map[string]bool{},
 		listed: map[schema.GroupVersionResource]bool{}, counts: map[string]int{}}
 }
 
@@ -93,7 +98,8 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 		}
 	}
 	if err != nil {
-		d.o.Logger.Error("an object is malformed, and what is wrong in it is ignored", "kind", o.GetKind(), "namespace", o.GetNamespace(), "name", o.GetName(), "err", err)
+		d.o.Logger.Error("an object is malformed, and what is wrong in it is ignored",
+			"kind", o.GetKind(), "namespace", o.GetNamespace(), "name", o.GetName(), "err", err)
 	}
 	d.wake()
 }
@@ -152,7 +158,9 @@ func (d *Door) State() map[string]int {
 func (d *Door) view() (v *View, ok bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	v = &View{Workloads: slices.Collect(maps.Values(d.workloads)), Flavors: map[string]*Flavor{}, Checks: map[string]*Check{}}
+	v = &View{
+		Workloads: slices.Collect(maps.Values(d.workloads)), Flavors: map[string]*Flavor{}, Checks: map[string]*Check{},
+	}
 	for _, f := range d.flavors {
 		v.Flavors[f.Name] = f
 	}
@@ -204,7 +212,8 @@ func (d *Door) Run(ctx context.Context) error {
 		}
 		if !led {
 			// Who led before may have answered what no watch has told yet.
-			if err := d.o.API.Read(ctx, Workloads, func(o *unstructured.Unstructured) { d.Set(Workloads, o) }); err != nil {
+			see := func(o *unstructured.Unstructured) { d.Set(Workloads, o) }
+			if err := d.o.API.Read(ctx, Workloads, see); err != nil {
 				d.o.Logger.Error("what is held for workloads is not known", "err", err)
 				continue
 			}
@@ -236,7 +245,8 @@ func (d *Door) decide(ctx context.Context, v *View) {
 		case err != nil:
 			log.Error("a workload was not told", "check", a.State.Name, "err", err)
 		case a.State.Name != "":
-			log.Info("a workload was answered", "check", a.State.Name, "state", a.State.State, "message", a.State.Message)
+			log.Info("a workload was answered",
+				"check", a.State.Name, "state", a.State.State, "message", a.State.Message)
 		default:
 			log.Info("a workload may be tried again", "message", a.Wakes)
 		}
@@ -276,7 +286,8 @@ func (c *Checks) annotations(v *View, w *Workload, refused []string) map[string]
 	text := strings.Join(refused, ",")
 	out := map[string]*string{c.domain + "/" + refusedName: &text, allowedFlavors: nil}
 	if _, limited := w.Annotations[allowedFlavors]; len(refused) > 0 || !limited {
-		others := slices.DeleteFunc(slices.Sorted(maps.Keys(v.Flavors)), func(name string) bool { return slices.Contains(refused, name) })
+		kept := func(name string) bool { return slices.Contains(refused, name) }
+		others := slices.DeleteFunc(slices.Sorted(maps.Keys(v.Flavors)), kept)
 		allowed := strings.Join(others, ",")
 		out[allowedFlavors] = &allowed
 	}
@@ -284,7 +295,9 @@ func (c *Checks) annotations(v *View, w *Workload, refused []string) map[string]
 }
 
 // write writes a status, and notes the object as it is then.
-func (d *Door) write(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (changed bool, err error) {
+func (d *Door) write(
+	ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
+) (changed bool, err error) {
 	now, changed, err := d.o.API.WriteStatus(ctx, of, o)
 	if err == nil && !changed {
 		d.Set(of, now)

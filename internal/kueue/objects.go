@@ -158,7 +158,8 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		return nil, err
 	}
 	is := func(kind string) bool {
-		return slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == kind && c.Status == metav1.ConditionTrue })
+		return slices.ContainsFunc(from.Status.Conditions,
+			func(c metav1.Condition) bool { return c.Type == kind && c.Status == metav1.ConditionTrue })
 	}
 	w := &Workload{
 		UID: string(from.UID), Namespace: from.Namespace, Name: from.Name, Created: from.CreationTimestamp.Time,
@@ -182,9 +183,13 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		}
 	}
 	w.Annotations = from.Annotations
-	w.Woken = slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == requeued && c.Reason == wokenReason })
+	w.Woken = slices.ContainsFunc(from.Status.Conditions,
+		func(c metav1.Condition) bool { return c.Type == requeued && c.Reason == wokenReason })
 	for _, s := range from.Spec.PodSets {
-		set := Set{Name: s.Name, N: s.Count, Least: max(s.MinCount, 0), Labels: s.Template.Labels, Annotations: s.Template.Annotations, Pod: s.Template.Spec}
+		set := Set{
+			Name: s.Name, N: s.Count, Least: max(s.MinCount, 0),
+			Labels: s.Template.Labels, Annotations: s.Template.Annotations, Pod: s.Template.Spec,
+		}
 		if from.Status.Admission != nil {
 			for _, a := range from.Status.Admission.PodSetAssignments {
 				if a.Name != s.Name {
@@ -258,7 +263,8 @@ func (w *Workload) with(s CheckState) (*unstructured.Unstructured, error) {
 // woken is the object with the condition that there is a reason to try it again.
 func (w *Workload) woken(why string, now time.Time) (*unstructured.Unstructured, error) {
 	o := w.object.DeepCopy()
-	return o, setCondition(o, map[string]any{"type": requeued, "status": "True", "reason": wokenReason, "message": said(why),
+	return o, setCondition(o, map[string]any{
+		"type": requeued, "status": "True", "reason": wokenReason, "message": said(why),
 		"lastTransitionTime": now.UTC().Format(time.RFC3339), "observedGeneration": o.GetGeneration()})
 }
 
@@ -282,7 +288,8 @@ type Flavor struct {
 	Name        string
 	Labels      map[string]string
 	Tolerations []corev1.Toleration
-	// Cloud is true of nodes that cost money. Patience is how long workloads wait for room on-prem before these are paid.
+	// Cloud is true of nodes that cost money. Patience is how long workloads wait for room on-prem before these are
+	// paid.
 	Cloud    bool
 	Patience time.Duration
 }
@@ -305,7 +312,9 @@ func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 	if text := o.GetAnnotations()[name]; text != "" {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < 0 {
-			return f, fmt.Errorf("the annotation %s of ResourceFlavor %s is %q: write a duration, for example 2m; nobody waits until then", name, f.Name, text)
+			const how = "the annotation %s of ResourceFlavor %s is %q: " +
+				"write a duration, for example 2m; nobody waits until then"
+			return f, fmt.Errorf(how, name, f.Name, text)
 		}
 		f.Patience = d
 	}
@@ -333,13 +342,15 @@ func ReadCheck(o *unstructured.Unstructured) (*Check, error) {
 	if err := read(o, &from); err != nil {
 		return nil, err
 	}
+	active := func(c metav1.Condition) bool { return c.Type == "Active" && c.Status == metav1.ConditionTrue }
 	return &Check{Name: o.GetName(), Controller: from.Spec.ControllerName, object: o,
-		Active: slices.ContainsFunc(from.Status.Conditions, func(c metav1.Condition) bool { return c.Type == "Active" && c.Status == metav1.ConditionTrue })}, nil
+		Active: slices.ContainsFunc(from.Status.Conditions, active)}, nil
 }
 
 // active is the object with the condition that its controller is there.
 func (c *Check) active(now time.Time) (*unstructured.Unstructured, error) {
 	o := c.object.DeepCopy()
-	return o, setCondition(o, map[string]any{"type": "Active", "status": "True", "reason": "Active", "message": "the GPU placer answers",
+	return o, setCondition(o, map[string]any{
+		"type": "Active", "status": "True", "reason": "Active", "message": "the GPU placer answers",
 		"lastTransitionTime": now.UTC().Format(time.RFC3339), "observedGeneration": o.GetGeneration()})
 }

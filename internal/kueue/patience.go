@@ -3,6 +3,7 @@
 package kueue
 
 import (
+	"maps"
 	"time"
 )
 
@@ -17,10 +18,18 @@ const (
 	hopeAgain = 5 * time.Second
 )
 
+// hopes are the workloads in a cloud's queue that were looked at lately, by UID.
+type hopes map[string]hope
+
 // hope is whether a workload may get room on-prem while it waits, as of a time.
 type hope struct {
 	at    time.Time
 	there bool
+}
+
+// forget forgets what was found some time ago.
+func (hs hopes) forget(now time.Time) {
+	maps.DeleteFunc(hs, func(_ string, h hope) bool { return now.Sub(h.at) >= hopeAgain })
 }
 
 // waitsUntil returns until when a workload that a cloud has quota for waits for room on-prem, zero if it goes to the
@@ -28,7 +37,15 @@ type hope struct {
 // that have the room say that they run longer.
 func (c *Checks) waitsUntil(w *Workload, want *wanted, v *View, now time.Time) time.Time {
 	by := w.Turned.Add(v.patience(w))
-	if !now.Before(by) || !c.mayEnd(w, want, v, by, now) {
+	if !now.Before(by) {
+		return time.Time{}
+	}
+	h, lately := c.hopes[w.UID]
+	if !lately {
+		h = hope{now, c.mayEnd(want, v, by)}
+		c.hopes[w.UID] = h
+	}
+	if !h.there {
 		return time.Time{}
 	}
 	return by
@@ -48,34 +65,25 @@ func (v *View) patience(w *Workload) (most time.Duration) {
 
 // mayEnd reports whether a workload may have room by a time: if all ended by then that do not say that they run on.
 // Pods that came without Kueue say nothing.
-func (c *Checks) mayEnd(w *Workload, want *wanted, v *View, by, now time.Time) bool {
-	if h, lately := c.hopes[w.UID]; lately {
-		return h.there
-	}
+func (c *Checks) mayEnd(want *wanted, v *View, by time.Time) bool {
 	stay := map[string]bool{}
 	for _, y := range v.Workloads {
-		if end := c.end(y); end.After(by) {
+		if y.end(c.domain + "/" + runsName).After(by) {
 			stay[c.id(y)] = true
 		}
 	}
-	there := c.books.Might(want.groups, func(hold string) bool { return stay[hold] })
-	c.hopes[w.UID] = hope{now, there}
-	return there
+	return c.books.Might(want.groups, func(hold string) bool { return stay[hold] })
 }
 
-// end returns when a workload that runs is over at the latest, zero if it does not say.
-func (c *Checks) end(w *Workload) time.Time {
+// end returns when a workload that runs is over at the latest, zero if it does not say. annotation is that of its pods.
+func (w *Workload) end(annotation string) time.Time {
 	if !w.Admitted || w.Over {
 		return time.Time{}
 	}
 	longest := time.Duration(0)
 	for i := range w.Sets {
-		s := &w.Sets[i]
-		runs, _ := time.ParseDuration(s.Annotations[c.domain+"/"+runsName]) // one that is no duration says nothing
-		if d := s.Pod.ActiveDeadlineSeconds; d != nil && (runs <= 0 || runs > seconds(*d)) {
-			runs = seconds(*d)
-		}
-		if runs <= 0 {
+		runs := w.Sets[i].runs(annotation)
+		if runs == 0 {
 			longest = 0
 			break
 		}
@@ -88,6 +96,15 @@ func (c *Checks) end(w *Workload) time.Time {
 		return time.Time{}
 	}
 	return w.Turned.Add(longest)
+}
+
+// runs returns how long a pod of the set runs at most, 0 if it does not say.
+func (s *Set) runs(annotation string) time.Duration {
+	runs, _ := time.ParseDuration(s.Annotations[annotation]) // one that is no duration says nothing
+	if d := s.Pod.ActiveDeadlineSeconds; d != nil && (runs <= 0 || runs > seconds(*d)) {
+		runs = seconds(*d)
+	}
+	return max(runs, 0)
 }
 
 // seconds is a number of seconds, at most a year: whoever writes one chooses it.

@@ -143,12 +143,13 @@ func notJudged(w *Workload) string {
 	for i := range w.Sets {
 		p := &w.Sets[i].Pod
 		if a := p.Affinity; a != nil {
-			affinity = affinity || a.PodAffinity != nil && len(a.PodAffinity.RequiredDuringSchedulingIgnoredDuringExecution) > 0 ||
-				a.PodAntiAffinity != nil && len(a.PodAntiAffinity.RequiredDuringSchedulingIgnoredDuringExecution) > 0
+			to, from := a.PodAffinity, a.PodAntiAffinity
+			affinity = affinity || to != nil && len(to.RequiredDuringSchedulingIgnoredDuringExecution) > 0 ||
+				from != nil && len(from.RequiredDuringSchedulingIgnoredDuringExecution) > 0
 		}
-		spread = spread || slices.ContainsFunc(p.TopologySpreadConstraints, func(c corev1.TopologySpreadConstraint) bool {
-			return c.WhenUnsatisfiable == corev1.DoNotSchedule
-		})
+		for _, c := range p.TopologySpreadConstraints {
+			spread = spread || c.WhenUnsatisfiable == corev1.DoNotSchedule
+		}
 	}
 	switch {
 	case affinity && spread:

@@ -70,7 +70,8 @@ func (c *Checks) guests(w *Workload, v *View) (out []placer.Guest) {
 	seen := map[string]bool{c.id(w): true}
 	for _, y := range all {
 		h := c.held[c.id(y)]
-		going := h == nil && (y.Over || y.Evicted || !y.Reserved || slices.ContainsFunc(y.Checks, func(s CheckState) bool { return s.State == Retry && c.room(v, s.Name) }))
+		told := func(s CheckState) bool { return s.State == Retry && c.room(v, s.Name) }
+		going := h == nil && (y.Over || y.Evicted || !y.Reserved || slices.ContainsFunc(y.Checks, told))
 		yields := h != nil && h.by == y.UID && y.Priority < w.Priority
 		if seen[c.id(y)] || !going && !yields {
 			continue

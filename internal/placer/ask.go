@@ -50,3 +50,24 @@ func (b *Books) HasRoom(p Pod, name string) bool {
 	b.holds.balance()
 	return b.judge(newAsk(p), name, yieldNothing).why == ""
 }
+
+// Running reports whether pods of a hold are on nodes, and are not ending.
+func (b *Books) Running(id string) bool {
+	for _, e := range b.pods {
+		if e.Hold == id && e.Node != "" && !e.Ending && !e.Done {
+			return true
+		}
+	}
+	return false
+}
+
+// Holds returns the IDs of all holds for groups, sorted.
+func (b *Books) Holds() (ids []string) {
+	for id, h := range b.holds.by {
+		if h.want == nil {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}

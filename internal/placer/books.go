@@ -349,7 +349,8 @@ func (b *Books) node(name string) *node {
 
 // prune forgets a node that the books know nothing about.
 func (b *Books) prune(name string) {
-	if n := b.nodes[name]; n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 && len(n.plain) == 0 {
+	n := b.nodes[name]
+	if n != nil && !n.known && n.passed == "" && len(n.here) == 0 && len(n.seats) == 0 && len(n.plain) == 0 {
 		delete(b.nodes, name)
 	}
 }

@@ -139,16 +139,6 @@ func (hs *holds) Leave(id string) {
 	}
 }
 
-// Running reports whether pods of a hold are on nodes, and are not ending.
-func (hs *holds) Running(id string) bool {
-	for _, e := range hs.b.pods {
-		if e.Hold == id && e.Node != "" && !e.Ending && !e.Done {
-			return true
-		}
-	}
-	return false
-}
-
 // Lost returns the nodes of a hold's seats that are lost, sorted, each node once for each seat. An open seat is lost if
 // it has no room, or if its node takes no new pods by the last Hold.
 func (hs *holds) Lost(id string) (nodes []string) {
@@ -173,17 +163,6 @@ func (hs *holds) lost(s *seat) bool {
 // Pause has f called between the steps of a search for a hold. While f runs, the books may be told and asked anything
 // that does not concern that hold.
 func (hs *holds) Pause(f func()) { hs.pause = f }
-
-// Holds returns the IDs of all holds for groups, sorted.
-func (hs *holds) Holds() (ids []string) {
-	for id, h := range hs.by {
-		if h.want == nil {
-			ids = append(ids, id)
-		}
-	}
-	slices.Sort(ids)
-	return ids
-}
 
 // holdOf returns the hold for groups of an ID, and makes it if there is none.
 func (hs *holds) holdOf(id, name string) *hold {

@@ -196,7 +196,8 @@ func (o *opening) on(name string) *hosted {
 	if n == nil {
 		n = &node{}
 	}
-	of := &hosted{opening: o, name: name, n: n, gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
+	of := &hosted{opening: o, name: name, n: n,
+		gone: map[string]bool{}, uids: map[string][]string{}, gpus: map[string][]Guest{}}
 	for id, since := range n.leaving {
 		if since.IsZero() {
 			n.leaving[id], since = o.now, o.now

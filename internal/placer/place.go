@@ -63,8 +63,9 @@ func (r *Refusal) Error() string {
 	}
 	for _, name := range slices.Sorted(maps.Keys(r.Lacks)) {
 		l := r.Lacks[name]
-		parts = append(parts, fmt.Sprintf("%d of them have GPUs for it and too little %s (it asks for %s, the most is %s, on %s)",
-			l.N, name, amountOf(name, l.Asked), amountOf(name, max(l.Left, 0)), l.Node))
+		const short = "%d of them have GPUs for it and too little %s (it asks for %s, the most is %s, on %s)"
+		parts = append(parts,
+			fmt.Sprintf(short, l.N, name, amountOf(name, l.Asked), amountOf(name, max(l.Left, 0)), l.Node))
 	}
 	if r.Held {
 		parts = append(parts, "the rest is held for others")
