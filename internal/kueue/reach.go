@@ -113,7 +113,7 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 	for i := range w.Sets {
 		s := &w.Sets[i]
 		g := placer.Group{N: s.N}
-		g.Containers, g.Plain = c.asks(s)
+		g.Containers, g.Plain = s.asks(c.books)
 		if len(g.Containers) == 0 {
 			g.N = 0
 		} else {
@@ -127,11 +127,11 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 	return out
 }
 
-// asks is what a pod of a set asks for.
-func (c *Checks) asks(s *Set) ([]placer.Container, placer.Amounts) {
+// asks is what a pod of the set asks for.
+func (s *Set) asks(books Books) ([]placer.Container, placer.Amounts) {
 	if s.request == nil {
 		s.request = &request{}
-		s.request.containers, s.request.plain = c.books.Asks(&s.Pod)
+		s.request.containers, s.request.plain = books.Asks(&s.Pod)
 	}
 	return s.request.containers, s.request.plain
 }

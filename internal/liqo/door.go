@@ -60,7 +60,8 @@ type Door struct {
 // New returns a door to some books.
 func New(books Books, o Options) *Door {
 	return &Door{o: o, grants: NewGrants(o.Domain, o.ResourceDomain, books), news: make(chan struct{}, 1),
-		slices: map[string]*Slice{}, tenants: map[string]*Tenant{}, listed: map[bool]bool{}, counts: map[string]int{}, asked: map[string]string{}, gone: map[string]bool{}}
+		slices: map[string]*Slice{}, tenants: map[string]*Tenant{}, listed: map[bool]bool{},
+		counts: map[string]int{}, asked: map[string]string{}, gone: map[string]bool{}}
 }
 
 // Set notes an object: a ResourceSlice where slice is true, a Tenant where not. One that
@@ -76,7 +77,8 @@ func (d *Door) Set(slice bool, o *unstructured.Unstructured) {
 		t, err := ReadTenant(o)
 		if d.tenants[uid] = t; err != nil {
 			delete(d.tenants, uid)
-			d.o.Logger.Error("taking a malformed Tenant for none", "namespace", o.GetNamespace(), "tenant", o.GetName(), "err", err)
+			d.o.Logger.Error("taking a malformed Tenant for none",
+				"namespace", o.GetNamespace(), "tenant", o.GetName(), "err", err)
 		}
 		d.wake()
 		return
@@ -149,7 +151,8 @@ func (d *Door) State() map[string]int {
 func (d *Door) view() (s []*Slice, t []*Tenant, ok bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return slices.Collect(maps.Values(d.slices)), slices.Collect(maps.Values(d.tenants)), d.listed[true] && d.listed[false]
+	all := d.listed[true] && d.listed[false]
+	return slices.Collect(maps.Values(d.slices)), slices.Collect(maps.Values(d.tenants)), all
 }
 
 // Run decides at news and every second. It runs until ctx ends, and returns the error of ctx.
@@ -221,7 +224,8 @@ func (d *Door) refresh(ctx context.Context, slice bool) error {
 // first. So disputed then reads the tenants anew, once for each version of the slice, and the caller decides again. The
 // error is that of reading.
 func (d *Door) disputed(ctx context.Context, s *Slice) (yes bool, err error) {
-	if s.Resources.Status != denied || s.Resources.Reason == NoRoom || s.Resources.Reason == NotOffered || d.asked[s.UID] == s.version {
+	why := s.Resources.Reason
+	if s.Resources.Status != denied || why == NoRoom || why == NotOffered || d.asked[s.UID] == s.version {
 		return false, nil
 	}
 	if err := d.refresh(ctx, false); err != nil {
@@ -242,7 +246,8 @@ func (d *Door) decide(ctx context.Context, told map[string]bool) {
 		s := c.Slice
 		if c.Bypass {
 			if bypass[s.UID] = true; !told[s.UID] {
-				d.o.Logger.Warn("a cluster asks Liqo's class for GPUs, which grants anything", "consumer", s.Consumer, "namespace", s.Namespace, "slice", s.Name, "class", s.Class)
+				d.o.Logger.Warn("a cluster asks Liqo's class for GPUs, which grants anything",
+					"consumer", s.Consumer, "namespace", s.Namespace, "slice", s.Name, "class", s.Class)
 			}
 			continue
 		}
@@ -268,7 +273,8 @@ func (d *Door) write(ctx context.Context, s *Slice, w *Status) {
 		return // it will be told, and decided on again
 	}
 	if err != nil {
-		d.o.Logger.Error("a cluster was not told what it is granted", "namespace", s.Namespace, "slice", s.Name, "err", err)
+		d.o.Logger.Error("a cluster was not told what it is granted",
+			"namespace", s.Namespace, "slice", s.Name, "err", err)
 		return
 	}
 	if s.Resources.Status != w.Resources.Status || s.Resources.Message != w.Resources.Message {

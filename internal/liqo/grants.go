@@ -167,7 +167,8 @@ func (g *Grants) sorted(all []*Slice) (out []*Slice) {
 
 func compare(x, y *Slice) int {
 	has := func(s *Slice) int { return min(len(s.Granted), 1) }
-	return cmp.Or(cmp.Compare(has(y), has(x)), x.Created.Compare(y.Created), cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(x.Name, y.Name), cmp.Compare(x.UID, y.UID))
+	return cmp.Or(cmp.Compare(has(y), has(x)), x.Created.Compare(y.Created),
+		cmp.Compare(x.Namespace, y.Namespace), cmp.Compare(x.Name, y.Name), cmp.Compare(x.UID, y.UID))
 }
 
 // keep changes what the books keep for a slice.
@@ -190,7 +191,8 @@ func (g *Grants) keep(m *grant, want map[string]int) (short map[string]int) {
 // decide returns the new status of a slice, nil if it stays as it is.
 func (g *Grants) decide(s *Slice, all []*Slice, tenants []*Tenant, now time.Time) *Status {
 	m, standing := g.of[s.UID], g.ours(s.Granted)
-	i := slices.IndexFunc(tenants, func(t *Tenant) bool { return t.Cluster == s.Consumer && t.Namespace == s.Namespace })
+	of := func(t *Tenant) bool { return t.Cluster == s.Consumer && t.Namespace == s.Namespace }
+	i := slices.IndexFunc(tenants, of)
 	if s.Going || s.Consumer == "" || i < 0 || tenants[i].Condition == drained || s.Authentication.Status != accepted {
 		g.keep(m, standing) // Liqo decides about the slice, or has not yet
 		return nil
@@ -210,7 +212,9 @@ func (g *Grants) decide(s *Slice, all []*Slice, tenants []*Tenant, now time.Time
 func (g *Grants) first(s *Slice, m *grant, ask map[string]int, all []*Slice, now time.Time) *Status {
 	no := func(reason, message string) *Status {
 		g.keep(m, nil)
-		return &Status{Granted: s.Granted, Labels: s.Labels, Selector: s.Selector, Resources: Condition{denied, reason, message}}
+		return &Status{
+			Granted: s.Granted, Labels: s.Labels, Selector: s.Selector, Resources: Condition{denied, reason, message},
+		}
 	}
 	if why := g.unknown(s, ask); why != "" {
 		return no(NotOffered, why)
@@ -230,7 +234,9 @@ func (g *Grants) first(s *Slice, m *grant, ask map[string]int, all []*Slice, now
 }
 
 // standing decides on a slice with a grant. The slice loses some of it only if the room has gone.
-func (g *Grants) standing(s *Slice, m *grant, ask, standing map[string]int, more bool, all []*Slice, now time.Time) *Status {
+func (g *Grants) standing(
+	s *Slice, m *grant, ask, standing map[string]int, more bool, all []*Slice, now time.Time,
+) *Status {
 	reason, full := Granted, maps.Clone(standing)
 	for name, n := range ask {
 		full[name] = max(full[name], n)
@@ -333,7 +339,8 @@ func (g *Grants) grant(s *Slice, m *grant, ask, give map[string]int, plain corev
 	parts, _, nodes := g.books.Kept(m.quota)
 	w.Labels, w.Selector = g.labels(s, nodes)
 	same := maps.EqualFunc(s.Granted, w.Granted, func(x, y resource.Quantity) bool { return x.Equal(y) })
-	if w.Resources.Message = s.Resources.Message; !same || s.Resources.Status != accepted || s.Resources.Reason != reason {
+	said := s.Resources.Status == accepted && s.Resources.Reason == reason
+	if w.Resources.Message = s.Resources.Message; !same || !said {
 		w.Resources.Message = message(ask, give, parts, reason)
 	}
 	return w
@@ -363,7 +370,8 @@ func message(ask, give map[string]int, parts []placer.Part, reason string) strin
 		words = append(words, text)
 	}
 	before := map[string]string{
-		Granted: "granted: ", Reduced: "some of it has gone; left are ", NotMore: "there is no room for all that is asked for now; granted stay ",
+		Granted: "granted: ", Reduced: "some of it has gone; left are ",
+		NotMore: "there is no room for all that is asked for now; granted stay ",
 	}[reason]
 	return before + strings.Join(words, ", ")
 }
@@ -415,7 +423,8 @@ func (g *Grants) unknown(s *Slice, ask map[string]int) string {
 	slices.Sort(not)
 	switch {
 	case len(not) > 0:
-		return fmt.Sprintf("the class %s does not grant %s: ask for it in a slice of another class", Class, strings.Join(not, ", "))
+		const how = "the class %s does not grant %s: ask for it in a slice of another class"
+		return fmt.Sprintf(how, Class, strings.Join(not, ", "))
 	case len(ask) == 0 && len(s.Granted) == 0:
 		return fmt.Sprintf("nothing below %s is asked for, and the class %s grants nothing else", g.prefix, Class)
 	}
@@ -447,7 +456,8 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 			}
 		}
 		if want.Cmp(left) > 0 && want.Cmp(was) > 0 {
-			over = fmt.Sprintf("asked for %s of %s: the nodes with GPUs have %s beyond what other clusters were granted", want.String(), name, left.String())
+			const why = "asked for %s of %s: the nodes with GPUs have %s beyond what other clusters were granted"
+			over = fmt.Sprintf(why, want.String(), name, left.String())
 			want = was
 		}
 		if want.Sign() < 0 {
@@ -462,7 +472,8 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 func lacks(ask, short map[string]int) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(short)) {
-		words = append(words, fmt.Sprintf("asked for %d of %s: %d can be had now beyond what pods and other clusters have", ask[name], name, ask[name]-short[name]))
+		const why = "asked for %d of %s: %d can be had now beyond what pods and other clusters have"
+		words = append(words, fmt.Sprintf(why, ask[name], name, ask[name]-short[name]))
 	}
 	return strings.Join(words, "; ")
 }

@@ -20,9 +20,13 @@ import (
 
 // The resources that are followed, as of Liqo v1.2.0.
 var (
-	Slices  = schema.GroupVersionResource{Group: "authentication.liqo.io", Version: "v1beta1", Resource: "resourceslices"}
-	Tenants = schema.GroupVersionResource{Group: "authentication.liqo.io", Version: "v1beta1", Resource: "tenants"}
+	Slices  = liqoResource("resourceslices")
+	Tenants = liqoResource("tenants")
 )
+
+func liqoResource(name string) schema.GroupVersionResource {
+	return schema.GroupVersionResource{Group: "authentication.liqo.io", Version: "v1beta1", Resource: name}
+}
 
 // Liqo's words.
 const (
@@ -82,8 +86,9 @@ func ReadSlice(o *unstructured.Unstructured) (*Slice, error) {
 	labels := o.GetLabels()
 	s := &Slice{
 		UID: string(o.GetUID()), Namespace: o.GetNamespace(), Name: o.GetName(), Created: o.GetCreationTimestamp().Time,
-		Replicated: labels[replicatedLabel] == "true" && labels[originLabel] != "", Going: o.GetDeletionTimestamp() != nil,
-		version: o.GetResourceVersion(), object: o,
+		Replicated: labels[replicatedLabel] == "true" && labels[originLabel] != "",
+		Going:      o.GetDeletionTimestamp() != nil,
+		version:    o.GetResourceVersion(), object: o,
 	}
 	r := reader{of: fmt.Sprintf("ResourceSlice %s/%s", s.Namespace, s.Name), object: o.Object}
 	s.Consumer = r.text("spec", "consumerClusterID")
@@ -108,7 +113,8 @@ func ReadSlice(o *unstructured.Unstructured) (*Slice, error) {
 // ReadTenant reads a Tenant.
 func ReadTenant(o *unstructured.Unstructured) (*Tenant, error) {
 	r := reader{of: fmt.Sprintf("Tenant %s/%s", o.GetNamespace(), o.GetName()), object: o.Object}
-	t := &Tenant{UID: string(o.GetUID()), Namespace: o.GetNamespace(), Cluster: r.text("spec", "clusterID"), Condition: r.text("spec", "tenantCondition")}
+	t := &Tenant{UID: string(o.GetUID()), Namespace: o.GetNamespace(),
+		Cluster: r.text("spec", "clusterID"), Condition: r.text("spec", "tenantCondition")}
 	if t.Condition == "" {
 		t.Condition = active // the definition's default
 	}
@@ -136,7 +142,8 @@ func QuotaOf(p *corev1.Pod) string {
 		return ""
 	}
 	for _, owner := range p.OwnerReferences {
-		if owner.Kind == shadowPod && strings.HasPrefix(owner.APIVersion, "offloading.liqo.io/") && owner.Controller != nil && *owner.Controller {
+		controls := owner.Controller != nil && *owner.Controller
+		if owner.Kind == shadowPod && strings.HasPrefix(owner.APIVersion, "offloading.liqo.io/") && controls {
 			return quota(user)
 		}
 	}
@@ -237,7 +244,8 @@ func (s *Slice) with(w *Status, now time.Time) *unstructured.Unstructured {
 
 // condition puts the condition Resources into Liqo's list, which has no keys.
 func condition(list []any, c Condition, now time.Time) []any {
-	made := map[string]any{"type": resources, "status": c.Status, "reason": c.Reason, "message": c.Message, "lastTransitionTime": now.UTC().Format(time.RFC3339)}
+	made := map[string]any{"type": resources, "status": c.Status, "reason": c.Reason, "message": c.Message,
+		"lastTransitionTime": now.UTC().Format(time.RFC3339)}
 	for i, one := range list {
 		if was, ok := one.(map[string]any); ok && was["type"] == resources {
 			if was["status"] == c.Status && was["lastTransitionTime"] != nil {
