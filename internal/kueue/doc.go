@@ -87,7 +87,8 @@
 //   - Others are leaving: Kueue has taken their quota, and their pods are still ending. Their room is held for the
 //     workload, for up to two minutes.
 //   - It is a slice of an elastic job whose pods run. Kueue ends the slice before as soon as the next one has quota, so
-//     the next one takes over what is held. Retry would end all pods of the job.
+//     the next one takes over what is held. Retry would end all pods of the job. Kueue 0.19 lets the new pods go to
+//     the scheduler as soon as their slice has quota (elastic_job_ungater.go); it finds no room for them until then.
 //   - It has quota in a cloud whose flavor asks for patience ("example.com/gpu.patience"). It goes to the cloud at
 //     once if there would be no room in time even if all went that do not say that they run longer.
 //
