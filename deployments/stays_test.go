@@ -13,12 +13,15 @@ import (
 const (
 	staysHere   = "stays at the site on-prem"
 	recordsPods = "/api/v1/namespaces/records/pods"
+
+	recordsWorkloads = queueing + "/namespaces/records/workloads"
 )
 
 // stayingPod is one of the namespace records that asks for a GPU; change has what is particular in its spec.
 func stayingPod(name string, change fields) fields {
 	asks := fields{"limits": fields{"example.com/gpu": "1"}}
-	spec := fields{"automountServiceAccountToken": false, "containers": []fields{{"name": "main", "image": "none", "resources": asks}}}
+	container := fields{"name": "main", "image": "none", "resources": asks}
+	spec := fields{"automountServiceAccountToken": false, "containers": []fields{container}}
 	maps.Copy(spec, change)
 	return fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name}, "spec": spec}
 }
@@ -41,8 +44,8 @@ func TestWhatStays(t *testing.T) {
 	for _, pod := range []fields{stayingPod("runs", nil), stayingPod("waits", fields{"schedulingGates": gates})} {
 		s.create(t, recordsPods, pod)
 	}
-	s.create(t, queueing+"/namespaces/records/workloads", stayingWorkload("sent"))
-	s.dispatched(t, "sent", fields{"nominatedClusterNames": []string{"old"}}, "")
+	s.create(t, recordsWorkloads, stayingWorkload("sent"))
+	s.dispatched(t, "sent", toClusters("old"), "")
 	s.create(t, offloadings, offloading("LocalAndRemote"))
 	for _, o := range render(t, overlay(t, "", nil, []string{"components/stays"})) {
 		s.apply(t, o, false)
@@ -56,15 +59,12 @@ func TestWhatStays(t *testing.T) {
 			recordsPods: stayingPod("a", nil), recordsPods + "/runs/binding": bindingOf("runs"),
 			offloadings: offloading("Local"),
 		} {
-			if err := s.do(t, nil, http.MethodPost, path+"?dryRun=All", asJSON, object, nil); err == nil || !strings.Contains(err.Error(), "work of this namespace stays") {
-				return fmt.Errorf("%s: %v, want a refusal", path, err)
+			err := s.do(t, nil, http.MethodPost, path+"?dryRun=All", asJSON, object, nil)
+			if err := refusedWith(err, "work of this namespace stays"); err != nil {
+				return fmt.Errorf("%s: %w", path, err)
 			}
 		}
-		err := s.setStatus(t, "sent", fields{"nominatedClusterNames": []string{"cloud"}})
-		if err == nil || !strings.Contains(err.Error(), "work of this namespace stays") {
-			return fmt.Errorf("a workload's status: %v, want a refusal", err)
-		}
-		return nil
+		return refusedWith(s.setStatus(t, "sent", toClusters("cloud")), "work of this namespace stays")
 	})
 	t.Run("pods", s.tryStayingPods)
 	t.Run("bindings", s.tryStayingBindings)
@@ -73,19 +73,26 @@ func TestWhatStays(t *testing.T) {
 	t.Run("a label without a site", func(t *testing.T) {
 		s.label(t, fields{"labels": fields{"example.com/gpu.stays": ""}})
 		s.await(t, "nothing runs", func() error {
-			err := s.do(t, nil, http.MethodPost, recordsPods+"?dryRun=All", asJSON, stayingPod("a", fields{"nodeSelector": at("")}), nil)
-			if err == nil || !strings.Contains(err.Error(), "work of this namespace stays") {
-				return fmt.Errorf("%v, want a refusal", err)
-			}
-			return nil
+			pod := stayingPod("a", fields{"nodeSelector": at("")})
+			err := s.do(t, nil, http.MethodPost, recordsPods+"?dryRun=All", asJSON, pod, nil)
+			return refusedWith(err, "work of this namespace stays")
 		})
 	})
+}
+
+// refusedWith is an error unless err is the API server's refusal with these words.
+func refusedWith(err error, says string) error {
+	if err == nil || !strings.Contains(err.Error(), says) {
+		return fmt.Errorf("%v, want a refusal that says %q", err, says)
+	}
+	return nil
 }
 
 // label writes the metadata of the namespace records.
 func (s *apiServer) label(t *testing.T, metadata fields) {
 	t.Helper()
-	if err := s.do(t, nil, http.MethodPatch, "/api/v1/namespaces/records", merge, fields{"metadata": metadata}, nil); err != nil {
+	err := s.do(t, nil, http.MethodPatch, "/api/v1/namespaces/records", merge, fields{"metadata": metadata}, nil)
+	if err != nil {
 		t.Fatal(err)
 	}
 }
@@ -102,55 +109,76 @@ func (s *apiServer) tryStayingPods(t *testing.T) {
 		return stayingPod("a", fields{"containers": plain, in: list})
 	}
 	claims := []fields{{"name": "gpu", "resourceClaimTemplateName": "one"}}
-	plain := fields{"containers": []fields{{"name": "main", "image": "none", "resources": fields{"requests": fields{"cpu": "1", "ephemeral-storage": "1Gi"}}}}}
-	affinity := fields{"nodeAffinity": fields{"requiredDuringSchedulingIgnoredDuringExecution": fields{"nodeSelectorTerms": []fields{
-		{"matchExpressions": []fields{{"key": "example.com/gpu.site", "operator": "In", "values": []string{"on-prem"}}}}}}}}
-	kubelet := http.Header{"Impersonate-User": {"system:node:node-1"}, "Impersonate-Group": {"system:nodes", "system:masters"}}
+	cpu := fields{"requests": fields{"cpu": "1", "ephemeral-storage": "1Gi"}}
+	plain := fields{"containers": []fields{{"name": "main", "image": "none", "resources": cpu}}}
+	// asking is a pod that asks for a GPU, and plainly one that does not; change is as in stayingPod.
+	asking := func(change fields) fields { return stayingPod("a", change) }
+	plainly := func(change fields) fields {
+		pod := maps.Clone(plain)
+		maps.Copy(pod, change)
+		return stayingPod("a", pod)
+	}
+	terms := []fields{{"matchExpressions": []fields{
+		{"key": "example.com/gpu.site", "operator": "In", "values": []string{"on-prem"}}}}}
+	affinity := fields{"nodeAffinity": fields{
+		"requiredDuringSchedulingIgnoredDuringExecution": fields{"nodeSelectorTerms": terms}}}
+	all := []fields{{"operator": "Exists"}}
 	post := func(name string, pod fields, refused string) try {
 		return try{name, http.MethodPost, dry, asJSON, pod, refused}
 	}
+	patch := func(name, pod string, body fields, refused string) try {
+		return try{name, http.MethodPatch, recordsPods + "/" + pod + "?dryRun=All", merge, body, refused}
+	}
+	ungated := func(selector fields) fields {
+		return fields{"spec": fields{"schedulingGates": nil, "nodeSelector": selector}}
+	}
+	labelled := fields{"metadata": fields{"labels": fields{"a": "b"}}}
+	const (
+		cloud    = "this pod goes to cloud; give the pod template the node selector example.com/gpu.site: on-prem"
+		anywhere = staysHere + " (its label example.com/gpu.stays), and this pod may go anywhere"
+		noNode   = "leave nodeName out"
+	)
 	s.try(t, nil, []try{
-		post("a pod of this site", stayingPod("a", fields{"nodeSelector": at("on-prem")}), ""),
-		post("one of the cloud", stayingPod("a", fields{"nodeSelector": at("cloud")}), "this pod goes to cloud; give the pod template the node selector example.com/gpu.site: on-prem"),
-		post("one that may go anywhere", stayingPod("a", nil), staysHere+" (its label example.com/gpu.stays), and this pod may go anywhere"),
-		post("one of this site by its affinity alone", stayingPod("a", fields{"affinity": affinity}), staysHere),
-		post("one that tolerates all", stayingPod("a", fields{"tolerations": []fields{{"operator": "Exists"}}}), staysHere),
-		post("one with a node", stayingPod("a", fields{"nodeSelector": at("on-prem"), "nodeName": "node-1"}), "leave nodeName out"),
-		post("one behind a gate", stayingPod("a", fields{"schedulingGates": gates}), ""),
-		post("one of the cloud, behind a gate", stayingPod("a", fields{"schedulingGates": gates, "nodeSelector": at("cloud")}), "goes to cloud"),
-		post("a GPU of another plugin", with("containers", fields{"limits": fields{"nvidia.com/gpu": "1"}}), staysHere),
-		post("a GPU for an init container", with("initContainers", fields{"limits": fields{"example.com/gpu-mem": "1"}}), staysHere),
-		post("a claim", stayingPod("a", fields{"containers": plain["containers"], "resourceClaims": claims}), staysHere),
-		post("a pod without a device", stayingPod("a", plain), ""),
-		post("a pod without a device, on a node", stayingPod("a", fields{"containers": plain["containers"], "nodeName": "node-1"}), ""),
-		{"a pod of another namespace", http.MethodPost, "/api/v1/namespaces/train/pods?dryRun=All", asJSON, stayingPod("a", nil), ""},
+		post("a pod of this site", asking(fields{"nodeSelector": at("on-prem")}), ""),
+		post("one of the cloud", asking(fields{"nodeSelector": at("cloud")}), cloud),
+		post("one that may go anywhere", asking(nil), anywhere),
+		post("one of this site by its affinity alone", asking(fields{"affinity": affinity}), anywhere),
+		post("one that tolerates all", asking(fields{"tolerations": all}), anywhere),
+		post("one with a node", asking(fields{"nodeSelector": at("on-prem"), "nodeName": "node-1"}), noNode),
+		post("one behind a gate", asking(fields{"schedulingGates": gates}), ""),
+		post("one of the cloud, behind a gate",
+			asking(fields{"schedulingGates": gates, "nodeSelector": at("cloud")}), cloud),
+		post("a GPU of another plugin", with("containers", fields{"limits": fields{"nvidia.com/gpu": "1"}}), anywhere),
+		post("a GPU for an init container", with("initContainers", fields{"limits": fields{unitsName: "1"}}), anywhere),
+		post("a claim", plainly(fields{"resourceClaims": claims}), anywhere),
+		post("a pod without a device", plainly(nil), ""),
+		post("a pod without a device, on a node", plainly(fields{"nodeName": "node-1"}), ""),
+		{"another namespace's pod", http.MethodPost, strings.Replace(dry, "records", "train", 1), asJSON, asking(nil), ""},
 
-		// It was there before the label; its controllers go on.
-		{"a label of one that runs", http.MethodPatch, recordsPods + "/runs", merge, fields{"metadata": fields{"labels": fields{"a": "b"}}}, ""},
-		{"a label of one that waits", http.MethodPatch, recordsPods + "/waits", merge, fields{"metadata": fields{"labels": fields{"a": "b"}}}, ""},
-		{"its gate away", http.MethodPatch, recordsPods + "/waits?dryRun=All", merge, fields{"spec": fields{"schedulingGates": nil}}, staysHere},
-		{"its gate away, for the cloud", http.MethodPatch, recordsPods + "/waits?dryRun=All", merge,
-			fields{"spec": fields{"schedulingGates": nil, "nodeSelector": at("cloud")}}, "goes to cloud"},
-		{"its gate away, for this site", http.MethodPatch, recordsPods + "/waits?dryRun=All", merge,
-			fields{"spec": fields{"schedulingGates": nil, "nodeSelector": at("on-prem")}}, ""},
+		// They were there before the label; their controllers go on.
+		patch("a label of one that runs", "runs", labelled, ""),
+		patch("a label of one that waits", "waits", labelled, ""),
+		patch("its gate away", "waits", ungated(nil), anywhere),
+		patch("its gate away, for the cloud", "waits", ungated(at("cloud")), cloud),
+		patch("its gate away, for this site", "waits", ungated(at("on-prem")), ""),
 	})
-	s.try(t, kubelet, []try{post("a kubelet's static pod", stayingPod("a", fields{"nodeName": "node-1", "tolerations": []fields{{"operator": "Exists"}}}), "")})
+	kubelet := http.Header{
+		"Impersonate-User": {"system:node:node-1"}, "Impersonate-Group": {"system:nodes", "system:masters"}}
+	static := asking(fields{"nodeName": "node-1", "tolerations": all})
+	s.try(t, kubelet, []try{post("a kubelet's static pod", static, "")})
 
 	s.label(t, fields{"annotations": fields{"example.com/gpu.stays-pods": "all"}})
 	s.await(t, "pods without a device stay, too", func() error {
-		err := s.do(t, nil, http.MethodPost, dry, asJSON, stayingPod("a", plain), nil)
-		if err == nil || !strings.Contains(err.Error(), staysHere) {
-			return fmt.Errorf("%v, want a refusal that says %q", err, staysHere)
-		}
-		return nil
+		return refusedWith(s.do(t, nil, http.MethodPost, dry, asJSON, plainly(nil), nil), staysHere)
 	})
-	plain["nodeSelector"] = at("on-prem")
-	s.try(t, nil, []try{post("a pod without a device, of this site", stayingPod("a", plain), "")})
+	here := plainly(fields{"nodeSelector": at("on-prem")})
+	s.try(t, nil, []try{post("a pod without a device, of this site", here, "")})
 	s.label(t, fields{"annotations": nil})
 }
 
 func bindingOf(pod string) fields {
-	return fields{"apiVersion": "v1", "kind": "Binding", "metadata": fields{"name": pod}, "target": fields{"kind": "Node", "name": "node-1"}}
+	return fields{"apiVersion": "v1", "kind": "Binding", "metadata": fields{"name": pod},
+		"target": fields{"kind": "Node", "name": "node-1"}}
 }
 
 func (s *apiServer) tryStayingBindings(t *testing.T) {
@@ -159,43 +187,59 @@ func (s *apiServer) tryStayingBindings(t *testing.T) {
 	account := func(name string) http.Header {
 		return http.Header{"Impersonate-User": {name}, "Impersonate-Group": {"system:masters"}}
 	}
-	const path, old, says = recordsPods + "/bound/binding", "/api/v1/namespaces/records/bindings", "schedulers alone bind its pods"
-	for _, who := range []string{"alice", "system:serviceaccount:records:default", "system:serviceaccount:records:kube-scheduler", "system:kube-scheduler-2"} {
-		s.try(t, account(who), []try{
-			{"a binding by " + who, http.MethodPost, path + "?dryRun=All", asJSON, bindingOf("bound"), says},
-			{"an older binding by " + who, http.MethodPost, old + "?dryRun=All", asJSON, bindingOf("bound"), says},
-		})
+	const (
+		path  = recordsPods + "/bound/binding"
+		old   = "/api/v1/namespaces/records/bindings"
+		other = "/api/v1/namespaces/train/pods/bound/binding"
+		says  = "schedulers alone bind its pods"
+	)
+	bind := func(what, path, refused string) []try {
+		return []try{{"a binding by " + what, http.MethodPost, path, asJSON, bindingOf("bound"), refused}}
 	}
-	s.try(t, account("system:serviceaccount:kube-system:second-scheduler"), []try{
-		{"a binding by a second scheduler", http.MethodPost, path + "?dryRun=All", asJSON, bindingOf("bound"), ""}})
-	scheduler := http.Header{"Impersonate-User": {"system:kube-scheduler"}, "Impersonate-Group": {"system:authenticated"}}
-	s.try(t, scheduler, []try{{"a binding by the scheduler", http.MethodPost, path, asJSON, bindingOf("bound"), ""}})
-	s.try(t, nil, []try{{"a binding of another namespace", http.MethodPost, "/api/v1/namespaces/train/pods/bound/binding", asJSON, bindingOf("bound"), ""}})
+	for _, who := range []string{
+		"alice", "system:kube-scheduler-2",
+		"system:serviceaccount:records:default", "system:serviceaccount:records:kube-scheduler",
+	} {
+		s.try(t, account(who), bind(who, path+"?dryRun=All", says))
+		s.try(t, account(who), bind(who+", the older way", old+"?dryRun=All", says))
+	}
+	second := account("system:serviceaccount:kube-system:second-scheduler")
+	s.try(t, second, bind("a second scheduler", path+"?dryRun=All", ""))
+	scheduler := http.Header{
+		"Impersonate-User": {"system:kube-scheduler"}, "Impersonate-Group": {"system:authenticated"}}
+	s.try(t, scheduler, bind("the scheduler", path, ""))
+	s.try(t, nil, bind("root in another namespace", other, ""))
 }
 
 // stayingWorkload is one of a pod set.
 func stayingWorkload(name string) fields {
+	spec := fields{"restartPolicy": "Never", "containers": []fields{{"name": "main", "image": "none"}}}
+	pods := fields{"name": "main", "count": 1, "template": fields{"metadata": fields{}, "spec": spec}}
 	return fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload", "metadata": fields{"name": name},
-		"spec": fields{"podSets": []fields{{"name": "main", "count": 1, "template": fields{"metadata": fields{}, "spec": fields{"restartPolicy": "Never",
-			"containers": []fields{{"name": "main", "image": "none"}}}}}}}}
+		"spec": fields{"podSets": []fields{pods}}}
 }
+
+// toClusters is the status of a workload that is offered to clusters.
+func toClusters(names ...string) fields { return fields{"nominatedClusterNames": names} }
 
 // setStatus tries to write the status of a workload of the namespace records.
 func (s *apiServer) setStatus(t *testing.T, name string, status fields) error {
-	return s.do(t, nil, http.MethodPatch, queueing+"/namespaces/records/workloads/"+name+"/status?dryRun=All", merge, fields{"status": status}, nil)
+	path := recordsWorkloads + "/" + name + "/status?dryRun=All"
+	return s.do(t, nil, http.MethodPatch, path, merge, fields{"status": status}, nil)
 }
 
 // dispatched writes where a workload goes, as MultiKueue does.
 func (s *apiServer) dispatched(t *testing.T, name string, status fields, refused string) {
 	t.Helper()
-	s.try(t, nil, []try{{fmt.Sprintf("%s goes to %v", name, status), http.MethodPatch, queueing + "/namespaces/records/workloads/" + name + "/status", merge,
-		fields{"status": status}, refused}})
+	what, path := fmt.Sprintf("%s goes to %v", name, status), recordsWorkloads+"/"+name+"/status"
+	s.try(t, nil, []try{{what, http.MethodPatch, path, merge, fields{"status": status}, refused}})
 }
 
 func (s *apiServer) tryStayingWorkloads(t *testing.T) {
-	const says = "is not sent to the cluster cloud; clusters that may have it are named in the annotation example.com/gpu.stays-clusters"
-	s.create(t, queueing+"/namespaces/records/workloads", stayingWorkload("job"))
-	to := func(names ...string) fields { return fields{"nominatedClusterNames": names} }
+	const says = "is not sent to the cluster cloud; " +
+		"clusters that may have it are named in the annotation example.com/gpu.stays-clusters"
+	s.create(t, recordsWorkloads, stayingWorkload("job"))
+	to := toClusters
 	chosen := func(name string) fields { return fields{"nominatedClusterNames": nil, "clusterName": name} }
 	s.dispatched(t, "job", fields{"conditions": []fields{}}, "")
 	s.dispatched(t, "job", to("cloud"), says)
@@ -223,14 +267,17 @@ func (s *apiServer) tryStayingWorkloads(t *testing.T) {
 	})
 	s.dispatched(t, "job", fields{"accumulatedPastExecutionTimeSeconds": 2}, "")
 	s.create(t, workloads, stayingWorkload("job"))
-	s.try(t, nil, []try{{"a workload of another namespace goes to the cloud", http.MethodPatch, workloads + "/job/status", merge, fields{"status": to("cloud")}, ""}})
+	other := try{"a workload of another namespace", http.MethodPatch, workloads + "/job/status", merge,
+		fields{"status": to("cloud")}, ""}
+	s.try(t, nil, []try{other})
 }
 
 const offloadings = "/apis/offloading.liqo.io/v1beta1/namespaces/records/namespaceoffloadings"
 
 func offloading(strategy string) fields {
-	return fields{"apiVersion": "offloading.liqo.io/v1beta1", "kind": "NamespaceOffloading", "metadata": fields{"name": "offloading"},
-		"spec": fields{"podOffloadingStrategy": strategy, "namespaceMappingStrategy": "DefaultName"}}
+	return fields{"apiVersion": "offloading.liqo.io/v1beta1", "kind": "NamespaceOffloading",
+		"metadata": fields{"name": "offloading"},
+		"spec":     fields{"podOffloadingStrategy": strategy, "namespaceMappingStrategy": "DefaultName"}}
 }
 
 // serveOffloading has the API server serve Liqo's object that extends a namespace.
@@ -248,12 +295,14 @@ func (s *apiServer) serveOffloading(t *testing.T) {
 func (s *apiServer) tryStayingOffloading(t *testing.T) {
 	const says = "Liqo cannot extend it to other clusters"
 	const one = offloadings + "/offloading"
+	other := strings.Replace(offloadings, "records", "train", 1)
+	finalizers := func(names []string) fields { return fields{"metadata": fields{"finalizers": names}} }
 	selector := fields{"spec": fields{"clusterSelector": fields{"nodeSelectorTerms": []fields{}}}}
 	s.try(t, nil, []try{
 		{"another one", http.MethodPost, offloadings + "?dryRun=All", asJSON, offloading("Local"), says},
 		{"the one that was there, wider", http.MethodPatch, one, merge, selector, says},
-		{"its finalizers", http.MethodPatch, one, merge, fields{"metadata": fields{"finalizers": []string{"example.com/a"}}}, ""},
-		{"its finalizers away", http.MethodPatch, one, merge, fields{"metadata": fields{"finalizers": nil}}, ""},
-		{"one of another namespace", http.MethodPost, strings.Replace(offloadings, "records", "train", 1), asJSON, offloading("Remote"), ""},
+		{"its finalizers", http.MethodPatch, one, merge, finalizers([]string{"example.com/a"}), ""},
+		{"its finalizers away", http.MethodPatch, one, merge, finalizers(nil), ""},
+		{"one of another namespace", http.MethodPost, other, asJSON, offloading("Remote"), ""},
 	})
 }

@@ -11,10 +11,8 @@ import (
 	"strings"
 	"testing"
 
-	batch "k8s.io/api/batch/v1"
 	core "k8s.io/api/core/v1"
 
-	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/plane"
 )
 
@@ -22,16 +20,18 @@ import (
 const sensitive = "records"
 
 // refusals is the API server's count of them by the policy that keeps workloads from clusters.
-var refusals = regexp.MustCompile(`(?m)^apiserver_validating_admission_policy_check_total\{enforcement_action="deny",.*policy="gpu-stays-workloads",.*\} [1-9]`)
+var refusals = regexp.MustCompile(`(?m)^apiserver_validating_admission_policy_check_total` +
+	`\{enforcement_action="deny",.*policy="gpu-stays-workloads",.*\} [1-9]`)
 
 // TestWhatStays has queues send work to a cloud that may not have it: first by a queue whose first flavor is
 // the cloud, then by a MultiKueue whose only cluster is one. Nothing arrives there. The same work of a namespace
 // without the label does, runs, and is reported back.
 func TestWhatStays(t *testing.T) {
 	if testing.Short() {
-		t.Skip("make test-all runs it: the policies are tried at the API server alone, too (deployments, TestWhatStays)")
+		t.Skip("make test-all runs it: the policies are tried at the API server alone, too, in deployments")
 	}
-	c := startCluster(t, options{nodes: twoSites, others: []string{sensitive}, export: []string{"--cloud", "cloud=158GiB", "--topology=false"}})
+	c := startCluster(t, options{nodes: twoSites, others: []string{sensitive},
+		export: []string{"--cloud", "cloud=158GiB", "--topology=false"}})
 	c.install("components: [%[1]s/deployments/components/stays]\n")
 	t.Run("a queue that begins with the cloud", c.queueBeginsWithCloud)
 	t.Run("MultiKueue", c.multiKueue)
@@ -67,8 +67,9 @@ func (c *cluster) queueBeginsWithCloud(t *testing.T) {
 
 	c.stays(team, "on-prem", nil)
 	c.send(job{name: "leaks", asks: asks})
-	const says = "work of this namespace stays at the site on-prem (its label example.com/gpu.stays), and this pod goes to cloud; " +
-		"give the pod template the node selector example.com/gpu.site: on-prem, or send it through a queue that has no other site"
+	const says = "work of this namespace stays at the site on-prem (its label example.com/gpu.stays), " +
+		"and this pod goes to cloud; give the pod template the node selector example.com/gpu.site: on-prem, " +
+		"or send it through a queue that has no other site"
 	c.Await(t, "an Event of the job says why it has no pod", func() error {
 		var list core.EventList
 		if err := c.get("/api/v1/namespaces/"+team+"/events", &list); err != nil {
@@ -80,9 +81,10 @@ func (c *cluster) queueBeginsWithCloud(t *testing.T) {
 			if e.InvolvedObject.Kind != "Job" || e.InvolvedObject.Name != "leaks" {
 				continue
 			}
-			if all = append(all, e.Reason+": "+e.Message); e.Reason == "FailedCreate" && strings.Contains(e.Message, says) {
+			if e.Reason == "FailedCreate" && strings.Contains(e.Message, says) {
 				return nil
 			}
+			all = append(all, e.Reason+": "+e.Message)
 		}
 		return fmt.Errorf("they say %q; %s", all, c.says("leaks"))
 	})
@@ -130,21 +132,9 @@ func (c *cluster) queueBeginsWithCloud(t *testing.T) {
 
 // multiKueue has a cluster send jobs to c, which it knows by the name cloud.
 func (c *cluster) multiKueue(t *testing.T) {
-	kit, err := lab.NewKit(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := &cluster{Server: plane.Start(t), t: t, root: kit.Root}
-	m.kubeconfig = m.Kubeconfig(t, nil)
-	m.namespace(team)
-	m.namespace(sensitive)
-	m.install("components: [%[1]s/deployments/components/stays]\n")
+	m := startManager(t, "", worker{"cloud", c})
 	m.stays(sensitive, "on-prem", nil)
-	// Its manager wants each integration that it has served by the workers, too.
-	m.Kueue(t, []byte("integrations: {frameworks: [batch/job]}\n"), nil)
-	m.sendsTo(t, "cloud", c)
-
-	m.sendTo(sensitive, "secret")
+	m.sendTo(sensitive, "secret", 20)
 	m.Await(t, "the sensitive job has quota, and waits for a cluster", func() error {
 		w, err := m.dispatched(sensitive)
 		if err != nil || !w.is("QuotaReserved") || len(w.Status.AdmissionChecks) != 1 {
@@ -152,96 +142,33 @@ func (c *cluster) multiKueue(t *testing.T) {
 		}
 		return nil
 	})
-	m.Await(t, "a request to send it is refused", func() error {
-		text, err := m.Text(t, "/metrics")
-		if err == nil && !refusals.MatchString(text) {
-			err = errors.New("the policy has refused nothing")
-		}
-		return err
-	})
-	m.sendTo(team, "plain")
+	m.Await(t, "a request to send it is refused", m.refusal)
+	m.sendTo(team, "plain", 20)
 	c.awaitAt("plain", "cloud", 1)
 	c.end("plain")
-	m.Await(t, "the job that was sent is complete here, too", func() error {
-		var j batch.Job
-		if err := m.get(jobs+"/plain", &j); err != nil {
-			return err
-		}
-		if j.Status.Succeeded != 1 {
-			return fmt.Errorf("it says %+v", j.Status)
-		}
-		return nil
-	})
-	if w, err := m.dispatched(sensitive); err != nil || w.Status.ClusterName != "" || len(w.Status.NominatedClusterNames) > 0 {
+	m.awaitReported("plain")
+	w, err := m.dispatched(sensitive)
+	if err != nil || w.Status.ClusterName != "" || len(w.Status.NominatedClusterNames) > 0 {
 		t.Errorf("the sensitive job is sent: %v, %+v", err, w)
 	}
 	if w, err := c.dispatched(sensitive); err == nil {
 		t.Errorf("there is a workload of the sensitive job in the cloud: %s", w.Name)
 	}
-	secrets := "/apis/batch/v1/namespaces/" + sensitive + "/jobs/secret"
 	if err := c.get(secrets, nil); err == nil {
 		t.Error("the sensitive job is in the cloud")
 	}
 	// The policy was all that kept it.
 	m.stays(sensitive, "on-prem", object{"example.com/gpu.stays-clusters": "cloud"})
-	c.Await(t, "the sensitive job is in the cluster that its namespace names", func() error { return c.get(secrets, nil) })
+	c.Await(t, "the sensitive job is in the cluster that is named", func() error { return c.get(secrets, nil) })
 }
 
-// sendsTo makes a queue in both namespaces, for a MultiKueue with one cluster.
-func (c *cluster) sendsTo(t *testing.T, name string, worker *cluster) {
-	t.Helper()
-	put := func(path, kind string, o object) {
-		o["apiVersion"], o["kind"] = "kueue.x-k8s.io/v1beta2", kind
-		c.post(queueing+path, o)
-	}
-	c.post("/api/v1/namespaces/kueue-system/secrets", object{"metadata": object{"name": name}, "data": object{"kubeconfig": worker.Remote(t)}})
-	put("/multikueueclusters", "MultiKueueCluster", object{"metadata": object{"name": name},
-		"spec": object{"clusterSource": object{"kubeConfig": object{"location": name, "locationType": "Secret"}}}})
-	put("/multikueueconfigs", "MultiKueueConfig", object{"metadata": object{"name": "gpus"}, "spec": object{"clusters": []string{name}}})
-	put("/admissionchecks", "AdmissionCheck", object{"metadata": object{"name": "elsewhere"}, "spec": object{"controllerName": "kueue.x-k8s.io/multikueue",
-		"parameters": object{"apiGroup": "kueue.x-k8s.io", "kind": "MultiKueueConfig", "name": "gpus"}}})
-	put("/resourceflavors", "ResourceFlavor", object{"metadata": object{"name": "any"}})
-	put("/clusterqueues", "ClusterQueue", object{"metadata": object{"name": "gpus"}, "spec": object{"namespaceSelector": object{},
-		"admissionChecksStrategy": object{"admissionChecks": []object{{"name": "elsewhere"}}},
-		"resourceGroups": []object{{"coveredResources": []string{memory}, "flavors": []object{{"name": "any",
-			"resources": []object{{"name": memory, "nominalQuota": "158"}}}}}}}})
-	for _, namespace := range []string{team, sensitive} {
-		put("/namespaces/"+namespace+"/localqueues", "LocalQueue", object{"metadata": object{"name": "gpus"}, "spec": object{"clusterQueue": "gpus"}})
-	}
-	c.Await(t, "the queue has a cluster", func() error {
-		var q struct{ Status core.NodeStatus } // conditions alone count
-		if err := c.get(queueing+"/clusterqueues/gpus", &q); err != nil {
-			return err
-		}
-		for _, is := range q.Status.Conditions {
-			if is.Type == "Active" && is.Status == core.ConditionTrue {
-				return nil
-			}
-		}
-		return fmt.Errorf("it says %+v", q.Status.Conditions)
-	})
-}
+const secrets = "/apis/batch/v1/namespaces/" + sensitive + "/jobs/secret"
 
-// sendTo makes a Job in a namespace, which asks for memory.
-func (c *cluster) sendTo(namespace, name string) {
-	c.t.Helper()
-	requests := object{memory: "20"}
-	container := object{"name": "main", "image": "none", "resources": object{"requests": requests, "limits": requests}}
-	selector := map[string]string{site: "cloud"}
-	c.post("/apis/batch/v1/namespaces/"+namespace+"/jobs", object{
-		"metadata": object{"name": name, "labels": object{"kueue.x-k8s.io/queue-name": "gpus"}},
-		"spec": object{"suspend": true, "template": object{"spec": object{"restartPolicy": "Never", "nodeSelector": selector,
-			"terminationGracePeriodSeconds": 1, "containers": []object{container}}}}})
-}
-
-// dispatched is the only workload of a namespace.
-func (c *cluster) dispatched(namespace string) (*workload, error) {
-	var list struct{ Items []workload }
-	if err := c.get(queueing+"/namespaces/"+namespace+"/workloads", &list); err != nil {
-		return nil, err
+// refusal is an error until the policy has refused to send a workload to a cluster.
+func (c *cluster) refusal() error {
+	text, err := c.Text(c.t, "/metrics")
+	if err == nil && !refusals.MatchString(text) {
+		err = errors.New("the policy has refused nothing")
 	}
-	if len(list.Items) != 1 {
-		return nil, fmt.Errorf("it has %d workloads", len(list.Items))
-	}
-	return &list.Items[0], nil
+	return err
 }
