@@ -132,6 +132,7 @@ func (s *apiServer) tryStayingPods(t *testing.T) {
 	ungated := func(selector fields) fields {
 		return fields{"spec": fields{"schedulingGates": nil, "nodeSelector": selector}}
 	}
+	other := strings.Replace(dry, "records", "train", 1)
 	labelled := fields{"metadata": fields{"labels": fields{"a": "b"}}}
 	const (
 		cloud    = "this pod goes to cloud; give the pod template the node selector example.com/gpu.site: on-prem"
@@ -153,7 +154,7 @@ func (s *apiServer) tryStayingPods(t *testing.T) {
 		post("a claim", plainly(fields{"resourceClaims": claims}), anywhere),
 		post("a pod without a device", plainly(nil), ""),
 		post("a pod without a device, on a node", plainly(fields{"nodeName": "node-1"}), ""),
-		{"another namespace's pod", http.MethodPost, strings.Replace(dry, "records", "train", 1), asJSON, asking(nil), ""},
+		{"another namespace's pod", http.MethodPost, other, asJSON, asking(nil), ""},
 
 		// They were there before the label; their controllers go on.
 		patch("a label of one that runs", "runs", labelled, ""),

@@ -171,10 +171,13 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 	m.Await(t, "a request to send the sensitive job to the cloud is refused", m.refusal)
 	home.Await(t, "the sensitive job has quota on-prem, and no room", func() error {
 		w, err := home.dispatched(sensitive)
-		if err == nil && (len(w.Status.AdmissionChecks) != 1 || !strings.Contains(w.Status.AdmissionChecks[0].Message, waits)) {
-			err = fmt.Errorf("its checks say %+v", w.Status.AdmissionChecks)
+		if err != nil {
+			return err
 		}
-		return err
+		if of := w.Status.AdmissionChecks; len(of) != 1 || !strings.Contains(of[0].Message, waits) {
+			return fmt.Errorf("its checks say %+v", of)
+		}
+		return nil
 	})
 	home.end("one")
 	home.Await(t, "the sensitive job has its room on-prem", func() error {
