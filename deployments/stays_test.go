@@ -3,6 +3,7 @@
 package deployments
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -26,7 +27,11 @@ func stayingPod(name string, change fields) fields {
 	return fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name}, "spec": spec}
 }
 
-// at is the node selector of a site.
+// asKubelet is that of node-1, with all rights: what it may not the policies say.
+var asKubelet = http.Header{
+	"Impersonate-User": {"system:node:node-1"}, "Impersonate-Group": {"system:nodes", "system:masters"}}
+
+// at is the node selector of a site, and the label of its nodes.
 func at(site string) fields { return fields{"example.com/gpu.site": site} }
 
 // TestWhatStays has the policies of the component stays judge at the real API server: each rule refuses
@@ -36,6 +41,7 @@ func TestWhatStays(t *testing.T) {
 	s := startAPIServer(t)
 	s.serveKueue(t)
 	s.serveOffloading(t)
+	s.nodes(t)
 	for _, namespace := range []string{"records", "train"} {
 		s.namespace(t, namespace)
 	}
@@ -64,12 +70,16 @@ func TestWhatStays(t *testing.T) {
 				return fmt.Errorf("%s: %w", path, err)
 			}
 		}
-		return refusedWith(s.setStatus(t, "sent", toClusters("cloud")), "work of this namespace stays")
+		label := fields{"metadata": fields{"labels": at("on-prem")}}
+		err := s.do(t, asKubelet, http.MethodPatch, "/api/v1/nodes/node-1?dryRun=All", merge, label, nil)
+		return errors.Join(refusedWith(err, "the site of its node"),
+			refusedWith(s.setStatus(t, "sent", toClusters("cloud")), "work of this namespace stays"))
 	})
 	t.Run("pods", s.tryStayingPods)
 	t.Run("bindings", s.tryStayingBindings)
 	t.Run("workloads", s.tryStayingWorkloads)
 	t.Run("Liqo", s.tryStayingOffloading)
+	t.Run("nodes", s.tryStayingNodes)
 	t.Run("a label without a site", func(t *testing.T) {
 		s.label(t, fields{"labels": fields{"example.com/gpu.stays": ""}})
 		s.await(t, "nothing runs", func() error {
@@ -163,10 +173,8 @@ func (s *apiServer) tryStayingPods(t *testing.T) {
 		patch("its gate away, for the cloud", "waits", ungated(at("cloud")), cloud),
 		patch("its gate away, for this site", "waits", ungated(at("on-prem")), ""),
 	})
-	kubelet := http.Header{
-		"Impersonate-User": {"system:node:node-1"}, "Impersonate-Group": {"system:nodes", "system:masters"}}
 	static := asking(fields{"nodeName": "node-1", "tolerations": all})
-	s.try(t, kubelet, []try{post("a kubelet's static pod", static, "")})
+	s.try(t, asKubelet, []try{post("a kubelet's static pod", static, "")})
 
 	s.label(t, fields{"annotations": fields{"example.com/gpu.stays-pods": "all"}})
 	s.await(t, "pods without a device stay, too", func() error {
@@ -306,4 +314,23 @@ func (s *apiServer) tryStayingOffloading(t *testing.T) {
 		{"its finalizers away", http.MethodPatch, one, merge, finalizers(nil), ""},
 		{"one of another namespace", http.MethodPost, other, asJSON, offloading("Remote"), ""},
 	})
+}
+
+func (s *apiServer) tryStayingNodes(t *testing.T) {
+	const node, says = "/api/v1/nodes/node-1", "a kubelet does not change the site of its node"
+	site := func(name any) fields {
+		return fields{"metadata": fields{"labels": fields{"example.com/gpu.site": name}}}
+	}
+	other := fields{"metadata": fields{"labels": fields{"example.com/pool": "a"}}}
+	to := func(what, path string, body fields, refused string) []try {
+		return []try{{what, http.MethodPatch, path, merge, body, refused}}
+	}
+	s.try(t, asKubelet, to("a kubelet gives a site", node, site("on-prem"), says))
+	s.try(t, nil, to("root gives a site", node, site("cloud"), ""))
+	s.try(t, asKubelet, to("a kubelet gives another site", node, site("on-prem"), says))
+	s.try(t, asKubelet, to("a kubelet gives another site, by the status", node+"/status", site("on-prem"), says))
+	s.try(t, asKubelet, to("a kubelet takes the site away", node, site(nil), says))
+	s.try(t, asKubelet, to("a kubelet gives another label", node, other, ""))
+	is := fields{"status": fields{"capacity": fields{"cpu": "4"}}}
+	s.try(t, asKubelet, to("a kubelet says how its node is", node+"/status", is, ""))
 }
