@@ -53,7 +53,7 @@ func chart(t *testing.T, of string, values ...string) []object {
 
 // switches are what the chart can be told to add to the base, by the names of kustomize's
 // directories.
-var switches = []string{"dra", "evict", "gke", "monitoring", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "driver-container", "placer", "kueue", "liqo", "cleanup"}
+var switches = []string{"dra", "evict", "gke", "monitoring", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "stays", "driver-container", "placer", "kueue", "liqo", "cleanup"}
 
 // switched are the values that turn switches on.
 func switched(on ...string) (values []string) {

@@ -274,7 +274,11 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over || end[w.UID] {
 					continue
 				}
-				if a := decide(w, s, v, now); a != nil && (a.State.State != s.State || a.State.Message != s.Message) {
+				a := decide(w, s, v, now)
+				if a != nil && a.State.State == Retry && w.Bare {
+					a = pending(a.State.Message + bare)
+				}
+				if a != nil && (a.State.State != s.State || a.State.Message != s.Message) {
 					out = append(out, a.to(w, s, now))
 				}
 			}
@@ -314,6 +318,9 @@ func (a *Answer) to(w *Workload, s *CheckState, now time.Time) Answer {
 	a.Workload, a.State.Name, a.State.RetryCount = w, s.Name, s.RetryCount
 	return *a
 }
+
+// bare is why a workload waits whose check would be Retry.
+const bare = "; it waits here with its quota, since it has no job yet that Kueue could take it from"
 
 // said is what is told to people, in a length that the API server takes.
 func said(text string) string { return brief.Cut(text, brief.Message) }

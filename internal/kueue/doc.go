@@ -82,8 +82,10 @@
 //
 // # Waiting
 //
-// A workload without room waits, with its check Pending, in three cases:
+// A workload without room waits, with its check Pending, in four cases:
 //
+//   - It has no job yet, since MultiKueue sends the workload first. Kueue takes quota away by way of the job, so after
+//     Retry it would keep its quota for ever, and never be asked about again. It waits in the flavor that it has.
 //   - Others are leaving: Kueue has taken their quota, and their pods are still ending. Their room is held for the
 //     workload, for up to two minutes.
 //   - It is a slice of an elastic job whose pods run. Kueue ends the slice before as soon as the next one has quota, so

@@ -96,8 +96,10 @@ func (s *server) state(uid string) string {
 }
 
 func queued(name string, units int) *unstructured.Unstructured {
+	owner := map[string]any{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "job-" + name}
 	return &unstructured.Unstructured{Object: map[string]any{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload",
-		"metadata": map[string]any{"namespace": "train", "name": name, "uid": name, "creationTimestamp": "2026-01-02T03:04:05Z"},
+		"metadata": map[string]any{"namespace": "train", "name": name, "uid": name,
+			"creationTimestamp": "2026-01-02T03:04:05Z", "ownerReferences": []any{owner}},
 		"spec": map[string]any{"podSets": []any{map[string]any{"name": "main", "count": int64(1), "template": map[string]any{"spec": map[string]any{
 			"containers": []any{map[string]any{"name": "main", "resources": map[string]any{"requests": map[string]any{memory: fmt.Sprint(units)}}}}}}}}},
 		"status": map[string]any{

@@ -81,6 +81,46 @@ func TestGrowingInTheCloud(t *testing.T) {
 	c.want(next, Ready, "its pods run in the cloud already")
 }
 
+// TestAWorkloadWithoutAJob: MultiKueue sends the workload before the job. Kueue 0.19 takes quota away by way of the
+// job, so Retry would leave the workload evicted and with its quota for ever.
+func TestAWorkloadWithoutAJob(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79}})
+	other := c.job("other", "here", "room", [2]int{1, 50})
+	c.decide(0)
+	w := c.job("w", "here", "room", [2]int{1, 40})
+	w.Bare = true
+	c.decide(time.Second)
+	c.want(w, Pending, "none of 1 nodes has room: the largest free block of example.com/gpu-mem is 29, on a; ")
+	c.want(w, Pending, "it waits here with its quota, since it has no job yet that Kueue could take it from")
+	if len(w.Annotations) > 0 {
+		t.Errorf("it may not have all flavors: %v", w.Annotations)
+	}
+	if told := c.decide(2 * time.Second); told != nil {
+		t.Errorf("without news, told: %q", told)
+	}
+	other.Over, other.Reserved = true, false
+	c.decide(3 * time.Second)
+	c.want(w, Ready, "there is room: a × 1")
+
+	// In a cloud it goes on as soon as Kueue has had time for quota on-prem.
+	far := c.job("far", "there", "full", [2]int{1, 20})
+	far.Bare = true
+	c.decide(4 * time.Second)
+	c.decide(8 * time.Second)
+	c.want(far, Pending, "there is room on-prem")
+	c.decide(4*time.Second + forQuota)
+	c.want(far, Ready, "on-prem, there is room and no quota")
+
+	// One that has a job gives its quota back.
+	late := c.job("late", "here", "room", [2]int{1, 60})
+	late.Bare = true
+	c.decide(time.Minute)
+	c.want(late, Pending, "has room")
+	late.Bare = false
+	c.decide(time.Minute)
+	c.want(late, Retry, "has room")
+}
+
 // TestRoomThatOthersAreLeaving: Kueue gives the quota of those that it preempts to another workload once their Job is
 // suspended, and their pods take half a minute to end.
 func TestRoomThatOthersAreLeaving(t *testing.T) {

@@ -107,6 +107,9 @@ type Workload struct {
 	// Evicted is true while Kueue takes the quota away. Its pods may not have ended yet, and its checks
 	// are Pending without being asked.
 	Evicted bool
+	// Bare is true while it has no job, as MultiKueue sends it: Kueue takes quota away by way of the job (0.19),
+	// so a bare one that is evicted keeps its quota for ever.
+	Bare bool
 	// Woken is true if Kueue was asked to look at it, and nothing has happened to it since.
 	Woken bool
 	// QuotaAt is when it last got quota or lost it.
@@ -165,6 +168,7 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 		UID: string(from.UID), Namespace: from.Namespace, Name: from.Name, Created: from.CreationTimestamp.Time,
 		Reserved: is("QuotaReserved"), Admitted: is("Admitted"), Evicted: is("Evicted"),
 		Over:   is("Finished") || from.DeletionTimestamp != nil || from.Spec.Active != nil && !*from.Spec.Active,
+		Bare:   len(from.OwnerReferences) == 0,
 		Checks: from.Status.AdmissionChecks, object: o,
 	}
 	if from.Spec.Priority != nil {

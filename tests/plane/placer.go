@@ -165,7 +165,7 @@ func (s *Server) SchedulerAskingSecurely(t testing.TB, shown, door, dir string) 
 
 func (s *Server) schedulerAsking(t testing.TB, shown string, perSecond int, args []string, adapt func(string) string) {
 	t.Helper()
-	kubeconfig := s.Kubeconfig(t, nil)
+	kubeconfig := s.Kubeconfig(t, s.SchedulerAs)
 	text, err := os.ReadFile(shown)
 	if err != nil {
 		t.Fatal(err)

@@ -42,7 +42,10 @@ const (
 type Server struct {
 	// URL is where it serves, and Token is root's.
 	URL, Token string
-	client     *http.Client
+	// SchedulerAs is what the user of SchedulerAsking is in a kubeconfig, beside root, such as whom it
+	// impersonates. A nil map leaves the scheduler root.
+	SchedulerAs map[string]any
+	client      *http.Client
 	// authority is the path of the certificate whose clients are believed, without its ending;
 	// Controllers sign with its key.
 	authority string
@@ -202,6 +205,25 @@ func (s *Server) Kubeconfig(t testing.TB, user map[string]any) string {
 	return path
 }
 
+// Remote is the text of a kubeconfig by which a program of another cluster is root at the server. It
+// has the server's certificate, as programs want it that believe no other. The server is one of Start.
+func (s *Server) Remote(t testing.TB) []byte {
+	t.Helper()
+	certificate, err := os.ReadFile(filepath.Join(filepath.Dir(s.authority), "certs", "apiserver.crt"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	type fields = map[string]any
+	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
+		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
+		"clusters": []fields{{"name": "c", "cluster": fields{"server": s.URL, "certificate-authority-data": certificate}}},
+		"users":    []fields{{"name": "u", "user": fields{"token": s.Token}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
 // Scheduler starts the scheduler, with so many requests a second to the API server; 0
 // leaves it at its default.
 func (s *Server) Scheduler(t testing.TB, perSecond int) {
@@ -280,6 +302,12 @@ func (s *Server) Do(t testing.TB, as http.Header, method, path, kind string, bod
 		err = json.Unmarshal(answer, into)
 	}
 	return err
+}
+
+// Text is what the server says at a path that has no objects, such as /metrics.
+func (s *Server) Text(t testing.TB, path string) (string, error) {
+	answer, err := s.send(t, nil, http.MethodGet, path, "", nil)
+	return string(answer), err
 }
 
 // Event is what has become of an object.

@@ -56,7 +56,7 @@ type options struct {
 	export []string
 	// may is what the team may do beside, as in the flag --team.
 	may string
-	// others are more teams.
+	// others are teams beside it, which have the same.
 	others []string
 	gates  map[string]bool
 	// quotas, if it is set, changes the exported objects before they are applied.
@@ -101,13 +101,14 @@ func startCluster(t *testing.T, o options) *cluster {
 		t.Fatal(err)
 	}
 	c := &cluster{Server: plane.Start(t), t: t, root: kit.Root, program: plane.Program(t, "gpu-agent"), nodes: map[string]*hollow.Node{}, sites: map[string]string{}, pods: map[string]*pod{}}
+	c.SchedulerAs = object{"as": "system:kube-scheduler", "as-groups": []string{"system:authenticated"}}
 	c.kubeconfig = c.Kubeconfig(t, nil)
 	c.apply(c.read("deployments/base/crd.yaml"))
 	c.Await(t, "GPUNodes are served", func() error { return c.get("/apis/example.com/v1alpha1/gpunodes", nil) })
-	for _, name := range append(o.others, team) {
-		c.post("/api/v1/namespaces", object{"metadata": object{"name": name}})
+	for _, name := range append([]string{team}, o.others...) {
+		c.namespace(name)
+		o.export = append(o.export, "--team", name+o.may)
 	}
-	c.post("/api/v1/namespaces/"+team+"/serviceaccounts", object{"metadata": object{"name": "default"}})
 	c.Controllers(t, "job-controller")
 	c.play()
 	for _, n := range o.nodes {
@@ -116,10 +117,7 @@ func startCluster(t *testing.T, o options) *cluster {
 	for _, n := range o.nodes {
 		c.Await(t, n.name+" offers its GPUs", func() error { return c.offers(n.name) })
 	}
-	o.export = append([]string{"--kubeconfig", c.kubeconfig, "--team", team + o.may}, o.export...)
-	for _, name := range o.others {
-		o.export = append(o.export, "--team", name)
-	}
+	o.export = append([]string{"--kubeconfig", c.kubeconfig}, o.export...)
 	c.Kueue(t, c.export(append(o.export, "--configuration")), o.gates)
 	c.startPlacer()
 	objects := string(c.export(o.export))
@@ -140,6 +138,13 @@ func (c *cluster) startNode(n node) {
 	defer c.mu.Unlock()
 	c.nodes[n.name], c.sites[n.name] = made, n.site
 	c.every(time.Second, func() { made.Sync(c.t) }) // a kubelet says it again, too
+}
+
+// namespace makes one, with the account that its controller would make.
+func (c *cluster) namespace(name string) {
+	c.t.Helper()
+	c.post("/api/v1/namespaces", object{"metadata": object{"name": name}})
+	c.post("/api/v1/namespaces/"+name+"/serviceaccounts", object{"metadata": object{"name": "default"}})
 }
 
 // offers says what keeps a node from being exported as it will be.
@@ -171,17 +176,23 @@ func (c *cluster) offers(name string) error {
 // it.
 func (c *cluster) startPlacer() {
 	c.t.Helper()
+	c.install("resources: [%[1]s/deployments/placer]\ncomponents: [%[1]s/deployments/placer/kueue]\n")
+	c.placer = c.placerAt(plane.FreeAddress(c.t))
+	c.SchedulerAsking(c.t, filepath.Join(c.root, "deployments/placer/scheduler-config.yaml"), c.placer.Door, 300)
+}
+
+// install applies what a kustomization makes of the manifests; its %[1]s is the way to the checkout.
+func (c *cluster) install(kustomization string) {
+	c.t.Helper()
 	dir := c.t.TempDir()
 	up, err := filepath.Rel(dir, c.root) // kubectl takes no absolute path
 	if err == nil {
-		err = os.WriteFile(filepath.Join(dir, "kustomization.yaml"), fmt.Appendf(nil, "resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, "deployments/placer"), filepath.Join(up, "deployments/placer/kueue")), 0o600)
+		err = os.WriteFile(filepath.Join(dir, "kustomization.yaml"), fmt.Appendf(nil, kustomization, up), 0o600)
 	}
 	if err != nil {
 		c.t.Fatal(err)
 	}
 	c.apply(c.kubectl(nil, "kustomize", dir))
-	c.placer = c.placerAt(plane.FreeAddress(c.t))
-	c.SchedulerAsking(c.t, filepath.Join(c.root, "deployments/placer/scheduler-config.yaml"), c.placer.Door, 300)
 }
 
 // placerAt starts the placer, whose door for the scheduler is at an address.
@@ -458,6 +469,9 @@ type workload struct {
 			Name, State, Message string
 			PodSetUpdates        []struct{ Annotations, NodeSelector map[string]string }
 		}
+		// Of MultiKueue.
+		ClusterName           string
+		NominatedClusterNames []string
 	}
 }
 
