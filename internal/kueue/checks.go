@@ -60,8 +60,14 @@ const (
 	// strand is how long a node may be without room for pods that can go nowhere else before their
 	// workload begins again: one that restarts, or was cordoned by mistake, comes back.
 	strand = 30 * time.Second
+	// renews is how long Kueue may take to renew a workload's checks after it has given it quota; times are in whole
+	// seconds. setBack is how the message of a check begins that it has not renewed.
+	renews  = 3 * time.Second
+	setBack = "Reset to Pending"
+	// settle is how long pods that are starting are waited for, until they have reported their devices.
+	settle = 5 * time.Second
 	// stay is how long a workload is left in a cloud before it may come back.
-	stay = time.Minute
+	stay = 10 * time.Second
 
 	// Names of controllers and annotations, after the domain.
 	onPremName = "gpu-placer"
@@ -271,7 +277,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		for _, w := range all {
 			for i := range w.Checks {
 				s := &w.Checks[i]
-				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over || end[w.UID] {
+				if !c.is(v, s.Name, question) || !w.Reserved || w.Evicted || w.Over || end[w.UID] || w.stale(s, now) {
 					continue
 				}
 				a := decide(w, s, v, now)
@@ -308,6 +314,12 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 	}
 	answer(all, cloudName, c.cloud)
 	return out
+}
+
+// stale reports whether a check may be of the flavor that a workload had before. Kueue sets checks back when it takes
+// the quota away, and renews them a moment after it has given the next (0.19).
+func (w *Workload) stale(s *CheckState, now time.Time) bool {
+	return s.State == Pending && strings.HasPrefix(s.Message, setBack) && now.Sub(w.QuotaAt) < renews
 }
 
 // to addresses what a check becomes.
@@ -366,6 +378,8 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 			a.State.PodSetUpdates = s.PodSetUpdates // its pods have been told
 		}
 		return a
+	case s.State == Pending && no.Waits && now.Sub(s.LastTransitionTime.Time) < settle:
+		return pending("no room yet: " + because(no, &want))
 	case s.State == Ready && w.Admitted && !c.stranded(w, s, now):
 		return nil // the scheduler has the last word
 	case s.State == Pending && c.running(w):
@@ -599,6 +613,9 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		if by := c.waitsUntil(w, &want, v, now); !by.IsZero() {
 			const as = "it waits for room on-prem until %s, and goes to the cloud then: on-prem, %s"
 			return pending(fmt.Sprintf(as, by.UTC().Format(time.RFC3339), because(no, &want)))
+		}
+		if no.Waits && now.Sub(s.LastTransitionTime.Time) < settle {
+			return pending("on-prem, no room yet: " + because(no, &want))
 		}
 		return ready("on-prem, " + because(no, &want))
 	case mine && len(refused) > 0:
