@@ -27,7 +27,7 @@
 //     begins again with the first flavor. Where Kueue goes on having no quota on-prem for what has
 //     room there, it is Ready after 15 s.
 //     A workload that runs in a cloud, and whose pods all have the label
-//     "example.com/gpu.checkpoints: true", comes back: once it has been there for a minute and
+//     "example.com/gpu.checkpoints: true", comes back: once it has been there for ten seconds and
 //     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
 //
 //   - "example.com/gpu-placer-urgent": like the first, but where there is no room workloads of lower
