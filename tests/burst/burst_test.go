@@ -4,6 +4,7 @@ package burst
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -18,7 +19,7 @@ import (
 var (
 	long  = flag.Bool("long", false, "30 Jobs in each arm, which takes half an hour, and the table of docs/bursting.md")
 	built = flag.Bool("built", false, "everything that the nodes need stands in the cache already")
-	plots = flag.String("plots", "", "a `directory` for a plot of each arm")
+	plots = flag.String("plots", "", "a `directory` for each arm's plot, and what kept on-prem idle")
 )
 
 // name is that of the cluster.
@@ -39,9 +40,10 @@ func TestBurst(t *testing.T) {
 	if *long {
 		arms, jobs = []Arm{Quota, Topology, Checks, Claims}, Full.Draw()
 	}
-	onPrem := map[*Kind]int{Shares: 1, Instances: 1}
-	bound, planned := Bound(Demands(jobs), onPrem, Patience), Planned(Demands(jobs), onPrem, Patience)
+	bound, planned := Bound(Demands(jobs), Own, Patience), Planned(Demands(jobs), Own, Patience)
 	table := []string{"| arm | stuck on-prem | refused pods | on-prem / cloud / both | on-prem GiB·h | paid GPU·s | against a plan | median and longest wait | unfinished |"}
+	var names []string
+	var records []*Record
 	for _, arm := range arms {
 		t.Run(arm.Name, func(t *testing.T) {
 			if err := c.Set(t.Context(), arm); err != nil {
@@ -53,11 +55,15 @@ func TestBurst(t *testing.T) {
 			}
 			n := r.Count()
 			table = append(table, row(arm, n, planned))
+			names, records = append(names, arm.Name), append(records, r)
 			for _, h := range r.Jobs {
 				t.Log(h)
 			}
 			if *plots != "" {
-				if err := os.WriteFile(filepath.Join(*plots, arm.Name+".svg"), r.Plot(Title(len(jobs)), Has), 0o644); err != nil {
+				name := filepath.Join(*plots, arm.Name)
+				err := errors.Join(os.WriteFile(name+".svg", r.Plot(Title(len(jobs)), Has), 0o644),
+					os.WriteFile(name+"-idle.csv", r.IdleCSV(), 0o644))
+				if err != nil {
 					t.Error(err)
 				}
 			}
@@ -66,6 +72,7 @@ func TestBurst(t *testing.T) {
 			}
 		})
 	}
+	t.Log(IdleTable(names, records))
 	t.Logf("%s\na planner that knows all run times pays %.0f s, and no planner less than %.0f s", strings.Join(table, "\n"), planned.Seconds(), bound.Seconds())
 }
 

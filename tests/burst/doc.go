@@ -26,6 +26,21 @@
 // that the kubelet refused, GPU memory held on-prem over time, and for how long cloud GPUs were
 // paid for, which a GPU is while any part of it is held.
 //
+// # What keeps room idle
+//
+// [Record.IdleAt] gives each idle GiB on-prem one cause, out of a closed set: what kept a Job from it that
+// was there to use it. A cause is looked for in this order, and a Job that would fit is counted in, so that
+// what is left for the next is what it would find:
+//
+//	begins, ends, awaited, returns           it is somebody's already, or still
+//	asked, quota, later, barred, untried     a Job that waits fits
+//	going, movable, settled                  a Job fits that has gone to the cloud
+//	apart, small, unwanted                   nobody fits
+//
+// So "small" on a GPU of which 39 GiB are left and wanted by two Jobs of 30 GiB is 9. [IdleTable] adds them up, and
+// the CSV of [Record.IdleCSV] has them moment by moment. A sample is taken within some 100 ms and not at one
+// instant, so a Job can stand in it as it stood a moment before.
+//
 // # What it is measured against
 //
 // A planner that knows all Jobs and run times beforehand, and may let each wait for a minute, as

@@ -11,8 +11,9 @@ import (
 type Kind struct {
 	// Name is the kind's, for tables.
 	Name string
-	// Holds is what one GPU has, in each of the kind's dimensions.
+	// Holds is what one GPU has, in each of the kind's dimensions, and GiB its memory.
 	Holds []int
+	GiB   int
 }
 
 // Demand is a Job as a planner sees it that knows everything.

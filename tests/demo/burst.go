@@ -113,7 +113,7 @@ func news(r *burst.Record, told map[string]bool) (out []string) {
 // summary says what was reached, and draws it.
 func (d *show) summary(r *burst.Record) error {
 	n := r.Count()
-	demands, onPrem := burst.Demands(burst.Full.Draw()), map[*burst.Kind]int{burst.Shares: 1, burst.Instances: 1}
+	demands, onPrem := burst.Demands(burst.Full.Draw()), burst.Own
 	planned, bound := burst.Planned(demands, onPrem, burst.Patience), burst.Bound(demands, onPrem, burst.Patience)
 	d.say("%d Jobs ran on-prem and %d in the cloud, of which %d came back.", n.Ran[burst.OnPrem], n.Ran[burst.Cloud], n.Moved)
 	d.say("%d were admitted to on-prem and did not run there within a minute; %d pods were refused.", n.Stuck, n.Refused)
