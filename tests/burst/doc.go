@@ -47,4 +47,8 @@
 // arms may. How little it has to pay for is too hard to say exactly. [Bound] is what no plan is
 // below, by a greatest flow, and [Planned] what the best of many plans comes to. In small cases,
 // where everything can be tried, the optimum is between them, and mostly Planned.
+//
+// [Record.Fill] has the two figures by which on-prem is seen to fill first, for a plan at each of [Waits]: what
+// on-prem held while anything was paid for in the cloud, as a part of what the plan holds there in the same
+// seconds; and what was paid, over what the plan pays. A plan's pods take no time to start and to end.
 package burst

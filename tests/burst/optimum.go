@@ -23,6 +23,8 @@ type Demand struct {
 	Takes []int
 	// Arrives is when it comes, and Runs how long it runs.
 	Arrives, Runs time.Duration
+	// GiB is how much GPU memory it has.
+	GiB int
 }
 
 // Bound is how long cloud GPUs have to be paid for at least, all together, by a planner that

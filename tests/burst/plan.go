@@ -15,23 +15,51 @@ import (
 // planner needs at best lies between Bound and this. Of MIG instances it looks at slices
 // and not at places.
 func Planned(jobs []Demand, onPrem map[*Kind]int, wait time.Duration) (paid time.Duration) {
+	return NewPlan(jobs, onPrem, wait).Paid()
+}
+
+// Plan says when each Job starts, and on which GPU.
+type Plan struct{ own, cloud [][]spot }
+
+// NewPlan returns the plan of which Planned tells the cost.
+func NewPlan(jobs []Demand, onPrem map[*Kind]int, wait time.Duration) *Plan {
 	byKind := map[*Kind][]Demand{}
 	for _, j := range jobs {
 		byKind[j.Kind] = append(byKind[j.Kind], j)
 	}
+	p := &Plan{}
 	for kind, of := range byKind {
-		paid += planKind(of, onPrem[kind], wait)
+		best := planKind(of, onPrem[kind], wait)
+		p.own, p.cloud = append(p.own, best.own...), append(p.cloud, best.cloud...)
+	}
+	return p
+}
+
+// Paid is how long cloud GPUs are paid for, all together.
+func (p *Plan) Paid() (paid time.Duration) {
+	for _, g := range p.cloud {
+		paid += busy(g)
 	}
 	return paid
 }
 
-func planKind(jobs []Demand, onPrem int, wait time.Duration) time.Duration {
+// Held is what is held on-prem from one moment to another, in GiB × seconds.
+func (p *Plan) Held(from, to time.Duration) (sum float64) {
+	for _, s := range slices.Concat(p.own...) {
+		if first, last := max(from, s.start), min(to, s.end()); first < last {
+			sum += float64(s.GiB) * (last - first).Seconds()
+		}
+	}
+	return sum
+}
+
+func planKind(jobs []Demand, onPrem int, wait time.Duration) *Plan {
 	orders := []func(a, b Demand) int{
 		func(a, b Demand) int { return cmp.Compare(a.Arrives, b.Arrives) },
 		func(a, b Demand) int { return cmp.Compare(b.work(), a.work()) },
 		func(a, b Demand) int { return cmp.Compare(b.Runs, a.Runs) },
 	}
-	best := time.Duration(1<<63 - 1)
+	var best *Plan
 	random := rand.New(rand.NewPCG(1, 1))
 	for round := range 3000 {
 		order := slices.Clone(jobs)
@@ -40,7 +68,9 @@ func planKind(jobs []Demand, onPrem int, wait time.Duration) time.Duration {
 		} else {
 			random.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
 		}
-		best = min(best, planInOrder(order, onPrem, wait))
+		if p := planInOrder(order, onPrem, wait); best == nil || p.Paid() < best.Paid() {
+			best = p
+		}
 	}
 	return best
 }
@@ -62,7 +92,7 @@ type spot struct {
 
 func (s spot) end() time.Duration { return s.start + s.Runs }
 
-func planInOrder(jobs []Demand, onPrem int, wait time.Duration) time.Duration {
+func planInOrder(jobs []Demand, onPrem int, wait time.Duration) *Plan {
 	own, cloud := make([][]spot, onPrem), [][]spot{}
 next:
 	for _, j := range jobs {
@@ -89,11 +119,7 @@ next:
 		cloud[to] = append(cloud[to], at)
 		cloud = slices.DeleteFunc(cloud, func(g []spot) bool { return len(g) == 0 })
 	}
-	var paid time.Duration
-	for _, g := range cloud {
-		paid += busy(g)
-	}
-	return paid
+	return &Plan{own, cloud}
 }
 
 // starts are the moments at which a Job could well start beside others, in order: when it

@@ -135,7 +135,7 @@ func Short() []Job {
 // Demands are Jobs for Bound and Planned.
 func Demands(jobs []Job) (out []Demand) {
 	for _, j := range jobs {
-		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs})
+		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs, j.GiB})
 	}
 	return out
 }
