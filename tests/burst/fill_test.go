@@ -14,10 +14,10 @@ func TestFill(t *testing.T) {
 	whole := units(60)
 	plan := &Plan{
 		own: [][]spot{{
-			{Demand{Kind: Shares, Takes: whole.Takes, Runs: 10 * s, GiB: 60}, 0},
-			{Demand{Kind: Shares, Takes: half.Takes, Runs: 10 * s, GiB: 40}, 10 * s},
+			{Demand{Kind: Shares, Takes: whole.Takes, Runs: 10 * s, GiB: 60}, 0, -1},
+			{Demand{Kind: Shares, Takes: half.Takes, Runs: 10 * s, GiB: 40, Job: 1}, 10 * s, -1},
 		}},
-		cloud: [][]spot{{{Demand{Kind: Shares, Takes: half.Takes, Runs: 8 * s, GiB: 40}, 0}}},
+		cloud: [][]spot{{{Demand{Kind: Shares, Takes: half.Takes, Runs: 8 * s, GiB: 40, Job: 2}, 0, -1}}},
 	}
 	for _, test := range []struct {
 		from, to time.Duration

@@ -25,6 +25,10 @@ type Demand struct {
 	Arrives, Runs time.Duration
 	// GiB is how much GPU memory it has.
 	GiB int
+	// Starts are the places in the last dimension where it may begin; none for one that may lie anywhere.
+	Starts []int
+	// Job is its number, for Plan.Beside.
+	Job int
 }
 
 // Bound is how long cloud GPUs have to be paid for at least, all together, by a planner that

@@ -100,7 +100,7 @@ func TestOptimumIsBetweenBoundAndPlan(t *testing.T) {
 func TestBoundIsReached(t *testing.T) {
 	whole, half := &Kind{"whole", []int{1}, 1}, &Kind{"half", []int{2}, 2}
 	job := func(k *Kind, takes, arrives, runs int) Demand {
-		return Demand{k, []int{takes}, time.Duration(arrives), time.Duration(runs), takes}
+		return Demand{Kind: k, Takes: []int{takes}, Arrives: time.Duration(arrives), Runs: time.Duration(runs)}
 	}
 	for _, test := range []struct {
 		name string

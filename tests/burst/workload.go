@@ -134,8 +134,8 @@ func Short() []Job {
 
 // Demands are Jobs for Bound and Planned.
 func Demands(jobs []Job) (out []Demand) {
-	for _, j := range jobs {
-		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs, j.GiB})
+	for i, j := range jobs {
+		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs, j.GiB, j.Starts, i})
 	}
 	return out
 }
