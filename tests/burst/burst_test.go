@@ -41,9 +41,7 @@ func TestBurst(t *testing.T) {
 	switch {
 	case *seeds > 0:
 		runs = nil
-		for i := range *seeds {
-			load := Full
-			load.Seed += uint64(i)
+		for _, load := range Full.Seeds(*seeds) {
 			runs = append(runs, run{fmt.Sprintf("seed-%d", load.Seed), Checks, load.Draw()})
 		}
 	case *long:
@@ -134,7 +132,8 @@ func judge(t *testing.T, r *Record, n Counts) {
 func row(name string, n Counts, planned, bound time.Duration) string {
 	ratio := "–"
 	if planned > 0 {
-		ratio = fmt.Sprintf("× %.2f (%.0f s; bound %.0f s)", n.Paid.Seconds()/planned.Seconds(), planned.Seconds(), bound.Seconds())
+		ratio = fmt.Sprintf("× %.2f of %.0f s (bound %.0f s)",
+			n.Paid.Seconds()/planned.Seconds(), planned.Seconds(), bound.Seconds())
 	}
 	return fmt.Sprintf("| %s | %d | %d | %d / %d / %d | %.2f | %.0f | %s | %.0f s, %.0f s | %d |", name,
 		n.Stuck, n.Refused, n.Ran[OnPrem], n.Ran[Cloud], n.Moved, n.Held, n.Paid.Seconds(), ratio,

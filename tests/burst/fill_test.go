@@ -68,3 +68,19 @@ func TestPlanKeepsItsRules(t *testing.T) {
 		t.Errorf("on-prem %v GiB·s are held", has)
 	}
 }
+
+// What lies where another has to begin keeps it out, though the sums would do.
+func TestPlanKnowsPlaces(t *testing.T) {
+	const s = time.Second
+	one, four := instance("1g.10gb"), instance("4g.40gb")
+	for _, test := range []struct {
+		starts []int
+		want   time.Duration
+	}{{[]int{0}, 5 * s}, {[]int{0, 6}, 0}, {nil, 0}} {
+		one.Starts = test.starts
+		jobs := []Job{{Piece: one, Runs: 10 * s}, {Piece: four, Arrives: s, Runs: 5 * s}}
+		if got := Planned(Demands(jobs), Own, 0); got != test.want {
+			t.Errorf("beside a piece that may begin at %v it pays for %s, want %s", test.starts, got, test.want)
+		}
+	}
+}

@@ -4,6 +4,7 @@ package burst
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -189,24 +190,24 @@ var rules = []struct {
 
 // board is on-prem's GPUs, as they are filled up to see what is left.
 type board struct {
-	gpus map[*Kind][]*gpu
+	gpus map[*Kind][]*device
 	// left is the memory of each kind that nobody has been counted for, in GiB.
 	left map[*Kind]int
 	// quota is what Kueue could still give: of each resource, and of memory in GiB by the name "".
 	quota map[string]int
 }
 
-// gpu is a GPU and the pieces of it that are taken, with their places.
-type gpu struct {
+// device is a GPU and the pieces of it that are taken, with their places.
+type device struct {
 	taken []Piece
 	at    []int
 }
 
 func newBoard() *board {
-	b := &board{gpus: map[*Kind][]*gpu{}, left: map[*Kind]int{}, quota: map[string]int{}}
+	b := &board{gpus: map[*Kind][]*device{}, left: map[*Kind]int{}, quota: map[string]int{}}
 	for kind, n := range Own {
 		for range n {
-			b.gpus[kind] = append(b.gpus[kind], &gpu{})
+			b.gpus[kind] = append(b.gpus[kind], &device{})
 		}
 		b.left[kind] = n * kind.GiB
 		b.quota[""] += b.left[kind]
@@ -250,7 +251,7 @@ func (b *board) place(p Piece, at int) bool {
 }
 
 // has reports whether a GPU has room for a piece at a place; -1 is anywhere.
-func (g *gpu) has(p Piece, at int) bool {
+func (g *device) has(p Piece, at int) bool {
 	long := func(p Piece) int { return p.Takes[len(p.Takes)-1] }
 	for i, other := range g.taken {
 		if at >= 0 && g.at[i] >= 0 && at < g.at[i]+long(other) && g.at[i] < at+long(p) {
@@ -307,12 +308,15 @@ func (r *Record) spans(see func(s *Sample, lasts time.Duration)) {
 	}
 }
 
-// IdleTable is a table of what kept on-prem idle, the most first, for each of some runs that have names.
+// IdleTable is a table of what kept on-prem idle, the most first, for each of some runs that have names. It leaves
+// out causes that were none in any run.
 func IdleTable(names []string, records []*Record) string {
 	type row struct {
 		cause       Cause
 		paid, whole []float64
-		sum         float64
+		// sum is what rows are sorted by, and ever is whether the cause was one at any time.
+		sum  float64
+		ever bool
 	}
 	var rows []row
 	for cause := range causes {
@@ -323,11 +327,11 @@ func IdleTable(names []string, records []*Record) string {
 		paid, whole := r.Idle()
 		for i := range rows {
 			rows[i].paid, rows[i].whole = append(rows[i].paid, paid[i]), append(rows[i].whole, whole[i])
-			rows[i].sum += paid[i]
+			rows[i].sum, rows[i].ever = rows[i].sum+paid[i], rows[i].ever || whole[i] > 0
 		}
 		all.paid, all.whole = append(all.paid, paid.Sum()), append(all.whole, whole.Sum())
 	}
-	slices.SortStableFunc(rows, func(a, b row) int { return int(b.sum - a.sum) })
+	slices.SortStableFunc(rows, func(a, b row) int { return cmp.Compare(b.sum, a.sum) })
 	var out strings.Builder
 	fmt.Fprint(&out, "GiB·s idle on-prem while the cloud is paid / in all\n| cause |")
 	for _, name := range names {
@@ -342,6 +346,9 @@ func IdleTable(names []string, records []*Record) string {
 		fmt.Fprintf(&out, " %s |\n", means)
 	}
 	for _, of := range rows {
+		if !of.ever {
+			continue
+		}
 		line(of.cause.String(), of, causes[of.cause].means)
 	}
 	line("all", all, "")

@@ -196,6 +196,8 @@ func TestStanding(t *testing.T) {
 		return fmt.Sprintf(text, all, flavor)
 	}
 	runs := Pod{Site: OnPrem, From: time.Second}
+	over := Pod{Site: OnPrem, From: time.Second, Until: 2 * time.Second}
+	left := Pod{Site: Cloud, From: time.Second, Until: 2 * time.Second}
 	ended := Pod{Site: OnPrem, From: time.Second, Until: 2 * time.Second, Succeeded: true}
 	kept := func(flavors string) string {
 		return fmt.Sprintf(`{"metadata": {"annotations": {"example.com/gpu.refused-flavors": %q}}}`, flavors)
@@ -230,6 +232,8 @@ func TestStanding(t *testing.T) {
 		{"so in the cloud", quota(there, "Evicted"), []Pod{{Site: Cloud, From: 1}}, 0, Standing{Evicted, Cloud, -1}},
 		{"it is evicted", quota(there, "Evicted"), nil, 0, Standing{Evicted, Cloud, -1}},
 		{"its pod has ended", quota(here, "Admitted"), []Pod{ended}, 5, Standing{Leaving, OnPrem, 4}},
+		{"its pod has ended, and says no more", quota(here, "Admitted"), []Pod{over}, 5, Standing{Leaving, OnPrem, 4}},
+		{"it comes back", quota(here, "Admitted"), []Pod{left}, 0, Standing{Starting, OnPrem, -1}},
 		{"the agent has not heard", quota(here, "Admitted", "Finished"), []Pod{ended}, 5, Standing{Leaving, OnPrem, 4}},
 		{"it is over", quota(here, "Admitted", "Finished"), []Pod{ended}, 0, Standing{Away, OnPrem, -1}},
 	} {

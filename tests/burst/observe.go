@@ -37,8 +37,10 @@ type (
 		OwnerReferences     []struct{ Kind, Name string }
 	}
 	condition struct {
-		Type, Status, Reason string
-		LastTransitionTime   time.Time
+		Type               string    `json:"type"`
+		Status             string    `json:"status"`
+		Reason             string    `json:"reason"`
+		LastTransitionTime time.Time `json:"lastTransitionTime"`
 	}
 	podObject struct {
 		Metadata meta
@@ -87,10 +89,6 @@ func (o *observer) look(ctx context.Context) (done bool, err error) {
 		}
 	}
 	now := time.Since(o.began)
-	sample := Sample{At: now}
-	for site := range status {
-		sample.Sites[site].GPUs = held(status[site])
-	}
 	of := map[*History]*workloadObject{}
 	for i := range workloads.Items {
 		w := &workloads.Items[i]
@@ -99,8 +97,6 @@ func (o *observer) look(ctx context.Context) (done bool, err error) {
 			h.admission(w, o.began, now)
 		}
 	}
-	has := holders(status[OnPrem])
-	done = true
 	for i := range jobs.Items {
 		j := &jobs.Items[i]
 		if h := o.byName[j.Metadata.Name]; h != nil {
@@ -117,28 +113,44 @@ func (o *observer) look(ctx context.Context) (done bool, err error) {
 		o.pod(&pods.Items[i])
 	}
 	for _, h := range o.Jobs {
-		running, over := false, h.Done != 0
 		for i := range h.Pods {
-			p := &h.Pods[i]
-			if !seen[p.UID] && p.From != 0 && p.Until == 0 {
+			if p := &h.Pods[i]; !seen[p.UID] && p.From != 0 && p.Until == 0 {
 				p.Until = now // it was deleted while it ran
 			}
+		}
+	}
+	used := [2]int{held(status[OnPrem]), held(status[Cloud])}
+	return o.sample(now, used, of, holders(status[OnPrem])), nil
+}
+
+// sample notes how both sites and all Jobs stand. It says whether all Jobs have succeeded.
+func (o *observer) sample(
+	now time.Duration, gpus [2]int, of map[*History]*workloadObject, has map[string]int,
+) (done bool) {
+	s := Sample{At: now}
+	for site, n := range gpus {
+		s.Sites[site].GPUs = n
+	}
+	done = true
+	for _, h := range o.Jobs {
+		running, over := false, h.Done != 0
+		for _, p := range h.Pods {
 			over = over || p.Succeeded
 			if p.From != 0 && p.Until == 0 {
 				running = true
-				use := &sample.Sites[p.Site]
+				use := &s.Sites[p.Site]
 				use.GiB, use.Pods = use.GiB+h.GiB, use.Pods+1
 			}
 		}
 		if h.Came != 0 && !over && !running {
-			sample.Waiting++
+			s.Waiting++
 		}
 		done = done && h.Done != 0
-		sample.Jobs = append(sample.Jobs, h.standing(of[h], has, o.began.Add(now)))
+		s.Jobs = append(s.Jobs, h.standing(of[h], has, o.began.Add(now)))
 	}
-	o.Samples = append(o.Samples, sample)
+	o.Samples = append(o.Samples, s)
 	o.Ended = now
-	return done, nil
+	return done
 }
 
 // held is how many GPUs somebody has a part of.
@@ -222,6 +234,9 @@ func (h *History) standing(w *workloadObject, has map[string]int, now time.Time)
 	}
 	if quota {
 		is.Site = w.site()
+		// Its last pod has ended, unless that was before it got this quota.
+		n := len(h.Pods)
+		ended = ended || n > 0 && h.Pods[n-1].Until != 0 && h.Pods[n-1].Site == is.Site
 	}
 	switch {
 	case quota && w.is("Evicted"):

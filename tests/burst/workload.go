@@ -111,6 +111,20 @@ func (l Load) Draw() []Job {
 // though each Job may wait for a minute.
 var Full = Load{Seed: 1, Jobs: 30, Within: 90 * time.Second, Shortest: 15 * time.Second, Longest: time.Minute, Checkpoint: 5, Longer: 90 * time.Second}
 
+// Hours is a load like Full in which pods take no part of a Job's time that matters.
+var Hours = Load{Seed: 1, Jobs: 60, Within: 8 * time.Hour, Shortest: 3 * time.Minute, Longest: 2 * time.Hour,
+	Checkpoint: 5, Longer: 2 * time.Hour}
+
+// Seeds are a load and those that only differ in their seed, n in all.
+func (l Load) Seeds(n int) (all []Load) {
+	for i := range n {
+		next := l
+		next.Seed += uint64(i)
+		all = append(all, next)
+	}
+	return all
+}
+
 // Short are the few Jobs of the short form: on-prem is filled by the first, the third has no room
 // there and checkpoints, and the last comes when there is room again.
 func Short() []Job {
