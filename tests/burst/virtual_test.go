@@ -32,6 +32,15 @@ type pace struct {
 	starts, ends time.Duration
 }
 
+// way is how Jobs come to their sites in virtual time.
+type way struct {
+	pace
+	// patience is how long a Job is to wait for room on-prem before the cloud is paid, and says whether Jobs say
+	// how long they run. Both are told in annotations.
+	patience time.Duration
+	says     bool
+}
+
 // quiet is the pace of a machine that has nothing else to do.
 var quiet = pace{
 	writes: 10 * time.Millisecond, reacts: 50 * time.Millisecond,
@@ -42,8 +51,8 @@ var quiet = pace{
 // checks, and the books with all that it is told of nodes and pods. Kueue, the scheduler, the kubelets and the
 // agents are models.
 type world struct {
-	t     *testing.T
-	pace  pace
+	t *testing.T
+	way
 	fleet *fleet.Fleet
 	door  *kueue.Door
 
@@ -86,12 +95,12 @@ func (w *world) after(d time.Duration, do func()) {
 func (w *world) now() time.Duration { return time.Since(w.o.began) }
 
 // run has Jobs come, takes a sample as often as it is told to, and returns the record once all have succeeded.
-func (p pace) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Record) {
+func (y way) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Record) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		f := fleet.New(lab.Domain, time.Now)
 		holder := fleet.HoldFor(f, kueue.HoldOf(lab.Domain))
-		w := &world{t: t, pace: p, fleet: f, hosts: newHosts(t)}
+		w := &world{t: t, way: y, fleet: f, hosts: newHosts(t)}
 		w.queue.w, w.o = w, (&Cluster{}).observe(time.Now().Add(-time.Second), jobs)
 		w.door = kueue.New(holder, kueue.Options{API: w, Domain: lab.Domain, Leads: holder.Ready, Listed: holder.Listed,
 			Logger: slog.New(slog.DiscardHandler), Now: time.Now})
@@ -140,7 +149,7 @@ func (w *world) look() (done bool) {
 // comes makes the Job, and its workload.
 func (k *task) comes(i int) {
 	k.Came = k.w.now()
-	k.w.after(k.w.pace.reacts, func() {
+	k.w.after(k.w.reacts, func() {
 		k.created = time.Now().Truncate(time.Second)
 		k.Metadata.UID, k.Metadata.Annotations = fmt.Sprintf("workload-%d", i), map[string]string{}
 		k.told()
@@ -174,10 +183,10 @@ func (k *task) set(kind string, yes bool, reason string) {
 func (k *task) told() {
 	k.version++
 	o := k.object()
-	k.w.after(k.w.pace.writes, func() { k.w.door.Set(kueue.Workloads, o) })
+	k.w.after(k.w.writes, func() { k.w.door.Set(kueue.Workloads, o) })
 	if !k.reacts {
 		k.reacts = true
-		k.w.after(k.w.pace.reacts, func() { k.reacts = false; k.w.queue.reconcile(k) })
+		k.w.after(k.w.reacts, func() { k.reacts = false; k.w.queue.reconcile(k) })
 	}
 }
 
@@ -217,7 +226,11 @@ func (k *task) template() object {
 		labels[lab.Domain+"/gpu.checkpoints"] = "true"
 	}
 	limits := object{lab.Domain + "/" + k.Resource: fmt.Sprint(k.Count)}
-	return object{"metadata": object{"labels": labels},
+	annotations := object{}
+	if k.w.says {
+		annotations[lab.Domain+"/gpu.runs-for"] = k.Runs.String()
+	}
+	return object{"metadata": object{"labels": labels, "annotations": annotations},
 		"spec": object{"containers": []object{{"name": "main", "resources": object{"limits": limits}}}}}
 }
 
@@ -244,7 +257,7 @@ func (k *task) start() {
 	k.pod, k.p = pod, len(k.Pods)
 	k.Pods = append(k.Pods, Pod{UID: string(pod.UID), Site: site})
 	w.fleet.SetPod(pod.DeepCopy())
-	w.after(w.pace.reacts, func() { k.schedule(pod, w.hosts[site]) })
+	w.after(w.reacts, func() { k.schedule(pod, w.hosts[site]) })
 }
 
 // schedule asks the placer for a node, as the scheduler does, until there is one.
@@ -263,7 +276,7 @@ func (k *task) schedule(pod *corev1.Pod, h *host) {
 	}
 	pod.Spec.NodeName = at
 	w.fleet.SetPod(pod.DeepCopy())
-	w.after(w.pace.starts, func() { k.runs(pod, h) })
+	w.after(w.starts, func() { k.runs(pod, h) })
 }
 
 // runs is what the kubelet does with a pod.
@@ -291,7 +304,7 @@ func (k *task) runs(pod *corev1.Pod, h *host) {
 	w.after(k.Runs-k.worked, func() {
 		if k.pod == pod && p.Until == 0 {
 			p.Until = w.now()
-			w.after(w.pace.ends, func() { k.succeeds(pod, h) })
+			w.after(w.ends, func() { k.succeeds(pod, h) })
 		}
 	})
 }
@@ -303,7 +316,7 @@ func (k *task) succeeds(pod *corev1.Pod, h *host) {
 	w.fleet.SetPod(pod.DeepCopy())
 	h.end(k.Name)
 	w.changed(h)
-	w.after(w.pace.reacts, func() {
+	w.after(w.reacts, func() {
 		k.Done = w.now()
 		k.set("Finished", true, "Succeeded")
 		k.told()
@@ -316,11 +329,11 @@ func (k *task) stop(then func()) {
 	w, pod := k.w, k.pod
 	k.pod = nil
 	if pod == nil || k.Pods[k.p].Succeeded {
-		w.after(w.pace.reacts, then)
+		w.after(w.reacts, then)
 		return
 	}
 	h := w.hosts[k.Pods[k.p].Site]
-	w.after(w.pace.ends, func() {
+	w.after(w.ends, func() {
 		if p := &k.Pods[k.p]; p.From != 0 && p.Until == 0 {
 			p.Until = w.now()
 			if k.Checkpoints {
@@ -330,7 +343,7 @@ func (k *task) stop(then func()) {
 		w.fleet.DeletePod(string(pod.UID))
 		h.end(k.Name)
 		w.changed(h)
-		w.after(w.pace.reacts, then)
+		w.after(w.reacts, then)
 	})
 }
 
@@ -340,8 +353,11 @@ func (w *world) objects() {
 		check := object{"metadata": object{"name": checkOf[site], "uid": "check-" + name, "resourceVersion": "1"},
 			"spec": object{"controllerName": lab.Domain + "/" + checkOf[site]}}
 		flavor := object{"metadata": object{"name": flavorOf[site], "uid": "flavor-" + name, "resourceVersion": "1",
-			"labels": object{lab.Domain + "/gpu.cloud": fmt.Sprint(Site(site) == Cloud)}},
+			"labels": object{lab.Domain + "/gpu.cloud": fmt.Sprint(Site(site) == Cloud)}, "annotations": object{}},
 			"spec": object{"nodeLabels": object{lab.Domain + "/gpu.site": name}}}
+		if Site(site) == Cloud {
+			flavor["metadata"].(object)["annotations"].(object)[lab.Domain+"/gpu.patience"] = w.patience.String()
+		}
 		w.door.Set(kueue.AdmissionChecks, w.object("AdmissionCheck", check))
 		w.door.Set(kueue.ResourceFlavors, w.object("ResourceFlavor", flavor))
 	}
@@ -375,7 +391,7 @@ func (w *world) Read(_ context.Context, of schema.GroupVersionResource, see func
 func (w *world) WriteStatus(
 	_ context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
 ) (now *unstructured.Unstructured, changed bool, err error) {
-	time.Sleep(w.pace.writes)
+	time.Sleep(w.writes)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if of != kueue.Workloads {
@@ -409,7 +425,7 @@ func (w *world) WriteStatus(
 	}
 	k.checks = is.Status.AdmissionChecks
 	if k.told(); woken {
-		w.after(w.pace.reacts, func() { w.queue.update(k, true) })
+		w.after(w.reacts, func() { w.queue.update(k, true) })
 	}
 	return k.object(), false, nil
 }
@@ -417,7 +433,7 @@ func (w *world) WriteStatus(
 func (w *world) Annotate(
 	_ context.Context, _ schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string,
 ) (now *unstructured.Unstructured, changed bool, err error) {
-	time.Sleep(w.pace.writes)
+	time.Sleep(w.writes)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	k := w.find(o)

@@ -107,7 +107,7 @@ func (q *queue) schedule() {
 			continue
 		}
 		q.used[site] = append(q.used[site], k)
-		q.w.after(q.w.pace.writes, func() { q.reserved(k, Site(site)) })
+		q.w.after(q.w.writes, func() { q.reserved(k, Site(site)) })
 		return
 	}
 	if q.barren == nil {
@@ -167,7 +167,7 @@ func (q *queue) reconcile(k *task) {
 	case k.is("QuotaReserved") && !k.is("Evicted") && !k.is("Admitted") && !state(kueue.Pending):
 		k.set("Admitted", true, "Admitted")
 		k.told()
-		q.w.after(q.w.pace.reacts, func() {
+		q.w.after(q.w.reacts, func() {
 			if k.is("Admitted") && !k.is("Evicted") {
 				k.start()
 			}
@@ -206,7 +206,7 @@ func (q *queue) evict(k *task) {
 			Message: "Reset to Pending after eviction", RequeueAfterSeconds: c.RequeueAfterSeconds}
 	}
 	k.told()
-	q.w.after(q.w.pace.reacts, func() {
+	q.w.after(q.w.reacts, func() {
 		k.stop(func() {
 			if k.is("Finished") {
 				return
