@@ -106,3 +106,20 @@ func TestModelOfKueue(t *testing.T) {
 		t.Errorf("they ran: %s\nwant:     %s", strings.Join(got, ", "), want)
 	}
 }
+
+// Nobody has more of the cloud than the spending limit, and who waits for it runs when some is given back.
+func TestModelOfTheLimit(t *testing.T) {
+	var jobs []Job
+	for i := range 9 {
+		jobs = append(jobs, Job{Name: fmt.Sprint("job-", i), Piece: units(60), Arrives: time.Second, Runs: time.Minute})
+	}
+	r := way{pace: quiet}.run(t, jobs, time.Second, time.Hour)
+	most := 0
+	for _, s := range r.Samples {
+		most = max(most, s.Sites[Cloud].GiB)
+	}
+	// One runs on-prem and one after it, four on the cloud's four GPUs for shares, and three have to wait for these.
+	if c := r.Count(); most != 240 || c.Ran != [2]int{2, 7} || c.Unfinished != 0 {
+		t.Errorf("up to %d GiB of the cloud were held; %+v", most, c)
+	}
+}

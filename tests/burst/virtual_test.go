@@ -47,9 +47,9 @@ var quiet = pace{
 	starts: 1500 * time.Millisecond, ends: time.Second,
 }
 
-// world is both sites in virtual time. The placer's part is the product: its door to Kueue with its loop, its
-// checks, and the books with all that it is told of nodes and pods. Kueue, the scheduler, the kubelets and the
-// agents are models.
+// world is both sites in virtual time. The placer is the product: its door to Kueue with its loop and its checks, and
+// the books with all that they are told of nodes and pods. Kueue, the scheduler, the kubelets and the agents are
+// models.
 type world struct {
 	t *testing.T
 	way
@@ -69,7 +69,8 @@ type world struct {
 type task struct {
 	*History
 	workloadObject
-	w       *world
+	w *world
+	// created, version and checks are the workload's; version is 0 while there is none.
 	created time.Time
 	version int
 	checks  []kueue.CheckState
@@ -135,6 +136,7 @@ func (y way) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Rec
 	return r
 }
 
+// look takes a sample, and says whether all Jobs have succeeded.
 func (w *world) look() (done bool) {
 	of := map[*History]*workloadObject{}
 	for _, k := range w.tasks {
@@ -157,7 +159,7 @@ func (k *task) comes(i int) {
 	})
 }
 
-// is reports a condition, with its time.
+// condition is one of the workload's, and whether it is true.
 func (k *task) condition(kind string) (c condition, yes bool) {
 	for _, c := range k.Status.Conditions {
 		if c.Type == kind {
@@ -167,6 +169,7 @@ func (k *task) condition(kind string) (c condition, yes bool) {
 	return c, false
 }
 
+// set gives the workload a condition.
 func (k *task) set(kind string, yes bool, reason string) {
 	status := map[bool]string{true: "True", false: "False"}[yes]
 	next := condition{kind, status, reason, second().Time}
@@ -220,6 +223,7 @@ func (w *world) object(kind string, has object) *unstructured.Unstructured {
 	return o
 }
 
+// template is what the Job's pods are made from.
 func (k *task) template() object {
 	labels := object{"batch.kubernetes.io/job-name": k.Name}
 	if k.Checkpoints {
