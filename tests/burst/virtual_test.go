@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -39,6 +40,8 @@ type way struct {
 	// how long they run. Both are told in annotations.
 	patience time.Duration
 	says     bool
+	// luck is how events fall.
+	luck uint64
 }
 
 // quiet is the pace of a machine that has nothing else to do.
@@ -56,13 +59,14 @@ type world struct {
 	fleet *fleet.Fleet
 	door  *kueue.Door
 
-	mu    sync.Mutex // guards what follows
-	step  time.Duration
-	hosts [2]*host
-	tasks []*task // by their Jobs' order
-	queue queue
-	o     *observer
-	pods  int
+	mu     sync.Mutex // guards what follows
+	random *rand.Rand
+	step   time.Duration
+	hosts  [2]*host
+	tasks  []*task // by their Jobs' order
+	queue  queue
+	o      *observer
+	pods   int
 }
 
 // task is a Job with its workload, as the API server has them.
@@ -82,15 +86,23 @@ type task struct {
 	reacts bool
 }
 
-// after does something at a time, under the lock. No two things are done at one moment, so that a run is always the
-// same.
-func (w *world) after(d time.Duration, do func()) {
+// after does something after a time that is up to half as long or as long again as d, under the lock, so that events
+// come in one order and in another. No two things are done at one moment, and a run is always the same.
+func (w *world) after(d time.Duration, do func()) { w.exactly(w.about(d), do) }
+
+// exactly does something after just so long.
+func (w *world) exactly(d time.Duration, do func()) {
 	w.step++
 	time.AfterFunc(d+w.step%time.Microsecond, func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		do()
 	})
+}
+
+// about is a time between half of d and d and a half.
+func (w *world) about(d time.Duration) time.Duration {
+	return (d/2 + time.Duration(w.random.Int64N(int64(d)+1))).Truncate(time.Microsecond)
 }
 
 func (w *world) now() time.Duration { return time.Since(w.o.began) }
@@ -101,13 +113,13 @@ func (y way) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Rec
 	synctest.Test(t, func(t *testing.T) {
 		f := fleet.New(lab.Domain, time.Now)
 		holder := fleet.HoldFor(f, kueue.HoldOf(lab.Domain))
-		w := &world{t: t, way: y, fleet: f, hosts: newHosts(t)}
+		w := &world{t: t, way: y, fleet: f, hosts: newHosts(t), random: rand.New(rand.NewPCG(y.luck, 0))}
 		w.queue.w, w.o = w, (&Cluster{}).observe(time.Now().Add(-time.Second), jobs)
 		w.door = kueue.New(holder, kueue.Options{API: w, Domain: lab.Domain, Leads: holder.Ready, Listed: holder.Listed,
 			Logger: slog.New(slog.DiscardHandler), Now: time.Now})
 		for _, h := range w.hosts {
 			f.SetNode(h.node())
-			w.write(h)
+			w.publish(h)
 		}
 		for _, k := range []fleet.Kind{fleet.Nodes, fleet.Pods, fleet.GPUNodes} {
 			f.Listed(k)
@@ -120,7 +132,7 @@ func (y way) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Rec
 		for i, h := range w.o.Jobs {
 			k := &task{History: h, w: w}
 			w.tasks = append(w.tasks, k)
-			w.after(h.Arrives, func() { k.comes(i) })
+			w.exactly(h.Arrives, func() { k.comes(i) })
 		}
 		w.mu.Unlock()
 		for done := false; !done && w.o.Ended < longest; {
@@ -305,7 +317,7 @@ func (k *task) runs(pod *corev1.Pod, h *host) {
 	w.fleet.SetPod(pod.DeepCopy())
 	w.changed(h)
 	p.From = w.now()
-	w.after(k.Runs-k.worked, func() {
+	w.exactly(k.Runs-k.worked, func() {
 		if k.pod == pod && p.Until == 0 {
 			p.Until = w.now()
 			w.after(w.ends, func() { k.succeeds(pod, h) })
@@ -395,8 +407,7 @@ func (w *world) Read(_ context.Context, of schema.GroupVersionResource, see func
 func (w *world) WriteStatus(
 	_ context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
 ) (now *unstructured.Unstructured, changed bool, err error) {
-	time.Sleep(w.writes)
-	w.mu.Lock()
+	w.write()
 	defer w.mu.Unlock()
 	if of != kueue.Workloads {
 		return o, false, nil
@@ -437,8 +448,7 @@ func (w *world) WriteStatus(
 func (w *world) Annotate(
 	_ context.Context, _ schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string,
 ) (now *unstructured.Unstructured, changed bool, err error) {
-	time.Sleep(w.writes)
-	w.mu.Lock()
+	w.write()
 	defer w.mu.Unlock()
 	k := w.find(o)
 	if k == nil {
@@ -451,6 +461,15 @@ func (w *world) Annotate(
 	}
 	k.told()
 	return k.object(), false, nil
+}
+
+// write takes as long as a write does, and then the lock.
+func (w *world) write() {
+	w.mu.Lock()
+	d := w.about(w.writes)
+	w.mu.Unlock()
+	time.Sleep(d)
+	w.mu.Lock()
 }
 
 var _ kueue.API = (*world)(nil)

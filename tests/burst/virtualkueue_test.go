@@ -142,7 +142,8 @@ func (q *queue) fits(site Site, k *task) bool {
 	return b.admits(k.Piece)
 }
 
-// reserved writes down that a workload has quota, and that its check is to be answered.
+// reserved writes down that a workload has quota. Its checks are those that it had before until they are next looked
+// at.
 func (q *queue) reserved(k *task, site Site) {
 	k.set("QuotaReserved", true, "QuotaReserved")
 	if _, was := k.condition("Evicted"); was {
@@ -151,8 +152,24 @@ func (q *queue) reserved(k *task, site Site) {
 	k.Status.Admission = &struct {
 		PodSetAssignments []struct{ Flavors map[string]string }
 	}{[]struct{ Flavors map[string]string }{{map[string]string{"example.com/gpu-memory": flavorOf[site]}}}}
-	k.checks = []kueue.CheckState{{Name: checkOf[site], State: kueue.Pending, LastTransitionTime: second()}}
 	k.told()
+}
+
+// sync gives a workload the checks of its flavor, and no others; without quota it has none
+// (reconcileSyncAdmissionChecks).
+func (q *queue) sync(k *task) (changed bool) {
+	want := ""
+	if k.is("QuotaReserved") {
+		want = checkOf[k.site()]
+	}
+	if len(k.checks) == 1 && k.checks[0].Name == want || len(k.checks) == 0 && want == "" {
+		return false
+	}
+	if k.checks = nil; want != "" {
+		k.checks = []kueue.CheckState{{Name: want, State: kueue.Pending, LastTransitionTime: second()}}
+	}
+	k.told()
+	return true
 }
 
 // reconcile does the next thing that a workload needs.
@@ -161,7 +178,7 @@ func (q *queue) reconcile(k *task) {
 		return slices.ContainsFunc(k.checks, func(c kueue.CheckState) bool { return c.State == s })
 	}
 	switch {
-	case k.is("Finished") || k.version == 0:
+	case k.is("Finished") || k.version == 0 || k.is("QuotaReserved") && q.sync(k):
 	case k.is("QuotaReserved") && !k.is("Evicted") && state(kueue.Retry):
 		q.evict(k)
 	case k.is("QuotaReserved") && !k.is("Evicted") && !k.is("Admitted") && !state(kueue.Pending):
@@ -175,14 +192,16 @@ func (q *queue) reconcile(k *task) {
 	case !k.is("QuotaReserved"):
 		if c, yes := k.condition("Requeued"); c.Type != "" && !yes {
 			if k.waitsUntil() > 0 {
-				q.w.after(k.waitsUntil(), func() { q.reconcile(k) })
+				q.w.exactly(k.waitsUntil(), func() { q.reconcile(k) })
 				return
 			}
 			k.Status.RequeueState = nil
 			k.set("Requeued", true, "BackoffFinished")
 			k.told()
 			q.update(k, true)
+			return
 		}
+		q.sync(k)
 	}
 }
 
@@ -214,7 +233,7 @@ func (q *queue) evict(k *task) {
 			k.set("QuotaReserved", false, "Pending")
 			k.set("Admitted", false, "NoReservation")
 			k.set("Requeued", false, "AdmissionCheck")
-			k.Status.Admission, k.checks = nil, nil
+			k.Status.Admission = nil
 			q.parked = append(q.parked, k)
 			k.told()
 			q.release(k)
@@ -231,7 +250,7 @@ func (q *queue) release(k *task) {
 		return
 	}
 	q.retries = true
-	q.w.after(batch, func() {
+	q.w.exactly(batch, func() {
 		q.retries, q.barren = false, nil
 		for _, x := range q.parked {
 			if !x.waits() {

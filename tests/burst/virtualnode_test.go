@@ -231,16 +231,16 @@ func (w *world) changed(h *host) {
 	}
 	if at := time.Now().Add(wait); h.due.IsZero() || at.Before(h.due) {
 		h.due = at
-		w.after(wait, func() {
+		w.exactly(wait, func() {
 			if h.due.Equal(at) {
-				w.write(h)
+				w.publish(h)
 			}
 		})
 	}
 }
 
-// write writes the GPUNode.
-func (w *world) write(h *host) {
+// publish writes the GPUNode.
+func (w *world) publish(h *host) {
 	now := h.says()
 	now.Since(h.written, time.Now())
 	h.due, h.written = time.Time{}, now
