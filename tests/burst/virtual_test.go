@@ -44,10 +44,10 @@ type way struct {
 	luck uint64
 }
 
-// quiet is the pace of a machine that has nothing else to do.
+// quiet is the pace of a machine with little else to do, as real nodes had it.
 var quiet = pace{
 	writes: 10 * time.Millisecond, reacts: 50 * time.Millisecond,
-	starts: 1500 * time.Millisecond, ends: time.Second,
+	starts: 2 * time.Second, ends: 2 * time.Second,
 }
 
 // world is both sites in virtual time. The placer is the product: its door to Kueue with its loop and its checks, and
