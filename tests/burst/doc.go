@@ -77,6 +77,6 @@
 //	  in virtual time                  small 22,000, unwanted 13,500, apart 8,400, movable 9,200, ends 3,400,
 //	                                   settled 3,300, begins 2,700, all others 1,800
 //
-// What it found first was found on the real nodes, and not by the model, whose events fell in one order then: see
-// way.luck.
+// Events of the model fell in one order at first, and real nodes showed a mistake of the placer's that needs another
+// one. So each step takes a little longer or shorter, by a seed.
 package burst

@@ -55,7 +55,7 @@ func (b bar) reach(t *testing.T, load Load, every time.Duration, times uint64) (
 	plan := NewPlan(Demands(jobs), Own, b.patience)
 	var sum Fill
 	for b.luck = range times {
-		r = b.run(t, jobs, every, 48*time.Hour)
+		r = b.run(t, jobs, every, 6*(load.Within+load.Longer))
 		c, f := r.Count(), r.against(plan, b.patience)
 		t.Logf("seed %d: %s of a plan that pays %.0f s; Jobs wait for %s, and %s at most", load.Seed, f,
 			f.Planned.Seconds(), c.MedianWait.Round(time.Second), c.LongestWait.Round(time.Second))

@@ -71,6 +71,9 @@ func TestWhatKeepsRoomIdle(t *testing.T) {
 		{"others that wait have its quota", []stands{
 			{Piece: units(40), Stage: Running}, {Piece: units(60), Stage: Asking}, {Piece: units(30), Stage: Queued},
 		}, want{idleQuota: 30, idleSmall: 9, idleUnwanted: 80}},
+		{"it counts once", []stands{
+			{Piece: units(20), Stage: Running}, {Piece: units(60), Stage: Asking}, {Piece: units(10), Stage: Queued},
+		}, want{idleQuota: 10, idleSmall: 49, idleUnwanted: 80}},
 		{"others of the other kind have its quota", []stands{
 			{Piece: units(40), Stage: Running}, {Piece: units(60), Stage: Asking}, {Piece: g4, Stage: Running},
 			{Piece: g3, Stage: Queued},
