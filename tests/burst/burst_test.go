@@ -4,6 +4,7 @@ package burst
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -17,8 +18,9 @@ import (
 
 var (
 	long  = flag.Bool("long", false, "30 Jobs in each arm, which takes half an hour, and the table of docs/bursting.md")
+	seeds = flag.Int("seeds", 0, "30 Jobs of each of so many seeds, with checks, which takes five minutes each")
 	built = flag.Bool("built", false, "everything that the nodes need stands in the cache already")
-	plots = flag.String("plots", "", "a `directory` for a plot of each arm")
+	plots = flag.String("plots", "", "a `directory` for each arm's plot, and what kept on-prem idle")
 )
 
 // name is that of the cluster.
@@ -35,38 +37,65 @@ func TestBurst(t *testing.T) {
 		t.Skip("this machine lacks ", missing)
 	}
 	c := start(t)
-	arms, jobs := []Arm{Checks}, Short()
-	if *long {
-		arms, jobs = []Arm{Quota, Topology, Checks, Claims}, Full.Draw()
+	runs := []run{{Checks.Name, Checks, Short()}}
+	switch {
+	case *seeds > 0:
+		runs = nil
+		for _, load := range Full.Seeds(*seeds) {
+			runs = append(runs, run{fmt.Sprintf("seed-%d", load.Seed), Checks, load.Draw()})
+		}
+	case *long:
+		runs = nil
+		for _, arm := range []Arm{Quota, Topology, Checks, Claims} {
+			runs = append(runs, run{arm.Name, arm, Full.Draw()})
+		}
 	}
-	onPrem := map[*Kind]int{Shares: 1, Instances: 1}
-	bound, planned := Bound(Demands(jobs), onPrem, Patience), Planned(Demands(jobs), onPrem, Patience)
-	table := []string{"| arm | stuck on-prem | refused pods | on-prem / cloud / both | on-prem GiB·h | paid GPU·s | against a plan | median and longest wait | unfinished |"}
-	for _, arm := range arms {
-		t.Run(arm.Name, func(t *testing.T) {
-			if err := c.Set(t.Context(), arm); err != nil {
+	table := []string{"| run | stuck on-prem | refused pods | on-prem / cloud / both | on-prem GiB·h | paid GPU·s | " +
+		"against a plan | median and longest wait | unfinished |"}
+	var names []string
+	var records []*Record
+	var jobs [][]Job
+	for _, of := range runs {
+		t.Run(of.name, func(t *testing.T) {
+			if err := c.Set(t.Context(), of.arm); err != nil {
 				t.Fatal(err)
 			}
-			r, err := c.Run(t.Context(), jobs, 6*time.Minute, nil)
+			r, err := c.Run(t.Context(), of.jobs, 6*time.Minute, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
 			n := r.Count()
-			table = append(table, row(arm, n, planned))
+			demands := Demands(of.jobs)
+			planned, bound := Planned(demands, Own, Patience), Bound(demands, Own, Patience)
+			table = append(table, row(of.name, n, planned, bound))
+			names, records, jobs = append(names, of.name), append(records, r), append(jobs, of.jobs)
 			for _, h := range r.Jobs {
 				t.Log(h)
 			}
 			if *plots != "" {
-				if err := os.WriteFile(filepath.Join(*plots, arm.Name+".svg"), r.Plot(Title(len(jobs)), Has), 0o644); err != nil {
+				name := filepath.Join(*plots, of.name)
+				err := errors.Join(os.WriteFile(name+".svg", r.Plot(Title(len(of.jobs)), Has), 0o644),
+					os.WriteFile(name+"-idle.csv", r.IdleCSV(), 0o644))
+				if err != nil {
 					t.Error(err)
 				}
 			}
-			if arm.Checks {
+			if of.arm.Checks {
 				judge(t, r, n)
 			}
 		})
 	}
-	t.Logf("%s\na planner that knows all run times pays %.0f s, and no planner less than %.0f s", strings.Join(table, "\n"), planned.Seconds(), bound.Seconds())
+	t.Logf("a plan knows all run times and has each Job wait for up to %s; none pays less than the bound\n%s",
+		Patience, strings.Join(table, "\n"))
+	t.Log(IdleTable(names, records))
+	t.Log(FillTable(names, records, jobs))
+}
+
+// run is some Jobs in an arm.
+type run struct {
+	name string
+	arm  Arm
+	jobs []Job
 }
 
 // judge says what the arm with checks has to reach.
@@ -100,13 +129,15 @@ func judge(t *testing.T, r *Record, n Counts) {
 	}
 }
 
-func row(arm Arm, n Counts, planned time.Duration) string {
+func row(name string, n Counts, planned, bound time.Duration) string {
 	ratio := "–"
 	if planned > 0 {
-		ratio = fmt.Sprintf("× %.2f", float64(n.Paid)/float64(planned))
+		ratio = fmt.Sprintf("× %.2f of %.0f s (bound %.0f s)",
+			n.Paid.Seconds()/planned.Seconds(), planned.Seconds(), bound.Seconds())
 	}
-	return fmt.Sprintf("| %s | %d | %d | %d / %d / %d | %.2f | %.0f | %s | %.0f s, %.0f s | %d |", arm.Name, n.Stuck, n.Refused,
-		n.Ran[OnPrem], n.Ran[Cloud], n.Moved, n.Held, n.Paid.Seconds(), ratio, n.MedianWait.Seconds(), n.LongestWait.Seconds(), n.Unfinished)
+	return fmt.Sprintf("| %s | %d | %d | %d / %d / %d | %.2f | %.0f | %s | %.0f s, %.0f s | %d |", name,
+		n.Stuck, n.Refused, n.Ran[OnPrem], n.Ran[Cloud], n.Moved, n.Held, n.Paid.Seconds(), ratio,
+		n.MedianWait.Seconds(), n.LongestWait.Seconds(), n.Unfinished)
 }
 
 // start starts the cluster, which ends with the test.

@@ -32,7 +32,10 @@ var Has = [2]int{OnPrem: UnitsPerGPU + 80, Cloud: 4*UnitsPerGPU + 4*80}
 // limit is the spending limit: the most GPU memory that may be used in the cloud at a time. It
 // is half of what the cloud has, so that it is the limit, and not the cloud's size, that keeps
 // Jobs out.
-const limit = "320GiB"
+const (
+	cloudLimit = 320 // GiB
+	limit      = "320GiB"
+)
 
 // partitions lay out half of each site's GPUs for memory, and half for MIG on demand.
 func partitions(dra bool) string {

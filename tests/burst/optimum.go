@@ -11,8 +11,9 @@ import (
 type Kind struct {
 	// Name is the kind's, for tables.
 	Name string
-	// Holds is what one GPU has, in each of the kind's dimensions.
+	// Holds is what one GPU has, in each of the kind's dimensions, and GiB its memory.
 	Holds []int
+	GiB   int
 }
 
 // Demand is a Job as a planner sees it that knows everything.
@@ -22,6 +23,12 @@ type Demand struct {
 	Takes []int
 	// Arrives is when it comes, and Runs how long it runs.
 	Arrives, Runs time.Duration
+	// GiB is how much GPU memory it has.
+	GiB int
+	// Starts are the places in the last dimension where it may begin; none for one that may lie anywhere.
+	Starts []int
+	// Job is its number, for Plan.Beside.
+	Job int
 }
 
 // Bound is how long cloud GPUs have to be paid for at least, all together, by a planner that

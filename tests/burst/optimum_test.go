@@ -71,7 +71,7 @@ func cheapest(jobs []Demand, onPrem map[*Kind]int, wait time.Duration) time.Dura
 
 // A plan is never below the optimum, and the bound never above it.
 func TestOptimumIsBetweenBoundAndPlan(t *testing.T) {
-	shares, instances := &Kind{"shares", []int{4}}, &Kind{"instances", []int{7, 8}}
+	shares, instances := &Kind{"shares", []int{4}, 4}, &Kind{"instances", []int{7, 8}, 8}
 	profiles := [][]int{{1, 1}, {2, 2}, {3, 4}, {4, 4}, {7, 8}}
 	random := rand.New(rand.NewPCG(1, 2))
 	var bound, optimum, planned time.Duration
@@ -98,9 +98,9 @@ func TestOptimumIsBetweenBoundAndPlan(t *testing.T) {
 
 // Where Jobs fill GPUs, nothing is cut and nothing left empty: the bound is the optimum.
 func TestBoundIsReached(t *testing.T) {
-	whole, half := &Kind{"whole", []int{1}}, &Kind{"half", []int{2}}
+	whole, half := &Kind{"whole", []int{1}, 1}, &Kind{"half", []int{2}, 2}
 	job := func(k *Kind, takes, arrives, runs int) Demand {
-		return Demand{k, []int{takes}, time.Duration(arrives), time.Duration(runs)}
+		return Demand{Kind: k, Takes: []int{takes}, Arrives: time.Duration(arrives), Runs: time.Duration(runs)}
 	}
 	for _, test := range []struct {
 		name string

@@ -69,6 +69,8 @@ type Sample struct {
 	Sites [2]Use
 	// Waiting is how many Jobs had come, had no pod that ran, and were not over.
 	Waiting int
+	// Jobs is how each of Record.Jobs stood.
+	Jobs []Standing
 }
 
 // Use is what of a site is in use.
@@ -130,9 +132,7 @@ func (r *Record) Count() (c Counts) {
 		}
 		waits = append(waits, first-h.Came)
 	}
-	for i, s := range r.Samples[:max(len(r.Samples)-1, 0)] {
-		c.Paid += time.Duration(s.Sites[Cloud].GPUs) * (r.Samples[i+1].At - s.At)
-	}
+	r.spans(func(s *Sample, lasts time.Duration) { c.Paid += time.Duration(s.Sites[Cloud].GPUs) * lasts })
 	if slices.Sort(waits); len(waits) > 0 {
 		c.LongestWait, c.MedianWait = waits[len(waits)-1], waits[len(waits)/2]
 	}

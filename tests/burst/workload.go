@@ -20,9 +20,12 @@ const (
 // The two kinds of GPUs that both sites have: one is shared by memory, the other makes MIG
 // instances on demand, of seven compute slices and eight memory slices.
 var (
-	Shares    = &Kind{"shares", []int{UnitsPerGPU}}
-	Instances = &Kind{"instances", []int{7, 8}}
+	Shares    = &Kind{"shares", []int{UnitsPerGPU}, UnitsPerGPU}
+	Instances = &Kind{"instances", []int{7, 8}, 80}
 )
+
+// Own is how many GPUs of each kind on-prem has.
+var Own = map[*Kind]int{Shares: 1, Instances: 1}
 
 // Piece is what a Job asks for.
 type Piece struct {
@@ -34,6 +37,8 @@ type Piece struct {
 	GiB int
 	// Takes is what it takes of a GPU, by Kind's dimensions.
 	Takes []int
+	// Starts are the places in the last dimension where it may begin; none for a piece that may lie anywhere.
+	Starts []int
 }
 
 func (p Piece) String() string {
@@ -55,14 +60,17 @@ type Job struct {
 // pieces are what Jobs ask for, instances as NVIDIA's tables of the A100-80GB have them.
 var pieces = map[*Kind][]Piece{
 	Shares: {
-		{Shares, "gpu-mem", 10, 10, []int{10}}, {Shares, "gpu-mem", 20, 20, []int{20}}, {Shares, "gpu-mem", 30, 30, []int{30}},
-		{Shares, "gpu-mem", 40, 40, []int{40}}, {Shares, "gpu-mem", 60, 60, []int{60}},
+		units(10), units(20), units(30), units(40), units(60),
 	},
 	Instances: {
-		{Instances, "mig-1g.10gb", 1, 10, []int{1, 1}}, {Instances, "mig-2g.20gb", 1, 20, []int{2, 2}},
-		{Instances, "mig-3g.40gb", 1, 40, []int{3, 4}}, {Instances, "mig-4g.40gb", 1, 40, []int{4, 4}},
+		{Instances, "mig-1g.10gb", 1, 10, []int{1, 1}, []int{6, 5, 4, 3, 2, 1, 0}},
+		{Instances, "mig-2g.20gb", 1, 20, []int{2, 2}, []int{4, 2, 0}},
+		{Instances, "mig-3g.40gb", 1, 40, []int{3, 4}, []int{4, 0}},
+		{Instances, "mig-4g.40gb", 1, 40, []int{4, 4}, []int{0}},
 	},
 }
+
+func units(n int) Piece { return Piece{Shares, "gpu-mem", n, n, []int{n}, nil} }
 
 // Load is how much comes, and for how long.
 type Load struct {
@@ -103,6 +111,20 @@ func (l Load) Draw() []Job {
 // though each Job may wait for a minute.
 var Full = Load{Seed: 1, Jobs: 30, Within: 90 * time.Second, Shortest: 15 * time.Second, Longest: time.Minute, Checkpoint: 5, Longer: 90 * time.Second}
 
+// Hours is a load like Full in which pods take no part of a Job's time that matters.
+var Hours = Load{Seed: 1, Jobs: 60, Within: 8 * time.Hour, Shortest: 3 * time.Minute, Longest: 2 * time.Hour,
+	Checkpoint: 5, Longer: 2 * time.Hour}
+
+// Seeds are a load and those that only differ in their seed, n in all.
+func (l Load) Seeds(n int) (all []Load) {
+	for i := range n {
+		next := l
+		next.Seed += uint64(i)
+		all = append(all, next)
+	}
+	return all
+}
+
 // Short are the few Jobs of the short form: on-prem is filled by the first, the third has no room
 // there and checkpoints, and the last comes when there is room again.
 func Short() []Job {
@@ -126,8 +148,8 @@ func Short() []Job {
 
 // Demands are Jobs for Bound and Planned.
 func Demands(jobs []Job) (out []Demand) {
-	for _, j := range jobs {
-		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs})
+	for i, j := range jobs {
+		out = append(out, Demand{j.Kind, j.Takes, j.Arrives, j.Runs, j.GiB, j.Starts, i})
 	}
 	return out
 }

@@ -113,12 +113,13 @@ func news(r *burst.Record, told map[string]bool) (out []string) {
 // summary says what was reached, and draws it.
 func (d *show) summary(r *burst.Record) error {
 	n := r.Count()
-	demands, onPrem := burst.Demands(burst.Full.Draw()), map[*burst.Kind]int{burst.Shares: 1, burst.Instances: 1}
+	demands, onPrem := burst.Demands(burst.Full.Draw()), burst.Own
 	planned, bound := burst.Planned(demands, onPrem, burst.Patience), burst.Bound(demands, onPrem, burst.Patience)
 	d.say("%d Jobs ran on-prem and %d in the cloud, of which %d came back.", n.Ran[burst.OnPrem], n.Ran[burst.Cloud], n.Moved)
 	d.say("%d were admitted to on-prem and did not run there within a minute; %d pods were refused.", n.Stuck, n.Refused)
 	d.say("Cloud GPUs were paid for %.0f s. A planner that knows all run times, and lets each Job wait for up to a", n.Paid.Seconds())
 	d.say("minute, pays %.0f s, and none pays less than %.0f s.", planned.Seconds(), bound.Seconds())
+	d.say("What kept room on-prem idle:\n%s", burst.IdleTable([]string{"GiB·s"}, []*burst.Record{r}))
 	plot := filepath.Join(d.kit.Cache, "burst.svg")
 	if err := os.WriteFile(plot, r.Plot(burst.Title(len(r.Jobs)), burst.Has), 0o644); err != nil {
 		return err
