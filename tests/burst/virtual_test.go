@@ -215,7 +215,8 @@ func (k *task) object() *unstructured.Unstructured {
 	return k.w.object("Workload", object{
 		"metadata": object{"name": k.Name, "namespace": Team, "uid": k.Metadata.UID,
 			"resourceVersion": fmt.Sprint(k.version), "creationTimestamp": k.created.UTC().Format(time.RFC3339),
-			"annotations": k.Metadata.Annotations},
+			"ownerReferences": []any{object{"apiVersion": "batch/v1", "kind": "Job", "name": "job", "uid": "job"}},
+			"annotations":     k.Metadata.Annotations},
 		"spec":   object{"podSets": []object{{"name": "main", "count": 1, "template": k.template()}}},
 		"status": status,
 	})
