@@ -682,3 +682,24 @@ func TestSettleWithManyClaims(t *testing.T) {
 		}
 	})
 }
+
+// What a claim had may end between a look at it and the wait for it, as a sweep sees that the claim was allocated anew. The
+// claim is read then, and Prepare does not fail.
+func TestWhatEndsBeforeItIsOpened(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 2, whole)
+		defer w.run(whole)()
+		claim := w.claim("a", result{Device: wholeDevice})
+		w.prepares(claim)
+		in := w.ClaimsIn.(*intake)
+		all := in.book.allocations(claim.UID)
+		s, err := readShare(all[0].ID, all[0].Ref, all[0].Grants)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.ledger.Release(ledger.DRA, s.id())
+		if devices, err := in.open(t.Context(), []share{s}); !errors.Is(err, errAnew) {
+			t.Errorf("%+v, %v", devices, err)
+		}
+	})
+}

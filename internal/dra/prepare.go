@@ -165,6 +165,7 @@ func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error
 	slices.SortFunc(shares, func(a, b share) int {
 		return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N))
 	})
+	asked := ctx
 	ctx, cancel := in.whileMakeable(ctx, shares) // it reads them from now on
 	defer cancel()
 	all, ctx := errgroup.WithContext(ctx)
@@ -175,13 +176,18 @@ func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error
 			CDI: []string{cdi.DeviceName(in.o.Domain, s.id())}}
 		all.Go(func() error { return in.o.Ledger.Prepare(ctx, s.id()) })
 	}
-	if err := all.Wait(); err != nil {
+	err := all.Wait()
+	if err != nil && asked.Err() != nil {
 		return nil, err
 	}
 	for i := range shares {
+		// One that has ended meanwhile is another's, too: a look at the claims may be faster than this.
 		if _, ok := in.stillHas(&shares[i]); !ok {
 			return nil, errAnew
 		}
+	}
+	if err != nil {
+		return nil, err
 	}
 	return out, nil
 }
