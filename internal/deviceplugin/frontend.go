@@ -245,8 +245,12 @@ func (f *FrontEnd) endLocked(id string) ledger.Allocation {
 }
 
 // withCapacity tells a refusal what the resource could give at best, so that
-// nobody is told to wait for room that cannot come.
+// nobody is told to wait for room that cannot come. It counts all devices, so it does nothing where
+// there is no refusal.
 func (r *Resource) withCapacity(err error) error {
+	if err == nil {
+		return nil
+	}
 	most, gpus := 0, map[gpu.UUID]int{}
 	for i := range r.Devices {
 		u := r.Devices[i].GPU

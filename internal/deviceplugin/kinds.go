@@ -20,10 +20,11 @@ type row struct {
 	ids func(u gpu.UUID, p piece.Piece) []string
 	// all are the devices of a GPU that is divided so.
 	all func(u gpu.UUID, of piece.Division) []string
-	// read returns the piece that a device is. The error wraps gpu.ErrInvalid.
+	// read returns the piece that a device is, nil where join makes pieces. The error wraps gpu.ErrInvalid.
 	read func(id string) (gpu.UUID, piece.Piece, error)
-	// join makes one piece of those that a request has of one GPU; nil where each is one alone.
-	join func(of []piece.Piece) piece.Piece
+	// join makes one piece of the devices that a request has of one GPU, by their numbers, ascending; nil where each
+	// device is a piece.
+	join func(numbers []int) piece.Piece
 	// prefer chooses devices for a request.
 	prefer func(p *preference) ([]string, error)
 	// together checks that devices make sense together, which could be had each for itself.
@@ -46,20 +47,9 @@ var rows = map[piece.Kind]row{
 		together: func(*FrontEnd, *Resource, []string) error { return nil },
 	},
 	piece.KindUnits: {
-		ids: numbered,
-		all: allNumbered,
-		read: func(id string) (gpu.UUID, piece.Piece, error) {
-			u, n, err := timeslice.ParseID(id)
-			return u, piece.Units{Set: piece.SetOf([]int{n})}, err
-		},
-		join: func(of []piece.Piece) piece.Piece {
-			var all []int
-			for _, p := range of {
-				all = slices.AppendSeq(all, p.Numbers().All())
-			}
-			slices.Sort(all)
-			return piece.Units{Set: piece.SetOf(slices.Compact(all))}
-		},
+		ids:  numbered,
+		all:  allNumbered,
+		join: func(numbers []int) piece.Piece { return piece.Units{Set: piece.SetOf(numbers)} },
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.units(p.n, rank(p.front.ledger, p.offer, p.of))
@@ -231,26 +221,48 @@ func parse(kind piece.Kind, ids []string) ([]ledger.Grant, error) {
 	if !ok {
 		return nil, fmt.Errorf("%w: %w", piece.UnknownKind{Word: kind}, gpu.ErrInvalid)
 	}
+	if row.join != nil {
+		return row.joined(ids)
+	}
 	var out []ledger.Grant
-	of := map[gpu.UUID][]piece.Piece{}
 	for _, id := range ids {
 		u, p, err := row.read(id)
 		if err != nil {
 			return nil, err
 		}
-		if of[u] = append(of[u], p); row.join != nil && len(of[u]) > 1 {
-			continue
-		}
-		g := ledger.Grant{GPU: u}
-		g.Piece, g.Cap = p.In(piece.Share{})
-		out = append(out, g)
-	}
-	for i := range out {
-		if all := of[out[i].GPU]; row.join != nil && len(all) > 1 {
-			out[i].Piece = row.join(all)
-		}
+		out = append(out, grantOf(u, p))
 	}
 	return out, nil
+}
+
+// joined is parse of a kind whose devices of one GPU are one piece. A request may have thousands of them.
+func (r *row) joined(ids []string) ([]ledger.Grant, error) {
+	var of []gpu.UUID // a request is mostly of one GPU
+	numbers := make([][]int, 0, 1)
+	for _, id := range ids {
+		u, n, err := timeslice.ParseID(id)
+		if err != nil {
+			return nil, err
+		}
+		i := slices.Index(of, u)
+		if i < 0 {
+			i, of, numbers = len(of), append(of, u), append(numbers, make([]int, 0, len(ids)))
+		}
+		numbers[i] = append(numbers[i], n)
+	}
+	out := make([]ledger.Grant, len(of))
+	for i := range of {
+		slices.Sort(numbers[i])
+		out[i] = grantOf(of[i], r.join(slices.Compact(numbers[i])))
+	}
+	return out, nil
+}
+
+// grantOf is a grant of a piece of which no more is known yet.
+func grantOf(u gpu.UUID, p piece.Piece) ledger.Grant {
+	g := ledger.Grant{GPU: u}
+	g.Piece, g.Cap = p.In(piece.Share{})
+	return g
 }
 
 // IDs are the devices that grants came from, sorted; of a kind that this version does not
