@@ -176,7 +176,7 @@ func (f *Fleet) told(name string) {
 	f.sites.count(name)
 	f.touch(name)
 	f.enter(f.books, name)
-	f.beside.tell(f.books, name, f.node(name))
+	f.enterPlain(f.books, name, f.beside.use[name])
 }
 
 // SetPod notes a pod. Of a pod that asks for none of the agent's resources, and has none, it notes what it takes of
@@ -187,7 +187,7 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	defer f.mu.Unlock()
 	if len(entry.Containers) == 0 && len(entry.Devices) == 0 {
 		if node := f.beside.set(p, entry.Plain); node != "" {
-			f.beside.tell(f.books, node, f.node(node))
+			f.enterPlain(f.books, node, f.beside.use[node])
 		}
 		return
 	}
@@ -209,7 +209,7 @@ func (f *Fleet) DeletePod(uid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if node := f.beside.forget(uid); node != "" {
-		f.beside.tell(f.books, node, f.node(node))
+		f.enterPlain(f.books, node, f.beside.use[node])
 		return
 	}
 	_, at := f.books.Pod(uid)

@@ -81,14 +81,6 @@ func (a about) equal(o about) bool {
 		maps.Equal(a.plain, o.plain)
 }
 
-// node is what matters of a Node, nil if there is none.
-func (ns *nodes) node(name string) *about {
-	if a, there := ns.about[name]; there {
-		return &a
-	}
-	return nil
-}
-
 // silent reports whether a node's kubelet has lost its agent. The GPUNode does not show that, since the agent
 // writes it. But the kubelet then counts all of the agent's devices as unhealthy, also those that pods hold, and
 // the Node's allocatable is 0. A node that has never had these resources is not silent.

@@ -99,15 +99,16 @@ func plainAmount(name corev1.ResourceName, q resource.Quantity) int64 {
 	return min(max(n, 0), placer.MostOfAmount)
 }
 
-// tell tells the books what plain room a node has for pods with GPUs: what it has in all, less what the others ask for.
-// a is nil where there is no such Node.
-func (o *others) tell(books *placer.Books, name string, a *about) {
-	if a == nil {
+// enterPlain writes into the books what plain room a node has for pods with GPUs: what it has in all, less what the
+// other pods there ask for. Nobody asks for that of a node without a GPUNode, so the books do not get to know such
+// nodes.
+func (ns *nodes) enterPlain(books *placer.Books, name string, others map[string]int64) {
+	if ns.says[name] == nil {
 		books.SetPlain(name, nil)
 		return
 	}
-	has := maps.Clone(a.plain)
-	for of, n := range o.use[name] {
+	has := maps.Clone(ns.about[name].plain) // nil where there is no such Node
+	for of, n := range others {
 		if _, stated := has[of]; stated {
 			has[of] -= n
 		}

@@ -70,6 +70,13 @@ func TestPodsWithoutGPUsTakeCPU(t *testing.T) {
 	f.DeletePod("sql")
 	f.DeletePod("batch")
 	f.DeletePod("nobody")
+	f.books.Refresh(100)
+	f.SetNode(machine("cpu-only", "8", "64Gi"))
+	f.SetPod(server("elsewhere", "cpu-only", "1"))
+	f.DeletePod("elsewhere")
+	if f.books.Refresh(0) {
+		t.Error("the books know a node without GPUs")
+	}
 	if len(f.beside.pods)+len(f.beside.use) != 0 {
 		t.Errorf("left are %v and %v", f.beside.pods, f.beside.use)
 	}

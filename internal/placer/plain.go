@@ -85,6 +85,9 @@ func amountOf(name string, n int64) string {
 // for pods in all, less what other pods have. The caller may not change has afterwards. A node has
 // nothing of a resource that is not there, but for "pods": then it takes any number of them.
 func (b *Books) SetPlain(name string, has map[string]int64) {
+	if b.nodes[name] == nil && len(has) == 0 {
+		return
+	}
 	n := b.node(name)
 	for of, amount := range has {
 		if amount > n.plain[of] {
@@ -93,7 +96,6 @@ func (b *Books) SetPlain(name string, has map[string]int64) {
 		}
 	}
 	n.plain, n.rest = has, nil
-	b.holds.moved = true
 	b.prune(name)
 }
 
