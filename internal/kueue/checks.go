@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -105,9 +104,9 @@ type Checks struct {
 	heard   uint64
 	// sought is when it was last looked who makes room for an urgent workload, by UID.
 	sought map[string]time.Time
-	// told is since when a workload had the quota that it was last refused room for, by UID.
-	told  map[string]time.Time
-	hopes hopes
+	// refusedAt is since when a workload had the quota that it was last refused room for, by UID.
+	refusedAt map[string]time.Time
+	hopes     hopes
 }
 
 // held is what a hold is for.
@@ -146,7 +145,7 @@ type Answer struct {
 func NewChecks(domain string, books Books) *Checks {
 	return &Checks{
 		domain: domain, books: books, held: map[string]*held{},
-		sought: map[string]time.Time{}, told: map[string]time.Time{}, hopes: hopes{},
+		sought: map[string]time.Time{}, refusedAt: map[string]time.Time{}, hopes: hopes{},
 	}
 }
 
@@ -240,7 +239,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
-	maps.DeleteFunc(c.told, func(uid string, _ time.Time) bool { return !goes[uid] })
+	maps.DeleteFunc(c.refusedAt, func(uid string, _ time.Time) bool { return !goes[uid] })
 	c.hopes.forget(now)
 	for hold := range c.held {
 		if !there[hold] {
@@ -498,9 +497,9 @@ func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answe
 	refused, _, mine := c.refused(w)
 	news := false
 	// Where the flavors were written and the state was not, since the workload had changed, it has the same quota yet.
-	since, told := c.told[w.UID]
-	again := told && !since.Equal(w.QuotaAt)
-	c.told[w.UID] = w.QuotaAt
+	since, before := c.refusedAt[w.UID]
+	again := before && !since.Equal(w.QuotaAt)
+	c.refusedAt[w.UID] = w.QuotaAt
 	for i, g := range want.groups {
 		for _, flavor := range w.Sets[i].Flavors {
 			if g.N > 0 && (group < 0 || group == i) && !slices.Contains(refused, flavor) {
@@ -637,69 +636,4 @@ func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) bool {
 	label := c.domain + "/" + checkpoints
 	return w.Admitted && now.Sub(s.LastTransitionTime.Time) >= stay &&
 		!slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" })
-}
-
-// count counts nodes, in order, as "a:2,b:1".
-func count(at []string) string {
-	n := map[string]int{}
-	for _, name := range at {
-		n[name]++
-	}
-	var out []string
-	for _, name := range slices.Sorted(maps.Keys(n)) {
-		out = append(out, name+":"+strconv.Itoa(n[name]))
-	}
-	return strings.Join(out, ",")
-}
-
-// uncount reads what count has written; what it has not is left out.
-func uncount(text string) (at []string) {
-	for one := range strings.SplitSeq(text, ",") {
-		name, n, _ := strings.Cut(one, ":")
-		if k, err := strconv.Atoi(n); err == nil && name != "" {
-			for range min(k, 1<<16) {
-				at = append(at, name)
-			}
-		}
-	}
-	return at
-}
-
-// places are for people: on which nodes there is room for how many pods.
-func places(at [][]string) string {
-	return said(strings.ReplaceAll(strings.ReplaceAll(count(slices.Concat(at...)), ",", ", "), ":", " × "))
-}
-
-// updates are what pods are told of their room.
-func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
-	for i, of := range at {
-		if len(of) == 0 {
-			continue
-		}
-		told := map[string]string{c.domain + "/" + holdName: c.key(w), c.domain + "/" + nodesName: count(of)}
-		u := Update{Name: w.Sets[i].Name, Annotations: told}
-		n := slices.IndexFunc(c.reaches.nodes, func(n *corev1.Node) bool { return n.Name == of[0] })
-		_, grows := w.Annotations[sliceName]
-		if n >= 0 && !grows && !slices.ContainsFunc(of, func(name string) bool { return name != of[0] }) {
-			if host := c.reaches.nodes[n].Labels[corev1.LabelHostname]; host != "" {
-				u.NodeSelector = map[string]string{corev1.LabelHostname: host}
-			}
-		}
-		out = append(out, u)
-	}
-	return out
-}
-
-// written are the nodes of each set's pods, by what updates has written.
-func (c *Checks) written(w *Workload, updates []Update) (at [][]string) {
-	for i := range w.Sets {
-		var of []string
-		for _, u := range updates {
-			if u.Name == w.Sets[i].Name {
-				of = uncount(u.Annotations[c.domain+"/"+nodesName])
-			}
-		}
-		at = append(at, of)
-	}
-	return at
 }
