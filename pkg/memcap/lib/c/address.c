@@ -8,7 +8,7 @@
 
 #include "process.h"
 
-struct door {
+struct form {
     const char *base, *name;
     int since; /* the first CUDA version that has this form */
     bool per_thread;
@@ -18,11 +18,11 @@ struct door {
 
 /* The name of a form for the per-thread default stream ends with _ptsz. Other names end with _v2 or
  * have no suffix. */
-#define DOOR(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5, (void *)name, offsetof(struct driver, name)},
-static const struct door doors[] = {OVERRIDES(DOOR)};
-enum { DOORS = sizeof doors / sizeof *doors };
+#define FORM(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5, (void *)name, offsetof(struct driver, name)},
+static const struct form forms[] = {OVERRIDES(FORM)};
+enum { FORMS = sizeof forms / sizeof *forms };
 
-static void *behind(const struct door *d) { return *(void *const *)((const char *)&real + d->real); }
+static void *real_function(const struct form *d) { return *(void *const *)((const char *)&real + d->real); }
 
 /* plain reports whether the driver answers with the functions that it exports. If it does, an
  * answer that we do not know is a newer form. */
@@ -36,16 +36,16 @@ static bool plain(void)
 
 static void *ours(const char *symbol, void *f, int version, uint64_t flags)
 {
-    const struct door *best = NULL, *same = NULL;
+    const struct form *best = NULL, *same = NULL;
     bool per_thread = flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, known = false;
-    for (int i = 0; i < DOORS; i++) {
-        const struct door *d = &doors[i];
+    for (int i = 0; i < FORMS; i++) {
+        const struct form *d = &forms[i];
         if (d->ours == f)
             return f; /* a driver that looks up its own functions by name has found ours */
-        if (!behind(d))
+        if (!real_function(d))
             continue; /* the driver lacks this form */
         bool base = text_equal(d->base, symbol), whole = text_equal(d->name, symbol);
-        if (behind(d) == f && (base || whole || !same))
+        if (real_function(d) == f && (base || whole || !same))
             same = d;
         if (whole && !base)
             best = d;

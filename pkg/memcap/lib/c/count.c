@@ -416,7 +416,7 @@ static uint64_t ceiling_alone(const struct account *a)
 {
     const struct limit_page *p = a->page;
     uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-    return more_than(account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit, account_borrowed(a));
+    return more_than(account_reading_is_ours(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit, account_borrowed(a));
 }
 
 /* account_reserve_of_idle tries again after n did not fit, with what is idle or can be borrowed. */
@@ -485,19 +485,19 @@ static bool beyond(const struct account *a, uint64_t n)
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
-bool account_unheard(const struct account *a)
+bool account_no_reading(const struct account *a)
 {
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
 }
 
-/* A hearing asks the agent for a reading that begins after the request, and for further ones while
+/* An inquiry asks the agent for a reading that begins after the request, and for further ones while
  * they leave open whether there is room. It ends after twice the time between two readings, if
  * READINGS readings have come by then. An agent on a busy node is late. Then each reading may take
- * twice that time. If one takes longer, the hearing ends. A hearing asks for nothing if the agent
+ * twice that time. If one takes longer, the inquiry ends. An inquiry asks for nothing if the agent
  * does not read or did not answer last time, or if the answer is known. */
 enum { READINGS = 2 };
 
-struct hearing {
+struct inquiry {
     bool begun, asked, over;
     bool exported; /* true: exported memory may be gone, which no call shows */
     uint64_t after;    /* number of readings begun before we asked */
@@ -506,7 +506,7 @@ struct hearing {
     uint64_t nap; /* in microseconds */
 };
 
-static void ask(struct account *a, struct hearing *h)
+static void ask_reading(struct account *a, struct inquiry *h)
 {
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     h->one = patience(2000 * (every < 5000 ? every : 5000));
@@ -518,35 +518,36 @@ static void ask(struct account *a, struct hearing *h)
     h->begun = h->asked = true;
 }
 
-enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
+enum news { NEWS_NOT_YET, NEWS_TRY_AGAIN, NEWS_OVER };
 
-/* hear must be called before each nap. HEARD_NEWS: there is a new reading, or no other will come,
- * so try again. HEARD_ALL: there was nothing left to wait for before the last try. A reading may
- * come between a try and this call, for another process or by itself. Its answer is known then, but
- * the try failed by an older reading. So hear returns HEARD_NEWS before it returns HEARD_ALL. */
-static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
+/* inquire must be called before each nap. NEWS_TRY_AGAIN: there is a new reading, or no other will
+ * come, so try again. NEWS_OVER: there was nothing left to wait for before the last try. A reading
+ * may come between a try and this call, for another process or by itself. Its answer is known then,
+ * but the try failed by an older reading. So inquire returns NEWS_TRY_AGAIN before it returns
+ * NEWS_OVER. */
+static enum news inquire(struct account *a, struct inquiry *h, uint64_t n)
 {
     if (h->over)
-        return HEARD_ALL;
+        return NEWS_OVER;
     if (h->asked && count_read(&a->page->done) >= h->after + 1) {
         h->asked = false;
         h->readings++;
-        return HEARD_NEWS;
+        return NEWS_TRY_AGAIN;
     }
     if (h->asked) {
         look(&h->all);
         if (!look(&h->one))
-            return HEARD_NOTHING;
+            return NEWS_NOT_YET;
         __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
         h->over = true;
-        return HEARD_NEWS;
+        return NEWS_TRY_AGAIN;
     }
     bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
-    h->over = known || account_unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
+    h->over = known || account_no_reading(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
-        return HEARD_NEWS;
-    ask(a, h);
-    return HEARD_NOTHING;
+        return NEWS_TRY_AGAIN;
+    ask_reading(a, h);
+    return NEWS_NOT_YET;
 }
 
 /* await_reading naps until a reading is finished. The agent then wakes the processes that wait on a
@@ -555,7 +556,7 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
  * the last, since a nap costs as much CPU time as a hundred allocations. */
 enum { SHORT_NAP_US = 400, NAP_US = 1000, LONGEST_NAP_US = 16000 };
 
-static void await_reading(const struct account *a, struct hearing *h)
+static void await_reading(const struct account *a, struct inquiry *h)
 {
     const uint32_t *word = (const uint32_t *)&a->page->done; /* the low half */
     uint32_t done = __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -579,7 +580,7 @@ static bool near(const struct account *a, uint64_t n)
     return AMOUNT(count_read(&a->usage->bound)) + n > ceiling - ceiling / 4;
 }
 
-bool account_is_near(const struct account *a) { return account_unheard(a) || near(a, 0); }
+bool account_is_near(const struct account *a) { return account_no_reading(a) || near(a, 0); }
 
 /* charge_unread charges what modules may have taken. It is called if no reading will show that. */
 static void charge_unread(struct account *a)
@@ -596,7 +597,7 @@ void account_await_measure(struct account *a, uint64_t n)
     uint64_t unmeasured = count_read(&a->usage->unmeasured), unread = count_read(&a->usage->unread), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
     if (n > limit || !near(a, n))
         return;
-    if (account_unheard(a)) {
+    if (account_no_reading(a)) {
         charge_unread(a);
         return;
     }
@@ -607,9 +608,9 @@ void account_await_measure(struct account *a, uint64_t n)
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     if (!unread && __atomic_load_n(&a->page->sure, __ATOMIC_RELAXED) && now_us() - __atomic_load_n(&a->begun, __ATOMIC_RELAXED) < 1000 * every)
         return;
-    struct hearing h = {0};
-    ask(a, &h);
-    while (hear(a, &h, n) == HEARD_NOTHING)
+    struct inquiry h = {0};
+    ask_reading(a, &h);
+    while (inquire(a, &h, n) == NEWS_NOT_YET)
         await_reading(a, &h);
     if (!h.readings) {
         charge_unread(a);
@@ -625,7 +626,7 @@ void account_await_measure(struct account *a, uint64_t n)
 static bool contend(struct account *a, uint64_t n, uint64_t limit)
 {
     struct patience still = {0}, all = patience(LONGEST_CONTEND_US);
-    struct hearing h = {.over = n > limit}; /* no reading makes more than the limit fit */
+    struct inquiry h = {.over = n > limit}; /* no reading makes more than the limit fit */
     struct picture now = {0}; /* nothing yet, so the first look finds a change */
     uint64_t nap = SHORT_NAP_US, dice = random_word(), reaped = 0, every = REAP_US / 2;
     bool looked_again = false;
@@ -659,8 +660,8 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         bool waits = !look(&all) && !look(&still);
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
         h.exported = t.exported;
-        enum heard heard = hear(a, &h, n);
-        if (heard == HEARD_ALL && !under_way) {
+        enum news news = inquire(a, &h, n);
+        if (news == NEWS_OVER && !under_way) {
             if (looked_again || now_us() - reaped < REAP_US)
                 break;
             looked_again = true; /* look once for processes that have died since */
@@ -668,7 +669,7 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
             continue;
         }
         dice = dice * 6364136223846793005u + 1442695040888963407u;
-        if (heard == HEARD_NEWS)
+        if (news == NEWS_TRY_AGAIN)
             continue;
         if (under_way) {
             nap_us(20 + (dice >> 33) % nap);
@@ -680,15 +681,15 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
     /* Remember the refusal only if the last try found no room. Room that has come since is for the
      * next request. While the agent does not answer, another ceiling decides (ceiling_alone), and
      * nothing is remembered. */
-    if (now.amount + n > now.ceiling && !account_unheard(a))
+    if (now.amount + n > now.ceiling && !account_no_reading(a))
         remember(a, n, &now);
     return false;
 }
 
 bool account_within(struct account *a, uint64_t n)
 {
-    struct hearing h = {0};
-    for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
+    struct inquiry h = {0};
+    for (enum news news; (news = inquire(a, &h, n)) != NEWS_OVER && !(news == NEWS_TRY_AGAIN && fresh(a));)
         if (!h.over)
             await_reading(a, &h);
     reclaim(a, NULL);
@@ -719,7 +720,7 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
-        if (n <= limit && (account_unheard(a) ? try_below(a, n, 0, ceiling_alone) : try(a, n)))
+        if (n <= limit && (account_no_reading(a) ? try_below(a, n, 0, ceiling_alone) : try(a, n)))
             return true; /* a reading may have come just now */
     }
     count_add(&a->usage->refusals, 1);

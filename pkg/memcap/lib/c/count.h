@@ -151,9 +151,12 @@ static inline bool account_unlimited(const struct account *a) { return __atomic_
 /* account_nonsense reports whether the pages are spoilt, so that nothing can be counted in them. */
 bool account_nonsense(const struct account *a);
 
-/* account_told reports whether the words of the limit page come from a reading of this usage page,
- * or are just being written. nonce is the limit page's. */
-static inline bool account_told(const struct account *a, uint64_t nonce) { return nonce == a->nonce || nonce == WRITING; }
+/* account_reading_is_ours reports whether the words of the limit page come from a reading of this
+ * usage page, or are just being written. nonce is the limit page's. */
+static inline bool account_reading_is_ours(const struct account *a, uint64_t nonce)
+{
+    return nonce == a->nonce || nonce == WRITING;
+}
 
 /* more_than returns the ceiling plus n, or NO_LIMIT if there is no ceiling. */
 static inline uint64_t more_than(uint64_t ceiling, uint64_t n) { return ceiling > NO_LIMIT - n ? NO_LIMIT : ceiling + n; }
@@ -166,7 +169,7 @@ static inline uint64_t account_ceiling_with(const struct account *a, uint64_t bo
 {
     const struct limit_page *p = a->page;
     uint64_t nonce = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE);
-    if (!account_told(a, nonce))
+    if (!account_reading_is_ours(a, nonce))
         return more_than(__atomic_load_n(&p->limit, __ATOMIC_RELAXED), borrowed);
     uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_RELAXED);
     uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
@@ -181,7 +184,7 @@ static inline uint64_t account_ceiling_with(const struct account *a, uint64_t bo
     if (nonce == a->nonce && now == nonce)
         return ceiling;
     uint64_t limit = more_than(__atomic_load_n(&p->limit, __ATOMIC_RELAXED), borrowed);
-    return account_told(a, now) && ceiling < limit ? ceiling : limit;
+    return account_reading_is_ours(a, now) && ceiling < limit ? ceiling : limit;
 }
 
 /* account_own_ceiling returns how far bound may go without borrowed memory. */
@@ -196,9 +199,9 @@ static inline uint64_t account_borrowed(const struct account *a)
 /* account_ceiling returns how far bound may go, in bytes, or NO_LIMIT. */
 static inline uint64_t account_ceiling(const struct account *a) { return account_ceiling_with(a, account_borrowed(a)); }
 
-/* account_told_ceiling returns the ceiling of the last reading. It changes when a reading finds
+/* account_last_ceiling returns the ceiling of the last reading. It changes when a reading finds
  * that the driver has more or less than bound says. */
-static inline uint64_t account_told_ceiling(const struct account *a) { return __atomic_load_n(&a->page->ceiling, __ATOMIC_ACQUIRE); }
+static inline uint64_t account_last_ceiling(const struct account *a) { return __atomic_load_n(&a->page->ceiling, __ATOMIC_ACQUIRE); }
 
 static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
@@ -364,11 +367,11 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * no exact reading comes. */
 bool account_within(struct account *a, uint64_t n);
 
-/* account_unheard reports whether no reading is to be expected: the agent does not read, or did not
- * answer when this process last asked. account_is_near reports whether the room that is left may
- * matter now: account_unheard is true, or bound is near the ceiling. */
+/* account_no_reading reports whether no reading is to be expected: the agent does not read, or did
+ * not answer when this process last asked. account_is_near reports whether the room that is left
+ * may matter now: account_no_reading is true, or bound is near the ceiling. */
 bool account_is_near(const struct account *a);
-bool account_unheard(const struct account *a);
+bool account_no_reading(const struct account *a);
 
 /* account_exactly returns the ceiling if the last reading was exact and nothing was guessed since,
  * else 0. If waits is true, it waits for a reading first. */

@@ -78,7 +78,7 @@ EXPORT CUresult cuMulticastBindAddr_v2(CUhandle to, CUdevice device, size_t at, 
     THEN(cuMulticastBindAddr_v2, exported(p, memory, size), to, device, at, memory, size, flags)
 }
 
-void let_go_of_theirs(struct process *p)
+void import_released(struct process *p)
 {
     for (CUdevice d = 0; d < MAX_DEVICES; d++)
         if (__atomic_load_n(&p->standing[d], __ATOMIC_ACQUIRE) == STANDING_GOOD)
@@ -88,11 +88,11 @@ void let_go_of_theirs(struct process *p)
 CUresult uncounted_freed(struct process *p, CUresult r)
 {
     if (r == CUDA_SUCCESS && __atomic_load_n(&p->imported, __ATOMIC_RELAXED))
-        let_go_of_theirs(p);
+        import_released(p);
     return r;
 }
 
-EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at) { THEN(cuIpcCloseMemHandle, let_go_of_theirs(p), at) }
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at) { THEN(cuIpcCloseMemHandle, import_released(p), at) }
 
 /* --- pools that others can open --------------------------------------------- */
 

@@ -16,10 +16,10 @@ void handle_exported(struct process *p, CUhandle handle);
  * It is called when the allocation is freed. */
 bool range_was_exported(struct process *p, CUdeviceptr at);
 
-/* let_go_of_theirs is called after this process has released imported memory. It may have been the
+/* import_released is called after this process has released imported memory. It may have been the
  * last process to have that memory, while the exporter still has it charged. So a request that was
  * refused may fit now. */
-void let_go_of_theirs(struct process *p);
+void import_released(struct process *p);
 
 /* uncounted_freed is called after a free of memory that is not charged here, with the driver's
  * answer. The memory may come from an imported pool. */

@@ -106,14 +106,14 @@ enum { TIGHT_US = 10 * 1000 * 1000 };
 static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
 {
     spin_lock(&g->lock);
-    loosen(a, &g->r, settle_graphs(a, g, device, 0, false)); /* this first takes off what is gone already */
+    uncommit_free(a, &g->r, settle_graphs(a, g, device, 0, false)); /* this first takes off what is gone already */
     g->r.trims++;
     spin_unlock(&g->lock);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
     spin_lock(&g->lock);
     g->r.trims--;
     settle_graphs(a, g, device, 0, false);
-    tighten(a, &g->r);
+    recommit(a, &g->r);
     spin_unlock(&g->lock);
     return r;
 }

@@ -87,7 +87,7 @@ static bool again(struct load *l)
         return false;
     took = l->before > after ? l->before - after : 0;
     l->took = took < l->took ? took : l->took;
-    return !l->loads++ && l->took > SURE && account_unheard(l->a);
+    return !l->loads++ && l->took > SURE && account_no_reading(l->a);
 }
 
 /* fits charges a module that was loaded. False: there is no room for it. */

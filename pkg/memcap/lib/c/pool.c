@@ -35,8 +35,8 @@ static void gain(struct account *a, struct reserve *r, uint64_t n)
 {
     if (r->managed)
         count_add(&a->slot->managed, n);
-    if (r->loosers)
-        r->loose += n; /* a call under way may free it */
+    if (r->freeing)
+        r->uncommitted += n; /* a call under way may free it */
     else
         account_commit(a, n);
     __atomic_store_n(&r->charge, r->charge + n, __ATOMIC_RELEASE);
@@ -44,12 +44,12 @@ static void gain(struct account *a, struct reserve *r, uint64_t n)
 
 static void lose(struct account *a, struct reserve *r, uint64_t n)
 {
-    uint64_t freed = n < r->loose ? n : r->loose;
+    uint64_t freed = n < r->uncommitted ? n : r->uncommitted;
     if (r->managed)
         count_sub(&a->slot->managed, n);
     if (freed)
         account_cancel(a, freed);
-    r->loose -= freed;
+    r->uncommitted -= freed;
     if (n > freed)
         account_lost(a, n - freed);
     __atomic_store_n(&r->charge, r->charge - n, __ATOMIC_RELEASE);
@@ -73,9 +73,9 @@ void settle_force(struct account *a, struct reserve *r, uint64_t rest)
     if (r->managed)
         count_add(&a->slot->managed, rest);
     account_force(a, rest);
-    if (r->loosers) {
+    if (r->freeing) {
         account_uncommit(a, rest);
-        r->loose += rest;
+        r->uncommitted += rest;
     }
     __atomic_store_n(&r->charge, r->charge + rest, __ATOMIC_RELEASE);
 }
@@ -89,22 +89,22 @@ void settle_exported(struct account *a, struct reserve *r)
     account_exported(a, n);
 }
 
-void loosen(struct account *a, struct reserve *r, uint64_t used)
+void uncommit_free(struct account *a, struct reserve *r, uint64_t used)
 {
     uint64_t may_go = r->charge > used ? (r->charge - used) / UNIT * UNIT : 0;
-    r->loosers++;
-    if (may_go > r->loose) {
-        account_uncommit(a, may_go - r->loose);
-        r->loose = may_go;
+    r->freeing++;
+    if (may_go > r->uncommitted) {
+        account_uncommit(a, may_go - r->uncommitted);
+        r->uncommitted = may_go;
     }
 }
 
-void tighten(struct account *a, struct reserve *r)
+void recommit(struct account *a, struct reserve *r)
 {
-    if (--r->loosers || !r->loose)
+    if (--r->freeing || !r->uncommitted)
         return;
-    account_commit(a, r->loose);
-    r->loose = 0;
+    account_commit(a, r->uncommitted);
+    r->uncommitted = 0;
 }
 
 /* --- what a pool has ------------------------------------------------------- */
@@ -119,16 +119,16 @@ static bool reserved_now(const struct pool *pool, uint64_t *there)
  * is quick. */
 static uint64_t settle_pool(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
-    uint64_t there, had = pool->r.charge, told = account_told_ceiling(a);
+    uint64_t there, had = pool->r.charge, ceiling = account_last_ceiling(a);
     if (!pool->handle || !reserved_now(pool, &there))
         there = had + held;
     /* The pool may have shrunk before a reading and grown again after it. So what is cancelled here
      * gives no room before the next reading. */
     uint64_t pays = there > had ? there - had : 0;
-    if (had && held > pays && told != pool->r.told)
+    if (had && held > pays && ceiling != pool->r.ceiling)
         count_add(&a->usage->settled, held - pays / UNIT * UNIT);
     if (!pool->r.trims)
-        pool->r.told = told;
+        pool->r.ceiling = ceiling;
     if (pool->most && there > pool->most) /* the driver rounds the size up, or does not keep to it */
         __atomic_store_n(&pool->most, there <= pool->most + PIECE ? there : 0, __ATOMIC_RELAXED);
     uint64_t rest = settle(a, &pool->r, there, held);
@@ -139,23 +139,23 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
     return rest;
 }
 
-void pool_looked(struct process *p, struct account *a, struct pool *pool)
+void pool_resettle(struct process *p, struct account *a, struct pool *pool)
 {
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && pool_flight(pool) < FLIGHT)
         settle_force(a, &pool->r, rest);
 }
 
-static bool told_more(const struct account *a, const struct pool *pool)
+static bool ceiling_changed(const struct account *a, const struct pool *pool)
 {
-    return account_told_ceiling(a) != __atomic_load_n(&pool->r.told, __ATOMIC_RELAXED);
+    return account_last_ceiling(a) != __atomic_load_n(&pool->r.ceiling, __ATOMIC_RELAXED);
 }
 
-void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used)
+void pool_uncommit_free(struct process *p, struct account *a, struct pool *pool, uint64_t used)
 {
-    if (told_more(a, pool))
-        pool_looked(p, a, pool);
-    loosen(a, &pool->r, used);
+    if (ceiling_changed(a, pool))
+        pool_resettle(p, a, pool);
+    uncommit_free(a, &pool->r, used);
 }
 
 /* --- allocating ----------------------------------------------------------- */
@@ -282,14 +282,14 @@ COLD static CUresult undo(struct process *p, const struct request *q, struct poo
         CALL(cuMemFreeAsync, *q->out, q->stream);
     spin_lock(&pool->lock); /* other allocations may have paid for some of it */
     uint64_t charge = pool->r.charge;
-    pool_loosen(p, a, pool, pool_live(pool));
+    pool_uncommit_free(p, a, pool, pool_live(pool));
     spin_unlock(&pool->lock);
     CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, charge > held ? charge - held : 0);
     spin_lock(&pool->lock);
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && pool_flight(pool) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
-    tighten(a, &pool->r);
+    recommit(a, &pool->r);
     spin_unlock(&pool->lock);
     count_sub(&a->undoing, over);
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;
@@ -318,7 +318,7 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
 COLD static void look(struct process *p, struct account *a, struct pool *pool)
 {
     spin_lock(&pool->lock);
-    pool_looked(p, a, pool);
+    pool_resettle(p, a, pool);
     spin_unlock(&pool->lock);
 }
 
@@ -337,12 +337,12 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
 {
     uint64_t there;
     gate_enter(&pool->gate, n / UNIT);
-    if (__builtin_expect(told_more(a, pool), 0))
+    if (__builtin_expect(ceiling_changed(a, pool), 0))
         look(p, a, pool);
     CUresult r = pass(q);
     /* Read the charge first, so that the driver's figure includes all that is charged. */
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
-    if (__builtin_expect(reserved_now(pool, &there) && there == charge && !told_more(a, pool), 1))
+    if (__builtin_expect(reserved_now(pool, &there) && there == charge && !ceiling_changed(a, pool), 1))
         account_cancel(a, held);
     else
         r = settle_ordinary(p, q, pool, a, r, n, held);
@@ -359,7 +359,7 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
     for (struct wait w = {0}; alone && __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST);)
         alone = wait_more(&w) < PATIENCE_US;
     spin_lock(&pool->lock);
-    pool_looked(p, a, pool);
+    pool_resettle(p, a, pool);
     bool has = alone && pool_live(pool) <= pool->r.charge + held; /* room for all that is allocated from it */
     spin_unlock(&pool->lock);
     if (!has || (pool->exportable && !place_for(p, pool, n))) {

@@ -12,8 +12,8 @@
  * calls under way may have reserved that. If there are none, settle_force charges it, whether there
  * is room or not.
  *
- * loosen uncommits the part of the charge that the next call may free: all but used bytes. tighten
- * commits what is left of that part after the call.
+ * uncommit_free uncommits the part of the charge that the next call may free: all but used bytes.
+ * recommit commits what is left of that part after the call.
  *
  * All of these need the reserve's lock. The lock is not held during the call that may free. */
 uint64_t settle(struct account *a, struct reserve *r, uint64_t there, uint64_t held);
@@ -21,8 +21,8 @@ void settle_force(struct account *a, struct reserve *r, uint64_t rest);
 /* settle_exported keeps the whole charge as exported memory, since other processes may
  * still have it open. */
 void settle_exported(struct account *a, struct reserve *r);
-void loosen(struct account *a, struct reserve *r, uint64_t used);
-void tighten(struct account *a, struct reserve *r);
+void uncommit_free(struct account *a, struct reserve *r, uint64_t used);
+void recommit(struct account *a, struct reserve *r);
 
 /* pool_free frees memory of a pool: at once by call or, in the order of a stream, by async. *r is
  * the driver's answer. False: at belongs to no pool, and nothing was freed. */
@@ -66,13 +66,14 @@ static inline void gate_leave(struct gate *g, uint64_t units) { count_sub(&g->fl
 /* Pools are expected to grow by multiples of PIECE, unless one was seen to grow by more. */
 #define PIECE ((uint64_t)32 << 20)
 
-/* pool_looked settles a pool if the caller has reserved nothing for it. It charges the pool's
+/* pool_resettle settles a pool if the caller has reserved nothing for it. It charges the pool's
  * growth by force, unless an allocation is under way that will pay for it. The caller holds the
  * pool's lock. */
-void pool_looked(struct process *p, struct account *a, struct pool *pool);
+void pool_resettle(struct process *p, struct account *a, struct pool *pool);
 
-/* pool_loosen is loosen for a pool. It first settles what the pool has lost by itself. */
-void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used);
+/* pool_uncommit_free is uncommit_free for a pool. It first settles what the pool has lost by
+ * itself. */
+void pool_uncommit_free(struct process *p, struct account *a, struct pool *pool, uint64_t used);
 
 /* pool_attempt makes an attempt (attempt.c) to allocate n bytes. held bytes are reserved, and the
  * pool should not grow by more. *r is the driver's answer. It is out of memory if no attempt was

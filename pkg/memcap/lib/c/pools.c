@@ -11,18 +11,18 @@
 
 /* --- knowing pools -------------------------------------------------------- */
 
-static struct pool *known(struct process *p, CUmempool handle)
+static struct pool *pool_by_handle(struct process *p, CUmempool handle)
 {
     struct entry e;
     return table_get(&p->table, (uintptr_t)handle, SPACE_POOL, &e) ? &p->pools[e.owner] : NULL;
 }
 
-/* learn records a pool, unless it is recorded already. NULL: there is no place for it. */
-COLD static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
+/* record_pool records a pool, unless it is recorded already. NULL: there is no place for it. */
+COLD static struct pool *record_pool(struct process *p, CUmempool handle, enum means means, CUdevice device)
 {
     struct entry e = {.key = (uintptr_t)handle, .space = SPACE_POOL, .how = HOW_NOTE};
     spin_lock(&p->lock);
-    struct pool *pool = known(p, handle);
+    struct pool *pool = pool_by_handle(p, handle);
     for (uint32_t i = 0; !pool && i < MAX_POOLS; i++) {
         struct pool *at = &p->pools[e.owner = p->next_pool++ % MAX_POOLS];
         if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))
@@ -49,15 +49,15 @@ static void forget(struct process *p, CUmempool handle)
 struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most)
 {
     forget(p, handle); /* an old pool with that handle; we did not see it end */
-    struct pool *pool = learn(p, handle, means, device);
+    struct pool *pool = record_pool(p, handle, means, device);
     if (pool)
         pool->most = most;
     return pool;
 }
 
-/* home returns the device of a pool that we did not see being made. Mostly it is a device's default
- * pool; otherwise the current device is the best guess. */
-COLD static int home(CUmempool handle, int current)
+/* guess_device returns the device of a pool that we did not see being made. Mostly it is a device's
+ * default pool; otherwise the current device is the best guess. */
+COLD static int guess_device(CUmempool handle, int current)
 {
     int n = 0;
     CUmempool h;
@@ -73,7 +73,7 @@ COLD static int home(CUmempool handle, int current)
  * memory open, and it may live on there. */
 void pool_leave(struct process *p, struct pool *pool)
 {
-    if (pool->handle || !pool->used || pool_flight(pool) || pool->r.loosers)
+    if (pool->handle || !pool->used || pool_flight(pool) || pool->r.freeing)
         return;
     if (pool->r.charge && pool->exportable)
         settle_exported(&p->accounts[pool->device], &pool->r);
@@ -117,7 +117,7 @@ COLD static bool device_of(struct process *p, CUstream s, CUdevice *device)
 bool pool_find(struct process *p, struct request *q, struct pool **pool)
 {
     CUdevice device = 0;
-    *pool = q->plain ? NULL : known(p, q->pool);
+    *pool = q->plain ? NULL : pool_by_handle(p, q->pool);
     if (*pool && ((*pool)->device >= 0 || (*pool)->passed))
         return !(*pool)->passed;
     if (__builtin_expect(__atomic_load_n(&p->devices, __ATOMIC_RELAXED) != 1, 0) && !device_of(p, q->stream, &device))
@@ -133,10 +133,10 @@ bool pool_find(struct process *p, struct request *q, struct pool **pool)
         if (!q->from || CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
             return false;
         q->plain = NULL; /* the program may make another pool the current one in the meantime */
-        *pool = known(p, q->pool);
+        *pool = pool_by_handle(p, q->pool);
     }
     if (__builtin_expect(!*pool, 0))
-        *pool = learn(p, q->pool, MEANS_COUNTED, home(q->pool, device));
+        *pool = record_pool(p, q->pool, MEANS_COUNTED, guess_device(q->pool, device));
     return !*pool || !(*pool)->passed;
 }
 
@@ -152,7 +152,7 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     spin_lock(&pool->lock);
     uint64_t live = pool_live(pool);
     keep = live > keep ? live : keep;
-    pool_loosen(p, a, pool, keep);
+    pool_uncommit_free(p, a, pool, keep);
     spin_unlock(&pool->lock);
     for (struct wait w = {0};;) { /* an attempt needs what is free in the pool: do not trim during one */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
@@ -164,8 +164,8 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
     spin_lock(&pool->lock);
     __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-    pool_looked(p, a, pool);
-    tighten(a, &pool->r);
+    pool_resettle(p, a, pool);
+    recommit(a, &pool->r);
     pool_leave(p, pool);
     spin_unlock(&pool->lock);
     return r;
@@ -213,10 +213,10 @@ EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle,
 static void learn_default(struct process *p, CUmempool handle, const CUlocation *at, int type)
 {
     CUdevice device;
-    if (!at || known(p, handle))
+    if (!at || pool_by_handle(p, handle))
         return;
     enum means means = property_means(type, at, &device);
-    learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
+    record_pool(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
 }
 
 static CUdevice device_at(const CUlocation *at, int type)
@@ -252,7 +252,7 @@ EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
 EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 {
     struct process *p = ENTER();
-    struct pool *pool = p ? known(p, handle) : NULL;
+    struct pool *pool = p ? pool_by_handle(p, handle) : NULL;
     if (pool && pool->device >= 0 && p->stands_in[pool->device] == (uintptr_t)handle)
         return CUDA_ERROR_INVALID_VALUE; /* the driver answers so for a default pool */
     if (pool && pool->r.charge)
@@ -271,7 +271,7 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
 {
     struct process *p = ENTER();
-    struct pool *pool = p ? known(p, handle) : NULL;
+    struct pool *pool = p ? pool_by_handle(p, handle) : NULL;
     return pool && pool->r.charge ? trim(p, pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
 }
 
@@ -280,7 +280,7 @@ EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
 EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *value)
 {
     struct process *p = ENTER();
-    struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? known(p, handle) : NULL;
+    struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? pool_by_handle(p, handle) : NULL;
     if (!pool)
         return CALL(cuMemPoolSetAttribute, handle, attribute, value);
     uint64_t before = pool->keeps, after = *(const uint64_t *)value;
@@ -302,7 +302,7 @@ void pools_settle(struct process *p, CUdevice device)
             continue;
         spin_lock(&pool->lock);
         if (pool->handle)
-            pool_looked(p, &p->accounts[device], pool);
+            pool_resettle(p, &p->accounts[device], pool);
         else
             pool_leave(p, pool); /* the thread that freed its last part may not have seen that it was destroyed */
         spin_unlock(&pool->lock);
@@ -318,7 +318,7 @@ enum { SYNCED = 32 }; /* further pools are settled at the next call that concern
 struct sync {
     struct process *p;
     int n;
-    uint16_t at[SYNCED]; /* indices of the pools that were loosened */
+    uint16_t at[SYNCED]; /* indices of the pools whose free memory is uncommitted */
 };
 
 static void sync_begin(struct sync *s, struct process *p)
@@ -332,7 +332,7 @@ static void sync_begin(struct sync *s, struct process *p)
             continue;
         spin_lock(&pool->lock);
         if (pool->handle && pool->r.charge > pool_live(pool)) {
-            pool_loosen(p, &p->accounts[pool->device], pool, pool_live(pool));
+            pool_uncommit_free(p, &p->accounts[pool->device], pool, pool_live(pool));
             s->at[s->n++] = (uint16_t)i;
         }
         spin_unlock(&pool->lock);
@@ -346,8 +346,8 @@ static void sync_end(struct sync *s)
         struct account *a = &s->p->accounts[pool->device];
         spin_lock(&pool->lock);
         if (pool->handle)
-            pool_looked(s->p, a, pool);
-        tighten(a, &pool->r);
+            pool_resettle(s->p, a, pool);
+        recommit(a, &pool->r);
         pool_leave(s->p, pool);
         spin_unlock(&pool->lock);
     }

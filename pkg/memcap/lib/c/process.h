@@ -26,10 +26,10 @@ enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OP
  * its size and charge that. Amounts are in bytes. */
 struct reserve {
     uint64_t charge;
-    uint64_t loose; /* the part of the charge that is uncommitted now */
-    uint32_t loosers; /* calls under way that may free some of it */
+    uint64_t uncommitted; /* the part of the charge that is uncommitted now */
+    uint32_t freeing; /* calls under way that may free some of it */
     uint32_t trims; /* those of them that trim it */
-    uint64_t told;  /* the limit page's ceiling when we last asked the driver */
+    uint64_t ceiling; /* the limit page's ceiling when we last asked the driver */
     bool managed; /* true: managed memory, which the driver's figures lack */
 };
 

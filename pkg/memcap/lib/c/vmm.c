@@ -128,7 +128,7 @@ EXPORT CUresult cuMemRelease(CUhandle handle)
     else if (r != CUDA_SUCCESS)
         hold(p, handle, REF);
     else if (!was.how)
-        let_go_of_theirs(p);
+        import_released(p);
     return r;
 }
 
@@ -183,7 +183,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
     }
     CUresult r = CALL(cuMemUnmap, at, size);
     if (theirs && r == CUDA_SUCCESS)
-        let_go_of_theirs(p);
+        import_released(p);
     for (size_t i = 0; i < u.length; i++) {
         const struct entry *t = &u.list[i].e;
         bool last = i + 1 < u.length && u.list[i + 1].e.space == SPACE_HANDLE;
