@@ -79,10 +79,10 @@ static uint64_t own_pids(void)
 }
 
 /* The kernel releases the lock of a process a moment before the driver has back all of its memory.
- * So we wait for the end of the process, for a bounded time: another process may have that ID by
- * now, or the process may run another program. The ID of a process in another PID namespace (of
- * another container, or of an earlier start of this one) does not identify it here. We then wait a
- * fixed time, once for all slots that are reaped together. */
+ * So we wait for the end of the process. The wait is bounded, since another process may have that
+ * ID by now, or the process may run another program. The ID of a process in another PID namespace
+ * (of another container, or of an earlier start of this one) does not identify it here. We then
+ * wait a fixed time, once for all slots that are reaped together. */
 void account_await_death(const struct slot *s, bool *waited)
 {
     uint64_t pid = count_read(&s->pid);
@@ -453,8 +453,8 @@ static struct picture picture(const struct account *a, uint64_t committed)
 }
 
 /* answered reports whether n or less was refused when there was at least as much room. What was
- * under way then may still be under way. Something else is being given back only if less is
- * committed now. */
+ * under way then may still be under way. Only if less is committed now, something else is being
+ * given back. */
 static bool answered(struct account *a, uint64_t n, const struct picture *now)
 {
     bool any = false;

@@ -117,7 +117,7 @@ struct account {
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
-    uint64_t nonce;
+    uint64_t nonce; /* the usage page's when it was opened */
     uint64_t waited; /* 1 + page->done when this process last waited for a reading in vain; 0: never */
     /* How many bytes this process may keep idle: now, and when it is far from the ceiling. */
     uint64_t keeps;

@@ -317,8 +317,8 @@ static CUresult destroy(struct process *p, CUexec e)
 EXPORT CUresult cuGraphExecDestroy(CUexec e) { return destroy(ENTER(), e); }
 
 /* instantiated records what a graph may take. It also uploads the graph if the program has asked
- * for that. The driver was not asked to: only after it has instantiated a graph do we know what to
- * reserve for the upload. */
+ * for that. The request was not passed on to the driver: only after it has instantiated a graph do
+ * we know what to reserve for the upload. */
 static CUresult instantiated(struct process *p, CUexec *out, CUgraph graph, bool upload, CUstream s, CUresult (*uploader)(CUexec, CUstream))
 {
     struct needs n = {.any = false};

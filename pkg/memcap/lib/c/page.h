@@ -88,7 +88,7 @@ struct slot {
     uint64_t committed; /* at most that share, and at most what the driver gave */
     uint64_t managed;   /* the part of committed that is not in the driver's figures */
     uint64_t expected;  /* the part of committed that was charged for contexts */
-    uint64_t contexts;
+    uint64_t contexts;  /* number of contexts that are charged */
     uint64_t pid;       /* the owner's process ID in its own PID namespace */
     uint64_t pids;      /* the number of that PID namespace; 0: unknown */
     uint64_t exported;  /* the part of committed that was exported and freed here; others may have it open */
@@ -105,10 +105,10 @@ struct usage_page {
     char magic[8];
     uint64_t nonce; /* random, not 0, different for each page */
     uint64_t gap0[6];
-    uint64_t bound; /* in a cache line of its own */
+    uint64_t bound; /* see AMOUNT above; in a cache line of its own */
     uint64_t gap1[7];
     uint64_t asks; /* number of times that a process near the cap asked for a reading */
-    uint64_t refusals;
+    uint64_t refusals; /* number of requests that were refused */
     uint64_t peak;   /* the highest bound so far, in bytes */
     uint32_t high;   /* slots from this index on were never used */
     uint32_t gap2;

@@ -25,7 +25,7 @@ enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OP
 /* Memory that the driver reserves by its own rules, such as that of a pool. We ask the driver for
  * its size and charge that. Amounts are in bytes. */
 struct reserve {
-    uint64_t charge;
+    uint64_t charge; /* what is charged for it */
     uint64_t uncommitted; /* the part of the charge that is uncommitted now */
     uint32_t freeing; /* calls under way that may free some of it */
     uint32_t trims; /* those of them that trim it */
@@ -36,7 +36,7 @@ struct reserve {
 /* Calls that may take memory enter a gate. A call that must be alone closes it. */
 struct gate {
     uint64_t flight; /* [calls inside:16 | for a pool, live units of 512 bytes:48] */
-    uint32_t closed;
+    uint32_t closed; /* 1 while it is closed */
 };
 
 /* A stream that has freed memory of a pool. After the stream was destroyed, the last event on it
@@ -83,7 +83,7 @@ struct process {
     uint32_t ready; /* 1 after the first call; 0 again in a forked child */
     uint32_t lock;  /* guards standing and the recording of pools */
     uint32_t pid;   /* the process that has this memory, if the kernel cannot wipe it; else 1 */
-    uint64_t contexts_made;
+    uint64_t contexts_made; /* the last number that a context got; 0: none yet */
     uint32_t standing[MAX_DEVICES];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     uint32_t primary_refs[MAX_DEVICES];
@@ -99,7 +99,7 @@ struct process {
     uint64_t exacted;                       /* a bit for each device that has waited for an exact reading */
     uint32_t standing_in;                   /* a lock, held while stands_in is decided */
     uint32_t obeys;                         /* OBEYS or the like: whether the driver enforces a pool's greatest size */
-    uint32_t contexts_ended;
+    uint32_t contexts_ended; /* number of calls of context_forget */
     uint32_t freeing;  /* a lock, held while freers are read or their streams destroyed */
     struct freer freers[FREERS];
     uint64_t last_freers[LAST_FREERS]; /* words of streams that freed last and are recorded; see freed_on */

@@ -29,7 +29,7 @@ struct entry {
 struct shard {
     uint32_t lock;
     uint32_t bits; /* log2 of the capacity; 0: none yet */
-    uint64_t used;
+    uint64_t used; /* number of entries */
     struct entry *entries;
     uint64_t gap[5];
 };
