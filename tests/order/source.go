@@ -81,8 +81,8 @@ var steps = []struct {
 	{"c/count.c", "reap", []string{"take_lock(a, i)", "clear(a, s)", "sys_close(fd)"}},
 	{"c/count.c", "clear", []string{"c = __atomic_exchange_n(&s->committed", "count_add(&a->usage->settled, c)", "bound_sub(a, c)", "__atomic_store_n(&s->reserved, 0"}},
 	{"c/count.c", "take_slot", []string{"take_lock(a, i)", "__atomic_compare_exchange_n(&a->usage->high", "a->slot = s"}},
-	{"c/count.c", "hear", []string{"count_read(&a->page->done) >= h->after + 1", "ask(a, h)"}},
-	{"c/count.c", "ask", []string{"h->after = count_read(&a->page->begun)", "count_add(&a->usage->asks, 1)"}},
+	{"c/count.c", "inquire", []string{"count_read(&a->page->done) >= h->after + 1", "ask_reading(a, h)"}},
+	{"c/count.c", "ask_reading", []string{"h->after = count_read(&a->page->begun)", "count_add(&a->usage->asks, 1)"}},
 	{"c/loan.c", "take_off", []string{"count_read(word)", "__atomic_compare_exchange_n(word"}},
 	{"c/loan.c", "account_repay", []string{"take_off(&a->slot->borrowed, n)", "bound_sub(a, n)", "reserved_sub(a, n)", "hand_back(a)"}},
 	{"c/loan.c", "hand_back", []string{"account_uncommit(b, some)", "account_return(b, some)"}},
@@ -100,7 +100,7 @@ var steps = []struct {
 // outside are the places with an order that the model lacks, and why.
 var outside = []struct{ file, text, why string }{
 	{"c/count.h", "__atomic_sub_fetch(word, n", "of a slot's managed, promised and contexts, and of words of one process: no step of the proofs"},
-	{"c/count.h", "return __atomic_load_n(&a->page->ceiling", "account_told_ceiling: whether to ask the driver again"},
+	{"c/count.h", "return __atomic_load_n(&a->page->ceiling", "account_last_ceiling: whether to ask the driver again"},
 	{"c/page.h", "__atomic_load_n(&s->others_reserved", "changed by processes of an earlier library, on x86-64 alone"},
 	{"c/page.h", "__atomic_load_n(&s->committed", "as reserved, and for readings"},
 	{"c/page.h", "__atomic_load_n(&s[i].idle", "idle_in: for views"},
@@ -115,7 +115,7 @@ var outside = []struct{ file, text, why string }{
 	{"c/count.c", "__atomic_compare_exchange_n(at, &word, word >> 32 << 32", "end_turn: under the slot's kernel lock"},
 	{"c/count.c", "__atomic_load_n(&a->page->usage", "account_open: written before the container starts"},
 	{"c/count.c", "&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE)", "ceiling_alone: at most the limit, whatever is read"},
-	{"c/count.c", "account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE))", "ceiling_alone: likewise"},
+	{"c/count.c", "account_reading_is_ours(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE))", "ceiling_alone: likewise"},
 	{"c/count.c", "limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);", "account_exports_gone: gives no room"},
 	{"c/count.c", "__atomic_compare_exchange_n(&a->slot->exported", "account_exports_gone: gives no room"},
 	{"c/count.c", "stamp = __atomic_load_n(&p->stamp", "fresh: whether to wait"},

@@ -1,32 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* cuGetProcAddress, by which the CUDA runtime finds nearly every function. It asks for a
- * name without its suffix, for the CUDA version whose form of the function it wants, and
- * for the form with the per-thread default stream or without. The driver answers first.
- * If its answer is a function that we override, the program gets ours instead. So the
- * driver's answer stands for a function that it lacks, or has in a newer form than we
- * know. */
+/* cuGetProcAddress, by which the CUDA runtime finds nearly every function. It asks for a name
+ * without its suffix, for the CUDA version whose form of the function it wants, and for the form
+ * with the per-thread default stream or without. The driver answers first. If its answer is a
+ * function that we override, the program gets ours instead. If the driver lacks a function, or has
+ * a newer form of it than we know, the program gets the driver's answer. */
 
 #include "process.h"
 
-struct door {
+struct form {
     const char *base, *name;
-    int since; /* the CUDA version that brought this form */
+    int since; /* the first CUDA version that has this form */
     bool per_thread;
     void *ours;
-    size_t real; /* offset in struct driver */
+    size_t real; /* offset of the driver's function in struct driver */
 };
 
-/* A form for the per-thread default stream has _ptsz at the end of its name, where another has
- * _v2 or nothing. */
-#define DOOR(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5, (void *)name, offsetof(struct driver, name)},
-static const struct door doors[] = {OVERRIDES(DOOR)};
-enum { DOORS = sizeof doors / sizeof *doors };
+/* The name of a form for the per-thread default stream ends with _ptsz. Other names end with _v2 or
+ * have no suffix. */
+#define FORM(base, since, name, arguments) {#base, #name, since, sizeof #name >= sizeof #base + 5, (void *)name, offsetof(struct driver, name)},
+static const struct form forms[] = {OVERRIDES(FORM)};
+enum { FORMS = sizeof forms / sizeof *forms };
 
-static void *behind(const struct door *d) { return *(void *const *)((const char *)&real + d->real); }
+static void *real_function(const struct form *d) { return *(void *const *)((const char *)&real + d->real); }
 
-/* plain says whether the driver answers with the functions that it exports. If so, an
- * answer that is none of those that we know is a newer form. */
+/* plain reports whether the driver answers with the functions that it exports. If it does, an
+ * answer that we do not know is a newer form. */
 static bool plain(void)
 {
     void *f = NULL;
@@ -37,16 +36,16 @@ static bool plain(void)
 
 static void *ours(const char *symbol, void *f, int version, uint64_t flags)
 {
-    const struct door *best = NULL, *same = NULL;
+    const struct form *best = NULL, *same = NULL;
     bool per_thread = flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, known = false;
-    for (int i = 0; i < DOORS; i++) {
-        const struct door *d = &doors[i];
+    for (int i = 0; i < FORMS; i++) {
+        const struct form *d = &forms[i];
         if (d->ours == f)
-            return f; /* a driver that looks its own functions up by name has found ours */
-        if (!behind(d))
+            return f; /* a driver that looks up its own functions by name has found ours */
+        if (!real_function(d))
             continue; /* the driver lacks this form */
         bool base = text_equal(d->base, symbol), whole = text_equal(d->name, symbol);
-        if (behind(d) == f && (base || whole || !same))
+        if (real_function(d) == f && (base || whole || !same))
             same = d;
         if (whole && !base)
             best = d;

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Arrays and mipmapped arrays. They are charged by their descriptions, with rows rounded
- * up to 512 bytes. How much they really take depends on the GPU's tiling; the agent's
- * reading of the driver corrects that. Sparse arrays, and those whose memory the program
- * maps later, have none of their own. */
+/* Arrays and mipmapped arrays. They are charged by their descriptions, with rows rounded up to 512
+ * bytes. How much they really take depends on the GPU's tiling; the agent's reading of the driver
+ * corrects that. Sparse arrays have no memory of their own. Nor have arrays whose memory the
+ * program maps later. */
 
 #include "charge.h"
 
-/* line_bytes returns how many bytes a row of width elements takes. Among the formats from
- * 0x80 on are those in blocks of 4 by 4 (BC) or in planes. */
+/* line_bytes returns how many bytes a row of width elements takes. Some formats from 0x80 on are in
+ * blocks of 4 by 4 (BC) or in planes. */
 static uint64_t line_bytes(uint64_t width, int format, unsigned int channels)
 {
     switch (format) {
@@ -29,7 +29,7 @@ static uint64_t part_bytes(const CUarray3 *d)
     if (d->flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED))
         return 0;
     if (d->width >= MOST || d->channels > 16)
-        return 0; /* there is no such array; the driver will refuse it */
+        return 0; /* there is no such array, and the driver will refuse it */
     line = round_up(line_bytes(d->width, d->format, d->channels), UNIT);
     if (__builtin_mul_overflow(line, d->height ? d->height : 1, &bytes) ||
         __builtin_mul_overflow(bytes, d->depth ? d->depth : 1, &bytes))

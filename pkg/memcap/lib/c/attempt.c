@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* An attempt is a call of the driver without a reservation, made where the driver should
- * find what it needs in a pool that it has already. If the driver takes more all the same,
- * that is undone. Until then the container has more than its cap. So of all processes
- * that share a usage page only one makes an attempt at a time, and the excess is at most
- * one request. A call with a reservation never waits for an attempt.
+/* An attempt is a call of the driver without a reservation. It is made when the driver should find
+ * what it needs in a pool that it has already. If the driver takes more all the same, the attempt
+ * is undone. Until then the container has more than its cap. So of all processes that share a usage
+ * page, only one makes an attempt at a time, and the excess is at most one request. A call with a
+ * reservation never waits for an attempt.
  *
- * The page says whose turn it is: [turns:32 | 1 + slot:32], with 0 in the lower half where
- * nobody makes an attempt. The slot's lock tells whether its owner lives. The turn of a
- * dead owner ends once its memory is back, or when another process takes its slot. An owner
- * that lives and does not finish (a stopped process, or something that a tenant wrote there)
- * is waited for once; after that no attempts are made until the word changes. */
+ * The page's word attempt holds whose turn it is: [turns:32 | 1 + slot:32]. The lower half is 0
+ * while no process makes an attempt. If the slot's lock is free, the turn's owner is dead. The turn
+ * of a dead owner ends once its memory is back, or when another process takes its slot. An owner
+ * may live and never finish: a stopped process, or a number that a tenant wrote there. Others wait
+ * for such an owner once. After that they make no attempts until the word changes. */
 #include "pool.h"
 
-/* How long to wait for one attempt of another's, and for all that come first: a busy machine may
- * keep a queue of many processes waiting. And how often to look whether the owner lives. */
+/* How long to wait: TURN_US for the attempt of one other process, QUEUE_US for all that come first,
+ * since on a busy machine many processes may queue. LOOK_US is how often to look whether the owner
+ * lives. */
 enum { TURN_US = 500 * 1000, QUEUE_US = 16 * TURN_US, LOOK_US = 4000 };
 
 static uint64_t turn_of(const struct account *a, uint64_t word)
@@ -22,7 +23,8 @@ static uint64_t turn_of(const struct account *a, uint64_t word)
     return ((word >> 32) + 1) << 32 | (1 + (uint64_t)(a->slot - a->usage->slots));
 }
 
-/* gone says whether the owner of a turn is dead. It waits until its memory is back. */
+/* gone reports whether the owner of a turn is dead. If it is, gone waits until its memory is
+ * back. */
 static bool gone(struct account *a, uint64_t word)
 {
     uint64_t index = (uint32_t)word - 1;

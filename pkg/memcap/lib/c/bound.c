@@ -1,29 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Pools that the driver itself keeps within the cap. The driver lets a pool grow before it
- * uses again what another stream has freed. On a card of the cap's size the pool could not
- * grow, so the driver would use that memory at once. To get the same behaviour we give a
- * pool a greatest size (CUmemPoolProps.maxSize): the cap without the contexts of this
- * process. A pool of its greatest size cannot grow, so an allocation from it needs no
- * reservation, no attempt and no trimming. That saves much time, because a driver takes a
- * thousand times as long to map memory as to use it again.
+/* Pools that the driver itself keeps within the cap. The driver lets a pool grow before it uses
+ * again what another stream has freed. On a card of the cap's size the pool could not grow, so the
+ * driver would use that memory at once. To get the same behaviour, we give a pool a greatest size
+ * (CUmemPoolProps.maxSize): the cap without the contexts of this process. A pool of its greatest
+ * size cannot grow. So an allocation from it needs no reservation, no attempt and no trimming. That
+ * saves much time, because a driver takes a thousand times as long to map memory as to use it
+ * again.
  *
- * The greatest size of a pool cannot be changed later, and must not make the driver refuse
- * what would fit. So we set one only after an exact reading, and do not subtract what other
- * processes have. If they or this process take more later, the pool may want to grow by
- * more than there is room for. We then treat it like a pool without a greatest size.
+ * The greatest size of a pool cannot be changed later, and must not make the driver refuse what
+ * would fit. So we set it only after an exact reading, and do not subtract what other processes
+ * have. If they or this process take more later, the pool may want to grow by more than there is
+ * room for. We then treat it like a pool without a greatest size.
  *
- * A device's default pool cannot be given a greatest size. So we make another pool that
- * stands in for it, before the program first asks for the default pool or allocates from
- * it. That pool becomes the current one, and the program gets it when it asks for the
- * default pool. Pools that other processes can open, or that do not belong to a device,
- * stay as they are. */
+ * A device's default pool cannot have a greatest size. So we make another pool that replaces it,
+ * before the program first asks for the default pool or allocates from it. That pool becomes the
+ * current one, and the program gets it when it asks for the default pool. Pools that other
+ * processes can open, and pools that belong to no device, are left as they are. */
 
 #include "pool.h"
 
-/* obeys finds out, once, whether the driver enforces a greatest size, which it does since
- * CUDA 12.2, and whether it rounds the size up to whole pieces (OBEYS_BY_PIECES). The
- * current context must be on that device. */
+/* obeys finds out, once, whether the driver enforces a greatest size, as drivers do since CUDA
+ * 12.2. It also finds out whether the driver rounds the size up to whole pieces (OBEYS_BY_PIECES).
+ * The current context must be on that device. */
 static uint32_t obeys(struct process *p, struct account *a, CUdevice device)
 {
     CUpoolprops props = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, .most = BLOCK};
@@ -49,14 +48,14 @@ static uint32_t obeys(struct process *p, struct account *a, CUdevice device)
     return known;
 }
 
-/* most_for returns the greatest size in bytes for a new pool of a device, or 0 for none. */
+/* most_for returns the greatest size for a new pool of a device, in bytes; 0: none. */
 static uint64_t most_for(struct process *p, CUdevice device)
 {
     bool refuse;
     struct where w;
     struct account *a = account_of(p, device, &refuse);
     if (!a || account_unlimited(a) || a->others || !where(p, &w) || w.device != device)
-        return 0; /* with several shares, nobody knows to the byte what can be borrowed */
+        return 0; /* with several shares, it is not known to the byte what can be borrowed */
     int mode;
     CUresult relaxed = relax(&mode);
     uint64_t step = 0, bit = (uint64_t)1 << device, ceiling = 0;
@@ -87,8 +86,7 @@ CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *prop
 
 /* --- the default pool -------------------------------------------------------- */
 
-/* stand_in makes the pool that stands in for a device's default pool. It returns NULL if the
- * device is to keep its own. */
+/* stand_in makes the pool that replaces a device's default pool. NULL: the device keeps its own. */
 static CUmempool stand_in(struct process *p, CUdevice device)
 {
     CUmempool normal, now, made;

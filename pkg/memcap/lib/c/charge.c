@@ -4,18 +4,18 @@
 
 /* --- blocks --------------------------------------------------------------- */
 
-/* The owner of a block's entry is the number of small allocations in the block, and
- * bytes is their sum. The entry exists exactly as long as the block is charged: the
- * thread that makes the entry commits the charge, the one that removes it gives it back.
- * If one thread frees the last allocation of a block while the driver gives another
- * thread a part of it, both are charged a block for a moment. */
+/* The entry of a block. Its owner is the number of small allocations in the block, and its bytes
+ * are their sum. The entry exists exactly as long as the block is charged. The thread that makes
+ * the entry commits the charge; the thread that removes it gives the charge back. One thread may
+ * free the last allocation of a block while the driver gives another thread a part of it. Both are
+ * then charged a block for a moment. */
 struct block {
     CUdevice device;
     uint64_t bytes;             /* of the allocation that joins the block */
     const struct entry *leaves; /* the allocation that leaves it */
-    bool old;                   /* join only a block that exists */
+    bool old;                   /* true: join only a block that exists */
     bool joined;
-    bool changed;               /* the entry was made, or removed */
+    bool changed;               /* true: the entry was made, or removed */
 };
 
 static void join(struct entry *e, void *arg)
@@ -43,9 +43,9 @@ static void leave(struct entry *e, void *arg)
     }
 }
 
-/* A hole is looked for in the blocks with the most room, by marking what lies in them.
- * That takes time for each allocation of the process, so it is done only for a request
- * that would be refused otherwise. */
+/* A search for a hole. It looks at the blocks with the most room, and marks what lies in them. That
+ * takes time for each allocation of the process. So it is done only for a request that would be
+ * refused otherwise. */
 enum { HOLES = 8 };
 struct holes {
     CUdevice device;
@@ -62,7 +62,7 @@ static bool roomy(const struct entry *e, void *arg)
         return false;
     int i = h->n < HOLES ? h->n++ : HOLES;
     uint64_t room = BLOCK - e->bytes;
-    if (i == HOLES) /* replace the fullest, if it is fuller */
+    if (i == HOLES) /* replace the fullest block of the list, if that is fuller */
         for (int k = 0; k < HOLES; k++)
             if (h->room[k] < room && (i == HOLES || h->room[k] < h->room[i]))
                 i = k;
@@ -103,13 +103,13 @@ static bool hole_for(struct process *p, CUdevice device, uint64_t bytes)
 
 static bool has_hidden(const struct process *p, CUdevice device) { return count_read(&p->hidden[device]); }
 
-/* squeeze lets a small allocation be made without a reservation, if there is a
- * hole for it that no other allocation under way could take first. The lock
- * stays taken then. */
+/* squeeze allows a small allocation without a reservation. It does so if there is a hole for it
+ * that no other allocation under way could take first. The lock stays taken then. False: the
+ * allocation needs a reservation. */
 COLD static bool squeeze(struct process *p, struct charge *c)
 {
     if (has_hidden(p, c->at.device))
-        return false; /* what looks like a hole may be taken */
+        return false; /* what looks like a hole may be in use */
     uint32_t *lock = &p->tight[c->at.device];
     const struct slot *s = c->a->slot;
     spin_lock(lock);
@@ -146,7 +146,7 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     if (how == HOW_HIDDEN && bytes >= BLOCK)
         c->how = HOW_LARGE;
     if (!bytes)
-        return PASS; /* the driver's to refuse */
+        return PASS; /* the driver will refuse it */
     c->a = account_of(p, at->device, &refuse);
     if (!c->a)
         return refuse ? REFUSE : PASS;
@@ -156,7 +156,7 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
         account_measure(c->a, n);
         if (account_reserve_quickly(c->a, n) || squeeze(p, c) || account_reserve_slowly(c->a, n))
             return COUNT;
-        /* Another thread may have had the last block, and not filled it. */
+        /* Another thread may have taken the last block, and not filled it. */
         return squeeze(p, c) ? COUNT : REFUSE;
     }
     if (!account_reserve(c->a, n))
@@ -182,8 +182,8 @@ void charge_undone(struct charge *c)
     c->tight = NULL;
 }
 
-/* guessed says whether a charge is a guess: an array's by its description, a hidden
- * thing's, a context's, or what was measured. */
+/* guessed reports whether a charge is a guess: that of an array, which is charged by its
+ * description, of something hidden, of a context or its limit, or of what was measured. */
 static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->how == HOW_GUESS || e->space == SPACE_LIMIT || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_CONTEXT; }
 
 COLD bool charge_again(struct charge *c)
@@ -217,7 +217,8 @@ COLD static void release(struct process *p, const struct entry *e)
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space)
 {
     if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
-        /* No driver is known to do that: charge it a block of its own. */
+        /* No driver is known to place a small allocation like that. Charge it a block of its
+         * own. */
         if (c->tight)
             return false;
         c->how = HOW_LARGE;
@@ -244,13 +245,13 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
             account_guessed(c->a);
     }
     bool kept = table_put(&p->table, &e, &old);
-    charge_undone(c); /* now that others see what is taken of the block */
+    charge_undone(c); /* now other threads see what is taken of the block */
     if (!kept) {
         release(p, &e);
         return false;
     }
     if (__builtin_expect(old.how, 0))
-        release(p, &old); /* it was freed without our seeing it */
+        release(p, &old); /* it was freed in a way that we did not see */
     return true;
 }
 
@@ -264,7 +265,7 @@ bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space sp
     return true;
 }
 
-/* export_gone is charge_gone for memory that was exported. False: this was not. */
+/* export_gone is charge_gone for exported memory. False: this memory was not exported. */
 COLD static bool export_gone(struct process *p, const struct taken *t)
 {
     struct account *a = &p->accounts[t->e.device];
@@ -275,8 +276,9 @@ COLD static bool export_gone(struct process *p, const struct taken *t)
     return true;
 }
 
-/* If the context was charged more than the limit page says by now, the difference was never taken,
- * so it is no room (settled). */
+/* context_gone gives the charge of a context back. The limit page may by now say that a context
+ * takes less than was charged. The driver never took the difference, so it gives no room
+ * (settled). */
 COLD static void context_gone(struct account *a, uint64_t bytes)
 {
     count_sub(&a->slot->expected, bytes);
@@ -295,9 +297,9 @@ void charge_gone(struct process *p, const struct taken *t)
         count_sub(&a->slot->promised, t->e.bytes);
     if (__builtin_expect(count_read(&p->exports), 0) && export_gone(p, t))
         return;
-    /* The driver may have kept the block for something hidden, or the hidden thing was in
-     * a block that stays. Then the driver had less than bound before, and the ceiling may
-     * have risen for that: this free must not give the room a second time. */
+    /* The driver may have kept the block for something hidden. Or the hidden thing was in a block
+     * that stays. Then the driver had less than bound before, and the ceiling may have risen for
+     * that. This free must not give the room a second time. */
     bool no_room = t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device));
     if (no_room)
         count_add(&a->usage->settled, t->held);
@@ -319,7 +321,7 @@ COLD void charge_back(struct process *p, const struct taken *t)
         struct block b = {.device = t->e.device, .bytes = t->e.bytes};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, join, &b);
         if (b.changed && !t->held)
-            account_force(a, BLOCK); /* another thread has removed the block meanwhile */
+            account_force(a, BLOCK); /* another thread has removed the block in the meantime */
         else if (b.changed)
             account_commit(a, BLOCK);
         else if (t->held)
@@ -328,7 +330,7 @@ COLD void charge_back(struct process *p, const struct taken *t)
         account_commit(a, t->held);
     }
     if (!table_put(&p->table, &t->e, &old))
-        return; /* it stays charged and is never found again: too much, never too little */
+        return; /* it stays charged and is never found again: the charge is too high, never too low */
     if (old.how)
         release(p, &old);
 }

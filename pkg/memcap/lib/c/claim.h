@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Finds the pages of a container's GPU. The agent mounts a pair of them for each of its
- * allocations that the container has on the GPU: a directory in CAP_ALLOCATIONS/GPU with the
- * files limit and usage. */
+/* Finds the pages of a container's GPU. The agent mounts a pair of pages for each allocation that
+ * the container has on the GPU: a directory in CAP_ALLOCATIONS/GPU with the files limit and
+ * usage. */
 #ifndef CAP_CLAIM_H
 #define CAP_CLAIM_H
 
@@ -15,12 +15,12 @@ enum { SPOILT = -22 }; /* EINVAL */
 
 struct claim {
     char limit[PATH_ROOM], usage[PATH_ROOM]; /* paths */
-    uint64_t bytes;                          /* what the limit page says */
-    bool others;                             /* the container has more of them on the GPU */
+    uint64_t bytes;                          /* the limit in the limit page */
+    bool others;                             /* true: the container has more pairs on the GPU */
 };
 
-/* open_sized opens a file of exactly that size. It follows no link and does not wait for a pipe:
- * something else may be mounted there. A negative result is an error number. */
+/* open_sized opens a file of exactly that size. It follows no link and does not wait for a pipe,
+ * since something else may be mounted there. A negative result is an error number. */
 static inline int open_sized(const char *path, int flags, size_t size)
 {
     int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -30,7 +30,7 @@ static inline int open_sized(const char *path, int flags, size_t size)
     return SPOILT;
 }
 
-/* open_page is open_sized, and reads the first n bytes. */
+/* open_page does the same, and reads the first n bytes. */
 static inline int open_page(const char *path, size_t size, void *out, size_t n)
 {
     int fd = open_sized(path, O_RDONLY, size);
@@ -40,8 +40,8 @@ static inline int open_page(const char *path, size_t size, void *out, size_t n)
     return SPOILT;
 }
 
-/* is_open says whether what cannot be counted passes (the open policy). Otherwise it is
- * refused. */
+/* is_open reports whether the open policy holds. Under it, memory that cannot be counted passes;
+ * otherwise such memory is refused. */
 static inline bool is_open(void)
 {
     int fd = sys_open(CAP_OPEN_MARK, O_PATH | O_NOFOLLOW, 0);
@@ -59,8 +59,8 @@ static inline bool begins(const char *at, const char *magic)
     return true;
 }
 
-/* claim_read reads a limit page. The page must be on a read-only mount, as the agent's
- * are: a program in the container may have put a file of its own beside them. */
+/* claim_read reads a limit page. False: it is not the agent's. The agent's pages are on read-only
+ * mounts; a program in the container may have put a file of its own beside them. */
 static inline bool claim_read(struct claim *c)
 {
     struct limit_page page;
@@ -75,16 +75,16 @@ static inline bool claim_read(struct claim *c)
     return ours;
 }
 
-/* claim_before says whether a comes before b: the larger limit, and of equal ones the first
- * by name. So all processes of a container have its pages in the same order, and the
+/* claim_before reports whether a comes before b. The larger limit comes first. Equal limits are
+ * ordered by name. So all processes of a container have its pages in the same order, and the
  * watchdog has the same. */
 static inline bool claim_before(const struct claim *a, const struct claim *b)
 {
     return a->bytes > b->bytes || (a->bytes == b->bytes && text_before(a->limit, b->limit));
 }
 
-/* claim_find finds the container's first pair of pages of a GPU, or the first after
- * another pair. */
+/* claim_find finds the container's first pair of pages of a GPU. If after is not NULL, it finds the
+ * first pair after that one. False: there is none. */
 static inline bool claim_find(struct claim *best, const char *gpu, const struct claim *after)
 {
     struct entry {

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Contexts. A context takes memory before anything is allocated in it. How much depends
- * on the GPU, the driver and the program. So it is charged the estimate of the limit
- * page, and the agent's reading of the driver corrects that later. When a context ends,
- * so does all that was allocated in it. */
+/* Contexts. A context takes memory before anything is allocated in it. How much depends on the GPU,
+ * the driver and the program. So a context is charged the estimate of the limit page, and the
+ * agent's reading of the driver corrects that later. When a context ends, all that was allocated in
+ * it ends too. */
 
 #include "pool.h"
 
-/* A context's charge is an entry in the table under the context's number, which it also belongs to. */
+/* A context's charge is an entry in the table. The context's number is its key and its owner. */
 
 static enum verdict context_begin(struct process *p, struct charge *c, CUdevice device)
 {
@@ -60,8 +60,8 @@ EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice
     CREATE(cuVDPAUCtxCreate_v2, out, flags, device, vdpau, find)
 }
 
-/* What ends with a context is taken out of the table before the call that may end it, and
- * then given back or, if the context lives on, put back. */
+/* What ends with a context is taken out of the table before the call that may end the context.
+ * After the call it is given back or, if the context lives on, put back into the table. */
 struct ending {
     bool known;
     struct where w;
@@ -97,8 +97,8 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context) { OVER(cuCtxDestroy_v2, destr
 
 EXPORT CUresult cuCtxDestroy(CUcontext context) { OVER(cuCtxDestroy, destroy, context) }
 
-/* The primary context is counted from the first retain that we see until the release or
- * reset after which the driver says that it is not active. */
+/* The primary context is counted from the first retain that we see. It is counted until the driver
+ * answers, after a release or reset, that the context is not active. */
 
 static bool known_device(CUdevice device) { return device >= 0 && device < MAX_DEVICES; }
 
@@ -143,8 +143,8 @@ static bool is_active(CUdevice device)
     return CALL(cuDevicePrimaryCtxGetState, device, &flags, &active) != CUDA_SUCCESS || active;
 }
 
-/* end_primary makes a call that may end the primary context. With surely it does, if it
- * succeeds; otherwise the driver is asked. */
+/* end_primary makes a call that may end the primary context. If surely is true, the context has
+ * ended once the call succeeds. Otherwise the driver is asked whether it has. */
 static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle, CUresult (*call)(CUdevice), bool surely)
 {
     struct ending x;
@@ -161,9 +161,8 @@ static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle,
     return r;
 }
 
-/* primary_gone is for a primary context that has ended without our expecting it. Its
- * memory was gone before it was taken off, so it gives no room before the next reading
- * (settled). */
+/* primary_gone is for a primary context that has ended without our expecting it. Its memory was
+ * gone before we take it off, so it gives no room before the next reading (settled). */
 static void primary_gone(struct process *p, CUdevice device)
 {
     uint64_t handle = __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL);
@@ -209,10 +208,10 @@ EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device) { OVER(cuDevicePrimaryC
 
 EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) { OVER(cuDevicePrimaryCtxReset_v2, reset, device) }
 
-/* A green context retains the primary context, whose memory it uses, and releases it when
- * it is destroyed. We retain the primary context before, so that it is counted, and
- * release it after the green context has retained it. What the green context takes by
- * itself is small, and the next reading includes it. */
+/* A green context uses the memory of the primary context. It retains the primary context, and
+ * releases it when it is destroyed. We retain the primary context before it does, so that the
+ * primary context is counted. We release it once the green context has retained it. What the green
+ * context takes by itself is small, and the next reading includes it. */
 EXPORT CUresult cuGreenCtxCreate(void **out, void *desc, CUdevice device, unsigned int flags)
 {
     struct process *p = ENTER();

@@ -5,11 +5,12 @@
 #include <poll.h>
 #include <sys/stat.h>
 
-/* How long a refusal waits, beside the agent's next reading: until what other processes have
- * under way has not moved for CONTEND_US, and EACH_US more for each of them, and no longer than
- * LONGEST_CONTEND_US. On a busy machine they get the processor one after the other. Meanwhile
- * it looks for dead processes after REAP_US, and then each time after twice as long, since
- * asking for the others' locks costs most. */
+/* How long a refusal waits, beside the agent's next reading. It waits until nothing that other
+ * processes have under way has moved for CONTEND_US, and EACH_US more for each of them. It waits no
+ * longer than LONGEST_CONTEND_US. On a busy machine these processes get the processor one after the
+ * other. Meanwhile it looks for dead processes: first after REAP_US, then each time after twice as
+ * long, up to LONGEST_REAP_US. Asking for other processes' locks costs most. DEATH_MS is how long
+ * it waits for a dead process's memory. */
 enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, EACH_US = 50 * 1000, LONGEST_CONTEND_US = 16 * CONTEND_US, REAP_US = 4 * 1000, LONGEST_REAP_US = 64 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
@@ -34,8 +35,8 @@ static void *map_file(const char *path, size_t size, int flags, int prot, int *e
     return at;
 }
 
-/* take_lock takes a slot's lock with an open file description of its own. It returns the
- * descriptor, or a negative number where a living process holds the lock. */
+/* take_lock takes a slot's lock with a new open file description. It returns the descriptor, or a
+ * negative error number; AGAIN: a living process holds the lock. */
 static int take_lock(const struct account *a, uint64_t index)
 {
     int fd = sys_open(a->path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -70,18 +71,18 @@ static uint64_t high(const struct account *a)
     return n < SLOTS ? n : SLOTS;
 }
 
-/* own_pids returns the number of this process's PID namespace; 0: /proc does not tell. */
+/* own_pids returns the number of this process's PID namespace; 0: /proc does not show it. */
 static uint64_t own_pids(void)
 {
     struct stat st;
     return SYS4(SYS_newfstatat, AT_FDCWD, "/proc/self/ns/pid", &st, 0) == 0 ? st.st_ino : 0;
 }
 
-/* The kernel releases the lock of a process a moment before the driver has all of its memory back.
- * The wait is bounded, since another process may have that number by now, or the process may
- * run another program. The number of a process in another PID namespace (of another container,
- * or of an earlier start of this one) tells nothing, so a fixed time is waited: once for all
- * that are reaped together. */
+/* The kernel releases the lock of a process a moment before the driver has back all of its memory.
+ * So we wait for the end of the process. The wait is bounded, since another process may have that
+ * ID by now, or the process may run another program. The ID of a process in another PID namespace
+ * (of another container, or of an earlier start of this one) does not identify it here. We then
+ * wait a fixed time, once for all slots that are reaped together. */
 void account_await_death(const struct slot *s, bool *waited)
 {
     uint64_t pid = count_read(&s->pid);
@@ -113,7 +114,7 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
     return expected - contexts * each;
 }
 
-/* empty_idle sets a slot's idle to 0, and says whether it was more. */
+/* empty_idle sets a slot's idle to 0. It reports whether it was more. */
 static bool empty_idle(struct slot *s)
 {
     uint64_t was = count_read(&s->idle);
@@ -123,21 +124,22 @@ static bool empty_idle(struct slot *s)
     return false;
 }
 
-/* blank says whether a slot has no part of bound. */
+/* blank reports whether a slot has no part of bound. */
 static bool blank(const struct slot *s) { return !slot_reserved(s) && !slot_committed(s) && AMOUNT(count_read(&s->idle)) == 0; }
 
-/* end_loans is called as soon as a dead process's lock is held: it looks alive from then on, and
- * a reading may give all that it had as room, so none of it may be the lender's too. */
+/* end_loans is called as soon as a dead process's lock is held. From then on that process looks
+ * alive, and a reading may give all that it had as room. So none of that may be the lender's
+ * too. */
 static void end_loans(struct slot *s) { __atomic_store_n(&s->borrowed, 0, __ATOMIC_SEQ_CST); }
 
-/* clear reaps a slot; the caller holds its lock. */
+/* clear reaps a slot. The caller holds its lock. */
 static void clear(struct account *a, struct slot *s)
 {
     uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_RELAXED);
     c += __atomic_exchange_n(&s->others_committed, 0, __ATOMIC_RELAXED);
     if (c && c < MOST) {
-        /* Settle all of it: a dying process closes its descriptors before it releases
-         * the lock, so a reading may have found it alive and without memory. */
+        /* Settle all of it. A dying process closes its descriptors before it releases the lock, so
+         * a reading may have found it alive and without memory. */
         count_add(&a->usage->settled, c);
         bound_sub(a, c);
     }
@@ -162,7 +164,7 @@ static bool reap(struct account *a)
         struct slot *s = &a->usage->slots[i];
         if (s == a->slot || blank(s))
             continue;
-        /* Nearly all are alive, and asking for a lock is cheaper than trying to take it. */
+        /* Nearly all owners are alive, and to ask for a lock is cheaper than to try to take it. */
         if (!slot_dead(a->path, i, &look))
             continue;
         int fd = take_lock(a, i);
@@ -181,7 +183,7 @@ static bool reap(struct account *a)
 
 struct sums {
     uint64_t reserved, committed, idle;
-    unsigned moving; /* slots with something under way */
+    unsigned moving; /* number of slots with something under way */
     bool sane, exported;
 };
 
@@ -230,7 +232,7 @@ bool account_rests(struct account *a, bool reaps, uint64_t *given)
     return t.sane && t.reserved == t.committed;
 }
 
-/* repair repairs bound (see count.h) and returns the sums that it saw last. */
+/* repair repairs bound (see count.h) and returns the sums that it read last. */
 static struct sums repair(struct account *a)
 {
     for (int tries = 0;; tries++) {
@@ -245,7 +247,8 @@ static struct sums repair(struct account *a)
     }
 }
 
-/* reclaim takes what is idle in all slots off bound, and says whether there was any. */
+/* reclaim takes what is idle in all slots off bound, and reports whether there was any. If t is not
+ * NULL, it sets *t to the sums after that. */
 static bool reclaim(struct account *a, struct sums *t)
 {
     bool any = false;
@@ -256,9 +259,10 @@ static bool reclaim(struct account *a, struct sums *t)
     return any;
 }
 
-/* end_turn ends the attempt (attempt.c) in which the owner of a slot died. Nobody else can tell
- * from now on: the slot's lock is held again, so the turn looks like one of the new owner's, who
- * never ends it. Then no process would make attempts, and no reading would be at rest. */
+/* end_turn ends the attempt (attempt.c) during which the last owner of a slot died. No other
+ * process can find out from now on: the slot's lock is held again, so the turn looks like one of
+ * the new owner, who never ends it. Then no process would make attempts, and no reading would be at
+ * rest. */
 static void end_turn(struct account *a, uint64_t slot, bool *waited)
 {
     uint64_t *at = &a->usage->attempt, word = count_read(at);
@@ -268,8 +272,8 @@ static void end_turn(struct account *a, uint64_t slot, bool *waited)
     __atomic_compare_exchange_n(at, &word, word >> 32 << 32, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* take_slot takes the first slot that is free and blank. It clears one that a dead process
- * left only where there is no other, since that may have to wait. */
+/* take_slot takes the first slot that is free and blank. It clears the slot of a dead process only
+ * if there is no other, since that may have to wait. It returns 0, or a negative error number. */
 static int take_slot(struct account *a)
 {
     for (int clean = 1; clean >= 0; clean--)
@@ -282,7 +286,7 @@ static int take_slot(struct account *a)
                 continue;
             if (fd < 0)
                 return fd;
-            /* With the lock held this does not change any more. */
+            /* While the lock is held, this does not change. */
             bool waited = false;
             if (!blank(s)) {
                 if (clean) {
@@ -300,7 +304,7 @@ static int take_slot(struct account *a)
             sys_close(fd);
             if (!a->hold)
                 return -12;
-            /* The slot must be among those that are summed before it is used. */
+            /* Readers sum the slots below high. So raise high before the slot is used. */
             uint32_t old = __atomic_load_n(&a->usage->high, __ATOMIC_RELAXED);
             while (old < i + 1)
                 if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
@@ -337,8 +341,8 @@ int account_open(struct account *a, const char *usage_path)
     if (!a->usage)
         return err;
     a->nonce = count_read(&a->usage->nonce);
-    /* A page that the limit page does not name is not the agent's. A tenant may have
-     * mounted it over the real one, to begin again at nothing. */
+    /* A page that the limit page does not name is not the agent's. A tenant may have mounted it
+     * over the real one, to begin again with nothing counted. */
     bool other = a->nonce != __atomic_load_n(&a->page->usage, __ATOMIC_ACQUIRE);
     err = other || account_nonsense(a) ? SPOILT : take_slot(a);
     if (err) {
@@ -350,14 +354,14 @@ int account_open(struct account *a, const char *usage_path)
 
 /* --- near the cap --------------------------------------------------------- */
 
-/* Patience is a time limit by the clock. Of a time in which this thread was held up
- * between two looks it counts only a part: on a busy node, or at the container's CPU
- * limit, the processes that it waits for were held up too. */
+/* Patience is a time limit by the clock. If this thread was held up between two looks, only a part
+ * of that time counts. On a busy node, or at the container's CPU limit, the processes that it waits
+ * for were held up too. */
 struct patience {
     uint64_t whole, left, counted; /* in microseconds */
 };
 
-enum { LOOKS = 8 }; /* there are at least so many looks */
+enum { LOOKS = 8 }; /* the time is up after this many looks at the earliest */
 
 static struct patience patience(uint64_t us)
 {
@@ -372,15 +376,15 @@ static bool runs_out(struct patience *p, uint64_t most)
     return !p->left;
 }
 
-/* look must be called before each nap. It says whether the time is up. */
+/* look must be called before each nap. It reports whether the time is up. */
 static bool look(struct patience *p)
 {
     return runs_out(p, p->whole / LOOKS);
 }
 
-/* try_below adds n to bound only where it fits, so that processes that wait do not see
- * amounts of each other that are taken back at once. more is what the caller has borrowed
- * for it and not written down yet. */
+/* try_below reserves n only if it fits. So processes that wait do not see amounts of each other
+ * that are taken back at once. more is what the caller has borrowed for n and not yet written to
+ * its slot. */
 static bool try_below(struct account *a, uint64_t n, uint64_t more, uint64_t (*ceiling)(const struct account *))
 {
     uint64_t b = count_read(&a->usage->bound);
@@ -388,7 +392,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t more, uint64_t (*c
         return false;
     reserved_add(a, n);
     b = count_read(&a->usage->bound);
-    /* Read the ceiling after bound: memory lost before then has lowered it. */
+    /* Read the ceiling after bound: memory that was lost before then has lowered it. */
     while (AMOUNT(b) + n <= more_than(ceiling(a), more)) {
         uint64_t next = b + STEP + n / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
@@ -404,18 +408,18 @@ bool account_try(struct account *a, uint64_t n, uint64_t more) { return try_belo
 
 static bool try(struct account *a, uint64_t n) { return account_try(a, n, 0) || (a->others && account_borrow(a, n, false)); }
 
-/* ceiling_alone returns the ceiling while the agent does not read. No reading then
- * corrects what was lost, and a container whose processes come and go would end with no
- * room. So what was lost is room again, up to the limit: a ceiling above the limit
- * stands for memory that bound had and the driver did not, which may be the same. */
+/* ceiling_alone returns the ceiling while the agent does not read. No reading then corrects what
+ * was lost, and a container whose processes come and go would end with no room. So lost memory is
+ * room again, up to the limit. It is not room above the limit: a higher ceiling is for memory that
+ * was in bound and not in the driver's figure, and that may be the same memory. */
 static uint64_t ceiling_alone(const struct account *a)
 {
     const struct limit_page *p = a->page;
     uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-    return more_than(account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit, account_borrowed(a));
+    return more_than(account_reading_is_ours(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit, account_borrowed(a));
 }
 
-/* account_reserve_of_idle tries again, after n did not fit, with what is idle. */
+/* account_reserve_of_idle tries again after n did not fit, with what is idle or can be borrowed. */
 bool account_reserve_of_idle(struct account *a, uint64_t n)
 {
     __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
@@ -432,9 +436,9 @@ void account_exports_gone(struct account *a)
         account_lost(a, gone);
 }
 
-/* fresh says whether the ceiling is exact: so was the last reading, and everything that
- * was charged or given back since is known to the byte. Another reading would tell
- * nothing new. */
+/* fresh reports whether the ceiling is exact. It is if the last reading was exact, and everything
+ * that was charged or given back since is known to the byte. Another reading would show nothing
+ * new. */
 static bool fresh(const struct account *a)
 {
     const struct limit_page *p = a->page;
@@ -448,8 +452,8 @@ static struct picture picture(const struct account *a, uint64_t committed)
     return (struct picture){AMOUNT(count_read(&a->usage->bound)), committed, account_ceiling(a), count_read(&a->usage->settled), count_read(&a->usage->guesses)};
 }
 
-/* answered says whether n or less was refused when there was at least as much room. What
- * was under way then may still be; only if less is committed now, something else is being
+/* answered reports whether n or less was refused when there was at least as much room. What was
+ * under way then may still be under way. Only if less is committed now, something else is being
  * given back. */
 static bool answered(struct account *a, uint64_t n, const struct picture *now)
 {
@@ -471,8 +475,8 @@ static void remember(struct account *a, uint64_t n, const struct picture *at)
     spin_unlock(&a->lock);
 }
 
-/* beyond says whether n certainly does not fit, since it exceeds the roof. The ceiling
- * alone does not tell: it may be too low where processes allocated during the reading. */
+/* beyond reports whether n certainly does not fit, since it exceeds the roof. The ceiling alone
+ * does not show that: it may be too low if processes allocated during the reading. */
 static bool beyond(const struct account *a, uint64_t n)
 {
     const struct limit_page *p = a->page;
@@ -481,79 +485,78 @@ static bool beyond(const struct account *a, uint64_t n)
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
-bool account_unheard(const struct account *a)
+bool account_no_reading(const struct account *a)
 {
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
 }
 
-/* A hearing asks the agent for a reading that begins from now on, and for further ones as
- * long as they do not tell whether there is room: for twice the time between two readings,
- * or until READINGS have told nothing. A busy node's agent is late. Then each of them may
- * take twice that time, and an agent that has not answered by then is not waited for any
- * longer. A hearing does not ask where the agent does not read or did not answer last time,
- * or where the answer is known. */
+/* An inquiry asks the agent for a reading that begins after the request, and for further ones while
+ * they leave open whether there is room. It ends after twice the time between two readings, if
+ * READINGS readings have come by then. An agent on a busy node is late. Then each reading may take
+ * twice that time. If one takes longer, the inquiry ends. An inquiry asks for nothing if the agent
+ * does not read or did not answer last time, or if the answer is known. */
 enum { READINGS = 2 };
 
-struct hearing {
+struct inquiry {
     bool begun, asked, over;
-    bool exported; /* exported memory may have gone, which no call tells */
-    uint64_t after;    /* readings begun before we asked */
-    unsigned readings; /* those that we have asked for and had */
+    bool exported; /* true: exported memory may be gone, which no call shows */
+    uint64_t after;    /* number of readings begun before we asked */
+    unsigned readings; /* number of readings that we have asked for and got */
     struct patience all, one;
     uint64_t nap; /* in microseconds */
 };
 
-static void ask(struct account *a, struct hearing *h)
+static void ask_reading(struct account *a, struct inquiry *h)
 {
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     h->one = patience(2000 * (every < 5000 ? every : 5000));
     if (!h->begun)
         h->all = h->one;
-    /* In this order: a reading that begins because of this ask has a higher number. */
+    /* In this order: a reading that begins because of this request has a higher number. */
     h->after = count_read(&a->page->begun);
     count_add(&a->usage->asks, 1);
     h->begun = h->asked = true;
 }
 
-enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
+enum news { NEWS_NOT_YET, NEWS_TRY_AGAIN, NEWS_OVER };
 
-/* hear must be called before each nap. HEARD_NEWS: there is a new reading, or none is to
- * come any more, so try again. HEARD_ALL: there was nothing left to wait for before the
- * last try. A reading may come between a try and this, for another process or by itself:
- * what it says is known then, but the try failed by an older one. */
-static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
+/* inquire must be called before each nap. NEWS_TRY_AGAIN: there is a new reading, or no other will
+ * come, so try again. NEWS_OVER: there was nothing left to wait for before the last try. A reading
+ * may come between a try and this call, for another process or by itself. Its answer is known then,
+ * but the try failed by an older reading. So inquire returns NEWS_TRY_AGAIN before it returns
+ * NEWS_OVER. */
+static enum news inquire(struct account *a, struct inquiry *h, uint64_t n)
 {
     if (h->over)
-        return HEARD_ALL;
+        return NEWS_OVER;
     if (h->asked && count_read(&a->page->done) >= h->after + 1) {
         h->asked = false;
         h->readings++;
-        return HEARD_NEWS;
+        return NEWS_TRY_AGAIN;
     }
     if (h->asked) {
         look(&h->all);
         if (!look(&h->one))
-            return HEARD_NOTHING;
+            return NEWS_NOT_YET;
         __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
         h->over = true;
-        return HEARD_NEWS;
+        return NEWS_TRY_AGAIN;
     }
     bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
-    h->over = known || account_unheard(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
+    h->over = known || account_no_reading(a) || (h->begun && runs_out(&h->all, UINT64_MAX) && h->readings >= READINGS);
     if (h->over)
-        return HEARD_NEWS;
-    ask(a, h);
-    return HEARD_NOTHING;
+        return NEWS_TRY_AGAIN;
+    ask_reading(a, h);
+    return NEWS_NOT_YET;
 }
 
-/* await_reading naps until a reading is finished; the agent then wakes those who wait on a
- * word of the limit page. That does not reach a process with a kernel of its own, as in a
- * sandbox, and nothing wakes us when another process frees memory. So naps are short, and
- * each is longer than the one before, since a nap costs as much CPU time as a hundred
- * allocations. */
+/* await_reading naps until a reading is finished. The agent then wakes the processes that wait on a
+ * word of the limit page. That does not reach a process with a kernel of its own, as in a sandbox.
+ * And nothing wakes us when another process frees memory. So naps are short. Each is longer than
+ * the last, since a nap costs as much CPU time as a hundred allocations. */
 enum { SHORT_NAP_US = 400, NAP_US = 1000, LONGEST_NAP_US = 16000 };
 
-static void await_reading(const struct account *a, struct hearing *h)
+static void await_reading(const struct account *a, struct inquiry *h)
 {
     const uint32_t *word = (const uint32_t *)&a->page->done; /* the low half */
     uint32_t done = __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -569,17 +572,17 @@ static void await_reading(const struct account *a, struct hearing *h)
         nap_us(h->nap);
 }
 
-/* near says whether n more bytes come near the ceiling: a quarter of it is more than what is not
- * counted usually takes. */
+/* near reports whether n more bytes come near the ceiling, which is within a quarter of it. That is
+ * more than what is not counted usually takes. */
 static bool near(const struct account *a, uint64_t n)
 {
     uint64_t ceiling = account_ceiling(a);
     return AMOUNT(count_read(&a->usage->bound)) + n > ceiling - ceiling / 4;
 }
 
-bool account_is_near(const struct account *a) { return account_unheard(a) || near(a, 0); }
+bool account_is_near(const struct account *a) { return account_no_reading(a) || near(a, 0); }
 
-/* charge_unread charges what modules may have taken, since no reading will tell. */
+/* charge_unread charges what modules may have taken. It is called if no reading will show that. */
 static void charge_unread(struct account *a)
 {
     uint64_t n = __atomic_exchange_n(&a->usage->unread, 0, __ATOMIC_SEQ_CST);
@@ -594,20 +597,20 @@ void account_await_measure(struct account *a, uint64_t n)
     uint64_t unmeasured = count_read(&a->usage->unmeasured), unread = count_read(&a->usage->unread), limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
     if (n > limit || !near(a, n))
         return;
-    if (account_unheard(a)) {
+    if (account_no_reading(a)) {
         charge_unread(a);
         return;
     }
-    /* What programs that have ended left in bound is no reason to wait: short ones, one after the
-     * other, would each wait for a reading. */
+    /* What ended programs left in bound is no reason to wait. Otherwise each of many short
+     * programs, one after the other, would wait for a reading. */
     if (reap(a) && !near(a, n))
         return;
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     if (!unread && __atomic_load_n(&a->page->sure, __ATOMIC_RELAXED) && now_us() - __atomic_load_n(&a->begun, __ATOMIC_RELAXED) < 1000 * every)
         return;
-    struct hearing h = {0};
-    ask(a, &h);
-    while (hear(a, &h, n) == HEARD_NOTHING)
+    struct inquiry h = {0};
+    ask_reading(a, &h);
+    while (inquire(a, &h, n) == NEWS_NOT_YET)
         await_reading(a, &h);
     if (!h.readings) {
         charge_unread(a);
@@ -617,14 +620,14 @@ void account_await_measure(struct account *a, uint64_t n)
     __atomic_compare_exchange_n(&a->usage->unmeasured, &unmeasured, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* contend tries to reserve n until there is nothing left to wait for: neither a reading,
- * nor others' reservations that may be taken back, nor frees that are under way. It does
- * not wait where as much was refused before and there is no more room now. */
+/* contend tries to reserve n until there is nothing left to wait for: no reading, no reservation of
+ * others that may be taken back, and no free under way. It does not wait if as much was refused
+ * before and the room has not grown since. */
 static bool contend(struct account *a, uint64_t n, uint64_t limit)
 {
     struct patience still = {0}, all = patience(LONGEST_CONTEND_US);
-    struct hearing h = {.over = n > limit}; /* no reading makes more than the limit fit */
-    struct picture now = {0}; /* nothing yet, so the first look finds that something has moved */
+    struct inquiry h = {.over = n > limit}; /* no reading makes more than the limit fit */
+    struct picture now = {0}; /* nothing yet, so the first look finds a change */
     uint64_t nap = SHORT_NAP_US, dice = random_word(), reaped = 0, every = REAP_US / 2;
     bool looked_again = false;
     for (bool first = true;; first = false) {
@@ -657,35 +660,36 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         bool waits = !look(&all) && !look(&still);
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
         h.exported = t.exported;
-        enum heard heard = hear(a, &h, n);
-        if (heard == HEARD_ALL && !under_way) {
+        enum news news = inquire(a, &h, n);
+        if (news == NEWS_OVER && !under_way) {
             if (looked_again || now_us() - reaped < REAP_US)
                 break;
-            looked_again = true; /* for processes that have died since */
+            looked_again = true; /* look once for processes that have died since */
             every = 0;
             continue;
         }
         dice = dice * 6364136223846793005u + 1442695040888963407u;
-        if (heard == HEARD_NEWS)
+        if (news == NEWS_TRY_AGAIN)
             continue;
         if (under_way) {
             nap_us(20 + (dice >> 33) % nap);
             if (nap < LONGEST_NAP_US)
-                nap += nap / 8; /* or those who wait keep the processor from those they wait for */
+                nap += nap / 8; /* otherwise those who wait keep the processor from those they wait for */
         } else
             await_reading(a, &h);
     }
-    /* Room since the last try is the next request's. While the agent does not answer, the answer
-     * is not this one (ceiling_alone). */
-    if (now.amount + n > now.ceiling && !account_unheard(a))
+    /* Remember the refusal only if the last try found no room. Room that has come since is for the
+     * next request. While the agent does not answer, another ceiling decides (ceiling_alone), and
+     * nothing is remembered. */
+    if (now.amount + n > now.ceiling && !account_no_reading(a))
         remember(a, n, &now);
     return false;
 }
 
 bool account_within(struct account *a, uint64_t n)
 {
-    struct hearing h = {0};
-    for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
+    struct inquiry h = {0};
+    for (enum news news; (news = inquire(a, &h, n)) != NEWS_OVER && !(news == NEWS_TRY_AGAIN && fresh(a));)
         if (!h.over)
             await_reading(a, &h);
     reclaim(a, NULL);
@@ -716,8 +720,8 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
         __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit) || (a->others && account_borrow(a, n, true)))
             return true;
-        if (n <= limit && (account_unheard(a) ? try_below(a, n, 0, ceiling_alone) : try(a, n)))
-            return true; /* or by a reading that came just now */
+        if (n <= limit && (account_no_reading(a) ? try_below(a, n, 0, ceiling_alone) : try(a, n)))
+            return true; /* a reading may have come just now */
     }
     count_add(&a->usage->refusals, 1);
     return false;
@@ -732,8 +736,8 @@ uint64_t account_room(struct account *a)
     return amount < ceiling ? (ceiling - amount) / UNIT * UNIT : 0;
 }
 
-/* left_dead returns how many bytes of bound belong to slots whose owner is dead. It looks
- * every few milliseconds at most. */
+/* left_dead returns how many bytes of bound belong to slots whose owner is dead. It looks every few
+ * milliseconds at most. */
 static uint64_t left_dead(struct account *a)
 {
     uint64_t n = high(a), sum = 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The CUDA driver's ABI on 64-bit Linux, as far as the cap uses it. The names, numbers and
- * layouts are the published ones, declared here so that no CUDA toolkit is needed. */
+/* The CUDA driver's ABI on 64-bit Linux, as far as the cap uses it. The names, numbers and layouts
+ * are the published ones. They are declared here so that no CUDA toolkit is needed. */
 #ifndef CAP_DRIVER_H
 #define CAP_DRIVER_H
 
@@ -143,10 +143,11 @@ LAYOUT(CUinstantiate, 32);
 LAYOUT(CUmapinfo, 96);
 #undef LAYOUT
 
-/* OVERRIDES lists the driver's functions that this library overrides and exports: what
- * cuGetProcAddress calls each, since which CUDA version, its name, and the types of its
- * arguments. They are defined in memory.c and the files beside it; a test checks that none is
- * missing on either side, and tests/drivers holds the list against what real drivers answer. */
+/* OVERRIDES lists the driver's functions that this library overrides and exports. A row has the
+ * name that cuGetProcAddress knows, the first CUDA version with this form, the function's name, and
+ * the types of its arguments. The functions are defined in memory.c and the files beside it. A test
+ * checks that none is missing on either side. tests/drivers compares the list with what real
+ * drivers answer. */
 #define OVERRIDES(X)                                                                                            \
     X(cuMemAlloc, 2000, cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
     X(cuMemAlloc, 3020, cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \

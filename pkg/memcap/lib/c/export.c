@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* Exports by address: a descriptor for another device's driver (dma-buf), a handle for another
- * process (IPC), and what is bound to a multicast object. Each may keep the memory after it was
- * freed here. */
+ * process (IPC), and memory that is bound to a multicast object. Each may keep the memory after it
+ * was freed here. */
 
 #include "export.h"
 #include "pool.h"
@@ -59,8 +59,8 @@ EXPORT CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr at, size_t 
 
 EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at) { THEN(cuIpcGetMemHandle, exported(p, at, 1), out, at) }
 
-/* Memory that is bound to a multicast object can be reached by way of that. No document says
- * whether it exists as long as it is bound, after all else has let go of it; that is assumed. */
+/* Memory that is bound to a multicast object can be reached through that object. By no document
+ * does the memory exist as long as it is bound, after all else has released it; we assume that. */
 EXPORT CUresult cuMulticastBindMem(CUhandle to, size_t at, CUhandle handle, size_t offset, size_t size, unsigned long long flags)
 {
     THEN(cuMulticastBindMem, handle_exported(p, handle), to, at, handle, offset, size, flags)
@@ -78,7 +78,7 @@ EXPORT CUresult cuMulticastBindAddr_v2(CUhandle to, CUdevice device, size_t at, 
     THEN(cuMulticastBindAddr_v2, exported(p, memory, size), to, device, at, memory, size, flags)
 }
 
-void let_go_of_theirs(struct process *p)
+void import_released(struct process *p)
 {
     for (CUdevice d = 0; d < MAX_DEVICES; d++)
         if (__atomic_load_n(&p->standing[d], __ATOMIC_ACQUIRE) == STANDING_GOOD)
@@ -88,19 +88,19 @@ void let_go_of_theirs(struct process *p)
 CUresult uncounted_freed(struct process *p, CUresult r)
 {
     if (r == CUDA_SUCCESS && __atomic_load_n(&p->imported, __ATOMIC_RELAXED))
-        let_go_of_theirs(p);
+        import_released(p);
     return r;
 }
 
-EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at) { THEN(cuIpcCloseMemHandle, let_go_of_theirs(p), at) }
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at) { THEN(cuIpcCloseMemHandle, import_released(p), at) }
 
 /* --- pools that others can open --------------------------------------------- */
 
-/* Such a pool gives nothing back before its end ("IPC pools currently do not support
- * releasing physical blocks back to the OS"). If it grew in an attempt, that could not be
- * undone. So an attempt is made only where something large enough was freed and no part
- * of it was allocated since: a driver that finds it need not grow. Each freed place is
- * noted by itself; that two are adjacent is not noticed. */
+/* Such a pool gives nothing back before its end ("IPC pools currently do not support releasing
+ * physical blocks back to the OS"). If it grew in an attempt, that could not be undone. So an
+ * attempt is made only if something large enough was freed and no part of it was allocated since. A
+ * driver that finds that place need not grow the pool. Each freed place is recorded by itself, even
+ * if two are adjacent. */
 enum { PLACES = 64, MANY_PLACES = 4096 };
 
 struct places {

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Graphs that allocate. A graph's allocation nodes, whether the program added them or a
- * stream capture did, take memory when the graph is launched or uploaded, from memory
- * that the driver keeps for all graphs of a device. When a graph is instantiated we sum
- * up what its nodes ask for. Before a launch we reserve that sum, or near the cap what
- * the device's graph memory lacks of it, and settle after the launch.
+/* Graphs that allocate. A graph has allocation nodes, from the program or from a stream capture.
+ * They take memory when the graph is launched or uploaded, from memory that the driver keeps for
+ * all graphs of a device. When a graph is instantiated, we sum up what its nodes ask for. Before a
+ * launch we reserve that sum or, near the cap, what the device's graph memory lacks of it. After
+ * the launch we settle.
  *
- * The sum is the most that a launch can take. It takes less if a node reuses what another
- * has freed, and no call tells how much less. So if there is no room for the sum, we
- * reserve the least that it can take, and upload the graph first, which takes the memory
- * that it needs but runs nothing. If that is too much, it is given back and the launch is
- * refused (try_upload). A driver that has
- * no room for two graphs at the same time runs one after the other. Here the card has
- * that room, and only the cap is reached. So the launch waits for the graphs that run
+ * The sum is the most that a launch can take. It takes less if a node reuses what another has
+ * freed, and the driver does not tell that amount. So if there is no room for the sum, we reserve
+ * the least that the launch can take, and upload the graph first. An upload takes the memory and
+ * runs nothing. If that is too much, it is given back and the launch is refused (try_upload).
+ *
+ * A driver that has no room for two graphs at the same time runs one after the other. Here the card
+ * has that room, and only the cap is reached. So the launch waits for the graphs that run
  * (await_runs).
  *
  * In a process without graphs that allocate, a launch costs one load. */
@@ -20,13 +20,12 @@
 #include "pool.h"
 #include "property.h"
 
-/* An executable graph has an entry in the table for each device on which it allocates.
- * Its bytes are the sum of what its nodes ask for. Its owner is the least that the graph
- * takes, in bytes. */
+/* An executable graph has an entry in the table for each device on which it allocates. Its bytes
+ * are the sum of what its nodes ask for. Its owner is the least that the graph takes, in bytes. */
 static uint64_t exec_key(CUexec e, CUdevice device) { return (uintptr_t)e * MAX_DEVICES + (uint64_t)device; }
 
 struct needs {
-    uint64_t bytes[MAX_DEVICES], largest[MAX_DEVICES]; /* of all nodes, and of one */
+    uint64_t bytes[MAX_DEVICES], largest[MAX_DEVICES]; /* of all nodes, and of the largest one */
     bool any, frees;
 };
 
@@ -71,9 +70,9 @@ static bool figures(CUdevice device, uint64_t *reserved, uint64_t *used)
            CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-/* settle_graphs settles a device's graph memory and returns how many bytes of it are used.
- * If no launch under way will pay for what is not paid, that is charged by force. me says
- * whether the caller is one of the launches under way. */
+/* settle_graphs settles a device's graph memory and returns how many bytes of it are used. It
+ * charges growth by force if no launch under way will pay for it. me is true if the caller is one
+ * of the launches under way. */
 static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held, bool me)
 {
     uint64_t reserved, used;
@@ -87,42 +86,42 @@ static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice 
     return used;
 }
 
-/* A run is a launch or an upload, on the devices on which its graph allocates. Mostly it
- * has reserved all that its nodes ask for. A tight run has reserved less, and the device's
- * graph memory has room for the rest. Another run might take that room, so a tight run is
- * the device's only one, and its graph memory is not trimmed meanwhile (the gate). */
+/* A run is a launch or an upload, on the devices on which its graph allocates. Mostly it has
+ * reserved all that its nodes ask for. A tight run has reserved less, and the device's graph memory
+ * has room for the rest. Another run might take that room. So a tight run is the device's only one,
+ * and its graph memory is not trimmed meanwhile (the gate). */
 struct run {
     CUexec exec;
     CUstream stream;
     CUresult (*upload)(CUexec, CUstream);
-    uint64_t devices, tight; /* bits */
+    uint64_t devices, tight; /* a bit for each device: of the run, and where it is tight */
     uint64_t held[MAX_DEVICES];
 };
 
-/* A launch that waits longer than this for another takes it that the other is stuck. */
+/* A launch waits at most this long for another one. After that, the other is taken to be stuck. */
 enum { TIGHT_US = 10 * 1000 * 1000 };
 
-/* empty has the driver give back the graph memory that is not used. No tight run may be
- * under way but the caller's. */
+/* empty makes the driver give back the graph memory that is not used. No tight run may be under way
+ * but the caller's. */
 static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
 {
     spin_lock(&g->lock);
-    loosen(a, &g->r, settle_graphs(a, g, device, 0, false)); /* takes off first what is gone already */
+    uncommit_free(a, &g->r, settle_graphs(a, g, device, 0, false)); /* this first takes off what is gone already */
     g->r.trims++;
     spin_unlock(&g->lock);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
     spin_lock(&g->lock);
     g->r.trims--;
     settle_graphs(a, g, device, 0, false);
-    tighten(a, &g->r);
+    recommit(a, &g->r);
     spin_unlock(&g->lock);
     return r;
 }
 
-/* try_upload has the driver take what a graph needs, with the least reserved that it takes.
- * False: there is no room for it, and it was given back. *least is then raised to what the
- * graph takes at least, which does not include what other graphs use now, since they may
- * share that. An error of the upload is ignored; the launch gets it too. */
+/* try_upload makes the driver take the memory for a graph, with only the least reserved. False:
+ * there is no room for it, and it was given back. *least is then raised to what the graph takes at
+ * least. That does not include what other graphs use now, since this graph may share it. try_upload
+ * ignores an error of the upload; the launch gets the same error. */
 static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t used, uint64_t *least)
 {
     uint64_t reserved, now;
@@ -148,9 +147,9 @@ static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, stru
     return fits;
 }
 
-/* await_runs waits, for a bounded time, until graphs use less of a device's memory than
- * used. If it has waited in vain before, and no graph was launched since, it does not wait
- * again. */
+/* await_runs waits, for a bounded time, until graphs use less than used bytes of a device's memory.
+ * It does not wait if it waited in vain before and no graph was launched since. False: they do not
+ * use less. */
 enum { RUNS_US = 200 * 1000, LONGEST_NAP_US = 5000 };
 
 static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t *until)
@@ -172,9 +171,9 @@ static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t
     return false;
 }
 
-/* begin_tight begins a tight run. False: there is no room for it now. least is the least in
- * bytes that the run takes, used becomes what graphs use now, and lacks what the run lacked
- * to begin. */
+/* begin_tight begins a tight run. False: there is no room for it now. least is the least that the
+ * run takes, in bytes. *used becomes what graphs use now, and *lacks what the run lacked to
+ * begin. */
 static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t *least, uint64_t *used, uint64_t *lacks)
 {
     struct graph_pool *g = &p->graphs[d];
@@ -198,8 +197,8 @@ static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct
     return false;
 }
 
-/* run_tight begins a tight run, and waits for room or for other runs if need be. While it
- * waits, another run can be the tight one. */
+/* run_tight begins a tight run. If need be, it waits for room or for other runs. While it waits,
+ * another run can be the tight one. False: there is no room for the run. */
 static bool run_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t least)
 {
     uint64_t until = 0, used = 0, lacks = 0;
@@ -317,9 +316,9 @@ static CUresult destroy(struct process *p, CUexec e)
 
 EXPORT CUresult cuGraphExecDestroy(CUexec e) { return destroy(ENTER(), e); }
 
-/* instantiated records what a graph may take. It also uploads the graph if the program has
- * asked for that. The driver was not told to, because only after it has instantiated a
- * graph do we know what to reserve for the upload. */
+/* instantiated records what a graph may take. It also uploads the graph if the program has asked
+ * for that. The request was not passed on to the driver: only after it has instantiated a graph do
+ * we know what to reserve for the upload. */
 static CUresult instantiated(struct process *p, CUexec *out, CUgraph graph, bool upload, CUstream s, CUresult (*uploader)(CUexec, CUstream))
 {
     struct needs n = {.any = false};
@@ -388,8 +387,8 @@ EXPORT CUresult cuGraphLaunch_ptsz(CUexec e, CUstream s) { RUN(cuGraphLaunch_pts
 EXPORT CUresult cuGraphUpload(CUexec e, CUstream s) { RUN(cuGraphUpload, cuGraphUpload, e, s) }
 EXPORT CUresult cuGraphUpload_ptsz(CUexec e, CUstream s) { RUN(cuGraphUpload_ptsz, cuGraphUpload_ptsz, e, s) }
 
-/* trim empties a device's graph memory, after any tight run has ended, since that needs
- * what is free there. */
+/* trim empties a device's graph memory. It waits until any tight run has ended, since such a run
+ * needs what is free there. */
 static CUresult trim(struct process *p, CUdevice device)
 {
     struct account *a = &p->accounts[device];

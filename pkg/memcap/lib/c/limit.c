@@ -1,24 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The limits of a context: the size of each thread's stack, of the device's heap, and so
- * on. The driver takes memory for them, so an increase is reserved before the call, and
- * given back when the limit falls or the context ends. The memory for a limit's first
- * value is part of what the context takes.
+/* The limits of a context: the size of each thread's stack, of the device's heap, and so on. The
+ * driver takes memory for them. So an increase is reserved before the call, and given back when the
+ * limit falls or the context ends. The memory for a limit's first value is part of what the context
+ * takes.
  *
- * A driver may take a heap's memory only with the first kernel that needs it, which no
- * call tells us. Until then the driver's figures lack it, and nobody else may have it;
- * afterwards they include it, and it must not be counted twice. So it is a promise, in a
- * word of its own. The agent finds out when it is taken: the driver's figure rises
- * by just that amount. It has to know the figure before, so a reading is awaited as soon
- * as a promise is made. */
+ * A driver may take a heap's memory only with the first kernel that needs it, and no call shows
+ * when. Until then the driver's figures lack that memory, but it must stay reserved. Afterwards
+ * they include it, and it must not be counted twice. So it is a promise, in a word of its own. The
+ * agent finds out when the driver takes it: the driver's figure then rises by just that amount. The
+ * agent has to know the figure before that. So a new promise waits for a reading. */
 
 #include "charge.h"
 
-/* each returns how many bytes one unit of a limit takes, as documented for cuCtxSetLimit:
- * the heap and the FIFO are in bytes, the stack is for each thread that can be resident.
- * A level of synchronisation takes up to 150 MiB by the programming guide. For a pending
- * launch no guide says it; that is an estimate. Other limits are about caches and memory
- * on the multiprocessors, and take nothing. */
+/* each returns how many bytes one unit of a limit takes, as documented for cuCtxSetLimit. The heap
+ * and the FIFO are in bytes. The stack is for each thread that can be resident. A level of
+ * synchronisation takes up to 150 MiB by the programming guide. The figure for a pending launch is
+ * an estimate, since no guide has one. Other limits concern caches and memory on the
+ * multiprocessors, and take nothing: 0. */
 static uint64_t each(int limit, CUdevice device)
 {
     int multiprocessors, threads;
@@ -51,11 +50,11 @@ static size_t unused(void)
     return CALL(cuMemGetInfo_v2, &free, &total) == CUDA_SUCCESS ? free : 0;
 }
 
-/* at_once says whether the driver took more bytes when a limit was raised, by what the card
- * had free before and after. What others freed at that moment may hide it: then nobody
- * could tell later that it was taken, since the agent sees both in one reading. So where
- * it does not show, the limit is lowered and raised again, and has to show both times.
- * *r is the driver's answer, if it does not raise the limit again. */
+/* at_once reports whether the driver took the memory as soon as a limit was raised. It compares
+ * what the card had free before and after. Memory that others freed at that moment may hide it. It
+ * could not be found later, since the agent sees both changes in one reading. So if it does not
+ * show, the limit is lowered and raised again, and the memory has to show both times. *r is the
+ * driver's answer to the last raise. */
 static bool at_once(int limit, size_t was, size_t value, uint64_t more, size_t before, size_t after, CUresult *r)
 {
     bool shows = after < before && before - after >= more / 2;
@@ -70,8 +69,8 @@ static bool at_once(int limit, size_t was, size_t value, uint64_t more, size_t b
     return shows;
 }
 
-/* change is called with p->limiting held. It sets *promised if the driver will take
- * something later. */
+/* change sets a limit. The caller holds p->limiting. *promised becomes true if the driver will take
+ * memory later. */
 static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one, bool *promised)
 {
     struct entry e;
@@ -79,7 +78,7 @@ static CUresult change(struct process *p, struct account *a, const struct where 
     uint64_t key = at->context * LIMITS + (uint64_t)limit;
     CUresult r = CALL(cuCtxGetLimit, &was, limit);
     if (r != CUDA_SUCCESS)
-        return r; /* what it would take cannot be known */
+        return r; /* without the old value it is unknown what the new one takes */
     if (!table_take(&p->table, key, SPACE_LIMIT, &e))
         e = (struct entry){.key = key, .owner = was, .space = SPACE_LIMIT, .how = HOW_GUESS, .device = at->device};
     size_t before = unused(), after = before;
@@ -92,7 +91,7 @@ static CUresult change(struct process *p, struct account *a, const struct where 
     }
     uint64_t has = e.bytes;
     if (r == CUDA_SUCCESS) {
-        /* The driver may have made more or less of it. */
+        /* The driver may have set another value. */
         after = unused();
         CALL(cuCtxGetLimit, &now, limit);
         has = takes(e.owner, now, one);
@@ -117,12 +116,12 @@ static CUresult change(struct process *p, struct account *a, const struct where 
     if (held > more)
         account_cancel(a, held - more);
     if (has < e.bytes)
-        account_lost(a, e.bytes - has); /* it is room after a reading shows that it is gone */
+        account_lost(a, e.bytes - has); /* it gives room only after a reading shows that it is gone */
     if (has != e.bytes)
         account_guessed(a);
     e.bytes = has;
     if (has)
-        table_put(&p->table, &e, NULL); /* if there is no memory for it, it is charged until the process ends */
+        table_put(&p->table, &e, NULL); /* without memory for the entry, it stays charged until the process ends */
     return r;
 }
 

@@ -33,7 +33,7 @@ uint64_t account_loans(const struct account *a)
     return sum;
 }
 
-/* take_off takes up to n off a word, and returns how much. */
+/* take_off takes up to n off a word, and returns how much it took off. */
 static uint64_t take_off(uint64_t *word, uint64_t n)
 {
     uint64_t was = count_read(word), some;
@@ -43,9 +43,9 @@ static uint64_t take_off(uint64_t *word, uint64_t n)
     return some;
 }
 
-/* hand_back gives to the lenders what this process does not say any more that it has
- * borrowed. Where bound is above the ceiling it keeps as much: what was lost (count.h)
- * is no room before the next reading, and would be the lenders' at once. */
+/* hand_back gives to the lenders what they lend beyond what this process's slot says. If bound is
+ * above the ceiling, it keeps back the difference. Lost memory (count.h) gives no room before the
+ * next reading, but the lenders would have it as room at once. */
 static void hand_back(struct account *a)
 {
     uint64_t lent = 0, borrowed = borrowed_for(a->slot);
@@ -66,7 +66,7 @@ static void hand_back(struct account *a)
     }
 }
 
-/* reserve_of reserves up to n of another page, and returns how much. */
+/* reserve_of reserves up to n on another page, and returns how much it reserved. */
 static uint64_t reserve_of(struct account *b, uint64_t n)
 {
     if (account_nonsense(b))
@@ -78,7 +78,8 @@ static uint64_t reserve_of(struct account *b, uint64_t n)
     return n && account_try(b, n, 0) ? n : 0;
 }
 
-/* with_loans reserves n with what is lacking, of which got is reserved on the pages before b. */
+/* with_loans reserves n and borrows lacks bytes for it. got bytes of these are already reserved, on
+ * the pages before b. False: there is no such room. */
 static bool with_loans(struct account *a, struct account *b, uint64_t n, uint64_t lacks, uint64_t got)
 {
     if (got == lacks)
@@ -96,8 +97,8 @@ static bool with_loans(struct account *a, struct account *b, uint64_t n, uint64_
     return fits;
 }
 
-/* end_spare gives to the lenders what has become free at home. It is reserved there first, so
- * that nobody takes it meanwhile. */
+/* end_spare gives to the lenders what has become free at home. It first reserves that at home, so
+ * that no other process takes it meanwhile. */
 static void end_spare(struct account *a)
 {
     uint64_t left = count_read(&a->slot->borrowed);
@@ -114,7 +115,7 @@ static void end_spare(struct account *a)
     hand_back(a);
 }
 
-/* could_lend returns what the other pages have free. */
+/* could_lend returns how many bytes the other pages have free. */
 static uint64_t could_lend(struct account *a)
 {
     uint64_t sum = 0;
@@ -123,7 +124,7 @@ static uint64_t could_lend(struct account *a)
     return sum;
 }
 
-/* TRIES is how often it is tried anew where others were faster. */
+/* TRIES is how often borrow tries again if other processes were faster. */
 enum { TRIES = 8 };
 
 static bool borrow(struct account *a, uint64_t n)
@@ -132,12 +133,12 @@ static bool borrow(struct account *a, uint64_t n)
     for (int i = 0; i < TRIES; i++) {
         uint64_t needs = AMOUNT(count_read(&a->usage->bound)) + n, ceiling = account_ceiling(a);
         uint64_t lacks = needs > ceiling ? (needs - ceiling + UNIT - 1) / UNIT * UNIT : 0;
-        /* The ceiling may have come to be below bound. Then what this process has already is
-         * borrowed for too. */
+        /* The ceiling may have fallen below bound. Then the process also borrows for what it
+         * already has, but not for what others have. */
         if (lacks > n && lacks - n + borrowed_for(a->slot) > slot_committed(a->slot))
             return false;
         if (could_lend(a) < lacks)
-            return false; /* nobody else is to be refused for a loan that comes to nothing */
+            return false; /* other requests must not be refused for a loan that comes to nothing */
         if (!with_loans(a, a->others, n, lacks, 0))
             continue;
         if (lacks) {
@@ -155,8 +156,8 @@ bool account_borrow(struct account *a, uint64_t n, bool waits)
 {
     if (n >= MOST)
         return false;
-    /* What the lenders find when they wait is kept free for no longer than this takes: other
-     * threads give back meanwhile, for which they need the lock. */
+    /* Wait before the lock is taken: other threads need it to give memory back. What the lenders
+     * find is reserved only for this moment. borrow then reserves it again. */
     for (struct account *b = a->others; waits && b; b = b->next)
         if (account_contend(b, n))
             account_return(b, n);

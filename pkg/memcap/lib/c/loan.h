@@ -1,41 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* A container may have several shares of one GPU, each with a pair of pages. Its processes
- * may have the sum of them. Another container may have one of these shares alone, and counts
- * on that one's page.
+/* A container may have several shares of one GPU, each with a pair of pages. Its processes may have
+ * the sum of the shares. Another container may have only one of these shares. It counts on the page
+ * of that share.
  *
- * A process counts all that it has on one page, its home: the one with the largest limit.
- * What does not fit there it borrows from the other pages. In each of these it has a slot
- * that is marked as lent, and reserves and commits there what it borrows; nobody else can
- * have that then. Its slot at home says how much that is, and the ceiling of the home page
- * is higher by the sum of what the slots of living processes say:
+ * A process counts all its memory on one page, its home: the page with the largest limit. It
+ * borrows from the other pages what does not fit there. On each of them it has a slot that is
+ * marked as lent. There it reserves and commits what it borrows, so no other process can have that.
+ * Its slot at home has the amount that it has borrowed. The ceiling of the home page rises by the
+ * sum of these amounts, over the slots of living processes:
  *
  *     borrow     other page: reserved += n · bound += n · committed += n
  *                home page:  reserved += m · bound += m, up to ceiling + n · borrowed += n
  *     repay      home page:  borrowed -= n · bound -= m · reserved -= m
  *                other page: committed -= n · bound -= n · reserved -= n
  *
- * m is what the program asks for or gives back. n is at most m, unless the ceiling has fallen
- * below bound meanwhile. Two things follow, wherever a process is killed:
+ * m is what the program asks for or gives back. n is at most m, unless the ceiling has fallen below
+ * bound meanwhile. Two things follow, wherever a process is killed:
  *
- *     bound <= ceiling + sum of borrowed    what the page's ceiling is higher by, somebody lends
- *     borrowed <= the slot's share          so those who have the home share alone have no more than
- *                                           its ceiling allows
+ *     bound <= ceiling + sum of borrowed    all that raises the ceiling is lent by another page
+ *     borrowed <= the slot's share          processes with the home share alone have at most
+ *                                           what its ceiling allows
  *
- * What a dead process had borrowed is not added. All that it had then counts at home, as long
- * as it is not reaped there; afterwards the agent's reading sees whether the driver has it
- * back. So a lender's page may be reaped at once, though no reading of that page tells.
+ * What a dead process had borrowed is not added. All that the process had counts at home until it
+ * is reaped there. After that, the agent's reading sees whether the driver has it back. So a
+ * lender's page may be reaped at once, although no reading of that page sees this memory.
  *
- * What is given back goes to the lenders first, as far as it is room at once. What is lost
- * (count.h) is not: then the process keeps what was lent, without saying that it has borrowed
- * it, until a reading has told. A process that borrows keeps nothing idle,
- * since that would be a part of bound that is in nobody's share. When it next gives something
- * back, what has become free at home in the meantime goes to the lenders too; until then
- * they lack it.
+ * A process gives back to the lenders first, as far as that is room at once. Lost memory (count.h)
+ * is not: the process keeps what was lent for it until the next reading, but its slot no longer
+ * counts that as borrowed. A process that borrows keeps nothing idle, since idle memory is a part
+ * of bound that belongs to no process. When it next gives something back, the lenders also get what
+ * has become free at home in the meantime. Until then they lack it.
  *
- * The agent compares each page with the driver's figure for those containers whose home it
- * is. There, what they have is all in bound; what is lent belongs to others, and is taken
- * off (see Counters in usage.go). */
+ * The agent compares each page with the driver's figure for the containers whose home it is. All
+ * that these containers have is in the page's bound. What the page lends belongs to other
+ * containers, and is taken off (see Counters in usage.go). */
 #ifndef CAP_LOAN_H
 #define CAP_LOAN_H
 
@@ -43,14 +42,14 @@
 
 struct account;
 
-/* account_other opens another page of the same GPU, or returns NULL. */
+/* account_other opens another page of the same GPU. NULL: it cannot be opened. */
 COLD struct account *account_other(const char *limit_path, const char *usage_path);
 
 /* account_loans adds up what living processes have borrowed for a page. */
 COLD uint64_t account_loans(const struct account *a);
 
-/* account_borrow reserves n, and borrows what there is no room for at home. False: that is not
- * to be had, or, where waits is false, not at once. */
+/* account_borrow reserves n, and borrows what does not fit at home. False: there is not enough to
+ * borrow. If waits is false, it does not wait for that. */
 COLD bool account_borrow(struct account *a, uint64_t n, bool waits);
 
 /* account_repay is account_return for an account with other pages. */

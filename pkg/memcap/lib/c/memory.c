@@ -11,8 +11,8 @@
 
 HOT EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes) { PLAIN(bytes, HOW_LARGE, cuMemFree_v2, cuMemAlloc_v2, at, bytes) }
 
-/* The old calls return addresses below 4 GiB, so what they give may lie in blocks of its
- * own. Small allocations are counted like those without an address (HOW_HIDDEN). */
+/* The old calls return addresses below 4 GiB, so their memory may lie in blocks of its own. Small
+ * allocations are counted like those without an address (HOW_HIDDEN). */
 EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes) { PLAIN(bytes, HOW_HIDDEN, cuMemFree, cuMemAlloc, at, bytes) }
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int flags)
@@ -20,10 +20,9 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int fl
     PLAIN(bytes, HOW_MANAGED, cuMemFree_v2, cuMemAllocManaged, at, bytes, flags)
 }
 
-/* The size of a pitched allocation depends on the driver's pitch, which is known only
- * after the call. Pitches have been multiples of 512 bytes so far, so we reserve for the
- * least such pitch. If the driver's is another one, we reserve or cancel the difference
- * after the call. */
+/* The size of a pitched allocation depends on the driver's pitch, which is known only after the
+ * call. Pitches have been multiples of 512 bytes so far. So we reserve for the least such pitch. If
+ * the driver chooses another one, we reserve or cancel the difference after the call. */
 enum { PITCH = 512 };
 
 static uint64_t predict(uint64_t width, uint64_t height)
@@ -72,7 +71,8 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
     PITCHED(HOW_HIDDEN, cuMemFree, cuMemAllocPitch)
 }
 
-/* free_other frees what is not plain memory of ours. */
+/* free_other frees memory that is not charged as plain memory: that of a pool, or uncounted
+ * memory. */
 COLD static CUresult free_other(struct process *p, CUdeviceptr at)
 {
     CUresult r;

@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Modules. Nobody knows before a module is loaded how much memory its code and variables
- * take. What the card then has less of free memory is at least that, unless something was freed
- * at that moment; other containers have a part in it.
+/* Modules. Before a module is loaded, it is not known how much memory its code and variables take.
+ * After the load, the card has less free memory. The module takes at most the difference, unless
+ * something was freed at that moment. Other containers may have taken a part of it.
  *
- * Far from the cap, where that leaves half of the room, it is enough. Nothing is charged: the
- * agent's next reading has the module, and who comes near the cap before it waits for one
- * (account_measure), or has loaded so much that this may be so. If none comes, the agent is away,
- * and what the card had less is charged then.
+ * Far from the cap, this figure is enough if it leaves half of the room. Nothing is charged: the
+ * agent's next reading has the module. A process that comes near the cap before that reading waits
+ * for one (account_measure). So does a process that has loaded so much that it may be near. If no
+ * reading comes, the agent is away. The figure is charged then.
  *
- * Near the cap it is charged, without what other processes of the container have got or freed
- * meanwhile, which we know while nothing is under way. If that exceeds the cap, the agent's
- * reading decides. If the container really is over, the module is unloaded again and the load
- * refused. While the agent is away no reading will correct what is charged for another
- * container's allocation. So a module that seems large is loaded twice, and the smaller of the
- * two figures counts.
+ * Near the cap the figure is charged, without what other processes of the container have got or
+ * freed meanwhile. That part is known while nothing is under way. If the charge exceeds the cap,
+ * the agent's reading decides. If the container really is over its cap, the module is unloaded
+ * again and the load refused. While the agent is away, no reading will correct a charge for another
+ * container's allocation. So a module that seems large is loaded twice, and the smaller of the two
+ * figures counts.
  *
- * Code that a driver loads only when it is first used is held back by the agent (DefaultCode). */
+ * The agent keeps room free for code that a driver loads only when it is first used
+ * (DefaultCode). */
 
 #include "charge.h"
 
@@ -25,17 +26,17 @@ struct load {
     struct account *a; /* NULL: nothing is counted */
     struct where at;
     bool near;
-    uint64_t before; /* bytes: what the card had free, near the cap as beside returns it */
-    uint64_t took;   /* bytes, at most */
+    uint64_t before; /* bytes that the card had free before the load; near the cap, what beside returned */
+    uint64_t took;   /* the most that the module took, in bytes */
     int loads;
 };
 
-/* SURE is a figure in bytes that is too small to be looked at twice. */
+/* A figure of at most SURE bytes is small enough to be sure; the module is not loaded twice. */
 #define SURE ((uint64_t)16 << 20)
 
-/* beside returns the sum of what the card has free and what the driver has given to the
- * container, in bytes. The second is known exactly while nothing is under way, so it waits
- * for such a moment, for about a tenth of a second in all. */
+/* beside sets *bytes to what the card has free plus what the driver has given to the container. The
+ * second part is known exactly while nothing is under way. So beside waits for such a moment, for
+ * about a tenth of a second in all. False: the driver did not answer. */
 enum { LOOKS = 30, LONGEST_NAP = 8 };
 static bool beside(struct account *a, uint64_t *bytes)
 {
@@ -77,8 +78,8 @@ static struct load begin(struct process *p)
     return l;
 }
 
-/* again finds out what a module took that was just loaded, and says whether to unload it and to
- * load it once more. */
+/* again finds out what the module took that was just loaded. It reports whether to unload the
+ * module and load it once more. */
 static bool again(struct load *l)
 {
     uint64_t after, took;
@@ -86,7 +87,7 @@ static bool again(struct load *l)
         return false;
     took = l->before > after ? l->before - after : 0;
     l->took = took < l->took ? took : l->took;
-    return !l->loads++ && l->took > SURE && account_unheard(l->a);
+    return !l->loads++ && l->took > SURE && account_no_reading(l->a);
 }
 
 /* fits charges a module that was loaded. False: there is no room for it. */
@@ -104,7 +105,7 @@ static bool fits(struct load *l, uint64_t key)
     }
     if (!account_reserve_quickly(a, e.bytes)) {
         if (account_within(a, e.bytes))
-            return true; /* that reading counts the module */
+            return true; /* the reading includes the module */
         account_undone(a, e.bytes);
         count_add(&a->usage->refusals, 1);
         return false;

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* libnvidia-ml.so.1: what nvidia-smi and other programs are told about a GPU's memory. All
- * functions but two are the real library's. Each call opens and reads the limit page of
- * the GPU, whose UUID the real library gives, and keeps nothing. So threads and forked
- * children need no care. */
+/* libnvidia-ml.so.1: what nvidia-smi and other programs see of a GPU's memory. All functions but
+ * two are the real library's. Each call gets the GPU's UUID from the real library, opens and reads
+ * the limit page of that GPU, and keeps nothing. So threads and forked children need no care. */
 
 #include "claim.h"
 #include "real.h"
@@ -74,8 +73,7 @@ struct view {
     uint64_t limit, used;
 };
 
-/* look_at adds a pair of pages to a view, or returns false where the real figures are to
- * stand. */
+/* look_at adds a pair of pages to a view. False: the program is to see the real figures. */
 static bool look_at(const struct claim *claim, struct view *sum)
 {
     struct limit_page page;
@@ -91,7 +89,7 @@ static bool look_at(const struct claim *claim, struct view *sum)
         if (fd >= 0)
             sys_close(fd);
         sum->limit += page.limit;
-        sum->used += page.limit; /* nobody can allocate, or it is not counted */
+        sum->used += page.limit; /* allocations are refused, or not counted */
         return !is_open();
     }
     uint64_t idle = 0, dead = left_dead(fd, head.high, &idle), bound = AMOUNT(head.bound);
@@ -105,8 +103,8 @@ static bool look_at(const struct claim *claim, struct view *sum)
     return true;
 }
 
-/* look returns false where the real figures are to stand. Of several shares of a GPU it
- * shows the sum. */
+/* look makes the view of a GPU: the sum of its shares. False: the program is to see the real
+ * figures. */
 static bool look(nvmlDevice_t device, struct view *v)
 {
     char uuid[96];
@@ -116,7 +114,7 @@ static bool look(nvmlDevice_t device, struct view *v)
         return false;
     for (const char *p = uuid; *p; p++)
         if (*p == '/')
-            return false; /* the old form of a MIG instance's name, by which no page is called */
+            return false; /* the old form of a MIG instance's name; no page has such a name */
     bool any = false;
     for (; claim_find(&claim, uuid, any ? &last : NULL); last = claim, any = true)
         if (!look_at(&claim, v))
@@ -124,7 +122,7 @@ static bool look(nvmlDevice_t device, struct view *v)
     return any;
 }
 
-/* INFO is the body of both functions. What the driver reserves for itself is no part of a cap. */
+/* INFO is the body of both functions. What the driver reserves for itself is not part of a cap. */
 #define INFO(name, valid, also)                                                   \
     struct view v;                                                                \
     find();                                                                       \

@@ -1,32 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Memory pools: cuMemAllocAsync and the like. What counts is the GPU memory that the
- * driver has reserved for a pool, in pieces that the driver chooses, not what is allocated
- * from the pool. A pool may grow even if it has enough free memory for a request, because
- * the driver lets it grow before it takes what another stream has freed. So before every
- * allocation we reserve all that the pool may grow by. After it we ask the driver how
- * large the pool is, and cancel what was not needed.
+/* Memory pools: cuMemAllocAsync and the like. What counts is the GPU memory that the driver has
+ * reserved for a pool, in pieces that the driver chooses. What is allocated from the pool does not
+ * count. A pool may grow even if it has enough free memory for a request, because the driver lets
+ * it grow before it takes what another stream has freed. So before every allocation we reserve all
+ * that the pool may grow by. After it we ask the driver how large the pool is, and cancel what was
+ * not needed.
  *
- * Several allocations may be under way. Each pays for what the pool has grown by, up to
- * its own reservation, no matter which of them made it grow. Their reservations together
- * are enough for all of them. So none waits for another, and no lock is held while one
- * waits for room.
+ * Several allocations may be under way. Each pays for the pool's growth up to its own reservation,
+ * no matter which of them made the pool grow. Their reservations together are enough for all of
+ * them. So none waits for another, and no lock is held while one waits for room.
  *
- * If the limit has no room for the pool to grow, but the pool has free memory, reuse.c
- * makes sure that the driver can take what streams have freed without growing. Then one
- * allocation is made without a reservation, an attempt (attempt.c). If the pool grows all
- * the same, we undo that and note it in the usage page (undone). Other threads at that
- * pool wait during these few calls only (its gate).
+ * If the limit has no room for the pool to grow, but the pool has free memory, reuse.c makes sure
+ * that the driver can take what streams have freed without growing. Then one allocation is made
+ * without a reservation, an attempt (attempt.c). If the pool grows all the same, we undo that and
+ * note it in the usage page (undone). Other threads at that pool wait only during these few calls
+ * (its gate).
  *
- * Attempts are made one after the other, and to undo one takes several calls, in which
- * the driver maps and unmaps memory. Most pools do not need them, because the driver
- * itself keeps the pool within the cap (bound.c).
+ * Attempts are made one after the other. To undo one takes several calls, which make the driver map
+ * and unmap memory. Most pools do not need attempts, because the driver itself keeps the pool
+ * within the cap (bound.c).
  *
- * A pool shrinks by itself when a stream is synchronised. We notice that at the next call
- * that concerns the pool, and before a refusal. By then a reading may have noticed it too,
- * and have raised the ceiling. So if the ceiling has changed since we last asked the
- * driver about a pool, we ask again first, and take off with account_lost what is gone.
- * Otherwise the same memory would give room twice. */
+ * A pool shrinks by itself when a stream is synchronised. We notice that at the next call that
+ * concerns the pool, and before a refusal. By then a reading may have noticed it too, and have
+ * raised the ceiling. So if the ceiling has changed since we last asked the driver about a pool, we
+ * ask again first, and take off with account_lost what is gone. Otherwise the same memory would
+ * give room twice. */
 
 #include "export.h"
 #include "pool.h"
@@ -36,8 +35,8 @@ static void gain(struct account *a, struct reserve *r, uint64_t n)
 {
     if (r->managed)
         count_add(&a->slot->managed, n);
-    if (r->loosers)
-        r->loose += n; /* it may go at once */
+    if (r->freeing)
+        r->uncommitted += n; /* a call under way may free it */
     else
         account_commit(a, n);
     __atomic_store_n(&r->charge, r->charge + n, __ATOMIC_RELEASE);
@@ -45,12 +44,12 @@ static void gain(struct account *a, struct reserve *r, uint64_t n)
 
 static void lose(struct account *a, struct reserve *r, uint64_t n)
 {
-    uint64_t freed = n < r->loose ? n : r->loose;
+    uint64_t freed = n < r->uncommitted ? n : r->uncommitted;
     if (r->managed)
         count_sub(&a->slot->managed, n);
     if (freed)
         account_cancel(a, freed);
-    r->loose -= freed;
+    r->uncommitted -= freed;
     if (n > freed)
         account_lost(a, n - freed);
     __atomic_store_n(&r->charge, r->charge - n, __ATOMIC_RELEASE);
@@ -74,9 +73,9 @@ void settle_force(struct account *a, struct reserve *r, uint64_t rest)
     if (r->managed)
         count_add(&a->slot->managed, rest);
     account_force(a, rest);
-    if (r->loosers) {
+    if (r->freeing) {
         account_uncommit(a, rest);
-        r->loose += rest;
+        r->uncommitted += rest;
     }
     __atomic_store_n(&r->charge, r->charge + rest, __ATOMIC_RELEASE);
 }
@@ -90,22 +89,22 @@ void settle_exported(struct account *a, struct reserve *r)
     account_exported(a, n);
 }
 
-void loosen(struct account *a, struct reserve *r, uint64_t used)
+void uncommit_free(struct account *a, struct reserve *r, uint64_t used)
 {
     uint64_t may_go = r->charge > used ? (r->charge - used) / UNIT * UNIT : 0;
-    r->loosers++;
-    if (may_go > r->loose) {
-        account_uncommit(a, may_go - r->loose);
-        r->loose = may_go;
+    r->freeing++;
+    if (may_go > r->uncommitted) {
+        account_uncommit(a, may_go - r->uncommitted);
+        r->uncommitted = may_go;
     }
 }
 
-void tighten(struct account *a, struct reserve *r)
+void recommit(struct account *a, struct reserve *r)
 {
-    if (--r->loosers || !r->loose)
+    if (--r->freeing || !r->uncommitted)
         return;
-    account_commit(a, r->loose);
-    r->loose = 0;
+    account_commit(a, r->uncommitted);
+    r->uncommitted = 0;
 }
 
 /* --- what a pool has ------------------------------------------------------- */
@@ -115,21 +114,22 @@ static bool reserved_now(const struct pool *pool, uint64_t *there)
     return CALL(cuMemPoolGetAttribute, (CUmempool)(uintptr_t)pool->handle, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, there) == CUDA_SUCCESS;
 }
 
-/* settle_pool asks the driver while it holds the lock, because an answer that another
- * thread has overtaken would be wrong. Reading an attribute is quick. */
+/* settle_pool settles a pool, and returns what held does not pay for. It asks the driver while it
+ * holds the lock, because another thread could make an earlier answer wrong. Reading an attribute
+ * is quick. */
 static uint64_t settle_pool(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
-    uint64_t there, had = pool->r.charge, told = account_told_ceiling(a);
+    uint64_t there, had = pool->r.charge, ceiling = account_last_ceiling(a);
     if (!pool->handle || !reserved_now(pool, &there))
         there = had + held;
-    /* It may have shrunk before a reading and grown again after it. So what is cancelled here is
-     * no room before the next reading. */
+    /* The pool may have shrunk before a reading and grown again after it. So what is cancelled here
+     * gives no room before the next reading. */
     uint64_t pays = there > had ? there - had : 0;
-    if (had && held > pays && told != pool->r.told)
+    if (had && held > pays && ceiling != pool->r.ceiling)
         count_add(&a->usage->settled, held - pays / UNIT * UNIT);
     if (!pool->r.trims)
-        pool->r.told = told;
-    if (pool->most && there > pool->most) /* the driver rounds it up, or does not keep to it */
+        pool->r.ceiling = ceiling;
+    if (pool->most && there > pool->most) /* the driver rounds the size up, or does not keep to it */
         __atomic_store_n(&pool->most, there <= pool->most + PIECE ? there : 0, __ATOMIC_RELAXED);
     uint64_t rest = settle(a, &pool->r, there, held);
     if (!had && (pool->r.charge || rest)) {
@@ -139,23 +139,23 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
     return rest;
 }
 
-void pool_looked(struct process *p, struct account *a, struct pool *pool)
+void pool_resettle(struct process *p, struct account *a, struct pool *pool)
 {
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && pool_flight(pool) < FLIGHT)
         settle_force(a, &pool->r, rest);
 }
 
-static bool told_more(const struct account *a, const struct pool *pool)
+static bool ceiling_changed(const struct account *a, const struct pool *pool)
 {
-    return account_told_ceiling(a) != __atomic_load_n(&pool->r.told, __ATOMIC_RELAXED);
+    return account_last_ceiling(a) != __atomic_load_n(&pool->r.ceiling, __ATOMIC_RELAXED);
 }
 
-void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used)
+void pool_uncommit_free(struct process *p, struct account *a, struct pool *pool, uint64_t used)
 {
-    if (told_more(a, pool))
-        pool_looked(p, a, pool);
-    loosen(a, &pool->r, used);
+    if (ceiling_changed(a, pool))
+        pool_resettle(p, a, pool);
+    uncommit_free(a, &pool->r, used);
 }
 
 /* --- allocating ----------------------------------------------------------- */
@@ -174,8 +174,8 @@ static CUresult pass(const struct request *q)
                      : CUDA_ERROR_NOT_FOUND;
 }
 
-/* gate_enter enters and then looks whether the gate is closed; gate_close closes it and then looks
- * whether anybody is inside. */
+/* gate_enter enters, and then looks whether the gate is closed. gate_close closes the gate, and
+ * then looks whether a call is inside. So at least one of the two sees the other. */
 COLD static bool await_open(const struct gate *g)
 {
     struct wait w = {0};
@@ -225,8 +225,8 @@ static void leave_pool(struct process *p, struct pool *pool, uint64_t n)
         leave_destroyed(p, pool);
 }
 
-/* remember records an allocation. False: no memory for that. If there is an older record
- * of the same address, it was freed without our knowledge and does not live any more. */
+/* remember records an allocation. False: there is no memory for that. If there is an older record
+ * of the same address, that allocation was freed without our knowledge and no longer lives. */
 static bool remember(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n)
 {
     struct entry e = {.key = at, .bytes = n, .owner = (uint64_t)(pool - p->pools), .space = SPACE_POOLED, .how = HOW_NOTE, .device = pool->device}, old;
@@ -243,10 +243,10 @@ static uint64_t piece_of(const struct process *p)
     return piece > PIECE ? piece : PIECE;
 }
 
-/* We watch how pools grow: the size of a piece, and whether a request makes a pool grow by
- * whole pieces (coarse) or by just the request's size (fine). Both have one bit for
- * requests of up to a piece and one for larger ones. As long as we do not know the size of
- * a piece, growth by more than a larger request tells nothing. What an attempt shows is certain. */
+/* We watch how pools grow: the size of a piece, and whether a request makes a pool grow by whole
+ * pieces (coarse) or by just the request's size (fine). Both words have one bit for requests of up
+ * to a piece and one for larger ones. As long as we do not know the size of a piece, growth by more
+ * than a larger request proves nothing. What an attempt shows is certain. */
 static uint32_t growth_bit(const struct process *p, uint64_t n) { return n > piece_of(p) ? 2 : 1; }
 
 static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sure)
@@ -271,34 +271,34 @@ static uint64_t growth_of(const struct process *p, const struct pool *pool, uint
     return charge + round_up(n, BLOCK) <= most ? most - charge : 0;
 }
 
-/* undo ends an allocation for which a pool has grown by over bytes more than held, and
- * charges what the driver keeps nevertheless. There is no room for over; held is a part of
- * the same piece and goes with it. Nobody has used the allocation yet, so it need not be
- * freed in the order of its stream. */
+/* undo ends an allocation that made a pool grow by over bytes more than held. There is no room for
+ * over; held is a part of the same piece and goes with it. undo charges what the driver keeps
+ * nevertheless. The program does not have the allocation yet, so undo need not free it in the order
+ * of its stream. */
 COLD static CUresult undo(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t held, uint64_t over)
 {
-    account_undone(a, count_add(&a->undoing, over)); /* with those of other threads */
+    account_undone(a, count_add(&a->undoing, over)); /* together with those of other threads */
     if (r == CUDA_SUCCESS && CALL(cuMemFree_v2, *q->out) != CUDA_SUCCESS)
         CALL(cuMemFreeAsync, *q->out, q->stream);
-    spin_lock(&pool->lock); /* others may have paid for some of it */
+    spin_lock(&pool->lock); /* other allocations may have paid for some of it */
     uint64_t charge = pool->r.charge;
-    pool_loosen(p, a, pool, pool_live(pool));
+    pool_uncommit_free(p, a, pool, pool_live(pool));
     spin_unlock(&pool->lock);
     CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, charge > held ? charge - held : 0);
     spin_lock(&pool->lock);
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && pool_flight(pool) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
-    tighten(a, &pool->r);
+    recommit(a, &pool->r);
     spin_unlock(&pool->lock);
     count_sub(&a->undoing, over);
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;
 }
 
-/* settle_alone settles a pool after an allocation. If no other thread is at the pool, it
- * also pays for growth that was not reserved, and learns how the pool grows. False: there is no
- * room for that. *rest is what is not paid: this allocation's if it returns false, other
- * threads' if it returns true. */
+/* settle_alone settles a pool after an allocation. If no other thread is at the pool, it also pays
+ * for growth that was not reserved, and learns how the pool grows. False: there is no room for that
+ * growth. *rest is the growth that is not paid. It is this allocation's if settle_alone returns
+ * false, and that of other threads' allocations if it returns true. */
 static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, bool attempt, uint64_t *rest)
 {
     uint64_t had = pool->r.charge;
@@ -318,11 +318,11 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
 COLD static void look(struct process *p, struct account *a, struct pool *pool)
 {
     spin_lock(&pool->lock);
-    pool_looked(p, a, pool);
+    pool_resettle(p, a, pool);
     spin_unlock(&pool->lock);
 }
 
-/* settle_ordinary ends an allocation where the pool's size has changed. */
+/* settle_ordinary ends an allocation if the pool's size has changed. */
 COLD static CUresult settle_ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, CUresult r, uint64_t n, uint64_t held)
 {
     uint64_t over;
@@ -332,17 +332,17 @@ COLD static CUresult settle_ordinary(struct process *p, const struct request *q,
     return fits ? r : undo(p, q, pool, a, r, held, over);
 }
 
-/* ordinary allocates n bytes, for which held was reserved. */
+/* ordinary allocates n bytes. held bytes are reserved for the pool's growth. */
 static CUresult ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t there;
     gate_enter(&pool->gate, n / UNIT);
-    if (__builtin_expect(told_more(a, pool), 0))
+    if (__builtin_expect(ceiling_changed(a, pool), 0))
         look(p, a, pool);
     CUresult r = pass(q);
-    /* The charge is read first, so that the driver's figure has at least what it has. */
+    /* Read the charge first, so that the driver's figure includes all that is charged. */
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
-    if (__builtin_expect(reserved_now(pool, &there) && there == charge && !told_more(a, pool), 1))
+    if (__builtin_expect(reserved_now(pool, &there) && there == charge && !ceiling_changed(a, pool), 1))
         account_cancel(a, held);
     else
         r = settle_ordinary(p, q, pool, a, r, n, held);
@@ -359,7 +359,7 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
     for (struct wait w = {0}; alone && __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST);)
         alone = wait_more(&w) < PATIENCE_US;
     spin_lock(&pool->lock);
-    pool_looked(p, a, pool);
+    pool_resettle(p, a, pool);
     bool has = alone && pool_live(pool) <= pool->r.charge + held; /* room for all that is allocated from it */
     spin_unlock(&pool->lock);
     if (!has || (pool->exportable && !place_for(p, pool, n))) {
@@ -386,8 +386,8 @@ void pool_attempt(struct process *p, const struct request *q, struct pool *pool,
  * Before it the pool gives back what it can, and grows again by what is reserved. */
 #define LARGE ((uint64_t)128 << 20)
 
-/* near allocates when there is no room for all that the pool may grow by. An attempt shows
- * whether the driver needs less. */
+/* near allocates if there is no room for all that the pool may grow by. An attempt shows whether
+ * the driver needs less. */
 COLD static CUresult near(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t exact = round_up(n, BLOCK);
@@ -476,7 +476,7 @@ bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(
     return true;
 }
 
-/* free_other frees what is not of a pool that we count. */
+/* free_other frees memory that belongs to no pool that we count. */
 COLD static CUresult free_other(struct process *p, CUdeviceptr at, CUstream s, CUresult (*call)(CUdeviceptr, CUstream))
 {
     struct taken t;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Which pools there are. A pool is recorded when the program makes it or first allocates
- * from it, and forgotten when it was destroyed and nothing of it is left. This file also has
- * what concerns a pool as a whole: trimming it, settling it after something that may have
- * emptied it, and giving back what it does not use. */
+/* Which pools there are. A pool is recorded when the program makes it or first allocates from it.
+ * It is forgotten once it was destroyed and nothing of it is left. This file also does what
+ * concerns a pool as a whole: it trims a pool, settles it after something that may have emptied it,
+ * and makes it give back what it does not use. */
 
 #include "export.h"
 #include "pool.h"
@@ -11,18 +11,18 @@
 
 /* --- knowing pools -------------------------------------------------------- */
 
-static struct pool *known(struct process *p, CUmempool handle)
+static struct pool *pool_by_handle(struct process *p, CUmempool handle)
 {
     struct entry e;
     return table_get(&p->table, (uintptr_t)handle, SPACE_POOL, &e) ? &p->pools[e.owner] : NULL;
 }
 
-/* learn records a pool. NULL: no place is left. */
-COLD static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
+/* record_pool records a pool, unless it is recorded already. NULL: there is no place for it. */
+COLD static struct pool *record_pool(struct process *p, CUmempool handle, enum means means, CUdevice device)
 {
     struct entry e = {.key = (uintptr_t)handle, .space = SPACE_POOL, .how = HOW_NOTE};
     spin_lock(&p->lock);
-    struct pool *pool = known(p, handle);
+    struct pool *pool = pool_by_handle(p, handle);
     for (uint32_t i = 0; !pool && i < MAX_POOLS; i++) {
         struct pool *at = &p->pools[e.owner = p->next_pool++ % MAX_POOLS];
         if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))
@@ -38,7 +38,7 @@ COLD static struct pool *learn(struct process *p, CUmempool handle, enum means m
     return pool;
 }
 
-/* forget notes that a handle is no pool's any more. What lives of the pool keeps its place. */
+/* forget notes that a handle no longer names a pool. What lives of the pool keeps its place. */
 static void forget(struct process *p, CUmempool handle)
 {
     struct entry e;
@@ -48,16 +48,16 @@ static void forget(struct process *p, CUmempool handle)
 
 struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most)
 {
-    forget(p, handle); /* an old pool of that handle, whose end we did not see */
-    struct pool *pool = learn(p, handle, means, device);
+    forget(p, handle); /* an old pool with that handle; we did not see it end */
+    struct pool *pool = record_pool(p, handle, means, device);
     if (pool)
         pool->most = most;
     return pool;
 }
 
-/* home returns the device of a pool that we have not seen made. Such a pool mostly is a
- * device's default one; otherwise the current device is the best guess. */
-COLD static int home(CUmempool handle, int current)
+/* guess_device returns the device of a pool that we did not see being made. Mostly it is a device's
+ * default pool; otherwise the current device is the best guess. */
+COLD static int guess_device(CUmempool handle, int current)
 {
     int n = 0;
     CUmempool h;
@@ -68,12 +68,12 @@ COLD static int home(CUmempool handle, int current)
     return current;
 }
 
-/* A pool that was destroyed lives on as long as one of its allocations does. What is
- * charged for it ends with the last of them, except for a pool that can be exported: its
- * memory may be open in another process and live on there. */
+/* A pool that was destroyed lives on as long as one of its allocations does. What is charged for it
+ * ends with the last of them. Not so for a pool that can be exported: another process may have its
+ * memory open, and it may live on there. */
 void pool_leave(struct process *p, struct pool *pool)
 {
-    if (pool->handle || !pool->used || pool_flight(pool) || pool->r.loosers)
+    if (pool->handle || !pool->used || pool_flight(pool) || pool->r.freeing)
         return;
     if (pool->r.charge && pool->exportable)
         settle_exported(&p->accounts[pool->device], &pool->r);
@@ -86,8 +86,7 @@ void pool_leave(struct process *p, struct pool *pool)
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
-/* next_charged returns the index of the first pool from i on that has, or had, a charge,
- * or -1. */
+/* next_charged returns the index of the first pool from i on that has or had a charge, or -1. */
 static int next_charged(const struct process *p, int i)
 {
     for (int w = i / 64; w < MAX_POOLS / 64; i = ++w * 64) {
@@ -98,7 +97,8 @@ static int next_charged(const struct process *p, int i)
     return -1;
 }
 
-/* device_of finds the device of a stream. With one device there is nothing to ask. */
+/* device_of finds the device of a stream. If there is one device, the driver is not asked. False:
+ * the stream's device cannot be counted. */
 COLD static bool device_of(struct process *p, CUstream s, CUdevice *device)
 {
     struct where at;
@@ -117,12 +117,12 @@ COLD static bool device_of(struct process *p, CUstream s, CUdevice *device)
 bool pool_find(struct process *p, struct request *q, struct pool **pool)
 {
     CUdevice device = 0;
-    *pool = q->plain ? NULL : known(p, q->pool);
+    *pool = q->plain ? NULL : pool_by_handle(p, q->pool);
     if (*pool && ((*pool)->device >= 0 || (*pool)->passed))
         return !(*pool)->passed;
     if (__builtin_expect(__atomic_load_n(&p->devices, __ATOMIC_RELAXED) != 1, 0) && !device_of(p, q->stream, &device))
         return false;
-    if (*pool) { /* a managed pool of no device counts on the device that uses it first */
+    if (*pool) { /* a managed pool without a device counts on the device that uses it first */
         int32_t nowhere = DEVICE_CURRENT;
         __atomic_compare_exchange_n(&(*pool)->device, &nowhere, device, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
         return true;
@@ -132,29 +132,29 @@ bool pool_find(struct process *p, struct request *q, struct pool **pool)
             bound_default(p, device);
         if (!q->from || CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
             return false;
-        q->plain = NULL; /* the program may make another pool the current one meanwhile */
-        *pool = known(p, q->pool);
+        q->plain = NULL; /* the program may make another pool the current one in the meantime */
+        *pool = pool_by_handle(p, q->pool);
     }
     if (__builtin_expect(!*pool, 0))
-        *pool = learn(p, q->pool, MEANS_COUNTED, home(q->pool, device));
+        *pool = record_pool(p, q->pool, MEANS_COUNTED, guess_device(q->pool, device));
     return !*pool || !(*pool)->passed;
 }
 
 /* --- giving back ---------------------------------------------------------- */
 
-/* trim has a pool give back what it does not use, except for keep bytes. It keeps what
- * lives now, so it gives back no more than is loose, even if other threads free something
- * meanwhile. If more is gone than was loose, that lowers the ceiling until the next
- * reading. */
+/* trim makes a pool give back what it does not use, except for keep bytes. It keeps at least what
+ * lives now, and uncommits the rest before the call. So the pool gives back only uncommitted
+ * memory, even if other threads free something meanwhile. If more is gone than that, the ceiling is
+ * lower until the next reading. */
 static CUresult trim(struct process *p, struct pool *pool, size_t keep)
 {
     struct account *a = &p->accounts[pool->device];
     spin_lock(&pool->lock);
     uint64_t live = pool_live(pool);
     keep = live > keep ? live : keep;
-    pool_loosen(p, a, pool, keep);
+    pool_uncommit_free(p, a, pool, keep);
     spin_unlock(&pool->lock);
-    for (struct wait w = {0};;) { /* an attempt needs what is free in the pool: do not trim beside one */
+    for (struct wait w = {0};;) { /* an attempt needs what is free in the pool: do not trim during one */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
         if (!__atomic_load_n(&pool->gate.closed, __ATOMIC_SEQ_CST) || w.napped >= PATIENCE_US)
             break; /* the attempt's thread is stuck */
@@ -164,14 +164,14 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
     spin_lock(&pool->lock);
     __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-    pool_looked(p, a, pool);
-    tighten(a, &pool->r);
+    pool_resettle(p, a, pool);
+    recommit(a, &pool->r);
     pool_leave(p, pool);
     spin_unlock(&pool->lock);
     return r;
 }
 
-/* --- pools by hand -------------------------------------------------------- */
+/* --- making and destroying pools ---------------------------------------------- */
 
 EXPORT CUresult cuMemPoolCreate(CUmempool *out, const CUpoolprops *props)
 {
@@ -213,10 +213,10 @@ EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle,
 static void learn_default(struct process *p, CUmempool handle, const CUlocation *at, int type)
 {
     CUdevice device;
-    if (!at || known(p, handle))
+    if (!at || pool_by_handle(p, handle))
         return;
     enum means means = property_means(type, at, &device);
-    learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
+    record_pool(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
 }
 
 static CUdevice device_at(const CUlocation *at, int type)
@@ -224,8 +224,9 @@ static CUdevice device_at(const CUlocation *at, int type)
     return at && type == CU_MEM_ALLOCATION_TYPE_PINNED && at->type == CU_MEM_LOCATION_TYPE_DEVICE ? at->id : DEVICE_CURRENT;
 }
 
-/* POOL_OF is the body of an override that answers with a pool: with a device's default one if
- * normal, for which the pool that stands in for it is told, else with the current one. */
+/* POOL_OF is the body of an override that answers with a pool. If normal is true, the program asks
+ * for a device's default pool, and gets the pool that replaces it if there is one. Otherwise it
+ * asks for the current pool. */
 #define POOL_OF(name, normal, device, then, ...)                      \
     struct process *p = ENTER();                                      \
     CUmempool in = p && out ? bound_default(p, device) : NULL;        \
@@ -251,15 +252,15 @@ EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
 EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 {
     struct process *p = ENTER();
-    struct pool *pool = p ? known(p, handle) : NULL;
+    struct pool *pool = p ? pool_by_handle(p, handle) : NULL;
     if (pool && pool->device >= 0 && p->stands_in[pool->device] == (uintptr_t)handle)
-        return CUDA_ERROR_INVALID_VALUE; /* the driver's answer for a default pool */
+        return CUDA_ERROR_INVALID_VALUE; /* the driver answers so for a default pool */
     if (pool && pool->r.charge)
-        trim(p, pool, 0); /* what is free goes now, so that we see how much stays */
+        trim(p, pool, 0); /* give back what is free now, so that we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
     if (!pool || r != CUDA_SUCCESS)
         return r;
-    bound_again(p, pool->device); /* if it was the current pool, the default one is that now */
+    bound_again(p, pool->device); /* if it was the current pool, the default one is current now */
     spin_lock(&pool->lock);
     forget(p, handle);
     pool_leave(p, pool);
@@ -270,16 +271,16 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
 {
     struct process *p = ENTER();
-    struct pool *pool = p ? known(p, handle) : NULL;
+    struct pool *pool = p ? pool_by_handle(p, handle) : NULL;
     return pool && pool->r.charge ? trim(p, pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
 }
 
-/* The release threshold says how much a pool keeps at a synchronisation. If it was set
- * without our knowledge, we notice its effect when we next settle the pool. */
+/* The release threshold is how much a pool keeps at a synchronisation. If it was set without our
+ * knowledge, we notice its effect when we next settle the pool. */
 EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *value)
 {
     struct process *p = ENTER();
-    struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? known(p, handle) : NULL;
+    struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? pool_by_handle(p, handle) : NULL;
     if (!pool)
         return CALL(cuMemPoolSetAttribute, handle, attribute, value);
     uint64_t before = pool->keeps, after = *(const uint64_t *)value;
@@ -289,7 +290,7 @@ EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *val
     return r;
 }
 
-/* --- looking at all ------------------------------------------------------- */
+/* --- settling all pools ------------------------------------------------------- */
 
 void pools_settle(struct process *p, CUdevice device)
 {
@@ -301,23 +302,23 @@ void pools_settle(struct process *p, CUdevice device)
             continue;
         spin_lock(&pool->lock);
         if (pool->handle)
-            pool_looked(p, &p->accounts[device], pool);
+            pool_resettle(p, &p->accounts[device], pool);
         else
-            pool_leave(p, pool); /* the thread that freed the last of it may not have seen that it was destroyed */
+            pool_leave(p, pool); /* the thread that freed its last part may not have seen that it was destroyed */
         spin_unlock(&pool->lock);
     }
     graphs_settle(p, device);
 }
 
-/* At a synchronisation a pool gives back what exceeds its release threshold. So what it
- * has free is uncommitted during the call, and after the call the driver is asked once.
- * That is left out for a pool that has nothing free or does not exceed its threshold. A
- * process without pools pays a few loads for all this. */
-enum { SYNCED = 32 }; /* pools beyond that number are settled at the next call that concerns them */
+/* At a synchronisation a pool gives back what exceeds its release threshold. So what the pool has
+ * free is uncommitted during the call, and after the call the driver is asked once. That is left
+ * out for a pool that has nothing free or does not exceed its threshold. A process without pools
+ * pays a few loads for all this. */
+enum { SYNCED = 32 }; /* further pools are settled at the next call that concerns them */
 struct sync {
     struct process *p;
     int n;
-    uint16_t at[SYNCED]; /* indices of the pools that were loosened */
+    uint16_t at[SYNCED]; /* indices of the pools whose free memory is uncommitted */
 };
 
 static void sync_begin(struct sync *s, struct process *p)
@@ -331,7 +332,7 @@ static void sync_begin(struct sync *s, struct process *p)
             continue;
         spin_lock(&pool->lock);
         if (pool->handle && pool->r.charge > pool_live(pool)) {
-            pool_loosen(p, &p->accounts[pool->device], pool, pool_live(pool));
+            pool_uncommit_free(p, &p->accounts[pool->device], pool, pool_live(pool));
             s->at[s->n++] = (uint16_t)i;
         }
         spin_unlock(&pool->lock);
@@ -345,8 +346,8 @@ static void sync_end(struct sync *s)
         struct account *a = &s->p->accounts[pool->device];
         spin_lock(&pool->lock);
         if (pool->handle)
-            pool_looked(s->p, a, pool);
-        tighten(a, &pool->r);
+            pool_resettle(s->p, a, pool);
+        recommit(a, &pool->r);
         pool_leave(s->p, pool);
         spin_unlock(&pool->lock);
     }
@@ -377,9 +378,10 @@ static uint64_t lacks(const struct account *a, uint64_t n)
     return amount > ceiling ? amount - ceiling : 0;
 }
 
-/* relieve_pools trims pools until there is room for n: each by whole pieces of what n
- * still lacks, or with all of everything that it does not use. It returns whether they
- * may have more to give. A pool that did not give all that it was asked for has no more. */
+/* relieve_pools trims pools until there is room for n. If all is false, a pool gives back whole
+ * pieces, for what n still lacks. If all is true, it gives back everything that it does not use.
+ * relieve_pools returns whether the pools may have more to give. A pool that gave less than it was
+ * asked for has nothing left. */
 static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool all)
 {
     CUdevice device = (CUdevice)(a - p->accounts);
@@ -411,8 +413,8 @@ void unrelax(CUresult r, int *mode)
         CALL(cuThreadExchangeStreamCaptureMode, mode);
 }
 
-/* A pool that could not make room is asked again only after some more requests, twice as
- * many each time. Before a refusal it is asked in any case (relieve). */
+/* A pool that could not make room is not asked for the next requests: twice as many each time.
+ * Before a refusal it is asked in any case (relieve). */
 enum { LONGEST_PAUSE = 16 };
 
 bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n)

@@ -8,8 +8,8 @@ struct process *the_process;
 uint32_t the_driver;
 bool cannot_wipe;
 
-/* For a process in which the kernel has no memory for us, so that even there nothing
- * passes uncounted. */
+/* The process to use if the kernel has no memory for one, so that nothing passes uncounted even
+ * then. */
 static struct process spare;
 
 /* Several threads may run find_driver at once; all of them write the same. */
@@ -53,7 +53,7 @@ struct process *enter_slowly(const void *back)
         p = make();
     uint32_t pid = cannot_wipe ? (uint32_t)SYS1(SYS_getpid, 0) : 1;
     if (__atomic_load_n(&p->pid, __ATOMIC_ACQUIRE) != pid && __atomic_load_n(&p->ready, __ATOMIC_ACQUIRE)) {
-        /* A forked child that has its parent's memory. It has one thread so far. */
+        /* This is a forked child that has its parent's memory. It has one thread so far. */
         char *bytes = (char *)p;
         for (size_t i = 0; i < sizeof *p; i++)
             bytes[i] = 0;
@@ -85,15 +85,15 @@ static CUresult device_uuid(CUdevice device, CUuuid *u)
     return CALL(cuDeviceGetUuid_v2, u, device) == CUDA_SUCCESS ? CUDA_SUCCESS : CALL(cuDeviceGetUuid, u, device);
 }
 
-/* nothing_there says whether a driver's answer means that there is no such device. Then
- * no call can give memory of it. */
+/* nothing_there reports whether a driver's answer means that there is no such device. Then no call
+ * can give memory of it. */
 static bool nothing_there(CUresult r)
 {
     return r == CUDA_ERROR_NOT_INITIALIZED || r == CUDA_ERROR_DEINITIALIZED || r == CUDA_ERROR_NO_DEVICE || r == CUDA_ERROR_INVALID_DEVICE;
 }
 
-/* open_others opens the other pages of a GPU, of which this process may borrow. One that cannot
- * be opened lends nothing. */
+/* open_others opens the other pages of a GPU, from which this process may borrow. A page that
+ * cannot be opened lends nothing. */
 static void open_others(struct account *a, const char *gpu, struct claim *claim)
 {
     struct claim last = *claim;
@@ -142,8 +142,8 @@ COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool 
     if (now == STANDING_OPEN || (now == STANDING_UNLIMITED && account_unlimited(a)))
         return NULL;
     spin_lock(&p->lock);
-    /* Under the open policy a failure is final. Under the closed one we try again each
-     * time, because what was missing (a descriptor, for example) may be there now. */
+    /* Under the open policy a failure is final. Under the closed policy we try again each time.
+     * What was missing, such as a descriptor, may be there now. */
     now = p->standing[device];
     if (now != STANDING_GOOD && now != STANDING_OPEN) {
         now = open_account(a, device);
@@ -174,7 +174,8 @@ bool property_unknown(struct process *p, CUdevice device)
 
 /* --- contexts ------------------------------------------------------------- */
 
-/* A context's entry has its number as owner. No number is used twice. */
+/* look finds the device and the number of a context; the entry's owner is the number. No number is
+ * used twice. */
 static bool look(struct process *p, CUcontext context, struct where *w)
 {
     struct entry e;
@@ -197,7 +198,8 @@ COLD uint64_t context_number(struct process *p, CUcontext context, CUdevice devi
         return w.context;
     struct entry e = {.key = (uintptr_t)context, .owner = __atomic_add_fetch(&p->contexts_made, 1, __ATOMIC_RELAXED), .space = SPACE_NUMBER, .how = 1, .device = device};
     w.context = e.owner;
-    /* Without memory its allocations stay charged after it has ended: too much, never too little. */
+    /* Without memory for the entry, the context's allocations stay charged after it has ended. The
+     * charge is then too high, never too low. */
     table_edit(&p->table, e.key, SPACE_NUMBER, number, &e);
     look(p, context, &w);
     return w.context;
@@ -235,7 +237,7 @@ bool where_stream(struct process *p, struct where *w, CUstream stream)
     return found;
 }
 
-/* where_unseen is where for a context that was not seen before. */
+/* where_unseen is where for a context that is new to us. */
 COLD static bool where_unseen(struct process *p, struct where *w, CUcontext now)
 {
     if (CALL(cuCtxGetDevice, &w->device) != CUDA_SUCCESS)

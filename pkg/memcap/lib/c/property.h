@@ -1,21 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* How memory is counted, by the properties of an allocation or a pool. This is decided
- * here alone, for cuMemCreate, pools and graphs alike, and by what the properties mean:
+/* How memory is counted, by the properties of an allocation or a pool. Only this file decides that,
+ * for cuMemCreate, pools and graphs alike, by what the properties mean:
  *
  *     managed memory           is counted as managed: the driver's figures do not include
  *                              it, and it moves to the GPU that touches it
  *     pinned, on the host      is not counted: it is not GPU memory
  *     pinned, not on the host  is counted
- *     anything else            is unknown: a location or an allocation type that none of
- *                              the headers we know has a name for. It is refused, or
- *                              under the open policy passed and reported
- *                              (property_unknown)
+ *     anything else            is unknown: no header that we know has a name for its location
+ *                              or its allocation type. It is refused, or under the open
+ *                              policy passed and reported (property_unknown)
  *
- * An allocation type of 0 (INVALID) should be refused by the driver. If it is not, the
- * memory is counted. A pool that was imported from a process whose GPU this process does
- * not see has the location INVISIBLE (CUDA 13.2). Its memory is counted for its exporter,
- * so it is not counted here. */
+ * The driver should refuse the allocation type 0 (INVALID). If it does not, the memory is counted.
+ * The location INVISIBLE (CUDA 13.2) is that of a pool which was imported from a process whose GPU
+ * this process does not see. Its memory is counted for its exporter, so it is not counted here. */
 #ifndef CAP_PROPERTY_H
 #define CAP_PROPERTY_H
 
@@ -23,17 +21,17 @@
 
 enum means { MEANS_NOTHING, MEANS_COUNTED, MEANS_MANAGED, MEANS_UNKNOWN };
 
-/* The location names no device. Then it is the current context's device, or the first
- * device if there is no context. */
+/* The location names no device. Then the current context's device counts, or the first device if
+ * there is no context. */
 enum { DEVICE_CURRENT = -1 };
 
-/* property_means says how memory of that type at that location is counted. *device becomes
- * the device that it is counted on, or DEVICE_CURRENT. That is the program's own number;
- * whether there is such a device is for the driver to say. */
+/* property_means returns how memory of that type at that location is counted. It sets *device to
+ * the device that the memory is counted on, or to DEVICE_CURRENT. That is the program's own number;
+ * the driver decides whether there is such a device. */
 static inline enum means property_means(int type, const CUlocation *l, CUdevice *device)
 {
-    /* Since CUDA 13.4 the id is a union. For a locality domain it has the device's number
-     * in its first byte and the domain's in its second. */
+    /* Since CUDA 13.4 the id is a union. For a locality domain, its first byte is the device's
+     * number and its second byte the domain's. */
     *device = l->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? l->id
               : l->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? l->id & 0xFF
                                                                        : DEVICE_CURRENT;
@@ -53,8 +51,8 @@ static inline enum means property_means(int type, const CUlocation *l, CUdevice 
     }
 }
 
-/* property_place finds the device and context that memory is counted on, where device is
- * what property_means returned. */
+/* property_place finds the device and context that memory is counted on. device is what
+ * property_means returned. */
 static inline void property_place(struct process *p, CUdevice device, struct where *w)
 {
     *w = (struct where){.device = device};
@@ -62,8 +60,8 @@ static inline void property_place(struct process *p, CUdevice device, struct whe
         *w = (struct where){.device = 0};
 }
 
-/* Call property_unknown once before each call with MEANS_UNKNOWN. True: refuse the call
- * with out of memory. False: pass it on uncounted; the usage page says so (uncounted). */
+/* Call property_unknown once before each call with MEANS_UNKNOWN. True: refuse the call with out
+ * of memory. False: pass it on uncounted. The usage page counts such calls (uncounted). */
 bool property_unknown(struct process *p, CUdevice device);
 
 #endif

@@ -8,12 +8,12 @@
 struct search {
     struct real_library *found;
     const char *path, *witness;
-    bool exact; /* search by path only */
+    bool exact; /* true: search by path only */
     bool done;
 };
 
-/* in_place returns the address that a pointer of the dynamic section stands for. Some
- * loaders have added the base to it already, others leave it as it is in the file. */
+/* in_place returns the address that a pointer of the dynamic section means. Some loaders have added
+ * the base to the pointer already, others leave it as it is in the file. */
 static const void *in_place(uintptr_t base, ElfW(Addr) value)
 {
     return (const void *)(value < base ? base + value : value);
@@ -73,8 +73,8 @@ static int visit(struct dl_phdr_info *info, size_t size, void *arg)
 
 bool real_find(struct real_library *r, const char *path, const char *witness)
 {
-    /* dl_iterate_phdr lists the objects of its caller's namespace. That is ours, even if
-     * a program has loaded us with dlmopen. */
+    /* dl_iterate_phdr lists the objects of its caller's namespace. That is our own, even if a
+     * program has loaded us with dlmopen. */
     struct search s = {.found = r, .path = path, .witness = witness, .exact = true};
     dl_iterate_phdr(visit, &s);
     if (!s.done) {
@@ -84,7 +84,7 @@ bool real_find(struct real_library *r, const char *path, const char *witness)
     return s.done;
 }
 
-/* address returns where a symbol is, if it is a function of that name. */
+/* address returns where a symbol is. NULL: it is not a function of that name. */
 static void *address(const struct real_library *r, uint32_t i, const char *name)
 {
     const ElfW(Sym) *s = (const ElfW(Sym) *)r->symbols + i;

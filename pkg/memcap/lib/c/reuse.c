@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Serving a request from what streams have freed in a pool, when the pool must not grow.
- * The driver takes memory that another stream has freed, without growing the pool, only
- * if it knows an order between the two streams: if the allocating stream waits for an
- * event that was recorded after the free. On a full card the driver would make that order
- * itself ("the driver may effectively perform a cudaStreamWaitEvent in the allocating
- * stream"). Here the card has room, and only the cap is reached. So we do it: we record
- * an event on each stream that has freed something, have the allocating stream wait for
- * it, and then call the driver. If the pool is not allowed to reuse memory by events
- * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES), it is for that call.
+/* Serving a request from what streams have freed in a pool, when the pool must not grow. The driver
+ * takes memory that another stream has freed, without growing the pool, only if it knows an order
+ * between the two streams: the allocating stream must wait for an event that was recorded after the
+ * free. On a full card the driver would make that order itself ("the driver may effectively perform
+ * a cudaStreamWaitEvent in the allocating stream"). Here the card has room, and only the cap is
+ * reached. So we make the order. We record an event on each stream that has freed something, make
+ * the allocating stream wait for these events, and then call the driver. If the pool is not allowed
+ * to reuse memory by events (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES), we allow it for that
+ * call.
  *
- * Nothing tells of which stream the driver will take memory, and if we waited for the wrong
- * ones the pool would grow. So the stream waits for all. */
+ * We cannot know from which stream's memory the driver will take. If the allocating stream waited
+ * for the wrong streams, the pool would grow. So it waits for all. */
 
 #include "pool.h"
 
-/* key_of names a stream. The per-thread default streams of all threads have the same
- * handle, so the thread's address takes its place. */
+/* key_of returns the key of a stream. The per-thread default streams of all threads have the same
+ * handle, so the key of such a stream is the thread's address. */
 static uint64_t key_of(CUstream s, bool per_thread)
 {
     if (s == CU_STREAM_PER_THREAD || (per_thread && !s))
@@ -26,8 +26,8 @@ static uint64_t key_of(CUstream s, bool per_thread)
 
 static bool of_thread(uint64_t key) { return key & 2; }
 
-/* stream_of returns a handle by which this thread can wait for a freer. It has none for
- * another thread's default stream, but the legacy default stream waits for that. */
+/* stream_of returns a handle by which this thread can wait for the stream with that key. There is
+ * none for another thread's default stream, but the legacy default stream waits for that one. */
 static CUstream stream_of(uint64_t key)
 {
     if (!of_thread(key))
@@ -35,9 +35,9 @@ static CUstream stream_of(uint64_t key)
     return key == key_of(NULL, true) ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
 }
 
-/* enlist notes that a stream frees in pools. A default stream's handle names one stream in each
- * context. Without a place only the stream itself can use again what it has freed. False: it was
- * not noted, or its key alone is not enough to know it again. */
+/* enlist records that a stream frees in pools. A default stream's handle names one stream in each
+ * context. If there is no place, only the stream itself can use again what it has freed. False: it
+ * was not recorded, or its key alone is not enough to recognise it. */
 COLD static bool enlist(struct process *p, CUstream s, uint64_t key)
 {
     struct where w;
@@ -56,7 +56,7 @@ COLD static bool enlist(struct process *p, CUstream s, uint64_t key)
         if (!lives && !free)
             free = is;
     }
-    /* In place of a destroyed stream of which all is complete. */
+    /* Take the place of a destroyed stream that has finished everything. */
     for (int i = 0; i < FREERS && !done && !free; i++)
         if (p->freers[i].event && CALL(cuEventQuery, p->freers[i].event) == CUDA_SUCCESS) {
             free = &p->freers[i];
@@ -77,7 +77,7 @@ void freed_on(struct process *p, CUstream s, bool per_thread)
         __atomic_store_n(last, word, __ATOMIC_RELAXED);
 }
 
-/* record returns an event on a freer's stream, or NULL. */
+/* record records an event on a freer's stream and returns it. NULL: that was not possible. */
 static CUevent record(struct process *p, const struct freer *is)
 {
     CUevent e = NULL;
@@ -92,7 +92,7 @@ static CUevent record(struct process *p, const struct freer *is)
     return e;
 }
 
-/* follow has the allocating stream wait for all others that have freed something. */
+/* follow makes the allocating stream wait for all other streams that have freed something. */
 static void follow(struct process *p, const struct request *q)
 {
     CUstream own = q->stream ? q->stream : q->per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
@@ -105,13 +105,13 @@ static void follow(struct process *p, const struct request *q)
         CUevent e = is->event ? is->event : record(p, is);
         if (e)
             CALL(cuStreamWaitEvent, own, e, 0);
-        if (e && !is->event) /* other streams may have to wait for that of a destroyed one too */
+        if (e && !is->event) /* other streams may have to wait for a destroyed stream's event too */
             CALL(cuEventDestroy_v2, e);
     }
     spin_unlock(&p->freeing);
 }
 
-/* allow sets whether a pool may reuse memory by events, and returns whether it might. */
+/* allow sets whether a pool may reuse memory by events, and returns the old setting. */
 static int allow(const struct pool *pool, int may)
 {
     const CUmempool handle = (CUmempool)(uintptr_t)pool->handle;
@@ -141,7 +141,7 @@ CUresult reuse(struct process *p, const struct request *q, struct pool *pool, st
     return r;
 }
 
-/* A stream that is about to be destroyed leaves an event, which stands for what it has freed. */
+/* Before a stream is destroyed, we record an event on it. The event then replaces the stream. */
 static CUresult destroy(struct process *p, CUstream s, CUresult (*call)(CUstream))
 {
     bool freed = false;

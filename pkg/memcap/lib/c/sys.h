@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* System calls without the C library, for two reasons. errno belongs to the program that
- * has loaded us, so we must not change it. And functions such as fstat, fcntl64 and
- * pthread_* would bind us to the C library's version that we were built with. Each call
- * returns what the kernel does: a negative result is an error number. */
+/* System calls without the C library, for two reasons. errno belongs to the program that has loaded
+ * us, so we must not change it. And functions such as fstat, fcntl64 and pthread_* would bind us to
+ * the version of the C library that we were built with. Each call returns what the kernel returns:
+ * a negative result is an error number. */
 #ifndef CAP_SYS_H
 #define CAP_SYS_H
 
@@ -19,11 +19,10 @@
 #error "the cap is for 64-bit little-endian machines"
 #endif
 
-/* HOT is for functions that programs call a million times a second: the compiler inlines
- * all that they call, except for what is COLD. That is called only once, or near the cap,
- * or after the driver has failed. This halves the time that an allocation spends here.
- * So whatever such a function seldom needs has to be COLD: inlined, it takes the registers
- * that the rest needs. */
+/* HOT is for functions that programs call a million times a second. The compiler inlines all that
+ * they call, except for COLD functions. A COLD function is called only once, near the cap, or after
+ * the driver has failed. This halves the time that an allocation spends here. What a HOT function
+ * seldom needs must be COLD: inlined, it would take the registers that the rest needs. */
 #define HOT __attribute__((flatten))
 #define COLD __attribute__((noinline, cold))
 
@@ -50,8 +49,8 @@ static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
     return ret;
 }
 static inline void cpu_relax(void) { __asm__ volatile("pause" ::: "memory"); }
-/* ticks reads a clock without a system call. Its unit depends on the processor; TICKS of
- * it are some milliseconds. */
+/* ticks reads a clock without a system call. Its unit depends on the processor. TICKS of these
+ * units are some milliseconds. */
 enum { TICKS = 1 << 24 }; /* of 2 to 5 GHz */
 static inline uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
 #elif defined(__aarch64__)
@@ -121,12 +120,11 @@ static inline void nap_us(uint64_t us)
     SYS2(SYS_nanosleep, &t, 0);
 }
 
-/* A wait is for something that takes microseconds, or longer if a thread has lost its
- * processor or waits for the driver. So it spins first and then naps, twice as long each
- * time up to a limit, because a nap costs the processor as much as fifty allocations.
- * wait_more returns for how many microseconds it has napped in all. Callers count their
- * patience in these and not by the clock, because what holds this thread up may also hold
- * up the thread that it waits for. */
+/* A wait is for something that takes microseconds, or longer if a thread has lost its processor or
+ * waits for the driver. It spins first and then naps. Naps double up to a limit, because a nap
+ * costs the processor as much as fifty allocations. wait_more returns the time that it has napped
+ * in all, in microseconds. Callers limit this time, not that of the clock: what holds this thread
+ * up may also hold up the thread that it waits for. */
 struct wait {
     uint32_t spins;
     uint64_t nap, napped;
@@ -143,8 +141,8 @@ static inline uint64_t wait_more(struct wait *w)
     return w->napped += w->nap;
 }
 
-/* A lock between the threads of one process, which is held for moments only. It lies in
- * memory that the kernel wipes in a forked child, so no child inherits a held lock. */
+/* A lock between the threads of one process, held for moments only. It lies in memory that the
+ * kernel wipes in a forked child, so no child inherits a held lock. */
 static inline void spin_lock(uint32_t *lock)
 {
     for (struct wait w = {0}; __atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE);)
@@ -153,7 +151,7 @@ static inline void spin_lock(uint32_t *lock)
 
 static inline void spin_unlock(uint32_t *lock) { __atomic_store_n(lock, 0, __ATOMIC_RELEASE); }
 
-/* The few functions on text that we need, in place of the C library's. */
+/* The few text functions that we need, instead of the C library's. */
 static inline bool text_equal(const char *a, const char *b)
 {
     while (*a && *a == *b)

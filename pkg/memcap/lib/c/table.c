@@ -4,8 +4,8 @@
 
 enum { FIRST_BITS = 5 };
 
-/* spread is the table's hash. Its highest bits choose the shard. Addresses come at steps of 512
- * bytes and more, handles at steps of 16. */
+/* spread is the table's hash. Its highest bits choose the shard. Addresses come in steps of 512
+ * bytes and more, handles in steps of 16. */
 static inline uint64_t spread(uint64_t key, enum space space)
 {
     key ^= (uint64_t)space << 56;
@@ -34,9 +34,8 @@ static struct entry *map_entries(size_t size)
     return entries;
 }
 
-/* first_room returns the room that a shard begins with. All shards begin in one mapping,
- * because to map memory takes a hundred times as long as anything else here, and most
- * programs never need more. */
+/* first_room returns the room that a shard begins with. All shards begin in one mapping. To map
+ * memory takes a hundred times as long as anything else here, and most programs never need more. */
 static struct entry *first_room(struct table *t, const struct shard *s)
 {
     size_t size = sizeof(struct entry) * SHARDS << FIRST_BITS;
@@ -51,8 +50,8 @@ static struct entry *first_room(struct table *t, const struct shard *s)
     return all ? all + ((size_t)(s - t->shards) << FIRST_BITS) : NULL;
 }
 
-/* grow doubles a shard's room, which is wanted when it is half full. A fuller shard is
- * slower but still right, so without memory it is used until it is all but full. */
+/* grow doubles a shard's room. It is called when the shard is half full. A fuller shard is slower
+ * but still right. So without memory the shard is used until it is all but full. False: it is. */
 COLD static bool grow(struct table *t, struct shard *s)
 {
     uint32_t bits = s->bits ? s->bits + 1 : FIRST_BITS;
@@ -74,8 +73,8 @@ COLD static bool grow(struct table *t, struct shard *s)
     return true;
 }
 
-/* drop empties a place. It moves entries behind it closer to their own places, so that
- * removed entries leave no marks and look-ups stay short. */
+/* drop empties a place. It moves later entries closer to their own places. So removed entries leave
+ * no marks, and look-ups stay short. */
 static void drop(struct shard *s, struct entry *e)
 {
     uint64_t mask = ((uint64_t)1 << s->bits) - 1;
@@ -91,8 +90,8 @@ static void drop(struct shard *s, struct entry *e)
     s->used--;
 }
 
-/* change calls edit with the entry of a key, or, if there is none and it may be made, with the
- * place for one. */
+/* change calls edit with the entry of a key. If there is none and make is true, it calls edit with
+ * a blank entry. False: it did not call edit. */
 static inline bool change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg, bool make)
 {
     uint64_t hash = spread(key, space);

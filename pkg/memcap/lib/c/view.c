@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* What a program is told about its GPU's memory. The total is the limit. Free is what is
- * left of the limit, but no more than the card has free. */
+/* What a program sees of its GPU's memory. The total is the limit. Free is what is left of the
+ * limit, but at most what the card has free. */
 
 #include "charge.h"
 
@@ -20,8 +20,8 @@ static void info(struct account *a, uint64_t *free, uint64_t *total)
         *free = left;
 }
 
-/* changed makes the driver's figures for the current context the container's, and says whether
- * there is anything to change. */
+/* changed replaces the driver's figures for the current context by the container's. False: there is
+ * nothing to change. */
 static bool changed(struct process *p, uint64_t *free, uint64_t *total)
 {
     struct where at;
@@ -64,7 +64,7 @@ EXPORT CUresult cuMemGetInfo(size_v1 *free, size_v1 *total)
     return r;
 }
 
-/* total_of returns the least of so many bytes and a device's limit. */
+/* total_of returns a device's limit, or bytes if that is less. */
 static uint64_t total_of(struct process *p, CUdevice device, uint64_t bytes)
 {
     bool refuse;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Memory of cuMemCreate. It exists until nothing holds it: no handle, of which
- * cuMemRetainAllocationHandle makes more, and no mapping. It belongs to the process, not
- * to a context. Imported memory is charged to the process that exported it, but its
- * mappings are noted too, so that an unmap can find all mappings of a range. */
+/* Memory of cuMemCreate. It exists as long as a handle or a mapping holds it.
+ * cuMemRetainAllocationHandle makes more handles. The memory belongs to the process, not to a
+ * context. Imported memory is charged to the process that exported it. Its mappings are recorded
+ * too, so that an unmap can find all mappings of a range. */
 
 #include "export.h"
 #include "property.h"
@@ -49,10 +49,9 @@ static void apply(struct entry *e, void *arg)
     }
 }
 
-/* hold adds to what holds a handle, let_go takes off. If nothing is left, let_go
- * uncommits the memory and returns true, with the former entry in *was. Exported
- * memory stays committed, since others may hold it. For a handle that is not ours, *was
- * is blank. */
+/* hold adds to what holds a handle; let_go takes off. *was becomes the handle's former entry. If
+ * nothing is left that holds it, let_go uncommits the memory and returns true. Exported memory
+ * stays committed, since others may hold it. For a handle that is not ours, *was is blank. */
 static void hold(struct process *p, CUhandle handle, uint64_t what)
 {
     struct change c = {.add = what};
@@ -98,7 +97,7 @@ static void not_ended(struct process *p, const struct entry *e)
     table_put(&p->table, e, NULL);
 }
 
-/* It makes a descriptor, or a handle for other processes and other nodes. */
+/* The call makes a descriptor, or a handle for other processes and other nodes. */
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
 {
     struct process *p = ENTER();
@@ -129,7 +128,7 @@ EXPORT CUresult cuMemRelease(CUhandle handle)
     else if (r != CUDA_SUCCESS)
         hold(p, handle, REF);
     else if (!was.how)
-        let_go_of_theirs(p);
+        import_released(p);
     return r;
 }
 
@@ -147,13 +146,13 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
         if (let_go(p, handle, MAPPED, &was))
             ended(p, &was);
     } else {
-        table_put(&p->table, &e, NULL); /* if there is no memory for it, it is charged until the process ends */
+        table_put(&p->table, &e, NULL); /* without memory for the entry, the memory is charged until the process ends */
     }
     return r;
 }
 
-/* An unmap takes one or several whole mappings. The list has each mapping of the range,
- * and after a mapping that was the last hold on a handle, the handle. */
+/* An unmap takes one or several whole mappings. The list has each mapping of the range. If a
+ * mapping was the last to hold a handle, the handle follows it in the list. */
 static bool push(struct taken_list *u, const struct entry *e)
 {
     if (!taken_room(u, 1))
@@ -177,14 +176,14 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
             bool kept = push(&u, &e);
             if (kept && let_go(p, e.owner, MAPPED, &was))
                 if (!push(&u, &was))
-                    not_ended(p, &was); /* no memory to note it: charged until the process ends */
+                    not_ended(p, &was); /* without memory to note it, it is charged until the process ends */
             theirs |= kept && !was.how;
             i += e.bytes;
         }
     }
     CUresult r = CALL(cuMemUnmap, at, size);
     if (theirs && r == CUDA_SUCCESS)
-        let_go_of_theirs(p);
+        import_released(p);
     for (size_t i = 0; i < u.length; i++) {
         const struct entry *t = &u.list[i].e;
         bool last = i + 1 < u.length && u.list[i + 1].e.space == SPACE_HANDLE;
@@ -200,9 +199,9 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
     return r;
 }
 
-/* Memory that is mapped into a sparse array exists as long as it is mapped there, and an
- * unmap does not say whose it was. So after the first such mapping it is charged until
- * the process ends. */
+/* Memory that is mapped into a sparse array exists as long as it is mapped there. An unmap does not
+ * name the memory. So after the first such mapping, the memory is charged until the process
+ * ends. */
 
 static CUresult map_array(struct process *p, CUmapinfo *list, unsigned int n, CUstream s, CUresult (*call)(CUmapinfo *, unsigned int, CUstream))
 {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command hide covers directories of a container's image, so that its programs find them empty:
-// those where images of CUDA bring driver libraries of their own, in front of which no cap stands.
+// Command hide covers directories of a container's image, so that the container's programs find
+// them empty. In these directories, images of CUDA bring driver libraries of their own. The memory
+// cap does not work with those libraries.
 //
 //	hide '/usr/local/cuda/compat' '/usr/local/cuda-*/compat'
 //
-// A container runtime runs it as a hook (createContainer), as root, in the container's mount
-// namespace and before the container's root is its own, with the container's state on standard
-// input. Over each directory that is there it mounts an empty file system that nobody can write to.
-// One that is not there is left alone. A mount in a CDI file would make it, in the image or in a
-// volume of the user's, and could not where that is read-only.
+// A container runtime runs hide as a hook (createContainer): as root, in the container's mount
+// namespace, and before it changes to the container's root. The container's state is on standard
+// input. hide mounts an empty, read-only file system over each directory that exists, and leaves
+// the others alone. A mount in a CDI file would not do: it would make a missing directory, in the
+// image or in a volume of the user's, and would fail where that is read-only.
 //
-// Names in the image are the image's: links in them, absolute ones too, lead to files of the
-// container's root and nowhere else. Where a directory cannot be covered hide fails, and
-// the container does not start.
+// hide follows links in the image, absolute ones too, only to files of the container's root. If it
+// cannot cover a directory it fails, and the container does not start.
 package main

@@ -19,9 +19,10 @@ import (
 )
 
 const (
-	// mostState and mostConfig bound what is read of the runtime, in bytes.
+	// mostState and mostConfig limit how much is read of the container's state and of its
+	// configuration, in bytes.
 	mostState, mostConfig = 1 << 20, 64 << 20
-	// mostNames bounds the names in a directory of the image.
+	// mostNames limits how many names a directory of the image may have.
 	mostNames = 10_000
 )
 
@@ -81,8 +82,8 @@ func rootOf(state io.Reader) (string, error) {
 	}
 }
 
-// match returns the names in the root that a pattern may mean. One of its parts may be a pattern
-// of path.Match; the others stand for themselves.
+// match returns the names in the root that match a pattern. One part of the pattern may be a
+// pattern of path.Match; all others are taken literally.
 func match(root *os.File, pattern string) ([]string, error) {
 	parts := strings.Split(pattern, "/")
 	wild := slices.IndexFunc(parts, func(p string) bool { return strings.ContainsAny(p, "*?[") })
@@ -132,14 +133,15 @@ func cover(root *os.File, name string) error {
 		return err
 	}
 	if on.Type == unix.TMPFS_MAGIC && on.Flags&unix.ST_RDONLY != 0 && on.Files == 1 {
-		return nil // by another name, or for another of the container's allocations
+		return nil // covered already: by another name, or for another of the container's allocations
 	}
-	// The descriptor, not the name, which may mean something else by now.
+	// Mount on the descriptor, since the name may mean something else by now.
 	return unix.Mount("gpu-agent", fmt.Sprintf("/proc/self/fd/%d", dir.Fd()), "tmpfs",
 		unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0555,size=4k,nr_inodes=1")
 }
 
-// openDir opens a directory below the root for its name alone; nil if there is none.
+// openDir opens a directory below the root, without access to its contents. It returns nil if
+// there is no such directory.
 func openDir(root *os.File, name string) (*os.File, error) {
 	f, err := pathrs.OpenatInRoot(root, name)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {

@@ -22,7 +22,7 @@ static void must(bool ok, const char *what, int step)
     if (ok)
         return;
     printf("FAILED at step %d: %s: %llu MiB charged, %llu of them loose for %u calls, %llu committed, %llu reserved\n", step, what, (unsigned long long)(r.charge / MIB),
-           (unsigned long long)(r.loose / MIB), (unsigned)r.loosers, (unsigned long long)(a.slot->committed / MIB), (unsigned long long)(a.slot->reserved / MIB));
+           (unsigned long long)(r.uncommitted / MIB), (unsigned)r.freeing, (unsigned long long)(a.slot->committed / MIB), (unsigned long long)(a.slot->reserved / MIB));
     exit(1);
 }
 
@@ -35,11 +35,11 @@ int main(int argc, char **argv)
         uint64_t n = (dice >> 40) % 64 * 2 * MIB;
         switch (dice >> 33 & 3) {
         case 0:
-            loosen(&a, &r, n);
+            uncommit_free(&a, &r, n);
             break;
         case 1:
-            if (r.loosers)
-                tighten(&a, &r);
+            if (r.freeing)
+                recommit(&a, &r);
             break;
         case 2: /* it grows */
             must(account_reserve(&a, n), "it is refused", step);
@@ -48,8 +48,8 @@ int main(int argc, char **argv)
         default: /* it shrinks */
             settle(&a, &r, r.charge - (n < r.charge ? n : r.charge), 0);
         }
-        must(r.loose <= r.charge && (r.loosers || !r.loose), "more is loose than there is", step);
-        must(a.slot->committed == r.charge - r.loose, "committed is not what is fast", step);
+        must(r.uncommitted <= r.charge && (r.freeing || !r.uncommitted), "more is loose than there is", step);
+        must(a.slot->committed == r.charge - r.uncommitted, "committed is not what is fast", step);
     }
     printf("ok\n");
     return 0;
