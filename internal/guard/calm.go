@@ -9,28 +9,30 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// calmFor is for how long a GPU on which all was in order is only asked whether
-// anything has changed. Where nobody has a cap it is asked for so long as calmIdle: there
-// is only an intruder to be found, and whoever comes to a GPU uses memory of it.
+// calmFor is how long after a look that found all in order the guard only checks whether anything
+// has changed on the GPU. Without a cap on the GPU it does so for calmIdle: there it can only find
+// an intruder, and an intruder uses memory.
 const (
 	calmFor  = 5 * time.Second
 	calmIdle = time.Minute
 )
 
-// calm is what a look found of a GPU on which all was in order: everybody within
-// a cap, by the driver's figures and by exact counters. As long as the same amount of
-// its memory is used and no counter has changed, there is nothing to find; and most
-// processes take their memory once and keep it. A container that takes exactly what
-// another frees, both past their counters and between two looks, is found when calmFor
-// is over, and an intruder who takes exactly what another process frees when calmIdle is.
+// calm describes a GPU at a look that found all in order: every container was within its cap, by
+// the driver's figures and by exact counters. As long as the same amount of memory is used and no
+// counter has changed, a look would find nothing new. Most processes take their memory once and
+// keep it.
+//
+// Two cases are found late. A container may take exactly what another frees, both past their
+// counters and between two looks: the guard sees it after calmFor. An intruder may take exactly
+// what another process frees: the guard sees it after calmIdle.
 type calm struct {
 	at   time.Time
 	used gpu.MiB
-	caps map[string]uint64 // by allocation, of those who have memory there
+	caps map[string]uint64 // bytes by allocation, of those with processes there; lib.None if uncapped
 }
 
-// still reports whether a GPU is as it was when all was in order, by its memory of this
-// moment; capped says that somebody has a cap on it.
+// still reports whether a GPU is as it was when all was in order: as much memory is used, and no
+// cap and no counter has changed. capped is true if there is a cap on the GPU.
 func (g *Guard) still(
 	u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time,
 ) bool {
@@ -66,12 +68,12 @@ func (e *eye) unmoved(u gpu.UUID) bool {
 	return true
 }
 
-// settle tells whether all was in order at a look: how much of the GPU was used,
-// who they are, and what each allocation's containers have. It is nil if not.
+// settle returns what a look found if all was in order, and nil if not: how much of the GPU was
+// used, and the cap of each allocation that has containers there.
 func (e *eye) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) *calm {
 	for i := range sc.sample.Processes {
 		if sc.sample.Processes[i].Start == 0 {
-			return nil // it went while it was looked at
+			return nil // it ended during the look
 		}
 	}
 	caps := map[string]uint64{}

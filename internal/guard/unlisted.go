@@ -16,23 +16,22 @@ import (
 )
 
 const (
-	// unlistedGrace is for how long lists of containers must have lacked one before
-	// that is told: a container may be about to come or to go.
+	// unlistedGrace is for how long the runtime's lists must lack a container before the guard
+	// reports it: the container may be about to start or to end.
 	unlistedGrace = 5 * time.Second
-	// unlistedEvery is how old the list of containers may be while it lacks one, after
-	// that time.
+	// unlistedEvery is how old the list of containers may be after that, while it still lacks one.
 	unlistedEvery = 2 * time.Second
-	// podOnly begins the name of what is in a pod's cgroup and in no container's.
+	// podOnly begins the ID of what is in a pod's cgroup, but in none of its containers' cgroups.
 	podOnly = "pod "
 )
 
-// unlisted looks at the containers on a GPU that the runtime does not list: how many
-// processes they have, and what those of them may have that can be judged.
+// unlisted finds the containers on a GPU that the runtime does not list. It returns how many
+// processes they have, and the allowances of those that can be judged.
 //
-// What such a container was given nobody says. But the cgroup is the kubelet's and
-// tells the pod. Who has more of a GPU than all containers of its pod may have
-// together is over the cap, whichever of them it is; less than that is not judged, and
-// neither is one of a pod of which not everything is known.
+// The runtime does not say what such a container was given. But the kubelet makes its cgroup, which
+// names the pod. A container that has more than all containers of its pod may use together is over
+// its cap, whichever of them it is. With less it is not judged. Nor is it judged if not all caps of
+// its pod are known.
 func (e *eye) unlisted(
 	d *gpu.Device, sums map[string]*sum, held allocations, at time.Time,
 ) (procs int, judged []memcap.Allowance) {
@@ -47,7 +46,7 @@ func (e *eye) unlisted(
 			e.strays[p] = s
 		}
 		s.seen, s.procs = at, t.procs
-		// Both by when the list was asked for.
+		// The list is as old as the request for it.
 		lacks := e.listed.Sub(s.first)
 		if lacks <= 0 {
 			continue
@@ -72,7 +71,8 @@ func (e *eye) unlisted(
 	return procs, judged
 }
 
-// tellUnlisted says that a container is not listed: on its pod, if anybody knows that.
+// tellUnlisted reports a container that is not listed: in an Event on its pod if that is known,
+// otherwise on the node.
 func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
 	what := "a container that the container runtime does not list (" + id + ")"
 	if t.pid == 0 {
