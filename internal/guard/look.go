@@ -284,8 +284,8 @@ func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
 			return // the process has ended, and the next sample lacks it
 		}
 		if err != nil {
-			e.voice.once("inside", "cannot tell which process counts what; "+
-				"of containers that share an allocation the one with the most memory is ended", "err", err)
+			e.voice.once("inside", "cannot find out what each process counts; "+
+				"of containers that share an allocation, the watchdog ends the one with the most memory", "err", err)
 			return
 		}
 		names[p.PID] = name

@@ -114,8 +114,8 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 		return
 	}
 	if reading.Uncounted > t.reading.Uncounted {
-		ts.voice.once("uncounted "+at.allocation, "allocations of a kind that the cap's library does not know pass "+
-			"it, by its own counters; the watchdog alone limits what they take",
+		ts.voice.once("uncounted "+at.allocation, "programs allocate memory of a kind that the cap's library "+
+			"does not know, by its own counters; the watchdog alone limits that memory",
 			"allocation", at.allocation, "gpu", at.gpu)
 	}
 	// There is memory, and no process counts: one goes around the library. A process that ended

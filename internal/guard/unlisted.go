@@ -81,9 +81,9 @@ func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container
 	message := fmt.Sprintf("%s uses %s of GPU %d (%s)", what, amount(t.bytes), d.Index, d.UUID)
 	switch {
 	case sure:
-		message += fmt.Sprintf("; it is held to %s, what all containers of its pod may have together", amount(bytes))
+		message += fmt.Sprintf("; its limit is %s, the sum of what all containers of its pod may use", amount(bytes))
 	default:
-		message += "; nobody can tell what it may have, so it is held to nothing"
+		message += "; what it may use is not known, so it has no limit"
 	}
 	e.voice.log.Warn("a container is not listed",
 		"what", message, "reason", unlistedReason, "container", id, "uid", t.podUID)
@@ -92,5 +92,5 @@ func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container
 		return
 	}
 	e.hand.tellNode(agentkube.Warning, unlistedReason,
-		fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
+		fmt.Sprintf("%s; its pod has the UID %s", message, t.podUID))
 }

@@ -72,7 +72,7 @@ func (l ByCgroup) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uin
 	}
 	limit, err := l.Driver.MemoryLimit(ctx, u, dir)
 	if err == nil && limit.Bytes > bytes { // the driver may round down, but not up
-		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it says %d bytes after it was told %d",
+		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it reports a limit of %d bytes after %d were set",
 			dir, u, gpu.ErrDriver, limit.Bytes, bytes)
 	}
 	return err

@@ -36,7 +36,7 @@ func ReadRecord(spec *specs.Spec, domain string) (key, record string, err error)
 		record = spec.Annotations[AnnotationName(domain, key)]
 	}
 	if record == "" || !ValidKey(key) {
-		return "", "", fmt.Errorf("the CDI spec does not say which allocation it is: %w", gpu.ErrInvalid)
+		return "", "", fmt.Errorf("the CDI spec does not name its allocation: %w", gpu.ErrInvalid)
 	}
 	return key, record, nil
 }

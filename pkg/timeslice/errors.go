@@ -41,8 +41,8 @@ func (e *FitError) Error() string {
 	case e.Largest == 0:
 		return fmt.Sprintf("%s asked for, but none is free; wait until some are freed", units(e.Asked))
 	case e.Held > 0:
-		return fmt.Sprintf("%s asked for, %s and this one is bound to %s by %s of its pod's, "+
-			"where it can have %d in all; ask for at most %d, or wait until more is freed",
+		return fmt.Sprintf("%s asked for, %s and on %s this pod already holds %s; "+
+			"it can have %d there in all; ask for at most %d, or wait until more is freed",
 			units(e.Asked), rule, e.GPU, units(e.Held), e.Largest, e.Largest)
 	default:
 		return fmt.Sprintf("%s asked for, %s and the largest free block is %s, on %s; "+

@@ -41,7 +41,7 @@ type Free struct {
 func count(available, must []string, n int) (*tally, error) {
 	switch {
 	case n < len(must):
-		return nil, fmt.Errorf("%d devices asked for, of which %d are given: %w", n, len(must), gpu.ErrInvalid)
+		return nil, fmt.Errorf("%d devices asked for, but %d must be in the answer: %w", n, len(must), gpu.ErrInvalid)
 	case len(available) > MaxListed || len(must) > MaxListed:
 		return nil, fmt.Errorf("%d devices named, more than the %d that a resource can have: %w",
 			max(len(available), len(must)), MaxListed, gpu.ErrInvalid)

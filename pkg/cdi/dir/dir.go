@@ -105,7 +105,7 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		_, err := f.Write(data)
 		return err
 	}); err != nil {
-		return fmt.Errorf("write %s: %w; check free space, permissions, and what lies there", d.file(name), err)
+		return fmt.Errorf("write %s: %w; check free space, permissions, and what else has that name", d.file(name), err)
 	}
 	return nil
 }

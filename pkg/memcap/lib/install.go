@@ -180,7 +180,7 @@ func mend(home, tmp string, files []file) error {
 		}
 	}
 	if !whole(home, files) {
-		return fmt.Errorf("%s is not what was written there", home)
+		return fmt.Errorf("%s differs from what was written to it", home)
 	}
 	return nil
 }

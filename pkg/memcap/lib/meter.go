@@ -91,7 +91,7 @@ func (m *Meter) Begin() error {
 		return err
 	}
 	if c.Nonce != m.page.load(atUsage) || !m.page.stands() {
-		return fmt.Errorf("read usage page: it is not the allocation's, or not any more: %w", gpu.ErrInvalid)
+		return fmt.Errorf("read usage page: it is not, or no longer, the page of the allocation: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true
 	// Processes that ask wait until a reading is finished.

@@ -170,11 +170,11 @@ func (u *Usage) Read() (Counters, error) {
 		c.Attempt -= uint64(slot) // a dead process's attempt, or a slot that does not exist
 	}
 	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {
-		return Counters{}, fmt.Errorf("read usage page: its header is nonsense: %w", gpu.ErrInvalid)
+		return Counters{}, fmt.Errorf("read usage page: its header is invalid: %w", gpu.ErrInvalid)
 	}
 	c.Undone = min(c.Undone, most)
 	if c.Peak >= most || c.Bound >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w",
+		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at the peak, which no GPU has: %w",
 			c.Bound, c.Peak, gpu.ErrInvalid)
 	}
 	// The slots are read after the header. So what Settled includes is not in Committed, too.
@@ -204,7 +204,7 @@ func (u *Usage) Read() (Counters, error) {
 		}
 		alive := u.alive(i)
 		if threadTime()-began > readPatience {
-			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w",
+			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see which of %d live: %w",
 				readPatience, high, gpu.ErrInvalid)
 		}
 		switch {
@@ -297,7 +297,7 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		}
 		if threadTime()-began > readPatience {
 			nobody()
-			return fmt.Errorf("read usage page: it takes longer than %v to see who counts what: %w",
+			return fmt.Errorf("read usage page: it takes longer than %v to find out what each process counts: %w",
 				readPatience, gpu.ErrInvalid)
 		}
 	}
