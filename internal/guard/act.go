@@ -19,15 +19,15 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// hand acts on offences: it reports them, ends containers and evicts pods. It works in goroutines
+// offenceHandler acts on offences: it reports them, ends containers and evicts pods. It works in goroutines
 // of its own, so that looks go on meanwhile.
-type hand struct {
+type offenceHandler struct {
 	driver       Driver
 	proc         Proc
 	runtime      Runtime
 	cluster      Cluster // nil if there is no API server
 	observer     Observer
-	voice        *voice
+	log          *guardLog
 	endIntruders bool
 	evictAfter   int
 
@@ -42,7 +42,7 @@ type hand struct {
 }
 
 // forget drops the notes on containers that are no longer listed.
-func (h *hand) forget(listed map[string]*node.Container) {
+func (h *offenceHandler) forget(listed map[string]*node.Container) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	maps.DeleteFunc(h.ended, func(id string, _ bool) bool { return listed[id] == nil })
@@ -52,14 +52,14 @@ func (h *hand) forget(listed map[string]*node.Container) {
 // request, a memory pool may be over for some milliseconds before the library undoes it. A program
 // at the edge of its cap does so again and again, and two looks may both fall into such a moment.
 // The container's own counters do not matter here, since the container writes them.
-func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
+func (h *offenceHandler) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	for range 2 {
 		select {
 		case <-ctx.Done():
 			return false
-		case <-time.After(moment):
+		case <-time.After(recheckAfter):
 		}
-		dctx, cancel := context.WithTimeout(ctx, driverPatience)
+		dctx, cancel := context.WithTimeout(ctx, driverTimeout)
 		listed, err := h.driver.Processes(dctx, u)
 		cancel()
 		if err != nil || !v.Lasts(memcap.Merge(listed)) {
@@ -71,7 +71,9 @@ func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 
 // act reports a confirmed offence, and ends the offender in the background, since a runtime may
 // take its time.
-func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+func (h *offenceHandler) act(
+	ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner,
+) {
 	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
 	if c.Name == "" {
 		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
@@ -96,7 +98,7 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 		message += "; it is ended"
 	}
 	if v.Told == 0 {
-		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container,
+		h.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container,
 			"processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
 		h.tell(c, agentkube.Warning, reason, message)
 	}
@@ -121,7 +123,7 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 }
 
 // end ends a container for an offence, if the processes that are the evidence are still in it.
-func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	var owner node.Owner
 	stands := v.Stands(func(p memcap.Process) bool {
 		now, err := h.proc.Container(p.PID)
@@ -132,19 +134,19 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return same
 	})
 	if !stands || owner.ID == "" {
-		h.voice.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew",
+		h.log.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew",
 			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
-	ectx, cancel := context.WithTimeout(ctx, endPatience)
+	ectx, cancel := context.WithTimeout(ctx, endTimeout)
 	defer cancel()
 	how, err := h.runtime.End(ectx, owner)
 	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // the same error for an unlisted one
-		h.voice.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+		h.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
 		return
 	}
 	if err != nil {
-		h.voice.ration.Log(slog.LevelError, "cannot end a container",
+		h.log.ration.Log(slog.LevelError, "cannot end a container",
 			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
 		return
 	}
@@ -161,7 +163,7 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 	h.observer.Ended(End{
 		Kind: v.Kind, Pod: c.InPod(), Container: c.Name, GPU: v.GPU, Used: v.Used, Cap: v.Cap, After: after,
 	})
-	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name,
+	h.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name,
 		"for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
 	h.kills.Add(1)
 	h.mu.Lock()
@@ -173,37 +175,37 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 }
 
 // evict asks the API server to evict a pod that offends again and again.
-func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
-	ctx, cancel := context.WithTimeout(ctx, kubePatience)
+func (h *offenceHandler) evict(ctx context.Context, c *node.Container, offences int) {
+	ctx, cancel := context.WithTimeout(ctx, kubeTimeout)
 	defer cancel()
 	pod := c.InPod()
 	if err := h.cluster.Evict(ctx, pod); err != nil {
-		h.voice.log.Error("cannot evict a pod that offends again and again",
+		h.log.Error("cannot evict a pod that offends again and again",
 			"pod", pod.String(), "offences", offences, "err", err)
 		return
 	}
 	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: "+
 		"use beyond its GPU memory cap, or of a GPU without an allocation", offences)
-	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
+	h.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, agentkube.Warning, evictedReason, message)
 }
 
 // tell sends an Event about a container's pod.
-func (h *hand) tell(c *node.Container, kind agentkube.EventType, reason, message string) {
+func (h *offenceHandler) tell(c *node.Container, kind agentkube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(c.InPod(), kind, reason, message)
 	}
 }
 
 // tellNode sends an Event about the node, for use if the pod is not known.
-func (h *hand) tellNode(kind agentkube.EventType, reason, message string) {
+func (h *offenceHandler) tellNode(kind agentkube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(workload.Pod{}, kind, reason, message)
 	}
 }
 
-func (h *hand) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
+func (h *offenceHandler) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
 
 // pids returns the PIDs of the first 20 processes: a container may have thousands.
 func pids(list []memcap.Process) []int {

@@ -41,10 +41,10 @@ func (ts *tallies) listen(now time.Time) <-chan time.Time {
 // listens reports whether a process has asked for a reading within askFor, and the counters are
 // cheap to read and make sense.
 func (t *tally) listens(now time.Time) bool {
-	return t.meter != nil && t.sound && t.cost < expensive && now.Sub(t.lively) <= askFor
+	return t.meter != nil && t.valid && t.cost < expensive && now.Sub(t.lastAsk) <= askFor
 }
 
-func (e *eye) asked(now time.Time) (asked map[gpu.UUID]bool) {
+func (e *examiner) asked(now time.Time) (asked map[gpu.UUID]bool) {
 	for p, t := range e.tallies.by {
 		if asked[p.gpu] || !t.listens(now) || !t.meter.Asked() {
 			continue
@@ -63,7 +63,7 @@ func (g *Guard) answer(ctx context.Context) {
 	if began.Before(g.answerFrom) {
 		return
 	}
-	asked := g.eye.asked(began)
+	asked := g.examiner.asked(began)
 	if asked == nil {
 		return
 	}

@@ -58,7 +58,7 @@ func (ts *tallies) beginOne(p page, t *tally, begun map[string]*tally) {
 	err := t.meter.Begin()
 	t.cost = t.meter.Cost()
 	if err != nil {
-		ts.spoilt(p, t, err)
+		ts.discard(p, t, err)
 		return
 	}
 	begun[p.allocation] = t

@@ -47,9 +47,9 @@
 // # Parts
 //
 // [Guard] decides which GPUs are due, and whether anything has changed on one where all was in
-// order. It keeps what the last look at each found (finding). The eye looks. It has the roster of
+// order. It keeps what the last look at each found (finding). The examiner looks. It has the roster of
 // containers and the tallies of their counters. All of this belongs to Run's goroutine and has no
-// lock. The limits remember what the driver was asked to enforce. The hand acts on offences, beside
+// lock. The limits remember what the driver was asked to enforce. The offenceHandler acts on offences, beside
 // the looks; its mutex guards the set of containers that it is ending.
 //
 // # What it does about an offence

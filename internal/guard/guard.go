@@ -31,12 +31,12 @@ const (
 	idleEvery    = 10 * time.Second
 	restEvery    = 30 * time.Second
 	suspectEvery = time.Second
-	// driverPatience bounds the driver's answer, runtimePatience the runtime's answer, endPatience
-	// the end of a container, and kubePatience an eviction.
-	driverPatience  = 2 * time.Second
-	runtimePatience = 4 * time.Second
-	endPatience     = 10 * time.Second
-	kubePatience    = 30 * time.Second
+	// driverTimeout bounds the driver's answer, runtimeTimeout the runtime's answer, endTimeout
+	// the end of a container, and kubeTimeout an eviction.
+	driverTimeout  = 2 * time.Second
+	runtimeTimeout = 4 * time.Second
+	endTimeout     = 10 * time.Second
+	kubeTimeout    = 30 * time.Second
 	// listEvery is how old the list of containers may be. After an answer the guard does not ask
 	// for the next list within listSoon, even if a process is in a container that the list lacks.
 	listEvery = 10 * time.Second
@@ -46,11 +46,11 @@ const (
 	// listWait is how long a look waits for the runtime's answer. An answer that comes later is
 	// taken by a later look.
 	listWait = 250 * time.Millisecond
-	// maxSpoilt is how often pageEvery is doubled at most for an allocation whose counters make no
+	// maxFailures is how often pageEvery is doubled at most for an allocation whose counters make no
 	// sense again and again. That comes to some four minutes.
-	maxSpoilt = 8
-	// moment is longer than memory stays that the library frees at once since it is over the cap.
-	moment = 20 * time.Millisecond
+	maxFailures = 8
+	// recheckAfter is longer than memory stays that the library frees at once since it is over the cap.
+	recheckAfter = 20 * time.Millisecond
 	// checkEvery is how often the guard checks whether it may start.
 	checkEvery = 10 * time.Second
 )
@@ -194,8 +194,8 @@ type Guard struct {
 	driver      Driver
 	allocations Allocations
 	proc        Proc
-	voice       *voice
-	eye         lookout
+	log         *guardLog
+	examiner    gpuExaminer
 	state       atomic.Pointer[State]
 
 	// The fields below belong to Run's goroutine.
@@ -207,8 +207,8 @@ type Guard struct {
 	found map[gpu.UUID]*finding
 }
 
-// lookout looks at GPUs, and passes on what must be done. [eye] implements it.
-type lookout interface {
+// gpuExaminer looks at GPUs, and passes on what must be done. [examiner] implements it.
+type gpuExaminer interface {
 	// look takes one look at a GPU. memory is what the driver answered before it. The finding is
 	// nil if the driver does not answer. again is true if another look at once is worthwhile.
 	look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (f *finding, again bool)
@@ -232,25 +232,25 @@ type lookout interface {
 // finding is what a look at a GPU has found.
 type finding struct {
 	Uninvited
-	users map[int]string // see State.users
-	calm  *calm          // nil if not all was in order
+	users    map[int]string // see State.users
+	baseline *baseline      // nil if not all was in order
 }
 
-// voice is the guard's log. It limits how much a container can make the guard write.
-type voice struct {
-	log    *slog.Logger
+// guardLog is the guard's log. It limits how much a container can make the guard write.
+type guardLog struct {
+	*slog.Logger
 	ration *brief.Ration   // for messages that a container can cause at every look
 	said   map[string]bool // keys of the messages that once has logged
 }
 
 // once logs a message the first time that it is called with a key. It is for Run's goroutine.
-func (v *voice) once(key, message string, args ...any) {
-	if !v.said[key] {
-		if len(v.said) > 1000 {
-			clear(v.said) // most of these containers are long gone
+func (l *guardLog) once(key, message string, args ...any) {
+	if !l.said[key] {
+		if len(l.said) > 1000 {
+			clear(l.said) // most of these containers are long gone
 		}
-		v.said[key] = true
-		v.log.Warn(message, args...)
+		l.said[key] = true
+		l.Warn(message, args...)
 	}
 }
 
@@ -265,20 +265,20 @@ func New(o Options, w Worlds) *Guard {
 	if o.Every <= 0 {
 		o.Every = DefaultEvery
 	}
-	v := &voice{log: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
-	justice := &hand{
-		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
+	v := &guardLog{Logger: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
+	offences := &offenceHandler{
+		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, log: v,
 		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
 		ending: map[string]bool{}, ended: map[string]bool{},
 	}
 	g := &Guard{
-		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, voice: v,
-		eye: &eye{
+		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v,
+		examiner: &examiner{
 			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
-			judge: memcap.NewJudge(o.Policy), voice: v, hand: justice,
-			limits:  &limits{limiter: w.Limiter, voice: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
-			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
-			tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
+			judge: memcap.NewJudge(o.Policy), log: v, handler: offences,
+			limits:  &limits{limiter: w.Limiter, log: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
+			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, missing: map[place]*unlistedContainer{}},
+			tallies: tallies{pages: w.Pages, log: v, by: map[page]*tally{}},
 			names:   names{proc: w.Proc},
 			seen:    map[place]int{},
 		},
@@ -326,7 +326,7 @@ func (g *Guard) Run(ctx context.Context) error {
 				return ctx.Err()
 			case <-ticker.C:
 				due = true
-			case <-g.eye.listen(time.Now()):
+			case <-g.examiner.listen(time.Now()):
 				g.answer(ctx)
 			}
 		}
@@ -338,11 +338,11 @@ func (g *Guard) start(ctx context.Context) error {
 	for {
 		err := g.proc.Check()
 		if err == nil {
-			g.voice.log.Info("watchdog runs", "every", g.every.String())
+			g.log.Info("watchdog runs", "every", g.every.String())
 			return nil
 		}
 		if off := err.Error(); g.state.Load().Off != off {
-			g.voice.log.Error("the watchdog does not start; caps rest on the library in the container alone",
+			g.log.Error("the watchdog does not start; caps rest on the library in the container alone",
 				"err", err)
 			g.state.Store(&State{Off: off})
 		}
@@ -392,7 +392,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	memory := g.memory(ctx, due)
 	for i := range gpus {
 		d := &gpus[i]
-		if !slices.Contains(due, d.UUID) || g.still(d.UUID, capped[d.UUID], held, memory, now) {
+		if !slices.Contains(due, d.UUID) || g.unchanged(d.UUID, capped[d.UUID], held, memory, now) {
 			continue
 		}
 		worked = true
@@ -422,7 +422,7 @@ func (g *Guard) memory(ctx context.Context, gpus []gpu.UUID) map[gpu.UUID]gpu.Me
 	if len(gpus) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
 	of, _ := g.driver.Memory(ctx, gpus...) // a GPU that is missing in it is looked at
 	return of
@@ -445,7 +445,7 @@ func (g *Guard) pause(u gpu.UUID, held allocations) time.Duration {
 func (g *Guard) look(
 	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
 ) (again bool) {
-	f, again := g.eye.look(ctx, d, held, memory)
+	f, again := g.examiner.look(ctx, d, held, memory)
 	if f != nil {
 		g.found[d.UUID] = f
 	}
@@ -455,7 +455,7 @@ func (g *Guard) look(
 // forget drops what is known of containers and allocations that have ended, and of GPUs that are
 // not given out.
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
-	g.eye.forget(offered)
+	g.examiner.forget(offered)
 	for u, f := range g.found {
 		if !offered(u) {
 			f.users = nil

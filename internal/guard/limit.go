@@ -48,7 +48,7 @@ type limit struct {
 // limits has the limits of all containers on each GPU.
 type limits struct {
 	limiter Limiter // nil if the driver is not to be asked for limits
-	voice   *voice
+	log     *guardLog
 	of      map[place]*limit
 	// unable maps each GPU whose driver rejected memory limits to the time of that rejection.
 	unable map[gpu.UUID]time.Time
@@ -76,7 +76,7 @@ func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64
 		return
 	}
 	*l = limit{asked: bytes, at: now, gone: l.gone}
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
 	switch err := ls.limiter.Limit(ctx, at.gpu, o, bytes); {
 	case err == nil:
@@ -91,17 +91,17 @@ func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64
 				*other = limit{}
 			}
 		}
-		ls.voice.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do",
+		ls.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do",
 			"gpu", at.gpu, "err", err)
 	case errors.Is(err, node.ErrNoDmem):
 		// Log this once for the node: its containers all lack the controller.
 		l.unfit = true
-		ls.voice.once("dmem", "the driver cannot limit the memory of containers; "+
+		ls.log.once("dmem", "the driver cannot limit the memory of containers; "+
 			"the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
 		l.gone++ // it is about to end
 	default:
-		ls.voice.once("limit "+at.container, "the driver does not limit the memory of a container; "+
+		ls.log.once("limit "+at.container, "the driver does not limit the memory of a container; "+
 			"the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}
 }

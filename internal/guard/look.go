@@ -31,15 +31,15 @@ type scene struct {
 	homes    map[string]string
 }
 
-// eye looks at GPUs. It belongs to Run's goroutine, with all its fields.
-type eye struct {
+// examiner looks at GPUs. It belongs to Run's goroutine, with all its fields.
+type examiner struct {
 	driver      Driver
 	allocations Allocations
 	proc        Proc
 	judge       *memcap.Judge
-	voice       *voice
-	hand        justice
-	limits      enforcer
+	log         *guardLog
+	handler     handler
+	limits      driverLimiter
 	roster
 	tallies tallies
 	names   names
@@ -47,8 +47,8 @@ type eye struct {
 	seen map[place]int
 }
 
-// justice acts on offences, beside the looks. [hand] implements it.
-type justice interface {
+// handler acts on offences, beside the looks. [offenceHandler] implements it.
+type handler interface {
 	lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool
 	act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner)
 	tell(c *node.Container, kind agentkube.EventType, reason, message string)
@@ -57,18 +57,18 @@ type justice interface {
 	counts() (found, kills uint64)
 }
 
-// enforcer asks the driver to limit containers to their caps. [limits] implements it.
-type enforcer interface {
+// driverLimiter asks the driver to limit containers to their caps. [limits] implements it.
+type driverLimiter interface {
 	hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time)
 	holds(at place) uint64
 	forget(gone func(place) bool)
 }
 
-func (e *eye) look(
+func (e *examiner) look(
 	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
 ) (f *finding, again bool) {
 	metered := e.tallies.begin(d.UUID, time.Now())
-	dctx, cancel := context.WithTimeout(ctx, driverPatience)
+	dctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	listed, err := e.driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
@@ -76,7 +76,7 @@ func (e *eye) look(
 			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
-			e.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged",
+			e.log.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged",
 				"gpu", d.UUID, "err", err)
 		}
 		return nil, false
@@ -85,7 +85,7 @@ func (e *eye) look(
 	sc := e.census(d, listed, &l)
 	// Without containers there is nothing to look up in the list.
 	if len(sc.sums)+len(e.seen) > 0 && e.refresh(ctx, sc.sample.At, sc.sums) {
-		e.hand.forget(e.containers)
+		e.handler.forget(e.containers)
 	}
 
 	var judged []memcap.Allowance // of containers that are not listed
@@ -118,22 +118,22 @@ func (e *eye) look(
 		})
 	})
 	for _, v := range verdicts {
-		if v.Kind == memcap.Over && v.Told == 0 && !e.hand.lasts(ctx, d.UUID, v) {
+		if v.Kind == memcap.Over && v.Told == 0 && !e.handler.lasts(ctx, d.UUID, v) {
 			e.judge.Excuse(v)
 			continue
 		}
 		if c := e.offender(place{v.Container, d.UUID}, held); c != nil {
-			e.hand.act(ctx, d, c, v, sc.owners)
+			e.handler.act(ctx, d, c, v, sc.owners)
 		}
 	}
 	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again {
-		f.calm = e.settle(d.UUID, m.Used, sc, held)
+		f.baseline = e.newBaseline(d.UUID, m.Used, sc, held)
 	}
 	return f, again
 }
 
 // census finds the containers of the processes that the driver lists.
-func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
+func (e *examiner) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 	sc := &scene{
 		sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true,
 		together: map[string]*sum{}, homes: map[string]string{},
@@ -159,7 +159,7 @@ func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 				l.NoPod++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
-				e.voice.once("process", "cannot find the container of a process; "+
+				e.log.once("process", "cannot find the container of a process; "+
 					"what containers use is not known exactly", "gpu", d.UUID, "err", err)
 			}
 			continue
@@ -212,7 +212,7 @@ func (sc *scene) of(key string) *sum {
 // allowances returns what the listed containers may have of a GPU. It also adds up what the
 // containers of each allocation have, has the driver limit them, and opens the counters that are
 // not open. again is true if it has opened any.
-func (e *eye) allowances(
+func (e *examiner) allowances(
 	ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited,
 ) (allowances []memcap.Allowance, again bool) {
 	for id, s := range sc.sums {
@@ -251,7 +251,7 @@ func (e *eye) allowances(
 // count fills in what processes count for themselves, for containers that share a cap and together
 // have more than it: the judge then names one of them. If that cannot be found out, all counts stay
 // zero.
-func (e *eye) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
+func (e *examiner) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 	homes := map[string]bool{}
 	for _, p := range memcap.Parties(u, allowances) {
 		used := uint64(0)
@@ -272,7 +272,7 @@ func (e *eye) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 }
 
 // countOf fills in what the processes of containers count on a page.
-func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
+func (e *examiner) countOf(sc *scene, meter Meter, has func(container string) bool) {
 	names, counted := map[int]lib.Process{}, map[lib.Process]uint64{}
 	for i := range sc.sample.Processes {
 		p := &sc.sample.Processes[i]
@@ -284,7 +284,7 @@ func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
 			return // the process has ended, and the next sample lacks it
 		}
 		if err != nil {
-			e.voice.once("inside", "cannot find out what each process counts; "+
+			e.log.once("inside", "cannot find out what each process counts; "+
 				"of containers that share an allocation, the watchdog ends the one with the most memory", "err", err)
 			return
 		}
@@ -303,15 +303,15 @@ func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
 	}
 }
 
-func (e *eye) counts() (found, kills uint64) { return e.hand.counts() }
+func (e *examiner) counts() (found, kills uint64) { return e.handler.counts() }
 
-func (e *eye) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
+func (e *examiner) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
 
-func (e *eye) forget(offered func(gpu.UUID) bool) {
+func (e *examiner) forget(offered func(gpu.UUID) bool) {
 	gone := func(p place) bool { return e.containers[p.container] == nil || !offered(p.gpu) }
 	maps.DeleteFunc(e.seen, func(p place, _ int) bool { return gone(p) })
 	e.limits.forget(gone)
-	maps.DeleteFunc(e.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
+	maps.DeleteFunc(e.missing, func(p place, _ *unlistedContainer) bool { return !offered(p.gpu) })
 	for p, t := range e.tallies.by {
 		if len(e.of[p.allocation]) == 0 || !offered(p.gpu) {
 			t.close()

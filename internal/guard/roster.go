@@ -41,7 +41,7 @@ type roster struct {
 	// the next is not asked for. listing receives the answer; it is nil if none is awaited.
 	listed, relist time.Time
 	listing        chan listing
-	strays         map[place]*stray
+	missing        map[place]*unlistedContainer
 }
 
 // listing is the runtime's answer, and the time at which the guard asked for it.
@@ -51,12 +51,12 @@ type listing struct {
 	err   error
 }
 
-// stray is a container that uses a GPU and that the runtime does not list. A sandboxed runtime has
-// the processes of all of a pod's containers in one such container.
-type stray struct {
+// unlistedContainer is a container that uses a GPU and that the runtime does not list. A sandboxed
+// runtime has the processes of all of a pod's containers in one such container.
+type unlistedContainer struct {
 	// first is when it was first seen, and seen when it was last seen.
 	first, seen time.Time
-	told        bool
+	reported    bool
 	procs       int
 	podUID      string
 }
@@ -78,7 +78,7 @@ func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*su
 		wait = listWait
 		r.listing = make(chan listing, 1)
 		go func(to chan<- listing) {
-			ctx, cancel := context.WithTimeout(ctx, runtimePatience)
+			ctx, cancel := context.WithTimeout(ctx, runtimeTimeout)
 			defer cancel()
 			list, err := r.runtime.Containers(ctx)
 			to <- listing{now, list, err}
@@ -196,9 +196,9 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 	return pod, bytes, sure && has
 }
 
-// strayed reports whether a pod has a container on a GPU that the runtime does not list.
-func (r *roster) strayed(podUID string, u gpu.UUID) bool {
-	for p, s := range r.strays {
+// hasUnlisted reports whether a pod has a container on a GPU that the runtime does not list.
+func (r *roster) hasUnlisted(podUID string, u gpu.UUID) bool {
+	for p, s := range r.missing {
 		if p.gpu == u && s.podUID == podUID && r.listed.After(s.first) {
 			return true
 		}
@@ -212,7 +212,7 @@ func (r *roster) offender(p place, held allocations) *node.Container {
 	if c := r.containers[p.container]; c != nil {
 		return c
 	}
-	s := r.strays[p]
+	s := r.missing[p]
 	if s == nil {
 		return nil
 	}
@@ -228,13 +228,13 @@ func (r *roster) isNew(p place, now time.Time) bool {
 	if c := r.containers[p.container]; c != nil {
 		return c.CDIUnknown && now.Sub(c.Created) < unlistedGrace
 	}
-	s := r.strays[p]
+	s := r.missing[p]
 	return s == nil || r.listed.Sub(s.first) < unlistedGrace
 }
 
 // relistFor returns how old the list of containers may be if it lacks this one.
 func (r *roster) relistFor(id string) time.Duration {
-	for p, s := range r.strays {
+	for p, s := range r.missing {
 		if p.container == id && r.listed.Sub(s.first) >= unlistedGrace {
 			return unlistedEvery
 		}

@@ -42,7 +42,7 @@ type Uninvited struct {
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}}
-	st.Found, st.Kills = g.eye.counts()
+	st.Found, st.Kills = g.examiner.counts()
 	for i := range gpus {
 		st.On[gpus[i].UUID] = Uninvited{}
 	}
@@ -54,7 +54,7 @@ func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 			st.users[u] = f.users
 		}
 	}
-	st.Containers = containers(gpus, held, g.eye.describe)
+	st.Containers = containers(gpus, held, g.examiner.describe)
 	g.state.Store(st)
 }
 
@@ -98,7 +98,7 @@ func name(c *status.Container, h *ledger.Holder) {
 // mib converts bytes to MiB, rounded up.
 func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
 
-func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
+func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 	t := e.tallies.by[page{c.Allocation, u}]
 	used, known := uint64(0), true
 	if t != nil {
@@ -111,7 +111,7 @@ func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		if in.Running || c.Container == "" {
 			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
-		if e.strayed(in.PodUID, u) {
+		if e.hasUnlisted(in.PodUID, u) {
 			// Some of the unlisted container's memory may be this one's.
 			known = false
 			levels = append(levels, memcap.Watchdog)
@@ -166,7 +166,7 @@ func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container
 		return st.Containers
 	}
 	slices.Sort(asked)
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
 	busy, _ := driver.Utilization(ctx, since, asked...) // nothing is known of a GPU that is missing in it
 	out := slices.Clone(st.Containers)

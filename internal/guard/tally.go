@@ -20,24 +20,24 @@ type page struct {
 // containers share them, one after another or at the same time. So the guard has one reader for all
 // of them.
 type tally struct {
-	meter   Meter
-	sound   bool      // they have made sense since they were opened
-	spoilt  int       // how often they made no sense; at most maxSpoilt
-	sought  time.Time // when the guard last tried to open them
-	lively  time.Time // when a process last asked for a reading
-	missing bool      // no process counts although there is memory
-	reading lib.Reading
-	read    time.Time     // first reading, or the last one if they are expensive
-	cost    time.Duration // CPU time of the last reading
-	used    uint64
-	known   bool
-	peak    uint64
+	meter    Meter
+	valid    bool      // they have made sense since they were opened
+	failures int       // how often they made no sense; at most maxFailures
+	tried    time.Time // when the guard last tried to open them
+	lastAsk  time.Time // when a process last asked for a reading
+	missing  bool      // no process counts although there is memory
+	reading  lib.Reading
+	read     time.Time     // first reading, or the last one if they are expensive
+	cost     time.Duration // CPU time of the last reading
+	used     uint64
+	known    bool
+	peak     uint64
 }
 
 // tallies has the tally of each allocation and GPU.
 type tallies struct {
 	pages Pages
-	voice *voice
+	log   *guardLog
 	by    map[page]*tally
 }
 
@@ -46,7 +46,7 @@ func (t *tally) close() {
 	if t.meter != nil {
 		_ = t.meter.Close()
 	}
-	t.meter, t.sound = nil, false
+	t.meter, t.valid = nil, false
 }
 
 // take notes the driver's figure for the containers of an allocation.
@@ -62,10 +62,10 @@ func (ts *tallies) open(at page, now time.Time) bool {
 		t = &tally{}
 		ts.by[at] = t
 	}
-	if t.meter != nil || now.Sub(t.sought) < pageEvery<<t.spoilt {
+	if t.meter != nil || now.Sub(t.tried) < pageEvery<<t.failures {
 		return false
 	}
-	t.sought = now
+	t.tried = now
 	m, err := ts.pages.Meter(at.allocation, at.gpu)
 	if err == nil {
 		t.meter = m
@@ -73,7 +73,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // otherwise nothing is counted on this GPU
-		ts.voice.once("open "+at.allocation, "cannot open an allocation's counters; "+
+		ts.log.once("open "+at.allocation, "cannot open an allocation's counters; "+
 			"the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 	}
 	return false
@@ -110,11 +110,11 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 	reading, err := t.meter.End(all.bytes, all.known, n.figures(sc, at.allocation))
 	t.cost = t.meter.Cost()
 	if err != nil {
-		ts.spoilt(at, t, err)
+		ts.discard(at, t, err)
 		return
 	}
 	if reading.Uncounted > t.reading.Uncounted {
-		ts.voice.once("uncounted "+at.allocation, "programs allocate memory of a kind that the cap's library "+
+		ts.log.once("uncounted "+at.allocation, "programs allocate memory of a kind that the cap's library "+
 			"does not know, by its own counters; the watchdog alone limits that memory",
 			"allocation", at.allocation, "gpu", at.gpu)
 	}
@@ -122,28 +122,28 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, n *names, cla
 	// between the driver's answer and this reading had counted in the last one.
 	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
 	if reading.Asks != t.reading.Asks {
-		t.lively = time.Now()
+		t.lastAsk = time.Now()
 	}
-	t.reading, t.sound = reading, true
+	t.reading, t.valid = reading, true
 	if all.known {
 		t.used = reading.Used
 		t.peak = max(t.peak, t.used, reading.PeakUsed)
 	}
 }
 
-// spoilt closes counters that make no sense. The allocation may have new ones by now, so the guard
+// discard closes counters that make no sense. The allocation may have new ones by now, so the guard
 // opens them again. If those make no sense either, it waits longer each time, since finding that
 // out takes some milliseconds from all other containers.
-func (ts *tallies) spoilt(at page, t *tally, err error) {
-	sound := t.sound
-	if t.close(); sound {
+func (ts *tallies) discard(at page, t *tally, err error) {
+	valid := t.valid
+	if t.close(); valid {
 		t.missing = true
 		return
 	}
-	if time.Since(t.sought) > pageEvery<<(maxSpoilt+1) {
-		t.spoilt = 0
+	if time.Since(t.tried) > pageEvery<<(maxFailures+1) {
+		t.failures = 0
 	}
-	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	ts.voice.once("meter "+at.allocation, "cannot read an allocation's counters; "+
+	t.tried, t.missing, t.failures = time.Now(), true, min(t.failures+1, maxFailures)
+	ts.log.once("meter "+at.allocation, "cannot read an allocation's counters; "+
 		"the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 }

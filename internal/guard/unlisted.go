@@ -32,7 +32,7 @@ const (
 // names the pod. A container that has more than all containers of its pod may use together is over
 // its cap, whichever of them it is. With less it is not judged. Nor is it judged if not all caps of
 // its pod are known.
-func (e *eye) unlisted(
+func (e *examiner) unlisted(
 	d *gpu.Device, sums map[string]*sum, held allocations, at time.Time,
 ) (procs int, judged []memcap.Allowance) {
 	for _, id := range slices.Sorted(maps.Keys(sums)) {
@@ -40,10 +40,10 @@ func (e *eye) unlisted(
 		if e.containers[id] != nil {
 			continue
 		}
-		s := e.strays[p]
+		s := e.missing[p]
 		if s == nil {
-			s = &stray{first: at, podUID: t.podUID}
-			e.strays[p] = s
+			s = &unlistedContainer{first: at, podUID: t.podUID}
+			e.missing[p] = s
 		}
 		s.seen, s.procs = at, t.procs
 		// The list is as old as the request for it.
@@ -62,18 +62,18 @@ func (e *eye) unlisted(
 		if sure && t.pid != 0 {
 			judged = append(judged, memcap.Allowance{Container: id, GPU: d.UUID, Cap: bytes})
 		}
-		if !s.told {
-			s.told = true
+		if !s.reported {
+			s.reported = true
 			e.tellUnlisted(d, id, t, pod, bytes, sure)
 		}
 	}
-	maps.DeleteFunc(e.strays, func(p place, s *stray) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
+	maps.DeleteFunc(e.missing, func(p place, s *unlistedContainer) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
 	return procs, judged
 }
 
 // tellUnlisted reports a container that is not listed: in an Event on its pod if that is known,
 // otherwise on the node.
-func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
+func (e *examiner) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
 	what := "a container that the container runtime does not list (" + id + ")"
 	if t.pid == 0 {
 		what = "a process in the pod's cgroup and in none of its containers'"
@@ -85,12 +85,12 @@ func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container
 	default:
 		message += "; what it may use is not known, so it has no limit"
 	}
-	e.voice.log.Warn("a container is not listed",
+	e.log.Warn("a container is not listed",
 		"what", message, "reason", unlistedReason, "container", id, "uid", t.podUID)
 	if pod != nil {
-		e.hand.tell(pod, agentkube.Warning, unlistedReason, message)
+		e.handler.tell(pod, agentkube.Warning, unlistedReason, message)
 		return
 	}
-	e.hand.tellNode(agentkube.Warning, unlistedReason,
+	e.handler.tellNode(agentkube.Warning, unlistedReason,
 		fmt.Sprintf("%s; its pod has the UID %s", message, t.podUID))
 }

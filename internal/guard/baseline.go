@@ -9,42 +9,42 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// calmFor is how long after a look that found all in order the guard only checks whether anything
-// has changed on the GPU. Without a cap on the GPU it does so for calmIdle: there it can only find
+// baselineFor is how long after a look that found all in order the guard only checks whether anything
+// has changed on the GPU. Without a cap on the GPU it does so for baselineIdleFor: there it can only find
 // an intruder, and an intruder uses memory.
 const (
-	calmFor  = 5 * time.Second
-	calmIdle = time.Minute
+	baselineFor     = 5 * time.Second
+	baselineIdleFor = time.Minute
 )
 
-// calm describes a GPU at a look that found all in order: every container was within its cap, by
+// baseline describes a GPU at a look that found all in order: every container was within its cap, by
 // the driver's figures and by exact counters. As long as the same amount of memory is used and no
 // counter has changed, a look would find nothing new. Most processes take their memory once and
 // keep it.
 //
 // Two cases are found late. A container may take exactly what another frees, both past their
-// counters and between two looks: the guard sees it after calmFor. An intruder may take exactly
-// what another process frees: the guard sees it after calmIdle.
-type calm struct {
+// counters and between two looks: the guard sees it after baselineFor. An intruder may take exactly
+// what another process frees: the guard sees it after baselineIdleFor.
+type baseline struct {
 	at   time.Time
 	used gpu.MiB
 	caps map[string]uint64 // bytes by allocation, of those with processes there; lib.None if uncapped
 }
 
-// still reports whether a GPU is as it was when all was in order: as much memory is used, and no
+// unchanged reports whether a GPU is as it was when all was in order: as much memory is used, and no
 // cap and no counter has changed. capped is true if there is a cap on the GPU.
-func (g *Guard) still(
+func (g *Guard) unchanged(
 	u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time,
 ) bool {
-	trusted := calmIdle
+	trusted := baselineIdleFor
 	if capped {
-		trusted = calmFor
+		trusted = baselineFor
 	}
 	f := g.found[u]
-	if f == nil || f.calm == nil {
+	if f == nil || f.baseline == nil {
 		return false
 	}
-	c := f.calm
+	c := f.baseline
 	if m, known := memory[u]; !known || m.Used != c.used || now.Sub(c.at) >= trusted {
 		return false
 	}
@@ -53,10 +53,10 @@ func (g *Guard) still(
 			return false
 		}
 	}
-	return g.eye.unmoved(u)
+	return g.examiner.unmoved(u)
 }
 
-func (e *eye) unmoved(u gpu.UUID) bool {
+func (e *examiner) unmoved(u gpu.UUID) bool {
 	for p, t := range e.tallies.by {
 		if p.gpu != u || t.meter == nil {
 			continue
@@ -68,9 +68,9 @@ func (e *eye) unmoved(u gpu.UUID) bool {
 	return true
 }
 
-// settle returns what a look found if all was in order, and nil if not: how much of the GPU was
+// newBaseline returns what a look found if all was in order, and nil if not: how much of the GPU was
 // used, and the cap of each allocation that has containers there.
-func (e *eye) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) *calm {
+func (e *examiner) newBaseline(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) *baseline {
 	for i := range sc.sample.Processes {
 		if sc.sample.Processes[i].Start == 0 {
 			return nil // it ended during the look
@@ -102,5 +102,5 @@ func (e *eye) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) *cal
 			return nil
 		}
 	}
-	return &calm{at: sc.sample.At, used: used, caps: caps}
+	return &baseline{at: sc.sample.At, used: used, caps: caps}
 }
