@@ -158,11 +158,11 @@ type Judge struct {
 	policy Policy
 
 	mu   sync.Mutex // guards gpus
-	gpus map[gpu.UUID]*card
+	gpus map[gpu.UUID]*gpuState
 }
 
-// card is what the judge remembers of a GPU.
-type card struct {
+// gpuState is what the judge remembers of a GPU.
+type gpuState struct {
 	at time.Time // of its last sample
 	// listed has the PIDs of the last sample. Its values are ticks: that of the first sample of the
 	// row of samples, up to the last one, which all list the PID.
@@ -182,7 +182,7 @@ type doubt struct {
 
 // NewJudge returns a judge that has seen nothing.
 func NewJudge(p Policy) *Judge {
-	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*card{}}
+	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*gpuState{}}
 }
 
 // Judge takes in a sample. It returns the confirmed offences on the sample's GPU, sorted by
@@ -196,7 +196,7 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 	defer j.mu.Unlock()
 	c := j.gpus[s.GPU]
 	if c == nil || s.At.Before(c.at) {
-		c = &card{doubts: map[party]*doubt{}}
+		c = &gpuState{doubts: map[party]*doubt{}}
 		j.gpus[s.GPU] = c
 	}
 	c.at = s.At
@@ -343,7 +343,7 @@ func (u *use) offender(limit uint64) string {
 
 // uses returns how much each party has in a sample, in the order of the parties, and notes which
 // PIDs are listed. A container that is in no party gets a party of its own.
-func (c *card) uses(s Sample, parties []Party) []use {
+func (c *gpuState) uses(s Sample, parties []Party) []use {
 	listed := make(map[int]uint64, len(s.Processes))
 	sorted := make([]Process, 0, len(s.Processes))
 	for _, p := range s.Processes {

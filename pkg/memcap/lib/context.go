@@ -29,11 +29,11 @@ func (m *Meter) estimate(each uint64, now time.Time) {
 	m.page.setContext(expected(m.page.context(), each, uint64(steps)))
 }
 
-// barely notes the least that contexts were seen to take, by a quiet reading with each bytes for
+// noteBare notes the least that contexts were seen to take, by a quiet reading with each bytes for
 // each context. It also uses readings in which other memory was charged by guess: if that makes
 // contexts look small here, it makes what they have look small in held, too. If there are several
-// contexts, the larger of two readings in a row counts, as in clean.
-func (m *Meter) barely(c Counters, each uint64) {
+// contexts, the larger of two readings in a row counts, as in credible.
+func (m *Meter) noteBare(c Counters, each uint64) {
 	was := m.seen
 	m.seen = each
 	if c.Contexts > 1 {
@@ -58,12 +58,12 @@ func expected(was, each, steps uint64) uint64 {
 	return max(next, LeastContext)
 }
 
-// clean returns what a quiet reading, by which each context takes so many bytes, shows of contexts;
+// credible returns what a quiet reading, by which each context takes so many bytes, shows of contexts;
 // 0 if nothing. It shows nothing if other memory than the living contexts was charged by guess: a
 // guess is mostly too high and makes contexts look small. If there are several contexts, the larger
 // of two readings in a row counts, since a dying process loses its memory some time before it
 // counts as dead.
-func (m *Meter) clean(c Counters, each uint64) uint64 {
+func (m *Meter) credible(c Counters, each uint64) uint64 {
 	if c.Guesses > c.Contexts {
 		each = 0
 	}

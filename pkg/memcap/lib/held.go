@@ -46,10 +46,10 @@ func (m *Meter) lacks(contexts, code, has uint64) uint64 {
 	return may - min(may, has)
 }
 
-// assure notes in the page whether every context seen so far took no more than contexts are
+// noteSure notes in the page whether every context seen so far took no more than contexts are
 // charged. If so, a program that has just begun need not wait for a reading before it comes near
 // its cap. A short program runs for a tenth of that time, and many like it may follow.
-func (m *Meter) assure() {
+func (m *Meter) noteSure() {
 	var sure uint64
 	if m.worst != 0 && m.worst <= m.page.load(atContext) {
 		sure = 1

@@ -29,10 +29,10 @@ type Meter struct {
 	lastAsks uint64
 	contexts uint64 // living contexts at the last conclusive reading
 	taken    taken  // the part of promises that the driver has taken
-	each     uint64 // bytes per context by the last reading, for clean; 0: unknown
+	each     uint64 // bytes per context by the last reading, for credible; 0: unknown
 	// estimated is the time up to which the estimate for a context has risen.
 	estimated time.Time
-	seen      uint64 // bytes per context by the last quiet reading, for barely; 0: unknown
+	seen      uint64 // bytes per context by the last quiet reading, for noteBare; 0: unknown
 	bare      uint64 // the least that a context was seen to take, in bytes
 	worst     uint64 // the most that a context was seen to take, with code, in bytes
 }
@@ -90,7 +90,7 @@ func (m *Meter) Begin() error {
 	if err != nil {
 		return err
 	}
-	if c.Nonce != m.page.load(atUsage) || !m.page.stands() {
+	if c.Nonce != m.page.load(atUsage) || !m.page.atPath() {
 		return fmt.Errorf("read usage page: it is not, or no longer, the page of the allocation: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true
@@ -160,7 +160,7 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 	if r.Quiet {
 		next.held = m.held(c, driver, each)
 		next.surely = next.held
-		m.assure()
+		m.noteSure()
 	}
 	r.Correction = next.correction
 	figure := uint64(max(0, int64(c.Bound)+next.correction)) // of the processes that count on this page
@@ -215,8 +215,8 @@ func (m *Meter) conclude(
 		if quiet {
 			next.least = max(next.least, low)
 			each = perContext(c, driver, m.taken.open(c))
-			m.barely(c, each)
-			each = m.clean(c, each)
+			m.noteBare(c, each)
+			each = m.credible(c, each)
 			if m.first.Guesses == c.Guesses {
 				next.stamp = c.Guesses + 1
 			}

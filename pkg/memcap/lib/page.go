@@ -398,9 +398,9 @@ func mapPage(path string) (mappedPage, error) {
 
 func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
 
-// stands reports whether the page still is the file at its path. An allocation that has ended and
+// atPath reports whether the page still is the file at its path. An allocation that has ended and
 // was made again has new pages.
-func (p mappedPage) stands() bool {
+func (p mappedPage) atPath() bool {
 	var st unix.Stat_t
 	return unix.Lstat(p.path, &st) == nil && uint64(st.Dev) == p.dev && st.Ino == p.ino
 }
