@@ -97,7 +97,7 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		return err
 	}
 	defer root.Close()
-	if says(root, name, data) {
+	if hasContent(root, name, data) {
 		return nil
 	}
 	temp := temporary(name)
@@ -319,8 +319,8 @@ func (d *Dir) ownTemporary(name string) bool {
 	return ok
 }
 
-// says reports whether the file is regular, has the right mode, and has just this data.
-func says(root *os.Root, name string, data []byte) bool {
+// hasContent reports whether the file is regular, has the right mode, and has just this data.
+func hasContent(root *os.Root, name string, data []byte) bool {
 	info, err := root.Lstat(name)
 	if err != nil || info.Mode() != mode || info.Size() != int64(len(data)) {
 		return false
