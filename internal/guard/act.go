@@ -19,8 +19,8 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// offenceHandler acts on offences: it reports them, ends containers and evicts pods. It works in goroutines
-// of its own, so that looks go on meanwhile.
+// offenceHandler acts on offences: it reports them, ends containers and evicts pods. It works in
+// goroutines of its own, so that looks go on meanwhile.
 type offenceHandler struct {
 	driver       Driver
 	proc         Proc

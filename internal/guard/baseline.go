@@ -9,9 +9,9 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// baselineFor is how long after a look that found all in order the guard only checks whether anything
-// has changed on the GPU. Without a cap on the GPU it does so for baselineIdleFor: there it can only find
-// an intruder, and an intruder uses memory.
+// baselineFor is how long after a look that found all in order the guard only checks whether
+// anything has changed on the GPU. Without a cap on the GPU it does so for baselineIdleFor: there it
+// can only find an intruder, and an intruder uses memory.
 const (
 	baselineFor     = 5 * time.Second
 	baselineIdleFor = time.Minute

@@ -5,7 +5,7 @@
 //
 // # One look
 //
-// Several times a second, a look at each GPU with shares on it does this:
+// Several times a second, a look at each GPU with caps on it does this:
 //
 //  1. It asks the driver which processes have how much memory there.
 //  2. It finds the container of each process (package node).
@@ -46,11 +46,14 @@
 //
 // # Parts
 //
-// [Guard] decides which GPUs are due, and whether anything has changed on one where all was in
-// order. It keeps what the last look at each found (finding). The examiner looks. It has the roster of
-// containers and the tallies of their counters. All of this belongs to Run's goroutine and has no
-// lock. The limits remember what the driver was asked to enforce. The offenceHandler acts on offences, beside
-// the looks; its mutex guards the set of containers that it is ending.
+//   - [Guard] decides which GPUs are due, and whether anything has changed on one where all was in
+//     order (baseline). It keeps what the last look at each found (finding).
+//   - The examiner looks. It has the roster of containers and the tallies of their counters.
+//   - The limits remember what the driver was asked to enforce.
+//   - The offenceHandler acts on offences while looks go on. Its mutex guards the set of containers
+//     that it is ending.
+//
+// All but the last belongs to Run's goroutine and has no lock.
 //
 // # What it does about an offence
 //

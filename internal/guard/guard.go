@@ -49,7 +49,8 @@ const (
 	// maxFailures is how often pageEvery is doubled at most for an allocation whose counters make no
 	// sense again and again. That comes to some four minutes.
 	maxFailures = 8
-	// recheckAfter is longer than memory stays that the library frees at once since it is over the cap.
+	// recheckAfter is how long the guard waits before it looks again at a container over its cap. The
+	// library undoes an excess of a memory pool in less time.
 	recheckAfter = 20 * time.Millisecond
 	// checkEvery is how often the guard checks whether it may start.
 	checkEvery = 10 * time.Second
@@ -202,7 +203,8 @@ type Guard struct {
 
 	// answerFrom is the time before which no process's ask for a reading is answered.
 	answerFrom time.Time
-	looked     map[gpu.UUID]time.Time
+	// looked has the time at which each GPU was last due.
+	looked map[gpu.UUID]time.Time
 	// found has what the last look at each GPU found.
 	found map[gpu.UUID]*finding
 }

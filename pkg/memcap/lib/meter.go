@@ -109,7 +109,8 @@ func (m *Meter) Begin() error {
 func (m *Meter) Cost() time.Duration { return m.took }
 
 // End finishes a reading. driver is what the driver reports for the processes that count on the
-// page, in bytes; known is false if it reports nothing. each is what each process has, or nil.
+// page, in bytes; known is false if it reports nothing. each is what each process has, or nil. End
+// returns an error if no reading was begun, or if the usage page cannot be read or is invalid.
 //
 // Let T be the counted memory that the processes really have. It excludes managed memory, which the
 // driver's figure lacks, and promises, which it may lack. Suppose that bound and all idle words

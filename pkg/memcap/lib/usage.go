@@ -121,7 +121,7 @@ type Counters struct {
 	Settled             uint64 // sum of what was taken off Bound after the driver already had it back
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
 	Uncounted           uint64 // allocations of an unknown type that were allowed under the open policy
-	Guesses             uint64 // how often a change made Bound differ from the driver's figure by an unknown amount
+	Guesses             uint64 // changes after which Bound may differ from the driver's figure
 	// Attempt has two halves. The upper one counts the allocations made without a reservation so
 	// far. The lower one is 1 + the slot of the one under way, or 0.
 	Attempt   uint64
