@@ -51,7 +51,8 @@ func (h *offenceHandler) forget(listed map[string]*node.Container) {
 // lasts reports whether a container that is over its cap still is at two more looks. By one
 // request, a memory pool may be over for some milliseconds before the library undoes it. A program
 // at the edge of its cap does so again and again, and two looks may both fall into such a moment.
-// The container's own counters do not matter here, since the container writes them.
+// The container's own counters do not matter here, since the container writes them. If the driver
+// does not answer, lasts returns false.
 func (h *offenceHandler) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	for range 2 {
 		select {
