@@ -19,48 +19,48 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// hand is what is done about offences: it tells of them, ends containers and evicts
-// pods. It works beside the looks that go on.
-type hand struct {
+// offenceHandler acts on offences: it reports them, ends containers and evicts pods. It works in
+// goroutines of its own, so that looks go on meanwhile.
+type offenceHandler struct {
 	driver       Driver
 	proc         Proc
 	runtime      Runtime
-	cluster      Cluster // nil where there is none
+	cluster      Cluster // nil if there is no API server
 	observer     Observer
-	voice        *voice
+	log          *guardLog
 	endIntruders bool
 	evictAfter   int
 
-	// found is how many intruders were found, kills how many containers were ended.
+	// found counts the intruders that were found, kills the containers that were ended.
 	found, kills atomic.Uint64
 
 	mu sync.Mutex
 	// Guarded by mu:
-	ending   map[string]bool // containers that are being ended
-	ended    map[string]bool // those that were, as long as they are listed
+	ending   map[string]bool // IDs of the containers that are being ended
+	ended    map[string]bool // IDs of those that were ended and are still listed
 	offences memcap.Offences
 }
 
-// forget drops what was noted of containers that are no longer listed.
-func (h *hand) forget(listed map[string]*node.Container) {
+// forget drops the notes on containers that are no longer listed.
+func (h *offenceHandler) forget(listed map[string]*node.Container) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	maps.DeleteFunc(h.ended, func(id string, _ bool) bool { return listed[id] == nil })
 }
 
-// lasts looks twice more before anybody is told of a container that is over its cap. A
-// memory pool may be that for some milliseconds, by one request, before the library
-// undoes it; a program at the edge of its cap does so again and again, and two looks
-// may both fall into such a moment. The container's own counters do not matter here: it
-// writes them itself.
-func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
+// lasts reports whether a container that is over its cap still is at two more looks. By one
+// request, a memory pool may be over for some milliseconds before the library undoes it. A program
+// at the edge of its cap does so again and again, and two looks may both fall into such a moment.
+// The container's own counters do not matter here, since the container writes them. If the driver
+// does not answer, lasts returns false.
+func (h *offenceHandler) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	for range 2 {
 		select {
 		case <-ctx.Done():
 			return false
-		case <-time.After(moment):
+		case <-time.After(recheckAfter):
 		}
-		dctx, cancel := context.WithTimeout(ctx, driverPatience)
+		dctx, cancel := context.WithTimeout(ctx, driverTimeout)
 		listed, err := h.driver.Processes(dctx, u)
 		cancel()
 		if err != nil || !v.Lasts(memcap.Merge(listed)) {
@@ -70,9 +70,11 @@ func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	return true
 }
 
-// act reports a confirmed offence, and ends the offender in the background: a runtime
-// may take its time.
-func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+// act reports a confirmed offence, and ends the offender in the background, since a runtime may
+// take its time.
+func (h *offenceHandler) act(
+	ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner,
+) {
 	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
 	if c.Name == "" {
 		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
@@ -97,7 +99,7 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 		message += "; it is ended"
 	}
 	if v.Told == 0 {
-		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container,
+		h.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container,
 			"processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
 		h.tell(c, agentkube.Warning, reason, message)
 	}
@@ -121,8 +123,8 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 	}()
 }
 
-// end ends a container for what it did, if it is still the one that did it.
-func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+// end ends a container for an offence, if the processes that are the evidence are still in it.
+func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	var owner node.Owner
 	stands := v.Stands(func(p memcap.Process) bool {
 		now, err := h.proc.Container(p.PID)
@@ -133,24 +135,24 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 		return same
 	})
 	if !stands || owner.ID == "" {
-		h.voice.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew",
+		h.log.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew",
 			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
-	ectx, cancel := context.WithTimeout(ctx, endPatience)
+	ectx, cancel := context.WithTimeout(ctx, endTimeout)
 	defer cancel()
 	how, err := h.runtime.End(ectx, owner)
-	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // of one that the runtime does not know it says so too
-		h.voice.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // the same error for an unlisted one
+		h.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
 		return
 	}
 	if err != nil {
-		h.voice.ration.Log(slog.LevelError, "cannot end a container",
+		h.log.ration.Log(slog.LevelError, "cannot end a container",
 			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
 		return
 	}
-	// A process with much memory takes seconds to end. It is told to again at
-	// every look, and has been ended once: a container does not come back.
+	// A process with much memory takes seconds to end, so the guard tells the runtime again at
+	// every look. It counts the container once: an ended container does not come back.
 	h.mu.Lock()
 	again := h.ended[v.Container]
 	h.ended[v.Container] = true
@@ -162,7 +164,7 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 	h.observer.Ended(End{
 		Kind: v.Kind, Pod: c.InPod(), Container: c.Name, GPU: v.GPU, Used: v.Used, Cap: v.Cap, After: after,
 	})
-	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name,
+	h.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name,
 		"for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
 	h.kills.Add(1)
 	h.mu.Lock()
@@ -173,40 +175,40 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 	}
 }
 
-// evict has the API server end a pod that offends again and again.
-func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
-	ctx, cancel := context.WithTimeout(ctx, kubePatience)
+// evict asks the API server to evict a pod that offends again and again.
+func (h *offenceHandler) evict(ctx context.Context, c *node.Container, offences int) {
+	ctx, cancel := context.WithTimeout(ctx, kubeTimeout)
 	defer cancel()
 	pod := c.InPod()
 	if err := h.cluster.Evict(ctx, pod); err != nil {
-		h.voice.log.Error("cannot evict a pod that offends again and again",
+		h.log.Error("cannot evict a pod that offends again and again",
 			"pod", pod.String(), "offences", offences, "err", err)
 		return
 	}
 	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: "+
 		"use beyond its GPU memory cap, or of a GPU without an allocation", offences)
-	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
+	h.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, agentkube.Warning, evictedReason, message)
 }
 
 // tell sends an Event about a container's pod.
-func (h *hand) tell(c *node.Container, kind agentkube.EventType, reason, message string) {
+func (h *offenceHandler) tell(c *node.Container, kind agentkube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(c.InPod(), kind, reason, message)
 	}
 }
 
-// tellNode sends an Event about the node, since nobody knows whose pod it is.
-func (h *hand) tellNode(kind agentkube.EventType, reason, message string) {
+// tellNode sends an Event about the node, for use if the pod is not known.
+func (h *offenceHandler) tellNode(kind agentkube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(workload.Pod{}, kind, reason, message)
 	}
 }
 
-func (h *hand) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
+func (h *offenceHandler) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
 
-// pids are the first of the processes: a container may have thousands.
+// pids returns the PIDs of the first 20 processes: a container may have thousands.
 func pids(list []memcap.Process) []int {
 	out := make([]int, min(len(list), 20))
 	for i := range out {
@@ -215,5 +217,5 @@ func pids(list []memcap.Process) []int {
 	return out
 }
 
-// amount puts bytes into words.
+// amount returns bytes as text, in GiB.
 func amount(n uint64) string { return fmt.Sprintf("%.2f GiB", float64(n)/(1<<30)) }

@@ -10,21 +10,21 @@ import (
 )
 
 const (
-	// askEvery is how often the guard looks whether a process waits for a reading. A program that
-	// comes near its cap waits once, and a short one lasts some 30 ms. Where many pages are looked
-	// at, askEach for each of them is longer, so that it costs 4 % of a processor at most.
+	// askEvery is how often the guard checks whether a process waits for a reading. A program that
+	// comes near its cap waits once, and a short one lasts some 30 ms. With many pages the guard
+	// waits askEach for each page instead, so that the checks cost at most 4 % of a processor.
 	askEvery = 5 * time.Millisecond
 	askEach  = 200 * time.Microsecond
-	// askShare is how much longer the guard rests after an answer than the answer took. A tenant
+	// askShare is how many times as long as an answer took the guard rests after it, since a tenant
 	// may ask all the time.
 	askShare = 19
-	// askFor is how long after an ask the guard looks so often. It finds the first ask with a look
-	// of its own.
+	// askFor is how long after a process has asked the guard checks so often. An ordinary look
+	// finds the first ask.
 	askFor = 10 * time.Second
 )
 
-// listen has a value when it is time to look whether a process waits for a reading; it is nil
-// where none has asked of late.
+// listen returns a channel that has a value when it is time to check whether a process waits for a
+// reading. The channel is nil if no process has asked within askFor.
 func (ts *tallies) listen(now time.Time) <-chan time.Time {
 	pages := 0
 	for _, t := range ts.by {
@@ -38,12 +38,13 @@ func (ts *tallies) listen(now time.Time) <-chan time.Time {
 	return time.After(max(askEvery, time.Duration(pages)*askEach))
 }
 
-// listens says that a process has asked for a reading of late.
+// listens reports whether a process has asked for a reading within askFor, and the counters are
+// cheap to read and make sense.
 func (t *tally) listens(now time.Time) bool {
-	return t.meter != nil && t.sound && t.cost < expensive && now.Sub(t.lively) <= askFor
+	return t.meter != nil && t.valid && t.cost < expensive && now.Sub(t.lastAsk) <= askFor
 }
 
-func (e *eye) asked(now time.Time) (asked map[gpu.UUID]bool) {
+func (e *examiner) asked(now time.Time) (asked map[gpu.UUID]bool) {
 	for p, t := range e.tallies.by {
 		if asked[p.gpu] || !t.listens(now) || !t.meter.Asked() {
 			continue
@@ -56,13 +57,13 @@ func (e *eye) asked(now time.Time) (asked map[gpu.UUID]bool) {
 	return asked
 }
 
-// answer looks at the GPUs for which a process waits for a reading.
+// answer looks at each GPU on which a process waits for a reading.
 func (g *Guard) answer(ctx context.Context) {
 	began := time.Now()
 	if began.Before(g.answerFrom) {
 		return
 	}
-	asked := g.eye.asked(began)
+	asked := g.examiner.asked(began)
 	if asked == nil {
 		return
 	}

@@ -11,20 +11,21 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A container writes its counters itself, and can make them expensive to read: 50 ms for
-// each look at a page on which it has thousands of locks. All others are read first.
+// A container writes its counters itself, and can make them expensive to read. A page on which it
+// has thousands of locks takes 50 ms in each look. All other pages are read first.
 const (
-	// expensive is the CPU time of a reading from which on the budget counts it: a
-	// thousand processes take half of it.
+	// expensive is the CPU time of a reading from which on the budget counts it. A page with a
+	// thousand processes takes half of it.
 	expensive = 5 * time.Millisecond
-	// budget is how much of that one look at a GPU spends at most, and restFactor for how
-	// many times their cost such counters are left alone afterwards.
+	// budget is how much CPU time one look at a GPU spends at most on expensive counters. After a
+	// reading these are left alone for restFactor times what it cost.
 	budget     = 25 * time.Millisecond
 	restFactor = 25
 )
 
-// begin begins the readings of a look, by allocation. Expensive counters, and those
-// that were never read, have one budget; those that have waited longest come first.
+// begin begins the readings of a look, and returns the tallies that it has begun, by allocation.
+// Expensive counters, and those that were never read, share one budget. Those that have waited
+// longest come first.
 func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 	begun := map[string]*tally{}
 	var due []page
@@ -48,7 +49,7 @@ func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 		t := ts.by[p]
 		t.read = now
 		ts.beginOne(p, t, begun)
-		spent += 2 * t.cost // it is read again when the driver has answered
+		spent += 2 * t.cost // it is read again after the driver's answer
 	}
 	return begun
 }
@@ -57,7 +58,7 @@ func (ts *tallies) beginOne(p page, t *tally, begun map[string]*tally) {
 	err := t.meter.Begin()
 	t.cost = t.meter.Cost()
 	if err != nil {
-		ts.spoilt(p, t, err)
+		ts.discard(p, t, err)
 		return
 	}
 	begun[p.allocation] = t

@@ -1,72 +1,93 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package guard is the watchdog: it makes sure that every container stays within the GPU
-// memory that it was granted, whatever its processes do.
+// Package guard is the watchdog. It makes sure that every container stays within the GPU memory
+// that its allocation grants, even if its processes go around the library that enforces the cap.
 //
 // # One look
 //
-// Several times a second, for each GPU that is given out in shares, it asks the
-// driver which processes have how much memory there, finds the container of each
-// (package node), and what that container may have (its allocations, from the agent).
-// Where a cap's library runs in the container, the look
-// serves that library too: what contexts and modules take cannot be predicted, so the
-// guard writes the measured figures to the container's limit page (lib.Meter, around the driver's
-// answer).
+// Several times a second, a look at each GPU with caps on it does this:
+//
+//  1. It asks the driver which processes have how much memory there.
+//  2. It finds the container of each process (package node).
+//  3. It finds what each container may have (its allocations, from the agent).
+//  4. It passes all that to the judge (package memcap). The judge is pure: it decides who is over a
+//     cap, for how long, and what is not known.
+//  5. It ends the containers that the judge names.
+//
+// A guard runs until its context ends:
 //
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
 //	err := g.Run(ctx)
 //
-// Counters and limit page are an allocation's: its containers share them, at the same time
-// or one after another. So they have one reader for an allocation and GPU (tally), whichever
-// of the containers is there, and are held against what the driver says of all of
-// them together; that is not known while a process of their pod is in a container
-// that the runtime does not list yet.
+// GPUs without a cap are looked at for intruders alone: every ten seconds, or every thirty if the
+// node has no allocations. If the node has no caps at all, the guard sleeps in between until the
+// agent reports a change.
 //
-// A container writes its counters itself, so it decides what it costs to read them.
-// Expensive ones share a small budget of CPU time in each look, and are read less often
-// the more they cost; all others are read at every look.
+// # Counters and limit pages
 //
-// Where the driver can hold a container to its memory by itself (R615 and later,
-// by cgroup), the first look that finds one on a GPU has it do so (Limiter); the
-// level of that container is then memcap.Driver, as long as the driver confirms it.
+// The library in a container cannot predict what contexts and modules take. So the guard measures
+// it: each look compares the container's own counters with the driver's figure, and writes the
+// difference to the limit page (lib.Meter).
 //
-// What was seen goes to the judge (package memcap), which is pure: it decides
-// what is over its cap, for how long, and what is not known. GPUs that nobody has a cap on
-// are looked at for intruders alone: every ten seconds, or every thirty where nobody on the
-// node has anything. Where there is no cap at all the guard sleeps in between, until the
-// agent says that something has changed.
+// Counters and limit page belong to an allocation. Its containers share them, at the same time or
+// one after another. So each allocation and GPU has one reader (tally), which compares the counters
+// with the driver's figure for all of its containers together. That figure is unknown while a
+// process of their pod is in a container that the runtime does not list yet.
 //
-// [Guard] goes round: which GPUs are due, whether anything stirs on one where all was in order,
-// and what the last look at each found (finding). The looks are the eye's, which has the roster of
-// containers and the tallies of their counters. All that belongs to the goroutine of Run and has no
-// lock. What the driver is asked to hold is in limits, and hand does what must be done about an
-// offence: it works beside the looks, and its mutex guards which containers it is ending.
+// A container writes its counters itself, so it can make them expensive to read. Expensive counters
+// share a small budget of CPU time in each look, and are read less often the more they cost. All
+// others are read at every look.
 //
-// # What it does about it
+// # Limits of the driver
 //
-// A container over its cap has got around the library, or has none: an Event says so,
-// and it is ended, and no other. Of several that share an allocation's cap, also in
-// several pods, that is the one with the largest excess of the driver's figure over what it
-// counts by itself. Before that everything is looked at again: the
-// driver's figures, twice within some milliseconds, since a memory pool may be over
-// for a moment before the library undoes it; and for each process that counted, that it is the same one
-// and still in that container. A container that uses a GPU of ours without a
-// allocation on it is reported, and ended only where the operator wants that. One that
-// the runtime does not list (a sandboxed runtime has the processes of a whole pod in
-// such) is reported as that. Its cgroup tells its pod; it is ended if it has more than
-// all containers of that pod may have together, and only where that is known. A process
-// outside all pods is counted and never touched. A pod that offends again and again can
-// be evicted, so that its controller creates it elsewhere; that is off by default.
+// Some drivers (R615 and later) can limit a container's memory by its cgroup. There, the first look
+// that finds a container on a GPU sets the limit (Limiter). The container's level is then
+// memcap.Driver, as long as the driver confirms the limit.
 //
-// # Where it will not work
+// # Parts
 //
-// The driver lists processes in the caller's PID namespace and leaves out those
-// that the caller cannot see. Outside the node's own namespace the guard would see
-// no processes at all, so there it refuses to start and says why; caps then rest on the
-// library alone, and status and metrics say that.
+//   - [Guard] decides which GPUs are due, and whether anything has changed on one where all was in
+//     order (baseline). It keeps what the last look at each found (finding).
+//   - The examiner looks. It has the roster of containers and the tallies of their counters.
+//   - The limits remember what the driver was asked to enforce.
+//   - The offenceHandler acts on offences while looks go on. Its mutex guards the set of containers
+//     that it is ending.
 //
-// The guard has a goroutine of its own and never waits for the agent's loop: a
-// driver that hangs leaves it without figures, and without figures nobody is
-// ended. It knows no hardware, no cgroup and no API server, only the small
-// interfaces that it declares.
+// All but the last belongs to Run's goroutine and has no lock.
+//
+// # What it does about an offence
+//
+// A container over its cap went around the library, or has none. The guard sends an Event and ends
+// that container and no other. If several containers share the allocation's cap, also in several
+// pods, it ends the one with the largest excess of the driver's figure over its own count.
+//
+// Before it ends a container, the guard checks everything again:
+//
+//   - the driver's figures, twice within some milliseconds, since a memory pool may be over its cap
+//     for a moment before the library undoes it
+//   - for each process that counted: that it is the same process, and still in that container
+//
+// Others that use a GPU which the agent gives out:
+//
+//	a container without an       reported; ended only if the operator wants that
+//	allocation on the GPU
+//	a container that the         reported. A sandboxed runtime has the processes of a whole pod
+//	runtime does not list        in such a container. Its cgroup names the pod. It is ended if it
+//	                             has more than all containers of that pod may have together, and
+//	                             only if that sum is known
+//	a process outside all pods   counted, and never touched
+//
+// A pod that offends again and again can be evicted, so that its controller creates it elsewhere.
+// Eviction is off by default.
+//
+// # Where it does not run
+//
+// The driver lists processes in the caller's PID namespace, and leaves out those that the caller
+// cannot see. Outside the node's own PID namespace the guard would see no processes. So it does not
+// start there, and logs the reason. Caps then rest on the library alone, which the status and the
+// metrics show.
+//
+// The guard has a goroutine of its own, and never waits for the agent's loop. A driver that hangs
+// leaves it without figures, and without figures it ends no container. It reaches hardware, cgroups
+// and the API server only through the small interfaces that it declares.
 package guard

@@ -21,37 +21,38 @@ import (
 )
 
 const (
-	// DefaultEvery is how often a GPU with caps on it is looked at: a breach is
-	// seen after half of that on average, confirmed after as much again, and
-	// ended well within a second.
+	// DefaultEvery is how often the guard looks at a GPU with caps. On average it sees a breach
+	// after half of this, confirms it after as much again, and ends the container well within a
+	// second.
 	DefaultEvery = 250 * time.Millisecond
-	// idleEvery is the same for a GPU on which there is no cap, restEvery where nobody
-	// on the node has anything, and suspectEvery while somebody is on the GPU who should
-	// not be: the judge forgets a doubt that no look confirms.
+	// idleEvery is how often the guard looks at a GPU without a cap, and restEvery if the node has
+	// no allocations. suspectEvery is how often it looks at one with intruders or unlisted
+	// containers: the judge drops a doubt that no look confirms.
 	idleEvery    = 10 * time.Second
 	restEvery    = 30 * time.Second
 	suspectEvery = time.Second
-	// driverPatience bounds the driver's answer, runtimePatience the runtime's,
-	// endPatience the end of a container, kubePatience an eviction.
-	driverPatience  = 2 * time.Second
-	runtimePatience = 4 * time.Second
-	endPatience     = 10 * time.Second
-	kubePatience    = 30 * time.Second
-	// listEvery is how old the list of containers may be, and listSoon how old
-	// while a process is in one that is not on it.
+	// driverTimeout bounds the driver's answer, runtimeTimeout the runtime's answer, endTimeout
+	// the end of a container, and kubeTimeout an eviction.
+	driverTimeout  = 2 * time.Second
+	runtimeTimeout = 4 * time.Second
+	endTimeout     = 10 * time.Second
+	kubeTimeout    = 30 * time.Second
+	// listEvery is how old the list of containers may be. After an answer the guard does not ask
+	// for the next list within listSoon, even if a process is in a container that the list lacks.
 	listEvery = 10 * time.Second
 	listSoon  = 500 * time.Millisecond
-	// pageEvery is how often counters that could not be opened are tried again.
+	// pageEvery is how long the guard waits before it tries again to open counters.
 	pageEvery = time.Second
-	// listWait is how long a look stays for the runtime's answer, which else the
-	// next one takes.
+	// listWait is how long a look waits for the runtime's answer. An answer that comes later is
+	// taken by a later look.
 	listWait = 250 * time.Millisecond
-	// maxSpoilt bounds how often pageEvery is doubled for a container whose
-	// counters are nonsense again and again: to some four minutes.
-	maxSpoilt = 8
-	// moment is longer than what a library takes back at once is there.
-	moment = 20 * time.Millisecond
-	// checkEvery is how often it is tried again whether the guard may start.
+	// maxFailures is how often pageEvery is doubled at most for an allocation whose counters make no
+	// sense again and again. That comes to some four minutes.
+	maxFailures = 8
+	// recheckAfter is how long the guard waits before it looks again at a container over its cap. The
+	// library undoes an excess of a memory pool in less time.
+	recheckAfter = 20 * time.Millisecond
+	// checkEvery is how often the guard checks whether it may start.
 	checkEvery = 10 * time.Second
 )
 
@@ -65,123 +66,126 @@ const (
 
 // Options configure a Guard.
 type Options struct {
-	// Domain is that of the names by which allocations are recognised.
+	// Domain is the domain in the CDI names and annotations that name a container's allocations.
 	Domain string
-	// Every is how often GPUs with caps are looked at; zero is DefaultEvery.
+	// Every is how often the guard looks at GPUs with caps; zero means DefaultEvery.
 	Every time.Duration
-	// EndIntruders ends containers that use a GPU without an allocation on it.
+	// EndIntruders is true if containers that use a GPU without an allocation on it are ended.
 	EndIntruders bool
-	// EvictAfter is the number of offences within an hour after which a pod is
-	// evicted; zero is never.
+	// EvictAfter is the number of offences within an hour after which a pod is evicted; zero means
+	// never.
 	EvictAfter int
-	// Own is the agent's own pod, which may look at any GPU.
+	// Own is the agent's own pod, which may use any GPU.
 	Own workload.Pod
-	// Policy is what counts as a breach; the zero value is the default.
+	// Policy decides what counts as a breach; the zero value is the default.
 	Policy memcap.Policy
 	Log    *slog.Logger
 }
 
-// Worlds is what the guard speaks to.
+// Worlds are the interfaces through which the guard reaches the driver, the node and the cluster.
 type Worlds struct {
 	Driver      Driver
 	Allocations Allocations
 	Proc        Proc
 	Runtime     Runtime
 	Pages       Pages
-	// Cluster is nil where there is no API server to speak to.
+	// Cluster is nil if there is no API server.
 	Cluster  Cluster
 	Observer Observer
-	// Limiter is nil where the driver is not to be asked for limits.
+	// Limiter is nil if the driver is not to be asked for limits.
 	Limiter Limiter
 }
 
-// Driver lists the processes on a GPU, and says how much memory of GPUs is used.
+// Driver lists the processes on a GPU, and returns how much memory of GPUs is used.
 type Driver interface {
 	Processes(context.Context, gpu.UUID) ([]gpu.Process, error)
 	// Memory leaves out the GPUs that it cannot read.
 	Memory(context.Context, ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error)
 }
 
-// Utilizer is a Driver that tells how busy processes have kept the streaming multiprocessors of
-// GPUs since a time, in percent and by PID; those that are idle are left out. It leaves out the GPUs of which
-// the driver does not tell.
+// Utilizer is a Driver that can return how busy each process has kept a GPU's streaming
+// multiprocessors since a time, in percent, by GPU and PID. It leaves out idle processes, and the
+// GPUs whose driver does not report this.
 type Utilizer interface {
 	Utilization(context.Context, time.Time, ...gpu.UUID) (map[gpu.UUID]map[int]float64, error)
 }
 
-// Allocations says what the node gives out, and to whom. agent.Agent is one.
+// Allocations are the GPUs that the node gives out, and their allocations. agent.Agent implements
+// it.
 type Allocations interface {
-	// Offered is the GPUs that are given out, in index order.
+	// Offered returns the GPUs that are given out, in index order.
 	Offered() []gpu.Device
-	// Allocations is who has what; their grants say how much memory.
+	// Allocations returns all allocations; their grants have the amounts of memory.
 	Allocations() []ledger.Allocation
-	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
+	// Open reports whether another party than the agent also gives the GPU out. No container is an
+	// intruder there.
 	Open(gpu.UUID) bool
-	// Changed has a value when any of this may have changed since the last one was
-	// taken.
+	// Changed has a value if any of this may have changed since the last value was taken.
 	Changed() <-chan struct{}
 }
 
-// Proc finds the container of a process. node.Proc is one.
+// Proc finds the container of a process. node.Proc implements it.
 type Proc interface {
 	Container(pid int) (node.Owner, error)
-	// Inside is how a process names itself: its PID namespace's number and its PID there.
+	// Inside returns the number of a process's PID namespace, and its PID in there.
 	Inside(pid int) (namespace, inner uint64, err error)
-	// Check says why processes of the node cannot be seen from here.
+	// Check returns nil if the node's processes can be seen from here, and otherwise the reason.
 	Check() error
 }
 
-// Runtime lists containers and ends them. node.Runtime is one.
+// Runtime lists containers and ends them. node.Runtime implements it.
 type Runtime interface {
 	Containers(context.Context) ([]node.Container, error)
 	End(context.Context, node.Owner) (how string, err error)
 }
 
-// Pages opens the counters of allocations. lib.Pages stands behind it.
+// Pages opens the counters of allocations. lib.Pages does the work.
 type Pages interface {
-	// Meter opens those of an allocation on a GPU; gpu.ErrNotFound where nothing is counted.
+	// Meter opens the counters of an allocation on a GPU. It returns gpu.ErrNotFound if nothing is
+	// counted there.
 	Meter(key string, u gpu.UUID) (Meter, error)
 }
 
-// Meter compares a container's own count with the driver's figure.
+// Meter compares an allocation's own count with the driver's figure.
 type Meter interface {
-	// Begin is called before the driver is asked and End with its answer.
+	// Begin is called before the driver is asked, and End with the driver's answer.
 	Begin() error
 	End(driver uint64, known bool, each map[lib.Process]uint64) (lib.Reading, error)
-	// Asked says whether a process waits for a reading.
+	// Asked reports whether a process waits for a reading.
 	Asked() bool
-	// Moved says whether there is anything new since the last reading.
+	// Moved reports whether anything is new since a reading.
 	Moved(since lib.Reading) (bool, error)
-	// Cost is the CPU time that the last reading took, as far as it has come: its
-	// price is the container's to choose.
+	// Cost returns the CPU time of the last reading, or of the current one so far. The container
+	// decides how much that is.
 	Cost() time.Duration
-	// Counted fills in what processes count for themselves, in bytes.
+	// Counted fills in how many bytes each process counts for itself.
 	Counted(map[lib.Process]uint64) error
 	Close() error
 }
 
-// Cluster is where offences are told, and offenders evicted. agentkube.Client is one.
+// Cluster reports offences and evicts offenders. agentkube.Client implements it.
 type Cluster interface {
 	Event(regarding workload.Pod, kind agentkube.EventType, reason, message string)
 	Evict(context.Context, workload.Pod) error
 }
 
-// Observer is told of what happens; it must not block.
+// Observer is told what happens. Its methods must not block.
 type Observer interface {
-	// Ended is called when a container has been ended, Evicted when a pod has been.
+	// Ended is called after a container was ended, Evicted after a pod was evicted.
 	Ended(End)
 	Evicted(pod workload.Pod, offences int)
 }
 
-// End is that of a container which the watchdog has ended.
+// End describes a container that the watchdog has ended.
 type End struct {
 	Kind      memcap.Kind
 	Pod       workload.Pod
 	Container string
 	GPU       gpu.UUID
-	// Used is what it was found with there, and Cap what it could have, in bytes.
+	// Used is how much memory the offender had on the GPU, and Cap how much it could have, both in
+	// bytes. If containers share the cap, both are of all of them together.
 	Used, Cap uint64
-	// After is the time since the breach began.
+	// After is the time since the breach was first seen.
 	After time.Duration
 }
 
@@ -191,62 +195,64 @@ type Guard struct {
 	driver      Driver
 	allocations Allocations
 	proc        Proc
-	voice       *voice
-	eye         lookout
+	log         *guardLog
+	examiner    gpuExaminer
 	state       atomic.Pointer[State]
 
-	// The rest belongs to Run's goroutine.
+	// The fields below belong to Run's goroutine.
 
-	// answerFrom is when those who ask for a reading are next listened to.
+	// answerFrom is the time before which no process's ask for a reading is answered.
 	answerFrom time.Time
-	looked     map[gpu.UUID]time.Time
-	// found is what the last look at each GPU found.
+	// looked has the time at which each GPU was last due.
+	looked map[gpu.UUID]time.Time
+	// found has what the last look at each GPU found.
 	found map[gpu.UUID]*finding
 }
 
-// lookout looks at GPUs and has done what must be done. [eye] does.
-type lookout interface {
-	// look takes one look at a GPU, whose memory was asked for before. The finding is nil if
-	// the driver has not answered. again says that it is worth to look at once again.
+// gpuExaminer looks at GPUs, and passes on what must be done. [examiner] implements it.
+type gpuExaminer interface {
+	// look takes one look at a GPU. memory is what the driver answered before it. The finding is
+	// nil if the driver does not answer. again is true if another look at once is worthwhile.
 	look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (f *finding, again bool)
 	// unmoved reports whether all counters on a GPU are as they were at its last look.
 	unmoved(u gpu.UUID) bool
-	// listen has a value when it is time to see who has asked for a reading, and asked has the
-	// GPUs for which a process waits for one. Both are nil where there is none.
+	// listen returns a channel that has a value when it is time to check for processes that wait
+	// for a reading. asked returns the GPUs on which a process waits for one. Both return nil if
+	// there is none.
 	listen(now time.Time) <-chan time.Time
 	asked(now time.Time) map[gpu.UUID]bool
-	// describe adds what is known of the containers of an allocation on a GPU, which may have so
+	// describe adds what is known of an allocation's containers on a GPU, where they may have so
 	// many bytes.
 	describe(c *status.Container, u gpu.UUID, bytes uint64)
-	// forget drops what is known of containers and allocations that are no more, or on GPUs
-	// that are not given out.
+	// forget drops what is known of containers and allocations that have ended, and of GPUs that
+	// are not given out.
 	forget(offered func(gpu.UUID) bool)
-	// counts is how many intruders were found and how many containers ended.
+	// counts returns how many intruders were found, and how many containers ended.
 	counts() (found, kills uint64)
 }
 
 // finding is what a look at a GPU has found.
 type finding struct {
 	Uninvited
-	users map[int]string // see State.users
-	calm  *calm          // nil where not all was in order
+	users    map[int]string // see State.users
+	baseline *baseline      // nil if not all was in order
 }
 
-// voice is the guard's log, to which a container must not be able to write without end.
-type voice struct {
-	log    *slog.Logger
-	ration *brief.Ration   // for what a container can cause at every look
-	said   map[string]bool // what once has logged
+// guardLog is the guard's log. It limits how much a container can make the guard write.
+type guardLog struct {
+	*slog.Logger
+	ration *brief.Ration   // for messages that a container can cause at every look
+	said   map[string]bool // keys of the messages that once has logged
 }
 
-// once logs something the first time. It is for Run's goroutine.
-func (v *voice) once(key, message string, args ...any) {
-	if !v.said[key] {
-		if len(v.said) > 1000 {
-			clear(v.said) // of containers long gone
+// once logs a message the first time that it is called with a key. It is for Run's goroutine.
+func (l *guardLog) once(key, message string, args ...any) {
+	if !l.said[key] {
+		if len(l.said) > 1000 {
+			clear(l.said) // most of these containers are long gone
 		}
-		v.said[key] = true
-		v.log.Warn(message, args...)
+		l.said[key] = true
+		l.Warn(message, args...)
 	}
 }
 
@@ -261,20 +267,20 @@ func New(o Options, w Worlds) *Guard {
 	if o.Every <= 0 {
 		o.Every = DefaultEvery
 	}
-	v := &voice{log: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
-	justice := &hand{
-		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
+	v := &guardLog{Logger: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
+	offences := &offenceHandler{
+		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, log: v,
 		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
 		ending: map[string]bool{}, ended: map[string]bool{},
 	}
 	g := &Guard{
-		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, voice: v,
-		eye: &eye{
+		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v,
+		examiner: &examiner{
 			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
-			judge: memcap.NewJudge(o.Policy), voice: v, hand: justice,
-			limits:  &limits{limiter: w.Limiter, voice: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
-			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
-			tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
+			judge: memcap.NewJudge(o.Policy), log: v, handler: offences,
+			limits:  &limits{limiter: w.Limiter, log: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
+			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, missing: map[place]*unlistedContainer{}},
+			tallies: tallies{pages: w.Pages, log: v, by: map[page]*tally{}},
 			names:   names{proc: w.Proc},
 			seen:    map[place]int{},
 		},
@@ -284,8 +290,8 @@ func New(o Options, w Worlds) *Guard {
 	return g
 }
 
-// State returns what was last seen. Where the guard does not run, that is who may
-// have how much, and not what they have.
+// State returns what was last seen. While the guard does not run, the state has what containers may
+// use, and not what they use.
 func (g *Guard) State() *State {
 	st := g.state.Load()
 	if st.Off == "" {
@@ -297,7 +303,7 @@ func (g *Guard) State() *State {
 	}
 }
 
-// Run looks until ctx ends, and returns its error.
+// Run looks at the GPUs until ctx ends, and returns ctx's error.
 func (g *Guard) Run(ctx context.Context) error {
 	defer g.forget(func(gpu.UUID) bool { return false })
 	if err := g.start(ctx); err != nil {
@@ -307,7 +313,7 @@ func (g *Guard) Run(ctx context.Context) error {
 	defer ticker.Stop()
 	for {
 		if idle := g.round(ctx, time.Now()); idle > g.every {
-			// Nobody has a cap: a node that gives out whole GPUs sleeps.
+			// No container has a cap, as on a node that gives out whole GPUs: sleep.
 			timer := time.NewTimer(idle)
 			select {
 			case <-ctx.Done():
@@ -322,23 +328,23 @@ func (g *Guard) Run(ctx context.Context) error {
 				return ctx.Err()
 			case <-ticker.C:
 				due = true
-			case <-g.eye.listen(time.Now()):
+			case <-g.examiner.listen(time.Now()):
 				g.answer(ctx)
 			}
 		}
 	}
 }
 
-// start waits until the guard can see the node's processes.
+// start waits until the guard can see the node's processes. It returns an error only if ctx ends.
 func (g *Guard) start(ctx context.Context) error {
 	for {
 		err := g.proc.Check()
 		if err == nil {
-			g.voice.log.Info("watchdog runs", "every", g.every.String())
+			g.log.Info("watchdog runs", "every", g.every.String())
 			return nil
 		}
 		if off := err.Error(); g.state.Load().Off != off {
-			g.voice.log.Error("the watchdog does not start; caps rest on the library in the container alone",
+			g.log.Error("the watchdog does not start; caps rest on the library in the container alone",
 				"err", err)
 			g.state.Store(&State{Off: off})
 		}
@@ -350,7 +356,7 @@ func (g *Guard) start(ctx context.Context) error {
 	}
 }
 
-// held are the allocations of this moment.
+// held returns the current allocations.
 func (g *Guard) held() allocations {
 	list := g.allocations.Allocations()
 	out := make(allocations, len(list))
@@ -360,8 +366,8 @@ func (g *Guard) held() allocations {
 	return out
 }
 
-// round looks at every GPU that is due, and returns for how long none will be if
-// nothing stirs; 0 where somebody has a cap.
+// round looks at every GPU that is due. It returns how long the guard may sleep if nothing changes,
+// or 0 if there is a cap.
 func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	gpus, held := g.allocations.Offered(), g.held()
 	idle = g.pause("", held)
@@ -388,11 +394,11 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	memory := g.memory(ctx, due)
 	for i := range gpus {
 		d := &gpus[i]
-		if !slices.Contains(due, d.UUID) || g.still(d.UUID, capped[d.UUID], held, memory, now) {
+		if !slices.Contains(due, d.UUID) || g.unchanged(d.UUID, capped[d.UUID], held, memory, now) {
 			continue
 		}
 		worked = true
-		// Counters that are found in one look are read in the next: at once.
+		// Counters that one look opens are read by the next: look again at once.
 		for range 2 {
 			if again := g.look(ctx, d, held, memory); !again || ctx.Err() != nil {
 				break
@@ -411,20 +417,21 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	return idle
 }
 
-// memory asks how much of GPUs is used. It is asked before their processes: what comes
-// after it is seen by the list, or by the next look.
+// memory returns how much of each GPU is used, as far as the driver says. A look asks for it before
+// it lists the processes, so memory that a process takes in between shows in the list or at the
+// next look.
 func (g *Guard) memory(ctx context.Context, gpus []gpu.UUID) map[gpu.UUID]gpu.Memory {
 	if len(gpus) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
-	of, _ := g.driver.Memory(ctx, gpus...) // of a GPU that is not in it, the processes are listed
+	of, _ := g.driver.Memory(ctx, gpus...) // a GPU that is missing in it is looked at
 	return of
 }
 
-// pause is how long a GPU is left alone on which there is no cap; without a name, any
-// where all is in order.
+// pause returns how long a GPU without a cap is left alone. For the empty UUID it returns the pause
+// of a GPU on which all is in order.
 func (g *Guard) pause(u gpu.UUID, held allocations) time.Duration {
 	f := g.found[u]
 	switch {
@@ -440,17 +447,17 @@ func (g *Guard) pause(u gpu.UUID, held allocations) time.Duration {
 func (g *Guard) look(
 	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
 ) (again bool) {
-	f, again := g.eye.look(ctx, d, held, memory)
+	f, again := g.examiner.look(ctx, d, held, memory)
 	if f != nil {
 		g.found[d.UUID] = f
 	}
 	return again
 }
 
-// forget drops what is known of containers and allocations that are no more, or on GPUs
-// that are not given out.
+// forget drops what is known of containers and allocations that have ended, and of GPUs that are
+// not given out.
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
-	g.eye.forget(offered)
+	g.examiner.forget(offered)
 	for u, f := range g.found {
 		if !offered(u) {
 			f.users = nil

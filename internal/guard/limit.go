@@ -15,48 +15,47 @@ import (
 )
 
 const (
-	// limitUnable is how long a GPU is left alone whose driver cannot limit
-	// containers, and limitRetry how long a container for which it failed.
+	// limitUnable is how long the guard asks for no limits on a GPU whose driver cannot limit
+	// containers. limitRetry is how long it waits after an attempt for one container failed.
 	limitUnable = time.Hour
 	limitRetry  = 10 * time.Second
-	// limitEvery is how often a limit is set again that stands: a driver that was
-	// loaded anew has forgotten it.
+	// limitEvery is how often a confirmed limit is set again: a driver that was loaded anew has
+	// forgotten it.
 	limitEvery = time.Minute
-	// limitGone is how often in a row a container that is still seen on the GPU may be
-	// gone: it takes a while to end, but not longer.
+	// limitGone is for how many attempts in a row a container may be gone while it is still seen on
+	// the GPU. It takes a while to end. After that the guard logs the error.
 	limitGone = 3
 )
 
-// Limiter has the driver itself limit the memory of containers.
+// Limiter asks the driver to limit the memory of containers.
 type Limiter interface {
-	// Limit keeps all processes of a container together within so many bytes of a
-	// GPU; lib.None undoes it. Without an error the driver has confirmed it. An
-	// error answers to gpu.ErrNotSupported where that GPU's driver or this kernel
-	// cannot, to node.ErrNoDmem where the node's cgroups are not made for it, and to
-	// gpu.ErrNotFound where the container is gone.
+	// Limit keeps all processes of a container together within so many bytes of a GPU; lib.None
+	// removes the limit. If it returns nil, the driver has confirmed the limit. The error is
+	// gpu.ErrNotSupported if the GPU's driver or the kernel cannot do it, node.ErrNoDmem if the
+	// node's cgroups lack the controller, and gpu.ErrNotFound if the container is gone.
 	Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error
 }
 
-// limit is what the driver was asked to hold a container to.
+// limit is the limit of one container on one GPU.
 type limit struct {
-	asked uint64    // bytes; lib.None undoes
-	at    time.Time // zero: never asked
+	asked uint64    // bytes; lib.None removes the limit
+	at    time.Time // of the last request; zero: never asked
 	holds uint64    // bytes that the driver has confirmed; zero: none
-	gone  int       // how often in a row there was no such container
-	unfit bool      // the node's cgroups are not made for it
+	gone  int       // for how many requests in a row the container was gone
+	unfit bool      // the node's cgroups lack the controller
 }
 
-// limits are those of all containers on each GPU.
+// limits has the limits of all containers on each GPU.
 type limits struct {
-	limiter Limiter // nil where the driver is not to be asked for limits
-	voice   *voice
+	limiter Limiter // nil if the driver is not to be asked for limits
+	log     *guardLog
 	of      map[place]*limit
-	// unable maps each GPU whose driver cannot limit anybody to the time at which it said so.
+	// unable maps each GPU whose driver rejected memory limits to the time of that rejection.
 	unable map[gpu.UUID]time.Time
 }
 
-// hold has the driver hold a container to its cap from the first look that finds
-// it on the GPU. A container that may have all of it needs none.
+// hold asks the driver to limit a container to its cap, from the first look that finds it on the
+// GPU. An uncapped container needs no limit.
 func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time) {
 	l := ls.of[at]
 	if l == nil {
@@ -77,7 +76,7 @@ func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64
 		return
 	}
 	*l = limit{asked: bytes, at: now, gone: l.gone}
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
 	switch err := ls.limiter.Limit(ctx, at.gpu, o, bytes); {
 	case err == nil:
@@ -92,22 +91,22 @@ func (ls *limits) hold(ctx context.Context, at place, o node.Owner, bytes uint64
 				*other = limit{}
 			}
 		}
-		ls.voice.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do",
+		ls.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do",
 			"gpu", at.gpu, "err", err)
 	case errors.Is(err, node.ErrNoDmem):
-		// One line for the node: what one container lacks, all do.
+		// Log this once for the node: its containers all lack the controller.
 		l.unfit = true
-		ls.voice.once("dmem", "the driver cannot limit the memory of containers; "+
+		ls.log.once("dmem", "the driver cannot limit the memory of containers; "+
 			"the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
-		l.gone++ // it is on its way out
+		l.gone++ // it is about to end
 	default:
-		ls.voice.once("limit "+at.container, "the driver does not limit the memory of a container; "+
+		ls.log.once("limit "+at.container, "the driver does not limit the memory of a container; "+
 			"the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}
 }
 
-// holds is how many bytes the driver has confirmed that it holds a container to; 0 is none.
+// holds returns the limit of a container that the driver has confirmed, in bytes; 0 means none.
 func (ls *limits) holds(at place) uint64 {
 	if l := ls.of[at]; l != nil {
 		return l.holds
@@ -120,8 +119,8 @@ func (ls *limits) forget(gone func(place) bool) {
 	maps.DeleteFunc(ls.of, func(p place, _ *limit) bool { return gone(p) })
 }
 
-// level is how strongly a container is held to its allocation's cap, where the driver holds it
-// to so many bytes.
+// level returns how strongly an allocation's cap is enforced for a container. holds is the limit
+// that the driver has confirmed, or 0; bytes is the cap.
 func level(holds uint64, t *tally, bytes uint64) memcap.Level {
 	switch {
 	case holds != 0 && holds == bytes:

@@ -18,28 +18,28 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// scene is who is on a GPU, as one look finds it.
+// scene is what one look finds on a GPU: its processes and their containers.
 type scene struct {
 	sample memcap.Sample
-	sums   map[string]*sum    // by container
+	sums   map[string]*sum    // by container ID
 	owners map[int]node.Owner // by PID
-	// whole says that of every process it is known whose it is.
+	// whole is true if the container of every process is known.
 	whole bool
-	// together is what the containers have that count on an allocation's page, by its key,
-	// and homes has that key for each of them.
+	// together has the sum of all containers that count on an allocation's page, by the
+	// allocation's key. homes has that key for each of these containers.
 	together map[string]*sum
 	homes    map[string]string
 }
 
-// eye takes the looks. It belongs to the goroutine of Run, as all that it knows does.
-type eye struct {
+// examiner looks at GPUs. It belongs to Run's goroutine, with all its fields.
+type examiner struct {
 	driver      Driver
 	allocations Allocations
 	proc        Proc
 	judge       *memcap.Judge
-	voice       *voice
-	hand        justice
-	limits      enforcer
+	log         *guardLog
+	handler     handler
+	limits      driverLimiter
 	roster
 	tallies tallies
 	names   names
@@ -47,8 +47,8 @@ type eye struct {
 	seen map[place]int
 }
 
-// justice does what must be done about offences, beside the looks. [hand] does.
-type justice interface {
+// handler acts on offences, beside the looks. [offenceHandler] implements it.
+type handler interface {
 	lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool
 	act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner)
 	tell(c *node.Container, kind agentkube.EventType, reason, message string)
@@ -57,18 +57,18 @@ type justice interface {
 	counts() (found, kills uint64)
 }
 
-// enforcer has the driver hold containers to their caps. [limits] does.
-type enforcer interface {
+// driverLimiter asks the driver to limit containers to their caps. [limits] implements it.
+type driverLimiter interface {
 	hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time)
 	holds(at place) uint64
 	forget(gone func(place) bool)
 }
 
-func (e *eye) look(
+func (e *examiner) look(
 	ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory,
 ) (f *finding, again bool) {
 	metered := e.tallies.begin(d.UUID, time.Now())
-	dctx, cancel := context.WithTimeout(ctx, driverPatience)
+	dctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	listed, err := e.driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
@@ -76,19 +76,19 @@ func (e *eye) look(
 			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
-			e.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged",
+			e.log.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged",
 				"gpu", d.UUID, "err", err)
 		}
 		return nil, false
 	}
 	var l Uninvited
 	sc := e.census(d, listed, &l)
-	// Without them there is nobody to know anything of.
+	// Without containers there is nothing to look up in the list.
 	if len(sc.sums)+len(e.seen) > 0 && e.refresh(ctx, sc.sample.At, sc.sums) {
-		e.hand.forget(e.containers)
+		e.handler.forget(e.containers)
 	}
 
-	var judged []memcap.Allowance // of those that are not listed
+	var judged []memcap.Allowance // of containers that are not listed
 	l.Unlisted, judged = e.unlisted(d, sc.sums, held, sc.sample.At)
 	allowances, again := e.allowances(ctx, d, sc, held, &l)
 	for at := range e.seen {
@@ -118,22 +118,22 @@ func (e *eye) look(
 		})
 	})
 	for _, v := range verdicts {
-		if v.Kind == memcap.Over && v.Told == 0 && !e.hand.lasts(ctx, d.UUID, v) {
+		if v.Kind == memcap.Over && v.Told == 0 && !e.handler.lasts(ctx, d.UUID, v) {
 			e.judge.Excuse(v)
 			continue
 		}
 		if c := e.offender(place{v.Container, d.UUID}, held); c != nil {
-			e.hand.act(ctx, d, c, v, sc.owners)
+			e.handler.act(ctx, d, c, v, sc.owners)
 		}
 	}
 	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again {
-		f.calm = e.settle(d.UUID, m.Used, sc, held)
+		f.baseline = e.newBaseline(d.UUID, m.Used, sc, held)
 	}
 	return f, again
 }
 
 // census finds the containers of the processes that the driver lists.
-func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
+func (e *examiner) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 	sc := &scene{
 		sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true,
 		together: map[string]*sum{}, homes: map[string]string{},
@@ -154,12 +154,12 @@ func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 		if p.Start = o.Start; err != nil {
 			switch {
 			case o.Start != 0 && o.PodUID != "":
-				add(podOnly+o.PodUID, o.PodUID, 0, p) // of no container that could be ended
+				add(podOnly+o.PodUID, o.PodUID, 0, p) // in the pod's cgroup, but in no container that could be ended
 			case o.Start != 0:
 				l.NoPod++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
-				e.voice.once("process", "cannot find the container of a process; "+
+				e.log.once("process", "cannot find the container of a process; "+
 					"what containers use is not known exactly", "gpu", d.UUID, "err", err)
 			}
 			continue
@@ -174,7 +174,7 @@ func (e *eye) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 	return sc
 }
 
-// add adds what a container has to what those of an allocation have.
+// add adds a container's sum to that of an allocation.
 func (sc *scene) add(key string, s *sum) {
 	if sc.together[key] == nil {
 		sc.together[key] = &sum{known: sc.whole}
@@ -183,13 +183,13 @@ func (sc *scene) add(key string, s *sum) {
 	sc.together[key].known = sc.together[key].known && s.known
 }
 
-// home adds what a container has that counts on an allocation's page.
+// home makes an allocation the one on whose page a container counts, and adds the container's sum.
 func (sc *scene) home(key, container string, s *sum) {
 	sc.homes[container] = key
 	sc.add(key, s)
 }
 
-// users are the allocations that processes count for, by PID.
+// users returns the allocation that each process counts for, by PID.
 func (sc *scene) users() map[int]string {
 	out := map[int]string{}
 	for i := range sc.sample.Processes {
@@ -201,19 +201,18 @@ func (sc *scene) users() map[int]string {
 	return out
 }
 
-// of is what the containers that count on an allocation's page have together, by the
-// driver's figures.
+// of returns the sum of all containers that count on an allocation's page, by the driver's figures.
 func (sc *scene) of(key string) *sum {
 	if t := sc.together[key]; t != nil {
 		return t
 	}
-	return &sum{known: sc.whole} // their processes have left the GPU
+	return &sum{known: sc.whole} // no process of theirs is on the GPU now
 }
 
-// allowances says what the listed containers may have of a GPU, adds up what those of an
-// allocation have, and opens the counters that are not open. again is true where it has
-// found some.
-func (e *eye) allowances(
+// allowances returns what the listed containers may have of a GPU. It also adds up what the
+// containers of each allocation have, has the driver limit them, and opens the counters that are
+// not open. again is true if it has opened any.
+func (e *examiner) allowances(
 	ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited,
 ) (allowances []memcap.Allowance, again bool) {
 	for id, s := range sc.sums {
@@ -228,7 +227,7 @@ func (e *eye) allowances(
 		shares := e.holds(c, d.UUID, held)
 		if len(shares) == 0 {
 			for _, key := range e.keys(c) {
-				sc.add(key, s) // of an allocation that has ended, or is not known yet
+				sc.add(key, s) // the allocation has ended, or is not known yet
 			}
 			if !e.isOwn(c) && !c.CDIUnknown {
 				l.Intruders += s.procs
@@ -249,10 +248,10 @@ func (e *eye) allowances(
 	return allowances, again
 }
 
-// count fills in what the processes of containers count for themselves, where several share
-// a cap and have more than that together: the judge names one of them. Where that cannot be
-// told, nobody has counted anything.
-func (e *eye) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
+// count fills in what processes count for themselves, for containers that share a cap and together
+// have more than it: the judge then names one of them. If that cannot be found out, all counts stay
+// zero.
+func (e *examiner) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 	homes := map[string]bool{}
 	for _, p := range memcap.Parties(u, allowances) {
 		used := uint64(0)
@@ -273,7 +272,7 @@ func (e *eye) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
 }
 
 // countOf fills in what the processes of containers count on a page.
-func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
+func (e *examiner) countOf(sc *scene, meter Meter, has func(container string) bool) {
 	names, counted := map[int]lib.Process{}, map[lib.Process]uint64{}
 	for i := range sc.sample.Processes {
 		p := &sc.sample.Processes[i]
@@ -282,37 +281,37 @@ func (e *eye) countOf(sc *scene, meter Meter, has func(container string) bool) {
 		}
 		name, err := e.names.of(p.PID, p.Start)
 		if errors.Is(err, gpu.ErrNotFound) {
-			return // it has ended meanwhile, and the next sample lacks it
+			return // the process has ended, and the next sample lacks it
 		}
 		if err != nil {
-			e.voice.once("inside", "cannot tell which process counts what; "+
-				"of containers that share an allocation the one with the most memory is ended", "err", err)
+			e.log.once("inside", "cannot find out what each process counts; "+
+				"of containers that share an allocation, the watchdog ends the one with the most memory", "err", err)
 			return
 		}
 		names[p.PID] = name
 		counted[name] = 0
 	}
 	if err := meter.Counted(counted); err != nil {
-		return // the reading tells of it
+		return // the next reading fails with it, too
 	}
 	for i := range sc.sample.Processes {
 		p := &sc.sample.Processes[i]
 		if name, ok := names[p.PID]; ok {
 			p.Counted = counted[name]
-			delete(names, p.PID) // it is listed once for each instance, and has counted for all
+			delete(names, p.PID) // the driver lists it once for each instance; this count is for all of them
 		}
 	}
 }
 
-func (e *eye) counts() (found, kills uint64) { return e.hand.counts() }
+func (e *examiner) counts() (found, kills uint64) { return e.handler.counts() }
 
-func (e *eye) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
+func (e *examiner) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
 
-func (e *eye) forget(offered func(gpu.UUID) bool) {
+func (e *examiner) forget(offered func(gpu.UUID) bool) {
 	gone := func(p place) bool { return e.containers[p.container] == nil || !offered(p.gpu) }
 	maps.DeleteFunc(e.seen, func(p place, _ int) bool { return gone(p) })
 	e.limits.forget(gone)
-	maps.DeleteFunc(e.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
+	maps.DeleteFunc(e.missing, func(p place, _ *unlistedContainer) bool { return !offered(p.gpu) })
 	for p, t := range e.tallies.by {
 		if len(e.of[p.allocation]) == 0 || !offered(p.gpu) {
 			t.close()
@@ -321,12 +320,12 @@ func (e *eye) forget(offered func(gpu.UUID) bool) {
 	}
 }
 
-// sum is what a container's processes have together.
+// sum is what a container's processes have together on a GPU.
 type sum struct {
-	pid    int // one of them; 0 where there is no container
+	pid    int // of one of them; 0 if they are in no container
 	podUID string
 	bytes  uint64
-	known  bool // no figure is missing
+	known  bool // false if a figure is missing
 	procs  int
 }
 

@@ -4,8 +4,8 @@ package guard
 
 import "example.com/gpu-agent/pkg/memcap/lib"
 
-// names are those by which usage pages know processes. A process keeps its name, so each is
-// asked for once.
+// names keeps the names by which usage pages know processes. A name does not change while its
+// process lives, so the guard looks it up once.
 type names struct {
 	proc Proc
 	by   map[int]named // by PID
@@ -16,10 +16,11 @@ type named struct {
 	lib.Process
 }
 
-// mostNames bounds the names that are kept; a node has some hundred processes on its GPUs.
+// mostNames is how many names are kept at most; a node has some hundred processes on its GPUs.
 const mostNames = 4096
 
-// of returns the name of a process that began at that tick. The errors are Proc.Inside's.
+// of returns the name of the process that has a PID and began at a tick. It returns Proc.Inside's
+// errors.
 func (n *names) of(pid int, start uint64) (lib.Process, error) {
 	if is, known := n.by[pid]; known && is.start == start {
 		return is.Process, nil
@@ -35,8 +36,8 @@ func (n *names) of(pid int, start uint64) (lib.Process, error) {
 	return n.by[pid].Process, nil
 }
 
-// figures are the driver's for each process that counts on an allocation's page; nil where one
-// of them cannot be named.
+// figures returns the driver's figure for each process that counts on an allocation's page. It
+// returns nil if it cannot name one of them.
 func (n *names) figures(sc *scene, allocation string) map[lib.Process]uint64 {
 	out := map[lib.Process]uint64{}
 	for i := range sc.sample.Processes {
@@ -48,7 +49,7 @@ func (n *names) figures(sc *scene, allocation string) map[lib.Process]uint64 {
 		if err != nil {
 			return nil
 		}
-		out[name] += p.Bytes // a process is listed once for each instance
+		out[name] += p.Bytes // the driver lists a process once for each instance
 	}
 	return out
 }

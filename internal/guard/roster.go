@@ -16,12 +16,11 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// allocations are the allocations that somebody has, by their keys. Their grants say what
-// their containers may have.
+// allocations maps the key of each allocation to it. Its grants have what its containers may use.
 type allocations map[string]*ledger.Allocation
 
-// on is what the containers of an allocation may have of a GPU; ok is false where it
-// has nothing there, and where no record says how much.
+// on returns how many bytes of a GPU the containers of an allocation may use. ok is false if it has
+// no grant there, or if no record has the amount.
 func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 	c := a[key]
 	if c == nil {
@@ -31,40 +30,39 @@ func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 	return limit.Bytes, limit.Known
 }
 
-// roster is the runtime's list of containers, and the containers that use a GPU and
-// are not on it.
+// roster is the runtime's list of containers, with those that use a GPU and are missing in it.
 type roster struct {
 	runtime    Runtime
 	own        workload.Pod                 // the agent's own pod
-	domain     string                       // of the names of allocations
+	domain     string                       // in the names of allocations
 	containers map[string]*node.Container   // by ID
 	of         map[string][]*node.Container // by the key of an allocation that they were given
-	// listed is when those were asked for, relist when they may be again, and
-	// listing has the answer if one is waited for.
+	// listed is the time at which the present list was asked for. relist is the time before which
+	// the next is not asked for. listing receives the answer; it is nil if none is awaited.
 	listed, relist time.Time
 	listing        chan listing
-	strays         map[place]*stray
+	missing        map[place]*unlistedContainer
 }
 
-// listing is what came of asking for the containers.
+// listing is the runtime's answer, and the time at which the guard asked for it.
 type listing struct {
 	asked time.Time
 	list  []node.Container
 	err   error
 }
 
-// stray is a container that uses a GPU and that the runtime does not list. A sandboxed
-// runtime has the processes of all of a pod's containers in one that it alone knows.
-type stray struct {
-	// first is when it was first seen, and seen when it was last.
+// unlistedContainer is a container that uses a GPU and that the runtime does not list. A sandboxed
+// runtime has the processes of all of a pod's containers in one such container.
+type unlistedContainer struct {
+	// first is when it was first seen, and seen when it was last seen.
 	first, seen time.Time
-	told        bool
+	reported    bool
 	procs       int
 	podUID      string
 }
 
-// refresh asks for the list of containers where it is old, or lacks one that was
-// seen. It reports whether there is another list now.
+// refresh asks the runtime for its list if the present one is too old, which is sooner if it lacks
+// a container that has processes. It reports whether there is a new list.
 func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*sum) bool {
 	wait := time.Duration(0)
 	if r.listing == nil {
@@ -80,7 +78,7 @@ func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*su
 		wait = listWait
 		r.listing = make(chan listing, 1)
 		go func(to chan<- listing) {
-			ctx, cancel := context.WithTimeout(ctx, runtimePatience)
+			ctx, cancel := context.WithTimeout(ctx, runtimeTimeout)
 			defer cancel()
 			list, err := r.runtime.Containers(ctx)
 			to <- listing{now, list, err}
@@ -112,8 +110,8 @@ func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*su
 	return true
 }
 
-// knows says whether all that a container holds is known: it is listed with its CDI
-// devices, and each of its allocations is, with every cap.
+// knows reports whether all that a container holds is known: it is listed with its CDI devices, and
+// all of its allocations are known with all their caps. It is false for the agent's own containers.
 func (r *roster) knows(id string, held allocations) bool {
 	c := r.containers[id]
 	if c == nil || c.CDIUnknown || r.isOwn(c) {
@@ -131,17 +129,18 @@ func (r *roster) isOwn(c *node.Container) bool {
 	return r.own != (workload.Pod{}) && c.Namespace == r.own.Namespace && c.Pod == r.own.Name
 }
 
-// keys are the allocations that a container was given, in order.
+// keys returns the keys of the allocations that a container was given, in order.
 func (r *roster) keys(c *node.Container) []string { return cdi.Keys(r.domain, c.Annotations, c.CDI) }
 
-// share is what a container may have of a GPU by one allocation.
+// share is what a container may use of a GPU by one allocation.
 type share struct {
 	allocation string
 	bytes      uint64
 }
 
-// holds says what a container may have of a GPU. The first share is its home, on whose page
-// its processes count all that they have: see claim_before in pkg/memcap/lib/c/claim.h.
+// holds returns what a container may use of a GPU, the largest share first. The first is its home:
+// on that page its processes count all that they have. See claim_before in
+// pkg/memcap/lib/c/claim.h.
 func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (shares []share) {
 	for _, key := range r.keys(c) {
 		if bytes, ok := held.on(key, u); ok {
@@ -152,9 +151,9 @@ func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (shares 
 	return shares
 }
 
-// podHas says what all containers of a pod may have of a GPU together, in bytes,
-// and which pod it is: one of its containers, nil where none is listed. Unless that
-// is sure it may be more, or nothing.
+// podHas returns how many bytes of a GPU all containers of a pod may use together. pod is one of
+// the pod's listed containers, or nil if there is none. If sure is false, the pod may use more than
+// bytes, or nothing.
 func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Container, bytes uint64, sure bool) {
 	keys, named := map[string]bool{}, map[string]bool{}
 	sure = true
@@ -177,7 +176,7 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 	has := false
 	for key, its := range keys {
 		if _, known := held[key]; its && !known {
-			sure = false // given out, and what it is is not known
+			sure = false // its amount is not known
 		}
 	}
 	for key, c := range held {
@@ -191,15 +190,15 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 			has = true
 			bytes += min(limit, lib.None-bytes)
 		case who.Name == "" && !named[key]:
-			sure = false // nobody has said whose it is: it may be this pod's
+			sure = false // its holder is not known and may be this pod
 		}
 	}
 	return pod, bytes, sure && has
 }
 
-// strayed says whether a pod has a container on a GPU that the runtime does not list.
-func (r *roster) strayed(podUID string, u gpu.UUID) bool {
-	for p, s := range r.strays {
+// hasUnlisted reports whether a pod has a container on a GPU that the runtime does not list.
+func (r *roster) hasUnlisted(podUID string, u gpu.UUID) bool {
+	for p, s := range r.missing {
 		if p.gpu == u && s.podUID == podUID && r.listed.After(s.first) {
 			return true
 		}
@@ -207,13 +206,13 @@ func (r *roster) strayed(podUID string, u gpu.UUID) bool {
 	return false
 }
 
-// offender is whose a container is that the judge has found guilty: also of one that
-// the runtime does not list. It is nil where that is not known.
+// offender returns the container that the judge has named. For one that the runtime does not list,
+// it returns one with only its ID and the pod. It returns nil if the pod is not known.
 func (r *roster) offender(p place, held allocations) *node.Container {
 	if c := r.containers[p.container]; c != nil {
 		return c
 	}
-	s := r.strays[p]
+	s := r.missing[p]
 	if s == nil {
 		return nil
 	}
@@ -224,19 +223,18 @@ func (r *roster) offender(p place, held allocations) *node.Container {
 	return &node.Container{ID: p.container, PodUID: pod.PodUID, Namespace: pod.Namespace, Pod: pod.Pod}
 }
 
-// isNew says whether it may only be a matter of time until it is known what a container
-// holds.
+// isNew reports whether a container is so new that the runtime may soon report what it holds.
 func (r *roster) isNew(p place, now time.Time) bool {
 	if c := r.containers[p.container]; c != nil {
 		return c.CDIUnknown && now.Sub(c.Created) < unlistedGrace
 	}
-	s := r.strays[p]
+	s := r.missing[p]
 	return s == nil || r.listed.Sub(s.first) < unlistedGrace
 }
 
-// relistFor is how old the list of containers may be that lacks this one.
+// relistFor returns how old the list of containers may be if it lacks this one.
 func (r *roster) relistFor(id string) time.Duration {
-	for p, s := range r.strays {
+	for p, s := range r.missing {
 		if p.container == id && r.listed.Sub(s.first) >= unlistedGrace {
 			return unlistedEvery
 		}

@@ -18,23 +18,23 @@ import (
 
 // State is what the guard last saw. It is immutable.
 type State struct {
-	// Off is why the guard does not run, empty where it does.
+	// Off is the reason why the guard does not run, or empty while it runs.
 	Off string
 	// Containers has the allocations on each GPU, in order of GPU index, then holder.
 	Containers []status.Container
-	// On has who is on a GPU without an allocation.
+	// On has the processes without an allocation on each GPU.
 	On map[gpu.UUID]Uninvited
-	// Kills is how many containers were ended since the start, and Found how many
-	// intruders were found.
+	// Kills is how many containers the guard has ended since its start, and Found how many
+	// intruders it has found.
 	Kills, Found uint64
 
-	// users are the allocations that processes count for, by GPU and PID, as of each GPU's
-	// last look. The inner maps are not changed but replaced.
+	// users has the allocation that each process counts for, by GPU and PID, as of each GPU's last
+	// look. The inner maps are replaced, and never changed.
 	users map[gpu.UUID]map[int]string
 }
 
-// Uninvited is how many processes are on a GPU now that are of containers without an
-// allocation on it, of no pod, and of containers that the runtime does not list.
+// Uninvited counts the processes on a GPU that have no allocation there: those of containers
+// without one, those of no pod, and those of containers that the runtime does not list.
 type Uninvited struct {
 	Intruders, NoPod, Unlisted int
 }
@@ -42,7 +42,7 @@ type Uninvited struct {
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}}
-	st.Found, st.Kills = g.eye.counts()
+	st.Found, st.Kills = g.examiner.counts()
 	for i := range gpus {
 		st.On[gpus[i].UUID] = Uninvited{}
 	}
@@ -54,11 +54,11 @@ func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 			st.users[u] = f.users
 		}
 	}
-	st.Containers = containers(gpus, held, g.eye.describe)
+	st.Containers = containers(gpus, held, g.examiner.describe)
 	g.state.Store(st)
 }
 
-// containers lists who may have something of the GPUs, with what seen adds of an
+// containers returns one entry for each allocation and GPU. seen adds what was seen of an
 // allocation that allows so many bytes.
 func containers(
 	gpus []gpu.Device, held allocations, seen func(c *status.Container, u gpu.UUID, bytes uint64),
@@ -90,15 +90,15 @@ func containers(
 	return out
 }
 
-// name says whose an allocation is.
+// name fills in the holder of an allocation.
 func name(c *status.Container, h *ledger.Holder) {
 	c.Namespace, c.Pod, c.Container = h.Namespace, h.Name, h.Container
 }
 
-// mib is bytes in MiB, rounded up.
+// mib converts bytes to MiB, rounded up.
 func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
 
-func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
+func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 	t := e.tallies.by[page{c.Allocation, u}]
 	used, known := uint64(0), true
 	if t != nil {
@@ -106,13 +106,13 @@ func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		c.PeakMiB, c.UndoneMiB = mib(t.peak), mib(t.reading.Undone)
 		c.Refusals, c.Uncounted = t.reading.Refusals, t.reading.Uncounted
 	}
-	var levels []memcap.Level // of those that have been seen on it
+	var levels []memcap.Level // of the containers that were seen on it
 	for _, in := range e.of[c.Allocation] {
 		if in.Running || c.Container == "" {
 			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
-		if e.strayed(in.PodUID, u) {
-			// Some of what its pod has may be this container's.
+		if e.hasUnlisted(in.PodUID, u) {
+			// Some of the unlisted container's memory may be this one's.
 			known = false
 			levels = append(levels, memcap.Watchdog)
 		}
@@ -134,7 +134,7 @@ func (e *eye) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 	}
 }
 
-// Show puts what the guard saw into the node's status.
+// Show fills what the guard saw into the node's status.
 func (st *State) Show(s *status.Status) {
 	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
 	if st.Off != "" {
@@ -148,8 +148,8 @@ func (st *State) Show(s *status.Status) {
 	s.Containers = st.Containers
 }
 
-// Sampled is what was last seen of containers, with how busy their processes have kept the GPUs
-// since a time, where the driver tells that of processes.
+// Sampled returns what was last seen of containers. If the driver reports how busy each process has
+// kept the GPUs since a time, it adds that.
 func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container {
 	st := g.State()
 	driver, tells := g.driver.(Utilizer)
@@ -166,9 +166,9 @@ func (g *Guard) Sampled(ctx context.Context, since time.Time) []status.Container
 		return st.Containers
 	}
 	slices.Sort(asked)
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	ctx, cancel := context.WithTimeout(ctx, driverTimeout)
 	defer cancel()
-	busy, _ := driver.Utilization(ctx, since, asked...) // of a GPU that is not in it, nothing is known
+	busy, _ := driver.Utilization(ctx, since, asked...) // nothing is known of a GPU that is missing in it
 	out := slices.Clone(st.Containers)
 	for i := range out {
 		c := &out[i]

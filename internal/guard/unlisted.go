@@ -16,24 +16,23 @@ import (
 )
 
 const (
-	// unlistedGrace is for how long lists of containers must have lacked one before
-	// that is told: a container may be about to come or to go.
+	// unlistedGrace is for how long the runtime's lists must lack a container before the guard
+	// reports it: the container may be about to start or to end.
 	unlistedGrace = 5 * time.Second
-	// unlistedEvery is how old the list of containers may be while it lacks one, after
-	// that time.
+	// unlistedEvery is how old the list of containers may be after that, while it still lacks one.
 	unlistedEvery = 2 * time.Second
-	// podOnly begins the name of what is in a pod's cgroup and in no container's.
+	// podOnly begins the ID of what is in a pod's cgroup, but in none of its containers' cgroups.
 	podOnly = "pod "
 )
 
-// unlisted looks at the containers on a GPU that the runtime does not list: how many
-// processes they have, and what those of them may have that can be judged.
+// unlisted finds the containers on a GPU that the runtime does not list. It returns how many
+// processes they have, and the allowances of those that can be judged.
 //
-// What such a container was given nobody says. But the cgroup is the kubelet's and
-// tells the pod. Who has more of a GPU than all containers of its pod may have
-// together is over the cap, whichever of them it is; less than that is not judged, and
-// neither is one of a pod of which not everything is known.
-func (e *eye) unlisted(
+// The runtime does not say what such a container was given. But the kubelet makes its cgroup, which
+// names the pod. A container that has more than all containers of its pod may use together is over
+// its cap, whichever of them it is. With less it is not judged. Nor is it judged if not all caps of
+// its pod are known.
+func (e *examiner) unlisted(
 	d *gpu.Device, sums map[string]*sum, held allocations, at time.Time,
 ) (procs int, judged []memcap.Allowance) {
 	for _, id := range slices.Sorted(maps.Keys(sums)) {
@@ -41,13 +40,13 @@ func (e *eye) unlisted(
 		if e.containers[id] != nil {
 			continue
 		}
-		s := e.strays[p]
+		s := e.missing[p]
 		if s == nil {
-			s = &stray{first: at, podUID: t.podUID}
-			e.strays[p] = s
+			s = &unlistedContainer{first: at, podUID: t.podUID}
+			e.missing[p] = s
 		}
 		s.seen, s.procs = at, t.procs
-		// Both by when the list was asked for.
+		// The list is as old as the request for it.
 		lacks := e.listed.Sub(s.first)
 		if lacks <= 0 {
 			continue
@@ -63,17 +62,18 @@ func (e *eye) unlisted(
 		if sure && t.pid != 0 {
 			judged = append(judged, memcap.Allowance{Container: id, GPU: d.UUID, Cap: bytes})
 		}
-		if !s.told {
-			s.told = true
+		if !s.reported {
+			s.reported = true
 			e.tellUnlisted(d, id, t, pod, bytes, sure)
 		}
 	}
-	maps.DeleteFunc(e.strays, func(p place, s *stray) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
+	maps.DeleteFunc(e.missing, func(p place, s *unlistedContainer) bool { return p.gpu == d.UUID && !s.seen.Equal(at) })
 	return procs, judged
 }
 
-// tellUnlisted says that a container is not listed: on its pod, if anybody knows that.
-func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
+// tellUnlisted reports a container that is not listed: in an Event on its pod if that is known,
+// otherwise on the node.
+func (e *examiner) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container, bytes uint64, sure bool) {
 	what := "a container that the container runtime does not list (" + id + ")"
 	if t.pid == 0 {
 		what = "a process in the pod's cgroup and in none of its containers'"
@@ -81,16 +81,16 @@ func (e *eye) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Container
 	message := fmt.Sprintf("%s uses %s of GPU %d (%s)", what, amount(t.bytes), d.Index, d.UUID)
 	switch {
 	case sure:
-		message += fmt.Sprintf("; it is held to %s, what all containers of its pod may have together", amount(bytes))
+		message += fmt.Sprintf("; its limit is %s, the sum of what all containers of its pod may use", amount(bytes))
 	default:
-		message += "; nobody can tell what it may have, so it is held to nothing"
+		message += "; what it may use is not known, so it has no limit"
 	}
-	e.voice.log.Warn("a container is not listed",
+	e.log.Warn("a container is not listed",
 		"what", message, "reason", unlistedReason, "container", id, "uid", t.podUID)
 	if pod != nil {
-		e.hand.tell(pod, agentkube.Warning, unlistedReason, message)
+		e.handler.tell(pod, agentkube.Warning, unlistedReason, message)
 		return
 	}
-	e.hand.tellNode(agentkube.Warning, unlistedReason,
-		fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
+	e.handler.tellNode(agentkube.Warning, unlistedReason,
+		fmt.Sprintf("%s; its pod has the UID %s", message, t.podUID))
 }

@@ -13,10 +13,10 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// Counters are the Pages of package lib.
+// Counters implements Pages with package lib.
 type Counters struct{ *lib.Pages }
 
-// Meter opens the limit page and the usage page of an allocation.
+// Meter opens the limit page and the usage page of an allocation on a GPU.
 func (c Counters) Meter(key string, u gpu.UUID) (Meter, error) {
 	usage, err := c.OpenUsage(key, u)
 	if err != nil {
@@ -30,7 +30,7 @@ func (c Counters) Meter(key string, u gpu.UUID) (Meter, error) {
 	return pageMeter{m, usage}, nil
 }
 
-// pageMeter is a meter with the usage page that it reads, which it closes.
+// pageMeter is a meter and the usage page that it reads. Close closes both.
 type pageMeter struct {
 	*lib.Meter
 	usage *lib.Usage
@@ -40,16 +40,16 @@ func (m pageMeter) Counted(of map[lib.Process]uint64) error { return m.usage.Cou
 
 func (m pageMeter) Close() error { return errors.Join(m.Meter.Close(), m.usage.Close()) }
 
-// Processes are the Proc of package node.
+// Processes implements Proc with package node.
 type Processes struct {
 	*node.Proc
 	Runtime *node.Runtime
 }
 
-// Check says why processes of the node cannot be seen from here.
+// Check returns nil if the node's processes can be seen from here, and otherwise the reason.
 func (p Processes) Check() error { return p.SeesNode(p.Runtime) }
 
-// ByCgroup is the Limiter that tells the driver a container's cgroup.
+// ByCgroup implements Limiter: it limits a container by its cgroup.
 type ByCgroup struct {
 	// Driver is pkg/gpu/nvml's.
 	Driver interface {
@@ -71,8 +71,8 @@ func (l ByCgroup) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uin
 		return err
 	}
 	limit, err := l.Driver.MemoryLimit(ctx, u, dir)
-	if err == nil && limit.Bytes > bytes { // the driver may have rounded down, but not up
-		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it says %d bytes after it was told %d",
+	if err == nil && limit.Bytes > bytes { // the driver may round down, but not up
+		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it reports a limit of %d bytes after %d were set",
 			dir, u, gpu.ErrDriver, limit.Bytes, bytes)
 	}
 	return err

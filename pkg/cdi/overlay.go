@@ -13,30 +13,30 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Overlay is what an allocation's container gets beside its parts, and in place of
-// some of them. The zero value changes nothing.
+// Overlay is what an allocation's container gets in addition to its parts, or in place of some of
+// them. The zero value changes nothing.
 type Overlay struct {
 	// Overrides are the driver libraries that are replaced.
 	Overrides []Override
-	// Mounts are added as they are. Of two on one path the later one wins.
+	// Mounts are added unchanged. Of two on one path the later one wins.
 	Mounts []specs.Mount
-	// Hooks run before those of the parts, which write down what libraries there are.
+	// Hooks run before the hooks of the parts, since those record which libraries exist.
 	Hooks []specs.Hook
 }
 
-// Override mounts a file where containers look for a library of the driver. The
-// library itself is mounted at another path.
+// Override mounts a file where containers look for a library of the driver. The library itself is
+// mounted at another path.
 type Override struct {
-	// Library is the library's name without its version, for example
-	// "libcuda.so": it is mounted as libcuda.so.<version of the driver>.
+	// Library is the library's name without its version, such as "libcuda.so". It is mounted as
+	// libcuda.so.<version of the driver>.
 	Library string
-	// HostPath is the file that replaces it, and Real the path inside the
-	// container where the library itself is found.
+	// HostPath is the file that replaces the library. Real is the path inside the container where
+	// the library itself is mounted.
 	HostPath, Real string
 }
 
-// apply changes edits. It fails where a library that is to be replaced is not there: a
-// container would get the real one, or none.
+// apply changes edits. It returns gpu.ErrNotFound if the parts lack a library that is to be
+// replaced: the container would get the driver's own library, or none.
 func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 	for _, s := range o.Overrides {
 		at := slices.IndexFunc(edits.Mounts, func(m *specs.Mount) bool { return s.isOf(m) })
@@ -48,7 +48,7 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 		real.ContainerPath = s.Real
 		for i, m := range edits.Mounts {
 			if s.isOf(m) {
-				instead := *m // this one is the parts' own
+				instead := *m // a copy, since *m belongs to the parts
 				instead.HostPath = s.HostPath
 				edits.Mounts[i] = &instead
 			}

@@ -10,11 +10,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Record writes down in an allocation's spec what was granted, as an annotation of the
-// spec: the one that the allocation's container has too. The file then is the allocation's
-// record, and needs no second one beside it: a new process reads its predecessor's
-// allocations from the directory. What the record's text says is the caller's affair.
-// Annotations need CDI 0.6.0.
+// Record stores a record of what was granted in an allocation's spec, as an annotation. The
+// annotation has the same name as that of the allocation's container. So the spec's file is the
+// allocation's record, too: a new process reads its predecessor's allocations from the directory.
+// The caller decides what the record's text is. Annotations need CDI 0.6.0. The error wraps
+// gpu.ErrInvalid if the spec does not have exactly one device.
 func Record(spec *specs.Spec, domain, record string) error {
 	if len(spec.Devices) != 1 {
 		return fmt.Errorf("record an allocation in a CDI spec of %d devices, want one: %w",
@@ -28,16 +28,15 @@ func Record(spec *specs.Spec, domain, record string) error {
 	return nil
 }
 
-// ReadRecord returns the key of the allocation that a spec is of and what Record wrote.
-// The error wraps gpu.ErrInvalid where there is no record of the device that the spec
-// names.
+// ReadRecord returns the key of the allocation that a spec is of, and what Record stored. The error
+// wraps gpu.ErrInvalid if the spec has no record for its device.
 func ReadRecord(spec *specs.Spec, domain string) (key, record string, err error) {
 	if len(spec.Devices) == 1 {
 		key = spec.Devices[0].Name
 		record = spec.Annotations[AnnotationName(domain, key)]
 	}
 	if record == "" || !ValidKey(key) {
-		return "", "", fmt.Errorf("the CDI spec does not say which allocation it is: %w", gpu.ErrInvalid)
+		return "", "", fmt.Errorf("the CDI spec does not name its allocation: %w", gpu.ErrInvalid)
 	}
 	return key, record, nil
 }

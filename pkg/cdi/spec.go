@@ -17,28 +17,27 @@ import (
 // visibleDevices keeps older runtime hooks from adding GPUs of their own.
 const visibleDevices = "NVIDIA_VISIBLE_DEVICES"
 
-// Parts is what containers need of a node's driver. Host paths are those of
-// the host, as a CDI file must say them, not as the agent sees them.
+// Parts are what containers need of a node's driver. Host paths are those of the host, as a CDI
+// file must have them, and not those that the agent sees.
 type Parts struct {
-	// Common is needed whichever GPU a container has: the driver's libraries
-	// and programs, its control nodes, and the hooks that make them usable.
+	// Common is what a container needs for any GPU: the driver's libraries and programs, its
+	// control nodes, and the hooks that make them usable.
 	Common specs.ContainerEdits
-	// Devices has the nodes of each physical GPU. A GPU without an entry
-	// cannot be given to a container.
+	// Devices has the nodes of each physical GPU. A GPU without an entry cannot be given to a
+	// container.
 	Devices map[gpu.UUID]specs.ContainerEdits
 }
 
-// Spec describes an allocation of some GPUs, by UUID: one device named key that
-// carries the common parts and those of each GPU, with over on top. It shares no
-// memory with its arguments.
+// Spec describes an allocation of some GPUs, by UUID. It returns a spec with one device named key,
+// which has the common parts, those of each GPU, and over on top. The spec shares no memory with
+// the arguments.
 //
-// What several parts ask for in the same words is in it once. Device
-// nodes, mounts and group IDs are sorted, GPUs are taken in the order of
-// their UUIDs, and environment and hooks keep the order of their part.
+// Edits that several parts have in common occur once. Device nodes, mounts and group IDs are
+// sorted. GPUs are taken in the order of their UUIDs. Environment and hooks keep the order of their
+// part.
 //
-// Errors wrap gpu.ErrInvalid (a malformed domain or key, no GPU at all) or
-// gpu.ErrNotFound (parts do not know a GPU, or a library that is to be
-// replaced).
+// Errors wrap gpu.ErrInvalid (a malformed domain or key, no GPU) or gpu.ErrNotFound (parts lack a
+// GPU, or a library that is to be replaced).
 func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*specs.Spec, error) {
 	if err := gpu.ValidateDomain(domain); err != nil {
 		return nil, err
@@ -87,8 +86,8 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 	return spec, nil
 }
 
-// merge appends what from asks for. IntelRdt is one setting per container; the
-// last part that has one wins, as in a runtime.
+// merge appends the edits of from. IntelRdt is one setting per container; the last part that has
+// one wins, as in a runtime.
 func merge(to *specs.ContainerEdits, from specs.ContainerEdits) {
 	to.Env = append(to.Env, from.Env...)
 	to.DeviceNodes = append(to.DeviceNodes, from.DeviceNodes...)
@@ -101,8 +100,8 @@ func merge(to *specs.ContainerEdits, from specs.ContainerEdits) {
 	}
 }
 
-// clone copies edits through their own file format, so that a field that a
-// later CDI version adds is not forgotten here.
+// clone copies edits through their own file format, so that it also copies fields that a later CDI
+// version adds.
 func clone(edits specs.ContainerEdits) (out specs.ContainerEdits, err error) {
 	data, err := json.Marshal(edits)
 	if err != nil {
@@ -114,9 +113,9 @@ func clone(edits specs.ContainerEdits) (out specs.ContainerEdits, err error) {
 	return out, nil
 }
 
-// tidy drops repetitions and sorts what has no order of its own. A runtime
-// sorts mounts by depth before it applies them, and of two mounts on one path
-// the last wins: equal paths therefore keep their order.
+// tidy drops repetitions, and sorts what has no order of its own. A runtime sorts mounts by depth
+// before it applies them, and of two mounts on one path the last wins. So mounts with equal paths
+// keep their order.
 func tidy(e *specs.ContainerEdits) {
 	e.Env = unique(e.Env)
 	e.Hooks = unique(e.Hooks)
@@ -131,7 +130,7 @@ func tidy(e *specs.ContainerEdits) {
 	e.AdditionalGIDs = slices.Compact(e.AdditionalGIDs)
 }
 
-// unique keeps the first of values that read the same in a file.
+// unique keeps the first of values that are written the same in a file.
 func unique[T any](in []T) []T {
 	seen := make(map[string]bool, len(in))
 	return slices.DeleteFunc(in, func(v T) bool {

@@ -12,22 +12,21 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Policy is when use beyond a cap is an offence. A zero field means its default.
+// Policy decides when use beyond a cap is an offence. A zero field means its default.
 type Policy struct {
-	// Percent of the cap is tolerated beyond it, at least Least and at most Most
-	// bytes: the driver rounds, and a context costs more than anyone foresaw.
-	// Defaults 5, 256 MiB and 1 GiB.
+	// Percent of the cap is tolerated beyond it, but at least Least and at most Most bytes. The
+	// driver rounds, and a context may cost more than was reserved for it. Defaults: 5, 256 MiB and
+	// 1 GiB.
 	Percent     int
 	Least, Most uint64
-	// Confirm is how many samples in a row must agree, each Spacing or more
-	// after the one before it. Defaults 2 and 150 ms.
+	// Confirm is how many samples in a row must show an offence. Each counts only if it is at least
+	// Spacing after the last one that counted. Defaults: 2 and 150 ms.
 	Confirm int
 	Spacing time.Duration
-	// Grace is for how long an intruder must have been seen as one: what it
-	// holds may become known later than its processes. Default 5 s.
+	// Grace is how long a container must have been an intruder: its allocation may become known
+	// later than its processes. Default: 5 s.
 	Grace time.Duration
-	// Memory is for how long a doubt waits for the sample that confirms it.
-	// Default 5 s.
+	// Memory is how long a doubt waits for the sample that confirms it. Default: 5 s.
 	Memory time.Duration
 }
 
@@ -51,8 +50,8 @@ func (p Policy) withDefaults() Policy {
 	return p
 }
 
-// Limit returns the use that is tolerated under a cap, in bytes: the cap and the
-// tolerance. None stays None.
+// Limit returns how many bytes are tolerated under a cap: the cap and the tolerance. None stays
+// None.
 func (p Policy) Limit(limit uint64) uint64 {
 	p = p.withDefaults()
 	part := limit / 100 * uint64(p.Percent)
@@ -64,62 +63,63 @@ func (p Policy) Limit(limit uint64) uint64 {
 
 // Sample is one reading of one GPU.
 type Sample struct {
-	// At is when the driver was asked, by a clock that only goes forward.
+	// At is when the driver was asked, by a monotonic clock.
 	At time.Time
-	// Tick is a moment after the driver's answer and before the first process
-	// was looked up, in the unit of Process.Start. A process that began later
-	// is not the one that the driver means by its PID. 0 where that is not
-	// known: reused PIDs are then told apart by chance alone.
+	// Tick is a moment after the driver's answer and before the first process was looked up, in
+	// ticks as Process.Start. A process that began later is not the one that the driver meant by
+	// its PID. 0 means unknown: then the judge may take a reused PID for the process that had it
+	// before.
 	Tick uint64
 	GPU  gpu.UUID
-	// Open says that anyone may use this GPU: there are no intruders on it.
+	// Open is true if any container may use this GPU, so that it has no intruders.
 	Open bool
-	// Processes is what Merge returned, with the owners filled in.
+	// Processes is what Merge returned, with Start and Container filled in.
 	Processes []Process
 }
 
-// Allowance is how much of a GPU's memory a container may use. Several for one container
-// and GPU add up; if one of them is None, so is their sum.
+// Allowance is how much of a GPU's memory a container may use. Several for one container and GPU
+// add up; if one of them is None, so is their sum.
 type Allowance struct {
 	Container string
 	GPU       gpu.UUID
-	Cap       uint64 // bytes; None: all of it
-	// Allocation is the ID of the allocation that has the cap. Containers of the same
-	// one share its cap; see Party. Empty: the cap is the container's own.
+	Cap       uint64 // bytes; None: all of the GPU
+	// Allocation is the ID of the allocation that has the cap. Containers with the same allocation
+	// share its cap; see Party. Empty means that the cap is the container's own.
 	Allocation string
 }
 
-// Kind says what is wrong.
+// Kind is what an offence consists of.
 type Kind string
 
 // Kinds of verdicts.
 const (
-	// Over: a container, or all that share its allocation together, have more than
-	// the cap and the tolerance.
+	// Over: a container, or all that share its allocation together, have more than the cap and the
+	// tolerance.
 	Over Kind = "over"
-	// Intruder: a container uses a GPU of which it holds nothing.
+	// Intruder: a container uses a GPU although it holds nothing of it.
 	Intruder Kind = "intruder"
 )
 
-// Verdict is an offence that is beyond doubt.
+// Verdict is a confirmed offence.
 type Verdict struct {
 	Kind      Kind
 	Container string
 	GPU       gpu.UUID
-	// Cap and Limit, which is the cap and the tolerance, are in bytes, and 0
-	// for an intruder. Used is what is known, in bytes, so at least that: of all that
-	// share the allocation, of which the container itself has Own.
+	// Cap is the cap, and Limit the cap and the tolerance, in bytes; both are 0 for an intruder.
+	// Used is the known memory of all that share the allocation, and Own that of the container
+	// itself, in bytes. Both may have more.
 	Cap, Limit, Used, Own uint64
-	// First is when the offence was first seen, and Told how often a verdict
-	// on it was given before: 0 makes it news, more that it was not ended yet.
+	// First is when the offence was first seen. Told is how many verdicts on it were given before.
+	// If it is not 0, the container has not been ended yet.
 	First time.Time
 	Told  int
 	// Processes are the evidence, sorted; see Stands.
 	Processes []Process
 }
 
-// Stands tells whether the evidence still holds for those of its processes that have not
-// ended since: same tells which. It is the last question before a kill.
+// Stands reports whether the evidence still holds by the processes that have not ended: same
+// reports whether a process is still the same one. Callers ask this last before they end a
+// container.
 func (v Verdict) Stands(same func(Process) bool) bool {
 	var used uint64
 	alive := 0
@@ -138,8 +138,8 @@ func (v Verdict) Stands(same func(Process) bool) bool {
 	return alive > 0
 }
 
-// Lasts tells whether the processes that used too much still do, by a later list of the
-// driver's as Merge returned it.
+// Lasts reports whether the processes that used too much still do, by a later list of the driver,
+// as Merge returned it.
 func (v Verdict) Lasts(now []Process) bool {
 	var used uint64
 	for _, p := range now {
@@ -151,52 +151,52 @@ func (v Verdict) Lasts(now []Process) bool {
 	return used > v.Limit
 }
 
-// Judge turns samples into verdicts. It remembers doubts, no more than one for
-// each party in the last sample of a GPU: a container, or those that share an allocation.
-// It is safe for several goroutines.
+// Judge turns samples into verdicts. For each GPU it remembers at most one doubt for each party in
+// the last sample. A party is a container, or those that share an allocation. A Judge is safe for
+// several goroutines.
 type Judge struct {
 	policy Policy
 
 	mu   sync.Mutex // guards gpus
-	gpus map[gpu.UUID]*card
+	gpus map[gpu.UUID]*gpuState
 }
 
-// card is what is remembered of a GPU.
-type card struct {
+// gpuState is what the judge remembers of a GPU.
+type gpuState struct {
 	at time.Time // of its last sample
-	// listed has the PIDs of the last sample, each with the tick of the sample
-	// with which its row of samples without a gap began.
+	// listed has the PIDs of the last sample. Its values are ticks: that of the first sample of the
+	// row of samples, up to the last one, which all list the PID.
 	listed map[int]uint64
 	doubts map[party]*doubt
 }
 
-// doubt is an offence that waits for its confirmation, or for its end.
+// doubt is an offence that is not confirmed yet, or that is confirmed and has not ended.
 type doubt struct {
 	kind            Kind
 	cap             uint64
-	named           string // the container of the verdicts that were given
+	named           string // container in the verdicts; empty if there are none
 	first           time.Time
-	counted, seen   time.Time // of the last sample that counted, and that showed it
+	counted, seen   time.Time // when the last sample counted, and when the last one showed it
 	confirmed, told int
 }
 
 // NewJudge returns a judge that has seen nothing.
 func NewJudge(p Policy) *Judge {
-	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*card{}}
+	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*gpuState{}}
 }
 
-// Judge takes in a sample and returns the offences on that GPU that are
-// confirmed, sorted by container: again with each sample as long as they last.
+// Judge takes in a sample. It returns the confirmed offences on the sample's GPU, sorted by
+// container. It returns an offence again with each sample as long as it lasts.
 //
-// allowances must have all that a container holds of a GPU or nothing of it, and
-// known must say of which containers they have all; any other container is not
-// judged. A sample that could not be taken is left out; it speaks neither way.
+// allowances must have all that a container holds of the GPU, or nothing of it. known must report
+// whether they have all of a container; others are not judged. The caller leaves out a sample that
+// failed, which then neither confirms a doubt nor ends it.
 func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container string) bool) []Verdict {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c := j.gpus[s.GPU]
 	if c == nil || s.At.Before(c.at) {
-		c = &card{doubts: map[party]*doubt{}}
+		c = &gpuState{doubts: map[party]*doubt{}}
 		j.gpus[s.GPU] = c
 	}
 	c.at = s.At
@@ -209,11 +209,11 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 	for i := range uses {
 		u := &uses[i]
 		if slices.ContainsFunc(u.seen, func(container string) bool { return suspects[container] }) {
-			continue // they are over a smaller cap: when that is settled, this may be
+			continue // one of them is suspected under a smaller cap: settle that first
 		}
 		d := c.doubts[u.party]
 		if d != nil && (s.At.Sub(d.seen) > j.policy.Memory || d.named != "" && !u.has(d.named)) {
-			d = nil // the one that it named is gone: what the others have is judged anew
+			d = nil // the named one is gone: judge the others anew
 		}
 		if known(u.container()) {
 			d = j.doubt(d, s, u)
@@ -246,8 +246,8 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 	return verdicts
 }
 
-// Excuse ends the doubt that led to a verdict: a second look found that the offence was
-// over.
+// Excuse drops the doubt that led to a verdict. The caller uses it if a second look shows that the
+// offence is over.
 func (j *Judge) Excuse(v Verdict) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -256,7 +256,7 @@ func (j *Judge) Excuse(v Verdict) {
 	}
 }
 
-// doubt returns what to think of a party from this sample on, nil for nothing.
+// doubt returns the doubt about a party after this sample, or nil if there is none.
 func (j *Judge) doubt(d *doubt, s Sample, u *use) *doubt {
 	limit, holds := u.cap, u.holds
 	kind := Over
@@ -264,7 +264,7 @@ func (j *Judge) doubt(d *doubt, s Sample, u *use) *doubt {
 		kind = Intruder
 	}
 	if d != nil && (d.kind != kind || d.cap != limit) {
-		d = nil // of another offence than this one could be
+		d = nil // it was about another offence
 	}
 	switch {
 	case holds && u.used > j.policy.Limit(limit):
@@ -285,26 +285,26 @@ func (j *Judge) doubt(d *doubt, s Sample, u *use) *doubt {
 	return d
 }
 
-// party is who answers for what is used: a container, or all of some allocations.
+// party identifies a Party: by its container, or by its allocations.
 type party struct{ allocation, container string }
 
 // use is what a party has in a sample.
 type use struct {
 	party
 	cap      uint64
-	holds    bool   // it has a cap: it is no intruder
-	used     uint64 // a lower bound if unclear
+	holds    bool   // it has a cap, so it is no intruder
+	used     uint64 // bytes; a lower bound if unclear
 	unclear  bool
-	seen     []string  // its containers, sorted
+	seen     []string  // its containers that have processes, sorted
 	evidence []Process // sorted
 }
 
-// container is one of the party's: what holds for that holds for all.
+// container returns one of the party's containers. Callers use it for what is true of all of them.
 func (u *use) container() string { return u.seen[0] }
 
 func (u *use) has(container string) bool { return slices.Contains(u.seen, container) }
 
-// of returns what is known that a container has.
+// of returns the known memory of a container, in bytes.
 func (u *use) of(container string) (bytes uint64) {
 	for _, p := range u.evidence {
 		if p.Container == container && p.Known {
@@ -314,12 +314,13 @@ func (u *use) of(container string) (bytes uint64) {
 	return bytes
 }
 
-// offender is the container with the largest excess of the driver's figure over its own
-// count: whoever goes around the cap's library, or has none, and not whoever has much of
-// what it counts. Counts that come to more than the limit together are false, since the
-// library holds them to the cap; then, as where nobody counts, it is the one with the most
-// memory, as the kernel chooses where a cgroup is out of it. Of equals it is the one whose
-// latest process is the youngest.
+// offender returns the container with the largest excess of the driver's figure over its own count.
+// So it names one that goes around the cap's library or has none, and not one that counts much.
+//
+// If the counts together exceed the limit, they are false, since the library keeps their sum within
+// the cap. Then, and if there are no counts, it returns the container with the most memory, as the
+// kernel does in a cgroup that runs out of memory. Among equals it returns the one that has the
+// youngest process.
 func (u *use) offender(limit uint64) string {
 	counted, youngest := map[string]uint64{}, map[string]uint64{}
 	sum := uint64(0)
@@ -340,9 +341,9 @@ func (u *use) offender(limit uint64) string {
 	})
 }
 
-// uses returns who has how much in a sample, in the order of the parties, and notes which
-// PIDs are listed. A container that is in no party answers for itself alone.
-func (c *card) uses(s Sample, parties []Party) []use {
+// uses returns how much each party has in a sample, in the order of the parties, and notes which
+// PIDs are listed. A container that is in no party gets a party of its own.
+func (c *gpuState) uses(s Sample, parties []Party) []use {
 	listed := make(map[int]uint64, len(s.Processes))
 	sorted := make([]Process, 0, len(s.Processes))
 	for _, p := range s.Processes {
@@ -371,8 +372,8 @@ func (c *card) uses(s Sample, parties []Party) []use {
 			of[p.Container] = []int{len(uses)}
 			uses = append(uses, use{party: party{container: p.Container}})
 		}
-		// A PID that was listed before this process began was listed for
-		// another, whose memory it may still be.
+		// A PID that was listed before this process began was listed for another process. The
+		// figure may still be that one's memory.
 		since := listed[p.PID]
 		other := p.Start == 0 || since > 0 && p.Start > since
 		for _, i := range of[p.Container] {
@@ -382,7 +383,7 @@ func (c *card) uses(s Sample, parties []Party) []use {
 	return slices.DeleteFunc(uses, func(u use) bool { return len(u.seen) == 0 })
 }
 
-// add adds a process, or what is listed under the PID of another.
+// add adds a process. other is true if its figure belongs to another process with the same PID.
 func (u *use) add(p Process, other bool) {
 	if !u.has(p.Container) {
 		u.seen = append(u.seen, p.Container)
@@ -399,23 +400,22 @@ func (u *use) add(p Process, other bool) {
 	}
 }
 
-// Offences remembers for an hour who was ended for an offence. The zero value
-// remembers nobody. It is safe for several goroutines.
+// Offences remembers for an hour which pods had a container ended for an offence. The zero value is
+// empty and ready for use. It is safe for several goroutines.
 type Offences struct {
 	mu sync.Mutex // guards by
 	by map[string][]time.Time
 }
 
 const (
-	// offenceMemory is for how long an offence counts.
+	// offenceMemory is how long an offence counts.
 	offenceMemory = time.Hour
-	// maxOffences bounds what is remembered of one pod: nobody asks for more.
+	// maxOffences is how many offences are remembered of one pod at most.
 	maxOffences = 64
 )
 
-// Add notes an offence and returns how many that pod has now, this one and all
-// of the last hour, at most 64. A pod is named by its UID: its containers change
-// with each restart.
+// Add notes an offence of a pod. It returns how many the pod has had within the last hour, with
+// this one, at most 64. Pods are named by UID, since their containers change with each restart.
 func (o *Offences) Add(pod string, at time.Time) int {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -10,21 +10,25 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A Party is who has a cap together on a GPU: the containers of one allocation; those of
-// several, where a container has more than one of them, as it may use the sum; or a
-// container that has a cap of its own.
+// A Party is a set of containers that have a cap together on a GPU. It is one of these:
 //
-// Of allocations A and B, one container has both, and another has A alone. Then there are
-// the parties A, in which the other one is alone with A's cap, and A+B, in which both are.
+//   - the containers that have one allocation and no other
+//   - the containers that have any of several allocations, if some container has more than one of
+//     them and so may use their sum
+//   - a container that has a cap of its own
+//
+// For example, one container has the allocations A and B, and another has A alone. One party is A,
+// with the second container and A's cap. The other is A+B, with both containers and the sum of the
+// caps.
 type Party struct {
-	// Allocations are their IDs, sorted; none for a container's own cap.
+	// Allocations are the IDs of the party's allocations, sorted; none for a container's own cap.
 	Allocations []string
-	// Containers are those that have nothing else, sorted.
+	// Containers are those that have some of these allocations and no others, sorted.
 	Containers []string
 	Cap        uint64 // bytes; None: all of the GPU
 }
 
-// key tells parties of one GPU apart.
+// key returns what tells the party from the others on its GPU.
 func (p *Party) key() party {
 	if len(p.Allocations) == 0 {
 		return party{container: p.Containers[0]}
@@ -32,8 +36,8 @@ func (p *Party) key() party {
 	return party{allocation: strings.Join(p.Allocations, "+")}
 }
 
-// Parties are those of a GPU, by what containers are allowed to have there: the smaller
-// ones first, then by their names. Each has one container at least.
+// Parties returns the parties on a GPU that allowances make: those with fewer allocations first,
+// then by name. Each has at least one container.
 func Parties(u gpu.UUID, allowances []Allowance) []Party {
 	caps, of := map[string]uint64{}, map[string][]string{}
 	var parties []Party
@@ -73,7 +77,7 @@ func Parties(u gpu.UUID, allowances []Allowance) []Party {
 	for _, p := range joined(sets) {
 		add(p)
 	}
-	own := map[string][]string{} // who has just these allocations
+	own := map[string][]string{} // containers with exactly these allocations
 	for name, p := range sets {
 		own[name] = p.Containers
 	}
@@ -95,7 +99,8 @@ func Parties(u gpu.UUID, allowances []Allowance) []Party {
 	return parties
 }
 
-// joined returns the allocations that hang together since containers have several of them.
+// joined returns the sets of allocations that are linked by containers with several of them. Sets
+// that have an allocation in common are joined to one.
 func joined(sets map[string]*Party) (all [][]string) {
 	for _, p := range sets {
 		if len(p.Allocations) < 2 {

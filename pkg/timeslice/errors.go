@@ -8,24 +8,23 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// FitError says that no GPU has as many free units as a request asks for. Its
-// text is for the person whose pod was refused; the caller puts the resource's
-// name before it. It answers to gpu.ErrNoRoom.
+// FitError means that no GPU has as many free units as a request asks for. Its text is for the
+// person whose pod was refused; the caller puts the resource's name before it. errors.Is reports it
+// as gpu.ErrNoRoom.
 type FitError struct {
 	// Asked is the size of the request, in units.
 	Asked int
-	// Largest is the size of the largest free block, in units, and GPU the GPU
-	// that has it; 0 and empty where nothing is free.
+	// Largest is the size of the largest free block, in units, and GPU is the GPU that has it. They
+	// are 0 and empty if nothing is free.
 	Largest int
 	GPU     gpu.UUID
-	// Held is how many units of GPU the request holds already (a pod's init
-	// container had them); they count as part of Largest. The request is bound
-	// to that GPU, however much is free on another.
+	// Held is how many units of GPU the request holds already (a pod's init container had them).
+	// They count in Largest. If Held is not 0, the request is bound to that GPU, even if another
+	// has more free.
 	Held int
-	// Capacity is how many units the node's largest GPU has, held ones
-	// included. PreferUnits sees only what is free and leaves it 0, unknown; a
-	// caller who knows sets it, so that the text never says to wait for room that
-	// will never come.
+	// Capacity is how many units the node's largest GPU has, free or not; 0 means unknown.
+	// PreferUnits sees only what is free and leaves it 0. A caller that knows it sets it, so that
+	// the text does not say to wait for room that will never come.
 	Capacity int
 }
 
@@ -42,8 +41,8 @@ func (e *FitError) Error() string {
 	case e.Largest == 0:
 		return fmt.Sprintf("%s asked for, but none is free; wait until some are freed", units(e.Asked))
 	case e.Held > 0:
-		return fmt.Sprintf("%s asked for, %s and this one is bound to %s by %s of its pod's, "+
-			"where it can have %d in all; ask for at most %d, or wait until more is freed",
+		return fmt.Sprintf("%s asked for, %s and on %s this pod already holds %s; "+
+			"it can have %d there in all; ask for at most %d, or wait until more is freed",
 			units(e.Asked), rule, e.GPU, units(e.Held), e.Largest, e.Largest)
 	default:
 		return fmt.Sprintf("%s asked for, %s and the largest free block is %s, on %s; "+
@@ -52,18 +51,18 @@ func (e *FitError) Error() string {
 	}
 }
 
-// Is reports that the error means gpu.ErrNoRoom.
+// Is reports whether target is gpu.ErrNoRoom.
 func (e *FitError) Is(target error) bool { return target == gpu.ErrNoRoom }
 
-// SpreadError says that fewer GPUs have a free replica than a request asks for.
-// Its text is for the person whose pod was refused. It answers to gpu.ErrNoRoom.
+// SpreadError means that fewer GPUs have a free replica than a request asks for. Its text is for
+// the person whose pod was refused. errors.Is reports it as gpu.ErrNoRoom.
 type SpreadError struct {
-	// Asked is how many replicas were asked for; each is of another GPU.
+	// Asked is how many replicas were asked for, each on another GPU.
 	Asked int
 	// Free is how many GPUs have a free replica, or one that the request holds.
 	Free int
-	// Capacity is how many GPUs of the node have replicas at all; 0 where it is
-	// not known. As with FitError, the caller sets it.
+	// Capacity is how many GPUs of the node have replicas; 0 means unknown. As with FitError, the
+	// caller sets it.
 	Capacity int
 }
 
@@ -83,7 +82,7 @@ func (e *SpreadError) Error() string {
 	}
 }
 
-// Is reports that the error means gpu.ErrNoRoom.
+// Is reports whether target is gpu.ErrNoRoom.
 func (e *SpreadError) Is(target error) bool { return target == gpu.ErrNoRoom }
 
 func units(n int) string { return plural(n, "unit") }

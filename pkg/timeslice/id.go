@@ -15,15 +15,14 @@ const (
 	prefix    = "GPU-"
 )
 
-// ID names piece n of a GPU: "GPU-<uuid>::<n>". Other tools (dcgm-exporter)
-// cut it at "::" to find the GPU.
+// ID returns the name of piece n of a GPU: "GPU-<uuid>::<n>". Other tools (dcgm-exporter) cut it at
+// "::" to find the GPU.
 func ID(uuid gpu.UUID, n int) string {
 	return string(uuid) + separator + strconv.Itoa(n)
 }
 
-// ParseID is the inverse of [ID], and strict: an ID that it accepts is printed
-// again as it was. The number is below [MaxListed], without sign or leading
-// zeros.
+// ParseID is the inverse of [ID]. It accepts only what ID returns: the number is below [MaxListed],
+// without sign or leading zeros. For other IDs the error wraps gpu.ErrInvalid.
 func ParseID(id string) (gpu.UUID, int, error) {
 	uuid, n, ok := split(id)
 	if !ok || !validUUID(uuid) {
@@ -37,9 +36,9 @@ func idError(id string) error {
 		id, MaxListed, gpu.ErrInvalid)
 }
 
-// split cuts an ID at its last "::". It looks at the number only; whether the
-// rest names a GPU is for validUUID, which is expensive, so callers ask it once for a
-// GPU and not once for an ID.
+// split cuts an ID at its last "::". It checks the number only. Whether the rest names a GPU is
+// checked by validUUID. That is expensive, so callers check it once for each GPU and not for each
+// ID.
 func split(id string) (uuid string, n int, ok bool) {
 	i, scale := len(id), 1
 	for i > 0 && id[i-1]-'0' <= 9 {

@@ -9,16 +9,14 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// PreferUnits chooses n units of one GPU: of those that have n free the
-// fullest, then the one of lowest rank, then of lowest UUID; and of it the
-// lowest numbers, in order. A GPU that rank lacks comes after all that it has.
+// PreferUnits chooses n units of one GPU. Of the GPUs with n free units it takes the fullest, then
+// the one of lowest rank, then of lowest UUID. A GPU without a rank comes after all that have one.
+// The answer has the lowest numbers, in order.
 //
-// Units in must are in the answer and pin the GPU. They count as free whether
-// or not available names them too. Neither list may name an ID twice, and n is
-// at least len(must).
+// Units in must are in the answer and fix the GPU. They count as free even if available lacks them.
+// Neither list may name an ID twice, and n must be at least len(must).
 //
-// The error is a [FitError] where no GPU has room; everything else that is
-// wrong with the arguments answers to gpu.ErrInvalid.
+// The error is a [FitError] if no GPU has room. For invalid arguments it wraps gpu.ErrInvalid.
 func PreferUnits(available, must []string, n int, rank map[gpu.UUID]int) ([]string, error) {
 	t, err := count(available, must, n)
 	if err != nil {
@@ -60,8 +58,8 @@ func PreferUnits(available, must []string, n int, rank map[gpu.UUID]int) ([]stri
 	return t.lowest(best, n)
 }
 
-// Fullest is the GPU of which [PreferUnits] chooses n units where none are given: where it is in
-// the list, -1 where none has as many free.
+// Fullest returns the index of the GPU from which [PreferUnits] takes n units if must is empty, or
+// -1 if no GPU has as many free.
 func Fullest(of []Free, n int) int {
 	best := -1
 	for g := range of {
@@ -72,15 +70,15 @@ func Fullest(of []Free, n int) int {
 	return best
 }
 
-// PreferReplicas chooses one replica of each of n GPUs: those of must, then the
-// GPUs with the fewest free replicas, then of lowest rank, then of lowest UUID;
-// of each GPU the replica of lowest number. The answer is in that order.
+// PreferReplicas chooses one replica of each of n GPUs: first the GPUs of must, then those with the
+// fewest free replicas, then of lowest rank, then of lowest UUID. Of each GPU it takes the replica
+// of lowest number. The answer is in that order.
 //
-// Replicas in must count as free whether or not available names them too.
-// Neither list may name an ID twice, and n is at least len(must).
+// Replicas in must count as free even if available lacks them. Neither list may name an ID twice,
+// and n must be at least len(must).
 //
-// The error is a [SpreadError] where too few GPUs have a free replica;
-// everything else that is wrong with the arguments answers to gpu.ErrInvalid.
+// The error is a [SpreadError] if too few GPUs have a free replica. For invalid arguments it wraps
+// gpu.ErrInvalid.
 func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]string, error) {
 	t, err := count(available, must, n)
 	if err != nil {
@@ -95,7 +93,7 @@ func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]s
 	if n > len(t.gpus) {
 		return nil, &SpreadError{Asked: n, Free: len(t.gpus)}
 	}
-	// One replica a GPU: a must, or else the lowest number.
+	// For each GPU take its piece of must, or else the lowest number.
 	of := make([]int, len(t.gpus))
 	for i := range of {
 		of[i] = -1
@@ -118,8 +116,8 @@ func PreferReplicas(available, must []string, n int, rank map[gpu.UUID]int) ([]s
 	return answer, nil
 }
 
-// Fewest are the n GPUs of which [PreferReplicas] chooses a replica each, by their places in the
-// list, those of which one is given first; fewer where fewer have one free.
+// Fewest returns the indexes of the n GPUs from which [PreferReplicas] takes a replica each: those
+// with a replica in must first. It returns fewer if fewer have one free.
 func Fewest(of []Free, n int) []int {
 	var all []int
 	for g := range of {
@@ -139,9 +137,9 @@ func Fewest(of []Free, n int) []int {
 	return all[:min(n, len(all))]
 }
 
-// OneGPU is the GPU that all units of a grant are on. Units of several GPUs are
-// a [FitError]: the kubelet grants them, unasked, where a request takes all
-// that is free on the node.
+// OneGPU returns the GPU that all units of a grant are on. If they are on several GPUs, it returns
+// a [FitError]: the kubelet grants such units, without asking, to a request for all that is free on
+// the node.
 func OneGPU(ids []string) (gpu.UUID, error) {
 	t, err := count(ids, nil, len(ids))
 	if err != nil {
@@ -162,8 +160,8 @@ func OneGPU(ids []string) (gpu.UUID, error) {
 	return "", e
 }
 
-// DistinctGPUs is the GPUs of a grant's replicas, in the order of ids. Two
-// replicas of one GPU are a [SpreadError].
+// DistinctGPUs returns the GPUs of a grant's replicas, in the order of ids. If two replicas are on
+// one GPU, it returns a [SpreadError].
 func DistinctGPUs(ids []string) ([]gpu.UUID, error) {
 	t, err := count(ids, nil, len(ids))
 	if err != nil {
@@ -175,7 +173,7 @@ func DistinctGPUs(ids []string) ([]gpu.UUID, error) {
 	if len(t.gpus) < len(ids) {
 		return nil, &SpreadError{Asked: len(ids), Free: len(t.gpus)}
 	}
-	// Each ID brought a GPU of its own, so the GPUs are in the order of ids.
+	// Each ID is of another GPU, so the GPUs are in the order of ids.
 	uuids := make([]gpu.UUID, len(t.gpus))
 	for i := range t.gpus {
 		uuids[i] = t.gpus[i].GPU

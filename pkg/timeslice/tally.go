@@ -9,39 +9,39 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// tally is what is free, by GPU. The kubelet asks with thousands of IDs in map
-// order while a pod waits, so it is made in one pass, without an allocation
-// for an ID, and nothing is sorted.
+// tally is what is free, by GPU. The kubelet asks with thousands of IDs in map order while a pod
+// waits. So count makes the tally in one pass, without allocating memory for each ID or sorting.
 type tally struct {
 	available, must []string
-	// pieces is available, then must, parsed.
+	// pieces has the parsed IDs of available, then of must.
 	pieces []piece
-	// gpus is in order of first appearance, which no answer may depend on.
+	// gpus is in order of first appearance. No answer may depend on that order.
 	gpus []Free
-	at   map[string]int // where in gpus a UUID is
+	at   map[string]int // index in gpus, by UUID
 }
 
 type piece struct {
-	// gpu is an index into tally.gpus; -1 for a must that available names too,
-	// so that it is counted once.
+	// gpu is an index into tally.gpus, or -1 for an available piece that must also names, so that
+	// it is counted once.
 	gpu    int32
 	number uint16 // below MaxListed
 	must   bool
 }
 
-// Free is how many devices of a GPU are free, for those who count them without a list of IDs.
+// Free is how many devices of a GPU are free. Callers that count devices without a list of IDs make
+// their own.
 type Free struct {
 	GPU gpu.UUID
-	// N is how many are free, and Must how many of these are to be in the answer.
+	// N is how many devices are free, and Must how many of these are to be in the answer.
 	N, Must int
-	// Rank is the GPU's place; math.MaxInt for one that has none.
+	// Rank is the GPU's rank; math.MaxInt means none.
 	Rank int
 }
 
 func count(available, must []string, n int) (*tally, error) {
 	switch {
 	case n < len(must):
-		return nil, fmt.Errorf("%d devices asked for, of which %d are given: %w", n, len(must), gpu.ErrInvalid)
+		return nil, fmt.Errorf("%d devices asked for, but %d must be in the answer: %w", n, len(must), gpu.ErrInvalid)
 	case len(available) > MaxListed || len(must) > MaxListed:
 		return nil, fmt.Errorf("%d devices named, more than the %d that a resource can have: %w",
 			max(len(available), len(must)), MaxListed, gpu.ErrInvalid)
@@ -68,7 +68,7 @@ func count(available, must []string, n int) (*tally, error) {
 	if len(must) == 0 {
 		return t, nil
 	}
-	// The kubelet names the musts among the available, too.
+	// The kubelet names the pieces of must among the available ones, too.
 	type key struct {
 		gpu    int32
 		number uint16
@@ -105,8 +105,8 @@ func count(available, must []string, n int) (*tally, error) {
 	return t, nil
 }
 
-// find returns the index of a GPU in gpus, where it puts one that is new, and -1
-// for what is not a UUID.
+// find returns the index of a GPU in gpus, and adds a new GPU to it. It returns -1 if uuid is not
+// valid.
 func (t *tally) find(uuid string) int {
 	if g, ok := t.at[uuid]; ok {
 		return g
@@ -119,7 +119,7 @@ func (t *tally) find(uuid string) int {
 	return len(t.gpus) - 1
 }
 
-// ranked notes the GPUs' places.
+// ranked notes the GPUs' ranks.
 func (t *tally) ranked(rank map[gpu.UUID]int) {
 	for i := range t.gpus {
 		if r, ok := rank[t.gpus[i].GPU]; ok {
@@ -128,8 +128,8 @@ func (t *tally) ranked(rank map[gpu.UUID]int) {
 	}
 }
 
-// before is the order in which GPUs are used up: the fullest first, then by
-// rank, then by UUID, so that no two are equal.
+// before reports whether f is used up before o: the fullest GPU comes first, then the one of lower
+// rank, then of lower UUID. No two GPUs are equal.
 func (f *Free) before(o *Free) bool {
 	if f.N != o.N {
 		return f.N < o.N
@@ -147,8 +147,8 @@ func (t *tally) id(i int) string {
 	return t.must[i-len(t.available)]
 }
 
-// lowest is n pieces of a GPU, musts included, by number: a table over the
-// numbers instead of a sort.
+// lowest returns the n lowest-numbered pieces of a GPU, with all of must among them, by number. It
+// uses a table over the numbers and does not sort.
 func (t *tally) lowest(g, n int) ([]string, error) {
 	top := 0
 	for _, p := range t.pieces {
@@ -156,7 +156,7 @@ func (t *tally) lowest(g, n int) ([]string, error) {
 			top = max(top, int(p.number))
 		}
 	}
-	at := make([]int32, top+1) // index into pieces, plus one
+	at := make([]int32, top+1) // 1 + index into pieces; 0: none
 	for i, p := range t.pieces {
 		if p.gpu != int32(g) {
 			continue

@@ -25,28 +25,27 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// mode of an allocation's file: runtimes may run as another user, and it holds no
-// secret.
+// mode is the mode of an allocation's file. Runtimes may run as another user, and the file has no
+// secrets.
 const mode = 0o644
 
-// most is more than any allocation's file has, in bytes: with thousands of units it
-// has some hundred thousand.
+// most is the largest size of a file that is read, in bytes. With thousands of units a file has
+// some hundred thousand.
 const most = 16 << 20
 
-// Dir is the part of a CDI directory that belongs to one domain. Its methods
-// may be called from several goroutines at once.
+// Dir is the part of a CDI directory that belongs to one domain. Its methods are safe for several
+// goroutines.
 type Dir struct {
 	path   string
 	domain string
 
-	// mu keeps writers of one file apart; the files themselves need no guard,
-	// since a rename replaces them at once.
+	// mu keeps writers of one file apart. The files need no guard, since a rename replaces them at
+	// once.
 	mu sync.Mutex
 }
 
-// Open makes the directory if it is missing (mode 0755), removes temporary
-// files that a killed predecessor of the same domain left in it, and returns
-// it. The path must be absolute.
+// Open creates the directory if it is missing (mode 0755), and returns it. It removes temporary
+// files that a killed predecessor of the same domain left in it. The path must be absolute.
 func Open(path, domain string) (*Dir, error) {
 	if err := gpu.ValidateDomain(domain); err != nil {
 		return nil, fmt.Errorf("open CDI directory %s: %w", path, err)
@@ -75,9 +74,8 @@ func Open(path, domain string) (*Dir, error) {
 	return d, nil
 }
 
-// Write writes spec into the allocation's file. A file that says so already is not touched.
-// An invalid spec is refused before anything is visible, with an error that wraps
-// gpu.ErrInvalid.
+// Write writes spec into the allocation's file. It does not touch a file that has the same content.
+// An invalid spec is refused before anything is visible, with an error that wraps gpu.ErrInvalid.
 func (d *Dir) Write(key string, spec *specs.Spec) error {
 	name, err := d.name(key)
 	if err != nil {
@@ -99,7 +97,7 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		return err
 	}
 	defer root.Close()
-	if says(root, name, data) {
+	if hasContent(root, name, data) {
 		return nil
 	}
 	temp := temporary(name)
@@ -107,13 +105,14 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		_, err := f.Write(data)
 		return err
 	}); err != nil {
-		return fmt.Errorf("write %s: %w; check free space, permissions, and what lies there", d.file(name), err)
+		return fmt.Errorf("write %s: %w; check free space, permissions, and what else has that name", d.file(name), err)
 	}
 	return nil
 }
 
-// check refuses what a runtime would refuse in a file, and no more: it is what ReadSpec does
-// after it has parsed the file, which takes longer than all else that a start waits for.
+// check refuses exactly what a runtime would refuse in a file. It does what ReadSpec does after it
+// has parsed the file. Parsing takes longer than everything else that a container's start waits for
+// here.
 func check(spec *specs.Spec) error {
 	if err := specs.ValidateVersion(spec); err != nil {
 		return err
@@ -154,7 +153,7 @@ func check(spec *specs.Spec) error {
 	return nil
 }
 
-// Remove takes the allocation's file away. One that is not there is a success.
+// Remove removes the allocation's file. If there is none, it returns nil.
 func (d *Dir) Remove(key string) error {
 	name, err := d.name(key)
 	if err != nil {
@@ -180,8 +179,8 @@ func (d *Dir) Remove(key string) error {
 	return nil
 }
 
-// Written is when an allocation's file was last written with other content than before.
-// The error wraps gpu.ErrNotFound where there is none.
+// Written returns the time at which an allocation's file last got other content than before. The
+// error wraps gpu.ErrNotFound if there is none.
 func (d *Dir) Written(key string) (time.Time, error) {
 	name, err := d.name(key)
 	if err != nil {
@@ -202,9 +201,8 @@ func (d *Dir) Written(key string) (time.Time, error) {
 	return info.ModTime(), nil
 }
 
-// Read returns what the allocation's file says. The error wraps gpu.ErrNotFound
-// where there is none, and gpu.ErrInvalid where something else is at its
-// name or it is no CDI spec.
+// Read returns the spec in the allocation's file. The error wraps gpu.ErrNotFound if there is no
+// file, and gpu.ErrInvalid if it is not a regular file or not a CDI spec.
 func (d *Dir) Read(key string) (*specs.Spec, error) {
 	name, err := d.name(key)
 	if err != nil {
@@ -235,8 +233,8 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	return spec, nil
 }
 
-// List returns the keys of the allocations that have a file, sorted. Only regular
-// files count: a link or a directory of such a name does not.
+// List returns the keys of the allocations that have a file, sorted. Only regular files count: a
+// link or a directory of such a name does not.
 func (d *Dir) List() ([]string, error) {
 	root, err := d.open()
 	if err != nil {
@@ -257,9 +255,8 @@ func (d *Dir) List() ([]string, error) {
 	return keys, nil
 }
 
-// open is called for each operation, not once: /var/run/cdi lies on a tmpfs
-// that others clean up, and a handle to a directory that was removed and made
-// again would write where no runtime looks.
+// open opens the directory for one operation. /var/run/cdi is on a tmpfs that others clean up. A
+// handle to a directory that was removed and created again would write where no runtime looks.
 func (d *Dir) open() (*os.Root, error) {
 	if err := os.MkdirAll(d.path, 0o755); err != nil {
 		return nil, fmt.Errorf("make CDI directory %s: %w; make it by hand or choose another with --cdi-dir",
@@ -273,7 +270,7 @@ func (d *Dir) open() (*os.Root, error) {
 	return root, nil
 }
 
-// names returns the regular files of the directory.
+// names returns the names of the regular files in the directory.
 func (d *Dir) names(root *os.Root) ([]string, error) {
 	f, err := root.Open(".")
 	if err != nil {
@@ -303,7 +300,7 @@ func (d *Dir) name(key string) (string, error) {
 
 func (d *Dir) file(name string) string { return filepath.Join(d.path, name) }
 
-// Temporary names are .<file>.<random>.tmp.
+// temporary returns a temporary name for a file: .<file>.<random>.tmp.
 func temporary(file string) string { return "." + file + "." + rand.Text() + temporarySuffix }
 
 const temporarySuffix = ".tmp"
@@ -322,8 +319,8 @@ func (d *Dir) ownTemporary(name string) bool {
 	return ok
 }
 
-// says reports whether the file is regular, readable by all and has just this data.
-func says(root *os.Root, name string, data []byte) bool {
+// hasContent reports whether the file is regular, has the right mode, and has just this data.
+func hasContent(root *os.Root, name string, data []byte) bool {
 	info, err := root.Lstat(name)
 	if err != nil || info.Mode() != mode || info.Size() != int64(len(data)) {
 		return false

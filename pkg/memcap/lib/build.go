@@ -24,7 +24,7 @@ import (
 //go:embed c/*.c c/*.h
 var sources embed.FS
 
-// The names of the two libraries, which are also their SONAMEs.
+// The file names of the two libraries, which are also their SONAMEs.
 const (
 	cudaName = "libcuda.so.1"
 	nvmlName = "libnvidia-ml.so.1"
@@ -40,12 +40,12 @@ var (
 	nvmlSources = []string{"nvml.c", "real.c"}
 )
 
-// These flags make libraries that run nothing when they are loaded, need nothing of a
-// newer C library, and export nothing but the overrides. A reference to a symbol of our
-// own is bound within the library, whoever else defines that symbol. An allocation goes
-// through four of the files; link-time optimisation makes it a sixth faster. A library
-// that was loaded stays loaded (nodelete). Otherwise a program that unloads and loads it
-// again would lose what is charged, and take another slot each time.
+// These flags make libraries that run nothing when they are loaded, need nothing of a newer C
+// library, and export nothing but the overrides. A reference to a symbol of our own is bound within
+// the library, even if another object defines that symbol. An allocation goes through four of the
+// files; link-time optimisation makes it a sixth faster. A library that was loaded stays loaded
+// (nodelete). Otherwise a program that unloads it and loads it again would lose what is charged,
+// and take another slot each time.
 var (
 	compileFlags = []string{
 		"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden",
@@ -58,16 +58,16 @@ var (
 	}
 )
 
-// Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder
-// out, and makes that folder if need be. It needs gcc, or a gcc that $CC
-// names, but neither a CUDA toolkit nor a driver.
+// Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder out, which
+// it creates if need be. It needs gcc, or a gcc that $CC names, but neither a CUDA toolkit nor a
+// driver.
 func Build(ctx context.Context, out string) error { return build(ctx, out, Root) }
 
-// BuildBelow is Build for tests. Its libraries look for all that they need, the driver's
-// libraries included, below root in place of [Root].
+// BuildBelow is Build for tests. Its libraries look for all files, also the driver's libraries,
+// below root and not below [Root].
 func BuildBelow(ctx context.Context, out, root string) error { return build(ctx, out, root) }
 
-// Stamp returns a hash of all that a build by BuildBelow depends on.
+// Stamp returns a hash of all that the output of BuildBelow depends on.
 func Stamp(ctx context.Context, root string) (string, error) {
 	h := sha256.New()
 	names, err := fs.Glob(sources, "c/*")
@@ -89,7 +89,7 @@ func Stamp(ctx context.Context, root string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil))[:16], nil
 }
 
-// build builds in a folder beside out, and moves the libraries to out when both are done.
+// build builds in a folder beside out, and moves the libraries to out once both are complete.
 func build(ctx context.Context, out, root string) error {
 	out, err := filepath.Abs(out)
 	if err != nil {
@@ -131,8 +131,8 @@ func build(ctx context.Context, out, root string) error {
 		name    string
 		sources []string
 	}{{cudaName, cudaSources}, {nvmlName, nvmlSources}} {
-		// An empty library whose SONAME is the real one's path. A library that is linked
-		// against it has the loader load that path.
+		// An empty library whose SONAME is the real one's path. For a library that is linked
+		// against it, the loader loads that path.
 		stub := "stub-" + l.name
 		soname := "-Wl,-soname," + root + "/driver/" + l.name
 		if _, err := gcc(ctx, tmp, "-shared", "-nostdlib", soname, "-o", stub, "stub.c"); err != nil {
@@ -156,9 +156,9 @@ func build(ctx context.Context, out, root string) error {
 	return nil
 }
 
-// BuildHide compiles the program hide, for the machine that gcc compiles for, and puts it into the
-// folder out, packed. It runs the go command, in a folder of this module. The program is static, since
-// the container runtime runs it on the host.
+// BuildHide compiles the program hide for the machine that gcc compiles for, and puts it into the
+// folder out, packed. It runs the go command, so the current folder must be in this module. The
+// program is static, since the container runtime runs it on the host.
 func BuildHide(ctx context.Context, out string) error {
 	machine, err := gcc(ctx, "", "-dumpmachine")
 	if err != nil {
@@ -186,16 +186,17 @@ func BuildHide(ctx context.Context, out string) error {
 	return nil
 }
 
-// pack compresses what a packed file has.
+// pack compresses the content of a packed file.
 func pack(data []byte) []byte {
 	var out bytes.Buffer
-	w, _ := gzip.NewWriterLevel(&out, gzip.BestCompression) // it fails for a level that there is not
-	_, _ = w.Write(data)                                    // a buffer takes all
+	w, _ := gzip.NewWriterLevel(&out, gzip.BestCompression) // fails only for a level that does not exist
+	_, _ = w.Write(data)                                    // a buffer accepts all
 	_ = w.Close()
 	return out.Bytes()
 }
 
-// machineFlags are those for the machine that gcc compiles for, by its name of it.
+// machineFlags returns the compiler flags for the machine that gcc compiles for, by gcc's name of
+// it.
 func machineFlags(machine string) []string {
 	if strings.HasPrefix(machine, "aarch64-") {
 		return []string{"-mno-outline-atomics"} // outline atomics would need libgcc
@@ -203,7 +204,7 @@ func machineFlags(machine string) []string {
 	return nil
 }
 
-// gcc runs gcc, or the command in $CC, as Go does for cgo: words, without quotes.
+// gcc runs gcc, or the command in $CC. As for cgo, that is a list of words without quotes.
 func gcc(ctx context.Context, dir string, args ...string) (string, error) {
 	cc := strings.Fields(os.Getenv("CC"))
 	if len(cc) == 0 {

@@ -4,21 +4,21 @@ package lib
 
 import "time"
 
-// estimateBack is how long an estimate takes for one MiB of its way back to
-// DefaultContext: an hour for all of it, which is longer than programs take to start
-// and short enough for an estimate that was wrong.
+// estimateBack is how long an estimate takes to rise by one MiB towards DefaultContext. A whole
+// rise takes about an hour: longer than programs take to start, and short enough for an estimate
+// that was wrong.
 const estimateBack = 8 * time.Second
 
-// estimate puts into the page what a context of this allocation's is expected to take,
-// after a reading by which each has so many bytes (0: it does not tell). m.pages.mu
-// is held.
+// estimate stores in the page what a context of this allocation is expected to take. each is what
+// each context has by a reading, in bytes, or 0 if the reading does not show it. The caller holds
+// m.pages.mu.
 //
-// What the driver has beyond all that was counted is contexts and what was loaded
-// into them, and nothing tells one from the other. But nobody loads a module before
-// there is a context for it: of all readings, the one with the least for each
-// context has the fewest modules in it. So the least counts, at once, and more only
-// as time passes: the estimate goes back to the default by itself, and never above.
-// It is this allocation's alone: what one tenant loads, or writes into its counters,
+// What the driver has beyond all that was counted is contexts, and modules that were loaded into
+// them. The figure does not show which is which. But a module needs a context to be loaded into. So
+// the reading with the least for each context has the fewest modules in it. A lower figure counts
+// at once. Upwards, the estimate only goes back to the default as time passes, and never above it.
+//
+// The estimate is this allocation's alone: what one tenant loads, or writes into its counters,
 // changes nothing for another.
 func (m *Meter) estimate(each uint64, now time.Time) {
 	if m.estimated.IsZero() {
@@ -29,11 +29,11 @@ func (m *Meter) estimate(each uint64, now time.Time) {
 	m.page.setContext(expected(m.page.context(), each, uint64(steps)))
 }
 
-// barely notes the least that contexts were seen to take, by a quiet reading with so many bytes
-// for each. What was charged by guess counts here: where it makes contexts look small, it makes
-// look small in held what they have, too. Of several contexts, as in clean, the larger of two
-// readings in a row counts.
-func (m *Meter) barely(c Counters, each uint64) {
+// noteBare notes the least that contexts were seen to take, by a quiet reading with each bytes for
+// each context. It also uses readings in which other memory was charged by guess: if that makes
+// contexts look small here, it makes what they have look small in held, too. If there are several
+// contexts, the larger of two readings in a row counts, as in credible.
+func (m *Meter) noteBare(c Counters, each uint64) {
 	was := m.seen
 	m.seen = each
 	if c.Contexts > 1 {
@@ -41,11 +41,12 @@ func (m *Meter) barely(c Counters, each uint64) {
 	}
 	if each = max(each, LeastContext); each < m.bare && m.seen != 0 && (c.Contexts == 1 || was != 0) {
 		m.bare = each
-		m.page.store(atBare, m.bare) // for the next agent, who may see contexts with code in them alone
+		m.page.store(atBare, m.bare) // for the next agent, which may see only contexts with code in them
 	}
 }
 
-// expected is the next estimate, in bytes.
+// expected returns the next estimate, in bytes. was is the last one, each what contexts have by a
+// reading or 0, and steps how many MiB the estimate may rise.
 func expected(was, each, steps uint64) uint64 {
 	next := uint64(DefaultContext)
 	if was < next && steps < next>>20 {
@@ -57,12 +58,12 @@ func expected(was, each, steps uint64) uint64 {
 	return max(next, LeastContext)
 }
 
-// clean returns what may be believed of a quiet reading by which each context takes
-// so many bytes: nothing where something else than the living contexts was charged by
-// guess, which is mostly too much and would make contexts look small; and of several
-// contexts the larger of two readings in a row, since a process that dies has lost its
-// memory some time before it counts as dead.
-func (m *Meter) clean(c Counters, each uint64) uint64 {
+// credible returns what a quiet reading, by which each context takes so many bytes, shows of contexts;
+// 0 if nothing. It shows nothing if other memory than the living contexts was charged by guess: a
+// guess is mostly too high and makes contexts look small. If there are several contexts, the larger
+// of two readings in a row counts, since a dying process loses its memory some time before it
+// counts as dead.
+func (m *Meter) credible(c Counters, each uint64) uint64 {
 	if c.Guesses > c.Contexts {
 		each = 0
 	}
@@ -77,9 +78,8 @@ func (m *Meter) clean(c Counters, each uint64) uint64 {
 	return each
 }
 
-// perContext returns what the driver has for each context beyond all that was
-// counted, by a quiet reading that lacks so much of promises: in whole MiB, 0 where that
-// makes no sense.
+// perContext returns what the driver has for each context beyond all that was counted, by a quiet
+// reading whose figure lacks promised bytes. It is in whole MiB, or 0 if the figures make no sense.
 func perContext(c Counters, driver, promised uint64) uint64 {
 	rest := c.Committed - min(c.Committed, c.Expected+c.Managed+promised)
 	if c.Contexts == 0 || driver <= rest {

@@ -12,11 +12,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Fit is Install of libraries that are fitted to a driver, whose own libraries are the
-// files cuda and nvml: a function that the driver lacks cannot be found in ours, and a
-// linker finds all that it has. Programs ask dlsym what a driver can do, and would call a
-// function that they find. The error is that of Install. It wraps gpu.ErrDriver if the driver's libraries cannot be
-// read.
+// Fit is like Install, with libraries that are fitted to a driver. The files cuda and nvml are the
+// driver's own libraries. A function that the driver lacks cannot be found in ours, and a linker
+// finds all functions that the driver has. Programs ask dlsym what a driver can do, and would call
+// a function that they find. Fit returns the errors of Install, and one that wraps gpu.ErrDriver if
+// it cannot read the driver's libraries.
 func Fit(dir, cuda, nvml string) (Kit, error) {
 	files, _, err := content()
 	if err != nil {
@@ -34,8 +34,8 @@ func Fit(dir, cuda, nvml string) (Kit, error) {
 	return kit, nil
 }
 
-// FitOne returns a copy of a library of ours that is fitted to the driver's, the file real: by
-// Hide, and by Link.
+// FitOne returns a copy of a library of ours that is fitted to the driver's library, the file real,
+// by Hide and by Link.
 func FitOne(library []byte, real string) ([]byte, error) {
 	out, err := Hide(library, real)
 	if err != nil {
@@ -44,9 +44,9 @@ func FitOne(library []byte, real string) ([]byte, error) {
 	return Link(out, real)
 }
 
-// Hide returns a copy of a library of ours without the names that the driver's library,
-// the file real, does not export. The functions stay, and other functions may still call
-// them. Only their entries in the symbol table are changed to undefined.
+// Hide returns a copy of a library of ours without the names that the driver's library, the file
+// real, does not export. The functions stay, and other functions may still call them. Only their
+// entries in the symbol table are changed to undefined.
 func Hide(library []byte, real string) ([]byte, error) {
 	has, err := exported(real)
 	if err != nil {
@@ -74,7 +74,7 @@ func Hide(library []byte, real string) ([]byte, error) {
 		if used[n] {
 			return nil, fmt.Errorf("the library refers to its own %s by name: %w", s.Name, gpu.ErrInvalid)
 		}
-		// Clears st_shndx, st_value and st_size of the Elf64_Sym.
+		// Clear st_shndx, st_value and st_size of the Elf64_Sym.
 		clear(out[table.Offset+n*elf.Sym64Size:][6:elf.Sym64Size])
 	}
 	return out, nil
@@ -100,8 +100,7 @@ func exported(file string) (map[string]elf.Symbol, error) {
 	return has, nil
 }
 
-// relocated returns the symbols, by their index in the table, whose addresses the loader
-// fills in for the library.
+// relocated returns the symbols whose addresses the loader fills in, by index in the symbol table.
 func relocated(f *elf.File) (map[uint64]bool, error) {
 	used := map[uint64]bool{}
 	for _, s := range f.Sections {

@@ -3,18 +3,18 @@
 package lib
 
 // held returns how many bytes the processes with contexts may yet take for code, by a quiet
-// reading. A driver loads a kernel's code when it is first run. No call asks for that memory,
-// so none can be refused, and a container whose programs have filled their cap as they may
-// would exceed it. So each context is to have what it takes without code (m.bare) and what
-// code may take (atCode), and what it has not got of that yet is held back:
+// reading. A driver loads a kernel's code when it is first run. No call asks for that memory, so
+// the library cannot refuse it, and programs that have filled their cap would then exceed it. So
+// each context is to have what it takes without code (m.bare) and what code may take (atCode). What
+// it does not have of that yet is held back:
 //
 //	a context of 518 MiB, code of 92 MiB, and the driver's figure beyond what was counted is
 //	518 MiB          92 MiB are held back
 //	560 MiB          50 MiB
 //	610 MiB or more   0
 //
-// Each process is looked at by itself: what one has loaded beyond its part says nothing of the
-// others. Where each is nil, or lacks a process, only their sum can be looked at.
+// Each process is compared by itself: if one has loaded more than its part, the others may still
+// load theirs. If each lacks a process, only the sum of all is compared.
 func (m *Meter) held(c Counters, driver uint64, each map[Process]uint64) uint64 {
 	code := m.page.load(atCode)
 	if c.Contexts == 0 {
@@ -36,7 +36,7 @@ func (m *Meter) held(c Counters, driver uint64, each map[Process]uint64) uint64 
 	return sum
 }
 
-// lacks returns by how many bytes contexts have less than they may take.
+// lacks returns how many bytes contexts have less than they may take.
 func (m *Meter) lacks(contexts, code, has uint64) uint64 {
 	if contexts == 0 {
 		return 0
@@ -46,10 +46,10 @@ func (m *Meter) lacks(contexts, code, has uint64) uint64 {
 	return may - min(may, has)
 }
 
-// assure notes in the page whether what contexts are charged was enough for all that were seen.
-// Then a program that has just begun need not wait for a reading before it comes near its cap.
-// A short one takes a tenth of that time, and is one of many like it.
-func (m *Meter) assure() {
+// noteSure notes in the page whether every context seen so far took no more than contexts are
+// charged. If so, a program that has just begun need not wait for a reading before it comes near
+// its cap. A short program runs for a tenth of that time, and many like it may follow.
+func (m *Meter) noteSure() {
 	var sure uint64
 	if m.worst != 0 && m.worst <= m.page.load(atContext) {
 		sure = 1
@@ -59,16 +59,16 @@ func (m *Meter) assure() {
 	}
 }
 
-// A user is a living process that counts, as its slots say. rest is what the driver's figure has
-// of it besides its contexts, in bytes, without promises.
+// A user is a living process that counts, as its slots say. rest is what the driver's figure for it
+// includes besides its contexts, in bytes, without promises.
 type user struct {
 	Process
 	slot           int
 	contexts, rest uint64
 }
 
-// addUser adds what a slot says to its process. A program that has loaded the library twice has
-// two slots.
+// addUser adds a slot's numbers to its process. A program that has loaded the library twice has two
+// slots.
 func (u *Usage) addUser(slot int, p Process, contexts, rest uint64) {
 	for i := range u.users {
 		if is := &u.users[i]; is.Process == p {

@@ -22,13 +22,13 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// built has what `go run ./pkg/memcap/lib/build` makes, or just a README if that was not run.
+// built has the output of `go run ./pkg/memcap/lib/build`, or just a README if that was not run.
 //
 //go:embed built/*
 var built embed.FS
 
-// Kit has the paths of what an allocation's CDI file mounts of an installed version. They
-// are below the directory that was given to Install.
+// Kit has the paths of an installed version's files that an allocation's CDI file mounts or runs.
+// They are below the directory that was given to Install.
 type Kit struct {
 	CUDA, NVML string // the libraries, to be mounted over the driver's
 	Hide       string // the program that Hook runs
@@ -36,14 +36,14 @@ type Kit struct {
 }
 
 // file is a file of a kit. A packed one is compressed by gzip: the program hide is larger than all
-// else, and this process would have all of it in memory for as long as it runs.
+// other files together, and would stay in this process's memory for as long as it runs.
 type file struct {
 	name   string
 	data   []byte
 	packed bool
 }
 
-// write makes the file at a path.
+// write creates the file at a path. It fails if there is a file already.
 func (f file) write(path string) (err error) {
 	var data io.Reader = bytes.NewReader(f.data)
 	if f.packed {
@@ -59,8 +59,8 @@ func (f file) write(path string) (err error) {
 	return errors.Join(err, to.Close())
 }
 
-// is reports whether the file is at a path, unchanged. Of a packed one it compares the checksum and
-// the length that end it, since unpacking would take most of a start's time.
+// is reports whether the file is at a path, unchanged. For a packed one it compares the checksum
+// and the length at its end, since unpacking would take most of the time of a start.
 func (f file) is(path string) bool {
 	data, err := os.ReadFile(path)
 	if err != nil || !f.packed {
@@ -73,10 +73,10 @@ func (f file) is(path string) bool {
 // Version returns the name of the kit's folder, for Prune.
 func (k Kit) Version() string { return filepath.Base(filepath.Dir(k.CUDA)) }
 
-// errNotBuilt says that a program has no libraries.
+// errNotBuilt is the error of a program that was built without the libraries.
 var errNotBuilt = fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
 
-// content returns the libraries, CUDA's first, and the program hide, and the hash of all that.
+// content returns the two libraries, CUDA's first, the program hide, and the hash of all three.
 func content() (files []file, hash string, err error) {
 	for _, f := range []file{{name: cudaName}, {name: nvmlName}, {name: hideName, packed: true}} {
 		from := "built/" + f.name
@@ -91,8 +91,8 @@ func content() (files []file, hash string, err error) {
 	return files, hashOf(files), nil
 }
 
-// ownHash is content's hash, worked out once: whenever allocations have ended it tells
-// which libraries are this program's own. It is empty where the program has none.
+// ownHash returns content's hash, computed once: each Prune needs it to keep this program's own
+// version. It is empty if the program has no libraries.
 var ownHash = sync.OnceValue(func() string {
 	_, hash, _ := content()
 	return hash
@@ -108,9 +108,9 @@ func hashOf(files []file) string {
 	return hex.EncodeToString(h.Sum(nil))[:16]
 }
 
-// Install puts this program's version of the libraries at dir/cap/<hash>, unless it is
-// there. It never touches another version's folder, because processes have its files
-// mapped. The error is gpu.ErrNotSupported if the program was built without the libraries.
+// Install writes this program's version of the libraries to dir/cap/<hash>, unless it is there. It
+// never changes another version's folder, since processes have its files mapped. It returns
+// gpu.ErrNotSupported if the program was built without the libraries.
 func Install(dir string) (Kit, error) {
 	files, hash, err := content()
 	if err != nil {
@@ -159,8 +159,8 @@ func install(top, hash string, files []file) (Kit, error) {
 	}
 	err = os.Rename(tmp, home)
 	if errors.Is(err, fs.ErrExist) {
-		// The folder is incomplete, for example after a loss of power. Its files are
-		// replaced, not rewritten, so that what a process has mapped does not change.
+		// The folder is incomplete, for example after a loss of power. Its files are replaced, not
+		// rewritten, so that what a process has mapped does not change.
 		err = mend(home, tmp, files)
 	}
 	if err != nil {
@@ -180,7 +180,7 @@ func mend(home, tmp string, files []file) error {
 		}
 	}
 	if !whole(home, files) {
-		return fmt.Errorf("%s is not what was written there", home)
+		return fmt.Errorf("%s differs from what was written to it", home)
 	}
 	return nil
 }
@@ -192,9 +192,9 @@ func whole(home string, files []file) bool {
 	})
 }
 
-// Prune removes versions of the libraries below dir that no allocation's CDI file names, as
-// used says. It keeps the version of this program that Install installs. Versions that were
-// fitted to a driver (Fit) have hashes of their own, so used is asked about them.
+// Prune removes the versions of the libraries below dir for which used returns false: those that no
+// allocation's CDI file names. It keeps the version of this program that Install installs. Versions
+// that were fitted to a driver (Fit) have hashes of their own, so it asks used about them, too.
 func Prune(dir string, used func(hash string) bool) error {
 	top := filepath.Join(dir, "cap")
 	entries, err := os.ReadDir(top)

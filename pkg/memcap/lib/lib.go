@@ -13,25 +13,25 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Where things are in a container that holds an allocation.
+// Paths in a container that holds an allocation.
 const (
 	Root           = "/usr/lib/gpu-agent"
 	RealCUDA       = Root + "/driver/libcuda.so.1"      // the driver's own library
-	RealNVML       = Root + "/driver/libnvidia-ml.so.1" // likewise
+	RealNVML       = Root + "/driver/libnvidia-ml.so.1" // the driver's own library
 	AllocationsDir = Root + "/allocations"              // the pages; see PagesDir
-	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted passes
+	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted is allowed
 )
 
-// compatDirs are where images bring driver libraries of their own, as patterns.
+// compatDirs are the directories in which images bring driver libraries of their own, as patterns.
 var compatDirs = []string{"/usr/local/cuda/compat", "/usr/local/cuda-*/compat"}
 
-// Hook covers the driver libraries that an image brings: they stand for nobody's cap. It touches
-// directories that are there alone, so it makes none in an image or in a volume.
+// Hook returns the CDI hook that covers the driver libraries that an image brings, since those have
+// no cap. It covers only directories that exist, so it creates none in an image or in a volume.
 func (k Kit) Hook() specs.Hook {
 	return specs.Hook{HookName: "createContainer", Path: k.Hide, Args: append([]string{hideName}, compatDirs...)}
 }
 
-// The two pages of an allocation's GPU, by their names in PagesDir.
+// The names of an allocation's two pages in PagesDir.
 const (
 	limitName = "limit"
 	usageName = "usage"
@@ -39,18 +39,17 @@ const (
 	limitsName = "limits"
 )
 
-// PagesDir is where a container has the pages of one allocation on one GPU. It is a
-// directory for each GPU and in that one for each allocation, so a container with two
-// allocations on one GPU has both pairs, and the library finds them whatever their
-// keys are.
+// PagesDir returns the folder in a container that has the pages of one allocation on one GPU. There
+// is a folder for each GPU, and in it one for each allocation. So a container with two allocations
+// on one GPU has both pairs of pages, and the library finds them without knowing the keys.
 func PagesDir(u gpu.UUID, key string) string { return AllocationsDir + "/" + string(u) + "/" + key }
 
-// LimitPath and UsagePath are the pages in PagesDir.
+// LimitPath and UsagePath return the paths of the pages in PagesDir.
 func LimitPath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + limitName }
 func UsagePath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + usageName }
 
-// KeyOf returns the allocation that has a page, by the page's path on the host; ok is false for
-// any other file. dir is the agent's state directory.
+// KeyOf returns the key of the allocation that a page belongs to, by the page's path on the host.
+// ok is false for any other file. dir is the agent's state directory.
 func KeyOf(dir, path string) (key string, ok bool) {
 	rest, ok := strings.CutPrefix(path, filepath.Join(dir, "cap")+"/")
 	parts := strings.Split(rest, "/")
@@ -60,9 +59,8 @@ func KeyOf(dir, path string) (key string, ok bool) {
 	return parts[1], true
 }
 
-// Mounts are what puts an allocation's pages into a container: limit pages that it
-// cannot write, and usage pages that it can. No device node and no program in
-// either has any effect.
+// Mounts returns the mounts of an allocation's pages into a container: limit pages read-only, and
+// usage pages writable. No device node and no program in either has any effect.
 func Mounts(key string, pages map[gpu.UUID]Page) []specs.Mount {
 	var out []specs.Mount
 	for _, u := range slices.Sorted(maps.Keys(pages)) {
@@ -84,16 +82,18 @@ func bind(from, to, how string) specs.Mount {
 // None is the limit of a GPU without one.
 const None = ^uint64(0)
 
-// DefaultContext is what a context is expected to take before an allocation's own were
-// measured, and the most that one ever is, in bytes. On data-centre GPUs of 2020 to
-// 2025 a context with a usual program's modules has 250 to 550 MiB; on an H200 with driver
-// 580 it has 518 without any. LeastContext is the least: a container that is charged too
-// little can use more than its cap until the next reading, and this much is within the
-// watchdog's tolerance.
+// DefaultContext is what a context is expected to take before those of its allocation were
+// measured, in bytes. An estimate never exceeds it. On data-centre GPUs of 2020 to 2025 a context
+// with a usual program's modules has 250 to 550 MiB. On an H200 with driver 580 it has 518 MiB
+// without any.
 //
-// DefaultCode is what may come besides for code, in bytes: the driver loads a kernel's code
-// when it is first run, and asks nobody. On the H200 a context has 610 MiB after PyTorch's first
-// kernel, which is 92 MiB more than before. No other GPU or driver was measured yet.
+// LeastContext is the smallest estimate. A container that is charged too little can use more than
+// its cap until the next reading; a context of this size is within the watchdog's tolerance.
+//
+// DefaultCode is what a context may take later for code, in bytes. The driver loads a kernel's code
+// when it is first run, without any call that asks for memory. On the H200 a context has 610 MiB
+// after PyTorch's first kernel, which is 92 MiB more than before. No other GPU or driver was
+// measured yet.
 const (
 	DefaultContext = 512 << 20
 	LeastContext   = 64 << 20

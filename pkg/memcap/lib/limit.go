@@ -11,9 +11,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Limit returns the limit on a GPU, in bytes, that an allocation's page has. The error
-// wraps gpu.ErrNotFound where there is no page, and gpu.ErrInvalid where the file is not
-// a page.
+// Limit returns the limit on a GPU in an allocation's page, in bytes. The error wraps
+// gpu.ErrNotFound if there is no page, and gpu.ErrInvalid if the file is not a page.
 func (p *Pages) Limit(key string, u gpu.UUID) (uint64, error) {
 	if !plainName(key) || !plainName(string(u)) {
 		return 0, fmt.Errorf("read the limit page of allocation %q on GPU %q: %w", key, u, gpu.ErrInvalid)

@@ -13,15 +13,16 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Link returns a copy of a library of ours against which programs can be linked as against
-// the driver's, the file real: every function of the driver's is among its names.
+// Link returns a copy of a library of ours against which programs can be linked as against the
+// driver's library, the file real: every function of the driver's is among its names.
 //
-// A linker reads names by a file's section headers, and takes those of a library that stands
-// on its command line, but not those of a library that this one needs. The loader never looks at
-// section headers: it finds names by the hash table, first in our library and then in the one
-// that it needs. So the copy has a second table of symbols, which lies behind the loaded part
-// of the file and which the headers name in place of the first. For a process nothing is other
-// than without it, and a call of a function that is not ours goes to the driver directly.
+// A linker reads names by a file's section headers. It takes those of a library on its command
+// line, but not those of a library that this one needs. The loader never reads section headers: it
+// finds names by the hash table, first in our library and then in the one that it needs.
+//
+// So the copy has a second symbol table, behind the loaded part of the file, and its section
+// headers name that table and not the first one. For a process nothing changes, and calls of
+// functions that are not ours go to the driver directly.
 func Link(library []byte, real string) ([]byte, error) {
 	has, err := exported(real)
 	if err != nil {
@@ -52,7 +53,7 @@ func Link(library []byte, real string) ([]byte, error) {
 	}
 	texts, entries := []byte{0}, make([]byte, elf.Sym64Size)
 	for _, name := range slices.Sorted(maps.Keys(has)) {
-		// Whoever reads the table for an address, as a tracer does, finds those of our own.
+		// A tracer that reads the table for addresses finds those of our own functions.
 		s := elf.Sym64{
 			Name: uint32(len(texts)), Info: elf.ST_INFO(elf.STB_GLOBAL, elf.STT_FUNC),
 			Shndx: uint16(code), Value: f.Sections[code].Addr,
@@ -68,8 +69,8 @@ func Link(library []byte, real string) ([]byte, error) {
 	return withTable(library, table, entries, texts)
 }
 
-// withTable appends a symbol table with its texts to a library, and section headers by which it is
-// the one of dynamic symbols.
+// withTable appends a symbol table and its texts to a library, and section headers that make it the
+// table of dynamic symbols. table is the index of the old table's header.
 func withTable(library []byte, table int, entries, texts []byte) ([]byte, error) {
 	var head elf.Header64
 	if _, err := binary.Decode(library, binary.LittleEndian, &head); err != nil {
@@ -89,7 +90,7 @@ func withTable(library []byte, table int, entries, texts []byte) ([]byte, error)
 	names := headers[headers[table].Link]
 	for i := range headers {
 		switch elf.SectionType(headers[i].Type) {
-		case elf.SHT_GNU_VERSYM, elf.SHT_GNU_VERNEED: // they count the loader's table
+		case elf.SHT_GNU_VERSYM, elf.SHT_GNU_VERNEED: // they belong to the loader's table
 			headers[i].Type = uint32(elf.SHT_PROGBITS)
 		}
 	}

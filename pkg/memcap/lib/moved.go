@@ -4,10 +4,9 @@ package lib
 
 import "encoding/binary"
 
-// Moved says whether anything has happened since a reading of this meter, the
-// latest: something was counted, or somebody asks for another reading. It costs
-// a fraction of a reading, and after a quiet one that has not moved another
-// would say the same if the driver does.
+// Moved reports whether anything has happened since this meter's latest reading: something was
+// counted, or a process asks for another reading. It costs a fraction of a reading. If it returns
+// false after a quiet reading, another reading could differ only if the driver's figure does.
 func (m *Meter) Moved(since Reading) (bool, error) {
 	head := m.usage.head[:]
 	if err := m.usage.readAt(head, 0); err != nil {
@@ -18,8 +17,8 @@ func (m *Meter) Moved(since Reading) (bool, error) {
 		at(useRefusals) != since.Refusals, nil
 }
 
-// Asked reports whether a process has asked for a reading since the last one began. An error is
-// the next reading's to tell.
+// Asked reports whether a process has asked for a reading since the last one began. It returns
+// false if the page cannot be read; the next reading then returns the error.
 func (m *Meter) Asked() bool {
 	var word [8]byte
 	return m.usage.readAt(word[:], useAsks) == nil && binary.LittleEndian.Uint64(word[:]) != m.lastAsks

@@ -21,7 +21,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// The layout of the pages. c/page.h has it too; a test checks that both are the same.
+// The layout of the pages, as in c/page.h; a test compares the two.
 const (
 	limitMagic = "GPUCAP02"
 	usageMagic = "GPUUSE05"
@@ -34,7 +34,7 @@ const (
 	unit       = 512
 	amountBits = 40
 	amounts    = 1<<amountBits - 1
-	most       = 1 << 48 // bytes; no GPU has so much
+	most       = 1 << 48 // bytes; more than any GPU has
 	writing    = ^uint64(0)
 
 	atLimit   = 8
@@ -95,25 +95,24 @@ const (
 	slotLends           = 104
 )
 
-// A Limit is what one allocation may have of one GPU.
+// A Limit is what one allocation may use of one GPU.
 type Limit struct {
 	GPU gpu.UUID
-	// Bytes is the cap, contexts included. None: the GPU has no cap, and nothing is
-	// counted.
+	// Bytes is the cap, with what contexts take. None: the GPU has no cap, and nothing is counted.
 	Bytes uint64
-	// Context is what a context is expected to take until the driver has been read, in bytes;
-	// 0 means DefaultContext. An existing page keeps the value that was learnt since.
+	// Context is what a context is expected to take until the driver has been read, in bytes; 0
+	// means DefaultContext. An existing page keeps the value that was measured since.
 	Context uint64
 	// Code is what a context may take later for code that is loaded with its first kernels, in
-	// bytes. So much of the cap is held back for each; see DefaultCode. 0: nothing is.
+	// bytes. For each context so much of the cap is held back; see DefaultCode. 0: nothing is held
+	// back.
 	Code uint64
-	// Since is when the allocation was made or renewed. A usage page that is older
-	// belongs to an earlier holder and is not used again. Zero: that time is not known,
-	// and the page is kept.
+	// Since is when the allocation was made or renewed. An older usage page belongs to an earlier
+	// holder and is not used again. Zero: the time is not known, and the page is kept.
 	Since time.Time
 }
 
-// since returns Since in the page's form.
+// since returns Since as the page has it: Unix nanoseconds, or 0.
 func (l Limit) since() uint64 {
 	if l.Since.IsZero() {
 		return 0
@@ -121,47 +120,45 @@ func (l Limit) since() uint64 {
 	return uint64(l.Since.UnixNano())
 }
 
-// A Page has the paths on the host of the two pages of an allocation's GPU.
+// A Page has the host paths of the two pages of an allocation's GPU.
 type Page struct {
 	Limit string
 	Usage string // empty for a GPU without a limit
 }
 
-// Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID> and
-// dir/cap/usage/<key>/<UUID>; see usagefs.go for the second. Containers have limit pages
-// mounted and mapped. So a limit page keeps its inode as long as its allocation lives, and
-// is changed by atomic stores only.
-// The methods are safe for concurrent use. Only one process at a time may use a
-// directory.
+// Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID>, and
+// dir/cap/usage/<key>/<UUID> (see usagefs.go). Containers have limit pages mounted and mapped. So a
+// limit page keeps its inode as long as its allocation lives, and is changed only by atomic stores.
+//
+// The methods are safe for concurrent use. Only one process at a time may use a directory.
 type Pages struct {
 	dir, usage string
-	// mu guards what is stored in pages, because a change of the limit also moves the
-	// ceiling that a Meter has written.
+	// mu guards what is stored in pages: a change of the limit also moves the ceiling that a Meter
+	// has written.
 	mu sync.Mutex
 }
 
-// OpenPages opens the pages below the agent's state directory, and makes their
-// folders.
+// OpenPages opens the pages below the agent's state directory, and creates their folders.
 func OpenPages(dir string) (*Pages, error) {
 	p := &Pages{dir: filepath.Join(dir, "cap", limitsName), usage: filepath.Join(dir, "cap", usageName)}
-	// On the host nobody but root may reach the usage pages, because any user of a
-	// container may write to them.
+	// On the host only root may reach the usage pages, since any user of a container may write to
+	// them.
 	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700)); err != nil {
 		return nil, fmt.Errorf("make folders of allocations' pages: %w", err)
 	}
 	return p, nil
 }
 
-// Write makes the limit pages of an allocation, makes a usage page for each GPU with a
-// limit, and returns the paths of both. every is how often the agent reads the driver for
-// them; 0 means that nobody does. A limit page that exists keeps its inode and its
-// correction. The usage pages are kept as long as processes can count on them and the
-// holder is the same; otherwise all of the allocation's usage pages are made anew. Pages
-// of GPUs that limits does not name are removed. To call Write again with the same
-// arguments changes nothing.
+// Write makes the limit pages of an allocation, and a usage page for each GPU with a limit. It
+// returns the paths of both. every is how often the agent reads the driver for them; 0 means never.
 //
-// The error wraps gpu.ErrNoPermission if this process may not mount the file system of
-// the usage pages.
+// An existing limit page keeps its inode and its correction. The usage pages are kept as long as
+// processes can rely on them and the holder is the same; otherwise all usage pages of the
+// allocation are made anew. Pages of GPUs that limits does not name are removed. A second Write
+// with the same arguments changes nothing.
+//
+// The error wraps gpu.ErrNoPermission if this process may not mount the file system of the usage
+// pages, and gpu.ErrInvalid if the key or a limit is not valid.
 func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.UUID]Page, error) {
 	if !plainName(key) {
 		return nil, fmt.Errorf("write limit pages: allocation key %q: %w", key, gpu.ErrInvalid)
@@ -220,13 +217,13 @@ func (l Limit) check() error {
 	return nil
 }
 
-// writeLimit writes one limit page. usage is the nonce of the usage page that belongs to
-// it, or 0 if that has not changed or there is none.
+// writeLimit writes one limit page. usage is the nonce of the usage page that belongs to it, or 0
+// if there is none or it has not changed.
 func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
 	}
-	// What is held back must not keep a context from being made.
+	// What is held back must leave room for one context.
 	l.Code = min(l.Code, l.Bytes-min(l.Bytes, l.Context))
 	everyMS := uint64(max(0, every.Milliseconds()))
 	if every > 0 {
@@ -234,8 +231,8 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	}
 	page, err := mapPage(path)
 	if err != nil {
-		// There is none, or one of another version of the agent, which no container
-		// could go on using.
+		// There is no page, or it is from another version of the agent; no container can go on
+		// using that.
 		return makePage(path, everyMS, l, usage)
 	}
 	defer page.unmap()
@@ -244,7 +241,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	}
 	context := page.context()
 	if usage != 0 {
-		// What was learnt about contexts was learnt from the old page's holder.
+		// What was measured of contexts was measured with the old page's holder.
 		context = l.Context
 		page.store(atSure, 0)
 		page.store(atBare, 0)
@@ -252,7 +249,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		page.store(atUsage, usage)
 	}
 	if context < LeastContext || context > DefaultContext {
-		context = l.Context // another version of the agent has written it
+		context = l.Context // from another version of the agent
 	}
 	page.store(atCode, l.Code)
 	page.setContext(context)
@@ -264,14 +261,14 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		if was == None {
 			c.correction, c.leastOf = 0, 0
 		}
-		page.store(atNonce, writing) // so that nobody exceeds the new limit by the old ceiling
+		page.store(atNonce, writing) // the old ceiling may exceed the new limit
 		page.store(atLimit, l.Bytes)
 		c.stamp = 0
 		page.publish(c)
 	}
 	if everyMS == 0 && page.load(atNonce) != 0 {
-		// There will be no more readings, and an old one would never be corrected:
-		// processes would have less and less room. Without one they go by the limit.
+		// No more readings will come, and an old one would never be corrected: processes would have
+		// less and less room. Without a reading they go by the limit.
 		page.publish(reading{})
 	}
 	return nil
@@ -289,7 +286,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
-	// It is written beside the allocation's folder, in which each file is a GPU's page.
+	// It is written outside the allocation's folder, where each file is a GPU's page.
 	folder, name := filepath.Split(path)
 	key := filepath.Base(folder)
 	root, err := os.OpenRoot(filepath.Dir(filepath.Clean(folder)))
@@ -297,7 +294,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 		return err
 	}
 	defer root.Close()
-	// Any user in a container may read it.
+	// Any user of a container may read it.
 	file, half := filepath.Join(key, name), ".new-"+key
 	return atomicfile.Write(root, file, half, 0o644, atomicfile.Unflushed, func(f *os.File) error {
 		_, err := f.Write(b)
@@ -305,15 +302,15 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	})
 }
 
-// Remove removes an allocation's pages, if it has any. A container that has them mounted
-// keeps them. It can take some hundredths of a second, in which the pages of other
-// allocations may be written, and must not run beside a Write of the same key.
+// Remove removes an allocation's pages, if it has any. A container that has them mounted keeps
+// them. Remove can take some hundredths of a second; meanwhile the pages of other allocations may
+// be written. It must not run at the same time as a Write of the same key.
 func (p *Pages) Remove(key string) error {
 	if !plainName(key) {
 		return fmt.Errorf("remove pages: allocation key %q: %w", key, gpu.ErrInvalid)
 	}
-	// As long as one of the two is left, List has the allocation, so a failure is tried again.
-	// The kernel's unmount waits for all processors: nobody is to wait for it with us.
+	// As long as one of the two folders is left, List returns the key, and the caller tries again.
+	// The kernel's unmount waits for all processors, so it runs without the lock.
 	err := removeRoom(filepath.Join(p.usage, key))
 	if err == nil {
 		p.mu.Lock()
@@ -326,8 +323,8 @@ func (p *Pages) Remove(key string) error {
 	return nil
 }
 
-// List returns the keys of the allocations that have pages, in order. It removes files that
-// a killed writer left unfinished.
+// List returns the keys of the allocations that have pages, in order. It removes files that a
+// killed writer left unfinished.
 func (p *Pages) List() ([]string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -350,8 +347,8 @@ func (p *Pages) List() ([]string, error) {
 	return slices.Compact(keys), nil
 }
 
-// plainName reports whether s may be the name of a file or folder of ours: letters, digits
-// and a few marks, no separator, and no dot at its beginning.
+// plainName reports whether s may be the name of a file or folder of ours: letters, digits and a
+// few marks, no separator, and no dot at its beginning.
 func plainName(s string) bool {
 	if s == "" || len(s) > 128 || s[0] == '.' {
 		return false
@@ -370,8 +367,8 @@ func plainName(s string) bool {
 type mappedPage struct {
 	b    []byte
 	path string
-	// dev and ino identify the file. No other file of the device gets its number as long
-	// as it is mapped.
+	// dev and ino identify the file. While it is mapped, no other file on the device can get its
+	// inode number.
 	dev, ino uint64
 }
 
@@ -401,9 +398,9 @@ func mapPage(path string) (mappedPage, error) {
 
 func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
 
-// stands reports whether the page still is the file at its path. An allocation that has
-// ended and was made again has new pages.
-func (p mappedPage) stands() bool {
+// atPath reports whether the page still is the file at its path. An allocation that has ended and
+// was made again has new pages.
+func (p mappedPage) atPath() bool {
 	var st unix.Stat_t
 	return unix.Lstat(p.path, &st) == nil && uint64(st.Dev) == p.dev && st.Ino == p.ino
 }
@@ -412,21 +409,22 @@ func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
 func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
 
-// wake wakes processes that wait for a word to change, up to a number that bounds the work.
-// The others wake up by themselves a few milliseconds later.
+// wake wakes processes that wait for a word to change, at most 64 to bound the work. The others
+// wake up by themselves a few milliseconds later.
 func (p mappedPage) wake(at int) {
 	const futexWake, wakeMost = 1, 64
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
 }
 
 // context returns what a context is expected to take, in bytes, and setContext sets it. The page
-// has the sum with what its code may take: that is what a process charges.
+// has the sum of this and what its code may take, since a process charges both.
 func (p mappedPage) context() uint64 {
 	context := p.load(atContext)
 	return context - min(context, p.load(atCode))
 }
 
-// bare returns the least that a context was seen to take, or what one is expected to.
+// bare returns the least that a context was seen to take, in bytes, or the estimate if none was
+// seen.
 func (p mappedPage) bare() uint64 {
 	if bytes := p.load(atBare); bytes >= LeastContext && bytes <= DefaultContext {
 		return bytes
@@ -451,18 +449,19 @@ func (p mappedPage) limitLess(c int64) uint64 {
 	return min(limit-uint64(c), most)
 }
 
-// A reading is what a limit page says about a usage page. Nonce 0: there was no reading.
+// A reading is what the agent last found out about a usage page. The limit page has it. Nonce 0:
+// there was no reading.
 type reading struct {
 	nonce, stamp, settled uint64
 	correction            int64
-	// held is what is held back for code, in bytes, beyond the correction; see held. Its part
-	// of the roof is surely.
+	// held is how much room is held back for code, in bytes, beyond the correction; see held in
+	// held.go. surely is the same for the roof.
 	held, surely uint64
-	// shown is for what programs are shown: the driver's figure less bound, at a time when
-	// shownAt had been settled and dead processes had dead bytes of bound.
+	// shown is for the views of programs: the driver's figure less bound. At that time shownAt had
+	// been settled, and dead processes had dead bytes of bound.
 	shown         int64
 	shownAt, dead uint64
-	// least is a lower bound of the correction, as long as the usage page's guesses are
+	// least is a lower bound of the correction. It holds as long as the usage page's guesses are
 	// leastOf - 1. leastOf 0: none is known.
 	least   int64
 	leastOf uint64
@@ -484,8 +483,8 @@ func (p mappedPage) reading() reading {
 	return r
 }
 
-// publish stores a reading in the page. While it does so, processes see that in the nonce,
-// and go by the lower of the limit and the ceiling.
+// publish stores a reading in the page. Meanwhile the nonce is writing, and processes go by the
+// lower of the limit and the ceiling.
 func (p mappedPage) publish(r reading) {
 	p.store(atNonce, writing)
 	p.store(atCeiling, p.limitLess(r.correction+int64(r.held)))

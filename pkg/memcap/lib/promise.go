@@ -4,21 +4,23 @@ package lib
 
 import "math/bits"
 
-// A promise is memory that may be missing in the driver's figures: what a process asked
-// for by the limits of its contexts, which some drivers take only with the first kernel.
-// Nothing tells when they do. But the correction seldom changes by itself. It is
-// calculated as if all promises that are not known to be taken were missing in the figure;
-// if it would then rise by just the size of one or several promises, these were taken.
+// A promise is memory that the driver's figures may lack: what a process asked for by the limits of
+// its contexts. Some drivers take that memory only with the first kernel, and no call shows when.
 //
-// If exported memory goes between the same two readings, the rise may not show. Then the
-// promise counts as open, and is charged twice, until its process gives it back.
+// But the correction seldom changes by itself. So it is computed as if the figure lacked all
+// promises that are not known to be taken. If it would then rise by the size of one or several
+// promises, these were taken.
+//
+// If exported memory goes between the same two readings, the rise may not show. Then the promise
+// counts as open, and is charged twice, until its process gives it back.
 type promise struct {
 	slot  int
 	pid   uint64
 	bytes uint64
 }
 
-// promisers is how many processes may have promises; the last has those of all others too.
+// promisers is how many promises are kept apart. The last entry also has those of all further
+// processes.
 const promisers = 8
 
 func (c *Counters) promise(slot int, pid, bytes uint64) {
@@ -37,10 +39,11 @@ func (c *Counters) promise(slot int, pid, bytes uint64) {
 	}
 }
 
-// taken is what is known to be taken of the processes' promises.
+// taken has the part of each process's promise that is known to be taken.
 type taken []promise
 
-// of returns how many bytes of a promise are taken. What a promise grows by is open.
+// of returns how many bytes of a promise are taken. If a promise has grown since, the growth is
+// open.
 func (t taken) of(p promise) uint64 {
 	for _, is := range t {
 		if is.slot == p.slot && is.pid == p.pid {
@@ -50,12 +53,12 @@ func (t taken) of(p promise) uint64 {
 	return 0
 }
 
-// in returns how many bytes are taken of what the owner of a slot was promised.
+// in returns how many bytes are taken of the promise to a slot's owner.
 func (t taken) in(slot int, pid uint64) uint64 {
 	return t.of(promise{slot, pid, most})
 }
 
-// open returns what of a page's promises is not known to be taken.
+// open returns how many bytes of a page's promises are not known to be taken.
 func (t taken) open(c Counters) uint64 {
 	var sum uint64
 	for _, p := range c.promises {
@@ -64,11 +67,11 @@ func (t taken) open(c Counters) uint64 {
 	return sum
 }
 
-// next returns what is known to be taken after a quiet reading. rise is by how many bytes
-// the correction would rise if all that is open were missing in the figure. It is not
-// exact: what was charged by guess since the last reading changes it, and exported memory
-// that is gone makes it smaller. So the nearest sum of promises counts, where no promise
-// is a sum too, and the rise must be at least a quarter of it.
+// next returns what is known to be taken after a quiet reading. rise is how many bytes the
+// correction would rise if the figure lacked all open promises. It is not exact: what was charged
+// by guess since the last reading changes it, and exported memory that is gone makes it smaller. So
+// next takes the set of promises whose sum is nearest to it. The set may be empty, and rise must be
+// at least a quarter of its sum.
 func (t taken) next(c Counters, rise int64) taken {
 	var now taken
 	for _, p := range c.promises {

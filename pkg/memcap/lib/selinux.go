@@ -14,16 +14,16 @@ import (
 
 const (
 	labelName = "security.selinux"
-	// With the policy container-selinux, containers may read and run files of the first label,
-	// and write those of the second.
+	// With the policy container-selinux, containers may read and run files with the first label,
+	// and write those with the second.
 	readable = "system_u:object_r:container_ro_file_t:s0"
 	writable = "system_u:object_r:container_file_t:s0"
 )
 
-// Relabel gives dir/cap, and what is in it, the SELinux label by which containers may read it,
-// and dir/cap/usage the one by which they may write. What is made there later takes the
-// directory's, and a usage page is on a file system with the label of dir/cap/usage. Where
-// the kernel has no SELinux it does nothing.
+// Relabel gives dir/cap and its contents the SELinux label that lets containers read them, and
+// dir/cap/usage the label that lets containers write. Files made there later get their directory's
+// label; a usage page is on a file system with the label of dir/cap/usage. Without SELinux in the
+// kernel, Relabel does nothing.
 func Relabel(dir string) error {
 	if !labelled() {
 		return nil
@@ -39,7 +39,7 @@ func relabel(dir string) error {
 		}
 		label, next := readable, error(nil)
 		if path == filepath.Join(top, usageName) {
-			label, next = writable, fs.SkipDir // what is mounted there has its label by the mount
+			label, next = writable, fs.SkipDir // file systems mounted there have their label by the mount
 		}
 		if err := unix.Lsetxattr(path, labelName, []byte(label+"\x00"), 0); err != nil {
 			return fmt.Errorf("give %s the SELinux label %s: %w", path, label, err)
@@ -48,13 +48,13 @@ func relabel(dir string) error {
 	})
 }
 
-// labelled tells a kernel with SELinux by this process's own label.
+// labelled reports whether the kernel has SELinux, by this process's own label.
 func labelled() bool {
 	own, err := os.ReadFile("/proc/self/attr/current")
 	return err == nil && strings.Count(string(own), ":") >= 3
 }
 
-// labelOf returns the SELinux label of a directory, or "" where the kernel has none. What is
+// labelOf returns the SELinux label of a directory, or "" if the kernel has none. A file system
 // mounted below it gets the same label, as a file would.
 func labelOf(dir string) string {
 	if !labelled() {

@@ -19,22 +19,21 @@ import (
 // headSize is the size of the header's used part, in bytes.
 const headSize = useAttempt + 8
 
-// Usage is an allocation's usage page of one GPU. The processes of its containers write to
-// the page, so it is read and never mapped, and nothing in it is trusted. It is not safe
-// for concurrent use.
+// Usage is an allocation's usage page of one GPU. The processes of its containers write to the
+// page, so Usage reads it, never maps it, and trusts nothing in it. It is not safe for concurrent
+// use.
 type Usage struct {
 	fd int
-	// The watchdog reads hundreds of pages a second, and should not allocate for that.
+	// The watchdog reads hundreds of pages a second, and should not allocate memory for that.
 	head [headSize]byte
-	some [pageSize]byte // some of the slots
-	// users are the processes of the last Read that count.
+	some [pageSize]byte // the slots of one readSome
+	// users are the living processes that count, by the last Read.
 	users []user
 	took  time.Duration // CPU time of the last Read
 }
 
-// OpenUsage opens the usage page of an allocation on a GPU. The error is gpu.ErrNotFound
-// if there is none, as for a GPU without a limit, and gpu.ErrInvalid if the file is no
-// usage page any more.
+// OpenUsage opens the usage page of an allocation on a GPU. The error is gpu.ErrNotFound if there
+// is none, as for a GPU without a limit, and gpu.ErrInvalid if the file is not a usage page.
 func (p *Pages) OpenUsage(key string, u gpu.UUID) (*Usage, error) {
 	if !plainName(key) || !plainName(string(u)) {
 		return nil, fmt.Errorf("open usage page of allocation %q on GPU %q: %w", key, u, gpu.ErrInvalid)
@@ -80,21 +79,36 @@ func (u *Usage) Close() error {
 	return err
 }
 
-// Counters are what a usage page says. All are in bytes, except for Nonce, Word, Steady,
-// Contexts, Asks, Refusals, Uncounted, Guesses, Attempt and Processes. Sums are over the
-// living processes.
+// Counters are the numbers in a usage page. All are in bytes, except for Nonce, Word, Steady,
+// Contexts, Asks, Refusals, Uncounted, Guesses, Attempt and Processes. Sums are over the living
+// processes.
+//
+// Counted too high until the process ends: memory mapped into sparse arrays, exported managed
+// memory, and what a context that ended by the old cuCtxDetach had.
+//
+// Not counted before the next reading: what a green context takes beside the primary context,
+// streams and events, code that is loaded when it is first used, stacks that a kernel makes larger
+// than the limit, and forms of allocating calls that are newer than this library. A module that
+// exceeds the cap exists until it is unloaded. If another container frees memory at that moment,
+// only the next reading may see what the module takes.
+//
+// A process that loads a second copy of libcuda (dlmopen) counts a block twice if both copies have
+// memory in it. If the copy that frees its part first does so near the cap, the container may be
+// one block over until the next reading.
+//
+// tests/drivers/classes.txt lists all functions that are not counted, each with the reason. A
+// driver's function that is neither counted nor listed fails a test.
 type Counters struct {
 	Nonce uint64 // differs between any two pages
-	Bound uint64 // what the container's processes may have, without what is idle or lent
-	Word  uint64 // Bound's word with its version: if two are equal, Bound did not change between
+	Bound uint64 // what the processes may have, less what is idle or lent
+	Word  uint64 // Bound's word with its version: while it is equal, Bound has not changed
 	// moves is the sum of all slots' words of what is idle, with their versions.
 	moves uint64
-	// Steady says that the word had not changed after all else had been read. Reading a
-	// page takes time, so what is read from the slots (Reserved to Contexts, Dead) may be
-	// newer than Bound otherwise.
+	// Steady is true if the word had not changed after the rest had been read. If it is false, what
+	// was read from the slots (Reserved to Contexts, Dead) may be newer than Bound.
 	Steady bool
-	// Committed <= what the driver gave <= Reserved. Bound is the sum of the processes'
-	// shares and of what dead processes left; see c/count.h.
+	// Committed <= what the driver gave <= Reserved. Bound is the sum of the processes' shares and
+	// of what dead processes left; see c/count.h.
 	Reserved, Committed uint64
 	Managed             uint64 // part of Bound that the driver's figures lack
 	promises            [promisers]promise
@@ -106,10 +120,10 @@ type Counters struct {
 	Peak                uint64 // the highest Bound so far
 	Settled             uint64 // sum of what was taken off Bound after the driver already had it back
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
-	Uncounted           uint64 // allocations of an unknown type that passed under the open policy
-	Guesses             uint64 // how often something came or went for which Bound may differ from the driver's figure
-	// Attempt's upper half counts the allocations made without a reservation so far; its lower
-	// half is 1 + the slot of the one under way, or 0.
+	Uncounted           uint64 // allocations of an unknown type that were allowed under the open policy
+	Guesses             uint64 // changes after which Bound may differ from the driver's figure
+	// Attempt has two halves. The upper one counts the allocations made without a reservation so
+	// far. The lower one is 1 + the slot of the one under way, or 0.
 	Attempt   uint64
 	Dead      uint64 // part of Bound that dead processes have left there, at most
 	Lent      uint64 // lent to processes that count what they have on another page (c/loan.h)
@@ -117,14 +131,14 @@ type Counters struct {
 	Processes int    // living processes that have used the GPU
 }
 
-// readPatience bounds how long Read looks for living processes. A container may put any
-// number of locks on the file, and for each slot that we ask about the kernel goes through
-// all of them, so any program could make a read take minutes. A thousand processes take
-// some milliseconds. It is CPU time, because on a busy node, or at the agent's CPU limit,
-// the reader may be held up through no fault of the container.
+// readPatience bounds the CPU time in which Read looks for living processes. A container may put
+// any number of locks on the file, and for each slot the kernel goes through all of them. So any
+// program could make a read take minutes. A thousand processes take some milliseconds. It is CPU
+// time, since the reader may be held up on a busy node, or at the agent's CPU limit, through no
+// fault of the container.
 const readPatience = 50 * time.Millisecond
 
-// threadTime is the CPU time of the calling thread, the kernel's part included.
+// threadTime returns the CPU time of the calling thread, in the kernel and outside.
 func threadTime() time.Duration {
 	var now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now); err != nil {
@@ -133,7 +147,7 @@ func threadTime() time.Duration {
 	return time.Duration(now.Nano())
 }
 
-// Read reads the page. The error is gpu.ErrInvalid if what the page says is impossible.
+// Read reads the page. The error is gpu.ErrInvalid if the numbers in it are impossible.
 func (u *Usage) Read() (Counters, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -156,15 +170,14 @@ func (u *Usage) Read() (Counters, error) {
 		c.Attempt -= uint64(slot) // a dead process's attempt, or a slot that does not exist
 	}
 	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {
-		return Counters{}, fmt.Errorf("read usage page: its header is nonsense: %w", gpu.ErrInvalid)
+		return Counters{}, fmt.Errorf("read usage page: its header is invalid: %w", gpu.ErrInvalid)
 	}
 	c.Undone = min(c.Undone, most)
 	if c.Peak >= most || c.Bound >= most {
-		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w",
+		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at the peak, which no GPU has: %w",
 			c.Bound, c.Peak, gpu.ErrInvalid)
 	}
-	// The slots are read after the header, so that what Settled includes is no longer in
-	// Committed.
+	// The slots are read after the header. So what Settled includes is not in Committed, too.
 	var idle uint64
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -180,8 +193,8 @@ func (u *Usage) Read() (Counters, error) {
 		idle += slot(slotIdle) & amounts * unit
 		lends := slot(slotLends) != 0
 		if lends {
-			// What is committed is in no figure of those who count here, whether its
-			// owner lives or not; nor is he one of them.
+			// What is committed is in no driver figure for this page, whether its owner lives or
+			// not: its owner counts on another page.
 			lent := min(committed, reserved)
 			c.Lent += lent
 			reserved, committed = reserved-lent, 0
@@ -191,7 +204,7 @@ func (u *Usage) Read() (Counters, error) {
 		}
 		alive := u.alive(i)
 		if threadTime()-began > readPatience {
-			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w",
+			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see which of %d live: %w",
 				readPatience, high, gpu.ErrInvalid)
 		}
 		switch {
@@ -213,8 +226,8 @@ func (u *Usage) Read() (Counters, error) {
 	return c, nil
 }
 
-// settle takes off Bound what is idle in all slots, and what is lent. The error is
-// gpu.ErrInvalid if the slots' sums are impossible.
+// settle takes what is idle in all slots, and what is lent, off Bound. The error is gpu.ErrInvalid
+// if the slots' sums are impossible.
 func (c *Counters) settle(idle uint64) error {
 	if idle >= most {
 		return fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
@@ -226,7 +239,7 @@ func (c *Counters) settle(idle uint64) error {
 	return nil
 }
 
-// living adds what the slot of a living process says.
+// living adds the numbers in the slot of a living process.
 func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, committed uint64) {
 	rest := committed - min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised))
 	u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), rest)
@@ -241,14 +254,13 @@ func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, comm
 	c.Contexts += min(slot(slotContexts), 1<<20)
 }
 
-// Process names a process as a usage page does: by the number of its PID namespace and its
-// PID in that namespace.
+// Process names a process as a usage page does: by the number of its PID namespace and its PID in
+// there.
 type Process struct{ Namespace, PID uint64 }
 
-// Counted fills in how many bytes each process in of has counted, without managed memory,
-// which the driver's figures lack, and with allocations that are under way. It is 0 for
-// processes that do not count. The error is gpu.ErrInvalid if what the page says is
-// impossible; then all are 0.
+// Counted fills in how many bytes each process in of has counted. That includes allocations under
+// way, and excludes managed memory, which the driver's figures lack. It is 0 for processes that do
+// not count. The error is gpu.ErrInvalid if the numbers in the page are impossible; then all are 0.
 func (u *Usage) Counted(of map[Process]uint64) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -274,7 +286,7 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		}
 		s := u.some[i%some*slotSize:][:slotSize]
 		who := Process{binary.LittleEndian.Uint64(s[slotPIDs:]), binary.LittleEndian.Uint64(s[slotPID:])}
-		lends := binary.LittleEndian.Uint64(s[slotLends:]) != 0 // it counts that elsewhere
+		lends := binary.LittleEndian.Uint64(s[slotLends:]) != 0 // its owner counts that on another page
 		sum, asked := of[who]
 		if !asked || lends {
 			continue // to look at the clock for each slot would itself take long
@@ -285,7 +297,7 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		}
 		if threadTime()-began > readPatience {
 			nobody()
-			return fmt.Errorf("read usage page: it takes longer than %v to see who counts what: %w",
+			return fmt.Errorf("read usage page: it takes longer than %v to find out what each process counts: %w",
 				readPatience, gpu.ErrInvalid)
 		}
 	}
@@ -298,9 +310,9 @@ func slotSums(s []byte) (reserved, committed uint64) {
 	return at(slotReserved) + at(slotOthersReserved), at(slotCommitted) + at(slotOthersCommitted)
 }
 
-// readSome reads n slots, from the given one on, into u.some. A sum of two words may come
-// out below zero, if one thread adds to it and another takes off while they are read. Then
-// they are read again.
+// readSome reads n slots into u.some, from the given one on. A sum of two words may be below zero
+// if one thread adds to it and another subtracts while they are read. Then readSome reads them
+// again.
 func (u *Usage) readSome(from, n int) error {
 	const tries = 10
 	var err error
@@ -315,7 +327,7 @@ func (u *Usage) readSome(from, n int) error {
 	return err
 }
 
-// check returns gpu.ErrInvalid if what was read of slots is impossible.
+// check returns gpu.ErrInvalid if the numbers in the slots are impossible.
 func (u *Usage) check(from, n int) error {
 	for i := range n {
 		s := u.some[i*slotSize:][:slotSize]

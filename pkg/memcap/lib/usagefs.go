@@ -16,18 +16,35 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// The usage pages of an allocation are on a file system of their own, a tmpfs that is as
-// large as they are: a process that may write to a file can also make it longer, but not
-// longer than that. It is mounted where containers' runtimes see it, and
-// stays when the agent ends. The directory above it is root's alone, since every
-// user of a container writes to the pages; a container has the files and not their
-// directory, so everything there was made by the agent.
+// Usage pages: how they are made and protected.
 //
-// A usage page belongs to the allocation as long as the limit page beside it names its
-// nonce. The agent stores that last, so what a killed agent left half done is done again.
+// The usage pages of an allocation are on a tmpfs of their own, just as large as they are: a
+// process that may write to a file can also make it longer, but not longer than its file system has
+// room. A process that cuts the file short ends its own processes by SIGBUS, as with any mapped
+// file. The agent reads the page by pread and never maps it.
+//
+// The agent mounts the tmpfs where container runtimes see it. That takes CAP_SYS_ADMIN and a mount
+// namespace that propagates to the host. The mount stays when the agent ends. Only root can enter
+// the directory above it, since any user of a container may write to the pages, also in a user
+// namespace. A container gets the files and not their directory, so no process can put a link or a
+// pipe in their place. All mounts are nosuid, nodev and noexec.
+//
+// Without these rights, an administrator must have mounted a limited tmpfs on dir/cap/usage, for
+// all allocations of the node. Then the agent takes all room of a page when it makes the page. A
+// process that fills the rest can keep new allocations out, and harms no other.
+//
+// A usage page belongs to its allocation as long as the limit page beside it has the usage page's
+// nonce. The library refuses any other page, even a sound one that a program has mounted over it.
+//
+// A page is removed with its allocation. It is made anew in two cases. The allocation has another
+// holder, who must not see what the last one wrote. Or processes cannot rely on the page: it was
+// spoilt, lost in a reboot, or left unfinished by a killed agent. Then all usage pages of the
+// allocation are made together, on another tmpfs, since a container may still use the room of the
+// old one. The agent stores the nonce last, and writes the CDI file after the pages. So what a
+// killed agent leaves is either complete or made anew, and no container starts without its pages.
 
-// usageLocked sees to it that an allocation has a usage page for each limited GPU, and
-// returns the nonces of those that it made.
+// usageLocked makes sure that an allocation has a sound usage page for each limited GPU. It returns
+// the nonces of the pages that it made. The caller holds p.mu.
 func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint64, err error) {
 	room := filepath.Join(p.usage, key)
 	var limited []gpu.UUID
@@ -44,8 +61,8 @@ func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint6
 	case sound:
 		return nil, nil
 	}
-	// All of them, on another file system: containers may have the old one's files
-	// yet, and with them its room.
+	// Make all of them anew, on another file system: containers may still use the old one's files
+	// and room.
 	if err := removeRoom(room); err != nil {
 		return nil, err
 	}
@@ -62,9 +79,9 @@ func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint6
 	return made, nil
 }
 
-// soundLocked reports whether processes that start now can rely on a usage page: it
-// exists, has the right size, is the one that the limit page names, and is not that of an
-// earlier holder. What it says beyond that is between the processes that write to it.
+// soundLocked reports whether processes that start now can rely on a usage page: it exists, has the
+// right size, is the one that the limit page names, and is not that of an earlier holder. It does
+// not check the counters, which are up to the processes. The caller holds p.mu.
 func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 	limit, err := mapPage(filepath.Join(p.dir, key, string(u)))
 	if err != nil {
@@ -89,8 +106,8 @@ func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 		nonce == limit.load(atUsage) && limit.load(atSince) >= since
 }
 
-// Sound reports whether processes that start now can count on all of an allocation's
-// pages. Write makes new ones of those that they cannot.
+// Sound reports whether processes that start now can rely on all of an allocation's pages. Write
+// makes the others anew.
 func (p *Pages) Sound(key string) (bool, error) {
 	if !plainName(key) {
 		return false, fmt.Errorf("look at the pages of allocation %q: %w", key, gpu.ErrInvalid)
@@ -117,12 +134,12 @@ func (p *Pages) Sound(key string) (bool, error) {
 	return true, nil
 }
 
-// usageMode lets whatever user a container has write to the page, also where the
-// container's users are not the host's.
+// usageMode lets any user of a container write to the page, also if the container's users are not
+// the host's.
 const usageMode = 0o666
 
-// makeUsage makes a usage page with a new nonce. With whole it takes all of the page's
-// room at once, since others could take it.
+// makeUsage makes a usage page with a new nonce, and returns the nonce. If whole is true it takes
+// all of the page's room at once, since others could take it.
 func makeUsage(path string, whole bool) (nonce uint64, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -151,17 +168,17 @@ func makeUsage(path string, whole bool) (nonce uint64, err error) {
 	return nonce, f.Chmod(usageMode)
 }
 
-// makeRoom mounts a file system for so many usage pages, no larger than they are.
-// An agent that may not mount uses a directory where somebody has mounted a limited tmpfs
-// for all allocations of the node. Whoever fills that keeps new allocations out, so all
-// room of a page must then be taken when it is made.
+// makeRoom mounts a file system for so many usage pages on dir, just as large as they are. If this
+// process may not mount, makeRoom makes dir a plain folder on the limited tmpfs above it, or returns
+// gpu.ErrNoPermission if there is none. Another process may fill that tmpfs and so keep new
+// allocations out. So whole is then true: the caller must take all room of a page when it makes it.
 func makeRoom(dir string, pages int) (whole bool, err error) {
 	parent := filepath.Dir(dir)
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return false, err
 	}
-	// The root and the pages are all the inodes there ever are; what a page's
-	// writer keeps in its attributes is bounded by that too.
+	// The file system has no inodes but the root and the pages. That also bounds what a process can
+	// keep in a page's attributes.
 	options := fmt.Sprintf("mode=0700,size=%d,nr_inodes=%d", pages*usageSize, pages+1)
 	if label := labelOf(parent); label != "" {
 		options += `,context="` + label + `"`
@@ -188,9 +205,9 @@ func removeRoom(dir string) error {
 		err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 		switch {
 		case err == nil:
-			continue // what was mounted over is next
+			continue // go on with what it was mounted over
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT), errors.Is(err, unix.EPERM):
-			// Nothing is mounted there, or nothing by us.
+			// Nothing is mounted there, or this process may not unmount it.
 		default:
 			return fmt.Errorf("unmount %s: %w", dir, err)
 		}
@@ -199,8 +216,8 @@ func removeRoom(dir string) error {
 	return os.RemoveAll(dir)
 }
 
-// Unmount takes away the file systems that Write has mounted below the agent's
-// state directory. Call it before that directory is removed.
+// Unmount unmounts the file systems that Write has mounted below the agent's state directory. Call
+// it before that directory is removed.
 func Unmount(dir string) error {
 	top := filepath.Join(dir, "cap", usageName)
 	entries, err := os.ReadDir(top)

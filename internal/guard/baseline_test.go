@@ -38,10 +38,9 @@ func (w *world) Memory(_ context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Me
 	return of, nil
 }
 
-// TestCalm: where everybody is within a cap and nothing changes, counters are
-// seldom read and the driver is asked as often as ever; whatever changes is seen
-// as soon as without that.
-func TestCalm(t *testing.T) {
+// TestBaseline: while all containers are within their caps and nothing changes, counters are seldom
+// read, and the driver is asked as often as ever. A change is seen as soon as without a baseline.
+func TestBaseline(t *testing.T) {
 	for name, change := range map[string]func(w *world, m *meter){
 		"the driver's figure": func(w *world, m *meter) { w.uses(10, gpu0, 5*gib) },
 		"another process": func(w *world, m *meter) {
@@ -80,9 +79,9 @@ func TestCalm(t *testing.T) {
 	}
 }
 
-// TestNotCalm: who is over, has no exact counters, or has lost the allocation is
-// looked at each time.
-func TestNotCalm(t *testing.T) {
+// TestNoBaseline: a GPU is looked at each time if a container is over its cap, has no exact counters,
+// or has lost its allocation.
+func TestNoBaseline(t *testing.T) {
 	for name, spoil := range map[string]func(w *world, m *meter){
 		"something is under way": func(w *world, m *meter) { m.quiet = false },
 		"no figure":              func(w *world, m *meter) { w.procs[10].blind = true },
