@@ -35,7 +35,7 @@ var (
 	// caller may try again.
 	ErrNotOpen = errors.New("the allocation is not ready")
 	// ErrHeld is the error of a request for a piece that another holder has.
-	ErrHeld = errors.New("somebody else has it")
+	ErrHeld = errors.New("another holder has it")
 )
 
 // Allocation is what one holder was given in one call, and how far it is.
@@ -220,7 +220,7 @@ func ReadRecord(text string) (Record, error) {
 // check returns an error if the record has no grants, or grants of two kinds.
 func (r *Record) check() error {
 	if len(r.Grants) == 0 {
-		return errors.New("nothing was granted")
+		return errors.New("it has no grants")
 	}
 	for i := range r.Grants {
 		if first, k := r.Grants[0].Kind(), r.Grants[i].Kind(); k != first {

@@ -102,7 +102,7 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	for i := range requests {
 		r := &requests[i]
 		if l.allocations[r.ID] != nil {
-			return nil, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrHeld)
+			return nil, fmt.Errorf("there is already an allocation %s: %w", r.ID, ErrHeld)
 		}
 		if err := l.freeLocked(r); err != nil {
 			return nil, err
@@ -157,7 +157,7 @@ func (l *Ledger) freeLocked(r *Request) error {
 			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
-			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrHeld)
+			return fmt.Errorf("allocation %s has some of the pieces: %w", o.ID, ErrHeld)
 		}
 	}
 	return nil
@@ -176,7 +176,7 @@ func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err er
 	}
 	if a := l.allocations[id]; a != nil {
 		if a.Owner != r.Owner {
-			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrHeld)
+			return false, fmt.Errorf("take over allocation %s: it belongs to %s: %w", id, a.Owner, ErrHeld)
 		}
 		a.learn(r.Grants)
 		a.date(given, now)

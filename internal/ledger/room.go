@@ -162,7 +162,7 @@ func (r *Room) Beside(s mig.Placement) (others []mig.Placement, counted bool) {
 // Lacks returns why a placement that no allocation has cannot be given out; empty if it can.
 func (r *Room) Lacks(s mig.Placement) string {
 	if r.Card == nil {
-		return "what can stand on its GPU is not known"
+		return "it is not known what can exist on its GPU"
 	}
 	others, _ := r.Beside(s)
 	if r.Card.Fits(others, s) {
