@@ -19,41 +19,41 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A claim that a user has named keeps its UID when its pods have ended: it is given back, and
-// allocated anew for the next pods, with another device, another share or another amount. So
-// what the ledger has by a UID is compared with what the API server says, whenever that is
-// asked, and what differs is given to no container any more.
+// A claim that a user has made keeps its UID when its pods have ended. The scheduler takes its
+// allocation away then, and allocates the claim anew for its next pods: with another device, share
+// or amount. So whenever the agent has read a claim at the API server, it compares the claim with
+// what the ledger has under that UID. What differs is given to no further container.
 //
-// The ledger's word stands without the API server's for pods of which the two have agreed
-// once: a claim keeps its allocation for as long as it is reserved for a pod that has not
-// ended, and an ended pod does not come back.
+// For pods whose claim was compared once, the ledger alone is enough. A claim keeps its allocation
+// while it is reserved for a pod that has not ended, and a pod that has ended does not come back.
 
-// book is which allocations of the ledger are of which claim. It asks nobody outside, and waits
-// for nobody. Its lock is held before the shelf's and the ledger's. Use newBook.
+// book records the allocations of each claim. It makes no calls and never waits. Its lock comes
+// before the shelf's and the ledger's. Use newBook.
 type book struct {
 	o     *Options
 	shelf shown
-	// look has the claims looked at: something is due of one.
+	// look wakes the sweeper, when a claim needs its attention.
 	look  token
 	began time.Time
 
 	// mu guards everything below.
 	mu sync.Mutex
-	// claims are what claims have here, by UID.
+	// claims has what each claim has here, by UID.
 	claims map[string]*held
-	// anew are the claims that were allocated anew while they had something here, by UID,
-	// until they have what they were given then.
+	// anew has the claims that were allocated anew while they had something here, by UID, until
+	// they have their new allocations.
 	anew map[string]dra.Claim
-	// returned are the claims that the kubelet has given back, by UID. The API server has
-	// them allocated for a while yet.
+	// returned has the claims that the kubelet has given back, by UID. The API server shows them as
+	// allocated for a while yet.
 	returned map[string]returned
-	// uses are the allocations that containers have, with the containers of each, but for
-	// those that have ended since, and usesAt is when the runtime was asked for them.
+	// uses has the containers of each allocation, without allocations that have ended since. It is
+	// nil until containers are known. usesAt is the time at which the runtime was asked; zero
+	// before the first Observe.
 	uses   map[string][]ledger.Holder
 	usesAt time.Time
 }
 
-// shown is what a claim's preparation asks of the shelf.
+// shown is the part of the shelf that Prepare needs.
 type shown interface {
 	now() view
 	while(func(view))
@@ -63,14 +63,13 @@ type shown interface {
 type held struct {
 	// ids are its allocations.
 	ids []string
-	// pods are those, by UID, for which the API server has given it this.
+	// pods are the UIDs of the pods that the API server has given it these allocations for.
 	pods map[string]bool
-	// served counts how often it was taken, or found to be there, for a pod.
+	// served counts how often a Prepare took the claim, or found it here.
 	served uint64
 }
 
-// returned is a claim that was given back: what it had, the pods that it was for by UID, and
-// when.
+// returned is a claim that was given back: its shares, the UIDs of its pods, and the time.
 type returned struct {
 	shares []share
 	pods   map[string]bool
@@ -82,8 +81,8 @@ func newBook(o *Options, s shown, look token) *book {
 		claims: map[string]*held{}, anew: map[string]dra.Claim{}, returned: map[string]returned{}}
 }
 
-// agreed says that what a claim has is what the API server has given it for these pods, and for
-// those that it names.
+// agreed notes that what a claim has here is what the API server shows for these pods and for those
+// that the claim names.
 func (h *held) agreed(c *agentkube.Claim, pods []string) {
 	for _, p := range c.Pods {
 		h.pods[p.UID] = true
@@ -93,7 +92,7 @@ func (h *held) agreed(c *agentkube.Claim, pods []string) {
 	}
 }
 
-// heldLocked is what a claim has, which may be nothing yet.
+// heldLocked returns what a claim has, and adds an empty entry if there is none.
 func (b *book) heldLocked(uid string) *held {
 	if b.claims[uid] == nil {
 		b.claims[uid] = &held{pods: map[string]bool{}}
@@ -101,17 +100,19 @@ func (b *book) heldLocked(uid string) *held {
 	return b.claims[uid]
 }
 
-// agree compares what a claim has here with what the API server says that it has. at is the
-// ledger's epoch from before the API server was asked: what was taken since, or superseded, is newer
-// than its word. pods are those for which the kubelet had the claim before that. What differs is
-// superseded, and ends when no container has it: see retire.
+// agree compares what a claim has here with what the API server shows, and supersedes what differs.
+// That ends when no container has it: see retire.
+//
+// at is the ledger's epoch from before the API server was asked. Allocations with a later epoch are
+// newer than its answer, and are left alone. pods are the UIDs of the pods that the kubelet had the
+// claim for at that time.
 func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 	now := map[string]share{}
 	for _, w := range wants(c, b.o.Driver, b.o.Node) {
 		now[w.id()] = w.share
 	}
 	if len(now) == 0 {
-		return // nothing else is to be given by its name: it ends as others do
+		return // its IDs are needed for nothing else: it ends as other claims do
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -153,8 +154,9 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 	}
 }
 
-// supersedeLocked has an allocation wait for the end of its containers. The channel is closed
-// when no CDI file stands for it; nil where it is another one by now.
+// supersedeLocked supersedes an allocation, and names its containers as the ones to wait for. It
+// returns a channel that is closed when the allocation has no CDI file; nil if the allocation has
+// another epoch by now.
 func (b *book) supersedeLocked(a *ledger.Allocation, had *share) <-chan struct{} {
 	who := a.Who()
 	if all := b.uses[a.ID]; len(all) > 0 {
@@ -170,14 +172,14 @@ func (b *book) supersedeLocked(a *ledger.Allocation, had *share) <-chan struct{}
 	return b.o.Ledger.Supersede(a.ID, a.Epoch, who, who) // all of its pods are of one namespace
 }
 
-// old is an allocation that is superseded. gone is closed when no CDI file stands for it.
+// old is a superseded allocation. gone is closed when it has no CDI file.
 type old struct {
 	id, uid string
 	epoch   uint64
 	gone    <-chan struct{}
 }
 
-// superseded are the allocations that are, of one claim or, without a UID, of all.
+// superseded returns the superseded allocations of a claim, or of all claims if uid is empty.
 func (b *book) superseded(uid string) (all []old) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -194,8 +196,8 @@ func (b *book) superseded(uid string) (all []old) {
 	return all
 }
 
-// retire ends those that are superseded yet and that no container has: used says which
-// allocations containers have. It reports whether one has ended.
+// retire ends those allocations that are still superseded and that no container has. used has the
+// allocations that containers have. It reports whether it ended any.
 func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -212,9 +214,10 @@ func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
 	return ended
 }
 
-// stands returns what a claim has in the ledger where that is known to be what the API server has given
-// it for these pods: those for which the kubelet has it. A pod whose container has it counts,
-// too, which an agent that has started cannot know from elsewhere.
+// stands returns what a claim has in the ledger if it is known to be right for these pods, the ones
+// that the kubelet has the claim for. It is right for a pod if it was compared with the API server
+// for that pod, or if a container of the pod has it. An agent that has just started knows some pods
+// only by their containers.
 func (b *book) stands(uid string, pods []string) ([]share, bool) {
 	shares, ok := b.taken(uid)
 	b.mu.Lock()
@@ -228,16 +231,15 @@ func (b *book) stands(uid string, pods []string) ([]share, bool) {
 	return shares, true
 }
 
-// runs reports whether a container of a pod has something of a claim; uses are the allocations that
-// containers have.
+// runs reports whether a container of the pod has an allocation of the claim. uses has the
+// containers of each allocation.
 func (h *held) runs(pod string, uses map[string][]ledger.Holder) bool {
 	return slices.ContainsFunc(h.ids, func(id string) bool {
 		return slices.ContainsFunc(uses[id], func(u ledger.Holder) bool { return u.UID == pod })
 	})
 }
 
-// taken returns what a claim has in the ledger; ok is false where that is not all of it, or
-// something of it is not the claim's any more.
+// taken returns what a claim has in the ledger. ok is false if some of it is missing or superseded.
 func (b *book) taken(uid string) (shares []share, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -256,13 +258,13 @@ func (b *book) taken(uid string) (shares []share, ok bool) {
 	return shares, len(shares) > 0 && len(shares) == shares[0].Of
 }
 
-// take takes these results of a claim, or none. The error wraps ledger.ErrHeld where that
-// may become possible; news tells of another layout then. pods are those for which the kubelet
-// has the claim.
+// take takes allocations for these results of a claim, or none. It skips results that have theirs.
+// The error wraps ledger.ErrHeld if a later try may succeed. news is then closed when the layout
+// changes. pods are the UIDs of the pods that the kubelet has the claim for.
 func (b *book) take(c *agentkube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.shelf.while(func(v view) { // so that nothing is taken by an older offer than the one in force
+	b.shelf.while(func(v view) { // the offer must not change while allocations are taken from it
 		news, err = v.news, b.takeLocked(v.offer, c, wants, pods)
 	})
 	return news, err
@@ -304,8 +306,8 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 	h.served++
 	for i := range made {
 		h.ids = append(h.ids, made[i].ID)
-		// Whoever had the pieces before has released them, which is looked at before
-		// that: nobody is on them.
+		// Its pieces are free: the previous holder's allocation was released only after its end was
+		// checked.
 		b.o.Ledger.Looked(made[i].ID, made[i].Epoch, "", "")
 		nameHolder(b.o.Ledger, made[i].ID, c)
 		b.o.Granted(&made[i])
@@ -313,7 +315,7 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 	return nil
 }
 
-// nameHolder says who has an allocation until containers tell: what its claim is reserved for.
+// nameHolder sets as the holder what the claim is reserved for, until containers are known.
 func nameHolder(l *ledger.Ledger, id string, c *agentkube.Claim) {
 	if len(c.Pods) > 0 {
 		l.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
@@ -322,7 +324,7 @@ func nameHolder(l *ledger.Ledger, id string, c *agentkube.Claim) {
 	}
 }
 
-// allocations are those of a claim.
+// allocations returns the allocations of a claim.
 func (b *book) allocations(uid string) (all []ledger.Allocation) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -336,7 +338,8 @@ func (b *book) allocations(uid string) (all []ledger.Allocation) {
 	return all
 }
 
-// giveBack ends those allocations of a claim that the kubelet gives back.
+// giveBack ends these allocations of a claim that the kubelet gives back, unless they have another
+// epoch by now.
 func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -350,9 +353,9 @@ func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
 	b.returned[uid] = r
 }
 
-// gaveBack reports whether the kubelet has given a claim back, and it is reserved for nobody
-// but the pods that it was for. What it has been given since is another thing. Of something
-// that is no pod nobody says that it has ended: its next pod may come at any moment.
+// gaveBack reports whether the kubelet has given a claim back, the claim has been allocated nothing
+// else since, and all its consumers are the pods that it was for. If a consumer is not a pod,
+// gaveBack is false: the next pod of such a consumer may come at any moment.
 func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -364,7 +367,7 @@ func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
 		})
 }
 
-// giveUp ends what a claim has that can never be made.
+// giveUp ends allocations whose instances can never be made.
 func (b *book) giveUp(shares []share) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -373,8 +376,9 @@ func (b *book) giveUp(shares []share) {
 	}
 }
 
-// end ends what a claim has that is no more, or that is allocated here no more, as of at, unless
-// it was served since, or a container has it: used says which allocations containers have.
+// end ends the allocations of a claim that is gone, or that has nothing on this node any longer.
+// Allocations with a later epoch than at stay. It does nothing if the claim was served since, or if
+// a container has one of the allocations: used has the allocations that containers have.
 func (b *book) end(uid string, at, served uint64, used map[string][]workload.Pod) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -391,7 +395,7 @@ func (b *book) end(uid string, at, served uint64, used map[string][]workload.Pod
 	}
 }
 
-// endLocked ends one allocation of a claim, whose files the loop takes away.
+// endLocked ends an allocation of a claim. The loop then removes its files.
 func (b *book) endLocked(id, uid string) {
 	b.o.Ledger.Release(ledger.DRA, id)
 	b.o.Wake()
@@ -418,15 +422,16 @@ func (b *book) foundLocked(id string, r ledger.Record, s *share, given time.Time
 	if added {
 		h := b.heldLocked(s.UID)
 		h.ids = append(h.ids, id)
-		// It had its pieces already.
+		// A process before this one looked: its pieces are its own.
 		a, _ := b.o.Ledger.Get(id)
 		b.o.Ledger.Looked(id, a.Epoch, "", "")
 	}
 	return err
 }
 
-// takeOver takes over what a claim has, where no record of it is left: the kubelet or a
-// container says that it is prepared. pods are those for which the kubelet has it.
+// takeOver takes over what a claim has and no record names. The caller knows from the kubelet or
+// from a container that the claim is prepared. pods are the UIDs of the pods that the kubelet has
+// the claim for.
 func (b *book) takeOver(c *agentkube.Claim, pods []string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -465,7 +470,7 @@ func (b *book) Observe(holders map[string][]ledger.Holder, asked time.Time) {
 		ours = append(ours, held.ids...)
 	}
 	b.mu.Unlock()
-	over := false // something that waits for its containers has none
+	over := false // a superseded allocation has no container any longer
 	for _, id := range ours {
 		if all := holders[id]; len(all) > 0 {
 			b.o.Ledger.SetHolder(id, all[0], otherPods(all)...)
@@ -478,7 +483,7 @@ func (b *book) Observe(holders map[string][]ledger.Holder, asked time.Time) {
 	}
 }
 
-// otherPods are the pods of containers, each once, without that of the first.
+// otherPods returns the pods of these containers, each once, without the pod of the first.
 func otherPods(all []ledger.Holder) (out []workload.Pod) {
 	for _, h := range all[1:] {
 		if h.Pod != all[0].Pod && !slices.Contains(out, h.Pod) {
@@ -488,7 +493,7 @@ func otherPods(all []ledger.Holder) (out []workload.Pod) {
 	return out
 }
 
-// guess says which allocations pods have by their containers, before that was observed.
+// guess sets which pods have which allocations, from their containers, until the first Observe.
 func (b *book) guess(used map[string][]workload.Pod) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -503,8 +508,7 @@ func (b *book) guess(used map[string][]workload.Pod) {
 	}
 }
 
-// forOthers are the claims that the kubelet has for pods of which the API server has not said that what they
-// have here is theirs.
+// forOthers returns the claims that the kubelet has for a pod that they were not compared for.
 func (b *book) forOthers(state *node.DRAState) map[string]dra.Claim {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -517,7 +521,7 @@ func (b *book) forOthers(state *node.DRAState) map[string]dra.Claim {
 	return out
 }
 
-// nameLocked is the name of a claim that has something here.
+// nameLocked returns the name of a claim that has something here.
 func (b *book) nameLocked(uid string) dra.Claim {
 	for _, id := range b.claims[uid].ids {
 		a, _ := b.o.Ledger.Get(id)
@@ -528,11 +532,14 @@ func (b *book) nameLocked(uid string) dra.Claim {
 	return dra.Claim{UID: uid} // its record was read when it was found
 }
 
-// due are the claims of which something is: those that were allocated anew, and the suspects, which
-// the kubelet does not know, whose containers are gone, and that are not new. At the start used says
-// which allocations containers have, if sure says so; later, what was observed. What this process has
-// found was promised to nobody since: the process before it was killed between the kubelet's Unprepare
-// and the end of the record. Beside each suspect is how often it has been served until now.
+// due returns the claims that the sweeper has to look at: those that were allocated anew, and the
+// suspects. A suspect has no entry at the kubelet and no container, and its allocations are not
+// recent. suspects has how often each was served until now.
+//
+// At the start used has the allocations that containers have, and sure is false if there may be
+// others. Later used is nil, and what was observed counts. An allocation of an earlier process is
+// not recent: that process may have been killed between the kubelet's Unprepare and the removal of
+// the record.
 func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bool) (
 	due map[string]dra.Claim, suspects map[string]uint64,
 ) {
@@ -557,21 +564,21 @@ func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bo
 	return due, suspects
 }
 
-// setAnew says that a claim was allocated anew.
+// setAnew notes that a claim was allocated anew.
 func (b *book) setAnew(c *agentkube.Claim) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.anew[c.UID] = nameOf(c)
 }
 
-// renewing are the claims that have not yet what they were given anew.
+// renewing returns the claims that were allocated anew and do not have their new allocations yet.
 func (b *book) renewing() map[string]dra.Claim {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return maps.Clone(b.anew)
 }
 
-// renewed says that what a claim was given anew is its own, or can never be.
+// renewed notes that a claim has its new allocations, or can never have them.
 func (b *book) renewed(uid string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

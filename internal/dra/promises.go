@@ -15,32 +15,32 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// leavePace is how often is looked whether the kubelet has what it was promised. Nobody
-// says when its account is written.
+// leavePace is how often Leave reads the kubelet's account, which sends no notice when it is
+// written.
 const leavePace = 20 * time.Millisecond
 
-// promises are the claims that the scheduler allocated before it saw a withdrawal.
+// promises finds the claims that the scheduler allocated before it saw a withdrawal.
 type promises struct {
 	o         *Options
 	book      *book
 	shelf     withdrawing
 	publisher interface{ settled(context.Context) error }
 
-	// mu guards census: the last list of claims that Settle has begun, nil where that was used. It is
-	// held before the shelf's.
+	// mu guards census, the last list of claims that Settle has begun; nil if a caller has used it.
+	// mu comes before the shelf's lock.
 	mu     sync.Mutex
 	census *census
 }
 
-// withdrawing is what promises ask of the shelf.
+// withdrawing is the part of the shelf that promises need.
 type withdrawing interface {
 	now() view
 	leave() bool
 }
 
 func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) {
-	// Before the claims are known nothing is written: what a predecessor has published
-	// stands, without a taint.
+	// Before the claims are known, no slice is written: the slices of the previous process are in
+	// force, without a taint.
 	for v := p.shelf.now(); !v.listed; v = p.shelf.now() {
 		select {
 		case <-v.news:
@@ -61,19 +61,19 @@ func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 	return promised, nil
 }
 
-// settle takes what a claim was allocated, as of at, and nobody has prepared yet. It returns the GPUs
-// whose room the holder before has still.
+// settle takes a claim into the ledger if it is not prepared yet. at is the ledger's epoch from
+// before the claim was read. It returns the GPUs whose room the previous holder still has.
 func (p *promises) settle(c *agentkube.Claim, at uint64) (promised []gpu.UUID) {
 	p.book.agree(c, at, nil)
 	wants, err := wanted(c, p.o.Driver, p.o.Node)
 	if _, ok := p.book.taken(c.UID); ok || err != nil || p.book.gaveBack(c, wants) {
-		return nil // what is refused would be prepared from here
+		return nil // it is taken already, refused, or given back
 	}
 	if ready, err := p.shelf.now().find(wants); !ready || err != nil {
 		return nil
 	}
-	// What can never be taken cannot be prepared either, and its Prepare says why. Where
-	// the room of one result is taken still, it holds the others.
+	// If the claim can never be taken, its Prepare returns the reason. If the room of one result is
+	// still taken, the others are taken one by one.
 	if _, err := p.book.take(c, wants, nil); errors.Is(err, ledger.ErrHeld) {
 		for j := range wants {
 			if _, err := p.book.take(c, wants[j:j+1], nil); errors.Is(err, ledger.ErrHeld) {
@@ -84,22 +84,21 @@ func (p *promises) settle(c *agentkube.Claim, at uint64) (promised []gpu.UUID) {
 	return promised
 }
 
-// census is a list of the claims that somebody waits for.
+// census is a list of the claims, which may still be under way.
 type census struct {
-	// written is the last writing of slices that the server had before it was asked, at is the
-	// ledger's epoch then, and began the time.
+	// written is the last write of slices that the server had when the list began. at is the
+	// ledger's epoch, and began the time, of that moment.
 	written, at uint64
 	began       time.Time
-	// done is closed when what follows is known.
+	// done is closed when the fields below are set.
 	done   chan struct{}
 	claims []agentkube.Claim
 	err    error
 }
 
-// list returns the claims as they were listed after the server had all that is withdrawn now,
-// and the ledger's epoch from before that. In a large cluster that takes longer than a
-// caller waits: the list goes on then, the loop is woken when it is there, and the next caller
-// has it.
+// list returns the claims as they were after the server had all that is withdrawn now, and the
+// ledger's epoch from before that. In a large cluster a list takes longer than a caller waits. It
+// goes on then, wakes the loop when it is complete, and the next caller gets it.
 func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint64, err error) {
 	for {
 		withdrew := p.shelf.now().withdrew
@@ -116,7 +115,7 @@ func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint6
 		}
 		p.mu.Lock()
 		if p.census == c {
-			p.census = nil // the next caller wants to know what has changed
+			p.census = nil // the next caller needs a newer list
 		}
 		p.mu.Unlock()
 		if c.written >= withdrew && p.o.Now().Sub(c.began) < 2*listPatience {
@@ -125,7 +124,7 @@ func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint6
 	}
 }
 
-// count begins a list, which goes on when ctx ends.
+// count begins a list, which goes on after ctx has ended.
 func (p *promises) count(ctx context.Context) *census {
 	c := &census{written: p.shelf.now().written, began: p.o.Now(), done: make(chan struct{})}
 	_, c.at, _ = p.o.Ledger.State()
@@ -144,7 +143,7 @@ func (p *promises) count(ctx context.Context) *census {
 
 func (p *promises) Leave(ctx context.Context) error {
 	if !p.shelf.leave() {
-		return nil // nobody is sent here
+		return nil // the scheduler sends no pods here
 	}
 	if err := p.publisher.settled(ctx); err != nil {
 		return err
