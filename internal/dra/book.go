@@ -129,7 +129,7 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 		}
 		had, err := readShare(id, a.Ref, a.Grants)
 		if is, named := now[id]; err == nil && named && had.is(&is) {
-			if a.Superseded { // it has been given the same again
+			if a.Superseded { // it was allocated the same again
 				b.o.Ledger.Reinstate(id, a.Epoch)
 				b.o.Wake()
 			}
@@ -140,8 +140,8 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 		b.anew[c.UID] = nameOf(c)
 		if !a.Superseded {
 			b.supersedeLocked(&a, &had)
-			b.o.Log.Warn("a claim was allocated anew: what it had before is given to no container any more, "+
-				"and ends with those that have it",
+			b.o.Log.Warn("a claim was allocated anew: its old allocation goes to no further container, "+
+				"and ends when the present ones end",
 				"claim", c.Namespace+"/"+c.Name, "uid", c.UID, "had", had.String(), "holders", a.Who())
 			b.o.Wake()
 		}
@@ -186,7 +186,7 @@ func (b *book) superseded(uid string) (all []old) {
 	for of, h := range b.claims {
 		for _, id := range h.ids {
 			if a, ok := b.o.Ledger.Get(id); ok && a.Superseded && (uid == "" || uid == of) {
-				had, _ := readShare(id, a.Ref, a.Grants) // what cannot be read has no name
+				had, _ := readShare(id, a.Ref, a.Grants) // if it cannot be read, the name stays empty
 				if gone := b.supersedeLocked(&a, &had); gone != nil {
 					all = append(all, old{id, of, a.Epoch, gone})
 				}
@@ -276,14 +276,14 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 		w := &wants[i]
 		if a, ok := b.o.Ledger.Get(w.id()); ok {
 			if s, err := readShare(a.ID, a.Ref, a.Grants); err != nil || a.Superseded || !s.is(&w.share) {
-				return fmt.Errorf("request %s has %s now, and had %s before, which has not ended yet: "+
+				return fmt.Errorf("request %s was allocated %s, and still has %s from before: "+
 					"it waits for %s: %w",
 					w.Request, &w.share, &s, a.After, ledger.ErrHeld)
 			}
 			continue
 		}
 		if all := b.uses[w.id()]; len(all) > 0 {
-			return fmt.Errorf("request %s has %s now, and pod %s has a container with what the claim had before: %w",
+			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has what the claim had before: %w",
 				w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
 		if err := unmade(o, w); err != nil {
@@ -388,7 +388,7 @@ func (b *book) end(uid string, at, served uint64, used map[string][]workload.Pod
 	}
 	for _, id := range slices.Clone(h.ids) {
 		if a, ok := b.o.Ledger.Get(id); ok && a.Epoch <= at {
-			b.o.Log.Info("allocation ended: API server, kubelet and container runtime know nothing of it",
+			b.o.Log.Info("allocation ended: the API server, the kubelet and the container runtime know nothing of it",
 				"allocation", id, "claim", uid)
 			b.endLocked(id, uid)
 		}
@@ -529,7 +529,7 @@ func (b *book) nameLocked(uid string) dra.Claim {
 			return dra.Claim{Namespace: s.Namespace, Name: s.Name, UID: uid}
 		}
 	}
-	return dra.Claim{UID: uid} // its record was read when it was found
+	return dra.Claim{UID: uid} // cannot happen: its record was read before
 }
 
 // due returns the claims that the sweeper has to look at: those that were allocated anew, and the

@@ -61,10 +61,10 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	var s share
 	err := json.Unmarshal([]byte(ref), &s)
 	if err == nil && (s.UID == "" || s.id() != id) {
-		err = fmt.Errorf("it is of allocation %s", s.id())
+		err = fmt.Errorf("it belongs to allocation %s", s.id())
 	}
 	if err != nil {
-		return share{}, fmt.Errorf("read what allocation %s is of: %w: %w", id, err, gpu.ErrInvalid)
+		return share{}, fmt.Errorf("read the claim in the record of allocation %s: %w: %w", id, err, gpu.ErrInvalid)
 	}
 	for i := range grants {
 		g := &grants[i]
@@ -169,14 +169,14 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 	}
 	if own > of {
 		return nil, never(status.ClaimRefused,
-			fmt.Errorf("the claim has %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
+			fmt.Errorf("the claim asks for %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}
 	for i := range grants {
 		switch o := &grants[i]; {
 		case o.GPU != d.GPU || o.NoRoom:
 		case o.Kind() != d.Kind:
-			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrHeld)
+			return nil, fmt.Errorf("the GPU is held as another kind of device: %w", ledger.ErrHeld)
 		default:
 			for k := range o.Numbers().All() {
 				taken[k] = true

@@ -60,10 +60,10 @@ func readConfig(c *resourcev1.DeviceAllocationConfiguration) (gpu.TimeSlice, err
 	if c.Source == resourcev1.AllocationConfigSourceClass {
 		whose = "its DeviceClass has configuration"
 	}
-	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone "+
+	return "", fmt.Errorf("%s of kind %q, %q: this driver accepts only time slices "+
 		"(kind GpuConfig of resource.nvidia.com/v1beta1, sharing.strategy TimeSlicing, "+
 		"timeSlicingConfig.interval Default, Short, Medium or Long): "+
-		"leave it out, and say what is wanted by class and capacity: %w",
+		"leave it out, and ask for a device by class and capacity: %w",
 		whose, brief.Cut(is.Kind, longest), brief.Cut(is.APIVersion, longest), gpu.ErrInvalid)
 }
 
@@ -110,7 +110,7 @@ func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Reques
 	if w.Admin || w.device.Kind.InMIG() {
 		if w.named {
 			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
-				"and what that has (%s) has none of its own: leave the request out of the configuration: %w",
+				"and its device (%s) has none of its own: leave the request out of the configuration: %w",
 				w.Request, w.Device, gpu.ErrInvalid))
 		}
 		return nil

@@ -189,11 +189,11 @@ func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger
 	case w.Admin:
 		// No instance is made for admin access, since it takes no room.
 		if mig.Find(on.MIG.Instances, d.Placement) == nil {
-			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, "+
-				"and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
+			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s has no instance at present, "+
+				"and none is made for admin access: %w", w.Device, gpu.ErrNotFound))
 		}
 	case d.Kind.Shared() && !has:
-		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: "+
+		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is no longer in its GPU's layout: "+
 			"make the claim anew: %w", w.Device, gpu.ErrInvalid))
 	}
 	p, err := row.grant(&question{w, of, func(n int) ([]int, error) {

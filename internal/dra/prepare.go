@@ -67,7 +67,7 @@ func (in *intake) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim
 	case err != nil:
 		return nil, at, fmt.Errorf("read the claim: %w", err)
 	case claim.UID != c.UID:
-		return nil, at, fmt.Errorf("the claim of this name is another one now (%s, not %s): make the pod anew: %w",
+		return nil, at, fmt.Errorf("the claim with this name is another one now (its UID is %s, not %s): make the pod anew: %w",
 			claim.UID, c.UID, gpu.ErrNotFound)
 	}
 	return claim, at, nil
@@ -129,7 +129,7 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 			if late := in.shelf.now().late(wants); late != nil {
 				return claim, nil, late
 			}
-			return claim, nil, fmt.Errorf("the holder before it has not ended yet: %w", err)
+			return claim, nil, fmt.Errorf("the previous holder has not ended yet: %w", err)
 		}
 	}
 }
@@ -154,8 +154,8 @@ func (in *intake) find(ctx context.Context, wants []want) error {
 		select {
 		case <-v.news:
 		case <-ctx.Done():
-			return errors.New("the agent has started and does not know yet what this node has, " +
-				"or which claims there are; see its log")
+			return errors.New("the agent has just started, and does not know yet " +
+				"which devices and claims this node has; see its log")
 		}
 	}
 }
@@ -230,8 +230,8 @@ func (in *intake) retire(ctx context.Context, uid string) (ended bool, err error
 		select {
 		case <-o.gone:
 		case <-ctx.Done():
-			return false, fmt.Errorf("no container is to be created any more with what a claim had before, "+
-				"and its file stands yet: %w", ctx.Err())
+			return false, fmt.Errorf("wait for the loop to remove the CDI files "+
+				"of what a claim had before: %w", ctx.Err())
 		}
 	}
 	used, sure, err := inContainers(ctx, in.o.Runtime, in.o.Domain)
@@ -273,7 +273,7 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 		data := map[string]string{"gpu": string(g.GPU), "guarantee": "hardware"}
 		switch {
 		case g.NoRoom:
-			delete(data, "guarantee") // no cap at all
+			delete(data, "guarantee") // it has no cap
 		case g.Kind().InMIG():
 			data["instance"] = g.Piece.String()
 		case g.Cap != piece.NoCap:
@@ -285,7 +285,7 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)
 	defer cancel()
 	if err := in.o.API.SetClaimDevices(ctx, in.o.Driver, c, devices); err != nil {
-		in.o.Log.Warn("cannot say in a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
+		in.o.Log.Warn("cannot write into a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
 	}
 }
 
@@ -329,27 +329,27 @@ func (in *intake) Unprepare(ctx context.Context, c dra.Claim) error {
 func (in *intake) unused(ctx context.Context, all []ledger.Allocation, pods map[string]bool) error {
 	containers, err := in.o.Runtime.Containers(ctx)
 	if err != nil {
-		return fmt.Errorf("ask the container runtime whether a container has the claim yet: %w", err)
+		return fmt.Errorf("ask the container runtime whether a container still has the claim: %w", err)
 	}
 	for i := range containers {
 		if containers[i].CDIUnknown {
-			return fmt.Errorf("the container runtime does not say whether container %s of pod %s has the claim yet",
+			return fmt.Errorf("the container runtime does not tell whether container %s of pod %s still has the claim",
 				containers[i].Name, containers[i].InPod())
 		}
 		for _, key := range cdi.Keys(in.o.Domain, nil, containers[i].CDI) {
 			if slices.ContainsFunc(all, func(a ledger.Allocation) bool { return a.ID == key }) {
-				return fmt.Errorf("container %s of pod %s runs yet, and has it",
+				return fmt.Errorf("container %s of pod %s still runs, and has the claim",
 					containers[i].Name, containers[i].InPod())
 			}
 		}
 	}
 	there, err := in.o.Runtime.Pods(ctx)
 	if err != nil {
-		return fmt.Errorf("ask the container runtime whether a pod of the claim is here yet: %w", err)
+		return fmt.Errorf("ask the container runtime whether a pod of the claim is still here: %w", err)
 	}
 	for _, uid := range slices.Sorted(maps.Keys(there)) {
 		if uid != "" && pods[uid] {
-			return fmt.Errorf("pod %s is on this node yet, and may start a container with it", there[uid])
+			return fmt.Errorf("pod %s is still on this node, and may start a container with the claim", there[uid])
 		}
 	}
 	return nil

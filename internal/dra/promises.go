@@ -45,7 +45,7 @@ func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 		select {
 		case <-v.news:
 		case <-ctx.Done():
-			return nil, errors.New("the agent has started and does not know yet which claims there are")
+			return nil, errors.New("the agent has just started, and has not listed the claims yet")
 		}
 	}
 	if err := p.publisher.settled(ctx); err != nil {
@@ -111,7 +111,7 @@ func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint6
 		select {
 		case <-c.done:
 		case <-ctx.Done():
-			return nil, 0, errors.New("the API server has not said yet which there are")
+			return nil, 0, errors.New("the list of claims is still under way")
 		}
 		p.mu.Lock()
 		if p.census == c {
@@ -167,7 +167,7 @@ func (p *promises) Leave(ctx context.Context) error {
 		select {
 		case <-time.After(leavePace):
 		case <-ctx.Done():
-			return fmt.Errorf("the kubelet has not had claim %s/%s prepared", claims[0].Namespace, claims[0].Name)
+			return fmt.Errorf("the kubelet has not prepared claim %s/%s", claims[0].Namespace, claims[0].Name)
 		}
 	}
 }

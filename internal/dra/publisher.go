@@ -116,7 +116,7 @@ func (p *Publisher) settled(ctx context.Context) error {
 		select {
 		case <-news:
 		case <-ctx.Done():
-			return fmt.Errorf("the API server does not have the node's ResourceSlices as they are: %w",
+			return fmt.Errorf("the API server does not have the node's current ResourceSlices: %w",
 				cmp.Or(err, ctx.Err()))
 		}
 	}
@@ -151,12 +151,12 @@ func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
 			"nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
 	case p.err != nil && now.Sub(p.failing) >= failsFor:
 		out = append(out, status.Why(status.SlicesFailed,
-			"the API server does not have the node's ResourceSlices as they are: %v", p.err).
+			"the API server does not have the node's current ResourceSlices: %v", p.err).
 			Condition(status.Failed, p.driver))
 	}
 	if len(p.meddled) > 0 && now.Sub(p.meddledAt) < meddledFor {
 		out = append(out, status.Why(status.SlicesChanged,
-			"somebody else has changed or deleted ResourceSlices of this node (%s); they are written again",
+			"another client has changed or deleted ResourceSlices of this node (%s); the agent writes them again",
 			brief.List(p.meddled, 3)).Condition(status.Noted, p.driver))
 	}
 	return out
@@ -239,15 +239,15 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if len(meddled) > 0 {
 		p.told()
 		time.AfterFunc(meddledFor, p.told)
-		p.ration.Log(slog.LevelWarn, "somebody else has changed or deleted ResourceSlices of this node; "+
-			"they are written again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
+		p.ration.Log(slog.LevelWarn, "another client has changed or deleted ResourceSlices of this node; "+
+			"writing them again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
 	}
 	switch {
 	case err != nil && before == nil:
-		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again",
+		p.log.Warn("the API server does not have the node's current ResourceSlices; trying again",
 			"driver", p.driver, "err", err)
 	case err == nil && before != nil:
-		p.log.Info("the API server has the node's ResourceSlices again", "driver", p.driver)
+		p.log.Info("the API server has the node's current ResourceSlices again", "driver", p.driver)
 	}
 	return err
 }

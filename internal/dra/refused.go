@@ -133,7 +133,7 @@ func (rs *refusals) note(claim *agentkube.Claim, err error) {
 		rs.refused[claim.UID] = &refusal{claim: nameOf(claim), cause: cause, results: claim.Results,
 			pods: consumers(claim), next: rs.o.Now().Add(endAfter)}
 		rs.wake.poke()
-		rs.o.Wake() // for the condition
+		rs.o.Wake() // the loop publishes the condition
 		if rs.o.RefusedClaim != nil {
 			rs.o.RefusedClaim(claim, cause)
 		}
@@ -147,7 +147,7 @@ func (rs *refusals) note(claim *agentkube.Claim, err error) {
 func (rs *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
 	here, err := rs.waitingHere(context.Background(), claim)
 	if err != nil {
-		rs.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil,
+		rs.ration.Log(slog.LevelInfo, "cannot send an Event about a claim that can never be prepared", nil,
 			"claim", claim.Namespace+"/"+claim.Name, "err", err)
 	}
 	for _, p := range here {
@@ -291,7 +291,7 @@ func (rs *refusals) deal(ctx context.Context, uid string) {
 	}
 	switch {
 	case err != nil:
-		rs.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()},
+		rs.ration.Log(slog.LevelInfo, "the pods of a claim that can never be prepared are not ended", []any{"claim", of.name()},
 			"because", err)
 	case len(pods) == 0: // its pod is gone, has not come yet, or is to be left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
@@ -431,9 +431,9 @@ func (rs *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) 
 
 func (rs *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
-		rs.o.Log.Warn("a pod is ended: its claim can never be prepared",
+		rs.o.Log.Warn("ending a pod: its claim can never be prepared",
 			"pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: "+
+		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("the pod is ended, so that its controller makes it anew: "+
 			"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }

@@ -66,7 +66,7 @@ func (s *sweeper) follow(ctx context.Context) error {
 			again = time.After(sweepEvery)
 		default:
 			if ctx.Err() == nil {
-				s.o.Log.Warn("cannot tell which claims there are; trying again", "driver", s.o.Driver, "err", err)
+				s.o.Log.Warn("cannot compare the claims with the API server; trying again", "driver", s.o.Driver, "err", err)
 			}
 			again = time.After(pause.Step())
 		}
@@ -179,7 +179,7 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 // is the last write of slices that the server had then.
 func (s *sweeper) part(claims []agentkube.Claim, written uint64) {
 	if n := s.shelf.part(s.named(claims), written); n > 0 {
-		s.o.Log.Info("devices leave their ResourceSlices: no claim names them", "devices", n)
+		s.o.Log.Info("removing devices from their ResourceSlices: no claim names them", "devices", n)
 	}
 }
 
@@ -273,7 +273,7 @@ func (s *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64
 		}
 	}
 	s.shelf.begin(s.named(claims))
-	s.o.Wake() // for what was taken over
+	s.o.Wake() // the loop has to see what was taken over
 }
 
 // takeOver takes over what a claim has and no record names, if the claim is prepared or in a
@@ -286,13 +286,13 @@ func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[st
 	switch inUse := slices.ContainsFunc(wants, func(w want) bool { return len(used[w.id()]) > 0 }); {
 	case theirs(c, wants, s.o.Driver, state, used):
 		if err := s.book.takeOver(c, podsOf(state, c.UID)); err != nil {
-			s.o.Log.Warn("cannot take over what a claim has; its GPU may be given to somebody else",
+			s.o.Log.Warn("cannot take over what a claim has; its GPU may be given to another claim",
 				"claim", name, "err", err)
 		}
 	case inUse, answered(state, s.o.Driver, c.UID): // with what the claim had before it was allocated anew
 		if inUse {
-			s.o.Log.Warn("a container has what a claim had before it was allocated anew, and "+
-				"no record says what that is; its GPU may be given to somebody else", "claim", name)
+			s.o.Log.Warn("a container still has what its claim had before it was allocated anew, and "+
+				"no record names the device; its GPU may be given to another claim", "claim", name)
 		}
 		s.book.setAnew(c)
 		s.look.poke()

@@ -24,7 +24,7 @@ func placeOf(d Device) mig.Place { return mig.Place{GPU: d.GPU, Placement: d.Pla
 func unmade(o *Offer, w *want) error {
 	if why, refused := o.Refused[placeOf(w.device)]; refused && !w.Admin {
 		return never(status.ClaimRefused,
-			fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to have another one: %w",
+			fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to get another one: %w",
 				w.Device, why.Message, gpu.ErrInvalid))
 	}
 	return nil

@@ -67,7 +67,7 @@ func (v view) late(wants []want) error {
 	for i := range wants {
 		if _, gone := v.leaving[wants[i].device]; gone {
 			return never(status.ClaimOutdated,
-				fmt.Errorf("device %s is not in its GPU's layout any more, and others have its room: "+
+				fmt.Errorf("device %s is no longer in its GPU's layout, and others have its room: "+
 					"make the claim anew: %w",
 					wants[i].Device, ledger.ErrHeld))
 		}
@@ -80,7 +80,7 @@ func (v view) late(wants []want) error {
 func (v view) refuses(l *ledger.Ledger, shares []share) bool {
 	return v.offer != nil && slices.ContainsFunc(shares, func(s share) bool {
 		a, has := l.Get(s.id())
-		if !has || a.IsOpen() || a.Grants[0].NoRoom { // nothing is made for that
+		if !has || a.IsOpen() || a.Grants[0].NoRoom { // no instance has to be made
 			return false
 		}
 		_, refused := v.offer.Refused[placeOf(deviceOf(&a.Grants[0]))]
