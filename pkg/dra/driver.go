@@ -215,7 +215,7 @@ func (s *Server) Run(ctx context.Context) error {
 			return
 		}
 		if err := sock.Remove(); err != nil {
-			s.opts.Logger.Warn("remove socket", "driver", s.opts.Name, "err", err)
+			s.opts.Logger.Warn("cannot remove the socket", "driver", s.opts.Name, "err", err)
 		}
 	}()
 	said := brief.NewRation(s.opts.Logger, time.Now, time.AfterFunc)
@@ -225,13 +225,13 @@ func (s *Server) Run(ctx context.Context) error {
 		fresh, err := socket.Keep(sock, s.path, "."+s.opts.Name)
 		switch {
 		case err != nil:
-			said.Log(slog.LevelWarn, "cannot be called by the kubelet; trying again",
+			said.Log(slog.LevelWarn, "cannot listen for the kubelet's calls; trying again",
 				[]any{"driver", s.opts.Name}, "err", err)
 			s.set(func(s *Server) { s.status.Err = err })
 			wait = pollEvery
 		case fresh != sock:
 			if sock != nil {
-				s.opts.Logger.Info("socket is gone: listen again", "driver", s.opts.Name, "socket", s.path)
+				s.opts.Logger.Info("the socket is gone; listening again", "driver", s.opts.Name, "socket", s.path)
 				_ = sock.Close() // its file is gone already
 			}
 			sock = fresh
@@ -277,7 +277,7 @@ func (w *watcher) begin(ctx context.Context) (<-chan struct{}, time.Duration) {
 	}
 	if w.told = nil; !w.said {
 		w.said = true
-		w.s.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+		w.s.opts.Logger.Warn("cannot watch the kubelet's directory; looking at it every second instead",
 			"dir", w.s.opts.Dir, "err", err)
 	}
 	return nil, pollEvery

@@ -159,7 +159,7 @@ func (a *service) bound(ctx context.Context) (context.Context, context.CancelFun
 func (a *service) refuse(what string, c Claim, err error) string {
 	a.opts.Observer.Refused(a.opts.Name, err)
 	text := brief.Cut(err.Error(), brief.Text)
-	a.ration.Log(slog.LevelWarn, "refuse to "+what+" a claim", []any{"driver", a.opts.Name},
+	a.ration.Log(slog.LevelWarn, "cannot "+what+" a claim", []any{"driver", a.opts.Name},
 		"claim", c.Namespace+"/"+c.Name, "uid", c.UID, "err", text)
 	return text
 }
@@ -195,7 +195,7 @@ func (a *service) NodeWatchResources(
 		case <-stream.Context().Done():
 			return nil
 		case <-a.stop.Done():
-			return status.Error(codes.Unavailable, a.opts.Name+": the driver ends")
+			return status.Error(codes.Unavailable, a.opts.Name+": the driver is stopping")
 		}
 	}
 }
