@@ -128,8 +128,8 @@ type UnknownKind struct {
 }
 
 func (e UnknownKind) Error() string {
-	return fmt.Sprintf("%q is no kind of piece that this version knows: "+
-		"run the version that wrote it, or end what has it", string(e.Word))
+	return fmt.Sprintf("this version does not know pieces of kind %q: "+
+		"run the version that wrote it, or end the pods that have it", string(e.Word))
 }
 
 // Check returns an [UnknownKind] error if the kind is neither empty nor known.

@@ -19,7 +19,7 @@ var placement = kind{
 	read: func(record []byte) (Piece, error) {
 		at, err := fields[mig.Placement](record)
 		if err == nil && (at.Profile == (mig.Name{}) || at.Start < 0 || at.Size < 0 || at.CI < 0) {
-			err = errors.New("it has no place")
+			err = errors.New("it has no valid placement")
 		}
 		return Placement{at}, err
 	},

@@ -27,7 +27,7 @@ var replica = kind{
 	read: func(record []byte) (Piece, error) {
 		p, err := fields[Replica](record)
 		if err == nil && (p.Number < 0 || p.Of < 0 || p.Number > mostReplica || p.Of > mostReplica) {
-			err = errors.New("no GPU has such a replica")
+			err = errors.New("it has no valid replica number")
 		}
 		return p, err
 	},

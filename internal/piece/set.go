@@ -140,7 +140,7 @@ func (s *Set) UnmarshalText(text []byte) error {
 		}
 		if err != nil || r.First < 0 || r.Last < r.First || r.Last > mostUnit ||
 			len(out) > 0 && r.First <= out[len(out)-1].Last {
-			return fmt.Errorf("%q are not numbers of memory units in ascending order: %w", text, gpu.ErrInvalid)
+			return fmt.Errorf("%q is no list of memory units in ascending order: %w", text, gpu.ErrInvalid)
 		}
 		out = append(out, r)
 	}
