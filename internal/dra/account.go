@@ -54,10 +54,10 @@ func inContainers(ctx context.Context, r Runtime, domain string) (out map[string
 	return out, sure, nil
 }
 
-// theirs reports whether a pod has been given exactly what a claim has now: the kubelet has the
+// givenToPod reports whether a pod has been given exactly what a claim has now: the kubelet has the
 // claim prepared with these devices, or a pod that the claim is reserved for has a container with
 // one of them.
-func theirs(
+func givenToPod(
 	c *agentkube.Claim, wants []want, driver string, state *node.DRAState, used map[string][]workload.Pod,
 ) bool {
 	for i := range wants {

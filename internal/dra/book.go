@@ -40,12 +40,12 @@ type book struct {
 	mu sync.Mutex
 	// claims has what each claim has here, by UID.
 	claims map[string]*held
-	// anew has the claims that were allocated anew while they had something here, by UID, until
+	// reallocated has the claims that were allocated anew while they had something here, by UID, until
 	// they have their new allocations.
-	anew map[string]dra.Claim
-	// returned has the claims that the kubelet has given back, by UID. The API server shows them as
+	reallocated map[string]dra.Claim
+	// unprepared has the claims that the kubelet has given back, by UID. The API server shows them as
 	// allocated for a while yet.
-	returned map[string]returned
+	unprepared map[string]unprepared
 	// uses has the containers of each allocation, without allocations that have ended since. It is
 	// nil until containers are known. usesAt is the time at which the runtime was asked; zero
 	// before the first Observe.
@@ -69,8 +69,8 @@ type held struct {
 	served uint64
 }
 
-// returned is a claim that was given back: its shares, the UIDs of its pods, and the time.
-type returned struct {
+// unprepared is a claim that was given back: its shares, the UIDs of its pods, and the time.
+type unprepared struct {
 	shares []share
 	pods   map[string]bool
 	at     time.Time
@@ -78,12 +78,12 @@ type returned struct {
 
 func newBook(o *Options, s shown, look token) *book {
 	return &book{o: o, shelf: s, look: look, began: o.Now(),
-		claims: map[string]*held{}, anew: map[string]dra.Claim{}, returned: map[string]returned{}}
+		claims: map[string]*held{}, reallocated: map[string]dra.Claim{}, unprepared: map[string]unprepared{}}
 }
 
-// agreed notes that what a claim has here is what the API server shows for these pods and for those
+// confirm notes that what a claim has here is what the API server shows for these pods and for those
 // that the claim names.
-func (h *held) agreed(c *agentkube.Claim, pods []string) {
+func (h *held) confirm(c *agentkube.Claim, pods []string) {
 	for _, p := range c.Pods {
 		h.pods[p.UID] = true
 	}
@@ -100,13 +100,13 @@ func (b *book) heldLocked(uid string) *held {
 	return b.claims[uid]
 }
 
-// agree compares what a claim has here with what the API server shows, and supersedes what differs.
+// reconcile compares what a claim has here with what the API server shows, and supersedes what differs.
 // That ends when no container has it: see retire.
 //
 // at is the ledger's epoch from before the API server was asked. Allocations with a later epoch are
 // newer than its answer, and are left alone. pods are the UIDs of the pods that the kubelet had the
 // claim for at that time.
-func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
+func (b *book) reconcile(c *agentkube.Claim, at uint64, pods []string) {
 	now := map[string]share{}
 	for _, w := range wants(c, b.o.Driver, b.o.Node) {
 		now[w.id()] = w.share
@@ -136,8 +136,8 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 			continue
 		}
 		same = false
-		_, known := b.anew[c.UID]
-		b.anew[c.UID] = nameOf(c)
+		_, known := b.reallocated[c.UID]
+		b.reallocated[c.UID] = nameOf(c)
 		if !a.Superseded {
 			b.supersedeLocked(&a, &had)
 			b.o.Log.Warn("a claim was allocated anew: its old allocation goes to no further container, "+
@@ -150,7 +150,7 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 		}
 	}
 	if same {
-		h.agreed(c, pods)
+		h.confirm(c, pods)
 	}
 }
 
@@ -172,15 +172,15 @@ func (b *book) supersedeLocked(a *ledger.Allocation, had *share) <-chan struct{}
 	return b.o.Ledger.Supersede(a.ID, a.Epoch, who, who) // all of its pods are of one namespace
 }
 
-// old is a superseded allocation. gone is closed when it has no CDI file.
-type old struct {
+// outdated is a superseded allocation. gone is closed when it has no CDI file.
+type outdated struct {
 	id, uid string
 	epoch   uint64
 	gone    <-chan struct{}
 }
 
 // superseded returns the superseded allocations of a claim, or of all claims if uid is empty.
-func (b *book) superseded(uid string) (all []old) {
+func (b *book) superseded(uid string) (all []outdated) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for of, h := range b.claims {
@@ -188,7 +188,7 @@ func (b *book) superseded(uid string) (all []old) {
 			if a, ok := b.o.Ledger.Get(id); ok && a.Superseded && (uid == "" || uid == of) {
 				had, _ := readShare(id, a.Ref, a.Grants) // if it cannot be read, the name stays empty
 				if gone := b.supersedeLocked(&a, &had); gone != nil {
-					all = append(all, old{id, of, a.Epoch, gone})
+					all = append(all, outdated{id, of, a.Epoch, gone})
 				}
 			}
 		}
@@ -198,7 +198,7 @@ func (b *book) superseded(uid string) (all []old) {
 
 // retire ends those allocations that are still superseded and that no container has. used has the
 // allocations that containers have. It reports whether it ended any.
-func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
+func (b *book) retire(all []outdated, used map[string][]workload.Pod) (ended bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, o := range all {
@@ -214,11 +214,11 @@ func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
 	return ended
 }
 
-// stands returns what a claim has in the ledger if it is known to be right for these pods, the ones
+// confirmed returns what a claim has in the ledger if it is known to be right for these pods, the ones
 // that the kubelet has the claim for. It is right for a pod if it was compared with the API server
 // for that pod, or if a container of the pod has it. An agent that has just started knows some pods
 // only by their containers.
-func (b *book) stands(uid string, pods []string) ([]share, bool) {
+func (b *book) confirmed(uid string, pods []string) ([]share, bool) {
 	shares, ok := b.taken(uid)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -286,7 +286,7 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has what the claim had before: %w",
 				w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
-		if err := unmade(o, w); err != nil {
+		if err := refusedByDriver(o, w); err != nil {
 			return err
 		}
 		g, err := grant(b.o.Ledger, o, w, asked)
@@ -300,9 +300,9 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 	if err != nil {
 		return err
 	}
-	delete(b.returned, c.UID)
+	delete(b.unprepared, c.UID)
 	h := b.heldLocked(c.UID)
-	h.agreed(c, pods)
+	h.confirm(c, pods)
 	h.served++
 	for i := range made {
 		h.ids = append(h.ids, made[i].ID)
@@ -338,9 +338,9 @@ func (b *book) allocations(uid string) (all []ledger.Allocation) {
 	return all
 }
 
-// giveBack ends these allocations of a claim that the kubelet gives back, unless they have another
+// unprepare ends these allocations of a claim that the kubelet gives back, unless they have another
 // epoch by now.
-func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
+func (b *book) unprepare(uid string, all []ledger.Allocation, r unprepared) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for i := range all {
@@ -348,18 +348,18 @@ func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
 			b.endLocked(a.ID, uid)
 		}
 	}
-	delete(b.anew, uid)
-	maps.DeleteFunc(b.returned, func(_ string, r returned) bool { return b.o.Now().Sub(r.at) > lingers })
-	b.returned[uid] = r
+	delete(b.reallocated, uid)
+	maps.DeleteFunc(b.unprepared, func(_ string, r unprepared) bool { return b.o.Now().Sub(r.at) > lingers })
+	b.unprepared[uid] = r
 }
 
-// gaveBack reports whether the kubelet has given a claim back, the claim has been allocated nothing
+// wasUnprepared reports whether the kubelet has given a claim back, the claim has been allocated nothing
 // else since, and all its consumers are the pods that it was for. If a consumer is not a pod,
-// gaveBack is false: the next pod of such a consumer may come at any moment.
-func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
+// wasUnprepared is false: the next pod of such a consumer may come at any moment.
+func (b *book) wasUnprepared(c *agentkube.Claim, wants []want) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	r, ok := b.returned[c.UID]
+	r, ok := b.unprepared[c.UID]
 	return ok && len(c.Others) == 0 &&
 		!slices.ContainsFunc(c.Pods, func(p workload.Pod) bool { return !r.pods[p.UID] }) &&
 		!slices.ContainsFunc(wants, func(w want) bool {
@@ -453,7 +453,7 @@ func (b *book) takeOver(c *agentkube.Claim, pods []string) error {
 		}
 		if err == nil {
 			nameHolder(b.o.Ledger, w.id(), c)
-			b.heldLocked(c.UID).agreed(c, pods)
+			b.heldLocked(c.UID).confirm(c, pods)
 		} else {
 			errs = append(errs, fmt.Errorf("take over request %s of claim %s/%s: %w",
 				w.Request, c.Namespace, c.Name, err))
@@ -545,7 +545,7 @@ func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bo
 ) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	due, suspects = maps.Clone(b.anew), map[string]uint64{}
+	due, suspects = maps.Clone(b.reallocated), map[string]uint64{}
 	recent := func(id string) bool {
 		a, ok := b.o.Ledger.Get(id)
 		switch {
@@ -564,23 +564,23 @@ func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bo
 	return due, suspects
 }
 
-// setAnew notes that a claim was allocated anew.
-func (b *book) setAnew(c *agentkube.Claim) {
+// setReallocated notes that a claim was allocated anew.
+func (b *book) setReallocated(c *agentkube.Claim) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.anew[c.UID] = nameOf(c)
+	b.reallocated[c.UID] = nameOf(c)
 }
 
 // renewing returns the claims that were allocated anew and do not have their new allocations yet.
 func (b *book) renewing() map[string]dra.Claim {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return maps.Clone(b.anew)
+	return maps.Clone(b.reallocated)
 }
 
 // renewed notes that a claim has its new allocations, or can never have them.
 func (b *book) renewed(uid string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	delete(b.anew, uid)
+	delete(b.reallocated, uid)
 }

@@ -42,7 +42,7 @@ type share struct {
 // id returns the allocation's ID. It follows from the claim's UID and the request alone. The
 // kubelet keeps the names of CDI devices for the claim's next pods and over its own restart, and
 // then adds new answers to those that it has. So an ID may come to mean another device after the
-// claim was allocated anew, but only when no container has the old one: see book.agree.
+// claim was allocated anew, but only when no container has the old one: see book.reconcile.
 func (s *share) id() string {
 	return cdi.Key("claim/"+s.UID, []string{s.Request + "#" + strconv.Itoa(s.N)})
 }
@@ -114,7 +114,7 @@ func wants(c *agentkube.Claim, driver, node string) (out []want) {
 }
 
 // wanted returns the results of a claim that are to be prepared. Its errors are permanent: see
-// never.
+// permanent.
 func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
@@ -124,7 +124,7 @@ func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
 	}
 	out := wants(claim, driver, node)
 	if len(out) == 0 {
-		return nil, never(status.ClaimRefused,
+		return nil, permanent(status.ClaimRefused,
 			fmt.Errorf("the claim has nothing of driver %s on this node: %w", driver, gpu.ErrInvalid))
 	}
 	return out, nil
@@ -140,7 +140,7 @@ func foreign(claim *agentkube.Claim, driver, node string) error {
 		if r.Driver != driver || strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
-		return never(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, "+
+		return permanent(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, "+
 			"and node %s offers only devices of its own pools (%s/…): "+
 			"find who wrote a ResourceSlice of that pool for this node "+
 			"(kubectl get resourceslices --field-selector spec.nodeName=%s), "+
@@ -168,7 +168,7 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		}
 	}
 	if own > of {
-		return nil, never(status.ClaimRefused,
+		return nil, permanent(status.ClaimRefused,
 			fmt.Errorf("the claim asks for %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}

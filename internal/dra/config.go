@@ -74,7 +74,7 @@ const longest = 100
 func refuseConfig(c *agentkube.Claim) error {
 	for i := range c.Configs {
 		if _, err := readConfig(&c.Configs[i]); err != nil {
-			return never(status.ClaimUnsupported, err)
+			return permanent(status.ClaimUnsupported, err)
 		}
 	}
 	return nil
@@ -109,7 +109,7 @@ func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Reques
 	}
 	if w.Admin || w.device.Kind.InMIG() {
 		if w.named {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
+			return permanent(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
 				"and its device (%s) has none of its own: leave the request out of the configuration: %w",
 				w.Request, w.Device, gpu.ErrInvalid))
 		}
@@ -122,7 +122,7 @@ func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Reques
 	}
 	for i := range beside {
 		if j := other(beside[i].Grants); j >= 0 {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices "+
+			return permanent(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices "+
 				"of one GPU, %s and %s: %w", beside[i].Grants[j].TimeSlice, w.slice, gpu.ErrInvalid))
 		}
 	}

@@ -30,10 +30,10 @@
 // it. Without it its counters would be free, and the scheduler would give its room to another
 // claim while the first claim still has it (kubernetes#140802).
 //
-// The loop calls Settle ([Promises]) before it takes something away from the hardware. Settle
+// The loop calls Settle ([Reservations]) before it takes something away from the hardware. Settle
 // waits until the server has the taint. Then it takes the claims into the ledger that the
 // scheduler had allocated before that and that no kubelet call has prepared yet. The plan waits
-// for their end. The agent calls Leave ([Promises]) before it ends: a claim that is not
+// for their end. The agent calls Leave ([Reservations]) before it ends: a claim that is not
 // prepared at once keeps its pod waiting for a minute or more, until the kubelet tries again.
 //
 // # A claim
@@ -65,23 +65,25 @@
 //
 // [New] makes the parts below and connects them. [FrontEnd] has no state besides.
 //
-//	part       file         does                                              lock
-//	shelf      shelf.go     has the loop's offer, and what is published of    its own
-//	                        it; numbers the writes that withdraw something
-//	Publisher  publisher.go keeps the slices at the API server                its own
-//	book       book.go      knows which allocations are of which claim,       its own
-//	                        and which claims were returned or reallocated
-//	intake     prepare.go   runs Prepare and Unprepare                        none
-//	promises   promises.go  runs Settle and Leave; has the list of claims     its own
-//	                        that Settle waits for
-//	sweeper    sweep.go     ends claims that ended without an Unprepare       none
-//	refusals   refused.go   has the claims that can never be prepared, and    its own
-//	                        ends their pods
+//	part         file            does                                            lock
+//	shelf        shelf.go        has the loop's offer, and what is published     its own
+//	                             of it; numbers the writes that withdraw
+//	                             something
+//	Publisher    publisher.go    keeps the slices at the API server              its own
+//	book         book.go         knows which allocations are of which claim,     its own
+//	                             and which claims were unprepared or
+//	                             reallocated
+//	intake       prepare.go      runs Prepare and Unprepare                      none
+//	reservations reservations.go runs Settle and Leave; has the list of claims   its own
+//	                             that Settle waits for
+//	sweeper      sweep.go        ends claims that ended without an Unprepare     none
+//	refusals     refused.go      has the claims that can never be prepared,      its own
+//	                             and ends their pods
 //
 // The shelf gives out a view, which never changes. What a claim is given follows from a view
 // and the ledger alone (grant).
 //
-// The locks of the book, the refusals and the promises come before the shelf's, and the shelf's
+// The locks of the book, the refusals and the reservations come before the shelf's, and the shelf's
 // before those of the Publisher and the ledger. No goroutine holds two of the first three. A
 // claim is taken under the locks of the book and the shelf, so that it never comes from an older
 // offer than the one in force. No lock is held during a call to the API server, the kubelet or

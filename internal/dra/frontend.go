@@ -94,7 +94,7 @@ type FrontEnd struct {
 	SlicesOut
 	ClaimsIn
 	Book
-	Promises
+	Reservations
 	Ends
 	// Driver is the driver's name. Wake makes the agent's loop run.
 	Driver string
@@ -143,15 +143,15 @@ type Book interface {
 	Observe(holders map[string][]ledger.Holder, asked time.Time)
 }
 
-// Promises accounts for claims that are allocated and not prepared yet, before the agent withdraws
+// Reservations accounts for claims that are allocated and not prepared yet, before the agent withdraws
 // something or ends.
-type Promises interface {
+type Reservations interface {
 	// Settle takes into the ledger the claims that the scheduler allocated before it saw what is
 	// withdrawn now. It waits until the API server has the slices as they were published, and then
 	// lists the claims. If it fails, nothing that this front-end offers may be taken away. It
 	// returns the GPUs that a claim was allocated on while the previous holder still has the room;
 	// these must stay as they are, too.
-	Settle(context.Context) (promised []gpu.UUID, err error)
+	Settle(context.Context) (held []gpu.UUID, err error)
 	// Leave prepares for the end of the process, while everything still runs. It taints all
 	// devices, so that the scheduler sends no further pods. Then it waits until the claims of the
 	// pods that the scheduler has sent before are prepared, by the kubelet's account. The next
@@ -172,15 +172,15 @@ func New(o Options) *FrontEnd {
 	look, account := make(token, 1), make(token, 1)
 	p := NewPublisher(o.Driver, o.API, o.Log)
 	s := newShelf(&o, p, look)
-	p.written, p.told = s.written, o.Wake
+	p.written, p.changed = s.written, o.Wake
 	b := newBook(&o, s, look)
 	r := newRefusals(&o, s, b)
 	in := &intake{&o, b, s, r, look}
 	w := &sweeper{&o, b, in, s, look, account}
 	follow := func(ctx context.Context) error { return o.Kubelet.FollowDRAState(ctx, account.poke) }
 	return &FrontEnd{SlicesOut: s, ClaimsIn: in, Book: b, Ends: r,
-		Promises: &promises{o: &o, book: b, shelf: s, publisher: p},
-		Driver:   o.Driver, Wake: o.Wake, publisher: p,
+		Reservations: &reservations{o: &o, book: b, shelf: s, publisher: p},
+		Driver:       o.Driver, Wake: o.Wake, publisher: p,
 		runs: []func(context.Context) error{p.Run, w.follow, r.run, follow, w.followAccount}}
 }
 

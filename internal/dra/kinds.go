@@ -71,7 +71,7 @@ var rows = map[piece.Kind]row{
 		grant: func(q *question) (piece.Piece, error) {
 			amount, unit := q.Amount, int64(q.of.Unit)<<20
 			if unit <= 0 || amount <= 0 || amount%unit != 0 || amount/unit > int64(q.of.N) {
-				return nil, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
+				return nil, permanent(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
 					"an amount is 1 to %d times %d MiB: make the claim anew: %w",
 					amount, q.Device, q.of.N, q.of.Unit, gpu.ErrInvalid))
 			}
@@ -182,18 +182,18 @@ func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger
 	row, known := rows[d.Kind]
 	switch {
 	case !known:
-		return g, never(status.ClaimOutdated,
+		return g, permanent(status.ClaimOutdated,
 			fmt.Errorf("device %s: %w: %w", w.Device, piece.UnknownKind{Word: d.Kind}, gpu.ErrInvalid))
 	case w.Admin && !d.Kind.InMIG():
 		row = rows[piece.KindWhole]
 	case w.Admin:
 		// No instance is made for admin access, since it takes no room.
 		if mig.Find(on.MIG.Instances, d.Placement) == nil {
-			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s has no instance at present, "+
+			return g, permanent(status.ClaimUnsupported, fmt.Errorf("device %s has no instance at present, "+
 				"and none is made for admin access: %w", w.Device, gpu.ErrNotFound))
 		}
 	case d.Kind.Shared() && !has:
-		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is no longer in its GPU's layout: "+
+		return g, permanent(status.ClaimOutdated, fmt.Errorf("device %s is no longer in its GPU's layout: "+
 			"make the claim anew: %w", w.Device, gpu.ErrInvalid))
 	}
 	p, err := row.grant(&question{w, of, func(n int) ([]int, error) {

@@ -40,15 +40,15 @@ type refuser interface {
 }
 
 // Prepare does not ask the API server if the ledger is known to be right for the pods that the
-// kubelet has the claim for: see book.stands. The kubelet has read the claim a moment before.
+// kubelet has the claim for: see book.confirmed. The kubelet has read the claim a moment before.
 func (in *intake) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error) {
 	pods := in.kubeletHas(c.UID) // read before the API server is asked: its answer is for these pods
-	if shares, ok := in.book.stands(c.UID, pods); ok {
+	if shares, ok := in.book.confirmed(c.UID, pods); ok {
 		devices, err := in.open(ctx, shares)
 		if err == nil { // an earlier call may have timed out before it did this
 			go in.tell(&agentkube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
 		}
-		if !errors.Is(err, errAnew) && (err == nil || !in.giveUp(ctx, shares)) {
+		if !errors.Is(err, errReallocated) && (err == nil || !in.giveUp(ctx, shares)) {
 			return devices, err
 		}
 	}
@@ -84,7 +84,7 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 		switch {
 		case err == nil:
 			claim = now
-			in.book.agree(claim, at, pods)
+			in.book.reconcile(claim, at, pods)
 		case claim == nil || errors.Is(err, gpu.ErrNotFound):
 			return claim, nil, err
 		}
@@ -102,7 +102,7 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 			in.book.renewed(c.UID)
 			shares := sharesOf(wants)
 			devices, err := in.open(ctx, shares)
-			if errors.Is(err, errAnew) {
+			if errors.Is(err, errReallocated) {
 				continue
 			}
 			if err == nil {
@@ -161,7 +161,7 @@ func (in *intake) find(ctx context.Context, wants []want) error {
 }
 
 // open waits until containers may be created with a claim's allocations, and returns their devices.
-// The error wraps errAnew if some of them are the claim's own no longer.
+// The error wraps errReallocated if some of them are the claim's own no longer.
 func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error) {
 	slices.SortFunc(shares, func(a, b share) int {
 		return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N))
@@ -185,7 +185,7 @@ func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error
 		// An allocation that has ended meanwhile is not the claim's own either: the sweeper may be
 		// faster than this.
 		if _, ok := in.stillHas(&shares[i]); !ok {
-			return nil, errAnew
+			return nil, errReallocated
 		}
 	}
 	if err != nil {
@@ -205,8 +205,8 @@ func (in *intake) stillHas(s *share) (ledger.Allocation, bool) {
 	return a, err == nil && is.is(s)
 }
 
-// errAnew is the error of a claim that was allocated anew during its Prepare.
-var errAnew = errors.New("the claim was allocated anew meanwhile")
+// errReallocated is the error of a claim that was allocated anew during its Prepare.
+var errReallocated = errors.New("the claim was allocated anew meanwhile")
 
 // finish waits until what a claim has is open, as Prepare does, and writes the devices into the
 // claim if they are not there.
@@ -294,7 +294,7 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 // check they would forget the claim, and the other pod's next container could not be created.
 func (in *intake) Unprepare(ctx context.Context, c dra.Claim) error {
 	pods := in.kubeletHas(c.UID)
-	r := returned{at: in.o.Now(), pods: map[string]bool{}}
+	r := unprepared{at: in.o.Now(), pods: map[string]bool{}}
 	all := in.book.allocations(c.UID)
 	in.refusals.forgive(c.UID) // its pod is gone
 	if len(all) == 0 {
@@ -319,7 +319,7 @@ func (in *intake) Unprepare(ctx context.Context, c dra.Claim) error {
 	if err := in.unused(ctx, all, users); err != nil {
 		return err
 	}
-	in.book.giveBack(c.UID, all, r)
+	in.book.unprepare(c.UID, all, r)
 	return nil
 }
 

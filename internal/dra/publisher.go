@@ -56,8 +56,8 @@ type Publisher struct {
 	// has. news is closed when wrote changes.
 	asked, wrote uint64
 	news         chan struct{}
-	// written is called when wrote has grown. told is called when Conditions may have changed.
-	written, told func()
+	// written is called when wrote has grown. changed is called when Conditions may have changed.
+	written, changed func()
 }
 
 // Pauses after a failure.
@@ -80,7 +80,7 @@ const (
 func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
 	return &Publisher{driver: driver, api: api, log: log, ration: brief.NewRation(log, time.Now, time.AfterFunc),
 		bound: rate.NewLimiter(5, 20), wake: make(token, 1), news: make(chan struct{}),
-		written: func() {}, told: func() {}}
+		written: func() {}, changed: func() {}}
 }
 
 // Set sets what the slices shall be, and returns the number of this call. want must return the same
@@ -234,11 +234,11 @@ func (p *Publisher) publish(ctx context.Context) error {
 		p.written()
 	}
 	if err != nil || before != nil {
-		p.told()
+		p.changed()
 	}
 	if len(meddled) > 0 {
-		p.told()
-		time.AfterFunc(meddledFor, p.told)
+		p.changed()
+		time.AfterFunc(meddledFor, p.changed)
 		p.ration.Log(slog.LevelWarn, "another client has changed or deleted ResourceSlices of this node; "+
 			"writing them again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
 	}

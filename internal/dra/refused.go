@@ -92,8 +92,8 @@ type refusal struct {
 	vain    bool
 }
 
-// never marks an error as permanent: the claim has to be made anew.
-func never(why status.Reason, err error) error { return status.Because(why, err) }
+// permanent marks an error that no retry mends: the claim has to be made anew.
+func permanent(why status.Reason, err error) error { return status.Because(why, err) }
 
 // lasting returns the cause of an error, and whether it is permanent.
 func lasting(err error) (status.Cause, bool) {
@@ -244,7 +244,7 @@ func (rs *refusals) run(ctx context.Context) error {
 		case <-again:
 		}
 		for _, uid := range rs.dueRefusals() {
-			rs.deal(ctx, uid)
+			rs.retry(ctx, uid)
 		}
 	}
 }
@@ -262,9 +262,9 @@ func (rs *refusals) dueRefusals() (uids []string) {
 	return uids
 }
 
-// deal takes the next step for a refused claim: it reads the claim again, and if that is still
+// retry takes the next step for a refused claim: it reads the claim again, and if that is still
 // refused ends its pods, first by a taint and then by eviction.
-func (rs *refusals) deal(ctx context.Context, uid string) {
+func (rs *refusals) retry(ctx context.Context, uid string) {
 	rs.mu.Lock()
 	r, ok := rs.refused[uid]
 	if !ok {
@@ -341,7 +341,7 @@ func (rs *refusals) never(claim *agentkube.Claim) error {
 	}
 	var asked []ledger.Request
 	for i := range wants {
-		if err := unmade(v.offer, &wants[i]); err != nil {
+		if err := refusedByDriver(v.offer, &wants[i]); err != nil {
 			return err
 		}
 		g, err := grant(rs.o.Ledger, v.offer, &wants[i], asked)

@@ -78,9 +78,9 @@ type shelf struct {
 	// listed is true once the claims have been listed. Nothing is published before, since a device
 	// that one of them names must not be missing.
 	listed bool
-	// leaves is true if the process is about to end: all devices are tainted.
-	leaves  bool
-	leaving leaving
+	// draining is true if the process is about to end: all devices are tainted.
+	draining bool
+	leaving  leaving
 	// news is closed, and replaced, when the slices, listed or Offer.Refused change.
 	news chan struct{}
 }
@@ -163,15 +163,15 @@ func (s *shelf) setEnding(ending map[Device]status.Reason) {
 	s.showLocked()
 }
 
-// leave taints all devices, since the process is about to end. It returns false if the scheduler
+// drain taints all devices, since the process is about to end. It returns false if the scheduler
 // sends no pods here.
-func (s *shelf) leave() bool {
+func (s *shelf) drain() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, written, registered := s.publisher.state(); s.offer == nil || !registered || written == 0 {
 		return false
 	}
-	s.leaves = true
+	s.draining = true
 	s.showLocked()
 	return true
 }
@@ -191,7 +191,7 @@ func (s *shelf) begin(named map[DeviceName]bool) {
 	s.leaving = maps.Clone(s.leaving)
 	for name := range named {
 		if d, ok := every[name]; ok {
-			s.leaving[d] = departure{} // leaveLocked removes it if a layout has it
+			s.leaving[d] = departure{} // setLeavingLocked removes it if a layout has it
 		}
 	}
 	s.listed = true
@@ -199,10 +199,10 @@ func (s *shelf) begin(named map[DeviceName]bool) {
 	s.showLocked()
 }
 
-// part removes devices from their slices, and returns how many. It removes a device if the write
+// forget removes devices from their slices, and returns how many. It removes a device if the write
 // that tainted it is not after `written`, no claim names it, and no allocation of this front-end
 // has it.
-func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
+func (s *shelf) forget(named map[DeviceName]bool, written uint64) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	held := map[Device]bool{}
@@ -212,12 +212,12 @@ func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
 			held[d] = held[d] || a.Owner == ledger.DRA
 		}
 	}
-	parts := func(name DeviceName, d Device) bool {
+	goes := func(name DeviceName, d Device) bool {
 		return s.leaving[d].tainted(written) && !named[name] && !held[d]
 	}
 	before, devices, stay := s.devices, map[DeviceName]Device{}, maps.Clone(s.leaving)
 	for name, d := range before {
-		if parts(name, d) {
+		if goes(name, d) {
 			delete(stay, d)
 		} else {
 			devices[name] = d
@@ -240,9 +240,9 @@ func (s *shelf) showLocked() {
 			in.Layouts[u] = l
 		}
 	}
-	s.leaveLocked(held, in.has)
+	s.setLeavingLocked(held, in.has)
 	in.Departing = slices.SortedFunc(maps.Keys(s.leaving), compareDevices)
-	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending, leaves: s.leaves,
+	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending, draining: s.draining,
 		held: held, has: in.has}
 	in.Taints = w.taints
 	same := true
@@ -261,8 +261,8 @@ func (s *shelf) showLocked() {
 	}
 }
 
-// leaveLocked sets which devices leave: those that are published or held, and in no layout.
-func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
+// setLeavingLocked sets which devices leave: those that are published or held, and in no layout.
+func (s *shelf) setLeavingLocked(held []ledger.Allocation, has func(Device) bool) {
 	out := leaving{}
 	add := func(d Device) {
 		if !has(d) {
@@ -296,7 +296,7 @@ func (s *shelf) setLocked(same bool) {
 	if s.withdraws {
 		s.withdraws, s.withdrew = false, n
 	}
-	for d, at := range s.leaving { // leaveLocked has made this map anew, so no view has it yet
+	for d, at := range s.leaving { // setLeavingLocked has made this map anew, so no view has it yet
 		if !at.set {
 			s.leaving[d] = departure{true, n}
 		}

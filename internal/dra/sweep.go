@@ -41,16 +41,16 @@ type sweeper struct {
 	o     *Options
 	book  *book
 	in    *intake
-	shelf parting
+	shelf forgetter
 	// look wakes the sweeper for claims, and account when the kubelet may have written its account.
 	look, account token
 }
 
-// parting is the part of the shelf that the sweeper needs.
-type parting interface {
+// forgetter is the part of the shelf that the sweeper needs.
+type forgetter interface {
 	now() view
 	begin(named map[DeviceName]bool)
-	part(named map[DeviceName]bool, written uint64) int
+	forget(named map[DeviceName]bool, written uint64) int
 }
 
 // follow lists the claims at the start. After that it sweeps every sweepEvery, when it is woken,
@@ -128,7 +128,7 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	cancel()
 	err = errors.Join(err, s.sweepDue(ctx, &state))
 	v := s.shelf.now()
-	if !v.parts() {
+	if !v.canForget() {
 		return err
 	}
 	lctx, cancel := context.WithTimeout(ctx, listPatience)
@@ -137,7 +137,7 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	if lerr != nil {
 		return errors.Join(err, fmt.Errorf("list the claims: %w", lerr))
 	}
-	s.part(claims, v.written)
+	s.forgetDevices(claims, v.written)
 	return err
 }
 
@@ -175,10 +175,10 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	return errors.Join(err, rerr)
 }
 
-// part removes devices from their slices that were tainted before the claims were listed. written
+// forgetDevices removes devices from their slices that were tainted before the claims were listed. written
 // is the last write of slices that the server had then.
-func (s *sweeper) part(claims []agentkube.Claim, written uint64) {
-	if n := s.shelf.part(s.named(claims), written); n > 0 {
+func (s *sweeper) forgetDevices(claims []agentkube.Claim, written uint64) {
+	if n := s.shelf.forget(s.named(claims), written); n > 0 {
 		s.o.Log.Info("removing devices from their ResourceSlices: no claim names them", "devices", n)
 	}
 }
@@ -217,7 +217,7 @@ func (s *sweeper) first(ctx context.Context, state *node.DRAState) error {
 			s.book.end(uid, at, served, used)
 		}
 	}
-	s.part(claims, written)
+	s.forgetDevices(claims, written)
 	return nil
 }
 
@@ -243,7 +243,7 @@ func (s *sweeper) ask(ctx context.Context, state *node.DRAState, due map[string]
 		case err != nil:
 			errs = append(errs, fmt.Errorf("claim %s/%s: %w", due[uid].Namespace, due[uid].Name, err))
 		default:
-			s.book.agree(c, at, podsOf(state, uid))
+			s.book.reconcile(c, at, podsOf(state, uid))
 			out[uid] = answer{c, at}
 		}
 	}
@@ -258,7 +258,7 @@ func (s *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64
 	used map[string][]workload.Pod) {
 	s.book.guess(used)
 	for i := range claims {
-		s.book.agree(&claims[i], at, podsOf(state, claims[i].UID))
+		s.book.reconcile(&claims[i], at, podsOf(state, claims[i].UID))
 		s.takeOver(&claims[i], state, used)
 	}
 	for i := range claims {
@@ -284,7 +284,7 @@ func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[st
 		return
 	}
 	switch inUse := slices.ContainsFunc(wants, func(w want) bool { return len(used[w.id()]) > 0 }); {
-	case theirs(c, wants, s.o.Driver, state, used):
+	case givenToPod(c, wants, s.o.Driver, state, used):
 		if err := s.book.takeOver(c, podsOf(state, c.UID)); err != nil {
 			s.o.Log.Warn("cannot take over what a claim has; its GPU may be given to another claim",
 				"claim", name, "err", err)
@@ -294,7 +294,7 @@ func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[st
 			s.o.Log.Warn("a container still has what its claim had before it was allocated anew, and "+
 				"no record names the device; its GPU may be given to another claim", "claim", name)
 		}
-		s.book.setAnew(c)
+		s.book.setReallocated(c)
 		s.look.poke()
 	}
 }

@@ -19,11 +19,12 @@ import (
 // placeOf returns a device's MIG placement; of another kind of device, one with a zero Placement.
 func placeOf(d Device) mig.Place { return mig.Place{GPU: d.GPU, Placement: d.Placement} }
 
-// unmade returns a permanent error if the GPU's driver refuses to make the instance of a result,
-// and nil if nothing is known against it. The error lasts as long as the placement is withdrawn.
-func unmade(o *Offer, w *want) error {
+// refusedByDriver returns a permanent error if the GPU's driver refuses to make the instance
+// of a result, and nil if nothing is known against it. The error lasts as long as the placement is
+// withdrawn.
+func refusedByDriver(o *Offer, w *want) error {
 	if why, refused := o.Refused[placeOf(w.device)]; refused && !w.Admin {
-		return never(status.ClaimRefused,
+		return permanent(status.ClaimRefused,
 			fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to get another one: %w",
 				w.Device, why.Message, gpu.ErrInvalid))
 	}

@@ -52,7 +52,7 @@ func (v view) find(wants []want) (ready bool, err error) {
 		w := &wants[i]
 		var ok bool
 		if w.device, ok = v.devices[DeviceName{w.Pool, w.Device}]; !ok {
-			return true, never(status.ClaimOutdated,
+			return true, permanent(status.ClaimOutdated,
 				fmt.Errorf("this node has no device %s in pool %s now; its layout may have changed since: "+
 					"make the claim anew: %w",
 					w.Device, w.Pool, gpu.ErrNotFound))
@@ -66,7 +66,7 @@ func (v view) find(wants []want) (ready bool, err error) {
 func (v view) late(wants []want) error {
 	for i := range wants {
 		if _, gone := v.leaving[wants[i].device]; gone {
-			return never(status.ClaimOutdated,
+			return permanent(status.ClaimOutdated,
 				fmt.Errorf("device %s is no longer in its GPU's layout, and others have its room: "+
 					"make the claim anew: %w",
 					wants[i].Device, ledger.ErrHeld))
@@ -88,9 +88,9 @@ func (v view) refuses(l *ledger.Ledger, shares []share) bool {
 	})
 }
 
-// parts reports whether some device may leave its slice if no claim names it: the server has its
+// canForget reports whether some device may leave its slice if no claim names it: the server has its
 // taint.
-func (v view) parts() bool {
+func (v view) canForget() bool {
 	tainted := func(d departure) bool { return d.tainted(v.written) }
 	return slices.ContainsFunc(slices.Collect(maps.Values(v.leaving)), tainted)
 }

@@ -24,8 +24,8 @@ type withdrawals struct {
 	held   []ledger.Allocation
 	// has reports whether a layout that is in force has a device.
 	has func(Device) bool
-	// leaves is true if the process is about to end and will prepare no further claims.
-	leaves bool
+	// draining is true if the process is about to end and will prepare no further claims.
+	draining bool
 }
 
 // taints returns the taints of a device; none if it is on offer. The taints of a fault and of a
@@ -53,7 +53,7 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 	switch {
 	case !w.has(d):
 		return status.NotInPartition
-	case w.leaves:
+	case w.draining:
 		return status.AgentEnds
 	case slices.Contains(w.offer.Changing, d.GPU), drains && !(d.Kind.InMIG() && inMIG):
 		return status.GPUChange

@@ -54,8 +54,8 @@ type allocation struct {
 	// gone is closed when the CDI file of a Superseded allocation is gone. Supersede makes a new
 	// one.
 	gone chan struct{}
-	// told is After in words for the allocation's own pod.
-	told string
+	// forPod is After in words for the allocation's own pod.
+	forPod string
 }
 
 // New returns an empty ledger. The ledger calls wake when a Prepare waits for an allocation to
@@ -144,7 +144,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 		ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
 		Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
 	}
-	a.told = ""
+	a.forPod = ""
 	return a.Allocation, nil
 }
 
@@ -223,16 +223,16 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 }
 
 // Looked reports which other holders were found on an allocation's pieces. others names them for
-// operators, told for the allocation's own pod; both are empty if the pieces are free. The ledger
+// operators, forPod for the allocation's own pod; both are empty if the pieces are free. The ledger
 // ignores the report if the allocation has another epoch by now, is open, or is superseded.
-func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
+func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
 	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded {
 		return
 	}
-	a.After, a.told = others, told
+	a.After, a.forPod = others, forPod
 	switch {
 	case others != "":
 		l.moveLocked(a, Waiting)
@@ -245,12 +245,12 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 
 // Supersede closes an allocation whose name means something else at its front-end now. No container
 // is created with it any longer, and it waits for the end of those that have it. others names them
-// for operators, told for the pod that the name is for now; neither is empty.
+// for operators, forPod for the pod that the name is for now; neither is empty.
 //
 // Supersede returns nil and does nothing if the allocation has another epoch by now. Otherwise it
 // returns a channel that is closed when the allocation's CDI file is gone: see Gone. The first call
 // begins a new epoch. A further call only changes the words.
-func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <-chan struct{}) {
+func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
@@ -264,7 +264,7 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <
 	if a.Phase == Open {
 		l.moveLocked(a, Taken)
 	}
-	a.After, a.told, a.Asked = others, told, time.Time{} // no container starts with it
+	a.After, a.forPod, a.Asked = others, forPod, time.Time{} // no container starts with it
 	l.moveLocked(a, Waiting)
 	return a.gone
 }
@@ -276,7 +276,7 @@ func (l *Ledger) Reinstate(id string, epoch uint64) {
 	defer l.mu.Unlock()
 	if a := l.allocations[id]; a != nil && a.Epoch == epoch && a.Superseded {
 		l.epoch++
-		a.Superseded, a.After, a.told, a.Epoch = false, "", "", l.epoch
+		a.Superseded, a.After, a.forPod, a.Epoch = false, "", "", l.epoch
 		l.moveLocked(a, Taken)
 	}
 }
@@ -300,7 +300,7 @@ func (l *Ledger) Gone(id string) {
 // The loop goes on with the work when ctx has ended.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	for {
-		open, err := l.pass(id, true)
+		open, err := l.admit(id, true)
 		if open == nil {
 			return err
 		}
@@ -309,16 +309,16 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 		case <-open:
 			continue // another container may have got through first: see Twice
 		case <-ctx.Done():
-			_, err := l.pass(id, false)
+			_, err := l.admit(id, false)
 			return err
 		}
 	}
 }
 
-// pass returns nil, nil if the container may be created. Otherwise it returns the reason, and a
+// admit returns nil, nil if the container may be created. Otherwise it returns the reason, and a
 // channel that is closed when the allocation opens; the channel is nil if the allocation does not
 // exist. asks is true if the container is to start, and false if the caller has stopped waiting.
-func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
+func (l *Ledger) admit(id string, asks bool) (open <-chan struct{}, _ error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id] // read anew: it may have ended, and been taken again
@@ -351,9 +351,9 @@ func (a *allocation) notOpen() error {
 	switch {
 	case a.Phase == Waiting && a.Twice:
 		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s",
-			ErrNotOpen, a.told)
+			ErrNotOpen, a.forPod)
 	case a.Phase == Waiting:
-		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.forPod)
 	case a.Cause != (status.Cause{}):
 		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
 	}

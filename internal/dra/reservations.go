@@ -15,30 +15,30 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// leavePace is how often Leave reads the kubelet's account, which sends no notice when it is
+// drainPoll is how often Leave reads the kubelet's account, which sends no notice when it is
 // written.
-const leavePace = 20 * time.Millisecond
+const drainPoll = 20 * time.Millisecond
 
-// promises finds the claims that the scheduler allocated before it saw a withdrawal.
-type promises struct {
+// reservations reserves in the ledger what the scheduler allocated before it saw a withdrawal.
+type reservations struct {
 	o         *Options
 	book      *book
-	shelf     withdrawing
+	shelf     drainer
 	publisher interface{ settled(context.Context) error }
 
-	// mu guards census, the last list of claims that Settle has begun; nil if a caller has used it.
+	// mu guards pending, the last list of claims that Settle has begun; nil if a caller has used it.
 	// mu comes before the shelf's lock.
-	mu     sync.Mutex
-	census *census
+	mu      sync.Mutex
+	pending *claimList
 }
 
-// withdrawing is the part of the shelf that promises need.
-type withdrawing interface {
+// drainer is the part of the shelf that reservations need.
+type drainer interface {
 	now() view
-	leave() bool
+	drain() bool
 }
 
-func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) {
+func (p *reservations) Settle(ctx context.Context) (held []gpu.UUID, err error) {
 	// Before the claims are known, no slice is written: the slices of the previous process are in
 	// force, without a taint.
 	for v := p.shelf.now(); !v.listed; v = p.shelf.now() {
@@ -56,17 +56,17 @@ func (p *promises) Settle(ctx context.Context) (promised []gpu.UUID, err error) 
 		return nil, fmt.Errorf("list the claims: %w", err)
 	}
 	for i := range claims {
-		promised = append(promised, p.settle(&claims[i], at)...)
+		held = append(held, p.reserve(&claims[i], at)...)
 	}
-	return promised, nil
+	return held, nil
 }
 
-// settle takes a claim into the ledger if it is not prepared yet. at is the ledger's epoch from
+// reserve takes a claim into the ledger if it is not prepared yet. at is the ledger's epoch from
 // before the claim was read. It returns the GPUs whose room the previous holder still has.
-func (p *promises) settle(c *agentkube.Claim, at uint64) (promised []gpu.UUID) {
-	p.book.agree(c, at, nil)
+func (p *reservations) reserve(c *agentkube.Claim, at uint64) (held []gpu.UUID) {
+	p.book.reconcile(c, at, nil)
 	wants, err := wanted(c, p.o.Driver, p.o.Node)
-	if _, ok := p.book.taken(c.UID); ok || err != nil || p.book.gaveBack(c, wants) {
+	if _, ok := p.book.taken(c.UID); ok || err != nil || p.book.wasUnprepared(c, wants) {
 		return nil // it is taken already, refused, or given back
 	}
 	if ready, err := p.shelf.now().find(wants); !ready || err != nil {
@@ -77,15 +77,15 @@ func (p *promises) settle(c *agentkube.Claim, at uint64) (promised []gpu.UUID) {
 	if _, err := p.book.take(c, wants, nil); errors.Is(err, ledger.ErrHeld) {
 		for j := range wants {
 			if _, err := p.book.take(c, wants[j:j+1], nil); errors.Is(err, ledger.ErrHeld) {
-				promised = append(promised, wants[j].device.GPU)
+				held = append(held, wants[j].device.GPU)
 			}
 		}
 	}
-	return promised
+	return held
 }
 
-// census is a list of the claims, which may still be under way.
-type census struct {
+// claimList is a list of the claims, which may still be under way.
+type claimList struct {
 	// written is the last write of slices that the server had when the list began. at is the
 	// ledger's epoch, and began the time, of that moment.
 	written, at uint64
@@ -99,14 +99,14 @@ type census struct {
 // list returns the claims as they were after the server had all that is withdrawn now, and the
 // ledger's epoch from before that. In a large cluster a list takes longer than a caller waits. It
 // goes on then, wakes the loop when it is complete, and the next caller gets it.
-func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint64, err error) {
+func (p *reservations) list(ctx context.Context) (claims []agentkube.Claim, at uint64, err error) {
 	for {
 		withdrew := p.shelf.now().withdrew
 		p.mu.Lock()
-		if p.census == nil {
-			p.census = p.count(ctx)
+		if p.pending == nil {
+			p.pending = p.startList(ctx)
 		}
-		c := p.census
+		c := p.pending
 		p.mu.Unlock()
 		select {
 		case <-c.done:
@@ -114,8 +114,8 @@ func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint6
 			return nil, 0, errors.New("the list of claims is still under way")
 		}
 		p.mu.Lock()
-		if p.census == c {
-			p.census = nil // the next caller needs a newer list
+		if p.pending == c {
+			p.pending = nil // the next caller needs a newer list
 		}
 		p.mu.Unlock()
 		if c.written >= withdrew && p.o.Now().Sub(c.began) < 2*listPatience {
@@ -124,9 +124,9 @@ func (p *promises) list(ctx context.Context) (claims []agentkube.Claim, at uint6
 	}
 }
 
-// count begins a list, which goes on after ctx has ended.
-func (p *promises) count(ctx context.Context) *census {
-	c := &census{written: p.shelf.now().written, began: p.o.Now(), done: make(chan struct{})}
+// startList begins a list, which goes on after ctx has ended.
+func (p *reservations) startList(ctx context.Context) *claimList {
+	c := &claimList{written: p.shelf.now().written, began: p.o.Now(), done: make(chan struct{})}
 	_, c.at, _ = p.o.Ledger.State()
 	go func() {
 		lctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), listPatience)
@@ -141,8 +141,8 @@ func (p *promises) count(ctx context.Context) *census {
 	return c
 }
 
-func (p *promises) Leave(ctx context.Context) error {
-	if !p.shelf.leave() {
+func (p *reservations) Leave(ctx context.Context) error {
+	if !p.shelf.drain() {
 		return nil // the scheduler sends no pods here
 	}
 	if err := p.publisher.settled(ctx); err != nil {
@@ -165,7 +165,7 @@ func (p *promises) Leave(ctx context.Context) error {
 			return nil
 		}
 		select {
-		case <-time.After(leavePace):
+		case <-time.After(drainPoll):
 		case <-ctx.Done():
 			return fmt.Errorf("the kubelet has not prepared claim %s/%s", claims[0].Namespace, claims[0].Name)
 		}
