@@ -40,11 +40,11 @@ type book struct {
 	mu sync.Mutex
 	// claims has what each claim has here, by UID.
 	claims map[string]*held
-	// reallocated has the claims that were allocated anew while they had something here, by UID, until
-	// they have their new allocations.
+	// reallocated has the claims that were allocated anew while they had something here, by UID,
+	// until they have their new allocations.
 	reallocated map[string]dra.Claim
-	// unprepared has the claims that the kubelet has given back, by UID. The API server shows them as
-	// allocated for a while yet.
+	// unprepared has the claims that the kubelet has given back, by UID. The API server shows them
+	// as allocated for a while yet.
 	unprepared map[string]unprepared
 	// uses has the containers of each allocation, without allocations that have ended since. It is
 	// nil until containers are known. usesAt is the time at which the runtime was asked; zero
@@ -100,8 +100,8 @@ func (b *book) heldLocked(uid string) *held {
 	return b.claims[uid]
 }
 
-// reconcile compares what a claim has here with what the API server shows, and supersedes what differs.
-// That ends when no container has it: see retire.
+// reconcile compares what a claim has here with what the API server shows, and supersedes what
+// differs. A superseded allocation ends when no container has it: see retire.
 //
 // at is the ledger's epoch from before the API server was asked. Allocations with a later epoch are
 // newer than its answer, and are left alone. pods are the UIDs of the pods that the kubelet had the
@@ -214,10 +214,10 @@ func (b *book) retire(all []outdated, used map[string][]workload.Pod) (ended boo
 	return ended
 }
 
-// confirmed returns what a claim has in the ledger if it is known to be right for these pods, the ones
-// that the kubelet has the claim for. It is right for a pod if it was compared with the API server
-// for that pod, or if a container of the pod has it. An agent that has just started knows some pods
-// only by their containers.
+// confirmed returns what a claim has in the ledger if it is known to be right for these pods, the
+// ones that the kubelet has the claim for. It is right for a pod if it was compared with the API
+// server for that pod, or if a container of the pod has it. An agent that has just started knows
+// some pods only by their containers.
 func (b *book) confirmed(uid string, pods []string) ([]share, bool) {
 	shares, ok := b.taken(uid)
 	b.mu.Lock()
@@ -283,7 +283,7 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 			continue
 		}
 		if all := b.uses[w.id()]; len(all) > 0 {
-			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has what the claim had before: %w",
+			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has the earlier one: %w",
 				w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
 		if err := refusedByDriver(o, w); err != nil {
@@ -353,9 +353,9 @@ func (b *book) unprepare(uid string, all []ledger.Allocation, r unprepared) {
 	b.unprepared[uid] = r
 }
 
-// wasUnprepared reports whether the kubelet has given a claim back, the claim has been allocated nothing
-// else since, and all its consumers are the pods that it was for. If a consumer is not a pod,
-// wasUnprepared is false: the next pod of such a consumer may come at any moment.
+// wasUnprepared reports whether the kubelet has given a claim back, the claim has been allocated
+// nothing else since, and all its consumers are the pods that it was for. If a consumer is not a
+// pod, wasUnprepared is false: the next pod of such a consumer may come at any moment.
 func (b *book) wasUnprepared(c *agentkube.Claim, wants []want) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -143,8 +143,8 @@ type Book interface {
 	Observe(holders map[string][]ledger.Holder, asked time.Time)
 }
 
-// Reservations accounts for claims that are allocated and not prepared yet, before the agent withdraws
-// something or ends.
+// Reservations accounts for claims that are allocated and not prepared yet, before the agent
+// withdraws something or ends.
 type Reservations interface {
 	// Settle takes into the ledger the claims that the scheduler allocated before it saw what is
 	// withdrawn now. It waits until the API server has the slices as they were published, and then

@@ -67,7 +67,7 @@ func (in *intake) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim
 	case err != nil:
 		return nil, at, fmt.Errorf("read the claim: %w", err)
 	case claim.UID != c.UID:
-		return nil, at, fmt.Errorf("the claim with this name is another one now (its UID is %s, not %s): make the pod anew: %w",
+		return nil, at, fmt.Errorf("the claim of this name is another one now (UID %s, not %s): make the pod anew: %w",
 			claim.UID, c.UID, gpu.ErrNotFound)
 	}
 	return claim, at, nil

@@ -291,8 +291,8 @@ func (rs *refusals) retry(ctx context.Context, uid string) {
 	}
 	switch {
 	case err != nil:
-		rs.ration.Log(slog.LevelInfo, "the pods of a claim that can never be prepared are not ended", []any{"claim", of.name()},
-			"because", err)
+		rs.ration.Log(slog.LevelInfo, "the pods of a claim that can never be prepared are not ended",
+			[]any{"claim", of.name()}, "because", err)
 	case len(pods) == 0: // its pod is gone, has not come yet, or is to be left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
 		rs.mu.Lock()
@@ -433,8 +433,9 @@ func (rs *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
 		rs.o.Log.Warn("ending a pod: its claim can never be prepared",
 			"pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("the pod is ended, so that its controller makes it anew: "+
-			"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
+		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf(
+			"the pod is ended, so that its controller makes it anew: "+
+				"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }
 

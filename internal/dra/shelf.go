@@ -242,8 +242,8 @@ func (s *shelf) showLocked() {
 	}
 	s.setLeavingLocked(held, in.has)
 	in.Departing = slices.SortedFunc(maps.Keys(s.leaving), compareDevices)
-	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending, draining: s.draining,
-		held: held, has: in.has}
+	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending,
+		draining: s.draining, held: held, has: in.has}
 	in.Taints = w.taints
 	same := true
 	if now := in.basis(); s.devices == nil || !reflect.DeepEqual(now, s.basis) {

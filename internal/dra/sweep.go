@@ -66,7 +66,8 @@ func (s *sweeper) follow(ctx context.Context) error {
 			again = time.After(sweepEvery)
 		default:
 			if ctx.Err() == nil {
-				s.o.Log.Warn("cannot compare the claims with the API server; trying again", "driver", s.o.Driver, "err", err)
+				s.o.Log.Warn("cannot compare the claims with the API server; trying again",
+					"driver", s.o.Driver, "err", err)
 			}
 			again = time.After(pause.Step())
 		}
@@ -175,8 +176,8 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	return errors.Join(err, rerr)
 }
 
-// forgetDevices removes devices from their slices that were tainted before the claims were listed. written
-// is the last write of slices that the server had then.
+// forgetDevices removes devices from their slices that were tainted before the claims were listed.
+// written is the last write of slices that the server had then.
 func (s *sweeper) forgetDevices(claims []agentkube.Claim, written uint64) {
 	if n := s.shelf.forget(s.named(claims), written); n > 0 {
 		s.o.Log.Info("removing devices from their ResourceSlices: no claim names them", "devices", n)
