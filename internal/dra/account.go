@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 )
 
-// accountOf is what the kubelet has of a claim, nil where it does not know it.
+// accountOf returns the kubelet's entry for a claim, or nil if it has none.
 func accountOf(state *node.DRAState, uid string) *node.PreparedClaim {
 	if i := slices.IndexFunc(state.Claims, func(c node.PreparedClaim) bool { return c.UID == uid }); i >= 0 {
 		return &state.Claims[i]
@@ -21,8 +21,8 @@ func accountOf(state *node.DRAState, uid string) *node.PreparedClaim {
 	return nil
 }
 
-// podsOf are the pods for which the kubelet has a claim, by UID: it writes them down before it
-// asks a driver for it.
+// podsOf returns the UIDs of the pods that the kubelet has a claim for. The kubelet writes them
+// down before it calls the driver.
 func podsOf(state *node.DRAState, uid string) []string {
 	if c := accountOf(state, uid); c != nil {
 		return c.PodUIDs
@@ -30,15 +30,15 @@ func podsOf(state *node.DRAState, uid string) []string {
 	return nil
 }
 
-// answered reports whether the kubelet has been told that a claim is prepared. One that it
-// is having prepared is in its account, too, and may wait for the room of the one before.
+// answered reports whether the kubelet has been told that a claim is prepared. The kubelet also has
+// an entry for a claim whose Prepare is still waiting; that one names no devices.
 func answered(state *node.DRAState, driver, uid string) bool {
 	c := accountOf(state, uid)
 	return c != nil && len(c.Devices[driver]) > 0
 }
 
-// inContainers are the allocations that containers have now, with the containers' pods; sure says
-// that there are no others.
+// inContainers returns the allocations that containers have now, each with the containers' pods.
+// sure is false if the runtime does not tell the CDI devices of some container.
 func inContainers(ctx context.Context, r Runtime, domain string) (out map[string][]workload.Pod, sure bool, err error) {
 	containers, err := r.Containers(ctx)
 	if err != nil {
@@ -54,10 +54,10 @@ func inContainers(ctx context.Context, r Runtime, domain string) (out map[string
 	return out, sure, nil
 }
 
-// theirs reports whether a container has what a claim has been given: the kubelet's account
-// says that it was prepared with these devices, or a pod for which it is reserved has a container
-// with it.
-func theirs(
+// givenToPod reports whether a pod has been given exactly what a claim has now: the kubelet has the
+// claim prepared with these devices, or a pod that the claim is reserved for has a container with
+// one of them.
+func givenToPod(
 	c *agentkube.Claim, wants []want, driver string, state *node.DRAState, used map[string][]workload.Pod,
 ) bool {
 	for i := range wants {

@@ -698,7 +698,7 @@ func TestWhatEndsBeforeItIsOpened(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.ledger.Release(ledger.DRA, s.id())
-		if devices, err := in.open(t.Context(), []share{s}); !errors.Is(err, errAnew) {
+		if devices, err := in.open(t.Context(), []share{s}); !errors.Is(err, errReallocated) {
 			t.Errorf("%+v, %v", devices, err)
 		}
 	})

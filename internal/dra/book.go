@@ -19,41 +19,41 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A claim that a user has named keeps its UID when its pods have ended: it is given back, and
-// allocated anew for the next pods, with another device, another share or another amount. So
-// what the ledger has by a UID is compared with what the API server says, whenever that is
-// asked, and what differs is given to no container any more.
+// A claim that a user has made keeps its UID when its pods have ended. The scheduler takes its
+// allocation away then, and allocates the claim anew for its next pods: with another device, share
+// or amount. So whenever the agent has read a claim at the API server, it compares the claim with
+// what the ledger has under that UID. What differs is given to no further container.
 //
-// The ledger's word stands without the API server's for pods of which the two have agreed
-// once: a claim keeps its allocation for as long as it is reserved for a pod that has not
-// ended, and an ended pod does not come back.
+// For pods whose claim was compared once, the ledger alone is enough. A claim keeps its allocation
+// while it is reserved for a pod that has not ended, and a pod that has ended does not come back.
 
-// book is which allocations of the ledger are of which claim. It asks nobody outside, and waits
-// for nobody. Its lock is held before the shelf's and the ledger's. Use newBook.
+// book records the allocations of each claim. It makes no calls and never waits. Its lock comes
+// before the shelf's and the ledger's. Use newBook.
 type book struct {
 	o     *Options
 	shelf shown
-	// look has the claims looked at: something is due of one.
+	// look wakes the sweeper, when a claim needs its attention.
 	look  token
 	began time.Time
 
 	// mu guards everything below.
 	mu sync.Mutex
-	// claims are what claims have here, by UID.
+	// claims has what each claim has here, by UID.
 	claims map[string]*held
-	// anew are the claims that were allocated anew while they had something here, by UID,
-	// until they have what they were given then.
-	anew map[string]dra.Claim
-	// returned are the claims that the kubelet has given back, by UID. The API server has
-	// them allocated for a while yet.
-	returned map[string]returned
-	// uses are the allocations that containers have, with the containers of each, but for
-	// those that have ended since, and usesAt is when the runtime was asked for them.
+	// reallocated has the claims that were allocated anew while they had something here, by UID,
+	// until they have their new allocations.
+	reallocated map[string]dra.Claim
+	// unprepared has the claims that the kubelet has given back, by UID. The API server shows them
+	// as allocated for a while yet.
+	unprepared map[string]unprepared
+	// uses has the containers of each allocation, without allocations that have ended since. It is
+	// nil until containers are known. usesAt is the time at which the runtime was asked; zero
+	// before the first Observe.
 	uses   map[string][]ledger.Holder
 	usesAt time.Time
 }
 
-// shown is what a claim's preparation asks of the shelf.
+// shown is the part of the shelf that Prepare needs.
 type shown interface {
 	now() view
 	while(func(view))
@@ -63,15 +63,14 @@ type shown interface {
 type held struct {
 	// ids are its allocations.
 	ids []string
-	// pods are those, by UID, for which the API server has given it this.
+	// pods are the UIDs of the pods that the API server has given it these allocations for.
 	pods map[string]bool
-	// served counts how often it was taken, or found to be there, for a pod.
+	// served counts how often a Prepare took the claim, or found it here.
 	served uint64
 }
 
-// returned is a claim that was given back: what it had, the pods that it was for by UID, and
-// when.
-type returned struct {
+// unprepared is a claim that was given back: its shares, the UIDs of its pods, and the time.
+type unprepared struct {
 	shares []share
 	pods   map[string]bool
 	at     time.Time
@@ -79,12 +78,12 @@ type returned struct {
 
 func newBook(o *Options, s shown, look token) *book {
 	return &book{o: o, shelf: s, look: look, began: o.Now(),
-		claims: map[string]*held{}, anew: map[string]dra.Claim{}, returned: map[string]returned{}}
+		claims: map[string]*held{}, reallocated: map[string]dra.Claim{}, unprepared: map[string]unprepared{}}
 }
 
-// agreed says that what a claim has is what the API server has given it for these pods, and for
-// those that it names.
-func (h *held) agreed(c *agentkube.Claim, pods []string) {
+// confirm notes that what a claim has here is what the API server shows for these pods and for those
+// that the claim names.
+func (h *held) confirm(c *agentkube.Claim, pods []string) {
 	for _, p := range c.Pods {
 		h.pods[p.UID] = true
 	}
@@ -93,7 +92,7 @@ func (h *held) agreed(c *agentkube.Claim, pods []string) {
 	}
 }
 
-// heldLocked is what a claim has, which may be nothing yet.
+// heldLocked returns what a claim has, and adds an empty entry if there is none.
 func (b *book) heldLocked(uid string) *held {
 	if b.claims[uid] == nil {
 		b.claims[uid] = &held{pods: map[string]bool{}}
@@ -101,17 +100,19 @@ func (b *book) heldLocked(uid string) *held {
 	return b.claims[uid]
 }
 
-// agree compares what a claim has here with what the API server says that it has. at is the
-// ledger's epoch from before the API server was asked: what was taken since, or superseded, is newer
-// than its word. pods are those for which the kubelet had the claim before that. What differs is
-// superseded, and ends when no container has it: see retire.
-func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
+// reconcile compares what a claim has here with what the API server shows, and supersedes what
+// differs. A superseded allocation ends when no container has it: see retire.
+//
+// at is the ledger's epoch from before the API server was asked. Allocations with a later epoch are
+// newer than its answer, and are left alone. pods are the UIDs of the pods that the kubelet had the
+// claim for at that time.
+func (b *book) reconcile(c *agentkube.Claim, at uint64, pods []string) {
 	now := map[string]share{}
 	for _, w := range wants(c, b.o.Driver, b.o.Node) {
 		now[w.id()] = w.share
 	}
 	if len(now) == 0 {
-		return // nothing else is to be given by its name: it ends as others do
+		return // its IDs are needed for nothing else: it ends as other claims do
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -128,19 +129,19 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 		}
 		had, err := readShare(id, a.Ref, a.Grants)
 		if is, named := now[id]; err == nil && named && had.is(&is) {
-			if a.Superseded { // it has been given the same again
+			if a.Superseded { // it was allocated the same again
 				b.o.Ledger.Reinstate(id, a.Epoch)
 				b.o.Wake()
 			}
 			continue
 		}
 		same = false
-		_, known := b.anew[c.UID]
-		b.anew[c.UID] = nameOf(c)
+		_, known := b.reallocated[c.UID]
+		b.reallocated[c.UID] = nameOf(c)
 		if !a.Superseded {
 			b.supersedeLocked(&a, &had)
-			b.o.Log.Warn("a claim was allocated anew: what it had before is given to no container any more, "+
-				"and ends with those that have it",
+			b.o.Log.Warn("a claim was allocated anew: its old allocation goes to no further container, "+
+				"and ends when the present ones end",
 				"claim", c.Namespace+"/"+c.Name, "uid", c.UID, "had", had.String(), "holders", a.Who())
 			b.o.Wake()
 		}
@@ -149,12 +150,13 @@ func (b *book) agree(c *agentkube.Claim, at uint64, pods []string) {
 		}
 	}
 	if same {
-		h.agreed(c, pods)
+		h.confirm(c, pods)
 	}
 }
 
-// supersedeLocked has an allocation wait for the end of its containers. The channel is closed
-// when no CDI file stands for it; nil where it is another one by now.
+// supersedeLocked supersedes an allocation, and names its containers as the ones to wait for. It
+// returns a channel that is closed when the allocation has no CDI file; nil if the allocation has
+// another epoch by now.
 func (b *book) supersedeLocked(a *ledger.Allocation, had *share) <-chan struct{} {
 	who := a.Who()
 	if all := b.uses[a.ID]; len(all) > 0 {
@@ -170,23 +172,23 @@ func (b *book) supersedeLocked(a *ledger.Allocation, had *share) <-chan struct{}
 	return b.o.Ledger.Supersede(a.ID, a.Epoch, who, who) // all of its pods are of one namespace
 }
 
-// old is an allocation that is superseded. gone is closed when no CDI file stands for it.
-type old struct {
+// outdated is a superseded allocation. gone is closed when it has no CDI file.
+type outdated struct {
 	id, uid string
 	epoch   uint64
 	gone    <-chan struct{}
 }
 
-// superseded are the allocations that are, of one claim or, without a UID, of all.
-func (b *book) superseded(uid string) (all []old) {
+// superseded returns the superseded allocations of a claim, or of all claims if uid is empty.
+func (b *book) superseded(uid string) (all []outdated) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for of, h := range b.claims {
 		for _, id := range h.ids {
 			if a, ok := b.o.Ledger.Get(id); ok && a.Superseded && (uid == "" || uid == of) {
-				had, _ := readShare(id, a.Ref, a.Grants) // what cannot be read has no name
+				had, _ := readShare(id, a.Ref, a.Grants) // if it cannot be read, the name stays empty
 				if gone := b.supersedeLocked(&a, &had); gone != nil {
-					all = append(all, old{id, of, a.Epoch, gone})
+					all = append(all, outdated{id, of, a.Epoch, gone})
 				}
 			}
 		}
@@ -194,9 +196,9 @@ func (b *book) superseded(uid string) (all []old) {
 	return all
 }
 
-// retire ends those that are superseded yet and that no container has: used says which
-// allocations containers have. It reports whether one has ended.
-func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
+// retire ends those allocations that are still superseded and that no container has. used has the
+// allocations that containers have. It reports whether it ended any.
+func (b *book) retire(all []outdated, used map[string][]workload.Pod) (ended bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, o := range all {
@@ -212,10 +214,11 @@ func (b *book) retire(all []old, used map[string][]workload.Pod) (ended bool) {
 	return ended
 }
 
-// stands returns what a claim has in the ledger where that is known to be what the API server has given
-// it for these pods: those for which the kubelet has it. A pod whose container has it counts,
-// too, which an agent that has started cannot know from elsewhere.
-func (b *book) stands(uid string, pods []string) ([]share, bool) {
+// confirmed returns what a claim has in the ledger if it is known to be right for these pods, the
+// ones that the kubelet has the claim for. It is right for a pod if it was compared with the API
+// server for that pod, or if a container of the pod has it. An agent that has just started knows
+// some pods only by their containers.
+func (b *book) confirmed(uid string, pods []string) ([]share, bool) {
 	shares, ok := b.taken(uid)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -228,16 +231,15 @@ func (b *book) stands(uid string, pods []string) ([]share, bool) {
 	return shares, true
 }
 
-// runs reports whether a container of a pod has something of a claim; uses are the allocations that
-// containers have.
+// runs reports whether a container of the pod has an allocation of the claim. uses has the
+// containers of each allocation.
 func (h *held) runs(pod string, uses map[string][]ledger.Holder) bool {
 	return slices.ContainsFunc(h.ids, func(id string) bool {
 		return slices.ContainsFunc(uses[id], func(u ledger.Holder) bool { return u.UID == pod })
 	})
 }
 
-// taken returns what a claim has in the ledger; ok is false where that is not all of it, or
-// something of it is not the claim's any more.
+// taken returns what a claim has in the ledger. ok is false if some of it is missing or superseded.
 func (b *book) taken(uid string) (shares []share, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -256,13 +258,13 @@ func (b *book) taken(uid string) (shares []share, ok bool) {
 	return shares, len(shares) > 0 && len(shares) == shares[0].Of
 }
 
-// take takes these results of a claim, or none. The error wraps ledger.ErrHeld where that
-// may become possible; news tells of another layout then. pods are those for which the kubelet
-// has the claim.
+// take takes allocations for these results of a claim, or none. It skips results that have theirs.
+// The error wraps ledger.ErrHeld if a later try may succeed. news is then closed when the layout
+// changes. pods are the UIDs of the pods that the kubelet has the claim for.
 func (b *book) take(c *agentkube.Claim, wants []want, pods []string) (news <-chan struct{}, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.shelf.while(func(v view) { // so that nothing is taken by an older offer than the one in force
+	b.shelf.while(func(v view) { // the offer must not change while allocations are taken from it
 		news, err = v.news, b.takeLocked(v.offer, c, wants, pods)
 	})
 	return news, err
@@ -274,17 +276,17 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 		w := &wants[i]
 		if a, ok := b.o.Ledger.Get(w.id()); ok {
 			if s, err := readShare(a.ID, a.Ref, a.Grants); err != nil || a.Superseded || !s.is(&w.share) {
-				return fmt.Errorf("request %s has %s now, and had %s before, which has not ended yet: "+
+				return fmt.Errorf("request %s was allocated %s, and still has %s from before: "+
 					"it waits for %s: %w",
 					w.Request, &w.share, &s, a.After, ledger.ErrHeld)
 			}
 			continue
 		}
 		if all := b.uses[w.id()]; len(all) > 0 {
-			return fmt.Errorf("request %s has %s now, and pod %s has a container with what the claim had before: %w",
+			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has the earlier one: %w",
 				w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
-		if err := unmade(o, w); err != nil {
+		if err := refusedByDriver(o, w); err != nil {
 			return err
 		}
 		g, err := grant(b.o.Ledger, o, w, asked)
@@ -298,14 +300,14 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 	if err != nil {
 		return err
 	}
-	delete(b.returned, c.UID)
+	delete(b.unprepared, c.UID)
 	h := b.heldLocked(c.UID)
-	h.agreed(c, pods)
+	h.confirm(c, pods)
 	h.served++
 	for i := range made {
 		h.ids = append(h.ids, made[i].ID)
-		// Whoever had the pieces before has released them, which is looked at before
-		// that: nobody is on them.
+		// Its pieces are free: the previous holder's allocation was released only after its end was
+		// checked.
 		b.o.Ledger.Looked(made[i].ID, made[i].Epoch, "", "")
 		nameHolder(b.o.Ledger, made[i].ID, c)
 		b.o.Granted(&made[i])
@@ -313,7 +315,7 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 	return nil
 }
 
-// nameHolder says who has an allocation until containers tell: what its claim is reserved for.
+// nameHolder sets as the holder what the claim is reserved for, until containers are known.
 func nameHolder(l *ledger.Ledger, id string, c *agentkube.Claim) {
 	if len(c.Pods) > 0 {
 		l.SetHolder(id, ledger.Holder{Pod: c.Pods[0]}, c.Pods[1:]...)
@@ -322,7 +324,7 @@ func nameHolder(l *ledger.Ledger, id string, c *agentkube.Claim) {
 	}
 }
 
-// allocations are those of a claim.
+// allocations returns the allocations of a claim.
 func (b *book) allocations(uid string) (all []ledger.Allocation) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -336,8 +338,9 @@ func (b *book) allocations(uid string) (all []ledger.Allocation) {
 	return all
 }
 
-// giveBack ends those allocations of a claim that the kubelet gives back.
-func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
+// unprepare ends these allocations of a claim that the kubelet gives back, unless they have another
+// epoch by now.
+func (b *book) unprepare(uid string, all []ledger.Allocation, r unprepared) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for i := range all {
@@ -345,18 +348,18 @@ func (b *book) giveBack(uid string, all []ledger.Allocation, r returned) {
 			b.endLocked(a.ID, uid)
 		}
 	}
-	delete(b.anew, uid)
-	maps.DeleteFunc(b.returned, func(_ string, r returned) bool { return b.o.Now().Sub(r.at) > lingers })
-	b.returned[uid] = r
+	delete(b.reallocated, uid)
+	maps.DeleteFunc(b.unprepared, func(_ string, r unprepared) bool { return b.o.Now().Sub(r.at) > lingers })
+	b.unprepared[uid] = r
 }
 
-// gaveBack reports whether the kubelet has given a claim back, and it is reserved for nobody
-// but the pods that it was for. What it has been given since is another thing. Of something
-// that is no pod nobody says that it has ended: its next pod may come at any moment.
-func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
+// wasUnprepared reports whether the kubelet has given a claim back, the claim has been allocated
+// nothing else since, and all its consumers are the pods that it was for. If a consumer is not a
+// pod, wasUnprepared is false: the next pod of such a consumer may come at any moment.
+func (b *book) wasUnprepared(c *agentkube.Claim, wants []want) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	r, ok := b.returned[c.UID]
+	r, ok := b.unprepared[c.UID]
 	return ok && len(c.Others) == 0 &&
 		!slices.ContainsFunc(c.Pods, func(p workload.Pod) bool { return !r.pods[p.UID] }) &&
 		!slices.ContainsFunc(wants, func(w want) bool {
@@ -364,7 +367,7 @@ func (b *book) gaveBack(c *agentkube.Claim, wants []want) bool {
 		})
 }
 
-// giveUp ends what a claim has that can never be made.
+// giveUp ends allocations whose instances can never be made.
 func (b *book) giveUp(shares []share) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -373,8 +376,9 @@ func (b *book) giveUp(shares []share) {
 	}
 }
 
-// end ends what a claim has that is no more, or that is allocated here no more, as of at, unless
-// it was served since, or a container has it: used says which allocations containers have.
+// end ends the allocations of a claim that is gone, or that has nothing on this node any longer.
+// Allocations with a later epoch than at stay. It does nothing if the claim was served since, or if
+// a container has one of the allocations: used has the allocations that containers have.
 func (b *book) end(uid string, at, served uint64, used map[string][]workload.Pod) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -384,14 +388,14 @@ func (b *book) end(uid string, at, served uint64, used map[string][]workload.Pod
 	}
 	for _, id := range slices.Clone(h.ids) {
 		if a, ok := b.o.Ledger.Get(id); ok && a.Epoch <= at {
-			b.o.Log.Info("allocation ended: API server, kubelet and container runtime know nothing of it",
+			b.o.Log.Info("allocation ended: the API server, the kubelet and the container runtime know nothing of it",
 				"allocation", id, "claim", uid)
 			b.endLocked(id, uid)
 		}
 	}
 }
 
-// endLocked ends one allocation of a claim, whose files the loop takes away.
+// endLocked ends an allocation of a claim. The loop then removes its files.
 func (b *book) endLocked(id, uid string) {
 	b.o.Ledger.Release(ledger.DRA, id)
 	b.o.Wake()
@@ -418,15 +422,16 @@ func (b *book) foundLocked(id string, r ledger.Record, s *share, given time.Time
 	if added {
 		h := b.heldLocked(s.UID)
 		h.ids = append(h.ids, id)
-		// It had its pieces already.
+		// A process before this one looked: its pieces are its own.
 		a, _ := b.o.Ledger.Get(id)
 		b.o.Ledger.Looked(id, a.Epoch, "", "")
 	}
 	return err
 }
 
-// takeOver takes over what a claim has, where no record of it is left: the kubelet or a
-// container says that it is prepared. pods are those for which the kubelet has it.
+// takeOver takes over what a claim has and no record names. The caller knows from the kubelet or
+// from a container that the claim is prepared. pods are the UIDs of the pods that the kubelet has
+// the claim for.
 func (b *book) takeOver(c *agentkube.Claim, pods []string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -448,7 +453,7 @@ func (b *book) takeOver(c *agentkube.Claim, pods []string) error {
 		}
 		if err == nil {
 			nameHolder(b.o.Ledger, w.id(), c)
-			b.heldLocked(c.UID).agreed(c, pods)
+			b.heldLocked(c.UID).confirm(c, pods)
 		} else {
 			errs = append(errs, fmt.Errorf("take over request %s of claim %s/%s: %w",
 				w.Request, c.Namespace, c.Name, err))
@@ -465,7 +470,7 @@ func (b *book) Observe(holders map[string][]ledger.Holder, asked time.Time) {
 		ours = append(ours, held.ids...)
 	}
 	b.mu.Unlock()
-	over := false // something that waits for its containers has none
+	over := false // a superseded allocation has no container any longer
 	for _, id := range ours {
 		if all := holders[id]; len(all) > 0 {
 			b.o.Ledger.SetHolder(id, all[0], otherPods(all)...)
@@ -478,7 +483,7 @@ func (b *book) Observe(holders map[string][]ledger.Holder, asked time.Time) {
 	}
 }
 
-// otherPods are the pods of containers, each once, without that of the first.
+// otherPods returns the pods of these containers, each once, without the pod of the first.
 func otherPods(all []ledger.Holder) (out []workload.Pod) {
 	for _, h := range all[1:] {
 		if h.Pod != all[0].Pod && !slices.Contains(out, h.Pod) {
@@ -488,7 +493,7 @@ func otherPods(all []ledger.Holder) (out []workload.Pod) {
 	return out
 }
 
-// guess says which allocations pods have by their containers, before that was observed.
+// guess sets which pods have which allocations, from their containers, until the first Observe.
 func (b *book) guess(used map[string][]workload.Pod) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -503,8 +508,7 @@ func (b *book) guess(used map[string][]workload.Pod) {
 	}
 }
 
-// forOthers are the claims that the kubelet has for pods of which the API server has not said that what they
-// have here is theirs.
+// forOthers returns the claims that the kubelet has for a pod that they were not compared for.
 func (b *book) forOthers(state *node.DRAState) map[string]dra.Claim {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -517,7 +521,7 @@ func (b *book) forOthers(state *node.DRAState) map[string]dra.Claim {
 	return out
 }
 
-// nameLocked is the name of a claim that has something here.
+// nameLocked returns the name of a claim that has something here.
 func (b *book) nameLocked(uid string) dra.Claim {
 	for _, id := range b.claims[uid].ids {
 		a, _ := b.o.Ledger.Get(id)
@@ -525,20 +529,23 @@ func (b *book) nameLocked(uid string) dra.Claim {
 			return dra.Claim{Namespace: s.Namespace, Name: s.Name, UID: uid}
 		}
 	}
-	return dra.Claim{UID: uid} // its record was read when it was found
+	return dra.Claim{UID: uid} // cannot happen: its record was read before
 }
 
-// due are the claims of which something is: those that were allocated anew, and the suspects, which
-// the kubelet does not know, whose containers are gone, and that are not new. At the start used says
-// which allocations containers have, if sure says so; later, what was observed. What this process has
-// found was promised to nobody since: the process before it was killed between the kubelet's Unprepare
-// and the end of the record. Beside each suspect is how often it has been served until now.
+// due returns the claims that the sweeper has to look at: those that were allocated anew, and the
+// suspects. A suspect has no entry at the kubelet and no container, and its allocations are not
+// recent. suspects has how often each was served until now.
+//
+// At the start used has the allocations that containers have, and sure is false if there may be
+// others. Later used is nil, and what was observed counts. An allocation of an earlier process is
+// not recent: that process may have been killed between the kubelet's Unprepare and the removal of
+// the record.
 func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bool) (
 	due map[string]dra.Claim, suspects map[string]uint64,
 ) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	due, suspects = maps.Clone(b.anew), map[string]uint64{}
+	due, suspects = maps.Clone(b.reallocated), map[string]uint64{}
 	recent := func(id string) bool {
 		a, ok := b.o.Ledger.Get(id)
 		switch {
@@ -557,23 +564,23 @@ func (b *book) due(state *node.DRAState, used map[string][]workload.Pod, sure bo
 	return due, suspects
 }
 
-// setAnew says that a claim was allocated anew.
-func (b *book) setAnew(c *agentkube.Claim) {
+// setReallocated notes that a claim was allocated anew.
+func (b *book) setReallocated(c *agentkube.Claim) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.anew[c.UID] = nameOf(c)
+	b.reallocated[c.UID] = nameOf(c)
 }
 
-// renewing are the claims that have not yet what they were given anew.
+// renewing returns the claims that were allocated anew and do not have their new allocations yet.
 func (b *book) renewing() map[string]dra.Claim {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return maps.Clone(b.anew)
+	return maps.Clone(b.reallocated)
 }
 
-// renewed says that what a claim was given anew is its own, or can never be.
+// renewed notes that a claim has its new allocations, or can never have them.
 func (b *book) renewed(uid string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	delete(b.anew, uid)
+	delete(b.reallocated, uid)
 }

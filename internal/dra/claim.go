@@ -19,30 +19,30 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// share is what one result of a claim's allocation stands for. The ledger keeps it, in
-// JSON, as the reference of the result's allocation.
+// share is one result of a claim's allocation. The ledger keeps it, in JSON, as the Ref of the
+// result's allocation.
 type share struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	UID       string `json:"uid"`
-	// Request is the request of the claim, and N counts its results; Of is how many
-	// results the claim has on this node in all.
+	// Request is the name of the request, and N the number of the result within it, from 0. Of is
+	// the number of results that the claim has on this node.
 	Request string `json:"request"`
 	N       int    `json:"n"`
 	Of      int    `json:"of"`
 	Pool    string `json:"pool"`
 	Device  string `json:"device"`
 	Share   string `json:"share,omitempty"`
-	// Amount is how much of the GPU's memory it has, in bytes; zero where it has no memory
-	// units. Admin says that it takes nothing. The allocation's grants say so in the ledger.
+	// Amount is the GPU memory that it has, in bytes; zero if it has no memory units. Admin is true
+	// for admin access, which takes no room. The ledger keeps both in the grants.
 	Amount int64 `json:"-"`
 	Admin  bool  `json:"-"`
 }
 
-// id is the allocation's. It follows from the claim's UID and the request alone: the kubelet
-// keeps the name of the CDI device for the claim's next pods and after its own restart, when
-// it adds what it is answered to what it has. So the name may come to stand for another
-// device, and never does before no container has the one before: see agree.
+// id returns the allocation's ID. It follows from the claim's UID and the request alone. The
+// kubelet keeps the names of CDI devices for the claim's next pods and over its own restart, and
+// then adds new answers to those that it has. So an ID may come to mean another device after the
+// claim was allocated anew, but only when no container has the old one: see book.reconcile.
 func (s *share) id() string {
 	return cdi.Key("claim/"+s.UID, []string{s.Request + "#" + strconv.Itoa(s.N)})
 }
@@ -50,25 +50,25 @@ func (s *share) id() string {
 func (s *share) ref() string {
 	data, err := json.Marshal(s)
 	if err != nil {
-		panic(err) // it has strings and numbers
+		panic(err) // cannot happen: a share has only strings and numbers
 	}
 	return string(data)
 }
 
-// readShare reads an allocation's reference, and what its grants say. The error wraps
+// readShare parses an allocation's Ref, and adds Amount and Admin from its grants. The error wraps
 // gpu.ErrInvalid.
 func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	var s share
 	err := json.Unmarshal([]byte(ref), &s)
 	if err == nil && (s.UID == "" || s.id() != id) {
-		err = fmt.Errorf("it is of allocation %s", s.id())
+		err = fmt.Errorf("it belongs to allocation %s", s.id())
 	}
 	if err != nil {
-		return share{}, fmt.Errorf("read what allocation %s is of: %w: %w", id, err, gpu.ErrInvalid)
+		return share{}, fmt.Errorf("read the claim in the record of allocation %s: %w: %w", id, err, gpu.ErrInvalid)
 	}
 	for i := range grants {
 		g := &grants[i]
-		if g.Kind().Together() { // else a claim names no amount, whatever the size of a device is
+		if g.Kind().Together() { // claims name an amount only for memory units
 			s.Amount += int64(piece.Count(g.Piece)) * int64(g.Size()) << 20
 		}
 		s.Admin = s.Admin || g.NoRoom
@@ -76,7 +76,7 @@ func readShare(id, ref string, grants []ledger.Grant) (share, error) {
 	return s, nil
 }
 
-// nameOf is what the kubelet knows of a claim.
+// nameOf returns a claim's name in the form that the kubelet uses.
 func nameOf(c *agentkube.Claim) dra.Claim {
 	return dra.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
 }
@@ -85,13 +85,13 @@ func nameOf(c *agentkube.Claim) dra.Claim {
 type want struct {
 	share
 	device Device
-	// slice is the time slice that it asks for, empty for none, and named says that it
-	// does so by the name of its request.
+	// slice is the time slice that the result asks for; empty if it asks for none. named is true if
+	// the configuration names the result's own request.
 	slice gpu.TimeSlice
 	named bool
 }
 
-// wants are the results of a claim's allocation that are of a driver and a node.
+// wants returns the results of a claim's allocation that are of this driver and node.
 func wants(c *agentkube.Claim, driver, node string) (out []want) {
 	n := map[string]int{}
 	for i := range c.Results {
@@ -113,7 +113,8 @@ func wants(c *agentkube.Claim, driver, node string) (out []want) {
 	return out
 }
 
-// wanted are the results of a claim that are to be prepared. The error lasts.
+// wanted returns the results of a claim that are to be prepared. Its errors are permanent: see
+// permanent.
 func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
@@ -123,23 +124,23 @@ func wanted(claim *agentkube.Claim, driver, node string) ([]want, error) {
 	}
 	out := wants(claim, driver, node)
 	if len(out) == 0 {
-		return nil, never(status.ClaimRefused,
+		return nil, permanent(status.ClaimRefused,
 			fmt.Errorf("the claim has nothing of driver %s on this node: %w", driver, gpu.ErrInvalid))
 	}
 	return out, nil
 }
 
-// foreign refuses a claim with a device of another node's pool. All that a claim has of this
-// driver is on one node, so some ResourceSlice lies: a stolen token of this node's could write
-// one where the policy of component dra is not in force. To prepare the rest would start a pod
-// without a GPU that it was promised.
+// foreign refuses a claim with a device of another node's pool. All results of this driver are on
+// one node, so some ResourceSlice is false. A stolen token of this node could write one where the
+// policy of component dra is not in force. To prepare only the rest would start a pod without a GPU
+// that it was allocated.
 func foreign(claim *agentkube.Claim, driver, node string) error {
 	for i := range claim.Results {
 		r := &claim.Results[i]
 		if r.Driver != driver || strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
-		return never(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, "+
+		return permanent(status.ClaimRefused, fmt.Errorf("request %s has device %s of pool %s, "+
 			"and node %s offers only devices of its own pools (%s/…): "+
 			"find who wrote a ResourceSlice of that pool for this node "+
 			"(kubectl get resourceslices --field-selector spec.nodeName=%s), "+
@@ -149,8 +150,9 @@ func foreign(claim *agentkube.Claim, driver, node string) error {
 	return nil
 }
 
-// freeNumbers are the n lowest numbers, of so many units or replicas of a GPU, that nobody
-// has.
+// freeNumbers returns the n lowest free numbers among the first `of` units or replicas of a GPU.
+// beside are the requests that are to be taken with it. The error wraps ledger.ErrHeld if too few
+// are free now. It is permanent if the claim asks for more than there are.
 func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request) (free []int, err error) {
 	var grants []ledger.Grant
 	for _, a := range l.Allocations() {
@@ -166,15 +168,15 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 		}
 	}
 	if own > of {
-		return nil, never(status.ClaimRefused,
-			fmt.Errorf("the claim has %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
+		return nil, permanent(status.ClaimRefused,
+			fmt.Errorf("the claim asks for %d of its %d %s: %w", own, of, d.Kind.Several(), gpu.ErrInvalid))
 	}
 	taken := map[int]bool{}
 	for i := range grants {
 		switch o := &grants[i]; {
 		case o.GPU != d.GPU || o.NoRoom:
 		case o.Kind() != d.Kind:
-			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrHeld)
+			return nil, fmt.Errorf("the GPU is held as another kind of device: %w", ledger.ErrHeld)
 		default:
 			for k := range o.Numbers().All() {
 				taken[k] = true
@@ -193,20 +195,19 @@ func freeNumbers(l *ledger.Ledger, d Device, of, n int, beside []ledger.Request)
 	return free, nil
 }
 
-// deviceOf is the device that a grant is of.
+// deviceOf returns the device that a grant is a part of.
 func deviceOf(g *ledger.Grant) Device {
 	return Device{GPU: g.GPU, Kind: g.Kind(), Placement: piece.At(g.Piece)}
 }
 
-// is reports whether what the ledger has is what a claim's request has been given: the claim
-// has not been allocated anew, or has been given the very same. Only of memory units
-// the amount is the result's own: that of another share is its device's.
+// is reports whether what the ledger has equals the given result of a claim. If not, the claim was
+// allocated anew. The amounts are compared only for memory units: other devices have a fixed one.
 func (s *share) is(given *share) bool {
 	return s.Of == given.Of && s.Pool == given.Pool && s.Device == given.Device && s.Share == given.Share &&
 		s.Admin == given.Admin && (s.Amount == 0 || s.Amount == given.Amount)
 }
 
-// String is for people.
+// String describes the share for people.
 func (s *share) String() string {
 	if n := s.Amount; n > 0 {
 		return fmt.Sprintf("%d MiB of device %s", n>>20, s.Device)

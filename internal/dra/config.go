@@ -18,13 +18,13 @@ import (
 	resourcev1 "k8s.io/api/resource/v1"
 )
 
-// A claim and its DeviceClass may have configuration for the driver. One kind is known:
+// A claim and its DeviceClass may have configuration for the driver. This driver accepts one kind:
 // what NVIDIA's driver takes for time slices. The admission policy gpu-agent-claims
-// (deployments/components/dra) refuses any other when the claim is made. What a class has,
-// and what was made while the policy was not in force, is refused here.
+// (deployments/components/dra) refuses any other when a claim is made. This file refuses the
+// configuration of a class, and of claims that were made while the policy was not in force.
 
-// known are the objects that configuration may be, with what each asks for. Nothing is left
-// out of them and nothing added: a field that is passed over would be a promise not kept.
+// known lists the configuration objects that are accepted, with the time slice of each. An object
+// has to be equal to one of them: to ignore a field would promise what is not done.
 var known = func() (out []knownConfig) {
 	add := func(sharing map[string]any, slice gpu.TimeSlice) {
 		sharing["strategy"] = "TimeSlicing"
@@ -44,8 +44,8 @@ type knownConfig struct {
 	slice  gpu.TimeSlice
 }
 
-// readConfig returns the time slice that a configuration asks for. The error wraps
-// gpu.ErrInvalid where it asks for something else.
+// readConfig returns the time slice that a configuration asks for. The error wraps gpu.ErrInvalid
+// if it asks for something else.
 func readConfig(c *resourcev1.DeviceAllocationConfiguration) (gpu.TimeSlice, error) {
 	var object any
 	err := json.Unmarshal(c.Opaque.Parameters.Raw, &object)
@@ -55,34 +55,34 @@ func readConfig(c *resourcev1.DeviceAllocationConfiguration) (gpu.TimeSlice, err
 		}
 	}
 	var is struct{ APIVersion, Kind string }
-	_ = json.Unmarshal(c.Opaque.Parameters.Raw, &is) // what cannot be read has no kind
+	_ = json.Unmarshal(c.Opaque.Parameters.Raw, &is) // if it cannot be parsed, the kind stays empty
 	whose := "configuration"
 	if c.Source == resourcev1.AllocationConfigSourceClass {
 		whose = "its DeviceClass has configuration"
 	}
-	return "", fmt.Errorf("%s of kind %q, %q: this driver takes time slices alone "+
+	return "", fmt.Errorf("%s of kind %q, %q: this driver accepts only time slices "+
 		"(kind GpuConfig of resource.nvidia.com/v1beta1, sharing.strategy TimeSlicing, "+
 		"timeSlicingConfig.interval Default, Short, Medium or Long): "+
-		"leave it out, and say what is wanted by class and capacity: %w",
+		"leave it out, and ask for a device by class and capacity: %w",
 		whose, brief.Cut(is.Kind, longest), brief.Cut(is.APIVersion, longest), gpu.ErrInvalid)
 }
 
-// longest is how much of a name that somebody else chose is said again, in bytes.
+// longest is how much of a foreign name an error repeats, in bytes.
 const longest = 100
 
-// refuseConfig refuses configuration that is not known.
+// refuseConfig returns a permanent error if a claim has configuration that is not known.
 func refuseConfig(c *agentkube.Claim) error {
 	for i := range c.Configs {
 		if _, err := readConfig(&c.Configs[i]); err != nil {
-			return never(status.ClaimUnsupported, err)
+			return permanent(status.ClaimUnsupported, err)
 		}
 	}
 	return nil
 }
 
-// sliceOf returns the time slice that a claim asks for in a result, empty where it asks for
-// none. The last configuration that is for the result's request counts. named says that it
-// names exactly that request.
+// sliceOf returns the time slice that a claim asks for in a result; empty if it asks for none. The
+// last configuration that applies to the result's request counts. named is true if that
+// configuration names exactly this request.
 func sliceOf(
 	c *agentkube.Claim, r *resourcev1.DeviceRequestAllocationResult,
 ) (slice gpu.TimeSlice, named bool) {
@@ -93,24 +93,24 @@ func sliceOf(
 		if !named && len(requests) > 0 && !slices.ContainsFunc(requests, within) {
 			continue
 		}
-		slice, _ := readConfig(&c.Configs[i]) // refused before
+		slice, _ := readConfig(&c.Configs[i]) // wanted has refused what cannot be read
 		return slice, named
 	}
 	return "", false
 }
 
-// putSlice puts the time slice that a result asks for into its grant. A MIG instance and
-// access that takes nothing have none: they are passed over where the configuration does not
-// name their request, and refused where it does. The error wraps ledger.ErrHeld while
-// another claim has another time slice on the GPU.
+// putSlice sets the time slice that a result asks for in its grant. A MIG instance and admin access
+// have none. For these a configuration is ignored if it does not name the request, and refused for
+// good if it does. The error wraps ledger.ErrHeld while another claim has another time slice on the
+// GPU.
 func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Request) error {
 	if w.slice == "" {
 		return nil
 	}
 	if w.Admin || w.device.Kind.InMIG() {
 		if w.named {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
-				"and what that has (%s) has none of its own: leave the request out of the configuration: %w",
+			return permanent(status.ClaimUnsupported, fmt.Errorf("configuration asks for a time slice in request %s, "+
+				"and its device (%s) has none of its own: leave the request out of the configuration: %w",
 				w.Request, w.Device, gpu.ErrInvalid))
 		}
 		return nil
@@ -122,7 +122,7 @@ func putSlice(l *ledger.Ledger, g *ledger.Grant, w *want, beside []ledger.Reques
 	}
 	for i := range beside {
 		if j := other(beside[i].Grants); j >= 0 {
-			return never(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices "+
+			return permanent(status.ClaimUnsupported, fmt.Errorf("configuration asks for two time slices "+
 				"of one GPU, %s and %s: %w", beside[i].Grants[j].TimeSlice, w.slice, gpu.ErrInvalid))
 		}
 	}

@@ -17,22 +17,22 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// texts are attributes, by name.
+// texts are attributes with text values, by name.
 type texts = map[resourcev1.QualifiedName]string
 
-// row is how dynamic resource allocation has pieces of one kind.
+// row describes how DRA presents the pieces of one kind.
 type row struct {
-	// name is a device's in its pool, a DNS label; short is its GPU's.
+	// name returns a device's name in its pool, a DNS label. short is the short name of its GPU.
 	name func(of *Device, short string) string
-	// kind is the value of the attribute "type". NVIDIA's driver has no other for a GPU that
-	// several claims share.
+	// kind is the value of the attribute "type". NVIDIA's driver has no value of its own for a GPU
+	// that several claims share.
 	kind string
-	// attributes are those that other kinds do not have. An empty one is left out.
+	// attributes returns the attributes that other kinds do not have. Empty ones are left out.
 	attributes func(in *Input, d *gpu.Device, of Device) texts
-	// capacity says what a device has, and whether several claims can have of it; division
-	// is its GPU's.
+	// capacity sets what a device has, and whether several claims can have a share of it. division
+	// is that of its GPU.
 	capacity func(d *gpu.Device, of Device, division piece.Division, out *resourcev1.Device)
-	// grant is the piece that a result of a claim stands for.
+	// grant returns the piece that a result of a claim gets.
 	grant func(q *question) (piece.Piece, error)
 }
 
@@ -47,8 +47,8 @@ var rows = map[piece.Kind]row{
 			return texts{"uuid": string(d.UUID)}
 		},
 		capacity: func(d *gpu.Device, _ Device, _ piece.Division, out *resourcev1.Device) {
-			// As NVIDIA's driver has it, the most that any profile has: of an A100 that is 98 of
-			// its 108 multiprocessors. A GPU without MIG tells of none.
+			// Like NVIDIA's driver: the most that any profile has. For an A100 that is 98 of its
+			// 108 multiprocessors. A GPU without MIG has none of these capacities.
 			out.Capacity = capacity(d.Memory, d.MIG.Profiles...)
 		},
 		grant: func(*question) (piece.Piece, error) { return piece.Whole{}, nil },
@@ -61,8 +61,8 @@ var rows = map[piece.Kind]row{
 			out.AllowMultipleAllocations = new(true)
 			if of.N > 0 {
 				total, unit := bytes(of.Unit*gpu.MiB(of.N)), bytes(of.Unit)
-				// A claim that names no amount gets all: a silent share of the least size
-				// would be a surprise at the first allocation.
+				// A claim that names no amount gets all of the GPU. The smallest share would be a
+				// surprise at the program's first allocation of memory.
 				out.Capacity[memory] = resourcev1.DeviceCapacity{Value: total,
 					RequestPolicy: &resourcev1.CapacityRequestPolicy{Default: &total,
 						ValidRange: &resourcev1.CapacityRequestPolicyRange{Min: &unit, Max: &total, Step: &unit}}}
@@ -71,7 +71,7 @@ var rows = map[piece.Kind]row{
 		grant: func(q *question) (piece.Piece, error) {
 			amount, unit := q.Amount, int64(q.of.Unit)<<20
 			if unit <= 0 || amount <= 0 || amount%unit != 0 || amount/unit > int64(q.of.N) {
-				return nil, never(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
+				return nil, permanent(status.ClaimRefused, fmt.Errorf("%d bytes of device %s: "+
 					"an amount is 1 to %d times %d MiB: make the claim anew: %w",
 					amount, q.Device, q.of.N, q.of.Unit, gpu.ErrInvalid))
 			}
@@ -86,8 +86,9 @@ var rows = map[piece.Kind]row{
 		capacity: func(_ *gpu.Device, _ Device, of piece.Division, out *resourcev1.Device) {
 			out.AllowMultipleAllocations = new(true)
 			if of.Kind != "" {
-				// One to a claim: two replicas of one GPU are no more than one. The device
-				// has no memory, since a claim takes of every capacity of such a device.
+				// One to a claim, since two replicas of one GPU are worth the same as one. The
+				// device has no capacity "memory": a claim takes of each capacity of a shared
+				// device.
 				out.Capacity["replicas"] = resourcev1.DeviceCapacity{Value: count(of.N),
 					RequestPolicy: &resourcev1.CapacityRequestPolicy{Default: new(count(1)),
 						ValidValues: []resource.Quantity{count(1)}}}
@@ -120,8 +121,8 @@ var rows = map[piece.Kind]row{
 			if p := profile(d, of.Placement.Profile); p != nil {
 				out.Capacity = capacity(p.Memory, *p)
 			}
-			// NVIDIA's names of the memory slices that it is on. A card with more than others
-			// leaves them out where they would be too many.
+			// NVIDIA's names for the memory slices that it is on. They are left out if the card has
+			// so many that the device would exceed the API's limit.
 			if len(out.Attributes)+len(out.Capacity)+of.Placement.Size <=
 				resourcev1.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
 				for i := range of.Placement.Size {
@@ -134,15 +135,15 @@ var rows = map[piece.Kind]row{
 	},
 }
 
-// sharing are the attributes of a GPU that several claims have a part of.
+// sharing returns the attributes of a GPU that several claims have a part of.
 func sharing(how string) func(*Input, *gpu.Device, Device) texts {
 	return func(_ *Input, d *gpu.Device, _ Device) texts {
 		return texts{"uuid": string(d.UUID), "sharing": how}
 	}
 }
 
-// everyPiece are the devices of one GPU: of each kind that it is divided into, one for all
-// numbers together, and one for each placement.
+// everyPiece returns the devices of one GPU: for each kind that it is divided into, one device for
+// all numbers together, or one for each placement. into returns the GPU's division into a kind.
 func everyPiece(u gpu.UUID, into func(piece.Kind) (piece.Division, bool)) (out []Device) {
 	for _, k := range piece.Kinds() {
 		of, ok := into(k)
@@ -159,17 +160,17 @@ func everyPiece(u gpu.UUID, into func(piece.Kind) (piece.Division, bool)) (out [
 	return out
 }
 
-// question is what a result of a claim asks of its GPU, which is divided so.
+// question is a result of a claim, with the division of its GPU.
 type question struct {
 	*want
 	of piece.Division
-	// free are the lowest numbers, so many, that nobody has.
+	// free returns the n lowest free numbers.
 	free func(n int) ([]int, error)
 }
 
-// grant makes the grant that a result stands for, with the lowest numbers that are
-// free. The error wraps ledger.ErrHeld where there are too few now, and gpu.ErrInvalid
-// where the claim cannot be met. beside is what the claim asks for besides.
+// grant returns the grant for a result, with the lowest free numbers. beside are the other requests
+// of the claim. The error wraps ledger.ErrHeld if too few numbers are free now. It is permanent if
+// the claim can never be met as it is.
 func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger.Grant, error) {
 	d := w.device
 	g := ledger.Grant{GPU: d.GPU, NoRoom: w.Admin}
@@ -181,18 +182,18 @@ func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger
 	row, known := rows[d.Kind]
 	switch {
 	case !known:
-		return g, never(status.ClaimOutdated,
+		return g, permanent(status.ClaimOutdated,
 			fmt.Errorf("device %s: %w: %w", w.Device, piece.UnknownKind{Word: d.Kind}, gpu.ErrInvalid))
 	case w.Admin && !d.Kind.InMIG():
 		row = rows[piece.KindWhole]
 	case w.Admin:
-		// It takes no room, so nothing is made for it.
+		// No instance is made for admin access, since it takes no room.
 		if mig.Find(on.MIG.Instances, d.Placement) == nil {
-			return g, never(status.ClaimUnsupported, fmt.Errorf("device %s is no instance at present, "+
-				"and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound))
+			return g, permanent(status.ClaimUnsupported, fmt.Errorf("device %s has no instance at present, "+
+				"and none is made for admin access: %w", w.Device, gpu.ErrNotFound))
 		}
 	case d.Kind.Shared() && !has:
-		return g, never(status.ClaimOutdated, fmt.Errorf("device %s is not what its GPU is laid out as any more: "+
+		return g, permanent(status.ClaimOutdated, fmt.Errorf("device %s is no longer in its GPU's layout: "+
 			"make the claim anew: %w", w.Device, gpu.ErrInvalid))
 	}
 	p, err := row.grant(&question{w, of, func(n int) ([]int, error) {

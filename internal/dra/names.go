@@ -14,19 +14,19 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// DriverName is the driver's, below a domain.
+// DriverName returns the driver's name for a domain.
 func DriverName(domain string) string { return "gpus." + domain }
 
-// Device is what one device of a ResourceSlice stands for.
+// Device is what one device of a ResourceSlice is made of.
 type Device struct {
 	GPU  gpu.UUID
 	Kind piece.Kind
-	// Placement is what a device of kind Placement stands for.
+	// Placement is the device's placement if its kind is Placement; otherwise zero.
 	Placement mig.Placement
 }
 
-// shorts gives every GPU a short name: the first digits of its UUID, as many as tell it
-// from all others. An index would mean another GPU after a card was taken out, and claims
+// shorts returns a short name for each GPU: the first digits of its UUID, eight or as many as tell
+// it from all others. An index would mean another GPU after a card was taken out, and claims
 // outlive that.
 func shorts(gpus []gpu.UUID) map[gpu.UUID]string {
 	out := make(map[gpu.UUID]string, len(gpus))
@@ -43,15 +43,14 @@ func shorts(gpus []gpu.UUID) map[gpu.UUID]string {
 	return out
 }
 
-// digits are those of a UUID, without what stands between them.
+// digits returns the digits of a UUID, without prefix and hyphens.
 func digits(u gpu.UUID) string {
 	return strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(u)), "gpu-"), "-", "")
 }
 
-// name is the device's in its pool, a DNS label; short is its GPU's.
+// name returns the device's name in its pool, a DNS label. short is the short name of its GPU.
 func (d *Device) name(short string) string { return rows[d.Kind].name(d, short) }
 
-// compareDevices orders devices.
 func compareDevices(a, b Device) int {
 	return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Kind, b.Kind),
 		mig.ComparePlacements(a.Placement, b.Placement))
@@ -61,7 +60,7 @@ func compareNames(a, b DeviceName) int {
 	return cmp.Or(cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name))
 }
 
-// everyDevice is what a node's GPUs can be published as, whatever their layout.
+// everyDevice returns all devices that a node's GPUs can be published as, in any layout.
 func everyDevice(node string, inv *gpu.Inventory, cards map[gpu.UUID]*mig.Card) map[DeviceName]Device {
 	out := map[DeviceName]Device{}
 	var all []gpu.UUID
@@ -85,11 +84,11 @@ func everyDevice(node string, inv *gpu.Inventory, cards map[gpu.UUID]*mig.Card) 
 	return out
 }
 
-// poolName is "<node>/<model>": never the bare node name, since counters of two drivers'
-// pools of one name mix in a scheduler before Kubernetes 1.36.4.
+// poolName returns "<node>/<model>". It is never the bare node name: a scheduler before Kubernetes
+// 1.36.4 mixes the counters of two drivers whose pools have the same name.
 func poolName(node, model string) string { return node + "/" + dnsLabel(model) }
 
-// dnsLabel makes a model's name a DNS label: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb.
+// dnsLabel makes a DNS label of a model's name: "NVIDIA A100-SXM4-80GB" becomes a100-sxm4-80gb.
 func dnsLabel(model string) string {
 	var b strings.Builder
 	for _, word := range strings.FieldsFunc(strings.ToLower(strings.TrimPrefix(model, "NVIDIA ")), func(r rune) bool {
@@ -109,11 +108,11 @@ func dnsLabel(model string) string {
 	return b.String()
 }
 
-// maxName is the longest name of an object.
+// maxName is the most characters that an object's name can have.
 const maxName = 253
 
-// sliceName names the nth slice of a pool. The number is in front: the scheduler takes
-// the slices of a pool by their names.
+// sliceName names the nth slice of a pool. The number is in front, since the scheduler takes the
+// slices of a pool in the order of their names.
 func sliceName(n int, driver, pool string) string {
 	name := fmt.Sprintf("%05d-%s-%s", n, driver, strings.ReplaceAll(pool, "/", "-"))
 	if len(name) <= maxName {

@@ -22,33 +22,33 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// intake is claims in: what the kubelet asks for. It has no lock: what claims have is in the
-// book. It waits for the API server, the runtime and the loop, with no lock held.
+// intake answers the kubelet's calls. It has no lock: the book keeps what claims have. It waits for
+// the API server, the runtime and the loop with no lock held.
 type intake struct {
 	o        *Options
 	book     *book
 	shelf    shown
 	refusals refuser
-	// look has the claims looked at, while a Prepare waits for the holder before it.
+	// look wakes the sweeper, while a Prepare waits for a previous holder.
 	look token
 }
 
-// refuser is who is told what the Prepare of a claim came to, and that its pod is gone.
+// refuser is told the result of a claim's Prepare (note), and that a claim's pod is gone (forgive).
 type refuser interface {
 	note(*agentkube.Claim, error)
 	forgive(uid string)
 }
 
-// Prepare asks the API server unless it is known what that says for the pods that the kubelet has
-// the claim for: see stands. The kubelet has asked it a moment before.
+// Prepare does not ask the API server if the ledger is known to be right for the pods that the
+// kubelet has the claim for: see book.confirmed. The kubelet has read the claim a moment before.
 func (in *intake) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error) {
-	pods := in.kubeletHas(c.UID) // before the API server is asked: what it says is for them
-	if shares, ok := in.book.stands(c.UID, pods); ok {
+	pods := in.kubeletHas(c.UID) // read before the API server is asked: its answer is for these pods
+	if shares, ok := in.book.confirmed(c.UID, pods); ok {
 		devices, err := in.open(ctx, shares)
-		if err == nil { // the call before it may have ended without that
+		if err == nil { // an earlier call may have timed out before it did this
 			go in.tell(&agentkube.Claim{Namespace: c.Namespace, Name: c.Name, UID: c.UID}, shares)
 		}
-		if !errors.Is(err, errAnew) && (err == nil || !in.giveUp(ctx, shares)) {
+		if !errors.Is(err, errReallocated) && (err == nil || !in.giveUp(ctx, shares)) {
 			return devices, err
 		}
 	}
@@ -59,7 +59,7 @@ func (in *intake) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error
 	return devices, err
 }
 
-// read reads a claim at the API server. at is the ledger's epoch before that.
+// read reads a claim at the API server. at is the ledger's epoch from before that.
 func (in *intake) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim, at uint64, err error) {
 	_, at, _ = in.o.Ledger.State()
 	claim, err = in.o.API.Claim(ctx, in.o.Driver, c.Namespace, c.Name)
@@ -67,14 +67,14 @@ func (in *intake) read(ctx context.Context, c dra.Claim) (claim *agentkube.Claim
 	case err != nil:
 		return nil, at, fmt.Errorf("read the claim: %w", err)
 	case claim.UID != c.UID:
-		return nil, at, fmt.Errorf("the claim of this name is another one now (%s, not %s): make the pod anew: %w",
+		return nil, at, fmt.Errorf("the claim of this name is another one now (UID %s, not %s): make the pod anew: %w",
 			claim.UID, c.UID, gpu.ErrNotFound)
 	}
 	return claim, at, nil
 }
 
-// prepare takes what a claim has been allocated, and waits until containers may be created
-// with it. It returns the claim as it was last read, nil where it could not be.
+// prepare takes allocations for a claim, and waits until containers may be created with them. It
+// returns the claim as it was last read; nil if it was never read.
 func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 	claim *agentkube.Claim, _ []dra.Device, _ error,
 ) {
@@ -84,11 +84,12 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 		switch {
 		case err == nil:
 			claim = now
-			in.book.agree(claim, at, pods)
+			in.book.reconcile(claim, at, pods)
 		case claim == nil || errors.Is(err, gpu.ErrNotFound):
 			return claim, nil, err
 		}
-		// Else it is as it was before the wait, as long as its pod is there.
+		// If the API server failed during a wait, the claim as last read counts, while its pod
+		// exists.
 		wants, err := wanted(claim, in.o.Driver, in.o.Node)
 		if err != nil {
 			return claim, nil, err
@@ -101,7 +102,7 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 			in.book.renewed(c.UID)
 			shares := sharesOf(wants)
 			devices, err := in.open(ctx, shares)
-			if errors.Is(err, errAnew) {
+			if errors.Is(err, errReallocated) {
 				continue
 			}
 			if err == nil {
@@ -110,30 +111,30 @@ func (in *intake) prepare(ctx context.Context, c dra.Claim, pods []string) (
 			if err == nil || !in.giveUp(ctx, shares) {
 				return claim, devices, err
 			}
-			continue // to be told why
+			continue // the next take returns the reason
 		}
 		if !errors.Is(err, ledger.ErrHeld) {
 			return claim, nil, err
 		}
-		// Where that cannot be told now, it is asked again.
+		// If the runtime cannot be asked now, the next turn asks it again.
 		if over, _ := in.retire(ctx, c.UID); over {
 			continue
 		}
 		select {
 		case <-ended:
-		case <-news: // another layout, or another front-end has gone
+		case <-news: // the layout has changed, or the other front-end has left the GPU
 		case <-time.After(impatience):
-			in.look.poke() // nobody may have it any more
+			in.look.poke() // the previous holder may have ended unnoticed
 		case <-ctx.Done():
 			if late := in.shelf.now().late(wants); late != nil {
 				return claim, nil, late
 			}
-			return claim, nil, fmt.Errorf("the holder before it has not ended yet: %w", err)
+			return claim, nil, fmt.Errorf("the previous holder has not ended yet: %w", err)
 		}
 	}
 }
 
-// sharesOf are what results of a claim stand for.
+// sharesOf returns the shares of these results.
 func sharesOf(wants []want) []share {
 	shares := make([]share, len(wants))
 	for i := range wants {
@@ -142,8 +143,8 @@ func sharesOf(wants []want) []share {
 	return shares
 }
 
-// find says which devices a claim's results are. Before everything is known after a start
-// it waits.
+// find sets the device of each result. After a start it waits until the devices and the claims are
+// known.
 func (in *intake) find(ctx context.Context, wants []want) error {
 	for {
 		v := in.shelf.now()
@@ -153,20 +154,20 @@ func (in *intake) find(ctx context.Context, wants []want) error {
 		select {
 		case <-v.news:
 		case <-ctx.Done():
-			return errors.New("the agent has started and does not know yet what this node has, " +
-				"or which claims there are; see its log")
+			return errors.New("the agent has just started, and does not know yet " +
+				"which devices and claims this node has; see its log")
 		}
 	}
 }
 
-// open waits until containers may be created with a claim's allocations. The error wraps
-// errAnew where they are another's by then.
+// open waits until containers may be created with a claim's allocations, and returns their devices.
+// The error wraps errReallocated if some of them are the claim's own no longer.
 func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error) {
 	slices.SortFunc(shares, func(a, b share) int {
 		return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N))
 	})
 	asked := ctx
-	ctx, cancel := in.whileMakeable(ctx, shares) // it reads them from now on
+	ctx, cancel := in.whileMakeable(ctx, shares) // it reads shares from now on
 	defer cancel()
 	all, ctx := errgroup.WithContext(ctx)
 	out := make([]dra.Device, len(shares))
@@ -181,9 +182,10 @@ func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error
 		return nil, err
 	}
 	for i := range shares {
-		// One that has ended meanwhile is another's, too: a look at the claims may be faster than this.
+		// An allocation that has ended meanwhile is not the claim's own either: the sweeper may be
+		// faster than this.
 		if _, ok := in.stillHas(&shares[i]); !ok {
-			return nil, errAnew
+			return nil, errReallocated
 		}
 	}
 	if err != nil {
@@ -192,7 +194,8 @@ func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error
 	return out, nil
 }
 
-// stillHas returns the allocation of a share, if that has it still.
+// stillHas returns the allocation of a share. It returns false if the share does not have it any
+// longer.
 func (in *intake) stillHas(s *share) (ledger.Allocation, bool) {
 	a, ok := in.o.Ledger.Get(s.id())
 	if !ok || a.Superseded {
@@ -202,11 +205,11 @@ func (in *intake) stillHas(s *share) (ledger.Allocation, bool) {
 	return a, err == nil && is.is(s)
 }
 
-// errAnew says that a claim was allocated anew while its Prepare was under way.
-var errAnew = errors.New("the claim was allocated anew meanwhile")
+// errReallocated is the error of a claim that was allocated anew during its Prepare.
+var errReallocated = errors.New("the claim was allocated anew meanwhile")
 
-// finish has what a claim has opened, as Prepare does, and says so in the claim if that does not
-// say it.
+// finish waits until what a claim has is open, as Prepare does, and writes the devices into the
+// claim if they are not there.
 func (in *intake) finish(ctx context.Context, c *agentkube.Claim, shares []share) {
 	ctx, cancel := context.WithTimeout(ctx, dra.Patience)
 	defer cancel()
@@ -215,9 +218,9 @@ func (in *intake) finish(ctx context.Context, c *agentkube.Claim, shares []share
 	}
 }
 
-// retire ends what is superseded, of one claim or, without a UID, of all, where no container has
-// it. Before it asks for those it waits until no CDI file stands for it, so that none is
-// created meanwhile. It reports whether something has ended.
+// retire ends the superseded allocations that no container has, of one claim or, if uid is empty,
+// of all claims. It waits until they have no CDI file before it asks for containers, so that none
+// can be created with them meanwhile. It reports whether it ended any.
 func (in *intake) retire(ctx context.Context, uid string) (ended bool, err error) {
 	all := in.book.superseded(uid)
 	if len(all) == 0 {
@@ -227,8 +230,8 @@ func (in *intake) retire(ctx context.Context, uid string) (ended bool, err error
 		select {
 		case <-o.gone:
 		case <-ctx.Done():
-			return false, fmt.Errorf("no container is to be created any more with what a claim had before, "+
-				"and its file stands yet: %w", ctx.Err())
+			return false, fmt.Errorf("wait for the loop to remove the CDI files "+
+				"of what a claim had before: %w", ctx.Err())
 		}
 	}
 	used, sure, err := inContainers(ctx, in.o.Runtime, in.o.Domain)
@@ -238,8 +241,8 @@ func (in *intake) retire(ctx context.Context, uid string) (ended bool, err error
 	return sure && in.book.retire(all, used), nil
 }
 
-// kubeletHas are the pods for which the kubelet has a claim now; none where its account cannot
-// be read.
+// kubeletHas returns the UIDs of the pods that the kubelet has a claim for now; none if its account
+// cannot be read.
 func (in *intake) kubeletHas(uid string) []string {
 	state, err := in.o.Kubelet.DRAState()
 	if err != nil {
@@ -248,29 +251,29 @@ func (in *intake) kubeletHas(uid string) []string {
 	return podsOf(&state, uid)
 }
 
-// tellAfter is what the kubelet gets of the processor after an answer, before the claim is
-// written to: nobody waits for that.
+// tellAfter is the pause between an answer to the kubelet and the write to the claim. The processor
+// is the kubelet's during that time, since no pod waits for the write.
 const tellAfter = 20 * time.Millisecond
 
-// tell says in a claim, for whoever reads it, what its devices are and how strong their
-// caps are.
+// tell writes into a claim's status what its devices are and how strong their caps are. Other
+// programs read that.
 func (in *intake) tell(c *agentkube.Claim, shares []share) {
 	offer := in.shelf.now().offer
 	if offer == nil {
-		return // it is told when the claims are known
+		return // the sweeper does it once the claims are known
 	}
 	var devices []agentkube.ClaimDevice
 	for i := range shares {
 		s := &shares[i]
 		a, ok := in.stillHas(s)
 		if !ok {
-			return // given back already, or allocated anew: the API server refuses what is not allocated
+			return // given back or allocated anew: the API server refuses devices that are not allocated
 		}
 		g := &a.Grants[0]
 		data := map[string]string{"gpu": string(g.GPU), "guarantee": "hardware"}
 		switch {
 		case g.NoRoom:
-			delete(data, "guarantee") // no cap at all
+			delete(data, "guarantee") // it has no cap
 		case g.Kind().InMIG():
 			data["instance"] = g.Piece.String()
 		case g.Cap != piece.NoCap:
@@ -282,20 +285,20 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)
 	defer cancel()
 	if err := in.o.API.SetClaimDevices(ctx, in.o.Driver, c, devices); err != nil {
-		in.o.Log.Warn("cannot say in a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
+		in.o.Log.Warn("cannot write into a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
 	}
 }
 
-// Unprepare is asked by kubelets up to 1.36.3 when a pod ends for which they never had the claim
-// prepared, too, while another pod has it (kubernetes#140212): they would forget it, and that pod's
-// next container could not be made.
+// Unprepare fails while the claim is in use. Kubelets up to 1.36.3 also call it while another pod
+// has the claim, when a pod ends that they never prepared it for (kubernetes#140212). Without the
+// check they would forget the claim, and the other pod's next container could not be created.
 func (in *intake) Unprepare(ctx context.Context, c dra.Claim) error {
 	pods := in.kubeletHas(c.UID)
-	r := returned{at: in.o.Now(), pods: map[string]bool{}}
+	r := unprepared{at: in.o.Now(), pods: map[string]bool{}}
 	all := in.book.allocations(c.UID)
 	in.refusals.forgive(c.UID) // its pod is gone
 	if len(all) == 0 {
-		in.book.renewed(c.UID) // the next pod asks for it
+		in.book.renewed(c.UID) // its next pod calls Prepare
 		return nil
 	}
 	for _, uid := range pods {
@@ -310,43 +313,43 @@ func (in *intake) Unprepare(ctx context.Context, c dra.Claim) error {
 			r.shares = append(r.shares, s)
 		}
 	}
-	if len(pods) == 0 { // its account cannot be read
+	if len(pods) == 0 { // the kubelet's account cannot be read
 		maps.Copy(r.pods, users)
 	}
 	if err := in.unused(ctx, all, users); err != nil {
 		return err
 	}
-	in.book.giveBack(c.UID, all, r)
+	in.book.unprepare(c.UID, all, r)
 	return nil
 }
 
-// unused fails where a container has one of these allocations, or where one of these pods, by UID,
-// is still on this node: its sandbox stands, which the kubelet stops before it gives up a pod's
+// unused returns an error if a container has one of these allocations, or if one of these pods, by
+// UID, still has a sandbox on this node. The kubelet stops the sandbox before it gives up a pod's
 // claims.
 func (in *intake) unused(ctx context.Context, all []ledger.Allocation, pods map[string]bool) error {
 	containers, err := in.o.Runtime.Containers(ctx)
 	if err != nil {
-		return fmt.Errorf("ask the container runtime whether a container has the claim yet: %w", err)
+		return fmt.Errorf("ask the container runtime whether a container still has the claim: %w", err)
 	}
 	for i := range containers {
 		if containers[i].CDIUnknown {
-			return fmt.Errorf("the container runtime does not say whether container %s of pod %s has the claim yet",
+			return fmt.Errorf("the container runtime does not tell whether container %s of pod %s still has the claim",
 				containers[i].Name, containers[i].InPod())
 		}
 		for _, key := range cdi.Keys(in.o.Domain, nil, containers[i].CDI) {
 			if slices.ContainsFunc(all, func(a ledger.Allocation) bool { return a.ID == key }) {
-				return fmt.Errorf("container %s of pod %s runs yet, and has it",
+				return fmt.Errorf("container %s of pod %s still runs, and has the claim",
 					containers[i].Name, containers[i].InPod())
 			}
 		}
 	}
 	there, err := in.o.Runtime.Pods(ctx)
 	if err != nil {
-		return fmt.Errorf("ask the container runtime whether a pod of the claim is here yet: %w", err)
+		return fmt.Errorf("ask the container runtime whether a pod of the claim is still here: %w", err)
 	}
 	for _, uid := range slices.Sorted(maps.Keys(there)) {
 		if uid != "" && pods[uid] {
-			return fmt.Errorf("pod %s is on this node yet, and may start a container with it", there[uid])
+			return fmt.Errorf("pod %s is still on this node, and may start a container with the claim", there[uid])
 		}
 	}
 	return nil

@@ -21,71 +21,70 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-// Slices are the node's at the API server: *agentkube.Client.
+// Slices writes and watches the node's slices at the API server; *agentkube.Client implements it.
 type Slices interface {
 	PublishSlices(ctx context.Context, driver string, want []resourcev1.ResourceSlice) (meddled []string, err error)
 	WatchSlices(ctx context.Context, driver string, changed func()) error
 }
 
-// Publisher keeps the node's slices at the API server as they shall be, while the kubelet
-// has the driver registered. Before that they would only send pods here that wait for a
-// minute, and the kubelet deletes them when it starts.
+// Publisher keeps the node's slices at the API server as Set says, while the kubelet has the driver
+// registered. Without the driver they would only send pods here that wait for a minute, and the
+// kubelet deletes them when it starts.
 type Publisher struct {
 	driver string
 	api    Slices
 	log    *slog.Logger
-	ration *brief.Ration // the log for what somebody else can repeat
-	// bound is for somebody who changes slices again and again.
+	ration *brief.Ration // limits log lines that another client can cause
+	// bound limits the writes if another client changes slices again and again.
 	bound *rate.Limiter
 	wake  token
 
 	mu sync.Mutex
-	// Guarded by mu: what makes the slices; whether the kubelet has the driver; and what kept
-	// the last writing from success.
+	// The fields below are guarded by mu. want makes the slices. registered is true if the kubelet
+	// has the driver. err is the error of the last write, nil if it succeeded.
 	want       func() []resourcev1.ResourceSlice
 	registered bool
 	err        error
-	// failing is since when there has been an err. kubelets counts the registrations, and
-	// seen is how many there were at the last writing that succeeded.
+	// failing is the time since when err is not nil. kubelets counts the registrations, and seen is
+	// their number at the last write that succeeded.
 	failing        time.Time
 	kubelets, seen uint64
-	// meddled are the slices that somebody else changed last, and when.
+	// meddled names the slices that another client changed last, and meddledAt is the time.
 	meddled   []string
 	meddledAt time.Time
-	// asked counts the calls of Set, wrote is which of them the server has, and news is
-	// closed when that becomes another one.
+	// asked counts the calls of Set. wrote is the number of the last call whose slices the server
+	// has. news is closed when wrote changes.
 	asked, wrote uint64
 	news         chan struct{}
-	// written, if set, is called when the server has what it did not have, and told when
-	// there may be something else to say of the slices.
-	written, told func()
+	// written is called when wrote has grown. changed is called when Conditions may have changed.
+	written, changed func()
 }
 
 // Pauses after a failure.
 const (
 	firstPause = 100 * time.Millisecond
 	lastPause  = 30 * time.Second
-	// unfitPause is the pause where the server cannot do it.
+	// unfitPause is the pause if the API server does not support the slices.
 	unfitPause = time.Minute
 )
 
 const (
-	// failsFor is how long slices may fail to be written before it is told: an API
-	// server that starts refuses what it permits a moment later.
+	// failsFor is how long writes must fail before Conditions reports it: an API server that starts
+	// refuses what it permits a moment later.
 	failsFor = 30 * time.Second
-	// meddledFor is how long it is told that somebody has changed slices.
+	// meddledFor is how long Conditions reports that another client has changed slices.
 	meddledFor = time.Minute
 )
 
-// NewPublisher makes a publisher; nothing happens before Run.
+// NewPublisher returns a publisher, which does nothing before Run.
 func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
 	return &Publisher{driver: driver, api: api, log: log, ration: brief.NewRation(log, time.Now, time.AfterFunc),
 		bound: rate.NewLimiter(5, 20), wake: make(token, 1), news: make(chan struct{}),
-		written: func() {}, told: func() {}}
+		written: func() {}, changed: func() {}}
 }
 
-// Set says what the slices shall be. want makes the same ones each time that it is called,
-// from any goroutine. Set returns the number of this call.
+// Set sets what the slices shall be, and returns the number of this call. want must return the same
+// slices at each call, from any goroutine.
 func (p *Publisher) Set(want func() []resourcev1.ResourceSlice) uint64 {
 	p.mu.Lock()
 	p.want = want
@@ -96,15 +95,16 @@ func (p *Publisher) Set(want func() []resourcev1.ResourceSlice) uint64 {
 	return n
 }
 
-// state is how often Set was called, the number of the last call of which the server has all, and
-// whether the kubelet has the driver, without which nothing is written.
+// state returns the number of calls of Set, the number of the last call whose slices the server
+// has, and whether the kubelet has the driver. Without the driver nothing is written.
 func (p *Publisher) state() (asked, wrote uint64, registered bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.asked, p.wrote, p.registered
 }
 
-// settled waits until the server has what was set last.
+// settled waits until the server has what was set last. The error has the reason of the last
+// failure.
 func (p *Publisher) settled(ctx context.Context) error {
 	for {
 		p.mu.Lock()
@@ -116,13 +116,13 @@ func (p *Publisher) settled(ctx context.Context) error {
 		select {
 		case <-news:
 		case <-ctx.Done():
-			return fmt.Errorf("the API server does not have the node's ResourceSlices as they are: %w",
+			return fmt.Errorf("the API server does not have the node's current ResourceSlices: %w",
 				cmp.Or(err, ctx.Err()))
 		}
 	}
 }
 
-// Registered says whether the kubelet has the driver. It is said again of each kubelet.
+// Registered sets whether the kubelet has the driver. Call it again for each kubelet that starts.
 func (p *Publisher) Registered(yes bool) {
 	p.mu.Lock()
 	if p.registered = yes; yes {
@@ -132,16 +132,16 @@ func (p *Publisher) Registered(yes bool) {
 	p.wake.poke()
 }
 
-// Err is why the server does not have all of the slices, as far as was tried; nil where
-// it does.
+// Err returns the error of the last write, or nil if the server has all slices or no write was
+// tried.
 func (p *Publisher) Err() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.err
 }
 
-// Conditions are what is to be said of the slices at the server: why it does not have
-// them, and that somebody else has changed some.
+// Conditions returns what there is to report: why the server does not have the slices, and that
+// another client has changed some.
 func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -151,18 +151,18 @@ func (p *Publisher) Conditions(now time.Time) (out []status.Condition) {
 			"nothing is offered through DRA: %v", p.err).Condition(status.Failed, p.driver))
 	case p.err != nil && now.Sub(p.failing) >= failsFor:
 		out = append(out, status.Why(status.SlicesFailed,
-			"the API server does not have the node's ResourceSlices as they are: %v", p.err).
+			"the API server does not have the node's current ResourceSlices: %v", p.err).
 			Condition(status.Failed, p.driver))
 	}
 	if len(p.meddled) > 0 && now.Sub(p.meddledAt) < meddledFor {
 		out = append(out, status.Why(status.SlicesChanged,
-			"somebody else has changed or deleted ResourceSlices of this node (%s); they are written again",
+			"another client has changed or deleted ResourceSlices of this node (%s); the agent writes them again",
 			brief.List(p.meddled, 3)).Condition(status.Noted, p.driver))
 	}
 	return out
 }
 
-// Run writes and watches until ctx ends, whose error it returns.
+// Run writes and watches the slices until ctx ends, and returns its error.
 func (p *Publisher) Run(ctx context.Context) error {
 	var watching sync.WaitGroup
 	defer watching.Wait()
@@ -195,7 +195,8 @@ func newPause() wait.Backoff {
 	return wait.Backoff{Duration: firstPause, Factor: 2, Jitter: 0.5, Cap: lastPause, Steps: math.MaxInt}
 }
 
-// publish writes what differs, if it is time for that.
+// publish writes the slices that differ from the server's, if the driver is registered and Set was
+// called.
 func (p *Publisher) publish(ctx context.Context) error {
 	p.mu.Lock()
 	want, before, n, kubelets := p.want, p.err, p.asked, p.kubelets
@@ -220,7 +221,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 		p.news = make(chan struct{})
 	}
 	if kubelets != p.seen {
-		meddled = nil // a kubelet deletes them when it starts
+		meddled = nil // it was a new kubelet, which deletes them when it starts
 	}
 	if len(meddled) > 0 {
 		p.meddled, p.meddledAt = meddled, now
@@ -233,20 +234,20 @@ func (p *Publisher) publish(ctx context.Context) error {
 		p.written()
 	}
 	if err != nil || before != nil {
-		p.told()
+		p.changed()
 	}
 	if len(meddled) > 0 {
-		p.told()
-		time.AfterFunc(meddledFor, p.told)
-		p.ration.Log(slog.LevelWarn, "somebody else has changed or deleted ResourceSlices of this node; "+
-			"they are written again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
+		p.changed()
+		time.AfterFunc(meddledFor, p.changed)
+		p.ration.Log(slog.LevelWarn, "another client has changed or deleted ResourceSlices of this node; "+
+			"writing them again", nil, "driver", p.driver, "slices", brief.List(meddled, 3))
 	}
 	switch {
 	case err != nil && before == nil:
-		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again",
+		p.log.Warn("the API server does not have the node's current ResourceSlices; trying again",
 			"driver", p.driver, "err", err)
 	case err == nil && before != nil:
-		p.log.Info("the API server has the node's ResourceSlices again", "driver", p.driver)
+		p.log.Info("the API server has the node's current ResourceSlices again", "driver", p.driver)
 	}
 	return err
 }

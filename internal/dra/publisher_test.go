@@ -147,7 +147,7 @@ func TestSlicesThatSomebodyDeletesAreTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p, s := publishing(t)
 		var told atomic.Int64
-		p.told = func() { told.Add(1) }
+		p.changed = func() { told.Add(1) }
 		p.Set(slicesNamed("a"))
 		p.Registered(true)
 		says := func(want int) {

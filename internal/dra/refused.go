@@ -26,44 +26,41 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// A claim that can never be prepared as it is keeps its pod in ContainerCreating, and its
-// devices from others. So it is told, looked at again after a while, and its pods are
-// ended: their controllers make them anew, with a new claim. Where the new one would ask for
-// the same that there is not (configuration, above all), that would only go round in
-// circles: such pods are told, and left. An admission policy keeps most of them from being
-// made.
+// A claim that can never be prepared as it is keeps its pod in ContainerCreating, and its devices
+// from others. So its pods get an Event. If the claim is still refused after a while, its pods are
+// ended: their controllers make them anew, with a new claim. If the new claim would ask for the
+// same impossible thing, above all for configuration, that would go on for ever. Such pods get the
+// Event and are left. An admission policy prevents most of them.
 const (
-	// endAfter is how long the pods of a refused claim are left after that, and after
-	// what was done in vain.
+	// endAfter is the pause after a claim was refused, and after each attempt to end its pods.
 	endAfter = 30 * time.Second
-	// taintLook is how often a claim is looked at whose pods a taint is to end.
+	// taintLook is how often a claim is read while a taint is to end its pods.
 	taintLook = 2 * time.Second
-	// mostRefused is how many refused claims are remembered, and mostLeft how many of them
-	// may be ones whose pods are left. What is beyond that is told by the kubelet alone,
+	// mostRefused is how many refused claims are remembered, and mostLeft how many of them may be
+	// of pods that are left. The pods of further claims learn the reason from the kubelet alone,
 	// until there is room.
 	mostRefused = 100
 	mostLeft    = 50
 )
 
-// refusals are the claims that can never be prepared as they are, and the ends of their pods. Their
-// lock is held before the shelf's and the ledger's, and never with the book's. Use newRefusals.
+// refusals has the claims that can never be prepared as they are, and ends their pods. Its lock
+// comes before the shelf's and the ledger's, and is never held with the book's. Use newRefusals.
 type refusals struct {
 	o      *Options
 	shelf  ending
 	claims taker
 
-	// mu guards refused: the claims, by UID.
+	// mu guards refused, which has the claims by UID.
 	mu      sync.Mutex
 	refused map[string]*refusal
-	// wake has a token when one was refused.
+	// wake gets a token when a claim is refused.
 	wake token
-	// ends bounds how often pods are ended, since what makes them anew may make the same
-	// again.
+	// ends limits how often pods are ended, since their controllers may make the same again.
 	ends   *rate.Limiter
 	ration *brief.Ration
 }
 
-// ending is what refusals ask of the shelf.
+// ending is the part of the shelf that refusals need.
 type ending interface {
 	now() view
 	setEnding(map[Device]status.Reason)
@@ -83,22 +80,22 @@ func newRefusals(o *Options, s ending, claims taker) *refusals {
 type refusal struct {
 	claim dra.Claim
 	cause status.Cause
-	// results are what it was given: of another allocation nothing was refused yet.
+	// results are what it was allocated. Another allocation of the claim has not been refused.
 	results []resourcev1.DeviceRequestAllocationResult
-	pods    string // whose it is, for people
-	// next is when it is looked at again.
+	pods    string // its consumers, for people
+	// next is the time at which it is looked at again.
 	next time.Time
-	// tainted is when a taint was to end its pods, zero before that, and on is what has
-	// it; vain says that they are still there.
+	// tainted is the time at which a taint was set to end its pods; zero before that. on is the
+	// device with that taint. vain is true if the pods are still there afterwards.
 	tainted time.Time
 	on      Device
 	vain    bool
 }
 
-// never marks an error as one that lasts: the claim has to be made anew.
-func never(why status.Reason, err error) error { return status.Because(why, err) }
+// permanent marks an error that no retry mends: the claim has to be made anew.
+func permanent(why status.Reason, err error) error { return status.Because(why, err) }
 
-// lasting is the cause of an error that lasts.
+// lasting returns the cause of an error, and whether it is permanent.
 func lasting(err error) (status.Cause, bool) {
 	if err == nil {
 		return status.Cause{}, false
@@ -107,11 +104,11 @@ func lasting(err error) (status.Cause, bool) {
 	return c, c.Reason == status.ClaimOutdated || c.Reason == status.ClaimRefused || c.Reason == status.ClaimUnsupported
 }
 
-// curable reports whether a claim that was refused for that reason may be prepared when it is
-// made anew, so that its pods are ended. One that is unsupported would have the same words.
+// curable reports whether a new claim of the same pod may be prepared after the old one was refused
+// for this reason, so that it helps to end the pod. An unsupported claim would come back the same.
 func curable(why status.Cause) bool { return why.Reason != status.ClaimUnsupported }
 
-// roomLocked reports whether another claim may be remembered that was refused for that reason.
+// roomLocked reports whether one more claim that was refused for this reason may be remembered.
 func (rs *refusals) roomLocked(why status.Cause) bool {
 	left := 0
 	for _, r := range rs.refused {
@@ -122,34 +119,35 @@ func (rs *refusals) roomLocked(why status.Cause) bool {
 	return len(rs.refused) < mostRefused && (curable(why) || left < mostLeft)
 }
 
-// note remembers what the Prepare of a claim came to.
+// note remembers a claim if its Prepare has failed for good, and forgets it if it succeeded or the
+// claim was allocated anew.
 func (rs *refusals) note(claim *agentkube.Claim, err error) {
 	cause, lasts := lasting(err)
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	known := rs.refused[claim.UID]
 	if known != nil && (err == nil || !reflect.DeepEqual(known.results, claim.Results)) {
-		rs.forgiveLocked(claim.UID) // what was refused is what it had before
+		rs.forgiveLocked(claim.UID) // it has another allocation than the refused one
 	}
 	if lasts && rs.refused[claim.UID] == nil && rs.roomLocked(cause) {
 		rs.refused[claim.UID] = &refusal{claim: nameOf(claim), cause: cause, results: claim.Results,
 			pods: consumers(claim), next: rs.o.Now().Add(endAfter)}
 		rs.wake.poke()
-		rs.o.Wake() // for the condition
+		rs.o.Wake() // the loop publishes the condition
 		if rs.o.RefusedClaim != nil {
 			rs.o.RefusedClaim(claim, cause)
 		}
-		// Beside this call, since the kubelet waits for that, and is asked for its pods.
+		// In a goroutine, since tellRefused asks the kubelet, which waits for this call.
 		go rs.tellRefused(claim, cause)
 	}
 }
 
-// tellRefused tells the pods of a claim that it can never be prepared. Where it is not
-// known whose it is, the kubelet tells them all the same.
+// tellRefused sends the waiting pods of a claim an Event that it can never be prepared. If these
+// pods are not known, it only logs that: the kubelet tells them anyway.
 func (rs *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
 	here, err := rs.waitingHere(context.Background(), claim)
 	if err != nil {
-		rs.ration.Log(slog.LevelInfo, "cannot tell a pod that its claim can never be prepared", nil,
+		rs.ration.Log(slog.LevelInfo, "cannot send an Event about a claim that can never be prepared", nil,
 			"claim", claim.Namespace+"/"+claim.Name, "err", err)
 	}
 	for _, p := range here {
@@ -158,7 +156,7 @@ func (rs *refusals) tellRefused(claim *agentkube.Claim, cause status.Cause) {
 	}
 }
 
-// consumers names those that a claim is reserved for.
+// consumers names the objects that a claim is reserved for.
 func consumers(c *agentkube.Claim) string {
 	var out []string
 	for _, p := range c.Pods {
@@ -171,7 +169,7 @@ func consumers(c *agentkube.Claim) string {
 	return brief.List(out, 3)
 }
 
-// forgive forgets a refusal, if there is one, and takes its taint away.
+// forgive forgets a refusal, if there is one, and removes its taint.
 func (rs *refusals) forgive(uid string) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
@@ -186,7 +184,7 @@ func (rs *refusals) forgiveLocked(uid string) {
 	}
 }
 
-// taintLocked has the devices tainted by which pods of refused claims are ended, and no others.
+// taintLocked taints the devices by which pods of refused claims are ended, and no others.
 func (rs *refusals) taintLocked() {
 	out := map[Device]status.Reason{}
 	for _, r := range rs.refused {
@@ -197,9 +195,9 @@ func (rs *refusals) taintLocked() {
 	rs.shelf.setEnding(out)
 }
 
-// waitingHere are the pods of a claim that the kubelet of this node has and that have not
-// begun to run: no container of theirs is there. The error says that it is not known, or
-// that one of the claim's pods runs.
+// waitingHere returns the pods of a claim that this node's kubelet has and that have no container.
+// It fails if that cannot be found out, or with gpu.ErrInUse if one of the claim's pods has a
+// container.
 func (rs *refusals) waitingHere(ctx context.Context, claim *agentkube.Claim) (out []workload.Pod, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
@@ -246,12 +244,12 @@ func (rs *refusals) run(ctx context.Context) error {
 		case <-again:
 		}
 		for _, uid := range rs.dueRefusals() {
-			rs.deal(ctx, uid)
+			rs.retry(ctx, uid)
 		}
 	}
 }
 
-// dueRefusals are the claims that are to be looked at now, by UID.
+// dueRefusals returns the UIDs of the claims that are to be looked at now.
 func (rs *refusals) dueRefusals() (uids []string) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
@@ -264,13 +262,14 @@ func (rs *refusals) dueRefusals() (uids []string) {
 	return uids
 }
 
-// deal does what is to be done next about a refused claim.
-func (rs *refusals) deal(ctx context.Context, uid string) {
+// retry takes the next step for a refused claim: it reads the claim again, and if that is still
+// refused ends its pods, first by a taint and then by eviction.
+func (rs *refusals) retry(ctx context.Context, uid string) {
 	rs.mu.Lock()
 	r, ok := rs.refused[uid]
 	if !ok {
 		rs.mu.Unlock()
-		return // prepared meanwhile
+		return // the claim was prepared meanwhile
 	}
 	now := rs.o.Now()
 	r.next = now.Add(endAfter)
@@ -282,7 +281,7 @@ func (rs *refusals) deal(ctx context.Context, uid string) {
 		rs.o.Wake()
 		return
 	}
-	if err == nil && !reflect.DeepEqual(claim.Results, of.results) { // its pods are told of that first
+	if err == nil && !reflect.DeepEqual(claim.Results, of.results) { // its pods get an Event about that first
 		rs.note(claim, rs.never(claim))
 		return
 	}
@@ -292,9 +291,9 @@ func (rs *refusals) deal(ctx context.Context, uid string) {
 	}
 	switch {
 	case err != nil:
-		rs.ration.Log(slog.LevelInfo, "a claim that can never be prepared is left as it is", []any{"claim", of.name()},
-			"because", err)
-	case len(pods) == 0: // it is gone, comes yet, or is left
+		rs.ration.Log(slog.LevelInfo, "the pods of a claim that can never be prepared are not ended",
+			[]any{"claim", of.name()}, "because", err)
+	case len(pods) == 0: // its pod is gone, has not come yet, or is to be left
 	case !of.tainted.IsZero() && !of.vain && now.Sub(of.tainted) < endAfter:
 		rs.mu.Lock()
 		r.next = now.Add(taintLook)
@@ -308,8 +307,8 @@ func (rs *refusals) deal(ctx context.Context, uid string) {
 
 func (r *refusal) name() string { return r.claim.Namespace + "/" + r.claim.Name }
 
-// stillRefused reads a refused claim again; over says that it is no more, or has become
-// possible.
+// stillRefused reads a refused claim again. over is true if the claim is gone, has no allocation or
+// consumer any longer, or may be prepared now.
 func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentkube.Claim, over bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
@@ -329,8 +328,8 @@ func (rs *refusals) stillRefused(ctx context.Context, r *refusal) (claim *agentk
 	return claim, !lasts, nil
 }
 
-// never is why a claim can never be prepared as it is; of another kind, or nil, where it
-// may be.
+// never returns why a claim can never be prepared as it is. It returns nil, or an error that is not
+// permanent, if it may be prepared.
 func (rs *refusals) never(claim *agentkube.Claim) error {
 	wants, err := wanted(claim, rs.o.Driver, rs.o.Node)
 	if err != nil {
@@ -342,7 +341,7 @@ func (rs *refusals) never(claim *agentkube.Claim) error {
 	}
 	var asked []ledger.Request
 	for i := range wants {
-		if err := unmade(v.offer, &wants[i]); err != nil {
+		if err := refusedByDriver(v.offer, &wants[i]); err != nil {
 			return err
 		}
 		g, err := grant(rs.o.Ledger, v.offer, &wants[i], asked)
@@ -356,9 +355,10 @@ func (rs *refusals) never(claim *agentkube.Claim) error {
 	return v.late(wants)
 }
 
-// taint has a taint end the pods of a refused claim, by way of a device that nobody else
-// has or can get: one that a claim has alone, or that is withdrawn. It reports false
-// where there is none.
+// taint ends the pods of a refused claim by a taint on one of its devices. It takes a device that
+// no other claim names and no holder has, and that no other claim can get: one that is not shared,
+// or one that is withdrawn. It returns false if there is none, or if too many pods were ended
+// lately.
 func (rs *refusals) taint(ctx context.Context, uid string, claim *agentkube.Claim) bool {
 	ctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
@@ -395,15 +395,15 @@ func (rs *refusals) taint(ctx context.Context, uid string, claim *agentkube.Clai
 	return false
 }
 
-// holds reports whether somebody has something of a device in the ledger.
+// holds reports whether an allocation of the ledger has something of a device.
 func (rs *refusals) holds(d Device) bool {
 	return slices.ContainsFunc(rs.o.Ledger.Allocations(), func(a ledger.Allocation) bool {
 		return slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return deviceOf(&g) == d })
 	})
 }
 
-// evict evicts the pods of a refused claim, where that is on. A taint that was in vain
-// goes.
+// evict evicts the pods of a refused claim, if Options.Evict is set. It first removes a taint that
+// did not end them.
 func (rs *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) {
 	if !r.tainted.IsZero() && !r.vain {
 		rs.mu.Lock()
@@ -418,7 +418,7 @@ func (rs *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) 
 	}
 	for _, p := range pods {
 		if _, ok := rs.claims.taken(r.claim.UID); ok {
-			return // it has become possible, and the pod may start at any moment
+			return // the claim was prepared after all, and the pod may start at any moment
 		}
 		if err := rs.o.Evict(ctx, p); err != nil {
 			rs.ration.Log(slog.LevelWarn, "cannot evict a pod whose claim can never be prepared; trying again",
@@ -431,10 +431,11 @@ func (rs *refusals) evict(ctx context.Context, r *refusal, pods []workload.Pod) 
 
 func (rs *refusals) tellEnded(pods []workload.Pod, r *refusal) {
 	for _, p := range pods {
-		rs.o.Log.Warn("a pod is ended: its claim can never be prepared",
+		rs.o.Log.Warn("ending a pod: its claim can never be prepared",
 			"pod", p.String(), "claim", r.name(), "because", r.cause.Message)
-		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf("it is ended, so that it is made anew: "+
-			"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
+		rs.o.Tell(p, agentkube.Warning, string(status.ClaimEnded), fmt.Sprintf(
+			"the pod is ended, so that its controller makes it anew: "+
+				"its claim %s can never be prepared: %s", r.claim.Name, r.cause.Message))
 	}
 }
 

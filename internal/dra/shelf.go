@@ -18,80 +18,80 @@ import (
 	resourcev1 "k8s.io/api/resource/v1"
 )
 
-// Offer is what the agent's loop says of the node's GPUs.
+// Offer is what the agent's loop offers of the node's GPUs.
 type Offer struct {
 	Inventory *gpu.Inventory
 	Changes   *plan.Changes
 	// Changing are the GPUs that are about to change.
 	Changing []gpu.UUID
 	Cards    map[gpu.UUID]*mig.Card
-	// Failing are placements that cannot be made, with the reason.
+	// Failing are placements whose instances cannot be made, with the reason.
 	Failing map[mig.Place]status.Cause
-	// Refused are those of Failing that the GPU's driver has refused so often that their
-	// claims are to be made anew, elsewhere.
+	// Refused are those of Failing that the GPU's driver has refused so often that their claims
+	// should be made anew, to get another placement.
 	Refused map[mig.Place]status.Cause
-	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them.
+	// Fixed are the GPUs whose MIG instances stay as the partition lays them out, with any holder.
 	Fixed map[gpu.UUID]bool
-	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
+	// Drain is true if a GPU whose change waits for its holders takes no new ones meanwhile.
 	Drain bool
-	// Others are the GPUs that somebody else gives out too.
+	// Others names, for each GPU that another agent gives out too, that agent.
 	Others map[gpu.UUID]string
 	// Cordoned are the GPUs that an operator keeps new pods off.
 	Cordoned map[gpu.UUID]bool
-	// Kept, if set, says of which devices the device plugin has the resource's name yet:
-	// while it has, pods that ask by name go there, or are refused by the kubelet.
+	// Kept, if set, reports whether the kubelet still has the device's resource from the device
+	// plugin. While it has, pods that ask for that resource come here, and the kubelet refuses them
+	// if there is no device.
 	Kept func(Device) bool
-	// Closed is why nothing may be given out at present, empty where it may.
+	// Closed is why nothing may be given out at present; empty if it may.
 	Closed string
 	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
 	Guarantee string
 }
 
-// shelf is slices out: what the loop offers, and what the slices say of it. Its lock is held
-// while a claim is taken, before the publisher's and the ledger's. Use newShelf.
+// shelf has what the loop offers, and what the slices publish of it. Its lock is held while a claim
+// is taken, and comes before the publisher's and the ledger's. Use newShelf.
 type shelf struct {
 	domain, driver, node string
-	// fault is what the taint of a fault does.
+	// fault is the effect of an unhealthy device's taint.
 	fault     resourcev1.DeviceTaintEffect
 	ledger    *ledger.Ledger
 	publisher publisher
-	// look has the claims looked at: the first offer is there, or a taint is at the server.
+	// look wakes the sweeper: there is a first offer, or the server has a taint.
 	look token
 
 	// mu guards everything below.
 	mu sync.Mutex
-	// offer is what the loop said last, nil before that. devices are those that are published,
-	// input is what they and their slices are built from, and basis what of it can change. The
-	// slices are built whenever they are wanted: that is seldom, and they are large.
+	// offer is the loop's last offer; nil before the first. devices are those in the slices. input
+	// is what the slices are built from, and basis the part of it that can change. The slices are
+	// built each time that they are needed: that is seldom, and they are large.
 	offer   *Offer
 	devices map[DeviceName]Device
 	input   Input
 	basis   basis
-	// withdrew is the number of the last writing that keeps claims off something that they
-	// could have before, and withdraws says that the next one does.
+	// withdrew is the number of the last write that withdraws something from claims. withdraws is
+	// true if the next write does.
 	withdrew  uint64
 	withdraws bool
 	faults    faults
-	// ending are the devices by which pods of refused claims are ended.
+	// ending are the devices whose taint ends pods of refused claims.
 	ending map[Device]status.Reason
-	// listed says that the API server has been asked once for the claims that there are:
-	// before that nothing is published, since a device that one of them names must not
-	// be missing.
+	// listed is true once the claims have been listed. Nothing is published before, since a device
+	// that one of them names must not be missing.
 	listed bool
-	// leaves says that the process is about to end: nothing is for anybody new.
-	leaves  bool
-	leaving leaving
-	// news is closed when the slices, listed or what GPUs' drivers refuse become others.
+	// draining is true if the process is about to end: all devices are tainted.
+	draining bool
+	leaving  leaving
+	// news is closed, and replaced, when the slices, listed or Offer.Refused change.
 	news chan struct{}
 }
 
-// publisher is what the shelf asks of a Publisher, which numbers what it is to write.
+// publisher is the part of a Publisher that the shelf needs.
 type publisher interface {
 	Set(func() []resourcev1.ResourceSlice) uint64
 	state() (asked, wrote uint64, registered bool)
 }
 
-// faults is why GPUs are unhealthy, and why instances are on healthy GPUs.
+// faults has why GPUs are unhealthy, and why placements on healthy GPUs are.
 type faults struct {
 	gpus       map[gpu.UUID]string
 	placements map[mig.Place]string
@@ -109,14 +109,14 @@ func newShelf(o *Options, p publisher, look token) *shelf {
 		publisher: p, look: look, leaving: leaving{}, news: make(chan struct{})}
 }
 
-// now is what the scheduler is told now.
+// now returns the present view.
 func (s *shelf) now() view {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.viewLocked()
 }
 
-// while calls f with what the scheduler is told, and keeps it so meanwhile.
+// while calls f with the present view, which stays the present one during the call.
 func (s *shelf) while(f func(view)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -132,7 +132,7 @@ func (s *shelf) Publish(o Offer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.offer == nil {
-		s.look.poke() // the claims can be understood now
+		s.look.poke() // the sweeper can list the claims now
 	} else if !maps.Equal(s.offer.Refused, o.Refused) {
 		s.tellLocked()
 	}
@@ -140,7 +140,7 @@ func (s *shelf) Publish(o Offer) {
 	s.showLocked()
 }
 
-// tellLocked tells those who wait that there is news.
+// tellLocked wakes all who wait for news.
 func (s *shelf) tellLocked() {
 	close(s.news)
 	s.news = make(chan struct{})
@@ -155,7 +155,7 @@ func (s *shelf) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]str
 	}
 }
 
-// setEnding says by which devices pods of refused claims are ended.
+// setEnding sets the devices whose taint ends pods of refused claims.
 func (s *shelf) setEnding(ending map[Device]status.Reason) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -163,27 +163,27 @@ func (s *shelf) setEnding(ending map[Device]status.Reason) {
 	s.showLocked()
 }
 
-// leave has everything tainted, since the process is about to end. It reports false where nobody
-// is sent here.
-func (s *shelf) leave() bool {
+// drain taints all devices, since the process is about to end. It returns false if the scheduler
+// sends no pods here.
+func (s *shelf) drain() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, written, registered := s.publisher.state(); s.offer == nil || !registered || written == 0 {
 		return false
 	}
-	s.leaves = true
+	s.draining = true
 	s.showLocked()
 	return true
 }
 
-// written is called when the server has what it did not have.
+// written is called when the server has new slices.
 func (s *shelf) written() {
 	if len(s.now().leaving) > 0 {
-		s.look.poke() // a device may go
+		s.look.poke() // a device may leave its slice now
 	}
 }
 
-// begin publishes from now on. named are the devices that claims name: they stay in their slices.
+// begin starts to publish. named are the devices that claims name, which stay in their slices.
 func (s *shelf) begin(named map[DeviceName]bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -191,7 +191,7 @@ func (s *shelf) begin(named map[DeviceName]bool) {
 	s.leaving = maps.Clone(s.leaving)
 	for name := range named {
 		if d, ok := every[name]; ok {
-			s.leaving[d] = departure{} // unless a layout has it
+			s.leaving[d] = departure{} // setLeavingLocked removes it if a layout has it
 		}
 	}
 	s.listed = true
@@ -199,9 +199,10 @@ func (s *shelf) begin(named map[DeviceName]bool) {
 	s.showLocked()
 }
 
-// part lets those devices go from their slices whose taint was in a writing up to this one, that
-// no claim names and that nobody has. It returns how many go.
-func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
+// forget removes devices from their slices, and returns how many. It removes a device if the write
+// that tainted it is not after `written`, no claim names it, and no allocation of this front-end
+// has it.
+func (s *shelf) forget(named map[DeviceName]bool, written uint64) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	held := map[Device]bool{}
@@ -211,12 +212,12 @@ func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
 			held[d] = held[d] || a.Owner == ledger.DRA
 		}
 	}
-	parts := func(name DeviceName, d Device) bool {
+	goes := func(name DeviceName, d Device) bool {
 		return s.leaving[d].tainted(written) && !named[name] && !held[d]
 	}
 	before, devices, stay := s.devices, map[DeviceName]Device{}, maps.Clone(s.leaving)
 	for name, d := range before {
-		if parts(name, d) {
+		if goes(name, d) {
 			delete(stay, d)
 		} else {
 			devices[name] = d
@@ -229,7 +230,7 @@ func (s *shelf) part(named map[DeviceName]bool, written uint64) int {
 	return len(before) - len(devices)
 }
 
-// showLocked publishes what follows from the offer, the faults and who has what.
+// showLocked publishes what follows from the offer, the faults and the ledger.
 func (s *shelf) showLocked() {
 	o, held := s.offer, s.ledger.Allocations()
 	in := Input{Node: s.node, Driver: s.driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee,
@@ -239,10 +240,10 @@ func (s *shelf) showLocked() {
 			in.Layouts[u] = l
 		}
 	}
-	s.leaveLocked(held, in.has)
+	s.setLeavingLocked(held, in.has)
 	in.Departing = slices.SortedFunc(maps.Keys(s.leaving), compareDevices)
-	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending, leaves: s.leaves,
-		held: held, has: in.has}
+	w := withdrawals{offer: o, domain: s.domain, faults: &s.faults, fault: s.fault, ending: s.ending,
+		draining: s.draining, held: held, has: in.has}
 	in.Taints = w.taints
 	same := true
 	if now := in.basis(); s.devices == nil || !reflect.DeepEqual(now, s.basis) {
@@ -260,8 +261,8 @@ func (s *shelf) showLocked() {
 	}
 }
 
-// leaveLocked says which devices leave: those that are published, or held, and in no layout.
-func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
+// setLeavingLocked sets which devices leave: those that are published or held, and in no layout.
+func (s *shelf) setLeavingLocked(held []ledger.Allocation, has func(Device) bool) {
 	out := leaving{}
 	add := func(d Device) {
 		if !has(d) {
@@ -284,8 +285,8 @@ func (s *shelf) leaveLocked(held []ledger.Allocation, has func(Device) bool) {
 	s.leaving = out
 }
 
-// setLocked has the slices written that are not the same as before, and notes in which writing
-// what is withdrawn is.
+// setLocked has the slices written, unless they are the same as before. It notes the number of the
+// write that withdraws something.
 func (s *shelf) setLocked(same bool) {
 	n, _, _ := s.publisher.state()
 	if !same || n == 0 {
@@ -295,7 +296,7 @@ func (s *shelf) setLocked(same bool) {
 	if s.withdraws {
 		s.withdraws, s.withdrew = false, n
 	}
-	for d, at := range s.leaving { // as leaveLocked made it: no view has it
+	for d, at := range s.leaving { // setLeavingLocked has made this map anew, so no view has it yet
 		if !at.set {
 			s.leaving[d] = departure{true, n}
 		}

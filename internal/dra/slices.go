@@ -17,43 +17,45 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// Input is everything that slices are built from.
+// Input is what slices are built from.
 type Input struct {
 	// Node is the node's name, and Driver the driver's.
 	Node, Driver string
 	Inventory    *gpu.Inventory
-	// Layouts are of the GPUs that are offered through DRA.
+	// Layouts has the GPUs that are offered through DRA.
 	Layouts map[gpu.UUID]plan.Layout
 	Cards   map[gpu.UUID]*mig.Card
 	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
 	Guarantee string
-	// Fixed are the GPUs whose MIG instances stand as the partition says, whoever has them:
-	// the UUIDs of these are published. Those on demand have another one each time.
+	// Fixed are the GPUs whose MIG instances stay as the partition lays them out, with any holder.
+	// Only the UUIDs of these instances are published: an instance on demand gets another one each
+	// time.
 	Fixed map[gpu.UUID]bool
-	// Departing are devices that no layout has any more, and that some claim may still
-	// name: they stay in their slices.
+	// Departing are devices that no layout has any longer, and that a claim may still name. They
+	// stay in their slices.
 	Departing []Device
-	// Taints are what keeps claims off a device, or ends its holders.
+	// Taints returns the taints of a device, which keep claims off it or end its holders; may be
+	// nil.
 	Taints func(Device) []resourcev1.DeviceTaint
 }
 
 // Published is what a node publishes.
 type Published struct {
 	Slices []resourcev1.ResourceSlice
-	// Devices are what is in them, by pool and name.
+	// Devices are the devices in the slices.
 	Devices map[DeviceName]Device
 }
 
-// DeviceName is what a claim's allocation calls a device.
+// DeviceName is what a claim's allocation names a device by.
 type DeviceName struct{ Pool, Name string }
 
-// Build says what is published. It is pure.
+// Build makes a node's slices. It is a pure function.
 //
-// A node has a pool for each model of GPU. Its first slices have the counters, of eight
-// GPUs each, and then there is a slice of devices for each GPU, in the order in which
-// neighbours are beside each other, since the scheduler takes the first that fits. What
-// cannot be had together takes of the same counters, whatever the layout: so a device that
-// is still held keeps off what the next layout has in its place.
+// A node has a pool for each model of GPU. The first slices of a pool have the counters, those of
+// eight GPUs each. After them comes a slice of devices for each GPU, in an order that puts
+// neighbouring GPUs beside each other: the scheduler takes the first devices that fit. Devices that
+// cannot exist side by side take the same counters, also if they are of different layouts. So a
+// device that is still held keeps claims off the devices of the next layout in its place.
 func Build(in Input) *Published {
 	out := &Published{Devices: map[DeviceName]Device{}}
 	var all []gpu.UUID
@@ -93,16 +95,15 @@ func Build(in Input) *Published {
 	return out
 }
 
-// basis is all that slices of one node follow from: while it is the same, so are they. It
-// is a fraction of their size, and each round of the agent asks whether they are to be
-// built anew.
+// basis is the input that the slices follow from: the slices change only if it does. It is much
+// smaller than the slices, and each round of the agent compares it to decide whether to build them.
 type basis struct {
 	inventory *gpu.Inventory
 	layouts   map[gpu.UUID]plan.Layout
 	cards     map[gpu.UUID]*mig.Card
 	guarantee string
 	fixed     map[gpu.UUID]bool
-	// taints are those of every device that is listed.
+	// taints has the taints of every listed device.
 	taints map[Device][]resourcev1.DeviceTaint
 }
 
@@ -116,8 +117,7 @@ func (in *Input) basis() basis {
 	return out
 }
 
-// withdraws reports whether something is kept from claims by another basis that is not by this
-// one.
+// withdraws reports whether now taints a listed device that b does not taint in the same way.
 func (b *basis) withdraws(now *basis) bool {
 	for d, taints := range now.taints {
 		if was, listed := b.taints[d]; listed && len(taints) > 0 && !slices.Equal(was, taints) {
@@ -138,7 +138,7 @@ func near(a, b *gpu.Device) int {
 	return cmp.Or(cmp.Compare(numa(a), numa(b)), cmp.Compare(a.PCI, b.PCI), cmp.Compare(a.Index, b.Index))
 }
 
-// counterSlices are the slices with the GPUs' counters.
+// counterSlices returns the slices with the GPUs' counters.
 func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []resourcev1.ResourceSlice {
 	var out []resourcev1.ResourceSlice
 	for part := range slices.Chunk(gpus, resourcev1.ResourceSliceMaxCounterSets) {
@@ -156,14 +156,14 @@ func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []r
 	return out
 }
 
-// memory is the counter of a GPU's memory. It never decides what fits: on a GPU with MIG
-// its memory slices do, and elsewhere everything takes all of it. Quotas count by it.
+// memory is the counter of a GPU's memory. It never decides what fits: on a GPU with MIG the memory
+// slices do, and on others each device takes all of it. Quotas count by it.
 const memory = "memory"
 
-// counters are all that a GPU has.
+// counters returns all counters of a GPU.
 func (in *Input) counters(d *gpu.Device) map[string]resourcev1.Counter {
 	out := map[string]resourcev1.Counter{}
-	if d.Memory > 0 { // else it has none of its own
+	if d.Memory > 0 { // zero if the GPU has no memory of its own
 		out[memory] = resourcev1.Counter{Value: bytes(d.Memory)}
 	}
 	if card := in.Cards[d.UUID]; card != nil {
@@ -174,7 +174,8 @@ func (in *Input) counters(d *gpu.Device) map[string]resourcev1.Counter {
 	return out
 }
 
-// takes is what a device takes of its GPU's counters: all but for MIG.
+// takes returns the counters that a device takes: all of its GPU's, or the parts of a MIG
+// placement.
 func (in *Input) takes(d *gpu.Device, of Device) map[string]resourcev1.Counter {
 	if !of.Kind.InMIG() {
 		return in.counters(d)
@@ -191,7 +192,7 @@ func (in *Input) takes(d *gpu.Device, of Device) map[string]resourcev1.Counter {
 	return out
 }
 
-// An amount of memory, and of anything else, in the form in which the API server sends it back.
+// bytes and count return an amount in the form that the API server sends it back in.
 func bytes(m gpu.MiB) resource.Quantity {
 	return *resource.NewQuantity(int64(m)<<20, resource.BinarySI)
 }
@@ -205,7 +206,8 @@ func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
 	return &d.MIG.Profiles[i]
 }
 
-// devices are what is listed of a GPU: what its layout has, and then what is departing.
+// devices returns the devices that are listed of a GPU: first those of its layout, then those that
+// are departing.
 func (in *Input) devices(d *gpu.Device) []Device {
 	out := everyPiece(d.UUID, in.Layouts[d.UUID].Of)
 	for _, o := range in.Departing {
@@ -216,13 +218,13 @@ func (in *Input) devices(d *gpu.Device) []Device {
 	return out
 }
 
-// has reports whether a layout has a device.
+// has reports whether a layout has the device.
 func (in *Input) has(d Device) bool {
 	l := in.Layouts[d.GPU]
 	return l.Has(d.Kind) && (!d.Kind.InMIG() || slices.Contains(l.Placements, d.Placement))
 }
 
-// device is one device as it is published.
+// device returns a device as it is published.
 func (in *Input) device(d *gpu.Device, of Device, short string) resourcev1.Device {
 	out := resourcev1.Device{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: capacities{}}
 	if takes := in.takes(d, of); len(takes) > 0 {
@@ -236,10 +238,10 @@ func (in *Input) device(d *gpu.Device, of Device, short string) resourcev1.Devic
 	return out
 }
 
-// capacities are what a device has of something, by name.
+// capacities are how much a device has of each thing, by name.
 type capacities = map[resourcev1.QualifiedName]resourcev1.DeviceCapacity
 
-// capacity is what a device has, by NVIDIA's names: memory, and of the rest the most that
+// capacity returns what a device has, by NVIDIA's names: this memory, and of the rest the most that
 // one of these profiles has.
 func capacity(of gpu.MiB, profiles ...gpu.Profile) capacities {
 	out := capacities{}
@@ -266,8 +268,8 @@ func capacity(of gpu.MiB, profiles ...gpu.Profile) capacities {
 	return out
 }
 
-// attributes are what selectors see of a device: NVIDIA's names, and index, guarantee, the
-// NVLink domain and of a shared GPU how it is shared besides.
+// attributes returns what selectors see of a device. The names are NVIDIA's, besides index,
+// guarantee, nvlinkDomain and, of a shared GPU, sharing.
 func (in *Input) attributes(d *gpu.Device, of Device) map[resourcev1.QualifiedName]resourcev1.DeviceAttribute {
 	out := map[resourcev1.QualifiedName]resourcev1.DeviceAttribute{}
 	text := func(name resourcev1.QualifiedName, value string) {
@@ -317,7 +319,7 @@ func (in *Input) attributes(d *gpu.Device, of Device) map[resourcev1.QualifiedNa
 	return out
 }
 
-// architecture is a GPU's in NVIDIA's spelling: "Ampere", "Ada Lovelace".
+// architecture returns a GPU's architecture in NVIDIA's spelling: "Ampere", "Ada Lovelace".
 func architecture(major, minor string) string {
 	word := label.Family(major, minor)
 	if word == "undefined" {
@@ -330,8 +332,8 @@ func architecture(major, minor string) string {
 	return strings.Join(words, " ")
 }
 
-// semver makes a version of three numbers of what a driver says: "580.159.03" is
-// 580.159.3, "8.0" is 8.0.0. It is empty where that is no version.
+// semver makes a version of three numbers of a driver's: "580.159.03" becomes 580.159.3, and "8.0"
+// becomes 8.0.0. It returns "" for other texts.
 func semver(s string) string {
 	parts := strings.Split(s, ".")
 	if len(parts) > 3 {

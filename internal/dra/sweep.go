@@ -18,45 +18,43 @@ import (
 )
 
 const (
-	// sweepEvery is how often claims are looked for that have ended without an Unprepare,
-	// while there are any, and grace how long one is kept that nobody knows.
+	// sweepEvery is how often the sweeper looks for claims that have ended without an Unprepare.
+	// grace is how long it keeps a new allocation that the kubelet does not know.
 	sweepEvery = 30 * time.Second
 	grace      = 30 * time.Second
-	// impatience is how often a Prepare that waits for the holder before it has that done
-	// sooner.
+	// impatience is how often a Prepare that waits for a previous holder wakes the sweeper.
 	impatience = 3 * time.Second
-	// lingers is for how long it is remembered that a claim was given back. The API server
-	// has it allocated until its pod is known to have ended.
+	// lingers is how long the book remembers that a claim was given back. The API server shows the
+	// claim as allocated until it knows that its pod has ended.
 	lingers = time.Minute
-	// apiPatience bounds one question to the API server, and listPatience the list of all
-	// claims of the cluster, which is many.
+	// apiPatience is the time limit of one call to the API server. listPatience is that of a list
+	// of the claims of the whole cluster, which may be many.
 	apiPatience  = 10 * time.Second
 	listPatience = 40 * time.Second
-	// gonePatience is how long a sweep waits for the loop to take CDI files away.
+	// gonePatience is how long a sweep waits for the loop to remove CDI files.
 	gonePatience = 5 * time.Second
 )
 
-// sweeper compares the book with what the API server, the kubelet and the runtime say, and ends
-// what they know nothing of. It has no lock.
+// sweeper compares the book with the API server, the kubelet and the runtime, and ends claims that
+// these know nothing of. It has no lock.
 type sweeper struct {
 	o     *Options
 	book  *book
 	in    *intake
-	shelf parting
-	// look has a token when claims are to be looked at anew, and account when the kubelet may
-	// have written its account.
+	shelf forgetter
+	// look wakes the sweeper for claims, and account when the kubelet may have written its account.
 	look, account token
 }
 
-// parting is what the sweeper asks of the shelf.
-type parting interface {
+// forgetter is the part of the shelf that the sweeper needs.
+type forgetter interface {
 	now() view
 	begin(named map[DeviceName]bool)
-	part(named map[DeviceName]bool, written uint64) int
+	forget(named map[DeviceName]bool, written uint64) int
 }
 
-// follow lists the claims at the start, and then looks after them where something depends on
-// that.
+// follow lists the claims at the start. After that it sweeps every sweepEvery, when it is woken,
+// and when an allocation ends that a reallocated claim may wait for.
 func (s *sweeper) follow(ctx context.Context) error {
 	pause := newPause()
 	for {
@@ -68,12 +66,13 @@ func (s *sweeper) follow(ctx context.Context) error {
 			again = time.After(sweepEvery)
 		default:
 			if ctx.Err() == nil {
-				s.o.Log.Warn("cannot tell which claims there are; trying again", "driver", s.o.Driver, "err", err)
+				s.o.Log.Warn("cannot compare the claims with the API server; trying again",
+					"driver", s.o.Driver, "err", err)
 			}
 			again = time.After(pause.Step())
 		}
 		if len(s.book.renewing()) == 0 {
-			ended = nil // nobody waits for it here
+			ended = nil // no claim waits for the end of another
 		}
 		select {
 		case <-ctx.Done():
@@ -85,9 +84,9 @@ func (s *sweeper) follow(ctx context.Context) error {
 	}
 }
 
-// followAccount asks the API server about the claims that the kubelet has for other pods than before. It
-// gives these what it was answered for the first one, without a word to the driver. It does
-// so beside the list of all claims, which may take long.
+// followAccount asks the API server about claims that the kubelet has for new pods. The kubelet
+// gives a new pod what Prepare has returned for the first one, without another call to the driver.
+// This runs in a goroutine of its own, since the list of all claims in follow may take long.
 func (s *sweeper) followAccount(ctx context.Context) error {
 	pause := newPause()
 	for {
@@ -110,9 +109,9 @@ func (s *sweeper) followAccount(ctx context.Context) error {
 	}
 }
 
-// sweep lists the claims at the start, and while a device is leaving. Otherwise it asks for
-// single claims, and only for those of which something is due: that were allocated anew, and
-// that may have ended unheard.
+// sweep lists all claims at the start, and while a device waits to leave its slice. Otherwise it
+// reads single claims, and only those that need it: the reallocated ones, and those that may have
+// ended without an Unprepare.
 func (s *sweeper) sweep(ctx context.Context) error {
 	state, err := s.o.Kubelet.DRAState()
 	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
@@ -124,13 +123,13 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	case !v.listed:
 		return s.first(ctx, &state)
 	}
-	// What cannot be told now is asked again at the next look, and holds up nobody else.
+	// An error here is tried again at the next sweep, and does not stop this one.
 	gctx, cancel := context.WithTimeout(ctx, gonePatience)
 	_, err = s.in.retire(gctx, "")
 	cancel()
 	err = errors.Join(err, s.sweepDue(ctx, &state))
 	v := s.shelf.now()
-	if !v.parts() {
+	if !v.canForget() {
 		return err
 	}
 	lctx, cancel := context.WithTimeout(ctx, listPatience)
@@ -139,11 +138,12 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	if lerr != nil {
 		return errors.Join(err, fmt.Errorf("list the claims: %w", lerr))
 	}
-	s.part(claims, v.written)
+	s.forgetDevices(claims, v.written)
 	return err
 }
 
-// sweepDue renews the claims that were allocated anew, and ends those that have ended unheard.
+// sweepDue takes allocations for claims that were allocated anew, and ends claims that have ended
+// without an Unprepare.
 func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	due, suspects := s.book.due(state, nil, true)
 	found, err := s.ask(ctx, state, due)
@@ -153,7 +153,7 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 		_, suspect := suspects[uid]
 		switch {
 		case c.claim == nil:
-			s.book.renewed(uid) // it has nothing
+			s.book.renewed(uid) // it has no allocation here
 			if suspect {
 				over[uid] = c.at
 			}
@@ -166,7 +166,7 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	}
 	rctx, cancel := context.WithTimeout(ctx, apiPatience)
 	defer cancel()
-	// What was observed may be of before a container's start.
+	// The last observation may be older than a container's start, so the runtime is asked again.
 	used, sure, rerr := inContainers(rctx, s.o.Runtime, s.o.Domain)
 	for uid, at := range over {
 		if rerr == nil && sure {
@@ -176,15 +176,15 @@ func (s *sweeper) sweepDue(ctx context.Context, state *node.DRAState) error {
 	return errors.Join(err, rerr)
 }
 
-// part lets devices go that were tainted at the server before the claims were listed, as of the
-// last writing before that.
-func (s *sweeper) part(claims []agentkube.Claim, written uint64) {
-	if n := s.shelf.part(s.named(claims), written); n > 0 {
-		s.o.Log.Info("devices leave their ResourceSlices: no claim names them", "devices", n)
+// forgetDevices removes devices from their slices that were tainted before the claims were listed.
+// written is the last write of slices that the server had then.
+func (s *sweeper) forgetDevices(claims []agentkube.Claim, written uint64) {
+	if n := s.shelf.forget(s.named(claims), written); n > 0 {
+		s.o.Log.Info("removing devices from their ResourceSlices: no claim names them", "devices", n)
 	}
 }
 
-// named are the devices that claims name.
+// named returns the devices that claims name.
 func (s *sweeper) named(claims []agentkube.Claim) map[DeviceName]bool {
 	out := map[DeviceName]bool{}
 	for i := range claims {
@@ -195,7 +195,7 @@ func (s *sweeper) named(claims []agentkube.Claim) map[DeviceName]bool {
 	return out
 }
 
-// first is the look after a start.
+// first is the sweep after a start.
 func (s *sweeper) first(ctx context.Context, state *node.DRAState) error {
 	rctx, cancel := context.WithTimeout(ctx, apiPatience)
 	used, sure, err := inContainers(rctx, s.o.Runtime, s.o.Domain)
@@ -218,19 +218,19 @@ func (s *sweeper) first(ctx context.Context, state *node.DRAState) error {
 			s.book.end(uid, at, served, used)
 		}
 	}
-	s.part(claims, written)
+	s.forgetDevices(claims, written)
 	return nil
 }
 
-// answer is what the API server says of a claim: nil where it is no more, or has nothing here. at
-// is the ledger's epoch before it was asked.
+// answer is what the API server says about a claim: nil if the claim is gone or has nothing here.
+// at is the ledger's epoch from before it was asked.
 type answer struct {
 	claim *agentkube.Claim
 	at    uint64
 }
 
-// ask asks the API server about single claims, and compares what they have here. The error is of those
-// that it returns nothing of.
+// ask reads single claims at the API server, and compares them with the book. The error covers the
+// claims that it returns no answer for.
 func (s *sweeper) ask(ctx context.Context, state *node.DRAState, due map[string]dra.Claim) (map[string]answer, error) {
 	out := map[string]answer{}
 	var errs []error
@@ -244,21 +244,22 @@ func (s *sweeper) ask(ctx context.Context, state *node.DRAState, due map[string]
 		case err != nil:
 			errs = append(errs, fmt.Errorf("claim %s/%s: %w", due[uid].Namespace, due[uid].Name, err))
 		default:
-			s.book.agree(c, at, podsOf(state, uid))
+			s.book.reconcile(c, at, podsOf(state, uid))
 			out[uid] = answer{c, at}
 		}
 	}
 	return out, errors.Join(errs...)
 }
 
-// begin compares what was found in records with what the API server says, as of at, takes over
-// the claims that are prepared, or that containers have, and of which no record is left, and
-// keeps the devices that claims name in their slices.
+// begin starts from the first list of claims. It compares them with what records have told. It
+// takes over prepared claims, and claims in containers, that no record names. Then it starts to
+// publish, with the devices that claims name in their slices. at is the ledger's epoch from before
+// the list.
 func (s *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64, state *node.DRAState,
 	used map[string][]workload.Pod) {
 	s.book.guess(used)
 	for i := range claims {
-		s.book.agree(&claims[i], at, podsOf(state, claims[i].UID))
+		s.book.reconcile(&claims[i], at, podsOf(state, claims[i].UID))
 		s.takeOver(&claims[i], state, used)
 	}
 	for i := range claims {
@@ -266,17 +267,17 @@ func (s *sweeper) begin(ctx context.Context, claims []agentkube.Claim, at uint64
 		shares, ok := s.book.taken(c.UID)
 		switch {
 		case !ok:
-		case answered(state, s.o.Driver, c.UID): // the kubelet may ask for it no more: see renew
+		case answered(state, s.o.Driver, c.UID): // the kubelet may not call Prepare for it again: see renew
 			go s.in.finish(ctx, c, shares)
-		case !c.Told: // the process before this one may have ended before it had said it
+		case !c.Told: // the previous process may have ended before it wrote the devices
 			go s.in.tell(c, shares)
 		}
 	}
 	s.shelf.begin(s.named(claims))
-	s.o.Wake() // for what was taken over
+	s.o.Wake() // the loop has to see what was taken over
 }
 
-// takeOver takes over what a claim has of which no record is left, if that is prepared or in a
+// takeOver takes over what a claim has and no record names, if the claim is prepared or in a
 // container.
 func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[string][]workload.Pod) {
 	wants, name := wants(c, s.o.Driver, s.o.Node), c.Namespace+"/"+c.Name
@@ -284,24 +285,24 @@ func (s *sweeper) takeOver(c *agentkube.Claim, state *node.DRAState, used map[st
 		return
 	}
 	switch inUse := slices.ContainsFunc(wants, func(w want) bool { return len(used[w.id()]) > 0 }); {
-	case theirs(c, wants, s.o.Driver, state, used):
+	case givenToPod(c, wants, s.o.Driver, state, used):
 		if err := s.book.takeOver(c, podsOf(state, c.UID)); err != nil {
-			s.o.Log.Warn("cannot take over what a claim has; its GPU may be given to somebody else",
+			s.o.Log.Warn("cannot take over what a claim has; its GPU may be given to another claim",
 				"claim", name, "err", err)
 		}
-	case inUse, answered(state, s.o.Driver, c.UID): // with what it had before
+	case inUse, answered(state, s.o.Driver, c.UID): // with what the claim had before it was allocated anew
 		if inUse {
-			s.o.Log.Warn("a container has what a claim had before it was allocated anew, and "+
-				"no record says what that is; its GPU may be given to somebody else", "claim", name)
+			s.o.Log.Warn("a container still has what its claim had before it was allocated anew, and "+
+				"no record names the device; its GPU may be given to another claim", "claim", name)
 		}
-		s.book.setAnew(c)
+		s.book.setReallocated(c)
 		s.look.poke()
 	}
 }
 
-// renew takes what a claim has that was allocated anew, where there is room. The kubelet may
-// not ask for it: it takes a claim that it has prepared once for prepared, and gives the names
-// of its CDI devices to the claim's next pods (1.36.3).
+// renew takes allocations for a claim that was allocated anew, if there is room. The kubelet may
+// not call Prepare for it: it regards a claim that it has prepared once as prepared, and gives the
+// claim's next pods the names of its CDI devices (1.36.3).
 func (s *sweeper) renew(ctx context.Context, c *agentkube.Claim, state *node.DRAState) {
 	wants, err := wanted(c, s.o.Driver, s.o.Node)
 	if err == nil {
@@ -314,7 +315,7 @@ func (s *sweeper) renew(ctx context.Context, c *agentkube.Claim, state *node.DRA
 		_, err = s.book.take(c, wants, podsOf(state, c.UID))
 	}
 	if _, lasts := lasting(err); err != nil && !lasts {
-		return // the holder before has not ended yet: it is tried again
+		return // the previous holder has not ended yet; the next sweep tries again
 	}
 	s.in.refusals.note(c, err)
 	s.book.renewed(c.UID)

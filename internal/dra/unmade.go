@@ -13,25 +13,26 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// A claim may be given a placement that the GPU's driver refuses to make. It is given up then,
-// and refused, so that its pod is ended and gets another one.
+// The scheduler may give a claim a placement whose instance the GPU's driver refuses to make. Such
+// a claim gives up what it has and is refused, so that its pod is ended and gets another placement.
 
-// placeOf is the MIG placement that a device stands for, if it is one.
+// placeOf returns a device's MIG placement; of another kind of device, one with a zero Placement.
 func placeOf(d Device) mig.Place { return mig.Place{GPU: d.GPU, Placement: d.Placement} }
 
-// unmade is why the GPU's driver makes no instance for a result, nil where nothing is
-// known against it. That lasts for as long as its placement is withdrawn.
-func unmade(o *Offer, w *want) error {
+// refusedByDriver returns a permanent error if the GPU's driver refuses to make the instance
+// of a result, and nil if nothing is known against it. The error lasts as long as the placement is
+// withdrawn.
+func refusedByDriver(o *Offer, w *want) error {
 	if why, refused := o.Refused[placeOf(w.device)]; refused && !w.Admin {
-		return never(status.ClaimRefused,
-			fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to have another one: %w",
+		return permanent(status.ClaimRefused,
+			fmt.Errorf("the GPU's driver refuses device %s (%s): make the claim anew, to get another one: %w",
 				w.Device, why.Message, gpu.ErrInvalid))
 	}
 	return nil
 }
 
-// whileMakeable returns a context that ends with ctx, or when the GPU's driver is known to
-// refuse what a claim has.
+// whileMakeable returns a context that ends with ctx, or when the GPU's driver is known to refuse
+// what a claim has.
 func (in *intake) whileMakeable(ctx context.Context, shares []share) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
 	go func() {
@@ -49,9 +50,9 @@ func (in *intake) whileMakeable(ctx context.Context, shares []share) (context.Co
 	return ctx, cancel
 }
 
-// giveUp gives back what a claim has where the GPU's driver refuses to make it, and reports
-// whether it did. It does not where the kubelet has been told that the claim is prepared, or
-// where a container may have it: that one's pod is not ended.
+// giveUp ends the allocations of a claim if the GPU's driver refuses to make one of them, and
+// reports whether it did. It leaves a claim that the kubelet has been told is prepared, or that a
+// container may have: the pod of such a claim is not ended.
 func (in *intake) giveUp(ctx context.Context, shares []share) bool {
 	if !in.shelf.now().refuses(in.o.Ledger, shares) {
 		return false

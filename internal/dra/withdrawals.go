@@ -12,23 +12,23 @@ import (
 	resourcev1 "k8s.io/api/resource/v1"
 )
 
-// withdrawals says what keeps claims off devices.
+// withdrawals decides which devices are tainted, and how.
 type withdrawals struct {
 	offer  *Offer
 	domain string
 	faults *faults
-	// fault is what the taint of a fault does.
+	// fault is the effect of an unhealthy device's taint.
 	fault resourcev1.DeviceTaintEffect
-	// ending are the devices by which pods of refused claims are ended.
+	// ending are the devices whose taint ends pods of refused claims.
 	ending map[Device]status.Reason
 	held   []ledger.Allocation
-	// has says whether a layout that is in force has a device.
+	// has reports whether a layout that is in force has a device.
 	has func(Device) bool
-	// leaves says that nobody will be there to prepare claims.
-	leaves bool
+	// draining is true if the process is about to end and will prepare no further claims.
+	draining bool
 }
 
-// taints are those of a device: none where it is on offer. Those of a fault and of a
+// taints returns the taints of a device; none if it is on offer. The taints of a fault and of a
 // refused claim may end pods.
 func (w *withdrawals) taints(d Device) (out []resourcev1.DeviceTaint) {
 	if w.faults.of(d) != "" {
@@ -46,14 +46,14 @@ func (w *withdrawals) taints(d Device) (out []resourcev1.DeviceTaint) {
 	return out
 }
 
-// withdrawn is why a device is to be given to nobody, empty where it may be.
+// withdrawn returns why a device must not be given out; empty if it may.
 func (w *withdrawals) withdrawn(d Device) status.Reason {
 	drains, on := w.offer.Changes.Drains(d.GPU, w.offer.Drain), w.offer.Inventory.ByUUID(d.GPU)
 	inMIG := on != nil && on.MIG.Enabled
 	switch {
 	case !w.has(d):
 		return status.NotInPartition
-	case w.leaves:
+	case w.draining:
 		return status.AgentEnds
 	case slices.Contains(w.offer.Changing, d.GPU), drains && !(d.Kind.InMIG() && inMIG):
 		return status.GPUChange
@@ -81,8 +81,8 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 	return w.offer.Failing[placeOf(d)].Reason
 }
 
-// occupied reports whether a placement has no room beside an instance that stands and may
-// not go, and that no allocation has.
+// occupied reports whether a placement does not fit beside an instance that must not be destroyed
+// and that no allocation has.
 func (w *withdrawals) occupied(d Device) bool {
 	on := w.offer.Changes.MIG[d.GPU]
 	besides := func(s mig.Placement) bool { return !on.Card.Fits([]mig.Placement{s}, d.Placement) }
@@ -90,7 +90,8 @@ func (w *withdrawals) occupied(d Device) bool {
 		!slices.Contains(on.Kept, d.Placement) && slices.ContainsFunc(on.Kept, besides))
 }
 
-// elsewhere reports whether somebody has the GPU through the other front-end.
+// elsewhere reports whether the other front-end has an allocation on the GPU, or there is one of a
+// kind that this version does not know.
 func (w *withdrawals) elsewhere(d Device) bool {
 	return slices.ContainsFunc(w.held, func(a ledger.Allocation) bool {
 		return a.On(d.GPU) && (a.Owner != ledger.DRA || !a.Kind().Known())

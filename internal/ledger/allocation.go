@@ -17,8 +17,8 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// FrontEnd names the protocol through which an allocation was asked for. The words
-// are those of workload.API.
+// FrontEnd names the protocol that an allocation was asked for through. The values are those of
+// workload.API.
 type FrontEnd string
 
 // Front-ends.
@@ -31,76 +31,80 @@ const (
 
 // Errors of a ledger.
 var (
-	// ErrNotOpen says that an allocation's container may not be created yet. It may be
-	// asked again.
+	// ErrNotOpen is the error of [Ledger.Prepare] while the container may not be created yet. The
+	// caller may try again.
 	ErrNotOpen = errors.New("the allocation is not ready")
-	// ErrHeld says that a piece is somebody else's.
-	ErrHeld = errors.New("somebody else has it")
+	// ErrHeld is the error of a request for a piece that another holder has.
+	ErrHeld = errors.New("another holder has it")
 )
 
-// Allocation is what was given together, and how far it is.
+// Allocation is what one holder was given in one call, and how far it is.
 type Allocation struct {
-	// ID names its CDI device, pages and records; its front-end chooses it.
+	// ID names the allocation's CDI device, limit pages and records. Its front-end chooses it.
 	ID string
-	// Owner may renew and release it.
+	// Owner is the front-end that took it, and the only one that may renew or release it.
 	Owner FrontEnd
-	// Resource is what it was asked for as, in its front-end's words.
+	// Resource is what was asked for, in the front-end's words: the name of an extended resource,
+	// or of the DRA driver.
 	Resource string
-	// Ref is its front-end's own word for it, which is kept in records and which nobody
-	// else reads.
+	// Ref is the front-end's own reference, which is kept in records. Only that front-end reads it.
 	Ref string
-	// Epoch grows with every Take and Renew of the ledger, and where an allocation is
-	// superseded or reinstated: what is said of an older one is not heard.
+	// Epoch is the ledger's counter at the last event that voids older news of the allocation:
+	// Take, Renew, Supersede, Reinstate, or a Prepare that let one of two pods through (see Twice).
+	// It is 0 if the ledger took the allocation over from a record.
 	Epoch uint64
-	// Grants are its pieces. They are not changed but replaced.
+	// Grants are its pieces. The slice and its elements never change; the ledger replaces the
+	// slice.
 	Grants []Grant
 	Phase  Phase
-	// Cause is why it is not open, by SetCause, empty where that is not known: its own
-	// pod reads it.
+	// Cause is why its container's needs could not be met so far (see Ledger.SetCause); empty if
+	// that is not known. It is for the allocation's own pod.
 	Cause status.Cause
-	// After is who has to end before it can open, empty if nobody, for operators: a pod
-	// is told by way of Holder.Told.
+	// After names the holders that must end before it can open; empty if there are none. It is for
+	// operators. A pod reads the words of Holder.Told instead.
 	After string
-	// Given is when it was given or last renewed, or of one that is Adopted when the
-	// ledger came to know it.
+	// Given is the time at which it was taken or last renewed. If it is Adopted, it is the time at
+	// which the ledger learned of it.
 	Given time.Time
-	// Adopted says that it is older than this process, and nobody knows since when.
+	// Adopted is true if a process before this one took it, and no record tells when.
 	Adopted bool
-	// Fresh says that a CDI file that stands for it may be of the holder before.
+	// Fresh is true if the allocation's CDI file, where there is one, may be of the previous
+	// holder.
 	Fresh bool
-	// Opened says that it has been open since Given.
+	// Opened is true if the allocation has been open since Given.
 	Opened bool
-	// Asked is when its container was first to start; zero where it has not been since
-	// Given, or since the allocation was last open.
+	// Asked is the time at which its container was first to start; zero if no container was to
+	// start since Given, or since the allocation was last open.
 	Asked time.Time
-	// Entered is when a container was last let in, by this holder or the one before.
+	// Entered is the time at which Prepare last let a container through, of this holder or of the
+	// previous one.
 	Entered time.Time
-	// Twice says that the kubelet has given it to two pods, each of which it believes to
-	// have it alone: then a Prepare lets one container through, and shuts it again.
+	// Twice is true if the kubelet has given the allocation to two pods, as if each had it alone.
+	// Then Prepare lets one container through, and closes the allocation again.
 	Twice bool
-	// Superseded says that its name stands for something else at its front-end now, as that of
-	// a claim does that was allocated anew: it is Waiting until the containers that have it
-	// have ended, and then it ends. See Ledger.Supersede.
+	// Superseded is true if the allocation's name means something else at its front-end now, for
+	// example after a claim was allocated anew. The allocation is Waiting until the containers that
+	// have it have ended, and then it ends. See Ledger.Supersede.
 	Superseded bool
-	// Holder is who has it, where that is known, and Beside the other pods that have it
-	// too, as those of a claim do.
+	// Holder is the container that has it; zero if that is not known. Beside are the other pods
+	// that have it, such as those of a shared claim.
 	Holder Holder
 	Beside []workload.Pod
-	// For is whom it was given to where that is no pod, in words for people; empty where it
-	// is. What stands there has pods that may come and go.
+	// For names what it was given to if that is not a pod, in words for people; otherwise empty.
+	// Pods of that owner may come and go.
 	For string
 }
 
-// Holder is a container.
+// Holder is a container, with its pod.
 type Holder struct {
 	workload.Pod
 	Container string
-	// Since is when the container was created, of several the first; zero where that is
+	// Since is the time at which the container was created, the first of several; zero if that is
 	// not known.
 	Since time.Time
 }
 
-// String is "namespace/pod", or says that nobody has named one.
+// String returns "namespace/pod", or a phrase for a pod that is not known yet.
 func (h Holder) String() string {
 	if h.Name == "" {
 		return "a pod that the kubelet has not named yet"
@@ -108,11 +112,11 @@ func (h Holder) String() string {
 	return h.Pod.String()
 }
 
-// Told says who has the allocation with this ID in words for a pod of a namespace; an
-// empty one is not known. The errors of a front-end end up in the status and the Events
-// of the pod that asked, which its tenant reads. So a pod of another namespace is not
-// named: its allocation's ID stands for it. (The Node's annotation and Events, the log
-// and `gpu-agent status` are for operators, and name pods.)
+// Told names the holder of the allocation with this ID to a pod of a namespace. The namespace is
+// empty if it is not known. Tenants read this: the errors of a front-end end up in the status and
+// the Events of the pod that asked. So a pod of another namespace is not named, and the
+// allocation's ID is told instead. (The Node's annotation and Events, the log and `gpu-agent
+// status` are for operators, and name pods.)
 func (h Holder) Told(namespace, id string) string {
 	if namespace != "" && h.Namespace == namespace && h.Name != "" {
 		return h.String()
@@ -120,7 +124,7 @@ func (h Holder) Told(namespace, id string) string {
 	return "allocation " + id
 }
 
-// Who names the pods that have it, or what it was given to where no pod is known.
+// Who names the pods that have the allocation, or For if no pod is known.
 func (a *Allocation) Who() string {
 	if a.For != "" && len(a.Pods()) == 0 {
 		return a.For
@@ -132,7 +136,7 @@ func (a *Allocation) Who() string {
 	return brief.List(names, 3)
 }
 
-// Pods are those that have it, as far as they are known.
+// Pods returns the pods that are known to have the allocation.
 func (a *Allocation) Pods() []workload.Pod {
 	if a.Holder.Name == "" {
 		return a.Beside
@@ -140,14 +144,13 @@ func (a *Allocation) Pods() []workload.Pod {
 	return append([]workload.Pod{a.Holder.Pod}, a.Beside...)
 }
 
-// Kind is what its pieces are.
+// Kind returns the kind of its pieces, which is the same for all of them.
 func (a *Allocation) Kind() piece.Kind { return a.Grants[0].Kind() }
 
 // IsOpen reports whether its container may be created.
 func (a *Allocation) IsOpen() bool { return a.Phase == Open }
 
-// GPUs returns the GPUs that it has something of, each once, in the order of its
-// grants.
+// GPUs returns the GPUs of its grants, each once, in the order of the grants.
 func (a *Allocation) GPUs() (out []gpu.UUID) {
 	for i := range a.Grants {
 		if u := a.Grants[i].GPU; !slices.Contains(out, u) {
@@ -157,42 +160,43 @@ func (a *Allocation) GPUs() (out []gpu.UUID) {
 	return out
 }
 
-// On reports whether it has something of a GPU.
+// On reports whether a grant is of this GPU.
 func (a *Allocation) On(u gpu.UUID) bool {
 	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u })
 }
 
-// Takes reports whether it takes something of a GPU from others.
+// Takes reports whether it has a grant of this GPU that takes room from others.
 func (a *Allocation) Takes(u gpu.UUID) bool {
 	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u && !g.NoRoom })
 }
 
-// Cap is what its holder may have of a GPU's memory.
+// Cap returns how much of a GPU's memory its holder may have. It is not known if one grant of that
+// GPU has no known cap.
 func (a *Allocation) Cap(u gpu.UUID) (cap piece.Cap) {
 	for i := range a.Grants {
 		switch g := &a.Grants[i]; {
 		case g.GPU != u:
 		case !g.Cap.Known:
 			return piece.Cap{}
-		default: // of several replicas of one GPU, which the kubelet gives though nobody asked it to, all count
+		default: // the kubelet may give several replicas of one GPU unasked: their caps add up
 			cap = piece.CapOf(cap.Bytes + min(g.Cap.Bytes, memcap.None-cap.Bytes))
 		}
 	}
 	return cap
 }
 
-// CapsKnown reports whether a record says of each grant how much its holder may have.
+// CapsKnown reports whether the cap of each grant is known.
 func (a *Allocation) CapsKnown() bool {
 	return !slices.ContainsFunc(a.Grants, func(g Grant) bool { return !g.Cap.Known })
 }
 
-// Record is what is written down of it.
+// Record returns the allocation's record.
 func (a *Allocation) Record() Record {
 	return Record{Owner: a.Owner, Resource: a.Resource, Ref: a.Ref, Grants: a.Grants}
 }
 
-// Record is what is written down of an allocation, wherever that is: its grants and
-// whose they are. Beside it stands the ID.
+// Record is the part of an allocation that is written down: its grants and its owner. The ID is
+// kept beside it.
 type Record struct {
 	Owner    FrontEnd `json:"frontEnd"`
 	Resource string   `json:"resource"`
@@ -200,7 +204,7 @@ type Record struct {
 	Grants   []Grant  `json:"grants"`
 }
 
-// ReadRecord reads a record. The error wraps gpu.ErrInvalid.
+// ReadRecord parses a record in JSON. The error wraps gpu.ErrInvalid.
 func ReadRecord(text string) (Record, error) {
 	var r Record
 	err := json.Unmarshal([]byte(text), &r)
@@ -213,10 +217,10 @@ func ReadRecord(text string) (Record, error) {
 	return r, nil
 }
 
-// check says what no allocation can be like.
+// check returns an error if the record has no grants, or grants of two kinds.
 func (r *Record) check() error {
 	if len(r.Grants) == 0 {
-		return errors.New("nothing was granted")
+		return errors.New("it has no grants")
 	}
 	for i := range r.Grants {
 		if first, k := r.Grants[0].Kind(), r.Grants[i].Kind(); k != first {

@@ -7,28 +7,28 @@ import (
 	"time"
 )
 
-// End is an allocation that has ended, or that was given to the next holder, as it was then.
+// End is a copy of an allocation from the time At, when it ended or was given to the next holder.
 type End struct {
 	Allocation
 	At time.Time
 }
 
-// Ends has what has ended in a ledger, for somebody who takes it again and again. Before Keep
-// nothing is kept. Its mutex is locked after the ledger's.
+// Ends collects what has ended in a ledger, until a reader takes it. It keeps nothing before
+// [Ends.Keep] is called. Its mutex is locked after the ledger's.
 type Ends struct {
 	mu    sync.Mutex
 	keeps bool
 	list  []End
 }
 
-// Keep has it keep what ends from now on.
+// Keep makes it keep what ends from now on.
 func (e *Ends) Keep() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.keeps = true
 }
 
-// Take returns what has ended since it was last called, in that order.
+// Take returns what has ended since the last call, oldest first.
 func (e *Ends) Take() []End {
 	e.mu.Lock()
 	defer e.mu.Unlock()

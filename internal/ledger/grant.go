@@ -12,28 +12,27 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Grant is a piece of one GPU that somebody has.
+// Grant is a piece of one GPU that was given out.
 type Grant struct {
 	GPU gpu.UUID
 	piece.Piece
 	Cap piece.Cap
-	// NoRoom says that it takes nothing from anybody: its holder looks after the GPU,
-	// beside those who have it.
+	// NoRoom is true if the grant takes no room: its holder watches the GPU beside those who use it
+	// (admin access).
 	NoRoom bool
-	// TimeSlice is how long a process may keep the GPU before the next one's turn, as
-	// the claim asks; empty where it does not. A GPU has one.
+	// TimeSlice is how long a process may keep the GPU before the next one's turn, as the claim
+	// asks; empty if it does not ask. A GPU has one time slice.
 	TimeSlice gpu.TimeSlice
 }
 
-// Fix returns the grant with the cap that its holder was given, in bytes, and with
-// what follows from that of a GPU with so much usable memory: the size of a unit, or
-// the number of replicas.
+// Fix returns the grant with a cap in bytes, and with what follows from that cap on a GPU with so
+// much usable memory: the size of a unit, or the number of replicas.
 func (g Grant) Fix(bytes uint64, usable gpu.MiB) Grant {
 	g.Cap, g.Piece = piece.CapOf(bytes), g.Piece.Fix(bytes, usable)
 	return g
 }
 
-// String is the grant's record.
+// String returns the grant's record.
 func (g Grant) String() string {
 	text, err := json.Marshal(g)
 	if err != nil {
@@ -42,7 +41,7 @@ func (g Grant) String() string {
 	return string(text)
 }
 
-// A grant's record in JSON is the piece's fields between these two.
+// The record of a grant is one JSON object: recordHead, the fields of the piece, recordTail.
 type (
 	recordHead struct {
 		GPU  gpu.UUID   `json:"gpu"`
@@ -55,8 +54,8 @@ type (
 	}
 )
 
-// MarshalJSON writes the grant's record. Whole GPUs and MIG instances have no cap,
-// which need not be said.
+// MarshalJSON writes the grant's record. It writes no cap for whole GPUs and MIG instances, since
+// these have none.
 func (g Grant) MarshalJSON() ([]byte, error) {
 	tail := recordTail{NoRoom: g.NoRoom, TimeSlice: g.TimeSlice}
 	if g.Cap.Known && !uncapped(g.Kind()) {
@@ -71,12 +70,11 @@ func (g Grant) MarshalJSON() ([]byte, error) {
 	return piece.Join(head, own, rest), nil
 }
 
-// uncapped reports whether nobody is held to a cap who has such a piece.
+// uncapped reports whether pieces of this kind have no cap.
 func uncapped(k piece.Kind) bool { return k.Alone() || k.InMIG() }
 
-// UnmarshalJSON reads a record. The error wraps gpu.ErrInvalid where it is not one
-// that MarshalJSON could have written. A piece of a kind that this version does not know is
-// a [piece.Unknown].
+// UnmarshalJSON reads a record. The error wraps gpu.ErrInvalid if MarshalJSON could not have
+// written it. A piece of a kind that this version does not know becomes a [piece.Unknown].
 func (g *Grant) UnmarshalJSON(data []byte) error {
 	var r struct {
 		recordHead
@@ -94,7 +92,7 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 	switch out.TimeSlice {
 	case "":
 	case gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong:
-		bad = bad || r.Kind.InMIG() || out.NoRoom // which have none to set
+		bad = bad || r.Kind.InMIG() || out.NoRoom // these have no time slice
 	default:
 		bad = true
 	}

@@ -17,48 +17,49 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Ledger has the allocations of a node. Use [New]. A front-end that has a mutex of
-// its own locks that first.
+// Ledger has the allocations of a node. Use [New]. A front-end locks its own mutex before the
+// ledger's.
 type Ledger struct {
-	// wake has the loop look, without the mutex. It must not block.
+	// wake makes the loop run. The ledger calls it without the mutex, and it must not block.
 	wake func()
-	// now is the clock, an argument because this floor has none.
+	// now is the clock. It is a parameter, since packages on this floor have no clock.
 	now func() time.Time
 
-	// Ends is what has ended.
+	// Ends collects what has ended.
 	Ends Ends
 
 	// mu guards everything below.
 	mu          sync.Mutex
 	allocations map[string]*allocation
-	// rooms is what can stand on the GPUs with MIG.
+	// rooms has, for each GPU with MIG, the instances that exist and can exist.
 	rooms map[gpu.UUID]MIG
-	// version grows when an allocation is added or ends, epoch with every Take and
-	// Renew.
+	// version grows when an allocation is added, renewed or released. epoch grows with each event
+	// that Allocation.Epoch lists.
 	version, epoch uint64
-	// named grows when the holder of one becomes known, or another.
+	// named counts how often an allocation got a first or another holder.
 	named uint64
-	// released counts those that have ended, and ended is closed when the next one does.
+	// released counts the allocations that were released. ended is closed at the next release, and
+	// then replaced.
 	released uint64
 	ended    chan struct{}
-	// seen are the transitions that there have been.
+	// seen has each transition that has happened.
 	seen map[Transition]bool
 }
 
-// allocation is one that the ledger has.
+// allocation is the ledger's entry for an Allocation.
 type allocation struct {
 	Allocation
-	// open is closed when Phase becomes Open, and replaced when it is that no more.
+	// open is closed when Phase becomes Open, and replaced when the allocation leaves that phase.
 	open chan struct{}
-	// gone is closed when no CDI file stands for one that is Superseded, and replaced when
-	// it becomes that.
+	// gone is closed when the CDI file of a Superseded allocation is gone. Supersede makes a new
+	// one.
 	gone chan struct{}
-	// told is After in words for the allocation's own pod.
-	told string
+	// forPod is After in words for the allocation's own pod.
+	forPod string
 }
 
-// New returns a ledger with no allocation. wake is called when somebody waits for one to
-// open and must not block; now is the clock.
+// New returns an empty ledger. The ledger calls wake when a Prepare waits for an allocation to
+// open; wake must not block. now is the clock.
 func New(wake func(), now func() time.Time) *Ledger {
 	return &Ledger{
 		wake: wake, now: now, allocations: map[string]*allocation{}, ended: make(chan struct{}),
@@ -66,23 +67,24 @@ func New(wake func(), now func() time.Time) *Ledger {
 	}
 }
 
-// Request is what a front-end asks for.
+// Request is what a front-end asks for. ID, Owner, Resource, Ref and Grants are those of the
+// allocation.
 type Request struct {
 	ID       string
 	Owner    FrontEnd
 	Resource string
 	Ref      string
 	Grants   []Grant
-	// Overlap says that others may be on the same pieces: the front-end knows that they
-	// are ending, or that they are of the same pod. The allocation opens when they are
+	// Overlap permits other allocations on the same pieces. The front-end sets it if it knows that
+	// these are ending, or that they are of the same pod. The allocation opens when the others have
 	// gone.
 	Overlap bool
 }
 
-// Take makes an allocation that is Reserved. A GPU is one front-end's at a time: the
-// error wraps ErrHeld where another one has something of it, and where somebody is on
-// the pieces and the request does not permit that. It does not wake the loop, which
-// would run beside the caller's answer and hold it up.
+// Take makes an allocation, which is Reserved. The error wraps ErrHeld in three cases: an
+// allocation has this ID, another front-end has an allocation that takes room on the same GPU, or
+// another allocation has the same pieces and the request does not permit an overlap. Take does not
+// wake the loop, since a round of the loop would slow down the caller's answer.
 func (l *Ledger) Take(r Request) (Allocation, error) {
 	all, err := l.TakeAll([]Request{r})
 	if err != nil {
@@ -91,7 +93,8 @@ func (l *Ledger) Take(r Request) (Allocation, error) {
 	return all[0], nil
 }
 
-// TakeAll makes several allocations, or none. Requests of one call do not see each other.
+// TakeAll makes all these allocations, or none. It does not compare the requests of one call with
+// each other. Its errors are those of Take.
 func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	now := l.now()
 	l.mu.Lock()
@@ -99,7 +102,7 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	for i := range requests {
 		r := &requests[i]
 		if l.allocations[r.ID] != nil {
-			return nil, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrHeld)
+			return nil, fmt.Errorf("there is already an allocation %s: %w", r.ID, ErrHeld)
 		}
 		if err := l.freeLocked(r); err != nil {
 			return nil, err
@@ -118,10 +121,10 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	return out, nil
 }
 
-// Renew gives an allocation of a front-end to the next holder, under the same ID, with
-// the pieces as they are now: a new pod, whose predecessor may still be ending, or the
-// next container of the same pod. It is Reserved again. The error wraps ErrHeld, as
-// Take's does, or gpu.ErrNotFound.
+// Renew gives an allocation to its next holder, under the same ID and with the pieces of the
+// request. The next holder is a new pod, whose predecessor may still be ending, or the next
+// container of the same pod. The allocation is Reserved again. The error wraps ErrHeld, as Take's
+// does, or gpu.ErrNotFound if the front-end has no such allocation.
 func (l *Ledger) Renew(r Request) (Allocation, error) {
 	now := l.now()
 	l.mu.Lock()
@@ -141,11 +144,11 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 		ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
 		Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
 	}
-	a.told = ""
+	a.forPod = ""
 	return a.Allocation, nil
 }
 
-// freeLocked says why a request cannot be met beside the other allocations.
+// freeLocked returns an error that wraps ErrHeld if another allocation is in the way of a request.
 func (l *Ledger) freeLocked(r *Request) error {
 	for _, o := range l.allocations {
 		switch {
@@ -154,16 +157,16 @@ func (l *Ledger) freeLocked(r *Request) error {
 			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
-			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrHeld)
+			return fmt.Errorf("allocation %s has some of the pieces: %w", o.ID, ErrHeld)
 		}
 	}
 	return nil
 }
 
-// Found takes over an allocation that is older than this process, from its record; given
-// is when it was given, zero where nobody knows. One that the ledger has already learns
-// what it did not know. added is false then. The error wraps gpu.ErrInvalid where the
-// record is none, and ErrHeld where the ID is another front-end's.
+// Found adds an allocation that a process before this one made, from its record. given is the time
+// at which it was given, zero if that is not known. If the ledger has the allocation already, Found
+// only adds the caps and the time that it lacks, and added is false. The error wraps gpu.ErrInvalid
+// if the record is not valid, and ErrHeld if another front-end has the ID.
 func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err error) {
 	now := l.now()
 	l.mu.Lock()
@@ -173,7 +176,7 @@ func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err er
 	}
 	if a := l.allocations[id]; a != nil {
 		if a.Owner != r.Owner {
-			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrHeld)
+			return false, fmt.Errorf("take over allocation %s: it belongs to %s: %w", id, a.Owner, ErrHeld)
 		}
 		a.learn(r.Grants)
 		a.date(given, now)
@@ -187,11 +190,11 @@ func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err er
 	return true, nil
 }
 
-// date says when an allocation that was taken over was last given or renewed, if that is
-// known; of several records the last one read tells.
+// date sets the time at which an allocation of an earlier process was given or renewed, if that is
+// known. Of several records, the last one counts.
 func (a *allocation) date(given, now time.Time) {
 	if a.Epoch == 0 && !given.IsZero() {
-		// As old as it is now, also when the clock is put back.
+		// Reckoned from now, so that its age stays right when the clock is set back.
 		a.Given, a.Adopted, a.Fresh = now.Add(-now.Sub(given)), false, true
 	}
 }
@@ -219,17 +222,17 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 	a.Phase = to
 }
 
-// Looked says what a look at an allocation's pieces came to: who else is on them, and
-// that in words for its own pod; both are empty where nobody is. It is not heard where
-// the allocation was renewed since epoch, or is open.
-func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
+// Looked reports which other holders were found on an allocation's pieces. others names them for
+// operators, forPod for the allocation's own pod; both are empty if the pieces are free. The ledger
+// ignores the report if the allocation has another epoch by now, is open, or is superseded.
+func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
 	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded {
 		return
 	}
-	a.After, a.told = others, told
+	a.After, a.forPod = others, forPod
 	switch {
 	case others != "":
 		l.moveLocked(a, Waiting)
@@ -240,13 +243,14 @@ func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
 	}
 }
 
-// Supersede says that the name of an allocation stands for something else at its front-end
-// now. No container is created with it any more, and it waits for the end of those that have
-// it: others names them, and told does in words for the pod that the name is for now. Neither
-// is empty. It is not heard where there has been another epoch since; the channel is nil then,
-// and else it is closed when no CDI file stands for it: see Gone. It begins a new epoch, and may
-// be said again, with other words, which begins none.
-func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <-chan struct{}) {
+// Supersede closes an allocation whose name means something else at its front-end now. No container
+// is created with it any longer, and it waits for the end of those that have it. others names them
+// for operators, forPod for the pod that the name is for now; neither is empty.
+//
+// Supersede returns nil and does nothing if the allocation has another epoch by now. Otherwise it
+// returns a channel that is closed when the allocation's CDI file is gone: see Gone. The first call
+// begins a new epoch. A further call only changes the words.
+func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
@@ -260,24 +264,25 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, told string) (gone <
 	if a.Phase == Open {
 		l.moveLocked(a, Taken)
 	}
-	a.After, a.told, a.Asked = others, told, time.Time{} // nobody starts with it
+	a.After, a.forPod, a.Asked = others, forPod, time.Time{} // no container starts with it
 	l.moveLocked(a, Waiting)
 	return a.gone
 }
 
-// Reinstate takes Supersede back: the name of an allocation stands for the same again. It begins
-// a new epoch.
+// Reinstate undoes Supersede: the name of the allocation means the same again. It begins a new
+// epoch. It does nothing if the allocation has another epoch by now.
 func (l *Ledger) Reinstate(id string, epoch uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if a := l.allocations[id]; a != nil && a.Epoch == epoch && a.Superseded {
 		l.epoch++
-		a.Superseded, a.After, a.told, a.Epoch = false, "", "", l.epoch
+		a.Superseded, a.After, a.forPod, a.Epoch = false, "", "", l.epoch
 		l.moveLocked(a, Taken)
 	}
 }
 
-// Gone says that no CDI file stands for an allocation that is Superseded.
+// Gone reports that a Superseded allocation has no CDI file. It closes the channel that Supersede
+// returned.
 func (l *Ledger) Gone(id string) {
 	l.edit(id, func(a *allocation) {
 		select {
@@ -290,40 +295,40 @@ func (l *Ledger) Gone(id string) {
 	})
 }
 
-// Prepare waits until the container of an allocation may be created. It may be called
-// any number of times. The error wraps ErrNotOpen when ctx ends first, or where there
-// is no such allocation; the work goes on.
+// Prepare returns nil when the container of an allocation may be created. It may be called any
+// number of times. The error wraps ErrNotOpen if ctx ends first, or if there is no such allocation.
+// The loop goes on with the work when ctx has ended.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	for {
-		open, err := l.pass(id, true)
+		open, err := l.admit(id, true)
 		if open == nil {
 			return err
 		}
 		l.wake()
 		select {
 		case <-open:
-			continue // another one may have been let through
+			continue // another container may have got through first: see Twice
 		case <-ctx.Done():
-			_, err := l.pass(id, false)
+			_, err := l.admit(id, false)
 			return err
 		}
 	}
 }
 
-// pass lets a container through, or returns why not and what is closed when it is worth
-// another try, nil where there is no such allocation. asks says that the container is to
-// start.
-func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
+// admit returns nil, nil if the container may be created. Otherwise it returns the reason, and a
+// channel that is closed when the allocation opens; the channel is nil if the allocation does not
+// exist. asks is true if the container is to start, and false if the caller has stopped waiting.
+func (l *Ledger) admit(id string, asks bool) (open <-chan struct{}, _ error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	a := l.allocations[id] // by ID: it may have ended and come again
+	a := l.allocations[id] // read anew: it may have ended, and been taken again
 	if a == nil {
 		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
 	}
 	if a.Phase == Open {
 		a.Entered = l.now()
 		if a.Twice {
-			// What was seen before this does not open it for the next one.
+			// A SetOpen that was decided on before this must not open it for the next container.
 			l.epoch++
 			a.Epoch = l.epoch
 			l.moveLocked(a, Reserved)
@@ -341,14 +346,14 @@ func (l *Ledger) pass(id string, asks bool) (open <-chan struct{}, _ error) {
 	return a.open, a.notOpen()
 }
 
-// notOpen is why an allocation is not open, for its pod.
+// notOpen returns the reason why an allocation is not open, in words for its pod.
 func (a *allocation) notOpen() error {
 	switch {
 	case a.Phase == Waiting && a.Twice:
 		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s",
-			ErrNotOpen, a.told)
+			ErrNotOpen, a.forPod)
 	case a.Phase == Waiting:
-		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.forPod)
 	case a.Cause != (status.Cause{}):
 		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
 	}
@@ -356,14 +361,14 @@ func (a *allocation) notOpen() error {
 		"see the agent's log and `gpu-agent status`", ErrNotOpen, a.ID)
 }
 
-// SetTwice says whether the kubelet has given an allocation to two pods.
+// SetTwice sets whether the kubelet has given an allocation to two pods.
 func (l *Ledger) SetTwice(id string, twice bool) {
 	l.edit(id, func(a *allocation) { a.Twice = twice })
 }
 
-// SetOpen says that the container of an allocation may be created, as of an epoch: one
-// that was renewed meanwhile is not open, and stays so. It reports whether it is open
-// now.
+// SetOpen permits the container of an allocation to be created, and reports whether the allocation
+// is open now. It does nothing if the allocation has another epoch by now, or if its pieces are not
+// known to be free.
 func (l *Ledger) SetOpen(id string, epoch uint64) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -375,7 +380,7 @@ func (l *Ledger) SetOpen(id string, epoch uint64) bool {
 	return true
 }
 
-// edit changes an allocation, if there is one with this ID.
+// edit calls change under the mutex, if there is an allocation with this ID.
 func (l *Ledger) edit(id string, change func(*allocation)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -384,7 +389,7 @@ func (l *Ledger) edit(id string, change func(*allocation)) {
 	}
 }
 
-// Shut says that the container of an allocation may no longer be created.
+// Shut takes back SetOpen: the container of the allocation may no longer be created.
 func (l *Ledger) Shut(id string) {
 	l.edit(id, func(a *allocation) {
 		if a.Phase == Open {
@@ -393,19 +398,19 @@ func (l *Ledger) Shut(id string) {
 	})
 }
 
-// SetCause says why what an allocation needs could not be made so far; an empty cause
-// clears it. It is in the error of a Prepare that waited in vain, which ends up in an
-// Event of the pod. So it names no pod but by Holder.Told.
+// SetCause sets why what an allocation needs could not be made so far; an empty cause clears it.
+// The error of a Prepare whose time has run out names the cause, and ends up in an Event of the
+// pod. So the cause must name other pods by Holder.Told only.
 func (l *Ledger) SetCause(id string, why status.Cause) {
 	l.edit(id, func(a *allocation) { a.Cause = why })
 }
 
-// SetFor says whom an allocation was given to where that is no pod, in words for people.
+// SetFor sets Allocation.For.
 func (l *Ledger) SetFor(id, who string) {
 	l.edit(id, func(a *allocation) { a.For = who })
 }
 
-// SetHolder says who has an allocation, and which other pods do.
+// SetHolder sets the holder of an allocation, and the other pods that have it.
 func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
 	l.edit(id, func(a *allocation) {
 		if a.Holder != h {
@@ -415,19 +420,20 @@ func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
 	})
 }
 
-// Filed says that a CDI file stands for an allocation that was written at that time: one
-// that is not older than the allocation is its own, not one of the holder before.
+// Filed reports when an allocation's CDI file was written; zero if that is not known. A file that
+// is not older than Given is of the present holder, so Fresh becomes false.
 func (l *Ledger) Filed(id string, written time.Time) {
 	l.edit(id, func(a *allocation) { a.Fresh = a.Fresh && (written.IsZero() || written.Before(a.Given)) })
 }
 
-// Learn says what the holder of an allocation was given, where that was not known. No
-// offer depends on it.
+// Learn adds the caps that an allocation lacks, from another record of the same grants. The room
+// that it takes stays the same, so offers need not change.
 func (l *Ledger) Learn(id string, grants []Grant) {
 	l.edit(id, func(a *allocation) { a.learn(grants) })
 }
 
-// learn takes over what a record of the same pieces knows of caps.
+// learn takes unknown caps, with the size of units or the number of replicas, from another record
+// of the same pieces.
 func (a *allocation) learn(grants []Grant) {
 	if len(grants) != len(a.Grants) {
 		return
@@ -441,7 +447,8 @@ func (a *allocation) learn(grants []Grant) {
 	}
 }
 
-// Release ends an allocation, if it is that front-end's. It returns what it was.
+// Release ends an allocation and returns it. It returns false if the front-end has no allocation
+// with this ID.
 func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -459,15 +466,15 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	return a.Allocation, true
 }
 
-// Ended is how many allocations have ended since the start, and a channel that is closed
-// when the next one does.
+// Ended returns how many allocations have ended since the start, and a channel that is closed when
+// the next one ends.
 func (l *Ledger) Ended() (n uint64, next <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.released, l.ended
 }
 
-// Get returns one allocation.
+// Get returns the allocation with this ID; false if there is none.
 func (l *Ledger) Get(id string) (Allocation, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -478,14 +485,14 @@ func (l *Ledger) Get(id string) (Allocation, bool) {
 	return a.Allocation, true
 }
 
-// Allocations returns all of them in the order of their IDs.
+// Allocations returns all allocations in the order of their IDs.
 func (l *Ledger) Allocations() []Allocation {
 	out, _ := l.Look()
 	return out
 }
 
-// Look returns the allocations and their version, which grows when one is added,
-// renewed or released.
+// Look returns all allocations in the order of their IDs, and their version. The version grows when
+// an allocation is added, renewed or released.
 func (l *Ledger) Look() ([]Allocation, uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -497,8 +504,8 @@ func (l *Ledger) Look() ([]Allocation, uint64) {
 	return out, l.version
 }
 
-// State returns the version of the allocations, the epoch of the last one that was taken or
-// renewed, and how often one got another holder.
+// State returns the version of the allocations, the last epoch, and how often an allocation got
+// another holder.
 func (l *Ledger) State() (version, epoch, named uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -524,7 +531,7 @@ func (l *Ledger) Unopened() bool {
 	return false
 }
 
-// Passed are the transitions that there have been, for the tests of the table.
+// Passed returns the transitions that have happened, for the tests of the table.
 func (l *Ledger) Passed() []Transition {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -2,51 +2,51 @@
 
 package ledger
 
-// Phase is how far an allocation is on its way to a container that may start.
+// Phase is how far an allocation is on its way to a container.
 type Phase string
 
 // Phases, in their order.
 const (
-	// Reserved: it was given, and it is not known yet whether the holder before is
-	// still on its pieces.
+	// Reserved: it was given, and it is not known yet whether the previous holder still has its
+	// pieces.
 	Reserved Phase = "reserved"
-	// Waiting: somebody still is. Or it is Superseded, and its own containers have not ended
-	// yet: then it never opens.
+	// Waiting: another holder still has its pieces. Or it is Superseded, and its own containers
+	// have not ended: then it opens only if it is reinstated.
 	Waiting Phase = "waiting"
-	// Taken: nobody else is on its pieces.
+	// Taken: its pieces are free, and no container of it is to start yet.
 	Taken Phase = "taken"
-	// Making: its container is to start, and what it needs is being made: a MIG
-	// instance, the limit page, the CDI file.
+	// Making: its container is to start, and the loop makes what that needs: a MIG instance, the
+	// limit page, the CDI file.
 	Making Phase = "making"
-	// Open: its container may be created; the CDI file stands.
+	// Open: its CDI file exists, and its container may be created.
 	Open Phase = "open"
-	// Released: its front-end has said that it has ended, and the ledger has it no more.
+	// Released: its front-end has ended it, and the ledger has forgotten it.
 	Released Phase = "released"
 )
 
-// Transition is one step of an allocation from a phase to another.
+// Transition is a step of an allocation from one phase to another.
 type Transition struct{ From, To Phase }
 
-// Step is a transition with what brings it about.
+// Step is a transition with its trigger, in words for people.
 type Step struct {
 	Transition
 	By string
 }
 
-// Transitions are all that there are. An allocation begins as Reserved.
+// Transitions are all steps that there are. An allocation begins as Reserved.
 var Transitions = []Step{
 	{Transition{Reserved, Waiting}, "a look finds its pieces in use, or it is superseded"},
 	{Transition{Reserved, Taken}, "a look finds its pieces free, and its container is not to start yet"},
 	{Transition{Reserved, Making}, "a look finds its pieces free, and its container is to start"},
 	{Transition{Waiting, Taken},
-		"the holder before has ended, and its container is not to start yet; or it is reinstated"},
-	{Transition{Waiting, Making}, "the holder before has ended, and its container is to start"},
+		"the previous holder has ended, and its container is not to start yet; or it is reinstated"},
+	{Transition{Waiting, Making}, "the previous holder has ended, and its container is to start"},
 	{Transition{Taken, Waiting}, "a look finds its pieces in use, or it is superseded"},
 	{Transition{Taken, Making}, "its container is to start"},
 	{Transition{Making, Waiting}, "a look finds its pieces in use, or it is superseded"},
-	{Transition{Taken, Open}, "what its container needs stands"},
-	{Transition{Making, Open}, "what its container needs stands"},
-	{Transition{Open, Taken}, "what its container needs stands no more"},
+	{Transition{Taken, Open}, "what its container needs is there"},
+	{Transition{Making, Open}, "what its container needs is there"},
+	{Transition{Open, Taken}, "what its container needs is gone"},
 	{Transition{Waiting, Reserved}, "it is renewed"},
 	{Transition{Taken, Reserved}, "it is renewed"},
 	{Transition{Making, Reserved}, "it is renewed"},

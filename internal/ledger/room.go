@@ -11,23 +11,22 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// MIG is what stands and can stand on a GPU whose pieces are placements, beside the
-// allocations.
+// MIG is what is known of a GPU in MIG mode besides its allocations: which instances exist, and
+// which can exist side by side.
 type MIG struct {
-	// Card judges which placements can stand together.
+	// Card judges which placements can exist side by side; nil if that is not known.
 	Card *mig.Card
-	// Occupied are placements that stand, that no allocation has and that may neither go
-	// nor be given out: used by somebody unknown, or under change.
+	// Occupied are instances that may neither be destroyed nor given out, and that no allocation
+	// has: their user is unknown, or they are under change.
 	Occupied []mig.Placement
-	// Kept are placements that stand and may not go, but may be given out: instances
-	// that somebody else has made.
+	// Kept are instances that may be given out, but not destroyed: another program made them.
 	Kept []mig.Placement
-	// Warm are placements that stand idle and may go; they take nobody's room.
+	// Warm are idle instances that may be destroyed. They take no room.
 	Warm []mig.Placement
 }
 
-// SetMIG says what stands and can stand on the GPUs whose pieces are placements.
-// Placements of allocations that were known without their size learn it.
+// SetMIG sets which instances exist and can exist on the GPUs in MIG mode. It also sets the sizes
+// of placements that allocations have without one.
 func (l *Ledger) SetMIG(gpus map[gpu.UUID]MIG) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -37,8 +36,8 @@ func (l *Ledger) SetMIG(gpus map[gpu.UUID]MIG) {
 	}
 }
 
-// sized returns grants with the sizes of placements that cards know: the slice itself
-// where there is nothing to add, since others may read it.
+// sized returns grants with the sizes of placements that the cards know. It returns the same slice
+// if there is nothing to add, and otherwise a copy, since others may read the slice.
 func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
 	out, copied := grants, false
 	for i := range grants {
@@ -56,12 +55,13 @@ func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
 
 // Room is what is taken of a GPU with MIG at one moment.
 type Room struct {
-	// Card is nil where it is not known what can stand on the GPU.
+	// Card is nil if it is not known what can exist on the GPU.
 	Card *mig.Card
-	// Placements are those that may not go, each once, in place order.
+	// Placements are those whose instances may not be destroyed, and those of allocations, each
+	// once, in place order.
 	Placements []mig.Placement
 
-	taken []taken // the same with the rest
+	taken []taken // the same as Placements, with what else is known of them
 	held  []held
 }
 
@@ -71,15 +71,15 @@ type held struct {
 	placement mig.Placement
 }
 
-// taken is a placement that may not go.
+// taken is a placement that nothing may be placed over.
 type taken struct {
 	placement mig.Placement
-	// free says that it stands, that no allocation has it and that one may.
+	// free is true if an instance exists there, no allocation has it, and one may take it.
 	free   bool
-	reason string // for whoever lacks the room; made when it is asked for
+	reason string // what Lacks returns for it; made at its first use
 }
 
-// Rooms finds out what is taken of each of these GPUs.
+// Rooms returns what is taken of each of these GPUs.
 func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -104,8 +104,8 @@ func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 				continue
 			}
 			r.held = append(r.held, held{a.Resource, at})
-			// One of unknown size cannot stand: its GPU has no such profile, or
-			// nobody knows yet what it has.
+			// A placement of unknown size takes no room: the GPU has no such profile, or its
+			// profiles are not known yet.
 			if at.Size > 0 {
 				r.take(at, false)
 			}
@@ -131,14 +131,14 @@ func (r *Room) take(s mig.Placement, free bool) {
 	r.taken = append(r.taken, taken{placement: s, free: free})
 }
 
-// Has reports whether an allocation has a placement, under that name of a resource.
+// Has reports whether an allocation has a placement, asked for as this resource.
 func (r *Room) Has(resource string, s mig.Placement) bool {
 	return slices.ContainsFunc(r.held, func(h held) bool {
 		return h.resource == resource && piece.SamePlace(h.placement, s)
 	})
 }
 
-// Free are the placements that stand, that may not go and that may be given out.
+// Free returns the placements of instances that may be given out, but not destroyed.
 func (r *Room) Free() (out []mig.Placement) {
 	for i := range r.taken {
 		if r.taken[i].free {
@@ -148,8 +148,8 @@ func (r *Room) Free() (out []mig.Placement) {
 	return out
 }
 
-// Beside is what a placement has to stand beside: all that is taken, but for itself
-// where it stands and may be given out. counted says that it is.
+// Beside returns the placements that a new one has to fit beside: all that are taken, but not the
+// placement itself if it is free. counted is true if it is.
 func (r *Room) Beside(s mig.Placement) (others []mig.Placement, counted bool) {
 	for i := range r.taken {
 		if t := &r.taken[i]; t.placement == s && t.free {
@@ -159,10 +159,10 @@ func (r *Room) Beside(s mig.Placement) (others []mig.Placement, counted bool) {
 	return r.Placements, false
 }
 
-// Lacks is why a placement that no allocation has cannot be given out, empty where it can.
+// Lacks returns why a placement that no allocation has cannot be given out; empty if it can.
 func (r *Room) Lacks(s mig.Placement) string {
 	if r.Card == nil {
-		return "what can stand on its GPU is not known"
+		return "it is not known what can exist on its GPU"
 	}
 	others, _ := r.Beside(s)
 	if r.Card.Fits(others, s) {
@@ -181,7 +181,7 @@ func (r *Room) Lacks(s mig.Placement) string {
 	if len(others) == 0 {
 		return "its GPU has no such placement"
 	}
-	// Each alone would leave it room.
+	// Each of them alone would leave room for it.
 	var names []string
 	for _, t := range others {
 		names = append(names, t.String())
@@ -189,9 +189,8 @@ func (r *Room) Lacks(s mig.Placement) string {
 	return "its room is taken by " + strings.Join(names, ", ")
 }
 
-// Overlap reports whether two sets of grants have something in common: a piece of the
-// same GPU, or pieces of it of two kinds, or placements of which one has no room beside
-// the other.
+// Overlap reports whether two sets of grants conflict on a GPU: they have the same piece of it,
+// pieces of two kinds, two time slices, or placements that do not fit side by side.
 func (l *Ledger) Overlap(a, b []Grant) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -204,14 +203,13 @@ func overlap(rooms map[gpu.UUID]MIG, a, b []Grant) bool {
 	})
 }
 
-// clash reports whether two pieces of one GPU cannot both be had; card is nil where it is not
-// known.
+// clash reports whether two grants of one GPU exclude each other. card is nil if it is not known.
 func clash(card *mig.Card, a, b *Grant) bool {
 	switch {
 	case a.NoRoom || b.NoRoom:
 		return false
 	case a.TimeSlice != "" && b.TimeSlice != "" && a.TimeSlice != b.TimeSlice:
-		return true // of the GPU
+		return true // a GPU has one time slice
 	}
 	return piece.Clash(a.Piece, b.Piece, card)
 }

@@ -9,32 +9,32 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Division is into which devices of one kind a GPU is divided. The zero Division has none.
+// Division is how a GPU is divided into devices of one kind. The zero Division has no devices.
 type Division struct {
 	Kind Kind `json:"kind"`
-	// N is the number of devices: 1 of a whole GPU.
+	// N is the number of devices; 1 for a whole GPU.
 	N int `json:"n"`
-	// Unit is the size of a device, in MiB, 0 where the kind has no such size or it is not known.
+	// Unit is the size of a device, in MiB; 0 if the kind has no such size, or it is not known.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
-	// Placements are the MIG devices, in the order of the list; N counts them.
+	// Placements are the MIG devices, in place order; N counts them.
 	Placements []mig.Placement `json:"placements,omitempty"`
-	// Alone are the numbers of the only devices, where they linger without the others; empty
-	// where the first N are meant.
+	// Alone are the numbers of the devices, if only these are left of a former division; empty if
+	// the devices are 0 to N-1.
 	Alone Set `json:"alone,omitempty"`
 }
 
 // Wish is how a partition wants a GPU to be divided.
 type Wish struct {
-	// Mode is the partition's word.
+	// Mode is the partition's mode of the GPU.
 	Mode string
-	// Replicas are how many a shared GPU has; 0 where it is shared in units of memory.
+	// Replicas is the number of replicas of a shared GPU; 0 if it is shared in units of memory.
 	Replicas int
 	// Unit is the size of a memory unit on the node, in MiB.
 	Unit gpu.MiB
 }
 
-// Divide is the division of a GPU that a wish means. ok is false where it means none, and
-// where the card decides, as of MIG.
+// Divide returns the division of a GPU that a wish means. ok is false if it means none, and for
+// MIG, which depends on the card.
 func Divide(w Wish, d *gpu.Device) (of Division, ok bool) {
 	for _, k := range all {
 		if of, ok = k.divide(w, d); ok {
@@ -44,7 +44,7 @@ func Divide(w Wish, d *gpu.Device) (of Division, ok bool) {
 	return Division{}, false
 }
 
-// Wish is what a partition says that means the division, but for the size of memory units.
+// Wish returns the wish that means the division, without the size of memory units.
 func (d Division) Wish() Wish {
 	w := Wish{Mode: d.Kind.Mode()}
 	if wish := d.Kind.about().wish; wish != nil {
@@ -53,8 +53,8 @@ func (d Division) Wish() Wish {
 	return w
 }
 
-// Infer is how a GPU must be divided for pieces of one kind to be there: wish is how it is to
-// be divided, and unit the size of a memory unit on the node.
+// Infer returns how a GPU must be divided so that these pieces, all of one kind, exist. wish is the
+// division that the partition wants, and unit the size of a memory unit on the node.
 func Infer(pieces []Piece, d *gpu.Device, wish Division, unit gpu.MiB) Division {
 	k := kinds[pieces[0].Kind()]
 	if k == nil {
@@ -69,15 +69,14 @@ func (d Division) Equal(o Division) bool {
 		slices.Equal(d.Alone, o.Alone)
 }
 
-// SameSize reports whether both are by one wish, and d has some devices. How many memory units a
-// GPU has, and how large an equal part of it is, follows from what its driver keeps for itself,
-// which can move by some MiB from one reading to the next.
+// SameSize reports whether both follow from the same wish, and d has devices. It does not compare
+// the number of memory units, or the size of a replica: these follow from what the GPU's driver
+// keeps for itself, which can change by some MiB from one reading to the next.
 func (d Division) SameSize(o Division) bool {
 	return d.Kind == o.Kind && d.N > 0 && d.Wish() == o.Wish() && (d.Unit == o.Unit || !d.Kind.Together())
 }
 
-// String is into what the GPU is divided, for people: "4 replicas"; empty where the kind says
-// it all.
+// String returns the division for people: "4 replicas"; empty if the kind says it all.
 func (d Division) String() string {
 	if words := d.Kind.about().words; words != nil {
 		return words(d)
@@ -85,8 +84,8 @@ func (d Division) String() string {
 	return ""
 }
 
-// Rest is what a division does not have of a piece, as a division of it alone. ok is false
-// where it has all of it. A division of another kind has nothing of it.
+// Rest returns the part of a piece that a division lacks, as a division of its own. ok is false if
+// the division has the whole piece. A division of another kind has nothing of it.
 func (d Division) Rest(p Piece) (rest Division, ok bool) {
 	if d.Kind != p.Kind() {
 		d = Division{Kind: p.Kind()}
@@ -94,13 +93,13 @@ func (d Division) Rest(p Piece) (rest Division, ok bool) {
 	return p.lacks(d)
 }
 
-// beyond is what a division into numbered devices does not have of some.
+// beyond returns the devices with these numbers that a numbered division lacks.
 func beyond(of Division, numbers Set) (Division, bool) {
 	numbers = numbers.From(of.N)
 	return Division{Kind: of.Kind, N: numbers.Len(), Alone: numbers}, len(numbers) > 0
 }
 
-// Share is a division of one GPU, and the memory that programs can have of that, in MiB.
+// Share is a division of a GPU, and Usable the memory that programs can have of that GPU, in MiB.
 type Share struct {
 	Division
 	Usable gpu.MiB

@@ -11,14 +11,15 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Replica is one of n equal shares of a GPU.
+// Replica is one of several equal shares of a GPU.
 type Replica struct {
-	// Number is the share's, and Of how many there are; 0 where that is not known.
+	// Number is the share's number, from 0. Of is how many shares the GPU has; 0 if not known.
 	Number int `json:"replica,omitempty"`
 	Of     int `json:"of,omitempty"`
 }
 
-// mostReplica is the largest number in a record, of which the kubelet lists no more than 60,000.
+// mostReplica is the largest number in a record. It is above what the kubelet lists of a resource,
+// at most 60,000.
 const mostReplica = 1 << 16
 
 var replica = kind{
@@ -26,7 +27,7 @@ var replica = kind{
 	read: func(record []byte) (Piece, error) {
 		p, err := fields[Replica](record)
 		if err == nil && (p.Number < 0 || p.Of < 0 || p.Number > mostReplica || p.Of > mostReplica) {
-			err = errors.New("no GPU has such a replica")
+			err = errors.New("it has no valid replica number")
 		}
 		return p, err
 	},
@@ -40,8 +41,9 @@ var replica = kind{
 			r := p.(Replica)
 			n, of = max(n, r.Number+1), max(of, r.Of)
 		}
-		// The number of replicas cannot be read off a few of them, but off what they may
-		// have; else, where the wish agrees with what is held, it was the wish before, too.
+		// Single pieces do not show how many replicas there are, but what their holders may have
+		// does (Of). If Of is not known, the wish counts: it agrees with the pieces, so it was
+		// probably the former wish, too.
 		switch {
 		case of > 0:
 			n = max(n, of)
@@ -53,22 +55,21 @@ var replica = kind{
 	words: func(of Division) string { return fmt.Sprintf("%d replicas", of.N) },
 }
 
-// Kind is KindReplica.
 func (Replica) Kind() Kind { return KindReplica }
 
 // String is "replica".
 func (Replica) String() string { return string(KindReplica) }
 
-// Numbers is that of the replica.
+// Numbers is the replica's number.
 func (p Replica) Numbers() Set { return Set{{p.Number, p.Number}} }
 
-// Size is 0: it follows from how many there are.
+// Size is 0: it follows from the number of replicas.
 func (Replica) Size() gpu.MiB { return 0 }
 
-// Placement is of none.
+// Placement returns false.
 func (Replica) Placement() (mig.Placement, bool) { return mig.Placement{}, false }
 
-// In is one of as many as the division has, with an equal part of the memory as its cap.
+// In returns one of as many replicas as the division has. Its cap is an equal part of the memory.
 func (p Replica) In(of Share) (Piece, Cap) {
 	if of.N == 0 {
 		return p, Cap{}
@@ -77,16 +78,16 @@ func (p Replica) In(of Share) (Piece, Cap) {
 	return p, CapOf(memcap.Replica(of.Usable, of.N))
 }
 
-// Fix finds out how many replicas there are.
+// Fix works out the number of replicas.
 func (p Replica) Fix(cap uint64, usable gpu.MiB) Piece {
 	if size := gpu.MiB(cap >> 20); cap != memcap.None && size > 0 && p.Of == 0 {
-		// What the driver keeps for itself can have moved by some MiB.
+		// Rounded, since what the driver keeps for itself can have changed by some MiB.
 		p.Of = int((usable + size/2) / size)
 	}
 	return p
 }
 
-// Part is an equal one of the GPU, and the cap.
+// Part is an equal share of the GPU, and the cap.
 func (p Replica) Part(d *gpu.Device, cap Cap) (share float64, memory uint64) {
 	if p.Of > 0 {
 		share = 1 / float64(p.Of)

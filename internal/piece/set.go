@@ -11,14 +11,14 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Set is a set of numbers of memory units, as ranges: ascending, apart from each
-// other, none empty. Its text is "0-23,40".
+// Set is a set of numbers, as ascending ranges with gaps between them, none empty. Its text is
+// "0-23,40".
 type Set []Range
 
 // Range is the numbers from First to Last, both included.
 type Range struct{ First, Last int }
 
-// SetOf returns the set of numbers that are in ascending order, each once.
+// SetOf returns the set of these numbers, which must be ascending, each once.
 func SetOf(ascending []int) Set {
 	var s Set
 	for _, n := range ascending {
@@ -31,7 +31,7 @@ func SetOf(ascending []int) Set {
 	return s
 }
 
-// Len is how many numbers are in the set.
+// Len returns how many numbers the set has.
 func (s Set) Len() (n int) {
 	for _, r := range s {
 		n += r.Last - r.First + 1
@@ -39,7 +39,7 @@ func (s Set) Len() (n int) {
 	return n
 }
 
-// Most is the largest number of the set, -1 where it is empty.
+// Most returns the largest number of the set, or -1 if the set is empty.
 func (s Set) Most() int {
 	if len(s) == 0 {
 		return -1
@@ -73,7 +73,7 @@ func (s Set) Meets(t Set) bool {
 	return false
 }
 
-// Within reports whether each number of the set is in another one.
+// Within reports whether t has each number of the set.
 func (s Set) Within(t Set) bool {
 	i := 0
 	for _, r := range s {
@@ -100,7 +100,7 @@ func (s Set) All() iter.Seq[int] {
 	}
 }
 
-// String is the set's text.
+// String returns the set's text.
 func (s Set) String() string {
 	text, _ := s.MarshalText()
 	return string(text)
@@ -122,8 +122,8 @@ func (s Set) MarshalText() ([]byte, error) {
 	return b, nil
 }
 
-// mostUnit is far above what any GPU has, a tebibyte in units of a mebibyte, and small enough
-// for every list of numbers: whoever reads a record may count to it.
+// mostUnit is the largest number in a text. It is far above any GPU, a tebibyte in units of a
+// mebibyte, and small enough for readers that count up to it.
 const mostUnit = 1 << 20
 
 // UnmarshalText reads what MarshalText writes. The error wraps gpu.ErrInvalid.
@@ -140,7 +140,7 @@ func (s *Set) UnmarshalText(text []byte) error {
 		}
 		if err != nil || r.First < 0 || r.Last < r.First || r.Last > mostUnit ||
 			len(out) > 0 && r.First <= out[len(out)-1].Last {
-			return fmt.Errorf("%q are not numbers of memory units in ascending order: %w", text, gpu.ErrInvalid)
+			return fmt.Errorf("%q is no list of memory units in ascending order: %w", text, gpu.ErrInvalid)
 		}
 		out = append(out, r)
 	}

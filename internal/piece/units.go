@@ -18,7 +18,7 @@ import (
 type Units struct {
 	// Set are the numbers of the units.
 	Set Set `json:"units,omitempty"`
-	// Unit is the size of one, in MiB; 0 where that is not known.
+	// Unit is the size of one unit, in MiB; 0 if not known.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
 }
 
@@ -43,7 +43,7 @@ var units = kind{
 		}
 		size := cmp.Or(of.Unit, unit)
 		if n := timeslice.Units(d, size); n >= of.N {
-			of.N, of.Unit = n, size // they agree with it
+			of.N, of.Unit = n, size // the pieces fit into units of this size
 		}
 		return of
 	},
@@ -55,22 +55,21 @@ var units = kind{
 	},
 }
 
-// Kind is KindUnits.
 func (Units) Kind() Kind { return KindUnits }
 
 // String is "units 0-23,40".
 func (p Units) String() string { return "units " + p.Set.String() }
 
-// Numbers are those of the units.
+// Numbers are the numbers of the units.
 func (p Units) Numbers() Set { return p.Set }
 
-// Size is that of a unit.
+// Size is the size of a unit.
 func (p Units) Size() gpu.MiB { return p.Unit }
 
-// Placement is of none.
+// Placement returns false.
 func (Units) Placement() (mig.Placement, bool) { return mig.Placement{}, false }
 
-// In has units of the division's size, and their memory as its cap.
+// In returns units of the division's size. Their cap is their memory.
 func (p Units) In(of Share) (Piece, Cap) {
 	if p.Unit = of.Unit; p.Unit == 0 {
 		return p, Cap{}
@@ -78,7 +77,7 @@ func (p Units) In(of Share) (Piece, Cap) {
 	return p, CapOf(memcap.Units(p.Set.Len(), p.Unit))
 }
 
-// Fix finds out the size of a unit.
+// Fix works out the size of a unit.
 func (p Units) Fix(cap uint64, _ gpu.MiB) Piece {
 	size, n := gpu.MiB(cap>>20), gpu.MiB(p.Set.Len())
 	if cap != memcap.None && p.Unit == 0 && n > 0 && size%n == 0 {
@@ -87,7 +86,7 @@ func (p Units) Fix(cap uint64, _ gpu.MiB) Piece {
 	return p
 }
 
-// Part is that of the units in those that the GPU has, and the cap.
+// Part is the units' part of all units of the GPU, and the cap.
 func (p Units) Part(d *gpu.Device, cap Cap) (share float64, memory uint64) {
 	if all := timeslice.Units(d, p.Unit); all > 0 {
 		share = min(1, float64(p.Set.Len())/float64(all))
@@ -95,8 +94,9 @@ func (p Units) Part(d *gpu.Device, cap Cap) (share float64, memory uint64) {
 	return capped(share, d, cap)
 }
 
-// capped is the part of a GPU that somebody has who is held to a cap; where the part is not
-// known it is that of the memory.
+// capped returns what accounts charge a holder with a cap: its share of the GPU, and the cap in
+// MiB, 0 if there is no known limit. If the share is 0, it is not known, and the cap's part of the
+// GPU's memory is taken.
 func capped(share float64, d *gpu.Device, cap Cap) (float64, uint64) {
 	if !cap.Known || cap.Bytes == memcap.None {
 		return share, 0

@@ -19,22 +19,21 @@ var whole = kind{
 	infer: func([]Piece, *gpu.Device, Division, gpu.MiB) Division { return Division{Kind: KindWhole, N: 1} },
 }
 
-// Kind is KindWhole.
 func (Whole) Kind() Kind { return KindWhole }
 
 // String is "whole".
 func (Whole) String() string { return string(KindWhole) }
 
-// Numbers is 0, the only one that the GPU has.
+// Numbers is 0, the only device that the GPU has.
 func (Whole) Numbers() Set { return Set{{}} }
 
 // Size is 0.
 func (Whole) Size() gpu.MiB { return 0 }
 
-// Placement is of none.
+// Placement returns false.
 func (Whole) Placement() (mig.Placement, bool) { return mig.Placement{}, false }
 
-// In has no cap, whatever the division is.
+// In returns no cap.
 func (w Whole) In(Share) (Piece, Cap) { return w, NoCap }
 
 // Fix changes nothing.

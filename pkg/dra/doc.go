@@ -1,45 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dra serves a driver of dynamic resource allocation to the kubelet: it prepares
-// the ResourceClaims of pods that are to start here, gives them back, and says how the
-// driver's devices are. It is the only package that knows these protocols: the kubelet's
-// plugin registration (v1), DRAPlugin (v1) and DRAResourceHealth (v1 and v1alpha1).
+// Package dra serves a driver of dynamic resource allocation (DRA) to the kubelet. The kubelet
+// calls it to prepare the ResourceClaims of pods that are to start on this node, to give claims
+// back, and to learn the health of devices. No other package knows these protocols: the
+// kubelet's plugin registration (v1), DRAPlugin (v1) and DRAResourceHealth (v1 and v1alpha1).
 //
 //	s, err := dra.New(dra.Options{Name: "gpus.example.com", Driver: driver, Logger: log})
 //	go s.Run(ctx)
 //
 // # Registration
 //
-// The kubelet finds a driver by a socket in its registry directory, asks it there who it
-// is, and tells it whether it is registered. One socket serves everything: the kubelet
-// goes on calling where it has found it. So there is nothing to be done when the kubelet
-// restarts: it looks through the directory and registers the driver again. It has
-// deleted all ResourceSlices of its node by then, so [Options].Registered is the moment
-// at which they are to be written: earlier they would be lost, and a pod that comes before
-// the driver is registered waits for a minute. A socket whose file is gone is made anew,
-// and a newer process takes the place over. Thirty seconds after the last socket has gone
-// the kubelet deletes the driver's slices.
+// The kubelet finds a driver by a socket in its registry directory. It asks the driver there
+// for its name, and tells it whether it is registered. The server has one socket for
+// everything, and the kubelet makes all its calls there.
 //
-// While there is no socket, or nobody listens at it, each call of the kubelet fails at once,
-// and it tries again after a minute or more. So a server should run as soon as a process
-// begins that will have claims, and until it has none to prepare: its Driver may wait, and
-// the kubelet's call waits with it. Nothing is gained by leaving the socket's file to the
-// next process: that one's makes the kubelet register the driver anew all the same.
+// A kubelet that restarts looks through the directory and registers the driver again, so the
+// server need not do anything. By then the kubelet has deleted all ResourceSlices of its node.
+// So the driver should write them when [Options].Registered is called. Written earlier, they
+// would be lost, or would bring pods before the driver is registered, and such a pod waits for
+// a minute.
+//
+// The server makes its socket anew if the file is gone. If a newer process has taken the path,
+// that process serves it. The kubelet deletes the driver's slices thirty seconds after the last
+// socket is gone.
+//
+// While no server listens, each call of the kubelet fails at once, and the kubelet tries again
+// after a minute or more. So run a server from the start of a process until there are no
+// claims left to prepare: its Driver may wait, and the kubelet's call waits with it. It would not
+// help to leave the socket's file to the next process, since the kubelet registers the driver
+// anew anyway when that process makes its own.
 //
 // # Claims
 //
-// The kubelet names claims and nothing else; what they were allocated is in the API. It
-// calls once for all claims of a pod that are not prepared yet, and gives the call 45 s.
-// The claims of a call are prepared at the same time. A claim that is not ready by then
-// had better wait than fail: after a failure the kubelet tries again a minute later. So
-// [Driver].Prepare may take [Patience], and what it waited for is in its error, which
-// reaches the pod's Events. Prepare and Unprepare may come again for a claim, also after
-// a restart of the kubelet, which then adds to what it has: the answer has to be the same.
+// The kubelet passes the names of claims only. What they were allocated is in the API. It makes
+// one call for all claims of a pod that are not prepared yet, and gives the call 45 s. The
+// server prepares the claims of a call at the same time.
+//
+// If a claim is not ready, it is better to wait than to fail, since the kubelet tries again only
+// after a minute. So [Driver].Prepare may take as long as [Patience]. Its error should tell what
+// it waited for, and reaches the pod's Events. Prepare and Unprepare may be called again for a
+// claim. A kubelet that has restarted adds the answer to what it has, so the answer must be the
+// same each time.
 //
 // # Health
 //
-// The kubelet shows in a pod's status how its devices are, and believes what it heard for
-// as long as the message says. The whole list is sent when it changes, and again in time.
+// The kubelet shows the health of devices in the status of their pods. It believes a message
+// for as long as the message says. The server sends the whole list at each change, and again
+// before that time is over.
+//
+// # Limits
 //
 // The package does not know what a device is, who holds it, or the API server.
 package dra

@@ -17,58 +17,57 @@ import (
 	"google.golang.org/grpc"
 )
 
-// DefaultDir is the directory in which the kubelet looks for plugins, below its default
-// --root-dir.
+// DefaultDir is the directory that a kubelet with the default --root-dir looks for plugins in.
 const DefaultDir = "/var/lib/kubelet/plugins_registry"
 
-// Claim names a ResourceClaim. The UID tells one from the next of its name.
+// Claim names a ResourceClaim. The UID tells it from later claims of the same name.
 type Claim struct {
 	Namespace, Name, UID string
 }
 
 // Device is a device of a claim, with what a container gets for it.
 type Device struct {
-	// Requests are the requests of the claim that it was allocated for.
+	// Requests are the names of the claim's requests that it was allocated for.
 	Requests []string
 	Pool     string
 	Name     string
-	// Share tells the shares of one device apart; empty where it is not shared.
+	// Share is the ID of the claim's share of the device; empty if the device is not shared.
 	Share string
-	// CDI is fully qualified CDI device names.
+	// CDI are fully qualified CDI device names.
 	CDI []string
 }
 
-// Health is how a device is.
+// Health is the health of a device.
 type Health struct {
 	Pool, Name string
 	Healthy    bool
-	// Message is why it is not, for the status of pods, which tenants read.
+	// Message is why the device is not healthy; empty if it is. Tenants read it in the status of
+	// their pods.
 	Message string
 }
 
-// Driver is what the kubelet's calls reach. All methods may be called at the same time,
-// also for one claim.
+// Driver answers the kubelet's calls. All methods may be called at the same time, also for one
+// claim.
 type Driver interface {
-	// Prepare returns what containers get for a claim, when they may be created. ctx
-	// ends after Patience or when the server does. The text of an error is for whoever
-	// owns the claim.
+	// Prepare returns what containers get for a claim, as soon as they may be created. ctx ends
+	// after Patience, or when the server ends. The owner of the claim reads the error.
 	Prepare(ctx context.Context, c Claim) ([]Device, error)
-	// Unprepare gives a claim back; no container of it is running. A claim that is not
-	// known is given back already.
+	// Unprepare gives a claim back; no container of it is running. It returns nil for a claim that
+	// it does not know, since that was given back already.
 	Unprepare(ctx context.Context, c Claim) error
-	// Health returns how all devices are, and a channel that is closed when that
-	// is no longer so. The slice must not change after that.
+	// Health returns the health of all devices, and a channel that is closed when it has changed.
+	// The slice must not change after that.
 	Health() (devices []Health, changed <-chan struct{})
 }
 
-// Observer is called for metrics. Its methods may be called at once and must not block.
+// Observer is called for metrics. Its methods may be called at the same time and must not block.
 type Observer interface {
-	// Called is told of each answered call, with the method's name in the API
+	// Called is called for each answered call, with the method's name in the API
 	// ("NodePrepareResources") and the time from the request to the answer.
 	Called(driver, method string, took time.Duration, err error)
-	// Refused is told of each error of the driver that the kubelet was answered.
+	// Refused is called for each error of the driver that the kubelet got as the answer.
 	Refused(driver string, err error)
-	// Registered is told of each answer to a registration.
+	// Registered is called for each answer of the kubelet to a registration.
 	Registered(driver string, err error)
 }
 
@@ -80,35 +79,35 @@ func (noObserver) Registered(string, error)                    {}
 
 // Options are what a Server is made of.
 type Options struct {
-	// Name is the driver's, a domain: "gpus.example.com". Required.
+	// Name is the driver's name, a domain: "gpus.example.com". Required.
 	Name string
-	// Driver answers. Required.
+	// Driver answers the kubelet's calls. Required.
 	Driver Driver
 	// Dir is the kubelet's registry directory. Default: DefaultDir.
 	Dir string
 	// Registered, if set, is called whenever the kubelet has registered the driver. It
 	// must not block.
 	Registered func()
-	// Changed, if set, is called when Status may be another one. It must not block.
+	// Changed, if set, is called when Status may have changed. It must not block.
 	Changed func()
-	// Watch is how changes of Dir are noticed. Default: socket.Inotify. Where it fails,
-	// Dir is looked at once a second.
+	// Watch reports changes of Dir. Default: socket.Inotify. If it fails, the server looks at Dir
+	// once a second.
 	Watch socket.Watch
-	// Logger gets messages with the key "driver". Default: slog.Default().
+	// Logger gets log lines with the key "driver". Default: slog.Default().
 	Logger *slog.Logger
 	// Observer is optional.
 	Observer Observer
 }
 
 const (
-	// Patience is how long a Prepare may take: the kubelet waits for 45 s, and what
-	// went wrong has to reach it.
+	// Patience is how long a Prepare may take. The kubelet waits for 45 s, and an error has to
+	// reach it before that.
 	Patience = 40 * time.Second
-	// lookEvery is how often the socket's file is looked at in spite of a watch, since
-	// events can be lost; pollEvery is how often without one, or without a socket.
+	// lookEvery is how often the server looks at the socket's file besides the watch, which can
+	// lose events. pollEvery is how often it looks without a watch or without a socket.
 	lookEvery = 30 * time.Second
 	pollEvery = time.Second
-	// stopTimeout is what calls in progress get at the end.
+	// stopTimeout is how long calls in progress may take once Run's ctx has ended.
 	stopTimeout = 2 * time.Second
 )
 
@@ -119,24 +118,25 @@ type Server struct {
 
 	mu     sync.Mutex
 	status Status // guarded by mu
-	// accepted says that the kubelet's last word was that the driver is registered, and
-	// conns is how many connections are open. Guarded by mu.
+	// accepted is true if the kubelet last told that the driver is registered. conns is the number
+	// of open connections. Both are guarded by mu.
 	accepted bool
 	conns    int
 }
 
-// Status is what is known of the driver at the kubelet.
+// Status is how the driver is known to the kubelet.
 type Status struct {
-	// Registered says that the kubelet has registered the driver, and is connected.
+	// Registered is true if the kubelet has registered the driver and is connected.
 	Registered bool
-	// Since is since when that has been so, or not been so; zero before Run.
+	// Since is the time at which Registered last changed, or at which Run began; zero before Run.
 	Since time.Time
-	// Err is why it is not, where that is known.
+	// Err is why the driver is not registered, if that is known, or that its socket failed; else
+	// nil.
 	Err error
 }
 
-// New prepares a server; nothing happens before Run. An error says that the driver cannot
-// be served at all.
+// New returns a server, which does nothing before Run. It fails if the driver's name is not valid,
+// or the path of its socket is too long.
 func New(o Options) (*Server, error) {
 	if o.Dir == "" {
 		o.Dir = DefaultDir
@@ -167,12 +167,11 @@ func New(o Options) (*Server, error) {
 	return &Server{opts: o, path: path}, nil
 }
 
-// socketPath is where the kubelet looks for a driver.
+// socketPath returns the path of the socket that the kubelet finds a driver by.
 func socketPath(dir, name string) string { return filepath.Join(dir, name+"-reg.sock") }
 
-// RemoveSocket removes the socket that a killed process has left for a driver in the
-// kubelet's registry directory. It removes none that somebody
-// listens on; the error then says so.
+// RemoveSocket removes the socket that a killed process has left for a driver in the kubelet's
+// registry directory. If a process still listens at the socket, RemoveSocket leaves it and fails.
 func RemoveSocket(dir, name string) error {
 	err := socket.RemoveLeft(socketPath(dir, name))
 	if errors.Is(err, socket.ErrServed) {
@@ -181,8 +180,7 @@ func RemoveSocket(dir, name string) error {
 	return err
 }
 
-// domain reports whether a driver may have this name: a DNS subdomain of at most 63
-// characters.
+// domain reports whether a driver may have this name: a DNS subdomain of at most 63 characters.
 func domain(name string) bool {
 	if name == "" || len(name) > 63 {
 		return false
@@ -199,8 +197,8 @@ func domain(name string) bool {
 	return before != '.' && before != '-'
 }
 
-// Run serves the driver until ctx ends, and returns nil then, with no socket left.
-// Everything that can pass is tried again and logged.
+// Run serves the driver until ctx ends, removes the socket, and returns nil. It logs other failures
+// and tries again.
 func (s *Server) Run(ctx context.Context) error {
 	server := s.newServer(ctx)
 	defer func() {
@@ -217,7 +215,7 @@ func (s *Server) Run(ctx context.Context) error {
 			return
 		}
 		if err := sock.Remove(); err != nil {
-			s.opts.Logger.Warn("remove socket", "driver", s.opts.Name, "err", err)
+			s.opts.Logger.Warn("cannot remove the socket", "driver", s.opts.Name, "err", err)
 		}
 	}()
 	said := brief.NewRation(s.opts.Logger, time.Now, time.AfterFunc)
@@ -227,14 +225,14 @@ func (s *Server) Run(ctx context.Context) error {
 		fresh, err := socket.Keep(sock, s.path, "."+s.opts.Name)
 		switch {
 		case err != nil:
-			said.Log(slog.LevelWarn, "cannot be called by the kubelet; trying again",
+			said.Log(slog.LevelWarn, "cannot listen for the kubelet's calls; trying again",
 				[]any{"driver", s.opts.Name}, "err", err)
 			s.set(func(s *Server) { s.status.Err = err })
 			wait = pollEvery
 		case fresh != sock:
 			if sock != nil {
-				s.opts.Logger.Info("socket is gone: listen again", "driver", s.opts.Name, "socket", s.path)
-				_ = sock.Close() // Its file is gone already.
+				s.opts.Logger.Info("the socket is gone; listening again", "driver", s.opts.Name, "socket", s.path)
+				_ = sock.Close() // its file is gone already
 			}
 			sock = fresh
 			s.set(func(s *Server) { s.status.Err = nil })
@@ -256,7 +254,9 @@ func serve(server *grpc.Server, l *socket.Socket, log *slog.Logger) {
 	}
 }
 
-// watcher watches the directory, as long as it can be watched.
+// watcher watches the registry directory while that is possible. told is the channel of the present
+// watch; nil if there is none. over is true if that channel was closed, and said if the failure to
+// watch is in the log.
 type watcher struct {
 	s    *Server
 	told <-chan struct{}
@@ -264,7 +264,8 @@ type watcher struct {
 	said bool
 }
 
-// begin returns what tells of changes, nil where nothing does, and when to look anyway.
+// begin returns a channel that gets a value at each change, nil if the directory cannot be watched,
+// and how long to wait for it before looking anyway.
 func (w *watcher) begin(ctx context.Context) (<-chan struct{}, time.Duration) {
 	if w.told != nil && !w.over {
 		return w.told, lookEvery
@@ -276,20 +277,20 @@ func (w *watcher) begin(ctx context.Context) (<-chan struct{}, time.Duration) {
 	}
 	if w.told = nil; !w.said {
 		w.said = true
-		w.s.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+		w.s.opts.Logger.Warn("cannot watch the kubelet's directory; looking at it every second instead",
 			"dir", w.s.opts.Dir, "err", err)
 	}
 	return nil, pollEvery
 }
 
-// Status says how the driver fares.
+// Status returns how the driver is known to the kubelet.
 func (s *Server) Status() Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.status
 }
 
-// set changes what the status follows from, and tells where that is another one.
+// set changes what the status follows from, and calls Options.Changed if the status is another one.
 func (s *Server) set(change func(*Server)) {
 	s.mu.Lock()
 	before := s.status

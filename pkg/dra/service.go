@@ -28,24 +28,24 @@ type service struct {
 	registration.UnimplementedRegistrationServer
 
 	*Server
-	// ration is the log for refusals: a controller may make pods as fast as they fail.
+	// ration limits the log of refusals, since a controller may make pods as fast as they fail.
 	ration *brief.Ration
-	// stop ends with Run, and ends streams and waits with it.
+	// stop is Run's context. Its end ends streams and waiting calls.
 	stop context.Context
-	// healthEvery is how often the list of healths is sent though it has not changed.
+	// healthEvery is how often the list of healths is sent if it has not changed.
 	healthEvery time.Duration
 }
 
 // maxHealth is the longest message on a device's health that the kubelet keeps, in bytes.
 const maxHealth = 1024
 
-// healthEvery is how often healths are sent again. The kubelet is told to believe them
+// healthEvery is how often healths are sent again. Each message tells the kubelet to believe it
 // three times as long.
 const healthEvery = 30 * time.Second
 
-// healthV1 is the health service of Kubernetes 1.37. Its messages are those of v1alpha1 to
-// the byte, so the pinned k8s.io/kubelet serves it under its name; v0.37 has types for it.
-// Kubelets before 1.37 know v1alpha1 alone, and from 1.40 on v1 alone.
+// healthV1 is the health service of Kubernetes 1.37. Its messages equal those of v1alpha1 to the
+// byte, so this server registers the types of the pinned k8s.io/kubelet under its name; v0.37 has
+// types of its own. Kubelets before 1.37 know only v1alpha1, and from 1.40 on only v1.
 const healthV1 = "v1.DRAResourceHealth"
 
 func (s *Server) newServer(stop context.Context) *grpc.Server {
@@ -64,7 +64,7 @@ func (s *Server) newServer(stop context.Context) *grpc.Server {
 }
 
 func (a *service) GetInfo(context.Context, *registration.InfoRequest) (*registration.PluginInfo, error) {
-	// Without an endpoint the kubelet goes on calling at the socket that it asked.
+	// Without an endpoint in the answer, the kubelet makes its calls at the same socket.
 	return &registration.PluginInfo{
 		Type:              registration.DRAPlugin,
 		Name:              a.opts.Name,
@@ -126,8 +126,7 @@ func (a *service) NodeUnprepareResources(
 	return &api.NodeUnprepareResourcesResponse{Claims: claims}, nil
 }
 
-// each does something for all claims of a call at the same time, and returns what came of
-// it by UID.
+// each calls do for all claims of a call at the same time, and returns the results by UID.
 func each[R any](claims []*api.Claim, do func(Claim) R) map[string]R {
 	answers := make([]R, len(claims))
 	var all sync.WaitGroup
@@ -142,8 +141,8 @@ func each[R any](claims []*api.Claim, do func(Claim) R) map[string]R {
 	return out
 }
 
-// bound ends a call after Patience, with the server, and in time for its reason to reach a
-// caller who waits for less.
+// bound limits a call to Patience and to the life of the server. If the caller waits for less, it
+// leaves a tenth of that time for the answer.
 func (a *service) bound(ctx context.Context) (context.Context, context.CancelFunc) {
 	patience := Patience
 	if deadline, ok := ctx.Deadline(); ok {
@@ -155,18 +154,18 @@ func (a *service) bound(ctx context.Context) (context.Context, context.CancelFun
 	return ctx, func() { release(); cancel() }
 }
 
-// refuse makes an error into the text that the kubelet shows in the pod's Events, where
-// the claim's name is put before it. A text beyond 4 KiB is cut.
+// refuse returns an error's text for the kubelet, which shows it in the pod's Events after the
+// claim's name. A text beyond 4 KiB is cut.
 func (a *service) refuse(what string, c Claim, err error) string {
 	a.opts.Observer.Refused(a.opts.Name, err)
 	text := brief.Cut(err.Error(), brief.Text)
-	a.ration.Log(slog.LevelWarn, "refuse to "+what+" a claim", []any{"driver", a.opts.Name},
+	a.ration.Log(slog.LevelWarn, "cannot "+what+" a claim", []any{"driver", a.opts.Name},
 		"claim", c.Namespace+"/"+c.Name, "uid", c.UID, "err", text)
 	return text
 }
 
-// NodeWatchResources sends how the devices are: the whole list, for the kubelet counts
-// as unknown what it has not heard of for a while.
+// NodeWatchResources sends the health of the devices. It always sends the whole list: after a while
+// the kubelet regards a device as unknown that it gets no news of.
 func (a *service) NodeWatchResources(
 	_ *health.NodeWatchResourcesRequest, stream health.DRAResourceHealth_NodeWatchResourcesServer,
 ) error {
@@ -196,13 +195,13 @@ func (a *service) NodeWatchResources(
 		case <-stream.Context().Done():
 			return nil
 		case <-a.stop.Done():
-			return status.Error(codes.Unavailable, a.opts.Name+": the driver ends")
+			return status.Error(codes.Unavailable, a.opts.Name+": the driver is stopping")
 		}
 	}
 }
 
-// observe surrounds every unary call. A panic is not recovered: the driver may have been
-// left half changed, with its lock held, and the next process reads everything anew.
+// observe is called around every unary call. It does not recover a panic: the driver may be half
+// changed, with its lock held, and the next process reads everything anew.
 func (a *service) observe(
 	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
 ) (any, error) {
@@ -212,7 +211,7 @@ func (a *service) observe(
 	return resp, err
 }
 
-// Connections tell whether the kubelet is there.
+// A stats handler counts the connections, which tell whether the kubelet is there.
 
 func (a *service) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context { return ctx }
 func (a *service) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context   { return ctx }
