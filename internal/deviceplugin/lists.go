@@ -11,23 +11,22 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// lists is what the kubelet is told. The front-end's mutex guards it.
+// lists holds what the kubelet is told. The front-end's mutex guards it.
 type lists struct {
 	ledger *ledger.Ledger
-	// base is the offer as it was published, offer with the faults and what is taken
-	// on top.
+	// base is the offer as it was published. offer is base after lay has added what is taken and
+	// the faults.
 	base, offer *Offer
-	// faults is what is unhealthy, and why.
+	// faults are the unhealthy GPUs and placements, with the reasons.
 	faults faults
-	// moved are the GPUs of which allocations have taken placements, or given them back,
-	// that offer does not show yet.
+	// moved are the GPUs on which allocations have taken or freed placements since offer was made.
 	moved []gpu.UUID
-	// changed has a channel for every resource, closed when its list changes.
+	// changed has a channel for each resource, which is closed when its list changes.
 	changed map[string]chan struct{}
 }
 
-// publish makes an offer the one in force. Resources of the one before that it does not
-// have are carried over without devices.
+// publish puts an offer in force. It adds the resources of the last offer that the new one lacks,
+// without devices.
 func (l *lists) publish(o *Offer) {
 	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
 	slices.SortFunc(o.Resources, byName)
@@ -57,13 +56,13 @@ func (l *lists) publish(o *Offer) {
 
 func sameID(a, b Device) bool { return a.ID == b.ID }
 
-// faults is why GPUs are unhealthy, and why MIG devices are on healthy GPUs.
+// faults are the reasons why GPUs are unhealthy, and why MIG placements on healthy GPUs are.
 type faults struct {
 	gpus       map[gpu.UUID]string
 	placements map[mig.Place]string
 }
 
-// of says whether a device is unhealthy, and why.
+// of reports whether a device is unhealthy, and why.
 func (f *faults) of(dev *Device) (why string, bad bool) {
 	if why, bad = f.gpus[dev.GPU]; !bad && len(f.placements) > 0 {
 		why, bad = f.placements[mig.Place{GPU: dev.GPU, Placement: dev.Placement}]
@@ -71,9 +70,9 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 	return why, bad
 }
 
-// show makes the offer in force from the published one, what allocations have
-// taken and the faults, and tells the streams of those resources of which the
-// kubelet hears anything else. A list that is as it was stays the same slice.
+// show makes the offer in force from the published one, what allocations have taken, and the
+// faults. It wakes the streams of the resources whose list has changed for the kubelet. A list
+// without any change stays the same slice.
 func (l *lists) show() {
 	o := l.base.copyAs(l.offer.Gen + 1)
 	rooms := l.ledger.Rooms(o.placementGPUs())
@@ -93,12 +92,12 @@ func (l *lists) show() {
 	l.offer = o
 }
 
-// sameWord reports whether the kubelet hears the same of two devices.
+// sameWord reports whether the kubelet is told the same about two devices.
 func sameWord(a, b Device) bool {
 	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
 }
 
-// tell has the stream of a resource send its list.
+// tell makes the stream of a resource send its list.
 func (l *lists) tell(resource string) {
 	if ch := l.changed[resource]; ch != nil {
 		close(ch)
@@ -106,8 +105,8 @@ func (l *lists) tell(resource string) {
 	}
 }
 
-// showMoved shows what allocations have taken of MIG GPUs, or given back, since it
-// was called last.
+// showMoved updates the offer on the MIG GPUs where allocations have taken or freed placements
+// since its last call.
 func (l *lists) showMoved() {
 	if len(l.moved) == 0 {
 		return
