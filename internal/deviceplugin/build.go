@@ -207,7 +207,7 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	for _, id := range l.ids(l.layout) {
 		l.add(name{l.layout.Kind, id}, withdrawn, leaving)
 	}
-	const gone = "the node's partition does not have it any more"
+	const gone = "the node's partition no longer has it"
 	for _, p := range in.Past[d.UUID] {
 		for _, id := range l.ids(p.Layout) {
 			l.add(name{p.Layout.Kind, id}, gone, gone)
@@ -256,7 +256,7 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 		// Devices of two kinds would promise the same memory twice.
 		withdrawn = "the GPU is held as another resource"
 	case l.in.Others[u] != "" && l.layout.Offers: // until its holders end; plan.Make then drops its layout
-		withdrawn = "somebody else gives the GPU out" // a pod reads this: name no other pod
+		withdrawn = "another program gives the GPU out" // a pod reads this: name no other pod
 	case slices.Contains(l.in.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
 	case drains && !l.layout.InMIG(): // add withdraws placements one by one

@@ -159,7 +159,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 	}
 	r := f.lists.offer.resource(resource)
 	if r == nil {
-		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+		return nil, fmt.Errorf("%s is no longer offered by this node", resource)
 	}
 	for _, id := range ids {
 		i, ok := r.index[id]

@@ -87,7 +87,7 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 			continue
 		}
 		if !room.Card.Fits(standing[dev.GPU], dev.Placement) {
-			return fmt.Errorf("device %s cannot stand beside the others of this request on %s: %w",
+			return fmt.Errorf("device %s does not fit beside the others of this request on %s: %w",
 				id, dev.GPU, gpu.ErrNoRoom)
 		}
 		standing[dev.GPU] = append(standing[dev.GPU], dev.Placement)

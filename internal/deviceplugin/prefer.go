@@ -31,7 +31,7 @@ func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]s
 	v := f.Offer()
 	r := v.resource(resource)
 	if r == nil {
-		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+		return nil, fmt.Errorf("%s is no longer offered by this node", resource)
 	}
 	row, ok := rows[r.Kind]
 	if !ok {

@@ -134,13 +134,14 @@ func (s *silence) note(asked time.Time, full, held bool, log *slog.Logger) error
 		// Only some were asked. The silent one may still be silent.
 	case s.err == nil || !held: // nothing is held, or both answer
 		if !s.since.IsZero() {
-			log.Info("the witnesses answer again", "after", asked.Sub(s.since).Round(time.Millisecond).String())
+			log.Info("the kubelet and the container runtime answer again",
+				"after", asked.Sub(s.since).Round(time.Millisecond).String())
 		}
 		s.since = time.Time{}
 		return nil
 	case s.since.IsZero():
 		s.since = asked
-		log.Warn("a witness does not answer; allocations stay as they are", "err", s.err)
+		log.Warn("the kubelet or the container runtime does not answer; allocations stay as they are", "err", s.err)
 	}
 	if s.err == nil || asked.Sub(s.since) < SilentFor {
 		return nil

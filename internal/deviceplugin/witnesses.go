@@ -287,8 +287,8 @@ func (w *Witnesses) Knows(containers []node.Container) bool {
 
 // Stranger returns the error for a runtime that is not the kubelet's.
 func (w *Witnesses) Stranger() error {
-	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; "+
-		"name that one with --runtime-endpoint",
+	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's runtime; "+
+		"name the kubelet's with --runtime-endpoint",
 		w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
@@ -456,7 +456,7 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 		}
 	})
 	if ctx.Err() == nil {
-		w.opts.Log.Warn("container events cannot be followed; the end of containers is seen at the next look",
+		w.opts.Log.Warn("container events cannot be followed; ended containers are found at the next look",
 			"err", err, "every", LookEvery.String())
 		<-ctx.Done()
 	}
