@@ -264,7 +264,7 @@ func (k *Kubelet) watch(ctx context.Context) {
 			interval = k.poll
 			if !said {
 				said = true
-				k.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+				k.opts.Logger.Warn("cannot watch the kubelet's directory; looking at it every second instead",
 					"dir", k.opts.Dir, "err", err)
 			}
 		} else {
