@@ -57,7 +57,7 @@ func (in *Input) nextDynamic(
 		if !anyHeld {
 			return Layout{Known: true}, leaving
 		}
-		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
+		return have, g.all(have, status.Why(status.OtherOwner, "another program gives the GPU out"))
 	case g.Fault != "", w.Mode == config.Keep:
 		return have, leaving // do not touch a GPU that cannot be read or is not named
 	case elsewhere:
@@ -148,7 +148,7 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 	case len(placed) > 0 && len(plain) == 0:
 		in.setMode(g, placed, []mig.Step{{Op: mig.Enable}}, out)
 	default:
-		await(placed, status.Why(status.HeldByPods, "%s is not in MIG mode, and is held as it is", g.Name()), out)
+		await(placed, status.Why(status.HeldByPods, "%s is held, and is not in MIG mode", g.Name()), out)
 	}
 }
 

@@ -185,7 +185,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
 			s.Pinned, s.Reason = true, foreignReason
-			s.Holder = "an instance that this agent did not make, which --foreign-instances reclaim would let go"
+			s.Holder = "an instance that this agent did not make and --foreign-instances reclaim would destroy"
 		}
 		g.standing = append(g.standing, s)
 	}
@@ -337,7 +337,7 @@ func (in *Input) next(
 		if !held {
 			return Layout{Known: true}, leaving
 		}
-		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
+		return have, g.all(have, status.Why(status.OtherOwner, "another program gives the GPU out"))
 	case g.Fault != "":
 		return have, leaving // do not touch a GPU that cannot be read
 	case w.Mode == config.Off && held:
@@ -402,7 +402,7 @@ func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Change
 	case work != nil:
 		why = status.Why(status.GPUChange, "%s is being worked on: %s", g.Name(), work)
 	case in.Others[g.UUID] != "":
-		why = status.Why(status.OtherOwner, "%s is left alone: somebody else gives it out", g.Name())
+		why = status.Why(status.OtherOwner, "%s is left alone: another program gives it out", g.Name())
 	case g.Fault != "":
 		why = status.Why(status.GPUUnhealthy, "%s: %s", g.Name(), g.Fault)
 	}
@@ -571,7 +571,7 @@ func (in *Input) offersNone(g *gpuWithMIG, w config.Want) error {
 		return nil
 	}
 	return status.Why(status.PartitionUnfit,
-		"its driver tells of no place for an instance that this version understands, so it would offer nothing")
+		"its driver reports no placement that this version understands, so it would offer nothing")
 }
 
 // of returns the placements of a layout that the GPU's card has.

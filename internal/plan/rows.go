@@ -84,7 +84,7 @@ func (in *Input) listed() *Rows {
 
 // crowded returns the message for a GPU that waits for room in the lists.
 func crowded(d *gpu.Device, to Layout) status.Cause {
-	return status.Why(status.ListsFull, "%s is withdrawn and waits to be laid out as %d devices: "+
-		"with those that are still listed the kubelet would be told of more than %d; "+
-		"withdrawn ones leave its list after %s, or with their holder", d.Name(), to.N, timeslice.MaxListed, Linger)
+	return status.Why(status.ListsFull, "%s is withdrawn and waits to be divided into %d devices: "+
+		"together with those that are still listed, the kubelet would get more than %d; "+
+		"withdrawn devices leave its list after %s, or when their holder ends", d.Name(), to.N, timeslice.MaxListed, Linger)
 }
