@@ -364,7 +364,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		if g.Number < m.past.before {
 			when = m.past.vouched
 		}
-		m.end(a.ID, when, "its name stands for other pieces now", nil)
+		m.end(a.ID, when, "its ID has other pieces now", nil)
 		g = nil
 	}
 	h := usage.Holder{
@@ -617,7 +617,7 @@ func (m *Meter) label(ctx context.Context) {
 	defer cancel()
 	of, err := m.opts.Labels(ctx)
 	if err != nil {
-		m.ration.Log(slog.LevelWarn, "cannot learn the labels of pods for the usage journal", nil, "err", err)
+		m.ration.Log(slog.LevelWarn, "cannot read the labels of pods for the usage journal", nil, "err", err)
 		return
 	}
 	for _, g := range m.book.Open() {

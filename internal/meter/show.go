@@ -234,7 +234,7 @@ func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status
 			if !m.told[g.Number] && m.opts.Tell != nil {
 				m.opts.Tell(workload.Pod{Namespace: g.Namespace, Name: g.Pod, UID: g.UID}, string(status.GrantIdle),
 					"container "+g.Container+" has had no process on its GPU since "+from+
-						" and holds it ("+g.Resource+"); nothing is done about that")
+						" and holds it ("+g.Resource+"); the agent takes nothing away")
 			}
 		}
 		if long != m.told[g.Number] {
