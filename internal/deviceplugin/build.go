@@ -180,8 +180,8 @@ type gpuLists struct {
 	// another front-end, under a former resource name, or as a kind that this version does not
 	// know.
 	foreign bool
-	// parting maps the placements that are withdrawn when their holders end to the reason.
-	parting map[mig.Placement]status.Cause
+	// leaving maps the placements that are withdrawn when their holders end to the reason.
+	leaving map[mig.Placement]status.Cause
 	listed  map[name]bool
 	lists   []deviceList
 }
@@ -200,8 +200,8 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	// Rounds are frequent and lists long, so allocate the final size at once.
 	l.listed = make(map[name]bool, l.layout.N+len(l.held))
 	drains := in.Changes.Drains(d.UUID, in.Drain)
-	if l.parting = in.Changes.Leaving[d.UUID]; in.Changes.Blocks(d.UUID) && !drains {
-		l.parting = nil
+	if l.leaving = in.Changes.Leaving[d.UUID]; in.Changes.Blocks(d.UUID) && !drains {
+		l.leaving = nil
 	}
 	withdrawn, leaving := l.withdrawal(drains)
 	for _, id := range l.ids(l.layout) {
@@ -279,7 +279,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	if n.kind.InMIG() {
 		dev.Placement = l.in.sized(l.gpu.UUID, l.placements[n.id])
 		at := mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}
-		for _, why := range []status.Cause{l.parting[dev.Placement], l.in.Failing[at]} {
+		for _, why := range []status.Cause{l.leaving[dev.Placement], l.in.Failing[at]} {
 			if why.Message != "" && leaving == "" {
 				withdrawn, leaving = cmp.Or(withdrawn, why.Message), why.Message
 			}

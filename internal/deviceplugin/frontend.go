@@ -45,9 +45,9 @@ type FrontEnd struct {
 	lists lists
 	// seen maps the ID of each allocation of this front-end to its evidence.
 	seen map[string]*evidence
-	// met maps the ID of each container with an allocation to when it was seen. It has the
+	// containers maps the ID of each container with an allocation to when it was seen. It has the
 	// containers that the runtime listed last, and those seen since.
-	met map[string]met
+	containers map[string]sighting
 }
 
 // evidence is what the witnesses have reported of an allocation, mostly since its last Allocate. It
@@ -68,16 +68,16 @@ type evidence struct {
 	// started is true if the runtime has created a container with it. listed is true if
 	// PodResources has named one of its devices.
 	started, listed bool
-	// over is true if the allocation belongs to an init container that has ended.
-	over bool
+	// initEnded is true if the allocation belongs to an init container that has ended.
+	initEnded bool
 	// written is when the CDI file of an adopted allocation was written. Its last Allocate was at
 	// most a moment later. Zero if the time is not known.
 	written time.Time
 }
 
-// met is when a container was seen. epoch is the ledger's epoch when it was seen first, and last is
-// the time when it was seen last.
-type met struct {
+// sighting is when a container was seen. epoch is the ledger's epoch when it was seen first, and
+// last is the time when it was seen last.
+type sighting struct {
 	epoch uint64
 	last  time.Time
 }
@@ -85,11 +85,11 @@ type met struct {
 // New returns a front-end with an empty offer. now is its clock.
 func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 	return &FrontEnd{
-		ledger: l,
-		now:    now,
-		lists:  lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
-		seen:   map[string]*evidence{},
-		met:    map[string]met{},
+		ledger:     l,
+		now:        now,
+		lists:      lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
+		seen:       map[string]*evidence{},
+		containers: map[string]sighting{},
 	}
 }
 
@@ -169,7 +169,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return nil, errors.New(dev.refusal() + takers(f.ledger, dev))
+			return nil, errors.New(dev.refusal() + roomHolders(f.ledger, dev))
 		case dev.Leaving && !f.freshLocked(resource, id, now):
 			return nil, errors.New(dev.refusal())
 		}
@@ -295,7 +295,7 @@ func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) error {
 	key := cdi.Key(resource, ids)
 	f.mu.Lock()
-	err := f.coverLocked(resource, ids)
+	err := f.adoptLocked(resource, ids)
 	f.lists.showMoved()
 	f.mu.Unlock()
 	if err != nil {
@@ -320,7 +320,7 @@ func (f *FrontEnd) Found(id string, r ledger.Record, given, file time.Time) erro
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if err := f.foundLocked(id, r, given); err != nil {
+	if err := f.adoptRecordLocked(id, r, given); err != nil {
 		return err
 	}
 	if a, _ := f.ledger.Get(id); a.Adopted && !file.IsZero() {
@@ -330,10 +330,10 @@ func (f *FrontEnd) Found(id string, r ledger.Record, given, file time.Time) erro
 	return nil
 }
 
-// foundLocked adopts an allocation from its record alone. The offer may not have its devices, since
-// the partition can have changed while the agent was away. If the ledger has the allocation, the
-// record adds what the ledger did not know.
-func (f *FrontEnd) foundLocked(id string, r ledger.Record, given time.Time) error {
+// adoptRecordLocked adopts an allocation from its record alone. The offer may not have its devices,
+// since the partition can have changed while the agent was away. If the ledger has the allocation,
+// the record adds what the ledger did not know.
+func (f *FrontEnd) adoptRecordLocked(id string, r ledger.Record, given time.Time) error {
 	added, err := f.ledger.Found(id, r, given)
 	if added {
 		a, _ := f.ledger.Get(id)
@@ -342,9 +342,9 @@ func (f *FrontEnd) foundLocked(id string, r ledger.Record, given time.Time) erro
 	return err
 }
 
-// coverLocked adopts an allocation that the kubelet names, unless the front-end has it. It fails if
+// adoptLocked adopts an allocation that the kubelet names, unless the front-end has it. It fails if
 // the IDs are not the agent's: then another plugin offers a resource of that name.
-func (f *FrontEnd) coverLocked(resource string, ids []string) error {
+func (f *FrontEnd) adoptLocked(resource string, ids []string) error {
 	if f.seen[cdi.Key(resource, ids)] != nil {
 		return nil
 	}
@@ -352,7 +352,7 @@ func (f *FrontEnd) coverLocked(resource string, ids []string) error {
 	if err != nil {
 		return err
 	}
-	return f.foundLocked(cdi.Key(resource, IDs(r.Grants)), r, time.Time{})
+	return f.adoptRecordLocked(cdi.Key(resource, IDs(r.Grants)), r, time.Time{})
 }
 
 // Started reports whether the runtime has created a container with an allocation since its last

@@ -44,7 +44,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.whole(p.n, p.offer.Topology, untouched(p.front.ledger, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(*FrontEnd, *Resource, []string) error { return nil },
 	},
@@ -55,7 +55,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.units(p.n, rank(p.front.ledger, p.offer, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(_ *FrontEnd, r *Resource, ids []string) error {
 			_, err := timeslice.OneGPU(ids)
@@ -72,7 +72,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.replicas(p.n, rank(p.front.ledger, p.offer, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(_ *FrontEnd, r *Resource, ids []string) error {
 			_, err := timeslice.DistinctGPUs(ids)
@@ -135,8 +135,8 @@ func idsOf(u gpu.UUID, numbers piece.Set) []string {
 
 // Names gives the resource names of a node.
 type Names struct {
-	// before is the resource domain with a slash, for example "example.com/".
-	before string
+	// prefix is the resource domain with a slash, for example "example.com/".
+	prefix string
 }
 
 // ResourceNames returns the names in a resource domain.
@@ -164,16 +164,16 @@ func (n *Names) Of(k piece.Kind, p mig.Name) string {
 	if k.InMIG() {
 		return n.OfProfile(p)
 	}
-	return n.before + k.Short()
+	return n.prefix + k.Short()
 }
 
 // OfProfile returns the name of the resource for a MIG profile's instances.
-func (n *Names) OfProfile(p mig.Name) string { return n.before + p.Resource() }
+func (n *Names) OfProfile(p mig.Name) string { return n.prefix + p.Resource() }
 
 // Kind returns the kind of a resource's devices. ok is false if the node does not and could not
 // offer the resource.
 func (n *Names) Kind(resource string) (piece.Kind, bool) {
-	short, ok := strings.CutPrefix(resource, n.before)
+	short, ok := strings.CutPrefix(resource, n.prefix)
 	if !ok {
 		return "", false
 	}

@@ -14,8 +14,8 @@ import (
 // lists holds what the kubelet is told. The front-end's mutex guards it.
 type lists struct {
 	ledger *ledger.Ledger
-	// base is the offer as it was published. offer is base after lay has added what is taken and
-	// the faults.
+	// base is the offer as it was published. offer is base after markHealth has added what is taken
+	// and the faults.
 	base, offer *Offer
 	// faults are the unhealthy GPUs and placements, with the reasons.
 	faults faults
@@ -80,20 +80,20 @@ func (l *lists) show() {
 	for i := range o.Resources {
 		r := &o.Resources[i]
 		if r.Kind.InMIG() || len(l.faults.gpus) > 0 {
-			r.Devices = lay(r.Devices, r, rooms, &l.faults)
+			r.Devices = markHealth(r.Devices, r, rooms, &l.faults)
 		}
 		switch old := l.offer.resource(r.Name); {
 		case old != nil && slices.Equal(old.Devices, r.Devices):
 			r.Devices = old.Devices
-		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameWord):
+		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameForKubelet):
 			l.tell(r.Name)
 		}
 	}
 	l.offer = o
 }
 
-// sameWord reports whether the kubelet is told the same about two devices.
-func sameWord(a, b Device) bool {
+// sameForKubelet reports whether the kubelet is told the same about two devices.
+func sameForKubelet(a, b Device) bool {
 	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
 }
 
@@ -119,7 +119,7 @@ func (l *lists) showMoved() {
 		if !r.Kind.InMIG() || len(r.Devices) == 0 {
 			continue
 		}
-		devices := lay(r.Devices, &l.base.Resources[i], rooms, &l.faults)
+		devices := markHealth(r.Devices, &l.base.Resources[i], rooms, &l.faults)
 		if &devices[0] == &r.Devices[0] {
 			continue
 		}
@@ -127,7 +127,7 @@ func (l *lists) showMoved() {
 			o = l.offer.copyAs(l.offer.Gen + 1)
 		}
 		o.Resources[i].Devices = devices
-		if !slices.EqualFunc(r.Devices, devices, sameWord) {
+		if !slices.EqualFunc(r.Devices, devices, sameForKubelet) {
 			l.tell(r.Name)
 		}
 	}

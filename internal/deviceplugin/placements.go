@@ -13,11 +13,11 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// lay returns the devices of a resource with their present health. base has them as they were
-// published. lay marks those Unhealthy that have no room beside what is taken on their GPU, and
-// those that have a fault. A MIG device whose GPU is not in rooms stays as in shown, the list in
-// force. If no device differs from shown, lay returns shown itself.
-func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
+// markHealth returns the devices of a resource with their present health. base has them as they
+// were published. It marks those Unhealthy that have no room beside what is taken on their GPU,
+// and those that have a fault. A MIG device whose GPU is not in rooms stays as in shown, the list
+// in force. If no device differs from shown, markHealth returns shown itself.
+func markHealth(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
 	out := shown
 	var room *ledger.Room
 	placed := base.Kind.InMIG()
@@ -95,9 +95,9 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	return nil
 }
 
-// takers names the holders of the room that a placement lacks, to end a sentence with. It is empty
-// if there are none. It names no pod, since the asking pod's namespace is not known.
-func takers(l *ledger.Ledger, dev *Device) string {
+// roomHolders names the holders of the room that a placement lacks, to end a sentence with. It is
+// empty if there are none. It names no pod, since the asking pod's namespace is not known.
+func roomHolders(l *ledger.Ledger, dev *Device) string {
 	if dev.Placement == (mig.Placement{}) {
 		return ""
 	}

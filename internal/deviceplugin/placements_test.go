@@ -1154,7 +1154,7 @@ func (w *walker) check(step string) {
 			default:
 				told = false
 			}
-			if changed := !slices.EqualFunc(w.said[r.Name], r.Devices, sameWord); told != changed {
+			if changed := !slices.EqualFunc(w.said[r.Name], r.Devices, sameForKubelet); told != changed {
 				w.t.Fatalf("%s: %s: told %v, changed %v", step, r.Name, told, changed)
 			}
 		}

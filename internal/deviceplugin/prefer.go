@@ -49,9 +49,9 @@ type preference struct {
 	n               int
 }
 
-// told adds to an error the most that the resource could give, and why devices that the kubelet
+// explain adds to an error the most that the resource could give, and why devices that the kubelet
 // offers were left out. It returns nil for nil.
-func (s *supply) told(r *Resource, err error) error {
+func (s *supply) explain(r *Resource, err error) error {
 	if err == nil {
 		return nil
 	}

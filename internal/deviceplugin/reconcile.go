@@ -77,7 +77,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 	defer f.mu.Unlock()
 	s := f.sortLocked(&o)
 	if o.Runtime {
-		f.meetLocked(&o)
+		f.noteContainersLocked(&o)
 	}
 	for key, e := range f.seen {
 		a, _ := f.ledger.Get(key)
@@ -97,7 +97,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 		}
 		f.nameLocked(&a, e, s, &o)
 		if o.List && o.Runtime {
-			e.over = o.Checkpoint && o.Trusted && f.overLocked(&a, e, s, &o)
+			e.initEnded = o.Checkpoint && o.Trusted && f.initEndedLocked(&a, e, s, &o)
 		}
 		overlaps := slices.ContainsFunc(e.ids, func(id string) bool { return s.held[e.resource][id] })
 		e.listed = e.listed || overlaps
@@ -139,13 +139,13 @@ func (f *FrontEnd) sortLocked(o *Observation) *sorted {
 		held: map[string]map[string]bool{},
 	}
 	for _, e := range o.Entries {
-		if f.coverLocked(e.Resource, e.IDs) == nil {
+		if f.adoptLocked(e.Resource, e.IDs) == nil {
 			key := cdi.Key(e.Resource, e.IDs)
 			s.entries[key] = append(s.entries[key], e)
 		}
 	}
 	for _, h := range o.Listed {
-		if f.coverLocked(h.Resource, h.IDs) != nil {
+		if f.adoptLocked(h.Resource, h.IDs) != nil {
 			continue
 		}
 		s.listed[cdi.Key(h.Resource, h.IDs)] = h
@@ -175,45 +175,45 @@ func (f *FrontEnd) Seen(u Use, now time.Time) {
 	defer f.mu.Unlock()
 	if e := f.seen[u.Key]; e != nil {
 		a, _ := f.ledger.Get(u.Key)
-		if f.mineLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
+		if f.belongsLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
 			e.started = true
 			u.Since = u.Created
 			f.ledger.SetHolder(u.Key, u.Holder)
 		}
 	}
-	f.metLocked(u.ID, now)
+	f.noteContainerLocked(u.ID, now)
 }
 
-// meetLocked records the containers that the runtime lists, and forgets those that it does not list
-// any longer.
-func (f *FrontEnd) meetLocked(o *Observation) {
+// noteContainersLocked records the containers that the runtime lists, and forgets those that it
+// does not list any longer.
+func (f *FrontEnd) noteContainersLocked(o *Observation) {
 	listed := make(map[string]bool, len(o.Uses))
 	for i := range o.Uses {
 		listed[o.Uses[i].ID] = true
-		f.metLocked(o.Uses[i].ID, o.Asked)
+		f.noteContainerLocked(o.Uses[i].ID, o.Asked)
 	}
-	maps.DeleteFunc(f.met, func(id string, m met) bool { return !listed[id] && m.last.Before(o.Asked) })
+	maps.DeleteFunc(f.containers, func(id string, m sighting) bool { return !listed[id] && m.last.Before(o.Asked) })
 }
 
-func (f *FrontEnd) metLocked(id string, at time.Time) {
+func (f *FrontEnd) noteContainerLocked(id string, at time.Time) {
 	if id == "" {
 		return
 	}
-	m, known := f.met[id]
+	m, known := f.containers[id]
 	if !known {
 		_, m.epoch, _ = f.ledger.State()
 	}
 	if at.After(m.last) {
 		m.last = at
 	}
-	f.met[id] = m
+	f.containers[id] = m
 }
 
-// overLocked reports whether an allocation belongs to an init container that has ended. A kubelet
-// that has lost its checkpoint allocates anew for all containers of a pod that do not run. For a
-// new pod, it allocates before it creates any container. So a pod with a container older than the
-// allocation is such a case. PodResources leaves plain init containers out.
-func (f *FrontEnd) overLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) bool {
+// initEndedLocked reports whether an allocation belongs to an init container that has ended. A
+// kubelet that has lost its checkpoint allocates anew for all containers of a pod that do not run.
+// For a new pod, it allocates before it creates any container. So a pod with a container older than
+// the allocation is such a case. PodResources leaves plain init containers out.
+func (f *FrontEnd) initEndedLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) bool {
 	_, listed := s.listed[a.ID]
 	if a.Adopted || e.started || listed || len(s.uses[a.ID]) > 0 || len(e.podUIDs) != 1 {
 		return false
@@ -228,7 +228,7 @@ func (f *FrontEnd) Over(id string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	e := f.seen[id]
-	return e != nil && e.over
+	return e != nil && e.initEnded
 }
 
 // nameLocked sets the holder of an allocation. PodResources decides before the checkpoint, and the
@@ -236,7 +236,7 @@ func (f *FrontEnd) Over(id string) bool {
 func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) {
 	h, since := a.Holder, a.Holder.Since
 	for i := range s.uses[a.ID] {
-		if u := &s.uses[a.ID][i]; f.mineLocked(a, e, u, o.Checkpoint) {
+		if u := &s.uses[a.ID][i]; f.belongsLocked(a, e, u, o.Checkpoint) {
 			h, e.started = u.Holder, true
 			if since.IsZero() || u.Created.Before(since) {
 				since = u.Created
@@ -262,7 +262,7 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 	}
 }
 
-// mineLocked reports whether a container with the key or the devices of an allocation belongs to
+// belongsLocked reports whether a container with the key or the devices of an allocation belongs to
 // its present holder's pod, not to an earlier one. read is true if the checkpoint was read after
 // the container was listed. In doubt it returns false: an allocation that waits in vain loses a
 // moment, but two pods on one device lose their work.
@@ -280,9 +280,9 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 //     process started.
 //
 // Only the last rule depends on a clock.
-func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bool) bool {
+func (f *FrontEnd) belongsLocked(a *ledger.Allocation, e *evidence, u *Use, read bool) bool {
 	same, inherited := u.Key == a.ID, a.Epoch == 0
-	if m, known := f.met[u.ID]; known && !inherited && m.epoch < a.Epoch {
+	if m, known := f.containers[u.ID]; known && !inherited && m.epoch < a.Epoch {
 		return false
 	}
 	if a.Adopted && len(e.podUIDs) == 0 {
@@ -327,7 +327,7 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 		for j := range o.Uses {
 			u := &o.Uses[j]
 			other := byID[u.Key]
-			if other == nil || !(a.Twice && u.Key == a.ID) && f.mineLocked(a, e, u, o.Checkpoint) {
+			if other == nil || !(a.Twice && u.Key == a.ID) && f.belongsLocked(a, e, u, o.Checkpoint) {
 				continue
 			}
 			if f.ledger.Overlap(a.Grants, other.Grants) {

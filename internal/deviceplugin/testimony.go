@@ -155,7 +155,7 @@ type endings struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	ended map[string]time.Time
-	let   time.Time
+	freed time.Time
 }
 
 func (e *endings) add(key string, at time.Time) {
@@ -171,7 +171,7 @@ func (e *endings) add(key string, at time.Time) {
 func (e *endings) release(at time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.let = at
+	e.freed = at
 }
 
 // anyOf reports whether an allocation whose container has just ended is still listed.
@@ -192,8 +192,8 @@ func (e *endings) since(key string, now time.Time) (container, release string) {
 	container, release = "unseen", "unseen"
 	if at, ok := e.ended[key]; ok {
 		container = now.Sub(at).Round(time.Millisecond).String()
-		if e.let.After(at) {
-			release = now.Sub(e.let).Round(time.Millisecond).String()
+		if e.freed.After(at) {
+			release = now.Sub(e.freed).Round(time.Millisecond).String()
 		}
 	}
 	return container, release

@@ -362,7 +362,7 @@ func (w *Witnesses) readCheckpoint(t *Observation) error {
 // is a new file.
 func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, containers []node.Container) bool {
 	before := w.kubelet.Stamp()
-	due := w.renewals.due(unwitnessed(t, containers), t.Asked)
+	due := w.renewals.due(staleKeys(t, containers), t.Asked)
 	for _, resource := range due {
 		w.accounts.Resend(resource)
 	}
@@ -375,8 +375,8 @@ func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, contain
 	return false
 }
 
-// unwitnessed returns the keys that only the checkpoint has, by resource.
-func unwitnessed(t *Observation, containers []node.Container) map[string][]string {
+// staleKeys returns the keys that only the checkpoint has, by resource.
+func staleKeys(t *Observation, containers []node.Container) map[string][]string {
 	known := map[string]bool{}
 	for i := range t.Uses {
 		known[t.Uses[i].Key] = true
