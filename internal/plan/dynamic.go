@@ -47,13 +47,13 @@ func (in *Input) nextDynamic(
 	g *gpuWithMIG, w config.Want, have Layout, out *Changes,
 ) (to Layout, leaving map[mig.Placement]status.Cause) {
 	leaving = map[mig.Placement]status.Cause{}
-	others, elsewhere := holdersOf(in.Allocations, g.UUID, api(w.API))
+	others, elsewhere := holdersOf(in.Allocations, g.UUID, frontEndOf(w.API))
 	_, anyHeld := holdersOf(in.Allocations, g.UUID, "")
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "":
-		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
+		out.addCondition(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !anyHeld {
 			return Layout{Known: true}, leaving
 		}
@@ -67,7 +67,7 @@ func (in *Input) nextDynamic(
 		}
 		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: true, API: w.API}))
 		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s",
-			api(w.API)))
+			frontEndOf(w.API)))
 	}
 	to = placementsThrough(w.API, in.onDemand(g, w))
 	to.Dynamic, to.N, to.Unit = true, timeslice.Units(g.Device, in.Unit), in.Unit
@@ -84,7 +84,7 @@ func (in *Input) nextDynamic(
 			"so it would offer no memory", g.Usable(), in.Unit)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v",
+		out.addCondition(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v",
 			g.Name(), targetText(w), err))
 		return have, leaving
 	}

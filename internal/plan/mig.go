@@ -120,9 +120,9 @@ const (
 // notKept is the reason of a device that the target does not have.
 var notKept = status.Cause{Reason: status.NotInPartition, Message: "the node's partition does not keep it"}
 
-// look gathers what a GPU's plan depends on. It fails if the GPU has no card, or an instance that
-// this version does not understand.
-func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
+// inspect gathers what a GPU's plan depends on. It fails if the GPU has no card, or an instance
+// that this version does not understand.
+func (in *Input) inspect(d *gpu.Device) (*gpuWithMIG, error) {
 	g := &gpuWithMIG{Device: d, held: map[mig.Placement]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
@@ -253,13 +253,13 @@ func targetText(w config.Want) string {
 
 // planMIG plans a GPU that concerns MIG, see concernsMIG.
 func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes) {
-	g, err := in.look(d)
+	g, err := in.inspect(d)
 	if err != nil {
 		in.unplanned(d, w, have, err, out)
 		return
 	}
 	if odd := g.card.Odd(); odd != nil && w.OnDemand && len(w.Profiles) == 0 {
-		out.say(status.Noted, d.UUID, status.Why(status.ProfileUnknown,
+		out.addCondition(status.Noted, d.UUID, status.Why(status.ProfileUnknown,
 			"%s offers all of its MIG profiles that this version understands, and not the others: %s",
 			d.Name(), strings.NewReplacer(": "+gpu.ErrInvalid.Error(), "", "\n", "; ").Replace(odd.Error())))
 	}
@@ -302,7 +302,7 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 	planned := w.Mode == config.MIG || w.Mode == config.Dynamic ||
 		d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep
 	if d.Fault == "" && planned {
-		out.say(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
+		out.addCondition(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
 	}
 	if have.Known {
 		out.Layouts[d.UUID] = have
@@ -333,7 +333,7 @@ func (in *Input) next(
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "" && w.Mode != config.Off:
-		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
+		out.addCondition(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !held {
 			return Layout{Known: true}, leaving
 		}
@@ -362,13 +362,14 @@ func (in *Input) next(
 		return have, leaving
 	}
 	to = in.follow(g, w, wanted, have, leaving, block, out)
-	if others, held := holdersOf(in.Allocations, g.UUID, api(w.API)); held && to.Offers {
+	if others, held := holdersOf(in.Allocations, g.UUID, frontEndOf(w.API)); held && to.Offers {
 		// It stays with the front-end of its holders.
 		if to.API = g.owner; have.Offers {
 			to.API = have.API
 		}
-		if api(to.API) != api(w.API) {
-			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))
+		if frontEndOf(to.API) != frontEndOf(w.API) {
+			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s",
+				frontEndOf(w.API))
 			maps.Copy(leaving, g.all(to, other))
 			if !out.Blocks(g.UUID) {
 				block(status.HeldByPods, others)
@@ -424,7 +425,7 @@ func (in *Input) follow(
 		err = in.offersNone(g, w)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID,
+		out.addCondition(status.Refused, g.UUID,
 			status.Why(status.CauseOf(err, status.NoRoom).Reason, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
@@ -490,8 +491,8 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 }
 
 // grant plans the instance of the first allocation that waits for one, instead of other work on the
-// GPU. If no allocation waits and there is no other work, it destroys empty instances, and instances
-// on demand that have been idle for long enough.
+// GPU. If no allocation waits and there is no other work, it destroys empty instances, and
+// instances on demand that have been idle for long enough.
 func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
@@ -613,7 +614,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if !to.InMIG() || !have.InMIG() || have.speaksOther(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
+	if !to.InMIG() || !have.InMIG() || have.otherFrontEnd(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Changing = append(out.Changing, u)
 		}
@@ -636,8 +637,8 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 			v.Occupied = append(v.Occupied, s.Placement)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not "+
-					"make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
+				out.addCondition(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent "+
+					"did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
 			}
 		case !s.Empty:
 			v.Warm = append(v.Warm, s.Placement)

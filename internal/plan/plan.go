@@ -46,7 +46,7 @@ func Divided(of piece.Division) Layout { return Layout{Known: true, Offers: true
 
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Dynamic == o.Dynamic &&
+	return c.Known == o.Known && c.Offers == o.Offers && !c.otherFrontEnd(o) && c.Dynamic == o.Dynamic &&
 		c.Division.Equal(o.Division)
 }
 
@@ -81,13 +81,16 @@ func (c Layout) InMIG() bool { return c.Offers && c.Kind.InMIG() }
 func (c Layout) Counts() bool { return c.Offers && (!c.Kind.InMIG() || c.Dynamic) }
 
 // Through reports whether the layout is offered through a front-end.
-func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && api(c.API) == f }
+func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && frontEndOf(c.API) == f }
 
-// speaksOther reports whether two layouts are offered through different front-ends.
-func (c Layout) speaksOther(o Layout) bool { return c.Offers && o.Offers && api(c.API) != api(o.API) }
+// otherFrontEnd reports whether two layouts are offered through different front-ends.
+func (c Layout) otherFrontEnd(o Layout) bool {
+	return c.Offers && o.Offers && frontEndOf(c.API) != frontEndOf(o.API)
+}
 
-// api returns the front-end of a layout, a wish or an allocation. Empty is the device plugin.
-func api(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
+// frontEndOf returns the front-end of a layout, a wish or an allocation. Empty is the device
+// plugin.
+func frontEndOf(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
 
 // sameSize reports whether both layouts offer the same kind of devices by the same wish. A GPU then
 // keeps the number and the size of its devices.
@@ -210,7 +213,7 @@ type Changes struct {
 	Busy, Process bool
 }
 
-func (c *Changes) say(kind status.Type, of gpu.UUID, why status.Cause) {
+func (c *Changes) addCondition(kind status.Type, of gpu.UUID, why status.Cause) {
 	c.Conditions = append(c.Conditions, why.Condition(kind, string(of)))
 }
 
@@ -294,10 +297,10 @@ func Make(in Input) Changes {
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
 		case other != "":
-			out.say(status.Refused, d.UUID, in.notOffered(d))
+			out.addCondition(status.Refused, d.UUID, in.notOffered(d))
 			to = Layout{Known: true}
 		case ok && to.N == 0 && d.Fault == "": // another condition has the fault
-			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit,
+			out.addCondition(status.Refused, d.UUID, status.Why(status.PartitionUnfit,
 				"%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, "+
 					"so it would offer nothing", d.Name(), to.Mode(), d.Usable(), in.Unit))
 			to = have
@@ -306,7 +309,7 @@ func Make(in Input) Changes {
 		if !have.Equal(to) && !waits && !in.rows.Fits(d.UUID, to) {
 			// Its present devices are withdrawn all the same. So they leave the lists, and make
 			// room in the end.
-			out.say(status.Pending, d.UUID, crowded(d, to))
+			out.addCondition(status.Pending, d.UUID, crowded(d, to))
 			to = Layout{Known: true}
 		}
 		switch {
@@ -367,7 +370,7 @@ func (in *Input) notOffered(d *gpu.Device) status.Cause {
 // any. An empty except leaves out none.
 func holdersOf(allocations []ledger.Allocation, u gpu.UUID, except ledger.FrontEnd) (names []string, held bool) {
 	for i := range allocations {
-		if a := &allocations[i]; a.Takes(u) && api(a.Owner) != except {
+		if a := &allocations[i]; a.Takes(u) && frontEndOf(a.Owner) != except {
 			names = append(names, a.Who())
 		}
 	}
@@ -378,7 +381,7 @@ func holdersOf(allocations []ledger.Allocation, u gpu.UUID, except ledger.FrontE
 // are the holders of the old one. Otherwise they are all holders.
 func (in *Input) inTheWay(u gpu.UUID, have, to Layout) (names []string, waits bool) {
 	if have.API = to.API; have.Equal(to) {
-		return holdersOf(in.Allocations, u, api(to.API))
+		return holdersOf(in.Allocations, u, frontEndOf(to.API))
 	}
 	return holdersOf(in.Allocations, u, "")
 }
@@ -386,11 +389,11 @@ func (in *Input) inTheWay(u gpu.UUID, have, to Layout) (names []string, waits bo
 // between adds to From and To what changes if the mode does not say it: how the GPU is shared, or
 // the front-end.
 func (b Blocked) between(have, to Layout) Blocked {
-	b.API = have.speaksOther(to)
+	b.API = have.otherFrontEnd(to)
 	switch {
 	case b.API:
-		b.From += " (api: " + string(api(have.API)) + ")"
-		b.To += " (api: " + string(api(to.API)) + ")"
+		b.From += " (api: " + string(frontEndOf(have.API)) + ")"
+		b.To += " (api: " + string(frontEndOf(to.API)) + ")"
 	case b.From == b.To: // only the division changes
 		b.From, b.To = b.From+have.division(), b.To+to.division()
 	}

@@ -69,7 +69,7 @@ func (in *Input) listed() *Rows {
 	}
 	for i := range in.Allocations {
 		c := &in.Allocations[i]
-		if api(c.Owner) != ledger.DevicePlugin {
+		if frontEndOf(c.Owner) != ledger.DevicePlugin {
 			continue
 		}
 		for j := range c.Grants {
@@ -86,5 +86,6 @@ func (in *Input) listed() *Rows {
 func crowded(d *gpu.Device, to Layout) status.Cause {
 	return status.Why(status.ListsFull, "%s is withdrawn and waits to be divided into %d devices: "+
 		"together with those that are still listed, the kubelet would get more than %d; "+
-		"withdrawn devices leave its list after %s, or when their holder ends", d.Name(), to.N, timeslice.MaxListed, Linger)
+		"withdrawn devices leave its list after %s, or when their holder ends",
+		d.Name(), to.N, timeslice.MaxListed, Linger)
 }
