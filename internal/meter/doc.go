@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package meter keeps the usage account of a node. It writes the usage journal (package usage)
-// from the ledger, from the watchdog's measurements and from records of other packages. It also
-// provides the totals for metrics and the status.
+// Package meter keeps the usage account of a node. It writes the usage journal (package usage) from
+// the ledger, from the watchdog's measurements and from records of other packages. It also provides
+// the totals for metrics and the status.
 //
 //	m := meter.New(meter.Options{Ledger: ledger, Journal: store, Used: …})
 //	go m.Run(ctx)
@@ -24,23 +24,22 @@
 //
 // # After a restart
 //
-// The meter reads the journal from the book at the start of the last segment. An adopted
-// allocation that is still open in the book keeps its grant's number. If the ledger knows when
-// the allocation was given, a later time shows that it is a new grant. A grant that is open in the
-// book and not in the ledger, once the kubelet and the runtime have answered, ended while the
-// agent was away. Its end is then the time of the journal's last record.
+// The meter reads the journal from the book at the start of the last segment. An adopted allocation
+// that is still open in the book keeps its grant's number. If the ledger knows when the allocation
+// was given, a later time shows that it is a new grant. A grant that is open in the book and not in
+// the ledger, once the kubelet and the runtime have answered, ended while the agent was away. Its
+// end is then the time of the journal's last record.
 //
-// Counters must not fall, since Prometheus would take a fall for a restart from zero. So the
-// meter shows only totals that have been written. They are at most a minute old, and stand still
-// while the disk is full. After kill -9 they continue from there; the use since the last sample
-// is lost.
+// Counters must not fall, since Prometheus would take a fall for a restart from zero. So the meter
+// shows only totals that have been written. They are at most a minute old, and stand still while
+// the disk is full. After kill -9 they continue from there; the use since the last sample is lost.
 //
 // # A full disk
 //
 // Up to a thousand records wait in memory, at most a quarter of them refusals. Further records are
 // counted as lost. When there is room again, the waiting records are written. If records of grants
-// may be among the lost ones, the meter writes the whole book, too. Meanwhile the node has the condition
-// UsageUnwritten. Nothing else in the agent depends on the journal.
+// may be among the lost ones, the meter writes the whole book, too. Meanwhile the node has the
+// condition UsageUnwritten. Nothing else in the agent depends on the journal.
 //
 // # Idle grants
 //

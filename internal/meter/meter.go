@@ -122,8 +122,8 @@ type past struct {
 	// smaller numbers. began is when this process began.
 	before uint64
 	began  time.Time
-	// vouched is the time of an earlier process's last record.
-	vouched time.Time
+	// lastRecord is the time of an earlier process's last record.
+	lastRecord time.Time
 }
 
 // outbox has the records that wait to be written.
@@ -258,7 +258,7 @@ func (m *Meter) start() error {
 		return err
 	}
 	m.book = book
-	m.past.read, m.past.before, m.past.vouched = true, book.Next(), book.Last()
+	m.past.read, m.past.before, m.past.lastRecord = true, book.Next(), book.Last()
 	for _, g := range m.book.Open() {
 		for i := range g.Held {
 			if u := g.Held[i].Use; u != nil {
@@ -342,7 +342,7 @@ func (m *Meter) orphans(held []ledger.Allocation) {
 	for _, g := range m.book.Open() {
 		there := slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == g.Allocation })
 		if g.Number < m.past.before && !there {
-			m.end(g.Allocation, m.past.vouched, "it ended while the agent was away", nil)
+			m.end(g.Allocation, m.past.lastRecord, "it ended while the agent was away", nil)
 		}
 	}
 }
@@ -354,7 +354,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		if a.Given.Before(m.past.began) { // by an earlier process, which did not write it
 			m.end(a.ID, a.Given, "it was given to the next holder", nil)
 		} else {
-			m.end(a.ID, m.past.vouched, "it ended while the agent was away", nil)
+			m.end(a.ID, m.past.lastRecord, "it ended while the agent was away", nil)
 		}
 		g = nil
 	}
@@ -362,7 +362,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 	if g != nil && !samePieces(g, a.Grants) {
 		when := at
 		if g.Number < m.past.before {
-			when = m.past.vouched
+			when = m.past.lastRecord
 		}
 		m.end(a.ID, when, "its ID has other pieces now", nil)
 		g = nil
@@ -421,7 +421,7 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 	for i := range g.Held {
 		h := &g.Held[i]
 		p := place{g.Number, h.Index}
-		m.grow(g, i, seen, at)
+		m.addUse(g, i, seen, at)
 		if u := m.uses[p]; u != nil {
 			r.Used = append(r.Used, u.Use)
 			delete(m.uses, p)
@@ -441,7 +441,7 @@ func (m *Meter) sample(ctx context.Context, at time.Time) {
 	r := usage.Record{Time: at, Event: usage.Used}
 	for _, g := range m.book.Open() {
 		for i := range g.Held {
-			m.grow(g, i, seen, at)
+			m.addUse(g, i, seen, at)
 			if u := m.uses[place{g.Number, g.Held[i].Index}]; u != nil && !equal(&u.Use, &u.written) {
 				u.written = u.Use
 				r.Used = append(r.Used, u.Use)
@@ -457,8 +457,8 @@ func equal(a, b *usage.Use) bool {
 	return a.MiBMs == b.MiBMs && a.BusyMs == b.BusyMs && a.Idle.Equal(b.Idle) && sameSM
 }
 
-// grow adds a piece's measured use to its totals, for the time since the last sample.
-func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time.Time) {
+// addUse adds a piece's measured use to its totals, for the time since the last sample.
+func (m *Meter) addUse(g *usage.Grant, piece int, seen []status.Container, at time.Time) {
 	h := &g.Held[piece]
 	if g.First(piece) != piece {
 		return // the first piece on a GPU has all use of that GPU
