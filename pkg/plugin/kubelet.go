@@ -54,7 +54,7 @@ type KubeletOptions struct {
 // Kubelet is the kubelet's device-plugin directory, watched once for all
 // resources, and the set of resources that is served in it.
 type Kubelet struct {
-	counter
+	directory
 	// every is how often Dir is looked at in addition to the watch, since events can be lost. poll
 	// is how often without a watch.
 	every, poll time.Duration
@@ -65,8 +65,8 @@ type Kubelet struct {
 	served map[string]*serving // guarded by mu
 }
 
-// counter is what all plugins of a directory share.
-type counter struct {
+// directory is what all plugins of a directory share.
+type directory struct {
 	opts KubeletOptions
 	// answer is how long the kubelet may take to answer a registration.
 	answer time.Duration
@@ -124,8 +124,8 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 		o.Changed = func() {}
 	}
 	return &Kubelet{
-		counter: counter{opts: o, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood},
-		every:   30 * time.Second, poll: time.Second, served: map[string]*serving{},
+		directory: directory{opts: o, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood},
+		every:     30 * time.Second, poll: time.Second, served: map[string]*serving{},
 	}
 }
 
@@ -167,7 +167,7 @@ func (k *Kubelet) Status() []Status {
 }
 
 // streamless returns the reason for a missing stream of lists.
-func (c *counter) streamless() error {
+func (c *directory) streamless() error {
 	path := filepath.Join(c.opts.Dir, kubeletSocket)
 	if sock, _ := c.sock.get(); sock == (sockID{}) {
 		return fmt.Errorf("there is no kubelet at %s", path)
@@ -238,7 +238,7 @@ func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 		if _, ok := k.served[r]; ok {
 			continue
 		}
-		p := &Plugin{kubelet: &k.counter, resource: r, source: source}
+		p := &Plugin{kubelet: &k.directory, resource: r, source: source}
 		ctx, cancel := context.WithCancel(ctx)
 		s := &serving{plugin: p, cancel: cancel, done: make(chan struct{})}
 		k.served[r] = s
@@ -325,7 +325,7 @@ func (k *Kubelet) identify(path string) sockID {
 
 // register registers a resource and its socket with the kubelet. The kubelet dials the socket
 // before it answers.
-func (c *counter) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
+func (c *directory) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, c.answer)
 	defer cancel()
 	path := filepath.Join(c.opts.Dir, kubeletSocket)

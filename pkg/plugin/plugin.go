@@ -83,15 +83,16 @@ func (noObserver) Registered(string, error)                    {}
 
 // Plugin serves one resource at one socket of a Kubelet's directory.
 type Plugin struct {
-	kubelet  *counter
+	kubelet  *directory
 	resource string
 	source   Source
 
 	mu      sync.Mutex
 	service *service // guarded by mu; of the present or the last Run
 	fault   fault    // guarded by mu; the last failure to listen or to register
-	// tried is how many streams had been opened when fault was set, or noStream. Guarded by mu.
-	tried int
+	// openedBefore is how many streams had been opened when fault was set, or noStream. Guarded by
+	// mu.
+	openedBefore int
 
 	// suspected is when Suspect was last called for this resource.
 	suspected cell[time.Time]
@@ -155,7 +156,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 			p.report(err, noStream)
 			wait = time.After(socketRetry)
 		} else {
-			p.overcome()
+			p.clearSocketFault()
 			if fresh != sock {
 				if sock != nil {
 					p.kubelet.opts.Logger.Info("socket is gone: listen again", "resource", p.resource, "socket", path)
@@ -239,7 +240,7 @@ func (p *Plugin) register(
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
-	required, _ := s.asks.get()
+	required, _ := s.preStart.get()
 	go func() { answer <- p.kubelet.register(ctx, p.resource, filepath.Base(sock.Path), options(required)) }()
 	for {
 		select {
@@ -278,8 +279,9 @@ const noStream = -1
 func (p *Plugin) report(err error, tried int) {
 	p.mu.Lock()
 	old := p.fault
-	said := old.err != nil && err != nil && (tried == noStream) == (p.tried == noStream) && sameFailure(old.err, err)
-	p.fault, p.tried = old.of(err, time.Now()), tried
+	said := old.err != nil && err != nil && (tried == noStream) == (p.openedBefore == noStream) &&
+		sameFailure(old.err, err)
+	p.fault, p.openedBefore = old.of(err, time.Now()), tried
 	p.mu.Unlock()
 	if !said && (old.err != nil || err != nil) {
 		p.kubelet.opts.Changed()
@@ -301,10 +303,10 @@ func sameFailure(a, b error) bool {
 	return status.Code(a) == status.Code(b) && errors.As(a, &x) == errors.As(b, &y) && x == y
 }
 
-// overcome clears a fault of the socket, which exists again.
-func (p *Plugin) overcome() {
+// clearSocketFault clears a fault of the socket, which exists again.
+func (p *Plugin) clearSocketFault() {
 	p.mu.Lock()
-	over := p.fault.err != nil && p.tried == noStream
+	over := p.fault.err != nil && p.openedBefore == noStream
 	p.mu.Unlock()
 	if over {
 		p.report(nil, 0)
@@ -388,7 +390,7 @@ type Status struct {
 // Status returns the state of the resource.
 func (p *Plugin) Status() Status {
 	p.mu.Lock()
-	s, refused, tried := p.service, p.fault, p.tried
+	s, refused, tried := p.service, p.fault, p.openedBefore
 	p.mu.Unlock()
 	st := Status{Resource: p.resource}
 	if s == nil {

@@ -34,10 +34,10 @@ type service struct {
 	list     cell[*list]
 	withheld *cell[bool]
 	streams  cell[streams]
-	// asks is true if the kubelet must call PreStartContainer. told is the last answer that the
+	// preStart is true if the kubelet must call PreStartContainer. told is the last answer that the
 	// kubelet got to that question.
-	asks cell[bool]
-	told cell[told]
+	preStart cell[bool]
+	told     cell[told]
 	// fault is why the source's newest list is not sent. Zero if it is sent.
 	fault cell[fault]
 	// changed is called when the result of Status may have changed.
@@ -156,8 +156,8 @@ func (s *service) take(devices []Device) {
 	}
 	s.setFault(nil)
 	s.list.set(l)
-	if was, _ := s.asks.get(); was != (l.devices > 0) {
-		s.asks.set(l.devices > 0)
+	if was, _ := s.preStart.get(); was != (l.devices > 0) {
+		s.preStart.set(l.devices > 0)
 	}
 }
 
@@ -171,7 +171,7 @@ func (s *service) setFault(err error) {
 
 // GetDevicePluginOptions is called once for each registration.
 func (s *service) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
-	required, _ := s.asks.get()
+	required, _ := s.preStart.get()
 	s.told.set(told{true, required})
 	return options(required), nil
 }
@@ -186,7 +186,7 @@ func options(required bool) *api.DevicePluginOptions {
 // outdated reports whether the kubelet's last answer about PreStartContainer is no longer right.
 // changed is closed when the result may have changed.
 func (s *service) outdated() (yes bool, changed <-chan struct{}) {
-	now, changed := s.asks.get()
+	now, changed := s.preStart.get()
 	was, _ := s.told.get()
 	return was.asked && was.required != now, changed
 }
