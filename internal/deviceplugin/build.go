@@ -121,8 +121,8 @@ func align(in *Input, kind piece.Kind, devices []Device) {
 // strays lists held devices that no GPU's list has. They are of two kinds: devices of unknown GPUs,
 // which were missing when the agent started without its journal, and devices of resources that this
 // node has renamed. The sockets of renamed resources are served as long as a device of them is
-// held. Such devices stay listed, because the kubelet ends when an ID that a pod has leaves its
-// list.
+// held. Such devices stay listed, because the kubelet crashes when an ID that a pod has leaves
+// its list.
 func strays(in *Input) []deviceList {
 	var out []deviceList
 	listed := map[string]bool{} // as "resource id"

@@ -23,8 +23,8 @@ const (
 	// The kubelet writes its checkpoint only after the front-end's answer, and it admits the rest
 	// of the pod before a container is created.
 	Grace = 30 * time.Second
-	// UnnamedTTL replaces Grace if the kubelet's checkpoint cannot be read. PodResources is then
-	// the only source, and it does not list plain init containers.
+	// UnnamedTTL replaces Grace if the kubelet's checkpoint cannot be read. PodResources then
+	// replaces the checkpoint, and it does not list plain init containers.
 	UnnamedTTL = 10 * time.Minute
 	// bookTime is how long the kubelet gets to record for a pod the devices that it was given.
 	bookTime = 50 * time.Millisecond

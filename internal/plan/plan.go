@@ -19,8 +19,8 @@ import (
 )
 
 // Linger is how long a withdrawn device stays listed as Unhealthy before its ID leaves the list.
-// The kubelet (1.36.3) ends with a nil dereference if an ID leaves the list while the ID's Allocate
-// is under way.
+// The kubelet (1.36.3) crashes with a nil dereference if an ID leaves the list while the ID's
+// Allocate is under way.
 const Linger = 60 * time.Second
 
 // Layout is how a GPU is divided: the resource of its devices, and their number. Two layouts that
