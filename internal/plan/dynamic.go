@@ -189,7 +189,7 @@ func (in *Input) setMode(g *gpuWithMIG, of []*ledger.Allocation, steps []mig.Ste
 	}
 }
 
-// await sets why for the allocations that are not open yet.
+// await records why the allocations wait that are not open yet.
 func await(of []*ledger.Allocation, why status.Cause, out *Changes) {
 	for _, a := range of {
 		if !a.IsOpen() {

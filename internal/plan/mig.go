@@ -83,7 +83,7 @@ type gpuWithMIG struct {
 	card *mig.Card
 	// standing has every instance. Those that must stay are pinned.
 	standing []mig.Standing
-	// held maps the placements of allocations to these.
+	// held maps each placement of an allocation to the allocation.
 	held map[mig.Placement]*ledger.Allocation
 	// missing are the placements of held without an instance. They are pinned, so that nothing else
 	// gets their room.
@@ -192,8 +192,8 @@ func (in *Input) inspect(d *gpu.Device) (*gpuWithMIG, error) {
 	return g, nil
 }
 
-// mine reports whether an instance is the agent's. An empty GPU instance is the rest of a compute
-// instance of its that was being created or destroyed.
+// mine reports whether an instance is the agent's. An empty GPU instance is the agent's if one of
+// the agent's compute instances was being created in it, or destroyed.
 func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	if in.MIG.Made[u][s.Placement] {
 		return true
