@@ -36,7 +36,7 @@ func Cut(s string, limit int) string {
 	return s[:end] + more
 }
 
-// List joins names with commas: up to most of the first ones, and the number of the others.
+// List joins the first names with commas, and counts those after the number most.
 func List(names []string, most int) string {
 	if len(names) <= most {
 		return strings.Join(names, ", ")

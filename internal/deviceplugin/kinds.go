@@ -25,8 +25,7 @@ type row struct {
 	read func(id string) (gpu.UUID, piece.Piece, error)
 	// join makes one piece of all the devices that a request has on one GPU, by their numbers in
 	// ascending order. It is nil if each device is a piece by itself.
-	join func(numbers []int) piece.Piece
-	// prefer chooses devices for a request.
+	join   func(numbers []int) piece.Piece
 	prefer func(p *preference) ([]string, error)
 	// together returns an error if devices that may be given out one by one may not be given out
 	// together.
@@ -112,7 +111,6 @@ func readWhole(id string) (gpu.UUID, piece.Piece, error) {
 	return gpu.UUID(id), piece.Whole{}, nil
 }
 
-// numbered returns the IDs of devices that have numbers.
 func numbered(u gpu.UUID, p piece.Piece) []string { return idsOf(u, p.Numbers()) }
 
 func allNumbered(u gpu.UUID, of piece.Division) []string {
@@ -283,7 +281,6 @@ func known(grants []ledger.Grant) bool {
 	return !slices.ContainsFunc(grants, func(g ledger.Grant) bool { return !g.Kind().Known() })
 }
 
-// pieceIDs returns the device IDs of a piece of a GPU.
 func pieceIDs(u gpu.UUID, p piece.Piece) []string {
 	if row, ok := rows[p.Kind()]; ok {
 		return row.ids(u, p)

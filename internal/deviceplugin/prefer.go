@@ -191,7 +191,6 @@ func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 	return timeslice.PreferReplicas(s.taken, first, n, rank)
 }
 
-// byGPU counts devices by their GPU.
 func byGPU(ids []string) map[gpu.UUID]int {
 	out := map[gpu.UUID]int{}
 	for _, id := range ids {

@@ -525,7 +525,6 @@ func (m *Meter) add(r *usage.Record) {
 	}
 }
 
-// write writes the waiting records.
 func (m *Meter) write(at time.Time) {
 	if !m.outbox.empty() {
 		if err := m.writePending(at); err != nil {

@@ -94,7 +94,6 @@ func (b *board) putLocked(shown usage.Shown, idle []status.Condition, lost uint6
 	b.shown, b.idle = shown, idle
 }
 
-// lose counts lost records.
 func (b *board) lose(n uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -140,7 +139,6 @@ func (b *board) scraped() usage.Shown {
 	return out
 }
 
-// conditions returns the conditions of the account.
 func (b *board) conditions() []status.Condition {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -73,7 +73,7 @@ type directory struct {
 	// suspectEvery is how old a registration must be before Suspect counts. A kubelet that is still
 	// starting names no resource yet. Each needless registration leaves it with one more stream.
 	suspectEvery time.Duration
-	// stood is streamStood.
+	// stood is streamStood; tests shorten it.
 	stood time.Duration
 
 	// sock is the kubelet's socket at the last look. It is set again at every look, which wakes the
@@ -191,11 +191,12 @@ func (k *Kubelet) Suspect(resource string) {
 	}
 }
 
-// Withhold(true) ends all streams of lists, so that the kubelet counts all devices as unhealthy.
-// Withhold(false) registers the resources again. It returns at once. To the kubelet this looks like
-// the end of the plugin: it changes nothing for pods with devices, and their status does not show a
-// device as unhealthy, as it would after a list. Nor does Withhold send an empty list, which would
-// end a kubelet that is just allocating a device.
+// Withhold ends all streams of lists if on is true, so that the kubelet counts all devices as
+// unhealthy. If on is false, the resources are registered again. Withhold returns at once.
+//
+// To the kubelet this looks like the end of the plugin. It changes nothing for pods with devices,
+// and their status does not show a device as unhealthy, as it would after a list. Withhold does not
+// send an empty list, since that would crash a kubelet that is just allocating a device.
 func (k *Kubelet) Withhold(on bool) { k.withheld.set(on) }
 
 // Run watches the directory and serves the resources given to Set, until ctx ends. It then removes

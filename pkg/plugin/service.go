@@ -44,7 +44,7 @@ type service struct {
 	changed func()
 	// sent is KubeletOptions.Sent.
 	sent func(resource string, healthy int)
-	// stood is streamStood.
+	// stood is that of directory.
 	stood time.Duration
 }
 
@@ -303,7 +303,6 @@ func (s *service) refuse(what string, code codes.Code, err error) error {
 	return status.Error(code, s.resource+": "+text)
 }
 
-// observe wraps every unary call.
 func (s *service) observe(
 	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
 ) (resp any, err error) {
