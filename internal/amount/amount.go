@@ -11,15 +11,15 @@ import (
 )
 
 const (
-	// mostDigits is how long a text may be. An amount in canonical form has at most 26 bytes.
+	// mostDigits bounds the length of a text, in bytes. A canonical amount has at most 26.
 	mostDigits = 256
-	// mostExponent is how many digits an exponent may have: 1e-9999 takes 0.1 ms.
+	// mostExponent bounds the digits of an exponent: parsing 1e-9999 takes 0.1 ms.
 	mostExponent = 4
 )
 
-// Check looks at every text of decoded JSON, and refuses one that would take long to read if it
-// were an amount. It does not ask which of them are: a text like that has no other use.
-// The error wraps gpu.ErrInvalid.
+// Check returns an error if decoded JSON has a text that would take long to parse as an amount. It
+// checks every text, without regard to which are amounts: such a text has no other use. The error
+// wraps gpu.ErrInvalid.
 func Check(value any) error {
 	switch v := value.(type) {
 	case string:
@@ -42,7 +42,7 @@ func Check(value any) error {
 	return nil
 }
 
-// long reports whether a text is a number of too many digits, or with too large an exponent.
+// long reports whether a text is a number with too many digits or too large an exponent.
 func long(text string) bool {
 	rest := strings.TrimLeft(text, "+-")
 	number := strings.TrimLeft(rest, "0123456789.")

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package amount refuses quantities that take too long to read.
+// Package amount refuses quantities that take too long to parse.
 //
-// resource.ParseQuantity works out every digit: it takes 5 s for the text "1e-9999999", and
-// minutes and gigabytes for a longer exponent. The API server bears that itself for the amounts
-// of its own kinds, and sends them on in their canonical form. Those in objects of a
-// CustomResourceDefinition (Kueue's Workloads, Liqo's ResourceSlices) come as somebody wrote
-// them: the pattern that their definitions have lets any exponent through.
+// resource.ParseQuantity computes every digit. It takes 5 s for the text "1e-9999999", and minutes
+// and gigabytes for a longer exponent. The API server parses the amounts in its own kinds itself,
+// and sends them on in their canonical form. Amounts in objects of a CustomResourceDefinition
+// (Kueue's Workloads, Liqo's ResourceSlices) arrive as their authors wrote them: the pattern in
+// those definitions allows any exponent.
 //
 //	err := amount.Check(text)      // before resource.ParseQuantity
-//	err := amount.Check(object)    // before decoded JSON that has amounts is made a typed object
+//	err := amount.Check(object)    // before decoded JSON with amounts becomes a typed object
 package amount

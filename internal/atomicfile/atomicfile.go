@@ -9,7 +9,7 @@ import (
 	"os"
 )
 
-// Flushing says whether a file survives a power failure.
+// Flushing is true if the file has to survive a power failure.
 type Flushing bool
 
 const (
@@ -17,10 +17,10 @@ const (
 	Flushed   Flushing = true
 )
 
-// Write replaces the file name, with exactly that mode whatever the umask is. fill
-// writes it, as temp, and may read it there. Both names are below root, on one file
-// system; anything at temp is removed first. After an error the file is unchanged,
-// except that a flush of the directory comes last.
+// Write replaces the file name. Its mode is mode, independent of the umask. fill writes the content
+// to the file temp, and may read it there. Both names are below root, on one file system. Write
+// first removes anything at temp. After an error the old file is unchanged, unless only the flush
+// of the directory failed, which comes last.
 func Write(root *os.Root, name, temp string, mode fs.FileMode, flush Flushing, fill func(*os.File) error) (err error) {
 	if err := root.Remove(temp); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -46,7 +46,7 @@ func Write(root *os.Root, name, temp string, mode fs.FileMode, flush Flushing, f
 	return nil
 }
 
-// FlushDir makes the names in root, and the removal of others, survive a power failure.
+// FlushDir flushes a directory, so that new names in it and removals survive a power failure.
 func FlushDir(root *os.Root) error {
 	d, err := root.Open(".")
 	if err != nil {

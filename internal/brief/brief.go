@@ -8,13 +8,13 @@ import (
 	"unicode/utf8"
 )
 
-// Text is the most bytes of one message to people: an outcome, an annotation, an
-// error that the kubelet shows.
+// Text bounds one message to people, in bytes: an outcome, an annotation, an error that the kubelet
+// shows.
 const Text = 4 << 10
 
-// Message and Reason are the most bytes of a message and of a reason in an object that the
-// API server keeps, such as an Event or a condition: the limits of its own validation of
-// Events. The admission policies in deployments hold a stolen token to them and to Text.
+// Message and Reason bound the message and the reason of an object that the API server keeps, such
+// as an Event or a condition, in bytes. They are the limits of its own validation of Events. The
+// admission policies in deployments enforce them and Text, even on a stolen token.
 const (
 	Message = 1 << 10
 	Reason  = 128
@@ -22,8 +22,8 @@ const (
 
 const more = "…"
 
-// Cut shortens s to at most limit bytes, at the edge of a character; what is not UTF-8
-// in it is replaced first. The limit must leave room for the three bytes of "…".
+// Cut shortens s to at most limit bytes, between two characters. It first replaces what is not
+// UTF-8. The limit must be at least the three bytes of "…".
 func Cut(s string, limit int) string {
 	s = strings.ToValidUTF8(s, "\uFFFD")
 	if len(s) <= limit {
@@ -36,7 +36,7 @@ func Cut(s string, limit int) string {
 	return s[:end] + more
 }
 
-// List joins names with commas: the first ones, and how many more there are.
+// List joins the first names with commas, and counts those after the number most.
 func List(names []string, most int) string {
 	if len(names) <= most {
 		return strings.Join(names, ", ")

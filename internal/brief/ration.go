@@ -10,15 +10,14 @@ import (
 	"time"
 )
 
-// A kind of line is logged Lines times in a Window; the rest is counted.
+// A kind of line is logged Lines times in a Window. Further lines are counted.
 const (
 	Lines  = 10
 	Window = time.Minute
 )
 
-// Ration is a log for lines that others can cause as often as they like: a tenant's
-// program, an unreachable server. Use [NewRation]. Its methods may be called from several
-// goroutines.
+// Ration logs lines that others can cause as often as they like, such as a tenant's program or an
+// unreachable server. Use [NewRation]. Several goroutines may call its methods.
 type Ration struct {
 	log   *slog.Logger
 	now   func() time.Time
@@ -34,15 +33,15 @@ type quota struct {
 	said, left int
 }
 
-// NewRation returns a Ration in front of a log. now is the clock; after calls a function
-// after a time, without waiting for it: time.AfterFunc, or a test's own.
+// NewRation returns a Ration that writes to log. now is the clock. after calls a function after a
+// time, and does not wait for it: time.AfterFunc, or a test's own.
 func NewRation(log *slog.Logger, now func() time.Time, after func(time.Duration, func()) *time.Timer) *Ration {
 	return &Ration{log: log, now: now, after: after, quotas: map[string]*quota{}}
 }
 
-// Log logs a line, or counts it where its kind has been logged often enough. The kind is
-// level, message and kind's keys and values, which are part of the line too; kind must not
-// hold anything of which there can be endlessly many. Nothing is counted below the log's level.
+// Log logs a line, or counts it if its kind has been logged often enough. The kind is level,
+// message, and the keys and values in kind, which are part of the line. The values in kind must not
+// be unlimited in number. Lines below the log's level do not count.
 func (r *Ration) Log(level slog.Level, message string, kind []any, args ...any) {
 	ctx := context.Background()
 	if !r.log.Enabled(ctx, level) {
@@ -94,7 +93,7 @@ func (r *Ration) Log(level slog.Level, message string, kind []any, args ...any) 
 	}
 }
 
-// dropLocked forgets the kinds that have nothing left to report.
+// dropLocked forgets the kinds without lines to report.
 func (r *Ration) dropLocked(now time.Time) {
 	for key, q := range r.quotas {
 		if q.left == 0 && now.Sub(q.since) >= Window {

@@ -29,22 +29,22 @@ import (
 // retry is how often Wait tries again.
 const retry = 5 * time.Second
 
-// Node is where agents have left their traces, and whom to ask who holds devices.
+// Node has the places on a node that agents write to, and the runtime that knows the holders of
+// devices.
 type Node struct {
-	// KubeletDir is the kubelet's directory, CDIDir the one of the runtime's CDI
-	// files, StateDir the agent's own, NFDDir that of the features files.
+	// KubeletDir is the kubelet's directory, CDIDir that of the runtime's CDI files, StateDir the
+	// agent's state directory, and NFDDir that of the features files.
 	KubeletDir, CDIDir, StateDir, NFDDir string
-	// Domain is that of the CDI files, and ResourceDomain that of the resources.
+	// Domain is the domain of the CDI files, and ResourceDomain that of the resources.
 	Domain, ResourceDomain string
 	// Runtime is the container runtime, which the caller closes.
 	Runtime *node.Runtime
-	// Object takes away what the agent wrote on its Node object. Nil where there is
-	// no API server to speak to.
+	// Object removes what the agent wrote to its Node object. Nil without an API server.
 	Object func(context.Context) error
 }
 
-// Wait calls Run again and again until it succeeds or ctx ends, and then returns its
-// last error. said is called with each error that differs from the one before.
+// Wait calls Run again and again until it succeeds. If ctx ends first, it returns Run's last error.
+// It calls said with each error whose text differs from the last one's.
 func (n *Node) Wait(ctx context.Context, said func(error)) error {
 	last := ""
 	for {
@@ -64,10 +64,11 @@ func (n *Node) Wait(ctx context.Context, said func(error)) error {
 	}
 }
 
-// ErrHeld says that pods still hold devices of the agent's.
+// ErrHeld is the error of Run while pods hold devices of the agent.
 var ErrHeld = errors.New("these pods still hold devices")
 
-// Run takes everything away, or says what stands in the way. It may be repeated.
+// Run removes everything. It fails while pods hold devices or an agent runs. It may be called
+// again.
 func (n *Node) Run(ctx context.Context) error {
 	names := deviceplugin.ResourceNames(n.ResourceDomain)
 	holders, err := n.holders(ctx, names)
@@ -77,13 +78,12 @@ func (n *Node) Run(ctx context.Context) error {
 	if len(holders) > 0 {
 		return fmt.Errorf("clean up: %w: %s; delete them first", ErrHeld, strings.Join(holders, ", "))
 	}
-	// First, since it is refused while an agent runs.
+	// First, since it fails while an agent runs.
 	if err := state.Remove(n.StateDir); err != nil {
 		return fmt.Errorf("clean up: %w", err)
 	}
-	// What an agent has left mounted, as its containers ran on, has kept its
-	// directories. A process that may not unmount leaves empty ones, until the next
-	// boot.
+	// An agent leaves its file systems mounted while its containers run on, and these have kept
+	// their directories. A process that may not unmount leaves them empty until the next boot.
 	var errs []error
 	if err := lib.Unmount(n.StateDir); err == nil {
 		errs = append(errs, state.Remove(n.StateDir))
@@ -113,7 +113,7 @@ func (n *Node) Run(ctx context.Context) error {
 	return nil
 }
 
-// holders names the pods that have devices, by the kubelet and by the runtime.
+// holders returns the pods that have devices, according to the kubelet and the runtime.
 func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -141,7 +141,7 @@ func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string
 			out = append(out, fmt.Sprintf("%s/%s (a ResourceClaim)", c.Namespace, c.Pod))
 		}
 	}
-	// A pod whose init container has not been made yet is in neither.
+	// Neither has a pod whose init container has not been created yet.
 	pods, err := n.Runtime.Pods(ctx)
 	if err != nil {
 		return nil, err

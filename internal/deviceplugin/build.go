@@ -20,43 +20,42 @@ import (
 type Input struct {
 	Inventory *gpu.Inventory
 	Changes   *plan.Changes
-	// Changing are the GPUs that are about to change: all that they offer is
-	// withdrawn.
+	// Changing are the GPUs that are about to change. All their devices are withdrawn.
 	Changing []gpu.UUID
-	// Past is what GPUs had before and is still listed.
+	// Past has the former layouts of GPUs whose devices are still listed.
 	Past map[gpu.UUID][]plan.Past
-	// Held are the allocations as of the moment of publishing.
+	// Held are the allocations at the moment of publishing.
 	Held  []ledger.Allocation
 	Names *Names
 	Cards map[gpu.UUID]*mig.Card
-	// Failing are placements that cannot be made, with the reason.
+	// Failing maps the placements that cannot be created to the reason.
 	Failing map[mig.Place]status.Cause
-	// Drain says that a GPU whose change waits for holders offers nothing meanwhile.
+	// Drain is true if a GPU whose change waits for holders offers nothing meanwhile.
 	Drain bool
-	// Topology is how the GPUs of Inventory are joined; Aligned says of which devices
-	// the kubelet is told the NUMA node, and OnDemand which GPUs have their MIG
-	// instances made for pods, or may have.
+	// Topology is how the GPUs of Inventory are connected. Aligned selects the devices whose NUMA
+	// node the kubelet is told. OnDemand reports whether a GPU's MIG instances are, or may be,
+	// created for pods.
 	Topology *topology.Graph
 	Aligned  Alignment
 	OnDemand func(gpu.UUID) bool
-	// Others are the GPUs that somebody else gives out too.
+	// Others maps the GPUs that another program gives out too to the reason.
 	Others map[gpu.UUID]string
-	// Cordoned are the GPUs that an operator keeps new pods off.
+	// Cordoned are the GPUs that an operator has closed to new pods.
 	Cordoned map[gpu.UUID]bool
-	// Closed is why nothing may be given out at present, empty where it may.
+	// Closed is why no device may be given out now. Empty if devices may be.
 	Closed string
 }
 
-// Build says what the kubelet is told of. It is pure.
+// Build makes the offer for the kubelet. It is pure.
 //
-// In order of precedence, a device is: healthy, if somebody has it (leaving, where
-// the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
-// GPUs are for [FrontEnd.SetFaults] to add.
+// The first rule that applies decides about a device. If it is held, it is healthy, and also
+// leaving if its GPU is to change. If it is withdrawn, it is unhealthy. Otherwise it is healthy.
+// [FrontEnd.SetFaults] adds the faults of GPUs later.
 func Build(in Input) *Offer {
 	v := &Offer{
 		Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{},
 	}
-	lists := map[string][][]Device{} // by resource, of each GPU
+	lists := map[string][][]Device{} // by resource; one list for each GPU
 	kinds := map[string]piece.Kind{}
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
@@ -81,22 +80,20 @@ func Build(in Input) *Offer {
 	return v
 }
 
-// Alignment says of which devices the kubelet's topology manager is told the NUMA
-// node.
+// Alignment selects the devices whose NUMA node the kubelet's topology manager is told.
 type Alignment string
 
-// Alignments. The kubelet counts the devices of a NUMA node without asking which
-// GPU they are of: told of memory units, it sends a request to a node that has
-// them on several GPUs, where none has enough, and the pod is refused. On demand
-// it counts MIG devices that cannot stand beside each other.
+// Alignments. The kubelet counts the devices of a NUMA node without regard to their GPUs. So it can
+// send a request for memory units to a NUMA node whose GPUs have enough only together; the agent
+// then refuses the pod. With MIG on demand the kubelet would count devices that exclude each other.
 const (
 	AlignNone  Alignment = "none"
 	AlignFixed Alignment = "fixed" // whole GPUs and MIG devices of a fixed geometry
 	AlignAll   Alignment = "all"
 )
 
-// align adds the NUMA nodes to the devices of a resource: to all of them or to
-// none, since where some have one the kubelet leaves the others out of its count.
+// align adds the NUMA nodes to the devices of a resource: to all of them or to none. If only some
+// had one, the kubelet would leave the others out of its count.
 func align(in *Input, kind piece.Kind, devices []Device) {
 	switch {
 	case in.Aligned == AlignAll:
@@ -121,10 +118,11 @@ func align(in *Input, kind piece.Kind, devices []Device) {
 	}
 }
 
-// strays lists what is held and no GPU's list has: devices of GPUs that are unknown,
-// since they were gone when the agent started without a memory, and devices of resources
-// that this node has under other names now, whose sockets are served for as long as
-// that. The kubelet ends when an ID that a pod has leaves its list.
+// strays lists held devices that no GPU's list has. They are of two kinds: devices of unknown GPUs,
+// which were missing when the agent started without its journal, and devices of resources that this
+// node has renamed. The sockets of renamed resources are served as long as a device of them is
+// held. Such devices stay listed, because the kubelet crashes when an ID that a pod has leaves
+// its list.
 func strays(in *Input) []deviceList {
 	var out []deviceList
 	listed := map[string]bool{} // as "resource id"
@@ -155,39 +153,41 @@ func strays(in *Input) []deviceList {
 	return out
 }
 
-// deviceList is what one GPU has of one resource.
+// deviceList has the devices of one resource on one GPU.
 type deviceList struct {
 	resource string
 	kind     piece.Kind
 	devices  []Device
 }
 
-// name is a device's. A unit and a replica can have the same ID, so it is known by both.
+// name identifies a device. A unit and a replica can have the same ID, so it includes the kind.
 type name struct {
 	kind piece.Kind
 	id   string
 }
 
-// gpuLists is the lists of one GPU while they are made.
+// gpuLists builds the device lists of one GPU.
 type gpuLists struct {
 	in     *Input
 	gpu    *gpu.Device
 	layout plan.Layout
-	// held are the devices that somebody has, in the order of the allocations, and
-	// isHeld the same; placements is what MIG devices stand for, by ID.
+	// held are the held devices, in the order of the allocations. isHeld has the same devices as a
+	// set. placements has the placement of each MIG device, by ID.
 	held       []name
 	isHeld     map[name]bool
 	placements map[string]mig.Placement
-	// foreign says that the GPU is held by way of another front-end, under a name that
-	// resources have no more, or as a kind of piece that this version does not know.
+	// foreign is true if the GPU is also held in a way that these lists do not show: through
+	// another front-end, under a former resource name, or as a kind that this version does not
+	// know.
 	foreign bool
-	// parting are the placements that go with their holders, with the reason.
-	parting map[mig.Placement]status.Cause
+	// leaving maps the placements that are withdrawn when their holders end to the reason.
+	leaving map[mig.Placement]status.Cause
 	listed  map[name]bool
 	lists   []deviceList
 }
 
-// deviceLists lists what one GPU has, had, and has given away.
+// deviceLists returns the lists of one GPU: the devices of its layout, devices of former layouts
+// that are still listed, and held devices.
 func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	l := &gpuLists{
 		in: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{},
@@ -197,17 +197,17 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 		l.layout = plan.Layout{Known: l.layout.Known}
 	}
 	l.holders()
-	// Rounds are frequent and lists long: sizes are known, so nothing grows.
+	// Rounds are frequent and lists long, so allocate the final size at once.
 	l.listed = make(map[name]bool, l.layout.N+len(l.held))
 	drains := in.Changes.Drains(d.UUID, in.Drain)
-	if l.parting = in.Changes.Leaving[d.UUID]; in.Changes.Blocks(d.UUID) && !drains {
-		l.parting = nil
+	if l.leaving = in.Changes.Leaving[d.UUID]; in.Changes.Blocks(d.UUID) && !drains {
+		l.leaving = nil
 	}
 	withdrawn, leaving := l.withdrawal(drains)
 	for _, id := range l.ids(l.layout) {
 		l.add(name{l.layout.Kind, id}, withdrawn, leaving)
 	}
-	const gone = "the node's partition does not have it any more"
+	const gone = "the node's partition no longer has it"
 	for _, p := range in.Past[d.UUID] {
 		for _, id := range l.ids(p.Layout) {
 			l.add(name{p.Layout.Kind, id}, gone, gone)
@@ -219,7 +219,7 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	return l.lists
 }
 
-// holders finds out what is held of the GPU.
+// holders fills in held, isHeld and foreign.
 func (l *gpuLists) holders() {
 	for i := range l.in.Held {
 		a := &l.in.Held[i]
@@ -244,23 +244,24 @@ func (l *gpuLists) holders() {
 	}
 }
 
-// withdrawal says why what the layout has may not be given out, and why what is held of
-// it goes with its holders; both are empty where it is on offer. drains says that the
-// GPU's change waits for holders, and that it offers nothing meanwhile.
+// withdrawal returns the reasons for two things: withdrawn is why the layout's devices may not be
+// given out, and leaving is why held devices go when their holders end. Each is empty if there is
+// no reason. drains is true if the GPU's change waits for holders and the GPU offers nothing
+// meanwhile.
 func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 	u := l.gpu.UUID
 	mixed := l.foreign || slices.ContainsFunc(l.held, func(n name) bool { return n.kind != l.layout.Kind })
 	switch {
 	case mixed && l.layout.Offers:
-		// Two kinds of devices are two promises of the same memory.
+		// Devices of two kinds would promise the same memory twice.
 		withdrawn = "the GPU is held as another resource"
-	case l.in.Others[u] != "" && l.layout.Offers: // until its holders have ended
-		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
+	case l.in.Others[u] != "" && l.layout.Offers: // until its holders end; plan.Make then drops its layout
+		withdrawn = "another program gives the GPU out" // a pod reads this: name no other pod
 	case slices.Contains(l.in.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
-	case drains && !l.layout.InMIG(): // placements each for itself, see add
+	case drains && !l.layout.InMIG(): // add withdraws placements one by one
 		withdrawn = "the GPU's partition changes when its holders end"
-	case l.in.Cordoned[u]: // what is held stays
+	case l.in.Cordoned[u]: // held devices stay
 		return "an operator keeps new pods off the GPU", ""
 	default:
 		return l.in.Closed, ""
@@ -268,7 +269,7 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 	return withdrawn, withdrawn
 }
 
-// add lists a device, if it is not listed yet.
+// add lists a device unless it is listed already.
 func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	if l.listed[n] {
 		return
@@ -278,7 +279,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	if n.kind.InMIG() {
 		dev.Placement = l.in.sized(l.gpu.UUID, l.placements[n.id])
 		at := mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}
-		for _, why := range []status.Cause{l.parting[dev.Placement], l.in.Failing[at]} {
+		for _, why := range []status.Cause{l.leaving[dev.Placement], l.in.Failing[at]} {
 			if why.Message != "" && leaving == "" {
 				withdrawn, leaving = cmp.Or(withdrawn, why.Message), why.Message
 			}
@@ -299,7 +300,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	l.lists[at].devices = append(l.lists[at].devices, dev)
 }
 
-// ids are the device IDs of a layout; what MIG devices stand for is kept.
+// ids returns the device IDs of a layout, and records the placements of its MIG devices.
 func (l *gpuLists) ids(c plan.Layout) []string {
 	if !c.Offers {
 		return nil
@@ -311,8 +312,8 @@ func (l *gpuLists) ids(c plan.Layout) []string {
 	return ids
 }
 
-// sized is a MIG device's placement with its size, which is 0 where the GPU's driver
-// does not know it.
+// sized returns a MIG device's placement with its size. The size is 0 if the GPU's driver does not
+// report that placement.
 func (in *Input) sized(u gpu.UUID, s mig.Placement) mig.Placement {
 	if card := in.Cards[u]; card != nil {
 		if known, ok := card.Placement(s.Profile, s.Start, s.CI); ok {

@@ -1,68 +1,83 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package deviceplugin is the front-end of the ledger for the kubelet's device-plugin
-// API: device IDs become grants, allocations become lists of devices, and what the
-// kubelet and the container runtime say tells who has what.
+// Package deviceplugin connects the ledger to the kubelet's device-plugin API. It turns device
+// IDs into grants and allocations into lists of devices. From what the kubelet and the container
+// runtime report, it finds out which pod holds which allocation.
 //
 // # The offer
 //
-// The loop publishes an [Offer]: an immutable list of resources and their devices,
-// each healthy, unhealthy, or leaving. The kubelet's streams read it, Allocate
-// checks against it and takes an allocation. Because both happen under one mutex, the
-// race that matters has only two outcomes: either Allocate came first, and the loop,
-// which looks at the allocations again after it has withdrawn a device, sees this one
-// and leaves the GPU alone; or the withdrawal came first, and Allocate refuses.
+// The loop publishes an [Offer]: an immutable list of resources and their devices. Each device is
+// healthy, unhealthy or leaving. The kubelet's streams read the offer. Allocate checks a request
+// against it and takes an allocation. Publish and Allocate hold the same mutex, and the loop reads
+// the allocations again after it has withdrawn a device. So the race between the two has two
+// outcomes:
 //
-// The kubelet decides who holds a device. So Allocate never refuses an ID
-// because another allocation names it: for one pod the kubelet hands an init
-// container's devices to the app container. It refuses what can never work
-// (units of two GPUs, two replicas of one GPU, a MIG placement that has no room beside
-// another one's, a device that the present offer does not have), with the reason,
-// and that refusal is final for the pod.
+//   - Allocate comes first: the loop sees the allocation and leaves the GPU alone.
+//   - The withdrawal comes first: Allocate refuses.
 //
-// Where the kubelet lets the front-end choose, Prefer leaves out what Allocate would
-// refuse, and takes what an allocation covers last: the pod that had it was deleted by
-// force, and the next container on it waits until that one's has ended.
+// The kubelet decides which pod holds a device. So Allocate never refuses an ID because another
+// allocation has it: within one pod, the kubelet gives an init container's devices to the app
+// container. Allocate refuses what can never work, and gives the reason:
 //
-// A GPU with MIG on demand is offered several times over: every placement that could
-// stand on it is a device. An offer lists them as if the GPU were empty, with what
-// the driver says can stand together ([ledger.MIG]), and the front-end lays over that
-// what is taken: by allocations, by placements that somebody unknown uses. A device is Healthy
-// if an allocation has it, whatever else is there, or if it can stand beside all that is
-// taken; all others are Unhealthy. That is done in the Allocate that takes a placement
-// and when its allocation ends, so between an allocation and what it covers there is no
-// moment at which both are on offer:
+//   - units of two GPUs
+//   - two replicas of one GPU
+//   - a MIG placement that has no room beside another allocation's
+//   - a device that the present offer does not have
+//
+// Such a refusal is final for the pod.
+//
+// Where the kubelet lets the front-end choose, Prefer leaves out what Allocate would refuse. It
+// takes the devices of other allocations last. The kubelet offers such devices after a pod was
+// deleted by force. The next container waits until the deleted pod's container has ended.
+//
+// # MIG on demand
+//
+// A GPU with MIG on demand is offered several times over: each placement that its card allows is
+// a device. The loop lists the placements as if the GPU were empty ([ledger.MIG]). The front-end
+// then marks those that have no room beside the taken ones. A placement is taken if an allocation
+// has it, or if an instance is there that no allocation covers. A device is Healthy if an
+// allocation has it, or if it fits beside all taken placements. All others are Unhealthy.
+//
+// The marks change within the Allocate that takes a placement, and when its allocation ends. So a
+// placement and those that it excludes are never on offer together after the Allocate:
 //
 //	                 1g@0  1g@1  …  2g@0  2g@2  …  3g@0  3g@4  4g@0  7g@0
 //	nothing taken     x     x        x     x        x     x     x     x
 //	2g@2 taken        x     x        x     x              x
 //	1g@1 beside it    x     x              x              x
 //
-// Faults are apart from the offer: [FrontEnd.SetFaults] marks all devices of a GPU, or
-// the MIG placement that one instance has, Unhealthy at once, whatever the loop is doing.
+// Faults are not part of the offer. [FrontEnd.SetFaults] marks devices Unhealthy at once, even in
+// the middle of a round: all devices of a GPU, or the MIG placement of one instance.
 //
 // # Evidence
 //
-// The API has no word for "freed". Who has an allocation, and whether anybody does, is
-// found out from what the kubelet's checkpoint says, which is never short of a holder
-// but may be stale, and the container runtime, which knows what runs. An [Observation]
-// is both at one moment; [FrontEnd.Reconcile] moves the allocations along by it. One
-// ends only when both agree; what was said before its last Allocate does not count, and
-// one that nobody has named yet is kept for [Grace]. A container may be of the pod that
-// has an allocation now or of the one before. What was known at the Allocate tells, then
-// the checkpoint, then the gate; times do not, since a clock can be put back in between.
-// Evidence decides nothing by itself and is in no [ledger.Phase].
+// The API has no call for "freed". So the front-end compares two sources. The kubelet's checkpoint
+// names every holder, but may be stale. The container runtime knows what runs. An [Observation] is
+// what both report at one moment, and [FrontEnd.Reconcile] applies it to the allocations:
 //
-// [Witnesses] asks both. PodResources gives names, and asking it makes the kubelet let go of
-// what ended pods have. The checkpoint is written when a container is given
-// devices and when a list arrives; where it names somebody whom nobody else
-// knows, the list is sent again. The runtime tells of a container's end at once,
-// and then the kubelet is asked every 50 ms for a while, so that devices are free
-// a moment after it has let go. A runtime that has no events, or whose events the
-// kubelet would lose to us, is asked with the others every 8 s.
+//   - An allocation ends only if both agree that no container has it. What they reported before
+//     its last Allocate does not count.
+//   - An allocation that neither has named yet is kept for [Grace].
+//   - A container may belong to the present holder's pod or to an earlier one. Reconcile decides
+//     by what was known at the Allocate, then by the checkpoint, then by whether the allocation
+//     was open. It does not compare times, since a clock can be set back.
 //
-// # What it does not know
+// Evidence is no part of an allocation's [ledger.Phase]. Only Reconcile turns it into changes.
 //
-// The driver, how GPUs come to be laid out, and files. An offer arrives ready-made, and
-// what can stand beside what on a GPU is pkg/mig's to say.
+// # The witnesses
+//
+// [Witnesses] asks the kubelet and the runtime. The kubelet's PodResources service names the
+// holders. A call of it also makes the kubelet free the devices of ended pods. The kubelet writes
+// its checkpoint when it gives devices to a container, and when it receives a device list. If the
+// checkpoint names a holder that no other source knows, Witnesses sends the list again, and the
+// kubelet writes the file anew.
+//
+// The runtime reports the end of a container at once. Witnesses then asks the kubelet every 50 ms
+// at first, for a few seconds. So devices are free a moment after the kubelet has freed them. If
+// the runtime has no events, Witnesses asks it and the kubelet every 8 s while any device is held.
+//
+// # Limits
+//
+// The package does not know the driver, how GPUs come to be divided, or files. The loop passes
+// complete offers. pkg/mig decides which placements fit beside each other on a GPU.
 package deviceplugin

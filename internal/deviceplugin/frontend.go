@@ -19,85 +19,87 @@ import (
 )
 
 const (
-	// Grace is how long after its last Allocate an allocation that no witness has
-	// named is kept: the kubelet writes its checkpoint after our answer, and
-	// admits the rest of the pod before a container is made.
+	// Grace is how long an allocation that no witness has named is kept after its last Allocate.
+	// The kubelet writes its checkpoint only after the front-end's answer, and it admits the rest
+	// of the pod before a container is created.
 	Grace = 30 * time.Second
-	// UnnamedTTL is Grace where the kubelet's checkpoint cannot be read: the
-	// service that stands in for it does not list plain init containers.
+	// UnnamedTTL replaces Grace if the kubelet's checkpoint cannot be read. PodResources then
+	// replaces the checkpoint, and it does not list plain init containers.
 	UnnamedTTL = 10 * time.Minute
-	// bookTime is what the kubelet gets to write down what it was answered.
+	// bookTime is how long the kubelet gets to record for a pod the devices that it was given.
 	bookTime = 50 * time.Millisecond
 )
 
-// FrontEnd is the kubelet's side of the ledger: what it is told is on offer, and what
-// was seen of the allocations that it has made. Use [New].
+// FrontEnd is the device-plugin side of the ledger. It holds the offer in force and the evidence
+// about the allocations that it has made. Use [New].
 type FrontEnd struct {
 	ledger *ledger.Ledger
-	// now is the clock, an argument so that tests have their own.
+	// now is the clock, which tests replace.
 	now func() time.Time
 
-	// asked is when the kubelet last chose or allocated devices.
+	// asked is when the kubelet last called Prefer or Allocate.
 	asked moment
 
-	// mu guards everything below. The ledger's is locked after it.
+	// mu guards everything below. Lock it before the ledger's mutex, never after.
 	mu    sync.Mutex
 	lists lists
-	// seen is what was seen of the allocations of this front-end, by ID.
+	// seen maps the ID of each allocation of this front-end to its evidence.
 	seen map[string]*evidence
-	// met are the containers with allocations that the runtime has, or had when it was
-	// last asked, by ID.
-	met map[string]met
+	// containers maps the ID of each container with an allocation to when it was seen. It has the
+	// containers that the runtime listed last, and those seen since.
+	containers map[string]sighting
 }
 
-// evidence is what was seen of an allocation, since its last Allocate where nothing
-// else is said. It decides who its holder is, and when it has ended.
+// evidence is what the witnesses have reported of an allocation, mostly since its last Allocate. It
+// decides who the holder is, and when the allocation has ended.
 type evidence struct {
 	resource string
 	// ids are the allocation's devices, sorted.
 	ids []string
-	// podUIDs is who has it by the kubelet's checkpoint: one pod or none, or two where the
-	// kubelet has given it out twice; read says that this has been read.
+	// podUIDs are the pods that have the allocation according to the checkpoint. There is one or
+	// none, or two if the kubelet has given it out twice. read is true if a checkpoint has been
+	// read since the last Allocate.
 	podUIDs []string
 	read    bool
-	// former is who had it before the last Allocate by the checkpoint, and unread says
-	// that nobody had read it then.
+	// former is podUIDs from before the last Allocate. unread is true if no checkpoint had been
+	// read by then.
 	former []string
 	unread bool
-	// started says that the runtime has made a container of it, listed that
+	// started is true if the runtime has created a container with it. listed is true if
 	// PodResources has named one of its devices.
 	started, listed bool
-	// over says that it is of an init container that has ended.
-	over bool
-	// written is when the file of an adopted one was written, zero where that is not
-	// known: its Allocate was not later than a moment before.
+	// initEnded is true if the allocation belongs to an init container that has ended.
+	initEnded bool
+	// written is when the CDI file of an adopted allocation was written. Its last Allocate was at
+	// most a moment later. Zero if the time is not known.
 	written time.Time
 }
 
-// met is when a container was first heard of, as the ledger's epoch of that moment, and
-// last.
-type met struct {
+// sighting is when a container was seen. epoch is the ledger's epoch when it was seen first, and
+// last is the time when it was seen last.
+type sighting struct {
 	epoch uint64
 	last  time.Time
 }
 
-// New returns a front-end with an empty offer. now is the clock.
+// New returns a front-end with an empty offer. now is its clock.
 func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 	return &FrontEnd{
-		ledger: l,
-		now:    now,
-		lists:  lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
-		seen:   map[string]*evidence{},
-		met:    map[string]met{},
+		ledger:     l,
+		now:        now,
+		lists:      lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
+		seen:       map[string]*evidence{},
+		containers: map[string]sighting{},
 	}
 }
 
-// Allocate writes down that the kubelet has given these devices to a container,
-// and returns the allocation. It refuses what could never work, and the pod fails; it
-// does not refuse an ID because another allocation has it. It does not wake the loop,
-// which would compete with the caller's answer to the kubelet: Prepare does when the
-// container is to start, and a caller that cannot be sure of a Prepare wakes the loop
-// when its answer is out.
+// Allocate records that the kubelet has given these devices to a container, and returns the
+// allocation. It fails if the request could never work; the kubelet then fails the pod. It does not
+// fail because another allocation has an ID.
+//
+// Allocate does not wake the loop, since the loop would compete with the answer to the kubelet.
+// Prepare wakes it when the container is about to start. A caller that may get no Prepare wakes the
+// loop after its answer has been sent.
 func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, error) {
 	now := f.now()
 	f.asked.note(now)
@@ -111,9 +113,8 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	}
 	q := ledger.Request{ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Resource: resource, Overlap: true}
 	if old := f.seen[q.ID]; old != nil {
-		// The same devices again: a new pod, whose predecessor may still be
-		// ending, or the app container after the init container. Who holds it is
-		// to be told anew.
+		// The same devices again. This is a new pod whose predecessor may still be ending, or the
+		// app container after the init container. So the holder has to be found out anew.
 		known, _ := f.ledger.Get(q.ID)
 		if q.Grants, err = f.grantLocked(r, old.ids); err != nil || !q.Grants[0].Cap.Known {
 			q.Grants = known.Grants
@@ -138,26 +139,27 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	return a, nil
 }
 
-// Booking reports whether the kubelet may be giving devices out and have them on no pod
-// yet: it has asked a moment ago. Who asks it for PodResources then may have it give the
-// same devices out again; see Reconcile.
+// Booking reports whether the kubelet may be giving devices out that it has not recorded for a pod
+// yet: it has called Prefer or Allocate within the last bookTime. A call of PodResources in this
+// time may make the kubelet give the same devices out twice; see checkLocked.
 func (f *FrontEnd) Booking() bool { return f.now().Sub(f.asked.at()) < bookTime }
 
-// moment is a time that several goroutines note, the last one's.
+// moment is a time that several goroutines set. The last one wins.
 type moment struct{ ns atomic.Int64 }
 
 func (m *moment) note(t time.Time) { m.ns.Store(t.UnixNano()) }
 func (m *moment) at() time.Time    { return time.Unix(0, m.ns.Load()) }
 
-// offeredLocked returns a resource of which these devices can be had together, as far
-// as the kubelet may decide that.
+// offeredLocked returns the resource if its devices ids may be given out together. It fails if one
+// of them is not on offer or is withdrawn, or if they do not go together. A device that another
+// allocation has is no reason to fail.
 func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (*Resource, error) {
 	if len(ids) == 0 {
 		return nil, errors.New("no device was named")
 	}
 	r := f.lists.offer.resource(resource)
 	if r == nil {
-		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+		return nil, fmt.Errorf("%s is no longer offered by this node", resource)
 	}
 	for _, id := range ids {
 		i, ok := r.index[id]
@@ -167,7 +169,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return nil, errors.New(dev.refusal() + takers(f.ledger, dev))
+			return nil, errors.New(dev.refusal() + roomHolders(f.ledger, dev))
 		case dev.Leaving && !f.freshLocked(resource, id, now):
 			return nil, errors.New(dev.refusal())
 		}
@@ -182,7 +184,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 	return r, nil
 }
 
-// grantLocked makes the grants that devices of a resource stand for now.
+// grantLocked returns the grants for devices of a resource, with the sizes of the present offer.
 func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error) {
 	grants, err := parse(r.Kind, ids)
 	if err != nil {
@@ -190,7 +192,7 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 	}
 	for i := range grants {
 		g := &grants[i]
-		if r.Kind.InMIG() { // the ID does not say how large it is
+		if r.Kind.InMIG() { // the ID does not have the size
 			g.Piece = piece.Instance(r.Devices[r.index[ids[i]]].Placement)
 		}
 		share := f.lists.base.Shares[g.GPU]
@@ -205,7 +207,8 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 	return grants, nil
 }
 
-// unit is the size of the units that allocations have of a GPU, 0 where none tells.
+// unit returns the size of a GPU's memory units according to the allocations on it, in MiB. It is 0
+// if no allocation has it.
 func unit(l *ledger.Ledger, u gpu.UUID) gpu.MiB {
 	held := l.Allocations()
 	for i := range held {
@@ -225,8 +228,8 @@ func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	}
 }
 
-// Release ends an allocation whose end is certain. On a node [FrontEnd.Reconcile] finds
-// out that one has ended; a replay of what a node was asked for knows it, and calls this.
+// Release ends an allocation whose end is certain. On a node, [FrontEnd.Reconcile] finds out the
+// end. A replay of recorded requests knows the end, and calls Release.
 func (f *FrontEnd) Release(id string) ledger.Allocation {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -244,9 +247,8 @@ func (f *FrontEnd) endLocked(id string) ledger.Allocation {
 	return a
 }
 
-// withCapacity tells a refusal what the resource could give at best, so that
-// nobody is told to wait for room that cannot come. It counts all devices, so it does nothing where
-// there is no refusal.
+// withCapacity adds to a refusal the most that the resource could ever give. So no pod waits for
+// room that cannot come. It returns nil for nil at once, since counting all devices takes time.
 func (r *Resource) withCapacity(err error) error {
 	if err == nil {
 		return nil
@@ -268,9 +270,9 @@ func (r *Resource) withCapacity(err error) error {
 	return err
 }
 
-// freshLocked reports whether an allocation of the last Grace covers the device of
-// which no container has been made yet: then the kubelet is giving an init
-// container's device to the app container of the pod that it is admitting.
+// freshLocked reports whether an allocation of this resource covers the device, was made within the
+// last Grace, and has had no container yet. The kubelet is then admitting a pod, and gives its init
+// container's device to its app container.
 func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 	for key, e := range f.seen {
 		if e.resource != resource || e.started {
@@ -286,15 +288,14 @@ func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 	return false
 }
 
-// Prepare waits until the container that holds these devices may be created.
-// It may be called any number of times, in any order of ids, and for an allocation
-// that this process has never seen: after the agent's restart the kubelet still
-// holds it, so it is taken over. The error wraps ledger.ErrNotOpen when ctx ends
-// first; the work goes on.
+// Prepare waits until the container that holds these devices may be created. It may be called any
+// number of times, with the IDs in any order. If this process does not know the allocation, Prepare
+// adopts it: the kubelet keeps devices over a restart of the agent. The error wraps
+// ledger.ErrNotOpen if ctx ends first; the loop then goes on preparing.
 func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) error {
 	key := cdi.Key(resource, ids)
 	f.mu.Lock()
-	err := f.coverLocked(resource, ids)
+	err := f.adoptLocked(resource, ids)
 	f.lists.showMoved()
 	f.mu.Unlock()
 	if err != nil {
@@ -303,23 +304,23 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 	return f.ledger.Prepare(ctx, key)
 }
 
-// Found takes over an allocation that was made before this process started, from its
-// record. given is when it was given, if that is known: then it is judged as if this
-// process had seen it. Otherwise it is unconfirmed until kubelet or runtime name it.
+// Found adopts an allocation from before this process started, from its record. given is when it
+// was given. With it, the allocation is judged as if this process had made it. If given is zero,
+// the allocation is Adopted: its age is not known.
 //
-// file is when its CDI file was written, zero where there is none or that is not known.
-// Where kubelet and runtime agree that nobody has the allocation, it ends Grace after
-// that time. Counted from the start of the process, a crash-looping agent would never
+// file is when its CDI file was written; zero if there is none or the time is not known. If the
+// kubelet and the runtime agree that no pod has the allocation, it ends Grace after file. It does
+// not end Grace after the start of the process, since an agent in a crash loop would then never
 // release it.
 //
-// The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
+// The error wraps gpu.ErrInvalid if the devices of the record do not have this ID.
 func (f *FrontEnd) Found(id string, r ledger.Record, given, file time.Time) error {
 	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id && known(r.Grants) {
 		return fmt.Errorf("the record of allocation %s is of allocation %s: %w", id, key, gpu.ErrInvalid)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if err := f.foundLocked(id, r, given); err != nil {
+	if err := f.adoptRecordLocked(id, r, given); err != nil {
 		return err
 	}
 	if a, _ := f.ledger.Get(id); a.Adopted && !file.IsZero() {
@@ -329,10 +330,10 @@ func (f *FrontEnd) Found(id string, r ledger.Record, given, file time.Time) erro
 	return nil
 }
 
-// foundLocked takes an allocation over from its record alone: the offer may not have
-// its devices, since the partition can have changed while the agent was away. To one
-// that is there already the record adds what was not known.
-func (f *FrontEnd) foundLocked(id string, r ledger.Record, given time.Time) error {
+// adoptRecordLocked adopts an allocation from its record alone. The offer may not have its devices,
+// since the partition can have changed while the agent was away. If the ledger has the allocation,
+// the record adds what the ledger did not know.
+func (f *FrontEnd) adoptRecordLocked(id string, r ledger.Record, given time.Time) error {
 	added, err := f.ledger.Found(id, r, given)
 	if added {
 		a, _ := f.ledger.Get(id)
@@ -341,10 +342,9 @@ func (f *FrontEnd) foundLocked(id string, r ledger.Record, given time.Time) erro
 	return err
 }
 
-// coverLocked takes over what the kubelet names, if no allocation covers it yet. The
-// error says that the IDs are not the agent's: another plugin offers a resource of that
-// name.
-func (f *FrontEnd) coverLocked(resource string, ids []string) error {
+// adoptLocked adopts an allocation that the kubelet names, unless the front-end has it. It fails if
+// the IDs are not the agent's: then another plugin offers a resource of that name.
+func (f *FrontEnd) adoptLocked(resource string, ids []string) error {
 	if f.seen[cdi.Key(resource, ids)] != nil {
 		return nil
 	}
@@ -352,11 +352,11 @@ func (f *FrontEnd) coverLocked(resource string, ids []string) error {
 	if err != nil {
 		return err
 	}
-	return f.foundLocked(cdi.Key(resource, IDs(r.Grants)), r, time.Time{})
+	return f.adoptRecordLocked(cdi.Key(resource, IDs(r.Grants)), r, time.Time{})
 }
 
-// Started reports whether the runtime has made a container of an allocation since its
-// last Allocate.
+// Started reports whether the runtime has created a container with an allocation since its last
+// Allocate.
 func (f *FrontEnd) Started(id string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()

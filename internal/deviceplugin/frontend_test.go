@@ -154,7 +154,7 @@ func wantErr(t *testing.T, err error, part string) {
 func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 	d, _ := newDesk()
 	_, err := d.Allocate(memName, ids(gpuA, 0))
-	wantErr(t, err, "not offered")
+	wantErr(t, err, "no longer offered")
 	d.set(units(func(dev *Device) {
 		if dev.ID == timeslice.ID(gpuB, 7) {
 			dev.Healthy, dev.Reason = false, "the GPU is being laid out anew"

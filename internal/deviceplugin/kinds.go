@@ -14,20 +14,21 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// row is how the kubelet's protocol has pieces of one kind.
+// row is how the device-plugin API represents pieces of one kind.
 type row struct {
-	// ids are the devices that a piece of a GPU is.
+	// ids returns the devices that make up a piece of a GPU.
 	ids func(u gpu.UUID, p piece.Piece) []string
-	// all are the devices of a GPU that is divided so.
+	// all returns the devices of a GPU that is divided like this.
 	all func(u gpu.UUID, of piece.Division) []string
-	// read returns the piece that a device is, nil where join makes pieces. The error wraps gpu.ErrInvalid.
+	// read returns the piece of one device. It is nil if join makes pieces of several devices. The
+	// error wraps gpu.ErrInvalid.
 	read func(id string) (gpu.UUID, piece.Piece, error)
-	// join makes one piece of the devices that a request has of one GPU, by their numbers, ascending; nil where each
-	// device is a piece.
-	join func(numbers []int) piece.Piece
-	// prefer chooses devices for a request.
+	// join makes one piece of all the devices that a request has on one GPU, by their numbers in
+	// ascending order. It is nil if each device is a piece by itself.
+	join   func(numbers []int) piece.Piece
 	prefer func(p *preference) ([]string, error)
-	// together checks that devices make sense together, which could be had each for itself.
+	// together returns an error if devices that may be given out one by one may not be given out
+	// together.
 	together func(f *FrontEnd, r *Resource, ids []string) error
 }
 
@@ -42,7 +43,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.whole(p.n, p.offer.Topology, untouched(p.front.ledger, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(*FrontEnd, *Resource, []string) error { return nil },
 	},
@@ -53,7 +54,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.units(p.n, rank(p.front.ledger, p.offer, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(_ *FrontEnd, r *Resource, ids []string) error {
 			_, err := timeslice.OneGPU(ids)
@@ -70,7 +71,7 @@ var rows = map[piece.Kind]row{
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
 			out, err := s.replicas(p.n, rank(p.front.ledger, p.offer, p.of))
-			return out, s.told(p.of, err)
+			return out, s.explain(p.of, err)
 		},
 		together: func(_ *FrontEnd, r *Resource, ids []string) error {
 			_, err := timeslice.DistinctGPUs(ids)
@@ -102,7 +103,7 @@ var rows = map[piece.Kind]row{
 	},
 }
 
-// readWhole reads the ID of a whole GPU, which is its UUID.
+// readWhole reads the ID of a whole GPU, which is the GPU's UUID.
 func readWhole(id string) (gpu.UUID, piece.Piece, error) {
 	if !strings.HasPrefix(id, "GPU-") || strings.Contains(id, "::") {
 		return "", nil, fmt.Errorf("device ID %q is not a GPU's: %w", id, gpu.ErrInvalid)
@@ -110,7 +111,6 @@ func readWhole(id string) (gpu.UUID, piece.Piece, error) {
 	return gpu.UUID(id), piece.Whole{}, nil
 }
 
-// numbered are the IDs of devices that are told apart by their numbers.
 func numbered(u gpu.UUID, p piece.Piece) []string { return idsOf(u, p.Numbers()) }
 
 func allNumbered(u gpu.UUID, of piece.Division) []string {
@@ -131,17 +131,17 @@ func idsOf(u gpu.UUID, numbers piece.Set) []string {
 	return out
 }
 
-// Names are the resource names that a node offers.
+// Names gives the resource names of a node.
 type Names struct {
-	// before is what stands before a short name.
-	before string
+	// prefix is the resource domain with a slash, for example "example.com/".
+	prefix string
 }
 
-// ResourceNames returns the names below a resource domain.
+// ResourceNames returns the names in a resource domain.
 func ResourceNames(domain string) *Names { return &Names{domain + "/"} }
 
-// Fixed is every name that does not depend on what GPUs there are: Ours tells
-// those of MIG profiles too.
+// Fixed returns the names that do not depend on the node's GPUs: all but those of MIG profiles,
+// which Ours knows too.
 func (n *Names) Fixed() (out []string) {
 	for _, k := range piece.Kinds() {
 		if k.Short() != "" {
@@ -151,27 +151,27 @@ func (n *Names) Fixed() (out []string) {
 	return out
 }
 
-// Ours reports whether a resource is one that the node offers or could offer.
+// Ours reports whether a resource is one that this agent offers or could offer.
 func (n *Names) Ours(resource string) bool {
 	_, ok := n.Kind(resource)
 	return ok
 }
 
-// Of is the name of the resource that a piece is of; p is the profile of a MIG instance.
+// Of returns the name of the resource for a kind of piece. p is the profile of a MIG instance.
 func (n *Names) Of(k piece.Kind, p mig.Name) string {
 	if k.InMIG() {
 		return n.OfProfile(p)
 	}
-	return n.before + k.Short()
+	return n.prefix + k.Short()
 }
 
-// OfProfile is the name of the resource of a MIG profile's instances.
-func (n *Names) OfProfile(p mig.Name) string { return n.before + p.Resource() }
+// OfProfile returns the name of the resource for a MIG profile's instances.
+func (n *Names) OfProfile(p mig.Name) string { return n.prefix + p.Resource() }
 
-// Kind is what the devices of a resource stand for, if it is one that the node
-// offers or could offer.
+// Kind returns the kind of a resource's devices. ok is false if the node does not and could not
+// offer the resource.
 func (n *Names) Kind(resource string) (piece.Kind, bool) {
-	short, ok := strings.CutPrefix(resource, n.before)
+	short, ok := strings.CutPrefix(resource, n.prefix)
 	if !ok {
 		return "", false
 	}
@@ -190,16 +190,15 @@ func (n *Names) Kind(resource string) (piece.Kind, bool) {
 	return instances, true
 }
 
-// KindOf is what the devices of a resource stand for by its short name, whatever its
-// domain: the names of a node's resources can have changed.
+// KindOf returns the kind of a resource's devices from its short name, in any domain: the domain of
+// a node's resources may have changed.
 func KindOf(resource string) (piece.Kind, bool) {
 	_, short, _ := strings.Cut(resource, "/")
 	return ResourceNames("").Kind("/" + short)
 }
 
-// RecordOf returns the record of devices of which nothing is known but their IDs:
-// how much memory their holder may have is not. An error wraps gpu.ErrInvalid: the
-// IDs are not of our making.
+// RecordOf returns a record made from device IDs alone. It lacks what IDs do not tell, such as the
+// memory limit. The error wraps gpu.ErrInvalid if the IDs are not the agent's.
 func RecordOf(resource string, ids []string) (ledger.Record, error) {
 	sorted := slices.Clone(ids)
 	slices.Sort(sorted)
@@ -211,8 +210,8 @@ func RecordOf(resource string, ids []string) (ledger.Record, error) {
 	return ledger.Record{Owner: ledger.DevicePlugin, Resource: resource, Grants: grants}, err
 }
 
-// parse returns what IDs stand for, as far as they say, in the order of the IDs: those of one
-// GPU together, where its kind has them so, and all others each alone.
+// parse returns the grants for device IDs, as far as the IDs tell. If the kind joins the devices of
+// one GPU, there is one grant for each GPU. Otherwise there is one for each ID, in their order.
 func parse(kind piece.Kind, ids []string) ([]ledger.Grant, error) {
 	if len(ids) == 0 {
 		return nil, fmt.Errorf("no device was named: %w", gpu.ErrInvalid)
@@ -235,9 +234,10 @@ func parse(kind piece.Kind, ids []string) ([]ledger.Grant, error) {
 	return out, nil
 }
 
-// joined is parse of a kind whose devices of one GPU are one piece. A request may have thousands of them.
+// joined is parse for kinds that join the devices of one GPU into one piece. A request may have
+// thousands of devices.
 func (r *row) joined(ids []string) ([]ledger.Grant, error) {
-	var of []gpu.UUID // a request is mostly of one GPU
+	var of []gpu.UUID // mostly a single one
 	numbers := make([][]int, 0, 1)
 	for _, id := range ids {
 		u, n, err := timeslice.ParseID(id)
@@ -258,15 +258,15 @@ func (r *row) joined(ids []string) ([]ledger.Grant, error) {
 	return out, nil
 }
 
-// grantOf is a grant of a piece of which no more is known yet.
+// grantOf returns a grant for a piece whose size and memory limit are not known yet.
 func grantOf(u gpu.UUID, p piece.Piece) ledger.Grant {
 	g := ledger.Grant{GPU: u}
 	g.Piece, g.Cap = p.In(piece.Share{})
 	return g
 }
 
-// IDs are the devices that grants came from, sorted; of a kind that this version does not
-// know they are none.
+// IDs returns the devices that grants came from, sorted. A grant of a kind that this version does
+// not know adds none.
 func IDs(grants []ledger.Grant) []string {
 	var out []string
 	for i := range grants {
@@ -281,7 +281,6 @@ func known(grants []ledger.Grant) bool {
 	return !slices.ContainsFunc(grants, func(g ledger.Grant) bool { return !g.Kind().Known() })
 }
 
-// pieceIDs are the devices that a piece of a GPU is to the kubelet.
 func pieceIDs(u gpu.UUID, p piece.Piece) []string {
 	if row, ok := rows[p.Kind()]; ok {
 		return row.ids(u, p)
@@ -289,7 +288,7 @@ func pieceIDs(u gpu.UUID, p piece.Piece) []string {
 	return nil
 }
 
-// DivisionIDs are the device IDs of a GPU that is divided so.
+// DivisionIDs returns the device IDs of a GPU that is divided like this.
 func DivisionIDs(of piece.Division, u gpu.UUID) []string {
 	if row, ok := rows[of.Kind]; ok {
 		return row.all(u, of)

@@ -11,23 +11,22 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// lists is what the kubelet is told. The front-end's mutex guards it.
+// lists holds what the kubelet is told. The front-end's mutex guards it.
 type lists struct {
 	ledger *ledger.Ledger
-	// base is the offer as it was published, offer with the faults and what is taken
-	// on top.
+	// base is the offer as it was published. offer is base after markHealth has added what is taken
+	// and the faults.
 	base, offer *Offer
-	// faults is what is unhealthy, and why.
+	// faults are the unhealthy GPUs and placements, with the reasons.
 	faults faults
-	// moved are the GPUs of which allocations have taken placements, or given them back,
-	// that offer does not show yet.
+	// moved are the GPUs on which allocations have taken or freed placements since offer was made.
 	moved []gpu.UUID
-	// changed has a channel for every resource, closed when its list changes.
+	// changed has a channel for each resource, which is closed when its list changes.
 	changed map[string]chan struct{}
 }
 
-// publish makes an offer the one in force. Resources of the one before that it does not
-// have are carried over without devices.
+// publish puts an offer in force. It adds the resources of the last offer that the new one lacks,
+// without devices.
 func (l *lists) publish(o *Offer) {
 	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
 	slices.SortFunc(o.Resources, byName)
@@ -57,13 +56,13 @@ func (l *lists) publish(o *Offer) {
 
 func sameID(a, b Device) bool { return a.ID == b.ID }
 
-// faults is why GPUs are unhealthy, and why MIG devices are on healthy GPUs.
+// faults are the reasons why GPUs are unhealthy, and why MIG placements on healthy GPUs are.
 type faults struct {
 	gpus       map[gpu.UUID]string
 	placements map[mig.Place]string
 }
 
-// of says whether a device is unhealthy, and why.
+// of reports whether a device is unhealthy, and why.
 func (f *faults) of(dev *Device) (why string, bad bool) {
 	if why, bad = f.gpus[dev.GPU]; !bad && len(f.placements) > 0 {
 		why, bad = f.placements[mig.Place{GPU: dev.GPU, Placement: dev.Placement}]
@@ -71,9 +70,9 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 	return why, bad
 }
 
-// show makes the offer in force from the published one, what allocations have
-// taken and the faults, and tells the streams of those resources of which the
-// kubelet hears anything else. A list that is as it was stays the same slice.
+// show makes the offer in force from the published one, what allocations have taken, and the
+// faults. It wakes the streams of the resources whose list has changed for the kubelet. A list
+// without any change stays the same slice.
 func (l *lists) show() {
 	o := l.base.copyAs(l.offer.Gen + 1)
 	rooms := l.ledger.Rooms(o.placementGPUs())
@@ -81,24 +80,24 @@ func (l *lists) show() {
 	for i := range o.Resources {
 		r := &o.Resources[i]
 		if r.Kind.InMIG() || len(l.faults.gpus) > 0 {
-			r.Devices = lay(r.Devices, r, rooms, &l.faults)
+			r.Devices = markHealth(r.Devices, r, rooms, &l.faults)
 		}
 		switch old := l.offer.resource(r.Name); {
 		case old != nil && slices.Equal(old.Devices, r.Devices):
 			r.Devices = old.Devices
-		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameWord):
+		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameForKubelet):
 			l.tell(r.Name)
 		}
 	}
 	l.offer = o
 }
 
-// sameWord reports whether the kubelet hears the same of two devices.
-func sameWord(a, b Device) bool {
+// sameForKubelet reports whether the kubelet is told the same about two devices.
+func sameForKubelet(a, b Device) bool {
 	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
 }
 
-// tell has the stream of a resource send its list.
+// tell makes the stream of a resource send its list.
 func (l *lists) tell(resource string) {
 	if ch := l.changed[resource]; ch != nil {
 		close(ch)
@@ -106,8 +105,8 @@ func (l *lists) tell(resource string) {
 	}
 }
 
-// showMoved shows what allocations have taken of MIG GPUs, or given back, since it
-// was called last.
+// showMoved updates the offer on the MIG GPUs where allocations have taken or freed placements
+// since its last call.
 func (l *lists) showMoved() {
 	if len(l.moved) == 0 {
 		return
@@ -120,7 +119,7 @@ func (l *lists) showMoved() {
 		if !r.Kind.InMIG() || len(r.Devices) == 0 {
 			continue
 		}
-		devices := lay(r.Devices, &l.base.Resources[i], rooms, &l.faults)
+		devices := markHealth(r.Devices, &l.base.Resources[i], rooms, &l.faults)
 		if &devices[0] == &r.Devices[0] {
 			continue
 		}
@@ -128,7 +127,7 @@ func (l *lists) showMoved() {
 			o = l.offer.copyAs(l.offer.Gen + 1)
 		}
 		o.Resources[i].Devices = devices
-		if !slices.EqualFunc(r.Devices, devices, sameWord) {
+		if !slices.EqualFunc(r.Devices, devices, sameForKubelet) {
 			l.tell(r.Name)
 		}
 	}

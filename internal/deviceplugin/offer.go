@@ -14,24 +14,23 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Offer is what is on offer at one moment. It is immutable once published.
+// Offer is the list of devices on offer at one moment. It is immutable once published.
 type Offer struct {
-	// Gen grows by one with every published offer.
+	// Gen is the generation, which grows by one with each change of the offer in force.
 	Gen uint64
-	// Resources is sorted by name. A resource that was ever published stays in
-	// every later offer of the process, with no devices if need be, because
-	// pods that held its devices can only restart while its socket is served.
+	// Resources is sorted by name. A published resource stays in every later offer of the process,
+	// without devices if need be: pods that held its devices can restart only while its socket is
+	// served.
 	Resources []Resource
-	// Rank orders GPUs where nothing better decides (their index).
+	// Rank orders the GPUs if nothing better decides. It is their index.
 	Rank map[gpu.UUID]int
-	// Topology is how the GPUs are joined: which of them go together, and which
-	// are best broken up. Nil joins none.
+	// Topology is how the GPUs are connected. It decides which GPUs go together, and which are
+	// divided first. Nil connects none.
 	Topology *topology.Graph
-	// Shares is how GPUs are divided that several containers have at once.
+	// Shares is how the shared GPUs are divided.
 	Shares map[gpu.UUID]piece.Share
-	// MIG has every GPU that Resources have placements of. A placement is listed Healthy
-	// where it would be if its GPU were empty: what has no room beside the
-	// allocations and what else may not go is the front-end's to find out.
+	// MIG has every GPU with placements in Resources. There, a placement is listed Healthy as if
+	// its GPU were empty. The front-end finds out which of them have no room beside the taken ones.
 	MIG map[gpu.UUID]ledger.MIG
 }
 
@@ -39,11 +38,10 @@ type Offer struct {
 type Resource struct {
 	// Name is the full resource name, for example "example.com/gpu-mem".
 	Name string
-	// Kind is what one device stands for, and so which sets of them make sense
-	// together: units lie on one GPU, replicas on different ones, and placements can
-	// stand beside each other, on one GPU or several.
+	// Kind is what a device is, and so which devices may be given out together: units of one GPU,
+	// replicas of different GPUs, and placements that fit beside each other, on one GPU or several.
 	Kind piece.Kind
-	// Devices is in the order in which the kubelet is told of them.
+	// Devices has the order that the kubelet is told.
 	Devices []Device
 
 	index map[string]int
@@ -53,34 +51,33 @@ type Resource struct {
 type Device struct {
 	ID  string
 	GPU gpu.UUID
-	// Placement is what a device of kind Placement stands for.
+	// Placement is the placement of a MIG device; zero for other devices.
 	Placement mig.Placement
-	// NUMA is what the kubelet's topology manager is told of the device.
+	// NUMA is the NUMA node for the kubelet's topology manager.
 	NUMA NUMA
-	// Healthy is what the kubelet is told.
+	// Healthy is the health that the kubelet is told.
 	Healthy bool
-	// Leaving marks a held device that the wanted partition does not keep: it
-	// is listed healthy for its holder's sake and refused to anyone new.
+	// Leaving is true for a held device that the wanted partition does not keep. It is listed
+	// healthy for its holder, and refused to new pods.
 	Leaving bool
-	// Reason is why the device is unhealthy or leaving, for people.
+	// Reason is why the device is unhealthy or leaving, for people. Empty if it is neither.
 	Reason string
 }
 
-// NUMA is the NUMA node that a device is aligned to; the zero NUMA is none.
+// NUMA is the NUMA node of a device. The zero NUMA is none.
 type NUMA struct {
 	Node  int
 	Known bool
 }
 
-// Publish makes an offer the one in force and tells the streams of those resources
-// of which the kubelet hears anything else. The offer must not be changed afterwards.
-// Resources of the offer before that it does not have are carried over without devices.
+// Publish puts an offer in force and wakes the streams of the resources whose list has changed for
+// the kubelet. It adds the resources of the last offer that the new one lacks, without devices. It
+// returns the offer in force, which callers must not change.
 //
-// build makes the offer from the allocations. It runs without the mutex, since it may
-// take a millisecond, and again if the allocations have changed meanwhile: a device
-// that has just been given away must not be published as if nobody had it. While
-// allocations come faster than offers can be built, the last build stands; what it
-// missed is in the next one.
+// build makes the offer from the allocations. It runs without the mutex, since it may take a
+// millisecond. If the allocations change meanwhile, it runs again, so that a device that was just
+// given out is not published as free. If they change on each of several tries, the last result
+// counts, and the next offer has what it missed.
 func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 	for tries := 1; ; tries++ {
 		held, version := f.ledger.Look()
@@ -95,12 +92,12 @@ func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 	}
 }
 
-// publishTries is how often an offer is built anew because allocations have changed.
+// publishTries is how often Publish builds an offer anew because the allocations have changed.
 const publishTries = 3
 
-// SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
-// with the reason. From now on their devices are Unhealthy in every offer. It does not
-// wait for the loop, so that a fault reaches the kubelet while a round is under way.
+// SetFaults sets the unhealthy GPUs, and the unhealthy MIG placements on other GPUs, each with the
+// reason. From now on their devices are Unhealthy in every offer. SetFaults does not wait for the
+// loop, so a fault reaches the kubelet in the middle of a round.
 func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -111,8 +108,8 @@ func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]
 	f.lists.show()
 }
 
-// Resend sends a resource's list to the kubelet again although nothing in it has
-// changed: that makes the kubelet write its checkpoint anew.
+// Resend sends a resource's list to the kubelet again, even unchanged. The kubelet then writes its
+// checkpoint anew.
 func (f *FrontEnd) Resend(resource string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -126,9 +123,9 @@ func (f *FrontEnd) Offer() *Offer {
 	return f.lists.offer
 }
 
-// List returns the devices of a resource in the offer in force, and a channel
-// that is closed when the kubelet is to be told anew: other devices are listed, one
-// has turned Healthy or Unhealthy, or Resend was called. An unchanged list is the same slice.
+// List returns the devices of a resource in the offer in force, and a channel. The channel is
+// closed when the kubelet needs the list again: a device was added, removed or moved to another
+// NUMA node, its health has changed, or Resend was called. An unchanged list is the same slice.
 func (f *FrontEnd) List(resource string) ([]Device, <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -143,8 +140,7 @@ func (f *FrontEnd) List(resource string) ([]Device, <-chan struct{}) {
 	return nil, ch
 }
 
-// copyAs returns a copy of everything in an offer, of another generation, whose list
-// of resources may be changed.
+// copyAs returns a copy of an offer with another generation. Its list of resources may be changed.
 func (o *Offer) copyAs(gen uint64) *Offer {
 	out := *o
 	out.Gen, out.Resources = gen, slices.Clone(o.Resources)

@@ -13,15 +13,16 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// lay lays what is taken of GPUs with MIG over the devices of a resource as it was
-// published, and the faults over that; a MIG device whose GPU is not in rooms stays as
-// it is shown. It returns shown, the list as it was, where no device differs from that.
-func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
+// markHealth returns the devices of a resource with their present health. base has them as they
+// were published. It marks those Unhealthy that have no room beside what is taken on their GPU,
+// and those that have a fault. A MIG device whose GPU is not in rooms stays as in shown, the list
+// in force. If no device differs from shown, markHealth returns shown itself.
+func markHealth(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
 	out := shown
 	var room *ledger.Room
 	placed := base.Kind.InMIG()
 	for i, dev := range base.Devices {
-		if placed && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // lists go by GPU
+		if placed && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // a list has the devices of one GPU together
 			room = rooms[dev.GPU]
 		}
 		if placed && room == nil {
@@ -30,7 +31,7 @@ func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults
 		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
 		} else if placed && dev.Healthy && !room.Has(base.Name, dev.Placement) {
-			// A device that leaves is Healthy for its holder's sake alone.
+			// A leaving device is Healthy only for its holder.
 			why := dev.Reason
 			if !dev.Leaving {
 				why = room.Lacks(dev.Placement)
@@ -50,7 +51,7 @@ func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults
 	return out
 }
 
-// placementGPUs are the GPUs that an offer lists placements of, each once.
+// placementGPUs returns the GPUs whose placements an offer lists, each once.
 func (o *Offer) placementGPUs() (out []gpu.UUID) {
 	for i := range o.Resources {
 		if r := &o.Resources[i]; r.Kind.InMIG() {
@@ -64,8 +65,8 @@ func (o *Offer) placementGPUs() (out []gpu.UUID) {
 	return out
 }
 
-// fitTogether checks that placements of one request, each of which could be had,
-// can be had together.
+// fitTogether returns an error if the placements of one request do not fit beside each other. Each
+// of them alone has room. The error wraps gpu.ErrNoRoom.
 func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	var gpus []gpu.UUID
 	for _, id := range ids {
@@ -77,7 +78,7 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 		dev := &r.Devices[r.index[id]]
 		room := rooms[dev.GPU]
 		if room.Has(r.Name, dev.Placement) {
-			continue // taken has it
+			continue // room.Placements has it
 		}
 		if standing[dev.GPU] == nil {
 			standing[dev.GPU] = slices.Clone(room.Placements)
@@ -86,7 +87,7 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 			continue
 		}
 		if !room.Card.Fits(standing[dev.GPU], dev.Placement) {
-			return fmt.Errorf("device %s cannot stand beside the others of this request on %s: %w",
+			return fmt.Errorf("device %s does not fit beside the others of this request on %s: %w",
 				id, dev.GPU, gpu.ErrNoRoom)
 		}
 		standing[dev.GPU] = append(standing[dev.GPU], dev.Placement)
@@ -94,9 +95,9 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	return nil
 }
 
-// takers names, for the end of a sentence, who holds the room that a placement lacks, if
-// somebody does. Nobody knows whose pod is asking.
-func takers(l *ledger.Ledger, dev *Device) string {
+// roomHolders names the holders of the room that a placement lacks, to end a sentence with. It is
+// empty if there are none. It names no pod, since the asking pod's namespace is not known.
+func roomHolders(l *ledger.Ledger, dev *Device) string {
 	if dev.Placement == (mig.Placement{}) {
 		return ""
 	}
@@ -114,8 +115,8 @@ func takers(l *ledger.Ledger, dev *Device) string {
 	return " (held by " + list(names) + ")"
 }
 
-// preferPlacements chooses on the cards' word: what leaves the most that could still
-// be made, over all GPUs, beside what allocations have taken by now.
+// preferPlacements chooses the placements after which the most others can still be created, on all
+// GPUs together, beside what allocations have taken by now. The cards of the GPUs decide.
 func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []string, n int) ([]string, error) {
 	ids := map[mig.Place]string{}
 	place := func(id string) (mig.Place, bool) {
@@ -139,7 +140,7 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 		gpus = append(gpus, p.GPU)
 	}
 	for _, id := range available {
-		// Allocate would refuse the others, of which the kubelet has not heard yet.
+		// Allocate would refuse the others; the kubelet does not know yet that they are withdrawn.
 		if p, ok := place(id); ok {
 			free = append(free, p)
 			gpus = append(gpus, p.GPU)

@@ -289,8 +289,8 @@ func TestPlacementsOfOneRequest(t *testing.T) {
 	}{
 		{name: "that stand beside each other", request: on(gpuA, "3g.40gb@0", "3g.40gb@4")},
 		{name: "of two GPUs", request: append(on(gpuA, "3g.40gb@0"), on(gpuB, "3g.40gb@0")...)},
-		{name: "of which one alone may stand", request: on(gpuA, "1g.10gb+me@0", "1g.10gb+me@3"), err: "cannot stand beside the others of this request"},
-		{name: "the same twice", request: on(gpuA, "3g.40gb@0", "3g.40gb@0"), err: "cannot stand beside the others"},
+		{name: "of which one alone may stand", request: on(gpuA, "1g.10gb+me@0", "1g.10gb+me@3"), err: "does not fit beside the others of this request"},
+		{name: "the same twice", request: on(gpuA, "3g.40gb@0", "3g.40gb@0"), err: "does not fit beside the others"},
 		{name: "one of which is held already", before: on(gpuA, "1g.10gb@0"), request: on(gpuA, "1g.10gb@1", "1g.10gb@0")},
 		{name: "one of which has no room", before: on(gpuA, "2g.20gb@0"), request: on(gpuA, "1g.10gb@2", "1g.10gb@1"), err: "its room is taken by 2g.20gb@0"},
 		{name: "with media engines, beside one that has them", before: on(gpuA, "1g.10gb+me@6"), request: on(gpuA, "1g.10gb+me@0"), err: "its room is taken by 1g.10gb+me@6"},
@@ -833,7 +833,7 @@ func TestPlacementsThatTogetherAreTooMany(t *testing.T) {
 	const resource = "example.com/mig-1g.10gb"
 	allocate(t, d, on(gpuA, "1g.10gb@0", "1g.10gb@6")...)
 	_, err = d.Allocate(resource, on(gpuA, "1g.10gb@2", "1g.10gb@3"))
-	wantErr(t, err, "cannot stand beside the others of this request")
+	wantErr(t, err, "does not fit beside the others of this request")
 	if _, err := d.Prefer(resource, on(gpuA, "1g.10gb@2", "1g.10gb@3"), nil, 2); err == nil {
 		t.Error("two are preferred where one is left")
 	}
@@ -1154,7 +1154,7 @@ func (w *walker) check(step string) {
 			default:
 				told = false
 			}
-			if changed := !slices.EqualFunc(w.said[r.Name], r.Devices, sameWord); told != changed {
+			if changed := !slices.EqualFunc(w.said[r.Name], r.Devices, sameForKubelet); told != changed {
 				w.t.Fatalf("%s: %s: told %v, changed %v", step, r.Name, told, changed)
 			}
 		}

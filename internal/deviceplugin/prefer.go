@@ -16,22 +16,22 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Prefer chooses n of the available devices of a resource, must among them. It
-// is a pure choice on the offer and the allocations: nothing is taken. An error says
-// that no choice can work, with the largest request that could.
+// Prefer chooses n of the available devices of a resource. The devices of must are part of the
+// answer. It takes nothing. It fails if no choice can work; the error has the largest request that
+// could.
 //
-// Nothing is chosen that Allocate would refuse: what is Unhealthy or leaving, of
-// which the kubelet may not have heard. Must is not asked about; a pod's init
-// container has had it. What an allocation covers is chosen only where too little else
-// is left. The kubelet offers that where a pod was deleted by force and its
-// container has not ended: the next container on it waits for that.
+// Prefer chooses no device that Allocate would refuse as Unhealthy or leaving. The kubelet may not
+// have heard of that yet. It does not check must, which a pod's init container already has. It
+// chooses devices of other allocations only if too few others are left. The kubelet offers those if
+// a pod was deleted by force and its container has not ended. The next container then waits for
+// that end.
 func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]string, error) {
 	f.asked.note(f.now())
 	defer func() { f.asked.note(f.now()) }()
 	v := f.Offer()
 	r := v.resource(resource)
 	if r == nil {
-		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+		return nil, fmt.Errorf("%s is no longer offered by this node", resource)
 	}
 	row, ok := rows[r.Kind]
 	if !ok {
@@ -49,9 +49,9 @@ type preference struct {
 	n               int
 }
 
-// told adds to an error what the resource could give at best, and why devices that the kubelet
-// offers were passed over.
-func (s *supply) told(r *Resource, err error) error {
+// explain adds to an error the most that the resource could give, and why devices that the kubelet
+// offers were left out. It returns nil for nil.
+func (s *supply) explain(r *Resource, err error) error {
 	if err == nil {
 		return nil
 	}
@@ -61,18 +61,17 @@ func (s *supply) told(r *Resource, err error) error {
 	return err
 }
 
-// supply is what a request can be served from. A device is in one of its lists.
+// supply has the devices for a request, each in one of its lists.
 type supply struct {
-	// must is in the answer.
+	// must are the devices that the answer must have.
 	must []string
-	// idle is what no allocation covers, taken what one does.
+	// idle are the devices without an allocation, taken those with one.
 	idle, taken []string
-	// refusal is why a device that the kubelet offers is in none of them, empty
-	// where all are.
+	// refusal is why a device that the kubelet offers is in no list. Empty if all are.
 	refusal string
 }
 
-// supply sorts out what the kubelet offers.
+// supply sorts the devices that the kubelet offers.
 func (p *preference) supply() *supply {
 	r := p.of
 	s := &supply{must: p.must, idle: make([]string, 0, len(p.available))}
@@ -103,8 +102,8 @@ func (p *preference) supply() *supply {
 	return s
 }
 
-// covered is what allocations cover for a resource: its devices that they have, and all
-// that is on the GPUs of which allocations have something as another resource.
+// covered returns what allocations cover of a resource: ids are its devices that they have, and
+// gpus the GPUs that they have as another resource.
 func (f *FrontEnd) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]bool) {
 	ids, gpus = map[string]bool{}, map[gpu.UUID]bool{}
 	f.mu.Lock()
@@ -125,7 +124,7 @@ func (f *FrontEnd) covered(resource string) (ids map[string]bool, gpus map[gpu.U
 	return ids, gpus
 }
 
-// refusal is why Allocate refuses a device that is Unhealthy or leaving.
+// refusal returns why Allocate refuses a device that is Unhealthy or leaving.
 func (dev *Device) refusal() string {
 	if !dev.Healthy {
 		return fmt.Sprintf("device %s was withdrawn: %s", dev.ID, dev.Reason)
@@ -133,8 +132,8 @@ func (dev *Device) refusal() string {
 	return fmt.Sprintf("device %s is leaving: %s", dev.ID, dev.Reason)
 }
 
-// whole chooses GPUs that are joined: of the idle ones, or all of these and the
-// rest of those with allocations. A whole GPU's ID is its name.
+// whole chooses GPUs that are well connected. If there are too few idle ones, it takes all of them
+// and the rest from those with allocations. The ID of a whole GPU is its UUID.
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
 	of, must := s.idle, s.must
 	if n > len(s.must)+len(s.idle) {
@@ -151,9 +150,9 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 	return out, nil
 }
 
-// units chooses units of a GPU that has enough idle ones. Where none has, it is
-// the GPU with the most idle ones of those on which the request fits, then the one
-// of lowest rank: all its idle units, and the rest of those with allocations.
+// units chooses units of one GPU that has enough idle ones. If no GPU has, it takes the GPU with
+// the most idle units among those where the request fits, then the one of lowest rank. There it
+// takes all idle units, and the rest from those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
 	if len(s.taken) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
@@ -161,7 +160,7 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	}
 	all := slices.Concat(s.idle, s.taken)
 	idle, fits := byGPU(s.idle), byGPU(all)
-	if len(s.must) > 0 { // all of one GPU
+	if len(s.must) > 0 { // they are all of one GPU
 		u := onGPU(s.must[0])
 		fits = map[gpu.UUID]int{u: fits[u] + len(s.must)}
 	}
@@ -177,8 +176,8 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.taken), elsewhere), given, n, rank)
 }
 
-// replicas chooses idle replicas of different GPUs. Where too few GPUs have one,
-// it takes one of each of these, and of others replicas with allocations.
+// replicas chooses idle replicas of different GPUs. If too few GPUs have one, it takes one from
+// each of those, and from other GPUs replicas with allocations.
 func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferReplicas(s.idle, s.must, n, rank)
 	var short *timeslice.SpreadError
@@ -192,7 +191,6 @@ func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 	return timeslice.PreferReplicas(s.taken, first, n, rank)
 }
 
-// byGPU counts devices.
 func byGPU(ids []string) map[gpu.UUID]int {
 	out := map[gpu.UUID]int{}
 	for _, id := range ids {
@@ -201,8 +199,8 @@ func byGPU(ids []string) map[gpu.UUID]int {
 	return out
 }
 
-// onGPU is the GPU of a unit or replica. Whoever chooses among them has found
-// their IDs to be such.
+// onGPU returns the GPU of a unit or replica. The ID must be valid, as it is after timeslice has
+// chosen among such IDs.
 func onGPU(id string) gpu.UUID {
 	u, _, _ := timeslice.ParseID(id)
 	return u
@@ -216,8 +214,8 @@ func toUUIDs(ids []string) []gpu.UUID {
 	return out
 }
 
-// untouched lists the GPUs that a resource has, that can be had and of which
-// nobody has anything, in the order of its list.
+// untouched returns the GPUs of a resource that may be given out and have no allocation, in the
+// order of the resource's list.
 func untouched(l *ledger.Ledger, r *Resource) []gpu.UUID {
 	taken := map[gpu.UUID]bool{}
 	held := l.Allocations()
@@ -230,15 +228,16 @@ func untouched(l *ledger.Ledger, r *Resource) []gpu.UUID {
 	for i := range r.Devices {
 		dev := &r.Devices[i]
 		if dev.Healthy && !dev.Leaving && !taken[dev.GPU] {
-			taken[dev.GPU] = true // once is enough
+			taken[dev.GPU] = true // list it once
 			out = append(out, dev.GPU)
 		}
 	}
 	return out
 }
 
-// rank is the order in which shares go to GPUs where nothing better decides: first
-// those that are broken up already, then those whose loss breaks up least.
+// rank returns a number for each GPU, by which GPUs are shared if nothing better decides: lowest
+// first. GPUs in use come before idle ones, and then those whose loss spoils the fewest
+// connections.
 func rank(l *ledger.Ledger, o *Offer, r *Resource) map[gpu.UUID]int {
 	spare := o.Topology.Spare(untouched(l, r))
 	out := make(map[gpu.UUID]int, len(o.Rank))

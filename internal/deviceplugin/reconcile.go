@@ -14,73 +14,75 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 )
 
-// Observation is what the kubelet and the runtime say of who has what. Its parts
-// concern our own resources alone.
+// Observation is what the kubelet and the runtime report about holders at one moment. It covers
+// only the agent's own resources.
 type Observation struct {
-	// Asked is the moment before the first of them was asked.
+	// Asked is the time just before the first of them was asked.
 	Asked time.Time
-	// Entries are those of the kubelet's checkpoint, and Checkpoint says that it
-	// could be read.
+	// Entries are those of the kubelet's checkpoint. Checkpoint is true if it could be read.
 	Entries    []node.Entry
 	Checkpoint bool
-	// Uses are the containers of the runtime that have been created and have not
-	// ended, and Runtime says that it answered.
+	// Uses are the runtime's containers with allocations that were created and have not ended.
+	// Runtime is true if the runtime answered.
 	Uses    []Use
 	Runtime bool
-	// Listed is what the kubelet's PodResources service lists. List says that it was
-	// asked, as in every full look, and that it answered; Trusted says that it knows
-	// the node's pods: after the kubelet's restart it answers at first with nothing
-	// or a part.
+	// Listed is what the kubelet's PodResources service lists. List is true if the service was
+	// asked, as in every full look, and answered. Trusted is true if the answer knows the node's
+	// pods: after a restart, the kubelet at first answers with none or some of them.
 	Listed        []node.Holding
 	List, Trusted bool
-	// Pods has the names of pods by UID, where they are known.
+	// Pods maps the UIDs of pods to their names, as far as known.
 	Pods map[string]workload.Pod
-	// Began is when the oldest of the containers that each pod has now was created, by UID.
+	// Began maps the UID of each pod to when the oldest of its present containers was created.
 	Began map[string]time.Time
 }
 
 // Use is a container of the runtime that has an allocation.
 type Use struct {
-	// ID is the runtime's name for the container, which no other has or will have.
+	// ID is the container's ID in the runtime, which never reuses it.
 	ID string
 	// Key is the allocation's ID.
 	Key string
-	// Record is the annotation that Allocate gave to the container, empty where it has
-	// the allocation's CDI device alone.
+	// Record is the annotation that Allocate gave to the container. Empty if the container has only
+	// the allocation's CDI device.
 	Record string
 	ledger.Holder
-	// Created is by the clock as it was then.
+	// Created is the time of creation, by the node's clock at that time.
 	Created time.Time
 }
 
-// Reconcile moves the allocations along by what was observed: who has them, whether
-// somebody else is still on their devices, and which have ended. What the kubelet
-// names and no allocation covers is taken over.
+// Reconcile applies an observation to the allocations: it sets their holders, finds containers of
+// other pods on their devices, and ends those that have ended. It adopts what the kubelet names and
+// no allocation covers. It returns the allocations that ended, in the order of their IDs.
 //
-// An allocation ends when kubelet and runtime agree, both asked after its last
-// Allocate: the kubelet has no entry of exactly its devices, in its checkpoint or its
-// list, and the runtime no container with its key, created or running. So a look in
-// which the kubelet was not asked for its list ends nothing. An allocation that has had
-// no container yet is kept for Grace: what the checkpoint says of its devices may be
-// of the pod before. (An entry of only some of its devices is another container's: the
-// checkpoint has one for each container, also for init containers.) Where the
-// checkpoint cannot be read, PodResources stands in if it is trusted: then any of
-// the allocation's devices keeps it, since that service leaves plain init containers
-// out, and one that it has never named is kept for UnnamedTTL. Where the runtime
-// does not answer, nothing ends.
+// An allocation ends if the kubelet and the runtime agree, both asked after its last Allocate:
 //
-// It returns the allocations that ended, in the order of their IDs.
+//   - The kubelet has no entry with exactly its devices, neither in its checkpoint nor in its list.
+//   - The runtime has no container with its key, created or running.
+//
+// There are four limits to this:
+//
+//   - If the kubelet was not asked for its list, nothing ends.
+//   - If the runtime does not answer, nothing ends.
+//   - An allocation that has had no container yet is kept for Grace: the checkpoint may still be
+//     that of an earlier pod with the same devices.
+//   - If the checkpoint cannot be read, PodResources decides alone, if it is trusted. Any of the
+//     allocation's devices then keeps it, since that service leaves plain init containers out. An
+//     allocation that the service has never named is kept for UnnamedTTL.
+//
+// An entry with only some of the devices belongs to another container: the checkpoint has one entry
+// for each container, also for init containers.
 func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s := f.sortLocked(&o)
 	if o.Runtime {
-		f.meetLocked(&o)
+		f.noteContainersLocked(&o)
 	}
 	for key, e := range f.seen {
 		a, _ := f.ledger.Get(key)
 		if !o.Asked.After(a.Given) && !a.Adopted {
-			continue // what was said is of before
+			continue // the observation is from before its last Allocate
 		}
 		if o.Checkpoint {
 			e.podUIDs, e.read = nil, true
@@ -95,13 +97,13 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 		}
 		f.nameLocked(&a, e, s, &o)
 		if o.List && o.Runtime {
-			e.over = o.Checkpoint && o.Trusted && f.overLocked(&a, e, s, &o)
+			e.initEnded = o.Checkpoint && o.Trusted && f.initEndedLocked(&a, e, s, &o)
 		}
 		overlaps := slices.ContainsFunc(e.ids, func(id string) bool { return s.held[e.resource][id] })
 		e.listed = e.listed || overlaps
 		age := o.Asked.Sub(a.Given)
-		// The kubelet's writers of its checkpoint can overtake each other: what it
-		// lists counts too.
+		// Two writers of the checkpoint in the kubelet can overtake each other, so its list counts
+		// too.
 		_, named := s.listed[key]
 		old := age >= Grace || a.Adopted && !e.written.IsZero() && o.Asked.Sub(e.written) >= Grace
 		over := len(s.entries[key]) == 0 && !named && (o.List && e.started || o.Trusted && old)
@@ -120,30 +122,30 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 	return ended
 }
 
-// sorted is an observation by the IDs of allocations.
+// sorted is an observation by allocation ID.
 type sorted struct {
 	entries map[string][]node.Entry
 	listed  map[string]node.Holding
 	uses    map[string][]Use
-	// held are the devices that are listed, by resource.
+	// held has the devices of listed, by resource.
 	held map[string]map[string]bool
 }
 
-// sortLocked sorts an observation, and takes over what it names and nobody has heard
-// of.
+// sortLocked sorts an observation. It adopts allocations that the observation names and the ledger
+// does not have.
 func (f *FrontEnd) sortLocked(o *Observation) *sorted {
 	s := &sorted{
 		entries: map[string][]node.Entry{}, listed: map[string]node.Holding{}, uses: map[string][]Use{},
 		held: map[string]map[string]bool{},
 	}
 	for _, e := range o.Entries {
-		if f.coverLocked(e.Resource, e.IDs) == nil {
+		if f.adoptLocked(e.Resource, e.IDs) == nil {
 			key := cdi.Key(e.Resource, e.IDs)
 			s.entries[key] = append(s.entries[key], e)
 		}
 	}
 	for _, h := range o.Listed {
-		if f.coverLocked(h.Resource, h.IDs) != nil {
+		if f.adoptLocked(h.Resource, h.IDs) != nil {
 			continue
 		}
 		s.listed[cdi.Key(h.Resource, h.IDs)] = h
@@ -165,53 +167,53 @@ func (f *FrontEnd) sortLocked(o *Observation) *sorted {
 	return s
 }
 
-// Seen says that the runtime has had a container with an allocation, which may have
-// ended since: one that lives for a moment is in no observation. The news may be late,
-// so where nothing else tells whose the container is, its age must agree.
+// Seen records that the runtime has, or had, a container with an allocation. A container that lives
+// for a moment is in no observation. The report may be late. So if no other evidence tells whose
+// container it is, it counts only if it was created after the Allocate.
 func (f *FrontEnd) Seen(u Use, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if e := f.seen[u.Key]; e != nil {
 		a, _ := f.ledger.Get(u.Key)
-		if f.mineLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
+		if f.belongsLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
 			e.started = true
 			u.Since = u.Created
 			f.ledger.SetHolder(u.Key, u.Holder)
 		}
 	}
-	f.metLocked(u.ID, now)
+	f.noteContainerLocked(u.ID, now)
 }
 
-// meetLocked takes note of the containers that the runtime lists, and forgets those
-// that it has no more.
-func (f *FrontEnd) meetLocked(o *Observation) {
+// noteContainersLocked records the containers that the runtime lists, and forgets those that it
+// does not list any longer.
+func (f *FrontEnd) noteContainersLocked(o *Observation) {
 	listed := make(map[string]bool, len(o.Uses))
 	for i := range o.Uses {
 		listed[o.Uses[i].ID] = true
-		f.metLocked(o.Uses[i].ID, o.Asked)
+		f.noteContainerLocked(o.Uses[i].ID, o.Asked)
 	}
-	maps.DeleteFunc(f.met, func(id string, m met) bool { return !listed[id] && m.last.Before(o.Asked) })
+	maps.DeleteFunc(f.containers, func(id string, m sighting) bool { return !listed[id] && m.last.Before(o.Asked) })
 }
 
-func (f *FrontEnd) metLocked(id string, at time.Time) {
+func (f *FrontEnd) noteContainerLocked(id string, at time.Time) {
 	if id == "" {
 		return
 	}
-	m, known := f.met[id]
+	m, known := f.containers[id]
 	if !known {
 		_, m.epoch, _ = f.ledger.State()
 	}
 	if at.After(m.last) {
 		m.last = at
 	}
-	f.met[id] = m
+	f.containers[id] = m
 }
 
-// overLocked reports whether the kubelet has an allocation for an init container that has ended. A
-// kubelet that has lost its checkpoint allocates anew for all containers of a pod that do not run. It
-// does so before it creates any container of a new pod: so this pod is older. PodResources leaves
-// plain init containers out.
-func (f *FrontEnd) overLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) bool {
+// initEndedLocked reports whether an allocation belongs to an init container that has ended. A
+// kubelet that has lost its checkpoint allocates anew for all containers of a pod that do not run.
+// For a new pod, it allocates before it creates any container. So a pod with a container older than
+// the allocation is such a case. PodResources leaves plain init containers out.
+func (f *FrontEnd) initEndedLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) bool {
 	_, listed := s.listed[a.ID]
 	if a.Adopted || e.started || listed || len(s.uses[a.ID]) > 0 || len(e.podUIDs) != 1 {
 		return false
@@ -220,20 +222,21 @@ func (f *FrontEnd) overLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 	return !began.IsZero() && began.Before(a.Given)
 }
 
-// Over reports whether an allocation is of an init container that has ended: no container comes for
-// it, and the kubelet gives it back when its pod ends.
+// Over reports whether an allocation belongs to an init container that has ended. No container
+// starts with it, and the kubelet frees it when its pod ends.
 func (f *FrontEnd) Over(id string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	e := f.seen[id]
-	return e != nil && e.over
+	return e != nil && e.initEnded
 }
 
-// nameLocked works out who the holder is, the surest word first.
+// nameLocked sets the holder of an allocation. PodResources decides before the checkpoint, and the
+// checkpoint before the runtime.
 func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) {
 	h, since := a.Holder, a.Holder.Since
 	for i := range s.uses[a.ID] {
-		if u := &s.uses[a.ID][i]; f.mineLocked(a, e, u, o.Checkpoint) {
+		if u := &s.uses[a.ID][i]; f.belongsLocked(a, e, u, o.Checkpoint) {
 			h, e.started = u.Holder, true
 			if since.IsZero() || u.Created.Before(since) {
 				since = u.Created
@@ -259,23 +262,27 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 	}
 }
 
-// mineLocked reports whether a container with the key or the devices of an allocation
-// belongs to the pod that has the allocation now, not to one before it. read says that
-// the checkpoint was read after the container was listed. In doubt it does not: an
-// allocation that waits in vain loses a moment, and two pods on one device lose their
-// work.
+// belongsLocked reports whether a container with the key or the devices of an allocation belongs to
+// its present holder's pod, not to an earlier one. read is true if the checkpoint was read after
+// the container was listed. In doubt it returns false: an allocation that waits in vain loses a
+// moment, but two pods on one device lose their work.
 //
-// A pod's devices are allocated before any of its containers is made. So a container
-// that was known before the Allocate is another pod's. Of any other the checkpoint
-// tells, which names every pod that has a container, but may still be of before the
-// Allocate where it names a pod that it named then. Else the gate tells, which the
-// Allocate has shut: a pod has no container with an allocation that has not been open
-// since, and nobody else comes onto the devices of one that has. None of this depends
-// on a clock. The time of creation decides last, where there is no other word on an
-// allocation that was made before this process started.
-func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bool) bool {
+// It decides by these rules, in this order:
+//
+//   - A pod's devices are allocated before any of its containers is created. So a container that
+//     was known before the Allocate is another pod's.
+//   - The checkpoint names every pod that has a container. It may be older than the Allocate,
+//     though, if it names a pod that it also named before the Allocate.
+//   - The Allocate shuts the allocation. Until it opens, its pod gets no container with it; once it
+//     is open, no other pod gets onto its devices. So the container is the holder's if the
+//     allocation has been open since.
+//   - The time of creation decides only if nothing else is known of an allocation from before this
+//     process started.
+//
+// Only the last rule depends on a clock.
+func (f *FrontEnd) belongsLocked(a *ledger.Allocation, e *evidence, u *Use, read bool) bool {
 	same, inherited := u.Key == a.ID, a.Epoch == 0
-	if m, known := f.met[u.ID]; known && !inherited && m.epoch < a.Epoch {
+	if m, known := f.containers[u.ID]; known && !inherited && m.epoch < a.Epoch {
 		return false
 	}
 	if a.Adopted && len(e.podUIDs) == 0 {
@@ -292,15 +299,15 @@ func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bo
 	return a.Opened || same && inherited && u.Created.After(a.Given)
 }
 
-// checkLocked finds out, for each allocation that is not open, whose containers are
-// still on its devices: a force-deleted pod frees them at the kubelet before its
-// containers are dead.
+// checkLocked finds out, for each allocation that is not open, which other containers are still on
+// its devices. The kubelet frees the devices of a force-deleted pod before the pod's containers
+// have ended.
 //
-// The kubelet can give the same devices to two pods that live. It books them before it calls
-// Allocate, and the pod after that; when it is asked for PodResources in between, and has a
-// pod to forget, it forgets what is booked. The calls for the two look alike. So one
-// container is let through at a time: while one lives, or may be about to be created,
-// nobody else is.
+// The kubelet can also give the same devices to two living pods. It records the devices before it
+// calls Allocate, and the pod afterwards. If it is asked for PodResources in between and has to
+// forget an ended pod, it forgets the recorded devices too. The calls for the two pods look alike.
+// So checkLocked lets one container start at a time. While one runs, or may be about to be created,
+// no other starts.
 func (f *FrontEnd) checkLocked(o *Observation) {
 	held := f.ledger.Allocations()
 	byID := make(map[string]*ledger.Allocation, len(held))
@@ -320,13 +327,13 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 		for j := range o.Uses {
 			u := &o.Uses[j]
 			other := byID[u.Key]
-			if other == nil || !(a.Twice && u.Key == a.ID) && f.mineLocked(a, e, u, o.Checkpoint) {
+			if other == nil || !(a.Twice && u.Key == a.ID) && f.belongsLocked(a, e, u, o.Checkpoint) {
 				continue
 			}
 			if f.ledger.Overlap(a.Grants, other.Grants) {
 				namespace := a.Holder.Namespace
 				if slices.Contains(e.podUIDs, u.UID) {
-					namespace = "" // the checkpoint is of before: so may be the name
+					namespace = "" // the checkpoint may be older than the Allocate, and so may the name
 				}
 				others, told = append(others, u.Holder.String()), append(told, u.Told(namespace, u.Key))
 			}
@@ -338,7 +345,7 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 	}
 }
 
-// list is words in order, each once.
+// list joins words in sorted order, each once.
 func list(words []string) string {
 	slices.Sort(words)
 	return strings.Join(slices.Compact(words), ", ")

@@ -11,7 +11,8 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// withReason gives what the kubelet is answered a reason, if it has none; nil stays nil.
+// withReason adds a reason to an error for the kubelet, if the error has none. It returns nil for
+// nil.
 func withReason(err error) error {
 	if err == nil {
 		return nil

@@ -11,27 +11,27 @@ import (
 	"example.com/gpu-agent/pkg/plugin"
 )
 
-// Source serves one resource of a front-end to its device plugin: it translates
-// the front-end's words into the plugin's and decides nothing.
+// Source serves one resource of a front-end to its device plugin. It translates between the types
+// of the two, and decides nothing.
 type Source struct {
 	Front *FrontEnd
-	// Domain names CDI devices and annotations.
+	// Domain is used in the names of CDI devices and annotations.
 	Domain   string
 	Resource string
-	// Granted is called after every grant, before the kubelet has its answer: it
-	// must not take long.
+	// Granted is called after every grant, before the kubelet gets the answer. It must return
+	// quickly.
 	Granted func(*ledger.Allocation)
-	// Refused is told of each request for n devices that is refused, with those that were
-	// named; nil where nobody wants to know.
+	// Refused is called for each refused request for n devices, with the IDs that the kubelet
+	// named. Nil if it is not needed.
 	Refused func(resource string, n int, ids []string, err error)
 
-	// The plugin has one goroutine that lists. It knows a list that it has sent
-	// before by the slice.
+	// Only one goroutine of the plugin calls List. The plugin recognizes a list that it has sent
+	// before by its slice.
 	of  []Device
 	out []plugin.Device
 }
 
-// List is plugin.Source's.
+// List implements plugin.Source.
 func (s *Source) List() ([]plugin.Device, <-chan struct{}) {
 	devs, changed := s.Front.List(s.Resource)
 	if s.out != nil && len(devs) == len(s.of) && (len(devs) == 0 || &devs[0] == &s.of[0]) {
@@ -47,13 +47,13 @@ func (s *Source) List() ([]plugin.Device, <-chan struct{}) {
 	return s.out, changed
 }
 
-// Prefer is plugin.Source's.
+// Prefer implements plugin.Source.
 func (s *Source) Prefer(available, must []string, n int) ([]string, error) {
 	ids, err := s.Front.Prefer(s.Resource, available, must, n)
 	return ids, s.refused(n, must, err)
 }
 
-// refused gives an error a reason, and tells of it; nil stays nil.
+// refused adds a reason to an error and reports it through Refused. It returns nil for nil.
 func (s *Source) refused(n int, ids []string, err error) error {
 	if err = withReason(err); err != nil && s.Refused != nil {
 		s.Refused(s.Resource, n, ids, err)
@@ -61,7 +61,7 @@ func (s *Source) refused(n int, ids []string, err error) error {
 	return err
 }
 
-// Allocate is plugin.Source's.
+// Allocate implements plugin.Source.
 func (s *Source) Allocate(ids []string) (plugin.Grant, error) {
 	a, err := s.Front.Allocate(s.Resource, ids)
 	if err != nil {
@@ -74,13 +74,12 @@ func (s *Source) Allocate(ids []string) (plugin.Grant, error) {
 	s.Granted(&a)
 	return plugin.Grant{
 		CDI: []string{cdi.DeviceName(s.Domain, a.ID)},
-		// The ID is in the name: of two values under one name the kubelet
-		// would keep one.
+		// The name has the ID, because of two values under one name the kubelet keeps only one.
 		Annotations: map[string]string{cdi.AnnotationName(s.Domain, a.ID): string(record)},
 	}, nil
 }
 
-// Prepare is plugin.Source's.
+// Prepare implements plugin.Source.
 func (s *Source) Prepare(ctx context.Context, ids []string) error {
 	return withReason(s.Front.Prepare(ctx, s.Resource, ids))
 }

@@ -19,23 +19,22 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 )
 
-// renewals are the lists that were sent again to have the checkpoint written.
+// renewals records which lists were sent again so that the kubelet writes its checkpoint anew.
 type renewals struct {
-	// resent is when each resource's list was last sent again, and stale the keys that it
-	// was for.
+	// resent is when each resource's list was last sent again. stale has the keys that were the
+	// reason, joined by spaces.
 	resent map[string]time.Time
 	stale  map[string]string
 }
 
-// due returns the resources whose lists are to be sent again for these keys, and notes that
-// they are.
+// due returns the resources whose lists have to be sent again for these keys, and records that.
 func (r *renewals) due(stale map[string][]string, now time.Time) (due []string) {
-	// A resource that is not stale now may become stale again with the same keys.
+	// Forget resources that are not stale now: they may become stale again with the same keys.
 	maps.DeleteFunc(r.stale, func(resource, _ string) bool { return stale[resource] == nil })
 	for _, resource := range slices.Sorted(maps.Keys(stale)) {
 		keys := strings.Join(stale[resource], " ")
 		if r.stale[resource] == keys && now.Sub(r.resent[resource]) < resendEvery {
-			continue // it was asked for, and this is what came
+			continue // sent already, without effect
 		}
 		r.stale[resource], r.resent[resource] = keys, now
 		due = append(due, resource)
@@ -43,14 +42,14 @@ func (r *renewals) due(stale map[string][]string, now time.Time) (due []string) 
 	return due
 }
 
-// podNames are the names of the pods in the last checkpoint.
+// podNames has the names of the pods in the last checkpoint.
 type podNames struct {
 	of    map[string]workload.Pod // by UID
 	asked time.Time               // when the runtime was last asked for them
 }
 
-// find finds the names of the pods that the checkpoint knows by UID. It calls more where
-// some are missing.
+// find returns the names of the pods whose UIDs are in the checkpoint. It calls more if some are
+// missing.
 func (p *podNames) find(
 	t *Observation, containers []node.Container, more func() (map[string]workload.Pod, bool),
 ) map[string]workload.Pod {
@@ -86,7 +85,7 @@ func (p *podNames) find(
 	return names
 }
 
-// ask asks the runtime for the names of pods, unless it was asked a moment ago.
+// ask asks the runtime for the names of pods, unless it did so within the last namesEvery.
 func (p *podNames) ask(ctx context.Context, r Runtime, now time.Time) (map[string]workload.Pod, bool) {
 	if now.Sub(p.asked) < namesEvery {
 		return nil, false
@@ -96,16 +95,16 @@ func (p *podNames) ask(ctx context.Context, r Runtime, now time.Time) (map[strin
 	return pods, err == nil
 }
 
-// users are the containers that have allocations.
+// users has the containers that have allocations.
 type users struct {
-	// of has them by the allocation's ID, the first one in front, and asked is when the
-	// runtime was asked. unsure says that they may not be all.
+	// of maps an allocation's ID to its containers, the oldest first. asked is when the runtime was
+	// asked. unsure is true if there may be more containers than these.
 	of     map[string][]ledger.Holder
 	asked  time.Time
 	unsure bool
 }
 
-// usersOf are those of an observation, to which the runtime has answered with these containers.
+// usersOf returns the users of an observation. containers is the runtime's answer in it.
 func usersOf(t *Observation, containers []node.Container) users {
 	out := users{
 		of: make(map[string][]ledger.Holder, len(t.Uses)), asked: t.Asked,
@@ -121,27 +120,28 @@ func usersOf(t *Observation, containers []node.Container) users {
 	return out
 }
 
-// silence is that a witness does not answer.
+// silence tracks witnesses that do not answer.
 type silence struct {
 	since time.Time // zero while both answer
-	err   error     // who did not when they were last asked, nil where both did
+	err   error     // the failures of the last call; nil if both answered
 }
 
-// note takes note of who has not answered, and says so after SilentFor. held says that
-// somebody has something.
+// note records which witness has not answered, and returns an error after SilentFor. held is true
+// if any device is held.
 func (s *silence) note(asked time.Time, full, held bool, log *slog.Logger) error {
 	switch {
 	case s.err == nil && !full && !s.since.IsZero():
-		// Not everybody has been asked: who was silent may be so still.
-	case s.err == nil || !held: // nobody to judge
+		// Only some were asked. The silent one may still be silent.
+	case s.err == nil || !held: // nothing is held, or both answer
 		if !s.since.IsZero() {
-			log.Info("the witnesses answer again", "after", asked.Sub(s.since).Round(time.Millisecond).String())
+			log.Info("the kubelet and the container runtime answer again",
+				"after", asked.Sub(s.since).Round(time.Millisecond).String())
 		}
 		s.since = time.Time{}
 		return nil
 	case s.since.IsZero():
 		s.since = asked
-		log.Warn("a witness does not answer; allocations stay as they are", "err", s.err)
+		log.Warn("the kubelet or the container runtime does not answer; allocations stay as they are", "err", s.err)
 	}
 	if s.err == nil || asked.Sub(s.since) < SilentFor {
 		return nil
@@ -149,13 +149,13 @@ func (s *silence) note(asked time.Time, full, held bool, log *slog.Logger) error
 	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (allocations stay as they are)", s.err))
 }
 
-// endings is when containers with allocations ended, by allocation, and when the kubelet
-// last let go of something: how long each step took is worth a line in the log.
+// endings records when containers with allocations ended, by allocation ID, and when the kubelet
+// last freed a device. The log has how long each step took.
 type endings struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	ended map[string]time.Time
-	let   time.Time
+	freed time.Time
 }
 
 func (e *endings) add(key string, at time.Time) {
@@ -171,10 +171,10 @@ func (e *endings) add(key string, at time.Time) {
 func (e *endings) release(at time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.let = at
+	e.freed = at
 }
 
-// anyOf reports whether an allocation whose container ended a moment ago is listed.
+// anyOf reports whether an allocation whose container has just ended is still listed.
 func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -184,16 +184,16 @@ func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
 	})
 }
 
-// since is how long ago an allocation's container ended, and the kubelet let go of
-// something; "unseen" where nobody heard of it.
+// since returns how long ago an allocation's container ended, and how long ago the kubelet freed a
+// device. Each is "unseen" if no report of it came.
 func (e *endings) since(key string, now time.Time) (container, release string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	container, release = "unseen", "unseen"
 	if at, ok := e.ended[key]; ok {
 		container = now.Sub(at).Round(time.Millisecond).String()
-		if e.let.After(at) {
-			release = now.Sub(e.let).Round(time.Millisecond).String()
+		if e.freed.After(at) {
+			release = now.Sub(e.freed).Round(time.Millisecond).String()
 		}
 	}
 	return container, release

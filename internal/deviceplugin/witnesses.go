@@ -21,61 +21,57 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// How often kubelet and runtime are asked, and how long they may take.
+// How often the witnesses are asked, and how long they may take.
 const (
-	// LookEvery is how often they are asked who holds what, while anybody does; the
-	// device-plugin API has no word for "freed". LookSoon is the same while something
-	// waits for a holder to end.
+	// LookEvery is how often both are asked in full while any device is held. The device-plugin API
+	// has no call for "freed". LookSoon replaces it while a pod or a change waits for a holder to
+	// end.
 	LookEvery = 8 * time.Second
 	LookSoon  = time.Second
-	// KubeletPatience and RuntimePatience bound one question.
+	// KubeletPatience and RuntimePatience are the timeouts of one request.
 	KubeletPatience = 2 * time.Second
 	RuntimePatience = 4 * time.Second
-	// SilentFor is how long one of them may be away before the node says so.
+	// SilentFor is how long one of them may fail to answer before Look returns an error.
 	SilentFor = 30 * time.Second
-	// releaseWatch is how long after a container's end the kubelet is asked, every
-	// releaseLook, whether it has let go: it looks at its containers every second.
-	// The pause grows to releaseLookMost.
+	// releaseWatch is how long after a container's end the kubelet is asked whether it has freed
+	// the devices. The kubelet looks at its containers every second. The first pause between two
+	// requests is releaseLook, and it grows to releaseLookMost.
 	releaseWatch    = 5 * time.Second
 	releaseLook     = 50 * time.Millisecond
 	releaseLookMost = 250 * time.Millisecond
-	// resendEvery is how often the same entries have the kubelet write its
-	// checkpoint again; renewPatience is how long that may take.
+	// resendEvery is how often the same stale entries may make the kubelet write its checkpoint
+	// again. renewPatience is how long Look waits for that, and renewLook how often it looks.
 	resendEvery   = 30 * time.Second
 	renewPatience = 100 * time.Millisecond
 	renewLook     = 2 * time.Millisecond
-	// namesEvery is how often the runtime is asked for names of pods that have
-	// none.
+	// namesEvery is how often the runtime is asked for the names of pods that are unknown.
 	namesEvery = 10 * time.Second
 	// endingsKept is how long the end of a container is remembered.
 	endingsKept = 10 * time.Minute
 )
 
-// Kubelet is the first witness. internal/node has it.
+// Kubelet is the first witness. internal/node implements it.
 type Kubelet interface {
-	// List is who holds what, by the PodResources service. It makes the kubelet
-	// let go of the devices of pods that have ended.
+	// List returns the holders of devices, from the PodResources service. It makes the kubelet free
+	// the devices of pods that have ended.
 	List(context.Context) (node.Listing, error)
-	// Checkpoint is the kubelet's own file, and Stamp tells one writing of it
-	// from the next.
+	// Checkpoint reads the kubelet's checkpoint file. Stamp changes with each writing of it.
 	Checkpoint() (node.Checkpoint, error)
 	Stamp() node.Stamp
 }
 
-// Runtime is the second witness. internal/node has it.
+// Runtime is the second witness. internal/node implements it.
 type Runtime interface {
-	// Containers are those that have been created and have not ended.
+	// Containers returns the containers that were created and have not ended.
 	Containers(context.Context) ([]node.Container, error)
-	// Pods has the names of pods that have a sandbox, by UID: also of those without
-	// a container yet.
+	// Pods returns the names of the pods that have a sandbox, by UID. Such a pod may have no
+	// container yet.
 	Pods(context.Context) (map[string]workload.Pod, error)
-	// Events blocks and calls back until ctx ends, also where the runtime has no
-	// events.
+	// Events blocks and calls back until ctx ends, even if the runtime has no events.
 	Events(context.Context, func(node.ContainerEvent)) error
 }
 
-// accounts are the allocations that the witnesses move along, and what they ask of the
-// kubelet's side. [FrontEnd] has them.
+// accounts is the part of [FrontEnd] that Witnesses uses.
 type accounts interface {
 	Reconcile(Observation) (ended []ledger.Allocation)
 	Seen(u Use, now time.Time)
@@ -83,9 +79,9 @@ type accounts interface {
 	Resend(resource string)
 }
 
-// Witnesses are the kubelet and the container runtime, who know together what a
-// front-end's allocations have become. Look, and what follows from it, is for one
-// goroutine; Follow and AwaitReleases have one each.
+// Witnesses asks the kubelet and the container runtime what has become of a front-end's
+// allocations. One goroutine may call Look and the other methods; Follow and AwaitReleases run in
+// one more goroutine each.
 type Witnesses struct {
 	opts     WitnessOptions
 	accounts accounts
@@ -93,27 +89,27 @@ type Witnesses struct {
 	kubelet  Kubelet
 	runtime  Runtime
 	names    *Names
-	// wake has a look come.
+	// wake makes the loop call Look.
 	wake func()
 
-	// askSoon says that they are to be asked in full, nameSoon that a container of ours
-	// has started.
+	// askSoon is true if the next look has to ask in full. nameSoon is true if a container with an
+	// allocation has started since the last look.
 	askSoon, nameSoon atomic.Bool
-	// ended wakes AwaitReleases; it holds at most one token.
+	// ended wakes AwaitReleases. It holds at most one token.
 	ended chan struct{}
-	// listed is what PodResources said last.
+	// listed is the last answer of PodResources.
 	listed atomic.Pointer[[]node.Holding]
 	ends   endings
 
-	// The rest belongs to the goroutine of Look.
+	// Only the goroutine of Look uses the rest.
 
-	// at is when they were last asked in full, and postponed says that the last look should
-	// have done so.
+	// at is when both were last asked in full. postponed is true if the last look should have done
+	// so, and did not.
 	at        time.Time
 	postponed bool
-	// heard says that both have answered since the start.
+	// heard is true if both have answered since the start.
 	heard bool
-	// checkpoint is the last one read: it is parsed once for each writing.
+	// checkpoint is the last one read. It is parsed once for each writing.
 	checkpoint node.Checkpoint
 	pods       podNames
 	renewals   renewals
@@ -121,18 +117,17 @@ type Witnesses struct {
 	silence    silence
 }
 
-// WitnessOptions are those of Witnesses.
+// WitnessOptions are the options of Witnesses.
 type WitnessOptions struct {
-	// Domain names the annotations of containers.
+	// Domain is used in the names of the containers' annotations.
 	Domain string
-	// Pod is the agent's own. A listing that lacks it is not believed when it
-	// comes to ending allocations. Empty outside a pod: then any listing that names
-	// some pod is believed.
+	// Pod is the agent's own pod. A listing without it ends no allocation. If Pod is empty, the
+	// agent runs outside of a pod; then a listing counts if it names any pod.
 	Pod workload.Pod
 	Log *slog.Logger
 }
 
-// NewWitnesses returns the witnesses of a front-end's allocations, not asked yet.
+// NewWitnesses returns the witnesses of a front-end's allocations. They have not been asked yet.
 func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runtime, wake func()) *Witnesses {
 	return &Witnesses{
 		opts: o, accounts: f, ledger: f.ledger, names: names, kubelet: k, runtime: r, wake: wake,
@@ -141,30 +136,29 @@ func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runt
 	}
 }
 
-// Heard reports whether both have answered since the start. Until then, what nobody has
-// named may still be held.
+// Heard reports whether both have answered since the start. Until then, a device may be held
+// although neither has named a holder.
 func (w *Witnesses) Heard() bool { return w.heard }
 
-// Err is who did not answer when they were last asked, and why.
+// Err returns which witness did not answer in the last look, and why. Nil if both answered.
 func (w *Witnesses) Err() error { return w.silence.err }
 
-// Used reports whether a container has an allocation, or may have any: the runtime has not
-// said what it was created with.
+// Used reports whether a container has an allocation. It is also true if the runtime has not
+// reported the CDI devices of some container, which may then have any allocation.
 func (w *Witnesses) Used(id string) bool {
 	_, used := w.users.of[id]
 	return used || w.users.unsure
 }
 
-// Holders are the containers that have allocations, the first one in front, by the
-// allocation's ID, whatever front-end's it is, and when the runtime was asked; sure says
-// that there are no others.
+// Holders maps each allocation's ID, of any front-end, to the containers that have it, the oldest
+// first. asked is when the runtime was asked. sure is true if there are no other containers.
 func (w *Witnesses) Holders() (holders map[string][]ledger.Holder, asked time.Time, sure bool) {
 	return w.users.of, w.users.asked, !w.users.unsure
 }
 
-// Due says whether they are to be asked in full: at once where something is to be taken
-// away or one of our containers has ended, and else after a while, which is shorter
-// where somebody waits for a holder to end.
+// Due reports whether both have to be asked in full at the time at. They have to be at once if now
+// is true or a container with an allocation has ended. Otherwise they are asked after a while,
+// which is shorter if waits is true: a pod or a change waits for a holder to end.
 func (w *Witnesses) Due(now, waits bool, at time.Time) bool {
 	if w.askSoon.Swap(false) || now || w.at.IsZero() {
 		return true
@@ -173,7 +167,7 @@ func (w *Witnesses) Due(now, waits bool, at time.Time) bool {
 	return ever && at.Sub(w.at) >= every
 }
 
-// every is how often they are to be asked in full; it is false where nothing is held.
+// every returns how often both have to be asked in full. ok is false if nothing is held.
 func (w *Witnesses) every(waits bool) (time.Duration, bool) {
 	switch {
 	case !w.silence.since.IsZero():
@@ -187,26 +181,27 @@ func (w *Witnesses) every(waits bool) (time.Duration, bool) {
 	}
 }
 
-// Next is how long from at they need not be asked in full, if anything is to be asked.
+// Next returns how long after at both have to be asked in full again. It is false if nothing has to
+// be asked.
 func (w *Witnesses) Next(waits bool, at time.Time) (time.Duration, bool) {
 	every, ever := w.every(waits)
 	return every - at.Sub(w.at), ever && !w.at.IsZero()
 }
 
-// Ask has them asked in full at the next look, which it wakes.
+// Ask makes the next look a full one, and wakes it.
 func (w *Witnesses) Ask() {
 	w.askSoon.Store(true)
 	w.wake()
 }
 
-// Started reports, once, that a container of ours has started since the last look, so
-// that its holder can be named.
+// Started reports whether a container with an allocation has started since its last call. The loop
+// can then name its holder.
 func (w *Witnesses) Started() bool { return w.nameSoon.Swap(false) }
 
-// ask asks the witnesses. In full means PodResources too, which makes the kubelet
-// let go of what ended pods have, and a checkpoint that is written again where
-// it looks stale; else the checkpoint and the runtime are asked as they are. The
-// error says who did not answer; the testimony is good for the rest.
+// ask asks the witnesses. If full is false, it reads the checkpoint and asks the runtime. If full
+// is true, it also asks PodResources, which makes the kubelet free the devices of ended pods. It
+// then also has a stale checkpoint written again. The error has the witnesses that did not answer.
+// The observation is valid for the rest.
 func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 	t := Observation{Asked: time.Now()}
 	var errs []error
@@ -235,7 +230,8 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", w.Stranger()))
 	}
 	t.Uses, t.Began = w.uses(containers), oldest(containers)
-	// After the runtime: then it has an entry for every pod that has a container.
+	// Read the checkpoint after asking the runtime: then it has an entry for every pod with a
+	// container.
 	if err := w.readCheckpoint(&t); err != nil {
 		errs = append(errs, err)
 	} else if full && t.Trusted && t.Runtime {
@@ -258,8 +254,8 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 	return t, errors.Join(errs...)
 }
 
-// Owns reports whether a resource is ours: one that this node offers, or one that a
-// allocation is of, since the names can have changed (--resource-domain).
+// Owns reports whether a resource is the agent's: one that this node offers, or one that an
+// allocation has. The resource domain (--resource-domain) may have changed since.
 func (w *Witnesses) Owns(resource string) bool {
 	_, ok := w.names.Kind(resource)
 	return ok || slices.ContainsFunc(w.ledger.Allocations(), func(a ledger.Allocation) bool {
@@ -267,12 +263,13 @@ func (w *Witnesses) Owns(resource string) bool {
 	})
 }
 
-// ours keeps the holdings of our own resources.
+// ours returns the holdings of the agent's resources.
 func (w *Witnesses) ours(of []node.Holding) []node.Holding {
 	return slices.DeleteFunc(slices.Clone(of), func(h node.Holding) bool { return !w.Owns(h.Resource) })
 }
 
-// Trusted says whether a listing knows the node's pods.
+// Trusted reports whether a listing is complete enough to end allocations. It has to name the
+// agent's own pod.
 func (w *Witnesses) Trusted(l *node.Listing) bool {
 	if w.opts.Pod == (workload.Pod{}) {
 		return len(l.Pods) > 0
@@ -280,24 +277,24 @@ func (w *Witnesses) Trusted(l *node.Listing) bool {
 	return l.Has(w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
-// Knows says whether these are the containers of the kubelet's runtime: a node
-// may have another one beside it, whose empty list would be taken for good news.
+// Knows reports whether these are the containers of the kubelet's runtime. A node may have another
+// runtime beside it, whose empty list would end allocations.
 func (w *Witnesses) Knows(containers []node.Container) bool {
 	return w.opts.Pod == (workload.Pod{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
 		return c.Namespace == w.opts.Pod.Namespace && c.Pod == w.opts.Pod.Name
 	})
 }
 
-// Stranger says that the runtime is not the kubelet's.
+// Stranger returns the error for a runtime that is not the kubelet's.
 func (w *Witnesses) Stranger() error {
-	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; "+
-		"name that one with --runtime-endpoint",
+	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's runtime; "+
+		"name the kubelet's with --runtime-endpoint",
 		w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
-// uses finds the allocations that containers have. No tenant can write what tells: the
-// annotations that Allocate gave to a container, while a pod's own are on its sandbox,
-// and the CDI devices that the kubelet asked for. Only the former have a record.
+// uses returns the containers that have allocations. It reads two things that no tenant can write:
+// the annotations that Allocate gave to a container, and the CDI devices that the kubelet asked
+// for. A pod's own annotations are on its sandbox. Only the annotations have a record.
 func (w *Witnesses) uses(containers []node.Container) []Use {
 	var out []Use
 	for i := range containers {
@@ -313,7 +310,7 @@ func (w *Witnesses) uses(containers []node.Container) []Use {
 	return out
 }
 
-// oldest is when the first of the containers that each pod has was created, by the pod's UID.
+// oldest maps the UID of each pod to when the oldest of its containers was created.
 func oldest(containers []node.Container) map[string]time.Time {
 	out := map[string]time.Time{}
 	for i := range containers {
@@ -325,14 +322,15 @@ func oldest(containers []node.Container) map[string]time.Time {
 	return out
 }
 
-// Checkpoint returns the kubelet's, parsed once for each writing, and with an error the
-// last that could be read. It is empty, and ok false, where no kubelet has written one.
+// Checkpoint returns the kubelet's checkpoint, parsed once for each writing. With an error, it
+// returns the last one that could be read. If no kubelet has written one, it is empty and ok is
+// false.
 func (w *Witnesses) Checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 	if stamp := w.kubelet.Stamp(); stamp == (node.Stamp{}) || stamp != w.checkpoint.Stamp {
 		cp, err := w.kubelet.Checkpoint()
 		if errors.Is(err, gpu.ErrNotFound) {
 			w.checkpoint = node.Checkpoint{}
-			return &w.checkpoint, false, nil // a kubelet that never gave anything out
+			return &w.checkpoint, false, nil // a kubelet that never gave out a device
 		}
 		if err != nil {
 			return &w.checkpoint, true, fmt.Errorf("read the kubelet's checkpoint: %w", err)
@@ -342,7 +340,7 @@ func (w *Witnesses) Checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 	return &w.checkpoint, true, nil
 }
 
-// readCheckpoint puts the kubelet's checkpoint into a testimony.
+// readCheckpoint adds the kubelet's checkpoint to an observation.
 func (w *Witnesses) readCheckpoint(t *Observation) error {
 	t.Checkpoint, t.Entries = false, nil
 	cp, ok, err := w.Checkpoint()
@@ -358,13 +356,13 @@ func (w *Witnesses) readCheckpoint(t *Observation) error {
 	return nil
 }
 
-// renewCheckpoint has the kubelet write its checkpoint again where it names
-// holders that neither PodResources nor the runtime knows: it is written when a
-// container is given devices and when a list arrives, not when a pod ends. It
-// reports whether there is a newer one.
+// renewCheckpoint makes the kubelet write its checkpoint again if the file names holders that
+// neither PodResources nor the runtime knows. The kubelet writes it when it gives devices to a
+// container and when a list arrives, but not when a pod ends. renewCheckpoint reports whether there
+// is a new file.
 func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, containers []node.Container) bool {
 	before := w.kubelet.Stamp()
-	due := w.renewals.due(unwitnessed(t, containers), t.Asked)
+	due := w.renewals.due(staleKeys(t, containers), t.Asked)
 	for _, resource := range due {
 		w.accounts.Resend(resource)
 	}
@@ -377,8 +375,8 @@ func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, contain
 	return false
 }
 
-// unwitnessed has, for each resource, the keys that the checkpoint alone knows.
-func unwitnessed(t *Observation, containers []node.Container) map[string][]string {
+// staleKeys returns the keys that only the checkpoint has, by resource.
+func staleKeys(t *Observation, containers []node.Container) map[string][]string {
 	known := map[string]bool{}
 	for i := range t.Uses {
 		known[t.Uses[i].Key] = true
@@ -386,14 +384,14 @@ func unwitnessed(t *Observation, containers []node.Container) map[string][]strin
 	for i := range t.Listed {
 		known[cdi.Key(t.Listed[i].Resource, t.Listed[i].IDs)] = true
 	}
-	alive := map[string]bool{} // by UID: a new pod may have the name of the one before
+	alive := map[string]bool{} // by UID, since a new pod may reuse a name
 	for i := range containers {
 		alive[containers[i].PodUID] = true
 	}
 	stale := map[string][]string{}
 	for i := range t.Entries {
 		e := &t.Entries[i]
-		// An init container that has ended is in no list, and its pod is alive.
+		// No list has an init container that has ended, but its pod still lives.
 		if key := cdi.Key(e.Resource, e.IDs); !known[key] && !alive[e.PodUID] {
 			stale[e.Resource] = append(stale[e.Resource], key)
 		}
@@ -401,10 +399,10 @@ func unwitnessed(t *Observation, containers []node.Container) map[string][]strin
 	return stale
 }
 
-// Look asks them, in full or as they are, and moves the allocations along by what they
-// say; it returns those that have ended. While the kubelet gives devices out it is asked in
-// full a moment later, at the next look. The error says who has not answered for
-// SilentFor: a restart of the kubelet or of the runtime is not worth reporting.
+// Look asks the witnesses, in full or not, and applies what they report to the allocations. It
+// returns those that have ended. If the kubelet is just giving devices out, Look puts a full
+// request off to the next look, a moment later. The error has the witness that has not answered for
+// SilentFor. A restart of the kubelet or the runtime takes less, and is no error.
 func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocation, _ error) {
 	if full {
 		if w.postponed = !w.postponed && w.accounts.Booking(); w.postponed {
@@ -425,19 +423,20 @@ func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocat
 	return ended, w.silence.note(o.Asked, full, w.ledger.Held(), w.opts.Log)
 }
 
-// Follow hears of containers that start and end, and at their end watches for the kubelet
-// to let go of their devices. Where the runtime cannot tell, the tick must do.
+// Follow follows the runtime's events until ctx ends. At the end of a container with an allocation,
+// it makes AwaitReleases watch for the kubelet to free the devices. If the runtime has no events,
+// only the regular looks see the end of containers.
 func (w *Witnesses) Follow(ctx context.Context) error {
 	var missed time.Time
 	err := w.runtime.Events(ctx, func(e node.ContainerEvent) {
 		ours := false
 		if e.Kind == node.EventMissed && time.Since(missed) >= LookSoon {
 			missed = time.Now()
-			ours = true // something of ours may have ended; a runtime may say so again and again
+			ours = true // events were lost, maybe of our containers; may come often
 		}
 		for _, u := range w.uses([]node.Container{e.Container}) {
 			switch e.Kind {
-			case node.EventStarted: // who has the allocation can be said now
+			case node.EventStarted: // now its holder can be named
 				w.accounts.Seen(u, time.Now())
 				w.nameSoon.Store(true)
 				w.wake()
@@ -457,24 +456,24 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 		}
 	})
 	if ctx.Err() == nil {
-		w.opts.Log.Warn("container events cannot be followed; the end of containers is seen at the next look",
+		w.opts.Log.Warn("container events cannot be followed; ended containers are found at the next look",
 			"err", err, "every", LookEvery.String())
 		<-ctx.Done()
 	}
 	return ctx.Err()
 }
 
-// listAfter asks the kubelet who holds what when it does not give devices out, but after half
-// of KubeletPatience at the latest.
+// listAfter asks PodResources once the kubelet does not give devices out, but after half of
+// KubeletPatience at the latest.
 func (w *Witnesses) listAfter(ctx context.Context) (node.Listing, error) {
-	// In vain is no error: the kubelet is asked all the same.
+	// A timeout is no error: ask the kubelet all the same.
 	quiet := func(context.Context) (bool, error) { return !w.accounts.Booking(), nil }
 	_ = wait.PollUntilContextTimeout(ctx, bookTime/4, KubeletPatience/2, true, quiet)
 	return w.kubelet.List(ctx)
 }
 
-// AwaitReleases asks the kubelet often, for a while after a container of ours has
-// ended, and wakes the loop when it lists something else.
+// AwaitReleases runs until ctx ends. For a while after the end of a container with an allocation,
+// it often asks the kubelet for its list, and wakes the loop when the list has changed.
 func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 	for {
 		select {
@@ -490,7 +489,7 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 			cancel()
 			now := w.ours(l.Holdings)
 			if err == nil && !w.ends.anyOf(now, time.Now()) {
-				until = time.Time{} // nothing that has ended is listed
+				until = time.Time{} // no ended container is listed
 			}
 			if known := w.listed.Load(); err == nil && (known == nil || !sameHoldings(*known, now)) {
 				w.listed.Store(&now)

@@ -11,11 +11,11 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Card is what MIG GPUs of one kind can hold, by their driver's word.
+// Card has the MIG profiles of GPUs of one kind, as their driver reports them.
 type Card struct {
-	// Name is the GPUs' model; a second table of the same model is "… (2)".
+	// Name is the model of the GPUs. A second table of the same model has the name "… (2)".
 	Name string `json:"name" max:"256"`
-	// MemorySlices is how many memory slices the GPU has.
+	// MemorySlices is the number of the GPU's memory slices.
 	MemorySlices int `json:"memorySlices" max:"64"`
 	// Profiles are sorted by name.
 	Profiles []Profile `json:"profiles" max:"64"`
@@ -23,17 +23,17 @@ type Card struct {
 
 // Profile is a kind of GPU instance.
 type Profile struct {
-	// Name is the driver's, for example "1g.10gb+me".
+	// Name is the driver's name, for example "1g.10gb+me".
 	Name string `json:"name" max:"63"`
-	// ComputeSlices and MemorySlices are what an instance takes of the GPU.
+	// ComputeSlices and MemorySlices are the size of an instance.
 	ComputeSlices int `json:"computeSlices" max:"64"`
 	MemorySlices  int `json:"memorySlices" max:"64"`
 	// Starts are the memory slices at which an instance can begin.
 	Starts []int `json:"starts" max:"64" each:"63"`
-	// Max is how many can stand at a time; 0 where only room limits that.
+	// Max is how many instances can exist at a time. 0 if only room limits that.
 	Max int `json:"max,omitempty" max:"64"`
-	// Engines are the media engines of an instance: their sum may not be more than the GPU
-	// has. Nil where the driver has not told.
+	// Engines are the media engines of an instance. Their sum over all instances is at most what
+	// the GPU has. Nil if the driver does not report them.
 	Engines *Engines `json:"engines,omitempty"`
 }
 
@@ -46,9 +46,9 @@ type Engines struct {
 	OFA    int `json:"ofa,omitempty" max:"64"`
 }
 
-// CardOf is the table of a GPU, nil where its driver tells no placement. Of a profile whose
-// instances are of several sizes, which no driver is known to have, those of the first
-// size are told.
+// CardOf returns the card of a GPU, or nil if its driver reports no placements. If the instances of
+// a profile had several sizes, which no driver is known to report, the card would have those of the
+// first size.
 func CardOf(d *gpu.Device) *Card {
 	c := &Card{Name: d.Model}
 	for i := range d.MIG.Profiles {
@@ -76,8 +76,8 @@ func CardOf(d *gpu.Device) *Card {
 	return c
 }
 
-// Read gives the card's rules, by which the agent itself places instances. The error, which
-// wraps gpu.ErrInvalid, names profiles that make no sense; the card has the others.
+// Read returns the rules of the card, by which the agent itself places instances. The error wraps
+// gpu.ErrInvalid and names the profiles that are not valid. The returned card has the others.
 func (c *Card) Read() (*mig.Card, error) {
 	m := gpu.MIG{Capable: true}
 	for i := range c.Profiles {
@@ -99,7 +99,7 @@ func (c *Card) Read() (*mig.Card, error) {
 }
 
 // Placement reads a placement as it is written in [MIG], "3g.40gb@4". The error wraps
-// gpu.ErrInvalid: it is not written so, or the card has no such placement.
+// gpu.ErrInvalid: the text is not a placement, or the card does not have it.
 func Placement(of *mig.Card, text string) (mig.Placement, error) {
 	_, profile, start, ci, err := mig.ParseID("GPU-0::" + text)
 	if err != nil {

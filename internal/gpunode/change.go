@@ -8,25 +8,24 @@ import (
 	"time"
 )
 
-// Change says how much two objects differ, and so how soon the newer one is worth a write.
+// Change is how much two objects differ. It decides how soon the newer one is written.
 type Change int
 
 // Changes, the smallest first.
 const (
-	// Same: they say the same.
+	// Same: they are equal.
 	Same Change = iota
-	// Occupancy: more devices are held. What is asked for can still be had where it could before. A
-	// pod's status names its devices, so that nobody waits for the object to say so.
+	// Occupancy: more devices are held, and what is asked for still fits where it did before. A
+	// pod's status names its devices, so no reader has to wait for the object.
 	Occupancy
-	// News: what a node offers, its health, a condition, devices that are free again, or the largest
-	// request that fits; of MIG devices, whether one does. Where holders are told in the object,
-	// every change is.
+	// News: what a node offers, its health, a condition, devices that have become free, or the
+	// largest request that fits. Of MIG devices, only whether one fits counts. If the object names
+	// the holders, every change is News.
 	News
 )
 
-// Since compares an object with the one before it, which may be nil, and gives its
-// conditions the times at which they last changed; now is that of those that have changed
-// since.
+// Since compares an object with the last one, which may be nil. It sets the conditions' times of
+// the last change: now for those that have changed, the old time for others.
 func (s *Status) Since(before *Status, now time.Time) Change {
 	now = now.UTC().Truncate(time.Second) // as the API writes it
 	if before == nil {
@@ -49,8 +48,8 @@ func (s *Status) Since(before *Status, now time.Time) Change {
 	return Occupancy
 }
 
-// frees reports whether a device that was held before is free. Only the object says so: of a pod that has gone, no status
-// is left.
+// frees reports whether a device that was held before is free now. Only the object shows that,
+// since a pod that has gone has no status.
 func (s *Status) frees(before *Status) bool {
 	now := map[string]*GPU{}
 	for i := range s.GPUs {
@@ -71,7 +70,7 @@ func (s *Status) frees(before *Status) bool {
 	return false
 }
 
-// keep takes over when conditions have changed.
+// keep sets the times at which conditions last changed.
 func keep(of, before []Condition, now time.Time) {
 	for i := range of {
 		c := &of[i]
@@ -84,8 +83,7 @@ func keep(of, before []Condition, now time.Time) {
 	}
 }
 
-// lasting is the object without what comes and goes with every pod, but for the largest
-// requests.
+// lasting returns the object without what changes with every pod, except the largest requests.
 func (s *Status) lasting() Status {
 	out := *s
 	out.Summary = Summary{Modes: s.Summary.Modes}
@@ -94,7 +92,7 @@ func (s *Status) lasting() Status {
 	for i := range out.Resources {
 		r := &out.Resources[i]
 		if r.Free = 0; s.ofMIG(r.Name) {
-			r.Largest = min(1, r.Largest) // containers ask for one
+			r.Largest = min(1, r.Largest) // containers ask for one device
 		}
 	}
 	out.GPUs = slices.Clone(s.GPUs)
@@ -115,14 +113,14 @@ func (s *Status) lasting() Status {
 	return out
 }
 
-// ofMIG reports whether a resource is of MIG devices.
+// ofMIG reports whether a resource is one of MIG devices.
 func (s *Status) ofMIG(resource string) bool {
 	return slices.ContainsFunc(s.GPUs, func(g GPU) bool {
 		return g.MIG != nil && slices.ContainsFunc(g.MIG.Offers, func(o Offer) bool { return o.Resource == resource })
 	})
 }
 
-// lasting are conditions without their messages, which may name pods.
+// lasting returns conditions without their messages, which may name pods.
 func lasting(of []Condition) []Condition {
 	out := slices.Clone(of)
 	for i := range out {

@@ -18,19 +18,19 @@ import (
 )
 
 const (
-	// mostHeld is how many devices the holders of a node may name, all together: a pod's init
-	// containers name those that its others have, too.
+	// mostHeld is how many devices the holders of a node may name, all together. The init
+	// containers of a pod also name devices of its other containers.
 	mostHeld = 4 * timeslice.MaxListed
-	// mostPlacements is how many a card may have. Those of 2026 have some 30.
+	// mostPlacements is how many placements a card may have. Cards of 2026 have about 30.
 	mostPlacements = 128
 )
 
-// Check reports whether an object can be a node's. Whoever has a node's token can write any
-// numbers into it, and readers count with them: so no reader uses an object that this refuses.
-// The error, which wraps gpu.ErrInvalid, names the first field that no node has.
+// Check returns an error if a status cannot be a node's. A stolen node's token can write any
+// numbers into it, and readers compute with them. So no reader uses a status that Check refuses.
+// The error wraps gpu.ErrInvalid and names the first wrong field.
 //
-// A field's own bounds are its tags, the same as in the schema: max is the largest number,
-// and how many bytes or elements there are at most, each is that of the elements.
+// The bounds of a field are in its tags, and are the same as in the schema. max is the largest
+// number, or the most bytes or elements. each is the same for the elements of a list.
 func (s *Status) Check() error {
 	if err := within(reflect.ValueOf(s).Elem(), ""); err != nil {
 		return err
@@ -45,7 +45,7 @@ func (s *Status) Check() error {
 		}
 		seen[g.UUID] = true
 		if g.API == string(workload.DRA) {
-			continue // nobody counts its devices by number
+			continue // its devices have no numbers
 		}
 		if !g.Kind.InMIG() {
 			listed += g.Total
@@ -84,7 +84,7 @@ func refuse(field, format string, args ...any) error {
 	return fmt.Errorf("status.%s: %s: %w", field, fmt.Sprintf(format, args...), gpu.ErrInvalid)
 }
 
-// within holds a value against the bounds of its fields.
+// within checks a value against the bounds of its fields.
 func within(v reflect.Value, path string) error {
 	switch v.Kind() {
 	case reflect.Pointer:
@@ -126,7 +126,7 @@ func within(v reflect.Value, path string) error {
 	return nil
 }
 
-// bound is what a tag says; -1 where there is none.
+// bound returns the number in a tag, or -1 without the tag.
 func bound(f reflect.StructField, tag string) int {
 	n, err := strconv.Atoi(f.Tag.Get(tag))
 	if err != nil {
@@ -135,7 +135,7 @@ func bound(f reflect.StructField, tag string) int {
 	return n
 }
 
-// bounded holds one value against one bound.
+// bounded checks one value against one bound.
 func bounded(v reflect.Value, path string, most int) error {
 	is := int64(0)
 	switch v.Kind() {
@@ -155,7 +155,7 @@ func bounded(v reflect.Value, path string, most int) error {
 	return nil
 }
 
-// OutOfBounds is what a node's object says instead of one that its readers would refuse: the
+// OutOfBounds returns the status that a node writes instead of one that readers would refuse: the
 // node is not ready, and why.
 func OutOfBounds(err error) *Status {
 	why := brief.Cut(err.Error(), brief.Text)

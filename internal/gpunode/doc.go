@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gpunode has the words of the GPUNode, the one small object by which a node
-// tells the cluster what its GPUs are, what is left of them, and in which pieces.
+// Package gpunode defines the GPUNode. With this small object a node tells the cluster which GPUs it
+// has, and what is free of them.
 //
-// An object has the name of its Node and only a status: nobody asks anything of the agent
-// by way of it. The agent writes [Status], the placer and people read it:
+// A GPUNode has the name of its Node, and only a status, since it asks nothing of the agent. The
+// agent writes the [Status]. The placer and people read it:
 //
 //	apiVersion: example.com/v1alpha1
 //	kind: GPUNode
@@ -25,27 +25,25 @@
 //	    - {type: Available, status: "True", …}
 //	    - {type: Healthy, status: "True", …}
 //
-// The manifests have its schema (deployments/base/crd.yaml); a test holds the two equal.
-// There are plain Go values only: no package of the API is needed to read them.
+// The manifests have its schema (deployments/base/crd.yaml). A test compares the schema with these
+// types. They are plain Go values: a reader needs no package of the API.
 //
 // # Room
 //
-// Totals are not enough to place a pod. A request for memory units lives on one GPU, and
-// MIG instances need runs of memory slices, at certain places. So [GPU.Used] has the
-// numbers of the devices that are held, and [MIG] the placements. What a reader knows of
-// pods it adds by set union: a device's number or placement is in its ID at the kubelet,
-// and in the status of the pod that has it. [Card.Read] gives the rules of what can
-// stand beside what, which are the ones that the agent follows.
+// Totals do not tell where a pod fits. A request for memory units needs one GPU that has enough
+// of them. MIG instances need runs of memory slices at certain places. So [GPU.Used] has the
+// numbers of the held devices, and [MIG] the placements. [Card.Read] returns the rules for
+// placements, which are the agent's own.
 //
-// An object may be older than the node. The agent writes it at once when the largest
-// request that fits changes, and later when anything else does. So a reader who adds the
-// devices of the pods never gives out a device twice, and one that an ended pod had may
-// look held for about a minute.
+// A device's number or placement is in its ID at the kubelet, and in the status of its pod. A
+// reader joins the devices of the pods that it knows with those of the object. An object may be
+// older than the node: the agent writes it at once if the largest request that fits has changed,
+// and later after other changes. So such a reader never gives a device out twice. A device of an
+// ended pod may look held for about a minute.
 //
 // # Shape
 //
-// What all GPUs of a kind have in common, the table of their MIG profiles, is in
-// Status.Cards once. Lists have keys, so that server-side apply and a reader of
-// differences can tell elements apart, and none grows with the number of pods, except
-// the holders, which are there only where pods do not tell them themselves.
+// GPUs of one kind share the table of their MIG profiles, which is in Status.Cards once. Lists
+// have keys, so that server-side apply can match elements. No list grows with the number of pods,
+// except for the holders. These are there only if pods do not name their devices.
 package gpunode

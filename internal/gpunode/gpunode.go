@@ -12,73 +12,74 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// How the API calls a GPUNode; its group is the agent's domain (--domain).
+// The API's names of a GPUNode. Its group is the agent's domain (--domain).
 const (
 	Version = "v1alpha1"
 	Kind    = "GPUNode"
 	Plural  = "gpunodes"
 )
 
-// Site is the label, without the domain, that says where a node is. Operators write it on Nodes;
-// the export makes flavors of sites, and the placer counts GPUs by site.
+// Site is the label, without the domain, with the location of a node. Operators set it on Nodes.
+// The export makes flavors of sites, and the placer counts GPUs by site.
 const Site = "gpu.site"
 
-// Status is what a GPUNode says.
+// Status is the status of a GPUNode.
 type Status struct {
-	// Summary is for people who list many nodes.
+	// Summary is for people who list nodes.
 	Summary Summary `json:"summary"`
 	// Conditions has the condition Ready.
 	Conditions []Condition `json:"conditions,omitempty" max:"16"`
-	// MemoryUnitMiB is the size of one device of gpu-mem.
+	// MemoryUnitMiB is the size of one device of gpu-mem, in MiB.
 	MemoryUnitMiB int `json:"memoryUnitMiB,omitempty" max:"16777216"`
-	// HoldersIn says where the holders of devices are told.
+	// HoldersIn is the place where the holders of devices are named.
 	HoldersIn HoldersIn `json:"holdersIn,omitempty" max:"16"`
-	// Resources are those that the node offers through the device plugin, sorted by name.
+	// Resources are the resources that the node offers through the device plugin, sorted by name.
 	Resources []Resource `json:"resources,omitempty" max:"256"`
 	// Cards are the kinds of MIG GPUs that the node has, sorted by name.
 	Cards []Card `json:"cards,omitempty" max:"16"`
-	// GPUs is sorted by index.
+	// GPUs are the node's GPUs, sorted by index.
 	GPUs []GPU `json:"gpus,omitempty" max:"128"`
 }
 
-// Summary is a node in a line.
+// Summary describes a node in one line.
 type Summary struct {
-	// GPUs is how many there are, Unhealthy how many of them have a fault.
+	// GPUs is the number of GPUs, Unhealthy the number of those with a fault.
 	GPUs      int `json:"gpus" max:"128"`
 	Unhealthy int `json:"unhealthy" max:"128"`
 	// Modes counts GPUs by mode: "2 whole, 6 mig".
 	Modes string `json:"modes,omitempty" max:"256"`
-	// Free is what can be had of all that is on offer, through either front-end:
-	// "gpu 2/4, gpu-mem 40/158, mig 5/16 memory slices".
+	// Free is how much of each is free, of all that is offered through either front-end: "gpu 2/4,
+	// gpu-mem 40/158, mig 5/16 memory slices".
 	Free string `json:"free,omitempty" max:"256"`
 	// Largest is the largest request for each that fits: "gpu 2, gpu-mem 33, mig 3g.40gb".
 	Largest string `json:"largest,omitempty" max:"256"`
-	// SaturationPercent is the part of the GPUs' memory that is held or cannot be had,
-	// rounded down. GPUs with mode off do not count; a node that has no other has 100.
+	// SaturationPercent is the part of the GPUs' memory that is held or not available, rounded
+	// down. GPUs with mode off do not count. A node without other GPUs has 100.
 	SaturationPercent int `json:"saturationPercent" max:"100"`
 }
 
-// HoldersIn says where the holders of devices are told.
+// HoldersIn is the place where the holders of devices are named.
 type HoldersIn string
 
-// Where holders are told.
+// Places of the holders.
 const (
 	// InPods: the status of each pod names its devices
 	// (containerStatuses[].allocatedResourcesStatus, Kubernetes 1.36 and later).
 	InPods HoldersIn = "Pods"
-	// InObject: GPU.Holders has them, and the object is written at every change.
+	// InObject: GPU.Holders names them, and the agent writes the object at every change.
 	InObject HoldersIn = "GPUNode"
 )
 
-// Resource is what a node has of a resource that the kubelet offers.
+// Resource is a resource that a node offers through the kubelet.
 type Resource struct {
 	// Name is the full name, for example "example.com/gpu-mem".
 	Name string `json:"name" max:"316"`
-	// Total is how many devices are on offer or held, and Free how many can be had now.
-	// MIG devices on demand exclude each other, so not all that are free can be had.
+	// Total is the number of devices that are on offer or held. Free is the number that may be
+	// given out now. MIG devices on demand exclude each other, so not all free ones can be given
+	// out together.
 	Total int `json:"total" max:"60000"`
 	Free  int `json:"free" max:"60000"`
-	// Largest is the largest number that one container can have now.
+	// Largest is the most devices that one container can get now.
 	Largest int `json:"largest" max:"60000"`
 }
 
@@ -88,48 +89,47 @@ type GPU struct {
 	// Index is the driver's number of the GPU.
 	Index int    `json:"index" max:"65535"`
 	Model string `json:"model,omitempty" max:"256"`
-	// MemoryMiB is all of its memory; 0 where it has none of its own, but the machine's.
+	// MemoryMiB is the size of its memory. 0 if it has no memory of its own and uses the machine's.
 	MemoryMiB int `json:"memoryMiB" max:"16777216"`
-	// Mode is the partition's word for the layout: "whole", "shared", "mig", "dynamic" or
-	// "off"; empty while no partition is in force.
+	// Mode is the layout's name in the partition: "whole", "shared", "mig", "dynamic" or "off".
+	// Empty while no partition is in force.
 	Mode string `json:"mode,omitempty" max:"16"`
-	// API is the front-end through which the GPU is offered: "device-plugin" or "dra";
-	// empty where it offers nothing. What goes through DRA is in ResourceSlices too, from
-	// which the scheduler places it.
+	// API is the front-end that offers the GPU: "device-plugin" or "dra". Empty if the GPU offers
+	// nothing. What goes through DRA is in ResourceSlices too, and the scheduler places it from
+	// there.
 	API string `json:"api,omitempty" max:"16"`
-	// Guarantee is how strongly a cap on memory holds on the GPU: "hardware", "driver",
-	// "api" or "watchdog"; empty where nothing is shared.
+	// Guarantee is how strongly the limit on memory holds on the GPU: "hardware", "driver", "api"
+	// or "watchdog". Empty if the GPU is not shared.
 	Guarantee string `json:"guarantee,omitempty" max:"16"`
-	// Cordoned says that an operator keeps new pods off the GPU.
+	// Cordoned is true if an operator keeps new pods off the GPU.
 	Cordoned bool `json:"cordoned,omitempty"`
-	// Conditions has the conditions Healthy and Available, and Idle while it is True.
+	// Conditions has the conditions Healthy and Available. It has Idle only while that is True.
 	Conditions []Condition `json:"conditions,omitempty" max:"16"`
-	// Resource is the full name of the resource that the GPU's devices are of; empty for
-	// mig, dynamic and off, and through DRA.
+	// Resource is the full name of the resource of the GPU's devices. Empty for mig, dynamic and
+	// off, and through DRA.
 	Resource string `json:"resource,omitempty" max:"316"`
-	// Kind says what one device is: the "whole" GPU, one of its memory "units" (a request
-	// is for units of one GPU) or a "replica" (a request is for replicas of different
-	// GPUs); "placement" for mig, and for dynamic, whose Total counts memory units.
+	// Kind is the kind of a device: the "whole" GPU, one of its memory "units" (a request is for
+	// units of one GPU), or a "replica" (a request is for replicas of different GPUs). It is
+	// "placement" for mig, and also for dynamic, whose Total counts memory units.
 	Kind piece.Kind `json:"kind,omitempty" max:"16"`
-	// Total is how many devices the GPU has: 1, its memory units or its replicas; 0 for mig
-	// and off, and where nothing is known. A device's number is below Total, and a whole
-	// GPU's is 0.
+	// Total is the number of the GPU's devices: 1, its memory units or its replicas. 0 for mig and
+	// off, and if the layout is not known. The devices have the numbers from 0 to Total-1.
 	Total int `json:"total" max:"16777216"`
-	// Used has the numbers of the devices that are held.
+	// Used has the numbers of the held devices.
 	Used piece.Set `json:"used,omitempty" max:"30000"`
-	// Free is how many devices can be had now: 0 where the GPU is not Available.
+	// Free is the number of devices that may be given out now. 0 if the GPU is not Available.
 	Free int `json:"free" max:"16777216"`
-	// Largest is how many of them one container can have: all memory units that are free,
-	// and one replica.
+	// Largest is how many of these one container can get: all free memory units, or one replica.
 	Largest int `json:"largest" max:"16777216"`
-	// MIG is nil for a GPU that offers no MIG devices and has none.
+	// MIG is nil for a GPU that neither offers nor has MIG devices.
 	MIG *MIG `json:"mig,omitempty"`
-	// Holders are those who have something of the GPU, sorted, where HoldersIn is InObject.
+	// Holders are the containers that have a part of the GPU, sorted. Empty unless HoldersIn is
+	// InObject.
 	Holders []Holder `json:"holders,omitempty" max:"1024"`
 }
 
-// UnmarshalJSON reads a GPU. One whose kind this version does not know is not Available,
-// whatever a newer version says of it.
+// UnmarshalJSON reads a GPU. If this version does not know the GPU's kind, the GPU is not
+// Available, even if the object has that condition.
 func (g *GPU) UnmarshalJSON(data []byte) error {
 	type plain GPU
 	if err := json.Unmarshal(data, (*plain)(g)); err != nil {
@@ -144,23 +144,23 @@ func (g *GPU) UnmarshalJSON(data []byte) error {
 	return nil
 }
 
-// MIG is what a GPU has of MIG devices. A placement is written as in a device ID,
-// "3g.40gb@4", or within an [Offer] without the profile, "4"; of a compute instance that
-// shares its GPU instance "1c.3g.40gb@4.1" and "4.1".
+// MIG describes the MIG devices of a GPU. A placement is written as in a device ID: "3g.40gb@4", or
+// "1c.3g.40gb@4.1" for a compute instance that shares its GPU instance. In an [Offer] it is written
+// without the profile: "4" or "4.1".
 type MIG struct {
-	// Card is the name of the GPU's kind in Status.Cards; empty while it is unknown.
+	// Card is the name of the GPU's kind in Status.Cards. Empty if it is not known.
 	Card string `json:"card,omitempty" max:"256"`
-	// OnDemand says that instances are made for the pods that ask for them, so that
-	// placements on offer can overlap.
+	// OnDemand is true if instances are created for the pods that ask for them. Placements on offer
+	// can then overlap.
 	OnDemand bool `json:"onDemand,omitempty"`
-	// Largest is the profile with the most memory slices that can be had now; empty where
-	// none can.
+	// Largest is the profile with the most memory slices that may be given out now. Empty if there
+	// is none.
 	Largest string `json:"largest,omitempty" max:"63"`
 	// Offers are the profiles on offer, sorted by name.
 	Offers []Offer `json:"offers,omitempty" max:"64"`
-	// Used are the placements that are held, and Blocked other instances that take up
-	// memory slices and stay: those that somebody else made, and those that are leaving.
-	// Warm exist, are idle, and go if their room is wanted. All are sorted by place.
+	// Used are the held placements. Blocked are other instances that take up memory slices and
+	// stay: those that the agent did not create, and those that are leaving. Warm are idle
+	// instances that go if their room is wanted. All are sorted by place.
 	Used    []string `json:"used,omitempty" max:"512" each:"64"`
 	Blocked []string `json:"blocked,omitempty" max:"512" each:"64"`
 	Warm    []string `json:"warm,omitempty" max:"512" each:"64"`
@@ -169,32 +169,32 @@ type MIG struct {
 // Offer is what a GPU offers of a MIG profile.
 type Offer struct {
 	Profile string `json:"profile" max:"63"`
-	// Resource is the full name of its resource; empty through DRA.
+	// Resource is the full name of its resource. Empty through DRA.
 	Resource string `json:"resource,omitempty" max:"316"`
-	// Placements are all that the GPU offers, and Free those that can be had now; of those
-	// that overlap only one can. They are sorted by place.
+	// Placements are all that the GPU offers. Free are those that may be given out now; of
+	// overlapping ones only one can be. Both are sorted by place.
 	Placements []string `json:"placements" max:"512" each:"64"`
 	Free       []string `json:"free,omitempty" max:"512" each:"64"`
-	// Largest is how many can be had together.
+	// Largest is how many can be given out together.
 	Largest int `json:"largest" max:"512"`
 }
 
-// Holder is a container that has something of a GPU.
+// Holder is a container that has a part of a GPU.
 type Holder struct {
-	// Namespace, Pod and Container are empty where the kubelet has not named the holder yet.
+	// Namespace, Pod and Container are empty if the kubelet has not named the holder yet.
 	Namespace string `json:"namespace,omitempty" max:"63"`
 	Pod       string `json:"pod,omitempty" max:"253"`
 	Container string `json:"container,omitempty" max:"63"`
-	// Resource is what it was asked for as.
+	// Resource is the name that the container asked for.
 	Resource string `json:"resource,omitempty" max:"316"`
-	// Devices are the numbers of its devices, as in GPU.Used, and Placements its MIG
-	// devices.
+	// Devices are the numbers of its devices, as in GPU.Used. Placements are its MIG devices.
 	Devices    piece.Set `json:"devices,omitempty" max:"30000"`
 	Placements []string  `json:"placements,omitempty" max:"512" each:"64"`
 }
 
-// Cut shortens the messages of all conditions to brief.Text: some are words of a driver or an
-// operator, and the API server takes no more. The admission policies have the same number.
+// Cut shortens the messages of all conditions to brief.Text. Some of them are texts of a driver or
+// an operator, and the API server accepts at most that. The admission policies have the same
+// number.
 func (s *Status) Cut() {
 	cut := func(of []Condition) {
 		for i := range of {
@@ -207,7 +207,7 @@ func (s *Status) Cut() {
 	}
 }
 
-// Condition has the JSON form of a condition of the API's (metav1.Condition).
+// Condition has the JSON form of a condition of the API (metav1.Condition).
 type Condition struct {
 	Type    string          `json:"type" max:"316"`
 	Status  ConditionStatus `json:"status" max:"7"`
@@ -217,10 +217,10 @@ type Condition struct {
 	LastTransitionTime time.Time `json:"lastTransitionTime"`
 }
 
-// ConditionStatus is what a condition says of its type.
+// ConditionStatus is the status of a condition.
 type ConditionStatus string
 
-// The API's words.
+// Statuses, as in the API.
 const (
 	True  ConditionStatus = "True"
 	False ConditionStatus = "False"
@@ -228,19 +228,19 @@ const (
 
 // Types of conditions.
 const (
-	// Ready is the node's: the agent runs, and what the object says is its offer.
+	// Ready is a condition of the node: the agent runs, and the object is what it offers.
 	Ready = "Ready"
-	// Healthy is a GPU's: it has no fault.
+	// Healthy is a condition of a GPU: it has no fault.
 	Healthy = "Healthy"
-	// Available is a GPU's: what is free of it can be had. It is False where the GPU is off,
-	// unhealthy, cordoned or about to change. A GPU that is full is Available.
+	// Available is a condition of a GPU: what is free of it may be given out. It is False if the
+	// GPU is off, unhealthy, cordoned or about to change. A full GPU is Available.
 	Available = "Available"
-	// Idle is a GPU's, and there while it is True: somebody holds something of it and has had
-	// no process on it for --idle-after.
+	// Idle is a condition of a GPU, which exists only while it is True: a container holds a part of
+	// it, and has had no process on it for --idle-after.
 	Idle = "Idle"
 )
 
-// Is reports whether a condition is there and True.
+// Is reports whether a condition exists and is True.
 func Is(conditions []Condition, kind string) bool {
 	return slices.ContainsFunc(conditions, func(c Condition) bool { return c.Type == kind && c.Status == True })
 }

@@ -13,12 +13,12 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Sum fills in what follows from the GPUs: what is Largest of their MIG devices, Resources
-// and Summary. Placements are sorted, and read by the GPU's card in Cards.
+// Sum fills in what follows from the GPUs: Largest of their MIG devices, Resources and Summary.
+// Placements must be sorted. They are read by the GPU's card in Cards.
 func (s *Status) Sum() {
 	cards := map[string]*mig.Card{}
 	for i := range s.Cards {
-		cards[s.Cards[i].Name], _ = s.Cards[i].Read() // what makes no sense is in no placement
+		cards[s.Cards[i].Name], _ = s.Cards[i].Read() // no placement has a profile that is not valid
 	}
 	s.Resources = nil
 	left := tally{free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{}}
@@ -50,7 +50,7 @@ func (s *Status) Sum() {
 	s.Summary = left.summary()
 }
 
-// resource is the node's entry of a name.
+// resource returns the node's entry for a name, which it adds if need be.
 func (s *Status) resource(name string) *Resource {
 	i := slices.IndexFunc(s.Resources, func(r Resource) bool { return r.Name == name })
 	if i < 0 {
@@ -59,7 +59,7 @@ func (s *Status) resource(name string) *Resource {
 	return &s.Resources[i]
 }
 
-// sum fills in how many of each profile can be had, and the largest profile.
+// sum fills in how many of each profile can be given out, and the largest profile.
 func (m *MIG) sum(card *mig.Card) {
 	m.Largest = ""
 	most := 0
@@ -76,11 +76,10 @@ func (m *MIG) sum(card *mig.Card) {
 	}
 }
 
-// room is how many of the free placements of a profile can be had together. Each run of
-// memory slices that one takes is as long as the others', so to take them from left to
-// right finds the most.
+// room returns how many free placements of a profile can be given out together. All of them take
+// equally many memory slices, so filling the card from left to right finds the most.
 func (m *MIG) room(card *mig.Card, o *Offer) (n int) {
-	if !m.OnDemand || card == nil { // devices that exist exclude nobody
+	if !m.OnDemand || card == nil { // devices that exist do not exclude each other
 		return len(o.Free)
 	}
 	var standing []mig.Placement
@@ -98,7 +97,7 @@ func (m *MIG) room(card *mig.Card, o *Offer) (n int) {
 	return n
 }
 
-// free is how many memory slices free placements cover, and how many there are.
+// free returns how many memory slices the free placements cover, and how many the card has.
 func (m *MIG) free(card *mig.Card) (free, total int) {
 	if card == nil {
 		return 0, 0
@@ -117,14 +116,14 @@ func (m *MIG) free(card *mig.Card) (free, total int) {
 	return bits.OnesCount64(covered), total
 }
 
-// tally adds up what a summary says.
+// tally adds up the figures of a summary.
 type tally struct {
 	gpus, sick                  int
 	free, total, largest, modes map[string]int
-	// profile is the largest that can be had, and size its memory in MiB.
+	// profile is the largest MIG profile that may be given out, and size its memory in MiB.
 	profile string
 	size    int
-	// memory of the GPUs that count, and what of it can be had, in MiB.
+	// memory is that of the GPUs that count, and idle the part of it that may be given out, in MiB.
 	memory, idle int
 }
 
@@ -157,7 +156,7 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 	t.idle += g.MemoryMiB * free / max(total, 1)
 }
 
-// sizeOf is how many memory slices a profile takes.
+// sizeOf returns how many memory slices a profile takes; 0 if that is not known.
 func sizeOf(card *mig.Card, profile string) int {
 	if name, err := mig.Parse(profile); err == nil && card != nil {
 		for _, p := range card.Placements() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package meter keeps the account of a node: it writes the usage journal (package usage) from
-// what the ledger says, from what the watchdog sees and from what others tell it, and shows
-// what that comes to.
+// Package meter keeps the usage account of a node. It writes the usage journal (package usage) from
+// the ledger, from the watchdog's measurements and from records of other packages. It also provides
+// the totals for metrics and the status.
 //
 //	m := meter.New(meter.Options{Ledger: ledger, Journal: store, Used: …})
 //	go m.Run(ctx)
@@ -10,41 +10,40 @@
 //	m.Note(usage.Record{Event: usage.Refused, …})
 //	shown := m.Scraped()
 //
-// # Beside everything
+// # Where records come from
 //
-// The meter has a goroutine of its own, and nobody waits for it. Allocate does not know it:
-// the ledger keeps what has ended ([ledger.Ends]), and the meter compares what there is
-// with its book. Times are the ledger's, so a look that comes late changes nothing. Others
-// leave their records in a bounded list, of which refusals have a quarter; when it is full, the
-// namespace with the most records loses the newest.
+// The meter has its own goroutine, and no other part of the agent waits for it. The ledger keeps
+// ended allocations until the meter takes them ([ledger.Ends]). The meter compares the ledger's
+// allocations with its book. It uses the ledger's times, so a late look changes nothing. Other
+// packages add records to a bounded list ([Meter.Note]). When the list is full, the namespace with
+// the most records loses its newest one. Refusals may fill at most a quarter of the list.
 //
-// Every minute it takes a sample: what the watchdog last saw a grant's
-// containers use counts for the time since the sample before. So what is used is right within
-// one interval. While the watchdog is off, or does not know, nothing is added.
+// Every minute the meter takes a sample: it adds to each grant what the watchdog last saw its
+// containers use, for the time since the last sample. So totals are right within one interval. If
+// the watchdog is off or has no figure, nothing is added.
 //
-// # After a kill
+// # After a restart
 //
-// The journal is read, from the last segment's book on. An allocation that the ledger has
-// taken over and that is open in the book goes on under its number; times that the ledger
-// knows again tell one taking from the next. What is open in the book and not in the ledger
-// once kubelet and runtime have both been heard has ended while nobody looked: its end is the
-// last moment that the journal vouches for.
+// The meter reads the journal from the book at the start of the last segment. An adopted allocation
+// that is still open in the book keeps its grant's number. If the ledger knows when the allocation
+// was given, a later time shows that it is a new grant. A grant that is open in the book and not in
+// the ledger, once the kubelet and the runtime have answered, ended while the agent was away. Its
+// end is then the time of the journal's last record.
 //
-// Counters may not fall, or Prometheus takes all of one for new. So what is shown is what has
-// been written: the totals are as of the last record, which is a minute old at most, and while
-// the disk is full they stand still. After kill -9 they go on from there, and what is lost is the use
-// since the last sample.
+// Counters must not fall, since Prometheus would take a fall for a restart from zero. So the meter
+// shows only totals that have been written. They are at most a minute old, and stand still while
+// the disk is full. After kill -9 they continue from there; the use since the last sample is lost.
 //
 // # A full disk
 //
-// Records wait in memory, a thousand of them, of which a quarter may tell of refusals; what is
-// beyond is counted as lost. When
-// there is room again they are written, and where some were lost the whole book. The condition
-// UsageUnwritten says so meanwhile. Nothing else of the agent depends on the journal.
+// Up to a thousand records wait in memory, at most a quarter of them refusals. Further records are
+// counted as lost. When there is room again, the waiting records are written. If records of grants
+// may be among the lost ones, the meter writes the whole book, too. Meanwhile the node has the
+// condition UsageUnwritten. Nothing else in the agent depends on the journal.
 //
 // # Idle grants
 //
-// A grant of which no process has been on any of its GPUs for --idle-after is idle: a
-// condition, an Event on its pod, once, and a metric say so. A process that does nothing is
-// use: it keeps its memory. Nothing is taken from anybody for it.
+// A grant is idle if none of its GPUs has had a process of it for --idle-after. The meter reports
+// this by a condition, a metric, and one Event on the pod. A process that does nothing counts as
+// use, since it keeps its memory. An idle grant loses nothing.
 package meter

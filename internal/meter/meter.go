@@ -22,124 +22,125 @@ import (
 )
 
 const (
-	// DefaultEvery is the time between samples, and DefaultIdle that after which a grant that
-	// nobody uses is told of. Programs load their data before they come to the GPU, and a
-	// large model takes half an hour.
+	// DefaultEvery is the time between samples. DefaultIdle is how long a grant must be unused to
+	// count as idle. Programs load their data before they use the GPU, and a large model takes half
+	// an hour.
 	DefaultEvery = time.Minute
 	DefaultIdle  = time.Hour
-	// leastGap is the least time between writes: what comes in between is written together.
+	// leastGap is the least time between writes. Records that come in between are written together.
 	leastGap = 100 * time.Millisecond
-	// mostPending bounds the records that wait to be written, and mostRefused those of them,
-	// too, that tell of refusals.
+	// mostPending bounds the records that wait to be written. At most mostRefused of them may be
+	// refusals.
 	mostPending = 1000
-	// flushEvery is how often the journal is flushed to the disk.
+	// flushEvery is the time between flushes of the journal to the disk.
 	flushEvery = time.Minute
-	// fades is for how many scrapes the totals of an ended container are shown.
+	// fades is the number of scrapes that show the totals of an ended container.
 	fades = 2
-	// labelPatience bounds the question for pods' labels.
+	// labelPatience is the timeout of the request for pods' labels.
 	labelPatience = 4 * time.Second
-	// mostText bounds a record's message.
+	// mostText bounds a record's message, in bytes.
 	mostText = 500
 )
 
-// Journal is where the account is written. segments.Store is one.
+// Journal stores the account. segments.Store implements it.
 type Journal interface {
-	// Last calls apply with the records that make the book of now.
+	// Last calls apply with the records that make up the present book.
 	Last(apply func(*usage.Record)) error
-	// Append returns how many bytes of the lines are there.
+	// Append appends lines. It returns how many bytes of them were written.
 	Append(lines []byte) (int, error)
-	// Full says that the next segment is due, and Fresh that the last one has no line yet.
+	// Full reports whether the next segment is due. Fresh reports whether the last one is empty.
 	Full() bool
 	Fresh() bool
 	Next(first []byte) error
 	Tidy() error
-	// Dropped returns records that tell of what Tidy had to remove since the last call.
+	// Dropped returns records of what Tidy has removed since the last call.
 	Dropped() []usage.Record
 	Flush() error
 }
 
-// Options are those of a Meter.
+// Options are the options of a Meter.
 type Options struct {
 	Ledger  *ledger.Ledger
 	Journal Journal
-	// Inventory is the node's GPUs as they were last read.
+	// Inventory returns the node's GPUs as they were last read.
 	Inventory func() *gpu.Inventory
-	// Heard reports whether kubelet and runtime have both said who holds what.
+	// Heard reports whether the kubelet and the runtime have both named the holders.
 	Heard func() bool
-	// Used is what the watchdog last saw.
+	// Used returns what the watchdog last saw.
 	Used func() []status.Container
-	// Sampled is the same, with how busy the driver says that containers have kept the GPUs
-	// since a time; nil where there is no such figure. It is called for each sample, with the
-	// time of the one before, so that no time is counted twice.
+	// Sampled returns the same for a sample, with how busy containers have kept the GPUs since the
+	// given time, according to the driver. That time is the last sample's, so that no time counts
+	// twice. Nil if there is no such figure.
 	Sampled func(context.Context, time.Time) []status.Container
-	// Labels has the labels of the node's pods, by UID; nil where none are wanted. Keys are
-	// those that are.
+	// Labels returns the labels of the node's pods, by UID. Nil if no labels are wanted. Keys are
+	// the wanted labels.
 	Labels func(context.Context) (map[string]map[string]string, error)
 	Keys   []string
-	// Tell sends an Event about a pod; nil where there is no API server.
+	// Tell sends an Event about a pod. Nil without an API server.
 	Tell func(pod workload.Pod, reason, message string)
-	// Changed is called when a grant has become idle, or is no more, and when the journal
-	// cannot be written, or can again.
+	// Changed is called when a grant becomes idle or stops being idle, and when writing the journal
+	// begins to fail or works again.
 	Changed func()
-	// Every is the time between samples, zero for the default. IdleAfter is after how long a
-	// grant is idle; zero is never.
+	// Every is the time between samples; zero is the default. IdleAfter is how long a grant must be
+	// unused to count as idle; zero is never.
 	Every, IdleAfter time.Duration
 	Version          string
 	Now              func() time.Time
 	Log              *slog.Logger
 }
 
-// Meter keeps the account. Use [New].
+// Meter keeps the usage account. Use [New].
 type Meter struct {
 	opts   Options
 	ration *brief.Ration
 	news   chan struct{} // holds at most one token
 
-	// looked is the state of the ledger as of the last look, or unsettled.
+	// looked is the state of the ledger at the last look, or unsettled.
 	looked atomic.Uint64
-	noted  notes // by others, not taken yet
+	noted  notes // records from Note
 	board  board
 
-	// The rest belongs to Run's goroutine.
+	// Only Run's goroutine uses the rest.
 
-	// book is what the records come to.
+	// book is the sum of all records.
 	book   *usage.Book
 	past   past
 	outbox outbox
-	// uses are the totals that grow.
+	// uses are the growing totals.
 	uses map[place]*use
-	// sampled is when the last sample was taken, or the process began.
+	// sampled is the time of the last sample, or the start of the process.
 	sampled time.Time
-	ended   []usage.Key // since the last write that succeeded
+	ended   []usage.Key // since the last successful write
 	told    map[uint64]bool
 }
 
-// past is what was before this process.
+// past is what earlier processes have written.
 type past struct {
-	// read says that the records of before have been read.
+	// read is true if the records of earlier processes have been read.
 	read bool
-	// Grants whose numbers are below before are older than this process, which began at began.
+	// before is the number of this process's first grant; earlier processes began those with
+	// smaller numbers. began is when this process began.
 	before uint64
 	began  time.Time
-	// vouched is the last time that a predecessor has written something.
-	vouched time.Time
+	// lastRecord is the time of an earlier process's last record.
+	lastRecord time.Time
 }
 
-// outbox is what waits to be written.
+// outbox has the records that wait to be written.
 type outbox struct {
 	pending []byte
 	waiting int // records in pending
-	refused int // those of them that tell of refusals
-	// Since the last write that succeeded, lost counts records that did not fit, and missed
-	// those without which the book is right all the same: that need not be written for them.
+	refused int // those of them that are refusals
+	// lost and missed count the records that did not fit since the last successful write. The book
+	// has to be written for lost ones, and not for missed ones.
 	lost, missed int
 	flushed      time.Time
 }
 
-// empty says that nothing is to be written, nor that anything is missing.
+// empty reports whether nothing waits to be written and no record is missing.
 func (o *outbox) empty() bool { return o.waiting == 0 && o.lost == 0 && o.missed == 0 }
 
-// wrote drops what is whole in the first so many bytes of what was written.
+// wrote drops the records that are complete in the first n bytes of out.
 func (o *outbox) wrote(out []byte, n int) {
 	whole := bytes.LastIndexByte(out[:min(n, len(o.pending))], '\n') + 1
 	o.waiting -= bytes.Count(out[:whole], []byte("\n"))
@@ -147,7 +148,7 @@ func (o *outbox) wrote(out []byte, n int) {
 	o.pending = o.pending[whole:]
 }
 
-// wroteAll begins anew.
+// wroteAll resets the outbox after a successful write.
 func (o *outbox) wroteAll() {
 	*o = outbox{pending: o.pending[:0], flushed: o.flushed}
 	if cap(o.pending) > 64<<10 {
@@ -155,13 +156,13 @@ func (o *outbox) wroteAll() {
 	}
 }
 
-// place is a grant on a GPU, by its number and the GPU's index.
+// place identifies a grant's part of a GPU: the grant's number and the GPU's index.
 type place struct {
 	grant uint64
 	gpu   int
 }
 
-// use is what was used, and what the last sample saw.
+// use is the total use of a place, and what the last sample saw there.
 type use struct {
 	usage.Use
 	mib     uint64
@@ -169,7 +170,7 @@ type use struct {
 	written usage.Use
 }
 
-// New returns a meter that has not read its journal yet.
+// New returns a meter. It has not read its journal yet.
 func New(o Options) *Meter {
 	if o.Every <= 0 {
 		o.Every = DefaultEvery
@@ -186,7 +187,7 @@ func New(o Options) *Meter {
 	return m
 }
 
-// Poke has the meter look at the ledger soon. It does not block.
+// Poke makes the meter look at the ledger soon. It does not block.
 func (m *Meter) Poke() {
 	select {
 	case m.news <- struct{}{}:
@@ -194,27 +195,27 @@ func (m *Meter) Poke() {
 	}
 }
 
-// Round has the meter look at the ledger where there may be something to see. It is called
-// at each of the agent's rounds, most of which change nothing, and does not block.
+// Round makes the meter look at the ledger if the ledger has changed. The agent calls it at each
+// round. It does not block.
 func (m *Meter) Round() {
 	if m.state() != m.looked.Load() {
 		m.Poke()
 	}
 }
 
-// unsettled is the state of the ledger after a look at which something was not known or could
-// not be written down, and may be at the next one.
+// unsettled is the state after a look that left something unknown or unwritten. The next look has
+// to try again.
 const unsettled = math.MaxUint64
 
-// state is another number whenever an allocation was added, renewed or released, or got
+// state returns a number that changes whenever an allocation is added, renewed or released, or gets
 // another holder.
 func (m *Meter) state() uint64 {
 	version, _, named := m.opts.Ledger.State()
 	return version + named
 }
 
-// Note leaves a record that others know of: what was refused, cut, killed or evicted. It does
-// not block. A GPU's index is filled in.
+// Note adds a record from another package: a refusal, a cut, a kill or an eviction. It does not
+// block. It fills in the time and the GPU's index.
 func (m *Meter) Note(r usage.Record) {
 	if r.Time.IsZero() {
 		r.Time = m.opts.Now()
@@ -250,14 +251,14 @@ func (m *Meter) Run(ctx context.Context) error {
 	}
 }
 
-// start takes over what the process before has written.
+// start reads what earlier processes have written.
 func (m *Meter) start() error {
 	book := usage.NewBook(nil)
 	if err := m.opts.Journal.Last(book.Apply); err != nil {
 		return err
 	}
 	m.book = book
-	m.past.read, m.past.before, m.past.vouched = true, book.Next(), book.Last()
+	m.past.read, m.past.before, m.past.lastRecord = true, book.Next(), book.Last()
 	for _, g := range m.book.Open() {
 		for i := range g.Held {
 			if u := g.Held[i].Use; u != nil {
@@ -273,17 +274,17 @@ func (m *Meter) start() error {
 	return nil
 }
 
-// turn looks at the ledger and at what others have noted, takes a sample where one is due,
-// writes all that, and shows it.
+// turn looks at the ledger and at the noted records, takes a sample if sample is true, writes all
+// of that, and shows it.
 func (m *Meter) turn(ctx context.Context, sample bool) {
 	if !m.past.read {
 		if err := m.start(); err != nil {
-			_ = m.opts.Ledger.Ends.Take() // what ends until then is missing at the end of that
+			_ = m.opts.Ledger.Ends.Take() // dropped; orphans will end their grants
 			m.fail(err)
 			return
 		}
 	}
-	at := m.opts.Now() // before the ledger is asked: what ends after that, ends later
+	at := m.opts.Now() // read before the ledger: later ends have later times
 	state := m.state() // likewise
 	if m.look(ctx, at) {
 		state = unsettled
@@ -297,16 +298,16 @@ func (m *Meter) turn(ctx context.Context, sample bool) {
 		state = unsettled
 	}
 	m.looked.Store(state)
-	if news { // else all is as it was shown
+	if news { // otherwise nothing has changed
 		m.show(at)
 	}
 }
 
-// look writes down what the ledger and others tell. It reports whether something is lacking
-// that they will tell.
+// look records the changes in the ledger, and the noted records. It returns true if something is
+// missing that a later look can add.
 func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
 	inv := m.opts.Inventory()
-	known := len(inv.GPUs) > 0 // else nobody can tell yet what a grant comes to
+	known := len(inv.GPUs) > 0 // otherwise the shares of grants are not known yet
 	if known {
 		past, held, seen := m.opts.Ledger.Ends.Take(), m.opts.Ledger.Allocations(), m.opts.Used()
 		for i := range past {
@@ -314,7 +315,7 @@ func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
 			has := seen
 			if slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == past[i].ID }) ||
 				slices.ContainsFunc(past[i+1:], func(e ledger.End) bool { return e.ID == past[i].ID }) {
-				has = nil // what is seen now is the next holder's
+				has = nil // seen belongs to the next holder
 			}
 			m.end(past[i].ID, past[i].At, "", has)
 		}
@@ -333,7 +334,7 @@ func (m *Meter) look(ctx context.Context, at time.Time) (lacks bool) {
 		m.opts.Labels != nil && slices.ContainsFunc(m.book.Open(), unlabelled)
 }
 
-// orphans ends what a predecessor has given out and the ledger does not have.
+// orphans ends the grants of earlier processes that the ledger does not have.
 func (m *Meter) orphans(held []ledger.Allocation) {
 	if m.past.before <= 1 || !m.opts.Heard() {
 		return
@@ -341,29 +342,29 @@ func (m *Meter) orphans(held []ledger.Allocation) {
 	for _, g := range m.book.Open() {
 		there := slices.ContainsFunc(held, func(a ledger.Allocation) bool { return a.ID == g.Allocation })
 		if g.Number < m.past.before && !there {
-			m.end(g.Allocation, m.past.vouched, "it ended while the agent was away", nil)
+			m.end(g.Allocation, m.past.lastRecord, "it ended while the agent was away", nil)
 		}
 	}
 }
 
-// meet compares an allocation with its grant in the book.
+// meet compares an allocation with its open grant in the book, and records what has changed.
 func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, seen []status.Container) {
 	g := m.book.Of(a.ID)
 	if g != nil && !a.Adopted && a.Given.After(g.Since) && g.Number < m.past.before {
-		if a.Given.Before(m.past.began) { // by a predecessor, which had no time to write that down
+		if a.Given.Before(m.past.began) { // by an earlier process, which did not write it
 			m.end(a.ID, a.Given, "it was given to the next holder", nil)
 		} else {
-			m.end(a.ID, m.past.vouched, "it ended while the agent was away", nil)
+			m.end(a.ID, m.past.lastRecord, "it ended while the agent was away", nil)
 		}
 		g = nil
 	}
-	// What a claim's name stands for may have changed while nobody looked.
+	// A claim's allocation may have got other pieces meanwhile.
 	if g != nil && !samePieces(g, a.Grants) {
 		when := at
 		if g.Number < m.past.before {
-			when = m.past.vouched
+			when = m.past.lastRecord
 		}
-		m.end(a.ID, when, "its name stands for other pieces now", nil)
+		m.end(a.ID, when, "its ID has other pieces now", nil)
 		g = nil
 	}
 	h := usage.Holder{
@@ -391,8 +392,8 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 	}
 }
 
-// samePieces reports whether a grant is of these pieces, in whatever order, as far as they are
-// known without the driver.
+// samePieces reports whether a grant has these pieces, in any order. It compares what is known
+// without the driver.
 func samePieces(g *usage.Grant, grants []ledger.Grant) bool {
 	return len(g.Held) == len(grants) && !slices.ContainsFunc(grants, func(now ledger.Grant) bool {
 		return !slices.ContainsFunc(g.Held, func(h usage.Held) bool {
@@ -401,14 +402,13 @@ func samePieces(g *usage.Grant, grants []ledger.Grant) bool {
 	})
 }
 
-// sameContainer reports whether two names may be of one container: what is empty is not known
-// yet.
+// sameContainer reports whether two names may mean one container. An empty part is not known yet.
 func sameContainer(a, b *usage.Holder) bool {
 	maybe := func(x, y string) bool { return x == y || x == "" || y == "" }
 	return a.Namespace == b.Namespace && a.Pod == b.Pod && maybe(a.UID, b.UID) && maybe(a.Container, b.Container)
 }
 
-// end ends a grant, with what was used of it since the last sample.
+// end ends a grant, and adds its use since the last sample.
 func (m *Meter) end(id string, at time.Time, why string, seen []status.Container) {
 	g := m.book.Of(id)
 	if g == nil {
@@ -421,7 +421,7 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 	for i := range g.Held {
 		h := &g.Held[i]
 		p := place{g.Number, h.Index}
-		m.grow(g, i, seen, at)
+		m.addUse(g, i, seen, at)
 		if u := m.uses[p]; u != nil {
 			r.Used = append(r.Used, u.Use)
 			delete(m.uses, p)
@@ -432,7 +432,7 @@ func (m *Meter) end(id string, at time.Time, why string, seen []status.Container
 	m.add(&r)
 }
 
-// sample counts what is used for the time since the last sample.
+// sample adds what each grant uses for the time since the last sample.
 func (m *Meter) sample(ctx context.Context, at time.Time) {
 	seen := m.opts.Used()
 	if m.opts.Sampled != nil {
@@ -441,7 +441,7 @@ func (m *Meter) sample(ctx context.Context, at time.Time) {
 	r := usage.Record{Time: at, Event: usage.Used}
 	for _, g := range m.book.Open() {
 		for i := range g.Held {
-			m.grow(g, i, seen, at)
+			m.addUse(g, i, seen, at)
 			if u := m.uses[place{g.Number, g.Held[i].Index}]; u != nil && !equal(&u.Use, &u.written) {
 				u.written = u.Use
 				r.Used = append(r.Used, u.Use)
@@ -449,7 +449,7 @@ func (m *Meter) sample(ctx context.Context, at time.Time) {
 		}
 	}
 	m.sampled = at
-	m.add(&r) // also where nothing has changed: it vouches for what is granted
+	m.add(&r) // even if nothing has changed: it shows that the grants go on
 }
 
 func equal(a, b *usage.Use) bool {
@@ -457,11 +457,11 @@ func equal(a, b *usage.Use) bool {
 	return a.MiBMs == b.MiBMs && a.BusyMs == b.BusyMs && a.Idle.Equal(b.Idle) && sameSM
 }
 
-// grow adds to a piece's totals what it was seen to use, for the time since the last sample.
-func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time.Time) {
+// addUse adds a piece's measured use to its totals, for the time since the last sample.
+func (m *Meter) addUse(g *usage.Grant, piece int, seen []status.Container, at time.Time) {
 	h := &g.Held[piece]
 	if g.First(piece) != piece {
-		return // the first piece of a GPU has all that is used there
+		return // the first piece on a GPU has all use of that GPU
 	}
 	p := place{g.Number, h.Index}
 	u := m.uses[p]
@@ -470,7 +470,7 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 	})
 	switch {
 	case i >= 0 && seen[i].UsedMiB == nil, i < 0 && u == nil:
-		return // not known: nothing is added
+		return // not known
 	case u == nil:
 		u = &use{Use: usage.Use{Grant: g.Number, GPU: h.Index}}
 		m.uses[p] = u
@@ -480,7 +480,7 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 		from = g.Since
 	}
 	ms := uint64(max(0, at.Sub(from)).Milliseconds())
-	if i >= 0 { // else it has gone, and what was seen last counts
+	if i >= 0 { // otherwise it has ended: use what was seen last
 		u.mib, u.busy = *seen[i].UsedMiB, *seen[i].UsedMiB > 0 || seen[i].Processes > 0
 	}
 	u.MiBMs += u.mib * ms
@@ -501,13 +501,13 @@ func (m *Meter) grow(g *usage.Grant, piece int, seen []status.Container, at time
 	}
 }
 
-// add takes a record into the book, and has it written.
+// add applies a record to the book, and queues it for writing.
 func (m *Meter) add(r *usage.Record) {
 	r.Round()
 	m.book.Apply(r)
 	switch {
 	case r.Event == usage.Refused && m.outbox.refused >= mostRefused:
-		m.outbox.missed++ // others' records need the room
+		m.outbox.missed++ // keep room for other records
 		return
 	case m.outbox.waiting >= mostPending:
 		m.outbox.lost++
@@ -525,7 +525,6 @@ func (m *Meter) add(r *usage.Record) {
 	}
 }
 
-// write writes what waits.
 func (m *Meter) write(at time.Time) {
 	if !m.outbox.empty() {
 		if err := m.writePending(at); err != nil {
@@ -561,7 +560,7 @@ func (m *Meter) writePending(at time.Time) error {
 		more = append(more, usage.Record{Time: at, Event: usage.Lost, Count: m.outbox.lost + m.outbox.missed})
 	}
 	if m.outbox.lost > 0 {
-		// Whoever reads has missed something: the book tells what it came to.
+		// Readers of the journal have missed records, and the book has the totals.
 		more = append(more, usage.Record{Time: at, Event: usage.Began, Book: m.book.State(at)})
 	}
 	for i := range more {
@@ -571,7 +570,7 @@ func (m *Meter) writePending(at time.Time) error {
 		}
 	}
 	if n, err := m.opts.Journal.Append(out); err != nil {
-		// What is whole there need not be written again.
+		// Complete records need not be written again.
 		m.outbox.wrote(out, n)
 		return err
 	}
@@ -580,7 +579,7 @@ func (m *Meter) writePending(at time.Time) error {
 	return nil
 }
 
-// takeDropped takes down what the journal had no room for any more.
+// takeDropped records what the journal had no room to keep.
 func (m *Meter) takeDropped(at time.Time) {
 	for _, r := range m.opts.Journal.Dropped() {
 		r.Time = at
@@ -589,7 +588,7 @@ func (m *Meter) takeDropped(at time.Time) {
 	}
 }
 
-// fail notes that the journal could not be written, or that it could.
+// fail records whether the journal can be written: err, or nil if it can.
 func (m *Meter) fail(err error) {
 	why := status.Cause{}
 	if err != nil {
@@ -608,7 +607,7 @@ func (m *Meter) changed() {
 	}
 }
 
-// label asks for the labels of pods that lack theirs.
+// label requests the labels of pods that lack theirs.
 func (m *Meter) label(ctx context.Context) {
 	if m.opts.Labels == nil || !slices.ContainsFunc(m.book.Open(), unlabelled) {
 		return
@@ -617,7 +616,7 @@ func (m *Meter) label(ctx context.Context) {
 	defer cancel()
 	of, err := m.opts.Labels(ctx)
 	if err != nil {
-		m.ration.Log(slog.LevelWarn, "cannot learn the labels of pods for the usage journal", nil, "err", err)
+		m.ration.Log(slog.LevelWarn, "cannot read the labels of pods for the usage journal", nil, "err", err)
 		return
 	}
 	for _, g := range m.book.Open() {
@@ -626,7 +625,7 @@ func (m *Meter) label(ctx context.Context) {
 		}
 		labels, there := of[g.UID]
 		if !there {
-			continue // a pod has its devices before it has a sandbox: it is asked again
+			continue // no sandbox yet, try again later
 		}
 		h := g.Holder
 		h.Labels = map[string]string{}
@@ -636,7 +635,7 @@ func (m *Meter) label(ctx context.Context) {
 			}
 		}
 		if len(h.Labels) == 0 {
-			g.Labels = h.Labels // asked, and not asked again
+			g.Labels = h.Labels // do not ask again
 			continue
 		}
 		m.add(&usage.Record{Time: m.opts.Now(), Event: usage.Named, Grant: g.Number, Holder: h})
@@ -645,7 +644,7 @@ func (m *Meter) label(ctx context.Context) {
 
 func unlabelled(g *usage.Grant) bool { return g.UID != "" && g.Labels == nil }
 
-// String names a holder for people.
+// who names a holder for people.
 func who(h *usage.Holder) string {
 	return fmt.Sprintf("%s/%s/%s", h.Namespace, h.Pod, h.Container)
 }

@@ -288,8 +288,8 @@ func TestASegmentBeginsWithinAMillisecond(t *testing.T) {
 	n.turn(false)
 	before := n.meter.book.Last()
 	n.start()
-	if n.meter.past.vouched.Before(before) {
-		t.Errorf("the next process goes by %s, and %s was shown", n.meter.past.vouched, before)
+	if n.meter.past.lastRecord.Before(before) {
+		t.Errorf("the next process goes by %s, and %s was shown", n.meter.past.lastRecord, before)
 	}
 }
 
@@ -509,7 +509,7 @@ func killed(t *testing.T, n *node, r *rand.Rand, open, all []*held) {
 		case known && unnamed:
 			until = h.since
 		case known && i < 0:
-			until = n.meter.past.vouched
+			until = n.meter.past.lastRecord
 		case known && at.IsZero():
 			until = n.now
 		case known:

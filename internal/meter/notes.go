@@ -11,22 +11,22 @@ import (
 )
 
 const (
-	// mostNoted bounds the records that others have left, and mostRefused those of them that
-	// tell of refusals: a quarter, since pods that are refused cost their tenants nothing.
+	// mostNoted bounds the noted records. mostRefused bounds the refusals among them: a quarter,
+	// since refused pods cost their tenants nothing.
 	mostNoted, mostRefused = 1000, 250
 )
 
-// notes are records that others have left, until they are taken. Where there are too many, the
-// newest of the owner with the most are lost. The zero value has none.
+// notes are the records from Note that have not been taken. If there are too many, the owner with
+// the most loses the newest one. The zero value is empty.
 type notes struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	use, refused queue
 	seq          uint64
-	missed       int // those that did not fit
+	missed       int // records that did not fit
 }
 
-// queue is the part of notes that has a bound of its own.
+// queue is a part of notes with its own bound.
 type queue struct {
 	of map[usage.Owner][]note
 	n  int
@@ -37,7 +37,7 @@ type note struct {
 	usage.Record
 }
 
-// add reports whether all records have found room.
+// add adds a record. It returns false if this record is lost, or another one in its place.
 func (n *notes) add(r usage.Record) (fits bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -80,7 +80,7 @@ func (q *queue) add(o usage.Owner, r note, most int) bool {
 	return fits
 }
 
-// take returns the records in the order in which they came, and forgets them.
+// take returns the records in the order of their arrival, and forgets them.
 func (n *notes) take() []usage.Record {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -99,7 +99,7 @@ func (n *notes) take() []usage.Record {
 	return out
 }
 
-// takeMissed returns how many records have found no room since it was last asked.
+// takeMissed returns how many records were lost since its last call.
 func (n *notes) takeMissed() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()

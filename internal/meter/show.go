@@ -13,12 +13,13 @@ import (
 	"example.com/gpu-agent/internal/workload"
 )
 
-// show makes what metrics and the status tell. Totals are those that have been written.
+// show prepares what metrics and the status show. Totals are those that have been written.
 func (m *Meter) show(at time.Time) {
 	shown := usage.Shown{Now: m.parts()}
 	written := m.outbox.waiting == 0 && m.outbox.lost == 0
 	if written {
-		// As far as the journal vouches for: a successor that finds nobody ends it there.
+		// Show totals up to the last record. If the ledger has no such allocation after a restart,
+		// the next process ends the grant at that time.
 		if last := m.book.Last(); last.Before(at) {
 			at = last
 		}
@@ -39,20 +40,20 @@ func (m *Meter) show(at time.Time) {
 	}
 }
 
-// board is what metrics and the status are told.
+// board is what metrics and the status show.
 type board struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	shown    usage.Shown
-	fading   map[usage.Key]int // scrapes left of containers that have ended
+	fading   map[usage.Key]int // scrapes left for each ended container
 	idle     []status.Condition
-	cause    status.Cause // why the journal cannot be written
+	cause    status.Cause // why the journal cannot be written; zero if it can
 	lostEver uint64
 	dropped  usage.DroppedRecords
 }
 
-// put shows what has been written. ended are the keys of those that have ended since the last
-// time, and totals has what an ended one came to, as long as anybody asks.
+// put shows written totals. ended are the containers that have ended since the last put. totals
+// returns the totals of an ended container; the book keeps them for about an hour.
 func (b *board) put(
 	shown usage.Shown, idle []status.Condition, lost uint64,
 	ended []usage.Key, totals func(usage.Key) (usage.Series, bool),
@@ -72,14 +73,14 @@ func (b *board) put(
 		if s, known := totals(k); known {
 			shown.Series = append(shown.Series, s)
 		} else {
-			delete(b.fading, k) // nobody has asked for an hour
+			delete(b.fading, k) // too old: not scraped for an hour
 		}
 	}
 	shown.Series = rise(b.shown.Series, shown.Series)
 	b.putLocked(shown, idle, lost)
 }
 
-// keep shows the totals of before, since those of now have not been written.
+// keep goes on showing the last written totals, since the present ones have not been written.
 func (b *board) keep(shown usage.Shown, idle []status.Condition, lost uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -93,14 +94,13 @@ func (b *board) putLocked(shown usage.Shown, idle []status.Condition, lost uint6
 	b.shown, b.idle = shown, idle
 }
 
-// lose counts records that are lost.
 func (b *board) lose(n uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.lostEver += n
 }
 
-// drop counts the records that the journal had no room for any more.
+// drop counts records that the journal had no room to keep.
 func (b *board) drop(r *usage.Record) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -111,8 +111,8 @@ func (b *board) drop(r *usage.Record) {
 	}
 }
 
-// trouble notes why the journal cannot be written, the zero Cause where it can. It reports
-// whether that it can, or cannot, is news.
+// trouble sets why the journal cannot be written; zero if it can. It reports whether that has begun
+// or ended.
 func (b *board) trouble(why status.Cause) (news bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -122,7 +122,7 @@ func (b *board) trouble(why status.Cause) (news bool) {
 	return news
 }
 
-// scraped is what a scrape shows, and counts it.
+// scraped returns what a scrape shows, and counts the scrape.
 func (b *board) scraped() usage.Shown {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -139,7 +139,6 @@ func (b *board) scraped() usage.Shown {
 	return out
 }
 
-// conditions are the facts that the node tells of the account.
 func (b *board) conditions() []status.Condition {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -150,7 +149,7 @@ func (b *board) conditions() []status.Condition {
 	return out
 }
 
-// rise keeps totals from falling where the clock was put back.
+// rise keeps totals from falling after the clock was set back.
 func rise(before, now []usage.Series) []usage.Series {
 	old := make(map[usage.Key]*usage.Series, len(before))
 	for i := range before {
@@ -165,14 +164,13 @@ func rise(before, now []usage.Series) []usage.Series {
 	return now
 }
 
-// Scraped is what a scrape shows. The totals of a container that has ended are in two of
-// them.
+// Scraped returns what a scrape shows. The totals of an ended container are in two scrapes.
 func (m *Meter) Scraped() usage.Shown { return m.board.scraped() }
 
-// Conditions are the facts that the node tells of the account.
+// Conditions returns the conditions of the account.
 func (m *Meter) Conditions() []status.Condition { return m.board.conditions() }
 
-// parts is what containers have now.
+// parts returns the present shares of containers.
 func (m *Meter) parts() []usage.Part {
 	by := map[usage.Key]*usage.Part{}
 	for _, g := range m.book.Open() {
@@ -196,7 +194,8 @@ func (m *Meter) parts() []usage.Part {
 	return out
 }
 
-// idleGrants finds what nobody uses. news says that a grant is that now, or is no more.
+// idleGrants finds the idle grants. news is true if a grant has become idle or has stopped being
+// idle.
 func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status.Condition, news bool) {
 	for _, g := range m.book.Open() {
 		since, known := time.Time{}, g.Pod != "" && len(g.Held) > 0
@@ -206,7 +205,7 @@ func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status
 			if g.First(i) != i {
 				continue
 			}
-			if u == nil || h.Share == 0 { // not seen yet, or there is nothing to be used
+			if u == nil || h.Share == 0 { // not measured yet, or no share to use
 				known = false
 				continue
 			}
@@ -233,7 +232,7 @@ func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status
 			if !m.told[g.Number] && m.opts.Tell != nil {
 				m.opts.Tell(workload.Pod{Namespace: g.Namespace, Name: g.Pod, UID: g.UID}, string(status.GrantIdle),
 					"container "+g.Container+" has had no process on its GPU since "+from+
-						" and holds it ("+g.Resource+"); nothing is done about that")
+						" and holds it ("+g.Resource+"); the agent takes nothing away")
 			}
 		}
 		if long != m.told[g.Number] {
@@ -248,8 +247,8 @@ func (m *Meter) idleGrants(at time.Time) (idle []usage.Idle, conditions []status
 	return distinct(idle), conditions, news
 }
 
-// distinct adds up several grants of a container on a GPU: it is as idle as the one that was
-// used last.
+// distinct joins the grants of one container on one GPU. The container is as idle as the grant that
+// was used last.
 func distinct(all []usage.Idle) []usage.Idle {
 	by := map[usage.Key]time.Duration{}
 	for _, i := range all {

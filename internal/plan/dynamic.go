@@ -13,9 +13,9 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// planDynamic decides for a GPU that is to be what is asked of it first: whole, memory or
-// MIG instances. The scheduler gives it out as one of these at a time, so its holders agree
-// about the MIG mode. An idle GPU keeps the mode that it has.
+// planDynamic plans a dynamic GPU. Its first holder decides whether it is whole, memory or MIG
+// instances. The scheduler gives it out as one of these at a time, so its holders need the same MIG
+// mode. An idle GPU keeps its mode.
 func (in *Input) planDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Changes) {
 	to, leaving := in.nextDynamic(g, w, have, out)
 	if in.MIG.Working[g.UUID] != nil || g.Fault != "" || in.Others[g.UUID] != "" {
@@ -27,8 +27,8 @@ func (in *Input) planDynamic(g *gpuWithMIG, w config.Want, have Layout, out *Cha
 	in.finishMIG(g, have, to, leaving, out)
 }
 
-// kinds are the allocations that take something of a GPU: those that need it outside of MIG
-// mode, and those of instances.
+// kinds returns the allocations that take something of a GPU. plain need it outside of MIG mode,
+// and placed have instances.
 func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
 	for i := range in.Allocations {
 		switch a := &in.Allocations[i]; {
@@ -42,24 +42,24 @@ func (in *Input) kinds(u gpu.UUID) (plain, placed []*ledger.Allocation) {
 	return plain, placed
 }
 
-// nextDynamic is the layout that a dynamic GPU gets now, and the devices that are withdrawn.
+// nextDynamic returns the layout that a dynamic GPU gets now, and the devices that are withdrawn.
 func (in *Input) nextDynamic(
 	g *gpuWithMIG, w config.Want, have Layout, out *Changes,
 ) (to Layout, leaving map[mig.Placement]status.Cause) {
 	leaving = map[mig.Placement]status.Cause{}
-	others, elsewhere := holdersOf(in.Allocations, g.UUID, api(w.API))
+	others, elsewhere := holdersOf(in.Allocations, g.UUID, frontEndOf(w.API))
 	_, anyHeld := holdersOf(in.Allocations, g.UUID, "")
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "":
-		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
+		out.addCondition(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !anyHeld {
 			return Layout{Known: true}, leaving
 		}
-		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
+		return have, g.all(have, status.Why(status.OtherOwner, "another program gives the GPU out"))
 	case g.Fault != "", w.Mode == config.Keep:
-		return have, leaving // what cannot be read, or is not spoken of, is left as it is
+		return have, leaving // do not touch a GPU that cannot be read or is not named
 	case elsewhere:
 		b := Blocked{
 			GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: status.HeldByPods,
@@ -67,7 +67,7 @@ func (in *Input) nextDynamic(
 		}
 		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: true, API: w.API}))
 		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s",
-			api(w.API)))
+			frontEndOf(w.API)))
 	}
 	to = placementsThrough(w.API, in.onDemand(g, w))
 	to.Dynamic, to.N, to.Unit = true, timeslice.Units(g.Device, in.Unit), in.Unit
@@ -76,7 +76,7 @@ func (in *Input) nextDynamic(
 		return a.Takes(g.UUID) && a.Kind() == counted
 	})
 	if have.Has(counted) && (have.Unit == to.Unit || held) {
-		to.N, to.Unit = have.N, have.Unit // as of shared GPUs: see sameSize
+		to.N, to.Unit = have.N, have.Unit // as for shared GPUs, see sameSize
 	}
 	err := in.offersNone(g, w)
 	if to.N == 0 {
@@ -84,15 +84,15 @@ func (in *Input) nextDynamic(
 			"so it would offer no memory", g.Usable(), in.Unit)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v",
+		out.addCondition(status.Refused, g.UUID, status.Why(status.PartitionUnfit, "%s cannot be %s: %v",
 			g.Name(), targetText(w), err))
 		return have, leaving
 	}
 	return to, leaving
 }
 
-// stuck says why a dynamic GPU cannot leave the MIG mode that it is in: it needs a reset
-// that may not be, or somebody unknown is on an instance.
+// stuck sets Stuck if a dynamic GPU cannot change its MIG mode: a reset is not allowed, a recent
+// change failed, or an instance without an allocation must stay.
 func (in *Input) stuck(g *gpuWithMIG, out *Changes) {
 	switch why := in.MIG.Stuck[g.UUID]; {
 	case in.neverChanges(g):
@@ -109,8 +109,8 @@ func (in *Input) stuck(g *gpuWithMIG, out *Changes) {
 	}
 }
 
-// switchMode brings a dynamic GPU into the MIG mode that its holders need, and makes their
-// instances. What cannot be done now is said in Trouble.
+// switchMode plans the MIG mode that the holders of a dynamic GPU need, and their instances.
+// Trouble gets the reason for what cannot be done now.
 func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placement]status.Cause, out *Changes) {
 	in.stuck(g, out)
 	plain, placed := in.kinds(g.UUID)
@@ -119,7 +119,7 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 	}
 	switch {
 	case len(plain)+len(placed) == 0 && g.MIG.Pending != nil && *g.MIG.Pending != g.MIG.Enabled:
-		// Nobody wants the other mode any more. To take that back touches nothing that is
+		// No allocation wants the pending mode any longer. To take it back changes nothing that is
 		// in force.
 		back := mig.Disable
 		if g.MIG.Enabled {
@@ -127,7 +127,7 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 		}
 		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: []mig.Step{{Op: back}}})
 	case len(plain)+len(placed) == 0 && !g.MIG.Enabled && !g.card.Known() && out.Stuck[g.UUID].Message == "":
-		// Its driver tells only in MIG mode where instances can stand.
+		// Its driver reports only in MIG mode which placements instances can have.
 		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: []mig.Step{{Op: mig.Enable}}})
 	case g.MIG.Enabled && (len(placed) > 0 || len(plain) == 0):
 		in.grant(g, leaving, w, out)
@@ -148,17 +148,17 @@ func (in *Input) switchMode(g *gpuWithMIG, w config.Want, leaving map[mig.Placem
 	case len(placed) > 0 && len(plain) == 0:
 		in.setMode(g, placed, []mig.Step{{Op: mig.Enable}}, out)
 	default:
-		await(placed, status.Why(status.HeldByPods, "%s is not in MIG mode, and is held as it is", g.Name()), out)
+		await(placed, status.Why(status.HeldByPods, "%s is held, and is not in MIG mode", g.Name()), out)
 	}
 }
 
-// neverChanges reports whether a GPU's MIG mode cannot change under this agent.
+// neverChanges reports whether this agent may not change a GPU's MIG mode.
 func (in *Input) neverChanges(g *gpuWithMIG) bool {
 	return in.MIG.NeverReset && resetsForMIG(g.Device)
 }
 
-// otherMode reports whether those who have a GPU need the MIG mode that it is not in, and no
-// plan for what is wanted brings it there. It was dynamic: after a restart no layout says so.
+// otherMode reports whether the holders of a GPU need the other MIG mode, and the wanted layout
+// does not lead there. The GPU was dynamic before; after a restart no layout shows that.
 func (in *Input) otherMode(g *gpuWithMIG, w config.Want) bool {
 	if to, ok := target(w); ok && to.MIG != g.MIG.Enabled {
 		return false
@@ -172,7 +172,7 @@ func (in *Input) otherMode(g *gpuWithMIG, w config.Want) bool {
 	})
 }
 
-// setMode plans the MIG mode that allocations need, for the first of them that does not rest.
+// setMode plans a change of the MIG mode, for the first of the allocations that is not deferred.
 func (in *Input) setMode(g *gpuWithMIG, of []*ledger.Allocation, steps []mig.Step, out *Changes) {
 	if in.neverChanges(g) {
 		await(of, out.Stuck[g.UUID], out)
@@ -189,7 +189,7 @@ func (in *Input) setMode(g *gpuWithMIG, of []*ledger.Allocation, steps []mig.Ste
 	}
 }
 
-// await tells allocations that do not have what they need yet what they wait for.
+// await records why the allocations wait that are not open yet.
 func await(of []*ledger.Allocation, why status.Cause, out *Changes) {
 	for _, a := range of {
 		if !a.IsOpen() {

@@ -76,7 +76,7 @@ func TestDynamic(t *testing.T) {
 		{name: "found with holders of both", mig: true, instances: one, held: []ledger.Allocation{open(claim("a", placement(t, "1g.10gb", 1)...)), claim("b", whole(0))},
 			trouble: "b: GPU 0 (" + string(uuid(0)) + ") is in MIG mode, and instances of it are held"},
 		{name: "found with holders of both, not in MIG mode", held: []ledger.Allocation{claim("a", placement(t, "1g.10gb", 1)...), open(claim("b", whole(0)))},
-			trouble: "a: GPU 0 (" + string(uuid(0)) + ") is not in MIG mode, and is held as it is"},
+			trouble: "a: GPU 0 (" + string(uuid(0)) + ") is held, and is not in MIG mode"},
 		{name: "somebody unknown is on an instance", mig: true, instances: one, as: busy, stuck: status.BusyProcess},
 		{name: "one wants it whole, and somebody unknown is on an instance", mig: true, instances: one, as: busy, held: []ledger.Allocation{claim("a", whole(0))}, stuck: status.BusyProcess,
 			trouble: "a: GPU 0 (" + string(uuid(0)) + ") leaves MIG mode after the end of a process that no allocation covers (1g.10gb@1)"},

@@ -12,38 +12,38 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Step is something that is done to a GPU's hardware. Reset says that the MIG mode comes into
-// force with a reset of the GPU.
+// Step is a step that is done to a GPU's hardware. Reset is true if the MIG mode takes effect only
+// with a reset of the GPU.
 type Step struct {
 	mig.Step
 	Reset bool
 }
 
-// Forecast is what becomes of a node in the end, if nobody comes or ends meanwhile and the
-// driver does as it is told.
+// Forecast is the final state of a node, if no pod comes or ends meanwhile and no call of the
+// driver fails.
 type Forecast struct {
-	// Changes is the last plan, after which nothing is left to do, and Inventory the GPUs then.
+	// Changes is the last plan, which leaves nothing to do. Inventory are the GPUs then.
 	Changes   Changes
 	Inventory *gpu.Inventory
 	// Made are the instances that are the agent's then.
 	Made map[gpu.UUID]map[mig.Placement]bool
-	// Steps are what is done to each GPU until then, in order.
+	// Steps are the steps on each GPU until then, in order.
 	Steps map[gpu.UUID][]Step
-	// Waits is why the hardware of a GPU stays as it is although something is to be done to it.
+	// Waits maps the GPUs whose steps are not done to the reason.
 	Waits map[gpu.UUID]status.Cause
-	// Untold are the GPUs of which only in MIG mode the driver tells what can stand there:
-	// they are in it, and what comes then is not known.
+	// Untold are the GPUs whose driver reports only in MIG mode which placements there are. The
+	// forecast has them in MIG mode, and does not know what comes then.
 	Untold map[gpu.UUID]bool
 }
 
-// mostPlans bounds the plans of one forecast. Each but the last does something to a layout or
-// to the hardware that no later one takes back; what is done one by one are the instances
-// that allocations wait for, and a GPU has room for some ten.
+// mostPlans bounds the number of plans in one forecast. Each plan but the last changes a layout or
+// the hardware, and no later plan takes that back. Only the instances that allocations wait for are
+// made one by one, and a GPU has room for about ten.
 const mostPlans = 64
 
-// Foresee makes the plans that the agent would make one after the other, as if what each of
-// them wants had been done. closed is why nothing can be done to the hardware now; zero where
-// it can. It is pure, and changes nothing that in has.
+// Foresee makes the plans that the agent would make one after the other, as if each had been
+// carried out. closed is why nothing may be done to the hardware now; zero if work is allowed.
+// Foresee is pure, and does not change in.
 func Foresee(in Input, closed status.Cause) Forecast {
 	f := Forecast{
 		Made: map[gpu.UUID]map[mig.Placement]bool{}, Steps: map[gpu.UUID][]Step{},
@@ -55,10 +55,10 @@ func Foresee(in Input, closed status.Cause) Forecast {
 	for u, placements := range in.MIG.Made {
 		f.Made[u] = maps.Clone(placements)
 	}
-	in.MIG.Made, in.MIG.Deferred = f.Made, nil // what failed is tried again
+	in.MIG.Made, in.MIG.Deferred = f.Made, nil // failed work is tried again
 	under := in.MIG.Working
-	in.MIG.Working = map[gpu.UUID]*Work{} // of GPUs that are to be left as they are
-	for _, w := range under {             // comes to its end first
+	in.MIG.Working = map[gpu.UUID]*Work{} // GPUs that stay as they are
+	for _, w := range under {             // finish work in progress first
 		f.do(&in, w)
 	}
 	for range mostPlans {
@@ -69,7 +69,7 @@ func Foresee(in Input, closed status.Cause) Forecast {
 			}
 		}
 		done := len(in.Past) == 0 && maps.EqualFunc(in.Layouts, f.Changes.Layouts, Layout.Equal)
-		in.Layouts, in.Past, in.MIG.Expired = f.Changes.Layouts, nil, nil // the lists have room after a while
+		in.Layouts, in.Past, in.MIG.Expired = f.Changes.Layouts, nil, nil // in time the lists have room
 		for i := range f.Changes.Work {
 			w := &f.Changes.Work[i]
 			if closed != (status.Cause{}) {
@@ -93,14 +93,14 @@ func (f *Forecast) own(u gpu.UUID, p mig.Placement) {
 	f.Made[u][p] = true
 }
 
-// do does work on paper.
+// do carries out work on the forecast's inventory.
 func (f *Forecast) do(in *Input, w *Work) {
 	d := f.Inventory.ByUUID(w.GPU)
 	if d == nil {
 		return
 	}
 	d.MIG.Instances = slices.Clone(d.MIG.Instances)
-	// leave has the GPU stay as it is.
+	// leave makes the GPU stay as it is.
 	leave := func() { in.MIG.Working[w.GPU] = &Work{GPU: w.GPU, Leaving: w.Leaving} }
 	for _, s := range w.Steps {
 		step := Step{Step: s}
@@ -109,7 +109,7 @@ func (f *Forecast) do(in *Input, w *Work) {
 			d.MIG.Instances = without(d.MIG.Instances, s.Placement)
 			delete(f.Made[w.GPU], s.Placement)
 		case mig.Create:
-			// It takes the place of what may be left of one.
+			// It replaces the empty GPU instance of a failed attempt.
 			d.MIG.Instances = slices.DeleteFunc(d.MIG.Instances, func(in gpu.Instance) bool {
 				at, err := mig.PlacementOf(&in)
 				return err == nil && in.CI < 0 && at.GPUInstance() == s.Placement.GPUInstance()
@@ -142,10 +142,10 @@ func (f *Forecast) do(in *Input, w *Work) {
 	}
 }
 
-// foreseen is the number of a GPU instance that no driver gives.
+// foreseen is the ID of a GPU instance in a forecast. No driver uses it.
 const foreseen = 1 << 20
 
-// without is a list of instances without the one at a placement.
+// without returns a list of instances without the one at a placement.
 func without(at []gpu.Instance, s mig.Placement) []gpu.Instance {
 	gone := mig.Find(at, s)
 	out := make([]gpu.Instance, 0, len(at))
@@ -157,6 +157,6 @@ func without(at []gpu.Instance, s mig.Placement) []gpu.Instance {
 	return out
 }
 
-// resetsForMIG reports whether a GPU's MIG mode changes with a reset: on Ampere it does, on
-// Hopper and later GPUs it does not (NVIDIA's MIG user guide, "Enable MIG Mode").
+// resetsForMIG reports whether a change of a GPU's MIG mode needs a reset. On Ampere it does; on
+// Hopper and later it does not (NVIDIA's MIG user guide, "Enable MIG Mode").
 func resetsForMIG(d *gpu.Device) bool { return strings.HasPrefix(d.ComputeCapability, "8.") }

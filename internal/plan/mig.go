@@ -17,40 +17,39 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// MIGInput is what plans of GPUs with MIG are made from, beside the rest.
+// MIGInput is the part of Input for GPUs with MIG.
 type MIGInput struct {
-	// Cards says what can stand on each GPU that is capable of MIG.
+	// Cards has the card of each GPU that is capable of MIG.
 	Cards map[gpu.UUID]*mig.Card
-	// Made are the instances that this agent has made, or taken over.
+	// Made are the instances that this agent has made or adopted.
 	Made map[gpu.UUID]map[mig.Placement]bool
-	// Reclaim says that foreign instances may be destroyed while they are idle.
+	// Reclaim is true if idle instances that this agent did not make may be destroyed.
 	Reclaim bool
-	// Working is what is being done to the hardware at this moment.
+	// Working is the work in progress on each GPU.
 	Working map[gpu.UUID]*Work
-	// Expired are instances on demand that have been idle for long enough.
+	// Expired are instances on demand that have been idle longer than --idle-instance-ttl.
 	Expired map[gpu.UUID][]mig.Placement
-	// Deferred are the instances of allocations that are not to be tried again yet. Without
-	// a placement it is the MIG mode that an allocation needs.
+	// Deferred are the wants that must not be tried again yet.
 	Deferred map[Want]bool
-	// Stuck is why the MIG mode of a GPU could not be changed of late, and NeverReset says
-	// that no GPU may be reset for it.
+	// Stuck is why a recent change of a GPU's MIG mode failed. NeverReset is true if no GPU may be
+	// reset for a change of the MIG mode.
 	Stuck      map[gpu.UUID]status.Cause
 	NeverReset bool
 }
 
-// Work is what is to be done to one GPU's hardware.
+// Work is what has to be done to the hardware of one GPU.
 type Work struct {
 	GPU   gpu.UUID
 	Steps []mig.Step
-	// Allocation is the key of the allocation that wants Placement; empty where the partition
-	// wants the work.
+	// Allocation is the ID of the allocation that waits for the work. Empty if the partition wants
+	// it. Placement is the instance for the allocation.
 	Allocation string
 	Placement  mig.Placement
-	// Leaving are the devices that stay withdrawn meanwhile.
+	// Leaving are the devices that stay withdrawn meanwhile, with the reason.
 	Leaving map[mig.Placement]status.Cause
 }
 
-// String is the work in words: "destroy 1g.10gb@0, create 3g.40gb@0".
+// String describes the work: "destroy 1g.10gb@0, create 3g.40gb@0".
 func (w *Work) String() string {
 	words := make([]string, len(w.Steps))
 	for i, s := range w.Steps {
@@ -59,16 +58,17 @@ func (w *Work) String() string {
 	return strings.Join(words, ", ")
 }
 
-// Want is what work for an allocation makes.
+// Want returns what the work makes for an allocation.
 func (w *Work) Want() Want { return Want{w.Allocation, w.GPU, w.Placement} }
 
-// Takes reports whether work takes something away from the hardware.
+// Takes reports whether the work takes something away from the hardware.
 func (w *Work) Takes() bool {
 	return slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Destroy || s.Op == mig.Disable })
 }
 
-// concernsMIG reports whether a GPU is in MIG mode, or on its way there or back. A
-// mode that is pending and not wanted is neither.
+// concernsMIG reports whether a GPU is planned by the rules of MIG: it is in MIG mode, is wanted in
+// it, is being worked on, or has allocations of instances. A pending mode that is not wanted does
+// not count.
 func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || w.Mode == config.Dynamic || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
@@ -77,28 +77,28 @@ func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 		})
 }
 
-// gpuWithMIG is a GPU and all that counts for its plan.
+// gpuWithMIG is a GPU with everything that its plan depends on.
 type gpuWithMIG struct {
 	*gpu.Device
 	card *mig.Card
-	// standing has every instance, those pinned that may not go.
+	// standing has every instance. Those that must stay are pinned.
 	standing []mig.Standing
-	// held are the placements that allocations have.
+	// held maps each placement of an allocation to the allocation.
 	held map[mig.Placement]*ledger.Allocation
-	// missing are those of them that do not stand, pinned: nothing else may come
-	// there.
+	// missing are the placements of held without an instance. They are pinned, so that nothing else
+	// gets their room.
 	missing []mig.Standing
-	// wishes are the allocations whose containers are to start and whose instances do not
-	// stand, the oldest wish first.
+	// wishes are the allocations whose containers are about to start and whose instances do not
+	// exist, the longest waiting first.
 	wishes []wish
-	// holders have MIG devices of the GPU, others have it as something else.
+	// holders are the names of those with MIG devices of the GPU, others of those that have it as
+	// something else.
 	holders, others []string
-	// owner is the front-end of the first of holders.
+	// owner is the front-end of the first holder.
 	owner ledger.FrontEnd
 }
 
-// Want is an instance that an allocation, named by its key, waits for, or without a
-// placement the MIG mode.
+// Want is an instance that an allocation waits for. Without a placement, it is the MIG mode.
 type Want struct {
 	Allocation string
 	GPU        gpu.UUID
@@ -110,18 +110,19 @@ type wish struct {
 	placement  mig.Placement
 }
 
-// Reasons why an instance may not go.
+// Reasons why an instance must stay.
 const (
 	heldReason    = string(status.HeldByPods)
 	busyReason    = string(status.BusyProcess)
 	foreignReason = string(status.ForeignInstance)
 )
 
-// notKept is why a device leaves that the target does not have.
+// notKept is the reason of a device that the target does not have.
 var notKept = status.Cause{Reason: status.NotInPartition, Message: "the node's partition does not keep it"}
 
-// look gathers what counts for a GPU's plan. The error says why there can be none.
-func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
+// inspect gathers what a GPU's plan depends on. It fails if the GPU has no card, or an instance
+// that this version does not understand.
+func (in *Input) inspect(d *gpu.Device) (*gpuWithMIG, error) {
 	g := &gpuWithMIG{Device: d, held: map[mig.Placement]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
@@ -155,7 +156,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			at := piece.At(has.Piece)
 			placement, ok := g.card.Placement(at.Profile, at.Start, at.CI)
 			if !ok {
-				continue // of another driver's table; nothing can be made of it
+				continue // from another driver's table; it cannot be created
 			}
 			g.held[placement] = c
 			if !stands[placement] {
@@ -184,15 +185,15 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
 			s.Pinned, s.Reason = true, foreignReason
-			s.Holder = "an instance that this agent did not make, which --foreign-instances reclaim would let go"
+			s.Holder = "an instance that this agent did not make and --foreign-instances reclaim would destroy"
 		}
 		g.standing = append(g.standing, s)
 	}
 	return g, nil
 }
 
-// mine reports whether an instance is the agent's. A GPU instance that stands empty
-// is what is left of a compute instance that was being made in it, or destroyed.
+// mine reports whether an instance is the agent's. An empty GPU instance is the agent's if one of
+// the agent's compute instances was being created in it, or destroyed.
 func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	if in.MIG.Made[u][s.Placement] {
 		return true
@@ -207,14 +208,15 @@ func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	return false
 }
 
-// placementsThrough is the layout of a GPU in MIG mode that offers placements.
+// placementsThrough returns the layout of a GPU in MIG mode that offers placements through a
+// front-end.
 func placementsThrough(f ledger.FrontEnd, placements []mig.Placement) Layout {
 	c := Divided(piece.Instances(placements))
 	c.API = f
 	return c
 }
 
-// Names names MIG devices, for the log.
+// Names joins the names of MIG devices, for the log.
 func Names(placements []mig.Placement) string {
 	words := make([]string, len(placements))
 	for i, s := range placements {
@@ -223,7 +225,7 @@ func Names(placements []mig.Placement) string {
 	return strings.Join(words, " ")
 }
 
-// target is what a wanted layout means for the hardware; ok is false if it means nothing.
+// target returns the hardware target of a wanted layout. ok is false if it has none.
 func target(w config.Want) (to mig.Target, ok bool) {
 	switch w.Mode {
 	case config.MIG:
@@ -235,7 +237,7 @@ func target(w config.Want) (to mig.Target, ok bool) {
 	return mig.Target{}, false
 }
 
-// targetText is a wanted layout in words, for people.
+// targetText describes a wanted layout, for people.
 func targetText(w config.Want) string {
 	switch {
 	case w.Mode != config.MIG:
@@ -249,20 +251,20 @@ func targetText(w config.Want) string {
 	}
 }
 
-// planMIG decides for a GPU that is in MIG mode, or on its way there or back.
+// planMIG plans a GPU that concerns MIG, see concernsMIG.
 func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes) {
-	g, err := in.look(d)
+	g, err := in.inspect(d)
 	if err != nil {
 		in.unplanned(d, w, have, err, out)
 		return
 	}
 	if odd := g.card.Odd(); odd != nil && w.OnDemand && len(w.Profiles) == 0 {
-		out.say(status.Noted, d.UUID, status.Why(status.ProfileUnknown,
+		out.addCondition(status.Noted, d.UUID, status.Why(status.ProfileUnknown,
 			"%s offers all of its MIG profiles that this version understands, and not the others: %s",
 			d.Name(), strings.NewReplacer(": "+gpu.ErrInvalid.Error(), "", "\n", "; ").Replace(odd.Error())))
 	}
 	if !have.Known && len(g.holders) > 0 {
-		have = placementsThrough(g.owner, nil) // the agent has restarted
+		have = placementsThrough(g.owner, nil) // after a restart of the agent
 	}
 	if !have.Known && len(g.others) > 0 {
 		have = in.inferLayout(d, Layout{})
@@ -274,7 +276,7 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	to, leaving := in.next(g, w, have, out)
 	work := in.MIG.Working[d.UUID]
 	if work == nil && have.InMIG() && to.Offers && !have.Equal(to) {
-		// What does not stand is withdrawn before the work like what does.
+		// Withdraw offered placements without an instance too, before the work begins.
 		for _, s := range g.of(have) {
 			if _, goes := leaving[s]; !goes && !slices.Contains(to.Placements, s) {
 				leaving[s] = notKept
@@ -282,8 +284,8 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		}
 	}
 	switch can := work == nil && d.Fault == "" && in.Others[d.UUID] == ""; {
-	// An allocation that was granted is made good, whatever the partition has
-	// become since: its holder could not end otherwise.
+	// An allocation gets its instance even if the partition has changed since, because its pod
+	// could not end otherwise.
 	case can && (to.Dynamic && len(g.holders)+len(g.others) > 0 || in.otherMode(g, w)):
 		in.switchMode(g, w, leaving, out)
 	case can && d.MIG.Enabled:
@@ -294,13 +296,13 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	in.finishMIG(g, have, to, leaving, out)
 }
 
-// unplanned leaves a GPU as it is for which there can be no plan, and says why. A GPU
-// that cannot be read is said to be faulty elsewhere.
+// unplanned keeps a GPU as it is if it cannot be planned, and reports why. For a GPU that cannot be
+// read, another condition reports the fault.
 func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error, out *Changes) {
 	planned := w.Mode == config.MIG || w.Mode == config.Dynamic ||
 		d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep
 	if d.Fault == "" && planned {
-		out.say(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
+		out.addCondition(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
 	}
 	if have.Known {
 		out.Layouts[d.UUID] = have
@@ -312,8 +314,8 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 	}
 }
 
-// next is the layout that a GPU gets now, and the devices that are withdrawn or leave
-// with their holder, with the reason.
+// next returns the layout that a GPU gets now. leaving maps the devices that are withdrawn, or
+// leave when their holder ends, to the reason.
 func (in *Input) next(
 	g *gpuWithMIG, w config.Want, have Layout, out *Changes,
 ) (to Layout, leaving map[mig.Placement]status.Cause) {
@@ -331,19 +333,19 @@ func (in *Input) next(
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "" && w.Mode != config.Off:
-		out.say(status.Refused, g.UUID, in.notOffered(g.Device))
+		out.addCondition(status.Refused, g.UUID, in.notOffered(g.Device))
 		if !held {
 			return Layout{Known: true}, leaving
 		}
-		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
+		return have, g.all(have, status.Why(status.OtherOwner, "another program gives the GPU out"))
 	case g.Fault != "":
-		return have, leaving // what cannot be read is left as it is
+		return have, leaving // do not touch a GPU that cannot be read
 	case w.Mode == config.Off && held:
 		block(status.HeldByPods, slices.Concat(g.holders, g.others))
 		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition switches the GPU off"))
 	case w.Mode == config.Off:
 		return Layout{Known: true}, leaving
-	case !ok: // to be left as it is
+	case !ok: // the wish is to leave it as it is
 		if offers && g.MIG.Enabled {
 			return placementsThrough(have.API, g.listed()), leaving
 		}
@@ -352,7 +354,7 @@ func (in *Input) next(
 		block(status.HeldByPods, g.others)
 		return have, leaving
 	case !wanted.MIG && !g.MIG.Enabled && held:
-		// The mode was lost under them, as in a reboot, and is not wanted back.
+		// The holders have lost the MIG mode, as after a reboot, and it is not wanted back.
 		block(status.HeldByPods, slices.Concat(g.holders, g.others))
 		if offers {
 			return placementsThrough(have.API, nil), leaving
@@ -360,13 +362,14 @@ func (in *Input) next(
 		return have, leaving
 	}
 	to = in.follow(g, w, wanted, have, leaving, block, out)
-	if others, held := holdersOf(in.Allocations, g.UUID, api(w.API)); held && to.Offers {
-		// It stays with the front-end through which they have it.
+	if others, held := holdersOf(in.Allocations, g.UUID, frontEndOf(w.API)); held && to.Offers {
+		// It stays with the front-end of its holders.
 		if to.API = g.owner; have.Offers {
 			to.API = have.API
 		}
-		if api(to.API) != api(w.API) {
-			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))
+		if frontEndOf(to.API) != frontEndOf(w.API) {
+			other := status.Why(status.NotInPartition, "the node's partition offers the GPU through %s",
+				frontEndOf(w.API))
 			maps.Copy(leaving, g.all(to, other))
 			if !out.Blocks(g.UUID) {
 				block(status.HeldByPods, others)
@@ -376,8 +379,8 @@ func (in *Input) next(
 	return to, leaving
 }
 
-// all is one reason for everything that a GPU has, that allocations have of it and that its
-// layout offers, whether it stands or not.
+// all returns one reason for every MIG device of a GPU: those that exist, those that allocations
+// have, and those that its layout offers.
 func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status.Cause {
 	leaving := map[mig.Placement]status.Cause{}
 	for _, s := range g.standing {
@@ -392,16 +395,15 @@ func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status
 	return leaving
 }
 
-// postpone tells the allocations that wait for an instance, and plain ones that wait for
-// the MIG mode, why nothing is done on their GPU now. A pod is told this: no other tenant's is
-// named.
+// postpone sets why nothing is done on a GPU now, for the allocations that wait for an instance,
+// and for plain ones that wait for the MIG mode. Pods read this, so it names no other tenant's pod.
 func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Changes) {
 	why := status.Why(status.MIGOff, "%s is not in MIG mode", g.Name())
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		why = status.Why(status.GPUChange, "%s is being worked on: %s", g.Name(), work)
 	case in.Others[g.UUID] != "":
-		why = status.Why(status.OtherOwner, "%s is left alone: somebody else gives it out", g.Name())
+		why = status.Why(status.OtherOwner, "%s is left alone: another program gives it out", g.Name())
 	case g.Fault != "":
 		why = status.Why(status.GPUUnhealthy, "%s: %s", g.Name(), g.Fault)
 	}
@@ -411,8 +413,9 @@ func (in *Input) postpone(g *gpuWithMIG, plain []*ledger.Allocation, out *Change
 	await(plain, why, out)
 }
 
-// follow plans what the partition wants of a GPU that nothing else stands against,
-// and returns its layout meanwhile. What the target does not keep is added to leaving.
+// follow plans what the partition wants of a GPU, if nothing else prevents that. It returns the
+// GPU's layout until the plan is carried out, and adds to leaving the devices that the target does
+// not keep.
 func (in *Input) follow(
 	g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Placement]status.Cause,
 	block func(status.Reason, []string), out *Changes,
@@ -422,7 +425,7 @@ func (in *Input) follow(
 		err = in.offersNone(g, w)
 	}
 	if err != nil {
-		out.say(status.Refused, g.UUID,
+		out.addCondition(status.Refused, g.UUID,
 			status.Why(status.CauseOf(err, status.NoRoom).Reason, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
@@ -450,7 +453,7 @@ func (in *Input) follow(
 		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: plan.Steps, Leaving: leaving})
 	}
 	if wanted.OnDemand {
-		keep = nil // what fits is given out, and stays somebody else's until it is held
+		keep = nil // a foreign instance that fits is given out, and is adopted once it is held
 	}
 	if wanted.MIG && g.MIG.Enabled {
 		in.adopt(g, keep, out)
@@ -467,14 +470,14 @@ func (in *Input) follow(
 	}
 }
 
-// change plans a GPU's way to its target. What allocations have and does not stand is
-// put back where it was, if the target has room for it there.
+// change plans the way from a GPU's instances to its target. Missing instances of allocations are
+// created again, if the target has room for them there.
 func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 	switch {
 	case len(g.missing) == 0 || to.OnDemand:
 		return mig.Change(&g.MIG, g.card, g.standing, to)
 	case to.MIG && !g.MIG.Enabled:
-		// The mode was lost under them, as in a reboot. First things first.
+		// The holders have lost the MIG mode, as after a reboot. Restore the mode first.
 		return mig.Change(&g.MIG, g.card, g.standing, mig.Target{MIG: true, OnDemand: true})
 	}
 	plan, err := mig.Change(&g.MIG, g.card, append(slices.Clone(g.standing), g.missing...), to)
@@ -487,9 +490,9 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 	return plan, nil
 }
 
-// grant plans the instance of the first allocation that waits for one, in front of what
-// else is to be done to the GPU. If no allocation waits, it destroys what has been idle
-// for long enough.
+// grant plans the instance of the first allocation that waits for one, instead of other work on the
+// GPU. If no allocation waits and there is no other work, it destroys empty instances, and
+// instances on demand that have been idle for long enough.
 func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
@@ -541,8 +544,7 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 	}
 }
 
-// adopt makes the agent the owner of instances that an allocation has or a geometry
-// keeps.
+// adopt makes the agent the owner of the instances that an allocation has or a geometry keeps.
 func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes) {
 	for _, s := range g.standing {
 		if _, held := g.held[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) &&
@@ -552,7 +554,7 @@ func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes)
 	}
 }
 
-// onDemand lists the placements of every profile that the partition allows.
+// onDemand returns the placements of every profile that the partition allows.
 func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
 	placements := g.card.Placements()
 	if len(w.Profiles) > 0 {
@@ -563,17 +565,17 @@ func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
 	return placements
 }
 
-// offersNone is why a GPU would offer nothing on demand; nil where it would offer something,
-// and where that is told only once it is in MIG mode.
+// offersNone returns why a GPU would offer nothing on demand. It returns nil if the GPU would offer
+// something, or if its driver reports that only in MIG mode.
 func (in *Input) offersNone(g *gpuWithMIG, w config.Want) error {
 	if len(in.onDemand(g, w)) > 0 || !g.MIG.Enabled && !g.card.Known() {
 		return nil
 	}
 	return status.Why(status.PartitionUnfit,
-		"its driver tells of no place for an instance that this version understands, so it would offer nothing")
+		"its driver reports no placement that this version understands, so it would offer nothing")
 }
 
-// of are those placements of a layout that the GPU can have.
+// of returns the placements of a layout that the GPU's card has.
 func (g *gpuWithMIG) of(c Layout) (out []mig.Placement) {
 	for _, s := range c.Placements {
 		if s, ok := g.card.Placement(s.Profile, s.Start, s.CI); ok {
@@ -583,7 +585,7 @@ func (g *gpuWithMIG) of(c Layout) (out []mig.Placement) {
 	return out
 }
 
-// listed are the devices that exist.
+// listed returns the instances that exist and are not empty.
 func (g *gpuWithMIG) listed() []mig.Placement {
 	var out []mig.Placement
 	for _, s := range g.standing {
@@ -594,7 +596,7 @@ func (g *gpuWithMIG) listed() []mig.Placement {
 	return out
 }
 
-// now is what a GPU is, in words.
+// now describes the GPU as it is now.
 func (g *gpuWithMIG) now(have Layout) string {
 	switch {
 	case !g.MIG.Enabled:
@@ -606,13 +608,13 @@ func (g *gpuWithMIG) now(have Layout) string {
 	}
 }
 
-// finishMIG says what a GPU offers, and what the ledger must know about it.
+// finishMIG sets what a GPU offers, and what the ledger needs to know of it.
 func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Placement]status.Cause, out *Changes) {
 	u := g.UUID
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if !to.InMIG() || !have.InMIG() || have.speaksOther(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
+	if !to.InMIG() || !have.InMIG() || have.otherFrontEnd(to) || have.Dynamic && (!to.Dynamic || have.Unit != to.Unit) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Changing = append(out.Changing, u)
 		}
@@ -635,8 +637,8 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 			v.Occupied = append(v.Occupied, s.Placement)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not "+
-					"make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
+				out.addCondition(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent "+
+					"did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
 			}
 		case !s.Empty:
 			v.Warm = append(v.Warm, s.Placement)

@@ -18,38 +18,39 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Linger is how long a withdrawn device stays listed as Unhealthy before its ID
-// leaves. The kubelet (1.36.3) ends with a nil dereference when an ID leaves
-// the list while its Allocate is on the wire.
+// Linger is how long a withdrawn device stays listed as Unhealthy before its ID leaves the list.
+// The kubelet (1.36.3) crashes with a nil dereference if an ID leaves the list while the ID's
+// Allocate is under way.
 const Linger = 60 * time.Second
 
-// Layout is how a GPU is divided: which resource its devices belong to and how
-// many there are. Two that are Equal have the same devices.
+// Layout is how a GPU is divided: the resource of its devices, and their number. Two layouts that
+// are Equal have the same devices.
 type Layout struct {
-	// Known is false for a GPU of which nothing is known: it offers nothing,
-	// and anything may be made of it.
+	// Known is false if the layout is not known. The GPU then offers nothing, and may get any
+	// layout.
 	Known bool `json:"-"`
 	// Offers is false for a GPU in mode off.
 	Offers bool `json:"-"`
-	// API is the front-end through which it is offered; empty is the device plugin.
+	// API is the front-end that offers the GPU. Empty is the device plugin.
 	API ledger.FrontEnd `json:"api,omitempty"`
 	piece.Division
-	// Dynamic says of MIG instances that the GPU is offered whole and as memory besides;
-	// N counts memory units then. It is one of these at a time: whoever comes first has
-	// the MIG mode changed.
+	// Dynamic is true for a GPU that is offered as MIG instances, whole and as memory. N then
+	// counts its memory units. The GPU is one of these at a time: its first holder decides the MIG
+	// mode.
 	Dynamic bool `json:"dynamic,omitempty"`
 }
 
-// Divided is the layout of a GPU that is offered so, through the device plugin.
+// Divided returns the layout of a GPU that is divided like this and offered through the device
+// plugin.
 func Divided(of piece.Division) Layout { return Layout{Known: true, Offers: true, Division: of} }
 
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Dynamic == o.Dynamic &&
+	return c.Known == o.Known && c.Offers == o.Offers && !c.otherFrontEnd(o) && c.Dynamic == o.Dynamic &&
 		c.Division.Equal(o.Division)
 }
 
-// Of is into which devices of a kind the GPU is divided; ok is false where it offers none.
+// Of returns how the GPU is divided into devices of a kind. ok is false if it offers none.
 func (c Layout) Of(k piece.Kind) (of piece.Division, ok bool) {
 	switch {
 	case !c.Offers || c.Kind != k && !(c.Dynamic && k.Dynamic()):
@@ -66,36 +67,38 @@ func (c Layout) Of(k piece.Kind) (of piece.Division, ok bool) {
 	return piece.Division{}, false // the kind is not known
 }
 
-// Has reports whether pieces of a kind are offered.
+// Has reports whether the layout offers devices of a kind.
 func (c Layout) Has(k piece.Kind) bool {
 	_, ok := c.Of(k)
 	return ok
 }
 
-// InMIG reports whether MIG instances are offered: of a dynamic GPU, besides others.
+// InMIG reports whether the layout offers MIG instances. A dynamic GPU offers other devices too.
 func (c Layout) InMIG() bool { return c.Offers && c.Kind.InMIG() }
 
-// Counts reports whether N counts the devices of its kind, or of a dynamic one its memory units:
-// those of a GPU in MIG mode are counted by their placements.
+// Counts reports whether N counts devices: those of its kind, or the memory units of a dynamic GPU.
+// For other GPUs in MIG mode, the placements count.
 func (c Layout) Counts() bool { return c.Offers && (!c.Kind.InMIG() || c.Dynamic) }
 
-// Through reports whether a GPU is offered through a front-end.
-func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && api(c.API) == f }
+// Through reports whether the layout is offered through a front-end.
+func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && frontEndOf(c.API) == f }
 
-// speaksOther reports whether two layouts are offered through different front-ends.
-func (c Layout) speaksOther(o Layout) bool { return c.Offers && o.Offers && api(c.API) != api(o.API) }
+// otherFrontEnd reports whether two layouts are offered through different front-ends.
+func (c Layout) otherFrontEnd(o Layout) bool {
+	return c.Offers && o.Offers && frontEndOf(c.API) != frontEndOf(o.API)
+}
 
-// api is the front-end that a layout, a wish or an allocation means: the device plugin
-// where it does not say.
-func api(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
+// frontEndOf returns the front-end of a layout, a wish or an allocation. Empty is the device
+// plugin.
+func frontEndOf(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
 
-// sameSize reports whether both offer devices by one wish: a GPU keeps the number and the size
-// that it was first given.
+// sameSize reports whether both layouts offer the same kind of devices by the same wish. A GPU then
+// keeps the number and the size of its devices.
 func (c Layout) sameSize(o Layout) bool {
 	return c.Offers && o.Offers && c.SameSize(o.Division)
 }
 
-// Mode is the word that people use for the layout.
+// Mode returns the name of the layout for people.
 func (c Layout) Mode() string {
 	switch {
 	case !c.Known:
@@ -108,8 +111,8 @@ func (c Layout) Mode() string {
 	return c.Kind.Mode()
 }
 
-// Words is the layout for people who compare it with another: "shared (units of 1024 MiB)",
-// "whole, through dra"; empty where nothing is known.
+// Words describes the layout for people who compare it with another: "shared (units of 1024 MiB)",
+// "whole, through dra". It is empty if the layout is not known.
 func (c Layout) Words() string {
 	if !c.Known {
 		return ""
@@ -121,7 +124,7 @@ func (c Layout) Words() string {
 	return words
 }
 
-// division is into what a shared GPU is divided, for people: " (4 replicas)".
+// division describes how a shared GPU is divided, for people: " (4 replicas)".
 func (c Layout) division() string {
 	if words := c.Division.String(); c.Offers && words != "" {
 		return " (" + words + ")"
@@ -129,8 +132,8 @@ func (c Layout) division() string {
 	return ""
 }
 
-// layoutOf is the layout that a wish means on a GPU that has nothing to do with MIG. ok
-// is false where the wish is to leave the GPU as it is.
+// layoutOf returns the layout that a wish means for a GPU without MIG. ok is false if the wish is
+// to leave the GPU as it is.
 func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
 	if w.Mode == config.Off {
 		return Layout{Known: true}, true
@@ -144,92 +147,92 @@ func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
 	return c, true
 }
 
-// mostNamed is how many holders of one GPU a sentence names; a GPU of many units may
-// have hundreds.
+// mostNamed is how many holders of one GPU a sentence names. A GPU with many units may have
+// hundreds.
 const mostNamed = 10
 
-// Blocked is a GPU whose change waits for holders. It is told on the Node and in
-// status, which are for operators, and names pods of every namespace.
+// Blocked is a GPU whose change waits for holders. It is shown on the Node and in the status. Both
+// are for operators, so it names pods of every namespace.
 type Blocked struct {
 	GPU   gpu.UUID
 	Index int
 	// From and To are modes, for people.
 	From, To string
-	// Reason says what kind of holder is in the way.
+	// Reason is the kind of holder that is in the way.
 	Reason status.Reason
 	// Holders is sorted, each once.
 	Holders []string
-	// In are the MIG instances in the way, each with its holder; empty where the holders have
-	// the GPU as something else, or all of them are in the way.
+	// In are the MIG instances in the way, each with its holder. Empty if the holders have the GPU
+	// as something else, or if all of its holders are in the way.
 	In []mig.Standing
-	// API says that the GPU is to be offered through another front-end.
+	// API is true if the GPU is to be offered through another front-end.
 	API bool
 }
 
-// String is a sentence for an annotation.
+// String returns a sentence for an annotation.
 func (b Blocked) String() string {
 	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s",
 		b.Index, b.GPU, b.From, b.To, brief.List(b.Holders, mostNamed))
 }
 
-// Condition is the same as a fact about the GPU.
+// Condition returns the same as a condition of the GPU.
 func (b Blocked) Condition() status.Condition {
 	return status.Cause{Reason: b.Reason, Message: b.String()}.Condition(status.Blocked, string(b.GPU))
 }
 
-// Changes is what a plan comes to.
+// Changes is a plan.
 type Changes struct {
-	// Layouts has every GPU of the inventory whose layout is known after the plan.
+	// Layouts maps each GPU to its layout after the plan. GPUs without a known layout are missing.
 	Layouts map[gpu.UUID]Layout
-	// Changing names the GPUs whose layout changes now, in index order.
+	// Changing are the GPUs whose layout changes now, in index order.
 	Changing []gpu.UUID
-	// Work is what is to be done to the hardware now, in index order.
+	// Work is what has to be done to the hardware now, in index order.
 	Work []Work
-	// Leaving has the MIG devices that the target does not keep, with the reason:
-	// they are withdrawn, or leave with their holder.
+	// Leaving maps the MIG devices that the target does not keep to the reason. They are withdrawn,
+	// or leave when their holder ends.
 	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
-	// MIG is what the ledger must know of GPUs that offer MIG devices.
+	// MIG is what the ledger needs to know of GPUs that offer MIG devices.
 	MIG map[gpu.UUID]ledger.MIG
-	// Made are the instances that are this agent's from now on, since the
-	// partition keeps them or an allocation has them.
+	// Made are the instances that become this agent's, because the partition keeps them or an
+	// allocation has them.
 	Made map[gpu.UUID][]mig.Placement
-	// Trouble is why allocations do not get their instances now, by key. Their pods are
-	// told: no other tenant's pod is named.
+	// Trouble is why allocations do not get their instances now, by allocation ID. Pods read this,
+	// so it names no other tenant's pod.
 	Trouble map[string]status.Cause
-	// Conditions are facts about GPUs, in index order: Refused of one that cannot be
-	// what is wanted, whether held or not, and that offers nothing; Pending of one that
-	// offers nothing until other devices have left the kubelet's lists; and Noted.
+	// Conditions are conditions of GPUs, in index order. Refused: the GPU cannot become what is
+	// wanted, held or not, or it may not be offered. Pending: it offers nothing until other devices
+	// have left the kubelet's lists. Noted: remarks.
 	Conditions []status.Condition
 	// Blocked is in index order.
 	Blocked []Blocked
-	// Stuck is why the MIG mode of a dynamic GPU cannot change: what needs the other mode
-	// cannot be had.
+	// Stuck is why the MIG mode of a dynamic GPU cannot change. Devices of the other mode cannot be
+	// given out.
 	Stuck map[gpu.UUID]status.Cause
-	// Busy says that a process which no allocation covers is on a MIG instance, Process
-	// that a change or a container waits for the end of one.
+	// Busy is true if a process without an allocation is on a MIG instance. Process is true if a
+	// change or a container waits for the end of such a process.
 	Busy, Process bool
 }
 
-func (c *Changes) say(kind status.Type, of gpu.UUID, why status.Cause) {
+func (c *Changes) addCondition(kind status.Type, of gpu.UUID, why status.Cause) {
 	c.Conditions = append(c.Conditions, why.Condition(kind, string(of)))
 }
 
-// Blocks reports whether a GPU's change waits.
+// Blocks reports whether a GPU's change waits for holders.
 func (c *Changes) Blocks(u gpu.UUID) bool {
 	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u })
 }
 
-// Drains reports whether a GPU whose change waits offers nothing meanwhile. drain is what
-// the operator wants of a change. One of the front-end is never waited for in another way:
-// of a name that has devices through the device plugin the scheduler does not see the rest.
+// Drains reports whether a GPU whose change waits for holders offers nothing meanwhile. drain is
+// what the operator wants in general. A change of the front-end always drains: if a resource still
+// has devices in the device plugin, the scheduler does not look for it in the other front-end.
 func (c *Changes) Drains(u gpu.UUID, drain bool) bool {
 	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u && (drain || b.API) })
 }
 
-// Past is a layout that a GPU no longer has, whose devices are still listed.
+// Past is a layout that a GPU no longer has and whose devices are still listed.
 type Past struct {
 	Layout
-	// Until is when they leave the list, if no allocation has them.
+	// Until is when they leave the list, unless an allocation has them.
 	Until time.Time `json:"until"`
 }
 
@@ -240,28 +243,28 @@ type Input struct {
 	Wanted      []config.Want
 	// Layouts is how the GPUs are divided now.
 	Layouts map[gpu.UUID]Layout
-	// Others is why GPUs are somebody else's to give out.
+	// Others maps the GPUs that another program gives out to the reason.
 	Others map[gpu.UUID]string
-	// Unit is what a memory unit is from now on.
+	// Unit is the size of a memory unit from now on, in MiB.
 	Unit gpu.MiB
 	MIG  MIGInput
 
-	// Past is what GPUs had before and is still listed.
+	// Past has the former layouts of GPUs whose devices are still listed.
 	Past map[gpu.UUID][]Past
 
-	rows *Rows // what is listed before the plan, and what it adds
+	rows *Rows // the listed devices before the plan, and those that it adds
 	// unknown are the GPUs of Others that only a newer version of this program could give out.
 	unknown map[gpu.UUID]bool
 }
 
-// Make decides which GPUs change their layout now and which must wait. It is pure.
+// Make decides which GPUs change their layout now, and which must wait. It is pure.
 //
-// A GPU without a known layout that allocations are on (the agent has restarted) has
-// the layout that its allocations speak of. A GPU with allocations keeps its layout; one
-// without takes the wanted one. GPUs that wanted does not name, or that it
-// leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
-// have no room for now is withdrawn, and laid out when others have left them. One that would
-// offer nothing although it is to offer something is Refused, and keeps what it has.
+//   - A GPU with allocations keeps its layout. One without allocations gets the wanted layout.
+//   - After a restart of the agent, the layout of a GPU with allocations follows from these.
+//   - A GPU that the partition does not name, or leaves as it is, keeps its layout.
+//   - If the kubelet's lists have no room for a GPU's new devices, the GPU is withdrawn. It gets
+//     its new layout when other devices have left the lists.
+//   - A GPU that should offer devices, and could offer none, is Refused. It keeps its layout.
 func Make(in Input) Changes {
 	out := Changes{
 		Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{},
@@ -294,19 +297,19 @@ func Make(in Input) Changes {
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
 		case other != "":
-			out.say(status.Refused, d.UUID, in.notOffered(d))
+			out.addCondition(status.Refused, d.UUID, in.notOffered(d))
 			to = Layout{Known: true}
-		case ok && to.N == 0 && d.Fault == "": // what cannot be described is said to be faulty elsewhere
-			out.say(status.Refused, d.UUID, status.Why(status.PartitionUnfit,
+		case ok && to.N == 0 && d.Fault == "": // another condition has the fault
+			out.addCondition(status.Refused, d.UUID, status.Why(status.PartitionUnfit,
 				"%s cannot be %s: it has %d MiB that programs can have, and a memory unit has %d MiB, "+
 					"so it would offer nothing", d.Name(), to.Mode(), d.Usable(), in.Unit))
 			to = have
 		}
 		holders, waits := in.inTheWay(d.UUID, have, to)
 		if !have.Equal(to) && !waits && !in.rows.Fits(d.UUID, to) {
-			// What it has is withdrawn all the same: so it leaves the lists, and there
-			// is room in the end.
-			out.say(status.Pending, d.UUID, crowded(d, to))
+			// Its present devices are withdrawn all the same. So they leave the lists, and make
+			// room in the end.
+			out.addCondition(status.Pending, d.UUID, crowded(d, to))
 			to = Layout{Known: true}
 		}
 		switch {
@@ -328,16 +331,16 @@ func Make(in Input) Changes {
 		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" &&
 			(mode == config.Whole || mode == config.Shared) &&
 			d.MIG.Pending != nil && *d.MIG.Pending {
-			// MIG mode would come with the next reset. To take that back touches
-			// nothing that is in force.
+			// The next reset would bring MIG mode. To take that back changes nothing that is in
+			// force.
 			out.Work = append(out.Work, Work{GPU: d.UUID, Steps: []mig.Step{{Op: mig.Disable}}})
 		}
 	}
 	return out
 }
 
-// leaveUnknown leaves GPUs alone of which somebody has a piece of a kind that this version does
-// not know, as those that somebody else gives out.
+// leaveUnknown adds to Others the GPUs on which an allocation has a piece of a kind that this
+// version does not know.
 func (in *Input) leaveUnknown() {
 	in.Others, in.unknown = maps.Clone(in.Others), map[gpu.UUID]bool{}
 	for i := range in.Allocations {
@@ -354,7 +357,7 @@ func (in *Input) leaveUnknown() {
 	}
 }
 
-// notOffered is why a GPU of Others is not offered.
+// notOffered returns why a GPU of Others is not offered.
 func (in *Input) notOffered(d *gpu.Device) status.Cause {
 	reason := status.OtherOwner
 	if in.unknown[d.UUID] {
@@ -363,42 +366,42 @@ func (in *Input) notOffered(d *gpu.Device) status.Cause {
 	return status.Why(reason, "%s is not offered: %s", d.Name(), in.Others[d.UUID])
 }
 
-// holdersOf names who has something of a GPU through another front-end than except, and
-// whether anyone has; an empty one excepts nobody.
+// holdersOf returns the holders of a GPU, except those of one front-end. held is true if there are
+// any. An empty except leaves out none.
 func holdersOf(allocations []ledger.Allocation, u gpu.UUID, except ledger.FrontEnd) (names []string, held bool) {
 	for i := range allocations {
-		if a := &allocations[i]; a.Takes(u) && api(a.Owner) != except {
+		if a := &allocations[i]; a.Takes(u) && frontEndOf(a.Owner) != except {
 			names = append(names, a.Who())
 		}
 	}
 	return compact(names), len(names) > 0
 }
 
-// inTheWay names whom a GPU's change waits for: all who have something of it, or where the
-// front-end alone changes those who have it through another one than the new.
+// inTheWay returns the holders that a GPU's change waits for. If only the front-end changes, these
+// are the holders of the old one. Otherwise they are all holders.
 func (in *Input) inTheWay(u gpu.UUID, have, to Layout) (names []string, waits bool) {
 	if have.API = to.API; have.Equal(to) {
-		return holdersOf(in.Allocations, u, api(to.API))
+		return holdersOf(in.Allocations, u, frontEndOf(to.API))
 	}
 	return holdersOf(in.Allocations, u, "")
 }
 
-// between adds what a change is about where that is not the mode: how the GPU is shared, and
-// the front-ends.
+// between adds to From and To what changes if the mode does not say it: how the GPU is shared, or
+// the front-end.
 func (b Blocked) between(have, to Layout) Blocked {
-	b.API = have.speaksOther(to)
+	b.API = have.otherFrontEnd(to)
 	switch {
 	case b.API:
-		b.From += " (api: " + string(api(have.API)) + ")"
-		b.To += " (api: " + string(api(to.API)) + ")"
-	case b.From == b.To: // shared in another way
+		b.From += " (api: " + string(frontEndOf(have.API)) + ")"
+		b.To += " (api: " + string(frontEndOf(to.API)) + ")"
+	case b.From == b.To: // only the division changes
 		b.From, b.To = b.From+have.division(), b.To+to.division()
 	}
 	return b
 }
 
-// inferLayout is inferLayout of the allocations. Where the lists have no room for all devices of
-// such a layout, the GPU offers nothing, and those that are held are listed alone.
+// inferLayout returns the layout that follows from the allocations on a GPU. If the lists have no
+// room for all devices of that layout, the GPU offers nothing, and only held devices are listed.
 func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 	c := inferLayout(in.Allocations, d, to, in.Unit)
 	if !in.rows.Fits(d.UUID, c) {
@@ -408,8 +411,8 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 	return c
 }
 
-// inferLayout says how a GPU must be laid out for its allocations to be there, with the caps
-// that their holders were given, through the front-end that they came by.
+// inferLayout returns the layout that a GPU must have for its allocations: with the memory limits
+// that their holders were given, and through the same front-end.
 func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
 	var pieces []piece.Piece
@@ -418,7 +421,7 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 			g := &allocations[i].Grants[j]
 			if g.GPU != d.UUID || g.NoRoom || !g.Kind().Known() ||
 				c.Offers && (g.Kind() != c.Kind || allocations[i].Owner != c.API) {
-				continue // two kinds at once: the first one counts, and the other's devices are listed as leaving
+				continue // of two kinds the first counts; devices of the other are listed as leaving
 			}
 			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind()
 			pieces = append(pieces, g.Piece)

@@ -219,7 +219,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of allocation 0123456789abcdef (1g.10gb@1)"},
 		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of allocation 0123456789abcdef (1g.10gb@1)"},
 		{"on a GPU that another plugin gives out", "train", "secret/pod-7 has it as nvidia.com/gpu of another device plugin",
-			d.Name() + " is left alone: somebody else gives it out"},
+			d.Name() + " is left alone: another program gives it out"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
@@ -474,7 +474,7 @@ func TestCrowdedGPUIsWithdrawn(t *testing.T) {
 		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: timeslice.MaxListed - 49_999}}}}}}
 	got := Make(in)
 	if text := planText(&got, inv); text != "whole!; off!" || len(got.Conditions) != 1 || got.Conditions[0].Reason != status.ListsFull ||
-		!strings.Contains(got.Conditions[0].Message, "laid out as 20000 devices") {
+		!strings.Contains(got.Conditions[0].Message, "divided into 20000 devices") {
 		t.Errorf("%s, conditions %+v", text, got.Conditions)
 	}
 	in.Past = nil

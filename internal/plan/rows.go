@@ -10,15 +10,14 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// Rows counts the devices that the kubelet's lists name at one moment, of all
-// resources: those of layouts in force, and those of past layouts that are still listed.
-// A partition makes at most half of [timeslice.MaxListed]; but edits that follow each
-// other within a minute, GPUs that keep their layouts for their holders, and what a
-// process left that knew no bound add up to more.
+// Rows counts the devices in the kubelet's lists at one moment, of all resources: those of the
+// layouts in force, and those of past layouts that are still listed. A partition makes at most half
+// of [timeslice.MaxListed]. The sum can exceed that bound after several edits within a minute, with
+// GPUs that keep their layouts for their holders, and with devices left by a process without the
+// bound.
 //
-// Two layouts of one GPU that are of one kind share their first devices. Whole GPUs and
-// MIG devices are not counted: the hardware bounds them to some hundred. Nor is what another
-// front-end offers.
+// Two layouts of one GPU and one kind share their first devices. Whole GPUs and MIG devices do not
+// count, since the hardware limits them to some hundred. Devices of other front-ends do not count.
 type Rows struct {
 	of  map[row]int
 	sum int
@@ -29,21 +28,21 @@ type row struct {
 	kind piece.Kind
 }
 
-// NewRows returns a count of nothing.
+// NewRows returns an empty count.
 func NewRows() *Rows { return &Rows{of: map[row]int{}} }
 
-// more is how many devices a layout adds.
+// more returns how many devices a layout adds.
 func (r *Rows) more(u gpu.UUID, c Layout) int {
 	if !c.Through(ledger.DevicePlugin) || !c.Kind.Shared() {
 		return 0
 	}
-	if len(c.Alone) > 0 { // some of a GPU's devices, not its first ones
+	if len(c.Alone) > 0 { // it has single devices, not the first ones
 		return c.N
 	}
 	return max(0, c.N-r.of[row{u, c.Kind}])
 }
 
-// Fits reports whether there is room for a layout beside what is counted.
+// Fits reports whether the lists have room for a layout beside the counted devices.
 func (r *Rows) Fits(u gpu.UUID, c Layout) bool {
 	n := r.more(u, c)
 	return n == 0 || n <= timeslice.MaxListed-r.sum
@@ -58,7 +57,7 @@ func (r *Rows) Add(u gpu.UUID, c Layout) {
 	r.sum += n
 }
 
-// listed counts what the lists name before a plan.
+// listed counts the devices that are listed before the plan.
 func (in *Input) listed() *Rows {
 	r := NewRows()
 	for i := range in.Inventory.GPUs {
@@ -70,11 +69,11 @@ func (in *Input) listed() *Rows {
 	}
 	for i := range in.Allocations {
 		c := &in.Allocations[i]
-		if api(c.Owner) != ledger.DevicePlugin {
+		if frontEndOf(c.Owner) != ledger.DevicePlugin {
 			continue
 		}
 		for j := range c.Grants {
-			// What no layout has is listed for its holder's sake.
+			// A device that no layout has is listed for its holder.
 			if g := &c.Grants[j]; !g.Kind().InMIG() && r.of[row{g.GPU, g.Kind()}] == 0 {
 				r.sum += piece.Count(g.Piece)
 			}
@@ -83,9 +82,10 @@ func (in *Input) listed() *Rows {
 	return r
 }
 
-// crowded is a remark for people on a GPU that waits for room in the lists.
+// crowded returns the message for a GPU that waits for room in the lists.
 func crowded(d *gpu.Device, to Layout) status.Cause {
-	return status.Why(status.ListsFull, "%s is withdrawn and waits to be laid out as %d devices: "+
-		"with those that are still listed the kubelet would be told of more than %d; "+
-		"withdrawn ones leave its list after %s, or with their holder", d.Name(), to.N, timeslice.MaxListed, Linger)
+	return status.Why(status.ListsFull, "%s is withdrawn and waits to be divided into %d devices: "+
+		"together with those that are still listed, the kubelet would get more than %d; "+
+		"withdrawn devices leave its list after %s, or when their holder ends",
+		d.Name(), to.N, timeslice.MaxListed, Linger)
 }

@@ -14,23 +14,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MaxPath is the longest path that a Unix socket's address holds, without the NUL that
-// ends it.
+// MaxPath is the longest path of a Unix socket's address, without the NUL at its end.
 const MaxPath = len(unix.RawSockaddrUnix{}.Path) - 1
 
-// Socket is a listening socket and the file by which it is found. The file may go
-// while the socket still listens: the kubelet removes all sockets of its device-plugin
-// directory when it starts.
+// Socket is a listening socket with its file. The file may go while the socket still listens: the
+// kubelet removes all sockets of its device-plugin directory when it starts.
 type Socket struct {
 	*net.UnixListener
 	Path string
 	file fs.FileInfo
 }
 
-// Listen makes a socket at path, in place of whatever socket was there: a dead
-// predecessor's, or that of one that is about to end. It is made under another name of
-// the same directory, temporary, so that it is never there with more permissions than its
-// owner's.
+// Listen makes a socket at path, and replaces a socket that is there: that of a process that has
+// been killed or is about to end. It makes the socket under the name temporary in the same
+// directory and renames it, so that only its owner ever has permissions on path.
 func Listen(path, temporary string) (*Socket, error) {
 	temporary = filepath.Join(filepath.Dir(path), temporary)
 	if max(len(temporary), len(path)) > MaxPath {
@@ -43,7 +40,7 @@ func Listen(path, temporary string) (*Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.SetUnlinkOnClose(false) // By its name it might remove a successor's.
+	l.SetUnlinkOnClose(false) // By its name, Close might remove the next process's socket.
 	s := &Socket{UnixListener: l, Path: path}
 	if err := s.publish(temporary); err != nil {
 		return nil, errors.Join(err, l.Close())
@@ -61,17 +58,17 @@ func (s *Socket) publish(temporary string) (err error) {
 	return os.Rename(temporary, s.Path)
 }
 
-// Standing is what has become of a socket's file.
+// Standing is the state of a socket's file.
 type Standing int
 
 // Standings.
 const (
-	Held     Standing = iota // it is ours
-	Gone                     // nothing is there, or nobody listens at what is there
-	Occupied                 // somebody else listens there
+	Held     Standing = iota // the file is this socket's
+	Gone                     // there is no file, or no process listens at it
+	Occupied                 // another process listens at the path
 )
 
-// Standing looks at the socket's file.
+// Standing returns the state of the socket's file.
 func (s *Socket) Standing() (Standing, error) {
 	file, err := os.Lstat(s.Path)
 	switch {
@@ -79,7 +76,7 @@ func (s *Socket) Standing() (Standing, error) {
 		return Gone, nil
 	case err != nil:
 		return Gone, err
-	case os.SameFile(file, s.file): // A number is not given again while the socket is open.
+	case os.SameFile(file, s.file): // Its inode is not reused while the socket is open.
 		return Held, nil
 	}
 	c, err := net.DialTimeout("unix", s.Path, time.Second)
@@ -89,7 +86,7 @@ func (s *Socket) Standing() (Standing, error) {
 	return Occupied, c.Close()
 }
 
-// Remove closes the socket, and removes its file if it is still ours.
+// Remove closes the socket, and removes its file if the path still has it.
 func (s *Socket) Remove() error {
 	var err error
 	if st, _ := s.Standing(); st == Held {
@@ -101,11 +98,11 @@ func (s *Socket) Remove() error {
 	return err
 }
 
-// ErrServed is wrapped by RemoveLeft's error where somebody listens.
+// ErrServed is the error of RemoveLeft for a socket on which a process listens.
 var ErrServed = errors.New("a process listens there")
 
-// RemoveLeft removes the socket that a killed process has left at path. It removes none
-// that somebody listens on, for which the error wraps ErrServed, and no other file.
+// RemoveLeft removes the socket that a killed process has left at path. If a process listens on it,
+// the error wraps ErrServed. It leaves files that are not sockets, and a missing file is no error.
 func RemoveLeft(path string) error {
 	info, err := os.Lstat(path)
 	switch {
@@ -114,7 +111,7 @@ func RemoveLeft(path string) error {
 	case err != nil:
 		return fmt.Errorf("look at socket: %w", err)
 	case info.Mode().Type() != fs.ModeSocket:
-		return nil // not ours
+		return nil // not a socket
 	}
 	if conn, err := net.Dial("unix", path); err == nil {
 		_ = conn.Close()
@@ -126,10 +123,10 @@ func RemoveLeft(path string) error {
 	return nil
 }
 
-// Keep returns a socket whose file is at path: s, or a new one, made like Listen's, where
-// there is none yet or its file is gone. Where another process listens there the error
-// says so: if both took the place back there would be no end of it. The newer process has
-// it, and we get it when that one ends.
+// Keep returns a socket whose file is at path: s, or a new one if s is nil or its file is gone. It
+// makes a new one as Listen does. It fails if another process, a newer one, listens at path: if
+// each replaced the other's socket, that would never end. This process gets the path back when the
+// newer one ends.
 func Keep(s *Socket, path, temporary string) (*Socket, error) {
 	if s != nil {
 		switch st, err := s.Standing(); {

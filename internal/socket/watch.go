@@ -10,14 +10,13 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// Watch reports that sockets come or go in a directory: something can be received from
-// the channel after it, once for many changes. The channel is
-// closed when the watch is over, because ctx ended or the directory went. An
-// error means that the directory cannot be watched now, for want of inotify
-// instances perhaps, or because it does not exist yet.
+// Watch watches a directory for sockets that come or go. It sends a value on the channel
+// afterwards, once for many changes. The channel is closed when the watch ends, because ctx has
+// ended or the directory has gone. Watch fails if the directory cannot be watched now: it does not
+// exist yet, or there are too few inotify instances.
 type Watch func(ctx context.Context, dir string) (<-chan struct{}, error)
 
-// Inotify is the Watch by the kernel's inotify.
+// Inotify is a Watch that uses the kernel's inotify.
 func Inotify(ctx context.Context, dir string) (<-chan struct{}, error) {
 	dir = filepath.Clean(dir)
 	w, err := fsnotify.NewWatcher()
@@ -40,8 +39,7 @@ func Inotify(ctx context.Context, dir string) (<-chan struct{}, error) {
 				if !ok || e.Name == dir && e.Op&(fsnotify.Remove|fsnotify.Rename) != 0 {
 					return
 				}
-				// The kubelet writes its checkpoint in the same directory at
-				// every Allocate.
+				// The kubelet's checkpoint is in the same directory and changes at every Allocate.
 				if filepath.Ext(e.Name) != ".sock" || e.Op&(fsnotify.Create|fsnotify.Remove|fsnotify.Rename) == 0 {
 					continue
 				}
@@ -49,7 +47,7 @@ func Inotify(ctx context.Context, dir string) (<-chan struct{}, error) {
 				if !ok {
 					return
 				}
-				// Events were lost: whoever is told looks at everything anyway.
+				// Events were lost. The receiver looks at everything anyway.
 			}
 			select {
 			case told <- struct{}{}:

@@ -3,7 +3,7 @@
 package workload
 
 // API is the API of the kubelet through which a container gets its devices. A GPU is given out
-// through one of them. The words stand in records and in GPUNodes.
+// through one of them. Its values are written in records and in GPUNodes.
 type API string
 
 const (

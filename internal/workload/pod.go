@@ -5,11 +5,10 @@ package workload
 // Pod names a pod. The zero value names none.
 type Pod struct {
 	Namespace, Name string
-	// UID tells it from others that had or will have its name; empty where it is not
-	// known. A static pod has two: the API server's, and the one that the kubelet and
-	// the container runtime call it by.
+	// UID tells the pod from earlier and later ones of its name. Empty if it is not known. A static
+	// pod has two: that at the API server, and that at the kubelet and the container runtime.
 	UID string
 }
 
-// String is "namespace/name".
+// String returns "namespace/name".
 func (p Pod) String() string { return p.Namespace + "/" + p.Name }

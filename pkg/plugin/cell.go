@@ -4,13 +4,12 @@ package plugin
 
 import "sync"
 
-// cell is a value that goroutines wait on: get returns it with a channel that
-// is closed when there is a newer one. A slow reader skips values; nobody
-// misses the last one.
+// cell is a value that goroutines can wait for. get returns it, and a channel that is closed when
+// there is a newer one. A slow reader skips values, but always gets the last one.
 type cell[T any] struct {
 	mu      sync.Mutex
 	value   T             // guarded by mu
-	changed chan struct{} // guarded by mu; nil until somebody waits
+	changed chan struct{} // guarded by mu; nil if no get has followed the last update
 }
 
 func (c *cell[T]) get() (T, <-chan struct{}) {

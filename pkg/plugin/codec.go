@@ -6,15 +6,15 @@ import (
 	"unsafe"
 
 	"google.golang.org/grpc/encoding"
-	_ "google.golang.org/grpc/encoding/proto" // the codec that ours wraps
+	_ "google.golang.org/grpc/encoding/proto" // the wrapped codec
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// codec is gRPC's own except for the two messages that name every device: a *list
-// is sent as the bytes that it is, and the IDs of a preferred-allocation request are
-// parts of one message, not thousands of strings.
+// codec is gRPC's own codec, except for the two messages that name every device. A *list is sent as
+// its encoded bytes. The IDs of a preferred-allocation request are substrings of one message
+// instead of thousands of strings.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
@@ -36,8 +36,8 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	return c.CodecV2.Unmarshal(data, v)
 }
 
-// Tags of deviceplugin/v1beta1/api.proto: field number << 3 | wire type, where 0
-// is a varint and 2 bytes with their length before them.
+// Tags of deviceplugin/v1beta1/api.proto: field number << 3 | wire type. Wire type 0 is a varint,
+// and 2 is bytes preceded by their length.
 const (
 	tagContainerRequests = 1<<3 | 2 // PreferredAllocationRequest
 	tagAvailable         = 1<<3 | 2 // ContainerPreferredAllocationRequest
@@ -45,9 +45,9 @@ const (
 	tagSize              = 3 << 3
 )
 
-// decodePreferred decodes a PreferredAllocationRequest; its IDs are parts of
-// message, which must not change after that. It is not ok with anything that it does
-// not know, which is left to the general decoder.
+// decodePreferred decodes a PreferredAllocationRequest. The IDs are substrings of message, which
+// must not change afterwards. ok is false if the message has anything unexpected; the general
+// decoder then decodes it.
 func decodePreferred(message []byte) (requests []*api.ContainerPreferredAllocationRequest, ok bool) {
 	for len(message) > 0 {
 		body, n := protowire.ConsumeBytes(message[1:])
@@ -75,7 +75,7 @@ func decodePreferred(message []byte) (requests []*api.ContainerPreferredAllocati
 			id := unsafe.String(unsafe.SliceData(text), len(text))
 			switch tag {
 			case tagAvailable:
-				if r.AvailableDeviceIDs == nil { // IDs are about equally long.
+				if r.AvailableDeviceIDs == nil { // Guess the count: IDs are about equally long.
 					r.AvailableDeviceIDs = make([]string, 0, len(body)/(len(id)+2)+1)
 				}
 				r.AvailableDeviceIDs = append(r.AvailableDeviceIDs, id)

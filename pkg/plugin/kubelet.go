@@ -25,68 +25,65 @@ import (
 // device-plugin directory.
 var kubeletSocket = filepath.Base(api.KubeletSocket)
 
-// DefaultDir is the kubelet's device-plugin directory, which is compiled into
-// it whatever its --root-dir says. Some distributions move it.
+// DefaultDir is the kubelet's device-plugin directory. It is compiled into the kubelet, and does
+// not depend on --root-dir. Some distributions move it.
 var DefaultDir = filepath.Clean(api.DevicePluginPath)
 
-// KubeletOptions are what a Kubelet is made of.
+// KubeletOptions are the options of a Kubelet.
 type KubeletOptions struct {
-	// Dir is the kubelet's device-plugin directory. Default: DefaultDir. Both
-	// sides must see it under paths short enough for a socket's address.
+	// Dir is the kubelet's device-plugin directory. Default: DefaultDir. The agent and the kubelet
+	// must both see it under a path short enough for a socket's address.
 	Dir string
 	// Logger gets messages with the key "resource". Default: slog.Default().
 	Logger *slog.Logger
-	// Observer is optional; it is that of all resources.
+	// Observer gets the metrics of all resources. Optional.
 	Observer Observer
-	// Looked is called after each look at Dir, when something may have changed in
-	// it: the kubelet's checkpoint lies there too. It is optional and must not
-	// block.
+	// Looked is called after each look at Dir, when something in it may have changed. The kubelet's
+	// checkpoint is there too. Optional; it must not block.
 	Looked func()
-	// Changed is called when Status may say something else than before. It is
-	// optional and must not block.
+	// Changed is called when the result of Status may have changed. Optional; it must not block.
 	Changed func()
-	// Sent is called when the kubelet has been sent a list of a resource's devices, so
-	// many of them healthy. It is optional and must not block.
+	// Sent is called after the kubelet has been sent a list of a resource's devices. healthy counts
+	// the healthy ones. Optional; it must not block.
 	Sent func(resource string, healthy int)
-	// Watch is how changes of Dir are noticed. Default: socket.Inotify. Where it fails,
-	// Dir is looked at once a second, and Watch is tried again now and then.
+	// Watch reports changes of Dir. Default: socket.Inotify. If it fails, Dir is looked at once a
+	// second, and Watch is tried again every 30 seconds.
 	Watch socket.Watch
 }
 
 // Kubelet is the kubelet's device-plugin directory, watched once for all
 // resources, and the set of resources that is served in it.
 type Kubelet struct {
-	counter
-	// every is how often Dir is looked at in spite of a watch, since events can
-	// be lost; poll is how often without one.
+	directory
+	// every is how often Dir is looked at in addition to the watch, since events can be lost. poll
+	// is how often without a watch.
 	every, poll time.Duration
-	// want is the resources to be served.
+	// want has the resources to serve.
 	want cell[map[string]Source]
 
 	mu     sync.Mutex
 	served map[string]*serving // guarded by mu
 }
 
-// counter is where plugins meet the kubelet: what they all have of its directory.
-type counter struct {
+// directory is what all plugins of a directory share.
+type directory struct {
 	opts KubeletOptions
 	// answer is how long the kubelet may take to answer a registration.
 	answer time.Duration
-	// suspectEvery is how old a registration must be for a suspicion to count: a
-	// kubelet that is still starting names nothing yet, and each registration
-	// that it did not need leaves it with one more stream.
+	// suspectEvery is how old a registration must be before Suspect counts. A kubelet that is still
+	// starting names no resource yet. Each needless registration leaves it with one more stream.
 	suspectEvery time.Duration
-	// stood is streamStood.
+	// stood is streamStood; tests shorten it.
 	stood time.Duration
 
-	// sock is the kubelet's socket when it was last looked for. It is set again
-	// at every look, which wakes the plugins to look for their own.
+	// sock is the kubelet's socket at the last look. It is set again at every look, which wakes the
+	// plugins to check their own sockets.
 	sock cell[sockID]
-	// withheld says that no resource is to be registered.
+	// withheld is true if no resource may be registered.
 	withheld cell[bool]
 }
 
-// serving is a resource that is served.
+// serving is a resource that is being served.
 type serving struct {
 	plugin interface {
 		Status() Status
@@ -96,14 +93,14 @@ type serving struct {
 	done   chan struct{}
 }
 
-// sockID tells one kubelet's socket from the next one's; zero is no socket. A
-// file number alone may be given again.
+// sockID identifies the kubelet's socket; zero is no socket. It has the time of the last change,
+// since the file system may reuse an inode number.
 type sockID struct {
 	dev, ino uint64
 	mtime    syscall.Timespec
 }
 
-// NewKubelet makes a Kubelet; nothing happens before Run.
+// NewKubelet returns a Kubelet. It does nothing before Run.
 func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Dir == "" {
 		o.Dir = DefaultDir
@@ -127,17 +124,15 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 		o.Changed = func() {}
 	}
 	return &Kubelet{
-		counter: counter{opts: o, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood},
-		every:   30 * time.Second, poll: time.Second, served: map[string]*serving{},
+		directory: directory{opts: o, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood},
+		every:     30 * time.Second, poll: time.Second, served: map[string]*serving{},
 	}
 }
 
-// Set makes want the resources that are served, by name, from now on or from
-// Run on. What is new starts, what is missing ends: the kubelet then counts its
-// devices as unhealthy, and forgets the resource after five minutes. A resource
-// that stays keeps the Source that it has. Set may be repeated; nil serves
-// nothing. An error names resources that cannot be served here; then nothing
-// changes.
+// Set sets the resources to serve, by name, from now on or from the start of Run. New resources
+// start and missing ones end. The kubelet then counts the devices of a missing one as unhealthy,
+// and forgets it after five minutes. A resource that stays keeps its old Source. Set may be called
+// again; nil serves nothing. If a resource cannot be served here, Set fails and changes nothing.
 func (k *Kubelet) Set(want map[string]Source) error {
 	paths := map[string]string{}
 	for _, r := range slices.Sorted(maps.Keys(want)) {
@@ -154,8 +149,8 @@ func (k *Kubelet) Set(want map[string]Source) error {
 	return nil
 }
 
-// Status says how the resources fare that Set has named, by name: also those that Run has
-// not begun to serve, which are not registered.
+// Status returns the state of each resource given to Set, sorted by name. A resource that Run does
+// not serve yet counts as not registered.
 func (k *Kubelet) Status() []Status {
 	want, _ := k.want.get()
 	k.mu.Lock()
@@ -171,8 +166,8 @@ func (k *Kubelet) Status() []Status {
 	return all
 }
 
-// streamless says why there may be no stream of lists.
-func (c *counter) streamless() error {
+// streamless returns the reason for a missing stream of lists.
+func (c *directory) streamless() error {
 	path := filepath.Join(c.opts.Dir, kubeletSocket)
 	if sock, _ := c.sock.get(); sock == (sockID{}) {
 		return fmt.Errorf("there is no kubelet at %s", path)
@@ -180,13 +175,13 @@ func (c *counter) streamless() error {
 	return fmt.Errorf("the kubelet at %s has no stream of lists open", path)
 }
 
-// Suspect reports that the kubelet does not seem to know a resource that is served: its
-// PodResources GetAllocatableResources names none of the devices, though it has been running
-// for a while. A stream of lists may
-// be open all the same, since any process that reaches the socket can open one. The
-// resource is registered again, unless it was less than 30 seconds ago, or has
-// no healthy device: of such a resource the kubelet names none. So Suspect may
-// be called at every look. A resource that is not served is ignored.
+// Suspect reports that the kubelet does not seem to know a served resource: its
+// GetAllocatableResources names none of the devices, although it has been running for a while. A
+// stream may be open all the same, since any process that reaches the socket can open one.
+//
+// The resource is registered again. Suspect does nothing if the last registration is less than 30
+// seconds old, if the resource has no healthy device, since the kubelet names only those with one,
+// or if it is not served. So Suspect may be called at every look.
 func (k *Kubelet) Suspect(resource string) {
 	k.mu.Lock()
 	s := k.served[resource]
@@ -196,15 +191,16 @@ func (k *Kubelet) Suspect(resource string) {
 	}
 }
 
-// Withhold ends all streams of lists, so that the kubelet counts all devices as unhealthy, or
-// registers the resources anew. It returns at once. That is how a plugin's end looks: it
-// changes nothing for those who have devices, of which none is said to be unhealthy in the
-// status of its pod, as by a list. A list without devices would end a kubelet that allocates
-// one of them just then.
+// Withhold ends all streams of lists if on is true, so that the kubelet counts all devices as
+// unhealthy. If on is false, the resources are registered again. Withhold returns at once.
+//
+// To the kubelet this looks like the end of the plugin. It changes nothing for pods with devices,
+// and their status does not show a device as unhealthy, as it would after a list. Withhold does not
+// send an empty list, since that would crash a kubelet that is just allocating a device.
 func (k *Kubelet) Withhold(on bool) { k.withheld.set(on) }
 
-// Run watches the directory and serves what Set says until ctx ends, and
-// returns nil then, with no socket left.
+// Run watches the directory and serves the resources given to Set, until ctx ends. It then removes
+// its sockets and returns nil.
 func (k *Kubelet) Run(ctx context.Context) error {
 	var watching sync.WaitGroup
 	defer watching.Wait()
@@ -221,8 +217,8 @@ func (k *Kubelet) Run(ctx context.Context) error {
 	}
 }
 
-// serve starts and ends plugins until exactly want is served. It returns when what had to
-// end has ended, so that a resource that comes back finds its socket free.
+// serve starts and ends plugins until exactly want is served. It waits for those that end, so that
+// a resource that comes back finds its socket free.
 func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 	var ending []*serving
 	k.mu.Lock()
@@ -243,21 +239,21 @@ func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 		if _, ok := k.served[r]; ok {
 			continue
 		}
-		p := &Plugin{kubelet: &k.counter, resource: r, source: source}
+		p := &Plugin{kubelet: &k.directory, resource: r, source: source}
 		ctx, cancel := context.WithCancel(ctx)
 		s := &serving{plugin: p, cancel: cancel, done: make(chan struct{})}
 		k.served[r] = s
 		go func() {
 			defer close(s.done)
 			defer cancel()
-			if err := p.Run(ctx); err != nil { // Set has refused what cannot be.
+			if err := p.Run(ctx); err != nil { // Set has checked this.
 				k.opts.Logger.Error("serve resource", "resource", r, "err", err)
 			}
 		}()
 	}
 }
 
-// watch looks at the directory whenever something may have happened in it.
+// watch looks at the directory whenever something in it may have changed.
 func (k *Kubelet) watch(ctx context.Context) {
 	said := false
 	for ctx.Err() == nil {
@@ -269,7 +265,7 @@ func (k *Kubelet) watch(ctx context.Context) {
 			interval = k.poll
 			if !said {
 				said = true
-				k.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead",
+				k.opts.Logger.Warn("cannot watch the kubelet's directory; looking at it every second instead",
 					"dir", k.opts.Dir, "err", err)
 			}
 		} else {
@@ -280,8 +276,8 @@ func (k *Kubelet) watch(ctx context.Context) {
 	}
 }
 
-// lookOn looks until the watch ends, or is of a directory that is no longer the
-// one at its path, or could be tried again.
+// lookOn looks at the directory until ctx ends, the watch ends, another directory is at the path,
+// or, without a watch, it is time to try the watch again.
 func (k *Kubelet) lookOn(ctx context.Context, told <-chan struct{}, interval time.Duration, dir sockID) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
@@ -293,7 +289,7 @@ func (k *Kubelet) lookOn(ctx context.Context, told <-chan struct{}, interval tim
 			return
 		case _, ok := <-told:
 			if !ok {
-				// The directory is gone: it may be made again in a moment.
+				// The directory is gone. It may be created again in a moment.
 				k.look()
 				select {
 				case <-ctx.Done():
@@ -319,7 +315,7 @@ func (k *Kubelet) look() {
 	k.opts.Looked()
 }
 
-// identify is zero where there is nothing, or nothing that can be looked at.
+// identify returns the sockID of a file; zero if the file cannot be read.
 func (k *Kubelet) identify(path string) sockID {
 	var st syscall.Stat_t
 	if err := syscall.Stat(path, &st); err != nil {
@@ -328,9 +324,9 @@ func (k *Kubelet) identify(path string) sockID {
 	return sockID{dev: uint64(st.Dev), ino: st.Ino, mtime: st.Mtim}
 }
 
-// register tells the kubelet of a resource and its socket. The kubelet dials
-// the socket before it answers.
-func (c *counter) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
+// register registers a resource and its socket with the kubelet. The kubelet dials the socket
+// before it answers.
+func (c *directory) register(ctx context.Context, resource, endpoint string, o *api.DevicePluginOptions) error {
 	ctx, cancel := context.WithTimeout(ctx, c.answer)
 	defer cancel()
 	path := filepath.Join(c.opts.Dir, kubeletSocket)

@@ -9,16 +9,15 @@ import (
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// maxListBytes is the longest message that the kubelet's gRPC client receives,
-// 4 MiB by default. A longer one ends its stream and with it the endpoint.
+// maxListBytes is the longest message that the kubelet's gRPC client receives: 4 MiB by default. A
+// longer one ends its stream, and so all devices of the resource.
 const maxListBytes = 4 << 20
 
-// list is a ListAndWatchResponse as it goes over the wire. It is encoded once,
-// however often the kubelet opens its stream, and never changed after that.
+// list is an encoded ListAndWatchResponse. It is encoded once for all streams, and never changed.
 type list struct {
 	devices, healthy int
 	message          []byte
-	// of is the Source's slice: the same slice again needs no second encoding.
+	// of is the Source's slice. If the Source returns it again, it is not encoded again.
 	of []Device
 }
 
@@ -32,8 +31,8 @@ const (
 	fieldNodeID        protowire.Number = 1 // NUMANode.ID
 )
 
-// encode writes the message by hand: the generated types would need an
-// allocation or more a device, for megabytes of garbage at every change.
+// encode encodes a list by hand. The generated types would allocate memory for each device:
+// megabytes of garbage at every change. It fails if the message is too long for the kubelet.
 func encode(devices []Device) (*list, error) {
 	size := 0
 	var device []byte // reused
@@ -68,7 +67,7 @@ func (d *Device) appendTo(b []byte) []byte {
 	topology := topologyRoom[:0]
 	for _, n := range d.NUMA {
 		node := nodeRoom[:0]
-		if n != 0 { // proto3 leaves zeros out
+		if n != 0 { // proto3 omits zeros
 			node = protowire.AppendVarint(protowire.AppendTag(node, fieldNodeID, protowire.VarintType), uint64(n))
 		}
 		topology = appendBytes(topology, fieldTopologyNodes, node)

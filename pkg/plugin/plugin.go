@@ -23,57 +23,55 @@ import (
 
 // Device is one device of a resource as the kubelet sees it.
 type Device struct {
-	// ID is the device's name, unique in its resource.
+	// ID is unique in its resource.
 	ID      string
 	Healthy bool
-	// NUMA is the nodes that the device is near to, for the topology manager;
-	// empty for no hint.
+	// NUMA are the NUMA nodes that the device is near to, for the topology manager. Empty gives no
+	// hint.
 	NUMA []int
 }
 
 // Grant is what a container gets for its devices.
 type Grant struct {
-	// CDI is fully qualified CDI device names.
+	// CDI are fully qualified CDI device names.
 	CDI []string
-	// Annotations reach the container runtime, not the pod object.
+	// Annotations are for the container runtime. They are not in the pod object.
 	Annotations map[string]string
 }
 
-// Source is what a resource is served from. Only Prepare may block, and all methods may
-// be called at the same time.
+// Source provides the devices of a resource. Only Prepare may block. All methods may be called at
+// the same time.
 //
-// The text of an error is for the person whose pod it concerns; the resource's
-// name is put before it. A panic is not recovered: it ends the process, so that
-// a source that a panic left half changed cannot go on serving.
+// The text of an error is for the owner of the pod; the resource's name is put before it. A panic
+// is not recovered. It ends the process, so that a source that is left half changed does not go on
+// serving.
 type Source interface {
-	// List returns all devices, and a channel that is closed when there is a newer
-	// list. The slice must not change after that. A nil slice means that the
-	// devices are not known yet: the resource is then not registered, or its
-	// last list stays. A slice that is empty but not nil is a resource without
-	// devices. The same slice with a new channel is sent again, for the kubelet
-	// writes its checkpoint at every list.
+	// List returns all devices, and a channel that is closed when there is a newer list. The slice
+	// must not change afterwards. If it is nil, the devices are not known yet: the resource is then
+	// not registered, or keeps its last list. If it is empty but not nil, the resource has no
+	// devices. The same slice with a new channel is sent again, since the kubelet writes its
+	// checkpoint at every list.
 	List() (devices []Device, changed <-chan struct{})
-	// Prefer chooses n of available, with must among them. The IDs are parts of
-	// one message: clone an ID to keep it.
+	// Prefer chooses n of available, with must among them. The IDs are parts of one message, so
+	// clone an ID to keep it.
 	Prefer(available, must []string, n int) ([]string, error)
 	// Allocate grants devices to a container. An error is final: the kubelet
 	// fails the pod.
 	Allocate(ids []string) (Grant, error)
-	// Prepare returns when a container that has these devices may be created. An
-	// error is not final: the kubelet tries again. ctx ends when the kubelet
-	// stops waiting, after 30 s, or the plugin ends.
+	// Prepare returns nil when a container that has these devices may be created. An error is not
+	// final: the kubelet tries again. ctx ends when the kubelet stops waiting, after 30 s, or when
+	// the plugin ends.
 	Prepare(ctx context.Context, ids []string) error
 }
 
-// Observer is called for metrics. Its methods may be called at once
-// and must not block.
+// Observer is called for metrics. Its methods may be called at the same time, and must not block.
 type Observer interface {
-	// Called is told of each answered call, with the method's name in the API
-	// ("Allocate") and the time from the decoded request to the answer.
+	// Called is called after each answered call. method is its name in the API ("Allocate"), and
+	// took is the time from the decoded request to the answer.
 	Called(resource, method string, took time.Duration, err error)
-	// Refused is told of each error of the source that the kubelet was answered.
+	// Refused is called for each error of the source that is sent to the kubelet.
 	Refused(resource string, err error)
-	// Registered is told of each attempt to register.
+	// Registered is called after each attempt to register.
 	Registered(resource string, err error)
 }
 
@@ -85,44 +83,43 @@ func (noObserver) Registered(string, error)                    {}
 
 // Plugin serves one resource at one socket of a Kubelet's directory.
 type Plugin struct {
-	kubelet  *counter
+	kubelet  *directory
 	resource string
 	source   Source
 
 	mu      sync.Mutex
-	service *service // guarded by mu; of the Run in progress or the last one
-	fault   fault    // guarded by mu; why the resource is not registered, as far as known
-	// tried is how many streams there had been when fault came, or noStream. Guarded
-	// by mu.
-	tried int
+	service *service // guarded by mu; of the present or the last Run
+	fault   fault    // guarded by mu; the last failure to listen or to register
+	// openedBefore is how many streams had been opened when fault was set, or noStream. Guarded by
+	// mu.
+	openedBefore int
 
-	// suspected is when somebody last found the kubelet without this resource.
+	// suspected is when Suspect was last called for this resource.
 	suspected cell[time.Time]
 }
 
 const (
-	// A registration that failed is tried again soon: between the creation of
-	// kubelet.sock and the kubelet's listening there is a moment in which it
-	// refuses, and pods wait for us.
+	// A failed registration is tried again soon. The kubelet creates kubelet.sock a moment before
+	// it listens, and refuses in between. Pods wait meanwhile.
 	firstBackoff = time.Millisecond
 	lastBackoff  = 5 * time.Second
-	// streamGrace is how long the kubelet may take from accepting a
-	// registration to opening its stream, which it does at once.
+	// streamGrace is how long the kubelet may take to open its stream after it has accepted a
+	// registration. It normally does so at once.
 	streamGrace = 2 * time.Second
-	// registerTimeout is longer than the 10 s that the kubelet takes to give up
-	// on dialling us.
+	// registerTimeout is longer than the 10 s after which the kubelet stops dialling the plugin.
 	registerTimeout = 15 * time.Second
-	// socketRetry is for a socket that cannot be made: no directory, no space.
+	// socketRetry is the pause after a socket could not be made, for example without a directory or
+	// without space.
 	socketRetry = time.Second
-	// stopTimeout is what calls in progress get at the end.
+	// stopTimeout is how long calls in progress may take after the end of Run.
 	stopTimeout = 2 * time.Second
 )
 
-// Run serves the resource until ctx ends, and returns nil then. It waits for
-// the source's first list, listens, registers, and does both again whenever
-// the kubelet has started anew, its stream has ended, the socket's file is gone, or the
-// resource has got its first device or lost its last. Everything that can pass is tried again
-// and logged; an error means that this resource cannot be served in this directory at all.
+// Run serves the resource until ctx ends, and then returns nil. It waits for the source's first
+// list, listens and registers. It does both again whenever the kubelet has restarted, its stream
+// has ended, the socket's file is gone, or the resource has got its first device or lost its last.
+// It logs failures that may pass, and tries again. It returns an error if the resource cannot be
+// served in this directory at all.
 func (p *Plugin) Run(ctx context.Context) error {
 	path, err := socketPath(p.kubelet.opts.Dir, p.resource)
 	if err != nil {
@@ -148,7 +145,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 	}()
 	reg := registration{suspectEvery: p.kubelet.suspectEvery}
 	for {
-		// Everything is looked at again after whatever woke us.
+		// Each event wakes this loop, and it checks everything again.
 		kubelet, looked := p.kubelet.sock.get()
 		streams, streamed := s.streams.get()
 		suspected, suspicion := p.suspected.get()
@@ -159,7 +156,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 			p.report(err, noStream)
 			wait = time.After(socketRetry)
 		} else {
-			p.overcome()
+			p.clearSocketFault()
 			if fresh != sock {
 				if sock != nil {
 					p.kubelet.opts.Logger.Info("socket is gone: listen again", "resource", p.resource, "socket", path)
@@ -202,7 +199,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 	}
 }
 
-// newService returns the service of a run that ends with ctx.
+// newService returns the service for a run that ends with ctx.
 func (p *Plugin) newService(ctx context.Context) *service {
 	o := &p.kubelet.opts
 	s := &service{
@@ -217,7 +214,7 @@ func (p *Plugin) newService(ctx context.Context) *service {
 	return s
 }
 
-// listed waits for the source's first list, and reports false where ctx ended first.
+// listed waits for the source's first list. It returns false if ctx ends first.
 func (s *service) listed(ctx context.Context) bool {
 	for {
 		first, changed := s.list.get()
@@ -234,16 +231,16 @@ func (s *service) listed(ctx context.Context) bool {
 
 var errOvertaken = errors.New("the kubelet or the socket has changed meanwhile")
 
-// register registers sock with the kubelet that was seen. It gives up at once
-// when that is no longer what is there: a kubelet that starts removes our
-// socket, and would look for it for 10 s if it were told of it just then.
+// register registers sock with the given kubelet. It gives up as soon as the kubelet's socket or
+// sock itself has changed: a starting kubelet removes sock, and would look for it for 10 s if it
+// were told of it just then.
 func (p *Plugin) register(
 	ctx context.Context, s *service, sock *socket.Socket, kubelet sockID, looked <-chan struct{},
 ) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
-	required, _ := s.asks.get()
+	required, _ := s.preStart.get()
 	go func() { answer <- p.kubelet.register(ctx, p.resource, filepath.Base(sock.Path), options(required)) }()
 	for {
 		select {
@@ -274,16 +271,17 @@ func (p *Plugin) suspect(now time.Time) {
 	}
 }
 
-// noStream is for a fault that no stream disproves.
+// noStream marks a fault that no new stream disproves.
 const noStream = -1
 
-// report keeps why the resource is not registered, nil where it is, and logs
-// what is new. tried is how many streams there had been before.
+// report records why the resource is not registered, or nil if it is, and logs new failures. tried
+// is how many streams had been opened before.
 func (p *Plugin) report(err error, tried int) {
 	p.mu.Lock()
 	old := p.fault
-	said := old.err != nil && err != nil && (tried == noStream) == (p.tried == noStream) && sameFailure(old.err, err)
-	p.fault, p.tried = old.of(err, time.Now()), tried
+	said := old.err != nil && err != nil && (tried == noStream) == (p.openedBefore == noStream) &&
+		sameFailure(old.err, err)
+	p.fault, p.openedBefore = old.of(err, time.Now()), tried
 	p.mu.Unlock()
 	if !said && (old.err != nil || err != nil) {
 		p.kubelet.opts.Changed()
@@ -299,65 +297,62 @@ func (p *Plugin) report(err error, tried int) {
 		"resource", p.resource, "err", err)
 }
 
-// sameFailure reports whether two errors are of one kind: the kubelet's answer has the
-// same code, and the system's the same number.
+// sameFailure reports whether two errors have the same gRPC code and the same system error number.
 func sameFailure(a, b error) bool {
 	var x, y syscall.Errno
 	return status.Code(a) == status.Code(b) && errors.As(a, &x) == errors.As(b, &y) && x == y
 }
 
-// overcome forgets a fault of the socket, which is there again.
-func (p *Plugin) overcome() {
+// clearSocketFault clears a fault of the socket, which exists again.
+func (p *Plugin) clearSocketFault() {
 	p.mu.Lock()
-	over := p.fault.err != nil && p.tried == noStream
+	over := p.fault.err != nil && p.openedBefore == noStream
 	p.mu.Unlock()
 	if over {
 		p.report(nil, 0)
 	}
 }
 
-// stop lets calls in progress end, and ends them when they take too long.
+// stop waits for calls in progress, and ends them after stopTimeout.
 func stop(server *grpc.Server) {
 	t := time.AfterFunc(stopTimeout, server.Stop)
 	defer t.Stop()
 	server.GracefulStop()
 }
 
-// registration decides when to register. It is pure: what is true now comes in
-// as arguments.
+// registration decides when to register. It is pure: the present state comes in as arguments.
 type registration struct {
-	with   sockID // the kubelet that was last tried
+	with   sockID // the kubelet of the last attempt
 	at     time.Time
-	opened int // streams ever opened, before that
+	opened int // streams ever opened before the last attempt
 	failed bool
-	// backoff is the pause after that, and next what grows it.
+	// backoff is the pause after the last attempt. next makes the following, longer one.
 	backoff time.Duration
 	next    wait.Backoff
-	// suspectEvery is how old a registration must be for a suspicion to count.
+	// suspectEvery is how old a registration must be before Suspect counts.
 	suspectEvery time.Duration
 }
 
-// due says whether to register now, or else after what time to ask again; 0
-// means not before something changes. suspected is when the kubelet was last
-// found not to know the resource; a suspicion that is too early is forgotten, not
-// postponed, since the next look finds it again. outdated says that the kubelet was told
-// something else of the resource when it was registered.
+// due returns true if the plugin has to register now. Otherwise it returns after what time to call
+// due again; 0 means not before something changes. suspected is when Suspect was last called. A
+// call that comes too early is dropped, since the caller's next look repeats it. outdated is true
+// if the resource has got its first device or lost its last since the kubelet asked for options.
 func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time, outdated bool) (bool, time.Duration) {
 	if kubelet == (sockID{}) {
 		return false, 0 // No kubelet.
 	}
 	if kubelet != r.with {
-		return true, 0 // A new one, which knows nothing of us.
+		return true, 0 // A new kubelet, which does not know the plugin.
 	}
 	if suspected.Sub(r.at) >= r.suspectEvery {
-		return true, 0 // The streams that are open are not the kubelet's.
+		return true, 0 // The open streams are not the kubelet's.
 	}
 	if now.open > 0 && !outdated && (!r.failed || now.opened > r.opened) {
-		return false, 0 // Where registering failed, an older stream proves nothing.
+		return false, 0 // After a failed registration, an older stream proves nothing.
 	}
 	wait := r.backoff
 	if !outdated && !r.failed && now.opened == r.opened {
-		wait = max(wait, streamGrace) // Its stream is on the way.
+		wait = max(wait, streamGrace) // The kubelet is about to open its stream.
 	}
 	if left := wait - t.Sub(r.at); left > 0 {
 		return false, left
@@ -365,37 +360,37 @@ func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time, 
 	return true, 0
 }
 
-// tried notes an attempt; before is the streams as they were before it.
+// tried records an attempt. before are the streams as they were before it.
 func (r *registration) tried(kubelet sockID, before streams, t time.Time, err error) {
 	if kubelet != r.with || t.Sub(r.at) > 2*lastBackoff { // The last attempt is too old to count.
-		// By a quarter: when the kubelet listens at last, we are late by a
-		// quarter of the time that it took, at most.
+		// The pause grows by a quarter. So when the kubelet listens at last, the plugin registers
+		// late by at most a quarter of the time that it has waited.
 		r.next = wait.Backoff{Duration: firstBackoff, Factor: 1.25, Cap: lastBackoff, Steps: math.MaxInt}
 	}
 	r.backoff = r.next.Step()
 	r.with, r.at, r.opened, r.failed = kubelet, t, before.opened, err != nil
 }
 
-// Status is what is known of a resource now.
+// Status is the state of a resource.
 type Status struct {
 	Resource string
-	// Registered says that the kubelet receives the source's newest list: it holds a
-	// stream of lists open, and that list could be sent. After a stream that ended at
-	// once the next one counts when it has stood for a while.
+	// Registered is true if the kubelet receives the source's newest list: it holds a stream of
+	// lists open, and the list could be sent. After a stream that ended at once, the next one
+	// counts only after 10 seconds.
 	Registered bool
-	// Since is since when that has not been so; zero where it is, and before the
-	// resource is served.
+	// Since is when the resource stopped being registered. Zero if it is registered, and before it
+	// is served.
 	Since time.Time
-	// Devices and Bytes are of the list in force.
+	// Devices and Bytes are the number of devices and the encoded size of the list in force.
 	Devices, Bytes int
-	// Err is why it is not so; nil where it is.
+	// Err is why the resource is not registered. Nil if it is.
 	Err error
 }
 
-// Status says how the resource fares.
+// Status returns the state of the resource.
 func (p *Plugin) Status() Status {
 	p.mu.Lock()
-	s, refused, tried := p.service, p.fault, p.tried
+	s, refused, tried := p.service, p.fault, p.openedBefore
 	p.mu.Unlock()
 	st := Status{Resource: p.resource}
 	if s == nil {
@@ -407,7 +402,7 @@ func (p *Plugin) Status() Status {
 	now := time.Now()
 	n, _ := s.streams.get()
 	if tried != noStream && n.open > 0 && n.opened > tried {
-		refused = fault{} // the answer was lost, but the kubelet has registered it
+		refused = fault{} // the kubelet's answer was lost, but it has opened a stream since
 	}
 	var stream fault
 	switch {
@@ -426,7 +421,7 @@ func (p *Plugin) Status() Status {
 		}
 	}
 	if refused.err != nil && !n.brief {
-		stream.err = nil // the refusal is why there is none
+		stream.err = nil // the failed registration is the reason
 	}
 	st.Err = errors.Join(refused.err, stream.err, unsent.err)
 	st.Registered = st.Err == nil

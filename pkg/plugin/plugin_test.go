@@ -473,7 +473,7 @@ func TestRegistrationRefused(t *testing.T) {
 func TestRegistrationRefusedInOtherWords(t *testing.T) {
 	log, lines := logger(t)
 	changes := 0
-	p := &Plugin{kubelet: &counter{opts: KubeletOptions{Logger: log, Changed: func() { changes++ }}}, resource: gpuMem}
+	p := &Plugin{kubelet: &directory{opts: KubeletOptions{Logger: log, Changed: func() { changes++ }}}, resource: gpuMem}
 	for i, step := range []struct {
 		err     error
 		changes int

@@ -11,8 +11,8 @@ import (
 	"example.com/gpu-agent/internal/socket"
 )
 
-// Left lists the resources whose sockets are in a kubelet's directory and of which
-// ours says that they are. Names so long that they were cut are not found.
+// Left returns the resources that have a socket in a kubelet's directory and pass ours. It does not
+// find names so long that socketPath has cut them.
 func Left(dir string, ours func(resource string) bool) []string {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -29,9 +29,9 @@ func Left(dir string, ours func(resource string) bool) []string {
 	return out
 }
 
-// RemoveSockets removes the sockets that a killed process has left
-// for these resources in a kubelet's directory. It removes none that somebody
-// listens on; the error then says so.
+// RemoveSockets removes the sockets that a killed process has left for these resources in a
+// kubelet's directory. It leaves a socket on which a process listens; the error then names the
+// resource.
 func RemoveSockets(dir string, resources []string) error {
 	var errs []error
 	for _, r := range resources {

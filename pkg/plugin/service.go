@@ -16,49 +16,48 @@ import (
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// service answers the kubelet's calls for one resource. It knows nothing of
-// sockets and registration.
+// service answers the kubelet's calls for one resource. It does not know sockets and registration.
 type service struct {
 	api.UnimplementedDevicePluginServer
 
 	resource string
 	source   Source
 	log      *slog.Logger
-	// ration is the log for refusals: a controller may make pods as fast as they fail.
+	// ration limits the log lines for refusals: a controller may create pods as fast as they fail.
 	ration   *brief.Ration
 	observer Observer
-	// stop ends with the plugin's Run, and ends streams and waits with it.
+	// stop ends with the plugin's Run. It ends streams and waits.
 	stop context.Context
 
-	// list is what streams send; nil until the source knows its devices. withheld is the
-	// Kubelet's.
+	// list is what the streams send. Nil until the source knows its devices. withheld is that of
+	// Kubelet.
 	list     cell[*list]
 	withheld *cell[bool]
 	streams  cell[streams]
-	// asks says whether the kubelet is to ask before it starts containers, and told what
-	// it was told of that, the last time that it asked.
-	asks cell[bool]
-	told cell[told]
-	// fault is why the source's newest list is not what is sent; nil if it is.
+	// preStart is true if the kubelet must call PreStartContainer. told is the last answer that the
+	// kubelet got to that question.
+	preStart cell[bool]
+	told     cell[told]
+	// fault is why the source's newest list is not sent. Zero if it is sent.
 	fault cell[fault]
-	// changed is called when any of these has changed.
+	// changed is called when the result of Status may have changed.
 	changed func()
 	// sent is KubeletOptions.Sent.
 	sent func(resource string, healthy int)
-	// stood is streamStood.
+	// stood is that of directory.
 	stood time.Duration
 }
 
-// told is what the kubelet was told, if it has asked.
+// told is the answer to the kubelet's question for options. asked is false before the first one.
 type told struct{ asked, required bool }
 
-// fault is what is wrong, and since when; zero where nothing is.
+// fault is an error and the time of its beginning. Zero is no error.
 type fault struct {
 	err   error
 	since time.Time
 }
 
-// of is the fault that follows this one: what goes on has begun before.
+// of returns the fault that follows f. A fault that goes on keeps its beginning.
 func (f fault) of(err error, now time.Time) fault {
 	if err == nil {
 		return fault{}
@@ -69,19 +68,19 @@ func (f fault) of(err error, now time.Time) fault {
 	return fault{err, now}
 }
 
-// streams counts ListAndWatch streams: by it the plugin knows whether the
-// kubelet still has it registered.
+// streams counts ListAndWatch streams. They tell the plugin whether the kubelet still has the
+// resource registered.
 type streams struct {
-	open   int // now
-	opened int // ever
-	// since is when the oldest that is open was opened, lost when the last one ended
-	// that had stood; brief says that one that was opened later ended at once.
+	open   int // open now
+	opened int // opened ever
+	// since is when the first of the open streams was opened. lost is when the last stream that had
+	// stood ended. brief is true if a stream opened after that ended at once.
 	since, lost time.Time
 	brief       bool
 }
 
-// streamStood is how long a stream must be open after one that ended sooner to be
-// believed: a kubelet that cannot receive a list opens a stream again and again.
+// streamStood is how long a stream must be open, after one that ended at once, before it counts. A
+// kubelet that cannot receive a list opens a stream again and again.
 const streamStood = 10 * time.Second
 
 func (n streams) begun(now time.Time) streams {
@@ -105,8 +104,8 @@ func (n streams) ended(now time.Time, enough time.Duration) streams {
 	return n
 }
 
-// stands reports whether the kubelet receives the lists, as far as streams tell;
-// enough is streamStood.
+// stands reports whether the kubelet receives the lists, as far as the streams tell. enough is
+// streamStood.
 func (n streams) stands(now time.Time, enough time.Duration) bool {
 	return n.open > 0 && (!n.brief || now.Sub(n.since) >= enough)
 }
@@ -115,8 +114,8 @@ func newServer(s *service) *grpc.Server {
 	server := grpc.NewServer(
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.UnaryInterceptor(s.observe),
-		// Lists of free devices come in one piece, without waiting for window
-		// updates: thousands of IDs are more than the default of 64 KiB.
+		// Accept a list of free devices in one piece, without waiting for window updates: thousands
+		// of IDs exceed the default of 64 KiB.
 		grpc.InitialWindowSize(maxListBytes),
 		grpc.InitialConnWindowSize(maxListBytes),
 		grpc.WaitForHandlers(true),
@@ -125,7 +124,7 @@ func newServer(s *service) *grpc.Server {
 	return server
 }
 
-// follow keeps list equal to what the source says, until stop.
+// follow updates list from the source until stop ends.
 func (s *service) follow() {
 	for {
 		devices, changed := s.source.List()
@@ -144,12 +143,12 @@ func (s *service) take(devices []Device) {
 	old, _ := s.list.get()
 	l := &list{}
 	if old != nil && len(devices) == len(old.of) && (len(devices) == 0 || &devices[0] == &old.of[0]) {
-		*l = *old // A new value, so that it is sent again; the same bytes.
+		*l = *old // A new value with the same bytes, so that it is sent again.
 	} else {
 		var err error
 		if l, err = encode(devices); err != nil {
-			// What was sent last stays: without a list the endpoint would end,
-			// and its pods would fail.
+			// The last list stays in force. Without a list the endpoint would end, and its pods
+			// would fail.
 			s.log.Error("keep the last list: the new one cannot be sent", "resource", s.resource, "err", err)
 			s.setFault(err)
 			return
@@ -157,8 +156,8 @@ func (s *service) take(devices []Device) {
 	}
 	s.setFault(nil)
 	s.list.set(l)
-	if was, _ := s.asks.get(); was != (l.devices > 0) {
-		s.asks.set(l.devices > 0)
+	if was, _ := s.preStart.get(); was != (l.devices > 0) {
+		s.preStart.set(l.devices > 0)
 	}
 }
 
@@ -170,24 +169,24 @@ func (s *service) setFault(err error) {
 	s.changed()
 }
 
-// GetDevicePluginOptions is asked once for each registration.
+// GetDevicePluginOptions is called once for each registration.
 func (s *service) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
-	required, _ := s.asks.get()
+	required, _ := s.preStart.get()
 	s.told.set(told{true, required})
 	return options(required), nil
 }
 
-// options says whether the kubelet is to ask before it starts a container that wants the
-// resource. It must not where the resource has no device: it would refuse every such
-// container, also one that has what it wants by a claim.
+// options returns the options of the plugin. required is whether the kubelet must call
+// PreStartContainer. It must be false for a resource without devices: otherwise the kubelet refuses
+// every container that wants the resource, even one that gets it through a claim.
 func options(required bool) *api.DevicePluginOptions {
 	return &api.DevicePluginOptions{PreStartRequired: required, GetPreferredAllocationAvailable: true}
 }
 
-// outdated reports whether the kubelet was told something else of its calls than holds
-// now. changed is closed when that may be another answer.
+// outdated reports whether the kubelet's last answer about PreStartContainer is no longer right.
+// changed is closed when the result may have changed.
 func (s *service) outdated() (yes bool, changed <-chan struct{}) {
-	now, changed := s.asks.get()
+	now, changed := s.preStart.get()
 	was, _ := s.told.get()
 	return was.asked && was.required != now, changed
 }
@@ -205,7 +204,7 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 		if withheld {
 			return s.ends()
 		}
-		// No device is shown to a kubelet that would start containers without a word.
+		// Send no device before the kubelet knows that it must call PreStartContainer.
 		if l != nil && l != sent && (l.devices == 0 || was.required || !was.asked) {
 			if err := stream.SendMsg(l); err != nil {
 				s.log.Warn("send list",
@@ -279,8 +278,8 @@ func (s *service) PreStartContainer(
 	return &api.PreStartContainerResponse{}, nil
 }
 
-// leaveTime ends a wait a little before the caller stops waiting, so that the
-// reason still reaches it: a tenth of the time, at most a second.
+// leaveTime returns a context that ends a little before the caller stops waiting, so that the
+// reason still arrives: a tenth of the time earlier, at most a second.
 func leaveTime(ctx context.Context) (context.Context, context.CancelFunc) {
 	deadline, ok := ctx.Deadline()
 	if !ok {
@@ -289,9 +288,8 @@ func leaveTime(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithDeadline(ctx, deadline.Add(-min(time.Until(deadline)/10, time.Second)))
 }
 
-// refuse makes an error into the status that the kubelet shows in the pod's
-// events, where only the resource's name says where it comes from. A text beyond 4 KiB
-// is cut.
+// refuse turns an error into the gRPC status that the kubelet shows in the pod's Events. Only the
+// resource's name tells there where the error comes from. A text longer than 4 KiB is cut.
 func (s *service) refuse(what string, code codes.Code, err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -305,16 +303,15 @@ func (s *service) refuse(what string, code codes.Code, err error) error {
 	return status.Error(code, s.resource+": "+text)
 }
 
-// observe surrounds every unary call.
 func (s *service) observe(
 	ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
 ) (resp any, err error) {
 	method, start, returned := path.Base(info.FullMethod), time.Now(), false
 	defer func() {
 		if !returned {
-			// Not recovered: the source may have been left half changed, with
-			// its lock held. The runtime prints the stack and ends the process;
-			// containers go on, and the next process reads everything anew.
+			// Not recovered: the source may be left half changed, with its lock held. The runtime
+			// prints the stack and ends the process. Containers go on, and the next process reads
+			// everything anew.
 			s.log.Error("panic in a call; the process ends", "resource", s.resource, "method", method)
 		}
 	}()

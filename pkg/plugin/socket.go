@@ -12,9 +12,9 @@ import (
 	"example.com/gpu-agent/internal/socket"
 )
 
-// socketPath is where a resource is served: "<dir>/example.com_gpu-mem.sock". A
-// name that would not fit into a socket's address is cut and told apart by a
-// hash.
+// socketPath returns the path of a resource's socket: "<dir>/example.com_gpu-mem.sock". A name too
+// long for a socket's address is cut, and gets a hash to stay unique. It fails if the name is not
+// valid, or if dir is too long.
 func socketPath(dir, resource string) (string, error) {
 	if err := checkResource(resource); err != nil {
 		return "", err
