@@ -11,9 +11,9 @@ import (
 
 var leases = schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
 
-// Rules is every permission that a [Cluster] uses. They are another account's than the
-// agents', and a manifest grants them in a part of its own. It may narrow the first rule for
-// leases by the Lease's name.
+// Rules lists every permission that a [Cluster] uses. The placer has another account than the
+// agents, and a part of the manifests of its own grants these. A manifest may narrow the first
+// rule for leases to the Lease's name.
 var Rules = []kube.Rule{
 	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
 		Why: "know which nodes are ready; " +
@@ -28,7 +28,7 @@ var Rules = []kube.Rule{
 		Why: "the same: make that Lease; RBAC cannot narrow this by its name"},
 }
 
-// LiqoRules is what a [Cluster] needs besides for the placer's door for Liqo.
+// LiqoRules lists the further permissions that a [Cluster] needs if the placer works with Liqo.
 var LiqoRules = []kube.Rule{
 	{APIGroup: "authentication.liqo.io", Resource: "resourceslices", Verbs: []string{"list", "watch"}, Cluster: true,
 		Why: "know what other clusters ask for, and what they have been granted"},
@@ -38,7 +38,8 @@ var LiqoRules = []kube.Rule{
 		Why: "know which clusters are drained or cordoned"},
 }
 
-// KueueRules is what a [Cluster] needs besides for the placer's door for Kueue.
+// KueueRules lists the further permissions that a [Cluster] needs if the placer works with
+// Kueue.
 var KueueRules = []kube.Rule{
 	{APIGroup: "kueue.x-k8s.io", Resource: "workloads", Verbs: []string{"list", "watch"}, Cluster: true,
 		Why: "know which workloads wait for an answer, and for which room is held"},
