@@ -24,27 +24,26 @@ import (
 
 // PolicyOptions say which policies there should be beside those of the base.
 type PolicyOptions struct {
-	// Evictions are on, so the component evict should be there.
+	// Evictions is true if evictions are on, so that the component evict should be applied.
 	Evictions bool
-	// DRA reports whether DRA is used, so that the component dra should be there; nil is
-	// never. It may change.
+	// DRA reports whether DRA is on, so that the component dra should be applied; nil is never. The
+	// answer may change.
 	DRA func() bool
-	// GPUNodes are written, where the cluster has them.
+	// GPUNodes is true if the agent writes GPUNodes, as far as the cluster has them.
 	GPUNodes bool
-	// Pod is the agent's own, by which the policy on a pod's node is tried. It
-	// needs no UID; without a name, that policy is left out.
+	// Pod is the agent's own. WatchPolicies uses it to check the policy on a pod's node. It needs
+	// no UID. Without a name, that policy is not checked.
 	Pod workload.Pod
 }
 
 const (
-	// tried is the name of what the dry runs would make or end. Nothing that
-	// exists is called so.
+	// tried is the name of the objects in the dry runs. No real object has it.
 	tried = "gpu-agent-policy-check"
-	// noUID is the UID of no pod.
+	// noUID is a UID that no pod has.
 	noUID = "00000000-0000-4000-8000-000000000000"
-	// doubts is how often a policy must be found missing, within about five
-	// seconds, before it is said to be: when manifests are applied, a right is in
-	// force before its policy.
+	// doubts is the number of checks in a row, within about five seconds, that must find a policy
+	// missing before WatchPolicies reports it. When manifests are applied, a permission may come
+	// into force before its policy.
 	doubts = 6
 )
 
@@ -53,22 +52,19 @@ type attempt struct {
 	policy         string
 	verb, resource string
 	write          func(context.Context) error
-	// past are answers that come from behind the policy, other than success.
+	// past, if set, reports whether an error shows that the write got past the policy.
 	past func(error) bool
 }
 
-// WatchPolicies tries, by server-side dry run, writes that the admission policies
-// must refuse, now and about every hour, until ctx ends, whose error it returns:
-// a policy that matches another account than the agent's, and one that is not
-// there, let everything through without any error. fn is called with the first
-// result and whenever it differs from the last. A policy that is missing, and a
-// question without an answer, are tried again with growing pauses, up to
-// Options.Relist.
+// WatchPolicies sends writes that the admission policies must refuse, as server-side dry runs, now
+// and about every hour. It returns when ctx ends, with the error of ctx. A policy that is missing,
+// or that matches another account than the agent's, lets everything through without any error. fn
+// is called with the first result, and whenever the result changes. If a policy is missing, or the
+// server does not answer, WatchPolicies tries again with growing pauses, up to Options.Relist.
 //
-// A dry run changes nothing. Each is also chosen so that it would do no harm if
-// it were carried out: a label that means nothing, an Event, evictions of a
-// pod that does not exist, or by a UID that it does not have, a ResourceSlice
-// without devices, of a driver and a node that do not exist, and an empty GPUNode of
+// A dry run changes nothing. Each write would also be harmless if it were carried out: a label
+// without a meaning, an Event, the eviction of a pod that does not exist or by a wrong UID, a
+// ResourceSlice without devices of a driver and a node that do not exist, and an empty GPUNode of
 // such a node.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	most := max(c.options.Relist, c.server.Timing.PauseMax)
@@ -109,7 +105,7 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]s
 	}
 }
 
-// attempts are the writes to try, by policy.
+// attempts returns the writes to try, one for each policy.
 func (c *Client) attempts(o PolicyOptions) []attempt {
 	dry := []string{metav1.DryRunAll}
 	create := metav1.CreateOptions{FieldManager: manager, DryRun: dry}
@@ -196,7 +192,7 @@ func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
 		"whether the admission policy %s is in force is not known: %v", a.policy, err)}
 }
 
-// logPolicies says what has changed between two results.
+// logPolicies logs what has changed between two results.
 func (c *Client) logPolicies(before, now []status.Policy) {
 	for i, p := range now {
 		was := status.PolicyUnknown
@@ -213,12 +209,12 @@ func (c *Client) logPolicies(before, now []status.Policy) {
 	}
 }
 
-// ours finds an admission policy of the agent's manifests in the API server's
-// words, also under a prefix and with a suffix that an overlay gave it.
+// ours matches the name of one of the agent's admission policies in a refusal, also with a prefix
+// and a suffix from an overlay.
 var ours = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
 
-// byPolicy says whether err is a refusal by one of the agent's admission
-// policies that has these words.
+// byPolicy reports whether err is a refusal by one of the agent's admission policies and contains
+// words.
 func byPolicy(err error, words string) bool {
 	var answer apierrors.APIStatus
 	if !errors.As(err, &answer) || answer.Status().Code/100 != 4 {

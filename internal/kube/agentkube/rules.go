@@ -7,10 +7,10 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// Rules is every permission that a Client uses. A manifest may narrow the
-// rule for ConfigMaps by resource name, since each list and watch selects one
-// object by name, and the one for resourceclaims/driver, where the name is a DRA
-// driver's; it cannot narrow the one for Nodes, which differs per node.
+// Rules lists every permission that a Client uses. A manifest may narrow the rule for ConfigMaps by
+// resource name, since each list and watch selects one object by name. It may narrow the rule for
+// resourceclaims/driver, too: there the name is that of a DRA driver. It cannot narrow the rule for
+// Nodes, since the name differs on each node.
 var Rules = []kube.Rule{
 	{Resource: "configmaps", Verbs: []string{"list", "watch"},
 		Why: "follow the partitions"},

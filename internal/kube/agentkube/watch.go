@@ -19,39 +19,38 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// Node is what the agent needs of its Node.
+// Node is the part of its Node that the agent needs.
 type Node struct {
 	Labels map[string]string
-	// Annotations are those under Options.Domain.
+	// Annotations are those below Options.Domain.
 	Annotations map[string]string
-	// Unschedulable says that the node is cordoned.
+	// Unschedulable is true if the node is cordoned.
 	Unschedulable bool
-	// StartupTaint says that it has the taint Options.StartupTaint.
+	// StartupTaint is true if the Node has the taint Options.StartupTaint.
 	StartupTaint bool
-	// Conditions are those whose type is under Options.Domain, sorted by it.
+	// Conditions are those whose type is below Options.Domain, sorted by type.
 	Conditions []Condition
-	// PodsTellDevices says that by the kubelet's version the status of each pod names the
-	// devices that it has (containerStatuses[].allocatedResourcesStatus; the gate
-	// ResourceHealthStatus is on by default from 1.36 on).
+	// PodsTellDevices is true if the status of each pod names its devices
+	// (containerStatuses[].allocatedResourcesStatus), by the kubelet's version: the gate
+	// ResourceHealthStatus is on by default from 1.36 on. To see it in a pod, the agent would need
+	// the right to read all pods; to read the kubelet's configuration, one on the kubelet.
 	PodsTellDevices bool
-	// Allocatable are the names of the extended resources of which the scheduler may give
-	// out something, sorted.
+	// Allocatable are the names of the extended resources whose allocatable amount is above zero,
+	// sorted.
 	Allocatable []string
 
 	uid     types.UID
 	version string
-	// amounts are how much there is of each extended resource, also of those of which
-	// there is nothing.
+	// amounts are the allocatable amounts of all extended resources, also those that are zero.
 	amounts map[string]resource.Quantity
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
 	taints              []corev1.Taint
 }
 
-// WatchKey follows one key of a ConfigMap until ctx ends, which is the only error it
-// returns besides that of an empty name. fn is called with the first answer of the
-// server, and then whenever it differs from the last: with the key's text, or with an
-// error that says what is missing. Calls never overlap.
+// WatchKey follows one key of a ConfigMap until ctx ends. It returns the error of ctx, or one for
+// an empty name. It calls fn with the first answer of the server, and then whenever the answer
+// changes: with the key's text, or with an error that says what is missing. Calls never overlap.
 func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
 	if namespace == "" || name == "" {
 		return fmt.Errorf("watch ConfigMap %q in namespace %q: both names are needed", name, namespace)
@@ -64,7 +63,7 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 		if object == nil {
 			now.missing = fmt.Sprintf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key)
 		} else if text, found, err := unstructured.NestedString(object.Object, "data", key); err != nil {
-			// The API server validates this field; a proxy in between may not.
+			// The API server validates this field, but a proxy in between may not.
 			c.server.Log.Error("ignoring a malformed ConfigMap", "namespace", namespace, "name", name, "err", err)
 			return
 		} else if now.text = text; !found {
@@ -82,13 +81,13 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 	})
 }
 
-// WatchNode follows the agent's Node until ctx ends, which is the only error
-// that it returns. fn is called with the first answer of the server, and
-// then whenever a label, an annotation or a condition under the domain, the scheduling of
-// the node, its startup taint, or which extended resources it has, differs from the last
-// call's. Changes made through Mark and SetCondition are such changes. A Node that is not
-// there is not reported: a kubelet that is alive makes it again. fn must not change what it
-// is given.
+// WatchNode follows the agent's Node until ctx ends. It returns the error of ctx, and no other. It
+// calls fn with the first answer of the server. Then it calls fn whenever one of these changes: a
+// label, an annotation or a condition below the domain, whether the node is cordoned, its startup
+// taint, or which extended resources it has. That includes changes by Mark and SetCondition.
+//
+// It does not report that the Node is missing: a live kubelet creates it again. fn must not change
+// the Node that it gets.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
@@ -122,7 +121,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	})
 }
 
-// readNode reads what can be understood of a Node. Each of its amounts is judged by itself.
+// readNode reads what it can of a Node. A malformed amount does not affect the others.
 func readNode(object *unstructured.Unstructured) Node {
 	var spec corev1.NodeSpec
 	var status struct {
@@ -143,13 +142,12 @@ func readNode(object *unstructured.Unstructured) Node {
 	}
 	slices.Sort(n.Allocatable)
 	n.labels, n.annotations = readOwners(object)
-	// Providers put words behind the number.
+	// Providers append words to the number.
 	if is, err := version.ParseGeneric(status.NodeInfo.KubeletVersion); err == nil {
 		n.PodsTellDevices = is.AtLeast(tellsDevices)
 	}
 	return n
 }
 
-// tellsDevices is the first kubelet that names devices in the status of pods unless it is
-// told otherwise.
+// tellsDevices is the first kubelet that names devices in the status of pods by default.
 var tellsDevices = version.MustParseGeneric("1.36.0")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package kubetest is a small API server in memory, on a real socket, for the tests of
-// internal/kube, agentkube and placerkube. It also has the helpers with which those tests wait. It
+// internal/kube, agentkube and placerkube. It also has helpers for tests that wait. It
 // behaves like a real server as far as these packages rely on it: versions, lists in pages, watches
 // that resume or expire, field managers, preconditions, and refusals. The tests in package
 // deployments send the same requests to a real server.

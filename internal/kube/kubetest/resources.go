@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 )
 
-// serve answers an allowed request for which no Fault is set.
+// serve answers a request that is allowed and that no Fault has answered.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, namespace, name string, body []byte) {
 	switch of, _, _ := strings.Cut(resource, "/"); {
 	case of == "gpunodes" && verb != "list" && verb != "watch":
