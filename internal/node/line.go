@@ -19,9 +19,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// exact is gRPC's own codec, except that an answer takes as much memory as it is long.
-// gRPC's buffers are of 32 KiB or of 1 MiB, with nothing between; the kubelet's list of
-// some hundreds of devices is a little more than the former.
+// exact is gRPC's own codec, but it reads each answer into a buffer of its exact length. gRPC's
+// buffers are of 32 KiB or of 1 MiB, with nothing between. The kubelet's list of some hundreds of
+// devices is slightly longer than the former.
 type exact struct{ encoding.CodecV2 }
 
 func newExact() exact { return exact{encoding.GetCodecV2(proto.Name)} }
@@ -30,28 +30,27 @@ func (c exact) Unmarshal(data mem.BufferSlice, answer any) error {
 	return c.CodecV2.Unmarshal(mem.BufferSlice{mem.SliceBuffer(data.Materialize())}, answer)
 }
 
-// line is one gRPC connection to a server on this machine that restarts as it
-// likes. Its methods may be called from several goroutines.
+// line is one gRPC connection to a server on this machine, which may restart at any time. Its
+// methods may be called from several goroutines.
 type line struct {
-	// socket names the path to dial; it is asked anew for each connection.
+	// socket returns the path to dial. It is called for each new connection.
 	socket func() (string, error)
-	// answers bounds what is accepted as an answer.
+	// answers limits the answers that are accepted.
 	answers []grpc.CallOption
 
 	mu   sync.Mutex // guards conn
 	conn *grpc.ClientConn
 }
 
-// ask calls question on the open connection. A server that restarted leaves the
-// connection dead, so an unavailable server is tried once more on a fresh one.
+// ask calls question with the open connection. If the server has restarted, that connection is
+// dead. So if the server is unavailable, ask tries once more on a new connection.
 func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) error {
 	conn, fresh, err := l.connection(nil)
 	if err != nil {
 		return err
 	}
 	err = question(conn)
-	// Canceled, without our context being so: another caller found the
-	// connection dead and closed it.
+	// Canceled although ctx is not: another caller found the connection dead and closed it.
 	code := status.Code(err)
 	if fresh || code != codes.Unavailable && code != codes.Canceled || ctx.Err() != nil {
 		return err
@@ -62,8 +61,8 @@ func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) e
 	return question(conn)
 }
 
-// connection returns the open connection, or a fresh one where there is none or
-// the open one is known as dead.
+// connection returns the open connection. It opens a new one if there is none, or if the open one
+// is dead.
 func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -78,9 +77,9 @@ func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh b
 	if err != nil {
 		return nil, false, err
 	}
-	// A connection is dialled once. gRPC would take a stream that has not begun to
-	// the next server without a word, which may be of another version and has said
-	// nothing of what was missed meanwhile.
+	// A connection is dialled once. Otherwise gRPC would silently move a stream that has not begun
+	// to the next server. That may be of another version, and would not tell which events the
+	// client has missed.
 	var dialled atomic.Bool
 	conn, err = grpc.NewClient("unix:"+socket,
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
@@ -101,7 +100,7 @@ func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh b
 	return conn, true, nil
 }
 
-// close gives the connection back. A later question opens another.
+// close closes the connection. A later question opens a new one.
 func (l *line) close() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
