@@ -13,19 +13,18 @@ import (
 	"example.com/gpu-agent/internal/usage"
 )
 
-// Account collects what is granted and used.
+// Account collects the metrics of what containers are granted and use.
 type Account struct {
 	// Node is the Node's name.
 	Node string
 	// Usage is called once for each scrape.
 	Usage func() usage.Shown
-	// Status is the source of what dcgm-exporter's users know by its names; nil where those
-	// are not wanted.
+	// Status is the source of the metrics with dcgm-exporter's names. It is nil if those are off.
 	Status func() status.Status
 }
 
 var (
-	// accounted is all that an Account can send.
+	// accounted are all descriptions that an Account can send.
 	accounted []*prometheus.Desc
 
 	ofContainer = []string{"namespace", "pod", "container", "gpu"}
@@ -50,10 +49,10 @@ var (
 	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total",
 		"Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
 
-	// As OpenCost and Kubecost look for it.
+	// OpenCost and Kubecost look for this name.
 	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a "+
 		"quarter of one, 2 for two.", "namespace", "pod", "container", "node")
-	// As dcgm-exporter names it.
+	// dcgm-exporter has this name.
 	framebuffer = desc("DCGM_FI_DEV_FB_USED", "GPU memory that a container uses, in MiB.", "gpu", "UUID", "device",
 		"modelName", "Hostname", "namespace", "pod", "container")
 )
@@ -64,14 +63,14 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return d
 }
 
-// Describe is prometheus.Collector's.
+// Describe implements prometheus.Collector.
 func (a *Account) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range accounted {
 		out <- d
 	}
 }
 
-// Collect is prometheus.Collector's.
+// Collect implements prometheus.Collector.
 func (a *Account) Collect(out chan<- prometheus.Metric) {
 	send := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, kind, value, valid(slices.Clone(labels))...)
@@ -114,7 +113,7 @@ func labelsOf(k *usage.Key) []string {
 	return []string{k.Namespace, k.Pod, k.Container, string(k.GPU)}
 }
 
-// collectFramebuffer sends what each container uses of a GPU's memory, where that is known.
+// collectFramebuffer sends how much of a GPU's memory each container uses, if that is known.
 func (a *Account) collectFramebuffer(send func(*prometheus.Desc, prometheus.ValueType, float64, ...string)) {
 	s := a.Status()
 	models := map[string]string{}

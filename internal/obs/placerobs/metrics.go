@@ -12,8 +12,8 @@ import (
 	"example.com/gpu-agent/internal/obs"
 )
 
-// Metrics counts what a placer does. Its methods may be called from several goroutines and
-// never block.
+// Metrics counts what a placer does. Its methods may be called from several goroutines and never
+// block.
 type Metrics struct {
 	own       *prometheus.Registry
 	answers   *prometheus.CounterVec
@@ -24,31 +24,33 @@ type Metrics struct {
 	wakes     *prometheus.CounterVec
 }
 
-// State is what a placer is at, when it is asked.
+// State has the placer's present values.
 type State struct {
-	// Waiting are pods that were refused and have no place yet. Reservations are pods that
-	// have one, by the placer's word or as the API's nominees, and are not bound.
+	// Waiting is the number of pods that were refused and have no node yet. Reservations is the
+	// number of pods that have room reserved and are not bound: the placer chose their node, or
+	// they are nominated to one in the API.
 	Waiting, Reservations int
-	// PassedOver is how many nodes have a GPUNode that is not valid.
+	// PassedOver is the number of nodes whose GPUNode is not valid.
 	PassedOver int
-	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
+	// Slices is the number of ResourceSlices from other clusters that ask for GPUs, by the placer's
+	// answer.
 	Slices map[string]int
-	// Checks are the admission checks of workloads that have quota, by their state.
+	// Checks is the number of admission checks of workloads that have quota, by state.
 	Checks map[string]int
-	// Sites are the GPUs in use by site.
+	// Sites has the GPUs in use, by site.
 	Sites map[string]SiteUse
-	// Leads says that this process is the one that answers.
+	// Leads is true if this process is the leader, which answers.
 	Leads bool
 }
 
-// SiteUse is how many GPUs of a site are in use, in whole or in part, and for how many seconds
-// all of them together have been.
+// SiteUse is the use of a site's GPUs: how many are in use now, in whole or in part, and the sum of
+// the seconds that each has been in use.
 type SiteUse struct {
 	GPUs    int
 	Seconds float64
 }
 
-// siteMetrics are those of sites, of which nobody knows before which there are.
+// siteMetrics collects the metrics of sites, whose names are not known in advance.
 type siteMetrics struct {
 	read          func() State
 	gpus, seconds *prometheus.Desc
@@ -67,9 +69,9 @@ func (m *siteMetrics) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// NewMetrics returns metrics in which all counters are 0. Read is asked at each scrape;
-// verbs are those of the extender's requests, outcomes what these can have, slices what a
-// ResourceSlice can have been told, and checks the states of an admission check.
+// NewMetrics returns metrics with all counters at 0. Each scrape calls read. verbs are those of the
+// extender's requests, and outcomes their possible outcomes. slices are the possible answers to a
+// ResourceSlice, and checks the states of an admission check.
 func NewMetrics(version string, read func() State, verbs, outcomes, slices, checks []string) *Metrics {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
@@ -143,13 +145,14 @@ func (m *Metrics) Answered(verb, outcome string, took time.Duration) {
 // APIError counts a request to the API server that failed.
 func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
 
-// APIAnswered notes that the API server has answered, or is asked from now on.
+// APIAnswered sets the time of the API server's last answer to now. The placer also calls it when
+// it begins to ask.
 func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
 
 // Unguarded counts a pod that was bound without the placer.
 func (m *Metrics) Unguarded() { m.unguarded.Inc() }
 
-// Woke counts an annotation that was to make the scheduler look again.
+// Woke counts an annotation that should make the scheduler look at a node again.
 func (m *Metrics) Woke(err error) {
 	result := "ok"
 	if err != nil {
@@ -158,5 +161,5 @@ func (m *Metrics) Woke(err error) {
 	m.wakes.WithLabelValues(result).Inc()
 }
 
-// Registry is all that /metrics shows.
+// Registry returns all metrics of /metrics.
 func (m *Metrics) Registry() *prometheus.Registry { return obs.Registry(m.own) }
