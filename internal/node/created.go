@@ -120,7 +120,7 @@ func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]b
 				c.known, c.cdi = true, devices
 			default:
 				if c.asked == 0 {
-					r.o.Logger.Warn("cannot tell what a container was created with; "+
+					r.o.Logger.Warn("cannot learn the CDI devices of a container; "+
 						"until the runtime tells, it may have any device", "container", c.id, "err", err)
 				}
 				c.asked = m.asked

@@ -162,7 +162,7 @@ func TestStatusThatFails(t *testing.T) {
 			t.Errorf("got  %v\nwant %v", got, want)
 		}
 	}
-	told.await(t, "cannot tell what a container was created with", "container=fails", "no spec")
+	told.await(t, "cannot learn the CDI devices of a container", "container=fails", "no spec")
 	if s.asked["fails"] != 2 || s.asked["a"] != 1 {
 		t.Errorf("asked for %v", s.asked)
 	}

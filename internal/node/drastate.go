@@ -67,7 +67,7 @@ func ReadDRAState(kubeletDir string) (DRAState, error) {
 	data, stamp, err := readRegular(path, maxCheckpoint)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, unseen := os.Stat(kubeletDir); unseen != nil {
-			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not to be seen; "+
+			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not visible; "+
 				"mount it, or the host's root: %w", unseen)
 		}
 		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}

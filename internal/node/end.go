@@ -165,7 +165,7 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 	// A runtime that hangs accepts no connection, and its queue may be full.
 	patience := unix.NsecToTimeval(peerPatience.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
-		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)
+		return 0, socket, fmt.Errorf("limit the wait for %s: %w", socket, err)
 	}
 	connect := func() (int, error) { return 0, unix.Connect(fd, &unix.SockaddrUnix{Name: socket}) }
 	if _, err := ignoringEINTR(connect); err != nil {

@@ -278,7 +278,7 @@ func ownerOf(list []byte) (Owner, error) {
 		return Owner{PodUID: pod}, ofNoPod("it is in a cgroup of pod " + pod + " and in no container's")
 	}
 	if !named {
-		return Owner{}, ofNoPod("no cgroup of it is a pod's container's")
+		return Owner{}, ofNoPod("none of its cgroups is that of a pod's container")
 	}
 	return found, nil
 }
@@ -403,14 +403,14 @@ const initialPIDNamespace = "pid:[4026531836]"
 func (p *Proc) SeesNode(r *Runtime) error {
 	own, err := os.Readlink(filepath.Join(p.root, "self/ns/pid"))
 	if err != nil {
-		return fmt.Errorf("which PID namespace is this: %w", err)
+		return fmt.Errorf("find the PID namespace of this process: %w", err)
 	}
 	if own == initialPIDNamespace {
 		return nil
 	}
 	pid, socket, err := r.peer()
 	if err != nil {
-		return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+		return fmt.Errorf("find whether the container runtime is in this PID namespace: %w", err)
 	}
 	const remedy = "set hostPID: true in the agent's pod, and let its --proc-root be the /proc that it sees there"
 	if pid == 0 {
@@ -421,7 +421,7 @@ func (p *Proc) SeesNode(r *Runtime) error {
 	for _, name := range []string{"self", strconv.Itoa(pid)} {
 		depth, err := p.depth(name)
 		if err != nil {
-			return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+			return fmt.Errorf("find whether the container runtime is in this PID namespace: %w", err)
 		}
 		if depth != 1 {
 			return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(

@@ -282,7 +282,7 @@ func (r *Runtime) wrap(what string, err error) error {
 	}
 	if status.Code(err) == codes.Unimplemented {
 		return &failure{gpu.ErrNotSupported,
-			fmt.Sprintf("%s: what listens at %s does not answer that as CRI v1", what, endpoint), err}
+			fmt.Sprintf("%s: the server at %s does not answer that as CRI v1", what, endpoint), err}
 	}
 	return fmt.Errorf("%s at %s: %w", what, endpoint, err)
 }
@@ -373,8 +373,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			back()
 			if err = r.wrap("follow container events", err); !without {
 				without = true
-				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the "+
-					"next time, and for events it is asked again when it has restarted", "error", err)
+				r.o.Logger.Warn("no container events; the agent sees the end of a container at its next read, and "+
+					"asks for events again when the runtime has restarted", "error", err)
 			}
 			awaitLoss(ctx, conn)
 			empty = 0
@@ -441,7 +441,7 @@ func (r *Runtime) stream(
 	}
 	if name, number := v.GetRuntimeName(), v.GetRuntimeVersion(); oneListener(name, number) {
 		return conn, &failure{is: gpu.ErrNotSupported,
-			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one",
+			text: fmt.Sprintf("%s %s gives each event to only one listener, which may have to be the kubelet",
 				name, number)}
 	}
 	events, err := client.GetContainerEvents(ctx, &cri.GetEventsRequest{})

@@ -17,7 +17,7 @@ const Prefix = "gpu_agent_"
 // value, so a program without an API server shows none.
 func AnsweredIn(auto promauto.Factory) *prometheus.GaugeVec {
 	return auto.NewGaugeVec(prometheus.GaugeOpts{Name: Prefix + "api_last_answer_timestamp_seconds",
-		Help: "When the API server answered last, or the process began to ask it; none where it asks none."}, nil)
+		Help: "Time of the API server's last answer, or of the first request. None if no API server is used."}, nil)
 }
 
 // Registry returns a registry with the program's own collectors and those of every process.

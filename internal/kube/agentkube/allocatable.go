@@ -35,7 +35,7 @@ func (n *ourNode) LowerAllocatable(ctx context.Context, want map[string]int64) (
 	for name := range want {
 		if rest, ok := strings.CutPrefix(name, n.options.ResourceDomain+"/"); !ok || rest == "" {
 			return nil, fmt.Errorf("lower the allocatable %s of node %s: it is not below %s/, "+
-				"and not the agent's to write", name, n.options.NodeName, n.options.ResourceDomain)
+				"so the agent may not write it", name, n.options.NodeName, n.options.ResourceDomain)
 		}
 	}
 	if lowered, err = n.lower(ctx, want); err != nil {

@@ -194,7 +194,7 @@ func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 			q.dropped(e, "the API server refuses it", err)
 			return
 		case q.server.Now().Sub(e.at) > q.window:
-			q.dropped(e, "the API server is away", err)
+			q.dropped(e, "the API server is unreachable", err)
 			return
 		}
 		if !kube.Sleep(ctx, retry.Step()) {

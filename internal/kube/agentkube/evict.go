@@ -50,7 +50,7 @@ var ErrBudget = errors.New("a disruption budget forbids it now")
 func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
 		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, "+
-			"so that no other pod is hit", p, p.UID)
+			"so that no other pod is evicted", p, p.UID)
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()

@@ -36,7 +36,7 @@ func List(ctx context.Context, o kube.Options, selector string) ([]GPUNode, erro
 			err = status.Check()
 		}
 		if err != nil {
-			server.Log.Warn("passing over a node whose GPUNode is not valid", "node", o.GetName(), "err", err)
+			server.Log.Warn("ignoring a node whose GPUNode is not valid", "node", o.GetName(), "err", err)
 			return nil
 		}
 		says[o.GetName()] = status

@@ -56,7 +56,7 @@ func (n *ourNode) see(node *Node) {
 // mayRequest waits until the Node may be written: after 50 requests in a row, once in 3 s.
 func (n *ourNode) mayRequest(ctx context.Context) error {
 	if err := n.writes.Wait(ctx); err != nil {
-		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+		return fmt.Errorf("wait, since others keep changing what the agent writes: %w", err)
 	}
 	return nil
 }
@@ -112,7 +112,7 @@ func (n *ourNode) remember(patched *Node) {
 // mayWrite returns an error for a key that the admission policy would refuse.
 func (n *ourNode) mayWrite(name string) error {
 	if rest, ok := strings.CutPrefix(name, n.options.Domain+"/"); !ok || rest == "" {
-		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, n.options.Domain)
+		return fmt.Errorf("%q is not below %s/, so the agent may not write it", name, n.options.Domain)
 	}
 	return nil
 }

@@ -32,7 +32,7 @@ var ErrUnfit = errors.New("the API server cannot do what the node's slices need"
 
 // ErrDropped means that the API server has stored a slice without some of its fields, since a
 // feature gate is off. It is an ErrUnfit.
-var ErrDropped = fmt.Errorf("%w: it has dropped what it does not know", ErrUnfit)
+var ErrDropped = fmt.Errorf("%w: it has dropped fields that it does not know", ErrUnfit)
 
 // leastServer is the oldest supported server. The schedulers before it give out MIG instances and
 // shares of one GPU at the same time (kubernetes#139034).
@@ -352,10 +352,10 @@ func dropped(sent, kept []byte) string {
 // lost returns an error that names what the server did not keep.
 func lost(sent, kept []byte) error {
 	if what := dropped(sent, kept); what != "" {
-		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, "+
-			"as they are by default from Kubernetes 1.36 on", ErrDropped, what)
+		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints, "+
+			"the feature gates that are on by default from Kubernetes 1.36 on", ErrDropped, what)
 	}
-	return errors.New("the API server has made something else of it")
+	return errors.New("the API server has stored something else")
 }
 
 // request makes one request for a ResourceSlice.
@@ -391,7 +391,7 @@ func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]*res
 	for i := range list.Items {
 		slice, err := readSlice(&list.Items[i])
 		if err != nil {
-			s.server.Log.Warn("replacing a ResourceSlice of this node that nobody can read",
+			s.server.Log.Warn("replacing a ResourceSlice of this node that cannot be read",
 				"slice", slice.Name, "err", err)
 			slice.Spec = resourcev1.ResourceSliceSpec{}
 		}

@@ -95,7 +95,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	return n.server.Follow(ctx, kube.Target{Resource: kube.Nodes, Name: name}, func(object *unstructured.Unstructured) {
 		if object == nil {
 			n.see(nil)
-			n.server.Log.Warn("the API server has no Node of this name; what was seen last stays in force",
+			n.server.Log.Warn("the API server has no Node of this name; the agent keeps what it saw last",
 				"node", name)
 			return
 		}

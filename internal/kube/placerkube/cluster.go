@@ -98,11 +98,11 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 				name := object.GetName()
 				status, err := kube.ReadGPUNode(object)
 				if err != nil {
-					c.server.Ration.Log(slog.LevelError, "taking a malformed GPUNode for none", nil,
+					c.server.Ration.Log(slog.LevelError, "ignoring a malformed GPUNode", nil,
 						"node", name, "err", err)
 				}
 				if err := into.SetGPUNode(name, status); err != nil {
-					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode is not valid", nil,
+					c.server.Ration.Log(slog.LevelError, "ignoring a node whose GPUNode is not valid", nil,
 						"node", name, "err", err)
 				}
 			},

@@ -95,7 +95,7 @@ func (l *Lease) Run(ctx context.Context) error {
 }
 
 // errTaken means that another process has written the lease since this one read it.
-var errTaken = errors.New("somebody else has written the lease")
+var errTaken = errors.New("another process has written the lease")
 
 // try gets or renews the lease, unless another process holds it. It returns errTaken if another
 // process was faster, and other errors of the API server.
@@ -144,7 +144,7 @@ func (l *Lease) set(until time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if until.IsZero() && !l.until.IsZero() {
-		l.cluster.server.Log.Warn("not leading any more", "lease", l.namespace+"/"+l.name, "holder", l.holder())
+		l.cluster.server.Log.Warn("no longer leading", "lease", l.namespace+"/"+l.name, "holder", l.holder())
 	}
 	l.until = until
 }
@@ -219,6 +219,6 @@ func (l *Lease) giveUp() {
 	next.HolderIdentity, next.LeaseDurationSeconds = new(""), new(int32(1))
 	next.RenewTime = new(metav1.NewMicroTime(l.cluster.server.Now()))
 	if err := l.write(ctx, next); err != nil {
-		l.cluster.server.Log.Warn("the lease was not given up; another process waits for its end", "err", err)
+		l.cluster.server.Log.Warn("cannot give up the lease; the next leader waits until it expires", "err", err)
 	}
 }

@@ -38,16 +38,16 @@ var (
 	usedMemory = desc(obs.Prefix+"container_used_memory_byte_seconds_total",
 		"GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
 	smTime = desc(obs.Prefix+"container_sm_seconds_total",
-		"Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its "+
-			"processes. None where the driver has none (MIG).", ofContainer...)
+		"Share of a GPU's streaming multiprocessors that a container used, times seconds, by the driver's figures "+
+			"for its processes. None if the driver has no figures (MIG).", ofContainer...)
 	idleFor = desc(obs.Prefix+"container_idle_seconds",
-		"How long a container has had no process on a GPU of which it holds something; 0 while it has one. None "+
-			"while that is not known.", ofContainer...)
-	journalUp   = desc(obs.Prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
+		"How long a container has had no process on a GPU that it holds, in whole or in part; 0 while it has "+
+			"one. None while that is not known.", ofContainer...)
+	journalUp   = desc(obs.Prefix+"usage_journal_up", "Whether the last write to the usage journal succeeded: 1 or 0.")
 	recordsLost = desc(obs.Prefix+"usage_records_lost_total",
 		"Records of the usage journal that could not be written, since the start.")
 	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total",
-		"Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
+		"Records that the usage journal had no room for, since the start: of use, or of refused requests.", "of")
 
 	// OpenCost and Kubecost look for this name.
 	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a "+

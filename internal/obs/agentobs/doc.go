@@ -84,7 +84,7 @@
 //	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
 //	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
 //	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
-//	container_sm_seconds_total{namespace,pod,container,gpu}                   used share of the GPU's multiprocessors, times seconds
+//	container_sm_seconds_total{namespace,pod,container,gpu}                   used share of its multiprocessors, times seconds
 //	container_idle_seconds{namespace,pod,container,gpu}                       how long it has had no process on the GPU
 //	usage_journal_up                            1 while the usage journal can be written
 //	usage_records_lost_total                    records that could not be written to it

@@ -76,7 +76,7 @@ func (d *Door) Run(ctx context.Context) error {
 	go func() { failed <- server.Serve(obs.Bound(l)) }()
 	select {
 	case err := <-failed:
-		d.Logger.Warn("gpu-agent plan and check cannot ask this agent any more", "err", err)
+		d.Logger.Warn("gpu-agent plan and check can no longer ask this agent", "err", err)
 		<-ctx.Done()
 	case <-ctx.Done():
 		server.Close() // clients see that the agent has gone

@@ -71,13 +71,13 @@ func NewMetrics(version string) *Metrics {
 		api: counter("api_errors_total",
 			"Requests to the API server that failed.", "verb", "resource"),
 		events: counter("events_total",
-			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
+			"Kubernetes Events by outcome: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.",
 			"gpu", "kind", "xid"),
 		refusals: counter("plugin_refusals_total",
-			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for "+
-				"again (NotReady).", "resource", "reason"),
+			"Requests of the kubelet that were refused, by reason. The kubelet asks again for a container "+
+				"that cannot start yet (NotReady).", "resource", "reason"),
 		lowered: counter("allocatable_writes_total",
 			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), "+
 				"because the kubelet had written more than the list says (kubelet), or because the agent ended (end).",
@@ -85,10 +85,10 @@ func NewMetrics(version string) *Metrics {
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
-			"Containers that the watchdog has ended: over their memory cap, or intruders on a GPU on which they have "+
-				"no allocation.", "reason"),
+			"Containers that the watchdog has ended: they were over their memory cap (over), or used a GPU without "+
+				"an allocation on it (intruder).", "reason"),
 		evicted: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "cap_evictions_total",
-			Help: "Pods that were evicted for going over their memory cap again and again."}),
+			Help: "Pods that were evicted since they exceeded their memory cap again and again."}),
 		// The watchdog reads four times a second, and acts on the second breach.
 		breach: auto.NewHistogram(prometheus.HistogramOpts{Name: obs.Prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
@@ -227,7 +227,7 @@ var (
 		"driver", "cuda")
 	gpuInfo = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index",
 		"model", "mode")
-	gpuMemory = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.",
+	gpuMemory = gauge("gpu_memory_bytes", "Size of the GPU's memory, including what the driver keeps for itself.",
 		"gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
 	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
@@ -235,13 +235,13 @@ var (
 		"knows them: 1 or 0.", "resource")
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
-	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.",
+	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and not held.",
 		"gpu", "resource", "state")
-	canBeHad = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude "+
-		"each other.", "resource")
+	canBeHad = gauge("resource_free", "Devices of a resource that a container can get now. MIG devices on demand "+
+		"exclude each other.", "resource")
 	largest = gauge("resource_largest_request", "The largest request for a resource by one container that fits on "+
 		"the node now.", "resource")
-	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, "+
+	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or not available, "+
 		"0 to 1. GPUs with mode off do not count.")
 	allocated = gauge("allocations", "Allocations: sets of devices that were given together and have not ended.")
 	partition = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.",
@@ -249,7 +249,7 @@ var (
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
 	migEnabled = gauge("mig_enabled",
-		"Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
+		"Whether MIG is in force on a GPU that has or should have MIG instances: 1 or 0.", "gpu")
 	migPending    = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
 	migPlacements = gauge("mig_slots",
 		"MIG devices of a GPU, by profile, that are "+strings.Join(status.PlacementStates, ", ")+
@@ -262,7 +262,7 @@ var (
 		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
 
 	containerCap = gauge("container_memory_cap_bytes",
-		"GPU memory that a container may use, and the guarantee: what enforces that. None for a whole GPU.",
+		"GPU memory that a container may use; the label guarantee names what enforces it. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
 	containerUsed = gauge("container_memory_used_bytes",
 		"GPU memory of a container that counts against its cap, as the watchdog read it last; none while it is "+

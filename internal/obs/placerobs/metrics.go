@@ -78,8 +78,8 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 	m := &Metrics{
 		own: own,
 		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_answers_total",
-			Help: "Requests of schedulers, by how they ended. Where that is neither placed, refused nor " +
-				"deferred, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
+			Help: "Requests of schedulers, by outcome. After any outcome but placed, refused and deferred, " +
+				"the scheduler went on without the placer."}, []string{"verb", "outcome"}),
 		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + "placer_answer_seconds",
 			Help:    "Time from a scheduler's request to the answer.",
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
@@ -87,19 +87,19 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
 		answered: obs.AnsweredIn(auto),
 		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "placer_unguarded_pods_total",
-			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
+			Help: "Pods with an agent's devices that were bound to a node without the placer's approval."}),
 		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_wakes_total",
-			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."},
+			Help: "Annotations that make a scheduler look at a node again, by result: ok or error."},
 			[]string{"result"}),
 	}
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_waiting_pods",
-		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
+		Help: "Pods that were refused and have no node yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_reservations",
 		Help: "Pods that are not bound and have room reserved."},
 		func() float64 { return float64(read().Reservations) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_passed_over_nodes",
-		Help: "Nodes where no pod is placed since their GPUNode is not valid: an agent of another version, or " +
-			"a node that lies."}, func() float64 { return float64(read().PassedOver) })
+		Help: "Nodes that get no pods since their GPUNode is not valid: their agent has another version, or " +
+			"they report false values."}, func() float64 { return float64(read().PassedOver) })
 	for _, state := range checks {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks",
 			ConstLabels: prometheus.Labels{"state": state},
@@ -109,18 +109,19 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 	for _, state := range slices {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_liqo_slices",
 			ConstLabels: prometheus.Labels{"state": state},
-			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: " +
+			Help: "ResourceSlices of other clusters that ask for the agents' resources, by the placer's answer: " +
 				"accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
 			func() float64 { return float64(read().Slices[state]) })
 	}
 	own.MustRegister(&siteMetrics{read,
 		prometheus.NewDesc(obs.Prefix+"placer_site_gpus",
-			"GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
+			"GPUs that are held in whole or in part, by the site of their node.", []string{"site"}, nil),
 		prometheus.NewDesc(obs.Prefix+"placer_site_gpu_seconds_total",
-			"Time for which anybody has held a piece of a GPU, of all GPUs of a site together.",
+			"Seconds that a GPU was held in whole or in part, summed over all GPUs of a site.",
 			[]string{"site"}, nil)})
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_leader",
-		Help: "1 while this process is the one that answers."}, func() float64 { return obs.Truth(read().Leads) })
+		Help: "1 while this process is the leader, which answers; else 0."},
+		func() float64 { return obs.Truth(read().Leads) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "build_info", Help: "1; the version is in the labels.",
 		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}},
 		func() float64 { return 1 })
