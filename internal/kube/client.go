@@ -129,7 +129,7 @@ func Connect(o Options, perSecond float32) (*Server, error) {
 	}
 	config.WarningHandler = rest.NoWarnings{}
 	if o.Answered != nil {
-		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return answers{next, o.Answered} })
+		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return answerNotifier{next, o.Answered} })
 	}
 	config.QPS, config.Burst = perSecond, 300
 	web, err := rest.HTTPClientFor(config)
@@ -161,13 +161,13 @@ func Connect(o Options, perSecond float32) (*Server, error) {
 	return up, nil
 }
 
-// answers calls answered for every request that got an answer.
-type answers struct {
+// answerNotifier calls answered for every request that got an answer.
+type answerNotifier struct {
 	http.RoundTripper
 	answered func()
 }
 
-func (a answers) RoundTrip(r *http.Request) (*http.Response, error) {
+func (a answerNotifier) RoundTrip(r *http.Request) (*http.Response, error) {
 	response, err := a.RoundTripper.RoundTrip(r)
 	if err == nil {
 		a.answered()

@@ -31,9 +31,9 @@ const (
 	statusPatience = 2 * time.Second
 )
 
-// created records the CDI devices of the runtime's containers. A container keeps those that it was
+// cdiCache records the CDI devices of the runtime's containers. A container keeps those that it was
 // created with, so the agent asks once for each container.
-type created struct {
+type cdiCache struct {
 	// patience is statusPatience; tests shorten it.
 	patience time.Duration
 	// turn holds a token while a caller asks the runtime. Other callers wait, and then find the
@@ -42,16 +42,16 @@ type created struct {
 
 	mu sync.Mutex
 	// The fields below are guarded by mu.
-	by map[string]*creation // by the container's ID
+	by map[string]*cdiEntry // by the container's ID
 	// asked is the number of questions so far.
 	asked uint64
 }
 
-// creation is what is known of one container. Callers may keep using it after a later list has
+// cdiEntry is what is known of one container. Callers may keep using it after a later list has
 // dropped the container: see keep.
-type creation struct {
+type cdiEntry struct {
 	id string
-	// Guarded by created.mu:
+	// Guarded by cdiCache.mu:
 	known bool
 	cdi   []string
 	asked uint64 // the number of the last question without an answer; 0 for none
@@ -60,7 +60,7 @@ type creation struct {
 // addCDI fills in the CDI devices of containers. It asks the runtime for those that are not known
 // yet. It returns the containers that the runtime does not have any longer.
 func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string]bool) {
-	m := &r.created
+	m := &r.cdi
 	ctx, cancel := context.WithTimeout(ctx, m.patience)
 	defer cancel()
 	of := m.of(list)
@@ -78,15 +78,15 @@ func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string
 	return gone
 }
 
-// of returns the creation of each container of a list.
-func (m *created) of(list []Container) []*creation {
+// of returns the entry of each container of a list.
+func (m *cdiCache) of(list []Container) []*cdiEntry {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	of := make([]*creation, len(list))
+	of := make([]*cdiEntry, len(list))
 	for i := range list {
 		id := list[i].ID
 		if m.by[id] == nil {
-			m.by[id] = &creation{id: id}
+			m.by[id] = &cdiEntry{id: id}
 		}
 		of[i] = m.by[id]
 	}
@@ -95,11 +95,11 @@ func (m *created) of(list []Container) []*creation {
 
 // askCDI asks for the statuses of containers whose devices are not known. It asks first for those
 // that have waited longest, so that one failing status does not delay another.
-func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]bool) {
-	m := &r.created
+func (r *Runtime) askCDI(ctx context.Context, of []*cdiEntry) (gone map[string]bool) {
+	m := &r.cdi
 	m.mu.Lock()
-	due := slices.DeleteFunc(slices.Clone(of), func(c *creation) bool { return c.known })
-	slices.SortStableFunc(due, func(a, b *creation) int { return cmp.Compare(a.asked, b.asked) })
+	due := slices.DeleteFunc(slices.Clone(of), func(c *cdiEntry) bool { return c.known })
+	slices.SortStableFunc(due, func(a, b *cdiEntry) int { return cmp.Compare(a.asked, b.asked) })
 	m.mu.Unlock()
 	gone = map[string]bool{}
 	var asking errgroup.Group
@@ -134,7 +134,7 @@ func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]b
 
 // keep drops all containers that are not in list. A caller with an earlier list still has its own
 // pointers to them.
-func (m *created) keep(list []Container) {
+func (m *cdiCache) keep(list []Container) {
 	listed := make(map[string]bool, len(list))
 	for i := range list {
 		listed[list[i].ID] = true

@@ -139,7 +139,7 @@ func unified(root string) (fd int, at string, err error) {
 // CRI.
 func (r *Runtime) kill(ctx context.Context, id string) error {
 	ctx = metadata.AppendToOutgoingContext(ctx, namespaceHeader, containerdNamespace)
-	return r.line.ask(ctx, func(conn *grpc.ClientConn) error {
+	return r.client.ask(ctx, func(conn *grpc.ClientConn) error {
 		_, err := tasks.NewTasksClient(conn).Kill(ctx, &tasks.KillRequest{
 			ContainerID: id, Signal: uint32(unix.SIGKILL), All: true,
 		})

@@ -72,21 +72,21 @@ func comparePrepared(a, b Prepared) int {
 type PodResources struct {
 	dir    string // the kubelet's
 	socket string
-	line   line
+	client grpcClient
 }
 
 // NewPodResources prepares to ask the kubelet with this directory, "/var/lib/kubelet" on most
 // nodes. It opens nothing before the first question.
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
-	return &PodResources{dir: kubeletDir, socket: socket, line: line{
+	return &PodResources{dir: kubeletDir, socket: socket, client: grpcClient{
 		socket:  func() (string, error) { return socket, nil },
 		answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing), grpc.ForceCodecV2(newExact())},
 	}}
 }
 
 // Close closes the connection. A later question opens a new one.
-func (p *PodResources) Close() error { return p.line.close() }
+func (p *PodResources) Close() error { return p.client.close() }
 
 // Checkpoint calls ReadCheckpoint for this kubelet.
 func (p *PodResources) Checkpoint() (Checkpoint, error) { return ReadCheckpoint(p.dir) }
@@ -98,7 +98,7 @@ func (p *PodResources) Stamp() Stamp { return CheckpointStamp(p.dir) }
 // does not wait for it.
 func (p *PodResources) List(ctx context.Context) (Listing, error) {
 	var answer *podresources.ListPodResourcesResponse
-	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err := p.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = podresources.NewPodResourcesListerClient(conn).List(ctx, &podresources.ListPodResourcesRequest{})
 		return err
 	})
@@ -150,7 +150,7 @@ func collect(devices []*podresources.ContainerDevices) map[string][]string {
 // resource name, sorted. So it shows what the kubelet understood of the plugins' lists.
 func (p *PodResources) Allocatable(ctx context.Context) (map[string][]string, error) {
 	var answer *podresources.AllocatableResourcesResponse
-	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err := p.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = podresources.NewPodResourcesListerClient(conn).GetAllocatableResources(ctx,
 			&podresources.AllocatableResourcesRequest{})
 		return err

@@ -39,15 +39,15 @@ type Proc struct {
 	root string
 
 	mu sync.Mutex // guards what follows
-	// looked has the processes that were asked for lately, by PID.
-	looked map[int]*look
-	swept  uint64 // the tick at which the unused ones were last dropped
+	// entries has the processes that were asked for lately, by PID.
+	entries map[int]*entry
+	swept   uint64 // the tick at which the unused ones were last dropped
 }
 
-// look is what was found about a process. Reading the files of /proc costs some 25 µs, and the
+// entry is what was found about a process. Reading the files of /proc costs some 25 µs, and the
 // watchdog asks for the same processes several times a second. Checking whether a process still
 // lives costs a tenth of that. No process leaves its container.
-type look struct {
+type entry struct {
 	dir   int // its directory, which becomes empty when it is reaped
 	owner Owner
 	err   error // set if the process is in no pod's container
@@ -55,31 +55,31 @@ type look struct {
 }
 
 const (
-	// lookFor is how long a process is remembered after it was last asked for, in ticks. maxLooks
+	// keepFor is how long a process is remembered after it was last asked for, in ticks. maxEntries
 	// is the most that are remembered: each keeps a descriptor open.
-	lookFor  = 10 * ticksPerSecond
-	maxLooks = 1024
+	keepFor    = 10 * ticksPerSecond
+	maxEntries = 1024
 )
 
 // NewProc returns the /proc at root, which it does not read yet; empty means "/proc". It must be
 // that of the caller's own PID namespace.
 func NewProc(root string) *Proc {
-	return &Proc{root: cmp.Or(root, "/proc"), looked: map[int]*look{}}
+	return &Proc{root: cmp.Or(root, "/proc"), entries: map[int]*entry{}}
 }
 
 // Close forgets all processes and closes their descriptors. A later question remembers them again.
 func (p *Proc) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.sweepLocked(func(*look) bool { return true })
+	p.sweepLocked(func(*entry) bool { return true })
 	return nil
 }
 
-func (p *Proc) sweepLocked(drop func(*look) bool) {
-	for pid, l := range p.looked {
+func (p *Proc) sweepLocked(drop func(*entry) bool) {
+	for pid, l := range p.entries {
 		if drop(l) {
 			unix.Close(l.dir)
-			delete(p.looked, pid)
+			delete(p.entries, pid)
 		}
 	}
 }
@@ -106,7 +106,7 @@ func (p *Proc) Container(pid int) (Owner, error) {
 	now := Ticks()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if l := p.looked[pid]; l != nil {
+	if l := p.entries[pid]; l != nil {
 		// The directory of a reaped process is empty. Until it is reaped, no other process has its
 		// PID.
 		if unix.Faccessat(l.dir, "stat", unix.F_OK, 0) == nil {
@@ -114,31 +114,31 @@ func (p *Proc) Container(pid int) (Owner, error) {
 			return l.owner, l.err
 		}
 		unix.Close(l.dir)
-		delete(p.looked, pid)
+		delete(p.entries, pid)
 	}
-	l, err := p.look(pid)
+	l, err := p.read(pid)
 	if err != nil {
 		return Owner{}, err
 	}
-	if now-p.swept > lookFor {
-		p.sweepLocked(func(l *look) bool { return now-l.asked > lookFor })
+	if now-p.swept > keepFor {
+		p.sweepLocked(func(l *entry) bool { return now-l.asked > keepFor })
 		p.swept = now
 	}
-	if len(p.looked) >= maxLooks {
-		p.sweepLocked(func(*look) bool { return true })
+	if len(p.entries) >= maxEntries {
+		p.sweepLocked(func(*entry) bool { return true })
 	}
 	l.asked = now
-	p.looked[pid] = l
+	p.entries[pid] = l
 	return l.owner, l.err
 }
 
-// look reads what the kernel reports about a process.
-func (p *Proc) look(pid int) (*look, error) {
+// read asks /proc about a process.
+func (p *Proc) read(pid int) (*entry, error) {
 	dir, err := p.open(pid)
 	if err != nil {
 		return nil, err
 	}
-	l := &look{dir: dir}
+	l := &entry{dir: dir}
 	start, err := startTime(dir)
 	if err == nil {
 		var list []byte
@@ -160,7 +160,7 @@ func (p *Proc) look(pid int) (*look, error) {
 // Same reports whether a process is still the one that Container found, and still in that
 // container. Callers ask it just before a kill. It does not use remembered answers.
 func (p *Proc) Same(pid int, o Owner) bool {
-	l, err := p.look(pid)
+	l, err := p.read(pid)
 	if err != nil {
 		return false
 	}

@@ -102,10 +102,10 @@ func (c *Container) InPod() workload.Pod {
 // They do not wait for a runtime that is down; for one that hangs they wait until their context
 // ends.
 type Runtime struct {
-	o    RuntimeOptions
-	line line
+	o      RuntimeOptions
+	client grpcClient
 
-	created created
+	cdi cdiCache
 
 	mu       sync.Mutex // guards endpoint
 	endpoint string     // the path of the socket; empty until it is found
@@ -121,9 +121,9 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 		o.DRA = func() bool { return false }
 	}
 	r := &Runtime{
-		o: o, created: created{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*creation{}},
+		o: o, cdi: cdiCache{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*cdiEntry{}},
 	}
-	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{
+	r.client.socket, r.client.answers = r.socket, []grpc.CallOption{
 		grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded()),
 	}
 	return r
@@ -137,7 +137,7 @@ func (r *Runtime) Endpoint() string {
 }
 
 // Close closes the connection. A later question opens a new one.
-func (r *Runtime) Close() error { return r.line.close() }
+func (r *Runtime) Close() error { return r.client.close() }
 
 // socket finds the runtime's socket, once. While a runtime restarts, its socket may be missing.
 // Then the socket of another runtime must not take its place: the kubelet's containers are not
@@ -212,7 +212,7 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 		kept.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
 		list = append(list, kept)
 	}
-	if r.created.keep(list); r.o.DRA() {
+	if r.cdi.keep(list); r.o.DRA() {
 		gone := r.addCDI(ctx, list)
 		list = slices.DeleteFunc(list, func(c Container) bool { return gone[c.ID] })
 	}
@@ -224,7 +224,7 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 func ask[A any](
 	ctx context.Context, r *Runtime, question func(cri.RuntimeServiceClient) (A, error),
 ) (answer A, err error) {
-	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err = r.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = question(cri.NewRuntimeServiceClient(conn))
 		return err
 	})
@@ -429,7 +429,7 @@ func (r *Runtime) stream(
 ) (*grpc.ClientConn, error) {
 	ctx, cancel := context.WithCancel(ctx) // a stream that is left must be cancelled
 	defer cancel()
-	conn, _, err := r.line.connection(dead)
+	conn, _, err := r.client.connection(dead)
 	if err != nil {
 		return nil, err
 	}

@@ -78,7 +78,7 @@ func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Cl
 		claim, err = readClaim(object, driver)
 	}
 	if apierrors.IsNotFound(err) {
-		err = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err))
+		err = fmt.Errorf("%w: %s", gpu.ErrNotFound, errorText(err))
 		c.server.Note(ctx, "get", resourceClaims.Resource, "", nil)
 	} else {
 		// One name for all claims: a missing right fails for all alike.
@@ -244,7 +244,7 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 		types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: new(true)}, "status")
 	failed := err
 	if apierrors.IsNotFound(err) || otherObject(err) {
-		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err)), nil
+		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, errorText(err)), nil
 	}
 	c.server.Note(ctx, "patch", resourceClaims.Resource+"/status", "", failed)
 	if err != nil {

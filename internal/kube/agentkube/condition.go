@@ -40,8 +40,8 @@ type Condition struct {
 	since metav1.Time
 }
 
-// says reports whether c and d are equal except for since.
-func (c Condition) says(d Condition) bool {
+// sameAs reports whether c and d are equal except for since.
+func (c Condition) sameAs(d Condition) bool {
 	c.since, d.since = metav1.Time{}, metav1.Time{}
 	return c == d
 }
@@ -73,7 +73,7 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	now := metav1.NewTime(n.server.Now())
 	want.since = now
 	if have, ok := node.condition(want.Type); ok {
-		if have.says(want) {
+		if have.sameAs(want) {
 			return nil
 		}
 		if have.Status == want.Status && !have.since.IsZero() {

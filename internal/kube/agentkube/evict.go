@@ -76,7 +76,7 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 			"which cannot be evicted (%s)",
 			p, gpu.ErrNotFound, p.UID, err)
 	case budget:
-		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
+		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, errorText(err))
 	case apierrors.IsForbidden(err) && !byPolicy(err, ""):
 		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
 	}
@@ -110,9 +110,9 @@ func refused(answer *unstructured.Unstructured) error {
 	return &apierrors.StatusError{ErrStatus: s}
 }
 
-// words returns the text of an error. It adds what the server says about the budget: which budget
+// errorText returns the text of an error. It adds what the server says about the budget: which budget
 // it is, and what it needs.
-func words(err error) string {
+func errorText(err error) string {
 	text := err.Error()
 	var status apierrors.APIStatus
 	if errors.As(err, &status) && status.Status().Details != nil {

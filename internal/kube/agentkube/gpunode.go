@@ -27,11 +27,11 @@ type ourGPUNode struct {
 
 	mu sync.Mutex
 	// Guarded by mu. version is the resource version of the last answer; empty while the server has
-	// no GPUNode. owned is true if the present Node owns the object. lacks is true while the server
+	// no GPUNode. owned is true if the present Node owns the object. unsupported is true while the server
 	// does not know GPUNodes, or does not allow them.
-	version string
-	owned   bool
-	lacks   bool
+	version     string
+	owned       bool
+	unsupported bool
 }
 
 func (g *ourGPUNode) gpuNodes() schema.GroupVersionResource {
@@ -52,7 +52,7 @@ func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, 
 				gpunode.Plural, g.options.Domain, err)
 		}
 		g.mu.Lock()
-		g.lacks = true
+		g.unsupported = true
 		g.mu.Unlock()
 		fn(nil, err)
 	}}
@@ -62,18 +62,18 @@ func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, 
 			g.server.Log.Error("ignoring a malformed GPUNode", "node", g.options.NodeName, "err", err)
 			return // the next WriteGPUNode overwrites it
 		}
-		if g.saw(object) {
+		if g.record(object) {
 			fn(status, nil)
 		}
 	})
 }
 
-// saw records the object that the server has; nil is none. It returns false, and records nothing,
+// record stores the object that the server has; nil is none. It returns false, and stores nothing,
 // if a later answer is known already.
-func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
+func (g *ourGPUNode) record(object *unstructured.Unstructured) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.lacks = false
+	g.unsupported = false
 	if object == nil {
 		g.version, g.owned = "", false
 		return true
@@ -93,7 +93,7 @@ func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
 func (g *ourGPUNode) lacksGPUNodes() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.lacks
+	return g.unsupported
 }
 
 // nodeUID returns the UID of the Node as last seen; empty if there is none.
@@ -117,7 +117,7 @@ func (g *ourGPUNode) WriteGPUNode(ctx context.Context, want *gpunode.Status) (*g
 	for try := 0; ; try++ {
 		object, err := g.writeGPUNode(ctx, want)
 		if apierrors.IsNotFound(err) && try == 0 { // it was deleted, and the watch has not reported that yet
-			g.saw(nil)
+			g.record(nil)
 			continue
 		}
 		if err != nil {
@@ -172,7 +172,7 @@ func (g *ourGPUNode) applyGPUNode(
 	if err != nil {
 		return nil, err
 	}
-	g.saw(object)
+	g.record(object)
 	return object, nil
 }
 

@@ -88,8 +88,8 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	}
 	// A key with other managers is not removed when the agent stops applying it.
 	gone := map[string]any{}
-	n.shared(gone, "labels", node.labels, labels)
-	n.shared(gone, "annotations", node.annotations, annotations)
+	n.addRemovals(gone, "labels", node.labels, labels)
+	n.addRemovals(gone, "annotations", node.annotations, annotations)
 	if len(gone) > 0 {
 		body, err := json.Marshal(map[string]any{"metadata": gone})
 		if err != nil {
@@ -137,9 +137,9 @@ func (n *ourNode) wanted(node *Node, m Marks) (labels, annotations map[string]st
 	return labels, annotations
 }
 
-// shared adds to a merge patch the removal of keys below the agent's domain that the agent wrote
+// addRemovals adds to a merge patch the removal of keys below the agent's domain that the agent wrote
 // and no longer wants, but that others manage, too. Below its domain the agent decides.
-func (n *ourNode) shared(patch map[string]any, field string, have owners, want map[string]string) {
+func (n *ourNode) addRemovals(patch map[string]any, field string, have owners, want map[string]string) {
 	gone := map[string]any{}
 	for key, o := range have {
 		if _, wanted := want[key]; o.agent() && (o.others || o.patched) && !wanted && n.mayWrite(key) == nil {

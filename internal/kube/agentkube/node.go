@@ -46,8 +46,8 @@ func (n *ourNode) lastNode(ctx context.Context) (*Node, error) {
 	return n.listNode(ctx)
 }
 
-// see records the Node that a watch reports; nil is none.
-func (n *ourNode) see(node *Node) {
+// setLast records the Node that a watch reports; nil is none.
+func (n *ourNode) setLast(node *Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.last = node

@@ -37,14 +37,14 @@ type PolicyOptions struct {
 }
 
 const (
-	// tried is the name of the objects in the dry runs. No real object has it.
-	tried = "gpu-agent-policy-check"
+	// dryRunName is the name of the objects in the dry runs. No real object has it.
+	dryRunName = "gpu-agent-policy-check"
 	// noUID is a UID that no pod has.
 	noUID = "00000000-0000-4000-8000-000000000000"
-	// doubts is the number of checks in a row, within about five seconds, that must find a policy
+	// missesToReport is the number of checks in a row, within about five seconds, that must find a policy
 	// missing before WatchPolicies reports it. When manifests are applied, a permission may come
 	// into force before its policy.
-	doubts = 6
+	missesToReport = 6
 )
 
 // attempt is a write that a policy must refuse.
@@ -88,7 +88,7 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]s
 		} else {
 			missing = 0
 		}
-		if (missing == 0 || missing >= doubts) && !slices.Equal(now, last) {
+		if (missing == 0 || missing >= missesToReport) && !slices.Equal(now, last) {
 			c.logPolicies(last, now)
 			fn(slices.Clone(now))
 			last = now
@@ -119,7 +119,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 	}
 	list := []attempt{
 		{"gpu-agent", "patch", kube.Nodes.Resource, func(ctx context.Context) error {
-			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+tried)
+			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+dryRunName)
 			_, err := c.server.API.Resource(kube.Nodes).Patch(ctx, c.options.NodeName, types.MergePatchType,
 				[]byte(body), metav1.PatchOptions{FieldManager: manager, DryRun: dry})
 			return err
@@ -127,8 +127,8 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
 			dryRun := event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()}
 			e := dryRun.object(c.options.NodeName, c.options.Domain)
-			e.SetName(tried)
-			e.Object["reportingComponent"] = tried
+			e.SetName(dryRunName)
+			e.Object["reportingComponent"] = dryRunName
 			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, create)
 			return err
 		}, apierrors.IsAlreadyExists},
@@ -138,9 +138,9 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			ctx context.Context,
 		) error {
 			object, err := sliceObject(&resourcev1.ResourceSlice{
-				ObjectMeta: metav1.ObjectMeta{Name: tried},
-				Spec: resourcev1.ResourceSliceSpec{Driver: tried, NodeName: new(tried),
-					Pool: resourcev1.ResourcePool{Name: tried, Generation: 1, ResourceSliceCount: 1}},
+				ObjectMeta: metav1.ObjectMeta{Name: dryRunName},
+				Spec: resourcev1.ResourceSliceSpec{Driver: dryRunName, NodeName: new(dryRunName),
+					Pool: resourcev1.ResourcePool{Name: dryRunName, Generation: 1, ResourceSliceCount: 1}},
 			})
 			if err == nil {
 				_, err = c.server.API.Resource(resourceSlices).Create(ctx, object, create)
@@ -152,14 +152,14 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 		list = append(list, attempt{"gpu-agent-gpunodes", "create", gpunode.Plural, func(ctx context.Context) error {
 			object := &unstructured.Unstructured{Object: map[string]any{}}
 			object.SetGroupVersionKind(c.gpuNodes().GroupVersion().WithKind(gpunode.Kind))
-			object.SetName(tried)
+			object.SetName(dryRunName)
 			_, err := c.server.API.Resource(c.gpuNodes()).Create(ctx, object, create)
 			return err
 		}, apierrors.IsAlreadyExists})
 	}
 	if o.Evictions {
 		list = append(list, attempt{"gpu-agent-evict", "create", kube.Pods.Resource + "/eviction",
-			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
+			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: dryRunName}, nil), notFound})
 		if o.Pod.Name != "" {
 			own := o.Pod
 			own.UID = noUID
@@ -178,16 +178,16 @@ func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
 	held, taken := byPolicy(err, ""), err == nil || a.past != nil && a.past(err)
 	switch {
 	case held:
-		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		c.server.Note(ctx, a.verb, a.resource, dryRunName, nil)
 		return status.Policy{Name: a.policy, State: status.PolicyHeld}
 	case taken:
-		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		c.server.Note(ctx, a.verb, a.resource, dryRunName, nil)
 		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf(
 			"the API server would take a write to %s that the admission policy %s must refuse: "+
 				"apply admission.yaml of the manifests, with its binding, and see that its pattern fits "+
 				"the name of the agent's service account", a.resource, a.policy)}
 	}
-	c.server.Note(ctx, a.verb, a.resource, tried, err)
+	c.server.Note(ctx, a.verb, a.resource, dryRunName, err)
 	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf(
 		"whether the admission policy %s is in force is not known: %v", a.policy, err)}
 }
@@ -209,9 +209,9 @@ func (c *Client) logPolicies(before, now []status.Policy) {
 	}
 }
 
-// ours matches the name of one of the agent's admission policies in a refusal, also with a prefix
+// ourPolicies matches the name of one of the agent's admission policies in a refusal, also with a prefix
 // and a suffix from an overlay.
-var ours = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
+var ourPolicies = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
 
 // byPolicy reports whether err is a refusal by one of the agent's admission policies and contains
 // words.
@@ -221,5 +221,5 @@ func byPolicy(err error, words string) bool {
 		return false
 	}
 	message := answer.Status().Message
-	return ours.MatchString(message) && strings.Contains(message, words)
+	return ourPolicies.MatchString(message) && strings.Contains(message, words)
 }

@@ -151,12 +151,12 @@ func (s *ourSlices) compare(have map[string]*resourcev1.ResourceSlice) (others [
 	if s.kept == nil {
 		s.kept = map[string][]byte{}
 		for name := range have { // slices of an agent before this one
-			s.kept[name] = says(have[name])
+			s.kept[name] = specJSON(have[name])
 		}
 		return nil
 	}
 	for name, left := range s.kept {
-		if now, there := have[name]; left != nil && (!there || !bytes.Equal(says(now), left)) {
+		if now, there := have[name]; left != nil && (!there || !bytes.Equal(specJSON(now), left)) {
 			others = append(others, name)
 		}
 	}
@@ -167,14 +167,14 @@ func (s *ourSlices) compare(have map[string]*resourcev1.ResourceSlice) (others [
 	}
 	clear(s.kept)
 	for name, now := range have {
-		s.kept[name] = says(now)
+		s.kept[name] = specJSON(now)
 	}
 	slices.Sort(others)
 	return others
 }
 
-// says returns the spec of a slice as JSON.
-func says(slice *resourcev1.ResourceSlice) []byte {
+// specJSON returns the spec of a slice as JSON.
+func specJSON(slice *resourcev1.ResourceSlice) []byte {
 	out, err := json.Marshal(&slice.Spec)
 	if err != nil {
 		panic(err) // every field can be encoded as JSON
@@ -190,7 +190,7 @@ func (s *ourSlices) deleteSlice(ctx context.Context, slice *resourcev1.ResourceS
 		return s.server.API.Resource(resourceSlices).Delete(ctx, slice.Name, o)
 	})
 	if err != nil && !apierrors.IsNotFound(err) {
-		s.leave(slice.Name, nil)
+		s.recordSpec(slice.Name, nil)
 		return fmt.Errorf("delete ResourceSlice %s: %w", slice.Name, err)
 	}
 	s.mu.Lock()
@@ -232,8 +232,8 @@ func generations(want []resourcev1.ResourceSlice, have map[string]*resourcev1.Re
 // writeSlice writes one slice, unless the server has it already. have is nil if the server has none
 // of this name.
 func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *resourcev1.ResourceSlice) error {
-	sent := says(want)
-	if have != nil && bytes.Equal(says(have), sent) {
+	sent := specJSON(want)
+	if have != nil && bytes.Equal(specJSON(have), sent) {
 		return nil
 	}
 	s.mu.Lock()
@@ -242,8 +242,8 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	again := bytes.Equal(before.sent, sent)
 	partly := again && dropped(sent, before.kept) != ""
 	if partly && s.server.Now().Sub(before.at) < dropsAgain ||
-		again && have != nil && bytes.Equal(before.kept, says(have)) {
-		return lost(sent, before.kept)
+		again && have != nil && bytes.Equal(before.kept, specJSON(have)) {
+		return notKept(sent, before.kept)
 	}
 	whole := *want
 	whole.OwnerReferences = []metav1.OwnerReference{
@@ -255,7 +255,7 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	if partly { // a dry run first: no reader should see a slice that the server keeps in part
 		back, err := s.send(ctx, &whole, true)
 		if err == nil {
-			_, err = s.took(want.Name, sent, back)
+			_, err = s.recordAnswer(want.Name, sent, back)
 		}
 		if err != nil {
 			return err
@@ -264,9 +264,9 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	var kept []byte
 	back, err := s.send(ctx, &whole, false)
 	if err == nil {
-		kept, err = s.took(want.Name, sent, back)
+		kept, err = s.recordAnswer(want.Name, sent, back)
 	}
-	s.leave(want.Name, kept)
+	s.recordSpec(want.Name, kept)
 	if errors.Is(err, ErrDropped) {
 		return errors.Join(err, s.deleteSlice(ctx, back))
 	}
@@ -314,10 +314,10 @@ func sliceObject(slice *resourcev1.ResourceSlice) (*unstructured.Unstructured, e
 	return object, nil
 }
 
-// took records what the server has stored of a slice, and returns it. The error names the fields
+// recordAnswer records what the server has stored of a slice, and returns it. The error names the fields
 // that the server did not keep.
-func (s *ourSlices) took(name string, sent []byte, back *resourcev1.ResourceSlice) (kept []byte, err error) {
-	kept = says(back)
+func (s *ourSlices) recordAnswer(name string, sent []byte, back *resourcev1.ResourceSlice) (kept []byte, err error) {
+	kept = specJSON(back)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if bytes.Equal(kept, sent) {
@@ -325,11 +325,11 @@ func (s *ourSlices) took(name string, sent []byte, back *resourcev1.ResourceSlic
 		return kept, nil
 	}
 	s.unkept[name] = exchange{sent, kept, s.server.Now()}
-	return kept, lost(sent, kept)
+	return kept, notKept(sent, kept)
 }
 
-// leave records the spec of a slice after a write; nil means unknown, since a request failed.
-func (s *ourSlices) leave(name string, text []byte) {
+// recordSpec records the spec of a slice after a write; nil means unknown, since a request failed.
+func (s *ourSlices) recordSpec(name string, text []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kept[name] = text
@@ -349,8 +349,8 @@ func dropped(sent, kept []byte) string {
 	return strings.Join(names, ", ")
 }
 
-// lost returns an error that names what the server did not keep.
-func lost(sent, kept []byte) error {
+// notKept returns an error that names what the server did not keep.
+func notKept(sent, kept []byte) error {
 	if what := dropped(sent, kept); what != "" {
 		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints, "+
 			"the feature gates that are on by default from Kubernetes 1.36 on", ErrDropped, what)

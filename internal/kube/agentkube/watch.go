@@ -94,13 +94,13 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	name := n.options.NodeName
 	return n.server.Follow(ctx, kube.Target{Resource: kube.Nodes, Name: name}, func(object *unstructured.Unstructured) {
 		if object == nil {
-			n.see(nil)
+			n.setLast(nil)
 			n.server.Log.Warn("the API server has no Node of this name; the agent keeps what it saw last",
 				"node", name)
 			return
 		}
 		whole := readNode(object)
-		n.see(&whole)
+		n.setLast(&whole)
 		n.allocatable(&whole)
 		now := whole
 		now.StartupTaint = n.tainted(&whole)
@@ -113,7 +113,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 		if told && now.Unschedulable == last.Unschedulable && now.StartupTaint == last.StartupTaint &&
 			now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
 			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) &&
-			slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
+			slices.EqualFunc(now.Conditions, last.Conditions, Condition.sameAs) {
 			return
 		}
 		last, told = now, true

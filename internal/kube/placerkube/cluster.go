@@ -22,11 +22,11 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// lasting is the field selector for pods that have not succeeded. When a pod succeeds, the
+// notSucceeded is the field selector for pods that have not succeeded. When a pod succeeds, the
 // server reports it to the watch as deleted. Failed pods are selected: they are few, and a pod
 // that a kubelet refused is one of them. A placer that has just started must know of those,
 // too.
-const lasting = "status.phase!=Succeeded"
+const notSucceeded = "status.phase!=Succeeded"
 
 // RoomAnnotation is the annotation that Wake writes to a Node, without its domain.
 const RoomAnnotation = "gpu.room"
@@ -84,7 +84,7 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 			},
 		},
 		kube.Pods: {
-			Chosen: lasting, ID: uid, Gone: into.DeletePod,
+			Chosen: notSucceeded, ID: uid, Gone: into.DeletePod,
 			Set: func(object *unstructured.Unstructured) {
 				pod := new(corev1.Pod)
 				if c.convert(object, pod) {

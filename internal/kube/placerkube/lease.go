@@ -41,8 +41,8 @@ type Lease struct {
 	namespace, name string
 	identity        string
 	timing          leaseTiming
-	// took is called each time that this process becomes the leader; see NewLease.
-	took func(before time.Time, own bool)
+	// onLead is called each time that this process becomes the leader; see NewLease.
+	onLead func(before time.Time, own bool)
 
 	// The fields below are what the server answered last, and when this process first saw that
 	// record, by its own clock. Only Run's goroutine uses them.
@@ -57,11 +57,11 @@ type Lease struct {
 // NewLease prepares a lease. [Lease.Run] then tries to get and keep it. No other process may
 // have the same identity.
 //
-// Run calls took each time that this process becomes the leader, before Leads returns nil.
+// Run calls onLead each time that this process becomes the leader, before Leads returns nil.
 // Before is the time at which the lease was last renewed or given up, by its holder's clock; it
 // is zero if there was no lease. Own is true if that holder was this process.
-func (c *Cluster) NewLease(namespace, name, identity string, took func(before time.Time, own bool)) *Lease {
-	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, took: took,
+func (c *Cluster) NewLease(namespace, name, identity string, onLead func(before time.Time, own bool)) *Lease {
+	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, onLead: onLead,
 		timing: leaseTiming{leaseFor, renewWithin, leaseRetries}}
 }
 
@@ -102,7 +102,7 @@ var errTaken = errors.New("another process has written the lease")
 func (l *Lease) try(ctx context.Context) error {
 	led := l.Leads() == nil
 	if !led || l.object == nil { // the leader reads it again only after a conflict
-		if err := l.look(ctx); err != nil {
+		if err := l.read(ctx); err != nil {
 			return err
 		}
 	}
@@ -129,7 +129,7 @@ func (l *Lease) try(ctx context.Context) error {
 	}
 	if l.Leads() != nil {
 		l.cluster.server.Log.Info("leading", "lease", l.namespace+"/"+l.name, "identity", l.identity, "before", before)
-		l.took(before, own)
+		l.onLead(before, own)
 	}
 	l.set(now.Add(l.timing.renew))
 	return nil
@@ -149,8 +149,8 @@ func (l *Lease) set(until time.Time) {
 	l.until = until
 }
 
-// look reads the lease from the server. No lease is not an error.
-func (l *Lease) look(ctx context.Context) error {
+// read asks the server for the lease. No lease is not an error.
+func (l *Lease) read(ctx context.Context) error {
 	object, err := l.cluster.server.API.Resource(leases).Namespace(l.namespace).Get(ctx, l.name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		l.object, l.record = nil, coordinationv1.LeaseSpec{}
@@ -159,12 +159,12 @@ func (l *Lease) look(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.saw(object)
+	return l.store(object)
 }
 
-// saw records the lease that the server returned. It fails if the spec cannot be read; then
+// store keeps the lease that the server returned. It fails if the spec cannot be read; then
 // this process does not try to take the lease.
-func (l *Lease) saw(object *unstructured.Unstructured) error {
+func (l *Lease) store(object *unstructured.Unstructured) error {
 	var record coordinationv1.LeaseSpec
 	if err := kube.Decode(object, "spec", &record); err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
@@ -204,7 +204,7 @@ func (l *Lease) write(ctx context.Context, next coordinationv1.LeaseSpec) error 
 	if err != nil {
 		return fmt.Errorf("write the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.saw(object)
+	return l.store(object)
 }
 
 // giveUp clears the holder of the lease, if this process leads.

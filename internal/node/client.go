@@ -30,9 +30,9 @@ func (c exact) Unmarshal(data mem.BufferSlice, answer any) error {
 	return c.CodecV2.Unmarshal(mem.BufferSlice{mem.SliceBuffer(data.Materialize())}, answer)
 }
 
-// line is one gRPC connection to a server on this machine, which may restart at any time. Its
+// grpcClient is one gRPC connection to a server on this machine, which may restart at any time. Its
 // methods may be called from several goroutines.
-type line struct {
+type grpcClient struct {
 	// socket returns the path to dial. It is called for each new connection.
 	socket func() (string, error)
 	// answers limits the answers that are accepted.
@@ -44,8 +44,8 @@ type line struct {
 
 // ask calls question with the open connection. If the server has restarted, that connection is
 // dead. So if the server is unavailable, ask tries once more on a new connection.
-func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) error {
-	conn, fresh, err := l.connection(nil)
+func (c *grpcClient) ask(ctx context.Context, question func(*grpc.ClientConn) error) error {
+	conn, fresh, err := c.connection(nil)
 	if err != nil {
 		return err
 	}
@@ -55,7 +55,7 @@ func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) e
 	if fresh || code != codes.Unavailable && code != codes.Canceled || ctx.Err() != nil {
 		return err
 	}
-	if conn, _, err = l.connection(conn); err != nil {
+	if conn, _, err = c.connection(conn); err != nil {
 		return err
 	}
 	return question(conn)
@@ -63,17 +63,17 @@ func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) e
 
 // connection returns the open connection. It opens a new one if there is none, or if the open one
 // is dead.
-func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh bool, err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.conn != nil && l.conn != dead {
-		return l.conn, false, nil
+func (c *grpcClient) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.conn != nil && c.conn != dead {
+		return c.conn, false, nil
 	}
-	if l.conn != nil {
-		l.conn.Close()
-		l.conn = nil
+	if c.conn != nil {
+		c.conn.Close()
+		c.conn = nil
 	}
-	socket, err := l.socket()
+	socket, err := c.socket()
 	if err != nil {
 		return nil, false, err
 	}
@@ -92,22 +92,22 @@ func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh b
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(),
-		grpc.WithDefaultCallOptions(l.answers...))
+		grpc.WithDefaultCallOptions(c.answers...))
 	if err != nil {
 		return nil, false, fmt.Errorf("prepare a connection: %w", err)
 	}
-	l.conn = conn
+	c.conn = conn
 	return conn, true, nil
 }
 
 // close closes the connection. A later question opens a new one.
-func (l *line) close() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.conn == nil {
+func (c *grpcClient) close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.conn == nil {
 		return nil
 	}
-	conn := l.conn
-	l.conn = nil
+	conn := c.conn
+	c.conn = nil
 	return conn.Close()
 }
