@@ -472,7 +472,7 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 func lacks(ask, short map[string]int) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(short)) {
-		const why = "asked for %d of %s: %d are free now, without those of pods and other clusters"
+		const why = "asked for %d of %s: %d are available now beyond those of pods and other clusters"
 		words = append(words, fmt.Sprintf(why, ask[name], name, ask[name]-short[name]))
 	}
 	return strings.Join(words, "; ")

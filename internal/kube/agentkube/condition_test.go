@@ -160,7 +160,7 @@ func TestConditionInAFight(t *testing.T) {
 		err = c.SetCondition(ctx, Condition{Type: gpus, Status: True, Reason: "GPUsHealthy"})
 		nodeWith(s, ready())
 	}
-	if !strings.Contains(err.Error(), "somebody keeps changing") {
+	if !strings.Contains(err.Error(), "others keep changing") {
 		t.Errorf("%v, want that it had to wait", err)
 	}
 	if got := len(s.Asked("patch nodes/status")); got != 5 {
