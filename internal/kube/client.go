@@ -65,10 +65,9 @@ type Options struct {
 	// Answered, if set, is called for every answer of the server, also for refusals. While nothing
 	// changes that is at least one in five minutes, since watches are renewed. It must not block.
 	Answered func()
-	// Refused, if set, is called when the server begins to refuse that the process follows an
-	// object (401, 403), and with a nil error when it allows that again. Request is like "list
-	// configmaps gpu-agent/gpu-partitions". Meanwhile watches report nothing of the object. It must
-	// not block.
+	// Refused, if set, is called when the server refuses to let the process follow an object (401,
+	// 403), and with a nil error once it allows that again. Request is like "list configmaps
+	// gpu-agent/gpu-partitions". Meanwhile watches report nothing of the object. It must not block.
 	Refused func(request string, err error)
 }
 

@@ -162,8 +162,8 @@ func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unst
 }
 
 // watch reads one stream until it ends. It returns the version to resume from and the number of
-// events. The error is nil if the stream ended without one: the server does so after the time that
-// it was asked for, and a cut connection looks the same.
+// events. The error is nil if the stream ended without one. The server ends it so after the time
+// that it was asked for. A cut connection looks the same.
 func (s *Server) watch(
 	ctx context.Context, t Target, version string, until time.Time, see func(*unstructured.Unstructured),
 ) (string, int, error) {

@@ -13,9 +13,11 @@ import (
 )
 
 // CgroupDir returns the directory of a container's own cgroup in the host's unified hierarchy, as
-// this process sees it. The error wraps gpu.ErrNotSupported if there is no such hierarchy or the
-// kubelet does not use it, gpu.ErrNotFound if the container is gone, and gpu.ErrInvalid if the path
-// is not that of the container.
+// this process sees it. The error wraps
+//
+//   - gpu.ErrNotSupported if there is no such hierarchy, or the kubelet does not use it,
+//   - gpu.ErrNotFound if the container is gone,
+//   - gpu.ErrInvalid if the path is not that of the container.
 func (r *Runtime) CgroupDir(o Owner) (string, error) {
 	if !o.V2 || o.Cgroup == "" || r.o.Cgroups == "" {
 		return "", &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("container %s is in no cgroup of the unified "+

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package node reads the machine that the agent runs on, except for its GPUs: what the kubelet and
-// the container runtime report about who holds which device, which container a process is in and
-// how to end it, and files that may be replaced at any time.
+// Package node reads the machine that the agent runs on, except for its GPUs. It reads from the
+// kubelet and the container runtime which pods hold which devices. It finds the container of a
+// process, and ends containers. It follows files that may be replaced at any time.
 //
 // # Who holds what
 //
@@ -30,11 +30,11 @@
 //	defer runtime.Close()
 //	alive, err := runtime.Containers(ctx)
 //
-// The checkpoint may name a holder too many, but never one too few. The readers here keep to that:
-// one entry that they cannot understand is an error for the whole file, a container in an unknown
-// state counts as running, and a broken answer is an error and not a shorter list. The kubelet
-// drops the devices of ended pods when PodResources is asked. It writes the file again when a
-// plugin sends a list; then [CheckpointStamp] changes.
+// The checkpoint may name a holder too many, but never one too few. The readers here keep to that.
+// One entry that they cannot understand is an error for the whole file. A container in an unknown
+// state counts as running. A broken answer is an error and not a shorter list. The kubelet drops
+// the devices of ended pods when PodResources is asked. It writes the file again when a plugin
+// sends a list; then [CheckpointStamp] changes.
 //
 // A plugin can note its allocation on a container, but a DRA driver cannot. For DRA, the CDI
 // devices of a container show what it holds ([Container].CDI). The runtime
@@ -61,8 +61,8 @@
 //	}
 //
 // A listing has two weaknesses. It lags behind Allocate, so a fresh allocation may be missing. And
-// a kubelet that has just started, or that started while the API server was unreachable, answers
-// with some or none of its pods and gives no error. [Listing] names every pod in the answer. Only a
+// a kubelet may answer with some or none of its pods and no error: just after its start, or if it
+// started while the API server was unreachable. [Listing] names every pod in the answer. Only a
 // listing that names the agent's own pod counts as complete.
 //
 // # Processes
@@ -84,9 +84,10 @@
 //
 // # Following a file
 //
-// [WatchFile] reports a file's content now and after every change: a write in place, an editor's
-// rename over it, or the kubelet's swap of a symbolic link beside the file. It uses inotify, and
-// also reads the file at intervals. If the machine has no inotify instance left, it polls.
+// [WatchFile] reports a file's content now and after every change. It sees a write in place, an
+// editor's rename over the file, and the kubelet's swap of a symbolic link beside it. It uses
+// inotify, and also reads the file at intervals. If the machine has no inotify instance left, it
+// polls.
 //
 // The package does not know what a GPU, a partition or an allocation is. It uses only the errors of
 // package gpu.

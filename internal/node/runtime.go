@@ -314,8 +314,8 @@ const (
 	// firstPause and longestPause limit the pause of Events before it asks again. A runtime that
 	// restarts is down for about a second.
 	firstPause, longestPause = 50 * time.Millisecond, 500 * time.Millisecond
-	// emptyStreams is the number of streams in a row that the runtime ends at once, without an
-	// event or an error, before Events concludes that the runtime has no events.
+	// emptyStreams is the number of empty streams in a row that show that a runtime has no events.
+	// A stream is empty if the runtime ends it at once, without an event or an error.
 	emptyStreams = 3
 )
 

@@ -26,8 +26,9 @@ const (
 )
 
 // boundedListener limits the number of open connections, in all and for each remote address. It
-// never refuses a connection: a new one replaces another. Of the address with the most connections,
-// that is the one that has gone longest without a request.
+// never refuses a connection: a new one replaces another. If its address is at the limit, it
+// replaces one of that address, otherwise one of the address with the most connections. Of these it
+// is the one that has gone longest without a request.
 //
 // So the server always answers the kubelet's probe, which connects, asks and is gone within a
 // millisecond. It cannot reserve places for the probe, because the network plugin determines the

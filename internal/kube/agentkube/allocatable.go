@@ -79,8 +79,8 @@ type step struct {
 	Value string `json:"value,omitempty"`
 }
 
-// lowering returns the names of the resources that have more than want, and the JSON patch that
-// lowers them; no names and no patch if there are none.
+// lowering returns the JSON patch that lowers amounts to want, and the names of the resources that
+// it lowers. Both are nil if there are none.
 func lowering(have map[string]resource.Quantity, want map[string]int64) (names []string, patch []byte, err error) {
 	var steps []step
 	for _, name := range slices.Sorted(maps.Keys(want)) {

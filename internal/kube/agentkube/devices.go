@@ -24,9 +24,9 @@ type Device struct {
 	generation int64
 }
 
-// Devices returns what these drivers offer, sorted by driver, pool and name: the devices of this
-// node, and those that are not tied to a node by its name, such as devices on a network. It returns
-// none if the server has no ResourceSlices, as before Kubernetes 1.34.
+// Devices returns the devices that these drivers offer, sorted by driver, pool and name. It
+// includes devices that are tied to no node by name, such as those on a network, but not those of
+// other nodes. It returns none if the server has no ResourceSlices, as before Kubernetes 1.34.
 func (c *Client) Devices(ctx context.Context, drivers ...string) ([]Device, error) {
 	selectors := []fields.Selector{fields.OneTermEqualSelector("spec.nodeName", c.options.NodeName)}
 	for _, driver := range drivers {

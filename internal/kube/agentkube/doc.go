@@ -26,9 +26,8 @@
 // # Memory
 //
 // An agent runs on every node and must stay small. So it has no cache, but one object for each
-// watch and copies of the few fields that it needs. Objects come from the dynamic client and are
-// read into the types of k8s.io/api: the typed clients cost 18 MB. Of a Node's annotations it
-// reports only those below its own domain, since other programs keep heartbeats there.
+// watch and copies of the few fields that it needs. The typed clients cost 18 MB, so objects come
+// from the dynamic client and are read into the types of k8s.io/api.
 //
 // # Marks
 //
@@ -53,21 +52,18 @@
 // out. The kubelet would do so up to ten seconds later. The request tests the amounts that it
 // replaces, so it can never raise one.
 //
-//	lowered, err := client.LowerAllocatable(ctx, map[string]int64{"example.com/gpu-mem": 39})
-//
 // # Events
 //
-// [Events.Event] never waits: it puts the Event on a short queue, and [Events.Run] sends from
-// there. If the same Event repeats within ten minutes, Run raises the count of the first one, at
-// most once a minute. Two token buckets, one for the node and one for its pods, limit what a faulty
-// node can write. Up to ten dropped Events a minute are logged, and the others are counted.
+// [Events.Event] never waits: it queues the Event, and [Events.Run] sends it. If the same Event
+// repeats within ten minutes, Run raises the count of the first one, at most once a minute. Two
+// token buckets, one for the node and one for its pods, limit what a faulty node can write. Up to
+// ten dropped Events a minute are logged, and the others are counted.
 //
 // # Evictions
 //
 // [Client.Evict] does what a drain does. The request names the pod's UID, so a newer pod of the
 // same name is never evicted. An admission policy limits an agent to the pods of its own node
-// (deployments/components/evict). It reads the pod's spec.nodeName, and recognises the agent's
-// evictions by a label on them.
+// (deployments/components/evict).
 //
 //	err := client.Evict(ctx, workload.Pod{Namespace: "train", Name: "job-1", UID: uid})
 //	if errors.Is(err, agentkube.ErrBudget) {
@@ -77,35 +73,33 @@
 // # DRA
 //
 // The kubelet knows a device of another driver by driver, pool and name only. [Client.Devices]
-// reads what the drivers say of such devices in their ResourceSlices, such as UUIDs and PCI
-// addresses. It lists once in each call and caches nothing.
+// reads what the drivers publish about such devices, such as UUIDs and PCI addresses. It lists once
+// in each call and caches nothing.
 //
 // [Client.PublishSlices] writes the agent's own ResourceSlices. [Client.WatchSlices] reports that
 // they may have changed, and the next PublishSlices returns which slices others have changed.
 // Nothing is published to a server before Kubernetes 1.36.2, or to one that drops fields of a slice
 // ([ErrUnfit]).
 //
-// The kubelet tells a DRA driver the name and UID of a claim. [Client.Claim] reads the rest: which
-// devices the scheduler chose, how much of each, and their configuration. [Client.Claims] finds all
-// claims of this node. [Client.SetClaimDevices] writes in a claim's status what its devices are, by
-// server-side apply; what other drivers wrote stays. The server allows it only in claims that are
-// allocated on this node (the verb associated-node:patch on resourceclaims/driver).
+// The kubelet tells a DRA driver the name and UID of a claim. [Client.Claim] reads its devices, how
+// much of each, and their configuration. [Client.Claims] finds all claims of this node.
+// [Client.SetClaimDevices] writes in a claim's status what its devices are; what other drivers
+// wrote stays. The server allows it only in claims that are allocated on this node (the verb
+// associated-node:patch on resourceclaims/driver).
 //
 // # The GPUNode
 //
-// [Client.WriteGPUNode] writes the whole status of the node's GPUNode by server-side apply.
-// [Client.WatchGPUNode] reports the server's object, so that the agent learns of changes by others.
-// The Node owns the object, so the garbage collector deletes it with the Node. If a cluster lacks
-// the definition of GPUNodes, WatchGPUNode reports it, and tries again every Options.Relist;
-// nothing else fails.
+// [Client.WriteGPUNode] writes the whole status of the node's GPUNode by server-side apply. The
+// Node owns the object, so the garbage collector deletes it with the Node. [Client.WatchGPUNode]
+// reports the server's object, so that the agent learns of changes by others. A cluster without the
+// definition of GPUNodes works, too.
 //
 // # Admission policies
 //
-// RBAC cannot limit an account to its own node. Admission policies can. But a policy that is
+// RBAC cannot limit an account to its own node; admission policies can. But a policy that is
 // missing, or that matches another account, lets everything through without any error. So
-// [Client.WatchPolicies] sends dry runs that each policy must refuse, at the start and about every
-// hour, and reports which policies are not in force. It recognises a policy by its name in the
-// server's refusal: a refusal by another policy proves nothing.
+// [Client.WatchPolicies] sends dry runs that each policy must refuse, and reports which policies
+// are not in force. It recognises a policy by its name in the server's refusal.
 //
 // The package does not know what a partition, a GPU or a label means.
 package agentkube

@@ -69,8 +69,8 @@ type Events struct {
 
 	serial atomic.Uint64
 	queue  chan event
-	// onNode and onPods limit the Events about the node and about pods, each for itself: a fault
-	// that hits many pods must not suppress Events about the node.
+	// onNode and onPods limit the Events about the node and about pods, each for itself. So a fault
+	// that hits many pods does not suppress Events about the node.
 	onNode, onPods flowcontrol.RateLimiter
 }
 

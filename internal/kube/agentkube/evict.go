@@ -29,7 +29,8 @@ const (
 )
 
 // evictionLabels mark the agent's evictions. The admission policy that looks at each pod of the
-// namespace applies only to evictions with these labels. Another policy requires the labels.
+// namespace, and at its spec.nodeName, applies only to evictions with these labels. Another policy
+// requires the labels.
 var evictionLabels = map[string]any{"app.kubernetes.io/name": "gpu-agent"}
 
 // ErrBudget is wrapped by Evict's error if a disruption budget forbids the eviction now. The caller

@@ -62,10 +62,12 @@ type attempt struct {
 // is called with the first result, and whenever the result changes. If a policy is missing, or the
 // server does not answer, WatchPolicies tries again with growing pauses, up to Options.Relist.
 //
-// A dry run changes nothing. Each write would also be harmless if it were carried out: a label
-// without a meaning, an Event, the eviction of a pod that does not exist or by a wrong UID, a
-// ResourceSlice without devices of a driver and a node that do not exist, and an empty GPUNode of
-// such a node.
+// A dry run changes nothing. Each write would also be harmless if it were carried out:
+//
+//   - a label without a meaning, and an Event,
+//   - the eviction of a pod that does not exist, or by a wrong UID,
+//   - a ResourceSlice without devices, of a driver and a node that do not exist,
+//   - an empty GPUNode of such a node.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	most := max(c.options.Relist, c.server.Timing.PauseMax)
 	retry := c.server.BackOff(most)

@@ -22,7 +22,8 @@ import (
 // Node is the part of its Node that the agent needs.
 type Node struct {
 	Labels map[string]string
-	// Annotations are those below Options.Domain.
+	// Annotations are those below Options.Domain. Others are not reported, since other programs
+	// keep heartbeats there.
 	Annotations map[string]string
 	// Unschedulable is true if the node is cordoned.
 	Unschedulable bool
@@ -50,7 +51,8 @@ type Node struct {
 
 // WatchKey follows one key of a ConfigMap until ctx ends. It returns the error of ctx, or one for
 // an empty name. It calls fn with the first answer of the server, and then whenever the answer
-// changes: with the key's text, or with an error that says what is missing. Calls never overlap.
+// changes. The answer is the key's text, or an error that names what is missing. Calls never
+// overlap.
 func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
 	if namespace == "" || name == "" {
 		return fmt.Errorf("watch ConfigMap %q in namespace %q: both names are needed", name, namespace)
@@ -82,9 +84,12 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 }
 
 // WatchNode follows the agent's Node until ctx ends. It returns the error of ctx, and no other. It
-// calls fn with the first answer of the server. Then it calls fn whenever one of these changes: a
-// label, an annotation or a condition below the domain, whether the node is cordoned, its startup
-// taint, or which extended resources it has. That includes changes by Mark and SetCondition.
+// calls fn with the first answer of the server, and then whenever one of these changes, also
+// through Mark and SetCondition:
+//
+//   - a label, or an annotation or a condition below the domain,
+//   - whether the node is cordoned, and its startup taint,
+//   - which extended resources it has, and PodsTellDevices.
 //
 // It does not report that the Node is missing: a live kubelet creates it again. fn must not change
 // the Node that it gets.

@@ -29,9 +29,9 @@
 // `gpu-agent status`.
 //
 // [Door] serves a Unix socket in the agent's state directory, which only the agent's user can
-// connect to: a question costs more than a page, its body is a partition file, and the answer names
-// pods of every namespace. It reads a question within limits, and answers one at a time. [AskDoor]
-// is its client, for `gpu-agent plan` and `check`.
+// connect to. A question costs more than a page, its body is a partition file, and the answer names
+// pods of every namespace. Door reads a question within limits, and answers one at a time.
+// [AskDoor] is its client, for `gpu-agent plan` and `check`.
 //
 // # Metrics
 //

@@ -27,8 +27,8 @@ type Metrics struct {
 // State has the placer's present values.
 type State struct {
 	// Waiting is the number of pods that were refused and have no node yet. Reservations is the
-	// number of pods that have room reserved and are not bound: the placer chose their node, or
-	// they are nominated to one in the API.
+	// number of pods that have room reserved and are not bound. The placer chose their node, or the
+	// API nominates them to one.
 	Waiting, Reservations int
 	// PassedOver is the number of nodes whose GPUNode is not valid.
 	PassedOver int
@@ -43,8 +43,8 @@ type State struct {
 	Leads bool
 }
 
-// SiteUse is the use of a site's GPUs: how many are in use now, in whole or in part, and the sum of
-// the seconds that each has been in use.
+// SiteUse is the use of a site's GPUs. GPUs is how many are in use now, in whole or in part.
+// Seconds is the sum of the time that each has been in use.
 type SiteUse struct {
 	GPUs    int
 	Seconds float64
