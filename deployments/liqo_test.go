@@ -245,7 +245,7 @@ func TestLiqoDoor(t *testing.T) {
 	paris := s.slice(t, "paris", liqo.Class, 150)
 	paris.await(t, 150, "Accepted Granted", "in blocks of 79 and 71")
 	rome := s.slice(t, "rome", liqo.Class, 50)
-	rome.await(t, 0, "Denied NoRoom", "asked for 50 of "+unitsName+": 47 can be had now")
+	rome.await(t, 0, "Denied NoRoom", "asked for 50 of "+unitsName+": 47 are available now")
 	bypass := s.slice(t, "rome-2", "default", 50)
 	if n, is, _ := bypass.says(t); n != 0 || is != "" {
 		t.Errorf("a slice of another class was told %q, and has %d", is, n)

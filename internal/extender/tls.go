@@ -93,7 +93,7 @@ func (r *reader) newest() *tls.Config {
 	r.stamps = stamps
 	config, err := r.files.read()
 	if err != nil {
-		r.log.Error("the files for TLS are invalid; going on with those that were read before", "err", err)
+		r.log.Error("the files for TLS are invalid; keeping those that were read before", "err", err)
 		return r.config
 	}
 	r.config = config

@@ -146,7 +146,7 @@ func settled(f *Fleet) error {
 	}
 	maps.DeleteFunc(f.doubtful, func(_ string, until time.Time) bool { return !f.now().Before(until) })
 	if n := len(f.doubtful); n > 0 {
-		return fmt.Errorf("%d pods may still be bound where they were placed before this process began to answer", n)
+		return fmt.Errorf("%d pods may still be bound to nodes that were chosen before this process began to answer", n)
 	}
 	return nil
 }

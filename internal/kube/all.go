@@ -12,24 +12,24 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 )
 
-// Page is how many objects of a cluster are asked for at a time.
+// Page is the number of objects in one page of a list.
 const Page = 500
 
-// Census is told of all objects of a resource. Its calls do not overlap.
+// Census receives all objects of a resource. Its functions are never called at the same time.
 type Census struct {
-	// Chosen is a field selector, empty for all objects, and ID what tells one from others.
+	// Chosen is a field selector; empty selects all objects. ID returns what identifies an object.
 	Chosen string
 	ID     func(*unstructured.Unstructured) string
-	// Set is told of each object that is there, Gone of the ID of one that is not any more,
-	// and Listed is called each time that all of them have been told.
+	// Set is called with each object that exists, and Gone with the ID of each that does not exist
+	// any longer. Listed is called after each complete list.
 	Set    func(*unstructured.Unstructured)
 	Gone   func(id string)
 	Listed func()
-	// known are the objects that were told of and are not gone.
+	// known is true for the ID of each object that was reported and is not gone.
 	known map[string]bool
 }
 
-// saw tells of one event.
+// saw reports one event of a watch.
 func (a *Census) saw(kind watch.EventType, object *unstructured.Unstructured) {
 	switch id := a.ID(object); kind {
 	case watch.Added, watch.Modified:
@@ -41,7 +41,7 @@ func (a *Census) saw(kind watch.EventType, object *unstructured.Unstructured) {
 	}
 }
 
-// listAll reads all objects, page by page, and returns the version to watch from.
+// listAll reads all objects in pages, and returns the version from which to watch.
 func (s *Server) listAll(ctx context.Context, t Target) (string, error) {
 	there := map[string]bool{}
 	if t.All.known == nil {
@@ -66,7 +66,7 @@ func (s *Server) listAll(ctx context.Context, t Target) (string, error) {
 	}
 }
 
-// listPage reads one page and notes in o where the next one begins.
+// listPage reads one page, and records in o where the next one begins.
 func (s *Server) listPage(ctx context.Context, t Target, o *metav1.ListOptions, there map[string]bool) (string, error) {
 	bounded, cancel := context.WithTimeout(ctx, s.Timing.Request)
 	defer cancel()
@@ -84,8 +84,9 @@ func (s *Server) listPage(ctx context.Context, t Target, o *metav1.ListOptions, 
 	return list.GetResourceVersion(), nil
 }
 
-// Pages calls see with each object of a resource as they are now, a page at a time. labels is a
-// selector in kubectl's words, empty for all. The first error of see ends it.
+// Pages calls see with each object of a resource, as a list returns them in pages. labels is a
+// label selector in kubectl's syntax; empty selects all. It stops at the first error of see, and
+// returns it.
 func (s *Server) Pages(
 	ctx context.Context, of schema.GroupVersionResource, labels string, see func(*unstructured.Unstructured) error,
 ) error {

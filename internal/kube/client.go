@@ -24,95 +24,93 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 )
 
-// What both halves ask for.
+// The resources that both client packages use.
 var (
 	Nodes = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
 	Pods  = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 )
 
-// Rule is a permission that a half needs, in the words of RBAC.
+// Rule is a permission that a client package needs, in RBAC's terms.
 type Rule struct {
 	APIGroup, Resource string
 	// Verbs are sorted.
 	Verbs []string
-	// Cluster says that a Role in one namespace is not enough.
+	// Cluster is true if a Role in one namespace is not enough.
 	Cluster bool
-	// Why is the reason, for the manifest's reader.
+	// Why is the reason, for readers of the manifest.
 	Why string
-	// Component is the part of the manifests that grants it, for a permission
-	// that not every cluster wants to give; empty is the base.
+	// Component is the manifests' component that grants the permission, for one that not every
+	// cluster wants to grant. Empty is the base.
 	Component string
 }
 
 // Options configure a Server.
 type Options struct {
-	// Kubeconfig is a file's path. Empty means the pod's own service account.
+	// Kubeconfig is the path of a kubeconfig. Empty means the pod's own service account.
 	Kubeconfig string
-	// Domain is the agent's label prefix, for example "example.com". Required. GPUNodes
-	// are of the group of this name.
+	// Domain is the agent's label prefix, for example "example.com", and the API group of GPUNodes.
+	// Required.
 	Domain string
-	// UserAgent is what the API server's audit log shows; empty means
-	// "gpu-agent".
+	// UserAgent is the name of this client in the API server's audit log. Empty means "gpu-agent".
 	UserAgent string
-	// Relist is how often an object is read anew although its watch is open.
-	// Zero means 10 minutes. Each period is drawn from ±25 % of it, so that the
-	// nodes of a cluster do not ask in step.
+	// Relist is the period after which an object is listed again although its watch is open. Zero
+	// means 10 minutes. Each period varies by ±25 % at random, so that the nodes of a cluster do
+	// not list at the same moment.
 	Relist time.Duration
 	// Logger is required.
 	Logger *slog.Logger
-	// Failed, if set, is told of every request that failed: verb and resource
-	// are RBAC's words ("watch", "configmaps"). It must not block.
+	// Failed, if set, is called for every request that failed. Verb and resource are RBAC's names
+	// ("watch", "configmaps"). It must not block.
 	Failed func(verb, resource string)
-	// Answered, if set, is told of every answer of the server, refusals included: while
-	// nothing happens, of one in five minutes at least, when a watch is renewed. It must
-	// not block.
+	// Answered, if set, is called for every answer of the server, also for refusals. While nothing
+	// changes that is at least one in five minutes, since watches are renewed. It must not block.
 	Answered func()
-	// Refused, if set, is told when the server will not let the process follow an
-	// object (401, 403), and with nil when it does again; request is like "list
-	// configmaps gpu-agent/gpu-partitions". Watches report nothing of the object
-	// meanwhile. It must not block.
+	// Refused, if set, is called when the server refuses to let the process follow an object (401,
+	// 403), and with a nil error once it allows that again. Request is like "list configmaps
+	// gpu-agent/gpu-partitions". Meanwhile watches report nothing of the object. It must not block.
 	Refused func(request string, err error)
 }
 
-// Server is the API server as both halves ask it. Its fields are set by [Connect]; what is
-// not a test leaves them as they are. Its methods may be called from several goroutines.
+// Server is the connection to the API server that both client packages share. [Connect] sets its
+// fields, and only tests change them. Its methods may be called from several goroutines.
 type Server struct {
 	// Options are those of Connect, with Relist filled in.
 	Options Options
 	Log     *slog.Logger
 	API     dynamic.Interface
-	// Version is the server's word for its release, such as "v1.36.3".
+	// Version asks the server for its release, such as "v1.36.3".
 	Version func(context.Context) (string, error)
 	Timing  Timing
 	Now     func() time.Time
-	// Ration is the log for what an unreachable server, or a storm of Events, repeats.
+	// Ration limits log lines that repeat, as while the server is unreachable or in a storm of
+	// Events.
 	Ration *brief.Ration
 
 	mu sync.Mutex // guards what follows
-	// failing has the start of each outage, by operation.
+	// failing maps each operation that fails to the time at which it began to fail.
 	failing map[string]time.Time
-	// refused has the requests of which Refused was told.
+	// refused is true for each request whose refusal was reported to Refused.
 	refused map[string]bool
 }
 
-// Timing is apart so that tests need not wait.
+// Timing holds the times of a Server; tests shorten them.
 type Timing struct {
 	Relist time.Duration
-	// Watch is how long the server is asked to keep one watch open.
+	// Watch is the time after which the server is asked to end a watch.
 	Watch time.Duration
-	// Grace is how much longer than Watch an unresponsive one is kept.
+	// Grace is the time after Watch at which the client ends a watch that the server has not ended.
 	Grace time.Duration
-	// Request bounds every request that is not a watch.
+	// Request is the time limit of every request that is not a watch.
 	Request time.Duration
-	// Lived is how long a watch without an event must have stood for the next
-	// attempt to count as the first.
+	// Lived is the age at which a watch without an event counts as a success, so that the pauses
+	// between retries start again at PauseMin.
 	Lived              time.Duration
 	PauseMin, PauseMax time.Duration
 }
 
-// Connect prepares what the clients of both halves begin with. So many requests a second are
-// sent, after the first 300. It reads the credentials but makes no request, so it succeeds
-// while the API server is unreachable.
+// Connect prepares the connection. It reads the credentials but makes no request, so it succeeds
+// while the API server is unreachable. It fails if an option is missing or the credentials cannot
+// be read. After the first 300 requests the client sends at most perSecond.
 func Connect(o Options, perSecond float32) (*Server, error) {
 	switch {
 	case o.Domain == "":
@@ -130,7 +128,7 @@ func Connect(o Options, perSecond float32) (*Server, error) {
 	}
 	config.WarningHandler = rest.NoWarnings{}
 	if o.Answered != nil {
-		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return answers{next, o.Answered} })
+		config.Wrap(func(next http.RoundTripper) http.RoundTripper { return answerNotifier{next, o.Answered} })
 	}
 	config.QPS, config.Burst = perSecond, 300
 	web, err := rest.HTTPClientFor(config)
@@ -162,13 +160,13 @@ func Connect(o Options, perSecond float32) (*Server, error) {
 	return up, nil
 }
 
-// answers tells of every request that was answered.
-type answers struct {
+// answerNotifier calls answered for every request that got an answer.
+type answerNotifier struct {
 	http.RoundTripper
 	answered func()
 }
 
-func (a answers) RoundTrip(r *http.Request) (*http.Response, error) {
+func (a answerNotifier) RoundTrip(r *http.Request) (*http.Response, error) {
 	response, err := a.RoundTripper.RoundTrip(r)
 	if err == nil {
 		a.answered()
@@ -176,7 +174,7 @@ func (a answers) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, err
 }
 
-// askVersion asks a server for its release, which it tells everybody who has a token.
+// askVersion asks a server for its release. By default every client with a token may ask.
 func askVersion(ctx context.Context, config *rest.Config, web *http.Client) (string, error) {
 	base, _, err := rest.DefaultServerUrlFor(config)
 	if err != nil {
@@ -216,15 +214,15 @@ func credentials(kubeconfig string) (*rest.Config, error) {
 	return config, nil
 }
 
-// unreachable is the one outage that all operations share while no answer
-// comes at all.
+// unreachable is the operation under which all outages are noted while the server does not answer
+// at all.
 const unreachable = "reach the API server"
 
-// Note logs outages: one line when an operation begins to fail, one when it works
-// again, none between.
+// Note records the outcome of a request. It logs one line when an operation begins to fail, and one
+// when it works again. A failure after ctx ended does not count.
 func (s *Server) Note(ctx context.Context, verb, resource, name string, err error) {
 	if ctx.Err() != nil && err != nil {
-		return // stopped by ourselves
+		return // this process has stopped the request
 	}
 	operation := verb + " " + resource + " " + name
 	if err == nil {
@@ -254,12 +252,13 @@ func (s *Server) Note(ctx context.Context, verb, resource, name string, err erro
 	s.Log.Warn("API server request fails; retrying", "operation", operation, "err", err)
 }
 
-// BackOff draws each pause from the upper half of a bound that doubles up to most.
+// BackOff returns pauses between retries. Each is drawn from the upper half of a bound, which
+// doubles up to most.
 func (s *Server) BackOff(most time.Duration) wait.Backoff {
 	return wait.Backoff{Duration: s.Timing.PauseMin / 2, Factor: 2, Jitter: 1, Cap: most / 2, Steps: math.MaxInt}
 }
 
-// Sleep returns false when ctx ended first.
+// Sleep waits for d. It returns false if ctx ended first.
 func Sleep(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-time.After(d):
@@ -269,7 +268,7 @@ func Sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// Around draws from ±25 % of d.
+// Around returns a random duration within ±25 % of d.
 func Around(d time.Duration) time.Duration {
 	return d*3/4 + rand.N(d/2+1)
 }

@@ -9,10 +9,12 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// Decode reads a part of an object, such as its spec, into a type of k8s.io/api. What the type
-// does not know is left out, and where there is no such part the type is left empty. Amounts are
-// parsed, so whoever reads an object that the API server has not put into canonical form checks
-// them before (internal/amount).
+// Decode reads one part of an object, such as its spec, into a type of k8s.io/api. It ignores
+// fields that the type does not know. If the object has no such part, into stays empty. It fails if
+// a field has the wrong type.
+//
+// Decode parses amounts, which can take long for malicious ones. If the API server has not put the
+// amounts into canonical form, the caller checks them first (internal/amount).
 func Decode(o *unstructured.Unstructured, part string, into any) error {
 	fields, ok := o.Object[part].(map[string]any)
 	if !ok && o.Object[part] != nil {

@@ -12,10 +12,11 @@ import (
 	"example.com/gpu-agent/internal/gpunode"
 )
 
-// ManifestDomain is the domain that the manifests have, and --domain by default.
+// ManifestDomain is the domain in the manifests, and the default of --domain.
 const ManifestDomain = "example.com"
 
-// ReadGPUNode reads an object's status; nil has none.
+// ReadGPUNode returns the status of a GPUNode, or nil if object is nil. It fails if the status
+// cannot be decoded.
 func ReadGPUNode(object *unstructured.Unstructured) (*gpunode.Status, error) {
 	if object == nil {
 		return nil, nil
@@ -31,7 +32,7 @@ func ReadGPUNode(object *unstructured.Unstructured) (*gpunode.Status, error) {
 	return out, nil
 }
 
-// GPUNodes is the resource of a domain's GPUNodes.
+// GPUNodes returns the resource of GPUNodes in a domain.
 func GPUNodes(domain string) schema.GroupVersionResource {
 	return schema.GroupVersionResource{Group: domain, Version: gpunode.Version, Resource: gpunode.Plural}
 }

@@ -17,19 +17,19 @@ import (
 	"k8s.io/client-go/dynamic"
 )
 
-// Target is what is followed: one object by its name, or several.
+// Target selects what Follow follows: one object by its name, several by fields, or all of a
+// resource.
 type Target struct {
 	Resource schema.GroupVersionResource
-	// Namespace is empty for a resource of the cluster.
+	// Namespace is empty for a resource without namespaces.
 	Namespace, Name string
-	// Chosen, if set, are fields by which several objects are selected in place of one by
-	// its name.
+	// Chosen, if set, selects several objects by their fields, in place of one by its name.
 	Chosen fields.Set
-	// All, if set, is told of each object instead: then the target is a whole resource.
+	// All, if set, receives each object of the whole resource.
 	All *Census
-	// Missing, if set, is told why the object cannot be followed where the server does not
-	// know the resource, or does not allow it: nothing else depends on it. It is tried again
-	// when an object would be read anew.
+	// Missing, if set, is called if the server does not know the resource or does not allow the
+	// request. Such an error is then not logged or reported to Options.Refused. Follow tries again
+	// after Options.Relist.
 	Missing func(error)
 }
 
@@ -53,7 +53,7 @@ func (t Target) String() string {
 	return t.Namespace + "/" + t.Name
 }
 
-// Selector is the target as a field selector.
+// Selector returns the target's field selector; empty selects all.
 func (t Target) Selector() string {
 	if t.All != nil {
 		return t.All.Chosen
@@ -64,19 +64,20 @@ func (t Target) Selector() string {
 	return fields.OneTermEqualSelector("metadata.name", t.Name).String()
 }
 
-// Ends of a watch that are not failures of the server.
+// Reasons to list again that are not failures of the server.
 var (
 	errPeriod = errors.New("time to list again")
-	// errShort: the stream ended at once and empty. The client library makes
-	// such a stream of a connection that timed out, so only a list can tell
-	// whether the server is there.
+	// errShort means that the stream ended at once and was empty. The client library also returns
+	// such a stream for a connection that timed out. So only a list can show whether the server
+	// answers.
 	errShort = errors.New("watch ended at once")
 )
 
-// Follow calls see with the object after every list and every event, and with
-// nil when it is not there, until ctx ends, which is the only error that it returns. Of
-// several objects it tells each event, and with nil each list; of a census, that is told
-// instead.
+// Follow calls see with the object after every list and every event, and with nil if it does not
+// exist. It returns when ctx ends, with the error of ctx, and for no other reason.
+//
+// For several objects (Chosen) it calls see with the object of each event, and with nil after each
+// list. For a whole resource it calls the functions of the Census, and not see.
 func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Unstructured)) error {
 	retry := s.BackOff(s.Timing.PauseMax)
 	for {
@@ -112,8 +113,8 @@ func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Un
 	}
 }
 
-// allowed tells Options.Refused where the server has changed its mind about a
-// request. An error of another kind says nothing about that.
+// allowed calls Options.Refused if the server now refuses a request that it allowed before, or the
+// reverse. An error of another kind shows neither.
 func (s *Server) allowed(verb string, t Target, err error) {
 	refused := apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err)
 	if s.Options.Refused == nil || t.Missing != nil || err != nil && !refused {
@@ -129,7 +130,7 @@ func (s *Server) allowed(verb string, t Target, err error) {
 	}
 }
 
-// failure is nil for the ends of a watch that belong to its life.
+// failure returns err, or nil if err is a normal end of a watch.
 func failure(err error) error {
 	if errors.Is(err, errPeriod) || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
 		return nil
@@ -137,7 +138,8 @@ func failure(err error) error {
 	return err
 }
 
-// List reads the target once, tells of it as Follow does, and returns the version to watch from.
+// List reads the target once and reports it as Follow does. It returns the version from which to
+// watch.
 func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unstructured)) (string, error) {
 	if t.All != nil {
 		return s.listAll(ctx, t)
@@ -159,10 +161,9 @@ func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unst
 	return list.GetResourceVersion(), nil
 }
 
-// watch follows one stream to its end and returns the version to resume from
-// and the number of events that came. A nil error means that the stream ended
-// without a complaint, as a server does after the time it was asked for, and
-// as a cut connection looks.
+// watch reads one stream until it ends. It returns the version to resume from and the number of
+// events. The error is nil if the stream ended without one. The server ends it so after the time
+// that it was asked for. A cut connection looks the same.
 func (s *Server) watch(
 	ctx context.Context, t Target, version string, until time.Time, see func(*unstructured.Unstructured),
 ) (string, int, error) {
@@ -171,7 +172,7 @@ func (s *Server) watch(
 		return version, 0, errPeriod
 	}
 	span := min(left, s.Timing.Watch)
-	// The server ends the watch; the context is for one that does not.
+	// The server should end the watch; the context ends one that the server does not.
 	ctx, cancel := context.WithTimeout(ctx, span+s.Timing.Grace)
 	defer cancel()
 	seconds := int64(span/time.Second) + 1
@@ -217,7 +218,7 @@ func (s *Server) watch(
 	}
 }
 
-// Answered tells an error that the server gave from one of reaching it.
+// Answered reports whether the server returned the error, so that it was reached.
 func Answered(err error) bool {
 	var status apierrors.APIStatus
 	return errors.As(err, &status)

@@ -331,7 +331,7 @@ func (a *Answer) to(w *Workload, s *CheckState, now time.Time) Answer {
 }
 
 // bare is why a workload waits whose check would be Retry.
-const bare = "; it waits here with its quota, since it has no job yet that Kueue could take it from"
+const bare = "; it keeps its quota while it waits, since Kueue cannot take the quota of a workload without a job"
 
 // said is what is told to people, in a length that the API server takes.
 func said(text string) string { return brief.Cut(text, brief.Message) }
@@ -382,7 +382,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	case s.State == Ready && w.Admitted && !c.stranded(w, s, now):
 		return nil // the scheduler has the last word
 	case s.State == Pending && c.running(w):
-		return pending("its pods go on, and there are more once there is room: " + because(no, &want))
+		return pending("its present pods keep running, and more follow once there is room: " + because(no, &want))
 	case s.State == Pending:
 		if a := c.await(w, &want, s, v, now); a != nil {
 			return a
@@ -390,7 +390,7 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	}
 	c.drop(c.id(w))
 	if s.State == Ready {
-		return retry("its pods have no room any more where they may go: it begins again", 0)
+		return retry("its pods have lost their room on the nodes where they may go: it begins again", 0)
 	}
 	return c.refuse(w, &want, no.Group, because(no, &want)+partly(w, no))
 }
@@ -417,7 +417,7 @@ func (c *Checks) await(w *Workload, want *wanted, s *CheckState, v *View, now ti
 		return nil
 	}
 	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, opening: true, began: now}
-	return pending("others are leaving: " + places(at))
+	return pending("it waits for other workloads to end: " + places(at))
 }
 
 // partly says how many pods of a set would fit that may have fewer. Kueue chooses their number by quota alone, before
@@ -431,7 +431,7 @@ func partly(w *Workload, no *placer.Refusal) string {
 	case s.Least == 0:
 		return ""
 	case no.Fit < s.Least:
-		return fmt.Sprintf("; %d of %q fit, and it takes no fewer than %d", no.Fit, s.Name, s.Least)
+		return fmt.Sprintf("; %d of %q fit, and it needs at least %d", no.Fit, s.Name, s.Least)
 	}
 	return fmt.Sprintf("; with a parallelism of %d for %q it would fit", no.Fit, s.Name)
 }

@@ -98,7 +98,7 @@ func (d *Door) Set(of schema.GroupVersionResource, o *unstructured.Unstructured)
 		}
 	}
 	if err != nil {
-		d.o.Logger.Error("an object is malformed, and what is wrong in it is ignored",
+		d.o.Logger.Error("ignoring the malformed part of an object",
 			"kind", o.GetKind(), "namespace", o.GetNamespace(), "name", o.GetName(), "err", err)
 	}
 	d.wake()
@@ -214,7 +214,7 @@ func (d *Door) Run(ctx context.Context) error {
 			// Who led before may have answered what no watch has told yet.
 			see := func(o *unstructured.Unstructured) { d.Set(Workloads, o) }
 			if err := d.o.API.Read(ctx, Workloads, see); err != nil {
-				d.o.Logger.Error("what is held for workloads is not known", "err", err)
+				d.o.Logger.Error("cannot read which workloads have room held for them", "err", err)
 				continue
 			}
 			v, _ = d.view()
@@ -232,7 +232,7 @@ func (d *Door) decide(ctx context.Context, v *View) {
 			_, err = d.write(ctx, AdmissionChecks, o)
 		}
 		if err != nil {
-			d.o.Logger.Error("Kueue was not told that a check is answered", "check", c.Name, "err", err)
+			d.o.Logger.Error("cannot tell Kueue that the placer answers a check", "check", c.Name, "err", err)
 		}
 	}
 	for _, a := range d.checks.Decide(v, d.o.Now()) {
@@ -243,7 +243,7 @@ func (d *Door) decide(ctx context.Context, v *View) {
 		switch log := d.o.Logger.With("namespace", a.Workload.Namespace, "workload", a.Workload.Name); {
 		case changed: // it will be told, and decided on again
 		case err != nil:
-			log.Error("a workload was not told", "check", a.State.Name, "err", err)
+			log.Error("cannot write the answer to a workload", "check", a.State.Name, "err", err)
 		case a.State.Name != "":
 			log.Info("a workload was answered",
 				"check", a.State.Name, "state", a.State.State, "message", a.State.Message)

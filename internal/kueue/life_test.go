@@ -38,7 +38,7 @@ func TestAnElasticJobGrowsOnceThereIsRoom(t *testing.T) {
 			if told := c.decide(0); !slices.Equal(told, []string{"next Pending"}) {
 				t.Fatalf("told: %q", told)
 			}
-			c.want(next, Pending, "its pods go on, and there are more once there is room: room for 1 of 2 pods")
+			c.want(next, Pending, "its present pods keep running, and more follow once there is room: room for 1 of 2 pods")
 			if !restarts {
 				// A pod that fails is made anew in the room of the one before.
 				end()
@@ -91,7 +91,7 @@ func TestAWorkloadWithoutAJob(t *testing.T) {
 	w.Bare = true
 	c.decide(time.Second)
 	c.want(w, Pending, "none of 1 nodes has room: the largest free block of example.com/gpu-mem is 29, on a; ")
-	c.want(w, Pending, "it waits here with its quota, since it has no job yet that Kueue could take it from")
+	c.want(w, Pending, "it keeps its quota while it waits, since Kueue cannot take the quota of a workload without a job")
 	if len(w.Annotations) > 0 {
 		t.Errorf("it may not have all flavors: %v", w.Annotations)
 	}
@@ -137,7 +137,7 @@ func TestRoomThatOthersAreLeaving(t *testing.T) {
 	if told := c.decide(time.Second); !slices.Equal(told, []string{"high Pending"}) {
 		t.Fatalf("told: %q", told)
 	}
-	c.want(high, Pending, "others are leaving: a × 1")
+	c.want(high, Pending, "it waits for other workloads to end: a × 1")
 	stranger := placer.Pod{UID: "s", Containers: []placer.Container{{Requests: map[string]int{memory: 29}}}}
 	if _, err := c.Place(t.Context(), stranger, []string{"a"}, start); err == nil {
 		t.Error("a stranger was placed in the room that it waits for")
@@ -160,7 +160,7 @@ func TestRoomThatOthersAreLeaving(t *testing.T) {
 	stays.Reserved = false
 	w := c.job("w", "here", "room", [2]int{1, 60})
 	c.decide(50 * time.Second)
-	c.want(w, Pending, "others are leaving")
+	c.want(w, Pending, "it waits for other workloads to end")
 	c.decide(50*time.Second + forEnds)
 	c.want(w, Retry, "the largest free block of example.com/gpu-mem is 9")
 	if w.Annotations[allowedFlavors] != "there" {

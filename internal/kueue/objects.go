@@ -317,7 +317,7 @@ func ReadFlavor(o *unstructured.Unstructured, domain string) (*Flavor, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < 0 {
 			const how = "the annotation %s of ResourceFlavor %s is %q: " +
-				"write a duration, for example 2m; nobody waits until then"
+				"write a duration, for example 2m; until then no workload waits"
 			return f, fmt.Errorf(how, name, f.Name, text)
 		}
 		f.Patience = d

@@ -41,7 +41,7 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 		if no.Waits {
 			return pending("no room yet: " + because(no, &want)), nil
 		}
-		why := "no room, nor would there be any without workloads of lower priority: " + because(no, &want)
+		why := "no room, not even without workloads of lower priority: " + because(no, &want)
 		return pending(why), nil
 	}
 	c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, opening: true}
@@ -58,7 +58,7 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 			}
 		}
 	}
-	return pending("others make room: " + places(at)), ends
+	return pending("other workloads make room: " + places(at)), ends
 }
 
 // guests are the holds whose room a workload may take: of workloads of lower priority, the youngest

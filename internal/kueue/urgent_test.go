@@ -64,7 +64,7 @@ func TestUrgent(t *testing.T) {
 				t.Fatalf("told: %q", told)
 			}
 			c.want(left, Retry, "for a workload of a higher priority (UID: u-urgent)")
-			c.want(urgent, Pending, "others make room: b × 1")
+			c.want(urgent, Pending, "other workloads make room: b × 1")
 			if left.Annotations[allowedFlavors] != "there" {
 				t.Errorf("who makes room may have %v", left.Annotations)
 			}

@@ -97,7 +97,7 @@ func TestPartialAdmission(t *testing.T) {
 	none := c.job("none", "here", "room", [2]int{6, 30})
 	none.Sets[0].Least = 5
 	c.decide(0)
-	c.want(none, Retry, "4 of \"set-0\" fit, and it takes no fewer than 5")
+	c.want(none, Retry, "4 of \"set-0\" fit, and it needs at least 5")
 	fits := c.job("fits", "here", "room", [2]int{4, 30})
 	fits.Sets[0].Least = 2
 	c.decide(0)

@@ -13,30 +13,29 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Node is what labels are made of.
+// Node is the input from which labels are computed.
 type Node struct {
 	Inventory *gpu.Inventory
-	// Graph is how the inventory's GPUs are linked; nil leaves those labels out.
-	Graph *topology.Graph
-	// Partition is the name of the one that is followed; empty where there is
-	// none.
-	Partition string
-	// Wanted is what the partition makes of the GPUs, in any order. It says nothing
-	// about a GPU without an element. Nil: no partition is in force, and gpu.mode is
+	// Graph has the links between the inventory's GPUs. If it is nil, the labels about links are
 	// left out.
+	Graph *topology.Graph
+	// Partition is the name of the partition that the node follows; empty if there is none.
+	Partition string
+	// Wanted has an element for each GPU that the partition names, in any order. Nil means that no
+	// partition is in force; then gpu.mode is left out.
 	Wanted []config.Want
 }
 
-// Names are those of all labels that Own may return, sorted, without the domain.
-// An admission policy allows the agent these and no others, so whoever adds one
-// adds it to deployments/base/admission.yaml, too; a test compares.
+// Names are the names of all labels that Own may return, without the domain, sorted. An admission
+// policy allows the agent only these. A new name must also go into deployments/base/admission.yaml,
+// which a test checks.
 var Names = []string{
 	"gpu.count", "gpu.cuda-version", "gpu.driver-version", "gpu.joined", "gpu.memory", "gpu.mode", "gpu.model",
 	"gpu.nvlink", "gpu.nvlink-domain", "gpu.partition.active", "gpu.rdma",
 }
 
-// Own returns the agent's own labels, below a domain. It returns nil where no GPU is
-// known; labels that were written before should then stay.
+// Own returns the agent's own labels, below a domain. It returns nil if no GPU is known; the caller
+// then keeps the labels that it wrote before.
 func Own(domain string, in Node) map[string]string {
 	gpus := in.gpus()
 	if len(gpus) == 0 {
@@ -69,14 +68,14 @@ func Own(domain string, in Node) map[string]string {
 	return labels
 }
 
-// card is a GPU and what the partition makes of it.
+// card is a GPU together with what the partition wants of it.
 type card struct {
 	*gpu.Device
 	want config.Want
 }
 
-// mig reports whether the GPU has, or is to have, MIG instances. What is
-// wanted counts: the mode in force comes and goes while a change is under way.
+// mig reports whether the GPU has, or should have, MIG instances. The wanted mode counts, because
+// the mode in force changes while a change is under way.
 func (c card) mig() bool {
 	if c.want.Mode == config.Keep {
 		return c.MIG.Enabled
@@ -84,7 +83,7 @@ func (c card) mig() bool {
 	return c.want.Mode == config.MIG
 }
 
-// gpus are those that the driver lists and has described, by index.
+// gpus returns the GPUs that the driver lists and has described, by index.
 func (in Node) gpus() []card {
 	if in.Inventory == nil {
 		return nil
@@ -105,8 +104,8 @@ func (in Node) gpus() []card {
 	return out
 }
 
-// most returns the first GPU of the model that most are of; of two models with
-// as many, that of the lower index.
+// most returns the first GPU of the most frequent model. Of two models that are equally frequent,
+// it returns that of the lower index.
 func most(gpus []card) card {
 	count := map[string]int{}
 	for _, c := range gpus {
@@ -121,7 +120,8 @@ func most(gpus []card) card {
 	return best
 }
 
-// mode is the one word for all GPUs that somebody has decided on.
+// mode returns the wanted mode of the GPUs, or "mixed" if they differ. A GPU without a wanted mode
+// counts only if it has MIG mode on. It returns "" if no GPU counts.
 func mode(gpus []card) string {
 	word := ""
 	for _, c := range gpus {
@@ -140,8 +140,8 @@ func mode(gpus []card) string {
 	return word
 }
 
-// rdma is the best kind among the cards that have a network, or where none has
-// one now, among all.
+// rdma returns the best kind among the cards with an active network. If there are none, it returns
+// the best kind among all cards.
 func rdma(nics []gpu.NIC) string {
 	for _, active := range []bool{true, false} {
 		for _, kind := range []gpu.RDMA{gpu.InfiniBand, gpu.EFA, gpu.RoCE} {
@@ -153,8 +153,8 @@ func rdma(nics []gpu.NIC) string {
 	return "none"
 }
 
-// clique names the one NVLink fabric that GPUs of the node belong to, and their
-// part of it; empty where there is none, or more than one.
+// clique returns the NVLink fabric of the node's GPUs and their part of it; empty if there is none,
+// or more than one.
 func clique(gpus []card) string {
 	name := ""
 	for _, c := range gpus {
@@ -170,11 +170,10 @@ func clique(gpus []card) string {
 	return value(name)
 }
 
-// joined is the size of the largest set of GPUs that NVLink connects, directly or
-// over each other, and that a pod can have together; and the fewest lanes that
-// work at one of them. GPUs with a fault do not count, nor do those in MIG mode,
-// since MIG instances have no NVLink. The size is at least 1; lanes is 0 if there are
-// none.
+// joined finds the largest set of GPUs that NVLink connects, directly or through each other, and
+// that one pod can have. It returns the size of the set, and the fewest working lanes at one of its
+// GPUs. GPUs with a fault do not count, nor those in MIG mode, since MIG instances have no NVLink.
+// The size is at least 1; lanes is 0 if there are none.
 func joined(g *topology.Graph, gpus []card) (size, lanes int) {
 	size = 1
 	rest := slices.DeleteFunc(slices.Clone(gpus), func(c card) bool { return c.Fault != "" || c.mig() })
@@ -202,7 +201,7 @@ func joined(g *topology.Graph, gpus []card) (size, lanes int) {
 	return size, lanes
 }
 
-// lanes are the NVLink lanes of a GPU that work.
+// lanes returns the number of working NVLink lanes of a GPU.
 func (c card) lanes() int {
 	sum := 0
 	for _, l := range c.Links {
@@ -211,7 +210,7 @@ func (c card) lanes() int {
 	return sum
 }
 
-// number prints what is not 0; nothing else is known by 0.
+// number returns n as text, or "" for 0, which means that the figure is unknown.
 func number(n uint64) string {
 	if n == 0 {
 		return ""
@@ -219,17 +218,16 @@ func number(n uint64) string {
 	return strconv.FormatUint(n, 10)
 }
 
-// maxValue is what the API takes of a label's value.
+// maxValue is the greatest length of a label's value in the API.
 const maxValue = 63
 
-// value makes s a label's value: letters, digits, "-", "_" and ".", beginning
-// and ending with a letter or digit, 63 characters at most. Blanks become "-",
-// all else that is not allowed goes.
+// value turns s into a label's value: letters, digits, "-", "_" and ".", with a letter or digit at
+// both ends, and at most 63 characters. Blanks become "-". It removes all other characters.
 func value(s string) string {
 	return trim(clean(s), maxValue)
 }
 
-// clean is GPU Feature Discovery's own way, so that values come out the same.
+// clean does what GPU Feature Discovery does, so that the values are equal.
 func clean(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r == ' ' || r == '-' || r == '_' || r == '.' || alphanumeric(r) {

@@ -12,9 +12,8 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// NVIDIA returns the labels that GPU Feature Discovery v0.19.3 writes for the
-// node; doc.go lists where they differ and why. It returns nil where no GPU is
-// known, as Own does.
+// NVIDIA returns the labels that GPU Feature Discovery v0.19.3 writes for the node. doc.go lists
+// where they differ and why. It returns nil if no GPU is known, like Own.
 func NVIDIA(in Node) map[string]string {
 	gpus := in.gpus()
 	if len(gpus) == 0 {
@@ -44,11 +43,10 @@ func NVIDIA(in Node) map[string]string {
 	return full
 }
 
-// labels are keyed by what follows "nvidia.com/".
+// labels are labels, by the part of the key after "nvidia.com/".
 type labels map[string]string
 
-// versions says each twice, under the names that are in use and under those that
-// were before.
+// versions writes each version under its present name and its older name.
 func (l labels) versions(driver, cuda string) {
 	if parts := strings.Split(driver, "."); len(parts) == 2 || len(parts) == 3 {
 		parts = append(parts, "")
@@ -68,8 +66,8 @@ func (l labels) versions(driver, cuda string) {
 	}
 }
 
-// whole describes the node's GPUs as if they were all of one model: of several,
-// the one that most of the GPUs that are not cut into MIG instances are of.
+// whole describes the node's GPUs as if all were of one model. If there are several models, it
+// takes the most frequent one among the GPUs that are not divided into MIG instances.
 func (l labels) whole(gpus []card) {
 	pool := slices.DeleteFunc(slices.Clone(gpus), card.mig)
 	cut := len(pool) == 0
@@ -102,8 +100,8 @@ func (l labels) whole(gpus []card) {
 	}
 }
 
-// copies is into how many replicas each GPU of a model is cut; 1 where they are
-// not all cut alike, which GPU Feature Discovery has no word for.
+// copies returns the number of replicas of each GPU of a model. It returns 1 if they differ, since
+// GPU Feature Discovery cannot express that.
 func copies(gpus []card, model string) int {
 	n := 0
 	for _, c := range gpus {
@@ -122,9 +120,8 @@ func copies(gpus []card, model string) int {
 	return n
 }
 
-// instances describes the MIG instances that are wanted, each profile once. A
-// GPU whose instances are made on demand has none to count, but resources with
-// the names of profiles.
+// instances describes the wanted MIG instances, each profile once. A GPU whose instances are made
+// on demand has none to count, but its resources have the names of profiles.
 func (l labels) instances(gpus []card) {
 	count := map[mig.Name]int{}
 	for _, c := range gpus {
@@ -146,7 +143,7 @@ func (l labels) instances(gpus []card) {
 	}
 }
 
-// profile describes a kind of instance as it is on a GPU.
+// profile describes the instances of a profile on a GPU.
 func (l labels) profile(c card, p mig.Name) {
 	at := p.Resource() + "."
 	l[at+"product"] = product(c.Model, "-MIG-"+strings.TrimPrefix(p.Resource(), "mig-"))
@@ -160,7 +157,7 @@ func (l labels) profile(c card, p mig.Name) {
 			continue
 		}
 		sms := have.SMs
-		if p.Compute > 0 && p.Slices > 0 { // a split has its share
+		if p.Compute > 0 && p.Slices > 0 { // a compute instance has its share
 			sms = sms * p.Compute / p.Slices
 		}
 		if have.Memory > 0 {
@@ -180,7 +177,7 @@ func (l labels) profile(c card, p mig.Name) {
 	}
 }
 
-// virtual says whether the node is a virtual machine with parts of GPUs.
+// virtual writes whether the node is a virtual machine with vGPUs.
 func (l labels) virtual(gpus []card) {
 	l["vgpu.present"] = "false"
 	for _, c := range gpus {
@@ -194,7 +191,8 @@ func (l labels) virtual(gpus []card) {
 	}
 }
 
-// class is what the PCI classes of all GPUs say of their outputs.
+// class returns the mode that GPU Feature Discovery derives from the PCI classes of the GPUs:
+// whether they have display outputs.
 func class(gpus []card) string {
 	for _, c := range gpus {
 		if c.PCIClass != gpus[0].PCIClass {
@@ -210,7 +208,7 @@ func class(gpus []card) string {
 	return "unknown"
 }
 
-// Family is the architecture of a compute capability, by NVIDIA's own table.
+// Family returns the architecture of a compute capability, by NVIDIA's own table.
 func Family(major, minor string) string {
 	switch major {
 	case "1":
@@ -241,8 +239,7 @@ func Family(major, minor string) string {
 	return "undefined"
 }
 
-// product is a model's name and a suffix. The name is shortened if both together are
-// too long.
+// product returns a model's name with a suffix. It shortens the name if both together are too long.
 func product(model, suffix string) string {
 	return trim(trim(clean(model), maxValue-len(suffix))+suffix, maxValue)
 }

@@ -77,7 +77,7 @@ func (d *Door) Set(slice bool, o *unstructured.Unstructured) {
 		t, err := ReadTenant(o)
 		if d.tenants[uid] = t; err != nil {
 			delete(d.tenants, uid)
-			d.o.Logger.Error("taking a malformed Tenant for none",
+			d.o.Logger.Error("ignoring a malformed Tenant",
 				"namespace", o.GetNamespace(), "tenant", o.GetName(), "err", err)
 		}
 		d.wake()
@@ -184,7 +184,7 @@ func (d *Door) Run(ctx context.Context) error {
 		if !led {
 			// The former leader may have written what the watches have not shown yet.
 			if err := errors.Join(d.refresh(ctx, false), d.refresh(ctx, true)); err != nil {
-				d.o.Logger.Error("what clusters have been granted is not known", "err", err)
+				d.o.Logger.Error("cannot read what clusters were granted", "err", err)
 				continue
 			}
 			led = true
@@ -255,7 +255,7 @@ func (d *Door) decide(ctx context.Context, told map[string]bool) {
 			return
 		}
 		if yes, err := d.disputed(ctx, s); err != nil {
-			d.o.Logger.Error("whether a tenant is drained is not known", "consumer", s.Consumer, "err", err)
+			d.o.Logger.Error("cannot read whether a tenant is drained", "consumer", s.Consumer, "err", err)
 		} else if !yes {
 			d.write(ctx, s, c.Status)
 		}
@@ -273,7 +273,7 @@ func (d *Door) write(ctx context.Context, s *Slice, w *Status) {
 		return // it will be told, and decided on again
 	}
 	if err != nil {
-		d.o.Logger.Error("a cluster was not told what it is granted",
+		d.o.Logger.Error("cannot write what a cluster is granted",
 			"namespace", s.Namespace, "slice", s.Name, "err", err)
 		return
 	}

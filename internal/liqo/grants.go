@@ -370,8 +370,8 @@ func message(ask, give map[string]int, parts []placer.Part, reason string) strin
 		words = append(words, text)
 	}
 	before := map[string]string{
-		Granted: "granted: ", Reduced: "some of it has gone; left are ",
-		NotMore: "there is no room for all that is asked for now; granted stay ",
+		Granted: "granted: ", Reduced: "some of it was lost, and this is left: ",
+		NotMore: "there is no room now for all that it asks for; it keeps ",
 	}[reason]
 	return before + strings.Join(words, ", ")
 }
@@ -472,7 +472,7 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 func lacks(ask, short map[string]int) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(short)) {
-		const why = "asked for %d of %s: %d can be had now beyond what pods and other clusters have"
+		const why = "asked for %d of %s: %d are available now beyond those of pods and other clusters"
 		words = append(words, fmt.Sprintf(why, ask[name], name, ask[name]-short[name]))
 	}
 	return strings.Join(words, "; ")

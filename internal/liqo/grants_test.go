@@ -29,10 +29,10 @@ func TestAFirstRequest(t *testing.T) {
 		{"memory", one(memory, 40), "Accepted Granted gpu-mem=40", "granted: 40 of example.com/gpu-mem"},
 		{"of two GPUs", one(memory, 100), "Accepted Granted gpu-mem=100", "in blocks of 79 and 21"},
 		{"all", one(memory, 158), "Accepted Granted gpu-mem=158", "in blocks of 79 and 79"},
-		{"more than there is", one(memory, 159), "Denied NoRoom", "asked for 159 of example.com/gpu-mem: 158 can be had now"},
+		{"more than there is", one(memory, 159), "Denied NoRoom", "asked for 159 of example.com/gpu-mem: 158 are available now"},
 		{"profiles together", map[string]any{half: "1", small: "4"}, "Accepted Granted mig-1g.10gb=4 mig-3g.40gb=1", ""},
-		{"profiles that exclude each other", map[string]any{full: "1", small: "1"}, "Denied NoRoom", "asked for 1 of example.com/mig-1g.10gb: 0 can be had"},
-		{"a profile that is not offered", one("example.com/mig-2g.20gb", 1), "Denied NoRoom", "0 can be had"},
+		{"profiles that exclude each other", map[string]any{full: "1", small: "1"}, "Denied NoRoom", "asked for 1 of example.com/mig-1g.10gb: 0 are available now"},
+		{"a profile that is not offered", one("example.com/mig-2g.20gb", 1), "Denied NoRoom", "0 are available now"},
 		{"and cpu", map[string]any{memory: "1", "cpu": "8", "memory": "16Gi"}, "Accepted Granted gpu-mem=1", ""},
 		{"and more cpu than there is", map[string]any{memory: "1", "cpu": "65"}, "Denied NoRoom", "asked for 65 of cpu: the nodes with GPUs have 64"},
 		{"somebody else's", map[string]any{memory: "1", "nvidia.com/gpu": "1"}, "Denied NotOffered", "does not grant nvidia.com/gpu"},
@@ -135,7 +135,7 @@ func TestMoreIsAskedFor(t *testing.T) {
 	p.ask("one", one(memory, 60))
 	p.rest()
 	p.wants("one", "Accepted NotMore gpu-mem=40")
-	if got := p.read("one").Resources.Message; !strings.Contains(got, "no room for all that is asked for now; granted stay 40 of example.com/gpu-mem (asked for 60)") {
+	if got := p.read("one").Resources.Message; !strings.Contains(got, "no room now for all that it asks for; it keeps 40 of example.com/gpu-mem (asked for 60)") {
 		t.Error(got)
 	}
 	// Meanwhile what is left is for others.
@@ -245,7 +245,7 @@ func TestAConsumerIsNamedLate(t *testing.T) {
 	p.ask("two", one(memory, 200))
 	p.rest()
 	p.wants("two", "Denied NoRoom")
-	if is, want := p.read("two").Resources.Message, "asked for 200 of "+memory+": 118 can be had now beyond what pods and other clusters have"; is != want {
+	if is, want := p.read("two").Resources.Message, "asked for 200 of "+memory+": 118 are available now beyond those of pods and other clusters"; is != want {
 		t.Errorf("the other is told %q, want %q", is, want)
 	}
 }

@@ -1,29 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nfd passes the node's labels to Node Feature Discovery, for clusters in
-// which only Node Feature Discovery writes labels.
+// Package nfd passes the node's labels to Node Feature Discovery. It is for clusters that let no
+// other program write labels.
 //
-// Node Feature Discovery's worker reads every file of one directory on the node,
-// a minute apart by default, and its master sets the labels that they name and
-// removes those that they no longer name. A file has a line for each label,
-// "example.com/gpu.count=8". The agent has one there, named after itself:
+// On each node, a worker of Node Feature Discovery reads every file of one directory, once a minute
+// by default. Its master sets the labels that the files name, and removes those that they no longer
+// name. A file has a line for each label: "example.com/gpu.count=8". The agent has one file there,
+// with its own name:
 //
 //	err := nfd.Write(nfd.Dir, nfd.Features{Labels: own, Guests: nvidia, Node: labels})
 //	…
 //	err = nfd.Remove(nfd.Dir) // with the agent's other traces
 //
-// The worker may read at any moment, so a file changes by a rename, and while it
-// is written it has a name that begins with a dot, which the worker passes over.
+// The worker may read at any moment. So the agent writes a temporary file and renames it. The
+// worker ignores the temporary file, since its name begins with a dot.
 //
 // # Guests
 //
-// Where several files name one label the worker takes the last file's value, and
-// the agent's file name sorts after most. So labels that other programs are known to
-// write, those of GPU Feature Discovery above all, are guests: one that another
-// file names is left out, and so is one that the Node has although the agent's
-// file does not name it, because then somebody else has set it. A program that comes
-// later and does not write a file here is not noticed; whoever runs one tells the
-// agent not to write its labels.
+// If several files name one label, the worker takes the value of the last file, and the agent's
+// file name sorts after most others. So labels that other programs are known to write, above all
+// those of GPU Feature Discovery, are guests. Write leaves out a guest that another file names. It
+// also leaves out a guest that the Node has and the agent's file does not name: another program has
+// set it. Write does not notice a program that comes later and has no file here; with such a
+// program, tell the agent not to write these labels.
 //
 // The package does not know what a label means.
 package nfd

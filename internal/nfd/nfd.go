@@ -16,37 +16,36 @@ import (
 	"example.com/gpu-agent/internal/atomicfile"
 )
 
-// Dir is where Node Feature Discovery reads features files on a node by default.
+// Dir is the directory where Node Feature Discovery reads feature files by default.
 const Dir = "/etc/kubernetes/node-feature-discovery/features.d"
 
-// file is the agent's own in the directory, and temporary the name that it has
-// while it is written: files that begin with a dot are not read.
+// file is the name of the agent's file, and temporary its name while it is written. The worker
+// ignores files whose name begins with a dot.
 const (
 	file      = "gpu-agent"
 	temporary = ".gpu-agent.tmp"
 )
 
-// maxSize is the largest file that Node Feature Discovery reads.
+// maxSize is the largest file that Node Feature Discovery reads, in bytes.
 const maxSize = 64 << 10
 
 // Features are the labels for the file.
 type Features struct {
 	// Labels are the agent's own.
 	Labels map[string]string
-	// Guests are labels of others' domains. One is written only where no other
-	// file in the directory names it, and where nobody else has set it on the Node.
+	// Guests are labels of other domains. Write leaves out a guest that another file in the
+	// directory names, or that another program has set on the Node.
 	Guests map[string]string
-	// Node is the labels that the Node has; nil where that is not known.
+	// Node has the labels of the Node; nil if they are not known.
 	Node map[string]string
-	// Keep keeps the lines of the file that Labels and Guests do not name: for when it is
-	// not known what they should be.
+	// Keep is true if it is not known what the labels should be. Then the lines of the file that
+	// Labels and Guests do not name stay.
 	Keep bool
 }
 
-// Write makes the agent's file in dir say what f says, whole or not at all: a
-// reader sees the old file or the new one. A file that says so already is not
-// touched. The directory must be there: without Node Feature Discovery nobody
-// would read it.
+// Write writes the labels of f to the agent's file in dir, whole or not at all: a reader sees the
+// old file or the new one. It does not touch a file that has these labels already. It fails if dir
+// does not exist: then Node Feature Discovery is missing, which reads the file.
 func Write(dir string, f Features) error {
 	path := filepath.Join(dir, file)
 	old, err := os.ReadFile(path)
@@ -85,8 +84,8 @@ func Write(dir string, f Features) error {
 	return nil
 }
 
-// Remove removes the agent's file, and what an interrupted write has left. A file that
-// is not there is not an error.
+// Remove removes the agent's file, and the rest of an interrupted write. A missing file is not an
+// error.
 func Remove(dir string) error {
 	for _, name := range []string{file, temporary} {
 		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -96,7 +95,8 @@ func Remove(dir string) error {
 	return nil
 }
 
-// render is the file's text: a line for each label, in the order of the keys.
+// render returns the file's text: a line for each label, in the order of the keys. It fails if a
+// label is not allowed in such a file, or if the text is too long.
 func render(labels map[string]string) ([]byte, error) {
 	var b bytes.Buffer
 	for _, key := range slices.Sorted(maps.Keys(labels)) {
@@ -129,7 +129,7 @@ func parse(text []byte) map[string]string {
 	return out
 }
 
-// named are the keys that other programs' files in the directory have.
+// named returns the keys in the files of other programs in the directory.
 func named(dir string) (map[string]bool, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -146,7 +146,7 @@ func named(dir string) (map[string]bool, error) {
 		}
 		text, err := os.ReadFile(path)
 		if err != nil {
-			continue // it has gone, or nobody can read it
+			continue // it has gone, or cannot be read
 		}
 		for key := range parse(text) {
 			out[key] = true

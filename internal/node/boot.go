@@ -10,9 +10,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// BootID returns what the kernel has called its present run since it came up:
-// it differs after each reboot and is the same in every container. procRoot is
-// where /proc of the host is seen.
+// BootID returns the kernel's boot ID, which differs after each reboot and is the same in every
+// container. procRoot is where the host's /proc is seen.
 func BootID(procRoot string) (string, error) {
 	path := filepath.Join(procRoot, "sys/kernel/random/boot_id")
 	data, _, err := readRegular(path, 256)

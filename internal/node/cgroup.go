@@ -12,11 +12,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// CgroupDir returns the directory of a container's own cgroup in the host's
-// unified hierarchy, as this process sees it. An error answers to
-// gpu.ErrNotSupported where there is no such hierarchy, or the kubelet does not
-// use it; to gpu.ErrNotFound where the container is gone; to gpu.ErrInvalid for a
-// path that is not the container's.
+// CgroupDir returns the directory of a container's own cgroup in the host's unified hierarchy, as
+// this process sees it. The error wraps
+//
+//   - gpu.ErrNotSupported if there is no such hierarchy, or the kubelet does not use it,
+//   - gpu.ErrNotFound if the container is gone,
+//   - gpu.ErrInvalid if the path is not that of the container.
 func (r *Runtime) CgroupDir(o Owner) (string, error) {
 	if !o.V2 || o.Cgroup == "" || r.o.Cgroups == "" {
 		return "", &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("container %s is in no cgroup of the unified "+
@@ -40,7 +41,7 @@ func (r *Runtime) CgroupDir(o Owner) (string, error) {
 	return path.Join(at, o.Cgroup), nil
 }
 
-// ownCgroup refuses a path that is not the container's own.
+// ownCgroup returns an error if the path is not that of the container's own cgroup.
 func ownCgroup(o Owner) error {
 	named, ok := ownerByPath([]byte(o.Cgroup))
 	if !ok || named.ID != o.ID || named.Cgroup != o.Cgroup || path.Clean(o.Cgroup) != o.Cgroup ||
@@ -50,8 +51,8 @@ func ownCgroup(o Owner) error {
 	return nil
 }
 
-// openBelow opens what a path from a hierarchy's root leads to, there and not in a
-// file system of its own below it.
+// openBelow opens a path below the root of a hierarchy. It does not leave that hierarchy's file
+// system.
 func openBelow(base int, name string, flags uint64) (fd int, err error) {
 	for {
 		fd, err = unix.Openat2(base, "."+name, &unix.OpenHow{Flags: flags | unix.O_CLOEXEC,

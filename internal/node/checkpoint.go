@@ -19,15 +19,14 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// maxCheckpoint is the largest checkpoint read, in bytes. The kubelet writes each
-// device's ID once for the list and once more for its holder: 100,000 devices
-// with IDs of 45 bytes come to 10 MB.
+// maxCheckpoint is the largest checkpoint that is read, in bytes. The kubelet writes each device's
+// ID once for the list and once for its holder: 100,000 devices with IDs of 45 bytes take 10 MB.
 const maxCheckpoint = 16 << 20
 
-// Entry is what the kubelet has given to one container of one resource.
+// Entry is the devices of one resource that the kubelet has given to one container.
 type Entry struct {
-	// PodUID is the pod's UID in the API, for a static pod the kubelet's own
-	// name for it. It is the same in the runtime's labels.
+	// PodUID is the pod's UID in the API or, for a static pod, the UID that the kubelet made. The
+	// runtime's labels have the same UID.
 	PodUID string
 	// Container may be an init container, also one that has ended.
 	Container string
@@ -36,8 +35,7 @@ type Entry struct {
 	IDs []string
 }
 
-// Stamp tells one writing of a file from another. The zero Stamp is that of no
-// file.
+// Stamp identifies one writing of a file. The zero Stamp means that there is no file.
 type Stamp struct {
 	Dev, Inode uint64
 	// MTime is the time of the last writing, in nanoseconds since 1970.
@@ -46,24 +44,23 @@ type Stamp struct {
 	Size int64
 }
 
-// Checkpoint is the device manager's account as the kubelet last wrote it: after
-// every Allocate and for every list that a plugin sends, never when a pod ends.
+// Checkpoint is the record of the kubelet's device manager. The kubelet writes it after every
+// Allocate and for every list that a plugin sends, but not when a pod ends.
 type Checkpoint struct {
-	// Entries is sorted by pod, container, resource and IDs. It has every
-	// plugin's devices.
+	// Entries has every plugin's devices, sorted by pod, container, resource and IDs.
 	Entries []Entry
-	// Registered is what the plugin of each resource offers: the devices that its last
-	// list called healthy. It is nil where that cannot be understood.
+	// Registered is the devices that the last list of each resource's plugin called healthy. It is
+	// nil if that part of the file cannot be understood.
 	Registered map[string]Registered
 	// Stamp is that of the very file that was read.
 	Stamp Stamp
 }
 
-// Registered tells one set of device IDs from another without keeping them: there may be
-// tens of thousands.
+// Registered identifies a set of device IDs without keeping them: there may be tens of thousands.
 type Registered struct {
 	N int
-	// Sum is that of the IDs' hashes: the kubelet writes them in any order.
+	// Sum is the sum of the IDs' hashes, which does not depend on their order: the kubelet writes
+	// them in any order.
 	Sum uint64
 }
 
@@ -85,16 +82,15 @@ func checkpointPath(kubeletDir string) string {
 	return filepath.Join(kubeletDir, "device-plugins", "kubelet_internal_checkpoint")
 }
 
-// ReadCheckpoint reads the account of the kubelet whose directory this is. The
-// format is the kubelet's own affair, so whatever is not needed is ignored, the
-// checksum included; but an entry that cannot be understood may be a holder, and
-// is an error for the whole. The kubelet renames a whole file into place; one
-// that somebody else is writing, as a restore from a backup does, is an error
-// until it is whole.
+// ReadCheckpoint reads the record of the kubelet with this directory. The kubelet may change the
+// format at any time. So ReadCheckpoint ignores what it does not need, the checksum included. But
+// an entry that it cannot understand may be a holder, so it returns an error for the whole file.
+// The kubelet renames a whole file into place. If another program writes the file in place, as a
+// restore from a backup does, ReadCheckpoint fails until the file is whole.
 //
-// Errors answer to gpu.ErrNotFound where there is no file, which is so until a
-// kubelet first allocates or hears a plugin, and to gpu.ErrInvalid where it is
-// no checkpoint or no whole one.
+// The error wraps gpu.ErrNotFound if there is no file; that is so until a kubelet first allocates a
+// device or registers a plugin. It wraps gpu.ErrInvalid if the file is no checkpoint or not a whole
+// one.
 func ReadCheckpoint(kubeletDir string) (Checkpoint, error) {
 	path := checkpointPath(kubeletDir)
 	data, stamp, err := readRegular(path, maxCheckpoint)
@@ -115,9 +111,8 @@ func ReadCheckpoint(kubeletDir string) (Checkpoint, error) {
 	return cp, nil
 }
 
-// CheckpointStamp tells which writing of the checkpoint is in place: another
-// than before means that the kubelet has written it again. It is zero where
-// there is none.
+// CheckpointStamp returns the stamp of the checkpoint; zero if there is none. It changes each time
+// that the kubelet writes the checkpoint.
 func CheckpointStamp(kubeletDir string) Stamp {
 	info, err := os.Stat(checkpointPath(kubeletDir))
 	if err != nil {
@@ -138,8 +133,7 @@ func stampOf(info fs.FileInfo) Stamp {
 func decodeCheckpoint(data []byte) (Checkpoint, error) {
 	var file struct {
 		Data struct {
-			// Raw, it tells an account of nothing, which is null, from a file
-			// that has no account.
+			// Raw, so that an empty record (null) differs from a file without this field.
 			PodDeviceEntries  json.RawMessage
 			RegisteredDevices json.RawMessage
 		}
@@ -171,15 +165,15 @@ func decodeCheckpoint(data []byte) (Checkpoint, error) {
 	})
 	registered := map[string]Registered{}
 	if err := json.Unmarshal(file.Data.RegisteredDevices, &registered); err != nil {
-		registered = nil // it names no holder
+		registered = nil // no error, since this part names no holder
 	} else if registered == nil {
 		registered = map[string]Registered{} // null: no plugin has sent a list
 	}
 	return Checkpoint{Entries: entries, Registered: registered}, nil
 }
 
-// deviceIDs decodes the devices of an entry: lists by NUMA node since Kubernetes
-// 1.20, one list before. It is nil only where nothing was decoded into it.
+// deviceIDs decodes the devices of an entry: lists by NUMA node since Kubernetes 1.20, one list
+// before. It is nil only if the field is missing.
 type deviceIDs []string
 
 func (d *deviceIDs) UnmarshalJSON(data []byte) error {
@@ -190,7 +184,7 @@ func (d *deviceIDs) UnmarshalJSON(data []byte) error {
 			return err
 		}
 	case !bytes.Equal(data, []byte("null")): // a nil map: no device
-		// The keys are the kubelet's affair: nodes are numbers, -1 for none.
+		// The keys are NUMA nodes, -1 for none. They are not needed.
 		var nodes map[string][]string
 		if err := json.Unmarshal(data, &nodes); err != nil {
 			return err
@@ -207,13 +201,13 @@ func (d *deviceIDs) UnmarshalJSON(data []byte) error {
 	return nil
 }
 
-// readRegular reads a regular file of at most limit bytes. The stamp was taken
-// from the open file after reading.
+// readRegular reads a regular file of at most limit bytes. It takes the stamp from the open file
+// after reading.
 func readRegular(path string, limit int64) ([]byte, Stamp, error) {
-	// Without O_NONBLOCK, opening a FIFO waits for a writer.
+	// Without O_NONBLOCK, opening a FIFO would wait for a writer.
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
-		return nil, Stamp{}, err // names the operation and the path already
+		return nil, Stamp{}, err // it names the operation and the path already
 	}
 	defer file.Close()
 	info, err := file.Stat()
@@ -225,7 +219,7 @@ func readRegular(path string, limit int64) ([]byte, Stamp, error) {
 	}
 	var data bytes.Buffer
 	if size := info.Size(); size > 0 && size < limit {
-		data.Grow(int(size) + bytes.MinRead) // else it grows by doubling
+		data.Grow(int(size) + bytes.MinRead) // otherwise it grows by doubling
 	}
 	if _, err := data.ReadFrom(io.LimitReader(file, limit+1)); err != nil {
 		return nil, Stamp{}, err

@@ -20,46 +20,47 @@ import (
 )
 
 const (
-	// maxStatus is the largest status of a container accepted, in bytes. Most are 10 to 60
-	// KB; one has the container's environment twice.
+	// maxStatus is the largest accepted status of a container, in bytes. Most are 10 to 60 KB; a
+	// status has the container's environment twice.
 	maxStatus = 4 << 20
-	// statusesAtOnce are asked for at one time, and statusesALook for one list: the rest
-	// waits for the next.
+	// statusesAtOnce is the number of statuses asked for at the same time, and statusesALook the
+	// most for one list; the others wait for the next list.
 	statusesAtOnce = 4
 	statusesALook  = 128
-	// statusPatience bounds what all of them take.
+	// statusPatience is the time limit for all statuses of a list.
 	statusPatience = 2 * time.Second
 )
 
-// created is which CDI devices the runtime's containers were created with. That never
-// changes, so each is asked about once.
-type created struct {
-	// patience is statusPatience, but in a test.
+// cdiCache records the CDI devices of the runtime's containers. A container keeps those that it was
+// created with, so the agent asks once for each container.
+type cdiCache struct {
+	// patience is statusPatience; tests shorten it.
 	patience time.Duration
-	// turn holds a token while somebody asks: who comes meanwhile finds the answers.
+	// turn holds a token while a caller asks the runtime. Other callers wait, and then find the
+	// answers.
 	turn chan struct{}
 
 	mu sync.Mutex
-	// Guarded by mu:
-	by map[string]*creation // by the container's ID
-	// asked counts questions.
+	// The fields below are guarded by mu.
+	by map[string]*cdiEntry // by the container's ID
+	// asked is the number of questions so far.
 	asked uint64
 }
 
-// creation is what is known of one container. Whoever has looked one up may go on with it
-// when a later list has it no more: see keep.
-type creation struct {
+// cdiEntry is what is known of one container. Callers may keep using it after a later list has
+// dropped the container: see keep.
+type cdiEntry struct {
 	id string
-	// Guarded by created.mu:
+	// Guarded by cdiCache.mu:
 	known bool
 	cdi   []string
 	asked uint64 // the number of the last question without an answer; 0 for none
 }
 
-// addCDI fills in the CDI devices of containers, asking the runtime for those that it has
-// not told yet. It returns the containers that the runtime has no more.
+// addCDI fills in the CDI devices of containers. It asks the runtime for those that are not known
+// yet. It returns the containers that the runtime does not have any longer.
 func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string]bool) {
-	m := &r.created
+	m := &r.cdi
 	ctx, cancel := context.WithTimeout(ctx, m.patience)
 	defer cancel()
 	of := m.of(list)
@@ -77,28 +78,28 @@ func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string
 	return gone
 }
 
-// of looks up what is known of each container of a list.
-func (m *created) of(list []Container) []*creation {
+// of returns the entry of each container of a list.
+func (m *cdiCache) of(list []Container) []*cdiEntry {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	of := make([]*creation, len(list))
+	of := make([]*cdiEntry, len(list))
 	for i := range list {
 		id := list[i].ID
 		if m.by[id] == nil {
-			m.by[id] = &creation{id: id}
+			m.by[id] = &cdiEntry{id: id}
 		}
 		of[i] = m.by[id]
 	}
 	return of
 }
 
-// askCDI asks for the statuses of containers whose devices are not known: those that have
-// waited longest first, so that one whose status fails does not keep another waiting.
-func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]bool) {
-	m := &r.created
+// askCDI asks for the statuses of containers whose devices are not known. It asks first for those
+// that have waited longest, so that one failing status does not delay another.
+func (r *Runtime) askCDI(ctx context.Context, of []*cdiEntry) (gone map[string]bool) {
+	m := &r.cdi
 	m.mu.Lock()
-	due := slices.DeleteFunc(slices.Clone(of), func(c *creation) bool { return c.known })
-	slices.SortStableFunc(due, func(a, b *creation) int { return cmp.Compare(a.asked, b.asked) })
+	due := slices.DeleteFunc(slices.Clone(of), func(c *cdiEntry) bool { return c.known })
+	slices.SortStableFunc(due, func(a, b *cdiEntry) int { return cmp.Compare(a.asked, b.asked) })
 	m.mu.Unlock()
 	gone = map[string]bool{}
 	var asking errgroup.Group
@@ -119,7 +120,7 @@ func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]b
 				c.known, c.cdi = true, devices
 			default:
 				if c.asked == 0 {
-					r.o.Logger.Warn("cannot tell what a container was created with; "+
+					r.o.Logger.Warn("cannot learn the CDI devices of a container; "+
 						"until the runtime tells, it may have any device", "container", c.id, "err", err)
 				}
 				c.asked = m.asked
@@ -131,9 +132,9 @@ func (r *Runtime) askCDI(ctx context.Context, of []*creation) (gone map[string]b
 	return gone
 }
 
-// keep forgets all containers but these. One that another list has yet, which was asked for
-// earlier, keeps what is known of it there.
-func (m *created) keep(list []Container) {
+// keep drops all containers that are not in list. A caller with an earlier list still has its own
+// pointers to them.
+func (m *cdiCache) keep(list []Container) {
 	listed := make(map[string]bool, len(list))
 	for i := range list {
 		listed[list[i].ID] = true
@@ -147,7 +148,7 @@ func (m *created) keep(list []Container) {
 	}
 }
 
-// devices asks for the CDI devices that a container was created with.
+// devices asks the runtime for the CDI devices of a container.
 func (r *Runtime) devices(ctx context.Context, id string) ([]string, error) {
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ContainerStatusResponse, error) {
 		return c.ContainerStatus(ctx, &cri.ContainerStatusRequest{ContainerId: id, Verbose: true},
@@ -163,9 +164,9 @@ func (r *Runtime) devices(ctx context.Context, id string) ([]string, error) {
 	return devices, nil
 }
 
-// readInfo finds CDI devices in a status's information for debugging, which each runtime
-// words as it likes. containerd has the kubelet's request in it, CRI-O the specification
-// that was made of it.
+// readInfo finds CDI devices in a status's debugging information, whose format depends on the
+// runtime. containerd reports the kubelet's request, and CRI-O the specification that it made from
+// it.
 func (r *Runtime) readInfo(info map[string]string) (devices []string, _ error) {
 	text, ok := info["info"]
 	if !ok {

@@ -73,7 +73,7 @@ func draAsker(t testing.TB, s *criServer, used func() bool) *Runtime {
 			return ""
 		}})
 	t.Cleanup(func() { r.Close() })
-	r.created.patience = limit
+	r.cdi.patience = limit
 	return r
 }
 
@@ -127,7 +127,7 @@ func TestCDIDevicesAreAskedForOnce(t *testing.T) {
 	// What has ended is forgotten.
 	server.lists(listed("b"))
 	cdiOf(t, r)
-	if got := slices.Sorted(maps.Keys(r.created.by)); !slices.Equal(got, []string{"b"}) {
+	if got := slices.Sorted(maps.Keys(r.cdi.by)); !slices.Equal(got, []string{"b"}) {
 		t.Errorf("it remembers %v", got)
 	}
 }
@@ -162,7 +162,7 @@ func TestStatusThatFails(t *testing.T) {
 			t.Errorf("got  %v\nwant %v", got, want)
 		}
 	}
-	told.await(t, "cannot tell what a container was created with", "container=fails", "no spec")
+	told.await(t, "cannot learn the CDI devices of a container", "container=fails", "no spec")
 	if s.asked["fails"] != 2 || s.asked["a"] != 1 {
 		t.Errorf("asked for %v", s.asked)
 	}
@@ -227,10 +227,10 @@ func TestStatusThatHangs(t *testing.T) {
 	go func() { // its patience ends when the other one is known
 		defer cancel()
 		for ctx.Err() == nil {
-			r.created.mu.Lock()
-			c := r.created.by["a"]
+			r.cdi.mu.Lock()
+			c := r.cdi.by["a"]
 			known := c != nil && c.known
-			r.created.mu.Unlock()
+			r.cdi.mu.Unlock()
 			if known {
 				return
 			}
@@ -268,7 +268,7 @@ func TestLooksDoNotForgetForEachOther(t *testing.T) {
 	var look sync.WaitGroup
 	look.Go(func() { got = cdiOf(t, r) })
 	<-asked
-	r.created.keep(nil) // as a look does that finds neither
+	r.cdi.keep(nil) // as a look does that finds neither
 	close(proceed)
 	look.Wait()
 	if want := map[string]string{"ends": "", "slow": ""}; !maps.Equal(got, want) {

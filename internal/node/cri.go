@@ -15,8 +15,7 @@ import (
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Labels that the kubelet gives every container and sandbox, as in
-// k8s.io/kubelet/pkg/types.
+// The labels that the kubelet gives every container and sandbox, as in k8s.io/kubelet/pkg/types.
 const (
 	labelPodName       = "io.kubernetes.pod.name"
 	labelPodNamespace  = "io.kubernetes.pod.namespace"
@@ -24,7 +23,7 @@ const (
 	labelContainerName = "io.kubernetes.container.name"
 )
 
-// described is what cri.Container and cri.ContainerStatus have in common.
+// described has the methods that cri.Container and cri.ContainerStatus share.
 type described interface {
 	GetId() string
 	GetMetadata() *cri.ContainerMetadata
@@ -33,7 +32,7 @@ type described interface {
 	GetAnnotations() map[string]string
 }
 
-// container returns what is kept of c: all but whether it is running.
+// container returns the fields of c that are kept, without Running and CDI.
 func (r *Runtime) container(c described) Container {
 	l := c.GetLabels()
 	kept := Container{ID: c.GetId(), PodUID: l[labelPodUID], Namespace: l[labelPodNamespace], Pod: l[labelPodName],
@@ -50,7 +49,8 @@ func (r *Runtime) container(c described) Container {
 	return kept
 }
 
-// event returns what is kept of e. Its kind is EventMissed if e's is not known.
+// event returns the fields of e that are kept. Its kind is EventMissed if the kind of e is not
+// known.
 func (r *Runtime) event(e *cri.ContainerEventResponse) ContainerEvent {
 	event := ContainerEvent{Container: Container{ID: e.GetContainerId()}}
 	switch e.GetContainerEventType() {
@@ -84,19 +84,18 @@ func nanoseconds(n int64) time.Time {
 	return time.Unix(0, n)
 }
 
-// maxFields bounds the fields of an answer, of which a list has one for each of
-// its elements. An empty container is two bytes on the wire and a hundred times
-// as much in memory. A node has some hundreds.
+// maxFields is the largest number of fields in an answer. A list has one field for each element. An
+// empty container is two bytes on the wire and a hundred times as much in memory. A node has some
+// hundreds of containers.
 const maxFields = 1 << 16
 
-// bounded is gRPC's own codec, except that it decodes no answer of more than
-// maxFields fields.
+// bounded is gRPC's own codec, but it decodes no answer with more than maxFields fields.
 type bounded struct{ encoding.CodecV2 }
 
 func newBounded() bounded { return bounded{encoding.GetCodecV2(proto.Name)} }
 
-// Name is empty so that requests have the content type application/grpc. gRPC adds the name of a
-// codec that it is told to use, and CRI-O closes a connection whose first request has any other.
+// Name is empty so that requests have the content type application/grpc. gRPC appends the name of a
+// forced codec. CRI-O closes a connection whose first request has any other content type.
 func (bounded) Name() string { return "" }
 
 func (b bounded) Unmarshal(data mem.BufferSlice, answer any) error {

@@ -12,18 +12,18 @@ import (
 	"strings"
 )
 
-// ErrNoDmem says that the kernel keeps device memory by cgroup, and that a
-// container's cgroup does not have the controller for that.
+// ErrNoDmem means that the kernel limits device memory by cgroup, but that a container's cgroup
+// lacks the controller for it.
 var ErrNoDmem = errors.New("no dmem controller")
 
-// CheckDmem tells whether the driver can find what it needs in a container's cgroup.
-// From Linux 6.14 on the kernel keeps limits of device memory itself, by the
-// controller dmem, which a cgroup has where each one above it has enabled it. The
-// driver answers that there is no such cgroup where there is one without it. A kernel
-// that has no such controller has the driver count by itself.
+// CheckDmem returns nil if the driver can limit a container's device memory by its cgroup, or need
+// not use the cgroup. From Linux 6.14 on the kernel itself limits device memory by the controller
+// dmem. A cgroup has the controller if each cgroup above it has enabled it. If a cgroup lacks the
+// controller, the driver reports that there is no such cgroup. On a kernel without the controller,
+// the driver counts by itself.
 //
-// An error that answers to ErrNoDmem says what is to be written where; others are
-// those of CgroupDir.
+// An error that wraps ErrNoDmem says what to write to which file. Other errors are those of
+// CgroupDir.
 func (r *Runtime) CheckDmem(o Owner) error {
 	dir, err := r.CgroupDir(o)
 	if err != nil {
@@ -32,7 +32,7 @@ func (r *Runtime) CheckDmem(o Owner) error {
 	return checkDmem(os.DirFS(strings.TrimSuffix(dir, o.Cgroup)), o.Cgroup)
 }
 
-// checkDmem is CheckDmem of a cgroup by its path from the hierarchy's root.
+// checkDmem does what CheckDmem does, for a cgroup's path below the hierarchy's root.
 func checkDmem(root fs.FS, cgroup string) error {
 	has := func(dir, file string) (bool, error) {
 		list, err := fs.ReadFile(root, path.Join(dir, file))

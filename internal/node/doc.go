@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package node reads the machine that the agent runs on, except for its GPUs: what the
-// kubelet and the container runtime say about who holds which device, which container
-// a process is in and how to end it, and files that somebody may replace at any time.
+// Package node reads the machine that the agent runs on, except for its GPUs. It reads from the
+// kubelet and the container runtime which pods hold which devices. It finds the container of a
+// process, and ends containers. It follows files that may be replaced at any time.
 //
 // # Who holds what
 //
-// The device-plugin API tells a plugin when devices are handed out and never
-// when they come back. There are three sources, each of which knows
-// something that the others do not:
+// The device-plugin API tells a plugin when devices are handed out, but not when they are free
+// again. There are four sources. Each knows something that the others do not:
 //
 //	                     knows                    does not know           may be wrong
 //	[ReadCheckpoint]     pod UID, container,      names of pods           of ended pods, as of
@@ -20,8 +19,8 @@
 //	[ReadDRAState]       claims, pod UIDs, CDI    names of pods           never, but devices may
 //	                     devices of DRA drivers                           be in it twice
 //
-// Nobody holds a device that neither the checkpoint nor the runtime names, if
-// both were read after the device was last handed out:
+// A device is free if neither the checkpoint nor the runtime names it, and both were read after the
+// device was last handed out:
 //
 //	held, err := node.ReadCheckpoint("/var/lib/kubelet")
 //	if errors.Is(err, gpu.ErrNotFound) {
@@ -31,25 +30,24 @@
 //	defer runtime.Close()
 //	alive, err := runtime.Containers(ctx)
 //
-// The checkpoint may name a holder too many, never one too few, and so do the
-// readers here: an entry that cannot be understood is an error for the whole file, a
-// container in an unknown state counts as running, and a broken answer is an error and
-// not a shorter list. The kubelet drops what ended
-// pods held when PodResources is asked, and writes the file anew when a plugin
-// sends a list; [CheckpointStamp] tells that it did.
+// The checkpoint may name a holder too many, but never one too few. The readers here keep to that.
+// One entry that they cannot understand is an error for the whole file. A container in an unknown
+// state counts as running. A broken answer is an error and not a shorter list. The kubelet drops
+// the devices of ended pods when PodResources is asked. It writes the file again when a plugin
+// sends a list; then [CheckpointStamp] changes.
 //
-// What a plugin notes on a container, DRA has no place for. There the CDI devices with which
-// a container was created tell what it has ([Container].CDI), and the runtime tells them of one
-// container at a time: each is asked about once, and only where RuntimeOptions.DRA says so. A
-// container whose devices the runtime does not tell (CDIUnknown) may have any.
+// A plugin can note its allocation on a container, but a DRA driver cannot. For DRA, the CDI
+// devices of a container show what it holds ([Container].CDI). The runtime
+// tells them for one container at a time. The agent asks once for each container, and only if
+// RuntimeOptions.DRA reports true. A container whose devices the runtime has not told (CDIUnknown)
+// may hold any device.
 //
-// A node may have two runtimes. The list of the wrong one is empty, as if nothing
-// were held: a runtime that does not name the agent's own container is not the
-// kubelet's.
+// A node may have two runtimes. The wrong one lists no containers, as if all devices were free. A
+// runtime that does not list the agent's own container is not the kubelet's.
 //
-// [Runtime.Events] reports at once what a slow tick would find later. An event is only
-// a hint: read again when it comes. It does not listen to a runtime that has one stream
-// of events for all listeners, since the kubelet may be another one.
+// [Runtime.Events] reports at once what the next periodic read would find. An event is only a hint
+// to read again. If a runtime has one stream of events for all listeners, Events does not listen:
+// the kubelet may be the other listener.
 //
 // # PodResources
 //
@@ -62,18 +60,16 @@
 //		// every holder is in listing.Holdings
 //	}
 //
-// A listing has two weaknesses that the caller must know. It lags
-// behind Allocate, so a fresh allocation may be missing. And a kubelet that has just
-// started, or that started while the API server was away, answers with nothing
-// or with a part of its pods and does not say so: [Listing] names every pod in
-// it, and only a listing that names the agent's own pod is taken as complete.
+// A listing has two weaknesses. It lags behind Allocate, so a fresh allocation may be missing. And
+// a kubelet may answer with some or none of its pods and no error: just after its start, or if it
+// started while the API server was unreachable. [Listing] names every pod in the answer. Only a
+// listing that names the agent's own pod counts as complete.
 //
 // # Processes
 //
-// The driver names processes by PID. [Proc] tells which container each is in, by
-// the name of its cgroup: the kubelet makes one for each pod, the runtime one
-// below it for each container, and everything further down was made by the
-// container itself and is not believed.
+// The driver names processes by PID. [Proc] finds the container of each by the name of its cgroup.
+// The kubelet makes one cgroup for each pod, and the runtime makes one below it for each container.
+// Everything below that was made by the container itself and is not trusted.
 //
 //	proc := node.NewProc("/host/proc")
 //	if err := proc.SeesNode(runtime); err != nil {
@@ -83,17 +79,16 @@
 //	// {ID: "0d1c…", PodUID: "5f8a…", Cgroup: "/kubepods.slice/…/cri-containerd-0d1c….scope", V2: true, Start: 88213}
 //	how, err := runtime.End(ctx, owner) // "cgroup.kill"
 //
-// [Runtime.End] names the container and no PID, so a PID that is reused
-// meanwhile cannot end another one.
+// [Runtime.End] names the container and not a PID. So if the kernel reuses the PID, End cannot hit
+// the wrong container.
 //
 // # Following a file
 //
-// [WatchFile] delivers a file's content now and after every change, however the
-// change was made: written in place, renamed over by an editor, or
-// swapped by the kubelet, which replaces a symbolic link beside the file. It
-// gets changes from inotify, and also reads the file now and then; where the machine
-// has no inotify instance left, it polls.
+// [WatchFile] reports a file's content now and after every change. It sees a write in place, an
+// editor's rename over the file, and the kubelet's swap of a symbolic link beside it. It uses
+// inotify, and also reads the file at intervals. If the machine has no inotify instance left, it
+// polls.
 //
-// The package does not know what a GPU, a partition or an allocation is: from package gpu it
-// uses the errors alone.
+// The package does not know what a GPU, a partition or an allocation is. It uses only the errors of
+// package gpu.
 package node

@@ -18,57 +18,56 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// What the kubelet calls its account of claims, and its format, since Kubernetes 1.34.
+// The file of the kubelet's claims, and its kind and version, since Kubernetes 1.34.
 const (
 	draFile    = "dra_manager_state"
 	draKind    = "DRACheckpoint"
 	draVersion = "checkpoint.dra.kubelet.k8s.io/v1"
 )
 
-// PreparedClaim is a ResourceClaim that the kubelet has had prepared, or is having
-// prepared, and has not had unprepared.
+// PreparedClaim is a ResourceClaim that the kubelet has had prepared, or is having prepared, and
+// that it has not had unprepared.
 type PreparedClaim struct {
 	Namespace, Name, UID string
-	// PodUIDs are the pods of this node for which it was prepared, sorted.
+	// PodUIDs are the pods of this node that use the claim, sorted.
 	PodUIDs []string
-	// Devices are what drivers have answered, in the order of the answers. It has a key
-	// for every driver of which the claim has devices, without a value until that has
-	// answered. A claim that was prepared anew after a kubelet's restart has devices twice.
+	// Devices are the drivers' answers, by driver, in the order of the answers. Every driver with a
+	// device of the claim has a key; its value is nil until the driver has answered. If a kubelet
+	// prepared the claim again after a restart, devices are in it twice.
 	Devices map[string][]PreparedDevice
 }
 
-// PreparedDevice is a device of a claim, in the words of its driver.
+// PreparedDevice is a device of a claim, as its driver named it.
 type PreparedDevice struct {
 	Requests     []string
 	Pool, Device string
-	// Share tells one share of a device from another, empty for a device that is not
-	// shared.
+	// Share identifies a share of a device; empty for a device that is not shared.
 	Share string
 	// CDI is the fully qualified names of its CDI devices.
 	CDI []string
 }
 
-// DRAState is the kubelet's account of claims as it last wrote it: before each call to a
-// driver for a pod, and after it.
+// DRAState is the kubelet's record of claims. The kubelet writes it before and after each call to a
+// driver for a pod.
 type DRAState struct {
-	// Claims is sorted by namespace, name and UID. It has every driver's.
+	// Claims has the claims of every driver, sorted by namespace, name and UID.
 	Claims []PreparedClaim
 	// Stamp is that of the very file that was read.
 	Stamp Stamp
 }
 
-// ReadDRAState reads the account of claims of the kubelet whose directory this is.
+// ReadDRAState reads the record of claims of the kubelet with this directory.
 //
-// Errors answer to gpu.ErrNotFound where the directory has no such file, which is so
-// until a kubelet with DRA first starts, and to gpu.ErrInvalid where it is none or no
-// whole one, or has another format. A directory that cannot be seen says nothing of what
-// the kubelet has prepared: its error answers to neither.
+// The error wraps gpu.ErrNotFound if the directory has no such file; that is so until a kubelet
+// with DRA first starts. It wraps gpu.ErrInvalid if the file is incomplete, has another format, or
+// is no such record. It wraps neither if the directory itself cannot be seen, since then it is
+// unknown what the kubelet has prepared.
 func ReadDRAState(kubeletDir string) (DRAState, error) {
 	path := filepath.Join(kubeletDir, draFile)
 	data, stamp, err := readRegular(path, maxCheckpoint)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, unseen := os.Stat(kubeletDir); unseen != nil {
-			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not to be seen; "+
+			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not visible; "+
 				"mount it, or the host's root: %w", unseen)
 		}
 		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}
@@ -86,15 +85,15 @@ func ReadDRAState(kubeletDir string) (DRAState, error) {
 	return DRAState{Claims: claims, Stamp: stamp}, nil
 }
 
-// FollowDRAState calls back whenever that account may have been written anew, at once where
-// inotify works, until ctx ends, whose error it returns. The kubelet writes a pod into it
-// before it makes the pod's sandbox, also where it asks no driver for it.
+// FollowDRAState calls changed whenever the record may have been written again, at once if inotify
+// works, until ctx ends; it returns the error of ctx. The kubelet writes a pod into the record
+// before it makes the pod's sandbox, also if it asks no driver for the pod.
 func FollowDRAState(ctx context.Context, kubeletDir string, changed func()) error {
 	return WatchFile(ctx, filepath.Join(kubeletDir, draFile), func([]byte, error) { changed() })
 }
 
-// decodeDRAState returns the claims of an account, sorted. A claim that cannot be
-// understood may be held, and is an error for the whole.
+// decodeDRAState returns the claims of a record, sorted. A claim that it cannot understand may be
+// held, so it returns an error for the whole record.
 func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 	var file struct {
 		Data     *string
@@ -111,7 +110,7 @@ func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 	}
 	var account struct {
 		Kind, APIVersion string
-		// Raw, it tells an account of nothing, which is null, from one that lacks it.
+		// Raw, so that an empty record (null) differs from one without this field.
 		ClaimInfoStateList json.RawMessage
 	}
 	if err := json.Unmarshal([]byte(*file.Data), &account); err != nil {

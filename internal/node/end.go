@@ -21,7 +21,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// How End ended a container.
+// What End used to end a container.
 const (
 	EndedByCgroup     = "cgroup.kill"
 	EndedByContainerd = "containerd"
@@ -30,21 +30,20 @@ const (
 
 const (
 	containerdName = "containerd"
-	// containerdNamespace is where containerd's CRI keeps the kubelet's
-	// containers, and namespaceHeader how a request says so.
+	// containerdNamespace is where containerd's CRI keeps the kubelet's containers. A request names
+	// it in namespaceHeader.
 	containerdNamespace = "k8s.io"
 	namespaceHeader     = "containerd-namespace"
 )
 
-// End ends all processes of a container at once, and of no other: by cgroup.kill
-// (Linux 5.14, the unified hierarchy), else by containerd's task service, which
-// signals every process of the container, else by the CRI. It returns which of
-// these it was. The kubelet then sees an ended container and does as its pod's
-// restart policy says.
+// End ends all processes of a container at once, and none of another. It uses cgroup.kill (Linux
+// 5.14, the unified hierarchy), else containerd's task service, which signals every process of the
+// container, else the CRI. It returns which of these it used. The kubelet then sees an ended
+// container and applies the pod's restart policy.
 //
-// End does not wait for the processes to be gone. Where there is no such
-// container any more, the error answers to gpu.ErrNotFound. Only Owner.ID is
-// needed; without a cgroup's path the runtime is asked.
+// End does not wait until the processes are gone. If there is no such container any longer, the
+// error wraps gpu.ErrNotFound. Only Owner.ID is required; without a cgroup's path End asks the
+// runtime.
 func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 	if containerID(o.ID) != o.ID || o.ID == "" {
 		return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("end container %q: that is no container's ID", o.ID)}
@@ -73,7 +72,7 @@ func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 			return "", r.gone(o.ID)
 		}
 	}
-	// Without a timeout, the runtime kills it at once.
+	// Without a timeout, the runtime kills the container at once.
 	if _, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.StopContainerResponse, error) {
 		return c.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: o.ID})
 	}); err == nil {
@@ -91,9 +90,9 @@ func (r *Runtime) gone(id string) error {
 		"or it has ended", id, r.Endpoint())}
 }
 
-// killCgroup writes to the cgroup.kill of a container's own cgroup, below the
-// place where the host's unified hierarchy is seen. An error that answers to
-// gpu.ErrInvalid says that the path is not that container's.
+// killCgroup writes to the cgroup.kill of a container's own cgroup. root is where this process sees
+// the host's unified hierarchy. The error wraps gpu.ErrInvalid if the path is not that of the
+// container.
 func killCgroup(root string, o Owner) error {
 	if err := ownCgroup(o); err != nil {
 		return err
@@ -117,8 +116,8 @@ func killCgroup(root string, o Owner) error {
 	return nil
 }
 
-// unified opens the unified hierarchy at root, or at the place below it where a
-// node with both versions has it, and says where that is.
+// unified opens the unified hierarchy at root or, on a node with both versions, at unified below
+// it. It returns the path of the hierarchy, too.
 func unified(root string) (fd int, at string, err error) {
 	var first error
 	for _, place := range []string{root, path.Join(root, "unified")} {
@@ -136,11 +135,11 @@ func unified(root string) (fd int, at string, err error) {
 	return -1, "", first
 }
 
-// kill signals all processes of a container by containerd's tasks service, on the
-// socket of its CRI.
+// kill signals all processes of a container by containerd's tasks service, on the socket of its
+// CRI.
 func (r *Runtime) kill(ctx context.Context, id string) error {
 	ctx = metadata.AppendToOutgoingContext(ctx, namespaceHeader, containerdNamespace)
-	return r.line.ask(ctx, func(conn *grpc.ClientConn) error {
+	return r.client.ask(ctx, func(conn *grpc.ClientConn) error {
 		_, err := tasks.NewTasksClient(conn).Kill(ctx, &tasks.KillRequest{
 			ContainerID: id, Signal: uint32(unix.SIGKILL), All: true,
 		})
@@ -148,11 +147,11 @@ func (r *Runtime) kill(ctx context.Context, id string) error {
 	})
 }
 
-// peerPatience bounds the wait for a runtime to take a connection.
+// peerPatience is how long peer waits for a runtime to accept a connection.
 const peerPatience = 2 * time.Second
 
-// peer returns the process behind the runtime's socket, 0 where it is in a PID
-// namespace that is not below this one.
+// peer returns the PID of the process behind the runtime's socket. It is 0 if that process is in a
+// PID namespace that is not below this one.
 func (r *Runtime) peer() (pid int, socket string, err error) {
 	socket, err = r.socket()
 	if err != nil {
@@ -166,7 +165,7 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 	// A runtime that hangs accepts no connection, and its queue may be full.
 	patience := unix.NsecToTimeval(peerPatience.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
-		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)
+		return 0, socket, fmt.Errorf("limit the wait for %s: %w", socket, err)
 	}
 	connect := func() (int, error) { return 0, unix.Connect(fd, &unix.SockaddrUnix{Name: socket}) }
 	if _, err := ignoringEINTR(connect); err != nil {

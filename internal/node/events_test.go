@@ -255,11 +255,11 @@ func TestStreamIsOfTheRuntimeThatToldItsVersion(t *testing.T) {
 	r := NewRuntime(RuntimeOptions{Endpoint: s.path, Logger: slog.New(slog.NewTextHandler(log, nil))})
 	t.Cleanup(func() { r.Close() })
 	var once sync.Once
-	r.line.answers = append(slices.Clone(r.line.answers), grpc.OnFinish(func(error) {
+	r.client.answers = append(slices.Clone(r.client.answers), grpc.OnFinish(func(error) {
 		once.Do(func() {
-			r.line.mu.Lock()
-			conn := r.line.conn
-			r.line.mu.Unlock()
+			r.client.mu.Lock()
+			conn := r.client.conn
+			r.client.mu.Unlock()
 			s.Stop()
 			for conn.GetState() == connectivity.Ready && conn.WaitForStateChange(t.Context(), connectivity.Ready) {
 			}

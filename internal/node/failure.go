@@ -2,12 +2,12 @@
 
 package node
 
-// failure is an error in this package's own words that answers to a sentinel of
-// package gpu, whose words are about hardware.
+// failure is an error with a text of this package that matches a sentinel of package gpu by
+// errors.Is. The sentinel's own text is about hardware, so it is not shown.
 type failure struct {
 	is    error // the sentinel
 	text  string
-	cause error // nil where the text says it all
+	cause error // nil if the text says it all
 }
 
 func (f *failure) Error() string {

@@ -12,20 +12,17 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// maxFile is the largest file that WatchFile reads, in bytes. A ConfigMap has
-// at most 1 MiB.
+// maxFile is the largest file that WatchFile reads, in bytes. A ConfigMap has at most 1 MiB.
 const maxFile = 4 << 20
 
-// follower is one WatchFile. Its fields are apart for tests.
+// follower is the state of one WatchFile. Tests set its fields.
 type follower struct {
 	path string
 	fn   func([]byte, error)
-	// settle is how long the directory must be quiet before the file is read:
-	// one save makes several events, and between truncation and write a file is
-	// empty.
+	// settle is how long the directory must be quiet before the file is read. One save makes
+	// several events, and the file is empty between truncation and write.
 	settle time.Duration
-	// sweep is how often the file is read without an event, poll how often
-	// where there are no events.
+	// sweep is the period between reads without an event, and poll that without inotify.
 	sweep, poll time.Duration
 	newWatcher  func() (*fsnotify.Watcher, error)
 
@@ -37,13 +34,13 @@ type follower struct {
 	problem string
 }
 
-// WatchFile calls fn with the file's content, and again whenever it differs
-// from the last call's, until ctx ends, whose error it returns. A file that
-// cannot be read is an error for fn, once per reason; errors.Is tells
-// fs.ErrNotExist. Calls never overlap.
+// WatchFile calls fn with the file's content, and again whenever it differs from the last call's,
+// until ctx ends; it returns the error of ctx. If the file cannot be read, it calls fn with the
+// error, once for each reason. The error wraps fs.ErrNotExist if the file is missing. Calls never
+// overlap.
 //
-// A missing directory is waited for. Changes are seen at once where inotify
-// works, and otherwise within two seconds.
+// WatchFile waits for a missing directory. It sees changes at once if inotify works, and otherwise
+// within two seconds.
 func WatchFile(ctx context.Context, path string, fn func(data []byte, err error)) error {
 	return (&follower{
 		path: path, fn: fn,
@@ -85,8 +82,8 @@ func (f *follower) run(ctx context.Context) error {
 			}
 			continue
 		case <-errs:
-			// An overflowing queue has lost events; anything else is made good
-			// by starting over as well.
+			// An overflowing queue has lost events. Starting over also recovers from any other
+			// error.
 			f.drop()
 			tick.Reset(0)
 			continue
@@ -105,8 +102,8 @@ func (f *follower) run(ctx context.Context) error {
 	}
 }
 
-// concerns tells whether an event can mean a new content. The kubelet swaps the
-// link "..data" and leaves the file's own link as it is.
+// concerns reports whether an event may mean a new content. The kubelet swaps the link "..data" and
+// leaves the file's own link as it is.
 func (f *follower) concerns(name string) bool {
 	base := filepath.Base(name)
 	return base == filepath.Base(f.path) || base == "..data" || f.watched[name] || name == f.resolved()
@@ -120,27 +117,27 @@ func (f *follower) resolved() string {
 	return resolved
 }
 
-// watch makes sure that the directory of the file, and that of the file behind
-// it where it is a link, are watched, and tells whether both are.
+// watch watches the directory of the file and, if the file is a link, that of its target. It
+// reports whether it watches both.
 func (f *follower) watch() bool {
 	if f.watcher == nil {
 		watcher, err := f.newWatcher()
 		if err != nil {
-			return false // no instance left (EMFILE): poll, and try again then
+			return false // no instance left (EMFILE): poll, and try again at the next poll
 		}
 		f.watcher = watcher
 	}
 	wanted := map[string]bool{filepath.Dir(f.path): true, filepath.Dir(f.resolved()): true}
 	for dir := range f.watched {
 		if !wanted[dir] {
-			f.watcher.Remove(dir) // fails where the directory itself is gone
+			f.watcher.Remove(dir) // fails if the directory itself is gone
 		}
 	}
 	f.watched = wanted
 	hears := true
 	for dir := range wanted {
-		// Adding a directory again costs one system call, and is how one that
-		// was replaced by another of its name comes back under watch.
+		// Adding a directory again costs one system call. It also watches a new directory that has
+		// replaced one of the same name.
 		if err := f.watcher.Add(dir); err != nil {
 			hears = false // no such directory, or no watch left (ENOSPC)
 		}
@@ -155,7 +152,7 @@ func (f *follower) drop() {
 	f.watcher, f.watched = nil, nil
 }
 
-// read calls fn if what it finds is news.
+// read reads the file, and calls fn if the result differs from the last.
 func (f *follower) read() {
 	data, _, err := readRegular(f.path, maxFile)
 	if err != nil {

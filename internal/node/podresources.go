@@ -15,10 +15,9 @@ import (
 	"example.com/gpu-agent/internal/workload"
 )
 
-// maxListing is the largest answer accepted, in bytes. gRPC's default of 4 MiB
-// is too little for a node with tens of thousands of devices: the kubelet
-// repeats each device's ID and NUMA node for its holder, and lists all of them
-// for Allocatable.
+// maxListing is the largest accepted answer, in bytes. gRPC's default of 4 MiB is too small for a
+// node with tens of thousands of devices. The kubelet repeats each device's ID and NUMA node for
+// its holder, and lists all of them for Allocatable.
 const maxListing = 64 << 20
 
 // Holding is the devices of one resource that one container holds.
@@ -28,30 +27,27 @@ type Holding struct {
 	IDs []string
 }
 
-// Prepared is a device that a DRA driver has prepared for a pod: driver, pool and
-// device tell which one.
+// Prepared is a device that a DRA driver has prepared for a pod. Driver, pool and device identify
+// it.
 type Prepared struct {
 	// Claim is the name of the ResourceClaim, which is in the pod's namespace.
 	Namespace, Pod, Claim string
 	Driver, Pool, Device  string
 }
 
-// Listing is the kubelet's account at one moment.
+// Listing is the kubelet's answer at one moment.
 type Listing struct {
-	// Pods is every pod in the account, with devices or without, sorted. The service
-	// has no UIDs.
+	// Pods is every pod in the answer, with devices or without, sorted. The service has no UIDs.
 	Pods []workload.Pod
-	// Holdings is sorted by namespace, pod, container and resource. It has the
-	// devices of all plugins, app containers and restartable init containers;
-	// plain init containers are never in it.
+	// Holdings has the devices of all plugins, app containers and restartable init containers,
+	// sorted by namespace, pod, container and resource. Plain init containers are never in it.
 	Holdings []Holding
-	// Prepared is sorted by its fields in their order and without repetition. It
-	// has what the same containers have of DRA drivers; kubelets before 1.34 tell
-	// of none.
+	// Prepared has the devices of DRA drivers that the same containers hold, sorted by its fields
+	// in their order and without repetition. Kubelets before 1.34 report none.
 	Prepared []Prepared
 }
 
-// Has tells whether the account names that pod.
+// Has reports whether the listing names that pod.
 func (l *Listing) Has(namespace, pod string) bool {
 	_, found := slices.BinarySearchFunc(l.Pods, workload.Pod{Namespace: namespace, Name: pod}, comparePods)
 	return found
@@ -71,39 +67,38 @@ func comparePrepared(a, b Prepared) int {
 		cmp.Compare(a.Driver, b.Driver), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Device, b.Device))
 }
 
-// PodResources asks the kubelet who holds which devices. It keeps one
-// connection. Its methods may be called from several goroutines.
+// PodResources asks the kubelet who holds which devices. It keeps one connection. Its methods may
+// be called from several goroutines.
 type PodResources struct {
 	dir    string // the kubelet's
 	socket string
-	line   line
+	client grpcClient
 }
 
-// NewPodResources prepares to ask the kubelet whose directory this is,
-// "/var/lib/kubelet" on most nodes. Nothing is opened before the first
-// question.
+// NewPodResources prepares to ask the kubelet with this directory, "/var/lib/kubelet" on most
+// nodes. It opens nothing before the first question.
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
-	return &PodResources{dir: kubeletDir, socket: socket, line: line{
+	return &PodResources{dir: kubeletDir, socket: socket, client: grpcClient{
 		socket:  func() (string, error) { return socket, nil },
 		answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing), grpc.ForceCodecV2(newExact())},
 	}}
 }
 
-// Close gives the connection back. A later question opens another.
-func (p *PodResources) Close() error { return p.line.close() }
+// Close closes the connection. A later question opens a new one.
+func (p *PodResources) Close() error { return p.client.close() }
 
-// Checkpoint is ReadCheckpoint of this kubelet.
+// Checkpoint calls ReadCheckpoint for this kubelet.
 func (p *PodResources) Checkpoint() (Checkpoint, error) { return ReadCheckpoint(p.dir) }
 
-// Stamp is CheckpointStamp of this kubelet.
+// Stamp calls CheckpointStamp for this kubelet.
 func (p *PodResources) Stamp() Stamp { return CheckpointStamp(p.dir) }
 
-// List returns the kubelet's account of pods and their devices. It does not
-// wait for a kubelet that is away.
+// List returns the kubelet's pods and their devices. It fails if the kubelet does not answer, and
+// does not wait for it.
 func (p *PodResources) List(ctx context.Context) (Listing, error) {
 	var answer *podresources.ListPodResourcesResponse
-	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err := p.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = podresources.NewPodResourcesListerClient(conn).List(ctx, &podresources.ListPodResourcesRequest{})
 		return err
 	})
@@ -137,8 +132,8 @@ func listing(answer *podresources.ListPodResourcesResponse) Listing {
 	return l
 }
 
-// collect joins the kubelet's entries, of which a resource has one for each of
-// its NUMA nodes.
+// collect joins the kubelet's entries by resource. A resource has one entry for each of its NUMA
+// nodes.
 func collect(devices []*podresources.ContainerDevices) map[string][]string {
 	byResource := map[string][]string{}
 	for _, d := range devices {
@@ -151,12 +146,11 @@ func collect(devices []*podresources.ContainerDevices) map[string][]string {
 	return byResource
 }
 
-// Allocatable returns, by resource name, the IDs of the devices that the
-// kubelet would hand out or has handed out, sorted: what it has understood of
-// the plugins' lists.
+// Allocatable returns the IDs of the devices that the kubelet would hand out or has handed out, by
+// resource name, sorted. So it shows what the kubelet understood of the plugins' lists.
 func (p *PodResources) Allocatable(ctx context.Context) (map[string][]string, error) {
 	var answer *podresources.AllocatableResourcesResponse
-	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err := p.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = podresources.NewPodResourcesListerClient(conn).GetAllocatableResources(ctx,
 			&podresources.AllocatableResourcesRequest{})
 		return err

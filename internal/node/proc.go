@@ -20,18 +20,17 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Owner is the container that a process is in.
+// Owner is the container of a process.
 type Owner struct {
-	// ID is the runtime's name for the container, as in Container.ID, and PodUID
-	// the kubelet's for its pod, as in Container.PodUID.
+	// ID is the runtime's ID of the container, as in Container.ID, and PodUID the kubelet's ID of
+	// its pod, as in Container.PodUID.
 	ID, PodUID string
-	// Cgroup is the path of the container's own cgroup below its hierarchy's
-	// root, as the host sees it; empty where that cannot be told. V2 says that
-	// the hierarchy is the unified one.
+	// Cgroup is the path of the container's own cgroup below its hierarchy's root, as the host sees
+	// it; empty if it cannot be told. V2 is true if that is the unified hierarchy.
 	Cgroup string
 	V2     bool
-	// Start is when the process began, in clock ticks since boot: with the PID it
-	// tells processes apart.
+	// Start is when the process began, in clock ticks since boot. PID and Start together identify a
+	// process.
 	Start uint64
 }
 
@@ -40,56 +39,55 @@ type Proc struct {
 	root string
 
 	mu sync.Mutex // guards what follows
-	// looked has the processes that were asked for lately, by PID.
-	looked map[int]*look
-	swept  uint64 // tick at which the unused ones were last dropped
+	// entries has the processes that were asked for lately, by PID.
+	entries map[int]*entry
+	swept   uint64 // the tick at which the unused ones were last dropped
 }
 
-// look is what was found of a process. A look at files of /proc costs some 25 µs,
-// and the watchdog looks at the same processes several times a second; whether a
-// process still lives costs a tenth of that. No process leaves its container.
-type look struct {
-	dir   int // its directory, which dies with it
+// entry is what was found about a process. Reading the files of /proc costs some 25 µs, and the
+// watchdog asks for the same processes several times a second. Checking whether a process still
+// lives costs a tenth of that. No process leaves its container.
+type entry struct {
+	dir   int // its directory, which becomes empty when it is reaped
 	owner Owner
-	err   error // that it is of no pod
+	err   error // set if the process is in no pod's container
 	asked uint64
 }
 
 const (
-	// lookFor is how many ticks a process stays remembered without being asked for.
-	// maxLooks bounds how many are remembered: each has a descriptor.
-	lookFor  = 10 * ticksPerSecond
-	maxLooks = 1024
+	// keepFor is how long a process is remembered after it was last asked for, in ticks. maxEntries
+	// is the most that are remembered: each keeps a descriptor open.
+	keepFor    = 10 * ticksPerSecond
+	maxEntries = 1024
 )
 
-// NewProc returns what is mounted at root, which is not looked at yet; empty
-// means "/proc". It must be that of the caller's own PID namespace.
+// NewProc returns the /proc at root, which it does not read yet; empty means "/proc". It must be
+// that of the caller's own PID namespace.
 func NewProc(root string) *Proc {
-	return &Proc{root: cmp.Or(root, "/proc"), looked: map[int]*look{}}
+	return &Proc{root: cmp.Or(root, "/proc"), entries: map[int]*entry{}}
 }
 
-// Close forgets all processes. A later question remembers them anew.
+// Close forgets all processes and closes their descriptors. A later question remembers them again.
 func (p *Proc) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.sweepLocked(func(*look) bool { return true })
+	p.sweepLocked(func(*entry) bool { return true })
 	return nil
 }
 
-func (p *Proc) sweepLocked(drop func(*look) bool) {
-	for pid, l := range p.looked {
+func (p *Proc) sweepLocked(drop func(*entry) bool) {
+	for pid, l := range p.entries {
 		if drop(l) {
 			unix.Close(l.dir)
-			delete(p.looked, pid)
+			delete(p.entries, pid)
 		}
 	}
 }
 
-// ticksPerSecond is the kernel's USER_HZ, the same on all platforms that have a
-// driver.
+// ticksPerSecond is the kernel's USER_HZ, the same on all platforms that have a driver.
 const ticksPerSecond = 100
 
-// Ticks returns the time since boot in the unit of Owner.Start.
+// Ticks returns the time since boot in the unit of Owner.Start; zero if the clock fails.
 func Ticks() uint64 {
 	var now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
@@ -98,50 +96,49 @@ func Ticks() uint64 {
 	return uint64(now.Sec)*ticksPerSecond + uint64(now.Nsec)/(1e9/ticksPerSecond)
 }
 
-// Container returns the container that a process is in. An error answers to
-// gpu.ErrNotFound where there is no such process, and where it is of no pod's
-// container; with the latter Owner.Start is set, and Owner.PodUID where it is in a
-// pod's cgroup all the same.
+// Container returns the container of a process. The error wraps gpu.ErrNotFound if there is no such
+// process, or if it is in no pod's container. In the latter case Owner.Start is set, and also
+// Owner.PodUID if the process is in a pod's cgroup.
 //
-// All of the answer is of one process, which was there when this was called: it
-// is found once, and by a name that dies with it.
+// The whole answer is about one process, which existed at the call: its directory is opened once,
+// and becomes empty when the process is reaped.
 func (p *Proc) Container(pid int) (Owner, error) {
 	now := Ticks()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if l := p.looked[pid]; l != nil {
-		// The directory of a process that was reaped is empty. Until it is reaped, no
-		// other process has its PID.
+	if l := p.entries[pid]; l != nil {
+		// The directory of a reaped process is empty. Until it is reaped, no other process has its
+		// PID.
 		if unix.Faccessat(l.dir, "stat", unix.F_OK, 0) == nil {
 			l.asked = now
 			return l.owner, l.err
 		}
 		unix.Close(l.dir)
-		delete(p.looked, pid)
+		delete(p.entries, pid)
 	}
-	l, err := p.look(pid)
+	l, err := p.read(pid)
 	if err != nil {
 		return Owner{}, err
 	}
-	if now-p.swept > lookFor {
-		p.sweepLocked(func(l *look) bool { return now-l.asked > lookFor })
+	if now-p.swept > keepFor {
+		p.sweepLocked(func(l *entry) bool { return now-l.asked > keepFor })
 		p.swept = now
 	}
-	if len(p.looked) >= maxLooks {
-		p.sweepLocked(func(*look) bool { return true })
+	if len(p.entries) >= maxEntries {
+		p.sweepLocked(func(*entry) bool { return true })
 	}
 	l.asked = now
-	p.looked[pid] = l
+	p.entries[pid] = l
 	return l.owner, l.err
 }
 
-// look reads what the kernel has of a process.
-func (p *Proc) look(pid int) (*look, error) {
+// read asks /proc about a process.
+func (p *Proc) read(pid int) (*entry, error) {
 	dir, err := p.open(pid)
 	if err != nil {
 		return nil, err
 	}
-	l := &look{dir: dir}
+	l := &entry{dir: dir}
 	start, err := startTime(dir)
 	if err == nil {
 		var list []byte
@@ -160,10 +157,10 @@ func (p *Proc) look(pid int) (*look, error) {
 	return l, nil
 }
 
-// Same tells whether a process is still the one that Container found, and still
-// in that container: the last question before a kill. It remembers nothing.
+// Same reports whether a process is still the one that Container found, and still in that
+// container. Callers ask it just before a kill. It does not use remembered answers.
 func (p *Proc) Same(pid int, o Owner) bool {
-	l, err := p.look(pid)
+	l, err := p.read(pid)
 	if err != nil {
 		return false
 	}
@@ -171,8 +168,8 @@ func (p *Proc) Same(pid int, o Owner) bool {
 	return l.err == nil && o.Start != 0 && l.owner.Start == o.Start && l.owner.ID == o.ID
 }
 
-// open returns a descriptor of a process's directory: when the process is gone,
-// everything below it is, also when another has got its PID.
+// open returns a descriptor of a process's directory. When the process is gone, the directory is
+// empty, also if another process has got its PID.
 func (p *Proc) open(pid int) (int, error) {
 	dir, err := ignoringEINTR(func() (int, error) {
 		return unix.Open(p.root+"/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -184,15 +181,15 @@ func (p *Proc) open(pid int) (int, error) {
 }
 
 func (p *Proc) failed(pid int, err error) error {
-	// ESRCH: it has gone since its directory was opened.
+	// ESRCH: the process ended after its directory was opened.
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
 		return &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("process %d: not in %s", pid, p.root)}
 	}
 	return fmt.Errorf("look at process %d in %s: %w", pid, p.root, err)
 }
 
-// maxProcFile bounds what is read of a process's file, in bytes. Cgroup v1 has
-// a path for each of a dozen hierarchies.
+// maxProcFile is the most that is read of a process's file, in bytes. Cgroup v1 has a path for each
+// of a dozen hierarchies.
 const maxProcFile = 64 << 10
 
 // readAt reads a file of a directory.
@@ -227,8 +224,7 @@ func startTime(dir int) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	// The name, in parentheses, may have parentheses and spaces of its own. The
-	// third field follows it.
+	// The name, in parentheses, may itself have parentheses and spaces. The third field follows it.
 	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
 	if len(fields) <= 22-3 {
 		return 0, io.ErrUnexpectedEOF
@@ -240,20 +236,20 @@ func startTime(dir int) (uint64, error) {
 	return start, nil
 }
 
-// ofNoPod is the error for a process that is in no container of a pod.
+// ofNoPod returns the error for a process that is in no container of a pod.
 func ofNoPod(why string) error {
 	return &failure{is: gpu.ErrNotFound, text: "of no pod: " + why}
 }
 
-// ownerOf finds the container in a process's cgroup file: the unified hierarchy
-// is asked first, and every hierarchy that names a container must name the same.
+// ownerOf finds the container in a process's cgroup file. It prefers the unified hierarchy. All
+// hierarchies that name a container must name the same.
 func ownerOf(list []byte) (Owner, error) {
 	var found Owner
 	var line, last []byte
 	named, pod := false, ""
 	for len(list) > 0 {
 		line, list, _ = bytes.Cut(list, []byte{'\n'})
-		// hierarchy ID, controllers, path, which may have colons of its own
+		// hierarchy ID, controllers, and a path that may contain colons
 		id, rest, ok := bytes.Cut(line, []byte{':'})
 		if !ok {
 			continue
@@ -273,8 +269,7 @@ func ownerOf(list []byte) (Owner, error) {
 		if named && (o.ID != found.ID || o.PodUID != found.PodUID) {
 			return Owner{}, ofNoPod(fmt.Sprintf("its cgroups are of container %s and of %s", found.ID, o.ID))
 		}
-		// The paths of v1 may differ by hierarchy; the first one is as good as
-		// any.
+		// The paths of v1 may differ by hierarchy; any of them will do.
 		if !named || o.V2 {
 			found, named = o, true
 		}
@@ -283,19 +278,19 @@ func ownerOf(list []byte) (Owner, error) {
 		return Owner{PodUID: pod}, ofNoPod("it is in a cgroup of pod " + pod + " and in no container's")
 	}
 	if !named {
-		return Owner{}, ofNoPod("no cgroup of it is a pod's container's")
+		return Owner{}, ofNoPod("none of its cgroups is that of a pod's container")
 	}
 	return found, nil
 }
 
-// ownerByPath finds pod and container in the path of a cgroup. Only the first
-// pod's segment from the root is the kubelet's for sure, and only the segment
-// right behind it the runtime's: whatever is below was named by the container.
+// ownerByPath finds pod and container in the path of a cgroup. It trusts only the first pod's
+// segment from the root, which the kubelet made, and the segment right below it, which the runtime
+// made. The container named everything further down.
 func ownerByPath(path []byte) (Owner, bool) {
 	if !bytes.Contains(path, []byte("pod")) {
 		return Owner{}, false
 	}
-	// A cgroup is called deleted under its last process.
+	// A cgroup that was deleted under its last process has this suffix.
 	segments := strings.Split(strings.TrimSuffix(string(path), " (deleted)"), "/")
 	upTo := func(i int) string { return strings.Join(segments[:i+1], "/") }
 	kubelets := false // the segment before is one of the kubelet's own
@@ -303,8 +298,8 @@ func ownerByPath(path []byte) (Owner, bool) {
 		uid := ""
 		switch {
 		case strings.Contains(segment, ".slice:"):
-			// runc with the systemd driver's path but without that driver:
-			// slice, prefix and container in one segment.
+			// runc with the path of the systemd driver but without that driver: slice, prefix and
+			// container in one segment.
 			slice, rest, _ := strings.Cut(segment, ":")
 			uid = podOfSlice(slice)
 			_, name, _ := strings.Cut(rest, ":")
@@ -331,17 +326,16 @@ func owner(uid, id, path string) (Owner, bool) {
 	if id == "" {
 		return Owner{PodUID: uid}, false
 	}
-	// Seen from within a cgroup namespace, others' paths climb out of it first;
-	// from where is not to be known.
+	// In a cgroup namespace, the paths of other cgroups begin with "..". From where is unknown.
 	if strings.HasPrefix(path, "/..") {
 		path = ""
 	}
 	return Owner{ID: id, PodUID: uid, Cgroup: path}, true
 }
 
-// podOfSlice returns the pod's UID of one of the kubelet's slices, such as
-// kubepods-burstable-pod1234_5678.slice, and of no other. With a cgroup root of
-// its own, the kubelet puts that before; in names it writes - as _.
+// podOfSlice returns the pod's UID in the name of one of the kubelet's slices, such as
+// kubepods-burstable-pod1234_5678.slice; empty for any other slice. If the kubelet has a cgroup
+// root of its own, its name comes first. In names the kubelet writes - as _.
 func podOfSlice(slice string) string {
 	name, ok := strings.CutSuffix(slice, ".slice")
 	if !ok {
@@ -359,8 +353,8 @@ func podOfSlice(slice string) string {
 	return podUID(strings.ReplaceAll(uid, "_", "-"))
 }
 
-// podUID returns uid if it can be one: the API server's are UUIDs, those of
-// static pods 32 hex digits, or what their author wrote.
+// podUID returns uid if it can be one, else "". The API server's are UUIDs. Those of static pods
+// are 32 hex digits, or what their author wrote.
 func podUID(uid string) string {
 	if len(uid) == 0 || len(uid) > 64 {
 		return ""
@@ -373,13 +367,13 @@ func podUID(uid string) string {
 	return uid
 }
 
-// idLength is the length of a container's ID with all runtimes that speak the
-// CRI: 32 random bytes in hex.
+// idLength is the length of a container's ID with all runtimes that speak the CRI: 32 random bytes
+// in hex.
 const idLength = 64
 
-// containerID returns the container's ID in the name of its cgroup: <id>,
-// cri-containerd-<id>.scope, docker-<id>.scope, crio-<id>. CRI-O's
-// crio-conmon-<id>.scope is of the process that watches the container.
+// containerID returns the container's ID in the name of its cgroup, or "": <id>,
+// cri-containerd-<id>.scope, docker-<id>.scope, crio-<id>. CRI-O's crio-conmon-<id>.scope is that
+// of the process that watches the container.
 func containerID(name string) string {
 	name = strings.TrimSuffix(name, ".scope")
 	if len(name) < idLength {
@@ -397,28 +391,26 @@ func containerID(name string) string {
 	return id
 }
 
-// initialPIDNamespace is the inode of the PID namespace that the kernel starts
-// with: PROC_PID_INIT_INO of include/linux/proc_ns.h, of which user space has no
-// other sign.
+// initialPIDNamespace is the inode of the kernel's first PID namespace: PROC_PID_INIT_INO of
+// include/linux/proc_ns.h. User space has no other sign of it.
 const initialPIDNamespace = "pid:[4026531836]"
 
-// SeesNode tells whether the agent sees all processes of the node, by nil. It
-// does in the PID namespace that the kernel started with, and in the one in which
-// the container runtime is: a node that is a container itself has its own. Of
-// processes outside, the driver says nothing, which looks as if there were none.
+// SeesNode returns nil if the agent sees all processes of the node. It does so in the kernel's
+// first PID namespace, and in that of the container runtime; a node that is itself a container has
+// its own. The driver reports nothing about processes outside the namespace, as if there were none.
 //
-// An error that answers to gpu.ErrNotSupported says what to set.
+// An error that wraps gpu.ErrNotSupported says what to set.
 func (p *Proc) SeesNode(r *Runtime) error {
 	own, err := os.Readlink(filepath.Join(p.root, "self/ns/pid"))
 	if err != nil {
-		return fmt.Errorf("which PID namespace is this: %w", err)
+		return fmt.Errorf("find the PID namespace of this process: %w", err)
 	}
 	if own == initialPIDNamespace {
 		return nil
 	}
 	pid, socket, err := r.peer()
 	if err != nil {
-		return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+		return fmt.Errorf("find whether the container runtime is in this PID namespace: %w", err)
 	}
 	const remedy = "set hostPID: true in the agent's pod, and let its --proc-root be the /proc that it sees there"
 	if pid == 0 {
@@ -429,7 +421,7 @@ func (p *Proc) SeesNode(r *Runtime) error {
 	for _, name := range []string{"self", strconv.Itoa(pid)} {
 		depth, err := p.depth(name)
 		if err != nil {
-			return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+			return fmt.Errorf("find whether the container runtime is in this PID namespace: %w", err)
 		}
 		if depth != 1 {
 			return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
@@ -440,9 +432,8 @@ func (p *Proc) SeesNode(r *Runtime) error {
 	return nil
 }
 
-// Inside is how a process names itself: by its PID namespace's number and by its PID
-// there. It takes the right to trace the process; without, the namespace is an error that
-// answers to gpu.ErrNoPermission.
+// Inside returns a process's PID namespace, by its number, and its PID there. That needs the right
+// to trace the process; otherwise the error wraps gpu.ErrNoPermission.
 func (p *Proc) Inside(pid int) (namespace, inner uint64, err error) {
 	dir, err := p.open(pid)
 	if err != nil {
@@ -470,7 +461,7 @@ func (p *Proc) Inside(pid int) (namespace, inner uint64, err error) {
 	return st.Ino, inner, nil
 }
 
-// nsPIDs are a process's PIDs in its namespaces, from the one of this /proc on downwards.
+// nsPIDs returns a process's PIDs in its namespaces, from the namespace of this /proc downwards.
 func nsPIDs(status []byte) [][]byte {
 	for line := range bytes.Lines(status) {
 		if pids, ok := bytes.CutPrefix(line, []byte("NSpid:")); ok {
@@ -480,9 +471,8 @@ func nsPIDs(status []byte) [][]byte {
 	return nil
 }
 
-// depth returns in how many PID namespaces a process is, from the one of this
-// /proc on downwards: 1 is that one itself. Unlike the link in ns/, everybody may
-// read it.
+// depth returns the number of PID namespaces that a process is in, from the namespace of this /proc
+// downwards: 1 means only that one. Unlike the link in ns/, every user may read it.
 func (p *Proc) depth(process string) (int, error) {
 	path := filepath.Join(p.root, process, "status")
 	status, err := os.ReadFile(path)

@@ -340,7 +340,7 @@ func BenchmarkContainer(b *testing.B) {
 // TestLooksAreBounded asks for more processes than are remembered.
 func TestLooksAreBounded(t *testing.T) {
 	root := t.TempDir()
-	for pid := 1; pid <= maxLooks+10; pid++ {
+	for pid := 1; pid <= maxEntries+10; pid++ {
 		os.Mkdir(filepath.Join(root, strconv.Itoa(pid)), 0o755)
 		for file, content := range map[string]string{"stat": "7 (x) S " + strings.Repeat("1 ", 18) + "42 0\n", "cgroup": "0::/\n"} {
 			if err := os.WriteFile(filepath.Join(root, strconv.Itoa(pid), file), []byte(content), 0o644); err != nil {
@@ -349,26 +349,26 @@ func TestLooksAreBounded(t *testing.T) {
 		}
 	}
 	p := NewProc(root)
-	for pid := 1; pid <= maxLooks+10; pid++ {
+	for pid := 1; pid <= maxEntries+10; pid++ {
 		if o, err := p.Container(pid); o.Start != 42 || !errors.Is(err, gpu.ErrNotFound) {
 			t.Fatalf("%d: %+v, %v", pid, o, err)
 		}
 	}
-	if len(p.looked) != 10 {
-		t.Errorf("%d are remembered, want 10", len(p.looked))
+	if len(p.entries) != 10 {
+		t.Errorf("%d are remembered, want 10", len(p.entries))
 	}
-	p.looked[maxLooks+1].asked -= lookFor + 1
-	p.swept -= lookFor + 1
-	if _, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || len(p.looked) != 10 || p.looked[maxLooks+1] != nil {
-		t.Errorf("%d are remembered, %v, want one dropped and one new", len(p.looked), err)
+	p.entries[maxEntries+1].asked -= keepFor + 1
+	p.swept -= keepFor + 1
+	if _, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || len(p.entries) != 10 || p.entries[maxEntries+1] != nil {
+		t.Errorf("%d are remembered, %v, want one dropped and one new", len(p.entries), err)
 	}
 	os.RemoveAll(filepath.Join(root, "1"))
-	if o, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || o.Start != 0 || p.looked[1] != nil {
+	if o, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || o.Start != 0 || p.entries[1] != nil {
 		t.Errorf("of one that is gone: %+v, %v", o, err)
 	}
 	p.Close()
-	if descriptors, err := os.ReadDir("/proc/self/fd"); err != nil || len(p.looked) != 0 || len(descriptors) > maxLooks/2 {
-		t.Errorf("%d are remembered after Close, %d descriptors are open, %v", len(p.looked), len(descriptors), err)
+	if descriptors, err := os.ReadDir("/proc/self/fd"); err != nil || len(p.entries) != 0 || len(descriptors) > maxEntries/2 {
+		t.Errorf("%d are remembered after Close, %d descriptors are open, %v", len(p.entries), len(descriptors), err)
 	}
 }
 

@@ -29,13 +29,13 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// maxAnswer is the largest answer accepted of a runtime, in bytes: what the
-// kubelet accepts of it too (k8s.io/cri-client, maxMsgSize).
+// maxAnswer is the largest accepted answer of a runtime, in bytes. It is the kubelet's own limit
+// (k8s.io/cri-client, maxMsgSize).
 const maxAnswer = 16 << 20
 
-// knownSockets is where runtimes listen, the most particular first: a node of
-// K3s, or one with Docker behind cri-dockerd, often has a plain containerd
-// beside the runtime that its kubelet uses.
+// knownSockets are the paths at which runtimes listen, the most specific first. A node of K3s, or
+// one with Docker behind cri-dockerd, often has a plain containerd, too, which its kubelet does not
+// use.
 var knownSockets = []string{
 	"/run/k3s/containerd/containerd.sock", // K3s and RKE2
 	"/run/k0s/containerd.sock",
@@ -45,78 +45,73 @@ var knownSockets = []string{
 	"/run/containerd/containerd.sock",
 }
 
-// RuntimeOptions says which runtime to ask and what to keep of its answers.
+// RuntimeOptions say which runtime to ask, and which parts of its answers to keep.
 type RuntimeOptions struct {
-	// Endpoint is the runtime's socket as the kubelet's configuration names it:
-	// unix:///run/containerd/containerd.sock, or the path alone. Where it is
-	// empty, the first of the known places that has a socket is it.
+	// Endpoint is the runtime's socket, as in the kubelet's configuration:
+	// unix:///run/containerd/containerd.sock, or the path alone. Empty means the first of the known
+	// paths that has a socket.
 	Endpoint string
-	// Root is where the host's files are seen; empty means "/". A path is looked
-	// for below it, and then as it is.
+	// Root is the directory at which the host's files are seen; empty means "/". A path is tried
+	// below it first, and then as it is.
 	Root string
-	// AnnotationPrefix selects the annotations kept with a container, by the
-	// beginning of their names; empty keeps none. The kubelet gives a container
-	// what device plugins answered to Allocate and nothing of the pod's author.
+	// AnnotationPrefix is the prefix of the annotations that are kept with a container; empty keeps
+	// none. The kubelet gives a container the annotations that device plugins returned from
+	// Allocate, and none of the pod's author.
 	AnnotationPrefix string
-	// Cgroups is where the host's /sys/fs/cgroup is seen, writable. Empty, or
-	// without a unified hierarchy (v2) there or in unified below, End asks the
-	// runtime.
+	// Cgroups is the directory at which the host's /sys/fs/cgroup is seen, writable. If it is
+	// empty, or has no unified hierarchy (v2) there or in unified below, End asks the runtime.
 	Cgroups string
-	// DRA reports whether containers are given devices by DRA, whose names the runtime
-	// tells of one container at a time; nil is never. It may be called at any time.
+	// DRA reports whether containers get devices through DRA. If so, the runtime is asked for the
+	// names of these, for each container by itself. nil means never. It may be called at any time.
 	DRA func() bool
-	// DeviceOf returns the fully qualified CDI device that the mount of a file of the
-	// host comes from, empty where it comes from none of ours. It is for CRI-O, which
-	// does not tell the devices that it was asked for. A tenant chooses where something is
-	// mounted, and not what. nil knows none.
+	// DeviceOf returns the fully qualified CDI device that mounts this file of the host, or "" if
+	// none of the agent's devices does. nil knows none. CRI-O needs it, since it does not report
+	// the devices that were requested. A tenant chooses the target of a mount, but not its source.
 	DeviceOf func(source string) string
-	// Logger is told which runtime was found and when its events break off; nil
-	// means silence.
+	// Logger gets a line when a runtime is found, and when its events break off. nil means no log.
 	Logger *slog.Logger
 }
 
-// Container is a container of the runtime that has been created and has not
-// ended. What the runtime does not say is empty.
+// Container is a container that the runtime has created and that has not ended. Fields that the
+// runtime does not tell are empty.
 type Container struct {
 	ID, PodUID, Namespace, Pod, Name string
-	// Running is false as long as the container is only created. One whose
-	// state the runtime does not know counts as running: it has not been seen to end.
+	// Running is false if the container is only created. A container in a state that the runtime
+	// does not know counts as running, since its end was not seen.
 	Running bool
-	// Created is zero where the runtime does not say.
+	// Created is zero if the runtime does not tell it.
 	Created time.Time
-	// Annotations are those with RuntimeOptions.AnnotationPrefix, nil without
-	// any.
+	// Annotations are those with RuntimeOptions.AnnotationPrefix; nil if there are none.
 	Annotations map[string]string
-	// CDI is the fully qualified names of the CDI devices that it was created with, in
-	// the order of the kubelet's request. It is asked for where RuntimeOptions.DRA says
-	// so, and else nil. No tenant can write it.
+	// CDI is the fully qualified names of the container's CDI devices, in the order of the
+	// kubelet's request. They never change. It is nil if RuntimeOptions.DRA reports false. No
+	// tenant can write it.
 	CDI []string
-	// CDIUnknown says that the runtime has not told yet: the container may have any
-	// allocation, and is asked about again with the next list.
+	// CDIUnknown is true if the runtime has not told the CDI devices yet. Then the container may
+	// have any allocation. The next list asks about it again.
 	CDIUnknown bool
 }
 
-// InPod is the container's pod.
+// InPod returns the container's pod.
 func (c *Container) InPod() workload.Pod {
 	return workload.Pod{Namespace: c.Namespace, Name: c.Pod, UID: c.PodUID}
 }
 
-// Runtime asks the node's container runtime, any that speaks the CRI, which
-// containers there are. It keeps one connection. Its methods may be called from
-// several goroutines; they do not wait for a runtime that is away, and for one
-// that hangs as long as their context allows.
+// Runtime asks the node's container runtime which containers there are. It works with any runtime
+// that speaks the CRI, and keeps one connection. Its methods may be called from several goroutines.
+// They do not wait for a runtime that is down; for one that hangs they wait until their context
+// ends.
 type Runtime struct {
-	o    RuntimeOptions
-	line line
+	o      RuntimeOptions
+	client grpcClient
 
-	created created
+	cdi cdiCache
 
 	mu       sync.Mutex // guards endpoint
-	endpoint string     // the socket, once found
+	endpoint string     // the path of the socket; empty until it is found
 }
 
-// NewRuntime prepares to ask. Nothing is looked for or opened before the first
-// question.
+// NewRuntime prepares to ask a runtime. It opens nothing before the first question.
 func NewRuntime(o RuntimeOptions) *Runtime {
 	o.Root = cmp.Or(o.Root, "/")
 	if o.Logger == nil {
@@ -126,28 +121,27 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 		o.DRA = func() bool { return false }
 	}
 	r := &Runtime{
-		o: o, created: created{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*creation{}},
+		o: o, cdi: cdiCache{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*cdiEntry{}},
 	}
-	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{
+	r.client.socket, r.client.answers = r.socket, []grpc.CallOption{
 		grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded()),
 	}
 	return r
 }
 
-// Endpoint returns the path of the socket that is asked, empty as long as none
-// was found.
+// Endpoint returns the path of the runtime's socket; empty until one was found.
 func (r *Runtime) Endpoint() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.endpoint
 }
 
-// Close gives the connection back. A later question opens another.
-func (r *Runtime) Close() error { return r.line.close() }
+// Close closes the connection. A later question opens a new one.
+func (r *Runtime) Close() error { return r.client.close() }
 
-// socket finds the runtime's socket. What was found once is kept: while a
-// runtime restarts, its socket may be missing, and another's, whose containers
-// are not the kubelet's, must not take its place.
+// socket finds the runtime's socket, once. While a runtime restarts, its socket may be missing.
+// Then the socket of another runtime must not take its place: the kubelet's containers are not
+// there.
 func (r *Runtime) socket() (string, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -177,16 +171,14 @@ func (r *Runtime) socket() (string, error) {
 			strings.Join(tried, ", "))}
 }
 
-// candidates returns the paths to try for places of the host, those below root
-// first.
+// candidates returns the paths to try for paths of the host, those below root first.
 func candidates(root string, places []string) []string {
 	if root == "/" {
 		return places
 	}
 	var below []string
 	for _, place := range places {
-		// /var/run is a link to /run, often an absolute one, which would lead
-		// out of root.
+		// /var/run is a link to /run, often an absolute one, which would lead out of root.
 		if rest, ok := strings.CutPrefix(place, "/var/run/"); ok {
 			place = "/run/" + rest
 		}
@@ -195,15 +187,15 @@ func candidates(root string, places []string) []string {
 	return append(below, places...)
 }
 
-// Containers returns all containers that have not ended, sorted by ID. It is one
-// question without a filter, as the kubelet's own every second: a filter takes
-// one state only, and between two questions a container could slip through.
+// Containers returns all containers that have not ended, sorted by ID. It makes one request without
+// a filter, as the kubelet does every second. A filter takes only one state, so a container could
+// change state between two requests and be in neither answer.
 //
-// Where RuntimeOptions.DRA says so, the runtime is asked about each container once more, to
-// learn its CDI devices. A status that fails is no error here: see Container.CDIUnknown.
+// If RuntimeOptions.DRA reports true, it also asks for the status of each container, to learn its
+// CDI devices. A failed status is no error here: see Container.CDIUnknown.
 //
-// Errors answer to gpu.ErrNotFound where no socket is found and to
-// gpu.ErrNotSupported where what listens there does not speak the CRI.
+// The error wraps gpu.ErrNotFound if no socket is found, and gpu.ErrNotSupported if the server at
+// the socket does not speak the CRI.
 func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListContainersResponse, error) {
 		return c.ListContainers(ctx, &cri.ListContainersRequest{})
@@ -220,7 +212,7 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 		kept.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
 		list = append(list, kept)
 	}
-	if r.created.keep(list); r.o.DRA() {
+	if r.cdi.keep(list); r.o.DRA() {
 		gone := r.addCDI(ctx, list)
 		list = slices.DeleteFunc(list, func(c Container) bool { return gone[c.ID] })
 	}
@@ -228,20 +220,19 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 	return list, nil
 }
 
-// ask asks the runtime's CRI one question.
+// ask makes one request of the runtime's CRI.
 func ask[A any](
 	ctx context.Context, r *Runtime, question func(cri.RuntimeServiceClient) (A, error),
 ) (answer A, err error) {
-	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+	err = r.client.ask(ctx, func(conn *grpc.ClientConn) (err error) {
 		answer, err = question(cri.NewRuntimeServiceClient(conn))
 		return err
 	})
 	return answer, err
 }
 
-// Pods returns the pods whose sandbox is ready, by UID: also those of which no
-// container exists yet, for one while an image is pulled. Errors are those of
-// Containers.
+// Pods returns the pods whose sandbox is ready, by UID. These include pods that have no container
+// yet, for example while an image is pulled. Errors are those of Containers.
 func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
@@ -263,9 +254,8 @@ func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 	return pods, nil
 }
 
-// Labels returns the labels of the pods whose sandbox is ready, by UID: all that the kubelet
-// has told the runtime, which are the pod's as they were when it came to the node. Their
-// authors write them.
+// Labels returns the labels of the pods whose sandbox is ready, by the pod's UID. The kubelet told
+// the runtime these labels when the pod came to the node. The authors of pods write them.
 func (r *Runtime) Labels(ctx context.Context) (map[string]map[string]string, error) {
 	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
@@ -283,8 +273,8 @@ func (r *Runtime) Labels(ctx context.Context) (map[string]map[string]string, err
 	return labels, nil
 }
 
-// wrap says what was asked of whom, and what it means that the runtime does not
-// know the question.
+// wrap adds the request and the endpoint to an error. If the runtime does not know the request, the
+// error wraps gpu.ErrNotSupported.
 func (r *Runtime) wrap(what string, err error) error {
 	endpoint := r.Endpoint()
 	if endpoint == "" {
@@ -292,18 +282,18 @@ func (r *Runtime) wrap(what string, err error) error {
 	}
 	if status.Code(err) == codes.Unimplemented {
 		return &failure{gpu.ErrNotSupported,
-			fmt.Sprintf("%s: what listens at %s does not answer that as CRI v1", what, endpoint), err}
+			fmt.Sprintf("%s: the server at %s does not answer that as CRI v1", what, endpoint), err}
 	}
 	return fmt.Errorf("%s at %s: %w", what, endpoint, err)
 }
 
-// EventKind says what happened to a container.
+// EventKind is the kind of a ContainerEvent.
 type EventKind int
 
 // The kinds of ContainerEvent.
 const (
-	// EventMissed: a stream of events begins, and what happened before it may
-	// not have been told. The event has no container.
+	// EventMissed: a stream of events begins, and earlier events may be missing. The event has no
+	// container.
 	EventMissed EventKind = iota
 	EventCreated
 	EventStarted
@@ -311,35 +301,35 @@ const (
 	EventDeleted
 )
 
-// ContainerEvent is something that happened to a container, or to the sandbox of
-// a pod, whose Container then has no name.
+// ContainerEvent is an event of a container, or of the sandbox of a pod. For a sandbox, Container
+// has no name.
 type ContainerEvent struct {
 	Kind EventKind
-	// Container is as of the event. Of one that is deleted the runtime tells
-	// the ID and the pod only. CDI devices are told of one that has started or stopped.
+	// Container is as of the event. For a deleted one the runtime tells only the ID and the pod.
+	// CDI devices are set if it has started or stopped.
 	Container Container
 }
 
 const (
-	// firstPause and longestPause bound how long Events waits before it asks
-	// again: a runtime that restarts is away for a second or so.
+	// firstPause and longestPause limit the pause of Events before it asks again. A runtime that
+	// restarts is down for about a second.
 	firstPause, longestPause = 50 * time.Millisecond, 500 * time.Millisecond
-	// emptyStreams in a row, ended by the runtime at once and without an event
-	// or an error, are a runtime's way to say that it has no events.
+	// emptyStreams is the number of empty streams in a row that show that a runtime has no events.
+	// A stream is empty if the runtime ends it at once, without an event or an error.
 	emptyStreams = 3
 )
 
-// Events calls fn for what happens to containers, until ctx ends, whose error it
-// returns. Calls never overlap; while fn works, the stream waits.
+// Events calls fn for events of containers until ctx ends, and returns the error of ctx. It also
+// returns if the configured endpoint is not valid. Calls never overlap; while fn works, the stream
+// waits.
 //
-// Events are a reason to look again and no account: containerd repeats those of
-// the last minutes to whoever asks first, and a restart loses some. Each stream
-// therefore begins with EventMissed, also those after a restart of the runtime,
-// which Events waits for.
+// Events are a reason to read again, and not a complete record. containerd repeats the events of
+// the last minutes to its first listener, and a restart loses some. Each stream therefore begins
+// with EventMissed. Events waits for a runtime that restarts, and then begins a new stream.
 //
-// Where the runtime has no events, or a listener would take them from the kubelet
-// (see oneListener), Events says so in the log and asks again when the runtime has
-// restarted: it may be another version by then, or configured in another way.
+// If the runtime has no events, or if listening would take them from the kubelet (see oneListener),
+// Events logs that once. It asks again when the runtime has restarted, which may then have another
+// version or configuration.
 func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	var dead *grpc.ClientConn
 	pauses := wait.Backoff{Duration: firstPause, Factor: 2, Cap: longestPause, Steps: math.MaxInt}
@@ -383,8 +373,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			back()
 			if err = r.wrap("follow container events", err); !without {
 				without = true
-				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the "+
-					"next time, and for events it is asked again when it has restarted", "error", err)
+				r.o.Logger.Warn("no container events; the agent sees the end of a container at its next read, and "+
+					"asks for events again when the runtime has restarted", "error", err)
 			}
 			awaitLoss(ctx, conn)
 			empty = 0
@@ -410,17 +400,16 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	}
 }
 
-// awaitLoss waits until the connection to a runtime is closed, which a runtime does when
-// it restarts.
+// awaitLoss waits until the connection to a runtime is closed, as when the runtime restarts.
 func awaitLoss(ctx context.Context, conn *grpc.ClientConn) {
 	for conn.GetState() == connectivity.Ready && conn.WaitForStateChange(ctx, connectivity.Ready) {
 	}
 }
 
-// oneListener reports whether a runtime gives each of its events to one of those who
-// listen: containerd before 2.0 and CRI-O before 1.28. The kubelet listens where its
-// feature EventedPLEG is on, and would miss the ends of containers for minutes. A
-// containerd that does not tell its version may be an old one.
+// oneListener reports whether a runtime delivers each event to only one of its listeners:
+// containerd before 2.0 and CRI-O before 1.28 do. The kubelet listens if its feature EventedPLEG is
+// on, and would miss the ends of containers for minutes. A containerd that does not tell its
+// version may be an old one.
 func oneListener(name, version string) bool {
 	var major, minor int
 	n, _ := fmt.Sscanf(strings.TrimPrefix(version, "v"), "%d.%d", &major, &minor)
@@ -433,18 +422,18 @@ func oneListener(name, version string) bool {
 	return false
 }
 
-// stream hands on the events of one stream and returns why it ended, io.EOF
-// where the runtime ended it.
+// stream calls fn for the events of one stream. It returns the connection and why the stream ended;
+// the error is io.EOF if the runtime ended it.
 func (r *Runtime) stream(
 	ctx context.Context, dead *grpc.ClientConn, fn func(ContainerEvent),
 ) (*grpc.ClientConn, error) {
 	ctx, cancel := context.WithCancel(ctx) // a stream that is left must be cancelled
 	defer cancel()
-	conn, _, err := r.line.connection(dead)
+	conn, _, err := r.client.connection(dead)
 	if err != nil {
 		return nil, err
 	}
-	// What answers on the next connection may be another version.
+	// The server on a new connection may be another version.
 	client := cri.NewRuntimeServiceClient(conn)
 	v, err := client.Version(ctx, &cri.VersionRequest{})
 	if err != nil {
@@ -452,7 +441,7 @@ func (r *Runtime) stream(
 	}
 	if name, number := v.GetRuntimeName(), v.GetRuntimeVersion(); oneListener(name, number) {
 		return conn, &failure{is: gpu.ErrNotSupported,
-			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one",
+			text: fmt.Sprintf("%s %s gives each event to only one listener, which may have to be the kubelet",
 				name, number)}
 	}
 	events, err := client.GetContainerEvents(ctx, &cri.GetEventsRequest{})
@@ -466,8 +455,8 @@ func (r *Runtime) stream(
 			return conn, err
 		}
 		if event := r.event(e); event.Kind != EventMissed {
-			// Of one that was just created the status may not be whole, of one that is
-			// deleted there is none.
+			// The status of a container that was just created may be incomplete; a deleted one has
+			// none.
 			if c := []Container{event.Container}; c[0].Name != "" &&
 				(event.Kind == EventStarted || event.Kind == EventStopped) && r.o.DRA() {
 				r.addCDI(ctx, c)

@@ -13,37 +13,39 @@ import (
 	"syscall"
 )
 
-// Limits on connections. An idle one takes some 20 KiB. One whose client does not read
-// takes its answer; the largest, /metrics of 16 GPUs with 1,264 containers, has 1 MiB.
+// Limits on connections. An idle connection takes some 20 KiB. One whose client does not read takes
+// as much memory as its answer. The largest answer is 1 MiB: /metrics of 16 GPUs with 1,264
+// containers.
 const (
 	maxConnections = 64 // in all
 	maxPerAddress  = 16 // of these, from one address
-	// In addition, those that were ended and that net/http has not closed yet, which
-	// takes it half a second after a request that was too large. With a lower limit,
-	// clients that send only such requests could keep all others waiting.
+	// In addition, the server may have this many connections that it ended and that net/http has
+	// not closed yet. After a request that was too large, net/http takes half a second for that.
+	// With a lower limit, clients that send only such requests could make all others wait.
 	maxEnding = 1024
 )
 
-// boundedListener accepts a bounded number of connections, in all and for each remote
-// address. It turns nobody away: a new connection replaces the one that has gone
-// longest without a request, among those of the address that has the most.
+// boundedListener limits the number of open connections, in all and for each remote address. It
+// never refuses a connection: a new one replaces another. If its address is at the limit, it
+// replaces one of that address, otherwise one of the address with the most connections. Of these it
+// is the one that has gone longest without a request.
 //
-// So the kubelet's probe, which connects, asks and is gone within a millisecond, is
-// answered while others hold every place. Places cannot be reserved for it, because the
-// network plugin determines the address from which the kubelet calls.
+// So the server always answers the kubelet's probe, which connects, asks and is gone within a
+// millisecond. It cannot reserve places for the probe, because the network plugin determines the
+// address from which the kubelet connects.
 type boundedListener struct {
 	net.Listener
-	total, perAddress, ending int // the bounds
+	total, perAddress, ending int // the limits
 
 	mu     sync.Mutex
-	freed  *sync.Cond         // signalled when a connection that was ended, or the listener, is closed
-	queue  *list.List         // of *boundedConn: the next to go first
+	freed  *sync.Cond         // signalled when an ended connection, or the listener, is closed
+	queue  *list.List         // of *boundedConn; the front is replaced first
 	held   map[netip.Addr]int // number in queue, by address
 	ended  int                // number taken from queue and not closed yet
 	closed bool
 }
 
-// boundedConn is one of its connections.
+// boundedConn is a connection of a boundedListener.
 type boundedConn struct {
 	net.Conn
 	listener *boundedListener
@@ -52,8 +54,8 @@ type boundedConn struct {
 	closed   bool
 }
 
-// Bound makes a listener accept as many connections as a Server does, for a server of
-// another protocol; its ConnState is to be [Asks].
+// Bound limits the connections of a listener to those that a Server accepts. It is for a server of
+// another kind, whose ConnState must be [Asks].
 func Bound(l net.Listener) net.Listener {
 	return bound(l, maxConnections, maxPerAddress, maxEnding)
 }
@@ -65,7 +67,8 @@ func bound(l net.Listener, total, perAddress, ending int) *boundedListener {
 	return b
 }
 
-// Accept waits for the next connection, and as long as too many are ending.
+// Accept waits for the next connection. It also waits while too many ended connections are not
+// closed yet.
 func (b *boundedListener) Accept() (net.Conn, error) {
 	conn, err := b.Listener.Accept()
 	if err != nil {
@@ -89,7 +92,7 @@ func (b *boundedListener) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// makeRoomLocked ends a connection in favour of a new one from an address.
+// makeRoomLocked ends a connection to make room for a new one from an address.
 func (b *boundedListener) makeRoomLocked(from netip.Addr) {
 	var victim *boundedConn
 	for e := b.queue.Front(); e != nil; e = e.Next() {
@@ -104,10 +107,10 @@ func (b *boundedListener) makeRoomLocked(from netip.Addr) {
 	b.leaveLocked(victim)
 	b.ended++
 	if tcp, ok := victim.Conn.(*net.TCPConn); ok {
-		// The kernel must not keep anything of it either: its peer may never answer.
+		// The kernel must not keep data of it either, since its peer may never answer.
 		tcp.SetLinger(0)
 	}
-	// The server notices, and closes it like any other.
+	// The server notices, and closes it like any other connection.
 	victim.Conn.Close()
 }
 
@@ -119,7 +122,7 @@ func (b *boundedListener) leaveLocked(c *boundedConn) {
 	}
 }
 
-// Close closes the listener; connections stay.
+// Close closes the listener, but not its connections.
 func (b *boundedListener) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -145,7 +148,7 @@ func (c *boundedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// SyscallConn gives access to the socket, for those who look whether the client has gone.
+// SyscallConn returns the socket, for callers that check whether the client has gone.
 func (c *boundedConn) SyscallConn() (syscall.RawConn, error) {
 	socket, ok := c.Conn.(syscall.Conn)
 	if !ok {
@@ -154,8 +157,8 @@ func (c *boundedConn) SyscallConn() (syscall.RawConn, error) {
 	return socket.SyscallConn()
 }
 
-// Asks is an http.Server's ConnState: a connection with a request becomes the last to
-// be replaced.
+// Asks is the ConnState of an http.Server. A connection with a request becomes the last to be
+// replaced.
 func Asks(conn net.Conn, state http.ConnState) {
 	if secured, ok := conn.(*tls.Conn); ok {
 		conn = secured.NetConn()

@@ -10,24 +10,24 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
-// Prefix is what the names of metrics begin with, a placer's too.
+// Prefix is the beginning of all metric names, also the placer's.
 const Prefix = "gpu_agent_"
 
-// AnsweredIn makes the gauge of an API server's last answer. Without labels and before the
-// first value it is no series: a program that follows no API server has none.
+// AnsweredIn makes the gauge of the API server's last answer. It has no series before its first
+// value, so a program without an API server shows none.
 func AnsweredIn(auto promauto.Factory) *prometheus.GaugeVec {
 	return auto.NewGaugeVec(prometheus.GaugeOpts{Name: Prefix + "api_last_answer_timestamp_seconds",
-		Help: "When the API server answered last, or the process began to ask it; none where it asks none."}, nil)
+		Help: "Time of the API server's last answer, or of the first request. None if no API server is used."}, nil)
 }
 
-// Registry has what a program counts, and what is known of every process.
+// Registry returns a registry with the program's own collectors and those of every process.
 func Registry(own ...prometheus.Collector) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(own...)
 	r.MustRegister(
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-		// By default this collector has some forty series for every node. These are
-		// the ones that people look at.
+		// By default this collector has some forty series for every node. These two are the ones
+		// that people look at.
 		collectors.NewGoCollector(
 			collectors.WithGoCollectorMemStatsMetricsDisabled(),
 			collectors.WithGoCollectorRuntimeMetrics(
@@ -37,7 +37,7 @@ func Registry(own ...prometheus.Collector) *prometheus.Registry {
 	return r
 }
 
-// Truth is 1 for true and 0 for false.
+// Truth returns 1 for true and 0 for false.
 func Truth(b bool) float64 {
 	if b {
 		return 1

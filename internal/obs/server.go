@@ -20,16 +20,16 @@ import (
 
 // Options configure a Server. Addr and Pages may be left out.
 type Options struct {
-	// Addr is the address to listen on; ":9500" is every address. If it is empty
-	// there is no server, and Run only waits.
+	// Addr is the address to listen on; ":9500" is every address. If it is empty, there is no
+	// server, and Run only waits.
 	Addr   string
 	Logger *slog.Logger
-	// Healthy and Ready return nil, or the reason why not. They must return at once
+	// Healthy and Ready return nil, or the reason why the program is not. They must return at once,
 	// and may be called from several goroutines.
 	Healthy, Ready func() error
-	// Metrics are what /metrics shows.
+	// Metrics are the metrics of /metrics.
 	Metrics prometheus.Gatherer
-	// Pages are what is served besides, by path.
+	// Pages are further pages, by path.
 	Pages map[string]http.Handler
 }
 
@@ -55,10 +55,10 @@ func (s *Server) Run(ctx context.Context) error {
 	return s.Serve(ctx, listener)
 }
 
-// Serve is Run with the caller's listener, which it closes.
+// Serve does what Run does with the caller's listener, and closes it.
 func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
-	// Every pod of the cluster can reach the port: a connection must cost little, and
-	// not for long.
+	// Every pod of the cluster can reach the port. So a connection must cost little, and only for a
+	// short time.
 	listener = Bound(listener)
 	server := &http.Server{
 		Handler:           s.Handler(),
@@ -74,9 +74,9 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 	return ServeUntil(ctx, server, listener, "metrics and health")
 }
 
-// ServeUntil has a server answer until ctx ends, and gives the requests that are under way then
-// three seconds. It closes the listener, and returns the error of ctx, or one that names what is
-// served where the server fails before.
+// ServeUntil serves until ctx ends; open requests then have three seconds to finish. It closes the
+// listener and returns the error of ctx. If the server fails before, it returns an error that names
+// what is served.
 func ServeUntil(ctx context.Context, server *http.Server, listener net.Listener, what string) error {
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(listener) }()
@@ -114,9 +114,8 @@ func (s *Server) Handler() http.Handler {
 	return mux
 }
 
-// InTurn makes one answer of a page at a time, so that clients that ask again and again
-// take one processor at most. The answer is made in memory, so that a client that reads
-// slowly keeps no other one waiting.
+// InTurn makes one answer of a page at a time, so that clients with many requests use at most one
+// processor. It makes the answer in memory, so that a slow client does not make others wait.
 func InTurn(page http.Handler) http.Handler {
 	turn := make(chan struct{}, 1)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -266,7 +266,7 @@ func (of *hosted) without(ends []Guest) map[string]bool {
 // judge is the verdict on a seat once guests have gone.
 func (of *hosted) judge(ends []Guest, e *ask) verdict {
 	if of.vague != nil && len(ends) > 0 { // a guest might end in vain
-		return verdict{why: "which devices " + of.vague.who() + " has is not known yet", waits: true}
+		return verdict{why: "it is not known yet which devices " + of.vague.who() + " has", waits: true}
 	}
 	without := of.without(ends)
 	if len(without) == 0 && len(of.free) == 0 && of.n.here != nil {

@@ -59,7 +59,7 @@ func (r *Refusal) Error() string {
 	if parts == nil && r.Of > MaxSeats {
 		parts = []string{fmt.Sprintf("room is held for at most %d pods at a time", MaxSeats)}
 	} else if parts == nil {
-		parts = []string{"no node was asked"}
+		parts = []string{"there is no node to choose from"}
 	}
 	for _, name := range slices.Sorted(maps.Keys(r.Lacks)) {
 		l := r.Lacks[name]
@@ -74,7 +74,7 @@ func (r *Refusal) Error() string {
 		parts = append(parts, "and pods that are starting have not reported their devices yet")
 	}
 	if r.Of > 1 {
-		return fmt.Sprintf("room for %d of %d pods, and for the next one on none of %d nodes: %s",
+		return fmt.Sprintf("room for %d of %d pods; none of %d nodes has room for the next one: %s",
 			r.Found, r.Of, len(r.Nodes), strings.Join(parts, "; "))
 	}
 	return fmt.Sprintf("none of %d nodes has room: %s", len(r.Nodes), strings.Join(parts, "; "))
@@ -398,7 +398,7 @@ func (r *room) refuse(p *ask, keep []*seat, own bool) (why string, waits, held b
 
 // vague is the text for a pod that has no room for sure beside some that have not reported their devices.
 func vague(others []*ask) string {
-	return fmt.Sprintf("which devices %s has, and %d others, is not known yet", others[0].who(), len(others)-1)
+	return fmt.Sprintf("it is not known yet which devices %s and %d others have", others[0].who(), len(others)-1)
 }
 
 func heldFor(s *seat) string { return "the rest of it is held for " + s.owner.whom() }

@@ -228,7 +228,7 @@ func (l *lending) offload(t *testing.T) {
 
 func (l *lending) deny(t *testing.T) {
 	r := l.rome.ask(t, l.provider, "more", door.Class, true, map[string]int{units: 200})
-	r.answered(t, units, 0, "Denied NoRoom", "asked for 200 of "+units+": 118 can be had now beyond what pods and other clusters have")
+	r.answered(t, units, 0, "Denied NoRoom", "asked for 200 of "+units+": 118 are available now beyond those of pods and other clusters")
 	if err := l.rome.get(t, offloading+"/namespaces/liqo-tenant-here/virtualnodes/more", nil); err == nil || !strings.Contains(err.Error(), "not found") {
 		t.Errorf("there is a virtual node for it: %v", err)
 	}

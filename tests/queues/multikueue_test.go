@@ -154,7 +154,7 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 		home.awaitAt(name, "on-prem", 1)
 	}
 	// 58 units are left, 29 on each GPU: there is quota, and no room.
-	const waits = "the largest free block of " + memory + " is 29, on gpu-1; it waits here with its quota"
+	const waits = "the largest free block of " + memory + " is 29, on gpu-1; it keeps its quota while it waits"
 	m.sendTo(team, "large", 40)
 	home.awaitMessage(t, waits)
 	m.sendTo(sensitive, "secret", 40)

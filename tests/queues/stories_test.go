@@ -176,7 +176,7 @@ func (c *cluster) growsLater(t *testing.T) {
 		c.awaitAt(fmt.Sprint("beside-", i), "on-prem", 1)
 	}
 	c.patch(jobs+"/stretches", object{"spec": object{"parallelism": 3}})
-	c.awaitMessage(t, "its pods go on, and there are more once there is room")
+	c.awaitMessage(t, "its present pods keep running, and more follow once there is room")
 	c.still(t, before)
 	c.end("beside-0")
 	c.awaitAt("stretches", "on-prem", 3)

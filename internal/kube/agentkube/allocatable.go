@@ -20,24 +20,22 @@ import (
 	"example.com/gpu-agent/internal/amount"
 )
 
-// lowerTries is how often a request is repeated because the kubelet has written
-// another amount meanwhile.
+// lowerTries is the number of attempts if the kubelet writes other amounts at the same time.
 const lowerTries = 5
 
-// LowerAllocatable makes what the scheduler may give out of resources on the agent's
-// Node no more than these amounts, and returns the names of those that it lowered,
-// sorted. A resource of which the Node, as it was last seen, has no more than that, or
-// nothing at all, is left alone, and without any other no request is made.
+// LowerAllocatable lowers the allocatable amounts of resources on the agent's Node to want, and
+// returns the names of those that it lowered, sorted. It lowers a resource only if the Node, as
+// last seen, has more of it than that. If there is no such resource, no request is made.
 //
-// It cannot raise an amount: the request names the amounts that it replaces, and where
-// one of them has changed meanwhile the server refuses it, and the Node is read anew.
-//
-// A name that is not below Options.ResourceDomain is an error.
+// It cannot raise an amount. The request names the amounts that it replaces. If one has changed,
+// the server refuses the request, and LowerAllocatable reads the Node again. It fails if a name is
+// not below Options.ResourceDomain, if the server refuses or does not answer, and if there is no
+// Node.
 func (n *ourNode) LowerAllocatable(ctx context.Context, want map[string]int64) (lowered []string, err error) {
 	for name := range want {
 		if rest, ok := strings.CutPrefix(name, n.options.ResourceDomain+"/"); !ok || rest == "" {
 			return nil, fmt.Errorf("lower the allocatable %s of node %s: it is not below %s/, "+
-				"and not the agent's to write", name, n.options.NodeName, n.options.ResourceDomain)
+				"so the agent may not write it", name, n.options.NodeName, n.options.ResourceDomain)
 		}
 	}
 	if lowered, err = n.lower(ctx, want); err != nil {
@@ -64,7 +62,7 @@ func (n *ourNode) lower(ctx context.Context, want map[string]int64) ([]string, e
 		if err == nil {
 			return names, nil
 		}
-		// What the server makes of a test that fails, and of a path that is not there.
+		// The server's answers to a failed test and to a missing path.
 		if !apierrors.IsInvalid(err) && !apierrors.IsConflict(err) || try == lowerTries {
 			return nil, err
 		}
@@ -74,15 +72,15 @@ func (n *ourNode) lower(ctx context.Context, want map[string]int64) ([]string, e
 	}
 }
 
-// step is one of a JSON patch.
+// step is one operation of a JSON patch.
 type step struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
 	Value string `json:"value,omitempty"`
 }
 
-// lowering is the JSON patch that lowers amounts to what is wanted, and of which
-// resources.
+// lowering returns the JSON patch that lowers amounts to want, and the names of the resources that
+// it lowers. Both are nil if there are none.
 func lowering(have map[string]resource.Quantity, want map[string]int64) (names []string, patch []byte, err error) {
 	var steps []step
 	for _, name := range slices.Sorted(maps.Keys(want)) {
@@ -92,7 +90,7 @@ func lowering(have map[string]resource.Quantity, want map[string]int64) (names [
 		}
 		names = append(names, name)
 		path := allocatablePath(name)
-		// As the kubelet writes it, so that it finds nothing to change.
+		// In the kubelet's format, so that the kubelet finds nothing to change.
 		steps = append(steps, step{"test", path, now.String()},
 			step{"replace", path, resource.NewQuantity(want[name], resource.DecimalSI).String()})
 	}
@@ -105,13 +103,13 @@ func lowering(have map[string]resource.Quantity, want map[string]int64) (names [
 	return names, patch, nil
 }
 
-// allocatablePath is where a JSON patch of a Node finds a resource.
+// allocatablePath returns the path of a resource in a JSON patch of a Node.
 func allocatablePath(name string) string {
 	return "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(name)
 }
 
-// readAmounts returns how much the scheduler may give out of each extended resource. A
-// prefix tells them from cpu, memory and the like.
+// readAmounts returns the allocatable amount of each extended resource. A slash in the name
+// distinguishes these from cpu, memory and the like. It leaves out malformed amounts.
 func readAmounts(object *unstructured.Unstructured) map[string]resource.Quantity {
 	amounts, _, _ := unstructured.NestedStringMap(object.Object, "status", "allocatable")
 	out := map[string]resource.Quantity{}
@@ -126,7 +124,7 @@ func readAmounts(object *unstructured.Unstructured) map[string]resource.Quantity
 	return out
 }
 
-// allocatable tells Options.Allocatable of a Node.
+// allocatable calls Options.Allocatable with the amounts of a Node.
 func (n *ourNode) allocatable(node *Node) {
 	if n.options.Allocatable == nil {
 		return

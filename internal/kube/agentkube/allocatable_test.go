@@ -52,8 +52,8 @@ func TestLowerAllocatable(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"nvidia.com/gpu", "cpu", "example.com/", "example.com.evil/gpu"} {
-		if _, err := c.LowerAllocatable(t.Context(), map[string]int64{name: 0}); err == nil || !strings.Contains(err.Error(), "not the agent's") {
-			t.Errorf("%s: %v, want that it is not the agent's", name, err)
+		if _, err := c.LowerAllocatable(t.Context(), map[string]int64{name: 0}); err == nil || !strings.Contains(err.Error(), "the agent may not write it") {
+			t.Errorf("%s: %v, want that the agent may not write it", name, err)
 		}
 	}
 }

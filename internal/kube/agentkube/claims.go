@@ -29,46 +29,46 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// claimPage is how many claims are asked for at a time.
+// claimPage is the number of claims in one page of a list.
 const claimPage = 200
 
-// claimSpread bounds the pause that Claims makes after the first page of several, as a part of
-// the time that its caller has.
+// claimSpread limits the pause of Claims: it is at most the time left until ctx ends, divided by
+// claimSpread.
 const claimSpread = 4
 
-// Claim is what a ResourceClaim says to one driver. What it says to others is left out.
+// Claim is the part of a ResourceClaim that concerns one driver.
 type Claim struct {
 	Namespace, Name, UID string
-	// Results are the devices that the scheduler gave it; none before, and after it took
-	// them back.
+	// Results are the devices of the driver that the scheduler gave the claim. It is empty before,
+	// and after the scheduler took them back.
 	Results []resourcev1.DeviceRequestAllocationResult
-	// Configs are what class and claim say of the devices, all with opaque parameters, which
-	// are unchecked. The class's come first; a later one has precedence.
+	// Configs are the configurations of the devices from the class and the claim, all with opaque
+	// parameters, which are unchecked. Those of the class come first. A later one has precedence.
 	Configs []resourcev1.DeviceAllocationConfiguration
-	// Pods are those that may use the claim: it is reserved for them. As long as one is there
-	// and has not ended, the claim keeps its allocation.
+	// Pods may use the claim: status.reservedFor lists them. The claim keeps its allocation until
+	// they all have ended or are gone.
 	Pods []workload.Pod
-	// Others are what else it is reserved for: objects whose pods may use it, as those of a
-	// PodGroup do. They keep the allocation, too. Which pods they have is not known.
+	// Others are the other entries of status.reservedFor, such as a PodGroup, whose pods may use
+	// the claim. They also keep the allocation. Which pods they have is not known.
 	Others []resourcev1.ResourceClaimConsumerReference
-	// Told says that the driver has said in the claim what each of its devices is: see
+	// Told is true if the claim's status describes each of the driver's devices: see
 	// SetClaimDevices.
 	Told bool
 }
 
-// HasConsumers reports whether the claim is for anybody.
+// HasConsumers reports whether the claim is reserved for a pod or another object.
 func (c *Claim) HasConsumers() bool { return len(c.Pods)+len(c.Others) > 0 }
 
-// ClaimDevice is what a driver says of a device of a claim.
+// ClaimDevice is what a driver writes about a device in a claim's status.
 type ClaimDevice struct {
 	// Pool, Device and Share are those of a result.
 	Pool, Device, Share string
-	// Data is for people and programs that read the claim; at most 10 KiB as JSON.
+	// Data is for people and programs that read the claim. It has at most 10 KiB as JSON.
 	Data map[string]string
 }
 
-// Claim reads one ResourceClaim. The error wraps gpu.ErrNotFound where there is none of
-// that name; whether it is the same as before says its UID.
+// Claim reads one ResourceClaim. The error wraps gpu.ErrNotFound if there is none of that name. The
+// caller compares the UID to learn whether it is the same claim as before.
 func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Claim, error) {
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
@@ -78,10 +78,10 @@ func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Cl
 		claim, err = readClaim(object, driver)
 	}
 	if apierrors.IsNotFound(err) {
-		err = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err))
+		err = fmt.Errorf("%w: %s", gpu.ErrNotFound, errorText(err))
 		c.server.Note(ctx, "get", resourceClaims.Resource, "", nil)
 	} else {
-		// One name for all claims: what fails, a missing right, fails for all alike.
+		// One name for all claims: a missing right fails for all alike.
 		c.server.Note(ctx, "get", resourceClaims.Resource, "", err)
 	}
 	if err != nil {
@@ -90,14 +90,14 @@ func (c *Client) Claim(ctx context.Context, driver, namespace, name string) (*Cl
 	return claim, nil
 }
 
-// Claims reads the claims that have a device of a driver of this node: of a pool whose
-// name begins with the node's and a slash. The server cannot select them, so each call
-// reads all claims of the cluster, a page at a time. They are sorted by namespace and name.
+// Claims returns the claims that have a device of a driver of this node, sorted by namespace and
+// name. Such a device is in a pool whose name begins with the node's name and a slash. The server
+// cannot select these claims, so each call reads all claims of the cluster in pages.
 //
-// All nodes may ask at once: after an edit that is for all, or when all agents start anew. So
-// where there is more than a page of claims the rest is asked for after a random pause, which is
-// in proportion to how much is left, and a quarter of the time that is left until ctx ends at
-// most. In a cluster with up to 200 claims nobody pauses; with 20,000 it is up to 5 s.
+// All nodes may ask at once: when all agents start anew, or after a change of configuration for
+// all. So if there is more than one page, Claims makes a random pause after the first. The pause is
+// in proportion to the number of claims left, and at most a quarter of the time left until ctx
+// ends. With up to 200 claims in the cluster there is no pause; with 20,000 it is up to 5 s.
 func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
 	var claims []Claim
 	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
@@ -132,8 +132,8 @@ func (c *Client) Claims(ctx context.Context, driver string) ([]Claim, error) {
 	return claims, nil
 }
 
-// spread waits at random, so that nodes that list at the same moment do not go on doing so. left
-// is how many claims are left; nil where the server does not say.
+// spread waits at random, so that nodes that began to list at the same moment do not stay in step.
+// left is the number of claims left, or nil if the server does not tell.
 func (c *Client) spread(ctx context.Context, left *int64) error {
 	pages := time.Duration(1)
 	if left != nil {
@@ -152,7 +152,7 @@ func (c *Client) spread(ctx context.Context, left *int64) error {
 	return nil
 }
 
-// readClaim reads what a ResourceClaim says to a driver.
+// readClaim reads the part of a ResourceClaim that concerns a driver.
 func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 	var status resourcev1.ResourceClaimStatus
 	err := checkAmounts(o)
@@ -172,7 +172,7 @@ func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 			return c.Opaque == nil || c.Opaque.Driver != driver
 		})
 	}
-	// What is said of a device that it had before says nothing of what it has now.
+	// A status of a device that the claim had before tells nothing about its devices now.
 	claim.Told = slices.ContainsFunc(status.Devices, func(d resourcev1.AllocatedDeviceStatus) bool {
 		return d.Driver == driver
 	}) && !slices.ContainsFunc(claim.Results, func(r resourcev1.DeviceRequestAllocationResult) bool {
@@ -192,8 +192,8 @@ func readClaim(o *unstructured.Unstructured, driver string) (*Claim, error) {
 	return claim, nil
 }
 
-// checkAmounts refuses amounts of a claim that would take long to read. The names in it are its
-// tenant's, and may look like some.
+// checkAmounts refuses amounts of a claim that would take long to parse. It does not check other
+// fields: a tenant chooses the names in a claim, and these may look like such amounts.
 func checkAmounts(o *unstructured.Unstructured) error {
 	results, _, _ := unstructured.NestedFieldNoCopy(o.Object, "status", "allocation", "devices", "results")
 	list, _ := results.([]any)
@@ -206,10 +206,10 @@ func checkAmounts(o *unstructured.Unstructured) error {
 	return nil
 }
 
-// SetClaimDevices writes what a driver says of the devices of a claim, in its status;
-// what it said before and does not say now goes, and what other drivers say stays. Of
-// several that name the same device and share the first counts. The error wraps
-// gpu.ErrNotFound where the claim is gone or another has its name by now.
+// SetClaimDevices writes a driver's data about a claim's devices to the claim's status. It removes
+// what this driver wrote before and does not write now; what other drivers wrote stays. If several
+// of devices name the same device and share, the first one counts. The error wraps gpu.ErrNotFound
+// if the claim is gone, or if another claim has its name now.
 func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Claim, devices []ClaimDevice) error {
 	type key struct{ pool, device, share string }
 	seen := map[key]bool{}
@@ -238,13 +238,13 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
-	// Elements that this manager applied before and does not name are removed, and
-	// nobody else's, whatever has changed since the claim was read.
+	// The server removes elements that this manager applied before and does not name now. It leaves
+	// those of others, even if they changed after the claim was read.
 	_, err = c.server.API.Resource(resourceClaims).Namespace(claim.Namespace).Patch(bounded, claim.Name,
 		types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: new(true)}, "status")
 	failed := err
 	if apierrors.IsNotFound(err) || otherObject(err) {
-		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err)), nil
+		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, errorText(err)), nil
 	}
 	c.server.Note(ctx, "patch", resourceClaims.Resource+"/status", "", failed)
 	if err != nil {
@@ -253,7 +253,7 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 	return nil
 }
 
-// otherObject says whether err is a refusal since the object of that name has another UID.
+// otherObject reports whether err is a refusal because the object of that name has another UID.
 func otherObject(err error) bool {
 	var answer apierrors.APIStatus
 	if !apierrors.IsInvalid(err) || !errors.As(err, &answer) || answer.Status().Details == nil {

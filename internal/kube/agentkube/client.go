@@ -25,25 +25,23 @@ var (
 
 // Options configure a Client.
 type Options struct {
-	// Options are what every client has. WatchNode reports annotations and conditions below
-	// their Domain alone, and Events carry it in the name of their reporter.
+	// Options are those of the connection. WatchNode reports only annotations and conditions below
+	// their Domain. Events carry the Domain in the name of their reporter.
 	kube.Options
-	// NodeName is the Node that the agent runs on. Required.
+	// NodeName is the name of the Node that the agent runs on. Required.
 	NodeName string
-	// ResourceDomain is the prefix of the agent's resources. LowerAllocatable writes
-	// those below it alone. Empty means Domain.
+	// ResourceDomain is the prefix of the agent's resources. LowerAllocatable writes only resources
+	// below it. Empty means Domain.
 	ResourceDomain string
-	// StartupTaint is the key of the taint that RemoveStartupTaint takes off the Node.
-	// Empty is none.
+	// StartupTaint is the key of the taint that RemoveStartupTaint removes. Empty means none.
 	StartupTaint string
-	// Allocatable, if set, is told how much the scheduler may give out of each extended
-	// resource, by every word of the server about the Node that WatchNode follows. It
-	// must not block.
+	// Allocatable, if set, is called with the amount of each extended resource that the scheduler
+	// may give out, each time that WatchNode receives the Node. It must not block.
 	Allocatable func(map[string]int64)
 }
 
-// Client speaks to one API server for one node. Its methods may be called from
-// several goroutines.
+// Client is a client of the API server for one node. Its methods may be called from several
+// goroutines.
 type Client struct {
 	*apiServer
 	*ourNode
@@ -51,23 +49,24 @@ type Client struct {
 	*ourGPUNode
 }
 
-// apiServer is the API server as every part of a Client asks it.
+// apiServer is the connection that all parts of a Client share.
 type apiServer struct {
 	server  *kube.Server
 	options Options
 	timing  timing
 }
 
-// timing is apart so that tests need not wait.
+// timing holds the times of a Client; tests shorten them.
 type timing struct {
-	// recheck is how often admission policies that are in force are tried.
+	// recheck is the pause between checks of admission policies that are all in force.
 	recheck time.Duration
-	// claimPage is for how long Claims may pause, for each page that is left.
+	// claimPage is the longest pause that Claims makes for each page that is left.
 	claimPage time.Duration
 }
 
-// New prepares a client. It reads the credentials but makes no request, so it
-// succeeds while the API server is unreachable.
+// New prepares a client. It reads the credentials but makes no request, so it succeeds while the
+// API server is unreachable. It fails if an option is missing or not valid, or if the credentials
+// cannot be read.
 func New(o Options) (*Client, error) {
 	if o.NodeName == "" {
 		return nil, errors.New("the node's name is empty: set --node-name, or NODE_NAME from spec.nodeName")
@@ -75,9 +74,9 @@ func New(o Options) (*Client, error) {
 	if wrong := validation.IsQualifiedName(o.StartupTaint); o.StartupTaint != "" && wrong != nil {
 		return nil, fmt.Errorf("%q is not the key of a taint: %s", o.StartupTaint, strings.Join(wrong, "; "))
 	}
-	// Requests are few, but when a GPU fails each of its pods gets an Event, and a node
-	// full of new pods has two requests for each of their claims, which must not wait;
-	// the limit is there for a mistake of ours.
+	// The agent makes few requests. But when a GPU fails, each of its pods gets an Event, and a
+	// node full of new pods makes two requests for each claim. These must not wait. The limit
+	// guards against a bug of the agent.
 	server, err := kube.Connect(o.Options, 20)
 	if err != nil {
 		return nil, err

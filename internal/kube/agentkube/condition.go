@@ -16,45 +16,44 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ConditionStatus is what a condition says of its type.
+// ConditionStatus is the status of a condition.
 type ConditionStatus = corev1.ConditionStatus
 
-// The three values that the API knows.
+// The three statuses that the API knows.
 const (
 	True    = corev1.ConditionTrue
 	False   = corev1.ConditionFalse
 	Unknown = corev1.ConditionUnknown
 )
 
-// Condition is one of the agent's own in its Node's status.
+// Condition is a condition of the agent in its Node's status.
 type Condition struct {
-	// Type is the condition's name, below Options.Domain:
-	// "example.com/GPUHealthy".
+	// Type is the condition's name, below Options.Domain: "example.com/GPUHealthy".
 	Type   string
 	Status ConditionStatus
 	// Reason is one word in UpperCamelCase, for programs.
 	Reason string
-	// Message is for people; beyond 1,024 bytes it is cut.
+	// Message is for people. SetCondition cuts it after 1,024 bytes.
 	Message string
 
-	// since is lastTransitionTime as the server has it.
+	// since is lastTransitionTime, as the server has it.
 	since metav1.Time
 }
 
-// says reports whether c and d say the same, whenever each began.
-func (c Condition) says(d Condition) bool {
+// sameAs reports whether c and d are equal except for since.
+func (c Condition) sameAs(d Condition) bool {
 	c.since, d.since = metav1.Time{}, metav1.Time{}
 	return c == d
 }
 
-// SetCondition writes a condition of the agent's Node; all other conditions, the
-// kubelet's among them, stay as they are. Where the Node, as it was last seen, has it
-// already, no request is made: calling it again is free, and after the Node was
-// created anew it writes again. Requests are bounded, as those of Mark are. The time of the
-// last transition moves only with Status, the heartbeat with every write.
+// SetCondition writes a condition of the agent's Node; all other conditions, such as the kubelet's,
+// stay as they are. If the Node, as last seen, already has the condition, no request is made. So
+// the agent may call it in each round, and writes again after the Node was created anew. After 50
+// requests in a row, those of Mark included, it waits 3 s before each. The time of the last
+// transition changes only with Status, the heartbeat with every write.
 //
-// It returns an error where the server refuses or does not answer, and where there is
-// no Node; the caller tries again when it next has reason to.
+// It returns an error if the server refuses or does not answer, and if there is no Node. It does
+// not retry by itself.
 func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	if err := n.mayWrite(want.Type); err != nil {
 		return err
@@ -74,7 +73,7 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	now := metav1.NewTime(n.server.Now())
 	want.since = now
 	if have, ok := node.condition(want.Type); ok {
-		if have.says(want) {
+		if have.sameAs(want) {
 			return nil
 		}
 		if have.Status == want.Status && !have.since.IsZero() {
@@ -93,8 +92,8 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	return nil
 }
 
-// RemoveCondition removes a condition of the agent from its Node. One that the Node, as
-// it was last seen, lacks costs no request, and a Node that is gone is not an error.
+// RemoveCondition removes a condition of the agent from its Node. If the Node, as last seen, lacks
+// the condition, no request is made. It is no error if the Node is gone.
 func (n *ourNode) RemoveCondition(ctx context.Context, kind string) error {
 	if err := n.mayWrite(kind); err != nil {
 		return err
@@ -111,9 +110,9 @@ func (n *ourNode) RemoveCondition(ctx context.Context, kind string) error {
 	return nil
 }
 
-// patchCondition sends one element of status.conditions. The API merges that
-// list by type where the patch is a strategic one; a merge patch would replace
-// the whole list, and with it what the kubelet wrote meanwhile.
+// patchCondition sends one element of status.conditions as a strategic merge patch, which the API
+// merges into the list by type. A merge patch would replace the whole list, and what the kubelet
+// wrote since.
 func (n *ourNode) patchCondition(ctx context.Context, element map[string]any) error {
 	body, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []any{element}}})
 	if err != nil {
@@ -123,7 +122,7 @@ func (n *ourNode) patchCondition(ctx context.Context, element map[string]any) er
 	return err
 }
 
-// condition finds one by its type among all that the Node has.
+// condition finds a condition by its type among all that the Node has.
 func (n *Node) condition(kind string) (Condition, bool) {
 	i := slices.IndexFunc(n.Conditions, func(c Condition) bool { return c.Type == kind })
 	if i < 0 {

@@ -160,7 +160,7 @@ func TestConditionInAFight(t *testing.T) {
 		err = c.SetCondition(ctx, Condition{Type: gpus, Status: True, Reason: "GPUsHealthy"})
 		nodeWith(s, ready())
 	}
-	if !strings.Contains(err.Error(), "somebody keeps changing") {
+	if !strings.Contains(err.Error(), "others keep changing") {
 		t.Errorf("%v, want that it had to wait", err)
 	}
 	if got := len(s.Asked("patch nodes/status")); got != 5 {
@@ -182,7 +182,7 @@ func TestConditionOfANewNode(t *testing.T) {
 	if err := c.SetCondition(t.Context(), want); err != nil {
 		t.Fatal(err)
 	}
-	if n := kubetest.Receive(t, told); len(n.Conditions) != 1 || !n.Conditions[0].says(want) {
+	if n := kubetest.Receive(t, told); len(n.Conditions) != 1 || !n.Conditions[0].sameAs(want) {
 		t.Fatalf("told of %v, want %v", n.Conditions, want)
 	}
 	s.Put("nodes", "", "node-1", nil)

@@ -13,22 +13,20 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 )
 
-// Device is a device that a DRA driver offers in a ResourceSlice. Driver, pool and
-// name tell it from all others.
+// Device is a device that a DRA driver offers in a ResourceSlice. Driver, pool and name identify
+// it.
 type Device struct {
 	Driver, Pool, Name string
-	// Attributes are those whose values are strings or versions; of all others,
-	// which are numbers and truth values, the value is "". A name without a
-	// domain is in the driver's.
+	// Attributes have the values that are strings or versions. The value is "" for all others,
+	// which are numbers and booleans. A name without a domain is in the driver's domain.
 	Attributes map[string]string
 
 	generation int64
 }
 
-// Devices returns what these drivers offer, sorted by driver, pool and name: the
-// devices of this node, and those that are tied to no node by its name, as devices
-// on a network are. There are none where the server has no ResourceSlices, as
-// before Kubernetes 1.34.
+// Devices returns the devices that these drivers offer, sorted by driver, pool and name. It
+// includes devices that are tied to no node by name, such as those on a network, but not those of
+// other nodes. It returns none if the server has no ResourceSlices, as before Kubernetes 1.34.
 func (c *Client) Devices(ctx context.Context, drivers ...string) ([]Device, error) {
 	selectors := []fields.Selector{fields.OneTermEqualSelector("spec.nodeName", c.options.NodeName)}
 	for _, driver := range drivers {
@@ -42,8 +40,7 @@ func (c *Client) Devices(ctx context.Context, drivers ...string) ([]Device, erro
 		}
 		devices = append(devices, more...)
 	}
-	// While a pool is written anew its slices are of two generations: the newer one
-	// is right.
+	// While a driver writes a pool anew, its slices are of two generations. The newer one is right.
 	slices.SortStableFunc(devices, func(a, b Device) int {
 		return cmp.Or(cmp.Compare(a.Driver, b.Driver), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name),
 			cmp.Compare(b.generation, a.generation))
@@ -75,9 +72,9 @@ func (c *Client) listDevices(ctx context.Context, selector fields.Selector, driv
 	return devices, nil
 }
 
-// readDevices reads the devices of one slice. What is malformed is left out: a
-// device that nobody finds counts as one that may be anything. The amounts of other
-// drivers are not looked at, so a slice is not made a typed one, which would parse them.
+// readDevices reads the devices of one slice. It leaves out a malformed device; callers treat a
+// device that they do not find as one that may be anything. It does not make the slice a typed
+// object, since that would parse the amounts of other drivers.
 func readDevices(driver string, spec map[string]any) []Device {
 	pool, _, _ := unstructured.NestedString(spec, "pool", "name")
 	generation, _, _ := unstructured.NestedInt64(spec, "pool", "generation")

@@ -23,7 +23,7 @@ import (
 	"k8s.io/client-go/util/flowcontrol"
 )
 
-// EventType is what kubectl shows in an Event's first column but one.
+// EventType is the type of an Event, which kubectl shows beside its reason.
 type EventType string
 
 // The two types that the API knows.
@@ -32,18 +32,18 @@ const (
 	Warning EventType = "Warning"
 )
 
-// EventOutcome is what became of one call of Event.
+// EventOutcome is the outcome of one call of Event.
 type EventOutcome string
 
-// Outcomes.
+// The outcomes of a call of Event.
 const (
-	// EventSent: a new Event, or a higher count on an old one, was written.
+	// EventSent: a new Event, or a higher count of an earlier one, was written.
 	EventSent EventOutcome = "sent"
-	// EventMerged: it repeats one that was written a moment ago; the count is
-	// written with the next repetition.
+	// EventMerged: the Event repeats one that was written a moment ago. The next repetition writes
+	// the count.
 	EventMerged EventOutcome = "merged"
-	// EventDropped: the queue was full, the bucket was empty, the server
-	// refused, or was away for too long.
+	// EventDropped: the queue was full, the bucket was empty, the server refused the Event, or it
+	// was unreachable for too long.
 	EventDropped EventOutcome = "dropped"
 )
 
@@ -53,46 +53,46 @@ type event struct {
 	reason    string
 	message   string
 	at        time.Time
-	// serial tells Events of one nanosecond apart.
+	// serial distinguishes Events of the same nanosecond.
 	serial uint64
 }
 
-// Events sends Events about a node and its pods. Its methods may be called from several
-// goroutines.
+// Events sends Events about a node and its pods. Its methods may be called from several goroutines.
 type Events struct {
 	server       *kube.Server
 	node, domain string
-	// done, if set, is told what became of every Event.
+	// done, if set, is called with the outcome of every Event.
 	done func(EventOutcome)
-	// An Event repeated within quiet of its last write is only counted; within
-	// window, its count is written; later, it is a new Event.
+	// If an Event repeats within quiet of its last write, it is only counted. Within window, its
+	// count is written. Later, it becomes a new Event.
 	quiet, window time.Duration
 
 	serial atomic.Uint64
 	queue  chan event
-	// onNode and onPods bound the Events of each: a fault that hits many pods
-	// must not silence those of the node.
+	// onNode and onPods limit the Events about the node and about pods, each for itself. So a fault
+	// that hits many pods does not suppress Events about the node.
 	onNode, onPods flowcontrol.RateLimiter
 }
 
-// NewEvents prepares what sends Events of the client's node by the client's connection.
-// done, unless it is nil, is told what became of every Event. It must not block.
+// NewEvents prepares Events of the client's node, which use the client's connection. done, unless
+// it is nil, is called with the outcome of every Event. It must not block.
 func NewEvents(c *Client, done func(EventOutcome)) *Events {
 	return &Events{
 		server: c.server, node: c.options.NodeName, domain: c.options.Domain, done: done,
 		quiet: time.Minute, window: 10 * time.Minute,
-		// One fault may concern every pod of a node, 110 by default.
+		// One fault may hit every pod of a node, 110 by default.
 		queue:  make(chan event, 256),
 		onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
 		onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 	}
 }
 
-// Event queues an Event about a pod and returns at once; Run sends it. Without a name
-// it is about the agent's own Node. An empty namespace means default. Without a UID the
-// Event is kept, but `kubectl describe pod` does not find it; a static pod's is the one
-// that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
-// 1,024 bytes is cut.
+// Event queues an Event about a pod and returns at once; Run sends it. If the pod has no name, the
+// Event is about the agent's own Node. An empty namespace means default. If the pod has no UID, the
+// Event is kept, but `kubectl describe pod` does not find it. A static pod's UID is the one that
+// the kubelet uses.
+//
+// reason is one word in UpperCamelCase. A message beyond 1,024 bytes is cut.
 func (q *Events) Event(regarding workload.Pod, kind EventType, reason, message string) {
 	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message),
 		q.server.Now(), q.serial.Add(1)}
@@ -103,8 +103,8 @@ func (q *Events) Event(regarding workload.Pod, kind EventType, reason, message s
 	}
 }
 
-// dropped counts an Event that comes to nothing. Thousands may: why is one of a few
-// words, and err what the server said, if it did.
+// dropped counts an Event that will not be sent, and logs it within a limit, since there may be
+// thousands. why is one of a few texts; err is the server's answer, or nil.
 func (q *Events) dropped(e event, why string, err error) {
 	args := []any{"reason", e.reason, "message", e.message}
 	if err != nil {
@@ -123,19 +123,19 @@ func (q *Events) eventDone(o EventOutcome) {
 // written is an Event that the server has.
 type written struct {
 	namespace, name string
-	// count includes repetitions that were not written yet.
+	// count includes repetitions that are not written yet.
 	count int
 	at    time.Time
 }
 
-// identity is what makes an event a repetition of another one.
+// identity returns e without its time and serial. Repetitions of an Event have the same identity.
 func (e event) identity() event {
 	e.at, e.serial = time.Time{}, 0
 	return e
 }
 
-// Run sends queued Events until ctx ends, whose error it returns. What is in
-// the queue then is lost.
+// Run sends queued Events until ctx ends, and returns the error of ctx. It drops what is in the
+// queue then.
 func (q *Events) Run(ctx context.Context) error {
 	seen := map[event]*written{}
 	for {
@@ -153,8 +153,8 @@ func (q *Events) Run(ctx context.Context) error {
 	}
 }
 
-// send writes one Event, waiting for a server that is away until the Event is
-// older than the window. Meanwhile others wait in the queue.
+// send writes one Event. While the server is unreachable it waits until the Event is older than the
+// window, and later Events wait in the queue.
 func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 	known := seen[e.identity()]
 	if known != nil {
@@ -175,7 +175,7 @@ func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 	for retry := q.server.BackOff(q.server.Timing.PauseMax); ; {
 		err := q.write(ctx, e, known)
 		if known != nil && apierrors.IsNotFound(err) {
-			// The API server forgets Events, after an hour by default.
+			// The API server deletes Events, after an hour by default.
 			known = nil
 			continue
 		}
@@ -194,7 +194,7 @@ func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 			q.dropped(e, "the API server refuses it", err)
 			return
 		case q.server.Now().Sub(e.at) > q.window:
-			q.dropped(e, "the API server is away", err)
+			q.dropped(e, "the API server is unreachable", err)
 			return
 		}
 		if !kube.Sleep(ctx, retry.Step()) {
@@ -215,7 +215,7 @@ func (q *Events) write(ctx context.Context, e event, known *written) error {
 		api := q.server.API.Resource(events).Namespace(e.namespace())
 		_, err := api.Create(bounded, e.object(q.node, q.domain), metav1.CreateOptions{FieldManager: "gpu-agent"})
 		if apierrors.IsAlreadyExists(err) {
-			err = nil // an answer that got lost on the way
+			err = nil // the answer to an earlier try was lost
 		}
 		q.server.Note(ctx, "create", events.Resource, e.namespace(), err)
 		return err
@@ -234,8 +234,8 @@ func (q *Events) write(ctx context.Context, e event, known *written) error {
 	return err
 }
 
-// namespace is where the API wants the Event: a pod's own, and for objects
-// without one, "default".
+// namespace returns the namespace that the API requires for the Event: that of the pod, or
+// "default" for objects without one.
 func (e event) namespace() string {
 	if e.regarding.Namespace == "" {
 		return metav1.NamespaceDefault
@@ -243,8 +243,8 @@ func (e event) namespace() string {
 	return e.regarding.Namespace
 }
 
-// objectName differs for all Events of one agent and for those of its
-// predecessors.
+// objectName returns a name that no other Event of this agent has, nor one of an agent before it on
+// this node.
 func (e event) objectName(node string) string {
 	name := cmp.Or(e.regarding.Name, node)
 	// A name may have 253 bytes, and up to 34 follow.
@@ -253,7 +253,9 @@ func (e event) objectName(node string) string {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-// object is the Event of a node's agent.
+// object returns the API object. An Event about the node has the node's name in place of its UID,
+// as the kubelet's own Events do: `kubectl describe node` finds it by that. Events are of core/v1,
+// like the kubelet's.
 func (e event) object(node, domain string) *unstructured.Unstructured {
 	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
 		"namespace": e.namespace(), "name": e.regarding.Name}

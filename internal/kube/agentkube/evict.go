@@ -17,39 +17,41 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// budgetCause marks the API server's refusals that come from a disruption
-// budget; without it, 429 says that the server is overloaded.
+// budgetCause is the cause of a refusal (429) that comes from a disruption budget. Without this
+// cause, 429 means that the server is overloaded.
 const budgetCause metav1.CauseType = "DisruptionBudget"
 
-// Words of the API server's refusals by the admission policy that looks at the
-// pods of the namespace: a pod has that name and another UID, and there is no pod.
+// Texts in the refusals of the admission policy that looks at the pods of the namespace. otherUID:
+// the pod of this name has another UID. noPods: the namespace has no pod.
 const (
 	otherUID = "the one of this name has another UID"
 	noPods   = "no params found"
 )
 
-// evictionLabels mark the agent's evictions. The admission policy that looks at
-// each pod of the namespace looks at these alone; another policy demands them.
+// evictionLabels mark the agent's evictions. The admission policy that looks at each pod of the
+// namespace, and at its spec.nodeName, applies only to evictions with these labels. Another policy
+// requires the labels.
 var evictionLabels = map[string]any{"app.kubernetes.io/name": "gpu-agent"}
 
-// ErrBudget is wrapped by Evict's error where a disruption budget forbids the
-// eviction now. Trying again later can help.
+// ErrBudget is wrapped by Evict's error if a disruption budget forbids the eviction now. The caller
+// may try again later.
 var ErrBudget = errors.New("a disruption budget forbids it now")
 
-// Evict asks the API server to end this pod and none that comes after it, with the
-// grace period that the pod has for itself, as a drain does: disruption budgets are
-// respected. It returns when the server has decided, at most 30 s later, and long before
-// the pod's containers are gone. The pod needs a namespace, a name, and the API
-// server's UID: the kubelet calls a static pod by another one.
+// Evict asks the API server to end this pod, and none that comes after it. As in a drain, the
+// server respects disruption budgets and gives the pod its own grace period. Evict returns when the
+// server has decided, after at most 30 s, and long before the pod's containers are gone. The pod
+// needs a namespace, a name, and the UID that the API server gives it; the kubelet knows a static
+// pod by another UID.
 //
-// A pod that does not exist counts as evicted, also in a namespace without pods, where
-// the admission policy refuses. Where there is one of that name with
-// another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
-// budget forbids it, the error wraps ErrBudget and has the server's message.
+// A pod that does not exist counts as evicted. This holds also in a namespace without pods, where
+// the admission policy refuses. If a pod of that name has another UID, Evict does nothing, and the
+// error wraps gpu.ErrNotFound. The UID is no secret: in that case the server's refusal contains the
+// right one. If a budget forbids the eviction, the error wraps ErrBudget and has the server's
+// message.
 func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
 		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, "+
-			"so that no other pod is hit", p, p.UID)
+			"so that no other pod is evicted", p, p.UID)
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
@@ -65,7 +67,7 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if gone || other || budget {
 		failed = nil // an answer about the pod: the API server works
 	}
-	// One name for all pods: what fails, a missing right, fails for all alike.
+	// One name for all pods: a missing right fails for all alike.
 	c.server.Note(ctx, "create", kube.Pods.Resource+"/eviction", "", failed)
 	switch {
 	case err == nil, gone:
@@ -75,14 +77,15 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 			"which cannot be evicted (%s)",
 			p, gpu.ErrNotFound, p.UID, err)
 	case budget:
-		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
+		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, errorText(err))
 	case apierrors.IsForbidden(err) && !byPolicy(err, ""):
 		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
 	}
 	return fmt.Errorf("evict pod %s: %w", p, err)
 }
 
-// evictionOf is the request to evict a pod; without a UID it names none.
+// evictionOf returns the request to evict a pod. If the pod has no UID, the request has no
+// precondition.
 func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructured {
 	options := map[string]any{}
 	if p.UID != "" {
@@ -97,7 +100,7 @@ func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructure
 	}}
 }
 
-// refused finds a refusal in an answer whose code says success: where a pod has two
+// refused returns the refusal in an answer whose code is a success, or nil. If a pod has two
 // budgets, the server answers 201 with a failure in the body.
 func refused(answer *unstructured.Unstructured) error {
 	var s metav1.Status
@@ -108,8 +111,9 @@ func refused(answer *unstructured.Unstructured) error {
 	return &apierrors.StatusError{ErrStatus: s}
 }
 
-// words is what the server says about the budget: which one it is, and what it needs.
-func words(err error) string {
+// errorText returns the text of an error. It adds what the server says about the budget: which budget
+// it is, and what it needs.
+func errorText(err error) string {
 	text := err.Error()
 	var status apierrors.APIStatus
 	if errors.As(err, &status) && status.Status().Details != nil {

@@ -36,7 +36,7 @@ func FuzzNode(f *testing.F) {
 	}, func(t *testing.T, object *unstructured.Unstructured) {
 		n := &ourNode{apiServer: alone()}
 		node := readNode(object)
-		n.see(&node)
+		n.setLast(&node)
 		n.options.Allocatable = func(map[string]int64) {}
 		n.allocatable(&node)
 		labels, annotations := n.wanted(&node, Marks{Labels: map[string]string{"example.com/a": "b"}, Guests: map[string]string{"other.com/c": "d"}, KeepLabels: true})
@@ -44,8 +44,8 @@ func FuzzNode(f *testing.F) {
 			t.Errorf("the agent's own label is %q", labels["example.com/a"])
 		}
 		gone := map[string]any{}
-		n.shared(gone, "labels", node.labels, labels)
-		n.shared(gone, "annotations", node.annotations, annotations)
+		n.addRemovals(gone, "labels", node.labels, labels)
+		n.addRemovals(gone, "annotations", node.annotations, annotations)
 		if _, err := json.Marshal(gone); err != nil {
 			t.Error(err)
 		}

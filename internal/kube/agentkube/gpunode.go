@@ -26,23 +26,25 @@ type ourGPUNode struct {
 	*ourNode
 
 	mu sync.Mutex
-	// Guarded by mu: the version of the last answer, empty while the server has none;
-	// whether the object belongs to the Node that there is; and whether there can be none.
-	version string
-	owned   bool
-	lacks   bool
+	// Guarded by mu. version is the resource version of the last answer; empty while the server has
+	// no GPUNode. owned is true if the present Node owns the object. unsupported is true while the server
+	// does not know GPUNodes, or does not allow them.
+	version     string
+	owned       bool
+	unsupported bool
 }
 
 func (g *ourGPUNode) gpuNodes() schema.GroupVersionResource {
 	return kube.GPUNodes(g.options.Domain)
 }
 
-// WatchGPUNode follows the GPUNode of the agent's Node until ctx ends, which is the only
-// error that it returns. fn is called with the first answer of the server and then with
-// every other state of the object, also that of which WriteGPUNode has been told already:
-// with nil while there is none, and with an error while there can be none, since the
-// cluster lacks the CustomResourceDefinition or the agent the right. Then it is tried again
-// every Options.Relist.
+// WatchGPUNode follows the GPUNode of the agent's Node until ctx ends. It returns the error of ctx,
+// and no other. It calls fn with the first answer of the server, and then with every other state of
+// the object, also with one that WriteGPUNode has returned already.
+//
+// Status is nil while there is no object. The error is set while there can be none: the cluster
+// lacks the CustomResourceDefinition, or the agent lacks the permission. WatchGPUNode then tries
+// again every Options.Relist.
 func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, error)) error {
 	t := kube.Target{Resource: g.gpuNodes(), Name: g.options.NodeName, Missing: func(err error) {
 		if apierrors.IsNotFound(err) {
@@ -50,7 +52,7 @@ func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, 
 				gpunode.Plural, g.options.Domain, err)
 		}
 		g.mu.Lock()
-		g.lacks = true
+		g.unsupported = true
 		g.mu.Unlock()
 		fn(nil, err)
 	}}
@@ -58,19 +60,20 @@ func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, 
 		status, err := kube.ReadGPUNode(object)
 		if err != nil {
 			g.server.Log.Error("ignoring a malformed GPUNode", "node", g.options.NodeName, "err", err)
-			return // it is written over
+			return // the next WriteGPUNode overwrites it
 		}
-		if g.saw(object) {
+		if g.record(object) {
 			fn(status, nil)
 		}
 	})
 }
 
-// saw takes in what the server has, unless more recent news came with an answer.
-func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
+// record stores the object that the server has; nil is none. It returns false, and stores nothing,
+// if a later answer is known already.
+func (g *ourGPUNode) record(object *unstructured.Unstructured) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.lacks = false
+	g.unsupported = false
 	if object == nil {
 		g.version, g.owned = "", false
 		return true
@@ -86,14 +89,14 @@ func (g *ourGPUNode) saw(object *unstructured.Unstructured) bool {
 	return true
 }
 
-// lacksGPUNodes reports whether the cluster is known to have no GPUNodes.
+// lacksGPUNodes reports whether the server is known to lack or forbid GPUNodes.
 func (g *ourGPUNode) lacksGPUNodes() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.lacks
+	return g.unsupported
 }
 
-// nodeUID is the UID of the Node as it was last seen.
+// nodeUID returns the UID of the Node as last seen; empty if there is none.
 func (g *ourGPUNode) nodeUID() types.UID {
 	g.ourNode.mu.Lock()
 	defer g.ourNode.mu.Unlock()
@@ -103,18 +106,18 @@ func (g *ourGPUNode) nodeUID() types.UID {
 	return g.last.uid
 }
 
-// WriteGPUNode makes the GPUNode say want, and makes one that belongs to the Node where
-// there is none: in one request, or in two where it was not there, or belonged to a Node
-// that was deleted. It returns what the server has then, which is less than want where its
+// WriteGPUNode writes want as the status of the GPUNode. It creates the object with the Node as its
+// owner if there is none. It makes one request, or two if the object is missing or belongs to a
+// deleted Node. It returns what the server then has. That is less than want if the
 // CustomResourceDefinition is older than the agent.
 //
-// It returns an error where the server refuses or does not answer, and where there is no
-// Node; the caller tries again when it next has reason to.
+// It returns an error if the server refuses or does not answer, and if there is no Node. It does
+// not retry by itself.
 func (g *ourGPUNode) WriteGPUNode(ctx context.Context, want *gpunode.Status) (*gpunode.Status, error) {
 	for try := 0; ; try++ {
 		object, err := g.writeGPUNode(ctx, want)
-		if apierrors.IsNotFound(err) && try == 0 { // deleted, and the watch is behind
-			g.saw(nil)
+		if apierrors.IsNotFound(err) && try == 0 { // it was deleted, and the watch has not reported that yet
+			g.record(nil)
 			continue
 		}
 		if err != nil {
@@ -146,9 +149,9 @@ func (g *ourGPUNode) writeGPUNode(ctx context.Context, want *gpunode.Status) (*u
 	return g.applyGPUNode(ctx, map[string]any{"metadata": metadata, "status": want}, "status")
 }
 
-// applyGPUNode makes one request. A server-side apply makes an object that is not there,
-// but none of its status. What somebody else has written in the status goes: the
-// definition says that it is written as a whole.
+// applyGPUNode makes one request. A server-side apply creates an object that does not exist, but
+// without its status. It removes what others have written in the status, since the definition makes
+// the status one atomic value.
 func (g *ourGPUNode) applyGPUNode(
 	ctx context.Context, fields map[string]any, subresources ...string,
 ) (*unstructured.Unstructured, error) {
@@ -163,18 +166,18 @@ func (g *ourGPUNode) applyGPUNode(
 		metav1.PatchOptions{FieldManager: manager, Force: new(true)}, subresources...)
 	trouble := err
 	if apierrors.IsNotFound(err) {
-		trouble = nil // it was deleted, which the watch tells too
+		trouble = nil // it was deleted; the watch reports that, too
 	}
 	g.server.Note(ctx, "patch", gpunode.Plural, g.options.NodeName, trouble)
 	if err != nil {
 		return nil, err
 	}
-	g.saw(object)
+	g.record(object)
 	return object, nil
 }
 
-// RemoveGPUNode deletes the GPUNode of the agent's Node. One that is not there is no error,
-// nor a cluster that has no such objects.
+// RemoveGPUNode deletes the GPUNode of the agent's Node. It is no error if the object does not
+// exist, or if the cluster lacks the definition.
 func (g *ourGPUNode) RemoveGPUNode(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, g.server.Timing.Request)
 	defer cancel()

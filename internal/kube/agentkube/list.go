@@ -13,17 +13,17 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// GPUNode is a Node that has a GPUNode.
+// GPUNode is a Node together with the status of its GPUNode.
 type GPUNode struct {
 	Name   string
 	Labels map[string]string
 	Status *gpunode.Status
 }
 
-// List reads once, in pages, the Nodes of a cluster with such labels, in kubectl's words, that
-// have a GPUNode. It is for commands: an agent does not use it. A node whose GPUNode says what
-// cannot be is logged and passed over: none can keep the others from being read. The error says
-// what the server does not have or does not allow.
+// List reads the Nodes of a cluster that have a GPUNode and that match the label selector, once and
+// in pages. Commands use it; an agent does not. If a GPUNode is not valid, List logs a warning and
+// leaves that node out, so that it does not hide the others. List fails if the server lacks
+// GPUNodes or does not allow the request.
 func List(ctx context.Context, o kube.Options, selector string) ([]GPUNode, error) {
 	server, err := kube.Connect(o, 100)
 	if err != nil {
@@ -36,7 +36,7 @@ func List(ctx context.Context, o kube.Options, selector string) ([]GPUNode, erro
 			err = status.Check()
 		}
 		if err != nil {
-			server.Log.Warn("passing over a node whose GPUNode is not valid", "node", o.GetName(), "err", err)
+			server.Log.Warn("ignoring a node whose GPUNode is not valid", "node", o.GetName(), "err", err)
 			return nil
 		}
 		says[o.GetName()] = status

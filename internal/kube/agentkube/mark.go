@@ -17,34 +17,34 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// markTries is how often a request is repeated because the Node has changed
-// meanwhile. A kubelet writes to it every few seconds at most.
+// markTries is the number of attempts if the Node changes at the same time. A kubelet writes to it
+// every few seconds at most.
 const markTries = 5
 
 // Marks are all that the agent writes in the metadata of its Node.
 type Marks struct {
-	// Labels and Annotations are the agent's own, below Options.Domain. The
-	// agent overwrites what others write there. An annotation beyond 4 KiB is cut: the server
-	// refuses a Node whose annotations are too long, and the labels with them.
+	// Labels and Annotations are the agent's own, below Options.Domain. The agent overwrites values
+	// of others there. Mark cuts an annotation after 4 KiB: if the annotations of a Node are too
+	// long, the server refuses them, and the labels with them.
 	Labels, Annotations map[string]string
-	// Guests are labels below other domains. Each is written only while nobody
-	// else has it, and left to anyone who takes it over.
+	// Guests are labels below other domains. The agent writes each only while it has no other
+	// manager. It leaves the label to others when they take it over.
 	Guests map[string]string
 	// GuestAnnotations are annotations below other domains, by the same rule.
 	GuestAnnotations map[string]string
-	// KeepLabels keeps the labels that the agent wrote before and does not name
-	// here: for when it does not know what they should be.
+	// KeepLabels is true if the agent does not know what its labels should be. Then the labels that
+	// it wrote before and does not name here stay.
 	KeepLabels bool
 }
 
-// Mark writes m to the Node's metadata, in one request (two where somebody else manages
-// a key that is to be removed); what the agent wrote before and m does not name is
-// removed, unless it is to be kept. Where the Node, as it was last seen, has it all
-// already, no request is made: calling it again is free. After 50 requests in a row, those for
-// conditions and the startup taint among them, it waits 3 s before each.
+// Mark writes m to the Node's metadata in one request, or in two if it must remove a key that
+// others manage, too. It removes what the agent wrote before and m does not name, except for labels
+// if m.KeepLabels is true. If the Node, as last seen, already has all of m, no request is made.
+// After 50 requests in a row, those for conditions and the startup taint included, it waits 3 s
+// before each.
 //
-// It returns an error where the server refuses or does not answer, and where there is
-// no Node; the caller tries again when it next has reason to.
+// It returns an error if the server refuses or does not answer, and if there is no Node. It does
+// not retry after such an error, but up to five times after a conflict.
 func (n *ourNode) Mark(ctx context.Context, m Marks) error {
 	if err := n.mark(ctx, m); err != nil {
 		return fmt.Errorf("mark node %s: %w", n.options.NodeName, err)
@@ -75,10 +75,9 @@ func (n *ourNode) mark(ctx context.Context, m Marks) error {
 	}
 }
 
-// applyMarks makes the request that a Node needs, if any. Whether a guest is free
-// was decided on that Node, so the server refuses the request where it has another
-// version by now: the force that the agent's own labels need then never overwrites a
-// label of somebody else.
+// applyMarks makes the request that a Node needs, if any. It decides by that Node whether a guest
+// is free, and the request names the Node's version. The agent's own labels need force. But if the
+// Node has changed, the server refuses the request, so force never overwrites a label of others.
 func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	labels, annotations := n.wanted(node, m)
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
@@ -87,10 +86,10 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	if err := n.mayRequest(ctx); err != nil {
 		return err
 	}
-	// A key that others manage too is not removed when the agent stops managing it.
+	// A key with other managers is not removed when the agent stops applying it.
 	gone := map[string]any{}
-	n.shared(gone, "labels", node.labels, labels)
-	n.shared(gone, "annotations", node.annotations, annotations)
+	n.addRemovals(gone, "labels", node.labels, labels)
+	n.addRemovals(gone, "annotations", node.annotations, annotations)
 	if len(gone) > 0 {
 		body, err := json.Marshal(map[string]any{"metadata": gone})
 		if err != nil {
@@ -111,7 +110,7 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	return err
 }
 
-// wanted is what the agent writes on a Node.
+// wanted returns the labels and annotations that the agent should have on a Node.
 func (n *ourNode) wanted(node *Node, m Marks) (labels, annotations map[string]string) {
 	labels, annotations = map[string]string{}, map[string]string{}
 	if m.KeepLabels {
@@ -138,9 +137,9 @@ func (n *ourNode) wanted(node *Node, m Marks) (labels, annotations map[string]st
 	return labels, annotations
 }
 
-// shared adds to a merge patch the keys below the agent's domain that it has written
-// and does not want, and that others have written as well: there the agent decides.
-func (n *ourNode) shared(patch map[string]any, field string, have owners, want map[string]string) {
+// addRemovals adds to a merge patch the removal of keys below the agent's domain that the agent wrote
+// and no longer wants, but that others manage, too. Below its domain the agent decides.
+func (n *ourNode) addRemovals(patch map[string]any, field string, have owners, want map[string]string) {
 	gone := map[string]any{}
 	for key, o := range have {
 		if _, wanted := want[key]; o.agent() && (o.others || o.patched) && !wanted && n.mayWrite(key) == nil {
@@ -152,24 +151,23 @@ func (n *ourNode) shared(patch map[string]any, field string, have owners, want m
 	}
 }
 
-// owners says for each key of a map in a Node's metadata who manages it; a key
-// that nobody manages is not in it.
+// owners maps each key of labels or annotations to its managers. A key without managers is absent.
 type owners map[string]owner
 
-// owner says who: the agent by applying, an older agent by patching, or others by
-// any means.
+// owner is the set of managers of a key. applied is true if the agent applies the key, patched if
+// an older agent patched it, and others if other managers have it by any means.
 type owner struct{ applied, patched, others bool }
 
-// agent reports whether the key is the agent's, alone or with others.
+// agent reports whether the agent manages the key, alone or with others.
 func (o owner) agent() bool { return o.applied || o.patched }
 
-// free reports whether nobody but the agent manages a key.
+// free reports whether the agent may write the key: it is absent, or only the agent manages it.
 func (o owners) free(key string, have map[string]string) bool {
 	_, there := have[key]
 	return !there || o[key].applied && !o[key].others
 }
 
-// has reports whether exactly these are the agent's, with these values.
+// has reports whether the agent applies exactly the keys of want, with these values.
 func (o owners) has(want, have map[string]string) bool {
 	for key, value := range want {
 		if now, there := have[key]; !there || now != value || !o[key].applied {
@@ -184,7 +182,7 @@ func (o owners) has(want, have map[string]string) bool {
 	return true
 }
 
-// readOwners finds who manages a Node's labels and annotations.
+// readOwners returns the managers of a Node's labels and annotations.
 func readOwners(object *unstructured.Unstructured) (labels, annotations owners) {
 	labels, annotations = owners{}, owners{}
 	for _, entry := range object.GetManagedFields() {

@@ -275,7 +275,7 @@ func TestMarkInAFight(t *testing.T) {
 		err = c.Mark(ctx, m)
 		s.by("kubectl", map[string]string{"example.com/a": ""})
 	}
-	if !strings.Contains(err.Error(), "somebody keeps changing") {
+	if !strings.Contains(err.Error(), "others keep changing") {
 		t.Errorf("%v, want that it had to wait", err)
 	}
 	if got := len(s.Asked("patch")); got != 5 {

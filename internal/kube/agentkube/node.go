@@ -18,25 +18,24 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// manager is the agent's name among the managers of its Node's fields.
+// manager is the agent's name in the managedFields of its Node.
 const manager = "gpu-agent"
 
-// ourNode is the Node that the agent runs on: what the server said of it last, and
-// what the agent writes there.
+// ourNode is the Node that the agent runs on: the server's last answer, and the agent's writes.
 type ourNode struct {
 	*apiServer
-	// writes bounds the requests for marks, conditions and taints: somebody may take away
-	// what the agent writes, again and again.
+	// writes limits the requests for marks, conditions and taints, since others may undo what the
+	// agent writes again and again.
 	writes flowcontrol.RateLimiter
 
 	mu sync.Mutex
-	// last is what the server said last of the Node; nil before the first answer and
-	// while there is none. Guarded by mu.
+	// last is the Node as the server returned it last. It is nil before the first answer, and while
+	// there is no Node. Guarded by mu.
 	last *Node
 }
 
-// lastNode is what the server said last of the Node; where no watch has spoken
-// yet, what it says now. It is nil while there is none.
+// lastNode returns the Node as last seen. If no watch has seen it yet, it lists the Node. It
+// returns nil if there is none.
 func (n *ourNode) lastNode(ctx context.Context) (*Node, error) {
 	n.mu.Lock()
 	node := n.last
@@ -47,23 +46,22 @@ func (n *ourNode) lastNode(ctx context.Context) (*Node, error) {
 	return n.listNode(ctx)
 }
 
-// see takes what a watch says of the Node.
-func (n *ourNode) see(node *Node) {
+// setLast records the Node that a watch reports; nil is none.
+func (n *ourNode) setLast(node *Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.last = node
 }
 
-// mayRequest waits until the Node may be written. After 50 requests in a row that is once in
-// 3 s.
+// mayRequest waits until the Node may be written: after 50 requests in a row, once in 3 s.
 func (n *ourNode) mayRequest(ctx context.Context) error {
 	if err := n.writes.Wait(ctx); err != nil {
-		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+		return fmt.Errorf("wait, since others keep changing what the agent writes: %w", err)
 	}
 	return nil
 }
 
-// listNode is what the server says of the Node now.
+// listNode returns the Node as the server has it now; nil if there is none.
 func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
 	t := kube.Target{Resource: kube.Nodes, Name: n.options.NodeName}
 	_, err = n.server.List(ctx, t, func(object *unstructured.Unstructured) {
@@ -76,7 +74,7 @@ func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
 	return node, err
 }
 
-// patchNode makes one request and remembers the answer.
+// patchNode makes one request and records the answer.
 func (n *ourNode) patchNode(
 	ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string,
 ) (*Node, error) {
@@ -86,7 +84,7 @@ func (n *ourNode) patchNode(
 	resource := strings.Join(append([]string{kube.Nodes.Resource}, subresources...), "/")
 	trouble := err
 	if apierrors.IsConflict(err) || kind == types.JSONPatchType && apierrors.IsInvalid(err) {
-		trouble = nil // an answer, and in the nature of the request
+		trouble = nil // such a request may get this answer: the server works
 	}
 	n.server.Note(ctx, "patch", resource, n.options.NodeName, trouble)
 	if err != nil {
@@ -97,9 +95,9 @@ func (n *ourNode) patchNode(
 	return &node, nil
 }
 
-// remember takes the answer to a patch for what the server said last, but only
-// where a watch will correct it, and only if the watch was not faster: a wrong
-// memory would suppress a write.
+// remember records the answer to a patch as the Node as last seen. It does so only if a watch is
+// running, which will correct it, and if the answer is newer than what the watch reported. A wrong
+// record would suppress a write.
 func (n *ourNode) remember(patched *Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -111,10 +109,10 @@ func (n *ourNode) remember(patched *Node) {
 	}
 }
 
-// mayWrite refuses what the admission policy would.
+// mayWrite returns an error for a key that the admission policy would refuse.
 func (n *ourNode) mayWrite(name string) error {
 	if rest, ok := strings.CutPrefix(name, n.options.Domain+"/"); !ok || rest == "" {
-		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, n.options.Domain)
+		return fmt.Errorf("%q is not below %s/, so the agent may not write it", name, n.options.Domain)
 	}
 	return nil
 }

@@ -24,28 +24,27 @@ import (
 
 // PolicyOptions say which policies there should be beside those of the base.
 type PolicyOptions struct {
-	// Evictions are on, so the component evict should be there.
+	// Evictions is true if evictions are on, so that the component evict should be applied.
 	Evictions bool
-	// DRA reports whether DRA is used, so that the component dra should be there; nil is
-	// never. It may change.
+	// DRA reports whether DRA is on, so that the component dra should be applied; nil is never. The
+	// answer may change.
 	DRA func() bool
-	// GPUNodes are written, where the cluster has them.
+	// GPUNodes is true if the agent writes GPUNodes, as far as the cluster has them.
 	GPUNodes bool
-	// Pod is the agent's own, by which the policy on a pod's node is tried. It
-	// needs no UID; without a name, that policy is left out.
+	// Pod is the agent's own. WatchPolicies uses it to check the policy on a pod's node. It needs
+	// no UID. Without a name, that policy is not checked.
 	Pod workload.Pod
 }
 
 const (
-	// tried is the name of what the dry runs would make or end. Nothing that
-	// exists is called so.
-	tried = "gpu-agent-policy-check"
-	// noUID is the UID of no pod.
+	// dryRunName is the name of the objects in the dry runs. No real object has it.
+	dryRunName = "gpu-agent-policy-check"
+	// noUID is a UID that no pod has.
 	noUID = "00000000-0000-4000-8000-000000000000"
-	// doubts is how often a policy must be found missing, within about five
-	// seconds, before it is said to be: when manifests are applied, a right is in
-	// force before its policy.
-	doubts = 6
+	// missesToReport is the number of checks in a row, within about five seconds, that must find a policy
+	// missing before WatchPolicies reports it. When manifests are applied, a permission may come
+	// into force before its policy.
+	missesToReport = 6
 )
 
 // attempt is a write that a policy must refuse.
@@ -53,23 +52,22 @@ type attempt struct {
 	policy         string
 	verb, resource string
 	write          func(context.Context) error
-	// past are answers that come from behind the policy, other than success.
+	// past, if set, reports whether an error shows that the write got past the policy.
 	past func(error) bool
 }
 
-// WatchPolicies tries, by server-side dry run, writes that the admission policies
-// must refuse, now and about every hour, until ctx ends, whose error it returns:
-// a policy that matches another account than the agent's, and one that is not
-// there, let everything through without any error. fn is called with the first
-// result and whenever it differs from the last. A policy that is missing, and a
-// question without an answer, are tried again with growing pauses, up to
-// Options.Relist.
+// WatchPolicies sends writes that the admission policies must refuse, as server-side dry runs, now
+// and about every hour. It returns when ctx ends, with the error of ctx. A policy that is missing,
+// or that matches another account than the agent's, lets everything through without any error. fn
+// is called with the first result, and whenever the result changes. If a policy is missing, or the
+// server does not answer, WatchPolicies tries again with growing pauses, up to Options.Relist.
 //
-// A dry run changes nothing. Each is also chosen so that it would do no harm if
-// it were carried out: a label that means nothing, an Event, evictions of a
-// pod that does not exist, or by a UID that it does not have, a ResourceSlice
-// without devices, of a driver and a node that do not exist, and an empty GPUNode of
-// such a node.
+// A dry run changes nothing. Each write would also be harmless if it were carried out:
+//
+//   - a label without a meaning, and an Event,
+//   - the eviction of a pod that does not exist, or by a wrong UID,
+//   - a ResourceSlice without devices, of a driver and a node that do not exist,
+//   - an empty GPUNode of such a node.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	most := max(c.options.Relist, c.server.Timing.PauseMax)
 	retry := c.server.BackOff(most)
@@ -92,7 +90,7 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]s
 		} else {
 			missing = 0
 		}
-		if (missing == 0 || missing >= doubts) && !slices.Equal(now, last) {
+		if (missing == 0 || missing >= missesToReport) && !slices.Equal(now, last) {
 			c.logPolicies(last, now)
 			fn(slices.Clone(now))
 			last = now
@@ -109,7 +107,7 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]s
 	}
 }
 
-// attempts are the writes to try, by policy.
+// attempts returns the writes to try, one for each policy.
 func (c *Client) attempts(o PolicyOptions) []attempt {
 	dry := []string{metav1.DryRunAll}
 	create := metav1.CreateOptions{FieldManager: manager, DryRun: dry}
@@ -123,7 +121,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 	}
 	list := []attempt{
 		{"gpu-agent", "patch", kube.Nodes.Resource, func(ctx context.Context) error {
-			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+tried)
+			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+dryRunName)
 			_, err := c.server.API.Resource(kube.Nodes).Patch(ctx, c.options.NodeName, types.MergePatchType,
 				[]byte(body), metav1.PatchOptions{FieldManager: manager, DryRun: dry})
 			return err
@@ -131,8 +129,8 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
 			dryRun := event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.server.Now()}
 			e := dryRun.object(c.options.NodeName, c.options.Domain)
-			e.SetName(tried)
-			e.Object["reportingComponent"] = tried
+			e.SetName(dryRunName)
+			e.Object["reportingComponent"] = dryRunName
 			_, err := c.server.API.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, create)
 			return err
 		}, apierrors.IsAlreadyExists},
@@ -142,9 +140,9 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			ctx context.Context,
 		) error {
 			object, err := sliceObject(&resourcev1.ResourceSlice{
-				ObjectMeta: metav1.ObjectMeta{Name: tried},
-				Spec: resourcev1.ResourceSliceSpec{Driver: tried, NodeName: new(tried),
-					Pool: resourcev1.ResourcePool{Name: tried, Generation: 1, ResourceSliceCount: 1}},
+				ObjectMeta: metav1.ObjectMeta{Name: dryRunName},
+				Spec: resourcev1.ResourceSliceSpec{Driver: dryRunName, NodeName: new(dryRunName),
+					Pool: resourcev1.ResourcePool{Name: dryRunName, Generation: 1, ResourceSliceCount: 1}},
 			})
 			if err == nil {
 				_, err = c.server.API.Resource(resourceSlices).Create(ctx, object, create)
@@ -156,14 +154,14 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 		list = append(list, attempt{"gpu-agent-gpunodes", "create", gpunode.Plural, func(ctx context.Context) error {
 			object := &unstructured.Unstructured{Object: map[string]any{}}
 			object.SetGroupVersionKind(c.gpuNodes().GroupVersion().WithKind(gpunode.Kind))
-			object.SetName(tried)
+			object.SetName(dryRunName)
 			_, err := c.server.API.Resource(c.gpuNodes()).Create(ctx, object, create)
 			return err
 		}, apierrors.IsAlreadyExists})
 	}
 	if o.Evictions {
 		list = append(list, attempt{"gpu-agent-evict", "create", kube.Pods.Resource + "/eviction",
-			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
+			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: dryRunName}, nil), notFound})
 		if o.Pod.Name != "" {
 			own := o.Pod
 			own.UID = noUID
@@ -182,21 +180,21 @@ func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
 	held, taken := byPolicy(err, ""), err == nil || a.past != nil && a.past(err)
 	switch {
 	case held:
-		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		c.server.Note(ctx, a.verb, a.resource, dryRunName, nil)
 		return status.Policy{Name: a.policy, State: status.PolicyHeld}
 	case taken:
-		c.server.Note(ctx, a.verb, a.resource, tried, nil)
+		c.server.Note(ctx, a.verb, a.resource, dryRunName, nil)
 		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf(
 			"the API server would take a write to %s that the admission policy %s must refuse: "+
 				"apply admission.yaml of the manifests, with its binding, and see that its pattern fits "+
 				"the name of the agent's service account", a.resource, a.policy)}
 	}
-	c.server.Note(ctx, a.verb, a.resource, tried, err)
+	c.server.Note(ctx, a.verb, a.resource, dryRunName, err)
 	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf(
 		"whether the admission policy %s is in force is not known: %v", a.policy, err)}
 }
 
-// logPolicies says what has changed between two results.
+// logPolicies logs what has changed between two results.
 func (c *Client) logPolicies(before, now []status.Policy) {
 	for i, p := range now {
 		was := status.PolicyUnknown
@@ -213,17 +211,17 @@ func (c *Client) logPolicies(before, now []status.Policy) {
 	}
 }
 
-// ours finds an admission policy of the agent's manifests in the API server's
-// words, also under a prefix and with a suffix that an overlay gave it.
-var ours = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
+// ourPolicies matches the name of one of the agent's admission policies in a refusal, also with a prefix
+// and a suffix from an overlay.
+var ourPolicies = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
 
-// byPolicy says whether err is a refusal by one of the agent's admission
-// policies that has these words.
+// byPolicy reports whether err is a refusal by one of the agent's admission policies and contains
+// words.
 func byPolicy(err error, words string) bool {
 	var answer apierrors.APIStatus
 	if !errors.As(err, &answer) || answer.Status().Code/100 != 4 {
 		return false
 	}
 	message := answer.Status().Message
-	return ours.MatchString(message) && strings.Contains(message, words)
+	return ourPolicies.MatchString(message) && strings.Contains(message, words)
 }

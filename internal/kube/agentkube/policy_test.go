@@ -145,8 +145,8 @@ func TestPoliciesAreTriedByDryRun(t *testing.T) {
 		t.Errorf("the server has\n%s, had\n%s", after, before)
 	}
 	all := p.s.Asked("")
-	if len(all) < 5*doubts {
-		t.Errorf("%d requests, want %d of each kind", len(all), doubts)
+	if len(all) < 5*missesToReport {
+		t.Errorf("%d requests, want %d of each kind", len(all), missesToReport)
 	}
 	for _, r := range all {
 		if !strings.Contains(r, " rv=All ") {

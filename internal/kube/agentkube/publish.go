@@ -27,51 +27,52 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// ErrUnfit says that nothing can be published at this API server as it is.
+// ErrUnfit means that this API server, as it is, cannot have the node's slices.
 var ErrUnfit = errors.New("the API server cannot do what the node's slices need")
 
-// ErrDropped says that the API server has taken a slice without some of its fields: a
+// ErrDropped means that the API server has stored a slice without some of its fields, since a
 // feature gate is off. It is an ErrUnfit.
-var ErrDropped = fmt.Errorf("%w: it has dropped what it does not know", ErrUnfit)
+var ErrDropped = fmt.Errorf("%w: it has dropped fields that it does not know", ErrUnfit)
 
-// leastServer is the oldest server that will do. The schedulers before it give MIG
-// instances and shares of one GPU out at the same time (kubernetes#139034).
+// leastServer is the oldest supported server. The schedulers before it give out MIG instances and
+// shares of one GPU at the same time (kubernetes#139034).
 var leastServer = version.MustParseGeneric("1.36.2")
 
-// dropsAgain is after how long a server that has dropped fields is tried again.
+// dropsAgain is the time after which a server that dropped fields is tried again.
 const dropsAgain = time.Minute
 
-// ourSlices are the ResourceSlices that the agent publishes of its node.
+// ourSlices are the ResourceSlices that the agent publishes for its node.
 type ourSlices struct {
 	*ourNode
 
 	mu sync.Mutex
-	// Guarded by mu: the slices of which the server has not kept all, by name, without
-	// which they would be written again and again; how each was left, where that is
-	// known, nil before the first publication; and whether the server is known to be new
-	// enough.
+	// Guarded by mu. unkept has the slices that the server did not store as sent, by name;
+	// otherwise they would be written again and again. kept has the spec of each slice as it was
+	// last seen or written, by name. Its values are nil after a failed request; the map is nil
+	// before the first publication. fit is true if the server is known to be new enough.
 	unkept map[string]exchange
 	kept   map[string][]byte
 	fit    bool
 }
 
-// exchange is a slice as it was sent, what the server made of that, and when.
+// exchange is a slice as it was sent, as the server stored it, and the time of that.
 type exchange struct {
 	sent, kept []byte
 	at         time.Time
 }
 
-// PublishSlices makes a driver's ResourceSlices of this node what want says. It reads
-// what there is, and writes what differs and nothing else: each slice is a change of its
-// own, unless a pool's number of slices changes, for which all of it gets a new
-// generation. The error of one slice does not keep back the others.
+// PublishSlices makes a driver's ResourceSlices of this node equal to want. It reads what the
+// server has and writes only what differs, each slice by itself. A pool that has as many slices as
+// before keeps its generation, so that the scheduler goes on using it while one slice changes. If
+// the number of slices changes, all slices of the pool get a new generation. An error with one
+// slice does not stop the others.
 //
-// meddled are the slices that somebody else has made, changed or deleted since the last
-// call, sorted; of the first call it is empty.
+// meddled are the slices that others have created, changed or deleted since the last call, sorted.
+// It is empty for the first call.
 //
-// ErrUnfit is in the error while the server is too old, or does not keep what a slice
-// says. It has none of such a slice then: without its counters or taints the scheduler
-// would give out what cannot be had. It is tried again by calls a minute later.
+// The error wraps ErrUnfit while the server is too old, or does not store all of a slice.
+// PublishSlices then deletes such a slice: without its counters or taints the scheduler would give
+// out devices that are not free. Calls a minute later try again.
 func (s *ourSlices) PublishSlices(
 	ctx context.Context, driver string, want []resourcev1.ResourceSlice,
 ) (meddled []string, err error) {
@@ -111,8 +112,8 @@ func (s *ourSlices) PublishSlices(
 	return meddled, errors.Join(errs...)
 }
 
-// checkServer refuses a server that is too old, as long as it is not known to be new
-// enough. Where it does not tell, what it drops will show.
+// checkServer returns an ErrUnfit if the server is too old. It returns nil if the server does not
+// tell its version; the fields that the server drops will then show it.
 func (s *ourSlices) checkServer(ctx context.Context) error {
 	s.mu.Lock()
 	fit := s.fit
@@ -126,7 +127,7 @@ func (s *ourSlices) checkServer(ctx context.Context) error {
 	if err != nil {
 		return nil
 	}
-	// Providers put words behind the number, which no rule orders.
+	// Providers append words to the number; these have no order.
 	if is, err := version.ParseGeneric(text); err == nil && is.LessThan(leastServer) {
 		return fmt.Errorf("%w: it is Kubernetes %s, and %s is needed", ErrUnfit, text, leastServer)
 	}
@@ -136,25 +137,26 @@ func (s *ourSlices) checkServer(ctx context.Context) error {
 	return nil
 }
 
-// hopeless says that a slice cannot be made what it should be: nobody can read it, or its pool
-// can have no newer generation.
+// hopeless reports whether a slice cannot be updated: it could not be read, or its pool cannot have
+// a newer generation.
 func hopeless(slice *resourcev1.ResourceSlice) bool {
 	return slice.Spec.Pool.Generation < 1 || slice.Spec.Pool.Generation == math.MaxInt64
 }
 
-// compare returns the slices that are not as they were left.
+// compare returns the names of the slices that differ from how this agent left them, sorted. It
+// records what the server has now. On the first call it returns none.
 func (s *ourSlices) compare(have map[string]*resourcev1.ResourceSlice) (others []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.kept == nil {
 		s.kept = map[string][]byte{}
-		for name := range have { // a predecessor's
-			s.kept[name] = says(have[name])
+		for name := range have { // slices of an agent before this one
+			s.kept[name] = specJSON(have[name])
 		}
 		return nil
 	}
 	for name, left := range s.kept {
-		if now, there := have[name]; left != nil && (!there || !bytes.Equal(says(now), left)) {
+		if now, there := have[name]; left != nil && (!there || !bytes.Equal(specJSON(now), left)) {
 			others = append(others, name)
 		}
 	}
@@ -165,29 +167,30 @@ func (s *ourSlices) compare(have map[string]*resourcev1.ResourceSlice) (others [
 	}
 	clear(s.kept)
 	for name, now := range have {
-		s.kept[name] = says(now)
+		s.kept[name] = specJSON(now)
 	}
 	slices.Sort(others)
 	return others
 }
 
-// says is what a slice says, in the API's JSON.
-func says(slice *resourcev1.ResourceSlice) []byte {
+// specJSON returns the spec of a slice as JSON.
+func specJSON(slice *resourcev1.ResourceSlice) []byte {
 	out, err := json.Marshal(&slice.Spec)
 	if err != nil {
-		panic(err) // it has nothing that JSON does not
+		panic(err) // every field can be encoded as JSON
 	}
 	return out
 }
 
-// deleteSlice takes a slice back, unless somebody has changed it since.
+// deleteSlice deletes a slice. The server refuses it if the slice has changed since it was read. It
+// is no error if the slice is gone.
 func (s *ourSlices) deleteSlice(ctx context.Context, slice *resourcev1.ResourceSlice) error {
 	o := metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &slice.ResourceVersion}}
 	err := s.request(ctx, "delete", slice.Name, func(ctx context.Context) error {
 		return s.server.API.Resource(resourceSlices).Delete(ctx, slice.Name, o)
 	})
 	if err != nil && !apierrors.IsNotFound(err) {
-		s.leave(slice.Name, nil)
+		s.recordSpec(slice.Name, nil)
 		return fmt.Errorf("delete ResourceSlice %s: %w", slice.Name, err)
 	}
 	s.mu.Lock()
@@ -196,8 +199,8 @@ func (s *ourSlices) deleteSlice(ctx context.Context, slice *resourcev1.ResourceS
 	return nil
 }
 
-// generations completes pools. A pool whose slices are as many as before keeps its
-// generation: the scheduler goes on with it while one of them is written.
+// generations sets the generation of each pool in want. A pool that has as many slices as before
+// keeps its generation, so that the scheduler goes on using it while one slice is written.
 func generations(want []resourcev1.ResourceSlice, have map[string]*resourcev1.ResourceSlice) {
 	wanted := map[string]bool{} // names
 	for i := range want {
@@ -226,10 +229,11 @@ func generations(want []resourcev1.ResourceSlice, have map[string]*resourcev1.Re
 	}
 }
 
-// writeSlice writes one slice, if the server has another one. have is nil where it has none.
+// writeSlice writes one slice, unless the server has it already. have is nil if the server has none
+// of this name.
 func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *resourcev1.ResourceSlice) error {
-	sent := says(want)
-	if have != nil && bytes.Equal(says(have), sent) {
+	sent := specJSON(want)
+	if have != nil && bytes.Equal(specJSON(have), sent) {
 		return nil
 	}
 	s.mu.Lock()
@@ -238,8 +242,8 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	again := bytes.Equal(before.sent, sent)
 	partly := again && dropped(sent, before.kept) != ""
 	if partly && s.server.Now().Sub(before.at) < dropsAgain ||
-		again && have != nil && bytes.Equal(before.kept, says(have)) {
-		return lost(sent, before.kept)
+		again && have != nil && bytes.Equal(before.kept, specJSON(have)) {
+		return notKept(sent, before.kept)
 	}
 	whole := *want
 	whole.OwnerReferences = []metav1.OwnerReference{
@@ -248,10 +252,10 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	if have != nil {
 		whole.ResourceVersion = have.ResourceVersion
 	}
-	if partly { // nobody is to see it before the server keeps it
+	if partly { // a dry run first: no reader should see a slice that the server keeps in part
 		back, err := s.send(ctx, &whole, true)
 		if err == nil {
-			_, err = s.took(want.Name, sent, back)
+			_, err = s.recordAnswer(want.Name, sent, back)
 		}
 		if err != nil {
 			return err
@@ -260,17 +264,17 @@ func (s *ourSlices) writeSlice(ctx context.Context, node *Node, want, have *reso
 	var kept []byte
 	back, err := s.send(ctx, &whole, false)
 	if err == nil {
-		kept, err = s.took(want.Name, sent, back)
+		kept, err = s.recordAnswer(want.Name, sent, back)
 	}
-	s.leave(want.Name, kept)
+	s.recordSpec(want.Name, kept)
 	if errors.Is(err, ErrDropped) {
 		return errors.Join(err, s.deleteSlice(ctx, back))
 	}
 	return err
 }
 
-// send creates a slice, or updates the one of its version, or only asks what the server would
-// make of that.
+// send creates a slice, or updates the version that slice names. If dry is true, it only asks what
+// the server would store. It returns what the server has stored.
 func (s *ourSlices) send(
 	ctx context.Context, slice *resourcev1.ResourceSlice, dry bool,
 ) (*resourcev1.ResourceSlice, error) {
@@ -299,7 +303,7 @@ func (s *ourSlices) send(
 	return readSlice(object)
 }
 
-// sliceObject is a slice as the dynamic client sends it.
+// sliceObject returns a slice as the dynamic client sends it.
 func sliceObject(slice *resourcev1.ResourceSlice) (*unstructured.Unstructured, error) {
 	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(slice)
 	if err != nil {
@@ -310,9 +314,10 @@ func sliceObject(slice *resourcev1.ResourceSlice) (*unstructured.Unstructured, e
 	return object, nil
 }
 
-// took is what the server has made of a slice; the error says what it has not kept.
-func (s *ourSlices) took(name string, sent []byte, back *resourcev1.ResourceSlice) (kept []byte, err error) {
-	kept = says(back)
+// recordAnswer records what the server has stored of a slice, and returns it. The error names the fields
+// that the server did not keep.
+func (s *ourSlices) recordAnswer(name string, sent []byte, back *resourcev1.ResourceSlice) (kept []byte, err error) {
+	kept = specJSON(back)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if bytes.Equal(kept, sent) {
@@ -320,20 +325,20 @@ func (s *ourSlices) took(name string, sent []byte, back *resourcev1.ResourceSlic
 		return kept, nil
 	}
 	s.unkept[name] = exchange{sent, kept, s.server.Now()}
-	return kept, lost(sent, kept)
+	return kept, notKept(sent, kept)
 }
 
-// leave notes how a slice was left; nil is unknown, since a request failed.
-func (s *ourSlices) leave(name string, text []byte) {
+// recordSpec records the spec of a slice after a write; nil means unknown, since a request failed.
+func (s *ourSlices) recordSpec(name string, text []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kept[name] = text
 }
 
-// gated are the fields of a slice that a feature gate can take away.
+// gated are the fields of a slice that the server drops if a feature gate is off.
 var gated = []string{"sharedCounters", "consumesCounters", "allowMultipleAllocations", "requestPolicy", "taints"}
 
-// dropped names the fields that the server did not keep.
+// dropped returns the names of the gated fields that the server did not keep.
 func dropped(sent, kept []byte) string {
 	var names []string
 	for _, name := range gated {
@@ -344,16 +349,16 @@ func dropped(sent, kept []byte) string {
 	return strings.Join(names, ", ")
 }
 
-// lost says what the server did not keep.
-func lost(sent, kept []byte) error {
+// notKept returns an error that names what the server did not keep.
+func notKept(sent, kept []byte) error {
 	if what := dropped(sent, kept); what != "" {
-		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints on, "+
-			"as they are by default from Kubernetes 1.36 on", ErrDropped, what)
+		return fmt.Errorf("%w (%s): it needs DRAPartitionableDevices, DRAConsumableCapacity and DRADeviceTaints, "+
+			"the feature gates that are on by default from Kubernetes 1.36 on", ErrDropped, what)
 	}
-	return errors.New("the API server has made something else of it")
+	return errors.New("the API server has stored something else")
 }
 
-// request makes one request of a ResourceSlice.
+// request makes one request for a ResourceSlice.
 func (s *ourSlices) request(ctx context.Context, verb, name string, do func(context.Context) error) error {
 	bounded, cancel := context.WithTimeout(ctx, s.server.Timing.Request)
 	defer cancel()
@@ -367,7 +372,7 @@ func (s *ourSlices) chosen(driver string) kube.Target {
 		resourcev1.ResourceSliceSelectorNodeName: s.options.NodeName, resourcev1.ResourceSliceSelectorDriver: driver}}
 }
 
-// listOwn returns what the server has of a driver of this node, by name.
+// listOwn returns a driver's slices of this node, by name.
 func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]*resourcev1.ResourceSlice, error) {
 	var list *unstructured.UnstructuredList
 	o := metav1.ListOptions{FieldSelector: s.chosen(driver).Selector()}
@@ -380,13 +385,13 @@ func (s *ourSlices) listOwn(ctx context.Context, driver string) (map[string]*res
 	return s.readOwn(list), nil
 }
 
-// readOwn reads slices, by name. One that nobody can read says nothing.
+// readOwn reads slices, by name. One that cannot be read gets an empty spec.
 func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]*resourcev1.ResourceSlice {
 	out := map[string]*resourcev1.ResourceSlice{}
 	for i := range list.Items {
 		slice, err := readSlice(&list.Items[i])
 		if err != nil {
-			s.server.Log.Warn("replacing a ResourceSlice of this node that nobody can read",
+			s.server.Log.Warn("replacing a ResourceSlice of this node that cannot be read",
 				"slice", slice.Name, "err", err)
 			slice.Spec = resourcev1.ResourceSliceSpec{}
 		}
@@ -395,13 +400,15 @@ func (s *ourSlices) readOwn(list *unstructured.UnstructuredList) map[string]*res
 	return out
 }
 
-// readSlice reads what the agent writes of a slice: since when it has its taints is the server's.
+// readSlice reads the part of a slice that the agent writes. It leaves out the times of taints,
+// which the server sets.
 func readSlice(o *unstructured.Unstructured) (*resourcev1.ResourceSlice, error) {
 	out := &resourcev1.ResourceSlice{
 		ObjectMeta: metav1.ObjectMeta{Name: o.GetName(), ResourceVersion: o.GetResourceVersion()},
 	}
 	spec, _ := o.Object["spec"].(map[string]any)
-	// Only these have amounts: the node's name may look like one that takes long to read.
+	// Only these fields have amounts. The node's name may look like an amount that takes long to
+	// parse.
 	err := amount.Check([]any{spec["devices"], spec["sharedCounters"]})
 	if err == nil {
 		err = kube.Decode(o, "spec", &out.Spec)
@@ -417,10 +424,9 @@ func readSlice(o *unstructured.Unstructured) (*resourcev1.ResourceSlice, error) 
 	return out, nil
 }
 
-// WatchSlices calls changed whenever a driver's ResourceSlices of this node may differ
-// from what was written: somebody else changed or deleted one, as a kubelet does that
-// starts. What the agent writes itself is told too. It returns when ctx ends, with its
-// error.
+// WatchSlices calls changed whenever a driver's ResourceSlices of this node may differ from what
+// was written. Others may have changed or deleted one: a kubelet deletes them when it starts. It
+// also calls changed for the agent's own writes. It returns when ctx ends, with the error of ctx.
 func (s *ourSlices) WatchSlices(ctx context.Context, driver string, changed func()) error {
 	return s.server.Follow(ctx, s.chosen(driver), func(*unstructured.Unstructured) { changed() })
 }

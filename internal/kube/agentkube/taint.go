@@ -16,40 +16,41 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// taintTries is how often a request is repeated because somebody else has changed the
-// taints meanwhile.
+// taintTries is the number of attempts if others change the taints at the same time.
 const taintTries = 5
 
-// TaintEffect is what a taint does, for those who do not know the API's types.
+// TaintEffect is the effect of a device taint, for packages that do not import the API's types.
 type TaintEffect = resourcev1.DeviceTaintEffect
 
-// Effects of taints. NoExecute also ends the pods that have the device.
+// The effects of taints. NoExecute also ends the pods that have the device.
 const (
 	NoSchedule = resourcev1.DeviceTaintEffectNoSchedule
 	NoExecute  = resourcev1.DeviceTaintEffectNoExecute
 )
 
-// starting reports whether a taint of a Node is one that RemoveStartupTaint takes away.
+// starting reports whether t is a taint that RemoveStartupTaint removes.
 func starting(t corev1.Taint, key string) bool {
 	return key != "" && t.Key == key &&
 		(t.Effect == corev1.TaintEffectNoSchedule || t.Effect == corev1.TaintEffectNoExecute)
 }
 
-// tainted reports whether a Node has the taint that it was registered with.
+// tainted reports whether a Node still has its startup taint.
 func (n *ourNode) tainted(node *Node) bool {
 	return slices.ContainsFunc(node.taints, func(t corev1.Taint) bool { return starting(t, n.options.StartupTaint) })
 }
 
-// RemoveStartupTaint takes the taint Options.StartupTaint off the agent's Node, with the
-// effects NoSchedule and NoExecute, if the scheduler may give out something of each of these
-// resources by then. All other taints stay, also those that come meanwhile: the request
-// names what it removes at which place, and how much there is of each resource, and where
-// one of these has changed the server refuses it, and the Node is read anew. Where the Node,
-// as it was last seen, has no such taint or nothing of a resource, no request is made. After
-// 50 requests in a row it waits 3 s before each, together with Mark.
+// RemoveStartupTaint removes the taint Options.StartupTaint, with the effects NoSchedule and
+// NoExecute, from the agent's Node. It does so only if the Node's allocatable amount of each of
+// these resources is above zero. If the Node, as last seen, lacks the taint or one of the
+// resources, no request is made.
 //
-// It returns an error where the server refuses or does not answer, and where there is no
-// Node; the caller tries again when it next has reason to.
+// All other taints stay, also new ones. The request names the place of each taint that it removes,
+// and the amount of each resource. If one of these has changed, the server refuses the request, and
+// RemoveStartupTaint reads the Node again. After 50 requests in a row, those of Mark and
+// SetCondition included, it waits 3 s before each.
+//
+// It returns an error if the server refuses or does not answer, and if there is no Node. It does
+// not retry after such an error.
 func (n *ourNode) RemoveStartupTaint(ctx context.Context, resources []string) error {
 	if n.options.StartupTaint == "" {
 		return nil
@@ -92,15 +93,15 @@ func (n *ourNode) removeTaint(ctx context.Context, resources []string) error {
 	}
 }
 
-// untaint is the JSON patch that takes the taints with a key away, while there is as much of
-// these resources as now: a kubelet that has lost the agent says that there is nothing.
+// untaint returns the JSON patch that removes the taints with a key. The patch fails if an amount
+// of these resources has changed: a kubelet that has lost the agent reports zero.
 func untaint(node *Node, key string, resources []string) ([]byte, error) {
 	var steps []step
 	for _, name := range resources {
 		amount := node.amounts[name]
 		steps = append(steps, step{"test", allocatablePath(name), amount.String()})
 	}
-	for i, t := range slices.Backward(node.taints) { // what comes before keeps its place
+	for i, t := range slices.Backward(node.taints) { // from the last to the first, so that the other indexes stay valid
 		if starting(t, key) {
 			path := fmt.Sprintf("/spec/taints/%d", i)
 			steps = append(steps, step{"test", path + "/key", t.Key},

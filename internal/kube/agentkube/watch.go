@@ -19,39 +19,40 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// Node is what the agent needs of its Node.
+// Node is the part of its Node that the agent needs.
 type Node struct {
 	Labels map[string]string
-	// Annotations are those under Options.Domain.
+	// Annotations are those below Options.Domain. Others are not reported, since other programs
+	// keep heartbeats there.
 	Annotations map[string]string
-	// Unschedulable says that the node is cordoned.
+	// Unschedulable is true if the node is cordoned.
 	Unschedulable bool
-	// StartupTaint says that it has the taint Options.StartupTaint.
+	// StartupTaint is true if the Node has the taint Options.StartupTaint.
 	StartupTaint bool
-	// Conditions are those whose type is under Options.Domain, sorted by it.
+	// Conditions are those whose type is below Options.Domain, sorted by type.
 	Conditions []Condition
-	// PodsTellDevices says that by the kubelet's version the status of each pod names the
-	// devices that it has (containerStatuses[].allocatedResourcesStatus; the gate
-	// ResourceHealthStatus is on by default from 1.36 on).
+	// PodsTellDevices is true if the status of each pod names its devices
+	// (containerStatuses[].allocatedResourcesStatus), by the kubelet's version: the gate
+	// ResourceHealthStatus is on by default from 1.36 on. To see it in a pod, the agent would need
+	// the right to read all pods; to read the kubelet's configuration, one on the kubelet.
 	PodsTellDevices bool
-	// Allocatable are the names of the extended resources of which the scheduler may give
-	// out something, sorted.
+	// Allocatable are the names of the extended resources whose allocatable amount is above zero,
+	// sorted.
 	Allocatable []string
 
 	uid     types.UID
 	version string
-	// amounts are how much there is of each extended resource, also of those of which
-	// there is nothing.
+	// amounts are the allocatable amounts of all extended resources, also those that are zero.
 	amounts map[string]resource.Quantity
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
 	taints              []corev1.Taint
 }
 
-// WatchKey follows one key of a ConfigMap until ctx ends, which is the only error it
-// returns besides that of an empty name. fn is called with the first answer of the
-// server, and then whenever it differs from the last: with the key's text, or with an
-// error that says what is missing. Calls never overlap.
+// WatchKey follows one key of a ConfigMap until ctx ends. It returns the error of ctx, or one for
+// an empty name. It calls fn with the first answer of the server, and then whenever the answer
+// changes. The answer is the key's text, or an error that names what is missing. Calls never
+// overlap.
 func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
 	if namespace == "" || name == "" {
 		return fmt.Errorf("watch ConfigMap %q in namespace %q: both names are needed", name, namespace)
@@ -64,7 +65,7 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 		if object == nil {
 			now.missing = fmt.Sprintf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key)
 		} else if text, found, err := unstructured.NestedString(object.Object, "data", key); err != nil {
-			// The API server validates this field; a proxy in between may not.
+			// The API server validates this field, but a proxy in between may not.
 			c.server.Log.Error("ignoring a malformed ConfigMap", "namespace", namespace, "name", name, "err", err)
 			return
 		} else if now.text = text; !found {
@@ -82,26 +83,29 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 	})
 }
 
-// WatchNode follows the agent's Node until ctx ends, which is the only error
-// that it returns. fn is called with the first answer of the server, and
-// then whenever a label, an annotation or a condition under the domain, the scheduling of
-// the node, its startup taint, or which extended resources it has, differs from the last
-// call's. Changes made through Mark and SetCondition are such changes. A Node that is not
-// there is not reported: a kubelet that is alive makes it again. fn must not change what it
-// is given.
+// WatchNode follows the agent's Node until ctx ends. It returns the error of ctx, and no other. It
+// calls fn with the first answer of the server, and then whenever one of these changes, also
+// through Mark and SetCondition:
+//
+//   - a label, or an annotation or a condition below the domain,
+//   - whether the node is cordoned, and its startup taint,
+//   - which extended resources it has, and PodsTellDevices.
+//
+// It does not report that the Node is missing: a live kubelet creates it again. fn must not change
+// the Node that it gets.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
 	name := n.options.NodeName
 	return n.server.Follow(ctx, kube.Target{Resource: kube.Nodes, Name: name}, func(object *unstructured.Unstructured) {
 		if object == nil {
-			n.see(nil)
-			n.server.Log.Warn("the API server has no Node of this name; what was seen last stays in force",
+			n.setLast(nil)
+			n.server.Log.Warn("the API server has no Node of this name; the agent keeps what it saw last",
 				"node", name)
 			return
 		}
 		whole := readNode(object)
-		n.see(&whole)
+		n.setLast(&whole)
 		n.allocatable(&whole)
 		now := whole
 		now.StartupTaint = n.tainted(&whole)
@@ -114,7 +118,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 		if told && now.Unschedulable == last.Unschedulable && now.StartupTaint == last.StartupTaint &&
 			now.PodsTellDevices == last.PodsTellDevices && maps.Equal(now.Labels, last.Labels) &&
 			maps.Equal(now.Annotations, last.Annotations) && slices.Equal(now.Allocatable, last.Allocatable) &&
-			slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
+			slices.EqualFunc(now.Conditions, last.Conditions, Condition.sameAs) {
 			return
 		}
 		last, told = now, true
@@ -122,7 +126,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	})
 }
 
-// readNode reads what can be understood of a Node. Each of its amounts is judged by itself.
+// readNode reads what it can of a Node. A malformed amount does not affect the others.
 func readNode(object *unstructured.Unstructured) Node {
 	var spec corev1.NodeSpec
 	var status struct {
@@ -143,13 +147,12 @@ func readNode(object *unstructured.Unstructured) Node {
 	}
 	slices.Sort(n.Allocatable)
 	n.labels, n.annotations = readOwners(object)
-	// Providers put words behind the number.
+	// Providers append words to the number.
 	if is, err := version.ParseGeneric(status.NodeInfo.KubeletVersion); err == nil {
 		n.PodsTellDevices = is.AtLeast(tellsDevices)
 	}
 	return n
 }
 
-// tellsDevices is the first kubelet that names devices in the status of pods unless it is
-// told otherwise.
+// tellsDevices is the first kubelet that names devices in the status of pods by default.
 var tellsDevices = version.MustParseGeneric("1.36.0")

@@ -10,7 +10,8 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 )
 
-// Little fails the test if what is done with a text from the API allocates more than it may.
+// Little fails the test if do, which handles a text from the API, allocates more than 8 MiB and 500
+// bytes for each byte of the text.
 func Little(t *testing.T, text []byte, do func()) {
 	t.Helper()
 	if took := cost.Allocated(do); took > 8<<20+uint64(500*len(text)) {
@@ -18,7 +19,7 @@ func Little(t *testing.T, text []byte, do func()) {
 	}
 }
 
-// FuzzObjects has do read objects as the API server sends them, which is to cost little.
+// FuzzObjects fuzzes do with objects as the API server sends them, and limits what do may allocate.
 func FuzzObjects(f *testing.F, seeds []string, do func(*testing.T, *unstructured.Unstructured)) {
 	for _, text := range seeds {
 		f.Add([]byte(text))

@@ -15,27 +15,27 @@ import (
 	"time"
 )
 
-// Journal is a log that can be counted.
+// Journal is a log in memory whose lines a test can count.
 type Journal struct {
 	mu   sync.Mutex
 	text bytes.Buffer
 }
 
-// Write is io.Writer's.
+// Write implements io.Writer.
 func (j *Journal) Write(p []byte) (int, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.text.Write(p)
 }
 
-// Count is how often a part is in it.
+// Count returns how often part occurs in the log.
 func (j *Journal) Count(part string) int {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return strings.Count(j.text.String(), part)
 }
 
-// Kubeconfig is the path of a kubeconfig for a server at url.
+// Kubeconfig writes a kubeconfig for a server at url, and returns its path.
 func Kubeconfig(t *testing.T, url string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kubeconfig")
@@ -48,7 +48,7 @@ clusters: [{name: c, cluster: {server: %q}}], users: [{name: u, user: {}}]}`, ur
 	return path
 }
 
-// Background runs f until the test ends and then waits for it.
+// Background runs f until the test ends, and then waits for it.
 func Background(t *testing.T, f func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -67,10 +67,10 @@ func Background(t *testing.T, f func(context.Context) error) {
 	})
 }
 
-// Limit is for a test that fails; no test that passes waits for it.
+// Limit is how long the helpers wait before they fail the test.
 const Limit = 20 * time.Second
 
-// Receive takes the next value.
+// Receive returns the next value of a channel. It fails the test if none comes.
 func Receive[T any](t *testing.T, from <-chan T) T {
 	t.Helper()
 	select {
@@ -82,7 +82,7 @@ func Receive[T any](t *testing.T, from <-chan T) T {
 	}
 }
 
-// Await polls a condition of another goroutine's making.
+// Await polls a condition until it is true. It fails the test after Limit.
 func Await(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(Limit)
@@ -94,5 +94,5 @@ func Await(t *testing.T, what string, condition func() bool) {
 	}
 }
 
-// Log is a logger that writes into j.
+// Log returns a logger that writes into j.
 func (j *Journal) Log() *slog.Logger { return slog.New(slog.NewTextHandler(j, nil)) }

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// fieldsOf are a Node's labels and annotations, as "labels/key".
+// fieldsOf returns a Node's labels and annotations, by "labels/key" and "annotations/key".
 func fieldsOf(object map[string]any) map[string]any {
 	metadata, _ := object["metadata"].(map[string]any)
 	out := map[string]any{}
@@ -21,9 +21,8 @@ func fieldsOf(object map[string]any) map[string]any {
 	return out
 }
 
-// UpdatedLocked keeps account of who manages what, before a Node is put that
-// somebody has changed by other means than applying: whoever changes a value has
-// it alone.
+// UpdatedLocked updates the managers of a Node's fields for a write other than an apply, before the
+// Node is stored. The writer becomes the only manager of each value that it changes.
 func (s *Server) UpdatedLocked(resource, name string, object map[string]any, manager string) {
 	if resource != "nodes" {
 		return
@@ -46,9 +45,9 @@ func (s *Server) UpdatedLocked(resource, name string, object map[string]any, man
 	}
 }
 
-// applyLocked is a server-side apply of labels and annotations, nil where it is
-// in conflict: with a version that the Node no longer has, or without force, with
-// somebody's value.
+// applyLocked does a server-side apply of labels and annotations. It returns nil on a conflict: the
+// patch names another version than the Node has, or, without force, it changes a value of another
+// manager.
 func (s *Server) applyLocked(object, patch map[string]any, manager string, force bool) map[string]any {
 	metadata := object["metadata"].(map[string]any)
 	wanted := patch["metadata"].(map[string]any)
@@ -90,7 +89,7 @@ func (s *Server) applyLocked(object, patch map[string]any, manager string, force
 	return object
 }
 
-// managedLocked is a Node's metadata.managedFields.
+// managedLocked returns a Node's metadata.managedFields.
 func (s *Server) managedLocked(name string) []any {
 	by := map[string]map[string]any{}
 	for path, managers := range s.Managers[name] {

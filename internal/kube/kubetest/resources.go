@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 )
 
-// serve answers a request that is allowed and in which nothing goes wrong.
+// serve answers a request that is allowed and that no Fault has answered.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, namespace, name string, body []byte) {
 	switch of, _, _ := strings.Cut(resource, "/"); {
 	case of == "gpunodes" && verb != "list" && verb != "watch":
@@ -33,7 +33,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 		s.watch(w, r, resource, namespace, name)
 	case resource == "pods/eviction":
 		s.evict(w, namespace, name, body)
-	case verb == "update" && strings.Contains(of, "."): // of another project
+	case verb == "update" && strings.Contains(of, "."): // of Liqo or Kueue
 		s.updateStatus(w, of, namespace, name, body)
 	case verb == "create":
 		s.create(w, resource, namespace, body)
@@ -42,8 +42,8 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 	}
 }
 
-// listAll answers with all objects of a resource, page by page. It keeps no snapshots: where
-// something has changed between two pages, the next one has expired.
+// listAll answers with all objects of a resource, page by page. It keeps no snapshots: if an object
+// has changed between two pages, the continue token has expired.
 func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
 	query := r.URL.Query()
 	if want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]; query.Get("fieldSelector") != want {
@@ -70,15 +70,15 @@ func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string
 		"items": items[from:to]})
 }
 
-// ended says whether an object is a pod that has succeeded.
+// ended reports whether an object is a pod that has succeeded.
 func ended(object map[string]any) bool {
 	status, _ := object["status"].(map[string]any)
 	return object["kind"] == "Pod" && status["phase"] == "Succeeded"
 }
 
-// writeGPUNode makes, changes or deletes a GPUNode as the API server does with the
-// definition in the manifests: an apply of the object makes it and leaves the status alone,
-// one of the status replaces that and makes nothing, and a create has no status.
+// writeGPUNode applies or deletes a GPUNode as the API server does with the definition in the
+// manifests. An apply of the object creates it and leaves the status alone. An apply of the status
+// replaces the status and creates nothing.
 func (s *Server) writeGPUNode(w http.ResponseWriter, r *http.Request, verb, resource, name string, body []byte) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -102,7 +102,7 @@ func (s *Server) writeGPUNode(w http.ResponseWriter, r *http.Request, verb, reso
 		return
 	}
 	if !there {
-		s.Used["create gpunodes"] = true // as the server asks besides
+		s.Used["create gpunodes"] = true // the server also checks this permission
 	}
 	if object = Clone(object); object == nil {
 		object = map[string]any{}
@@ -120,8 +120,8 @@ func (s *Server) writeGPUNode(w http.ResponseWriter, r *http.Request, verb, reso
 	Answer(w, s.PutLocked("gpunodes", "", name, object))
 }
 
-// serveLease reads and writes Leases. As at the real server, an update that names a version
-// is refused where there is another one.
+// serveLease reads and writes Leases. Like the real server, it refuses an update of another version
+// than the stored one.
 func (s *Server) serveLease(w http.ResponseWriter, verb, namespace, name string, body []byte) {
 	var sent map[string]any
 	if verb != "get" && json.Unmarshal(body, &sent) != nil {
@@ -149,8 +149,8 @@ func (s *Server) serveLease(w http.ResponseWriter, verb, namespace, name string,
 	}
 }
 
-// serveClaims reads as the real server does, and takes what is applied to a status; which
-// elements of a list that changes is tried at the real one (deployments).
+// serveClaims reads like the real server, and stores what is applied to a status as it is. Which
+// elements of the list an apply changes is tested with a real server (deployments).
 func (s *Server) serveClaims(w http.ResponseWriter, r *http.Request, verb, namespace, name string, body []byte) {
 	query := r.URL.Query()
 	if verb == "list" {
@@ -204,7 +204,7 @@ func (s *Server) serveClaims(w http.ResponseWriter, r *http.Request, verb, names
 	Answer(w, object)
 }
 
-// listSlices knows the field selectors that the real server has for them.
+// listSlices knows the field selectors that the real server has for ResourceSlices.
 func (s *Server) listSlices(w http.ResponseWriter, selector string) {
 	chosen, err := fields.ParseSelector(selector)
 	if err != nil {
@@ -223,7 +223,7 @@ func (s *Server) listSlices(w http.ResponseWriter, selector string) {
 		"metadata": map[string]any{"resourceVersion": "1"}, "items": items})
 }
 
-// writeSlice creates, updates and deletes as the real server does, but for validation.
+// writeSlice creates, updates and deletes like the real server, but without validation.
 func (s *Server) writeSlice(w http.ResponseWriter, verb, name string, body []byte) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -244,7 +244,7 @@ func (s *Server) writeSlice(w http.ResponseWriter, verb, name string, body []byt
 	Answer(w, object)
 }
 
-// ungated takes away what the server does not know.
+// ungated removes the field of each device that is behind a disabled feature gate.
 func (s *Server) ungated(object map[string]any) map[string]any {
 	spec, _ := object["spec"].(map[string]any)
 	devices, _ := spec["devices"].([]any)

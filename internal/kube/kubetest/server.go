@@ -18,10 +18,10 @@ import (
 	"time"
 )
 
-// Server is a small API server on a real socket: objects with versions, lists,
-// watches, merge patches, strategic ones of a node's status, applied ones of its
-// metadata, and evictions, for the resources and verbs
-// that Allow names and no others. Faults are set by the tests, which hold Mu for it.
+// Server is a small API server on a real socket. It has objects with versions, lists, watches and
+// evictions. It takes merge patches, strategic merge patches of a Node's status, and server-side
+// applies of a Node's metadata. It refuses resources and verbs that Allow does not name. Tests set
+// faults while they hold Mu.
 type Server struct {
 	T    *testing.T
 	Addr string
@@ -29,39 +29,39 @@ type Server struct {
 	Mu      sync.Mutex // guards what follows
 	http    *http.Server
 	Version int
-	// Oldest is the version that a watch can still start after.
+	// Oldest is the oldest version from which a watch can still start.
 	Oldest  int
 	Objects map[string]map[string]any // by "resource/namespace/name"
-	// Managers of a Node's labels and annotations: by the Node's name, by
-	// "labels/key", as "name/operation".
+	// Managers are those of a Node's labels and annotations: by the Node's name, by "labels/key",
+	// as "name/operation".
 	Managers map[string]map[string][]string
 	History  []Change
 	changed  chan struct{} // closed and replaced at every change
-	// requests is everything that was asked: "watch configmaps
-	// gpu/gpu-partitions rv=7".
+	// requests are all requests so far, such as "watch configmaps gpu/gpu-partitions rv=7".
 	requests []string
-	allowed  map[string]bool // as Used has it
+	allowed  map[string]bool // "verb resource"
 	Used     map[string]bool // "verb resource"
-	// Fault may answer a request instead of the server; verb is RBAC's.
+	// Fault, if set, may answer a request instead of the server. Verb is RBAC's.
 	Fault func(verb, resource string, w http.ResponseWriter) (handled bool)
-	// Dry may answer a request that is a dry run; without it, and where it does
-	// not, that changes nothing and is answered as done.
+	// Dry, if set, may answer a dry run. Otherwise the server answers a dry run with success and
+	// changes nothing.
 	Dry func(resource string, w http.ResponseWriter) (handled bool)
-	// Gated is a field of devices that the server drops, as it does where a feature is off.
+	// Gated is a field of devices that the server drops, as if its feature gate were off.
 	Gated string
-	// Pruned are the fields of a GPUNode's status that its definition does not have.
+	// Pruned are fields of a GPUNode's status that the server drops, as if the definition lacked
+	// them.
 	Pruned []string
-	// Release is what the server says of itself; without one it does not tell.
+	// Release is the server's version. If empty, the server refuses to tell it.
 	Release string
-	// Mute watches get no events.
+	// Mute is true if watches get no events.
 	Mute bool
-	// Deaf watches do not end in the time that they were asked to.
+	// Deaf is true if watches do not end after the time that they asked for.
 	Deaf bool
 	cut  chan struct{} // closed to cut all streams
 }
 
-// Change is an event of a watch: its kind is ADDED, MODIFIED, DELETED or ERROR, and its key as
-// those of Objects.
+// Change is an event of a watch. Its kind is ADDED, MODIFIED, DELETED or ERROR; its key has the
+// form of those of Objects.
 type Change struct {
 	Version int
 	Kind    string
@@ -69,7 +69,8 @@ type Change struct {
 	Object  map[string]any
 }
 
-// New starts a server, which ends with the test. It allows nothing before Allow.
+// New starts a server, and stops it when the test ends. The server refuses all requests until Allow
+// is called.
 func New(t *testing.T) *Server {
 	s := &Server{T: t, Version: 1, Objects: map[string]map[string]any{}, Managers: map[string]map[string][]string{},
 		Used: map[string]bool{}, allowed: map[string]bool{},
@@ -92,7 +93,7 @@ func (s *Server) start(addr string) {
 	go s.http.Serve(listener)
 }
 
-// Stop takes the server away: nothing listens, open streams are reset.
+// Stop closes the listener and resets open streams.
 func (s *Server) Stop() {
 	s.Mu.Lock()
 	h := s.http
@@ -100,10 +101,10 @@ func (s *Server) Stop() {
 	h.Close()
 }
 
-// Back starts it again at the same address, after Stop.
+// Back starts the server again at the same address, after Stop.
 func (s *Server) Back() { s.start(s.Addr) }
 
-// Set calls f, which may change what Mu guards.
+// Set calls f with Mu held.
 func (s *Server) Set(f func()) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -118,7 +119,7 @@ func (s *Server) CutStreams() {
 	s.cut = make(chan struct{})
 }
 
-// Put makes or changes an object; nil deletes it.
+// Put creates or changes an object; nil deletes it.
 func (s *Server) Put(resource, namespace, name string, object map[string]any) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -126,7 +127,8 @@ func (s *Server) Put(resource, namespace, name string, object map[string]any) {
 	s.PutLocked(resource, namespace, name, object)
 }
 
-// PutLocked is Put for who holds Mu, and returns the object as it is stored.
+// PutLocked does what Put does, for a caller that holds Mu. It does not update the managers. It
+// returns the object as it is stored.
 func (s *Server) PutLocked(resource, namespace, name string, object map[string]any) map[string]any {
 	key := resource + "/" + namespace + "/" + name
 	kind := "MODIFIED"
@@ -163,11 +165,12 @@ func (s *Server) PutLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-// foreignGroups are other projects', and follow the names of their resources.
+// foreignGroups are the API groups of Liqo and Kueue. Such a group is appended to the names of its
+// resources.
 var foreignGroups = []string{"authentication.liqo.io", "kueue.x-k8s.io"}
 
-// Allow lets the server take requests with these verbs for a resource, in RBAC's words. What
-// is asked besides fails the test.
+// Allow permits requests with these verbs for a resource, named as in RBAC. Any other request fails
+// the test.
 func (s *Server) Allow(group, resource string, verbs ...string) {
 	name, sub, _ := strings.Cut(resource, "/")
 	if slices.Contains(foreignGroups, group) {
@@ -181,7 +184,8 @@ func (s *Server) Allow(group, resource string, verbs ...string) {
 	}
 }
 
-// WantAllUsed waits until everything that is allowed has been asked for.
+// WantAllUsed waits until each allowed verb of each resource has been requested. It fails the test
+// after Limit.
 func (s *Server) WantAllUsed() {
 	s.T.Helper()
 	Await(s.T, "all rules are used", func() bool {
@@ -191,7 +195,7 @@ func (s *Server) WantAllUsed() {
 	})
 }
 
-// updateStatus puts an object's status in its place, if the object is in that version.
+// updateStatus replaces an object's status, if the request names the object's present version.
 func (s *Server) updateStatus(w http.ResponseWriter, resource, namespace, name string, body []byte) {
 	var sent struct {
 		Metadata struct{ ResourceVersion string }
@@ -223,7 +227,7 @@ var kinds = map[string]string{
 	"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease",
 }
 
-// Clone is a deep copy.
+// Clone returns a deep copy.
 func Clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
 	if err != nil {
@@ -236,17 +240,17 @@ func Clone(object map[string]any) map[string]any {
 	return out
 }
 
-// Config puts a ConfigMap with the key config.yaml.
+// Config stores a ConfigMap with the key config.yaml.
 func (s *Server) Config(namespace, name, content string) {
 	s.Put("configmaps", namespace, name, map[string]any{"data": map[string]any{"config.yaml": content}})
 }
 
-// Node puts a Node.
+// Node stores a Node.
 func (s *Server) Node(name string, labels, annotations map[string]any) {
 	s.Put("nodes", "", name, map[string]any{"metadata": map[string]any{"labels": labels, "annotations": annotations}})
 }
 
-// Pod puts a pod.
+// Pod stores a pod.
 func (s *Server) Pod(namespace, name, uid string) {
 	s.Put("pods", namespace, name, map[string]any{"metadata": map[string]any{"uid": uid}})
 }
@@ -264,7 +268,7 @@ func (s *Server) All(resource string) []map[string]any {
 	return out
 }
 
-// Asked are the requests that begin so, as "list nodes /node-1 rv= ".
+// Asked returns the requests that begin with prefix, such as "list nodes /node-1 rv= ".
 func (s *Server) Asked(prefix string) []string {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
@@ -302,7 +306,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if len(parts) > 2 && parts[0] == "namespaces" {
 		namespace, parts = parts[1], parts[2:]
 	}
-	parts[0] += foreign // two projects have ResourceSlices
+	parts[0] += foreign // Kubernetes and Liqo both have ResourceSlices
 	resource, name := parts[0], ""
 	if len(parts) > 1 {
 		name = parts[1]
@@ -329,7 +333,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	allowed := s.allowed[verb+" "+resource]
 	s.Used[verb+" "+resource] = true
 	if verb == "patch" && resource == "resourceclaims/status" {
-		s.Used["associated-node:patch resourceclaims/driver"] = true // as the server asks besides
+		s.Used["associated-node:patch resourceclaims/driver"] = true // the server also checks this permission
 	}
 	fault, dry := s.Fault, s.Dry
 	s.Mu.Unlock()
@@ -361,13 +365,13 @@ func Refuse(w http.ResponseWriter, code int, reason string) {
 	json.NewEncoder(w).Encode(Failed(code, reason))
 }
 
-// Failed is a Status that says so.
+// Failed returns a Status with this code and reason.
 func Failed(code int, reason string) map[string]any {
 	return map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure",
 		"code": code, "reason": reason, "message": "scripted: " + reason}
 }
 
-// Answer answers with a value.
+// Answer answers with a value as JSON.
 func Answer(w http.ResponseWriter, value any) {
 	w.Header().Set("Content-Type", "application/json")
 	json.NewEncoder(w).Encode(value)
@@ -459,7 +463,7 @@ func (s *Server) create(w http.ResponseWriter, resource, namespace string, body 
 		in = "default"
 	}
 	switch {
-	case metadata["namespace"] != namespace, in != namespace: // as the API's validation has it
+	case metadata["namespace"] != namespace, in != namespace: // like the API's validation
 		Refuse(w, 422, "Invalid")
 	case s.Objects[resource+"/"+namespace+"/"+name] != nil:
 		Refuse(w, 409, "AlreadyExists")
@@ -468,8 +472,8 @@ func (s *Server) create(w http.ResponseWriter, resource, namespace string, body 
 	}
 }
 
-// evict deletes a pod at once. As at the real server, a precondition that does
-// not hold is a conflict, and the object's name is the path's.
+// evict deletes a pod at once. Like the real server, it answers a failed precondition with a
+// conflict, and requires the object to have the name that is in the path.
 func (s *Server) evict(w http.ResponseWriter, namespace, name string, body []byte) {
 	var eviction struct {
 		APIVersion, Kind string
@@ -542,8 +546,8 @@ func (s *Server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 		Refuse(w, 422, "Invalid")
 		return
 	}
-	// As the strategies of the API have it, a patch of the object leaves its
-	// status alone, and one of its status what is wanted.
+	// Like the API server: a patch of the object leaves its status alone, and a patch of the status
+	// leaves the spec alone.
 	keep := "status"
 	if sub == "status" {
 		keep = "spec"
@@ -557,8 +561,8 @@ func (s *Server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 	Answer(w, s.PutLocked(whole, namespace, name, patched))
 }
 
-// jsonPatchLocked tests and replaces texts of an object, and removes elements of lists. As
-// at the real server, a test that fails and a path that is not there are the same refusal.
+// jsonPatchLocked tests and replaces strings of an object, and removes elements of lists. Like the
+// real server, it answers a failed test and a missing path with the same refusal.
 func (s *Server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, name string, object map[string]any,
 	body []byte) {
 	var steps []struct{ Op, Path, Value string }
@@ -600,7 +604,7 @@ func (s *Server) jsonPatchLocked(w http.ResponseWriter, resource, namespace, nam
 	Answer(w, s.PutLocked(resource, namespace, name, object))
 }
 
-// tooLong says whether an object's annotations are more than the API takes.
+// tooLong reports whether an object's annotations are larger than the API allows.
 func tooLong(object map[string]any) bool {
 	metadata, _ := object["metadata"].(map[string]any)
 	annotations, _ := metadata["annotations"].(map[string]any)
@@ -612,10 +616,9 @@ func tooLong(object map[string]any) bool {
 	return total > 256<<10
 }
 
-// strategicMerge is a merge patch but for status.conditions: as the API's type
-// of a Node has it, elements are merged by their type, new ones come first, and
-// one that is marked so goes. As there, nothing else may come in an element's
-// stead.
+// strategicMerge is a merge patch except for status.conditions. Those it merges by type, as the
+// API's Node type defines: it inserts new elements first, and removes those that are marked for it.
+// It returns an error for an element without a type.
 func strategicMerge(object, patch map[string]any) (map[string]any, error) {
 	patch = Clone(patch)
 	status, _ := patch["status"].(map[string]any)
@@ -650,7 +653,7 @@ func strategicMerge(object, patch map[string]any) (map[string]any, error) {
 	return object, nil
 }
 
-// Merge is RFC 7386.
+// Merge implements RFC 7386 (JSON merge patch).
 func Merge(object, patch map[string]any) map[string]any {
 	if object == nil {
 		object = map[string]any{}
@@ -669,7 +672,7 @@ func Merge(object, patch map[string]any) map[string]any {
 	return object
 }
 
-// versionOf is an object's, empty where it has none.
+// versionOf returns an object's resourceVersion; empty if it has none.
 func versionOf(object map[string]any) string {
 	metadata, _ := object["metadata"].(map[string]any)
 	v, _ := metadata["resourceVersion"].(string)

@@ -22,16 +22,17 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// lasting chooses pods that have not succeeded. The server says of one that succeeds that it
-// is deleted. Those that have failed are few, and a pod that a kubelet has refused is one of
-// them: who begins to look then is to know of it, too.
-const lasting = "status.phase!=Succeeded"
+// notSucceeded is the field selector for pods that have not succeeded. When a pod succeeds, the
+// server reports it to the watch as deleted. Failed pods are selected: they are few, and a pod
+// that a kubelet refused is one of them. A placer that has just started must know of those,
+// too.
+const notSucceeded = "status.phase!=Succeeded"
 
-// RoomAnnotation is the annotation of a Node that Wake writes, without the domain.
+// RoomAnnotation is the annotation that Wake writes to a Node, without its domain.
 const RoomAnnotation = "gpu.room"
 
-// Cluster speaks to one API server for a process that is about all nodes. Its methods may be
-// called from several goroutines.
+// Cluster is a client of the API server for all nodes. Its methods may be called from several
+// goroutines.
 type Cluster struct {
 	server *kube.Server
 	wakes  flowcontrol.RateLimiter
@@ -44,30 +45,32 @@ func New(o kube.Options) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Half of what the client may send, so that a lease is renewed in time.
+	// Wake gets half of the client's requests, so that the lease is renewed in time.
 	return &Cluster{server: server, wakes: flowcontrol.NewTokenBucketRateLimiter(50, 50)}, nil
 }
 
-// Fleet is told what there is in a cluster. Its methods are called from several goroutines;
-// calls for one kind of object do not overlap.
+// Fleet receives the objects of a cluster from Watch. Its methods are called from several
+// goroutines; calls for one kind of object do not overlap.
 type Fleet interface {
 	SetNode(*corev1.Node)
 	DeleteNode(name string)
-	// SetPod is called for pods that have not succeeded, DeletePod for those that have, too.
+	// SetPod is called for pods that have not succeeded, and DeletePod for pods that have
+	// succeeded or were deleted.
 	SetPod(*corev1.Pod)
 	DeletePod(uid string)
-	// SetGPUNode is called with nil where there is no such object, or none that can be read. Its
-	// error says why an object is not used, which is logged.
+	// SetGPUNode is called with nil if there is no such object, or if it cannot be read. It
+	// returns the reason why it does not use the object, which Watch logs.
 	SetGPUNode(name string, says *gpunode.Status) error
-	// Listed is called with "nodes", "pods" or "gpunodes" each time that all of them have
-	// been told.
+	// Listed is called with "nodes", "pods" or "gpunodes" after each complete list of these.
 	Listed(kind string)
 }
 
-// Watch tells of a cluster's nodes, of the pods that have not succeeded, and of GPUNodes, until
-// ctx ends, which is the only error that it returns. Each kind is listed in pages and watched
-// from there, and listed again every Options.Relist; what is gone by then is told. A cluster
-// without the definition of GPUNodes is asked again like a server that does not answer.
+// Watch reports the cluster's Nodes, the pods that have not succeeded, and the GPUNodes, until
+// ctx ends. It returns the error of ctx, and no other.
+//
+// Watch lists each kind in pages, watches it from there, and lists it again every
+// Options.Relist. A list also reports the objects that are gone since. If the cluster lacks the
+// definition of GPUNodes, Watch retries as it does when the server does not answer.
 func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 	g, ctx := errgroup.WithContext(ctx)
 	for resource, all := range map[schema.GroupVersionResource]*kube.Census{
@@ -81,7 +84,7 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 			},
 		},
 		kube.Pods: {
-			Chosen: lasting, ID: uid, Gone: into.DeletePod,
+			Chosen: notSucceeded, ID: uid, Gone: into.DeletePod,
 			Set: func(object *unstructured.Unstructured) {
 				pod := new(corev1.Pod)
 				if c.convert(object, pod) {
@@ -95,11 +98,11 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 				name := object.GetName()
 				status, err := kube.ReadGPUNode(object)
 				if err != nil {
-					c.server.Ration.Log(slog.LevelError, "taking a malformed GPUNode for none", nil,
+					c.server.Ration.Log(slog.LevelError, "ignoring a malformed GPUNode", nil,
 						"node", name, "err", err)
 				}
 				if err := into.SetGPUNode(name, status); err != nil {
-					c.server.Ration.Log(slog.LevelError, "passing over a node whose GPUNode is not valid", nil,
+					c.server.Ration.Log(slog.LevelError, "ignoring a node whose GPUNode is not valid", nil,
 						"node", name, "err", err)
 				}
 			},
@@ -111,11 +114,11 @@ func (c *Cluster) Watch(ctx context.Context, into Fleet) error {
 	return g.Wait()
 }
 
-// uid tells an object from one that had its name before.
+// uid returns the object's UID, which differs from that of an earlier object of the same name.
 func uid(o *unstructured.Unstructured) string { return string(o.GetUID()) }
 
-// convert makes a typed object; false where that makes no sense, which a proxy in between
-// may bring about.
+// convert fills into, a typed object. It returns false if the object is malformed, which a
+// proxy in between may cause.
 func (c *Cluster) convert(from *unstructured.Unstructured, into any) bool {
 	err := runtime.DefaultUnstructuredConverter.FromUnstructured(from.Object, into)
 	if err != nil {
@@ -125,9 +128,9 @@ func (c *Cluster) convert(from *unstructured.Unstructured, into any) bool {
 	return err == nil
 }
 
-// Wake makes the scheduler look at a Node again, by an annotation with the time: to it a
-// Node that is written is news, and a GPUNode is not. Fifty of these a second are sent; the
-// others wait.
+// Wake makes the scheduler look at a Node again. The scheduler does not watch GPUNodes, but it
+// reacts to a written Node. So Wake writes an annotation with the time. It sends at most fifty
+// a second, and the other callers wait.
 func (c *Cluster) Wake(ctx context.Context, node string) error {
 	if err := c.wakes.Wait(ctx); err != nil {
 		return err
@@ -144,9 +147,9 @@ func (c *Cluster) Wake(ctx context.Context, node string) error {
 		Patch(bounded, node, types.MergePatchType, body, metav1.PatchOptions{FieldManager: placerManager})
 	trouble := err
 	if apierrors.IsNotFound(err) {
-		trouble = nil // it was deleted, which the watch tells too
+		trouble = nil // it was deleted; the watch reports that, too
 	}
-	// One name for all: what fails, a missing right, fails for all alike.
+	// One name for all Nodes: a missing right fails for all alike.
 	c.server.Note(ctx, "patch", kube.Nodes.Resource, "", trouble)
 	if trouble != nil {
 		return fmt.Errorf("wake the scheduler for node %s: %w", node, err)
@@ -154,5 +157,5 @@ func (c *Cluster) Wake(ctx context.Context, node string) error {
 	return nil
 }
 
-// placerManager is the placer's name among the managers of an object's fields.
+// placerManager is the placer's name in an object's managedFields.
 const placerManager = "gpu-placer"

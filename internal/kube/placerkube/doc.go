@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package placerkube is the placer's half of what speaks to the Kubernetes API server;
-// internal/kube has the connection and the watches. A placer is one process for a cluster.
+// Package placerkube connects the placer to the Kubernetes API server. A placer is one process
+// for a whole cluster. internal/kube has the connection and the watches.
 //
 //	cluster, err := placerkube.New(kube.Options{Domain: "example.com", UserAgent: "gpu-placer", Logger: log})
 //	…
 //	err = cluster.Watch(ctx, books)
 //
-// [Cluster.Watch] follows the cluster's nodes, pods and GPUNodes, and lists them in pages.
-// [Cluster.Wake] writes an annotation of a Node, so that schedulers look at it again. By a
-// [Lease] one of several such processes leads. [Rules] lists what all this takes.
-// [Cluster.Follow], [Cluster.Read], [Cluster.WriteStatus] and [Cluster.Annotate] are for objects
-// of other projects, of which this package knows nothing; [LiqoRules] and [KueueRules] list what
-// these take.
+// [Cluster.Watch] follows the cluster's Nodes, pods and GPUNodes, and lists them in pages.
+// [Cluster.Wake] writes an annotation of a Node, so that the scheduler looks at this Node
+// again. A [Lease] elects the leader of several placers. [Rules] lists the permissions for all
+// this.
 //
-// The package does not know what fits where, nor what an answer of the placer means.
+// [Cluster.Follow], [Cluster.Read], [Cluster.WriteStatus] and [Cluster.Annotate] work on
+// objects of other projects (Liqo and Kueue), whose content this package does not know.
+// [LiqoRules] and [KueueRules] list the permissions for these.
+//
+// The package does not know which pod fits where, nor what an answer of the placer means.
 package placerkube

@@ -16,32 +16,31 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// Objects is told of the objects of a resource. Calls do not overlap.
+// Objects receives the objects of a resource from Follow. Calls do not overlap.
 type Objects interface {
 	Set(*unstructured.Unstructured)
 	Delete(uid string)
-	// Listed is called each time that all of them have been told.
+	// Listed is called after each complete list.
 	Listed()
 }
 
-// Follow tells of all objects of a resource until ctx ends, which is the only error that it
-// returns, as Watch does of pods. Where the server does not know the resource, it is asked
-// again.
+// Follow reports all objects of a resource until ctx ends, in the same way as Watch. It returns
+// the error of ctx, and no other. If the server does not know the resource, Follow retries.
 func (c *Cluster) Follow(ctx context.Context, of schema.GroupVersionResource, into Objects) error {
 	all := &kube.Census{ID: uid, Set: into.Set, Gone: into.Delete, Listed: into.Listed}
 	return c.server.Follow(ctx, kube.Target{Resource: of, All: all}, nil)
 }
 
-// Read calls see with each object of a resource as they are now, not as they were when a
-// watch told of them.
+// Read lists a resource from the server and calls see with each object. So see gets the present
+// state, and not what a watch reported earlier.
 func (c *Cluster) Read(
 	ctx context.Context, of schema.GroupVersionResource, see func(*unstructured.Unstructured),
 ) error {
 	return c.server.Pages(ctx, of, "", func(o *unstructured.Unstructured) error { see(o); return nil })
 }
 
-// WriteStatus writes an object's status, and returns the object as it is then. Changed says that
-// it is gone or not in this version any more, and that nothing was written.
+// WriteStatus writes the status of o, and returns the object as the server then has it. Changed
+// is true if nothing was written, since the object is gone or has a newer version than o.
 func (c *Cluster) WriteStatus(
 	ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
 ) (now *unstructured.Unstructured, changed bool, err error) {
@@ -52,8 +51,8 @@ func (c *Cluster) WriteStatus(
 	return c.wrote(ctx, "update", "write the status of", of, o, now, err)
 }
 
-// Annotate sets an object's annotations, takes those away that are nil, and leaves the rest of the
-// object as it is. What it returns is as WriteStatus has it.
+// Annotate sets annotations of o, and removes those whose value is nil. The rest of the object
+// stays as it is. Its results are those of WriteStatus.
 func (c *Cluster) Annotate(
 	ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured, annotations map[string]*string,
 ) (now *unstructured.Unstructured, changed bool, err error) {
@@ -69,7 +68,7 @@ func (c *Cluster) Annotate(
 	return c.wrote(ctx, "patch", "annotate", of, o, now, err)
 }
 
-// wrote says what came of a write.
+// wrote turns the outcome of a write into the results of WriteStatus.
 func (c *Cluster) wrote(
 	ctx context.Context, verb, what string, of schema.GroupVersionResource, o, now *unstructured.Unstructured,
 	err error,

@@ -20,51 +20,53 @@ import (
 	"example.com/gpu-agent/internal/kube"
 )
 
-// Times of a lease, those of client-go. A holder that cannot renew takes itself for none
-// five seconds before another one may take the lease.
+// The times of a lease are those of client-go. A holder that cannot renew its lease stops
+// leading after renewWithin. Another process may take the lease five seconds later.
 const (
 	leaseFor     = 15 * time.Second
 	renewWithin  = 10 * time.Second
 	leaseRetries = 2 * time.Second
 )
 
-// leaseTiming is apart so that tests need not wait.
+// leaseTiming holds the times of a lease; tests shorten them.
 type leaseTiming struct{ lasts, renew, retry time.Duration }
 
-// Lease is a Lease of the API server's (coordination.k8s.io) by which one of several
-// processes leads. The rules are those of client-go's leader election, which takes the typed
-// clients: a record that somebody else holds is respected until it has not changed for as
-// long as it says, by the clock of the one who looks. Clocks of different machines are never
-// compared.
+// Lease elects the leader of several processes by a Lease object of the API server
+// (coordination.k8s.io). It follows the rules of client-go's leader election, which needs the
+// typed clients and so is not used here. A process respects another holder until the record has
+// not changed for the duration that the record names. The process measures this by its own
+// clock, from when it first saw the record. So the clocks of two machines are never compared.
 type Lease struct {
 	cluster         *Cluster
 	namespace, name string
 	identity        string
 	timing          leaseTiming
-	// took is told, before Leads says so, of the last word of who held the lease before, and
-	// whether that was this process.
-	took func(before time.Time, own bool)
+	// onLead is called each time that this process becomes the leader; see NewLease.
+	onLead func(before time.Time, own bool)
 
-	// What the server said last, and when by our clock it was first seen so. Run's alone.
+	// The fields below are what the server answered last, and when this process first saw that
+	// record, by its own clock. Only Run's goroutine uses them.
 	object *unstructured.Unstructured
 	record coordinationv1.LeaseSpec
 	seen   time.Time
 
 	mu    sync.Mutex
-	until time.Time // guarded by mu: when this process must have renewed
+	until time.Time // guarded by mu: this process leads until then; zero or past while it does not
 }
 
-// NewLease prepares a lease, which [Lease.Run] then tries to get and keep. The identity is
-// this process's alone. Took is called each time that it has been got, before Leads says so,
-// with the last word of who held it before, by that one's clock; zero where there was none.
-// Own says that it was this process, and nobody else since.
-func (c *Cluster) NewLease(namespace, name, identity string, took func(before time.Time, own bool)) *Lease {
-	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, took: took,
+// NewLease prepares a lease. [Lease.Run] then tries to get and keep it. No other process may
+// have the same identity.
+//
+// Run calls onLead each time that this process becomes the leader, before Leads returns nil.
+// Before is the time at which the lease was last renewed or given up, by its holder's clock; it
+// is zero if there was no lease. Own is true if that holder was this process.
+func (c *Cluster) NewLease(namespace, name, identity string, onLead func(before time.Time, own bool)) *Lease {
+	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, onLead: onLead,
 		timing: leaseTiming{leaseFor, renewWithin, leaseRetries}}
 }
 
-// Leads is nil while this process holds the lease, and sure of it: it has renewed it within
-// the last ten seconds, counted from before the request.
+// Leads returns nil while this process surely holds the lease: it renewed the lease within the
+// last ten seconds, counted from before the request. Otherwise it returns an error.
 func (l *Lease) Leads() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -74,15 +76,15 @@ func (l *Lease) Leads() error {
 	return fmt.Errorf("this process does not hold the lease %s/%s", l.namespace, l.name)
 }
 
-// Run tries to get the lease and keeps it until ctx ends, whose error it returns. Then it
-// gives the lease up, so that another one need not wait for its end.
+// Run tries to get the lease, and keeps it until ctx ends; it returns the error of ctx. Then it
+// gives the lease up, so that another process need not wait until it expires.
 func (l *Lease) Run(ctx context.Context) error {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, l.timing.renew)
 		err := l.try(bounded)
 		cancel()
 		if errors.Is(err, errTaken) {
-			err = nil // somebody else was faster
+			err = nil // another process was faster
 		}
 		l.cluster.server.Note(ctx, "update", leases.Resource, l.namespace+"/"+l.name, err)
 		if !kube.Sleep(ctx, kube.Around(l.timing.retry)) {
@@ -92,14 +94,15 @@ func (l *Lease) Run(ctx context.Context) error {
 	}
 }
 
-// errTaken says that somebody else has written the lease in between.
-var errTaken = errors.New("somebody else has written the lease")
+// errTaken means that another process has written the lease since this one read it.
+var errTaken = errors.New("another process has written the lease")
 
-// try gets or renews the lease, where that can be.
+// try gets or renews the lease, unless another process holds it. It returns errTaken if another
+// process was faster, and other errors of the API server.
 func (l *Lease) try(ctx context.Context) error {
 	led := l.Leads() == nil
-	if !led || l.object == nil { // who leads needs to look only after a conflict
-		if err := l.look(ctx); err != nil {
+	if !led || l.object == nil { // the leader reads it again only after a conflict
+		if err := l.read(ctx); err != nil {
 			return err
 		}
 	}
@@ -126,27 +129,28 @@ func (l *Lease) try(ctx context.Context) error {
 	}
 	if l.Leads() != nil {
 		l.cluster.server.Log.Info("leading", "lease", l.namespace+"/"+l.name, "identity", l.identity, "before", before)
-		l.took(before, own)
+		l.onLead(before, own)
 	}
 	l.set(now.Add(l.timing.renew))
 	return nil
 }
 
-// holder is who has the lease by the server's last word, empty for nobody.
+// holder returns the identity of the lease's holder, as the server answered last; empty if
+// there is none.
 func (l *Lease) holder() string { return ptr.Deref(l.record.HolderIdentity, "") }
 
-// set notes until when this process leads.
+// set records until when this process leads; zero if it does not.
 func (l *Lease) set(until time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if until.IsZero() && !l.until.IsZero() {
-		l.cluster.server.Log.Warn("not leading any more", "lease", l.namespace+"/"+l.name, "holder", l.holder())
+		l.cluster.server.Log.Warn("no longer leading", "lease", l.namespace+"/"+l.name, "holder", l.holder())
 	}
 	l.until = until
 }
 
-// look asks what the lease says.
-func (l *Lease) look(ctx context.Context) error {
+// read asks the server for the lease. No lease is not an error.
+func (l *Lease) read(ctx context.Context) error {
 	object, err := l.cluster.server.API.Resource(leases).Namespace(l.namespace).Get(ctx, l.name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		l.object, l.record = nil, coordinationv1.LeaseSpec{}
@@ -155,11 +159,12 @@ func (l *Lease) look(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.saw(object)
+	return l.store(object)
 }
 
-// saw notes what the lease says. One that cannot be read is nobody's.
-func (l *Lease) saw(object *unstructured.Unstructured) error {
+// store keeps the lease that the server returned. It fails if the spec cannot be read; then
+// this process does not try to take the lease.
+func (l *Lease) store(object *unstructured.Unstructured) error {
 	var record coordinationv1.LeaseSpec
 	if err := kube.Decode(object, "spec", &record); err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
@@ -171,7 +176,8 @@ func (l *Lease) saw(object *unstructured.Unstructured) error {
 	return nil
 }
 
-// write makes the lease say something, unless somebody has written it since it was seen.
+// write creates or updates the lease with the spec next. It returns errTaken if another process
+// has written or deleted the lease since it was read.
 func (l *Lease) write(ctx context.Context, next coordinationv1.LeaseSpec) error {
 	spec, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&next)
 	if err != nil {
@@ -191,17 +197,17 @@ func (l *Lease) write(ctx context.Context, next coordinationv1.LeaseSpec) error 
 		object, err = in.Update(ctx, object, metav1.UpdateOptions{FieldManager: placerManager})
 	}
 	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) {
-		// It is looked at before the next try. Until then nothing is known of it.
+		// Before the next try, this process reads it again.
 		l.object = nil
 		return errTaken
 	}
 	if err != nil {
 		return fmt.Errorf("write the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.saw(object)
+	return l.store(object)
 }
 
-// giveUp says that nobody holds the lease any more, if this process does.
+// giveUp clears the holder of the lease, if this process leads.
 func (l *Lease) giveUp() {
 	if l.Leads() != nil || l.object == nil {
 		return
@@ -213,6 +219,6 @@ func (l *Lease) giveUp() {
 	next.HolderIdentity, next.LeaseDurationSeconds = new(""), new(int32(1))
 	next.RenewTime = new(metav1.NewMicroTime(l.cluster.server.Now()))
 	if err := l.write(ctx, next); err != nil {
-		l.cluster.server.Log.Warn("the lease was not given up; another process waits for its end", "err", err)
+		l.cluster.server.Log.Warn("cannot give up the lease; the next leader waits until it expires", "err", err)
 	}
 }

@@ -170,7 +170,7 @@ func TestLeaseIsGivenUp(t *testing.T) {
 	a := newCandidate(t, s, "a", aDay)
 	a.timing.retry = time.Millisecond
 	led := make(chan struct{})
-	a.took = func(time.Time, bool) { close(led) }
+	a.onLead = func(time.Time, bool) { close(led) }
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- a.Run(ctx) }()

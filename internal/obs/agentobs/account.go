@@ -13,19 +13,18 @@ import (
 	"example.com/gpu-agent/internal/usage"
 )
 
-// Account collects what is granted and used.
+// Account collects the metrics of what containers are granted and use.
 type Account struct {
 	// Node is the Node's name.
 	Node string
 	// Usage is called once for each scrape.
 	Usage func() usage.Shown
-	// Status is the source of what dcgm-exporter's users know by its names; nil where those
-	// are not wanted.
+	// Status is the source of the metrics with dcgm-exporter's names. It is nil if those are off.
 	Status func() status.Status
 }
 
 var (
-	// accounted is all that an Account can send.
+	// accounted are all descriptions that an Account can send.
 	accounted []*prometheus.Desc
 
 	ofContainer = []string{"namespace", "pod", "container", "gpu"}
@@ -39,21 +38,21 @@ var (
 	usedMemory = desc(obs.Prefix+"container_used_memory_byte_seconds_total",
 		"GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
 	smTime = desc(obs.Prefix+"container_sm_seconds_total",
-		"Time of all of a GPU's streaming multiprocessors that a container used, by the driver's figures for its "+
-			"processes. None where the driver has none (MIG).", ofContainer...)
+		"Share of a GPU's streaming multiprocessors that a container used, times seconds, by the driver's figures "+
+			"for its processes. None if the driver has no figures (MIG).", ofContainer...)
 	idleFor = desc(obs.Prefix+"container_idle_seconds",
-		"How long a container has had no process on a GPU of which it holds something; 0 while it has one. None "+
-			"while that is not known.", ofContainer...)
-	journalUp   = desc(obs.Prefix+"usage_journal_up", "Whether the usage journal could be written last: 1 or 0.")
+		"How long a container has had no process on a GPU that it holds, in whole or in part; 0 while it has "+
+			"one. None while that is not known.", ofContainer...)
+	journalUp   = desc(obs.Prefix+"usage_journal_up", "Whether the last write to the usage journal succeeded: 1 or 0.")
 	recordsLost = desc(obs.Prefix+"usage_records_lost_total",
 		"Records of the usage journal that could not be written, since the start.")
 	recordsDropped = desc(obs.Prefix+"usage_records_dropped_total",
-		"Records that the usage journal had no room for any more, since the start: of use, or refused.", "of")
+		"Records that the usage journal had no room for, since the start: of use, or of refused requests.", "of")
 
-	// As OpenCost and Kubecost look for it.
+	// OpenCost and Kubecost look for this name.
 	allocation = desc("container_gpu_allocation", "The part of physical GPUs that a container holds: 0.25 for a "+
 		"quarter of one, 2 for two.", "namespace", "pod", "container", "node")
-	// As dcgm-exporter names it.
+	// dcgm-exporter has this name.
 	framebuffer = desc("DCGM_FI_DEV_FB_USED", "GPU memory that a container uses, in MiB.", "gpu", "UUID", "device",
 		"modelName", "Hostname", "namespace", "pod", "container")
 )
@@ -64,14 +63,14 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return d
 }
 
-// Describe is prometheus.Collector's.
+// Describe implements prometheus.Collector.
 func (a *Account) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range accounted {
 		out <- d
 	}
 }
 
-// Collect is prometheus.Collector's.
+// Collect implements prometheus.Collector.
 func (a *Account) Collect(out chan<- prometheus.Metric) {
 	send := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, kind, value, valid(slices.Clone(labels))...)
@@ -114,7 +113,7 @@ func labelsOf(k *usage.Key) []string {
 	return []string{k.Namespace, k.Pod, k.Container, string(k.GPU)}
 }
 
-// collectFramebuffer sends what each container uses of a GPU's memory, where that is known.
+// collectFramebuffer sends how much of a GPU's memory each container uses, if that is known.
 func (a *Account) collectFramebuffer(send func(*prometheus.Desc, prometheus.ValueType, float64, ...string)) {
 	s := a.Status()
 	models := map[string]string{}

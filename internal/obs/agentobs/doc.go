@@ -1,39 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package agentobs has what the agent serves over HTTP beside the probes of internal/obs:
-// metrics for Prometheus, the node's status for people and programs, and at a socket of its own the door
-// at which commands ask what a partition would come to.
+// Package agentobs has the agent's HTTP pages beside the probes of internal/obs: metrics for
+// Prometheus, and the node's status for people and programs. It also has a server on a Unix socket
+// that tells commands what a partition would make of the node.
 //
 //	/metrics   Prometheus text
 //	/healthz   200 while the loop makes progress; else 503 and the reason
 //	/readyz    200 once the driver has been read and the partitions are known; else 503 and what is missing
 //	/statusz   [status.Status] as JSON, or as a web page; only from within the network namespace
 //
-// All that these pages say of GPUs comes from one function of the agent, which
-// returns a snapshot. So no two pages disagree, and a scrape costs no call of the
-// driver:
+// All figures about GPUs come from one function of the agent, which returns a snapshot. So the
+// pages never disagree, and a scrape makes no call of the driver:
 //
 //	metrics := agentobs.NewMetrics(version)
 //	server := agentobs.New(agentobs.Options{Addr: ":9500", Metrics: metrics, Status: agent.Status, …})
 //	err := server.Run(ctx)
 //
-// What happens between two scrapes (calls, rounds, errors) is counted in [Metrics].
-// Its methods take plain values, so that the packages that call them need not know
-// this one.
+// [Metrics] counts what happens between two scrapes (calls, rounds, errors). Its methods take plain
+// values, so that the packages that call them need not know this one.
 //
 // # Who may ask
 //
-// Every pod of the cluster can reach the port; internal/obs bounds the connections.
+// Every pod of the cluster can reach the port; internal/obs limits the connections.
 //
-// /statusz names every tenant's pods, so it is refused to connections from outside;
-// kubectl exec and kubectl port-forward end up inside. It recognizes a browser by
-// its Accept header; ?format=html and ?format=json choose explicitly, and without an
-// Accept header the answer is JSON. [Fetch] is its client, for `gpu-agent status`.
+// /statusz names every tenant's pods, so it refuses connections from outside the network namespace.
+// kubectl exec and kubectl port-forward connect from inside. It recognizes a browser by its Accept
+// header; ?format=html and ?format=json choose explicitly. [Fetch] is its client, for
+// `gpu-agent status`.
 //
-// [Door] is at a Unix socket in the agent's state directory, which only the agent's user can
-// connect to: a question costs more than a page, its body is a partition file, and the answer
-// names pods of every namespace. A question is read within bounds before its turn comes, and
-// one is answered at a time. [AskDoor] is its client, for `gpu-agent plan` and `check`.
+// [Door] serves a Unix socket in the agent's state directory, which only the agent's user can
+// connect to. A question costs more than a page, its body is a partition file, and the answer names
+// pods of every namespace. Door reads a question within limits, and answers one at a time.
+// [AskDoor] is its client, for `gpu-agent plan` and `check`.
 //
 // # Metrics
 //
@@ -46,11 +44,11 @@
 //	gpu_healthy{gpu}                            1 or 0
 //	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
 //	driver_hangs                                1 while the driver does not answer
-//	resource_free{resource}                     devices that can be had now
+//	resource_free{resource}                     devices that a container can get now
 //	resource_largest_request{resource}          the largest request of one container that fits now
-//	saturation_ratio                            0 to 1: the part of the GPUs' memory that is held or cannot be had
+//	saturation_ratio                            0 to 1: the part of the GPUs' memory that is held or not available
 //	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
-//	allocatable_writes_total{cause}             times that allocatable was lowered: after a list, or the kubelet's word
+//	allocatable_writes_total{cause}             times that allocatable was lowered, by cause: list, kubelet or end
 //	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
 //	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by reason (docs/operations.md)
 //	gpu_blocked{gpu}                            1 while the wanted partition waits for holders
@@ -68,12 +66,12 @@
 //	driver_request_duration_seconds{call,code}  histogram of driver calls
 //	round_duration_seconds{result}              histogram of the loop's rounds, result ok or error
 //	api_errors_total{verb,resource}             failed requests to the API server
-//	api_last_answer_timestamp_seconds           when the API server answered last; none where none is asked
+//	api_last_answer_timestamp_seconds           when the API server answered last; none if the agent uses none
 //	events_total{outcome}                       Events, outcome sent, merged or dropped
 //	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
 //	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
-//	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
-//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
+//	container_memory_used_bytes{namespace,pod,container,gpu}           memory that counts against the cap
+//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most used so far
 //	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's counter
 //	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind, likewise
 //	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap, likewise
@@ -86,39 +84,35 @@
 //	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
 //	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
 //	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
-//	container_sm_seconds_total{namespace,pod,container,gpu}                   time of all of its multiprocessors
-//	container_idle_seconds{namespace,pod,container,gpu}                       for how long no process is there
+//	container_sm_seconds_total{namespace,pod,container,gpu}                   used share of its multiprocessors, times seconds
+//	container_idle_seconds{namespace,pod,container,gpu}                       how long it has had no process on the GPU
 //	usage_journal_up                            1 while the usage journal can be written
-//	usage_records_lost_total                    records of it that could not be
-//	usage_records_dropped_total{of}             records that it had no room for any more, of use or refused
+//	usage_records_lost_total                    records that could not be written to it
+//	usage_records_dropped_total{of}             records that it had no room for, of use or refused
 //	unallocated_processes{gpu,kind}             processes without an allocation: intruder, no-pod or unlisted
 //
-// Beside them are the process's own (process_*) and a few of the Go
-// runtime's (go_*). The number of series is bounded by the number of GPUs,
-// resources, methods and codes, and by that of the containers that hold a GPU now:
-// a container's series end with it, but for its totals ([Account]), which two scrapes more
-// show. container_gpu_allocation has OpenCost's name, and DCGM_FI_DEV_FB_USED, which is off
-// by default, dcgm-exporter's. A container can write anything into its own
-// counters: refusals, and managed memory in what is used, are its own figures.
+// The process's own metrics (process_*) and a few of the Go runtime's (go_*) come in addition. The
+// number of series is limited by the number of GPUs, resources, methods and codes, and of the
+// containers that hold a GPU now. A container's series end with it, except for its totals
+// ([Account]), which two more scrapes show. container_gpu_allocation has OpenCost's name, and
+// DCGM_FI_DEV_FB_USED, which is off by default, dcgm-exporter's. A container can write anything into
+// its own counters: its refusals, and the managed memory that it uses, are its own figures.
 //
 // # Joining dcgm-exporter
 //
-// dcgm-exporter (read at 4.5.3-4.8.2) names a GPU instance by the GPU's UUID in
-// the label UUID and the driver's ID in GPU_I_ID; a GPU without MIG has no GPU_I_ID,
-// which is an empty one to Prometheus. It cannot tell who holds them, because it only
-// knows NVIDIA's resources, and device IDs that are instance UUIDs. device_info has
-// these labels for each GPU and container that holds devices of it, and for each MIG
-// instance that exists, held or not:
+// dcgm-exporter (read at 4.5.3-4.8.2) names a GPU instance by the GPU's UUID in the label UUID and
+// the driver's ID in GPU_I_ID. A GPU without MIG has no GPU_I_ID; Prometheus treats that as empty.
+// dcgm-exporter cannot tell which pods hold them, because it knows only NVIDIA's resources, and
+// device IDs that are instance UUIDs. device_info has these labels for each GPU and each container
+// that holds devices of it, and for each MIG instance, held or not:
 //
 //	max by (UUID, GPU_I_ID) (DCGM_FI_DEV_FB_USED)
 //	  * on (UUID, GPU_I_ID) group_right gpu_agent_device_info{pod!=""}
 //
-// A held MIG device is missing until its instance exists. Containers that share a
-// GPU, or compute instances of one GPU instance, each join the figure of the whole.
-// max removes the copies that dcgm-exporter makes of a series.
+// A held MIG device is missing until its instance exists. Containers that share a GPU, or compute
+// instances of one GPU instance, each join the figure of the whole. max removes the copies that
+// dcgm-exporter makes of a series.
 //
-// # Limits
-//
-// The package does not know where a figure comes from, nor what to do about it. What
-// the status looks like, as text and as a page, is the business of internal/status.
+// The package does not know where a figure comes from, nor what to do about it. internal/status
+// formats the status as text and as a page.
 package agentobs

@@ -24,31 +24,32 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// Door answers what partitions would make of the node, at a Unix socket that belongs to the
-// agent's user alone: an answer names pods of every namespace. It is not at the port, which
-// every pod can reach.
+// Door is a server on a Unix socket that answers what partitions would make of the node. Only the
+// agent's user can connect to the socket, since an answer names pods of every namespace. Every pod
+// can reach the HTTP port, so the answers are not served there.
 type Door struct {
-	// Path is the socket's; without it there is no door, and Run only waits.
+	// Path is the path of the socket. If it is empty, there is no server, and Run only waits.
 	Path   string
 	Logger *slog.Logger
-	// Foresee answers, or says why it cannot yet. It is called for one question at a time.
+	// Foresee answers a question. It fails if the agent cannot answer yet. It is called for one
+	// question at a time.
 	Foresee func(status.Question) (status.Answer, error)
 }
 
-// Bounds of a question. The file is no longer than a ConfigMap, and partition names than a
+// Limits of a question. The file is at most as long as a ConfigMap, and a partition's name as a
 // label's value.
 const (
-	maxQuestion   = 1<<20 + 1 // a byte more than is read of a file, which is then refused by name
+	maxQuestion   = 1<<20 + 1 // one byte over the limit for a file, so that a longer one is refused with its name
 	maxName       = 63
 	maxUnitMiB    = 1 << 32
 	questionsPath = "/plan"
 )
 
-// ErrNoAgent says that no agent serves a door.
+// ErrNoAgent means that no agent listens at the socket.
 var ErrNoAgent = errors.New("no agent answers")
 
-// Run serves until ctx ends, and returns the error of ctx. A socket that cannot be made is no
-// reason for an agent to end: it is told in the log, and commands say that no agent answers.
+// Run serves until ctx ends, and returns the error of ctx. If it cannot make the socket, it logs
+// that and waits: the agent goes on, and commands report that no agent answers.
 func (d *Door) Run(ctx context.Context) error {
 	if d.Path == "" {
 		<-ctx.Done()
@@ -75,16 +76,16 @@ func (d *Door) Run(ctx context.Context) error {
 	go func() { failed <- server.Serve(obs.Bound(l)) }()
 	select {
 	case err := <-failed:
-		d.Logger.Warn("gpu-agent plan and check cannot ask this agent any more", "err", err)
+		d.Logger.Warn("gpu-agent plan and check can no longer ask this agent", "err", err)
 		<-ctx.Done()
 	case <-ctx.Done():
-		server.Close() // who asks is told that the agent has gone
+		server.Close() // clients see that the agent has gone
 		<-failed
 	}
 	return ctx.Err()
 }
 
-// Handler returns the door.
+// Handler returns the handler of the socket.
 func (d *Door) Handler() http.Handler {
 	turn := make(chan struct{}, 1)
 	mux := http.NewServeMux()
@@ -94,7 +95,7 @@ func (d *Door) Handler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		select { // the question has been read: who sends slowly keeps no one waiting
+		select { // the question has been read, so a slow client does not make others wait
 		case turn <- struct{}{}:
 		case <-r.Context().Done():
 			return
@@ -108,12 +109,12 @@ func (d *Door) Handler() http.Handler {
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(answer) // a client that has gone hears nothing
+		_ = json.NewEncoder(w).Encode(answer) // the client may have gone
 	})
 	return mux
 }
 
-// readQuestion takes a question, within its bounds.
+// readQuestion reads a question. It fails if the question is over a limit or not valid.
 func readQuestion(w http.ResponseWriter, r *http.Request) (q status.Question, err error) {
 	values, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
@@ -143,7 +144,7 @@ func readQuestion(w http.ResponseWriter, r *http.Request) (q status.Question, er
 	return q, nil
 }
 
-// query is the question without its file.
+// query returns the URL query of a question, which has all but its file.
 func query(q *status.Question) string {
 	values := url.Values{"partition": q.Partitions}
 	if q.UnitMiB > 0 {
@@ -158,8 +159,7 @@ func query(q *status.Question) string {
 	return values.Encode()
 }
 
-// AskDoor asks the agent whose door is at path. The error wraps ErrNoAgent where there is
-// none.
+// AskDoor asks the agent at the socket path. The error wraps ErrNoAgent if no agent listens there.
 func AskDoor(ctx context.Context, path string, q status.Question) (answer status.Answer, err error) {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {

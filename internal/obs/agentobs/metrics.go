@@ -19,11 +19,11 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// Metrics counts what happens between two scrapes. Its methods may be called
-// from several goroutines and never block.
+// Metrics counts what happens between two scrapes. Its methods may be called from several
+// goroutines and never block.
 type Metrics struct {
 	version string
-	own     *prometheus.Registry // of the fields below
+	own     *prometheus.Registry // has the metrics below
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
 	answered                             *prometheus.GaugeVec
@@ -33,15 +33,15 @@ type Metrics struct {
 	breach                               prometheus.Histogram
 }
 
-// KillReasons is every reason for which the watchdog ends a container: it uses more
-// than its cap, or a GPU without an allocation on it.
+// KillReasons are the reasons why the watchdog ends a container: it uses more than its cap, or it
+// uses a GPU without an allocation on it.
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
-// refusalReasons are those of requests that the kubelet does not repeat.
+// refusalReasons are the reasons of refusals after which the kubelet does not ask again.
 var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.NoRoom,
 	status.BadRequest}
 
-// NewMetrics returns metrics in which all counters are 0. version is the agent's.
+// NewMetrics returns metrics with all counters at 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
@@ -55,8 +55,8 @@ func NewMetrics(version string) *Metrics {
 	m := &Metrics{
 		version: version,
 		own:     own,
-		// A call takes less than a millisecond as a rule; PreStartContainer may wait
-		// for up to 30 s, the kubelet's limit.
+		// A call usually takes less than a millisecond. PreStartContainer may wait for up to 30 s,
+		// the kubelet's limit.
 		plugin: histogram("plugin_request_duration_seconds",
 			"Time to answer a call of the kubelet's device-plugin API.",
 			[]float64{.00005, .0001, .00025, .0005, .001, .0025, .01, .1, 1, 10, 30}, "resource", "method", "code"),
@@ -71,13 +71,13 @@ func NewMetrics(version string) *Metrics {
 		api: counter("api_errors_total",
 			"Requests to the API server that failed.", "verb", "resource"),
 		events: counter("events_total",
-			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
+			"Kubernetes Events by outcome: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.",
 			"gpu", "kind", "xid"),
 		refusals: counter("plugin_refusals_total",
-			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for "+
-				"again (NotReady).", "resource", "reason"),
+			"Requests of the kubelet that were refused, by reason. The kubelet asks again for a container "+
+				"that cannot start yet (NotReady).", "resource", "reason"),
 		lowered: counter("allocatable_writes_total",
 			"Times that the Node's allocatable of a resource was lowered: after a list with fewer devices (list), "+
 				"because the kubelet had written more than the list says (kubelet), or because the agent ended (end).",
@@ -85,20 +85,20 @@ func NewMetrics(version string) *Metrics {
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
-			"Containers that the watchdog has ended: over their memory cap, or intruders on a GPU on which they have "+
-				"no allocation.", "reason"),
+			"Containers that the watchdog has ended: they were over their memory cap (over), or used a GPU without "+
+				"an allocation on it (intruder).", "reason"),
 		evicted: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "cap_evictions_total",
-			Help: "Pods that were evicted for going over their memory cap again and again."}),
-		// The watchdog looks four times a second, and acts on the second breach.
+			Help: "Pods that were evicted since they exceeded their memory cap again and again."}),
+		// The watchdog reads four times a second, and acts on the second breach.
 		breach: auto.NewHistogram(prometheus.HistogramOpts{Name: obs.Prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
 			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
-		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset 10 s or
-		// more. The last bucket shows a driver that hangs.
+		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset takes 10 s or more. The
+		// last bucket shows a driver that hangs.
 		steps: histogram("mig_step_duration_seconds",
 			"Time that a step of a change to a GPU's MIG instances took, by its outcome.",
 			[]float64{.05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "op", "profile", "outcome"),
-		// The kubelet asks again after 30 s; the work goes on meanwhile.
+		// The kubelet asks again after 30 s; the work continues meanwhile.
 		wishes: histogram("mig_wish_duration_seconds",
 			"Time from a container's request for a MIG instance until the container could start.",
 			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
@@ -109,17 +109,18 @@ func NewMetrics(version string) *Metrics {
 	return m
 }
 
-// APIAnswered notes that the API server has answered, or is asked from now on.
+// APIAnswered sets the time of the API server's last answer to now. The agent also calls it when it
+// begins to ask.
 func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
 
-// Called counts a call of the kubelet. resource is the full resource name,
-// method the RPC's ("Allocate"); the code is the one that gRPC makes of err ("OK").
+// Called counts a call of the kubelet. resource is the full resource name, and method the RPC's
+// ("Allocate"). The label code is the gRPC code of err ("OK").
 func (m *Metrics) Called(resource, method string, took time.Duration, err error) {
 	m.plugin.WithLabelValues(resource, method, grpcstatus.Code(err).String()).Observe(took.Seconds())
 }
 
-// Lowered counts a resource of which the Node's allocatable was lowered; cause is "list",
-// "kubelet" or "end".
+// Lowered counts a lowering of a resource in the Node's allocatable. cause is "list", "kubelet" or
+// "end".
 func (m *Metrics) Lowered(cause string) { m.lowered.WithLabelValues(cause).Inc() }
 
 // Registered counts a registration at the kubelet if it failed.
@@ -137,7 +138,7 @@ func (m *Metrics) Refused(resource string, err error) {
 	m.refusals.WithLabelValues(resource, string(status.CauseOf(err, status.NotOffered).Reason)).Inc()
 }
 
-// DriverCall counts a call of the driver. code is "ok" or the failure's kind.
+// DriverCall counts a call of the driver. code is "ok" or the kind of the failure.
 func (m *Metrics) DriverCall(call, code string, took time.Duration) {
 	m.driver.WithLabelValues(call, code).Observe(took.Seconds())
 }
@@ -156,15 +157,14 @@ func (m *Metrics) GPUEvent(e gpu.Event) {
 	m.gpus.WithLabelValues(string(e.GPU), string(e.Kind), strconv.FormatUint(e.Xid, 10)).Inc()
 }
 
-// APIError counts a failed request to the API server, by RBAC's verb and resource.
+// APIError counts a failed request to the API server. verb and resource are RBAC's.
 func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
 
 // Event counts an Event by its outcome: "sent", "merged" or "dropped".
 func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
 
-// Ended counts a container that the watchdog has ended. Its kind is one of
-// KillReasons; took is the time from the first reading that showed the offence to
-// the end of the container's processes.
+// Ended counts a container that the watchdog has ended. kind is one of KillReasons. took is the
+// time from the first reading that showed the offence to the end of the container's processes.
 func (m *Metrics) Ended(kind memcap.Kind, took time.Duration) {
 	m.kills.WithLabelValues(string(kind)).Inc()
 	if kind == memcap.Over {
@@ -182,8 +182,8 @@ func (m *Metrics) MIGStep(op, profile string, took time.Duration, err error) {
 	m.steps.WithLabelValues(op, profile, outcome(err)).Observe(took.Seconds())
 }
 
-// outcome distinguishes what an operator would: a step that met a process or had no
-// room has not failed like one that the driver refused.
+// outcome returns the outcome of a step. A step that found a process or no room differs from one
+// that the driver refused.
 func outcome(err error) string {
 	switch {
 	case err == nil:
@@ -211,7 +211,7 @@ func (m *Metrics) registry(o *Options) *prometheus.Registry {
 	return obs.Registry(all...)
 }
 
-// described is all that Collect can send.
+// described are all descriptions that Collect can send.
 var described []*prometheus.Desc
 
 func gauge(name, help string, labels ...string) *prometheus.Desc {
@@ -227,7 +227,7 @@ var (
 		"driver", "cuda")
 	gpuInfo = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index",
 		"model", "mode")
-	gpuMemory = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.",
+	gpuMemory = gauge("gpu_memory_bytes", "Size of the GPU's memory, including what the driver keeps for itself.",
 		"gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
 	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
@@ -235,13 +235,13 @@ var (
 		"knows them: 1 or 0.", "resource")
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
-	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.",
+	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and not held.",
 		"gpu", "resource", "state")
-	canBeHad = gauge("resource_free", "Devices of a resource that can be had now. MIG devices on demand exclude "+
-		"each other.", "resource")
+	canBeHad = gauge("resource_free", "Devices of a resource that a container can get now. MIG devices on demand "+
+		"exclude each other.", "resource")
 	largest = gauge("resource_largest_request", "The largest request for a resource by one container that fits on "+
 		"the node now.", "resource")
-	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or cannot be had, "+
+	saturation = gauge("saturation_ratio", "The part of the memory of the node's GPUs that is held or not available, "+
 		"0 to 1. GPUs with mode off do not count.")
 	allocated = gauge("allocations", "Allocations: sets of devices that were given together and have not ended.")
 	partition = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.",
@@ -249,20 +249,20 @@ var (
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
 	migEnabled = gauge("mig_enabled",
-		"Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
+		"Whether MIG is in force on a GPU that has or should have MIG instances: 1 or 0.", "gpu")
 	migPending    = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
 	migPlacements = gauge("mig_slots",
 		"MIG devices of a GPU, by profile, that are "+strings.Join(status.PlacementStates, ", ")+
 			". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
-	// dcgm-exporter has the same label names, so that a query can join by them.
+	// These label names are dcgm-exporter's, so that a query can join by them.
 	deviceInfo = gauge("device_info",
 		"A device that a container holds, or an existing MIG instance; always 1. UUID, GPU_I_ID and GPU_I_PROFILE "+
 			"are as dcgm-exporter writes them.",
 		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
 
 	containerCap = gauge("container_memory_cap_bytes",
-		"GPU memory that a container may use, and the guarantee: what enforces that. None for a whole GPU.",
+		"GPU memory that a container may use; the label guarantee names what enforces it. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
 	containerUsed = gauge("container_memory_used_bytes",
 		"GPU memory of a container that counts against its cap, as the watchdog read it last; none while it is "+
@@ -299,8 +299,7 @@ type view struct {
 	status  func() status.Status
 }
 
-// Describe sends all that Collect can send, so that a clash of names is found at the
-// start.
+// Describe sends all descriptions, so that a clash of names is found at the start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range described {
 		out <- d
@@ -359,7 +358,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 
 func sendGPU(send sender, g *status.GPU, watched bool) {
 	send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, string(g.Mode))
-	if g.MemoryMiB > 0 { // else it has none of its own
+	if g.MemoryMiB > 0 { // otherwise it has no memory of its own
 		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
 	}
 	send(gpuHealthy, obs.Truth(g.Health == status.Healthy), g.UUID)
@@ -389,7 +388,7 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 			placements[profile][s.State]++
 		}
 		for profile, n := range placements {
-			for _, state := range status.PlacementStates { // alerts need the zeros too
+			for _, state := range status.PlacementStates { // alerts need the zeros, too
 				send(migPlacements, float64(n[state]), g.UUID, profile, state)
 			}
 		}
@@ -397,8 +396,8 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 	sendDevices(send, g)
 }
 
-// sendContainers sends the series of the containers that exist now: none has to be
-// deleted when a container ends.
+// sendContainers sends the series of the containers that exist now. So no series has to be deleted
+// when a container ends.
 func sendContainers(send, count sender, containers []status.Container) {
 	once := map[[4]string]bool{}
 	for _, c := range containers {
@@ -422,9 +421,9 @@ func sendContainers(send, count sender, containers []status.Container) {
 	}
 }
 
-// sendDevices sends device_info: one for each GPU and container that holds devices of
-// it, and one for each MIG instance. A MIG device without an instance is left out,
-// because it would join the figures of the whole GPU.
+// sendDevices sends device_info: one for each GPU and each container that holds devices of it, and
+// one for each MIG instance. It leaves out a MIG device without an instance, which would join with
+// the figures of the whole GPU.
 func sendDevices(send sender, g *status.GPU) {
 	once := map[[9]string]bool{}
 	note := func(labels ...string) {
@@ -450,7 +449,7 @@ func sendDevices(send sender, g *status.GPU) {
 
 func bytes(mib uint64) float64 { return float64(mib) * (1 << 20) }
 
-// valid replaces invalid UTF-8, for which Prometheus refuses a label.
+// valid replaces invalid UTF-8, which Prometheus does not allow in a label.
 func valid(labels []string) []string {
 	for i, l := range labels {
 		labels[i] = strings.ToValidUTF8(l, "\uFFFD")

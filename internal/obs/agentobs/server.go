@@ -24,15 +24,15 @@ import (
 
 // Options configure a Server. Addr and Now may be left out.
 type Options struct {
-	// These are as obs.Options has them.
+	// These are those of obs.Options.
 	Addr           string
 	Logger         *slog.Logger
 	Healthy, Ready func() error
-	// Status returns the current status, under the same terms. The server does not
-	// change the value; nil where there is no page of it.
+	// Status returns the present status. It must return at once, and may be called from several
+	// goroutines. The server does not change the value. If it is nil, there is no status page.
 	Status  func() status.Status
 	Metrics *Metrics
-	// Account is what is granted and used, for one scrape; nil where no account is kept.
+	// Account has the metrics of what containers are granted and use; nil if no account is kept.
 	Account *Account
 	// Now is the clock for the ages on the page; nil means time.Now.
 	Now func() time.Time
@@ -75,9 +75,9 @@ func (o *Options) status(w http.ResponseWriter, r *http.Request) {
 	w.Write(append(body, '\n'))
 }
 
-// onlyFromHere refuses a page to the network. The Status has the names of namespaces,
-// pods and containers; the port is open to every pod of the cluster, and a pod has
-// nothing but its address to identify it.
+// onlyFromHere refuses a page to clients on the network. The Status has the names of namespaces,
+// pods and containers. The port is open to every pod of the cluster, and only its address
+// identifies a pod.
 func onlyFromHere(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !fromHere(r) {
@@ -106,8 +106,8 @@ func fromHere(r *http.Request) bool {
 	return to.IsLoopback() && from.IsLoopback() || to.IsValid() && to == from
 }
 
-// wantsHTML reports whether a client asks for the page: by ?format=html, or as browsers
-// do by the Accept header. Without an Accept header: JSON.
+// wantsHTML reports whether a client asks for the HTML page: by ?format=html, or by the Accept
+// header as browsers do. A client without an Accept header gets JSON.
 func wantsHTML(r *http.Request) bool {
 	switch r.URL.Query().Get("format") {
 	case "html":
@@ -140,9 +140,8 @@ func wantsHTML(r *http.Request) bool {
 // maxStatus is the longest answer that Fetch reads, in bytes.
 const maxStatus = 16 << 20
 
-// Fetch reads the Status of the agent that serves on addr, which has the form of
-// Options.Addr; without a host it is this machine. Errors name the address and what to
-// check.
+// Fetch reads the Status of the agent at addr, which has the form of Options.Addr; without a host
+// it is this machine. Errors name the address and what to check.
 func Fetch(ctx context.Context, addr string) (status.Status, error) {
 	var s status.Status
 	if strings.HasPrefix(addr, ":") {
@@ -153,7 +152,7 @@ func Fetch(ctx context.Context, addr string) (status.Status, error) {
 	if err != nil {
 		return s, fmt.Errorf("read the agent's status: %w", err)
 	}
-	// Without the environment's proxy, which is not meant for this.
+	// The environment's proxy is not meant for this.
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	response, err := client.Do(request)
 	if err != nil {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package placerobs has the placer's metrics, which internal/obs serves. What happens between
-// two scrapes (answers, errors) is counted in [Metrics], whose methods take plain values; what
-// is true at a moment is asked for at each scrape, as a [State].
+// Package placerobs has the placer's metrics, which internal/obs serves. [Metrics] counts what
+// happens between two scrapes (answers, errors); its methods take plain values. Each scrape reads
+// the present values as a [State].
 //
 //	metrics := placerobs.NewMetrics(version, state, verbs, outcomes, slices, checks)
 //	server := obs.New(obs.Options{Addr: ":9500", Metrics: metrics.Registry(), …})
 //
-// docs/operations.md has the table of them. Names start with gpu_agent_, as the agent's, and
-// those of the placer alone with gpu_agent_placer_. The package does not know how the placer
-// decides.
+// docs/operations.md has a table of the metrics. All names start with gpu_agent_, as the agent's
+// do, and those that only the placer has start with gpu_agent_placer_. The package does not know
+// how the placer decides.
 package placerobs

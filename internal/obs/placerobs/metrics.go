@@ -12,8 +12,8 @@ import (
 	"example.com/gpu-agent/internal/obs"
 )
 
-// Metrics counts what a placer does. Its methods may be called from several goroutines and
-// never block.
+// Metrics counts what a placer does. Its methods may be called from several goroutines and never
+// block.
 type Metrics struct {
 	own       *prometheus.Registry
 	answers   *prometheus.CounterVec
@@ -24,31 +24,33 @@ type Metrics struct {
 	wakes     *prometheus.CounterVec
 }
 
-// State is what a placer is at, when it is asked.
+// State has the placer's present values.
 type State struct {
-	// Waiting are pods that were refused and have no place yet. Reservations are pods that
-	// have one, by the placer's word or as the API's nominees, and are not bound.
+	// Waiting is the number of pods that were refused and have no node yet. Reservations is the
+	// number of pods that have room reserved and are not bound. The placer chose their node, or the
+	// API nominates them to one.
 	Waiting, Reservations int
-	// PassedOver is how many nodes have a GPUNode that is not valid.
+	// PassedOver is the number of nodes whose GPUNode is not valid.
 	PassedOver int
-	// Slices are the ResourceSlices of other clusters that ask for GPUs, by what they were told.
+	// Slices is the number of ResourceSlices from other clusters that ask for GPUs, by the placer's
+	// answer.
 	Slices map[string]int
-	// Checks are the admission checks of workloads that have quota, by their state.
+	// Checks is the number of admission checks of workloads that have quota, by state.
 	Checks map[string]int
-	// Sites are the GPUs in use by site.
+	// Sites has the GPUs in use, by site.
 	Sites map[string]SiteUse
-	// Leads says that this process is the one that answers.
+	// Leads is true if this process is the leader, which answers.
 	Leads bool
 }
 
-// SiteUse is how many GPUs of a site are in use, in whole or in part, and for how many seconds
-// all of them together have been.
+// SiteUse is the use of a site's GPUs. GPUs is how many are in use now, in whole or in part.
+// Seconds is the sum of the time that each has been in use.
 type SiteUse struct {
 	GPUs    int
 	Seconds float64
 }
 
-// siteMetrics are those of sites, of which nobody knows before which there are.
+// siteMetrics collects the metrics of sites, whose names are not known in advance.
 type siteMetrics struct {
 	read          func() State
 	gpus, seconds *prometheus.Desc
@@ -67,17 +69,17 @@ func (m *siteMetrics) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// NewMetrics returns metrics in which all counters are 0. Read is asked at each scrape;
-// verbs are those of the extender's requests, outcomes what these can have, slices what a
-// ResourceSlice can have been told, and checks the states of an admission check.
+// NewMetrics returns metrics with all counters at 0. Each scrape calls read. verbs are those of the
+// extender's requests, and outcomes their possible outcomes. slices are the possible answers to a
+// ResourceSlice, and checks the states of an admission check.
 func NewMetrics(version string, read func() State, verbs, outcomes, slices, checks []string) *Metrics {
 	own := prometheus.NewRegistry()
 	auto := promauto.With(own)
 	m := &Metrics{
 		own: own,
 		answers: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_answers_total",
-			Help: "Requests of schedulers, by how they ended. Where that is neither placed, refused nor " +
-				"deferred, the scheduler went on without the placer."}, []string{"verb", "outcome"}),
+			Help: "Requests of schedulers, by outcome. After any outcome but placed, refused and deferred, " +
+				"the scheduler went on without the placer."}, []string{"verb", "outcome"}),
 		took: auto.NewHistogramVec(prometheus.HistogramOpts{Name: obs.Prefix + "placer_answer_seconds",
 			Help:    "Time from a scheduler's request to the answer.",
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .2, .5}}, []string{"verb"}),
@@ -85,19 +87,19 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
 		answered: obs.AnsweredIn(auto),
 		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "placer_unguarded_pods_total",
-			Help: "Pods with devices of an agent's that are bound to a node without the placer's word."}),
+			Help: "Pods with an agent's devices that were bound to a node without the placer's approval."}),
 		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_wakes_total",
-			Help: "Annotations by which a scheduler was made to look at a node again, by result: ok or error."},
+			Help: "Annotations that make a scheduler look at a node again, by result: ok or error."},
 			[]string{"result"}),
 	}
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_waiting_pods",
-		Help: "Pods that were refused and have no place yet."}, func() float64 { return float64(read().Waiting) })
+		Help: "Pods that were refused and have no node yet."}, func() float64 { return float64(read().Waiting) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_reservations",
 		Help: "Pods that are not bound and have room reserved."},
 		func() float64 { return float64(read().Reservations) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_passed_over_nodes",
-		Help: "Nodes where no pod is placed since their GPUNode is not valid: an agent of another version, or " +
-			"a node that lies."}, func() float64 { return float64(read().PassedOver) })
+		Help: "Nodes that get no pods since their GPUNode is not valid: their agent has another version, or " +
+			"they report false values."}, func() float64 { return float64(read().PassedOver) })
 	for _, state := range checks {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_kueue_checks",
 			ConstLabels: prometheus.Labels{"state": state},
@@ -107,18 +109,19 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 	for _, state := range slices {
 		auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_liqo_slices",
 			ConstLabels: prometheus.Labels{"state": state},
-			Help: "ResourceSlices of other clusters that ask for the agents' resources, by what they were told: " +
+			Help: "ResourceSlices of other clusters that ask for the agents' resources, by the placer's answer: " +
 				"accepted, denied, waiting for an answer; or bypassing: of Liqo's own class, which grants anything."},
 			func() float64 { return float64(read().Slices[state]) })
 	}
 	own.MustRegister(&siteMetrics{read,
 		prometheus.NewDesc(obs.Prefix+"placer_site_gpus",
-			"GPUs of which anybody holds a piece, by the site of their node.", []string{"site"}, nil),
+			"GPUs that are held in whole or in part, by the site of their node.", []string{"site"}, nil),
 		prometheus.NewDesc(obs.Prefix+"placer_site_gpu_seconds_total",
-			"Time for which anybody has held a piece of a GPU, of all GPUs of a site together.",
+			"Seconds that a GPU was held in whole or in part, summed over all GPUs of a site.",
 			[]string{"site"}, nil)})
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "placer_leader",
-		Help: "1 while this process is the one that answers."}, func() float64 { return obs.Truth(read().Leads) })
+		Help: "1 while this process is the leader, which answers; else 0."},
+		func() float64 { return obs.Truth(read().Leads) })
 	auto.NewGaugeFunc(prometheus.GaugeOpts{Name: obs.Prefix + "build_info", Help: "1; the version is in the labels.",
 		ConstLabels: prometheus.Labels{"version": version, "goversion": runtime.Version()}},
 		func() float64 { return 1 })
@@ -143,13 +146,14 @@ func (m *Metrics) Answered(verb, outcome string, took time.Duration) {
 // APIError counts a request to the API server that failed.
 func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
 
-// APIAnswered notes that the API server has answered, or is asked from now on.
+// APIAnswered sets the time of the API server's last answer to now. The placer also calls it when
+// it begins to ask.
 func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
 
 // Unguarded counts a pod that was bound without the placer.
 func (m *Metrics) Unguarded() { m.unguarded.Inc() }
 
-// Woke counts an annotation that was to make the scheduler look again.
+// Woke counts an annotation that should make the scheduler look at a node again.
 func (m *Metrics) Woke(err error) {
 	result := "ok"
 	if err != nil {
@@ -158,5 +162,5 @@ func (m *Metrics) Woke(err error) {
 	m.wakes.WithLabelValues(result).Inc()
 }
 
-// Registry is all that /metrics shows.
+// Registry returns all metrics of /metrics.
 func (m *Metrics) Registry() *prometheus.Registry { return obs.Registry(m.own) }
