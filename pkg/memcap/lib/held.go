@@ -59,22 +59,61 @@ func (m *Meter) noteSure() {
 	}
 }
 
-// A user is a living process that counts, as its slots say. rest is what the driver's figure for it
-// includes besides its contexts, in bytes, without promises.
+// A user is a process that holds the locks of its slots. reserved is their sum in bytes. rest is
+// what the driver's figure for it includes besides its contexts, in bytes, without promises.
 type user struct {
 	Process
-	slot           int
-	contexts, rest uint64
+	slot                     int
+	contexts, reserved, rest uint64
 }
 
 // addUser adds a slot's numbers to its process. A program that has loaded the library twice has two
 // slots.
-func (u *Usage) addUser(slot int, p Process, contexts, rest uint64) {
+func (u *Usage) addUser(slot int, p Process, contexts, reserved, rest uint64) {
 	for i := range u.users {
 		if is := &u.users[i]; is.Process == p {
-			is.contexts, is.rest = is.contexts+contexts, is.rest+rest
+			is.contexts, is.reserved, is.rest = is.contexts+contexts, is.reserved+reserved, is.rest+rest
 			return
 		}
 	}
-	u.users = append(u.users, user{p, slot, contexts, rest})
+	u.users = append(u.users, user{p, slot, contexts, reserved, rest})
+}
+
+// dying returns how many bytes the slots have of processes that the driver does not list any
+// more although they hold their slots' locks. The kernel closes a dying process's descriptors
+// first, and with them goes its memory. On a busy node the locks follow some milliseconds later.
+// A reading between the two would take the memory of a context for none, and show others all of
+// it as free until the next reading.
+//
+// A process without a context need not be listed. Nothing can be told where the driver lists a
+// process by another name than its slot, as one in a sandbox with a kernel of its own, or where
+// its figure has more than each of those that are named.
+func (m *Meter) dying(driver uint64, each map[Process]uint64) uint64 {
+	if each == nil {
+		return 0
+	}
+	var listed int
+	var has, lost uint64
+	for i := range m.usage.users {
+		u := &m.usage.users[i]
+		bytes, is := each[u.Process]
+		switch {
+		case is:
+			listed++
+			has += bytes
+		case u.contexts > 0:
+			lost += u.reserved
+		}
+	}
+	if listed < len(each) || has != driver {
+		return 0
+	}
+	return lost
+}
+
+// lose counts so many bytes of living processes as a dead one's.
+func (c *Counters) lose(bytes uint64) {
+	bytes = min(bytes, c.Reserved)
+	c.Reserved -= bytes
+	c.Dead += bytes
 }

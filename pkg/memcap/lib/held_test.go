@@ -151,3 +151,83 @@ func TestCodeOfASmallShare(t *testing.T) {
 		}
 	}
 }
+
+// TestDyingProcess: a process whose memory the driver has back, and whose slot's lock the kernel
+// still holds, does not make contexts look small, nor is its memory shown as free twice.
+func TestDyingProcess(t *testing.T) {
+	const charged, has, alloc = 500 << 20, 450 << 20, 1000 << 20
+	first, second := Process{Namespace: 7, PID: 100}, Process{Namespace: 7, PID: 101}
+	for name, c := range map[string]struct {
+		driver uint64
+		each   map[Process]uint64
+		dies   bool // the second process counts as a dead one
+	}{
+		"both are listed":                    {2 * (has + alloc), map[Process]uint64{first: has + alloc, second: has + alloc}, false},
+		"one is not listed":                  {has + alloc, map[Process]uint64{first: has + alloc}, true},
+		"its memory is listed under no name": {2 * (has + alloc), map[Process]uint64{first: has + alloc}, false},
+		"a name that is in no slot":          {2 * (has + alloc), map[Process]uint64{first: has + alloc, {7, 102}: has + alloc}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			locks := p.lock(2)
+			_, m := aMeter(t, p, time.Second)
+			for i, who := range []Process{first, second} {
+				at := pageSize + i*slotSize
+				p.set(at+slotPIDs, who.Namespace)
+				p.set(at+slotPID, who.PID)
+				p.set(at+slotReserved, charged+alloc)
+				p.set(at+slotCommitted, charged+alloc)
+				p.set(at+slotExpected, charged)
+				p.set(at+slotContexts, 1)
+			}
+			p.set(useHigh, 2)
+			p.set(useBound, 1<<amountBits|2*(charged+alloc)/unit)
+			both := map[Process]uint64{first: has + alloc, second: has + alloc}
+			for range 2 {
+				if r := readEach(t, m, 2*(has+alloc), both); !r.Quiet || r.Correction != 2*(has-charged) {
+					t.Fatalf("with both: %+v", r)
+				}
+			}
+			for range 2 {
+				r := readEach(t, m, c.driver, c.each)
+				if r.Quiet == c.dies || r.Correction != 2*(has-charged) {
+					t.Errorf("quiet: %v, a correction of %d MiB", r.Quiet, r.Correction>>20)
+				}
+			}
+			if got := m.page.bare(); got != has {
+				t.Errorf("a context takes %d MiB at least, want %d", got>>20, uint64(has)>>20)
+			}
+			if !c.dies {
+				return
+			}
+			// Its lock goes, and another process reaps it.
+			locks.Close()
+			p.lock(1)
+			for _, word := range []int{slotReserved, slotCommitted, slotExpected, slotContexts, slotPID} {
+				p.set(pageSize+slotSize+word, 0)
+			}
+			p.set(useSettled, charged+alloc)
+			p.set(useBound, 2<<amountBits|(charged+alloc)/unit)
+			// As shown_used in c/page.h, with nobody dead on the page.
+			gone := min(charged+alloc-m.page.load(atShownAt), m.page.load(atDead))
+			if used := charged + alloc + m.page.load(atShown) + gone; used != has+alloc {
+				t.Errorf("%d MiB are shown as used until the next reading, want %d", used>>20, uint64(has+alloc)>>20)
+			}
+			if r := readEach(t, m, has+alloc, map[Process]uint64{first: has + alloc}); !r.Quiet || r.Correction != has-charged {
+				t.Errorf("without it: %+v", r)
+			}
+		})
+	}
+}
+
+func readEach(t *testing.T, m *Meter, driver uint64, each map[Process]uint64) Reading {
+	t.Helper()
+	if err := m.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	r, err := m.End(driver, true, each)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}

@@ -149,6 +149,11 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 		m.bare, m.seen, m.worst = m.page.bare(), 0, 0
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
+	if known {
+		dying := m.dying(driver, each)
+		m.first.lose(dying)
+		c.lose(dying)
+	}
 	// If the second look was steady, so was the first. No attempt may be under way: what it takes
 	// beyond bound for a moment would lower the ceiling.
 	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves &&

@@ -242,7 +242,7 @@ func (c *Counters) settle(idle uint64) error {
 // living adds the numbers in the slot of a living process.
 func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, committed uint64) {
 	rest := committed - min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised))
-	u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), rest)
+	u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), reserved, rest)
 	c.Processes++
 	c.Borrowed += min(slot(slotBorrowed), reserved)
 	c.Reserved += reserved
