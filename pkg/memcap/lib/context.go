@@ -81,10 +81,17 @@ func (m *Meter) credible(c Counters, each uint64) uint64 {
 // perContext returns what the driver has for each context beyond all that was counted, by a quiet
 // reading whose figure lacks promised bytes. It is in whole MiB, or 0 if the figures make no sense.
 func perContext(c Counters, driver, promised uint64) uint64 {
-	rest := c.Committed - min(c.Committed, c.Expected+c.Managed+promised)
+	rest := c.rest(promised)
 	if c.Contexts == 0 || driver <= rest {
 		return 0
 	}
 	const mib = 1 << 20
 	return ((driver-rest)/c.Contexts + mib - 1) / mib * mib
+}
+
+// rest returns what the driver's figure has besides contexts, in bytes, of a page with so many
+// bytes of promises that are open. Memory that was exported and freed counts as gone: a context
+// then looks larger than it is if that memory is still there, and never smaller.
+func (c *Counters) rest(promised uint64) uint64 {
+	return c.Committed - min(c.Committed, c.Expected+c.Managed+promised+c.Exported)
 }

@@ -15,6 +15,9 @@ package lib
 //
 // Each process is compared by itself: if one has loaded more than its part, the others may still
 // load theirs. If each lacks a process, only the sum of all is compared.
+//
+// Memory that was exported and freed counts as gone here. If it counted as there, its loss would
+// look like code that is not loaded yet, and the room that it left would be held back for good.
 func (m *Meter) held(c Counters, driver uint64, each map[Process]uint64) uint64 {
 	code := m.page.load(atCode)
 	if c.Contexts == 0 {
@@ -23,7 +26,7 @@ func (m *Meter) held(c Counters, driver uint64, each map[Process]uint64) uint64 
 	some := m.usage.users
 	for i := range some {
 		if _, known := each[some[i].Process]; !known {
-			rest := c.Committed - min(c.Committed, c.Expected+c.Managed+m.taken.open(c))
+			rest := c.rest(m.taken.open(c))
 			return m.lacks(c.Contexts, code, driver-min(driver, rest))
 		}
 	}
@@ -60,7 +63,8 @@ func (m *Meter) noteSure() {
 }
 
 // A user is a process that holds the locks of its slots. reserved is their sum in bytes. rest is
-// what the driver's figure for it includes besides its contexts, in bytes, without promises.
+// what the driver's figure for it includes besides its contexts, in bytes, without promises
+// and without memory that was exported and freed.
 type user struct {
 	Process
 	slot                     int

@@ -231,3 +231,85 @@ func readEach(t *testing.T, m *Meter, driver uint64, each map[Process]uint64) Re
 	}
 	return r
 }
+
+// TestExportsThatAreGone: memory that was exported, freed and is gone is room again, with and
+// without each process's figure. It makes no context look small, and is not taken off twice of
+// what programs are shown.
+func TestExportsThatAreGone(t *testing.T) {
+	const context, code, alloc, exported = 500 << 20, 90 << 20, 1000 << 20, 300 << 20
+	who := Process{Namespace: 7, PID: 100}
+	for name, known := range map[string]bool{"each": true, "together": false} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			locks := p.lock(1)
+			pages := somePages(t)
+			if _, err := pages.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 16 * aGiB, Context: context, Code: code}}); err != nil {
+				t.Fatal(err)
+			}
+			p.isOf(pages, aKey)
+			m, err := pages.Meter(aKey, aGPU, p.usage())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer m.Close()
+			read := func(driver uint64, there bool) Reading {
+				each := map[Process]uint64{}
+				if there {
+					each[who] = driver
+				}
+				if !known {
+					each = nil
+				}
+				return readEach(t, m, driver, each)
+			}
+			shown := func(bound uint64) uint64 { // as shown_used in c/page.h, with nobody dead
+				c, err := p.usage().Read()
+				if err != nil {
+					t.Fatal(err)
+				}
+				return bound + m.page.load(atShown) + min(c.Settled-m.page.load(atShownAt), m.page.load(atDead))
+			}
+			count := func(version, bytes, exported uint64) {
+				p.has(version, bytes, context+code, 1)
+				p.set(pageSize+slotPIDs, who.Namespace)
+				p.set(pageSize+slotPID, who.PID)
+				p.set(pageSize+slotExported, exported)
+			}
+			count(1, context+code+alloc+exported, 0)
+			read(context+alloc+exported, true)
+			count(1, context+code+alloc+exported, exported)
+			for range 2 {
+				read(context+alloc, true)
+				// What its owner may take off, by account_exports_gone in c/count.c.
+				if gone := m.page.load(atCeiling) - m.page.load(atLimit); gone != exported {
+					t.Errorf("%d MiB are gone, want %d", gone>>20, exported>>20)
+				}
+			}
+			if got := m.page.bare(); got != context {
+				t.Errorf("a context takes %d MiB at least, want %d", got>>20, context>>20)
+			}
+			const has = context + alloc
+			if used := shown(context + code + alloc + exported); used != has+code { // code is held back
+				t.Errorf("%d MiB are shown as used, want %d", used>>20, (has+code)>>20)
+			}
+			// The owner takes off what is gone.
+			count(2, context+code+alloc, 0)
+			p.set(useSettled, exported)
+			if used := shown(context + code + alloc); used != has+code {
+				t.Errorf("%d MiB are shown as used afterwards, want %d", used>>20, (has+code)>>20)
+			}
+			if r := read(has, true); !r.Quiet || m.page.load(atCeiling) != 16*aGiB {
+				t.Errorf("%+v, a ceiling of %d MiB", r, m.page.load(atCeiling)>>20)
+			}
+			// It dies with memory that is gone already.
+			count(3, context+code+alloc+exported, exported)
+			read(has, true)
+			locks.Close()
+			p.has(4, 0, 0, 0)
+			p.set(useSettled, 2*exported+context+code+alloc)
+			if used := int64(shown(0)); used != 0 {
+				t.Errorf("%d MiB are shown as used of nothing", used>>20)
+			}
+		})
+	}
+}

@@ -176,10 +176,13 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 	r.Used = figure + c.Lent - min(figure, c.Borrowed)
 	r.PeakUsed = max(r.Used, min(r.Used+max(c.Peak, c.Bound)-c.Bound, m.page.load(atLimit)))
 	// Views such as nvidia-smi show the figure itself plus what was counted since. That needs a
-	// reading with no large allocation or context under way: the figure may include it or not.
+	// reading with no large allocation or context under way: the figure may include it or not. A
+	// part of Bound may be gone already, with a dead process or after it was exported. Views must
+	// not subtract it a second time when a process takes it off Bound.
 	switch {
 	case known && still && max(underWay(m.first), underWay(c)) <= shownSlack:
-		next.shown, next.shownAt, next.dead = int64(figure+next.held)-int64(c.Bound), c.Settled, c.Dead
+		next.shown, next.shownAt = int64(figure+next.held)-int64(c.Bound), c.Settled
+		next.dead = c.Dead + min(c.Exported, c.Bound-min(c.Bound, figure))
 	case was.nonce != c.Nonce || !known:
 		next.shown, next.shownAt, next.dead = next.correction+int64(next.held), next.settled, 0
 	}

@@ -458,7 +458,7 @@ type reading struct {
 	// held.go. surely is the same for the roof.
 	held, surely uint64
 	// shown is for the views of programs: the driver's figure less bound. At that time shownAt had
-	// been settled, and dead processes had dead bytes of bound.
+	// been settled, and dead bytes of bound were gone: of dead processes, or exported.
 	shown         int64
 	shownAt, dead uint64
 	// least is a lower bound of the correction. It holds as long as the usage page's guesses are

@@ -241,7 +241,8 @@ func (c *Counters) settle(idle uint64) error {
 
 // living adds the numbers in the slot of a living process.
 func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, committed uint64) {
-	rest := committed - min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised))
+	exported := min(slot(slotExported), committed)
+	rest := committed - min(committed, slot(slotExpected)+slot(slotManaged)+slot(slotPromised)+exported)
 	u.addUser(i, Process{slot(slotPIDs), slot(slotPID)}, min(slot(slotContexts), 1<<20), reserved, rest)
 	c.Processes++
 	c.Borrowed += min(slot(slotBorrowed), reserved)
@@ -250,7 +251,7 @@ func (u *Usage) living(c *Counters, i int, slot func(int) uint64, reserved, comm
 	c.Managed += slot(slotManaged)
 	c.promise(i, slot(slotPID), slot(slotPromised))
 	c.Expected += slot(slotExpected)
-	c.Exported += min(slot(slotExported), committed)
+	c.Exported += exported
 	c.Contexts += min(slot(slotContexts), 1<<20)
 }
 

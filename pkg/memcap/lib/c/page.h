@@ -55,7 +55,7 @@ struct limit_page {
      * not be that careful. */
     int64_t shown;
     uint64_t shown_settled;
-    uint64_t shown_dead; /* the bytes of bound at the reading that belonged to dead processes */
+    uint64_t shown_dead; /* the bytes of bound that were gone at the reading: of dead processes, or exported */
     /* The highest that the ceiling can really be, in bytes. The ceiling may be too low if processes
      * allocated during the reading. The roof is never too low, as long as nothing is charged or
      * given back by guess. */
@@ -174,7 +174,8 @@ static inline uint64_t borrowed_for(const struct slot *s)
 /* shown_used returns the bytes that views show as used. The first three arguments come from a
  * reading of the same nonce; the others are of now. bound is without what is idle. A process that
  * died since the reading was in the driver's figure, so its memory is subtracted. A process that
- * was dead before was not in the figure, but its memory is in bound until it is taken off. */
+ * was dead before was not in the figure, but its memory is in bound until it is taken off. So is
+ * exported memory that is gone. */
 static inline int64_t shown_used(int64_t shown, uint64_t shown_settled, uint64_t shown_dead, uint64_t bound, uint64_t settled, uint64_t dead)
 {
     uint64_t lost = settled - shown_settled, gone = lost < shown_dead ? lost : shown_dead;
