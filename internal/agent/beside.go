@@ -12,13 +12,13 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// bell has rounds come. All of it may be used by several goroutines.
+// bell holds the tokens that start rounds. Any goroutine may use it.
 type bell struct {
-	// rounds holds at most one token: somebody wants a round.
+	// rounds holds a token if a round was asked for.
 	rounds chan struct{}
-	// stirred has one too: the watchdog has something new to look at.
+	// stirred holds a token if the watchdog has something new to look at.
 	stirred chan struct{}
-	// soon says that wakeSoon has a round coming.
+	// soon is true while a delayed wakeSoon is pending.
 	soon atomic.Bool
 }
 
@@ -32,7 +32,7 @@ func (b *bell) wake() {
 	poke(b.stirred)
 }
 
-// poke leaves a token in a channel that has room for one.
+// poke leaves a token in a channel of size one, unless it holds one.
 func poke(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -40,8 +40,8 @@ func poke(c chan<- struct{}) {
 	}
 }
 
-// wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
-// PreStartContainer has had one by then: unopened reports that an allocation has had none.
+// wakeSoon asks for a round after answerTime, one for all calls until then. There is no round if
+// unopened returns false by then, because PreStartContainer has had one for each allocation.
 func (b *bell) wakeSoon(unopened func() bool) {
 	if b.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
@@ -53,28 +53,26 @@ func (b *bell) wakeSoon(unopened func() bool) {
 	}
 }
 
-// beside is what runs beside the loop, or is told of its rounds. It is not changed after New.
+// beside lists what runs beside the loop, or is called by it. It does not change after New.
 type beside struct {
 	// runs run as long as the agent does.
 	runs []func(context.Context) error
-	// leaves are called one after the other when the agent is to end, while everything still
-	// runs.
+	// leaves are called one after the other when the agent is to end, while everything still runs.
 	leaves []func(context.Context)
-	// remarks are what they have to say of themselves.
+	// remarks return the conditions of what runs beside the loop.
 	remarks []func() []status.Condition
-	// turns are called at the end of each round; heard says that the witnesses have once said
-	// who holds what.
+	// turns are called at the end of each round. heard is Witnesses.Heard.
 	turns []func(heard bool)
 }
 
-// add has these run, if at all.
+// add adds runs if wanted is true.
 func (b *beside) add(wanted bool, runs ...func(context.Context) error) {
 	if wanted {
 		b.runs = append(b.runs, runs...)
 	}
 }
 
-// conditions are what all have to say of themselves.
+// conditions returns the conditions of all remarks.
 func (b *beside) conditions() (out []status.Condition) {
 	for _, of := range b.remarks {
 		out = append(out, of()...)
@@ -82,7 +80,8 @@ func (b *beside) conditions() (out []status.Condition) {
 	return out
 }
 
-// run runs everything beside a loop, until asked ends and all have taken their leave.
+// run runs loop and everything beside it until asked ends. Then it calls the leaves and stops the
+// rest.
 func (b *beside) run(asked context.Context, loop func(context.Context) error) error {
 	ctx, end := context.WithCancel(context.WithoutCancel(asked))
 	defer end()
@@ -106,8 +105,8 @@ func (b *beside) run(asked context.Context, loop func(context.Context) error) er
 	return g.Wait()
 }
 
-// abandon does something that is not waited for at the end: a wait inside the driver
-// cannot be cut short, and the process may end without it.
+// abandon runs do, but returns when ctx ends even if do has not: a wait inside the driver cannot be
+// interrupted, and the process may end without it.
 func abandon(ctx context.Context, do func(context.Context) error) error {
 	ended := make(chan error, 1)
 	go func() { ended <- do(ctx) }()
