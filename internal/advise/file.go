@@ -13,9 +13,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// File writes a partition as the agent's own partition file, with comments that say what it
-// assumes. What it has written it has read again and found to be that partition: the error
-// says what cannot be written so.
+// File returns a partition as a partition file, with comments. It parses that text again, and fails
+// if the result is not the same partition.
 func File(name string, best *Alternative, comments []string, on Node) (string, error) {
 	var b strings.Builder
 	for _, c := range comments {
@@ -62,7 +61,7 @@ func File(name string, best *Alternative, comments []string, on Node) (string, e
 	return text, nil
 }
 
-// entry is one entry of a partition.
+// entry returns one entry of a partition.
 func entry(devices string, w *config.Want) string {
 	var b strings.Builder
 	line := func(key, value string) { fmt.Fprintf(&b, "      %s: %s\n", key, value) }
@@ -115,7 +114,7 @@ func wrap(text string, width int) string {
 	return b.String()
 }
 
-// Assumed says, a sentence each, what an alternative assumes of the pods and of the cluster.
+// Assumed returns sentences about what an alternative assumes of the pods and of the cluster.
 func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	out := []string{
 		"Pods come when they came, and hold what they get for as long as they did.",
@@ -150,7 +149,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	return append(out, d.Notes...)
 }
 
-// Told is the demand in a sentence.
+// Told returns a summary of the demand in one line.
 func (d *Demand) Told() string {
 	return fmt.Sprintf("%d requests from %s to %s (%s)", len(d.Requests), d.Begin.UTC().Format(time.RFC3339),
 		d.End.UTC().Format(time.RFC3339), d.Span().Round(time.Second))
