@@ -21,7 +21,7 @@ type Ask struct {
 	// single piece of one GPU.
 	Count int
 	// Memory is the size of each device; of memory units, the size of all together. It is 0 for
-	// whole GPUs, which have whatever the node's have.
+	// whole GPUs, whose size is that of the node's GPUs.
 	Memory gpu.MiB
 	// Profile is the profile of MIG instances; zero for other kinds.
 	Profile mig.Name

@@ -51,8 +51,7 @@ type Outcome struct {
 	Names []Renaming
 }
 
-// Renaming says what requests ask for on a node that does not offer the resource that they asked
-// for.
+// Renaming is a change of what requests ask for, on a node that does not offer what they asked for.
 type Renaming struct {
 	From  string `json:"from"`
 	To    string `json:"to"`

@@ -21,7 +21,7 @@
 //
 //   - A whole GPU counts as its memory in GiB, rounded up, since cards of one size differ by some
 //     MiB from driver to driver.
-//   - A MIG instance counts as its part of the card's memory slices.
+//   - A MIG instance counts as a part of that, in proportion to its memory slices.
 //   - A unit of gpu-mem counts as its size.
 //
 // Each resource has a quota of its own, too. With memory alone, Kueue would admit a MIG instance to
@@ -35,6 +35,6 @@
 //
 // If a format cannot express something, the export fails with an error that names the nodes and
 // what to do. It writes nothing then: any team could use what an incomplete export leaves out, or
-// no team, without notice. The package does not know what is free or held. An export has all GPUs
-// that exist.
+// no team, without notice. The package does not know what is free or held. It exports all devices
+// that the GPUs offer.
 package export
