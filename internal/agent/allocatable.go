@@ -146,7 +146,8 @@ func (l *Lowering) Run(ctx context.Context) error {
 		lowered, err := l.node.LowerAllocatable(ctx, want)
 		if err != nil {
 			// the kubelet mostly reports before the next try, but it may be away, too
-			l.log.Debug("the scheduler hears of the node's devices when the kubelet next reports", "err", err)
+			l.log.Debug("cannot lower allocatable; the scheduler learns of the devices from the kubelet's next report",
+				"err", err)
 			l.owe(want)
 			if !elapse(ctx, pause.Step()) {
 				return ctx.Err()

@@ -118,7 +118,7 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	}
 	switch {
 	case s.shape.Others[u] != "":
-		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", s.shape.Others[u])
+		return status.Why(status.OtherOwner, "another program gives the GPU out: %s", s.shape.Others[u])
 	case !layout.Known:
 		return status.Why(status.PartitionUnset, "no partition is in force")
 	default:

@@ -206,8 +206,8 @@ func (c *claims) settle(ctx context.Context) (promised []gpu.UUID, err error) {
 	ctx, cancel := context.WithTimeout(ctx, settlePatience)
 	defer cancel()
 	if promised, err = c.front.Settle(ctx); err != nil {
-		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken "+
-			"away before it is known who was promised it: %w", err))
+		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("devices that are offered through DRA stay "+
+			"until it is known which claims they were allocated to: %w", err))
 	}
 	return promised, nil
 }

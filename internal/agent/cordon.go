@@ -65,7 +65,7 @@ func (c *cordons) conditions(domain string, inv *gpu.Inventory) (out []status.Co
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; c.gpus[d.UUID] {
 			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: "+
-				"pods that have something of it go on, and no other gets any", d.Name(), key).
+				"pods keep what they have of it, and new pods get nothing of it", d.Name(), key).
 				Condition(status.Noted, string(d.UUID)))
 		}
 	}

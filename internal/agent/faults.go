@@ -144,7 +144,7 @@ func (f *faults) follow(ctx context.Context) error {
 			return ctx.Err()
 		}
 		if errors.Is(err, gpu.ErrNotSupported) {
-			f.log.Warn("the driver tells of no events; faults are seen at the next reading",
+			f.log.Warn("the driver sends no events; faults are seen only at the next reading",
 				"err", err, "every", blindEvery.String())
 			f.blind.Store(true)
 			f.wake()

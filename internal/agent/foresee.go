@@ -90,7 +90,7 @@ func (y *display) foresee(q status.Question) (status.Answer, error) {
 	f := &foresight{snap: snap, allocations: y.ledger.Allocations(), names: y.names, domain: y.domain,
 		drain: y.drain, caps: y.caps}
 	if y.claimed() {
-		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: " +
+		f.unknown = []string{"claims that were allocated to pods but are not prepared yet: " +
 			"the agent asks the API server for them before it takes anything away"}
 	}
 	own, unset := y.choice(file)

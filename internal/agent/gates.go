@@ -62,7 +62,8 @@ func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string)
 func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given, file time.Time) error) {
 	keys, err := k.files.List()
 	if err != nil {
-		k.log.Warn("cannot list the CDI files of earlier allocations; the kubelet's word must do", "err", err)
+		k.log.Warn("cannot list the CDI files of earlier allocations; only the kubelet can name them now",
+			"err", err)
 		return
 	}
 	for _, key := range keys {
@@ -79,7 +80,7 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 		}
 		if err != nil {
 			k.log.Warn("cannot take an allocation over from its CDI file; "+
-				"it is made again when its container starts again",
+				"a restart of its container makes it again",
 				"key", key, "err", err)
 		}
 	}

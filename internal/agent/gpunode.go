@@ -97,7 +97,7 @@ func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Cond
 	if n := at.idle(gpu.UUID(g.UUID)); n > 0 {
 		// Do not name pods: any user of the API may read the object.
 		out = append(out, gpunode.Condition{Type: gpunode.Idle, Status: gpunode.True, Reason: status.GrantIdle,
-			Message: fmt.Sprintf("allocations that nobody has used for a while: %d", n)})
+			Message: fmt.Sprintf("allocations that have been unused for a while: %d", n)})
 	}
 	return out
 }

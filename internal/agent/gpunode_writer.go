@@ -92,7 +92,7 @@ func (w *gpuNodeWriter) run(ctx context.Context) error {
 func (w *gpuNodeWriter) see(has *gpunode.Status, absent error) {
 	w.mu.Lock()
 	if absent != nil && w.absent == nil {
-		w.log.Warn("there is no GPUNode of this node; schedulers are told nothing by way of it", "err", absent)
+		w.log.Warn("this node has no GPUNode, so schedulers learn nothing from it", "err", absent)
 	} else if absent == nil && w.absent != nil {
 		w.log.Info("GPUNodes can be written now")
 	}
@@ -226,6 +226,6 @@ func (w *gpuNodeWriter) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, lastWrite)
 	defer cancel()
 	if err := w.put(ctx, want, true); err != nil {
-		w.log.Warn("the node's GPUNode does not say that the agent ends", "err", err)
+		w.log.Warn("cannot write the end of the agent into the node's GPUNode", "err", err)
 	}
 }

@@ -50,7 +50,7 @@ func (j *journal) write() {
 	j.mu.Unlock()
 	for _, c := range noted {
 		if err := j.append(c); err != nil {
-			j.ration.Log(slog.LevelWarn, "cannot write an allocation down; the kubelet's checkpoint must do", nil,
+			j.ration.Log(slog.LevelWarn, "cannot save an allocation; only the kubelet's checkpoint has it", nil,
 				"resource", c.Resource, "err", err)
 			j.due = true // save writes the journal anew as soon as it can
 		}

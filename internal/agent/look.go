@@ -86,7 +86,7 @@ func (r *reader) again() {
 func (r *reader) wereReset(at map[gpu.UUID]time.Time) {
 	for u, at := range at {
 		if r.health.WasReset(u, at) {
-			r.log.Info("an operator says that a GPU was reset", "gpu", string(u), "at", at)
+			r.log.Info("an operator reports that a GPU was reset", "gpu", string(u), "at", at)
 			r.again()
 		}
 	}
@@ -301,7 +301,7 @@ func sameGPUs(a, b *gpu.Inventory) bool {
 // that fell off the bus. While one is missing, the driver numbers the others anew. They then keep
 // the indices that they had, because partitions may name GPUs by index.
 func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
-	const gone = "the driver does not list this GPU any more"
+	const gone = "the driver no longer lists this GPU"
 	if r.inv != nil {
 		for _, d := range r.inv.GPUs {
 			if inv.ByUUID(d.UUID) != nil {

@@ -317,9 +317,9 @@ func (f *findings) unready(s *Snapshot, now time.Time) string {
 		func(l plan.Layout) bool { return l.Offers && l.N > 0 })
 	switch {
 	case !f.in.labelKnown:
-		out = append(out, "the node's labels have not been heard of")
+		out = append(out, "the node's labels are not known yet")
 	case !f.in.heard():
-		out = append(out, "partitions have not been heard of")
+		out = append(out, "partitions are not known yet")
 	case s.Outcome.State == Invalid && !offers:
 		out = append(out, "nothing is on offer, and there is no valid partition: "+s.Outcome.Message)
 	}

@@ -115,8 +115,8 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	}
 	for _, p := range ask {
 		if err != nil {
-			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read "+
-				"(the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
+			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which have that, cannot be read "+
+				"(the agent needs permission to list resourceslices of resource.k8s.io): %v", err)
 		} else if u, why := whichGPU(s.inv, p, offered); why != "" {
 			d.unknown[p] = why
 		} else {
@@ -142,7 +142,7 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (
 		return d.Driver == p.Driver && d.Pool == p.Pool && d.Name == p.Device
 	})
 	if i < 0 {
-		return "", "no ResourceSlice of this node has that device; look whether that driver still runs here"
+		return "", "no ResourceSlice of this node has that device; check whether that driver still runs here"
 	}
 	u, elsewhere := identity(inv, &offered[i])
 	switch {
@@ -152,8 +152,8 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (
 		of, _ := identity(inv, &d)
 		return d.Driver == p.Driver && of != ""
 	}):
-		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that tells; " +
-			"see to a version of that driver that says one"
+		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that identifies it; " +
+			"install a version of that driver that publishes one"
 	}
 	return "", ""
 }

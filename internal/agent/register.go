@@ -27,7 +27,7 @@ func resourcesOf(plugins Plugins, unknown map[string]time.Time) []status.Resourc
 		if at, not := unknown[s.Resource]; s.Registered && not && now.Sub(at) >= silentFor {
 			r.Registered, since = false, at
 			why = "its PodResources service names none of the devices, although it has the list; " +
-				"where it does not in a minute, restart the kubelet"
+				"if that lasts a minute, restart the kubelet"
 		}
 		if !r.Registered && !since.IsZero() {
 			if r.Since = &since; now.Sub(since) >= silentFor {

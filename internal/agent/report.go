@@ -123,7 +123,7 @@ func (h *herald) run(ctx context.Context) error {
 		if h.features != nil {
 			err := h.features.Write(nfd.Features{Labels: own, Guests: guests, Node: h.node.Load().Labels, Keep: !known})
 			if err != nil && !failing {
-				h.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
+				h.log.Error("cannot write the labels for Node Feature Discovery", "err", err)
 			}
 			failing = err != nil
 			errs = append(errs, err)

@@ -76,7 +76,7 @@ func (r *resets) conditions(domain string) []status.Condition {
 		said += " and more"
 	}
 	return []status.Condition{status.Why(status.WasResetUnknown,
-		"the node's annotation %s/%s says %s, which is not understood: it takes an index, a UUID or all, @, "+
-			"and a time that is not to come, 3@2026-03-01T12:00:00Z, with commas between, at most %d of them",
+		"the node's annotation %s/%s has %s, which is not understood: write an index, a UUID or all, then @ "+
+			"and a past time, as in 3@2026-03-01T12:00:00Z, with commas between, at most %d in all",
 		domain, WasResetAnnotation, said, mostResets).Condition(status.Noted, "")}
 }

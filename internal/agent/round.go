@@ -197,7 +197,7 @@ func (l *loop) withdraw(ctx context.Context, p *pass) {
 				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, l.layouts.now)
 				if len(p.postponed) > 0 {
 					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: "+
-						"claims were promised devices of them that others have until they end", p.postponed)))
+						"claims were allocated devices of them that other pods still hold", p.postponed)))
 				}
 			}()
 		}

@@ -100,8 +100,8 @@ func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given,
 			return o.claims.found(id, r, given)
 		}
 	default:
-		o.log.Warn("an allocation is of a front-end that this version does not know: its GPUs are given to nobody; "+
-			"run the version that wrote it, or end what has it and remove the allocation's files",
+		o.log.Warn("an allocation belongs to a front-end that this version does not know; no other pod gets its GPUs; "+
+			"run the version that wrote it, or end its pod and remove the allocation's files",
 			"allocation", id, "front_end", r.Owner)
 	}
 	_, err := l.Found(id, r, given)

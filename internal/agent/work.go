@@ -522,7 +522,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 			reason, f.n = status.ResetDue, mostFailures // a second try would tell nothing new
 		}
 		f.why = status.Why(reason, "the MIG mode of %s could not be changed: %v", d.Name(), r.err)
-		message = fmt.Sprintf("%s; what needs the other mode is withdrawn for %s", f.why.Message, failingFor)
+		message = fmt.Sprintf("%s; devices that need the other mode are withdrawn for %s", f.why.Message, failingFor)
 	}
 	if had >= mostFailures || f.n < mostFailures {
 		return
