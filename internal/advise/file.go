@@ -54,7 +54,7 @@ func File(name string, best *Alternative, comments []string, on Node) (string, e
 	}
 	for i := range want.GPUs {
 		if w := best.Wants[i]; !w.Equal(want.GPUs[i]) {
-			return "", fmt.Errorf("write the partition: GPU %d would be %+v, and is to be %+v",
+			return "", fmt.Errorf("write the partition: GPU %d would be %+v instead of %+v",
 				on.Inventory.GPUs[i].Index, want.GPUs[i], w)
 		}
 	}
@@ -117,20 +117,20 @@ func wrap(text string, width int) string {
 // Assumed returns sentences about what an alternative assumes of the pods and of the cluster.
 func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	out := []string{
-		"Pods come when they came, and hold what they get for as long as they did.",
-		"A pod gets all that it asks for or nothing. Those that wait are tried in the order in which they came, " +
-			"and one without room holds up nobody.",
+		"Pods come at their recorded times, and hold what they get for as long as they did.",
+		"A pod gets all that it asks for or nothing. Waiting pods are tried in the order of their arrival, " +
+			"and one without room does not delay those behind it.",
 	}
 	switch {
 	case slices.ContainsFunc(a.Wants, func(w config.Want) bool { return w.Mode == config.Dynamic }):
-		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, "+
+		out = append(out, "The cluster supports dynamic resource allocation. The scheduler knows what fits, "+
 			"and packs as the agent would.")
 	case rules.Placer:
 		out = append(out, "Pods are placed through the placer: what does not fit waits.")
 	default:
-		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them "+
-			"that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.",
-			rules.Lag))
+		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused if the scheduler counts "+
+			"enough devices that do not fit together, or has not learned yet what other pods have taken, "+
+			"which takes %v.", rules.Lag))
 	}
 	if rules.Back {
 		out = append(out,
@@ -141,7 +141,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	const listed = 8
 	for i, n := range a.Names {
 		if i == listed {
-			out = append(out, fmt.Sprintf("So do %d more kinds of requests.", len(a.Names)-listed))
+			out = append(out, fmt.Sprintf("%d more kinds of requests ask for something else.", len(a.Names)-listed))
 			break
 		}
 		out = append(out, fmt.Sprintf("Pods that asked for %s (%d) ask for %s.", n.From, n.Count, n.To))

@@ -162,7 +162,7 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	g.refused(j)
 	g.finish()
 	if j.left > 0 {
-		d.Notes = append(d.Notes, fmt.Sprintf("Records that the journal had no room for any more are missing: %d.",
+		d.Notes = append(d.Notes, fmt.Sprintf("Records are missing since the journal had no room: %d.",
 			j.left))
 	}
 	if j.lost > 0 {
@@ -301,8 +301,8 @@ func (g *gathering) finish() {
 		g.Requests = append(g.Requests, u.Request)
 	}
 	if n := len(g.unseen); n > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for as long as "+
-			"the median of those that ask for the same, or where there is none of all.", n))
+		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for the "+
+			"median time of those that ask for the same, or if there are none, of all.", n))
 	}
 	g.order()
 }

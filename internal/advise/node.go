@@ -79,7 +79,7 @@ func (n Node) lay(wants []config.Want) (*node, error) {
 		}
 	}
 	if out.dynamic && slices.ContainsFunc(wants, func(w config.Want) bool { return w.Mode != config.Dynamic }) {
-		return nil, errors.New("GPUs that are dynamic beside others are not replayed")
+		return nil, errors.New("a mixture of dynamic and other GPUs cannot be replayed")
 	}
 	l := ledger.New(func() {}, out.clock)
 	out.front = deviceplugin.New(l, out.clock)

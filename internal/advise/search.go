@@ -96,7 +96,7 @@ func Search(on Node, present []config.Want, d *Demand, rules Rules, limits Limit
 		s.climb()
 	}
 	if len(s.Tried) == 0 {
-		return nil, fmt.Errorf("no partition can be had on these %d GPUs", len(on.Inventory.GPUs))
+		return nil, fmt.Errorf("these %d GPUs can have none of the partitions that were tried", len(on.Inventory.GPUs))
 	}
 	slices.SortStableFunc(s.Tried, func(a, b Alternative) int { return Better(&a, &b) })
 	return &s.Advice, nil
@@ -180,8 +180,8 @@ func (s *search) optionsOf(d *gpu.Device) []option {
 	}
 	card, _ := mig.NewCard(&d.MIG)
 	if !card.Known() {
-		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver tells only in MIG mode "+
-			"where instances can stand. An inventory of one in MIG mode says more.", d.Index))
+		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver lists placements only "+
+			"in MIG mode. Record the inventory of such a GPU in MIG mode.", d.Index))
 		return out
 	}
 	out = append(out, option{onDemand, config.Want{Mode: config.MIG, API: ledger.DevicePlugin, OnDemand: true}})

@@ -107,7 +107,7 @@ func ReadTrace(in io.Reader) (*Trace, error) {
 		}
 		if err != nil {
 			return nil, fmt.Errorf("read the trace: document %d: "+
-				"%w (it is to be what `kubectl get pods,events -A -o json` prints)", n, err)
+				"%w (expected is what `kubectl get pods,events -A -o json` prints)", n, err)
 		}
 	}
 }
@@ -128,7 +128,7 @@ func (t *Trace) take(raw json.RawMessage, event string, depth int) error {
 	}
 	switch {
 	case depth > mostNested:
-		return errors.New("lists in lists in lists")
+		return errors.New("its lists are nested too deep")
 	case o.Kind == "" && len(o.Object) > 0:
 		return t.take(o.Object, o.Type, depth+1)
 	case o.Kind == "Pod" && o.Metadata.UID == "":
@@ -299,8 +299,8 @@ func (g *gathering) others(j *Journal) {
 		}
 	}
 	if gone > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Pods that found no room by their Events and are not in the trace are "+
-			"left out, since what they asked for is not known: %d.", gone))
+		g.Notes = append(g.Notes, fmt.Sprintf("Pods whose Events report that they found no room, but that are not in "+
+			"the trace, are left out, since what they asked for is not known: %d.", gone))
 	}
 }
 
