@@ -51,8 +51,8 @@ func (a *Autoscaler) templates() ([]template, error) {
 		for i := range n.GPUs {
 			g := &n.GPUs[i]
 			if g.offers() && g.API == ledger.DRA {
-				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, of which an autoscaler knows "+
-					"nothing before the node is there: give the partition of nodes that it makes api device-plugin",
+				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, and an autoscaler cannot count "+
+					"such devices before the node exists: give the partition of nodes that it makes api device-plugin",
 					n.Name, g.Index))
 				break
 			}
@@ -99,7 +99,7 @@ func same(a, b []object) bool {
 
 const karpenterHead = `What nodes will offer, for Karpenter 1.8 (NodeOverlay, karpenter.sh/v1alpha1), by
 "gpu-agent export karpenter". It takes Karpenter's feature gate NodeOverlay=true.
-MIG on demand: the counts are of an idle node, and not all can be had together.
+MIG on demand: the counts are those of an idle node, and not all devices fit at the same time.
 Format: sigs.k8s.io/karpenter v1.8.0, pkg/apis/crds/karpenter.sh_nodeoverlays.yaml.`
 
 // Karpenter returns a NodeOverlay for each instance type. The error has all that cannot be
@@ -146,7 +146,7 @@ var Forms = []string{string(AWS), string(Azure), string(ClusterAPI)}
 const autoscalerHead = `What nodes of an empty group will offer, for Cluster Autoscaler, by
 "gpu-agent export cluster-autoscaler":
 %s.
-MIG on demand: the counts are of an idle node, and not all can be had together.
+MIG on demand: the counts are those of an idle node, and not all devices fit at the same time.
 Format: github.com/kubernetes/autoscaler at 55c37cd5eb55 (2026-08-22),
 cluster-autoscaler/cloudprovider/%s.`
 

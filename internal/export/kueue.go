@@ -134,7 +134,7 @@ func (k *Kueue) urgent(b *book) (out []any) {
 		{"apiVersion", kueueAPI, ""}, {"kind", "WorkloadPriorityClass", ""},
 		{"metadata", object{{"name", urgent, "Jobs name it in the label kueue.x-k8s.io/priority-class."}}, ""},
 		{"value", urgentValue, "Jobs of a lower priority make room, if they came through queues with the " +
-			"placer's checks.\nWho names no class has 0."},
+			"placer's checks.\nA job that names no class has 0."},
 		{"description", "takes the room of other jobs", ""},
 	})
 	theirs := []object{
@@ -145,10 +145,10 @@ func (k *Kueue) urgent(b *book) (out []any) {
 		{"namespaceSelector", object{{"matchExpressions", theirs, ""}}, ""},
 		{"queueingStrategy", "BestEffortFIFO", ""},
 		{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
-			"All that there is on-prem, once more, and in no cohort: so Kueue always has quota, and ends\n" +
-				"nobody by its own choice."},
+			"All on-prem devices a second time, in no cohort: so Kueue always has quota, and ends no job\n" +
+				"by its own choice."},
 		{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
-			"Answered by the placer (deployments/placer/kueue), which ends those who are in the way."},
+			"Answered by the placer (deployments/placer/kueue), which ends the jobs that are in the way."},
 	}))
 	for _, name := range teams {
 		meta := object{{"namespace", name, ""}, {"name", urgent, ""}}
@@ -193,7 +193,7 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	case tas:
 		spec = append(spec, field{"topologyName", topology, ""})
 	case k.Topology && !k.Checks:
-		spec[0].says += "\nNo topology, since all flavors of a queue have one, or none:\n" + apart + "."
+		spec[0].says += "\nNo topology, since the flavors of a queue must all have one, or none:\n" + apart + "."
 	}
 	meta := object{{"name", f.name, ""}}
 	if f.cloud {
@@ -205,7 +205,7 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	if f.cloud && k.Patience > 0 {
 		meta = append(meta, field{
 			"annotations", object{{k.Domain + "/gpu.patience", k.Patience.String(), ""}},
-			"A job waits for room on-prem for so long before this is paid.",
+			"A job waits this long for room on-prem before it uses this.",
 		})
 	}
 	return document(kueueAPI, "ResourceFlavor", meta, spec)
@@ -247,8 +247,8 @@ func (k *Kueue) queue(b *book, team int) object {
 		on[f.cloud] = append(on[f.cloud], f.name)
 	}
 	spec := object{
-		{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from " +
-			"jobs\nthat run (spec.preemption)."},
+		{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Kueue takes nothing back " +
+			"from jobs\nthat run (spec.preemption)."},
 		{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
 		{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
 		{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}},
@@ -313,8 +313,8 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	// tries again and again.
 	resources := object{{
 		"excludeResourcePrefixes", inline{[]string{"cpu", "memory", "ephemeral-storage", "hugepages-"}},
-		"What queues have no quota of. Add other devices that your pods ask for: a queue admits\n" +
-			"nothing that asks for what it does not know.",
+		"Resources that have no quota. Add other devices that your pods ask for: a queue admits no\n" +
+			"pod that asks for a resource without quota.",
 	}}
 	if len(sizes) > 0 {
 		resources = append(resources, field{
@@ -338,8 +338,8 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	if k.Checks {
 		gates = append(gates, field{
 			"ConcurrentAdmission", true,
-			"The placer keeps a workload from flavors without room by an annotation, which Kueue goes\n" +
-				"by with this gate alone. No queue has a concurrentAdmissionPolicy.",
+			"The placer keeps a workload from flavors without room by an annotation. Kueue reads it only\n" +
+				"with this gate. No queue has a concurrentAdmissionPolicy.",
 		})
 	}
 	if gates == nil {

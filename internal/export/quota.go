@@ -241,7 +241,7 @@ func (b *book) add(f *flavor, n *Node, g *GPU) {
 	}
 	if g.API == ledger.DRA {
 		b.shares = b.shares || g.Kind.Together() && g.N > 0
-		b.apart = "it goes by what nodes have allocatable, and GPUs with api dra are not in there"
+		b.apart = "a topology has what nodes have allocatable, and GPUs with api dra are not in there"
 	}
 }
 
@@ -259,7 +259,7 @@ func (b *book) limit(clouds []Cloud) {
 		f := flavor{name: flavorName(c.Site, c.Model, c.Mode), site: c.Site, model: c.Model, mode: c.Mode}
 		switch len(at) {
 		case 0:
-			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has those that are there",
+			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has only existing nodes",
 				f.name))
 		case 1:
 			f = b.flavors[at[0]]
@@ -274,7 +274,7 @@ func (b *book) limit(clouds []Cloud) {
 			continue
 		}
 		if given[f.name] {
-			b.refuse("two limits are for %s", f.name)
+			b.refuse("%s has two limits", f.name)
 			continue
 		}
 		given[f.name] = true
@@ -359,17 +359,17 @@ func (b *book) check(k *Kueue) {
 	if slices.ContainsFunc(k.Teams, func(t Team) bool { return t.Urgent }) {
 		if !k.Checks {
 			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, " +
-				"since Kueue by itself ends jobs that open no room")
+				"since Kueue by itself ends jobs even if that makes no room")
 		}
 		if teams[urgent] {
 			b.refuse("a team has the name %s, which is that of the queue of urgent jobs: give it another", urgent)
 		}
 		if !slices.ContainsFunc(b.flavors, func(f flavor) bool { return !f.cloud }) {
-			b.refuse("a team's jobs may be urgent, and no node is on-prem, where they would have others make room")
+			b.refuse("a team's jobs may be urgent, and no node is on-prem, where they would take the room of others")
 		}
 	}
 	if !slices.ContainsFunc(k.Teams, func(t Team) bool { return !t.OnPrem }) && len(k.Clouds) > 0 && len(k.Teams) > 0 {
-		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: " +
+		b.refuse("all teams stay on-prem, and the cloud has a limit that no team can use: " +
 			"let one go there, or say --cloud none")
 	}
 }
