@@ -491,7 +491,7 @@ func TestPromisedShareBehindAHolder(t *testing.T) {
 		claim := o.dra.allocate(t, "a", "-shared", 3)
 		b.SetFile("p.yaml", []byte(throughDRA("mode: mig")))
 		time.Sleep(time.Minute)
-		if !strings.Contains(b.message(), "until they end") {
+		if !strings.Contains(b.message(), "that other pods still hold") {
 			t.Errorf("%s: %s", b.state(), b.message())
 		}
 		o.dra.unprepare(t, before)

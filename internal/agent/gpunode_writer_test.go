@@ -369,7 +369,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 		b.want("applied", fourUnits, "")
 		b.bell.wake()
 		synctest.Wait()
-		if n := strings.Count(b.log.String(), "there is no GPUNode"); n != 1 || g.count() != 0 {
+		if n := strings.Count(b.log.String(), "this node has no GPUNode"); n != 1 || g.count() != 0 {
 			t.Errorf("said %d times:\n%s", n, b.log)
 		}
 		if s := b.Status(); len(s.Conditions) != 1 || s.Conditions[0].Reason != status.GPUNodeFailed || s.Partition.Message != "" {
