@@ -74,17 +74,17 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 		known: map[string]int{}, share: map[gpu.UUID]float64{},
 	}
 	span := d.Span()
-	r.meet(d, empty)
-	r.hear(true)
+	r.translateAll(d, empty)
+	r.countDevices(true)
 	for len(r.events) > 0 && r.events[0].at < span {
 		at := r.events[0].at
-		r.pass(at)
+		r.advance(at)
 		for len(r.events) > 0 && r.events[0].at == at {
 			r.happen(heap.Pop(&r.events).(event))
 		}
 		r.schedule()
 	}
-	r.pass(span)
+	r.advance(span)
 	r.end(span)
 	return r.out, nil
 }
@@ -170,8 +170,8 @@ func (r *replay) push(e event) {
 	heap.Push(&r.events, e)
 }
 
-// meet finds out, on an empty node, what each request asks for.
-func (r *replay) meet(d *Demand, empty *node) {
+// translateAll finds out, on an empty node, what each request asks for.
+func (r *replay) translateAll(d *Demand, empty *node) {
 	asked, names := map[string]*translated{}, map[Renaming]int{}
 	for i := range d.Requests {
 		q := &d.Requests[i]
@@ -190,7 +190,7 @@ func (r *replay) meet(d *Demand, empty *node) {
 		for j, w := range t.wants {
 			if !w.own {
 				renamed = true
-				names[Renaming{From: q.Asks[j].String(), To: r.node.told(w)}]++
+				names[Renaming{From: q.Asks[j].String(), To: r.node.describe(w)}]++
 			}
 		}
 		if renamed {
@@ -207,8 +207,8 @@ func (r *replay) meet(d *Demand, empty *node) {
 	})
 }
 
-// pass moves the time on.
-func (r *replay) pass(to time.Duration) {
+// advance moves the time on.
+func (r *replay) advance(to time.Duration) {
 	took := (to - r.at).Seconds()
 	for i := range r.node.inv.GPUs {
 		if u := r.node.inv.GPUs[i].UUID; r.node.users[u] > 0 {
@@ -229,17 +229,17 @@ func (r *replay) happen(e event) {
 			r.charge(&e.ends[i], -1)
 			r.node.put(&e.ends[i])
 		}
-		r.hear(false)
+		r.countDevices(false)
 	case 1:
-		r.hear(true)
+		r.countDevices(true)
 	default:
 		r.waiting = append(r.waiting, e.pod)
 	}
 }
 
-// hear tells the scheduler the numbers of devices that have grown, and if less is true also those
+// countDevices tells the scheduler the numbers of devices that have grown, and if less is true also those
 // that have shrunk.
-func (r *replay) hear(less bool) {
+func (r *replay) countDevices(less bool) {
 	for i := range r.node.offer.Resources {
 		name := r.node.offer.Resources[i].Name
 		if n := r.node.healthy(name); less || n > r.known[name] {
@@ -323,7 +323,7 @@ func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
 		return nil, refused
 	}
 	if r.lag == 0 {
-		r.hear(true)
+		r.countDevices(true)
 	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind().InMIG() }) {
 		r.push(event{at: r.at + r.lag})
 	}

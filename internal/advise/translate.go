@@ -24,8 +24,8 @@ type want struct {
 	own    bool
 }
 
-// told describes what a container must ask for.
-func (n *node) told(w want) string {
+// describe describes what a container must ask for.
+func (n *node) describe(w want) string {
 	if n.dynamic && !w.own {
 		return "a claim of gpu-memory with " + size(w.memory)
 	}

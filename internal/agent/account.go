@@ -134,8 +134,8 @@ func (c *Account) evicted(p workload.Pod, why status.Reason, message string) {
 		Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}})
 }
 
-// cut records a step of a change to a GPU's MIG mode or instances.
-func (c *Account) cut(u gpu.UUID, s mig.Step, err error) {
+// recordStep records a step of a change to a GPU's MIG mode or instances.
+func (c *Account) recordStep(u gpu.UUID, s mig.Step, err error) {
 	r := usage.Record{Event: usage.Cut, GPU: u, Op: string(s.Op)}
 	if s.Placement != (mig.Placement{}) {
 		r.Placement = s.Placement.String()

@@ -123,7 +123,7 @@ type Labels struct {
 // found. Use [New].
 type Agent struct {
 	loop    *loop
-	bell    *bell
+	waker   *waker
 	mail    *mailbox
 	ledger  *ledger.Ledger
 	front   *deviceplugin.FrontEnd
@@ -147,35 +147,35 @@ type shows interface {
 // New makes and connects the components of an agent that has not read anything yet. If there is a
 // cluster, the agent chooses no partition before the first SetNode.
 func New(o Options, w Worlds) *Agent {
-	ring := newBell()
-	l := &loop{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
-		mail:       &mailbox{domain: o.Domain, wake: ring.wake, input: input{labelKnown: w.Cluster == nil}},
+	waker := newWaker()
+	l := &loop{waker: waker, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
+		mail:       &mailbox{domain: o.Domain, wake: waker.wake, input: input{labelKnown: w.Cluster == nil}},
 		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
-		ledger: ledger.New(ring.wake, time.Now)}
+		ledger: ledger.New(waker.wake, time.Now)}
 	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
 	granted := func(c *ledger.Allocation) {
 		// The kubelet waits for its answer, and saves the allocation in its own checkpoint a moment
 		// later. The next round writes it to the journal.
 		l.journal.note(c)
-		ring.wakeSoon(l.ledger.Unopened)
+		waker.wakeSoon(l.ledger.Unopened)
 	}
-	l.offering = newOffering(&o, &w, l.ledger, granted, ring.wake)
+	l.offering = newOffering(&o, &w, l.ledger, granted, waker.wake)
 	front, claims := l.offering.front, l.offering.claims
 	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
-		front, l.offering.names, w.Kubelet, w.Runtime, ring.wake)
-	l.others = newCoexistence(&o, &w, l.witnesses, ring.wake)
+		front, l.offering.names, w.Kubelet, w.Runtime, waker.wake)
+	l.others = newCoexistence(&o, &w, l.witnesses, waker.wake)
 	monitor := health.New(o.Health)
-	l.reader = newReader(&o, &w, monitor, ring.wake)
-	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, ring.wake, l.reader.again)
-	l.reader.told = faults
-	l.executor = newExecutor(&o, &w, l.ledger, w.Account.cut, l.reader.wasReset, ring.wake)
-	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, ring.wake)
+	l.reader = newReader(&o, &w, monitor, waker.wake)
+	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, waker.wake, l.reader.again)
+	l.reader.faults = faults
+	l.executor = newExecutor(&o, &w, l.ledger, w.Account.recordStep, l.reader.wasReset, waker.wake)
+	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, waker.wake)
 
 	// These report what rounds leave.
 	news := make(chan struct{}, 1)
 	reporter := newReporter(l.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
-	herald := newHerald(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, ring.wake, news)
-	l.mail.told, l.reporter = herald.setNode, reporter
+	announcer := newAnnouncer(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, waker.wake, news)
+	l.mail.told, l.reporter = announcer.setNode, reporter
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
 		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse}
@@ -183,23 +183,25 @@ func New(o Options, w Worlds) *Agent {
 		in := l.mail.latest()
 		return shown.gpuNode(in.holdersIn(o.HoldersIn))
 	}, shown.ready, o.Log)
-	w.Account.begin(l.ledger, &w, reporter.last, ring.wake, o.Log)
+	w.Account.begin(l.ledger, &w, reporter.last, waker.wake, o.Log)
 
-	b := &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
-		turns: []func(bool){object.turn, w.Account.round}}
-	b.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
-		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
-	b.add(w.Cluster != nil || w.Features != nil, herald.run)
-	b.add(w.GPUNodes != nil, object.run)
-	b.leaves = append(b.leaves, object.leave)
-	if lower := w.Lowering; lower != nil {
-		b.add(true, lower.Run)
-		b.leaves = append(b.leaves, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
+	bg := &background{
+		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
+		afterRound: []func(bool){object.turn, w.Account.round},
 	}
-	b.leaves = append(b.leaves, claims.leave)
-	b.add(w.Account != nil, w.Account.run)
-	l.beside = b
-	return &Agent{loop: l, bell: ring, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
+	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
+		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	bg.add(w.Cluster != nil || w.Features != nil, announcer.run)
+	bg.add(w.GPUNodes != nil, object.run)
+	bg.atEnd = append(bg.atEnd, object.leave)
+	if lower := w.Lowering; lower != nil {
+		bg.add(true, lower.Run)
+		bg.atEnd = append(bg.atEnd, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
+	}
+	bg.atEnd = append(bg.atEnd, claims.leave)
+	bg.add(w.Account != nil, w.Account.run)
+	l.background = bg
+	return &Agent{loop: l, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
 		display: shown}
 }
 
@@ -258,12 +260,12 @@ func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations(
 // gpu.ErrReloaded if only a new process can go on.
 func (a *Agent) Run(asked context.Context) error {
 	a.loop.remember()
-	return a.loop.beside.run(asked, a.loop.run)
+	return a.loop.background.run(asked, a.loop.run)
 }
 
 // Changed returns a channel that has a value if allocations or the offered GPUs may have changed
 // since the last receive. It serves one receiver.
-func (a *Agent) Changed() <-chan struct{} { return a.bell.stirred }
+func (a *Agent) Changed() <-chan struct{} { return a.waker.stirred }
 
 // Claims reports whether the agent offers GPUs through DRA, or has done so.
 func (a *Agent) Claims() bool { return a.claims.inUse() }

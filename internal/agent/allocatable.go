@@ -69,7 +69,7 @@ type Lowering struct {
 	// of has every resource with a list that was sent.
 	of map[string]*offered
 	// left is true once the agent ends. From then on all amounts are 0, and lists are ignored.
-	left bool
+	ended bool
 	// raised tells Leave that the Node has more again; it holds at most one token.
 	raised chan struct{}
 }
@@ -79,8 +79,8 @@ type offered struct {
 	// devices is the number of healthy devices in the newest list. has is the number that the Node
 	// has, -1 before it is known.
 	devices, has int64
-	// owed is true if this list has not been compared with the Node yet.
-	owed bool
+	// pending is true if this list has not been compared with the Node yet.
+	pending bool
 	// again has the times within againIn at which the kubelet was contradicted.
 	again []time.Time
 }
@@ -98,7 +98,7 @@ func NewLowering(node Lowerer, wrote func(cause string), log *slog.Logger) *Lowe
 func (l *Lowering) Sent(resource string, healthy int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.left {
+	if l.ended {
 		return
 	}
 	r := l.of[resource]
@@ -107,7 +107,7 @@ func (l *Lowering) Sent(resource string, healthy int) {
 		l.of[resource] = r
 	}
 	if r.devices = int64(healthy); r.has < 0 || r.has > r.devices {
-		r.owed = true
+		r.pending = true
 		poke(l.news)
 	}
 }
@@ -148,7 +148,7 @@ func (l *Lowering) Run(ctx context.Context) error {
 			// the kubelet mostly reports before the next try, but it may be away, too
 			l.log.Debug("cannot lower allocatable; the scheduler learns of the devices from the kubelet's next report",
 				"err", err)
-			l.owe(want)
+			l.retry(want)
 			if !elapse(ctx, pause.Step()) {
 				return ctx.Err()
 			}
@@ -207,7 +207,7 @@ func (l *Lowering) Leave(ctx context.Context, withhold func(bool)) {
 func (l *Lowering) leave() map[string]int64 {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.left = true
+	l.ended = true
 	want := map[string]int64{}
 	for name, r := range l.of {
 		want[name], *r = 0, offered{}
@@ -232,7 +232,7 @@ func (l *Lowering) due(now time.Time) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, r := range l.of {
-		if r.owed || r.has > r.devices && l.mayAgain(r, now) {
+		if r.pending || r.has > r.devices && l.mayAgain(r, now) {
 			return true
 		}
 	}
@@ -246,7 +246,7 @@ func (l *Lowering) take(now time.Time) (want map[string]int64, cause map[string]
 	want, cause = map[string]int64{}, map[string]string{}
 	for name, r := range l.of {
 		switch {
-		case r.owed:
+		case r.pending:
 			cause[name] = ByList
 		case r.has > r.devices && l.mayAgain(r, now):
 			cause[name] = ByKubelet
@@ -254,17 +254,17 @@ func (l *Lowering) take(now time.Time) (want map[string]int64, cause map[string]
 			continue
 		}
 		// From now on, a higher amount on the Node is the kubelet's contradiction.
-		want[name], r.owed, r.has = r.devices, false, min(r.has, r.devices)
+		want[name], r.pending, r.has = r.devices, false, min(r.has, r.devices)
 	}
 	return want, cause
 }
 
-// owe marks what could not be written, so that it is tried again.
-func (l *Lowering) owe(want map[string]int64) {
+// retry marks what could not be written, so that it is tried again.
+func (l *Lowering) retry(want map[string]int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for name := range want {
-		l.of[name].owed = true
+		l.of[name].pending = true
 	}
 }
 
@@ -280,7 +280,7 @@ func (l *Lowering) contradicted(name string, now time.Time) {
 // leaveLast bounds that.
 func (l *Lowering) mayAgain(r *offered, now time.Time) bool {
 	r.again = slices.DeleteFunc(r.again, func(at time.Time) bool { return now.Sub(at) >= l.period })
-	return l.left || len(r.again) < againMost
+	return l.ended || len(r.again) < againMost
 }
 
 // elapse waits for d. It returns false if ctx ended first.

@@ -146,10 +146,10 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 	return d == nil || d.Gone
 }
 
-// admit removes the startup taint once the node is ready and the Node shows the resources. The
+// removeStartupTaint removes the startup taint once the node is ready and the Node shows the resources. The
 // kubelet writes these some seconds after it has received the devices. If the taint went earlier,
 // autoscalers would take the node for one that waiting GPU pods do not fit on.
-func (h *herald) admit(ctx context.Context, ready agentkube.Condition) error {
+func (h *announcer) removeStartupTaint(ctx context.Context, ready agentkube.Condition) error {
 	node := h.node.Load()
 	var err error
 	if node.StartupTaint {
@@ -183,17 +183,17 @@ func givenOut(offer *deviceplugin.Offer) (names []string) {
 }
 
 // conditions returns a condition if the startup taint could not be removed.
-func (h *herald) conditions() []status.Condition {
+func (h *announcer) conditions() []status.Condition {
 	if why := h.kept.Load(); why != nil {
 		return []status.Condition{why.Condition(status.Noted, "")}
 	}
 	return nil
 }
 
-// holds returns the annotation that keeps Cluster Autoscaler from removing the node, if asked and
+// holdAnnotation returns the annotation that keeps Cluster Autoscaler from removing the node, if asked and
 // while pods have something of its GPUs. Cluster Autoscaler does not count such devices, and would
 // take a full node for an idle one.
-func (s *Snapshot) holds(asked bool) map[string]string {
+func (s *Snapshot) holdAnnotation(asked bool) map[string]string {
 	if !asked || !s.inUse {
 		return nil
 	}

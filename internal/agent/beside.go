@@ -12,8 +12,8 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// bell holds the tokens that start rounds. Any goroutine may use it.
-type bell struct {
+// waker holds the tokens that start rounds. Any goroutine may use it.
+type waker struct {
 	// rounds holds a token if a round was asked for.
 	rounds chan struct{}
 	// stirred holds a token if the watchdog has something new to look at.
@@ -22,12 +22,12 @@ type bell struct {
 	soon atomic.Bool
 }
 
-func newBell() *bell {
-	return &bell{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
+func newWaker() *waker {
+	return &waker{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
 }
 
 // wake asks for a round.
-func (b *bell) wake() {
+func (b *waker) wake() {
 	poke(b.rounds)
 	poke(b.stirred)
 }
@@ -42,7 +42,7 @@ func poke(c chan<- struct{}) {
 
 // wakeSoon asks for a round after answerTime, one for all calls until then. There is no round if
 // unopened returns false by then, because PreStartContainer has had one for each allocation.
-func (b *bell) wakeSoon(unopened func() bool) {
+func (b *waker) wakeSoon(unopened func() bool) {
 	if b.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
 			b.soon.Store(false)
@@ -53,43 +53,43 @@ func (b *bell) wakeSoon(unopened func() bool) {
 	}
 }
 
-// beside lists what runs beside the loop, or is called by it. It does not change after New.
-type beside struct {
+// background lists what runs beside the loop, or is called by it. It does not change after New.
+type background struct {
 	// runs run as long as the agent does.
 	runs []func(context.Context) error
-	// leaves are called one after the other when the agent is to end, while everything still runs.
-	leaves []func(context.Context)
+	// atEnd are called one after the other when the agent is to end, while everything still runs.
+	atEnd []func(context.Context)
 	// remarks return the conditions of what runs beside the loop.
 	remarks []func() []status.Condition
-	// turns are called at the end of each round. heard is Witnesses.Heard.
-	turns []func(heard bool)
+	// afterRound are called at the end of each round. heard is Witnesses.Heard.
+	afterRound []func(heard bool)
 }
 
 // add adds runs if wanted is true.
-func (b *beside) add(wanted bool, runs ...func(context.Context) error) {
+func (b *background) add(wanted bool, runs ...func(context.Context) error) {
 	if wanted {
 		b.runs = append(b.runs, runs...)
 	}
 }
 
 // conditions returns the conditions of all remarks.
-func (b *beside) conditions() (out []status.Condition) {
+func (b *background) conditions() (out []status.Condition) {
 	for _, of := range b.remarks {
 		out = append(out, of()...)
 	}
 	return out
 }
 
-// run runs loop and everything beside it until asked ends. Then it calls the leaves and stops the
+// run runs loop and everything beside it until asked ends. Then it calls atEnd and stops the
 // rest.
-func (b *beside) run(asked context.Context, loop func(context.Context) error) error {
+func (b *background) run(asked context.Context, loop func(context.Context) error) error {
 	ctx, end := context.WithCancel(context.WithoutCancel(asked))
 	defer end()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		select {
 		case <-asked.Done():
-			for _, leave := range b.leaves {
+			for _, leave := range b.atEnd {
 				leave(ctx)
 			}
 			end()

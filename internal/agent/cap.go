@@ -22,9 +22,9 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// supplies keeps what containers need of the driver and of each GPU, and the libraries that enforce
+// driverFiles keeps what containers need of the driver and of each GPU, and the libraries that enforce
 // memory caps. It belongs to the loop's goroutine.
-type supplies struct {
+type driverFiles struct {
 	driver Driver
 	caps   Caps
 	log    *slog.Logger
@@ -42,7 +42,7 @@ type parts struct {
 }
 
 // closed returns why no container can get driver files, or "" if containers can.
-func (s *supplies) closed() string {
+func (s *driverFiles) closed() string {
 	if s.parts == nil && s.err != nil {
 		return s.err.Error()
 	}
@@ -51,7 +51,7 @@ func (s *supplies) closed() string {
 
 // learn asks the driver what containers need, in an epoch of the reader. If it fails, what was
 // learnt before stays, and the next round asks again.
-func (s *supplies) learn(ctx context.Context, epoch uint64) error {
+func (s *driverFiles) learn(ctx context.Context, epoch uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
 	of, err := s.driver.Parts(ctx)
@@ -90,7 +90,7 @@ func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 // settleCaps decides the caps of an allocation that has neither a record nor a page of them. No
 // container can have such a cap yet, so it is computed from the present layout. The error names a
 // GPU where that is not possible.
-func (k *gatekeeper) settleCaps(on *ground, c *ledger.Allocation) error {
+func (k *gatekeeper) settleCaps(on *fileInputs, c *ledger.Allocation) error {
 	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
 		layout := on.layouts[g.GPU]
 		of, _ := layout.Of(g.Kind())
@@ -129,7 +129,7 @@ func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 // container gets for the cap. Every allocation gets them, also that of a whole GPU. A container can
 // have two allocations, and it is chance which of them the runtime applies last, and so whose file
 // is at the path of the driver's library.
-func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, error) {
+func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false

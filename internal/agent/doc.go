@@ -44,7 +44,7 @@
 //	executor       work.go, progress.go     jobs, pauses after failures, the agent's instances  the loop
 //	timeSlices     slices.go                the time slices that the driver was asked for       the loop
 //	gatekeeper     gates.go, cap.go         CDI files and limit pages                           the loop
-//	  supplies     cap.go                   the driver files that containers need               the loop
+//	  driverFiles  cap.go                   the driver files that containers need               the loop
 //	  pageSweeper  cap.go                   limit pages that are being removed                  the loop
 //	offering       serve.go                 both front-ends, and the served resources           the loop
 //	  claims       claims.go                the front-end for DRA, started when it is needed    atomics

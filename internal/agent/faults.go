@@ -44,7 +44,7 @@ func newFaults(o *Options, w *Worlds, monitor *health.Monitor, ration *brief.Rat
 		tell: tell, wake: wake, look: look}
 }
 
-func (f *faults) stands(inv *gpu.Inventory) { f.instances.Store(inv) }
+func (f *faults) setInventory(inv *gpu.Inventory) { f.instances.Store(inv) }
 
 func (f *faults) isBlind() bool { return f.blind.Load() }
 

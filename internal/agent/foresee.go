@@ -40,13 +40,13 @@ type basis struct {
 // basis returns a copy of the present input of a plan.
 func (l *loop) basis(allocations []ledger.Allocation) *basis {
 	b := &basis{Input: l.planInput(allocations, time.Now()), on: l.partitions.on,
-		closed: l.gates.supplies.closed(), cordons: l.partitions.cordons}
+		closed: l.gates.driverFiles.closed(), cordons: l.partitions.cordons}
 	b.Allocations, b.MIG.Made = nil, l.executor.made()
 	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
 	for u, of := range b.Past {
 		past[u] = slices.Clone(of)
 	}
-	if b.Past = past; l.reader.letting != "" || !l.reader.usable() {
+	if b.Past = past; l.reader.letGoNext != "" || !l.reader.usable() {
 		b.halted = l.reader.absent()
 	}
 	return b

@@ -39,13 +39,13 @@ type gatekeeper struct {
 	// started reports whether the container of an allocation has been started.
 	started func(id string) bool
 	// record saves an allocation whose file is about to be removed.
-	record   func(state.Allocation) error
-	supplies *supplies
-	pages    *pageSweeper
+	record      func(state.Allocation) error
+	driverFiles *driverFiles
+	pages       *pageSweeper
 
-	made    map[string]string // of each allocation of MIG devices with a file: the gateOf that it was made from
-	removed map[string]bool   // allocations whose file is gone: only the journal has them
-	swept   bool              // true if there is no file of an ended allocation
+	fileKeys map[string]string // of each allocation of MIG devices with a file: the fileKey that it was made from
+	removed  map[string]bool   // allocations whose file is gone: only the journal has them
+	swept    bool              // true if there is no file of an ended allocation
 }
 
 func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string) bool,
@@ -53,9 +53,9 @@ func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string)
 	return &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, log: o.Log,
 		files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer,
 		ledger: l, started: started, record: record,
-		supplies: &supplies{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
-		pages:    &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
-		made:     map[string]string{}, removed: map[string]bool{}}
+		driverFiles: &driverFiles{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
+		pages:       &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
+		fileKeys:    map[string]string{}, removed: map[string]bool{}}
 }
 
 // adoptFiles takes over the allocations of an earlier process from their CDI files, by takeOver.
@@ -95,7 +95,7 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 // write writes the CDI file of every allocation whose container may be created: its devices exist
 // and have no other holder. It removes the file of an allocation whose container may not. It adds
 // to trouble, by the allocation's key, why a file is missing, unless there is a reason already.
-func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble map[string]status.Cause) error {
+func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trouble map[string]status.Cause) error {
 	var errs []error
 	opened := false
 	defer func() {
@@ -119,7 +119,7 @@ func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble 
 			}
 			instances, stand := on.instancesOf(c)
 			shut = !stand
-			if gate := gateOf(instances); stand && c.IsOpen() && k.made[c.ID] != gate {
+			if gate := fileKey(instances); stand && c.IsOpen() && k.fileKeys[c.ID] != gate {
 				k.ledger.Shut(c.ID) // other instances at the same placements
 				c.Phase = ledger.Taken
 			}
@@ -164,7 +164,7 @@ func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble 
 	return status.Because(status.FilesFailed, errors.Join(errs...))
 }
 
-func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
+func (k *gatekeeper) writeFile(on *fileInputs, c *ledger.Allocation) error {
 	over, err := k.overlay(on, c)
 	if err != nil {
 		return err
@@ -179,7 +179,7 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 		if parts, names, err = k.instanceParts(&on.parts.Parts, instances); err != nil {
 			return err
 		}
-		gate = gateOf(instances)
+		gate = fileKey(instances)
 	}
 	spec, err := cdi.Spec(k.domain, c.ID, parts, names, over)
 	if err != nil {
@@ -203,7 +203,7 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 		return err
 	}
 	if gate != "" {
-		k.made[c.ID] = gate
+		k.fileKeys[c.ID] = gate
 		if !c.Asked.IsZero() {
 			k.observer.Wish(piece.At(c.Grants[0].Piece).Profile.String(), time.Since(c.Asked))
 		}
@@ -286,7 +286,7 @@ func (k *gatekeeper) sweep(heard bool, used func(id string) bool) error {
 			errs = append(errs, k.files.Remove(key))
 		}
 	}
-	maps.DeleteFunc(k.made, func(key string, _ string) bool { return !live(key) })
+	maps.DeleteFunc(k.fileKeys, func(key string, _ string) bool { return !live(key) })
 	maps.DeleteFunc(k.removed, func(key string, _ bool) bool { return !live(key) })
 	errs = append(errs, k.sweepCaps(func(key string) bool {
 		kept = kept || !live(key) && used(key)

@@ -15,7 +15,7 @@ import (
 
 // instancesOf returns the instances of an allocation of MIG devices. ok is false if one of them
 // does not exist or is being destroyed: then the allocation's container cannot start.
-func (on *ground) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
+func (on *fileInputs) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
 		d := on.inv.ByUUID(g.GPU)
@@ -36,7 +36,7 @@ func (on *ground) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 
 // inOtherMode reports whether an allocation of no MIG devices has a GPU that is in MIG mode or is
 // changing its mode. No container can use such a GPU as a whole.
-func (on *ground) inOtherMode(c *ledger.Allocation) bool {
+func (on *fileInputs) inOtherMode(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
 		if g.Kind().InMIG() || g.NoRoom {
 			return false
@@ -52,9 +52,9 @@ type instance struct {
 	in  *gpu.Instance
 }
 
-// gateOf returns a text of all that an allocation's CDI file depends on. If it changes, the file is
+// fileKey returns a text of all that an allocation's CDI file depends on. If it changes, the file is
 // out of date.
-func gateOf(instances []instance) string {
+func fileKey(instances []instance) string {
 	var b strings.Builder
 	for _, i := range instances {
 		fmt.Fprintf(&b, "%s %d %d %s\n", i.gpu.UUID, i.in.GI, i.in.CI, i.in.UUID)

@@ -26,9 +26,9 @@ import (
 type reader struct {
 	driver Driver
 	health *health.Monitor
-	// told is informed of each reading, after health.
-	told judge
-	log  *slog.Logger
+	// faults is informed of each reading, after health.
+	faults healthListener
+	log    *slog.Logger
 	// wake starts a round when a reading has ended that no round waits for.
 	wake  func()
 	links *links
@@ -42,21 +42,21 @@ type reader struct {
 	matrix   *topology.Matrix // of topology
 	// epoch counts the distinct drivers and sets of GPUs that were read. A new driver may have
 	// forgotten earlier settings, and containers may need other files of it.
-	epoch    uint64
-	reading  *pending  // the one that runs now; nil if none does
-	readAt   time.Time // when the last one ended; zero before the first
-	answered bool      // true once one has succeeded
-	readErr  error     // why the last one failed, or why the driver was let go; nil otherwise
-	readRest rest      // the pause after failures
-	letGo    string    // why the driver was let go; empty while it is not
-	letting  string    // why it will be let go once no job runs; empty otherwise
-	cards    cards     // of inv
+	epoch     uint64
+	reading   *pending  // the one that runs now; nil if none does
+	readAt    time.Time // when the last one ended; zero before the first
+	answered  bool      // true once one has succeeded
+	readErr   error     // why the last one failed, or why the driver was let go; nil otherwise
+	readRest  rest      // the pause after failures
+	letGo     string    // why the driver was let go; empty while it is not
+	letGoNext string    // why it will be let go once no job runs; empty otherwise
+	cards     cards     // of inv
 }
 
-// judge tells the front-ends about the GPUs' health. faults implements it.
-type judge interface {
-	// stands takes in the inventory, which tells the instance that a fault's number means.
-	stands(*gpu.Inventory)
+// healthListener tells the front-ends about the GPUs' health. faults implements it.
+type healthListener interface {
+	// setInventory takes in the inventory, which tells the instance that a fault's number means.
+	setInventory(*gpu.Inventory)
 	// apply tells the front-ends the present verdicts.
 	apply()
 	// isBlind reports whether the driver sends no events.
@@ -214,7 +214,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 		return r.readRest.until
 	}
 	next := r.readAt.Add(inventoryEvery)
-	if r.told.isBlind() {
+	if r.faults.isBlind() {
 		next = r.readAt.Add(blindEvery)
 	}
 	if probe := r.health.Due(now); !probe.IsZero() && probe.Before(next) {
@@ -227,7 +227,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 // known health of the GPUs.
 func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now time.Time) bool {
 	r.reading = nil
-	defer r.told.apply()
+	defer r.faults.apply()
 	r.readAt = now
 	if got.err != nil {
 		r.health.Reading(health.Reading{Err: got.err}, now)
@@ -250,7 +250,7 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	}
 	r.inv = inv
 	r.setTopology()
-	r.told.stands(inv)
+	r.faults.setInventory(inv)
 	r.cards.follow(inv, r.log)
 	// These are the merged GPUs: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{Load: inv.Load}
@@ -269,7 +269,7 @@ func (r *reader) setMIG(u gpu.UUID, m gpu.MIG) {
 	inv.GPUs = slices.Clone(inv.GPUs)
 	inv.ByUUID(u).MIG = m
 	r.inv = &inv
-	r.told.stands(r.inv)
+	r.faults.setInventory(r.inv)
 	r.cards.follow(r.inv, r.log)
 	if slices.ContainsFunc(r.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
 		r.stale.Store(true) // read again, so that health drops its verdicts on a removed instance
@@ -395,28 +395,28 @@ func letGoReason(n *agentkube.Node, domain string) string {
 	return ""
 }
 
-// mind lets the driver go if why is not empty. If jobs run, it waits for their end, since a GPU
+// followLetGo lets the driver go if why is not empty. If jobs run, it waits for their end, since a GPU
 // must not be left in the middle of a change, and no new ones begin. When why is empty again it
 // returns an error that wraps gpu.ErrReloaded: a process cannot unload the old driver's library, so
 // only a new one can use the driver. It also fails if the driver cannot be let go.
-func (r *reader) mind(why string, working bool) error {
-	was := r.letting
-	r.letting = ""
+func (r *reader) followLetGo(why string, working bool) error {
+	was := r.letGoNext
+	r.letGoNext = ""
 	switch {
 	case r.letGo == "" && why != "" && working:
-		if r.letting = why; was == "" {
+		if r.letGoNext = why; was == "" {
 			r.log.Info("let the driver go after the work that is under way", "because", why)
 		}
 	case r.letGo == "" && why != "":
 		if err := r.driver.LetGo(); err != nil {
-			r.letting = why // no job begins meanwhile
+			r.letGoNext = why // no job begins meanwhile
 			return status.Because(status.DriverFailed, fmt.Errorf("let the driver go: %w", err))
 		}
 		r.log.Info("let the driver go", "because", why)
 		r.letGo = why
 		r.readErr = fmt.Errorf("the driver was let go, since %s: %w", why, gpu.ErrNoDriver)
 		r.health.Reading(health.Reading{Err: r.readErr}, time.Now())
-		r.told.apply()
+		r.faults.apply()
 	case r.letGo != "" && why == "":
 		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
 	}
@@ -447,8 +447,8 @@ func (r *reader) absent() (none status.Cause) {
 	switch {
 	case r.letGo != "":
 		return status.Why(status.DriverLetGo, "the driver was let go, since %s", r.letGo)
-	case r.letting != "":
-		return status.Why(status.DriverLetGo, "the driver is to be let go, since %s", r.letting)
+	case r.letGoNext != "":
+		return status.Why(status.DriverLetGo, "the driver is to be let go, since %s", r.letGoNext)
 	case r.hangs() != "":
 		return status.Why(status.GPUDriverHangs, "%s", r.hangs())
 	case r.readErr != nil:

@@ -20,7 +20,7 @@ import (
 // loop runs the rounds and calls the components; doc.go has a table of them. All of it belongs to
 // its goroutine, which [Agent.Run] starts. Use [New].
 type loop struct {
-	bell       *bell
+	waker      *waker
 	mail       *mailbox
 	ledger     *ledger.Ledger
 	witnesses  *deviceplugin.Witnesses
@@ -34,7 +34,7 @@ type loop struct {
 	offering   *offering
 	journal    *journal
 	reporter   reports
-	beside     *beside
+	background *background
 	observer   Observer
 	// ration limits log lines that a program on a GPU, or a server that is away, can cause again
 	// and again.
@@ -87,7 +87,7 @@ func (l *loop) run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-l.bell.rounds:
+		case <-l.waker.rounds:
 		case <-time.After(wait):
 		}
 	}

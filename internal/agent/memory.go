@@ -25,7 +25,7 @@ func (l *loop) remember() {
 	}
 	// If a boot has no name, a fault stays: the reboot that would have ended it cannot be seen.
 	l.reader.health.Restore(doc.Faults, same || doc.Boot == "" || l.journal.boot == "")
-	l.reader.told.apply()
+	l.reader.faults.apply()
 	l.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {
 		l.partitions.cordons.gpus[u] = true

@@ -63,10 +63,10 @@ type coexistence struct {
 	// migManager is the node's label at the last look, and known the GPUs that it covered.
 	migManager string
 	known      map[gpu.UUID]bool
-	// met is when each pod, by UID, was first seen in the kubelet's checkpoint; zero once it was
+	// firstSeen is when each pod, by UID, was first seen in the kubelet's checkpoint; zero once it was
 	// seen alive.
-	met     map[string]time.Time
-	drivers drivers
+	firstSeen map[string]time.Time
+	drivers   drivers
 }
 
 func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func()) *coexistence {
@@ -273,7 +273,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 	if !ok {
 		return
 	}
-	met := map[string]time.Time{}
+	firstSeen := map[string]time.Time{}
 	var pods map[string]workload.Pod
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
@@ -285,7 +285,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 			pods, err = c.livingPods(ctx)
 			asked, preparing = true, !s.trusted || !allKnown(s.listing.Pods, pods)
 		}
-		first, known := c.met[e.PodUID]
+		first, known := c.firstSeen[e.PodUID]
 		if !known {
 			first = s.now
 		}
@@ -293,7 +293,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 		if lives {
 			first = time.Time{}
 		}
-		met[e.PodUID] = first
+		firstSeen[e.PodUID] = first
 		switch why := heldAs("pod "+e.PodUID, e.Resource); {
 		case lives && name.Name != "":
 			add(s.sure, gpus, heldAs(name.Namespace+"/"+name.Name, e.Resource))
@@ -307,7 +307,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 			c.soon(s.now.Add(othersSoon)) // the sandbox may come in a moment
 		}
 	}
-	c.met = met
+	c.firstSeen = firstSeen
 }
 
 // allKnown reports whether the runtime knows every pod that the kubelet lists, by name.

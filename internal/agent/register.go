@@ -10,7 +10,7 @@ import (
 
 // LookAtPlugins makes the loop check again whether the kubelet has the resources. It is called when
 // something has changed between a plugin and the kubelet.
-func (a *Agent) LookAtPlugins() { a.bell.wake() }
+func (a *Agent) LookAtPlugins() { a.waker.wake() }
 
 // resourcesOf returns the state of the served resources at the kubelet. unknown is since when the
 // kubelet has not named the devices of some, although it may have their lists. A restart of the

@@ -59,10 +59,10 @@ var reasons = map[State]status.Reason{
 	Invalid: status.GPUPartitionInvalid,
 }
 
-// herald reports the results of rounds: on the Node, in Events, and to Node Feature Discovery. The
+// announcer reports the results of rounds: on the Node, in Events, and to Node Feature Discovery. The
 // loop's decisions do not depend on it. It works in the goroutine of run; any goroutine may call
 // setNode and conditions.
-type herald struct {
+type announcer struct {
 	domain string
 	// labels and hold are Options.Labels and HoldScaleDown.
 	labels   Labels
@@ -85,9 +85,9 @@ type herald struct {
 	news chan struct{}
 }
 
-func newHerald(o *Options, w *Worlds, latest func() *Snapshot, offer func() *deviceplugin.Offer,
-	allocations func() []ledger.Allocation, wake func(), news chan struct{}) *herald {
-	h := &herald{domain: o.Domain, labels: o.Labels, hold: o.HoldScaleDown,
+func newAnnouncer(o *Options, w *Worlds, latest func() *Snapshot, offer func() *deviceplugin.Offer,
+	allocations func() []ledger.Allocation, wake func(), news chan struct{}) *announcer {
+	h := &announcer{domain: o.Domain, labels: o.Labels, hold: o.HoldScaleDown,
 		cluster: w.Cluster, features: w.Features, log: o.Log,
 		latest: latest, offer: offer, allocations: allocations, wake: wake, news: news}
 	h.node.Store(new(agentkube.Node))
@@ -95,7 +95,7 @@ func newHerald(o *Options, w *Worlds, latest func() *Snapshot, offer func() *dev
 }
 
 // setNode takes in the Node. A Node that was created anew has lost the agent's labels.
-func (h *herald) setNode(n *agentkube.Node) {
+func (h *announcer) setNode(n *agentkube.Node) {
 	h.node.Store(n)
 	poke(h.news)
 }
@@ -104,7 +104,7 @@ func (h *herald) setNode(n *agentkube.Node) {
 // an Event for each change. It runs beside the loop since the API server may be slow or away. It
 // writes nothing before the loop has heard of the partitions, so that a restart of the agent does
 // not change labels back and forth.
-func (h *herald) run(ctx context.Context) error {
+func (h *announcer) run(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
 	failing := false
@@ -138,7 +138,7 @@ func (h *herald) run(ctx context.Context) error {
 				h.tellHealth(c, snap, sick)
 				sick = snap.hardware.Verdicts
 			}
-			marks := agentkube.Marks{GuestAnnotations: snap.holds(h.hold), Guests: guests, KeepLabels: !known,
+			marks := agentkube.Marks{GuestAnnotations: snap.holdAnnotation(h.hold), Guests: guests, KeepLabels: !known,
 				Labels:      map[string]string{h.domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}}
 			maps.Copy(marks.Labels, own)
@@ -152,7 +152,7 @@ func (h *herald) run(ctx context.Context) error {
 			}
 			if ready, known := readyCondition(h.domain, snap, time.Now()); err == nil && known {
 				if err = c.SetCondition(ctx, ready); err == nil {
-					err = h.admit(ctx, ready)
+					err = h.removeStartupTaint(ctx, ready)
 				}
 			}
 			errs = append(errs, err)
@@ -180,7 +180,7 @@ func (h *herald) run(ctx context.Context) error {
 // nodeLabels returns the labels that describe the node's GPUs: the agent's own, and those of GPU
 // Feature Discovery. known is false before this process has read the hardware, and while it cannot.
 // Then the earlier labels stay.
-func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
+func (h *announcer) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
 	if !h.labels.Own {
 		return nil, nil, true
 	}
@@ -204,7 +204,7 @@ func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, know
 }
 
 // tellOutcome sends the Event of a new outcome.
-func (h *herald) tellOutcome(c Cluster, o Outcome) {
+func (h *announcer) tellOutcome(c Cluster, o Outcome) {
 	kind := agentkube.Normal
 	if o.State == Failed || o.State == Invalid || o.State == Applied && o.Message != "" {
 		kind = agentkube.Warning
@@ -221,7 +221,7 @@ func (h *herald) tellOutcome(c Cluster, o Outcome) {
 
 // tellHealth sends Events about changes in the GPUs' health: to the node, and for new faults also
 // to the pods on the GPU.
-func (h *herald) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
+func (h *announcer) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	news, over := healthNews(before, snap.hardware.Verdicts)
 	for _, g := range together(snap.hardware.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason

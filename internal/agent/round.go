@@ -67,7 +67,7 @@ func (l *loop) readHardware(ctx context.Context, p *pass) error {
 		}
 		l.executor.learn(r, l.reader.inv.ByUUID(r.GPU), l.partitions.gen, now)
 	}
-	err := l.reader.mind(p.in.letGo, len(l.executor.jobs) > 0)
+	err := l.reader.followLetGo(p.in.letGo, len(l.executor.jobs) > 0)
 	if errors.Is(err, gpu.ErrReloaded) {
 		return err
 	}
@@ -170,7 +170,7 @@ func (l *loop) askHolders(ctx context.Context, p *pass) {
 
 // due returns the work that may begin now.
 func (l *loop) due(work []plan.Work) []plan.Work {
-	if l.reader.letting != "" || !l.reader.usable() {
+	if l.reader.letGoNext != "" || !l.reader.usable() {
 		return nil
 	}
 	return l.executor.due(work, l.partitions.gen, l.witnesses.Heard(), time.Now())
@@ -237,7 +237,7 @@ func (l *loop) act(ctx context.Context, p *pass) {
 	if p.fail(unsaved); unsaved == nil {
 		l.executor.begin(ctx, l.reader.inv, work)
 	}
-	l.ground().correct(p.changes, unsaved)
+	l.fileInputs().correct(p.changes, unsaved)
 }
 
 // setDriver learns which driver files containers need, if the driver or its GPUs have changed, and
@@ -245,16 +245,16 @@ func (l *loop) act(ctx context.Context, p *pass) {
 func (l *loop) setDriver(ctx context.Context, p *pass) {
 	// Nothing needs them before there is a partition, a layout or an allocation.
 	needed := func() bool { return l.partitions.wanted != nil || len(l.layouts.now) > 0 || l.ledger.Held() }
-	if l.gates.supplies.of != l.reader.epoch && l.reader.usable() && needed() {
+	if l.gates.driverFiles.of != l.reader.epoch && l.reader.usable() && needed() {
 		// Learning takes a while, so publish faults, and the first offer of a new process, before
 		// it. A container that comes meanwhile waits for its allocation's file.
 		p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
-		switch err := l.gates.supplies.learn(ctx, l.reader.epoch); {
+		switch err := l.gates.driverFiles.learn(ctx, l.reader.epoch); {
 		case err == nil:
 			for _, c := range l.ledger.Allocations() {
 				l.ledger.Shut(c.ID) // openGates writes the file again, if it differs
 			}
-		case l.gates.supplies.parts == nil || !errors.Is(err, gpu.ErrTimeout):
+		case l.gates.driverFiles.parts == nil || !errors.Is(err, gpu.ErrTimeout):
 			p.fail(err)
 		}
 	}
@@ -271,7 +271,7 @@ func (l *loop) setDriver(ctx context.Context, p *pass) {
 // could start with the previous holder's file.
 func (l *loop) openGates(p *pass) {
 	p.fail(l.gates.sweep(l.witnesses.Heard(), l.witnesses.Used))
-	p.fail(l.gates.write(l.ground(), l.gates.allocations(l.reader.inv), p.changes.Trouble))
+	p.fail(l.gates.write(l.fileInputs(), l.gates.allocations(l.reader.inv), p.changes.Trouble))
 	l.gates.tellWaiting(p.changes.Trouble, l.executor.failedFor)
 	p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
@@ -282,7 +282,7 @@ func (l *loop) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Topology, in.Cards = l.reader.inv, l.reader.topology, l.reader.cards.of
 	in.Past, in.OnDemand, in.Cordoned = l.layouts.past, l.partitions.onDemand, l.partitions.cordons.gpus
 	in.Failing, in.Others = l.executor.failingPlacements(time.Now()), l.others.theirs()
-	in.Closed = l.gates.supplies.closed()
+	in.Closed = l.gates.driverFiles.closed()
 	offer := l.offering.publish(&in)
 	if l.partitions.judged {
 		// Before that the ResourceSlices stay as the last process left them. New ones would have
@@ -313,16 +313,16 @@ func (l *loop) finish(p *pass) error {
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if closed := l.gates.supplies.closed(); closed != "" {
+	if closed := l.gates.driverFiles.closed(); closed != "" {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+closed)
 	}
 	if l.reader.inv != nil {
 		s.basis = l.basis(p.allocations)
 	}
-	f.besides = slices.Concat(l.beside.conditions(), l.partitions.conditions(s.hardware.Inventory))
+	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory))
 	l.reporter.finish(s, f)
-	poke(l.bell.stirred)
-	for _, turn := range l.beside.turns {
+	poke(l.waker.stirred)
+	for _, turn := range l.background.afterRound {
 		turn(l.witnesses.Heard())
 	}
 	return errors.Join(f.errs...)

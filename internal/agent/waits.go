@@ -11,9 +11,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// ground has all that the CDI files of allocations depend on beside the ledger, at one moment of a
+// fileInputs has all that the CDI files of allocations depend on beside the ledger, at one moment of a
 // round. So the gatekeeper needs neither the reader nor the executor. It is immutable.
-type ground struct {
+type fileInputs struct {
 	inv *gpu.Inventory
 	// parts are nil if it is not known what containers need. partsErr is why; nil before the first
 	// try.
@@ -31,33 +31,33 @@ type ground struct {
 	unheard error
 }
 
-// ground returns the present ground.
-func (l *loop) ground() *ground {
-	return &ground{inv: l.reader.inv, parts: l.gates.supplies.parts, partsErr: l.gates.supplies.err,
-		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.stands,
+// fileInputs returns the present state.
+func (l *loop) fileInputs() *fileInputs {
+	return &fileInputs{inv: l.reader.inv, parts: l.gates.driverFiles.parts, partsErr: l.gates.driverFiles.err,
+		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.wasAsked,
 		heard: l.witnesses.Heard(), unheard: l.witnesses.Err()}
 }
 
 // unsliced reports whether the driver still has to be asked for a time slice of an allocation.
-func (on *ground) unsliced(c *ledger.Allocation) bool {
+func (on *fileInputs) unsliced(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !on.sliced(g) })
 }
 
 // faulty reports whether the driver cannot tell what a container would need of a GPU.
-func (on *ground) faulty(u gpu.UUID) bool {
+func (on *fileInputs) faulty(u gpu.UUID) bool {
 	d := on.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
 }
 
 // unread reports whether this process has not read the instances of a GPU yet.
-func (on *ground) unread(u gpu.UUID) bool {
+func (on *fileInputs) unread(u gpu.UUID) bool {
 	d := on.inv.ByUUID(u)
 	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
 // correct corrects the plan's reasons for allocations that wait for an instance whose work has not
 // begun. unsaved is why the state could not be saved, nil if it was.
-func (on *ground) correct(changes *plan.Changes, unsaved error) {
+func (on *fileInputs) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
 		if w.Allocation == "" || on.working[w.GPU] != nil {
@@ -83,7 +83,7 @@ func (on *ground) correct(changes *plan.Changes, unsaved error) {
 
 // shutBecause returns why an allocation's container may not be created yet. The pod's Event has
 // that reason. It is zero if there is no reason, or if the plan has it.
-func (on *ground) shutBecause(c *ledger.Allocation) (none status.Cause) {
+func (on *fileInputs) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	unknown := func(what string) status.Cause {
 		why := on.absent
 		if why.Reason == "" {

@@ -156,8 +156,8 @@ type executor struct {
 	observer Observer
 	ledger   *ledger.Ledger
 	log      *slog.Logger
-	// cut records each step that was tried.
-	cut func(gpu.UUID, mig.Step, error)
+	// recordStep records each step that was tried.
+	recordStep func(gpu.UUID, mig.Step, error)
 	// event sends an Event. wake starts a round when a job has ended.
 	event func(workload.Pod, agentkube.EventType, string, string)
 	wake  func()
@@ -193,7 +193,7 @@ type executor struct {
 func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error),
 	wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wasReset: wasReset, wake: wake,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, recordStep: cut, wasReset: wasReset, wake: wake,
 		neverReset: o.NeverReset, reclaim: o.ReclaimForeign, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
@@ -308,7 +308,7 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 		return r
 	}
 	at := m.Instances
-	if !sameInstances(at, d.MIG.Instances) || onItsWay(at, j.Steps) {
+	if !sameInstances(at, d.MIG.Instances) || becameBusy(at, j.Steps) {
 		r.mig, r.err = m, errPlanAgain
 		return r
 	}
@@ -324,7 +324,7 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 		done = append(done, s)
 	}
 	if r.err != nil {
-		if m, err := e.driver.MIG(ctx, d.UUID); err == nil && happened(&m, &r.failed) {
+		if m, err := e.driver.MIG(ctx, d.UUID); err == nil && tookEffect(&m, &r.failed) {
 			done = append(done, r.failed)
 		}
 	}
@@ -357,17 +357,17 @@ func sameInstances(a, b []gpu.Instance) bool {
 	})
 }
 
-// onItsWay reports whether a process runs on an instance that the steps destroy.
-func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
+// becameBusy reports whether a process runs on an instance that the steps destroy.
+func becameBusy(at []gpu.Instance, steps []mig.Step) bool {
 	return slices.ContainsFunc(steps, func(s mig.Step) bool {
 		in := mig.Find(at, s.Placement)
 		return s.Op == mig.Destroy && in != nil && in.Busy
 	})
 }
 
-// happened reports whether a failed step has had an effect: the driver failed half way, or failed
+// tookEffect reports whether a failed step has had an effect: the driver failed half way, or failed
 // only to read the result.
-func happened(m *gpu.MIG, s *mig.Step) bool {
+func tookEffect(m *gpu.MIG, s *mig.Step) bool {
 	in := mig.Find(m.Instances, s.Placement)
 	switch s.Op {
 	case mig.Destroy:
@@ -419,7 +419,7 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 		profile = s.Placement.Profile.String()
 	}
 	e.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
-	e.cut(d.UUID, s, err)
+	e.recordStep(d.UUID, s, err)
 	if err != nil {
 		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}

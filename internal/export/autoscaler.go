@@ -119,12 +119,13 @@ func (a *Autoscaler) Karpenter() ([]byte, error) {
 			name = flavorName("gpu-agent", a.NodePool, t.instance)
 			requirements = append(requirements, is("karpenter.sh/nodepool", a.NodePool))
 		}
-		says := "As on " + t.example + ".\nThe NodePool gives its nodes these labels (spec.template.metadata.labels):"
+		comment := "As on " + t.example +
+			".\nThe NodePool gives its nodes these labels (spec.template.metadata.labels):"
 		for _, l := range t.labels {
-			says += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
+			comment += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
 		}
 		out = append(out, document("karpenter.sh/v1alpha1", "NodeOverlay", object{{"name", name, ""}}, object{
-			{"requirements", inlined(requirements), ""}, {"capacity", slices.Concat(t.counts...), says},
+			{"requirements", inlined(requirements), ""}, {"capacity", slices.Concat(t.counts...), comment},
 		}))
 	}
 	return write(karpenterHead, out...)
@@ -161,7 +162,7 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 	var errs []error
 	var where, source string
 	for _, t := range templates {
-		says := fmt.Sprintf("%s, as on %s", t.instance, t.example)
+		comment := fmt.Sprintf("%s, as on %s", t.instance, t.example)
 		var o object
 		switch form {
 		case AWS:
@@ -195,7 +196,7 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 				{prefix + "labels", strings.Join(labels, ","), ""},
 			}
 		}
-		o[0].says = says
+		o[0].comment = comment
 		out = append(out, o)
 	}
 	if err := errors.Join(errs...); err != nil {

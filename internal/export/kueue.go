@@ -88,7 +88,7 @@ func (k *Kueue) Objects() ([]byte, error) {
 		return nil, err
 	}
 	var out []any
-	tas := k.Topology && !k.Checks && b.apart == ""
+	tas := k.Topology && !k.Checks && b.noTopology == ""
 	if tas {
 		levels := []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}}
 		out = append(out, document(kueueAPI, "Topology", object{{"name", topology, ""}}, object{
@@ -97,7 +97,7 @@ func (k *Kueue) Objects() ([]byte, error) {
 		}))
 	}
 	for i := range b.flavors {
-		out = append(out, k.flavor(&b.flavors[i], tas, b.apart))
+		out = append(out, k.flavor(&b.flavors[i], tas, b.noTopology))
 	}
 	for i := range k.Teams {
 		team := k.Teams[i].Name
@@ -176,24 +176,25 @@ func (k *Kueue) quotas(b *book, part func(count int) int, memory gpu.MiB, counts
 }
 
 // flavor returns a ResourceFlavor.
-func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
+func (k *Kueue) flavor(f *flavor, tas bool, noTopology string) object {
 	labels := object{{k.siteLabel(), f.site, ""}}
 	if f.model != "" {
 		labels = append(labels, field{k.Domain + "/gpu.model", f.model, ""}, field{k.Domain + "/gpu.mode", f.mode, ""})
 	}
-	says := fmt.Sprintf("%d nodes: %s", len(f.nodes), names(f.nodes))
+	comment := fmt.Sprintf("%d nodes: %s", len(f.nodes), names(f.nodes))
 	switch len(f.nodes) {
 	case 0:
-		says = "No node yet: the nodes that an autoscaler makes need these labels from the start."
+		comment = "No node yet: the nodes that an autoscaler makes need these labels from the start."
 	case 1:
-		says = "One node: " + f.nodes[0]
+		comment = "One node: " + f.nodes[0]
 	}
-	spec := object{{"nodeLabels", labels, says}}
+	spec := object{{"nodeLabels", labels, comment}}
 	switch {
 	case tas:
 		spec = append(spec, field{"topologyName", topology, ""})
 	case k.Topology && !k.Checks:
-		spec[0].says += "\nNo topology, since the flavors of a queue must all have one, or none:\n" + apart + "."
+		spec[0].comment += "\nNo topology, since the flavors of a queue must all have one, or none:\n" +
+			noTopology + "."
 	}
 	meta := object{{"name", f.name, ""}}
 	if f.cloud {
@@ -238,12 +239,12 @@ func (k *Kueue) queue(b *book, team int) object {
 		}
 		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] },
 			split(f.memory, step, shares)[team], f.counts)
-		says := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
+		comment := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
 		if f.cloud {
-			says = fmt.Sprintf("Cloud: all teams together have %s at most, "+
+			comment = fmt.Sprintf("Cloud: all teams together have %s at most, "+
 				"which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
 		}
-		flavors = append(flavors, object{{"name", f.name, says}, {"resources", inlined(quotas), ""}})
+		flavors = append(flavors, object{{"name", f.name, comment}, {"resources", inlined(quotas), ""}})
 		on[f.cloud] = append(on[f.cloud], f.name)
 	}
 	spec := object{

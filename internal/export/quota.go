@@ -49,9 +49,9 @@ type book struct {
 	shares bool
 	// classes are the DeviceClasses that Kueue counts by counters, without the domain.
 	classes []string
-	// apart is why Kueue cannot use a topology; empty if it can.
-	apart string
-	errs  []error
+	// noTopology is why Kueue cannot use a topology; empty if it can.
+	noTopology string
+	errs       []error
 }
 
 func (b *book) refuse(format string, args ...any) {
@@ -241,7 +241,7 @@ func (b *book) add(f *flavor, n *Node, g *GPU) {
 	}
 	if g.API == ledger.DRA {
 		b.shares = b.shares || g.Kind.Together() && g.N > 0
-		b.apart = "a topology has what nodes have allocatable, and GPUs with api dra are not in there"
+		b.noTopology = "a topology has what nodes have allocatable, and GPUs with api dra are not in there"
 	}
 }
 
@@ -259,8 +259,8 @@ func (b *book) limit(clouds []Cloud) {
 		f := flavor{name: flavorName(c.Site, c.Model, c.Mode), site: c.Site, model: c.Model, mode: c.Mode}
 		switch len(at) {
 		case 0:
-			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has only existing nodes",
-				f.name))
+			b.noTopology = cmp.Or(b.noTopology, fmt.Sprintf(
+				"%s has no node yet, and a topology has only existing nodes", f.name))
 		case 1:
 			f = b.flavors[at[0]]
 		default:

@@ -17,8 +17,8 @@ import (
 type field struct {
 	key   string
 	value any
-	// says is a comment above the key, without "#".
-	says string
+	// comment is written above the key, without "#".
+	comment string
 }
 
 // object is a YAML mapping that keeps the order of its fields.
@@ -56,7 +56,7 @@ func node(v any) *yaml.Node {
 		out := &yaml.Node{Kind: yaml.MappingNode}
 		for _, f := range v {
 			key := scalar("!!str", f.key)
-			key.HeadComment = f.says
+			key.HeadComment = f.comment
 			out.Content = append(out.Content, key, node(f.value))
 		}
 		return out
