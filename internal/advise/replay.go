@@ -237,8 +237,8 @@ func (r *replay) happen(e event) {
 	}
 }
 
-// countDevices tells the scheduler the numbers of devices that have grown, and if less is true also those
-// that have shrunk.
+// countDevices tells the scheduler the numbers of devices that have grown, and if less is true also
+// those that have shrunk.
 func (r *replay) countDevices(less bool) {
 	for i := range r.node.offer.Resources {
 		name := r.node.offer.Resources[i].Name

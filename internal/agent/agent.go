@@ -34,7 +34,8 @@ const (
 	// waitEvery is the longest sleep while a container waits for the previous holder of its devices
 	// to end. Events of the runtime, if it sends any, wake the loop earlier.
 	waitEvery = time.Second
-	// holdersEvery and silentFor are the periods that the witnesses use.
+	// holdersEvery is how often the loop asks the kubelet and the runtime (the witnesses) who holds
+	// what. silentFor is how long one of them may be away before the agent reports it.
 	holdersEvery = deviceplugin.LookEvery
 	silentFor    = deviceplugin.SilentFor
 	// othersEvery is how often the loop asks the kubelet what other device plugins offer.

@@ -68,7 +68,7 @@ type Lowering struct {
 	mu sync.Mutex // guards what follows
 	// of has every resource with a list that was sent.
 	of map[string]*offered
-	// left is true once the agent ends. From then on all amounts are 0, and lists are ignored.
+	// ended is true once the agent ends. From then on all amounts are 0, and lists are ignored.
 	ended bool
 	// raised tells Leave that the Node has more again; it holds at most one token.
 	raised chan struct{}
@@ -145,7 +145,7 @@ func (l *Lowering) Run(ctx context.Context) error {
 		want, cause := l.take(time.Now())
 		lowered, err := l.node.LowerAllocatable(ctx, want)
 		if err != nil {
-			// the kubelet mostly reports before the next try, but it may be away, too
+			// The kubelet mostly reports before the next try, but it may be away, too.
 			l.log.Debug("cannot lower allocatable; the scheduler learns of the devices from the kubelet's next report",
 				"err", err)
 			l.retry(want)

@@ -146,9 +146,9 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 	return d == nil || d.Gone
 }
 
-// removeStartupTaint removes the startup taint once the node is ready and the Node shows the resources. The
-// kubelet writes these some seconds after it has received the devices. If the taint went earlier,
-// autoscalers would take the node for one that waiting GPU pods do not fit on.
+// removeStartupTaint removes the startup taint once the node is ready and the Node shows the
+// resources. The kubelet writes these some seconds after it has received the devices. If the taint
+// went earlier, autoscalers would take the node for one that waiting GPU pods do not fit on.
 func (h *announcer) removeStartupTaint(ctx context.Context, ready agentkube.Condition) error {
 	node := h.node.Load()
 	var err error
@@ -190,9 +190,9 @@ func (h *announcer) conditions() []status.Condition {
 	return nil
 }
 
-// holdAnnotation returns the annotation that keeps Cluster Autoscaler from removing the node, if asked and
-// while pods have something of its GPUs. Cluster Autoscaler does not count such devices, and would
-// take a full node for an idle one.
+// holdAnnotation returns the annotation that keeps Cluster Autoscaler from removing the node, if
+// asked and while pods have something of its GPUs. Cluster Autoscaler does not count such devices,
+// and would take a full node for an idle one.
 func (s *Snapshot) holdAnnotation(asked bool) map[string]string {
 	if !asked || !s.inUse {
 		return nil

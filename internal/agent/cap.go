@@ -22,8 +22,8 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// driverFiles keeps what containers need of the driver and of each GPU, and the libraries that enforce
-// memory caps. It belongs to the loop's goroutine.
+// driverFiles keeps what containers need of the driver and of each GPU, and the libraries that
+// enforce memory caps. It belongs to the loop's goroutine.
 type driverFiles struct {
 	driver Driver
 	caps   Caps

@@ -440,7 +440,7 @@ func TestPromisedShareWaitsForTheAPIServer(t *testing.T) {
 		o.dra.Away(errors.New("no route to host"))
 		b.SetFile("p.yaml", []byte(throughDRA("mode: whole")))
 		time.Sleep(time.Minute)
-		if synctest.Wait(); b.state() != "failed" || !strings.Contains(b.message(), "who was promised it") {
+		if synctest.Wait(); b.state() != "failed" || !strings.Contains(b.message(), "which claims they were allocated to") {
 			t.Errorf("%s: %s", b.state(), b.message())
 		}
 		if g := b.Status().GPUs; g[0].Mode != "shared" || g[1].Mode != "shared" {

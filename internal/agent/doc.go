@@ -15,7 +15,8 @@
 //	want           works out what the partition means on these GPUs
 //	lookAround     finds the GPUs that other device plugins and DRA drivers give out
 //	plan           calls plan.Make(inventory, allocations, wanted, layouts, others)
-//	askHolders     asks the kubelet and the runtime who holds what, always before a GPU is laid out anew; plans again
+//	askHolders     asks the witnesses (the kubelet and the runtime) who holds what, always before a GPU is laid out
+//	               anew; plans again
 //	withdraw       publishes as Unhealthy what the plan takes away. From then on Allocate refuses it. Plans again:
 //	               an allocation that was made before the withdrawal keeps its devices
 //	act            saves what the next process needs; begins jobs on MIG mode and instances
@@ -65,8 +66,8 @@
 // What a GPU offers is its [plan.Layout]. A withdrawn device stays in the kubelet's list as Unhealthy
 // for [plan.Linger]. MIG instances are told apart by their placement. The agent's own are those that
 // it made, those that an allocation has, and those that a partition's geometry keeps. All others are
-// foreign: they are offered where they fit, and stay unless --foreign-instances is reclaim.
-// An instance for an allocation is made when the container is to start, before anything else on that GPU.
+// foreign: they are offered where they fit, and stay unless --foreign-instances is reclaim. An instance
+// for an allocation is made when the container is to start, before anything else on that GPU.
 //
 // The steps of a plan for one GPU are a job. If the GPU has changed since the plan, nothing is done and
 // the work is planned again. If a step fails, the job undoes the earlier ones in reverse order, and the

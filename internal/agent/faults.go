@@ -81,7 +81,7 @@ func (f *faults) logEvent(e gpu.Event, changed bool) {
 // apply tells the front-ends which GPUs and which MIG instances are unhealthy. The hardware
 // isolates instances from each other, so a fault of one withdraws only the devices of that one.
 func (f *faults) apply() {
-	// keep the order of two verdicts
+	// The lock keeps two verdicts in order.
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.tell(faultsIn(f.monitor.Verdicts(), f.instances.Load()))

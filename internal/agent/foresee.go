@@ -218,7 +218,7 @@ func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 		}
 	}
 	for _, v := range f.snap.hardware.Verdicts {
-		// a fault of an instance ends with the instance
+		// A fault of an instance ends with the instance.
 		if placements, _ := placementsOf(v.Subject, then.Inventory); v.GI < 0 || len(placements) > 0 {
 			s.hardware.Verdicts = append(s.hardware.Verdicts, v)
 		}
@@ -231,7 +231,7 @@ func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 		of.work = append(of.work, then.Waits[u].Condition(status.Pending, string(u)))
 	}
 	if slices.EqualFunc(wanted, f.snap.asked.Wanted, config.Want.Equal) {
-		// the partition stays the same, so what has failed is tried again later
+		// The partition stays the same, so what has failed is tried again later.
 		for _, c := range f.snap.Conditions {
 			failed := c.Reason == status.GPUChangeFailed || c.Reason == status.ResetDue
 			if failed && len(then.Steps[gpu.UUID(c.Subject)]) > 0 {

@@ -52,8 +52,8 @@ type instance struct {
 	in  *gpu.Instance
 }
 
-// fileKey returns a text of all that an allocation's CDI file depends on. If it changes, the file is
-// out of date.
+// fileKey returns a text of all that an allocation's CDI file depends on. If it changes, the file
+// is out of date.
 func fileKey(instances []instance) string {
 	var b strings.Builder
 	for _, i := range instances {

@@ -53,7 +53,8 @@ type reader struct {
 	cards     cards     // of inv
 }
 
-// healthListener tells the front-ends about the GPUs' health. faults implements it.
+// healthListener is told of each reading, and tells the front-ends about the GPUs' health. faults
+// implements it.
 type healthListener interface {
 	// setInventory takes in the inventory, which tells the instance that a fault's number means.
 	setInventory(*gpu.Inventory)
@@ -298,8 +299,8 @@ func sameGPUs(a, b *gpu.Inventory) bool {
 // that index before.
 //
 // Missing GPUs stay until the machine boots again, since a GPU that was taken out looks like one
-// that fell off the bus. While one is missing, the driver numbers the others anew. They then keep
-// the indices that they had, because partitions may name GPUs by index.
+// that fell off the bus. While one is missing, the driver numbers the others anew. The
+// agent then gives the others their earlier indices, because partitions may name GPUs by index.
 func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 	const gone = "the driver no longer lists this GPU"
 	if r.inv != nil {
@@ -395,8 +396,8 @@ func letGoReason(n *agentkube.Node, domain string) string {
 	return ""
 }
 
-// followLetGo lets the driver go if why is not empty. If jobs run, it waits for their end, since a GPU
-// must not be left in the middle of a change, and no new ones begin. When why is empty again it
+// followLetGo lets the driver go if why is not empty. If jobs run, it waits for their end, since a
+// GPU must not be left in the middle of a change, and no new ones begin. When why is empty again it
 // returns an error that wraps gpu.ErrReloaded: a process cannot unload the old driver's library, so
 // only a new one can use the driver. It also fails if the driver cannot be let go.
 func (r *reader) followLetGo(why string, working bool) error {

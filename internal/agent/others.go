@@ -63,8 +63,8 @@ type coexistence struct {
 	// migManager is the node's label at the last look, and known the GPUs that it covered.
 	migManager string
 	known      map[gpu.UUID]bool
-	// firstSeen is when each pod, by UID, was first seen in the kubelet's checkpoint; zero once it was
-	// seen alive.
+	// firstSeen is when each pod, by UID, was first seen in the kubelet's checkpoint; zero once it
+	// was seen alive.
 	firstSeen map[string]time.Time
 	drivers   drivers
 }
@@ -186,7 +186,7 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	defer cancel()
 	allocatable, err := c.kubelet.Allocatable(cctx)
 	if err != nil {
-		// a kubelet that is away gives nothing out, so its last answer stands
+		// A kubelet that is away gives nothing out, so its last answer remains valid.
 		c.log.Debug("cannot ask the kubelet what other device plugins offer", "err", err)
 		if c.gpus == nil {
 			c.gpus = map[gpu.UUID]string{}

@@ -63,7 +63,8 @@ type Snapshot struct {
 	Heard bool
 	// Missing is what Ready waits for; empty once the agent has been ready.
 	Missing string
-	// Unknown maps each offered resource that the kubelet does not know to the time since when.
+	// Unknown has, for each offered resource that the kubelet does not know, the time when that
+	// began.
 	Unknown map[string]time.Time
 	// usable decides whether pods can be sent to the node. inUse is true if there are allocations.
 	usable usable
@@ -286,7 +287,7 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	return out
 }
 
-// leaves returns conditions for the MIG devices that leave.
+// leaves returns conditions for the MIG devices that leave or are withdrawn.
 func (s *Snapshot) leaves() (out []status.Condition) {
 	for u, placements := range s.shape.Leaving {
 		for placement, why := range placements {

@@ -209,7 +209,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	case err != nil && in.fileErr != nil:
 		return note, in.fileErr // the operator must mend this first
 	case err != nil && !answered:
-		// the saved inventory has no MIG state
+		// The saved inventory has no MIG state.
 		return status.Why(status.DriverUnread, "waiting for the driver's first answer"), nil
 	case err != nil:
 		return note, status.Because(status.PartitionUnfit, err)

@@ -59,9 +59,9 @@ var reasons = map[State]status.Reason{
 	Invalid: status.GPUPartitionInvalid,
 }
 
-// announcer reports the results of rounds: on the Node, in Events, and to Node Feature Discovery. The
-// loop's decisions do not depend on it. It works in the goroutine of run; any goroutine may call
-// setNode and conditions.
+// announcer reports the results of rounds: on the Node, in Events, and to Node Feature Discovery.
+// The loop's decisions do not depend on it. It works in the goroutine of run; any goroutine may
+// call setNode and conditions.
 type announcer struct {
 	domain string
 	// labels and hold are Options.Labels and HoldScaleDown.

@@ -276,8 +276,7 @@ func (l *loop) openGates(p *pass) {
 	p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 
-// publish completes in, which has the changes, with the known state, and publishes the offer made
-// from it.
+// publish adds the present state to in, which has the changes, and publishes the resulting offer.
 func (l *loop) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Topology, in.Cards = l.reader.inv, l.reader.topology, l.reader.cards.of
 	in.Past, in.OnDemand, in.Cordoned = l.layouts.past, l.partitions.onDemand, l.partitions.cordons.gpus

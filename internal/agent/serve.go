@@ -114,8 +114,7 @@ type served struct {
 	// source returns the source of a resource's plugin.
 	source func(resource string) plugin.Source
 	of     map[string]plugin.Source
-	// unknown is since when the kubelet has not known offered resources. The map is replaced, never
-	// changed.
+	// unknown is as Snapshot.Unknown. The map is replaced, never changed.
 	unknown map[string]time.Time
 }
 

@@ -70,8 +70,8 @@ func claimed(allocations []ledger.Allocation) map[gpu.UUID]gpu.TimeSlice {
 	return out
 }
 
-// wasAsked reports whether the driver was asked for the time slice of a grant, even if it cannot set
-// it. Before that the container may not start, since it would keep another time slice.
+// wasAsked reports whether the driver was asked for the time slice of a grant, even if it cannot
+// set it. Before that the container may not start, since it would keep another time slice.
 func (t *timeSlices) wasAsked(g ledger.Grant) bool {
 	return g.TimeSlice == "" || t.of[g.GPU].is == g.TimeSlice
 }

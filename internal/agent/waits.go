@@ -11,8 +11,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// fileInputs has all that the CDI files of allocations depend on beside the ledger, at one moment of a
-// round. So the gatekeeper needs neither the reader nor the executor. It is immutable.
+// fileInputs has all that the CDI files of allocations depend on beside the ledger, at one moment
+// of a round. So the gatekeeper needs neither the reader nor the executor. It is immutable.
 type fileInputs struct {
 	inv *gpu.Inventory
 	// parts are nil if it is not known what containers need. partsErr is why; nil before the first
@@ -63,7 +63,7 @@ func (on *fileInputs) correct(changes *plan.Changes, unsaved error) {
 		if w.Allocation == "" || on.working[w.GPU] != nil {
 			continue
 		}
-		why := status.Why(status.GPUChange, "the work is due") // in a moment, since something has come between
+		why := status.Why(status.GPUChange, "the work is due") // by a later round, since something has come between
 		switch {
 		case on.absent != (status.Cause{}):
 			why = on.absent

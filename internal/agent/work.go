@@ -190,10 +190,10 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error),
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, recordStep func(gpu.UUID, mig.Step, error),
 	wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, recordStep: cut, wasReset: wasReset, wake: wake,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, recordStep: recordStep, wasReset: wasReset, wake: wake,
 		neverReset: o.NeverReset, reclaim: o.ReclaimForeign, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
