@@ -130,7 +130,7 @@ type Options struct {
 }
 
 // Demand returns the demand that the journal records, and that of the trace, which may be nil. It
-// fails if neither has a record within the bounds.
+// fails if the time of the demand is empty.
 func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	d := &Demand{Begin: j.first, End: j.last}
 	if t != nil {
@@ -278,7 +278,8 @@ func (g *gathering) refused(j *Journal) {
 	}
 }
 
-// ask returns the ask for n devices of a resource. It is false if the resource is not the agent's.
+// ask returns the ask for n devices of a resource. It is false if the agent offers no such
+// kind.
 func (o *Options) ask(resource string, n int) (Ask, bool) {
 	kind, ok := deviceplugin.KindOf(resource)
 	a := Ask{Kind: kind, Count: n}

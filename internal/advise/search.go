@@ -251,7 +251,7 @@ func (s *search) geometries(d *gpu.Device, card *mig.Card) (out [][]mig.Count) {
 	return out
 }
 
-// try replays the demand on a partition, unless it was tried before.
+// try replays the demand on a partition, unless it was tried before or the limit is reached.
 func (s *search) try(name string, wants []config.Want, present bool) error {
 	key := s.key(wants)
 	if s.seen[key] || s.left <= 0 && !s.All && !present {

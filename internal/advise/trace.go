@@ -112,7 +112,8 @@ func ReadTrace(in io.Reader) (*Trace, error) {
 	}
 }
 
-// mostNested is the largest depth of an object: in a List, in a watch event.
+// mostNested is the largest depth of an object: a watch event may have a List, which has the
+// object.
 const mostNested = 3
 
 // resolution is that of Kubernetes' times. A pod was created within the second that begins at its

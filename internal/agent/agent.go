@@ -228,9 +228,10 @@ func (a *Agent) Status() status.Status { return a.display.status() }
 // GPUNode returns the desired status of the GPUNode object, without the times of its conditions.
 func (a *Agent) GPUNode(in gpunode.HoldersIn) *gpunode.Status { return a.display.gpuNode(in) }
 
-// Foresee answers what partitions would change on the node. It makes the plans that the loop would
-// make, from the state after the last round and the present allocations. It touches no hardware and
-// sends no request. It fails before the driver has been read, and for too many partitions.
+// Foresee answers what partitions would change on the node. It makes one plan after the other, as
+// the loop would, from the state after the last round and the present allocations, until nothing is
+// left to do. It runs beside the loop, touches no hardware and sends no request. It fails before
+// the driver has been read, and for too many partitions.
 func (a *Agent) Foresee(q status.Question) (status.Answer, error) { return a.display.foresee(q) }
 
 // Ready returns nil once three things are true: this process has read the driver, it knows the

@@ -130,7 +130,7 @@ func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trou
 			// it.
 		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), c.Phase == ledger.Waiting,
 			// The kubelet gave the devices to the next pod, and it is not known whether the last
-			// pod has ended: the file is that pod's.
+			// pod has ended. The file is the last pod's.
 			c.Phase == ledger.Reserved && c.Fresh:
 			k.ledger.Shut(c.ID)
 			if !k.removed[c.ID] {

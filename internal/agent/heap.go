@@ -30,7 +30,7 @@ const (
 
 // LimitHeap sets the garbage collector and the number of processors for this program, unless the
 // environment sets them. Until the first round has ended the collector runs only near the limit.
-// Otherwise it ran five times before the kubelet had a list, since the heap had two megabytes. That
+// Otherwise, with a heap of two megabytes, it ran five times before the kubelet had a list. That
 // took a third of the start.
 func LimitHeap() {
 	if os.Getenv("GOMEMLIMIT") == "" {

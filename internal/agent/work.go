@@ -32,7 +32,8 @@ const (
 	// wishPauseMax is the same for an instance that a container waits for. The kubelet starts the
 	// container again after half a minute, so there are some tries for each of its starts.
 	wishPauseMax = 10 * time.Second
-	// mostFailures is the number of failures in a row after which a placement is withdrawn.
+	// mostFailures is the number of failures in a row after which a placement is withdrawn, with
+	// an Event.
 	// failingFor is how long it stays withdrawn. It ends earlier if work on its GPU succeeds. If
 	// the driver itself refused the placement that often, only making this placement ends it
 	// earlier: that others can be made is no sign that it can.
